@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from benchmarks.timing import REPEATS, host_us, median_ms, release, temporary_bytes
-from moe_optim.fake_quantization import Bits, fake_quantize
+from moe_optim.calibration.fake_quantization import Bits, fake_quantize
 from moe_optim.formats.reference import fake as formula
 
 Placement = Literal["contiguous", "scattered"]

@@ -19,13 +19,13 @@ from moe_optim.version import VERSION
 
 if TYPE_CHECKING:
     from moe_optim.calibration.calibrate import calibrate, set_calibrated_amax
+    from moe_optim.calibration.calibrated_amax import calibrated_amax
+    from moe_optim.calibration.fake_quantization import fake_quantize
     from moe_optim.calibration.modelopt_amaxes import amaxes_from_modelopt, amaxes_to_modelopt
+    from moe_optim.calibration.state_entries import synchronize_amax
     from moe_optim.config import MoEOptimConfig
     from moe_optim.config.recipes import Recipe, load_recipe
-    from moe_optim.experts.amax import synchronize_amax
-    from moe_optim.experts.calibrated_amax import calibrated_amax
     from moe_optim.experts.keys.conversion import convert_state_dict
-    from moe_optim.fake_quantization import fake_quantize
     from moe_optim.formats.partition import infer_partition
     from moe_optim.integration.bridge import MoEOptimizerConfig
     from moe_optim.integration.cpu_runtime import use_cpu
@@ -76,12 +76,12 @@ _LAZY = {
     "amaxes_from_modelopt": "moe_optim.calibration.modelopt_amaxes",
     "amaxes_to_modelopt": "moe_optim.calibration.modelopt_amaxes",
     "calibrate": "moe_optim.calibration.calibrate",
-    "calibrated_amax": "moe_optim.experts.calibrated_amax",
+    "calibrated_amax": "moe_optim.calibration.calibrated_amax",
     "convert_state_dict": "moe_optim.experts.keys.conversion",
     "dequantize": "moe_optim.ops",
     "describe": "moe_optim.optimizer.description",
     "export_weights": "moe_optim.rollout.weights",
-    "fake_quantize": "moe_optim.fake_quantization",
+    "fake_quantize": "moe_optim.calibration.fake_quantization",
     "quantize": "moe_optim.ops",
     "MoEOptimConfig": "moe_optim.config",
     "MoEOptimizerConfig": "moe_optim.integration.bridge",
@@ -92,7 +92,7 @@ _LAZY = {
     "load_recipe": "moe_optim.config.recipes",
     "quantize_part": "moe_optim.parts",
     "set_calibrated_amax": "moe_optim.calibration.calibrate",
-    "synchronize_amax": "moe_optim.experts.amax",
+    "synchronize_amax": "moe_optim.calibration.state_entries",
     "uninstall": "moe_optim.integration.patching.installation",
     "use_cpu": "moe_optim.integration.cpu_runtime",
 }

@@ -12,11 +12,12 @@ ORDER = """
 errors version library screen spelling import_hook places
 environment formats experts/keys checkpoint/files
 config formats/reference kernels
-ops fake_quantization integration/patching
+ops integration/patching
 parts weights
+buckets
+calibration
 experts
-buckets checkpoint
-calibration health rollout
+checkpoint health rollout
 optimizer
 integration
 .

@@ -1,5 +1,5 @@
-"""Amaxes of experts from a forward pass or from weights, and their exchange with ModelOpt.
+"""Amaxes of experts: found, held, saved, exchanged with ModelOpt, and read by fake quantization.
 
-Offers ``calibrate``, ``amaxes_to_modelopt`` and ``amaxes_from_modelopt``. Imports experts, weights
-and buckets.
+Offers ``calibrate``, ``fake_quantize``, ``expert_linears`` and the entries of checkpoints. Imports
+weights, buckets and ``integration/patching``.
 """

@@ -1,4 +1,4 @@
-"""Calibration: the amax of every expert of a model, found once and held until found again."""
+"""Calibration: the amax of every expert of a model, found once and held until the next time."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -9,14 +9,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_optim.buckets.bucket_group import gather_weights
-from moe_optim.calibration.te_amax import listen
+from moe_optim.calibration.calibrated_amax import fitted, hold_calibrated_amax
+from moe_optim.calibration.fake_quantization import Axis, expert_axis
+from moe_optim.calibration.linears import (
+    ExpertLinear,
+    expert_linears,
+    grouped_linears,
+    is_portable,
+    recorder_of,
+)
+from moe_optim.calibration.state_entries import listen
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
-from moe_optim.experts.calibrated_amax import fitted
-from moe_optim.experts.calibrated_amax import set_calibrated_amax as hold_calibrated_amax
-from moe_optim.experts.grouped_linear import GroupedLinear
-from moe_optim.experts.linears import ExpertLinear, expert_linears
-from moe_optim.experts.te_linears import grouped_linears, recorder_of
-from moe_optim.fake_quantization import Axis, expert_axis
 from moe_optim.formats.reference.amax import expert_amax_into
 from moe_optim.integration.patching.agreement import agree
 from moe_optim.weights.names import base_of
@@ -24,16 +27,14 @@ from moe_optim.weights.te.fields import require_memory
 
 METHODS = ("max",)
 _NO_NUMBER = -1.0
-"""Of an expert of which no element here is a number: less than any amax."""
+"""Amax of an expert without any number here: less than any other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Found:
-    """What one rank has of a linear."""
-
     linear: ExpertLinear
     amax: Tensor
-    """[E] fp32, of each local expert; or [1], of all."""
+    """[E] fp32, one per local expert; or [1], one for all."""
 
 
 @torch.inference_mode(False)
@@ -44,26 +45,26 @@ def calibrate(
     *,
     axis: Axis = 0,
 ) -> None:
-    """Give the experts of every MoE layer their amaxes, and hold them until the next calibration.
+    """Find the amax of the experts of every MoE layer, and hold it until the next calibration.
 
-    An amax is the largest magnitude of an expert's weight as products read it: bf16 weights as they
-    are, quantized ones dequantized along rows. NaN is left out. It is the same on all ranks that
+    An amax is the largest magnitude of an expert's weight as GEMMs read it: bf16 weights as they
+    are, quantized ones dequantized along rows. NaN is ignored. It is the same on all ranks that
     hold the expert or a part of it: a MAX over expert-tensor-parallel and expert-data-parallel
     ranks, and with ``axis=0`` never over experts or expert-parallel ranks.
 
-    Every rank must call it, ranks without MoE layers too, with all of its chunks: all raise where
-    one does, and then nothing is stored anywhere. Weights of chunks that DDP wraps are gathered
-    first, as before an evaluation, where a step has moved their masters.
+    Every rank must call it with all of its chunks, ranks without MoE layers too. If one rank
+    raises, all do, and nothing is stored anywhere. Weights that are behind their masters are
+    gathered first, in chunks that DDP wraps.
 
-    Modules keep the result as a buffer, fp32, see :func:`moe_optim.calibrated_amax`: it is saved
+    Modules keep the result as an fp32 buffer, see :func:`moe_optim.calibrated_amax`: it is saved
     and loaded with the weights, under global expert ids, and training does not change it.
 
     Args:
-        model_chunks: those of this rank's pipeline stage, wrapped or not.
+        model_chunks: chunks of this rank's pipeline stage, wrapped or not.
         method: ``max``, the largest magnitude.
-        axis: 0, or ``(0,)``, for one amax an expert, [E, 1, 1] of the local ones; None for one a
-            linear, [1, 1, 1], of the experts of all expert-parallel ranks, so that no other number
-            of ranks would give another.
+        axis: 0, or ``(0,)``, for one amax per expert, [E, 1, 1] for the local ones; None for one
+            per linear, [1, 1, 1], over the experts of all expert-parallel ranks, so that it does
+            not depend on their number.
 
     Raises:
         ConfigError: another method or axis, or not the same on all ranks; or no list of chunks.
@@ -80,10 +81,11 @@ def calibrate(
     for chunk in chunks:
         gather_weights(chunk)
     found: list[_Found] = agree(lambda: [_find(linear) for linear in linears], None)
-    _reduce(found)
+    _reduce(found, "expt_tp", "expt_dp")
     agree(lambda: _require_numbers(found), None)
     if one_axis is None:
-        found = _over_all_experts(found)
+        found = [replace(one, amax=one.amax.amax().view(1)) for one in found]
+        _reduce(found, "ep")
     for chunk in chunks:
         listen(chunk)
     for one in found:
@@ -91,34 +93,34 @@ def calibrate(
 
 
 def set_calibrated_amax(linear: torch.nn.Module, amax: Tensor | None) -> None:
-    """Let the experts of a linear have amaxes that were found elsewhere, until another calibration.
+    """Hold amaxes that were found elsewhere, until the next calibration.
 
     They are held, saved and loaded as those of :func:`calibrate`. No rank communicates: give every
     rank that holds an expert, or a part of it, the same value.
 
     Args:
-        linear: linear of portable experts or of Transformer Engine's, or an adapter around
-            one.
-        amax: one value for each expert here, in any shape, or one for the experts of all ranks;
-            any floating-point dtype, on any device, copied. None forgets what there is.
+        linear: linear of portable experts or of Transformer Engine's, or an adapter around one.
+        amax: one value per local expert, in any shape, or one for the experts of all ranks; any
+            floating-point dtype, on any device, copied. None removes what there is.
 
     Raises:
         LayoutError: another module; another number of values; values that are no magnitudes.
     """
     base: Any = base_of(linear)
-    if isinstance(base, GroupedLinear):
-        name, count = base.name, base.shape[0]
+    if is_portable(base):
+        count = base.shape[0]
     elif any(one is base for _, one in grouped_linears(base)):
-        name, count = recorder_of(base).name, base.num_gemms
+        count = base.num_gemms
     else:
         raise LayoutError(
             "set_calibrated_amax: linear: expected one of portable experts or a grouped linear of "
             f"Transformer Engine, got {type(linear).__name__}. Give experts.linear_fc1 or "
             "experts.linear_fc2."
         )
+    values = None if amax is None else fitted(amax, count, recorder_of(base).name)
     listen(linear)
     device = next(base.parameters()).device
-    hold_calibrated_amax(base, None if amax is None else fitted(amax, count, name).to(device))
+    hold_calibrated_amax(base, None if values is None else values.to(device))
 
 
 def _chunks_of(model_chunks: Iterable[torch.nn.Module], method: str) -> list[torch.nn.Module]:
@@ -140,22 +142,17 @@ def _chunks_of(model_chunks: Iterable[torch.nn.Module], method: str) -> list[tor
 def _readable_linears(chunks: Sequence[torch.nn.Module]) -> list[ExpertLinear]:
     linears = [linear for chunk in chunks for linear in expert_linears(chunk)]
     for linear in linears:
-        _require_readable(linear)
+        where, weights = f"calibrate: {linear.name}", linear.weights()
+        if not linear.num_experts or not weights:
+            raise LayoutError(f"{where}: expected experts, got none. Build the layer with some.")
+        if any(weight.device.type == "meta" for weight in weights):
+            raise LayoutError(
+                f"{where}: expected weights with values, got meta tensors. Build the model on a "
+                "device and load its weights first."
+            )
+        for weight in weights:
+            require_memory(where, weight)
     return linears
-
-
-def _require_readable(linear: ExpertLinear) -> None:
-    """Raise for what is no weight with values; no value is read."""
-    where, weights = f"calibrate: {linear.name}", linear.weights()
-    if not linear.num_experts or not weights:
-        raise LayoutError(f"{where}: expected experts, got none. Build the layer with some.")
-    if any(weight.device.type == "meta" for weight in weights):
-        raise LayoutError(
-            f"{where}: expected weights with values, got meta tensors. Build the model on a device "
-            "and load its weights first."
-        )
-    for weight in weights:
-        require_memory(where, weight)
 
 
 def _find(linear: ExpertLinear) -> _Found:
@@ -168,7 +165,7 @@ def _find(linear: ExpertLinear) -> _Found:
 
 
 def _require_one_call(count: int, axis: int | None) -> None:
-    """Raise on all ranks where none has experts, or where they would not reduce the same."""
+    """Check on all ranks that one has experts, and that all would reduce the same."""
     calls: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(calls, (count, axis))
     if not any(count for count, _ in calls):
@@ -184,39 +181,19 @@ def _require_one_call(count: int, axis: int | None) -> None:
         )
 
 
-def _reduce(found: Sequence[_Found]) -> None:
-    """Put parts and copies of experts together, in place; layers of the same groups at once."""
-    for members in _by_groups(found, "expt_tp", "expt_dp"):
-        groups = members[0].linear.groups
-        together = torch.cat([one.amax for one in members])
-        for group in (groups.expt_tp, groups.expt_dp):
-            _take_maxima(together, group)
-        parts = together.split([len(one.amax) for one in members])
-        torch._foreach_copy_([one.amax for one in members], parts)
-
-
-def _over_all_experts(found: Sequence[_Found]) -> list[_Found]:
-    """Return the largest amax of each linear, [1], over the experts of all ranks."""
-    largest = [replace(one, amax=one.amax.amax().view(1)) for one in found]
-    for members in _by_groups(largest, "ep"):
-        together = torch.cat([one.amax for one in members])
-        _take_maxima(together, members[0].linear.groups.ep)
-        torch._foreach_copy_([one.amax for one in members], together.split(1))
-    return largest
-
-
-def _take_maxima(amaxes: Tensor, group: Any) -> None:
-    if group.size() > 1:
-        dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
-
-
-def _by_groups(found: Sequence[_Found], *names: str) -> list[list[_Found]]:
-    """Return what has the same process groups together, in the order of the first of each."""
+def _reduce(found: Sequence[_Found], *names: str) -> None:
+    """Reduce amaxes with MAX over groups of these names, in place; linears of a group at once."""
     by_groups: dict[Any, list[_Found]] = {}
     for one in found:
-        key = tuple(getattr(one.linear.groups, name) for name in names)
-        by_groups.setdefault(key, []).append(one)
-    return list(by_groups.values())
+        groups = tuple(getattr(one.linear.groups, name) for name in names)
+        by_groups.setdefault(groups, []).append(one)
+    for groups, members in by_groups.items():
+        amaxes = [one.amax for one in members]
+        together = torch.cat(amaxes)
+        for group in groups:
+            if group.size() > 1:
+                dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
+        torch._foreach_copy_(amaxes, together.split([len(amax) for amax in amaxes]))
 
 
 def _require_numbers(found: Sequence[_Found]) -> None:

@@ -1,4 +1,4 @@
-"""Amaxes of experts under NVIDIA ModelOpt's keys and under ours, both ways, completely or not.
+"""Conversion of amaxes of experts between NVIDIA ModelOpt's keys and ours.
 
 ModelOpt (0.47) keeps an amax in the buffer ``_amax`` of a quantizer, and a linear's quantizer of
 weights is its child ``weight_quantizer``. Ours is a buffer of the linear itself.
@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from moe_optim.calibration.calibrated_amax import are_magnitudes, as_buffer
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.experts.keys.finding import expert_remainders, survey_expert_sets
 from moe_optim.experts.keys.layouts import CALIBRATED_AMAX, LINEARS, is_calibrated_amax, match_key
@@ -22,36 +23,31 @@ ModelOptForm = Literal["indexed", "numbered", "sequential", "grouped", "flat"]
 _QUANTIZER = "weight_quantizer"
 _ONE_KEY = f"{{linear}}.{_QUANTIZER}._amax"
 _MOST_NAMES = 20
-"""That a warning lists."""
+"""Most names that a warning lists."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Form:
-    """One of the ways in which ModelOpt keeps the amaxes of a linear's experts."""
+    """One of ModelOpt's forms of the amaxes of a linear's experts."""
 
     template: str
-    """Behind the container, of one ``{linear}``; with ``{expert}`` where each has a key."""
+    """Key behind the container, with ``{linear}``, and ``{expert}`` where each has a key."""
     values: Callable[[Tensor], Sequence[Tensor]]
-    """What amaxes [E, 1, 1] are under these keys, in order."""
+    """Function of amaxes [E, 1, 1] -> the values under these keys, in order."""
+
+
+def _scalars(amax: Tensor) -> Sequence[Tensor]:
+    return amax.flatten().unbind(0)
 
 
 _FORMS: Mapping[str, _Form] = MappingProxyType(
     {
-        # GroupedQuantizer: a quantizer an expert, as Transformer Engine's linears have since 0.47
-        "indexed": _Form(
-            template=f"{{linear}}.{_QUANTIZER}.{{expert}}._amax",
-            values=lambda amax: amax.flatten().unbind(0),
-        ),
+        # GroupedQuantizer: a quantizer per expert, as Transformer Engine's linears have since 0.47
+        "indexed": _Form(template=f"{{linear}}.{_QUANTIZER}.{{expert}}._amax", values=_scalars),
         # the same in versions that gave each quantizer a name of its own
-        "numbered": _Form(
-            template=f"{{linear}}.{_QUANTIZER}_{{expert}}._amax",
-            values=lambda amax: amax.flatten().unbind(0),
-        ),
+        "numbered": _Form(template=f"{{linear}}.{_QUANTIZER}_{{expert}}._amax", values=_scalars),
         # SequentialMLP
-        "sequential": _Form(
-            template=f"local_experts.{{expert}}.{_ONE_KEY}",
-            values=lambda amax: amax.flatten().unbind(0),
-        ),
+        "sequential": _Form(template=f"local_experts.{{expert}}.{_ONE_KEY}", values=_scalars),
         # one quantizer with axis 0 over a weight [E, R, C]
         "grouped": _Form(template=_ONE_KEY, values=lambda amax: [amax]),
         "flat": _Form(template=_ONE_KEY, values=lambda amax: [amax.flatten()]),
@@ -61,10 +57,10 @@ _FORMS: Mapping[str, _Form] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Container:
-    """The experts of one layer, weights or amaxes of theirs, in a state dict."""
+    """Weights or amaxes of the experts of one layer in a state dict."""
 
     prefix: str
-    """Of all keys, up to and including the component ``experts.``; empty at the root."""
+    """Prefix of all keys, up to and including ``experts.``; empty at the root."""
     ours: Mapping[str, str]
     """Linear -> key of its amaxes."""
     theirs: Mapping[str, str]
@@ -72,21 +68,21 @@ class _Container:
     others: Sequence[str]
     """Keys of everything else in a quantizer of weights."""
     num_experts: int | None
-    """That weights beside them are of; None where none tell."""
+    """Number of experts of the weights beside them; None without."""
 
 
 def amaxes_to_modelopt(state: Mapping[str, Any], form: ModelOptForm = "indexed") -> dict[str, Any]:
     """Return a flat state dict with calibrated amaxes under ModelOpt's keys.
 
-    They stand where those of their linear stood, newly allocated, fp32. All other entries are the
-    same objects, in their order; linears of experts without amaxes, where others have some, and
-    whatever else quantizers of weights hold are named in a warning. No rank communicates.
+    They take the places of our keys, newly allocated, fp32. All other entries are the same
+    objects, in their order. A warning names linears of experts without amaxes, where others have
+    some, and other states of quantizers of weights. No rank communicates.
 
     Args:
-        state: of any entries; neither it nor they are changed. Experts are those behind a component
+        state: any entries; neither it nor they are changed. Experts are those behind a component
             ``experts.``, or at the root.
-        form: ``indexed`` for a ``GroupedQuantizer``, a scalar an expert, as ModelOpt has them for
-            linears of Transformer Engine; ``numbered`` for quantizers ``weight_quantizer_N``;
+        form: ``indexed`` for a ``GroupedQuantizer``, one scalar per expert, as ModelOpt has them
+            for linears of Transformer Engine; ``numbered`` for quantizers ``weight_quantizer_N``;
             ``sequential`` for a quantizer in each of ``local_experts``; ``grouped`` [E, 1, 1] and
             ``flat`` [E] for one quantizer. One amax of all experts becomes the scalar of one
             quantizer, with ``grouped`` or ``flat``.
@@ -125,14 +121,14 @@ def amaxes_to_modelopt(state: Mapping[str, Any], form: ModelOptForm = "indexed")
 def amaxes_from_modelopt(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a flat state dict with the amaxes of experts' weights under our keys.
 
-    They stand where the first one of their linear stood, newly allocated: [E, 1, 1] fp32, or
-    [1, 1, 1] for one of all experts. All other entries are the same objects, in their order: those
-    of other modules, and of quantizers of activations; and, named in a warning, what quantizers of
-    weights hold besides, such as a ``_global_amax`` or an ``_extra_state``. So are linears of
-    experts without amaxes, where others have some. No rank communicates.
+    They take the place of the first key of their linear, newly allocated: [E, 1, 1] fp32, or
+    [1, 1, 1] for one of all experts. All other entries are the same objects, in their order. A
+    warning names other states of quantizers of weights, such as a ``_global_amax`` or an
+    ``_extra_state``, and linears of experts without amaxes, where others have some. No rank
+    communicates.
 
     Args:
-        state: of any entries; neither it nor they are changed. Each linear of experts may have any
+        state: any entries; neither it nor they are changed. Each linear of experts may have any
             form of :func:`amaxes_to_modelopt`, in any floating-point dtype.
 
     Raises:
@@ -171,7 +167,6 @@ def amaxes_from_modelopt(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _containers(state: Mapping[str, Any]) -> Iterator[_Container]:
-    """Yield the experts of every layer, of which weights or amaxes are in the state."""
     found: dict[str, dict[str, str]] = {}  # remainder -> key, by prefix
     for key in state:
         parts = key.split(".")
@@ -194,7 +189,7 @@ def _containers(state: Mapping[str, Any]) -> Iterator[_Container]:
 
 
 def _is_of_quantizer(remainder: str) -> bool:
-    """Return whether a quantizer of an expert's weights holds it."""
+    """Return whether a key belongs to a quantizer of an expert's weights."""
     parts = remainder.split(".")
     if parts[0] == "local_experts":
         parts = parts[2:]
@@ -210,7 +205,7 @@ def _count_experts(weights: Mapping[str, Any], prefix: str) -> int | None:
 def _missing(
     containers: Sequence[_Container], given: Mapping[str, Sequence[str]], name: str
 ) -> list[str]:
-    """Return what is expected of experts of which no linear of any layer has amaxes."""
+    """Return the faults of a state in which no linear of any layer has amaxes."""
     if any(given.values()):
         return []
     return [
@@ -221,7 +216,6 @@ def _missing(
 
 
 def _say_what_stays(containers: Sequence[_Container], given: Mapping[str, Sequence[str]]) -> None:
-    """Warn of linears without amaxes and of what else quantizers hold, by name."""
     bare = [
         f"{container.prefix}{linear}"
         for container in containers
@@ -255,7 +249,7 @@ def _by_template(container: _Container, linear: str) -> dict[str, dict[int | Non
 def _gather(
     state: Mapping[str, Any], container: _Container, found: dict[str, dict[int | None, str]]
 ) -> tuple[Tensor | None, list[str]]:
-    """Return the amaxes of one linear, or what is wrong with them."""
+    """Return the amaxes of one linear, or their faults."""
     if len(found) > 1:
         keys = [key for keys in found.values() for key in keys.values()]
         return None, [f"{key}: expected amaxes in one form, got also another" for key in keys]
@@ -283,9 +277,9 @@ def _gather(
 
 
 def _read(value: Any, key: str, num_experts: int | None) -> tuple[Tensor | None, list[str]]:
-    """Return a copy [E, 1, 1] or [1, 1, 1] fp32 of one entry, or what is wrong with it.
+    """Return a copy [E, 1, 1] or [1, 1, 1] fp32 of one entry, or its faults.
 
-    [E, 1] might be of channels: it is taken only where weights tell that E are experts.
+    [E, 1] might be E channels: it is accepted only where weights confirm E experts.
     """
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return None, [f"{key}: expected floating-point amaxes, got something else"]
@@ -294,8 +288,8 @@ def _read(value: Any, key: str, num_experts: int | None) -> tuple[Tensor | None,
     if not count or (value.numel() != 1 and shape not in shapes):
         size = "one value" if num_experts == 1 else f"[{num_experts or 'E'}, 1, 1], flat, or one"
         return None, [f"{key}: expected {size}, got {list(shape)}"]
-    amax = value.detach().to(torch.float32, copy=True).reshape(-1, 1, 1)
-    if not (amax.isfinite() & (amax >= 0)).all():
+    amax = as_buffer(value)
+    if not are_magnitudes(amax):
         return None, [f"{key}: expected finite magnitudes, got {amax.flatten().tolist()}"]
     return amax, []
 
@@ -306,7 +300,6 @@ def _replaced(
     *,
     without: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the state with others in the places of some entries."""
     result: dict[str, Any] = {}
     for key, value in state.items():
         if key in renamed:

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 
+from moe_optim.calibration.state_entries import CalibratedEntry, OptionalShardedTensor
 from moe_optim.checkpoint.files.pickles import MEGATRONS_PACKAGES, Named
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_states import (
@@ -40,8 +41,6 @@ from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest
 from moe_optim.checkpoint.states_without_manifest import manifest_of_groups_states
 from moe_optim.checkpoint.undistributed_states import declare_reshardable, request_masters
 from moe_optim.errors import LayoutError
-from moe_optim.experts.amax import OptionalShardedTensor
-from moe_optim.experts.calibrated_entry import CalibratedEntry
 from moe_optim.integration.patching.active import config_in_force, installed_config
 from moe_optim.integration.patching.agreement import agree
 from moe_optim.integration.patching.engine import original

@@ -1,8 +1,43 @@
-"""The activation between the two linears of an expert, step by step."""
+"""The activation between the two linears of an expert, fused as Megatron's or step by step."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+import torch.nn.functional as F  # noqa: N812  # torch's own spelling
+from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from moe_optim.library import as_written
+
+_ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
+
+
+def activate(
+    hidden: Tensor, biases: Tensor | None, probs: Tensor, config: TransformerConfig
+) -> Tensor:
+    """Apply the activation and the routing weights, fused or not as Megatron's MLP does.
+
+    Args:
+        hidden: [T, 2F] bf16, output of fc1.
+        biases: [T, 2F], added first.
+        probs: [T, 1] routing weights.
+        config: Megatron's transformer configuration.
+    """
+    store_fp8 = config.activation_func_fp8_input_store
+    offset, clamp_value = config.glu_linear_offset, config.activation_func_clamp_value
+    name = "silu" if config.activation_func is F.silu else "quick_gelu"
+    if fuses_activation(config):
+        return _fused_gate(hidden, biases, probs, name, store_fp8, offset, clamp_value)
+    interleave_size = config.moe_mlp_glu_interleave_size
+    return _gate(hidden, biases, probs, name, offset, clamp_value, interleave_size)
+
+
+def fuses_activation(config: TransformerConfig) -> bool:
+    """Return whether Megatron would call its fused activation; it has none for interleaving."""
+    return bool(config.bias_activation_fusion) and config.moe_mlp_glu_interleave_size is None
 
 
 def glu(
@@ -16,11 +51,11 @@ def glu(
     """Apply a gated linear unit: ``activation(gate) * (linear + linear_offset)``.
 
     Args:
-        hidden: [T, 2F], the gate before the linear half, or in blocks of both in turn.
-        activation: of the gate: SiLU for SwiGLU, quick GELU for quick-GeGLU.
-        linear_offset: added to the linear half.
-        clamp_value: bounds the gate from above and the linear half from both sides.
-        interleave_size: columns of such a block, which divides F; None where nothing alternates.
+        hidden: [T, 2F], the gate before the linear half, or alternating blocks of both.
+        activation: function of the gate: SiLU for SwiGLU, quick GELU for quick-GeGLU.
+        linear_offset: summand of the linear half.
+        clamp_value: bound of the gate from above and of the linear half from both sides.
+        interleave_size: columns of an alternating block, which divides F; None for halves.
 
     Returns:
         [T, F] of the dtype of ``hidden``.
@@ -38,3 +73,51 @@ def remove_interleaving(hidden: Tensor, size: int) -> Tensor:
     """Return [T, 2F] in halves where ``size`` columns of gate and of linear half alternate."""
     blocks = hidden.unflatten(-1, (-1, 2, size))  # [T, F / size, gate or linear, size]
     return blocks.transpose(-3, -2).flatten(-3)
+
+
+def _empty_gated(hidden: Tensor, *_: Any) -> Tensor:
+    tokens, features = hidden.shape
+    return hidden.new_empty(tokens, features // 2)
+
+
+@partial(as_written, fake=_empty_gated)
+def _fused_gate(
+    hidden: Tensor,
+    biases: Tensor | None,
+    probs: Tensor,
+    activation: str,
+    store_fp8: bool,
+    linear_offset: float,
+    clamp_value: float | None,
+) -> Tensor:
+    """Call what Megatron compiles by itself; as part of another graph it might round otherwise."""
+    gated: Tensor
+    if activation == "quick_gelu":
+        gated = weighted_bias_quick_geglu_impl(
+            hidden, biases, probs, store_fp8, linear_offset, clamp_value
+        )
+    else:
+        gated = weighted_bias_swiglu_impl(hidden, biases, probs, store_fp8)
+    return gated
+
+
+@partial(as_written, fake=_empty_gated)
+def _gate(
+    hidden: Tensor,
+    biases: Tensor | None,
+    probs: Tensor,
+    activation: str,
+    linear_offset: float,
+    clamp_value: float | None,
+    interleave_size: int | None,
+) -> Tensor:
+    if biases is not None:
+        hidden = hidden + biases
+    gated = glu(
+        hidden,
+        _ACTIVATIONS[activation],
+        linear_offset=linear_offset,
+        clamp_value=clamp_value,
+        interleave_size=interleave_size,
+    )
+    return (gated * probs).to(gated.dtype)

@@ -1,4 +1,4 @@
-"""One linear layer of all local experts: a single grouped product forward, dgrad and wgrad."""
+"""One linear layer of all local experts: a single grouped GEMM forward, dgrad and wgrad."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -8,15 +8,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moe_optim.errors import StateError
-from moe_optim.experts import compiled_product
-from moe_optim.experts.calibrated_amax import (
+from moe_optim.calibration.calibrated_amax import (
     calibrated_amax,
-    set_calibrated_amax,
+    hold_calibrated_amax,
     take_calibrated_amax,
 )
-from moe_optim.experts.compute import QuantizedCopy
-from moe_optim.experts.fake_copy import FakeQuantizedCopy
+from moe_optim.calibration.fake_quantization import PerExpertGrid
+from moe_optim.errors import StateError
+from moe_optim.experts import compiled_product
 from moe_optim.experts.grouped_product import (
     GradientEnd,
     Version,
@@ -24,8 +23,12 @@ from moe_optim.experts.grouped_product import (
     multiply,
     run_delayed_wgrad,
 )
-from moe_optim.experts.stacked_experts import lie_together, stack_experts
-from moe_optim.fake_quantization import PerExpertGrid
+from moe_optim.experts.operands import (
+    FakeQuantizedCopy,
+    QuantizedCopy,
+    lie_together,
+    stack_experts,
+)
 from moe_optim.formats import BlockScaledFormat, Direction
 from moe_optim.kernels.member_table import Backend
 from moe_optim.library import as_written
@@ -44,35 +47,35 @@ ExpertLayout = Literal["grouped", "indexed"]
 
 
 class GroupedLinear(RecordsAmax, torch.nn.Module):
-    """Weights of all local experts of one linear, and their biases if it has any.
+    """Weights of all local experts of one linear, and their biases if there are any.
 
     Parameters are ``weight`` [E, R, C] in ``grouped`` layout, ``weight0 .. weight{E-1}`` [R, C] in
     ``indexed`` layout. Portable quantized experts lie in one storage [E, R, C] in both, so either
     layout multiplies in one call. bf16 experts are ordinary parameters, which lie side by side: in
     one allocation, and then in the buffer of Megatron's DDP, where the last parameter comes first.
-    They are therefore registered from the last expert to the first. With ``compute`` their
-    products read a quantized copy, and give what storage of that format would give, or the values
-    of a grid that each expert has for itself.
+    They are therefore registered from the last expert to the first. With ``compute`` their GEMMs
+    read a quantized copy: the values that storage of that format would give, or those of a grid
+    with one amax per expert.
 
-    Biases are bf16 whatever the format: ``bias`` [E, R], or ``bias0 .. bias{E-1}`` [R]. The product
-    does not add them; callers get them from :meth:`token_biases`, and fuse or scale the addition.
+    Biases are bf16 in every format: ``bias`` [E, R], or ``bias0 .. bias{E-1}`` [R]. The GEMM does
+    not add them; callers get them from :meth:`token_biases`, and fuse or scale the addition.
 
     Args:
-        num_experts: E, local experts.
+        num_experts: E, number of local experts.
         out_features: R.
         in_features: C.
         format: block-scaled storage format, or None for bf16.
-        compute: format or grid of the products of bf16 experts; None multiplies what is stored.
-        expert_layout: how parameters are cut.
+        compute: format or grid of the GEMMs of bf16 experts; None for that of the storage.
+        expert_layout: one parameter of all experts, or one per expert.
         bias: whether there are biases, zero at first.
-        fuse_wgrad_accumulation: add weight gradients straight into ``main_grad`` where there is
-            one, instead of returning them through autograd.
-        delay_wgrad: leave weight gradients to :meth:`backward_dw`.
-        record_amax: keep the amax of every quantized expert, see :meth:`amax`.
-        make_storages: what quantized weights are kept in.
-        backend: who quantizes, kernels or plain torch.
-        name: for errors.
-        device: where weights live.
+        fuse_wgrad_accumulation: whether weight gradients are added straight into ``main_grad``
+            where there is one, instead of returned through autograd.
+        delay_wgrad: whether weight gradients are left to :meth:`backward_dw`.
+        record_amax: whether the amax of every quantized expert is kept, see :meth:`amax`.
+        make_storages: factory of the storages of quantized weights.
+        backend: ``auto`` for kernels where they run, ``reference`` for plain torch.
+        name: name of the linear, for errors.
+        device: device of the weights.
 
     Raises:
         LayoutError: the shape does not fit the format.
@@ -151,7 +154,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return parameters if storages else parameters[::-1]
 
     def extra_repr(self) -> str:
-        """Return shape, format and layout of the weights, and what products read."""
+        """Return shape, format and layout of the weights, and operand of the GEMMs."""
         experts, rows, cols = self.shape
         storages = self.storages()
         format = storages[0].format.name if storages else "bf16"
@@ -173,23 +176,20 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return storages[0].whole_of(storages) if storages else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle the module without the gradients that passes of this one have delayed."""
+        """Copy and pickle the module without its delayed weight gradients."""
         return self.__dict__ | {"_delayed": deque()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Become a linear of its own, whose parameters were copied one by one."""
+        """Restore a copy, whose parameters were copied one by one."""
         super().__setstate__(state)
         self._lay_together()
         self.handle = handle_of(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
-        """Move quantized experts as one storage; bf16 is their dtype already, and the only one.
-
-        Amaxes of a calibration move along, and stay fp32.
-        """
+        """Move quantized experts as one storage. Calibrated amaxes move along, and stay fp32."""
         amax = calibrated_amax(self)
         if amax is not None:
-            set_calibrated_amax(self, None)
+            hold_calibrated_amax(self, None)
         if self.storages():
             self._move_storages(fn)
             for bias in self.biases():
@@ -200,14 +200,14 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             if before != [weight.data_ptr() for weight in self.weights()]:
                 self._lay_together()
         if amax is not None:
-            set_calibrated_amax(self, amax.to(fn(amax).device))
+            hold_calibrated_amax(self, amax.to(fn(amax).device))
         return self
 
     @torch.no_grad()
     def _lay_together(self) -> None:
-        """Give bf16 experts that were copied one by one an allocation of their own again.
+        """Put bf16 experts that were copied one by one into one allocation again.
 
-        Not those of a buffer, which they would leave.
+        Those in a buffer of DDP lie together already, and stay there.
         """
         weights = self.weights()
         if self.expert_layout == "indexed" and not self.storages() and not lie_together(weights):
@@ -238,12 +238,12 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Load the weights, then the amax of the masters that they were once quantized from.
+        """Load the weights, then the amax of the masters that they were quantized from.
 
-        It is kept until the next requantization, and changes no byte: what was dequantized from
-        NVFP4 quantizes to the same bytes by an amax of its own. Quantized weights take values also
-        with ``assign=True``: they keep their format, and their place in a bucket. Amaxes of a
-        calibration are those of the weights that are loaded, see :func:`take_calibrated_amax`.
+        It is kept until the next requantization, and changes no byte: values dequantized from
+        NVFP4 quantize to the same bytes by their own amax. Also with ``assign=True``, quantized
+        weights keep their format and their place in a bucket. Calibrated amaxes are loaded with
+        the weights, see :func:`take_calibrated_amax`.
         """
         amax: Tensor | None = state_dict.pop(f"{prefix}weight_amax", None)
         take_calibrated_amax(self, state_dict, prefix, self.shape[0], self.name)
@@ -257,7 +257,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return self._parameters_called("weight")
 
     def biases(self) -> list[torch.nn.Parameter]:
-        """Return the biases in expert order, as many as weights; none in a linear without."""
+        """Return the biases in expert order, as many as weights; none in a linear without bias."""
         return self._parameters_called("bias")
 
     def _parameters_called(self, kind: str) -> list[torch.nn.Parameter]:
@@ -273,9 +273,9 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
 
         Args:
             counts: [E] integers on the host, tokens of each expert.
-            product: [T, R] bf16, what the linear gave these tokens. Biases are read after it: by
-                then hooks have gathered them.
-            dtype: what the biases are cast to; bf16 if not given.
+            product: [T, R] bf16, output of the linear for these tokens. Biases are read after it:
+                by then hooks have gathered them.
+            dtype: dtype of the biases; bf16 if None.
 
         Returns:
             [T, R].
@@ -289,7 +289,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
 
         Args:
             values: [E, R, C] bf16. Kept by reference if ``keep_for_masters``.
-            keep_for_masters: remember the values until the optimizer has made its masters of them.
+            keep_for_masters: whether the values are kept until the optimizer makes its masters.
         """
         for weight, part in zip(self.weights(), self._cut(values), strict=True):
             weight.copy_(part)
@@ -304,7 +304,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
 
         Args:
             tokens: [T, C] bf16, sorted by expert.
-            ends: [E] int32 on the device of ``tokens``: where each expert's tokens end.
+            ends: [E] int32 on the device of ``tokens``: end of each expert's tokens.
 
         Returns:
             [T, R] bf16.
@@ -319,9 +319,9 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return multiply(tokens, ends, self)
 
     def operand(self, direction: Direction) -> Tensor:
-        """Return what products of ``direction`` multiply, [E, R, C] bf16; see :meth:`version`.
+        """Return the operand of GEMMs of ``direction``, [E, R, C] bf16; see :meth:`version`.
 
-        Not to be written: it may be the memory of bf16 weights, where products read these.
+        Do not write it: it may be the memory of bf16 weights.
 
         Raises:
             StateError: the weights are behind their masters, or offloaded.
@@ -344,7 +344,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return stack_experts(weights)
 
     def _require_memory(self, weights: Sequence[Tensor]) -> None:
-        """Raise StateError where bf16 weights are offloaded; those of a linear are together."""
+        """Raise StateError where bf16 weights are offloaded, all of a linear at once."""
         if not has_memory(weights[0]):
             raise StateError(
                 f"{self.name}.weight: expected the values of the weight, got none: they are "
@@ -352,39 +352,39 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             )
 
     def version(self) -> Version:
-        """Return what changes with every write of a weight, and with every exchange of one."""
+        """Return a value that changes whenever a weight is written or replaced."""
         storages = self.storages()
         if storages:
             return tuple(storage.version for storage in storages)
         return tuple(entry for w in self.weights() for entry in (w.data_ptr(), w._version))
 
     def call_pre_hooks(self) -> None:
-        """Call what waits for the weights before a forward pass; it is not given the tokens."""
+        """Call the forward pre-hooks, which wait for the weights, without tokens."""
         for hook in self._forward_pre_hooks.values():
             hook(self, ())
 
     def keep_for_wgrad(self, factors: WgradFactors) -> None:
-        """Keep the ``factors`` that a backward pass leaves to :meth:`backward_dw`."""
+        """Delay a weight gradient: keep its ``factors`` for :meth:`backward_dw`."""
         self._delayed.append(factors)
 
     def backward_dw(self) -> None:
-        """Compute the oldest delayed weight gradient, and accumulate it as a backward pass would.
+        """Compute the oldest delayed weight gradient, if any, and accumulate it.
 
-        Every hook of the weights runs now, and none did before: DDP counts a weight as ready when
-        its gradient is. Does nothing where no backward pass has left any.
+        The hooks of the weights run now, and did not in the backward pass: DDP counts a weight as
+        ready when its gradient is.
         """
         if self._delayed:
             run_delayed_wgrad(self, self._delayed.popleft())
 
     def drop_delayed_wgrads(self) -> None:
-        """Forget weight gradients that no :meth:`backward_dw` has taken, as zeroing does."""
+        """Drop the delayed weight gradients, as zeroing of gradients does."""
         self._delayed.clear()
 
     def require_wgrads_taken(self) -> None:
         """Check that no weight gradient is still delayed, before gradients are used.
 
         Raises:
-            StateError: there are some; a step would lose them.
+            StateError: one is; a step would lose it.
         """
         if self._delayed:
             raise StateError(
@@ -394,10 +394,10 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             )
 
     def clip_wgrad(self, wgrad: Tensor) -> Tensor:
-        """Return a weight gradient with zeros where products read a clipped value.
+        """Return a weight gradient with zeros where GEMMs read a clipped value.
 
         Args:
-            wgrad: [E, R, C] bf16; returned as it is where nothing is clipped.
+            wgrad: [E, R, C] bf16; returned itself where nothing is clipped.
 
         Returns:
             [E, R, C] bf16.
@@ -412,17 +412,17 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return self.quantized_copy.clip_wgrad(weights, wgrad, calibrated_amax(self))
 
     def take_wgrad(self, wgrad: Tensor, ends: Sequence[GradientEnd]) -> list[Tensor | None]:
-        """Hand the weight gradient on, as the configuration says.
+        """Accumulate the weight gradient into ``main_grad``, or return it for autograd.
 
         Args:
             wgrad: [E, R, C] bf16.
-            ends: where the gradient of each parameter ends.
+            ends: destination of the gradient of each parameter.
 
         Returns:
-            One gradient a parameter for autograd, None where nobody wants it. Where the values went
-            into ``main_grad`` it is an unwritten tensor: DDP's hooks want to see one, and free it
-            without reading it. Weights with hooks of others get theirs through autograd, since
-            these read it, and may change it. All are bf16, of the shapes of the parameters.
+            One gradient per parameter for autograd, bf16, of its shape; None where none is wanted.
+            Where the values went into ``main_grad`` it is an unwritten tensor: DDP's hooks expect
+            one, and free it without reading it. Weights with hooks of others get theirs through
+            autograd, since such hooks read it, and may change it.
 
         Raises:
             StateError: weights that are read for it, or gradient memory, are offloaded.
@@ -446,7 +446,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return gradients
 
     def _fuses_wgrad(self, weight: torch.nn.Parameter) -> bool:
-        """Return whether a gradient is added where nobody but the weight's bucket sees it."""
+        """Return whether a gradient may go into ``main_grad``: no hook of others would miss it."""
         hooks: Iterable[Any] = (weight._backward_hooks or {}).values()
         return (
             self.fuse_wgrad_accumulation
@@ -489,7 +489,7 @@ def _make_copy(
 
 
 def _moved(storage: WeightStorage, fn: Callable[[Tensor], Tensor]) -> WeightStorage:
-    """Return the storage that ``fn`` makes of one: itself, or a copy on another device.
+    """Return the result of ``fn`` on a storage: itself, or a copy on another device.
 
     Raises:
         StateError: it would change the dtype, or leave the bucket the storage is bound to.

@@ -1,4 +1,4 @@
-"""The product of all experts as autograd sees it, its weight gradient at once or delayed."""
+"""The grouped GEMM of all experts in autograd, its weight gradient at once or delayed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from moe_optim.errors import StateError
 from moe_optim.formats import Direction
 
 Version = tuple[int, ...]
-"""Of weights: equal only where nothing was written or exchanged."""
+"""Version of weights: equal only while none is written or replaced."""
 
 
 class GradientEnd(Enum):
-    """Where the gradient of a weight ends in the backward pass that runs now."""
+    """Destination of the gradient of a weight in the current backward pass."""
 
     LEAF = "accumulated, and seen by hooks"
     CALLER = "returned by torch.autograd.grad"
@@ -26,43 +26,43 @@ class GradientEnd(Enum):
 
 
 class Linear(Protocol):
-    """What a product asks of its linear."""
+    """Interface of a linear to its GEMMs."""
 
     name: str
     delay_wgrad: bool
     handle: Tensor
 
     def operand(self, direction: Direction) -> Tensor:
-        """Return what is multiplied, [E, R, C] bf16."""
+        """Return the weights of one direction, [E, R, C] bf16."""
 
     def version(self) -> Version:
-        """Tell apart what the weights were, and are."""
+        """Return a value that changes whenever a weight is written or replaced."""
 
     def weights(self) -> list[torch.nn.Parameter]:
         """Return the weights in expert order."""
 
     def clip_wgrad(self, wgrad: Tensor) -> Tensor:
-        """Return [E, R, C] with zeros where products read a clipped value."""
+        """Return [E, R, C] with zeros where GEMMs read a clipped value."""
 
     def take_wgrad(self, wgrad: Tensor, ends: Sequence[GradientEnd]) -> Sequence[Tensor | None]:
-        """Accumulate [E, R, C] bf16, or return it for autograd, one gradient a weight."""
+        """Accumulate [E, R, C] bf16, or return it for autograd, one gradient per weight."""
 
     def call_pre_hooks(self) -> None:
-        """Have the weights gathered, where hooks do that."""
+        """Call the forward pre-hooks, which gather the weights."""
 
     def keep_for_wgrad(self, factors: "WgradFactors") -> None:
-        """Keep what a delayed weight gradient is computed from."""
+        """Keep the factors of a delayed weight gradient."""
 
 
 @dataclass(frozen=True)
 class WgradFactors:
-    """What the weight gradient of one product is computed from.
+    """Factors of the weight gradient of one GEMM.
 
     Args:
         output_grad: [T, R] bf16.
         tokens: [T, C] bf16.
-        ends: [E] int32, where each expert's tokens end.
-        version: of the weights that were multiplied.
+        ends: [E] int32, end of each expert's tokens.
+        version: version of the weights that were multiplied.
     """
 
     output_grad: Tensor
@@ -76,10 +76,10 @@ class WgradFactors:
 
 
 def require_same_version(linear: Linear, version: Version) -> None:
-    """Check in a backward pass that weights are still those that were multiplied.
+    """Check in a backward pass that weights have not changed since the forward pass.
 
     Raises:
-        StateError: they were written or exchanged since.
+        StateError: a weight was written or replaced.
     """
     if linear.version() != version:
         raise StateError(
@@ -95,21 +95,23 @@ def multiply(tokens: Tensor, ends: Tensor, linear: Linear) -> Tensor:
     their gradients stay silent until :func:`run_delayed_wgrad`.
     """
     weights: Sequence[Tensor] = linear.weights()
-    if linear.delay_wgrad:  # a leaf in their place: there is a backward pass without a dgrad, too
-        wanted = any(weight.requires_grad for weight in weights)
-        weights = [tokens.new_empty(0).requires_grad_(wanted)]
-    return _Product.apply(tokens, ends, linear, *weights)
+    if (
+        linear.delay_wgrad
+    ):  # a leaf in their place, so that there is a backward pass without a dgrad
+        needed = any(weight.requires_grad for weight in weights)
+        weights = [tokens.new_empty(0).requires_grad_(needed)]
+    return _GroupedGemm.apply(tokens, ends, linear, *weights)
 
 
 def run_delayed_wgrad(linear: Linear, factors: WgradFactors) -> None:
-    """Compute a weight gradient and hand it to autograd, which runs every hook of the weights."""
+    """Compute a weight gradient and give it to autograd, which runs every hook of the weights."""
     with torch.enable_grad():  # Megatron also calls this inside a backward pass, where it is off
         done = _DelayedWgrad.apply(linear, factors, *linear.weights())
     if done.requires_grad:  # not if all weights have been frozen since
         done.backward()
 
 
-class _Product(torch.autograd.Function):
+class _GroupedGemm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, ends: Tensor, linear: Linear, *_: Tensor) -> Tensor:
         ctx.save_for_backward(tokens, ends)
@@ -123,7 +125,7 @@ class _Product(torch.autograd.Function):
         tokens, ends = ctx.saved_tensors
         linear: Linear = ctx.linear
         (output_grad,) = output_grads
-        if not len(tokens):  # what is expanded then counts as contiguous, and no product takes it
+        if not len(tokens):  # an expanded one then counts as contiguous, which no GEMM accepts
             output_grad = output_grad.new_empty(output_grad.shape)
         output_grad = output_grad.contiguous()
         require_same_version(linear, ctx.version)
@@ -155,15 +157,15 @@ class _DelayedWgrad(torch.autograd.Function):
 
 
 def _gradient_ends(ctx: Any, first: int) -> list[GradientEnd]:
-    """Return where the gradients of the inputs from ``first`` on end, during a backward pass.
+    """Return the destinations of the gradients of the inputs from ``first`` on.
 
-    ``needs_input_grad`` does not know of passes that want the gradients of some inputs alone.
+    ``needs_input_grad`` does not tell of passes that request the gradients of some inputs only.
     """
-    wanted = ctx.needs_input_grad[first:]
-    nodes = ctx.next_functions[-len(wanted) :]  # of tensors alone, and the weights come last
+    needed = ctx.needs_input_grad[first:]
+    nodes = ctx.next_functions[-len(needed) :]  # tensors only, and the weights come last
     return [
-        _gradient_end(node) if is_wanted else GradientEnd.NOWHERE
-        for is_wanted, (node, _) in zip(wanted, nodes, strict=True)
+        _gradient_end(node) if is_needed else GradientEnd.NOWHERE
+        for is_needed, (node, _) in zip(needed, nodes, strict=True)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Loading experts from whatever layout a state dict keeps them in: this rank's, or refused."""
+"""Loading the local experts from a state dict of these experts, or of all, in any layout."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,28 +19,28 @@ from moe_optim.experts.keys.layouts import (
     get_layout,
     is_extra_state,
 )
-from moe_optim.experts.wrapped import grouped_linear_of
+from moe_optim.experts.sharding import grouped_linear_of
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.names import ADAPTER, BASE, base_of, is_wrapper, unwrapped_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalExperts:
-    """The experts of one layer that a rank holds, as its model names them."""
+    """Local experts of one layer, under the names of the model."""
 
     own: ExpertSet
-    """The rank's parameters: its experts, its part of each."""
+    """Parameters of the rank: its experts, its part of each."""
     interleave: int | None
-    """Rows of gate that alternate with as many of up."""
+    """Number of rows of gate that alternate with as many of up."""
     ep_rank: int
     ep_size: int
     tp_rank: int
-    """Of expert tensor parallelism."""
+    """Rank of expert tensor parallelism."""
     tp_size: int
 
     @classmethod
     def of(cls, experts: Any, prefix: str) -> "LocalExperts":
-        """Describe portable experts whose parameters are named with ``prefix``."""
+        """Describe portable experts whose names begin with ``prefix``."""
         fc1 = grouped_linear_of(experts, LINEARS[0])
         groups = experts.pg_collection
         num_experts, rows, hidden = fc1.shape
@@ -63,7 +63,7 @@ class LocalExperts:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Experts of this rank, and of all ranks."""
+        """Number of experts of this rank, and of all ranks."""
         return self.own.num_experts, self.own.num_experts * self.ep_size
 
     @property
@@ -72,7 +72,7 @@ class LocalExperts:
         return self.own.ffn, self.own.ffn * self.tp_size
 
     def fits(self, source: ExpertSet) -> bool:
-        """Return whether a set is of these experts, or of all, in parts or whole."""
+        """Return whether a set has these experts, or all, in parts or whole."""
         return (
             source.num_experts in self.counts
             and source.ffn in self.widths
@@ -80,17 +80,17 @@ class LocalExperts:
         )
 
     def take_from(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what this rank holds of a layer's experts, under its own names.
+        """Return the local experts, or this rank's part of them, under its own names.
 
         Gate and up alternate in the entries as they do in the model, where they share a tensor.
 
         Args:
-            entries: weights and biases of one container in any layout, of this rank's experts or of
-                those of all ranks, in this rank's part or whole. Returned as they are if they are
-                the rank's own in its layout already; nothing is written.
+            entries: weights and biases of one container in any layout, for this rank's experts or
+                those of all ranks, in this rank's part or whole. Nothing is written; entries in
+                the rank's own layout already are returned unchanged.
 
         Raises:
-            LayoutError: they are no complete set of one layout, or of another number or size.
+            LayoutError: no complete set of one layout, or another number or size of experts.
         """
         shapes = {k: tuple(v.shape) if isinstance(v, Tensor) else None for k, v in entries.items()}
         if shapes == self.own.shapes():
@@ -111,10 +111,11 @@ class LocalExperts:
         return {key: self._cut(values[key], pattern) for pattern, _, key in given.entries()}
 
     def amax_from(self, amax: Tensor) -> Tensor:
-        """Return what this rank holds of an amax an expert; others are the linear's to refuse.
+        """Return the amaxes of the local experts, given those of all ranks.
 
         Args:
-            amax: a value for each expert of this rank or of all ranks, in any shape; or any other.
+            amax: one value per expert of this rank or of all ranks, in any shape. Another number
+                is returned unchanged, for the linear to refuse.
         """
         local, whole = self.counts
         if amax.numel() != whole:
@@ -122,7 +123,7 @@ class LocalExperts:
         return amax.reshape(-1)[self.ep_rank * local :][:local]
 
     def _find_source(self, shapes: Mapping[str, tuple[int, ...] | None]) -> ExpertSet:
-        """Return the set that entries are; ``legacy`` does not tell of how many experts."""
+        """Return the set of the entries; ``legacy`` does not tell the number of experts."""
         prefixes = [self.own.prefix]
         sets, _ = survey_expert_sets(shapes, prefixes=prefixes)
         if not sets:
@@ -148,7 +149,7 @@ class LocalExperts:
         )
 
     def _cut(self, values: Tensor, pattern: KeyPattern) -> Tensor:
-        """Return this rank's part of whole experts: of gate, of up, of the columns of fc2."""
+        """Return this rank's part of whole experts: rows of gate and up, columns of fc2."""
         for dim, axis in enumerate(pattern.axes):
             if axis in ("F", "2F"):
                 parts = values.chunk(len(pattern.projections), dim)
@@ -167,17 +168,17 @@ def load_local_experts(experts: torch.nn.Module, state_dict: dict[str, Any], pre
     """Put this rank's experts into a state dict under the names of its parameters, in place.
 
     For ``_load_from_state_dict``, which torch gives a copy of the caller's dict. Keys of no layout
-    stay, and so does what is missing altogether: torch reports both. Linears behind adapters may be
-    named with ``to_wrap`` or, as checkpoints have them, without. No rank communicates.
+    stay, and missing keys stay missing: torch reports both. Linears behind adapters may be named
+    with ``to_wrap`` or, as in checkpoints, without. No rank communicates.
 
     Args:
-        experts: portable experts; nothing of them is written.
-        state_dict: changed.
-        prefix: of the experts in it.
+        experts: portable experts; not written.
+        state_dict: state dict, changed in place.
+        prefix: prefix of the experts in it.
 
     Raises:
-        LayoutError: see :meth:`LocalExperts.take_from`; the dict is then what it was. Something
-            that hides a linear stands in its place.
+        LayoutError: see :meth:`LocalExperts.take_from`; the dict is then unchanged. Or a wrapper
+            other than an adapter hides a linear.
     """
     here = LocalExperts.of(experts, prefix)
     wrapped = [name for name in LINEARS if is_wrapper(experts.get_submodule(name))]
@@ -202,7 +203,7 @@ def load_local_experts(experts: torch.nn.Module, state_dict: dict[str, Any], pre
 
 
 def _rename(state_dict: dict[str, Any], old: str, new: str, *, without: str | None = None) -> None:
-    """Give keys another prefix, in place, all but those that begin with another one."""
+    """Change the prefix of keys, in place, except those that begin with ``without``."""
     for key in [key for key in state_dict if key.startswith(old)]:
         if without is None or not key.startswith(without):
             state_dict[new + key.removeprefix(old)] = state_dict.pop(key)
@@ -211,16 +212,16 @@ def _rename(state_dict: dict[str, Any], old: str, new: str, *, without: str | No
 def expert_values_for(
     model_chunk: torch.nn.Module, state_dict: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a chunk's state dict with the experts that this rank holds, by its own names.
+    """Return a chunk's state dict with the local experts under this rank's names.
 
     Names are compared component by component and as a whole, without those of wrappers (``module``,
-    ``_orig_mod``) wherever they stand. The experts come out as ordinary tensors under the names of
+    ``_orig_mod``) at any depth. The experts come out as ordinary tensors under the names of
     ``model_chunk.named_parameters()`` without a leading ``module.``; all other entries are the same
     objects under their own keys. Extra states of experts are left out. No rank communicates.
 
     Args:
-        model_chunk: of any wrapping; without portable experts it needs nothing.
-        state_dict: flat, with the experts of every layer of the chunk in any layout.
+        model_chunk: chunk with any wrapping; without portable experts it needs no entries.
+        state_dict: flat state dict with the experts of every layer of the chunk in any layout.
 
     Raises:
         LayoutError: experts of a layer are not in it, or twice; or see
@@ -265,11 +266,11 @@ def expert_values_for(
 def expert_values_for_chunks(
     model_chunks: Sequence[torch.nn.Module], state_dict: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the state of all chunks with this rank's experts, in the form it was given in.
+    """Return the state of all chunks with this rank's experts, in the form of ``state_dict``.
 
     Args:
-        model_chunks: of one optimizer, in order.
-        state_dict: what ``reload_model_params`` takes: the chunks under ``model0`` and so on (or
+        model_chunks: chunks of one optimizer, in order.
+        state_dict: argument of ``reload_model_params``: the chunks under ``model0`` and so on (or
             ``model_0``), the only one under ``model``, or its state itself. Nothing is written.
 
     Raises:
@@ -296,7 +297,7 @@ def expert_values_for_chunks(
 
 
 def _portable_experts(model_chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Return the prefix of every layer's experts in the names of parameters, and the experts."""
+    """Yield the prefix of every layer's experts in the names of parameters, and the experts."""
     for name, module in model_chunk.named_modules():
         linear = getattr(module, LINEARS[0], None)
         if isinstance(linear, torch.nn.Module) and isinstance(base_of(linear), GroupedLinear):
@@ -304,7 +305,7 @@ def _portable_experts(model_chunk: torch.nn.Module) -> Iterator[tuple[str, torch
 
 
 def _split_key(key: str, prefixes: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return which of the prefixes a key has without its wrappers, and the rest of it."""
+    """Return the prefix of a key without wrappers, None if there is none of these, and the rest."""
     parts = unwrapped_name(key).split(".")
     for end in range(len(parts)):
         prefix = "".join(f"{part}." for part in parts[:end])

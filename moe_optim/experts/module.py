@@ -1,4 +1,4 @@
-"""The portable experts: Megatron's local spec with one grouped product a linear."""
+"""Portable experts: Megatron's local spec with one grouped GEMM per linear."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own spelling
-from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
-from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models import backends
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
@@ -18,17 +17,20 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
+from moe_optim.calibration.state_entries import AmaxPlace, amax_entries
 from moe_optim.config import Compute, MoEOptimConfig
 from moe_optim.errors import ConfigError, refuse
-from moe_optim.experts.activation import glu
-from moe_optim.experts.amax import sharded_amax
-from moe_optim.experts.calibrated_entry import calibrated_entry
+from moe_optim.experts.activation import activate, fuses_activation
 from moe_optim.experts.grouped_linear import GroupedLinear
-from moe_optim.experts.keys.layouts import CALIBRATED_AMAX, LINEARS
+from moe_optim.experts.keys.layouts import LINEARS
 from moe_optim.experts.loading import load_local_experts
-from moe_optim.experts.sharding import empty_extra_state, list_shards
-from moe_optim.experts.wrapped import adapter_states, grouped_linear_of
-from moe_optim.fake_quantization import PER_EXPERT_GRIDS
+from moe_optim.experts.sharding import (
+    adapter_states,
+    empty_extra_state,
+    grouped_linear_of,
+    list_shards,
+)
 from moe_optim.formats import BlockScaledFormat, get_format
 from moe_optim.integration.patching.active import active_config
 from moe_optim.integration.patching.engine import original
@@ -37,14 +39,13 @@ from moe_optim.weights.storage import make_portable_storages
 from moe_optim.weights.te.storage import make_te_storages
 
 _STORAGES = {"portable": make_portable_storages, "transformer_engine": make_te_storages}
-_ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
 _GROUPED_MLP = "megatron.core.models.backends:LocalSpecProvider.grouped_mlp_modules"
 
 
 def grouped_mlp_modules(
     self: backends.LocalSpecProvider, moe_use_grouped_gemm: bool
 ) -> Callable[..., torch.nn.Module]:
-    """Return what ``LocalSpecProvider`` builds experts with: ours where grouping is asked for."""
+    """Return the builder of experts for ``LocalSpecProvider``: ours with grouped GEMMs."""
     if not moe_use_grouped_gemm:
         return original(_GROUPED_MLP)(self, moe_use_grouped_gemm)
     return partial(GroupedExperts, moe_optim_config=active_config())
@@ -62,8 +63,8 @@ class GroupedExperts(MegatronModule):
     Args:
         num_local_experts: experts on this rank.
         config: Megatron's transformer configuration.
-        moe_optim_config: formats of storage and products, parameter layout, and how weight
-            gradients accumulate. ``format: auto`` is ``mxfp8`` here.
+        moe_optim_config: formats of storage and GEMMs, parameter layout, and accumulation of weight
+            gradients. ``format: auto`` is ``mxfp8`` here.
         pg_collection: process groups; ``ep``, ``expt_tp`` and ``expt_dp`` are used.
         name: path of this module in the model, for errors.
 
@@ -87,28 +88,28 @@ class GroupedExperts(MegatronModule):
         self.pg_collection = pg_collection
         hidden = config.hidden_size
         ffn = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
-        knobs = moe_optim_config.resolved("mxfp8")
+        settings = moe_optim_config.resolved("mxfp8")
         device = torch.device(torch.cuda.current_device())
         make = partial(
             GroupedLinear,
             num_local_experts,
-            format=_find_format(knobs.format),
-            compute=PER_EXPERT_GRIDS.get(knobs.compute or "") or _find_format(knobs.compute),
-            expert_layout=knobs.expert_layout,
+            format=_find_format(settings.format),
+            compute=PER_EXPERT_GRIDS.get(settings.compute or "") or _find_format(settings.compute),
+            expert_layout=settings.expert_layout,
             bias=config.add_bias_linear,
-            fuse_wgrad_accumulation=knobs.fuse_wgrad_accumulation,
+            fuse_wgrad_accumulation=settings.fuse_wgrad_accumulation,
             delay_wgrad=(
                 config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
             ),
-            record_amax=knobs.record_amax,
-            make_storages=_STORAGES[knobs.storage],
-            backend=knobs.backend,
+            record_amax=settings.record_amax,
+            make_storages=_STORAGES[settings.storage],
+            backend=settings.backend,
             device=device,
         )
         where = name or "experts"
         self.linear_fc1 = make(2 * ffn, hidden, name=f"{where}.linear_fc1")
         self.linear_fc2 = make(hidden, ffn, name=f"{where}.linear_fc2")
-        self._initialize(keep_for_masters=knobs.format != "bf16")
+        self._initialize(keep_for_masters=settings.format != "bf16")
         for shard in list_shards(self):
             shard.describe(config)
 
@@ -154,34 +155,24 @@ class GroupedExperts(MegatronModule):
         ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
         fc1: Callable[..., Tensor] = self.linear_fc1
         fc2: Callable[..., Tensor] = self.linear_fc2
-        if torch.compiler.is_compiling():  # their hooks are called by the products, at every run
+        if torch.compiler.is_compiling():  # GEMMs call their hooks, at every run
             fc1, fc2 = self.linear_fc1.forward, self.linear_fc2.forward
         hidden = fc1(tokens, ends)
         if not self.config.add_bias_linear:
-            return fc2(self._activate(hidden, None, probs), ends), None
+            return fc2(activate(hidden, None, probs, self.config), ends), None
         counts = tokens_per_expert.cpu()
         biases = grouped_linear_of(self, "linear_fc1").token_biases(counts, hidden)
-        hidden = self._activate(hidden, biases, probs)
+        hidden = activate(hidden, biases, probs, self.config)
         output = fc2(hidden, ends)
         biases = grouped_linear_of(self, "linear_fc2").token_biases(counts, output, probs.dtype)
         return _add_scaled(output, biases, probs), None
 
-    def _activate(self, hidden: Tensor, biases: Tensor | None, probs: Tensor) -> Tensor:
-        """Apply the activation and the routing weights, fused or not as Megatron's MLP does."""
-        config = self.config
-        store_fp8 = config.activation_func_fp8_input_store
-        offset, clamp_value = config.glu_linear_offset, config.activation_func_clamp_value
-        name = "silu" if config.activation_func is F.silu else "quick_gelu"
-        if _fuses_activation(config):
-            return _fused_gate(hidden, biases, probs, name, store_fp8, offset, clamp_value)
-        interleave_size = config.moe_mlp_glu_interleave_size
-        return _gate(hidden, biases, probs, name, offset, clamp_value, interleave_size)
-
     def backward_dw(self) -> None:
-        """Compute the weight gradients that the oldest backward pass left, if it left any.
+        """Compute the delayed weight gradients of the oldest backward pass, if there are any.
 
-        With ``delay_wgrad_compute`` or ``overlap_dispatch_backward_with_experts_wgrad`` it leaves
-        both, and Megatron's schedule calls this once for each. Biases are never delayed.
+        With ``delay_wgrad_compute`` or ``overlap_dispatch_backward_with_experts_wgrad`` a backward
+        pass delays both, and Megatron's schedule calls this once for each. Biases are never
+        delayed.
         """
         for name in reversed(LINEARS):
             grouped_linear_of(self, name).backward_dw()
@@ -195,16 +186,16 @@ class GroupedExperts(MegatronModule):
         """Return all parameters under Megatron's expert keys, exchangeable with ``SequentialMLP``.
 
         Keys are ``{prefix}experts.linear_fcN.weight`` of global shape [experts, R, C], and
-        ``.bias`` of [experts, R]; the values saved are bf16. With each linear goes an empty
-        ``_extra_state`` an expert, which Megatron's own linears save and ask for, where amaxes are
-        recorded ``.weight_amax`` of [experts, 1, 1], fp32, see :func:`sharded_amax`, and where it
-        is calibrated ``.calibrated_amax``, see :func:`calibrated_entry`. What adapters around
-        linears save stands behind ``.adapter.``. No rank communicates.
+        ``.bias`` of [experts, R]; saved values are bf16. Each linear also has an empty
+        ``_extra_state`` per expert, which Megatron's own linears save and load; ``.weight_amax`` of
+        [experts, 1, 1], fp32, where amaxes are recorded; ``.calibrated_amax`` where it is
+        calibrated; and the states of an adapter around it behind ``.adapter.``. No rank
+        communicates.
 
         Raises:
-            ConfigError: one key an expert is asked for.
-            LayoutError: something that hides a linear stands in its place; or see
-                :func:`~moe_optim.experts.wrapped.adapter_states`.
+            ConfigError: ``singleton_local_shards``, one key per expert.
+            LayoutError: a wrapper other than an adapter hides a linear; or see
+                :func:`~moe_optim.experts.sharding.adapter_states`.
         """
         if (metadata or {}).get("singleton_local_shards", False):
             raise ConfigError(
@@ -219,16 +210,14 @@ class GroupedExperts(MegatronModule):
                 keys, place, sharded_offsets, groups
             )
         for linear in LINEARS:
-            place = (axis, *self.place_of(None))
             module = grouped_linear_of(self, linear)
-            amax = sharded_amax(
-                module, f"{keys}{linear}.weight_amax", place, sharded_offsets, groups
+            amaxes = amax_entries(
+                module,
+                f"{keys}{linear}",
+                AmaxPlace.of(self.num_local_experts, sharded_offsets, groups),
+                are_recorded=module.amax() is not None,
             )
-            if amax is not None:
-                state[f"{prefix}{linear}.weight_amax"] = amax
-            state[f"{prefix}{linear}.{CALIBRATED_AMAX}"] = calibrated_entry(
-                module, f"{keys}{linear}", module.shape[0], place, sharded_offsets, groups
-            )
+            state |= {f"{prefix}{linear}.{kind}": entry for kind, entry in amaxes.items()}
             for index in range(self.num_local_experts):
                 place = (axis, *self.place_of(index))
                 state[f"{prefix}{linear}._extra_state{index}"] = empty_extra_state(
@@ -239,64 +228,16 @@ class GroupedExperts(MegatronModule):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Load this rank's experts, in whatever layout a state dict has them, or all of them."""
+        """Load this rank's experts from a state dict of them, or of all, in any layout."""
         load_local_experts(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def place_of(self, local_expert: int | None) -> tuple[int, int]:
-        """Return the place of a local expert, or of all local ones, and how many there are."""
+        """Return the place of a local expert, or of all local ones, and the number of places."""
         rank, size = self.pg_collection.ep.rank(), self.pg_collection.ep.size()
         if local_expert is None:
             return rank, size
         return rank * self.num_local_experts + local_expert, size * self.num_local_experts
-
-
-def _empty_gated(hidden: Tensor, *_: Any) -> Tensor:
-    tokens, features = hidden.shape
-    return hidden.new_empty(tokens, features // 2)
-
-
-@partial(as_written, fake=_empty_gated)
-def _fused_gate(  # noqa: PLR0917  # operations take no arguments by name
-    hidden: Tensor,
-    biases: Tensor | None,
-    probs: Tensor,
-    activation: str,
-    store_fp8: bool,
-    linear_offset: float,
-    clamp_value: float | None,
-) -> Tensor:
-    """Call what Megatron compiles by itself; as part of another graph it might round otherwise."""
-    gated: Tensor
-    if activation == "quick_gelu":
-        gated = weighted_bias_quick_geglu_impl(
-            hidden, biases, probs, store_fp8, linear_offset, clamp_value
-        )
-    else:
-        gated = weighted_bias_swiglu_impl(hidden, biases, probs, store_fp8)
-    return gated
-
-
-@partial(as_written, fake=_empty_gated)
-def _gate(  # noqa: PLR0917  # operations take no arguments by name
-    hidden: Tensor,
-    biases: Tensor | None,
-    probs: Tensor,
-    activation: str,
-    linear_offset: float,
-    clamp_value: float | None,
-    interleave_size: int | None,
-) -> Tensor:
-    if biases is not None:
-        hidden = hidden + biases
-    gated = glu(
-        hidden,
-        _ACTIVATIONS[activation],
-        linear_offset=linear_offset,
-        clamp_value=clamp_value,
-        interleave_size=interleave_size,
-    )
-    return (gated * probs).to(gated.dtype)
 
 
 @as_written
@@ -308,19 +249,14 @@ def _find_format(name: str | None) -> BlockScaledFormat | None:
     return None if name in (None, "bf16") else get_format(name)
 
 
-def _fuses_activation(config: TransformerConfig) -> bool:
-    """Return whether Megatron would call its fused activation; it has none for interleaving."""
-    return config.bias_activation_fusion and config.moe_mlp_glu_interleave_size is None
-
-
 def _graphs_experts(config: TransformerConfig) -> bool:
-    """Return whether CUDA graphs hold experts: with ``moe``, or all of a layer or an iteration."""
+    """Return whether CUDA graphs hold experts: ``moe``, whole layers or whole iterations."""
     modules = config.cuda_graph_modules
     return config.cuda_graph_impl != "none" and (not modules or CudaGraphModule.moe in modules)
 
 
 def first_experts(model_chunks: Iterable[torch.nn.Module]) -> dict[torch.nn.Parameter, int]:
-    """Return of each weight of portable experts which of all experts its first one is."""
+    """Return weight of portable experts -> global id of its first expert."""
     return {
         shard.parameter: module.place_of(shard.expert or 0)[0]
         for chunk in model_chunks
@@ -345,56 +281,74 @@ def _refuse_unsupported(
 def unsupported_features(
     config: TransformerConfig, *, tensor_parallel: int, compute: Compute | None = None
 ) -> dict[str, bool]:
-    """Return every feature that portable experts do not have -> whether ``config`` asks for it.
+    """Return every feature that portable experts do not have -> whether ``config`` requests it.
 
     Args:
         config: Megatron's transformer configuration.
-        tensor_parallel: ranks that share an expert.
-        compute: of the products.
+        tensor_parallel: number of ranks that share an expert.
+        compute: format of the GEMMs.
     """
-    fused_swiglu = _fuses_activation(config) and config.activation_func is F.silu
-    interleave_size = config.moe_mlp_glu_interleave_size or 1
-    return {
-        "biases with fused SwiGLU (give --disable-bias-linear or --no-bias-swiglu-fusion)": (
-            fused_swiglu and config.add_bias_linear
-        ),
-        "an activation other than --swiglu or --quick-geglu": not (
-            config.gated_linear_unit and config.activation_func in (F.silu, quick_gelu)
-        ),
-        "--activation-func-clamp-value with fused SwiGLU (give --no-bias-swiglu-fusion)": (
-            fused_swiglu and config.activation_func_clamp_value is not None
-        ),
-        f"--moe-mlp-glu-interleave-size {interleave_size}, which does not divide "
-        f"--moe-ffn-hidden-size {config.moe_ffn_hidden_size}": (
-            config.moe_ffn_hidden_size % interleave_size != 0
-        ),
-        "--use-te-activation-func": config.use_te_activation_func,
-        "--moe-apply-probs-on-input": config.moe_apply_probs_on_input,
-        "--moe-latent-size": config.moe_latent_size is not None,
-        f"--expert-tensor-parallel-size {tensor_parallel}, which does not divide "
-        f"--moe-ffn-hidden-size {config.moe_ffn_hidden_size}": (
-            config.moe_ffn_hidden_size % tensor_parallel != 0
-        ),
-        "--moe-mlp-glu-interleave-size with --expert-tensor-parallel-size above 1": (
-            config.moe_mlp_glu_interleave_size is not None and tensor_parallel > 1
-        ),
-        f"moe_optim.compute {compute} with --expert-tensor-parallel-size above 1 (the amax would "
-        "be that of a part of an expert)": compute in PER_EXPERT_GRIDS and tensor_parallel > 1,
-        "--use-cpu-initialization": config.use_cpu_initialization,
-        "a --params-dtype other than bf16 (give --bf16)": config.params_dtype != torch.bfloat16,
-        "--fp8-format or --fp4-format": bool(config.fp8 or config.fp4),
-        "--cuda-graph-impl over experts (a replay skips what finds stale weights or renews copies; "
-        "give --cuda-graph-modules without moe)": _graphs_experts(config),
-        "--recompute-modules moe_act (give moe, which recomputes the whole layer)": (
-            config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
-        ),
-        "--offload-modules expert_fc1 or moe_act": (
-            config.fine_grained_activation_offloading
-            and not {"expert_fc1", "moe_act"}.isdisjoint(config.offload_modules)
-        ),
-        "--moe-paged-stash": config.moe_paged_stash,
-        "--use-transformer-engine-op-fuser": config.use_transformer_engine_op_fuser,
-        "--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size": (
-            config.expert_gtp_weight_remat_size > 1
-        ),
+    values = vars(config) | {
+        "interleave_size": config.moe_mlp_glu_interleave_size or 1,
+        "tensor_parallel": tensor_parallel,
+        "compute": compute,
     }
+    return {
+        feature.format_map(values): bool(is_requested(config, tensor_parallel, compute))
+        for feature, is_requested in _UNSUPPORTED.items()
+    }
+
+
+def _fuses_swiglu(config: TransformerConfig) -> bool:
+    return fuses_activation(config) and config.activation_func is F.silu
+
+
+_UNSUPPORTED: dict[str, Callable[[TransformerConfig, int, Compute | None], Any]] = {
+    "biases with fused SwiGLU (give --disable-bias-linear or --no-bias-swiglu-fusion)": (
+        lambda config, *_: _fuses_swiglu(config) and config.add_bias_linear
+    ),
+    "an activation other than --swiglu or --quick-geglu": lambda config, *_: (
+        not (config.gated_linear_unit and config.activation_func in (F.silu, quick_gelu))
+    ),
+    "--activation-func-clamp-value with fused SwiGLU (give --no-bias-swiglu-fusion)": (
+        lambda config, *_: _fuses_swiglu(config) and config.activation_func_clamp_value is not None
+    ),
+    "--moe-mlp-glu-interleave-size {interleave_size}, which does not divide "
+    "--moe-ffn-hidden-size {moe_ffn_hidden_size}": lambda config, *_: (
+        config.moe_ffn_hidden_size % (config.moe_mlp_glu_interleave_size or 1)
+    ),
+    "--use-te-activation-func": lambda config, *_: config.use_te_activation_func,
+    "--moe-apply-probs-on-input": lambda config, *_: config.moe_apply_probs_on_input,
+    "--moe-latent-size": lambda config, *_: config.moe_latent_size is not None,
+    "--expert-tensor-parallel-size {tensor_parallel}, which does not divide "
+    "--moe-ffn-hidden-size {moe_ffn_hidden_size}": lambda config, size, _: (
+        config.moe_ffn_hidden_size % size
+    ),
+    "--moe-mlp-glu-interleave-size with --expert-tensor-parallel-size above 1": (
+        lambda config, size, _: config.moe_mlp_glu_interleave_size is not None and size > 1
+    ),
+    "moe_optim.compute {compute} with --expert-tensor-parallel-size above 1 (the amax would be "
+    "that of a part of an expert)": (
+        lambda _, size, compute: compute in PER_EXPERT_GRIDS and size > 1
+    ),
+    "--use-cpu-initialization": lambda config, *_: config.use_cpu_initialization,
+    "a --params-dtype other than bf16 (give --bf16)": (
+        lambda config, *_: config.params_dtype != torch.bfloat16
+    ),
+    "--fp8-format or --fp4-format": lambda config, *_: config.fp8 or config.fp4,
+    "--cuda-graph-impl over experts (a replay skips what finds stale weights or renews copies; "
+    "give --cuda-graph-modules without moe)": lambda config, *_: _graphs_experts(config),
+    "--recompute-modules moe_act (give moe, which recomputes the whole layer)": lambda config, *_: (
+        config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
+    ),
+    "--offload-modules expert_fc1 or moe_act": lambda config, *_: (
+        config.fine_grained_activation_offloading
+        and not {"expert_fc1", "moe_act"}.isdisjoint(config.offload_modules)
+    ),
+    "--moe-paged-stash": lambda config, *_: config.moe_paged_stash,
+    "--use-transformer-engine-op-fuser": lambda config, *_: config.use_transformer_engine_op_fuser,
+    "--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size": (
+        lambda config, *_: config.expert_gtp_weight_remat_size > 1
+    ),
+}
+"""Feature, with values of the configuration -> whether (config, tensor_parallel, compute) is it."""

@@ -1,4 +1,4 @@
-"""How the parameters of experts are cut over ranks: their attributes and their checkpoint keys."""
+"""Checkpoint keys of portable experts, and how tensor parallelism cuts their parameters."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,19 +6,24 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
+from megatron.core.transformer.utils import (
+    make_sharded_object_for_checkpoint,
+    sharded_state_dict_default,
+)
 from torch import Tensor
 
+from moe_optim.calibration.linears import unknown_wrapper
+from moe_optim.calibration.state_entries import Offset
+from moe_optim.errors import LayoutError
+from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.experts.keys.layouts import LINEARS
-from moe_optim.experts.wrapped import grouped_linear_of
 from moe_optim.weights.grouped_weight import GroupedWeight
+from moe_optim.weights.names import ADAPTER, base_of, is_wrapper
 
-Offset = tuple[int, int, int]
-"""Axis of the global tensor, place on it, number of places."""
-
-CUTS = {  # axis of one expert's tensor that tensor parallelism cuts, and parts that are cut apart
+CUTS = {  # axis of one expert's tensor that tensor parallelism cuts; parts that are each cut
     "linear_fc1.weight": (0, 2),  # the rows of gate and up
     "linear_fc1.bias": (0, 2),
     "linear_fc2.weight": (1, 1),
@@ -34,7 +39,7 @@ class ExpertShard:
     linear: str
     """``linear_fc1`` or ``linear_fc2``."""
     name: str
-    """In the linear: ``weight``, ``weight0``, ``bias``, ``bias0`` and so on."""
+    """Name in the linear: ``weight``, ``weight0``, ``bias``, ``bias0`` and so on."""
     parameter: torch.nn.Parameter
 
     @property
@@ -50,15 +55,15 @@ class ExpertShard:
 
     @property
     def cut(self) -> tuple[int | None, int]:
-        """The axis of one expert that is cut over ranks, if any, and in how many parts it is."""
+        """Axis of one expert that is cut over ranks, if any, and the number of its parts."""
         return CUTS[f"{self.linear}.{self.kind}"]
 
     def dim(self, axis: int) -> int:
-        """Return which dimension of the parameter an axis of one expert is."""
+        """Return the dimension of the parameter for an axis of one expert."""
         return axis + (self.expert is None)
 
     def describe(self, config: TransformerConfig) -> None:
-        """Set what reductions and norms of Megatron read, as the linears of its own experts do."""
+        """Set the attributes that reductions and norms of Megatron read, as its own experts do."""
         attributes: Any = self.parameter
         attributes.allreduce = config.expert_model_parallel_size == 1 and (
             config.expert_tensor_parallel_size == config.tensor_model_parallel_size
@@ -75,9 +80,9 @@ class ExpertShard:
         """Return the parameter under Megatron's key for all experts.
 
         Args:
-            prefix: of the experts' keys.
-            place: of the expert, or of all local ones, among all.
-            sharded_offsets: of the axes before that of the experts.
+            prefix: prefix of the experts' keys.
+            place: place of the expert, or of all local ones, among all.
+            sharded_offsets: offsets of the axes before that of the experts.
             groups: process groups; ``expt_tp`` and ``expt_dp`` are used.
         """
         axis, parts = self.cut
@@ -112,13 +117,28 @@ class ExpertShard:
         )
 
 
-def list_shards(experts: torch.nn.Module) -> Iterator[ExpertShard]:
-    """Return every parameter of ``linear_fc1`` and ``linear_fc2``, in that order.
+def grouped_linear_of(experts: torch.nn.Module, name: str) -> GroupedLinear:
+    """Return a linear of portable experts, also where it is behind an adapter.
 
-    Those of adapters around them are none of experts.
+    Args:
+        experts: portable experts.
+        name: ``linear_fc1`` or ``linear_fc2``.
 
     Raises:
-        LayoutError: something that hides a linear stands in its place.
+        LayoutError: another module is in its place.
+    """
+    module: torch.nn.Module = getattr(experts, name)
+    base = base_of(module)
+    if isinstance(base, GroupedLinear):
+        return base
+    raise unknown_wrapper(name, module)
+
+
+def list_shards(experts: torch.nn.Module) -> Iterator[ExpertShard]:
+    """Yield every parameter of ``linear_fc1`` and ``linear_fc2``, without those of adapters.
+
+    Raises:
+        LayoutError: a wrapper other than an adapter hides a linear.
     """
     for linear in LINEARS:
         for name, parameter in grouped_linear_of(experts, linear).named_parameters(recurse=False):
@@ -128,12 +148,48 @@ def list_shards(experts: torch.nn.Module) -> Iterator[ExpertShard]:
 def empty_extra_state(
     key: str, place: Offset, sharded_offsets: tuple[Offset, ...], groups: Any
 ) -> Any:
-    """Return the empty object that Megatron's linears save for an expert, and ask for."""
+    """Return the empty object that Megatron's linears save and load for an expert."""
     return make_sharded_object_for_checkpoint(
         None, key, (*sharded_offsets, place), replica_id=_replica_id(groups, is_cut=False)
     )
 
 
 def _replica_id(groups: Any, *, is_cut: bool) -> tuple[int, int, int]:
-    """Return which copy this rank holds of what tensor parallelism cuts, or does not."""
     return 0, 0 if is_cut else groups.expt_tp.rank(), groups.expt_dp.rank()
+
+
+def adapter_states(
+    experts: Any, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the states of adapters around linears, under the keys of Megatron-Bridge.
+
+    Args:
+        experts: portable experts.
+        prefix: prefix of the experts' names; keys in checkpoints have ``experts.`` behind it.
+        sharded_offsets: offsets of the axes before those of parameters.
+        metadata: metadata of the checkpoint.
+
+    Raises:
+        LayoutError: several ranks share an adapter that has no ``sharded_state_dict``.
+    """
+    state: dict[str, Any] = {}
+    groups = experts.pg_collection
+    for name in LINEARS:
+        module = getattr(experts, name)
+        if not is_wrapper(module):
+            continue
+        adapter = module.get_submodule(ADAPTER)
+        ranks = groups.ep.size() * groups.expt_tp.size()
+        if ranks > 1 and not hasattr(adapter, "sharded_state_dict"):
+            raise LayoutError(
+                f"{grouped_linear_of(experts, name).name}: expected an adapter that has a "
+                f"sharded_state_dict(), since {ranks} ranks have experts or parts of their own, "
+                f"got {type(adapter).__name__}, of which one rank's would be saved for all. Give "
+                "it one, as Megatron-Bridge's adapters have."
+            )
+        own = sharded_state_dict_default(
+            adapter, f"{name}.{ADAPTER}.", sharded_offsets, metadata, tp_group=groups.expt_tp
+        )
+        replace_prefix_for_sharding(own, f"{name}.", f"{prefix}experts.{name}.")
+        state |= {f"{prefix}{key}": value for key, value in own.items()}
+    return state

@@ -1,4 +1,5 @@
 """Health of quantized experts while Megatron trains: measured, reduced, written, warned of.
 
-Offers ``HealthMonitor``. Imports buckets, weights and kernels.
+Offers ``HealthMonitor``, an observer that the factory registers with the optimizer.
+Imports buckets, weights and kernels.
 """

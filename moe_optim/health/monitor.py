@@ -1,9 +1,7 @@
-"""When the health of experts is measured, what ranks share of it, and when it is told."""
+"""When the health of experts is sampled, what ranks share of it, and when it is reported."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +11,7 @@ from torch import Tensor
 from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.buckets.states import Weights
 from moe_optim.formats.health_figures import ExpertLoad, LayerHealth
-from moe_optim.health.rows import ExpertName, expert_names, names_of_all_ranks
+from moe_optim.health.rows import ExpertRows, expert_names, this_device
 from moe_optim.health.tokens import TokenCounts
 from moe_optim.health.writers import current_iteration, write
 from moe_optim.kernels.health import HealthEntry, HealthTable
@@ -21,91 +19,87 @@ from moe_optim.kernels.member_table import TableEntry
 
 logger = logging.getLogger(__name__)
 MOST_WARNINGS = 8
-"""Experts that one look warns of by name."""
+"""Warnings that one sample may log."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Look:
-    """A measurement on its way to the host."""
+class _Sample(NamedTuple):
+    """A health sample on its way to the host."""
 
     iteration: int
     event: torch.cuda.Event | None
 
 
 class HealthMonitor:
-    """Looks at quantized experts when a step begins: masters and weights are of one time then.
+    """Samples quantized experts when a step begins, while masters and weights are of one time.
 
     The weights are those that the iteration's forward passes have read. Every rank adds up what it
     owns; a SUM and a MAX all-reduce over all ranks complete it, so that the rank that writes knows
-    the experts of all. Results are copied to the host behind the step, and told when a later step
-    begins, or a checkpoint is saved.
+    the experts of all. Results are copied to the host behind the step, and reported when a later
+    step begins, or a checkpoint is saved.
 
     Args:
-        chain: a ``GroupedChainedOptimizer``.
-        interval: iterations from one look to the next; 0 looks at nothing.
-        backend: who measures.
+        chain: a ``GroupedChainedOptimizer``, which this observes.
+        interval: iterations from one sample to the next; 0 counts no tokens and takes no samples.
+        backend: ``auto`` or ``reference``.
     """
 
     def __init__(self, chain: Any, interval: int, backend: Any = "auto") -> None:
         self._chain, self._interval, self._backend = chain, interval, backend
-        self._names: list[ExpertName] = []
+        self._rows: ExpertRows | None = None
         self._table: HealthTable | None = None
         self._buckets: tuple[ManagedBucket, ...] = ()
         self._steps = 0
-        self._look: _Look | None = None
+        self._sample: _Sample | None = None
         self._on_host: tuple[Tensor, ...] | None = None
         self._tokens = TokenCounts(chain.model_chunks if interval else ())
         self.latest: tuple[LayerHealth, ...] = ()
-        """What was told last, on every rank; empty before."""
+        """The figures reported last, on every rank; empty before."""
         self.latest_loads: tuple[ExpertLoad, ...] = ()
-        """The tokens that experts had between the last two looks, on every rank."""
+        """The tokens of experts between the last two samples, on every rank."""
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Tell what has arrived, and look if it is time to. Every rank must call it."""
+        """Report a sample that has arrived, and take one if it is due. Every rank must call it."""
         if not self._interval:
             return
-        self.tell(wait=False)
+        self._report(wait=False)
         self._steps += 1
         iteration = current_iteration() or self._steps
         if iteration % self._interval == 0:
-            self.tell()
+            self._report(wait=True)
             self._measure(iteration)
 
-    def tell(self, *, wait: bool = True) -> None:
-        """Write and warn of what was measured last, if that is not done yet.
+    def before_save(self) -> None:
+        """Wait for the last sample and report it: a run may end with this save."""
+        self._report(wait=True)
 
-        Args:
-            wait: for the copy to the host; without, what has not arrived is told later.
-        """
-        look = self._look
-        if look is None or self._on_host is None:
+    def _report(self, *, wait: bool) -> None:
+        """Write the last sample and warn of it, once; without ``wait`` only if it has arrived."""
+        sample = self._sample
+        if sample is None or self._on_host is None or self._rows is None:
             return
-        if look.event is not None:
-            if not wait and not look.event.query():
+        if sample.event is not None:
+            if not wait and not sample.event.query():
                 return
-            look.event.synchronize()
-        self._look = None
+            sample.event.synchronize()
+        self._sample = None
         sums, amaxes, tokens = self._on_host
-        self.latest = by_layer(self._names, sums, amaxes)
+        self.latest = by_layer(self._rows, sums, amaxes)
         self.latest_loads = self._tokens.loads_of(tokens)
-        write((*self.latest, *self.latest_loads), look.iteration)
-        self._warn(look.iteration)
-
-    def _warn(self, iteration: int) -> None:
+        write((*self.latest, *self.latest_loads), sample.iteration)
         lines = [line for health in self.latest for line in health.warnings()]
         more = len(lines) - MOST_WARNINGS
         for line in lines[:MOST_WARNINGS] + ([f"and {more} more"] if more > 0 else []):
-            message = f"moe_optim: health at iteration {iteration}: {line}"
+            message = f"moe_optim: health at iteration {sample.iteration}: {line}"
             log_single_rank(logger, logging.WARNING, message)
 
     def _measure(self, iteration: int) -> None:
         for part in self._chain.stepping:
             part.finish_gathers()
-        if self._table is None or self._has_moved():
+        if self._table is None or self._table.has_moved or self._buckets != self._fresh_buckets():
             self._table = self._plan()
         sums, amaxes = self._table.sums, self._table.amaxes
-        if self._names:
+        if len(sums):
             self._table.launch()
             dist.all_reduce(sums)
             dist.all_reduce(amaxes, dist.ReduceOp.MAX)
@@ -121,18 +115,13 @@ class HealthMonitor:
         if on_gpu:
             event = torch.cuda.Event()
             event.record()
-        self._look = _Look(iteration=iteration, event=event)
-        self.tell(wait=False)
-
-    def _has_moved(self) -> bool:
-        """Return whether masters, buffers or what is fresh is not what was planned with."""
-        assert self._table is not None
-        return self._table.has_moved or self._buckets != self._fresh_buckets()
+        self._sample = _Sample(iteration, event)
+        self._report(wait=False)
 
     def _fresh_buckets(self) -> tuple[ManagedBucket, ...]:
-        """Return the buckets whose weights are those of their masters, which forward passes read.
+        """Return the buckets whose weights, which forward passes read, are those of their masters.
 
-        Of several optimizer instances, which hold copies, the first has them alone.
+        Optimizer instances hold copies of each other, so only the first counts.
         """
         return tuple(
             bucket
@@ -144,20 +133,19 @@ class HealthMonitor:
     def _plan(self) -> HealthTable:
         """Give every expert of all ranks a row. Every rank must call it, the first time."""
         mine = expert_names(self._chain.model_chunks)
-        if not self._names:
-            self._names = names_of_all_ranks([name for names in mine.values() for name in names])
-            if not self._names:
+        if self._rows is None:
+            self._rows = ExpertRows.of_all_ranks(name for names in mine.values() for name in names)
+            if not self._rows.names:
                 message = (
                     "moe_optim: health_interval: no weight is quantized: tokens alone are counted"
                 )
                 log_single_rank(logger, logging.WARNING, message)
-        row_of = {name: row for row, name in enumerate(self._names)}
         self._buckets = self._fresh_buckets()
         entries = []
         for bucket in self._buckets:
             slots = dict(zip(bucket.params, bucket.slots, strict=True))
-            assert bucket.owner is not None  # it is one of the chain's
             storages = dict(zip(bucket.params, bucket.storages, strict=True))
+            assert bucket.owner is not None  # buckets of the chain have one
             for one in bucket.owner.masters_of(bucket):
                 entry = TableEntry(
                     parameter=slots[one.param].name,
@@ -166,38 +154,28 @@ class HealthMonitor:
                     start=one.start,
                     cuts=slots[one.param].cuts(bucket.grads.numel() // bucket.dp_size),
                 )
-                rows = torch.tensor(
-                    [row_of[name] for name in mine[one.param]], dtype=torch.int64, device="cpu"
-                )
-                entries.append(HealthEntry(entry=entry, rows=rows))
-        device = torch.empty(
-            0, dtype=torch.uint8, device=torch.cuda.current_device()
-        ).device  # or the CPU runtime's
-        return HealthTable.build(entries, len(self._names), device=device, backend=self._backend)
+                entries.append(HealthEntry(entry=entry, rows=self._rows.of(mine[one.param])))
+        count = len(self._rows.names)
+        return HealthTable.build(entries, count, device=this_device(), backend=self._backend)
 
 
-def by_layer(names: Sequence[ExpertName], sums: Tensor, amaxes: Tensor) -> tuple[LayerHealth, ...]:
-    """Return the figures of each linear, of complete sums and amaxes on the CPU.
+def by_layer(rows: ExpertRows, sums: Tensor, amaxes: Tensor) -> tuple[LayerHealth, ...]:
+    """Return the figures of each linear from complete sums and amaxes on the CPU.
 
-    Experts of which nothing was measured, as their weights were behind their masters, are left out.
+    Experts without a measurement, whose weights were behind their masters, are left out.
 
     Args:
-        names: of the rows, those of one linear one after the other.
+        rows: expert of each row.
         sums: [rows, NUM_SUMS] fp64; copied.
         amaxes: [rows] fp32; copied.
     """
-    rows: dict[tuple[str, str], list[int]] = {}
-    measured = sums.any(1).tolist()
-    for row, name in enumerate(names):
-        if measured[row]:
-            rows.setdefault((name.layer, name.element), []).append(row)
     return tuple(
         LayerHealth(
             layer=layer,
             element=element,
-            experts=tuple(names[row].expert for row in of_layer),
+            experts=tuple(rows.names[row].expert for row in of_layer),
             amax=amaxes[of_layer].double(),
             sums=sums[of_layer].clone(),
         )
-        for (layer, element), of_layer in rows.items()
+        for (layer, element), of_layer in rows.by_layer(sums.any(1)).items()
     )

@@ -1,4 +1,4 @@
-"""Which expert of which layer each part of a quantized weight is, by names that never change."""
+"""Rows of measurements: which expert of which layer each is, by names that never change."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moe_optim.weights.names import modules_by_name, unwrapped_name
 
@@ -24,9 +25,40 @@ class ExpertName:
     layer: str
     """Such as ``layers.3.fc1`` or ``layers.3.experts``, counted from 0 over all stages."""
     expert: int
-    """Its number among all experts of the layer, over all ranks."""
+    """Number among all experts of the layer, over all ranks."""
     element: str
-    """Of its format: ``e4m3`` or ``e2m1``; empty for a whole layer."""
+    """Element of its format: ``e4m3`` or ``e2m1``; empty for a whole layer."""
+
+
+class ExpertRows:
+    """Rows for experts: by layer, layers.2 before layers.10, then by their own numbers."""
+
+    def __init__(self, names: Iterable[ExpertName]) -> None:
+        self.names = sorted(set(names), key=lambda name: (_numbers_and_texts(name.layer), name))
+        self._row_of = {name: row for row, name in enumerate(self.names)}
+
+    @classmethod
+    def of_all_ranks(cls, mine: Iterable[ExpertName]) -> "ExpertRows":
+        """Return the rows for the experts of all ranks. Every rank must call it, with its own."""
+        gathered: list[Sequence[ExpertName]] = [()] * dist.get_world_size()
+        dist.all_gather_object(gathered, list(mine))
+        return cls(name for of_rank in gathered for name in of_rank)
+
+    def of(self, names: Sequence[ExpertName]) -> Tensor:
+        """Return the rows of experts, int64 on the CPU."""
+        rows = [self._row_of[name] for name in names]
+        return torch.tensor(rows, dtype=torch.int64, device="cpu")
+
+    def by_layer(self, measured: Tensor) -> dict[tuple[str, str], list[int]]:
+        """Return (layer, element) -> the rows of its experts that were measured, if any.
+
+        Args:
+            measured: [rows] bool on the CPU.
+        """
+        rows: dict[tuple[str, str], list[int]] = {}
+        for row in measured.nonzero().flatten().tolist():
+            rows.setdefault((self.names[row].layer, self.names[row].element), []).append(row)
+        return rows
 
 
 def expert_names(model_chunks: Iterable[Any]) -> dict[torch.nn.Parameter, list[ExpertName]]:
@@ -63,19 +95,11 @@ def _names_of(name: str, storage: Any, modules: dict[str, Any]) -> list[ExpertNa
     return [ExpertName(label, first + expert, element) for expert in range(num_experts)]
 
 
-def names_of_all_ranks(mine: Sequence[ExpertName]) -> list[ExpertName]:
-    """Return the experts of all ranks, in the order of layers. Every rank must call it."""
-    gathered: list[Sequence[ExpertName]] = [()] * dist.get_world_size()
-    dist.all_gather_object(gathered, list(mine))
-    names = {name for of_rank in gathered for name in of_rank}
-    return in_order(names)
+def _numbers_and_texts(layer: str) -> list[tuple[int, str]]:
+    parts = re.split(r"(\d+)", layer)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
-def in_order(names: Iterable[ExpertName]) -> list[ExpertName]:
-    """Return experts in the order of layers by their numbers, and of their own."""
-    return sorted(names, key=lambda name: (_natural(name.layer), name))
-
-
-def _natural(text: str) -> list[tuple[int, str]]:
-    """Return a key by which layers.2 comes before layers.10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
+def this_device() -> torch.device:
+    """Return the current device: a GPU, or the CPU under the CPU runtime."""
+    return torch.empty(0, dtype=torch.uint8, device=torch.cuda.current_device()).device

@@ -1,7 +1,6 @@
-"""Health in TensorBoard and Weights & Biases, through the writers that Megatron has made.
+"""Health in TensorBoard and Weights & Biases, through Megatron's writers on the last rank.
 
-One rank has writers, the last one, and the others write nothing. Tags, where ``layer`` is such as
-``layers.3.fc1`` and ``figure`` such as ``saturated``::
+Tags, where ``layer`` is such as ``layers.3.fc1`` and ``figure`` such as ``saturated``::
 
     moe_optim/layer/figure              scalar, of all experts of the layer
     moe_optim/layer/figure/experts      histogram over them
@@ -18,20 +17,17 @@ from moe_optim.formats.health_figures import TAGS, ExpertLoad, LayerHealth
 
 
 def current_iteration() -> int | None:
-    """Return the iteration that is being trained, from 1 on, as Megatron's log counts.
-
-    None where another loop than Megatron's trains.
-    """
+    """Return the number of the current iteration, from 1; None outside of Megatron's loop."""
     arguments = getattr(_megatron_globals(), "_GLOBAL_ARGS", None)
     finished = getattr(arguments, "curr_iteration", None)
     return None if finished is None else int(finished) + 1
 
 
 def write(layers: Sequence[LayerHealth | ExpertLoad], iteration: int) -> None:
-    """Write figures where this rank has a writer, TensorBoard's under ``iteration``.
+    """Write figures where this rank has a writer, to TensorBoard under ``iteration``.
 
-    Weights & Biases take no step below the last one that was logged: there they go under the
-    present one, with the iteration beside them.
+    Weights & Biases accept no step below the last that was logged: there figures go under the
+    current one, with the iteration beside them.
     """
     megatron = _megatron_globals()
     if megatron is None:
@@ -47,7 +43,6 @@ def write(layers: Sequence[LayerHealth | ExpertLoad], iteration: int) -> None:
 
 
 def _megatron_globals() -> Any:
-    """Return Megatron's module of global variables if something has imported it, else None."""
     return sys.modules.get("megatron.training.global_vars")
 
 
@@ -71,7 +66,7 @@ def _for_wandb(wandb: Any, health: LayerHealth | ExpertLoad) -> dict[str, Any]:
 
 
 def _finite(health: LayerHealth | ExpertLoad) -> Iterator[tuple[str, Tensor]]:
-    """Yield figures of experts without what is not finite, where that leaves some."""
+    """Yield the finite values of each figure of experts that has any."""
     for name, values in health.of_experts().items():
         finite = values[values.isfinite()]
         if len(finite):

@@ -17,7 +17,6 @@ from torch import Tensor
 from moe_optim.checkpoint.param_groups import states_by_part
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, NonFiniteError
-from moe_optim.health.monitor import HealthMonitor
 from moe_optim.integration.patching.active import config_in_force
 from moe_optim.optimizer.address_book import NORMS
 from moe_optim.optimizer.graphed import GraphedStep
@@ -31,7 +30,7 @@ from moe_optim.optimizer.step import (
     this_device,
     why_not_fused,
 )
-from moe_optim.optimizer.step_hooks import has_pre_hooks
+from moe_optim.optimizer.step_hooks import StepObserver, has_pre_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         self.policy = config.nonfinite
         self.is_fused = self._agree_to_fuse(config)
         self._must_skip = False
-        self.health = HealthMonitor(self, config.health_interval, config.backend)
+        self.observers: list[StepObserver] = []
+        """Called in this order, the same on every rank."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Replace the CUDA graph that a training loop puts in the place of ``step`` by our own.
@@ -85,8 +85,13 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         Raises:
             NonFiniteError: as :meth:`get_grad_norm`.
         """
-        self.health.before_step()
+        self.before_step()
         return self._step_fused() if self.is_fused else super().step()
+
+    def before_step(self) -> None:
+        """Call all observers before a step. Every rank must call it."""
+        for observer in self.observers:
+            observer.before_step()
 
     def _agree_to_fuse(self, config: MoEOptimConfig) -> bool:
         """Return whether steps are fused, on all ranks alike. Every rank must call it."""
@@ -263,7 +268,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
     def _hear_of_last_step(self) -> None:
         # a run may end with this save
-        self.health.tell()
+        for observer in self.observers:
+            observer.before_save()
         if graphed := self._graphed_step:
             graphed.tell()
 

@@ -10,6 +10,7 @@ from megatron.core.utils import log_single_rank
 from moe_optim.buckets.bucket_group import GroupedBucketGroup, bucket_groups
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
+from moe_optim.health.monitor import HealthMonitor
 from moe_optim.integration.patching import patches
 from moe_optim.integration.patching.active import config_in_force, in_force
 from moe_optim.integration.patching.engine import (
@@ -106,6 +107,8 @@ def get_megatron_optimizer(
             "--optimizer-cuda-graph: expected a GPU of compute capability 8.9 or newer and Triton, "
             "got a step in plain torch, which asks the device whether weights move. Drop the flag."
         )
+    optimizer.health = HealthMonitor(optimizer, knobs.health_interval, knobs.backend)
+    optimizer.observers.append(optimizer.health)
     if knobs.offload_states:
         _report_host_states(optimizer, knobs.offload_states, by_flag=wants_host)
     elif wants_host:

@@ -56,7 +56,7 @@ class GraphedStep:
             StateError: Adam has step pre-hooks, which are to see clipped gradients.
         """
         self.tell()
-        self._chain.health.before_step()
+        self._chain.before_step()
         parts = self._chain.stepping
         for part in parts:
             _refuse_pre_hooks(part.optimizer)

@@ -7,7 +7,7 @@ somebody has replaced the function.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,16 @@ from moe_optim.optimizer.address_book import (
     norm_of,
     owned_masters,
 )
+
+
+class StepObserver(Protocol):
+    """An observer of all steps of a chain, in the ``observers`` of ``GroupedChainedOptimizer``."""
+
+    def before_step(self) -> None:
+        """Observe masters and weights, which no step has moved yet. Every rank calls it."""
+
+    def before_save(self) -> None:
+        """Report what is pending, as a run may end with this save. Every rank calls it."""
 
 
 def has_pre_hooks(inner: Any) -> bool:

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_optim.calibration.linears import ExpertLinear, expert_linears, members_of
 from moe_optim.checkpoint.files.reader import TensorInfo
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.experts.keys.layouts import LINEARS, KeyLayout
-from moe_optim.experts.linears import ExpertLinear, expert_linears
 from moe_optim.experts.sharding import CUTS
-from moe_optim.experts.te_linears import members_of
 from moe_optim.formats import QuantizedWeight, get_format
 from moe_optim.rollout.conventions import ONE_SCALE, Convention, choose_convention, find_convention
 from moe_optim.rollout.expert_tensors import (

@@ -113,7 +113,7 @@ def _load(module: Any, folder: Path) -> Any:
 
 
 def _loaded(module: Any) -> dict[str, torch.Tensor]:
-    from moe_optim.experts.te_linears import grouped_linears, recorder_of
+    from moe_optim.calibration.linears import grouped_linears, recorder_of
 
     return {name: recorder_of(linear).whole_amax for name, linear in grouped_linears(module)}
 
@@ -187,7 +187,7 @@ def _cut_ranks() -> None:
 
 def _save_cut(folder: Path) -> list[dict[str, torch.Tensor]]:
     """Record and save twice, before and after the amaxes of parts are put together."""
-    from moe_optim.experts.amax import synchronize_amax
+    from moe_optim.calibration.state_entries import synchronize_amax
 
     _cut_ranks()
     for format, single in CUT_CASES:

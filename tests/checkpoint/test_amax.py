@@ -164,13 +164,13 @@ def test_optional_entries_stay_optional_through_megatrons_copies():
     from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
-    from moe_optim.experts.amax import OptionalShardedTensor, sharded_amax
+    from moe_optim.calibration.state_entries import AmaxPlace, OptionalShardedTensor, sharded_amax
 
     linear = GroupedLinear(3, 64, 32, format=NVFP4)
     linear.load_values(wide_range_weights(3, 64, 32).bfloat16())
-    group = SimpleNamespace(rank=lambda: 1, size=lambda: 1)
-    groups = SimpleNamespace(expt_tp=group, expt_dp=group)
-    entry = sharded_amax(linear, "fc1.weight_amax", (1, 2, 4), ((0, 5, 7),), groups)
+    one, ep = (SimpleNamespace(rank=lambda r=r: r, size=lambda n=n: n) for r, n in ((1, 1), (2, 4)))
+    place = AmaxPlace.of(3, ((0, 5, 7),), SimpleNamespace(ep=ep, expt_tp=one, expt_dp=one))
+    entry = sharded_amax(linear, "fc1.weight_amax", place)
     assert (entry.global_shape, entry.global_offset) == ((7, 12, 1, 1), (5, 6, 0, 0))
     assert entry.replica_id == (0, 1, 1)
     state = {"model": {"fc1": entry}}

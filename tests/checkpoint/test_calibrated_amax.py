@@ -206,7 +206,7 @@ def _train(format: str, ep: int, folder: Path, *, resumes: bool) -> Record:
     After the first step, before a forward pass has gathered its weights, calibrate anew.
     """
     import moe_optim
-    from moe_optim.experts.calibrated_amax import set_calibrated_amax
+    from moe_optim.calibration.calibrated_amax import hold_calibrated_amax
 
     seen: dict[str, Any] = {}
 
@@ -230,7 +230,7 @@ def _train(format: str, ep: int, folder: Path, *, resumes: bool) -> Record:
         moe_optim.calibrate(chunks)
         seen["anew"], seen["wanted anew"] = _amaxes_of_run(chunks), _largest(chunks)
         for name, amax in held.items():
-            set_calibrated_amax(chunks[0].get_submodule(name), amax)
+            hold_calibrated_amax(chunks[0].get_submodule(name), amax)
 
     def observe(chunks: list[Any], _: Any) -> dict[str, Any]:
         seen["last"] = _amaxes_of_run(chunks)

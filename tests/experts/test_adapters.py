@@ -34,7 +34,7 @@ def of_experts(state: dict[str, Any]) -> dict[str, Any]:
 
 def values_of(module: Any) -> dict[str, torch.Tensor]:
     """Return the values of every expert, by linear."""
-    from moe_optim.experts.linears import expert_linears
+    from moe_optim.calibration.linears import expert_linears
 
     return {one.name: torch.stack(list(one.values())) for one in expert_linears(module)}
 

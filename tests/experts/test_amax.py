@@ -202,7 +202,7 @@ def _saved_amaxes(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _cut_experts(format: str) -> dict[str, Any]:
-    from moe_optim.experts.amax import synchronize_amax
+    from moe_optim.calibration.state_entries import synchronize_amax
 
     experts.start_ranks(expert_tensor_parallel_size=2)
     config = experts.make_config(expert_tensor_parallel_size=2, moe_ffn_hidden_size=128)

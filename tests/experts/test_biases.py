@@ -14,8 +14,7 @@ from tests.support.modules import experts
 from tests.support.ranks import run_ranks
 from tests.support.training import Record, assert_same_tensors, pretrain
 
-LAYOUTS = ("grouped", "indexed")
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_layout = pytest.mark.parametrize("layout", experts.LAYOUTS)
 STEPS = ["--train-iters", "4", "--eval-interval", "1000"]
 EP2 = ["--expert-model-parallel-size", "2"]
 
@@ -24,15 +23,7 @@ def _compare(probs_dtype: torch.dtype) -> dict[str, Any]:
     # Megatron's own experts add their second bias in place, which torch refuses at 1 rank
     experts.start_ranks(expert_model_parallel_size=2)
     config = experts.make_config(add_bias_linear=True, expert_model_parallel_size=2)
-    built = {"stock": experts.make_stock(config)}
-    built |= {layout: experts.make_ours(config, expert_layout=layout) for layout in LAYOUTS}
-    results = {}
-    for name, module in built.items():
-        initial = {key: value.clone() for key, value in experts.values_of(module).items()}
-        experts.randomize_biases(module)
-        passes = experts.run_passes(module, probs_dtype=probs_dtype)
-        results[name] = initial, passes.tensors(), experts.attributes_of(module)
-    return results
+    return experts.compare_kinds(config, probs_dtype=probs_dtype)
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -90,7 +81,7 @@ def stock(saved) -> list[Record]:
 def ours(saved) -> dict[str, list[Record]]:
     """Return the same of the portable experts, by layout."""
     records = {}
-    for layout in LAYOUTS:
+    for layout in experts.LAYOUTS:
         save = ["--save", str(saved / layout), "--save-interval", "2"]
         config = MoEOptimConfig(format="bf16", expert_layout=layout)
         records[layout] = run_ranks(2, _train, [*STEPS, *EP2, *save], config)
@@ -114,7 +105,7 @@ def test_layouts_train_biases_alike_where_ranks_share_experts(format):
     with biases."""
     grouped, indexed = (
         run_ranks(2, _train, STEPS, MoEOptimConfig(format=format, expert_layout=layout))
-        for layout in LAYOUTS
+        for layout in experts.LAYOUTS
     )
     for mine, theirs in zip(grouped, indexed, strict=True):
         assert mine.losses == theirs.losses

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
+from moe_optim.calibration.calibrated_amax import calibrated_amax, hold_calibrated_amax
 from moe_optim.errors import LayoutError
-from moe_optim.experts.calibrated_amax import calibrated_amax, set_calibrated_amax
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import MXFP8
 from tests.support.bytes import assert_bytes_equal
@@ -25,7 +25,7 @@ def make(format, layout, amax=AMAX):
     linear = GroupedLinear(3, 64, 32, format=format, expert_layout=layout, name="fc1")
     linear.load_values(torch.zeros(3, 64, 32, dtype=torch.bfloat16))
     if amax is not None:
-        set_calibrated_amax(linear, amax.clone())
+        hold_calibrated_amax(linear, amax.clone())
     return linear
 
 
@@ -34,9 +34,9 @@ def test_a_linear_has_none_until_it_is_given_one(format, layout):
     linear = make(format, layout, None)
     assert calibrated_amax(linear) is None
     assert not [key for key in linear.state_dict() if "amax" in key]
-    set_calibrated_amax(linear, AMAX)
+    hold_calibrated_amax(linear, AMAX)
     assert calibrated_amax(linear) is AMAX
-    set_calibrated_amax(linear, None)
+    hold_calibrated_amax(linear, None)
     assert calibrated_amax(linear) is None
 
 
@@ -74,7 +74,7 @@ def test_weights_that_come_without_leave_none_behind(format, layout):
     weights = make(format, layout, None).state_dict()
     linear.load_state_dict({**weights, "calibrated_amax": None}, strict=True)
     assert calibrated_amax(linear) is None
-    set_calibrated_amax(linear, AMAX)
+    hold_calibrated_amax(linear, AMAX)
     linear.load_state_dict(weights, strict=True)
     assert calibrated_amax(linear) is None
 

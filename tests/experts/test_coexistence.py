@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.config import MoEOptimConfig
-from tests.support.modules.experts import by_expert, make_config, start_ranks
+from tests.support.modules.experts import by_layer, make_config, start_ranks
 from tests.support.ranks import run_ranks
 from tests.support.training import (
     OVERLAP,
@@ -159,12 +159,7 @@ def _run_block(changes: dict[str, Any]) -> Passes:
     output.backward(torch.randn(output.shape, generator=generator).bfloat16())
     found: Tensors = {"output": output.detach(), "dgrad": tokens.grad}
     for name, parameter in block.named_parameters():
-        layer, is_expert, rest = name.partition(".mlp.experts.")
-        if is_expert:
-            grads = by_expert({rest: parameter.grad})
-            found |= {f"{layer}.{key}": grad for key, grad in grads.items()}
-        else:
-            found[name] = parameter.grad
+        found |= by_layer({name: parameter.grad}) or {name: parameter.grad}
     return Passes(type(block.layers[0].mlp.experts).__name__, len(passes), found)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.experts.grouped_linear import GroupedLinear
-from moe_optim.experts.stacked_experts import lie_together
+from moe_optim.experts.operands import lie_together
 from tests.support.ranks import run_ranks
 from tests.support.training import OVERLAP, Record, pretrain
 

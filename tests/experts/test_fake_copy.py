@@ -1,15 +1,12 @@
 """bf16 experts whose products read the values of a grid, by a live or a calibrated amax."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch.nn.functional import grouped_mm
 
-from moe_optim.experts.fake_copy import live_amax
+from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.experts.grouped_linear import GroupedLinear
-from moe_optim.fake_quantization import PER_EXPERT_GRIDS
+from moe_optim.experts.operands import live_amax
 from moe_optim.formats.reference.fake import clip_gradient, fake_quantize
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
@@ -112,22 +109,6 @@ def test_a_backward_pass_takes_the_amaxes_of_its_forward_pass():
     linear.weight.data.copy_(kept)
     output.backward(output.detach())
     assert_bytes_equal(given.grad, run(make())[1])
-
-
-DUPLICATES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda linear: pickle.loads(pickle.dumps(linear)),
-}
-
-
-@pytest.mark.parametrize("duplicate", DUPLICATES.values(), ids=DUPLICATES)
-def test_a_duplicate_multiplies_its_own_weights(duplicate):
-    linear = make()
-    before = run(linear)
-    other = duplicate(linear)
-    other.load_values(values(1))
-    assert_same(run(other), by_definition(values(1), INT8, amax_of(values(1)), clips=False))
-    assert_same(run(linear), before)
 
 
 def test_it_is_no_part_of_the_state():

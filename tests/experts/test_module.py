@@ -18,6 +18,7 @@ from moe_optim.formats.reference import dequantize, quantize
 from tests.support import training
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
+from tests.support.modules.experts import by_layer
 from tests.support.ranks import run_ranks
 from tests.support.training import Record, assert_same_tensors, pretrain
 
@@ -33,29 +34,13 @@ EXCHANGEABLE = ["--dist-ckpt-optim-fully-reshardable"]
 Weights = dict[str, torch.Tensor]
 
 
-def by_expert(named: dict[str, torch.Tensor]) -> Weights:
-    """Return expert weights as ``LAYER.EXPERT.LINEAR`` -> [R, C], from any layout of parameters."""
-    found: Weights = {}
-    for name, tensor in named.items():
-        layer, is_expert, rest = name.partition(".mlp.experts.")
-        if not is_expert:
-            continue
-        linear = re.search("linear_fc[12]", rest)[0]
-        index = re.search(r"local_experts\.(\d+)|weight(\d+)", rest)
-        if index is None:
-            found |= {f"{layer}.{i}.{linear}": part for i, part in enumerate(tensor)}
-        else:
-            found[f"{layer}.{index[1] or index[2]}.{linear}"] = tensor
-    return found
-
-
 def _train(flags: list[str], config: MoEOptimConfig | None) -> Record:
     """Train; ``extra`` holds the expert weights before the first step."""
     initial: Weights = {}
 
     def keep(model: list[Any], _optimizer: Any) -> None:
         named = {name: p.detach().clone() for name, p in model[0].module.named_parameters()}
-        initial.update(by_expert(named))
+        initial.update(by_layer(named))
 
     return pretrain(flags, config, after_setup=keep, observe=lambda *_: initial)
 
@@ -87,7 +72,7 @@ def assert_same_training(got: list[Record], want: list[Record]) -> None:
     for mine, theirs in zip(got, want, strict=True):
         assert len(mine.losses) == 4
         assert mine.losses == theirs.losses
-        weights, expected = by_expert(mine.weights), by_expert(theirs.weights)
+        weights, expected = by_layer(mine.weights), by_layer(theirs.weights)
         assert len(expected) >= 2 * 2 * 2  # layers, local experts, linears
         assert_same_tensors(weights, expected, what="trained")
 
@@ -118,20 +103,10 @@ def test_bf16_experts_train_as_megatrons_under_expert_parallelism(run):
 EXCHANGES = {
     "sequential into grouped": (STOCK, GROUPED),
     "grouped into sequential": (GROUPED, STOCK),
-    "grouped into indexed": (GROUPED, INDEXED),
-    "indexed into grouped": (INDEXED, GROUPED),
 }
-BETWEEN_LAYOUTS = {"grouped into indexed", "indexed into grouped"}
-"""Journeys of checkpoints show these, too."""
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        pytest.param(*pair, id=name, marks=[pytest.mark.extended] * (name in BETWEEN_LAYOUTS))
-        for name, pair in EXCHANGES.items()
-    ],
-)
+@pytest.mark.parametrize(("saved", "loaded"), EXCHANGES.values(), ids=EXCHANGES)
 def test_checkpoints_are_exchangeable_in_the_middle_of_training(run, checkpoints, saved, loaded):
     """Weights, masters, moments and step of 2 iterations load into other experts, and iterations 3
     and 4 give the losses and weights of the run that went on."""
@@ -140,7 +115,7 @@ def test_checkpoints_are_exchangeable_in_the_middle_of_training(run, checkpoints
     rest = run_ranks(2, _train, [*STEPS, *EXCHANGEABLE, *load], loaded)
     for mine, theirs in zip(rest, whole, strict=True):
         assert mine.losses == {step: theirs.losses[step] for step in (3, 4)}
-        assert_same_tensors(by_expert(mine.weights), by_expert(theirs.weights), what="resumed")
+        assert_same_tensors(by_layer(mine.weights), by_layer(theirs.weights), what="resumed")
 
 
 def _load_weights_alone(flags: list[str]) -> Record:

@@ -14,8 +14,7 @@ from tests.support.modules import experts
 from tests.support.ranks import run_ranks
 from tests.support.training import Record, assert_same_tensors, pretrain
 
-LAYOUTS = ("grouped", "indexed")
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_layout = pytest.mark.parametrize("layout", experts.LAYOUTS)
 GROUPED = MoEOptimConfig(format="bf16")
 ETP2 = ["--expert-tensor-parallel-size", "2"]
 STEPS = ["--train-iters", "4", "--eval-interval", "1000", "--dist-ckpt-optim-fully-reshardable"]
@@ -23,17 +22,7 @@ STEPS = ["--train-iters", "4", "--eval-interval", "1000", "--dist-ckpt-optim-ful
 
 def _compare() -> dict[str, tuple[Any, ...]]:
     experts.start_ranks(expert_tensor_parallel_size=2)
-    config = experts.make_config(expert_tensor_parallel_size=2)
-    built = {"stock": experts.make_stock(config)}
-    built |= {layout: experts.make_ours(config, expert_layout=layout) for layout in LAYOUTS}
-    return {
-        name: (
-            {key: value.clone() for key, value in experts.values_of(module).items()},
-            experts.run_passes(module).tensors(),
-            experts.attributes_of(module),
-        )
-        for name, module in built.items()
-    }
+    return experts.compare_kinds(experts.make_config(expert_tensor_parallel_size=2))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +72,9 @@ def saved(tmp_path_factory) -> Any:
 @pytest.fixture(scope="module")
 def trained(saved) -> dict[str, list[Record]]:
     """Return four steps of Megatron's cut experts and of ours, saved after two."""
-    configs = {layout: MoEOptimConfig(format="bf16", expert_layout=layout) for layout in LAYOUTS}
+    configs = {
+        layout: MoEOptimConfig(format="bf16", expert_layout=layout) for layout in experts.LAYOUTS
+    }
     records = {}
     for name, config in {"stock": None, **configs}.items():
         save = ["--save", str(saved / name), "--save-interval", "2"]

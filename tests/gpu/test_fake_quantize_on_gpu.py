@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from moe_optim.errors import NonFiniteError, StateError
-from moe_optim.experts.grouped_linear import GroupedLinear
-from moe_optim.fake_quantization import (
+from moe_optim.calibration.fake_quantization import (
     PER_EXPERT_GRIDS,
     clipped_gradient,
     fake_quantize,
     fake_quantized,
 )
+from moe_optim.errors import NonFiniteError, StateError
+from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.kernels.plan import BoundKernel
 from tests.support.bytes import assert_values_equal
 from tests.support.inputs import normal_weights, wide_range_weights, with_specials

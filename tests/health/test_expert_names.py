@@ -7,7 +7,7 @@ import torch
 
 from moe_optim.formats import FORMATS
 from moe_optim.health.monitor import by_layer
-from moe_optim.health.rows import ExpertName, expert_names, in_order
+from moe_optim.health.rows import ExpertName, ExpertRows, expert_names
 
 BUCKET = object()
 NAMES = {  # parameter, experts in it -> layer, expert numbers; layer 5 is this stage's layers.2
@@ -95,8 +95,7 @@ def test_a_weight_that_no_bucket_holds_has_no_names():
 def test_layers_are_in_the_order_of_their_numbers():
     names = [ExpertName(f"layers.{layer}.fc1", 0, "e4m3") for layer in (10, 2, 1)]
     names += [ExpertName("layers.2.fc1", expert, "e4m3") for expert in (11, 3)]
-    ordered = in_order(names)
-    assert [(name.layer, name.expert) for name in ordered] == [
+    assert [(name.layer, name.expert) for name in ExpertRows(names).names] == [
         ("layers.1.fc1", 0),
         ("layers.2.fc1", 0),
         ("layers.2.fc1", 3),
@@ -106,9 +105,9 @@ def test_layers_are_in_the_order_of_their_numbers():
 
 
 def test_experts_that_nobody_has_measured_are_left_out():
-    names = [ExpertName("layers.0.fc1", expert, "e4m3") for expert in (0, 1)]
+    rows = ExpertRows(ExpertName("layers.0.fc1", expert, "e4m3") for expert in (0, 1))
     sums = torch.zeros(2, 39, dtype=torch.float64)
-    assert by_layer(names, sums, torch.zeros(2)) == ()
+    assert by_layer(rows, sums, torch.zeros(2)) == ()
     sums[1] = 1.0
-    (health,) = by_layer(names, sums, torch.zeros(2))
+    (health,) = by_layer(rows, sums, torch.zeros(2))
     assert health.experts == (1,)

@@ -37,7 +37,7 @@ EVERY_RUN = pytest.mark.parametrize("run", RUNS)
 
 
 def train(format: str, knobs: dict[str, Any], flags: list[str]) -> dict[str, Any]:
-    """Train on one of several ranks; return its masters at the last look, and what it was told."""
+    """Train on one of several ranks; return its masters at the last sample, and the report."""
     from megatron.training import global_vars
 
     from moe_optim.health import rows
@@ -50,14 +50,14 @@ def train(format: str, knobs: dict[str, Any], flags: list[str]) -> dict[str, Any
     def keep(step: int, model: list[Any], optimizer: Any) -> None:
         if step == 1:
             seen["routed"] = watch_routers(model)
-        if step == LAST - INTERVAL:  # the last look but one
+        if step == LAST - INTERVAL:  # the last sample but one
             for routed in seen["routed"].values():
                 routed.zero_()
         writer = global_vars.get_tensorboard_writer()
         if step == LAST and writer is not None:
             writer.flush()
             seen["events"] = read_events(Path(writer.log_dir), tensors="moe_optim/")
-        if step != LAST - 1:  # the next step looks at these before it moves them
+        if step != LAST - 1:  # the next step samples these before it moves them
             return
         names = rows.expert_names(model)
         for bucket in (bucket for part in optimizer.stepping for bucket in part.managed_buckets):
@@ -149,13 +149,13 @@ def assert_tokens_are_those_of_routers(ranks: list[dict[str, Any]]) -> None:
 
 
 @EVERY_RUN
-def test_tokens_of_experts_are_what_all_routers_sent_them_since_the_look_before(run):
+def test_tokens_of_experts_are_what_all_routers_sent_them_since_the_sample_before(run):
     assert_tokens_are_those_of_routers(ranks_of(run))
 
 
 @EVERY_RUN
 def test_the_rank_with_a_writer_writes_scalars_histograms_and_every_expert(run):
-    """Under stable names, at the iterations that were looked at."""
+    """Under stable names, at the iterations that were sampled."""
     ranks = ranks_of(run)
     events = events_of(ranks)
     for health in (*ranks[0]["latest"], *ranks[0]["loads"]):
@@ -170,14 +170,14 @@ def test_the_rank_with_a_writer_writes_scalars_histograms_and_every_expert(run):
     assert "moe_optim/layers.1.fc2/saturated" in events.scalars
 
 
-def test_looking_changes_nothing():
+def test_sampling_changes_nothing():
     """Losses, to the bit."""
     format, world, knobs, flags = RUNS["layers on two stages, weights gathered in bf16"]
     config = MoEOptimConfig(format=format, **knobs)
     without = run_ranks(world, pretrain, [*FLAGS, *flags], config)
-    looked_at = ranks_of("layers on two stages, weights gathered in bf16")
-    assert [one.losses for one in without] == [one["losses"] for one in looked_at]
-    assert any(len(one["losses"]) == LAST for one in looked_at)
+    sampled = ranks_of("layers on two stages, weights gathered in bf16")
+    assert [one.losses for one in without] == [one["losses"] for one in sampled]
+    assert any(len(one["losses"]) == LAST for one in sampled)
 
 
 def test_of_a_recipe_without_quantized_weights_tokens_alone_are_counted():

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from moe_optim.fake_quantization import fake_quantize
+from moe_optim.calibration.fake_quantization import fake_quantize
 from moe_optim.kernels import fake, tuning
 from moe_optim.kernels.fake import find_table
 from moe_optim.kernels.tuning import FlatTile

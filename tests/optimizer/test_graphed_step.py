@@ -227,7 +227,7 @@ def test_sums_over_ranks_are_not_captured(step, monkeypatch):
         config=SimpleNamespace(log_num_zeros_in_grad=False),
         largest_norm=math.inf,
         clipped_norms=lambda: [True, False],
-        health=SimpleNamespace(before_step=lambda: None),
+        before_step=lambda: None,
         sum_squares=lambda: done.append("summed") or torch.zeros_like(made._total),
     )
     for kernels in (["run"], ["captured", "run", "replayed"], ["replayed"]):

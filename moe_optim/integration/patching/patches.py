@@ -312,7 +312,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
     Patch(
         id="te-amaxes",
         target="megatron.core.transformer.moe.experts:TEGroupedMLP.sharded_state_dict",
-        replacement="moe_optim.calibration.te_amax:sharded_state_dict",
+        replacement="moe_optim.calibration.state_entries:sharded_state_dict",
         fits=in_all_versions("(self, prefix, sharded_offsets, metadata)"),
         because="Transformer Engine's linears save their weights, and nothing recorded of these",
         remove_when="a parameter can say what is saved beside it",

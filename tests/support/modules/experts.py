@@ -9,6 +9,7 @@ import torch
 from moe_optim.config import MoEOptimConfig
 
 HIDDEN, FFN, EXPERTS = 64, 96, 3
+LAYOUTS = ("grouped", "indexed")
 COUNTS = (5, 0, 9)
 """Tokens of each expert; the second one has none."""
 READ_BY_MEGATRON = ("allreduce", "tensor_model_parallel", "partition_stride", "sequence_parallel")
@@ -110,15 +111,19 @@ def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
     return found
 
 
-def trained_values(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters of experts in a wrapped model, by layer and expert, in fp32."""
+def by_layer(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return parameters of experts in a model as ``LAYER.EXPERT.LINEAR.KIND``; leave others out."""
     found = {}
-    for name, parameter in chunk.module.named_parameters():
+    for name, tensor in named.items():
         layer, is_expert, rest = name.partition(".mlp.experts.")
         if is_expert:
-            values = by_expert({rest: parameter.detach().float()})
-            found |= {f"{layer}.{key}": value for key, value in values.items()}
+            found |= {f"{layer}.{key}": value for key, value in by_expert({rest: tensor}).items()}
     return found
+
+
+def trained_values(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return all parameters of experts in a wrapped model, by layer and expert, in fp32."""
+    return by_layer({name: p.detach().float() for name, p in chunk.module.named_parameters()})
 
 
 @dataclass
@@ -168,3 +173,15 @@ def randomize_biases(experts: torch.nn.Module) -> None:
         if name.endswith("bias"):
             generator = torch.Generator().manual_seed(index)
             values.copy_(torch.randn(values.shape, generator=generator))
+
+
+def compare_kinds(config: Any, **passes: Any) -> dict[str, tuple[Any, Any, Any]]:
+    """Return initial values, passes and attributes of Megatron's experts and of both layouts."""
+    built = {"stock": make_stock(config)}
+    built |= {layout: make_ours(config, expert_layout=layout) for layout in LAYOUTS}
+    found = {}
+    for name, module in built.items():
+        initial = {key: value.clone() for key, value in values_of(module).items()}
+        randomize_biases(module)
+        found[name] = initial, run_passes(module, **passes).tensors(), attributes_of(module)
+    return found

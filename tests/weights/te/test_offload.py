@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_optim.buckets.offload import ParamData
-from moe_optim.calibration import te_amax
+from moe_optim.calibration import state_entries
 from moe_optim.errors import StateError
 from moe_optim.formats import DIRECTIONS, MXFP8
 from moe_optim.weights.storage import PortableStorage, Weights
@@ -143,11 +143,12 @@ def test_a_layer_of_experts_that_are_away_gives_no_state_to_save(monkeypatch):
     experts.config, experts.linear_fc1 = None, linear
     storage = weight.quantized_storage = TransformerEngineStorage(weight, MXFP8)
     bucket = bind(storage)
-    monkeypatch.setattr(te_amax, "original", lambda _: lambda *_: {})
-    monkeypatch.setattr(te_amax, "_are_recorded", lambda _: False)
-    monkeypatch.setattr(te_amax, "calibrated_entry", lambda *_: None)
-    linear._pg_collection = SimpleNamespace(ep=SimpleNamespace(rank=lambda: 0, size=lambda: 1))
-    assert te_amax.sharded_state_dict(experts) == {"linear_fc1.calibrated_amax": None}
+    monkeypatch.setattr(state_entries, "original", lambda _: lambda *_: {})
+    monkeypatch.setattr(state_entries, "_are_recorded", lambda _: False)
+    monkeypatch.setattr(state_entries, "calibrated_entry", lambda *_: None)
+    one = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    linear._pg_collection = SimpleNamespace(ep=one, expt_tp=one, expt_dp=one)
+    assert state_entries.sharded_state_dict(experts) == {"linear_fc1.calibrated_amax": None}
     bucket.is_now(Weights.OFFLOADED)
     with pytest.raises(StateError, match="offloaded. Call reload_from_cpu"):
-        te_amax.sharded_state_dict(experts)
+        state_entries.sharded_state_dict(experts)

@@ -1,4 +1,4 @@
-"""What was measured is told when its copy has arrived, to every writer there is, with warnings."""
+"""A sample is reported once its copy has arrived, to every writer there is, with warnings."""
 
 import logging
 import sys
@@ -10,7 +10,7 @@ import torch
 from moe_optim.formats.health_figures import NUM_SUMS, LayerHealth, Sum
 from moe_optim.health import monitor, writers
 from moe_optim.health.monitor import MOST_WARNINGS, HealthMonitor
-from moe_optim.health.rows import ExpertName
+from moe_optim.health.rows import ExpertName, ExpertRows
 
 
 class Event:
@@ -46,20 +46,20 @@ def sums_of(num_experts, saturated=0):
 
 
 @pytest.fixture
-def looked(monkeypatch):
-    """A monitor with a look at two experts on its way to the host, and what it writes."""
+def sampled(monkeypatch):
+    """A monitor with a sample of two experts on its way to the host, and what it writes."""
     written = []
     monkeypatch.setattr(monitor, "write", lambda layers, iteration: written.append(iteration))
     found = HealthMonitor(SimpleNamespace(stepping=[], model_chunks=[]), 10)
-    found._names = [ExpertName("layers.0.fc1", expert, "e4m3") for expert in range(2)]
+    found._rows = ExpertRows(ExpertName("layers.0.fc1", expert, "e4m3") for expert in range(2))
     found._on_host = sums_of(2), torch.ones(2), torch.empty(0)
     event = Event()
-    found._look = monitor._Look(iteration=10, event=event)
+    found._sample = monitor._Sample(10, event)
     return found, event, written
 
 
-def test_a_step_does_not_wait_for_what_has_not_arrived(looked):
-    found, event, written = looked
+def test_a_step_does_not_wait_for_what_has_not_arrived(sampled):
+    found, event, written = sampled
     found.before_step()
     assert written == [] and not event.waited and found.latest == ()
     event.passed = True
@@ -69,29 +69,29 @@ def test_a_step_does_not_wait_for_what_has_not_arrived(looked):
     assert found.latest[0].experts == (0, 1)
 
 
-def test_a_save_waits_for_it(looked):
-    found, event, written = looked
-    found.tell()
+def test_a_save_waits_for_it(sampled):
+    found, event, written = sampled
+    found.before_save()
     assert written == [10] and event.waited
 
 
-def test_nothing_is_looked_at_without_an_interval(looked):
-    found, event, written = looked
+def test_nothing_is_sampled_without_an_interval(sampled):
+    found, event, written = sampled
     found._interval = 0
     event.passed = True
     found.before_step()
     assert written == []
 
 
-def test_warnings_name_layer_and_expert_and_are_not_many(looked, caplog, monkeypatch):
-    found, event, _ = looked
+def test_warnings_name_layer_and_expert_and_are_not_many(sampled, caplog, monkeypatch):
+    found, event, _ = sampled
     monkeypatch.setattr(
         monitor, "log_single_rank", lambda logger, *args: logger.log(*args)
     )  # no process group here
-    found._names = [ExpertName("layers.7.fc2", expert, "e4m3") for expert in range(20)]
+    found._rows = ExpertRows(ExpertName("layers.7.fc2", expert, "e4m3") for expert in range(20))
     found._on_host = sums_of(20, saturated=5), torch.ones(20), torch.empty(0)
     with caplog.at_level(logging.WARNING):
-        found.tell()
+        found.before_save()
     assert len(caplog.messages) == MOST_WARNINGS + 1
     first = "moe_optim: health at iteration 10: layers.7.fc2, expert 0: saturated is 0.05, above"
     assert caplog.messages[0].startswith(first)

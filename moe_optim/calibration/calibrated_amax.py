@@ -1,7 +1,7 @@
-"""The amaxes that calibration has found for the experts of a linear: held until the next one.
+"""Calibrated amaxes of the experts of a linear, held until the next calibration.
 
 They are a buffer of the module that holds the weights, so that they move, copy and save with it.
-What a requantization records is another thing: see :mod:`moe_optim.weights.recorded_amax`.
+Amaxes that a requantization records are kept apart: see :mod:`moe_optim.weights.recorded_amax`.
 """
 
 from typing import Any
@@ -16,28 +16,25 @@ from moe_optim.weights.names import base_of
 
 
 def calibrated_amax(linear: Module) -> Tensor | None:
-    """Return what calibration has found for the experts of a linear.
-
-    No rank communicates.
+    """Return the calibrated amaxes of the experts of a linear. No rank communicates.
 
     Args:
-        linear: linear of portable experts or of Transformer Engine's, or an adapter around
-            one.
+        linear: linear of portable experts or of Transformer Engine's, or an adapter around one.
 
     Returns:
-        fp32, the buffer itself: [E, 1, 1], one value for each expert here; or [1, 1, 1], one for
-        the experts of all ranks. None where the linear has not been calibrated.
+        fp32, the buffer itself: [E, 1, 1], one value per local expert; or [1, 1, 1], one for the
+        experts of all ranks. None where the linear has not been calibrated.
     """
     return dict(base_of(linear).named_buffers(recurse=False)).get(CALIBRATED_AMAX)
 
 
 @torch.inference_mode(False)  # a calibration may come in an evaluation, and training reads it
-def set_calibrated_amax(linear: Module, amax: Tensor | None) -> None:
-    """Let a linear have these amaxes from now on. No rank communicates.
+def hold_calibrated_amax(linear: Module, amax: Tensor | None) -> None:
+    """Make these the calibrated amaxes of a linear. No rank communicates.
 
     Args:
-        linear: see :func:`calibrated_amax`.
-        amax: as the buffer holds it, kept by reference; None forgets what there is.
+        linear: linear as for :func:`calibrated_amax`.
+        amax: fp32 in a shape of the buffer, kept by reference; None removes what there is.
     """
     base_of(linear).register_buffer(CALIBRATED_AMAX, amax)
 
@@ -45,18 +42,18 @@ def set_calibrated_amax(linear: Module, amax: Tensor | None) -> None:
 def take_calibrated_amax(
     linear: Module, state_dict: dict[str, Any], prefix: str, num_experts: int, name: str
 ) -> None:
-    """Let a linear have the amaxes of a state dict that its weights are about to be loaded from.
+    """Hold the amaxes of a state dict from which the weights of a linear are about to be loaded.
 
-    Weights that come without amaxes leave none behind: those of before are of other weights. Where
-    neither comes, what there is stays.
+    Weights without amaxes remove those of the weights before. A state dict with neither changes
+    nothing.
 
     Args:
-        linear: see :func:`calibrated_amax`.
-        state_dict: changed, to what torch then finds in place. An entry has E values in any shape,
-            one an expert, or one value for all; None counts as none.
-        prefix: of the linear in it.
+        linear: linear as for :func:`calibrated_amax`.
+        state_dict: changed so that torch then finds the amaxes in place. An entry has E values in
+            any shape, one per expert, or one value for all; None counts as no entry.
+        prefix: prefix of the linear in it.
         num_experts: E.
-        name: of the linear, for errors.
+        name: name of the linear, for errors.
 
     Raises:
         LayoutError: another number of values, or values that are no magnitudes.
@@ -66,20 +63,20 @@ def take_calibrated_amax(
     if found is not None:
         device = next(linear.parameters()).device
         state_dict[key] = fitted(found, num_experts, name).to(device)
-        set_calibrated_amax(linear, state_dict[key])
+        hold_calibrated_amax(linear, state_dict[key])
     elif calibrated_amax(linear) is not None and any(
         key.startswith(f"{prefix}weight") for key in state_dict
     ):
-        set_calibrated_amax(linear, None)
+        hold_calibrated_amax(linear, None)
 
 
 def fitted(amax: Any, num_experts: int, name: str) -> Tensor:
-    """Return a copy in the shape and dtype of the buffer, on the device of the values.
+    """Return a copy in shape and dtype of the buffer, [E, 1, 1] or [1, 1, 1] fp32.
 
     Args:
-        amax: one value for each expert in any shape, or one for all.
+        amax: one value per expert in any shape, or one for all.
         num_experts: E.
-        name: of the linear, for errors.
+        name: name of the linear, for errors.
 
     Raises:
         LayoutError: another number of values, or values that are no magnitudes.
@@ -91,10 +88,20 @@ def fitted(amax: Any, num_experts: int, name: str) -> Tensor:
             f"{where}: expected one value for each of {num_experts} experts, or one for all, got "
             f"{got}. Load amaxes of as many experts."
         )
-    fitted = amax.detach().to(torch.float32, copy=True).reshape(-1, 1, 1)
-    if not (fitted.isfinite() & (fitted >= 0)).all():
+    fitted = as_buffer(amax)
+    if not are_magnitudes(fitted):
         raise LayoutError(
             f"{where}: expected finite magnitudes, got {fitted.flatten().tolist()}. Calibrate the "
             "weights anew, or load without this entry."
         )
     return fitted
+
+
+def as_buffer(amax: Tensor) -> Tensor:
+    """Return a copy [values, 1, 1] fp32, as the buffer holds them."""
+    return amax.detach().to(torch.float32, copy=True).reshape(-1, 1, 1)
+
+
+def are_magnitudes(amax: Tensor) -> bool:
+    """Return whether all values are finite, and none is negative."""
+    return bool((amax.isfinite() & (amax >= 0)).all())

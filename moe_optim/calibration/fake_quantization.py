@@ -1,9 +1,10 @@
-"""Experts as a narrow grid would hold them, wherever they lie: one launch forward, one backward."""
+"""Fake quantization of experts, wherever they lie: one launch forward, one backward."""
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from types import MappingProxyType
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,19 +17,19 @@ from moe_optim.kernels.fake import find_table
 from moe_optim.kernels.plan import Backend, check_backend, takes_kernels
 
 Bits = int | Literal["e4m3"]
-"""Of a grid: so many bits of an integer, or E4M3."""
+"""Grid: number of bits of an integer, or E4M3."""
 
 BITS = range(2, 17)
-"""Of integer grids."""
+"""Bits of integer grids."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerExpertGrid:
-    """A grid with one amax an expert, as products of bf16 experts may read it."""
+    """A grid with one amax per expert, which GEMMs of bf16 experts may read."""
 
     name: str
     bits: int | None
-    """Of integers; None for E4M3."""
+    """Bits of integers; None for E4M3."""
 
 
 PER_EXPERT_GRIDS: Mapping[str, PerExpertGrid] = MappingProxyType(
@@ -37,19 +38,18 @@ PER_EXPERT_GRIDS: Mapping[str, PerExpertGrid] = MappingProxyType(
         "e4m3_per_expert": PerExpertGrid(name="e4m3_per_expert", bits=None),
     }
 )
-"""What ``compute`` takes beside formats of blocks."""
+"""Values of ``compute`` beside block-scaled formats."""
 
 Axis = Literal[0] | tuple[Literal[0]] | None
-"""0 for an amax an expert, also as ``(0,)``, and None for one of all experts."""
+"""0 or ``(0,)`` for one amax per expert, None for one of all experts."""
 
 _SEEN: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-"""Amaxes on a GPU whose values were found to be magnitudes, and their versions then."""
+"""Amaxes on a GPU whose values were checked -> their versions then."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@overload
-def fake_quantize(
-    weights: Tensor,
+def fake_quantize[Weights: (Tensor, Sequence[Tensor])](
+    weights: Weights,
     amax: Tensor,
     bits: Bits = 8,
     axis: Axis = 0,
@@ -57,29 +57,8 @@ def fake_quantize(
     narrow_range: bool = False,
     check_values: bool = True,
     backend: Backend = "auto",
-) -> Tensor: ...
-@overload
-def fake_quantize(
-    weights: Sequence[Tensor],
-    amax: Tensor,
-    bits: Bits = 8,
-    axis: Axis = 0,
-    *,
-    narrow_range: bool = False,
-    check_values: bool = True,
-    backend: Backend = "auto",
-) -> list[Tensor]: ...
-def fake_quantize(
-    weights: Tensor | Sequence[Tensor],
-    amax: Tensor,
-    bits: Bits = 8,
-    axis: Axis = 0,
-    *,
-    narrow_range: bool = False,
-    check_values: bool = True,
-    backend: Backend = "auto",
-) -> Tensor | list[Tensor]:
-    """Return experts as a grid of few values would hold them, an amax an expert, in their dtype.
+) -> Weights:
+    """Return the nearest values of a grid, with one amax per expert, in the dtype of the weights.
 
     One launch reads all experts where they lie, and one launch of the backward pass all gradients;
     nothing is stacked. The bits are those of NVIDIA ModelOpt's ``TensorQuantizer`` in plain torch,
@@ -89,17 +68,18 @@ def fake_quantize(
     Args:
         weights: [E, R, C], or a list of [R, C] of any shapes, anywhere in memory; fp32, bf16 or
             fp16, all on one device. Copied only where they are not contiguous.
-        amax: what the last value of the grid stands for: of E elements with ``axis=0``, such as
-            [E, 1, 1] or [E], of one with ``axis=None``. fp32, bf16 or fp16, on the same device. Up
+        amax: magnitude of the largest value of the grid: E elements with ``axis=0``, such as
+            [E, 1, 1] or [E], one with ``axis=None``. fp32, bf16 or fp16, on the same device. Up
             to 2^-24 counts as zero: integers then give zeros, and E4M3 takes 1 in its place.
-        bits: 2 to 16, of an integer grid, or ``e4m3``.
-        axis: 0 for an amax an expert, or ``(0,)``, as ModelOpt writes it too; None for one of all
-            experts.
+        bits: 2 to 16 for an integer grid, or ``e4m3``.
+        axis: 0 for one amax per expert, or ``(0,)``, as ModelOpt writes it too; None for one of
+            all experts.
         narrow_range: whether an integer grid ends at ``-max`` and not at ``-max - 1``.
-        check_values: look for NaN, Inf and negative values in ``amax``. On a GPU this waits for the
-            device, once for each tensor until somebody writes it. Without, and in a compiled graph,
-            NaN and Inf make all values of their expert NaN, and negative values count as zero.
-        backend: ``auto`` takes kernels where they run, ``reference`` does without.
+        check_values: whether NaN, Inf and negative values in ``amax`` are errors. On a GPU the
+            check waits for the device, once per tensor until it is written. Without, and in a
+            compiled graph, NaN and Inf make all values of their expert NaN, and negative values
+            count as zero.
+        backend: ``auto`` for kernels where they run, ``reference`` for plain torch.
 
     Returns:
         A tensor [E, R, C], or a list of tensors. These are views of one allocation, one expert
@@ -154,7 +134,7 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 def _cut(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return views of a result, of the shapes of some tensors."""
+    """Return views of a flat result in the shapes of ``like``."""
     shapes = [one.shape for one in like]
     if all(shape == shapes[0] for shape in shapes):  # in one call: each view costs the host
         return flat.view(len(like), *shapes[0]).unbind(0)
@@ -162,28 +142,45 @@ def _cut(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
+def _empty(values: Sequence[Tensor], *_: Any) -> Tensor:
+    return values[0].new_empty(sum(one.numel() for one in values))
+
+
+def _operation[**P](name: str) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
+    """Make a function an operation in compiled graphs, and leave it plain elsewhere.
+
+    A plain call costs the host less. Results are those of :func:`_empty` in shape and dtype.
+    """
+
+    def decorate(body: Callable[P, Tensor]) -> Callable[P, Tensor]:
+        compiled = torch.library.custom_op(f"moe_optim::{name}", body, mutates_args=())
+        compiled.register_fake(_empty)
+
+        @wraps(body)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+            if torch.compiler.is_compiling():
+                result: Tensor = compiled(*args, **kwargs)
+                return result
+            return body(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+@_operation("fake_quantize")
 def fake_quantized(
     values: Sequence[Tensor], amax: Tensor, bits: int | None, narrow_range: bool, backend: str
 ) -> Tensor:
     """Return the values of all experts one after the other, in one allocation.
 
-    In a graph it is an operation of torch; otherwise called as it is, which costs the host less.
-
     Args:
-        values: contiguous, of one dtype on one device: [E, R, C], or [R, C] of one expert each.
+        values: contiguous tensors of one dtype on one device: [E, R, C], or [R, C] for one expert.
         amax: [experts], or [1] for all of them.
-        bits: of an integer grid; None for E4M3.
-        narrow_range: see :func:`fake_quantize`.
+        bits: bits of an integer grid; None for E4M3.
+        narrow_range: option of :func:`fake_quantize`.
         backend: ``auto`` or ``reference``.
     """
-    if torch.compiler.is_compiling():
-        return _fake_quantize_op(values, amax, bits, narrow_range, backend)
-    return _fake_quantized(values, amax, bits, narrow_range, backend)
-
-
-def _fake_quantized(
-    values: Sequence[Tensor], amax: Tensor, bits: int | None, narrow_range: bool, backend: str
-) -> Tensor:
     result = _empty(values)
     if result.numel() and takes_kernels(backend, values[0].device, e4m3=bits is None):
         codes = reference.code_range(bits, narrow_range)
@@ -194,25 +191,18 @@ def _fake_quantized(
     return result
 
 
+@_operation("clip_gradient")
 def clipped_gradient(
     values: Sequence[Tensor], amax: Tensor, gradients: Sequence[Tensor], backend: str
 ) -> Tensor:
     """Return the gradients of all experts one after the other, zero where a value is clipped.
 
     Args:
-        values: what was quantized, as :func:`fake_quantized` takes it.
+        values: weights, as :func:`fake_quantized` takes them.
         amax: [experts], or [1] for all of them.
         gradients: one for each of the values, of the same shape and dtype, contiguous.
         backend: ``auto`` or ``reference``.
     """
-    if torch.compiler.is_compiling():
-        return _clip_gradient_op(values, amax, gradients, backend)
-    return _clipped_gradient(values, amax, gradients, backend)
-
-
-def _clipped_gradient(
-    values: Sequence[Tensor], amax: Tensor, gradients: Sequence[Tensor], backend: str
-) -> Tensor:
     result = _empty(values)
     if result.numel() and takes_kernels(backend, values[0].device, e4m3=False):
         find_table(values, gradients).launch_gradients(amax, result)
@@ -223,26 +213,8 @@ def _clipped_gradient(
     return result
 
 
-_fake_quantize_op = torch.library.custom_op(
-    "moe_optim::fake_quantize", _fake_quantized, mutates_args=()
-)
-_clip_gradient_op = torch.library.custom_op(
-    "moe_optim::clip_gradient", _clipped_gradient, mutates_args=()
-)
-
-
-@_fake_quantize_op.register_fake
-@_clip_gradient_op.register_fake
-def _(values: Sequence[Tensor], *_: Any) -> Tensor:
-    return _empty(values)
-
-
-def _empty(values: Sequence[Tensor]) -> Tensor:
-    return values[0].new_empty(sum(one.numel() for one in values))
-
-
 def _amax_of(values: Sequence[Tensor], amax: Tensor) -> list[Tensor]:
-    """Return what belongs to each tensor of the amaxes, as it broadcasts."""
+    """Return the amaxes of each tensor, in a shape that broadcasts."""
     if amax.numel() == 1:
         return [amax.view(())] * len(values)
     counts = [_count_experts(one) for one in values]
@@ -255,11 +227,11 @@ def _count_experts(values: Tensor) -> int:
 
 
 def expert_axis(axis: Axis, where: str) -> Literal[0] | None:
-    """Return 0 for an amax an expert, None for one of all.
+    """Return 0 for one amax per expert, None for one of all.
 
     Args:
-        axis: what a caller gave.
-        where: what was called, for errors.
+        axis: argument of the caller.
+        where: name of the called function, for errors.
 
     Raises:
         ConfigError: another axis, or several.
@@ -284,22 +256,21 @@ def _check_bits(bits: Bits) -> None:
 
 
 def _check_experts(experts: Sequence[Tensor], dims: int) -> None:
-    """Check that there are experts, all of one kind."""
-    wanted = "[E, R, C]" if dims == 3 else "a list of [R, C]"
+    expected = "[E, R, C]" if dims == 3 else "a list of [R, C]"
     if not experts or (dims == 3 and experts[0].dim() == 3 and not len(experts[0])):
         raise LayoutError(
-            f"fake_quantize: weights: expected {wanted} of at least one expert, got none. Leave "
+            f"fake_quantize: weights: expected {expected} of at least one expert, got none. Leave "
             "out ranks that have no experts."
         )
     first = experts[0]
     kinds = [(type(one), one.dim(), one.dtype, one.device) for one in experts]
-    for index in sorted(map(kinds.index, set(kinds))):  # mostly one: looks cost the host
+    for index in sorted(map(kinds.index, set(kinds))):  # mostly one: checks cost the host
         expert = experts[index]
         where = "fake_quantize: weights" + ("" if dims == 3 else f"[{index}]")
         if expert.dim() != dims:
             raise LayoutError(
-                f"{where}: expected {wanted}, got shape {list(expert.shape)}. Give experts of one "
-                "tensor three axes, and those of a list two."
+                f"{where}: expected {expected}, got shape {list(expert.shape)}. Give experts of "
+                "one tensor three axes, and those of a list two."
             )
         if expert.dtype not in _DTYPES or expert.dtype != first.dtype:
             raise LayoutError(
@@ -319,7 +290,7 @@ def _check_experts(experts: Sequence[Tensor], dims: int) -> None:
 
 
 def _check_amax(amax: Tensor, experts: Sequence[Tensor], axis: int | None) -> None:
-    """Check type, size, dtype and device, which a host knows without asking the device."""
+    """Check all that the host knows without a wait for the device."""
     count = 1 if axis is None else sum(map(_count_experts, experts))
     if not isinstance(amax, Tensor):
         raise LayoutError(
@@ -340,7 +311,7 @@ def _check_amax(amax: Tensor, experts: Sequence[Tensor], axis: int | None) -> No
 
 
 def _check_values(amax: Tensor) -> None:
-    """Read the amaxes, but for those on a GPU that were read before and not written since."""
+    """Raise for values that are no magnitudes; on a GPU, read a tensor once per version."""
     version = None if _is_read_anew(amax) else amax._version
     if version is not None and _SEEN.get(amax) == version:
         return
@@ -363,5 +334,5 @@ def _check_values(amax: Tensor) -> None:
 
 
 def _is_read_anew(amax: Tensor) -> bool:
-    """Return whether reading costs no wait, or nobody counts the writes."""
+    """Return whether a read is free, on a CPU, or writes are not counted, in inference."""
     return amax.device.type == "cpu" or amax.is_inference()

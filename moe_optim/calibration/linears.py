@@ -1,0 +1,177 @@
+"""Linears of experts in a model chunk, portable or Transformer Engine's, and their amaxes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from moe_optim.errors import LayoutError
+from moe_optim.weights.grouped_weight import GroupedWeight
+from moe_optim.weights.names import BASE, base_of, is_wrapper, unwrapped_name
+from moe_optim.weights.recorded_amax import RecordsAmax
+from moe_optim.weights.storage import WeightStorage
+from moe_optim.weights.te.fields import is_grouped, is_quantized, read_values
+
+
+class LinearRecorder(RecordsAmax):
+    """Recorded amaxes of a grouped linear of Transformer Engine, which are in none of its states.
+
+    Holds the linear weakly.
+    """
+
+    def __init__(self, linear: Any) -> None:
+        self._linear = ref(linear)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The linear's name, taken from its weights."""
+        storages = self.storages()
+        return storages[0].name.rpartition(".")[0] if storages else "experts"
+
+    def storages(self) -> list[WeightStorage]:
+        """Return the storage behind each weight, in expert order; none where experts are bf16."""
+        linear = self._linear()
+        weights = [] if linear is None else _te_weights(linear)
+        return [w.quantized_storage for w in weights if hasattr(w, "quantized_storage")]
+
+    def forget_amax(self) -> None:
+        """Mark amaxes unknown until the next requantization: storages do not see weights loaded.
+
+        Formats with a global amax load theirs with the weights.
+        """
+        self._whole_amax = None
+        for storage in self.storages():
+            if storage.recorded_amax is not None:
+                storage.recorded_amax.fill_(torch.nan)
+
+
+_RECORDERS: WeakKeyDictionary[Module, LinearRecorder] = WeakKeyDictionary()
+
+
+def recorder_of(linear: Module) -> RecordsAmax:
+    """Return the recorder of a linear of experts: a portable one is its own."""
+    if isinstance(linear, RecordsAmax):
+        return linear
+    if linear not in _RECORDERS:
+        _RECORDERS[linear] = LinearRecorder(linear)
+    return _RECORDERS[linear]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertLinear:
+    """One linear of all local experts of a layer."""
+
+    name: str
+    """Path in the chunk, without the names of wrappers."""
+    module: Module
+    """Holder of the weights."""
+    num_experts: int
+    """Number of local experts."""
+    groups: Any
+    """Process groups of the layer: ``ep``, ``expt_tp`` and ``expt_dp``."""
+    is_adapted: bool
+    """Whether an adapter adds to its outputs."""
+
+    @property
+    def recorder(self) -> RecordsAmax:
+        """Recorder of the amaxes of the last requantization."""
+        return recorder_of(self.module)
+
+    def weights(self) -> list[Any]:
+        """Return the parameters in expert order, one of all experts or one per expert."""
+        linear: Any = self.module
+        return list(linear.weights()) if is_portable(linear) else _te_weights(linear)
+
+    def values(self) -> Iterator[Tensor]:
+        """Yield the values of each expert [R, C], dequantized to bf16 one weight at a time.
+
+        Raises:
+            StateError: a weight is behind its masters, or its bytes are on the host.
+        """
+        for weight in self.weights():
+            values = weight
+            if isinstance(weight, GroupedWeight):
+                values = weight.dequantize()
+            elif is_quantized(weight):
+                values = read_values(weight)
+            yield from [values] if values.dim() == 2 else members_of(values)
+
+
+def is_portable(module: Module) -> bool:
+    """Return whether a module is a ``GroupedLinear``, the only module that records amaxes."""
+    return isinstance(module, RecordsAmax)
+
+
+def expert_linears(chunk: Module) -> Iterator[ExpertLinear]:
+    """Yield every linear of experts of a chunk, portable ones first, in the order of modules.
+
+    A linear behind an adapter is yielded without the adapter.
+
+    Raises:
+        LayoutError: a wrapper other than an adapter hides a linear.
+    """
+    for path, experts in chunk.named_modules():
+        for name, child in () if is_wrapper(experts) else experts.named_children():
+            linear: Any = base_of(child)
+            if not is_portable(linear):
+                continue
+            groups = getattr(experts, "pg_collection", None)
+            if groups is None:
+                raise unknown_wrapper(path, experts)
+            yield ExpertLinear(
+                name=unwrapped_name(f"{path}.{name}" if path else name),
+                module=linear,
+                num_experts=linear.shape[0],
+                groups=groups,
+                is_adapted=linear is not child,
+            )
+    for name, linear in grouped_linears(chunk):
+        yield ExpertLinear(
+            name=unwrapped_name(name) or "experts",
+            module=linear,
+            num_experts=linear.num_gemms,
+            groups=linear._pg_collection,
+            is_adapted=name.endswith(f".{BASE}"),
+        )
+
+
+def grouped_linears(module: Module) -> Iterator[tuple[str, Any]]:
+    """Yield the grouped linears of Transformer Engine below a module, each with its name.
+
+    A wrapper that passes on the attributes of one does not count.
+    """
+    for name, linear in module.named_modules():
+        is_grouped = hasattr(type(linear), "_split_grouped_checkpoint_tensor")
+        if is_grouped and "num_gemms" in vars(linear):
+            yield name, linear
+
+
+def _te_weights(linear: Module) -> list[Any]:
+    named = linear.named_parameters(recurse=False)
+    return [param for name, param in named if name.startswith("weight")]
+
+
+def members_of(tensor: Any) -> Sequence[Any]:
+    """Return the tensor of each expert in one of all experts, a ``GroupedTensor`` or any other."""
+    if is_grouped(tensor):
+        return tensor.quantized_tensors or tensor.split_into_quantized_tensors()
+    return tensor.unbind(0)
+
+
+def unknown_wrapper(name: str, module: Module) -> LayoutError:
+    """Return the error to raise for a wrapper that hides a linear of experts.
+
+    Args:
+        name: path of the wrapper, used if no linear inside has a name.
+        module: the wrapper.
+    """
+    inside = (str(one.name) for one in module.modules() if isinstance(one, RecordsAmax))
+    return LayoutError(
+        f"{next(inside, name)}: expected a linear of experts, or an adapter around one with "
+        f"children to_wrap and adapter, as Megatron-Bridge's are, got {type(module).__name__}, in "
+        "which its weights would be passed over. Wrap it as Megatron-Bridge does, or not at all."
+    )

@@ -1,0 +1,302 @@
+"""Amaxes of experts in checkpoints: recorded and calibrated ones, beside the weights."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
+from torch import Tensor
+from torch.nn import Module
+
+from moe_optim.calibration.calibrated_amax import calibrated_amax, take_calibrated_amax
+from moe_optim.calibration.linears import (
+    LinearRecorder,
+    expert_linears,
+    grouped_linears,
+    recorder_of,
+    unknown_wrapper,
+)
+from moe_optim.config import NATIVE_FORMATS
+from moe_optim.errors import LayoutError, refuse
+from moe_optim.experts.keys.layouts import CALIBRATED_AMAX, LINEARS
+from moe_optim.formats import get_format
+from moe_optim.integration.patching.active import installed_config
+from moe_optim.integration.patching.engine import original
+from moe_optim.weights.names import BASE, base_of, is_wrapper, unwrapped_name
+from moe_optim.weights.recorded_amax import RecordsAmax
+from moe_optim.weights.te.recipe import native_recipe
+
+_TARGET = "megatron.core.transformer.moe.experts:TEGroupedMLP.sharded_state_dict"
+_RECORDED = "weight_amax"
+_LISTENING: WeakSet[Module] = WeakSet()
+
+Offset = tuple[int, int, int]
+"""Axis of the global tensor, place on it, number of places."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AmaxPlace:
+    """Position of the amaxes of one linear's local experts among those of all ranks."""
+
+    num_experts: int
+    """Number of local experts."""
+    place: Offset
+    """Axis of the experts, place of the local ones on it, number of places."""
+    sharded_offsets: tuple[Offset, ...]
+    """Offsets of the axes before that of the experts."""
+    replicas: tuple[int, int, int]
+    """Rank in the expert-parallel, expert-tensor-parallel and expert-data-parallel groups."""
+    is_cut: bool
+    """Whether tensor parallelism cuts experts."""
+
+    @classmethod
+    def of(cls, num_experts: int, sharded_offsets: tuple[Offset, ...], groups: Any) -> "AmaxPlace":
+        """Return the position of this rank's experts, from ``ep``, ``expt_tp`` and ``expt_dp``."""
+        return cls(
+            num_experts=num_experts,
+            place=(len(sharded_offsets), groups.ep.rank(), groups.ep.size()),
+            sharded_offsets=sharded_offsets,
+            replicas=(groups.ep.rank(), groups.expt_tp.rank(), groups.expt_dp.rank()),
+            is_cut=groups.expt_tp.size() > 1,
+        )
+
+    def entry(
+        self,
+        key: str,
+        amax: Tensor,
+        *,
+        per_expert: bool,
+        kind: type[ShardedTensor] = ShardedTensor,
+    ) -> ShardedTensor:
+        """Return the entry of amaxes [E, 1, 1] under global expert ids, or of one for all experts.
+
+        One replica of each expert saves its amax; one rank of all saves that for all experts.
+        """
+        ep, tp, dp = self.replicas
+        return kind.from_rank_offsets(
+            key,
+            amax,
+            *self.sharded_offsets,
+            *((self.place,) if per_expert else ()),
+            replica_id=(0 if per_expert else ep, tp, dp),
+            prepend_axis_num=len(self.sharded_offsets),
+        )
+
+
+@dataclass
+class OptionalShardedTensor(ShardedTensor):
+    """A tensor that a checkpoint may lack: then it is not requested, and live values stay."""
+
+
+@dataclass(kw_only=True)
+class CalibratedEntry(ShardedTensor):
+    """Calibrated amaxes of a linear.
+
+    When keys are walked for a load, the content of the checkpoint is not known yet. The load of
+    this package calls :meth:`request` for what is stored, and drops the entry where nothing is.
+
+    Attributes:
+        amax_place: position of the linear's experts.
+        device: device of its weights.
+    """
+
+    amax_place: AmaxPlace
+    device: torch.device
+
+    def request(self, stored: Sequence[int]) -> ShardedTensor:
+        """Return the entry that loads the amaxes of a checkpoint, on the device of the weights.
+
+        Args:
+            stored: shape of the tensor under this key in the checkpoint.
+
+        Raises:
+            LayoutError: the checkpoint has another number of experts.
+        """
+        axis, _, places = self.amax_place.place
+        of_experts, whole = tuple(stored[axis:]), places * self.amax_place.num_experts
+        per_expert = of_experts == (whole, 1, 1)
+        if not per_expert and of_experts != (1, 1, 1):
+            raise LayoutError(
+                f"{self.key}: expected amaxes of {whole} experts, or one of all, got "
+                f"{list(stored)}. Load a checkpoint of as many experts."
+            )
+        shape = (self.amax_place.num_experts if per_expert else 1, 1, 1)
+        amax = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return self.amax_place.entry(self.key, amax, per_expert=per_expert)
+
+
+@dataclass(kw_only=True)
+class _Uncalibrated(CalibratedEntry, LocalNonpersistentObject):
+    """Entry of a linear that is not calibrated: saves nothing, and loads None.
+
+    It is a tensor for code that renames keys; Megatron takes non-persistent objects out before it
+    reads tensors.
+    """
+
+    obj = None
+
+
+def amax_entries(
+    linear: Module, key: str, place: AmaxPlace, *, are_recorded: bool
+) -> dict[str, ShardedTensor]:
+    """Return the entries of a linear's amaxes by name: ``calibrated_amax``, ``weight_amax``.
+
+    No rank communicates; tensors are copies.
+
+    Args:
+        linear: linear of all local experts.
+        key: key of the linear in the checkpoint.
+        place: position of its experts.
+        are_recorded: whether there is an entry for amaxes of the last requantization, NaN if none.
+    """
+    calibrated = calibrated_entry(linear, f"{key}.{CALIBRATED_AMAX}", place)
+    if not are_recorded:
+        return {CALIBRATED_AMAX: calibrated}
+    recorded = sharded_amax(recorder_of(linear), f"{key}.{_RECORDED}", place)
+    return {CALIBRATED_AMAX: calibrated, _RECORDED: recorded}
+
+
+def sharded_amax(recorder: RecordsAmax, key: str, place: AmaxPlace) -> ShardedTensor:
+    """Return the entry of recorded amaxes of whole experts, fp32, under their global ids.
+
+    It has [local experts, 1, 1] in either parameter layout. NaN, which a load ignores, marks
+    amaxes that are unknown: not recorded, or of experts that tensor parallelism cuts where
+    :func:`synchronize_amax` was not called since the weights were written.
+    """
+    amax, whole = recorder.amax(), recorder.whole_amax
+    if amax is None:
+        amax = torch.full((place.num_experts,), torch.nan, dtype=torch.float32, device="cpu")
+    if whole is not None:
+        amax = whole
+    elif place.is_cut:
+        amax = torch.full_like(amax, torch.nan)
+    values = amax.clone().view(-1, 1, 1)
+    return place.entry(key, values, per_expert=True, kind=OptionalShardedTensor)
+
+
+def calibrated_entry(linear: Module, key: str, place: AmaxPlace) -> CalibratedEntry:
+    """Return the entry of the calibrated amaxes of a linear, also where it has none yet."""
+    amax = calibrated_amax(linear)
+    if amax is None:
+        values = torch.empty(place.num_experts, 1, 1, dtype=torch.float32, device="cpu")
+    else:
+        values = amax.clone()
+    entry = place.entry(key, values, per_expert=len(values) == place.num_experts)
+    kind = CalibratedEntry if amax is not None else _Uncalibrated
+    return kind(**vars(entry), amax_place=place, device=next(linear.parameters()).device)
+
+
+def synchronize_amax(model_chunks: Iterable[Module]) -> None:
+    """Reduce recorded amaxes of experts that tensor parallelism cuts, before a save.
+
+    Every rank must call it, and may then walk the keys of its state dict without communication. It
+    reduces with MAX over each layer's ``expt_tp`` group, and does nothing where experts are whole.
+
+    Args:
+        model_chunks: chunks of this rank, wrapped or not.
+    """
+    for chunk in model_chunks:
+        for linear in expert_linears(chunk):
+            recorder, expt_tp = linear.recorder, linear.groups.expt_tp
+            amax = recorder.amax()
+            if amax is not None and expt_tp.size() > 1:
+                dist.all_reduce(amax, dist.ReduceOp.MAX, group=expt_tp)
+                if recorder.whole_amax is None:  # else loaded, from a rank that had the masters
+                    recorder.whole_amax = amax
+
+
+def sharded_state_dict(
+    self: Any,
+    prefix: str = "",
+    sharded_offsets: tuple[Any, ...] = (),
+    metadata: dict[str, Any] | None = None,
+) -> Any:
+    """Return Megatron's state of the experts, with their amaxes as portable experts save them.
+
+    Where amaxes are recorded, every layer has entries ``.weight_amax``, NaN where its weights are
+    not quantized: keys of all layers may be one tensor. Calibrated ones are ``.calibrated_amax``,
+    see :func:`calibrated_entry`. Loading a state dict sets them. No rank communicates.
+
+    Linears behind adapters have their own keys, without a part for the adapter.
+
+    Raises:
+        ConfigError: ``singleton_local_shards`` with amaxes.
+        StateError: quantized weights are on the host.
+        LayoutError: a wrapper other than an adapter hides a linear with amaxes.
+    """
+    are_recorded = _are_recorded(self.config)
+    linears = [(unwrapped_name(name), linear) for name, linear in grouped_linears(self)]
+    are_calibrated = any(calibrated_amax(linear) is not None for _, linear in linears)
+    if are_recorded or are_calibrated:
+        _require_known_names(self, linears)
+    has_key_each = (metadata or {}).get("singleton_local_shards", False)
+    if has_key_each:
+        refuse(
+            {"record_amax": are_recorded, "calibrated amaxes": are_calibrated},
+            expected="singleton_local_shards: expected one key for the amaxes of all experts",
+            remedy="Save with Megatron's default metadata.",
+        )
+    for storage in (one for _, linear in linears for one in recorder_of(linear).storages()):
+        storage.require_present()
+    state = original(_TARGET)(self, prefix, sharded_offsets, metadata)
+    for name, linear in () if has_key_each else linears:
+        place = AmaxPlace.of(linear.num_gemms, sharded_offsets, linear._pg_collection)
+        entries = amax_entries(linear, f"{prefix}experts.{name}", place, are_recorded=are_recorded)
+        state |= {f"{prefix}{name}.{kind}": entry for kind, entry in entries.items()}
+    listen(self)
+    return state
+
+
+def listen(module: Module) -> None:
+    """Hook the grouped linears below a module to take the amaxes that are loaded with weights.
+
+    Their own loading ignores those. Adapters around them pass the amaxes on.
+    """
+    linears = [linear for _, linear in grouped_linears(module)]
+    wrappers = [one for one in module.modules() if is_wrapper(one)]
+    hooks: list[tuple[Module, Callable[..., None]]] = [
+        (wrapper, _pass_on)
+        for wrapper in wrappers
+        if any(linear is base_of(wrapper) for linear in linears)
+    ]
+    hooks += [(linear, _take) for linear in linears]
+    for one, hook in hooks:
+        if one not in _LISTENING:
+            one.register_load_state_dict_pre_hook(hook)
+            _LISTENING.add(one)
+
+
+def _require_known_names(experts: Module, linears: Sequence[tuple[str, Any]]) -> None:
+    """Refuse to save amaxes under keys that no model without the wrapper would ask for."""
+    for name, _ in linears:
+        if name not in LINEARS:
+            outer = name.partition(".")[0]
+            raise unknown_wrapper(f"experts.{outer}", experts.get_submodule(outer))
+
+
+def _are_recorded(model: Any) -> bool:
+    config = installed_config()
+    if config is None:
+        return False
+    formats = NATIVE_FORMATS.get(native_recipe(model) or "", ("bf16",))
+    config = config.resolved(formats[0])
+    if config.format == "bf16":
+        return False
+    return config.record_amax or get_format(config.format).has_global_amax
+
+
+def _pass_on(_wrapper: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name in (_RECORDED, CALIBRATED_AMAX):
+        if f"{prefix}{name}" in state_dict:
+            state_dict[f"{prefix}{BASE}.{name}"] = state_dict.pop(f"{prefix}{name}")
+
+
+def _take(linear: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    recorder = recorder_of(linear)
+    assert isinstance(recorder, LinearRecorder)
+    recorder.forget_amax()
+    recorder.take_amax(state_dict.pop(f"{prefix}{_RECORDED}", None))
+    take_calibrated_amax(linear, state_dict, prefix, linear.num_gemms, recorder.name)
