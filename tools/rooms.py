@@ -10,9 +10,9 @@ PACKAGE = ROOT / "moe_optim"
 
 ORDER = """
 errors version library screen spelling import_hook places
-environment formats experts/keys checkpoint/files
-config formats/reference kernels
-ops fake_quantization integration/patching
+environment rules formats experts/keys checkpoint/files
+config formats/reference kernels integration/engine integration/agreement
+ops fake_quantization integration/patches integration/installation
 parts weights
 experts
 buckets checkpoint

@@ -9,8 +9,8 @@ from megatron.core.optimizer.param_layout import PerBufferParamLayout
 
 from moe_optim.buckets.aligned_layout import aligned_end
 from moe_optim.buckets.buffer_plan import Slot
-from moe_optim.integration.patching.active import config_in_force
-from moe_optim.integration.patching.engine import original
+from moe_optim.integration.engine import original
+from moe_optim.integration.installation import config_or_bf16
 from moe_optim.weights.managed import is_managed
 
 _LAYOUT = (
@@ -38,7 +38,7 @@ class AlignedDistributedOptimizer:
             params, bucket_size, data_parallel_world_size, ddp_config, param_indices
         )
         managed = bool(params) and all(is_managed(param) for param in params)
-        if not managed or config_in_force().layout == "stock":
+        if not managed or config_or_bf16().layout == "stock":
             return layout
         divisor = param_layout.bucket_end_divisor(
             data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw

@@ -18,7 +18,7 @@ from moe_optim.experts.linears import ExpertLinear, expert_linears
 from moe_optim.experts.te_linears import grouped_linears, recorder_of
 from moe_optim.fake_quantization import Axis, expert_axis
 from moe_optim.formats.reference.expert_amax import expert_amax_into
-from moe_optim.integration.patching.agreement import agree
+from moe_optim.integration.agreement import agree
 from moe_optim.weights.adapters import base_of
 from moe_optim.weights.te.fields import require_memory
 

@@ -6,7 +6,6 @@ from weakref import WeakSet
 
 from torch.nn import Module
 
-from moe_optim.config import NATIVE_FORMATS
 from moe_optim.errors import refuse
 from moe_optim.experts.amax import sharded_amax
 from moe_optim.experts.calibrated_amax import calibrated_amax, take_calibrated_amax
@@ -15,11 +14,11 @@ from moe_optim.experts.keys.layouts import CALIBRATED_AMAX, LINEARS
 from moe_optim.experts.te_linears import grouped_linears, recorder_of
 from moe_optim.experts.wrapped import unknown_wrapper
 from moe_optim.formats import get_format
-from moe_optim.integration.patching.active import installed_config
-from moe_optim.integration.patching.engine import original
+from moe_optim.integration.engine import original
+from moe_optim.integration.installation import installed_config
+from moe_optim.rules import NATIVE_FORMATS, native_recipe
 from moe_optim.weights.adapters import BASE, base_of, is_wrapper
 from moe_optim.weights.names import unwrapped_name
-from moe_optim.weights.te.recipe import native_recipe
 
 _TARGET = "megatron.core.transformer.moe.experts:TEGroupedMLP.sharded_state_dict"
 _RECORDED = "weight_amax"

@@ -42,9 +42,9 @@ from moe_optim.checkpoint.unmarked_states import manifest_of_unmarked
 from moe_optim.errors import LayoutError
 from moe_optim.experts.amax import OptionalShardedTensor
 from moe_optim.experts.calibrated_entry import CalibratedEntry
-from moe_optim.integration.patching.active import config_in_force, installed_config
-from moe_optim.integration.patching.agreement import agree
-from moe_optim.integration.patching.engine import original
+from moe_optim.integration.agreement import agree
+from moe_optim.integration.engine import original
+from moe_optim.integration.installation import config_or_bf16, installed_config
 from moe_optim.weights.te.fields import has_scale_a_tensor, read_values, te_formats_of
 
 _ACCOUNTED = "moe_optim_accounted"
@@ -208,7 +208,7 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
 def _check(folder: Path, group: Any) -> TorchDistReader:
     """Look for damage, and for code; ranks share the reading. Return what the checkpoint holds."""
     rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-    thorough = config_in_force().check_on_load == "thorough"
+    thorough = config_or_bf16().check_on_load == "thorough"
     require_intact(folder, thorough=thorough, part=rank, parts=ranks)
     stored = TorchDistReader(folder)
     _require_plain(stored, sorted(stored.objects)[rank::ranks])
@@ -217,7 +217,7 @@ def _check(folder: Path, group: Any) -> TorchDistReader:
 
 def _require_plain(stored: TorchDistReader, names: Iterable[str]) -> None:
     """Raise LayoutError for the first object that runs code where Megatron unpickles it."""
-    if config_in_force().trust_checkpoint_code:
+    if config_or_bf16().trust_checkpoint_code:
         return
     for name in names:
         blob = stored.blobs[name][0]

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
 
-from moe_optim.integration.patching.engine import original
+from moe_optim.integration.engine import original
 
 _TARGET = (
     "megatron.core.dist_checkpointing.strategies.torch:"

@@ -5,34 +5,23 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from moe_optim.config.interpolation import merge
 from moe_optim.config.plain_yaml import parse_yaml, quote
 from moe_optim.errors import ConfigError, closest
+from moe_optim.rules import Setup, check_setup
 
 Format = Literal["bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"]
-WantedFormat = Literal["auto", Format]
+FormatSetting = Literal["auto", Format]
 Compute = Literal[Format, "int8_per_expert", "e4m3_per_expert"]
-NATIVE_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "--fp8-recipe mxfp8": ("mxfp8", "mxfp8_2d"),
-        "--fp8-recipe blockwise": ("fp8_block",),
-        "--fp4-recipe nvfp4": ("nvfp4",),
-    }
-)
-"""Recipe of Transformer Engine -> formats that its weights can be managed in;
-the first is what ``format: auto`` is."""
-MEGATRONS_RECIPES = ("--fp8-recipe tensorwise",)
-"""Recipes whose weights stay in Megatron's buffers, under ``format: auto`` alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEOptimConfig:
     """How expert weights are stored, gathered and multiplied. Built once, read-only afterwards."""
 
-    format: WantedFormat = "auto"
+    format: FormatSetting = "auto"
     """Storage format of expert weights between two optimizer steps; masters are always fp32.
     ``auto``: that of the weights which Transformer Engine makes with ``--fp8-param-gather`` or
     ``--fp4-param-gather``, ``mxfp8`` for portable experts, else ``bf16``. FP8 weights with one
@@ -100,16 +89,8 @@ class MoEOptimConfig:
             ConfigError: naming the field, what it takes and what it got.
         """
         for name in field_names():
-            _check_field(type(self).__name__, name, getattr(self, name))
-        _check_compute(type(self).__name__, self.format, self.compute)
-        _check_record_amax(type(self).__name__, self.format, self.record_amax)
-        _check_offload_states(type(self).__name__, self.step, self.offload_states)
-
-    @property
-    def may_fuse_steps(self) -> bool:
-        """Whether these knobs leave steps to kernels, where kernels run and flags allow it."""
-        asks = self.step == "auto" and self.layout != "stock" and self.backend == "auto"
-        return asks or self.step == "fused"
+            _check_field(name, getattr(self, name))
+        check_setup(Setup(config=self), type(self).__name__)
 
     def changes(self) -> str:
         """Return the knobs that differ from their defaults, as ``key=value``, or "defaults"."""
@@ -133,15 +114,13 @@ class MoEOptimConfig:
         Raises:
             ConfigError: an unknown key, or a value its field does not take.
         """
-        values: dict[str, Any] = {field.name: field.default for field in fields(cls)}
-        for name, value in mapping.items():
+        for name in mapping:
             check_key(where, name, field_names())
-            values[name] = _as_number(name, value)
-            _check_field(where, name, values[name])
-        _check_compute(where, values["format"], values["compute"])
-        _check_record_amax(where, values["format"], values["record_amax"])
-        _check_offload_states(where, values["step"], values["offload_states"])
-        return cls(**values)
+        values: dict[str, Any] = {key: _as_number(key, value) for key, value in mapping.items()}
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(f"{where}{str(error).removeprefix(cls.__name__)}") from None
 
     def resolved(self, format: str) -> "MoEOptimConfig":
         """Return the configuration with ``format`` in the place of ``auto``; others stay.
@@ -193,45 +172,15 @@ def check_key(where: str, key: object, known: Iterable[str], *, is_shown: bool =
         raise ConfigError(f"{where}: expected a key among {', '.join(names)}, got {got}. {remedy}.")
 
 
-def _check_field(where: str, name: str, value: object) -> None:
+def _check_field(name: str, value: object) -> None:
     known = available_values(name)
     if _takes(name, value, known):
         return
     choices = " or ".join(spell_values(name))
     meant = _meant(value, known)
     raise ConfigError(
-        f"{where}: {name}: expected {choices}, got {quote(value)}. Write {meant or choices}."
+        f"MoEOptimConfig: {name}: expected {choices}, got {quote(value)}. Write {meant or choices}."
     )
-
-
-def _check_compute(where: str, format: WantedFormat, compute: Compute | None) -> None:
-    """Raise ConfigError where products would not be those of the weights stored."""
-    if format != "bf16" and compute not in (None, format):
-        stored = (
-            "with format: auto" if format == "auto" else f"or {format}, which weights are stored in"
-        )
-        raise ConfigError(
-            f"{where}: compute: expected null {stored}, got {compute}. Write null, or store bf16 "
-            "weights with format: bf16."
-        )
-
-
-def _check_record_amax(where: str, format: WantedFormat, record_amax: bool) -> None:
-    """Raise ConfigError where there is no requantization to record anything at."""
-    if record_amax and format == "bf16":
-        raise ConfigError(
-            f"{where}: record_amax: expected false with format: bf16, whose weights are not "
-            "quantized, got true. Write false, or store quantized weights."
-        )
-
-
-def _check_offload_states(where: str, step: str, fraction: float) -> None:
-    """Raise ConfigError where states would have to be stepped by Megatron's code."""
-    if fraction and step == "stock":
-        raise ConfigError(
-            f"{where}: offload_states: expected 0 with step: stock, which steps states on the "
-            f"device, got {fraction}. Write 0, or step: fused."
-        )
 
 
 def spell(value: object) -> str:

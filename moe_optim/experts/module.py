@@ -13,13 +13,12 @@ from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     get_expert_parallel_rng_tracker_name,
 )
-from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from moe_optim.config import Compute, MoEOptimConfig
-from moe_optim.errors import ConfigError, refuse
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError, StateError
 from moe_optim.experts.activation import glu
 from moe_optim.experts.amax import sharded_amax
 from moe_optim.experts.calibrated_entry import calibrated_entry
@@ -30,9 +29,10 @@ from moe_optim.experts.sharding import empty_extra_state, list_shards
 from moe_optim.experts.wrapped import adapter_states, grouped_linear_of
 from moe_optim.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.formats import BlockScaledFormat, get_format
-from moe_optim.integration.patching.active import active_config
-from moe_optim.integration.patching.engine import original
+from moe_optim.integration.engine import original
+from moe_optim.integration.installation import installed_config
 from moe_optim.library import as_written
+from moe_optim.rules import Setup, check_setup
 from moe_optim.weights.storage import make_portable_storages
 from moe_optim.weights.te.factory import make_te_storages
 
@@ -47,7 +47,12 @@ def grouped_mlp_modules(
     """Return what ``LocalSpecProvider`` builds experts with: ours where grouping is asked for."""
     if not moe_use_grouped_gemm:
         return original(_GROUPED_MLP)(self, moe_use_grouped_gemm)
-    return partial(GroupedExperts, moe_optim_config=active_config())
+    if (config := installed_config()) is None:
+        raise StateError(
+            "moe_optim: expected install() to have run, got no configuration. Call "
+            "moe_optim.install() before the model is built."
+        )
+    return partial(GroupedExperts, moe_optim_config=config)
 
 
 class GroupedExperts(MegatronModule):
@@ -82,7 +87,7 @@ class GroupedExperts(MegatronModule):
         name: str | None = None,
     ) -> None:
         super().__init__(config=config)
-        _refuse_unsupported(config, pg_collection, moe_optim_config.compute)
+        check_setup(Setup(config=moe_optim_config, portable=[config]), name or "experts")
         self.num_local_experts = num_local_experts
         self.pg_collection = pg_collection
         hidden = config.hidden_size
@@ -313,12 +318,6 @@ def _fuses_activation(config: TransformerConfig) -> bool:
     return config.bias_activation_fusion and config.moe_mlp_glu_interleave_size is None
 
 
-def _graphs_experts(config: TransformerConfig) -> bool:
-    """Return whether CUDA graphs hold experts: with ``moe``, or all of a layer or an iteration."""
-    modules = config.cuda_graph_modules
-    return config.cuda_graph_impl != "none" and (not modules or CudaGraphModule.moe in modules)
-
-
 def first_experts(model_chunks: Iterable[torch.nn.Module]) -> dict[torch.nn.Parameter, int]:
     """Return of each weight of portable experts which of all experts its first one is."""
     return {
@@ -328,73 +327,4 @@ def first_experts(model_chunks: Iterable[torch.nn.Module]) -> dict[torch.nn.Para
         if isinstance(module, GroupedExperts)
         for shard in list_shards(module)
         if shard.kind == "weight"
-    }
-
-
-def _refuse_unsupported(
-    config: TransformerConfig, pg_collection: Any, compute: Compute | None = None
-) -> None:
-    size = pg_collection.expt_tp.size()
-    refuse(
-        unsupported_features(config, tensor_parallel=size, compute=compute),
-        expected="portable experts: expected features they have",
-        remedy="Change these flags, or drop --moe-grouped-gemm for stock experts.",
-    )
-
-
-def unsupported_features(
-    config: TransformerConfig, *, tensor_parallel: int, compute: Compute | None = None
-) -> dict[str, bool]:
-    """Return every feature that portable experts do not have -> whether ``config`` asks for it.
-
-    Args:
-        config: Megatron's transformer configuration.
-        tensor_parallel: ranks that share an expert.
-        compute: of the products.
-    """
-    fused_swiglu = _fuses_activation(config) and config.activation_func is F.silu
-    interleave_size = config.moe_mlp_glu_interleave_size or 1
-    return {
-        "biases with fused SwiGLU (give --disable-bias-linear or --no-bias-swiglu-fusion)": (
-            fused_swiglu and config.add_bias_linear
-        ),
-        "an activation other than --swiglu or --quick-geglu": not (
-            config.gated_linear_unit and config.activation_func in (F.silu, quick_gelu)
-        ),
-        "--activation-func-clamp-value with fused SwiGLU (give --no-bias-swiglu-fusion)": (
-            fused_swiglu and config.activation_func_clamp_value is not None
-        ),
-        f"--moe-mlp-glu-interleave-size {interleave_size}, which does not divide "
-        f"--moe-ffn-hidden-size {config.moe_ffn_hidden_size}": (
-            config.moe_ffn_hidden_size % interleave_size != 0
-        ),
-        "--use-te-activation-func": config.use_te_activation_func,
-        "--moe-apply-probs-on-input": config.moe_apply_probs_on_input,
-        "--moe-latent-size": config.moe_latent_size is not None,
-        f"--expert-tensor-parallel-size {tensor_parallel}, which does not divide "
-        f"--moe-ffn-hidden-size {config.moe_ffn_hidden_size}": (
-            config.moe_ffn_hidden_size % tensor_parallel != 0
-        ),
-        "--moe-mlp-glu-interleave-size with --expert-tensor-parallel-size above 1": (
-            config.moe_mlp_glu_interleave_size is not None and tensor_parallel > 1
-        ),
-        f"moe_optim.compute {compute} with --expert-tensor-parallel-size above 1 (the amax would "
-        "be that of a part of an expert)": compute in PER_EXPERT_GRIDS and tensor_parallel > 1,
-        "--use-cpu-initialization": config.use_cpu_initialization,
-        "a --params-dtype other than bf16 (give --bf16)": config.params_dtype != torch.bfloat16,
-        "--fp8-format or --fp4-format": bool(config.fp8 or config.fp4),
-        "--cuda-graph-impl over experts (a replay skips what finds stale weights or renews copies; "
-        "give --cuda-graph-modules without moe)": _graphs_experts(config),
-        "--recompute-modules moe_act (give moe, which recomputes the whole layer)": (
-            config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
-        ),
-        "--offload-modules expert_fc1 or moe_act": (
-            config.fine_grained_activation_offloading
-            and not {"expert_fc1", "moe_act"}.isdisjoint(config.offload_modules)
-        ),
-        "--moe-paged-stash": config.moe_paged_stash,
-        "--use-transformer-engine-op-fuser": config.use_transformer_engine_op_fuser,
-        "--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size": (
-            config.expert_gtp_weight_remat_size > 1
-        ),
     }

@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_optim.config import NATIVE_FORMATS, WantedFormat
+from moe_optim.config import FormatSetting
+from moe_optim.rules import NATIVE_FORMATS
 
 DATA_FLAGS = (
     "--mock-data",
@@ -19,7 +20,7 @@ DATA_FLAGS = (
 """Megatron's flags that say what to train on."""
 
 
-def spell_format(format: WantedFormat, argv: Sequence[str]) -> str:
+def spell_format(format: FormatSetting, argv: Sequence[str]) -> str:
     """Return the format of the weights that Megatron's flags ask for, for messages.
 
     Args:

@@ -40,8 +40,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_optim.errors import ConfigError, PatchError, StateError
-from moe_optim.integration.patching import patches
-from moe_optim.integration.patching.engine import apply_patches, revert_patches
+from moe_optim.integration import patches
+from moe_optim.integration.engine import apply_patches, revert_patches
 
 CPU = torch.device("cpu")
 GPU_PACKAGES = ("transformer_engine", "apex")

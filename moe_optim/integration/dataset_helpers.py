@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 from moe_optim.environment import find_folder, missing_for_datasets
 from moe_optim.errors import ConfigError
-from moe_optim.integration.patching.engine import original
+from moe_optim.integration.engine import original
 
 _DATASETS = "megatron.core.datasets"
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from moe_optim.config import MoEOptimConfig
-from moe_optim.integration.patching.active import in_force
-from moe_optim.integration.patching.engine import apply_patches, revert_patches
-from moe_optim.integration.patching.patches import EXPERTS
+from moe_optim.integration.engine import apply_patches, revert_patches
+from moe_optim.integration.installation import building_with
+from moe_optim.integration.patches import EXPERTS
 
 _HOLDER = "first iteration"
 
@@ -34,7 +34,7 @@ def later_refusals(
     args: Any,
     model: Any,
     layer_spec: LayerSpec | None,
-    knobs: MoEOptimConfig | None,
+    config: MoEOptimConfig | None,
 ) -> Iterator[Exception]:
     """Yield what building a GPT and running it once would raise.
 
@@ -45,7 +45,7 @@ def later_refusals(
         args: Megatron's arguments, settled.
         model: the ``TransformerConfig`` that they give.
         layer_spec: layers of the script's own where ``--spec`` names none; None for Megatron's.
-        knobs: what would be installed; None without the plug-in.
+        config: settings of the plug-in; None without it.
     """
     if args.yaml_cfg is not None or args.hybrid_layer_pattern or not args.num_experts:
         return
@@ -53,7 +53,7 @@ def later_refusals(
 
     has_layers = HAVE_TE or args.transformer_impl == "local"
     if has_layers and not dist.is_initialized():
-        with _experts_of(knobs):
+        with _experts_of(config):
             last = args.world_size - 1 if args.pipeline_model_parallel_size > 1 else args.rank
             for rank in dict.fromkeys((args.rank, last)):
                 yield from _refusals_of_building(args, model, layer_spec, rank)
@@ -63,14 +63,14 @@ def later_refusals(
 
 
 @contextlib.contextmanager
-def _experts_of(knobs: MoEOptimConfig | None) -> Iterator[None]:
+def _experts_of(config: MoEOptimConfig | None) -> Iterator[None]:
     """Have Megatron build the experts that it would build with the plug-in, if one is asked for."""
-    if knobs is None:
+    if config is None:
         yield
         return
     apply_patches(EXPERTS, _HOLDER)
     try:
-        with in_force(knobs):
+        with building_with(config):
             yield
     finally:
         revert_patches(EXPERTS, _HOLDER)

@@ -15,12 +15,13 @@ from typing import Any, NoReturn
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, MoEOptimError, closest
 from moe_optim.integration import script_arguments
-from moe_optim.integration.arguments import FLAG, request_from_argv
+from moe_optim.integration.arguments import FLAG, config_from_argv, ranks_multiple
 from moe_optim.integration.argv import without_options
+from moe_optim.integration.engine import apply_patches, patch_state, revert_patches
 from moe_optim.integration.first_iteration import LayerSpec, later_refusals, schedule_refusals
-from moe_optim.integration.patching.active import installed_config
-from moe_optim.integration.patching.engine import apply_patches, patch_state, revert_patches
-from moe_optim.integration.patching.patches import CONFIGURATIONS, PATCHES, SCRIPT
+from moe_optim.integration.installation import installed_config
+from moe_optim.integration.patches import CONFIGURATIONS, PATCHES, SCRIPT
+from moe_optim.rules import Setup, refusals
 from moe_optim.screen import quiet
 
 Check = Callable[[Any], None]
@@ -131,7 +132,7 @@ class _DryRun:
     ) -> None:
         self.faults: list[str] = []
         self._argv, self._checks, self._layer_spec = list(argv), checks, layer_spec
-        self._knobs: MoEOptimConfig | None = None
+        self._config: MoEOptimConfig | None = None
 
     def parse(self, parser: argparse.ArgumentParser, *, takes_unknown: bool) -> argparse.Namespace:
         """Return arguments without those that are wrong, and with misspelt ones mended.
@@ -145,10 +146,10 @@ class _DryRun:
         if rest and not takes_unknown:
             self.faults.append(f"{' '.join(rest)}: belongs to no flag. Remove it.")
         try:
-            self._knobs = request_from_argv(argv)
+            self._config = config_from_argv(argv)
         except ConfigError as error:
             self.faults.append(str(error))
-            self._knobs = MoEOptimConfig() if FLAG in argv else None  # to check the rest
+            self._config = MoEOptimConfig() if FLAG in argv else None  # to check the rest
         return args
 
     def settle(
@@ -186,17 +187,17 @@ class _DryRun:
                 check(args)
             except ConfigError as error:
                 self.faults.append(str(error))
-        knobs = self._knobs or installed_config()
-        patches = () if knobs is None else CONFIGURATIONS
+        config = self._config or installed_config()
+        patches = () if config is None else CONFIGURATIONS
         apply_patches(patches, _HOLDER)
         try:
             optimizer, ddp, model = self._configure(args, is_settled=is_settled)
-            if knobs is not None:
-                self._foresee(optimizer or args, ddp or args, model, knobs)
+            if config is not None:
+                self._check_rules(config, optimizer or args, ddp or args, model)
         finally:
             revert_patches(patches, _HOLDER)
         if model is not None and is_settled:
-            refusals = list(later_refusals(args, model, self._layer_spec, knobs))
+            refusals = list(later_refusals(args, model, self._layer_spec, config))
             refusals += schedule_refusals(args) if is_given else []  # else of rates nobody gave
             foreseen = (error for error in refusals if not isinstance(error, ConfigError))
             self.faults += [_of_megatron(error) for error in foreseen]
@@ -230,18 +231,15 @@ class _DryRun:
             )
         return optimizer, make(get_megatron_ddp_config), None if missing else make(read)
 
-    def _foresee(self, optimizer: Any, ddp: Any, model: Any, knobs: MoEOptimConfig) -> None:
+    def _check_rules(self, config: MoEOptimConfig, optimizer: Any, ddp: Any, model: Any) -> None:
         """Collect what the plug-in refuses.
 
         Arguments have the fields of optimizer and DDP under the same names, and stand for them.
         """
-        from moe_optim.optimizer.requirements import foresee_refusals
-
-        if model is None:  # nothing can be said of weights then
-            knobs = MoEOptimConfig(format="bf16")
-        models = [] if model is None else [model]
-        refused = foresee_refusals(optimizer, ddp, models, knobs)
-        self.faults += [f"refused with the plug-in: {one}. Change or remove it." for one in refused]
+        if model is None:  # nothing is known of weights
+            config = MoEOptimConfig(format="bf16")
+        setup = Setup.of_flags(config, optimizer, ddp, [] if model is None else [model])
+        self.faults += [f"refused with the plug-in: {line}" for line in refusals(setup)]
         if model is None:
             self._add("Of the model's flags the plug-in's refusals are not known yet.")
 
@@ -296,8 +294,6 @@ class _DryRun:
 
 
 def _fewest_ranks(args: Any) -> int:
-    from moe_optim.integration.patching.planning import ranks_multiple
-
     sizes = {} if args.yaml_cfg is None else vars(args.model_parallel)
     return ranks_multiple(argparse.Namespace(**vars(args) | sizes))
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from moe_optim.errors import ConfigError
 from moe_optim.integration.arguments import add_moe_optim_arguments
-from moe_optim.integration.patching.engine import original
+from moe_optim.integration.engine import original
 from moe_optim.weights.te.quantizer import import_error
 
 _ARGUMENTS = "megatron.training.arguments"

@@ -22,7 +22,7 @@ from moe_optim.environment import (
     unmet_version,
 )
 from moe_optim.errors import ConfigError, MoEOptimError
-from moe_optim.integration.arguments import FLAG, request_from_argv
+from moe_optim.integration.arguments import FLAG, config_from_argv
 from moe_optim.screen import quiet
 
 
@@ -116,7 +116,7 @@ def run_script(script: Path, argv: Sequence[str], *, cpu: bool) -> None:
         PatchError: Megatron is not what the patches were written for.
     """
     sys.argv = [str(script), *argv]
-    _prepare(request_from_argv(argv), cpu=cpu)
+    _prepare(config_from_argv(argv), cpu=cpu)
     _run_as_main(script)
 
 
@@ -139,7 +139,7 @@ def switch_on() -> None:
     with one line, as that of ``moe-optim run`` does.
     """
     try:
-        request = request_from_argv(sys.argv[1:])
+        request = config_from_argv(sys.argv[1:])
         if request is None:
             return
         meet_alone()
@@ -197,9 +197,9 @@ def _prepare(request: MoEOptimConfig | None, *, cpu: bool) -> None:
         if "--distributed-backend" not in sys.argv:
             sys.argv += ["--distributed-backend", "gloo"]
     if cpu or request is not None:
-        from moe_optim.integration.patching import installation
-        from moe_optim.integration.patching.engine import apply_patches
-        from moe_optim.integration.patching.patches import DATASETS, SCRIPT
+        from moe_optim.integration import installation
+        from moe_optim.integration.engine import apply_patches
+        from moe_optim.integration.patches import DATASETS, SCRIPT
 
         apply_patches(DATASETS, "run")
         if request is not None:

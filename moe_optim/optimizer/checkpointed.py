@@ -22,11 +22,10 @@ from moe_optim.checkpoint.legacy_states import rearranged_states
 from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest
 from moe_optim.checkpoint.unmarked_states import holds_several_experts, manifest_of_unmarked_file
 from moe_optim.errors import ConfigError, LayoutError, StateError
-from moe_optim.integration.patching import patches
-from moe_optim.integration.patching.active import config_in_force
-from moe_optim.integration.patching.agreement import agree
-from moe_optim.integration.patching.engine import apply_patches, patch_state
-from moe_optim.integration.patching.installation import OPTIMIZERS
+from moe_optim.integration import patches
+from moe_optim.integration.agreement import agree
+from moe_optim.integration.engine import apply_patches, patch_state
+from moe_optim.integration.installation import OPTIMIZERS, config_or_bf16
 from moe_optim.optimizer.chained import check_masters
 
 _NOT_SAVED = (
@@ -49,7 +48,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Shard the masters; arguments are Megatron's."""
         super().__init__(*args, **kwargs)
-        self.knobs = config_in_force()
+        self.knobs = config_or_bf16()
         self.asked: Asked | None = None
         self._for_model_space = False
         # They stay until uninstall(): this optimizer asks for what only the replacement can find.

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_optim.integration.patching.active import installed_config
+from moe_optim.integration.installation import installed_config
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.te.fields import has_scale_a_tensor, te_formats_of
 from moe_optim.weights.te.storage import TransformerEngineStorage
@@ -18,11 +18,11 @@ def storage_of(param: Any) -> Any:
     portable weight's.
     """
     storage = getattr(param, "quantized_storage", None)
-    config = installed_config()
-    if storage is None and config is not None and (formats := te_formats_of(param)):
-        wanted = config.resolved(formats[0].name).format
+    formats = te_formats_of(param) if storage is None else ()
+    if formats and (config := installed_config()) is not None:
+        config = config.resolved(formats[0].name)
         for format in formats:
-            if format.name == wanted:
+            if format.name == config.format:
                 storage = TransformerEngineStorage(
                     param, format, record_amax=config.record_amax, backend=config.backend
                 )

@@ -6,10 +6,10 @@ from typing import Any
 
 from moe_optim.commands.plan.costs import STOCK_BF16
 from moe_optim.commands.plan.experts import PlannedExperts
-from moe_optim.config import NATIVE_FORMATS
 from moe_optim.config.recipes import Recipe
 from moe_optim.formats import FORMATS
 from moe_optim.integration.argv import last_value, spell_format
+from moe_optim.rules import NATIVE_FORMATS
 from moe_optim.spelling import spell_bytes
 
 Row = Mapping[str, Any]

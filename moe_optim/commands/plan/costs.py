@@ -19,10 +19,9 @@ from moe_optim.buckets.stock_layout import packed_nbytes
 from moe_optim.commands.plan.census import Counts, count_block_rows, count_owned
 from moe_optim.commands.plan.experts import PlannedBucket, PlannedExperts
 from moe_optim.commands.plan.traffic import norm_bytes, step_bytes
-from moe_optim.config import MoEOptimConfig
 from moe_optim.formats import DIRECTIONS, FORMATS, BlockScaledFormat, Direction
-from moe_optim.integration.patching.planning import offload_of_flags, settings_of_stocks_step
 from moe_optim.kernels.exchange import plan_exchange
+from moe_optim.rules import offload_fraction
 
 _BF16 = 2  # bytes
 STOCK_BF16, STOCK_MXFP8, STOCK_NVFP4, STOCK_FP8_BLOCK = STOCKS = (
@@ -72,16 +71,6 @@ class Costs(NamedTuple):
     """[dp_size] int64: kernels that quantize, find maxima, or derive buffers; None: not counted."""
 
 
-def why_stocks_step(experts: PlannedExperts, knobs: MoEOptimConfig) -> str | None:
-    """Return what makes steps stock's, on GPUs where kernels run, or None where they are fused."""
-    if not knobs.may_fuse_steps:
-        asked = {name: getattr(knobs, name) for name in ("step", "layout", "backend")}
-        return ", ".join(f"{k}: {v}" for k, v in asked.items() if v in ("stock", "reference"))
-    # Adam holds masters where no weight is quantized, and such rows are stock's.
-    settings = settings_of_stocks_step(experts, masters_of_adam=False)
-    return next((setting for setting, there in settings.items() if there), None)
-
-
 def plan_rows(
     experts: PlannedExperts,
     gpus: Sequence[int],
@@ -113,7 +102,7 @@ def plan_rows(
     Args:
         experts: one pipeline stage.
         gpus: how many there are in all.
-        is_fused: whether steps of quantized weights are, see :func:`why_stocks_step`.
+        is_fused: whether steps of quantized weights are fused.
         offload_states: part of their masters and moments that is on the host. The chunks of it that
             pass through the device are not counted, nor is the time that their copies take.
         memory_tb_per_s: terabytes that memory reads and writes in a second; None gives no times.
@@ -131,7 +120,7 @@ def plan_rows(
         for name in ROWS:
             total = _total([(_costs_of(name, one, experts), n) for one, n in buckets.items()])
             format = FORMATS.get(name)
-            stock_on_host = offload_of_flags(experts) if name == STOCK_BF16 else 0.0
+            stock_on_host = offload_fraction(experts) if name == STOCK_BF16 else 0.0
             on_host = offload_states if name in FORMATS else stock_on_host
             rows[name] = {
                 "format": name,

@@ -57,9 +57,9 @@ def plan(args: argparse.Namespace) -> int:
 def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     """Return what the JSON file holds; raises as :func:`plan`."""
     from moe_optim.commands.plan.answers import find_choice, recommend
-    from moe_optim.commands.plan.costs import plan_rows, why_stocks_step
+    from moe_optim.commands.plan.costs import plan_rows
     from moe_optim.commands.plan.experts import plan_experts
-    from moe_optim.integration.patching.planning import knobs_with_flags
+    from moe_optim.rules import Setup, config_with_flags, why_stock_step
 
     argv = [*recipe.megatron_argv(), *args.megatron_args]
     knobs = recipe.moe_optim
@@ -71,9 +71,10 @@ def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         )
     except ConfigError as error:
         raise ConfigError(f"{recipe.path}: {error}") from error
-    knobs = knobs_with_flags(knobs, experts)
+    knobs = config_with_flags(knobs, experts)
     gpus = sorted(set(args.gpus or default_gpus(experts, recipe.ranks)))
-    reason = why_stocks_step(experts, knobs)
+    # where no weight is quantized Adam may hold masters, and such rows are stock's
+    reason = why_stock_step(Setup(config=knobs, optimizer=experts, masters_of_adam=False))
     if reason and (knobs.offload_states or experts.optimizer_cpu_offload):
         raise ConfigError(
             f"{recipe.path}: states on the host: expected a fused step, got {reason}. Remove that, "

@@ -29,7 +29,6 @@ from moe_optim.commands.plan.costs import (
     STOCK_NVFP4,
     STOCKS,
     plan_rows,
-    why_stocks_step,
 )
 from moe_optim.commands.plan.experts import plan_experts
 from moe_optim.commands.plan.picture import spread
@@ -38,9 +37,9 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import DIRECTIONS, FORMATS
-from moe_optim.integration.patching.planning import knobs_with_flags
 from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.launch_table import LaunchTable, can_launch, own_slots
+from moe_optim.rules import Setup, config_with_flags, why_stock_step
 from moe_optim.spelling import spell_bytes, spell_count, spell_difference
 from tests.support.states.buckets import make_bucket, own_masters
 
@@ -365,7 +364,7 @@ def test_megatrons_flag_puts_states_of_bf16_weights_on_the_host_in_its_rows_too(
     without = list(plan_rows(experts_of(), [2]))
     for fraction, left in ((0.25, 0.75), (1.5, 0.0)):
         experts = experts_of(**flags, optimizer_offload_fraction=fraction)
-        knobs = knobs_with_flags(MoEOptimConfig(), experts)
+        knobs = config_with_flags(MoEOptimConfig(), experts)
         assert knobs.offload_states == 1 - left
         rows = plan_rows(experts, [2], offload_states=knobs.offload_states)
         for row, whole in zip(rows, without, strict=True):
@@ -524,14 +523,14 @@ STOCKS_STEPS = {  # knobs, flags -> why the step is stock's
     "moments in fp16": (
         {},
         NARROW | {"exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "fp16"},
-        "moments in torch.float16 and torch.float16, of --exp-avg-dtype and --exp-avg-sq-dtype",
+        "moments in torch.float16 and torch.float16 (--exp-avg-dtype, --exp-avg-sq-dtype)",
     ),
     "moments that differ": (
         {},
         NARROW | {"exp_avg_dtype": "bf16"},
-        "moments in torch.bfloat16 and torch.float32, of --exp-avg-dtype and --exp-avg-sq-dtype",
+        "moments in torch.bfloat16 and torch.float32 (--exp-avg-dtype, --exp-avg-sq-dtype)",
     ),
-    "a loss scale": ({}, {"loss_scale": 128}, "a loss scale, of --fp16 or --loss-scale"),
+    "a loss scale": ({}, {"loss_scale": 128}, "a loss scale (--loss-scale, --fp16)"),
     "nothing": ({}, {}, None),
 }
 
@@ -540,7 +539,9 @@ STOCKS_STEPS = {  # knobs, flags -> why the step is stock's
 def test_a_step_that_is_stocks_is_not_estimated_and_the_reason_is_said(
     knobs, flags, reason, recipe, capsys
 ):
-    assert why_stocks_step(experts_of(**flags), MoEOptimConfig(**knobs)) == reason
+    config, experts = MoEOptimConfig(**knobs), experts_of(**flags)
+    setup = Setup(config=config, optimizer=experts, masters_of_adam=False)
+    assert why_stock_step(setup) == reason
     sets = [word for knob in knobs.items() for word in ("--set", "moe_optim.{}={}".format(*knob))]
     passed = argv({f"--{name.replace('_', '-')}": value for name, value in flags.items()})
     command = ["plan", str(recipe), "--gpus", "2", "--details", *sets, "--", *passed]
