@@ -1,4 +1,4 @@
-"""Every knob of moe_optim in one frozen value."""
+"""The configuration of moe_optim: one frozen value, checked when it is built."""
 
 # Annotations stay objects in this file (no `from __future__ import annotations`): both the checks
 # below and Megatron's argument builder read them.
@@ -83,17 +83,18 @@ class MoEOptimConfig:
     ranks, and compares checksums; ``quick`` looks for missing and cut files."""
 
     def __post_init__(self) -> None:
-        """Refuse values that mean nothing.
+        """Check every field once, and what does not go together.
 
         Raises:
-            ConfigError: naming the field, what it takes and what it got.
+            ConfigError: a field with a value that it does not take, or fields that do not go
+                together.
         """
         for name in field_names():
             _check_field(name, getattr(self, name))
         check_setup(Setup(config=self), type(self).__name__)
 
     def changes(self) -> str:
-        """Return the knobs that differ from their defaults, as ``key=value``, or "defaults"."""
+        """Return the fields that differ from their defaults, as ``key=value``, or "defaults"."""
         changed = [
             f"{field.name}={spell(value)}"
             for field in fields(self)
@@ -105,11 +106,11 @@ class MoEOptimConfig:
     def from_mapping(
         cls, mapping: Mapping[str, object], where: str = "moe_optim"
     ) -> "MoEOptimConfig":
-        """Return the configuration that ``mapping`` spells out; absent keys keep their default.
+        """Return the configuration of a mapping; absent keys keep their default.
 
         Args:
             mapping: field name -> value, as read from a recipe.
-            where: how errors call the mapping, such as ``recipe.yaml: moe_optim``.
+            where: beginning of errors, such as ``recipe.yaml: moe_optim``.
 
         Raises:
             ConfigError: an unknown key, or a value its field does not take.
@@ -126,7 +127,7 @@ class MoEOptimConfig:
         """Return the configuration with ``format`` in the place of ``auto``; others stay.
 
         Raises:
-            ConfigError: a knob that does not go with ``format``.
+            ConfigError: a field that does not go with ``format``.
         """
         if self.format != "auto":
             return self
@@ -138,8 +139,8 @@ class MoEOptimConfig:
         """Return a copy with ``key=value`` assignments applied, the last one winning.
 
         Args:
-            assignments: as on a command line, values spelled as in a recipe.
-            where: how errors call them.
+            assignments: words of a command line, with values spelled as in a recipe.
+            where: beginning of errors.
 
         Raises:
             ConfigError: not an assignment, an unknown key, or a value its field does not take.
@@ -151,7 +152,7 @@ class MoEOptimConfig:
 
 
 def field_names() -> tuple[str, ...]:
-    """Return the names of all knobs, in the order of their declaration."""
+    """Return the names of all fields, in the order of their declaration."""
     return tuple(field.name for field in fields(MoEOptimConfig))
 
 
@@ -159,10 +160,10 @@ def check_key(where: str, key: object, known: Iterable[str], *, is_shown: bool =
     """Raise ConfigError unless ``key`` is one of ``known``; the message lists them.
 
     Args:
-        where: how errors call the mapping.
-        key: what stands there.
-        known: every key that may.
-        is_shown: False where ``key`` may be a line of any file: then the message does without it.
+        where: beginning of errors.
+        key: key of the mapping.
+        known: all valid keys.
+        is_shown: whether the message repeats ``key``, which may be a line of any file.
     """
     names = list(known)
     if key not in names:
@@ -197,7 +198,7 @@ def spell_values(name: str) -> list[str]:
 
 
 def available_values(name: str) -> Sequence[object]:
-    """Return every value the declared type of a field allows; numbers as a range, or its ends."""
+    """Return all values that the type of a field allows; of numbers the range or its ends."""
     declared = _declared(name)
     if declared is bool:
         return True, False
@@ -216,7 +217,7 @@ def _declared(name: str) -> Any:
 
 
 def _as_number(name: str, value: object) -> object:
-    """Return the number that a recipe spells as text, as it does all that are not whole."""
+    """Return a fraction that a recipe spells as text as a number, any other value as it is."""
     if _declared(name) is not float or not isinstance(value, str):
         return value
     try:
@@ -226,7 +227,7 @@ def _as_number(name: str, value: object) -> object:
 
 
 def _takes(name: str, value: object, choices: Sequence[object]) -> bool:
-    """Return whether ``value`` is a choice, type included: 1 is not true."""
+    # type included: 1 is not true
     if isinstance(choices, range):
         return type(value) is int and value in choices
     if _declared(name) is float:
@@ -235,7 +236,7 @@ def _takes(name: str, value: object, choices: Sequence[object]) -> bool:
 
 
 def _meant(value: object, choices: Iterable[object]) -> str | None:
-    """Return the choices that a value is a part of, or the one that is spelt most like it."""
+    """Return choices that contain ``value``, or else the one spelt most like it."""
     text = str(value).lower()
     texts = [choice for choice in choices if isinstance(choice, str)]
     whole = [choice for choice in texts if len(text) > 2 and text in choice]

@@ -1,4 +1,7 @@
-"""What a command line would be refused for, all of it at once, before anything is built."""
+"""The dry run: lists all faults of a command line at once, before anything is built.
+
+The script runs until Megatron parses and settles its arguments, where :class:`_DryRun` takes over.
+"""
 
 import argparse
 import ast
@@ -25,7 +28,7 @@ from moe_optim.rules import Setup, refusals
 from moe_optim.screen import quiet
 
 Check = Callable[[Any], None]
-"""Reads settled arguments, and raises ConfigError for what it refuses."""
+"""Reads settled arguments, and raises ConfigError for those that it refuses."""
 
 _HOLDER = "dry run"
 _BUILDERS = {"pretrain", "DistributedDataParallel", "get_model", "setup_model_and_optimizer"}
@@ -33,11 +36,11 @@ _BUILDERS = {"pretrain", "DistributedDataParallel", "get_model", "setup_model_an
 
 
 class _CheckedError(BaseException):
-    """Ends a script when its arguments have been checked; scripts catch no BaseException."""
+    """Ends a script whose arguments have been checked; scripts catch no BaseException."""
 
 
 class _ArgumentError(Exception):
-    """What argparse would end the process with, and the flag it is about if it says."""
+    """Error with which argparse would end the process."""
 
 
 def list_faults(
@@ -46,16 +49,15 @@ def list_faults(
     *checks: Check,
     layer_spec: LayerSpec | None = None,
 ) -> list[str]:
-    """Return everything that is wrong with a command line, with remedies; empty if nothing is.
+    """Return all faults of a command line, with remedies.
 
-    Nothing is installed, allocated or communicated, and what Megatron prints is dropped. Of its own
-    checks of arguments Megatron tells one at a time.
+    Nothing is installed, allocated or communicated, and Megatron's output is dropped. Megatron's
+    own checks of arguments stop at their first fault.
 
     Args:
-        run: has Megatron parse and settle ``sys.argv[1:]``, and may go on to anything: it does not
-            get there.
-        argv: those arguments.
-        checks: further ones, made once arguments are settled.
+        run: callable that has Megatron parse and settle ``sys.argv[1:]``; it gets no further.
+        argv: the arguments in ``sys.argv[1:]``.
+        checks: further checks of settled arguments.
         layer_spec: layers of a GPT where ``--spec`` names none; None for Megatron's.
     """
     with quiet(), Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
@@ -97,7 +99,6 @@ def _list_faults(
 
 
 def _ended_itself(end: SystemExit, errors: str) -> str:
-    """Say that a script ended before Megatron had its arguments, and the last it said of why."""
     last = str(end) if isinstance(end.code, str) else errors.strip().rpartition("\n")[2]
     return (
         f"expected a script that has Megatron parse its arguments, got one that ends before it"
@@ -106,9 +107,9 @@ def _ended_itself(end: SystemExit, errors: str) -> str:
 
 
 def find_late_install(script: Path) -> str | None:
-    """Say where a script calls ``install()`` after the model is built, or None.
+    """Return a fault if a script calls ``install()`` after the model is built, else None.
 
-    Only calls of one block are compared, in the order in which they stand there.
+    Only calls in one block are compared, in source order.
     """
     tree = ast.parse(script.read_bytes())
     for block in _blocks(tree):
@@ -125,7 +126,7 @@ def find_late_install(script: Path) -> str | None:
 
 
 class _DryRun:
-    """Takes part where Megatron parses and settles arguments, and collects what is wrong."""
+    """Stands where Megatron parses and settles arguments, and collects faults."""
 
     def __init__(
         self, argv: Sequence[str], checks: Sequence[Check], layer_spec: LayerSpec | None
@@ -135,11 +136,11 @@ class _DryRun:
         self._config: MoEOptimConfig | None = None
 
     def parse(self, parser: argparse.ArgumentParser, *, takes_unknown: bool) -> argparse.Namespace:
-        """Return arguments without those that are wrong, and with misspelt ones mended.
+        """Return arguments without faulty ones, and with misspelt ones corrected.
 
         Args:
-            parser: of the script, complete.
-            takes_unknown: whether the script leaves flags that it does not know to others.
+            parser: the script's complete parser.
+            takes_unknown: whether the script leaves unknown flags to others.
         """
         argv = self._argv if takes_unknown else self._mend_names(parser, self._argv)
         args, argv, rest = self._parse_rest(parser, argv)
@@ -161,9 +162,9 @@ class _DryRun:
         """Have Megatron settle the arguments, check them, and end the script.
 
         Args:
-            args: parsed ones, which ``validate`` changes, or the sections of a YAML file.
-            defaults: what the script puts where nothing was given, by attribute.
-            validate: Megatron's own checks, which return all under their own names.
+            args: parsed arguments, which ``validate`` changes, or the sections of a YAML file.
+            defaults: attribute -> value that the script sets where none was given.
+            validate: Megatron's own checks, which return all arguments under their own names.
         """
         for name, value in _missing(args).items():
             if name not in defaults:
@@ -244,11 +245,10 @@ class _DryRun:
             self._add("Of the model's flags the plug-in's refusals are not known yet.")
 
     def _add(self, note: str) -> None:
-        """Say behind the last fault what could not be checked, which is no fault of its own."""
         self.faults[-1] += f" {note}"
 
     def _mend_names(self, parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-        """Return ``argv`` with the closest known flag for each unknown one, and without others."""
+        """Return ``argv`` with unknown flags replaced by the closest known one, or removed."""
         known = [name for name in parser._option_string_actions if name.startswith("--")]
         mended: list[str] = []
         is_kept = True
@@ -269,10 +269,10 @@ class _DryRun:
     def _parse_rest(
         self, parser: argparse.ArgumentParser, argv: list[str]
     ) -> tuple[argparse.Namespace, list[str], list[str]]:
-        """Parse, leaving out one flag after the other that its value does not fit.
+        """Parse, leaving out flags one by one whose values do not fit.
 
         Returns:
-            The arguments, the words they were parsed from, and those that belong to no flag.
+            The arguments, the words they were parsed from, and words that belong to no flag.
         """
         parser.exit_on_error = False
         parser.error = _raise  # type: ignore[method-assign]
@@ -299,7 +299,7 @@ def _fewest_ranks(args: Any) -> int:
 
 
 def _missing_fields(args: Any) -> list[str]:
-    """Return what a GPT needs of a YAML file and does not find there."""
+    """Return fields of a GPT's configuration that a YAML file lacks."""
     from megatron.core.transformer import TransformerConfig
 
     given = vars(args.language_model).keys() | vars(args.model_parallel).keys()
@@ -307,7 +307,7 @@ def _missing_fields(args: Any) -> list[str]:
 
 
 def _missing_in_yaml(error: BaseException) -> str | None:
-    """Return what is wrong where Megatron looked for a name that a YAML file lacks, else None."""
+    """Return the fault if Megatron looked for a name that a YAML file lacks, else None."""
     if isinstance(error, AttributeError) and isinstance(error.obj, SimpleNamespace):
         return f"--yaml-cfg: expected {error.name} in the file, got none. Add it."
     return None
@@ -329,7 +329,7 @@ def _of_megatron(error: Exception) -> str:
 
 
 def _failed_line(error: Exception) -> str:
-    """Return the line of an assertion that says no more."""
+    """Return the source line of an assertion without a message."""
     *_, last = traceback.extract_tb(error.__traceback__) or [None]
     return last.line if last and last.line else type(error).__name__
 
@@ -339,7 +339,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _missing(args: argparse.Namespace) -> dict[str, int]:
-    """Return attributes that every model needs and nobody gave, with values that fit others.
+    """Return attributes that every model needs and that were not given, with values that fit.
 
     Megatron names them one at a time.
     """
@@ -361,7 +361,6 @@ def _missing(args: argparse.Namespace) -> dict[str, int]:
 
 
 def _blocks(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the module and every function in it: calls of one run in their order."""
     yield tree
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -369,7 +368,7 @@ def _blocks(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _calls(block: ast.AST) -> Iterator[tuple[str, int]]:
-    """Yield name and line of every call in a block, without those of functions inside of it."""
+    """Yield name and line of every call in a block, without nested functions."""
     for child in ast.iter_child_nodes(block):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
