@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from moe_optim.errors import ConfigError
 
-Effect = Literal["refuse", "stock step", "warn"]
+Effect = Literal["refuse", "stock step", "warn", "note"]
 Known = Literal["flags", "model", "optimizer"]
 
 NATIVE_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -75,8 +75,8 @@ class Setup:
     """Whether kernels can update every master."""
     can_capture: bool = True
     """Whether a CUDA graph can hold the step."""
-    is_fused: bool | None = None
-    """Decision of all ranks; None before the optimizer exists."""
+    stock_reason: str | None = None
+    """What makes the step Megatron's, as all ranks have agreed; None before that."""
     args: Any = None
     """Megatron's arguments under ``moe-optim train``."""
 
@@ -194,9 +194,9 @@ def check_setup(setup: Setup, where: str) -> None:
         raise ConfigError(f"{where}: expected settings that go together, got:{listed}")
 
 
-def remarks(setup: Setup) -> list[str]:
-    """Return what a user should hear of flags that change nothing here."""
-    return list(_told(setup, "warn"))
+def remarks(setup: Setup, effect: Literal["warn", "note"]) -> list[str]:
+    """Return warnings of settings that have no effect, or notes on flags that are not needed."""
+    return list(_told(setup, effect))
 
 
 def _told(setup: Setup, effect: Effect) -> Iterator[str]:
@@ -205,7 +205,7 @@ def _told(setup: Setup, effect: Effect) -> Iterator[str]:
             remedy = rule.remedy
             if "{step}" in remedy:
                 step = _find_stock_step(setup)
-                remedy = remedy.format(step=step[0].remedy if step else "See what that rank says")
+                remedy = remedy.format(step=step[0].remedy if step else "Remove that")
             yield f"{found}: {rule.reason}. {remedy}."
 
 
@@ -494,13 +494,15 @@ RULES: tuple[Rule, ...] = (
                            ("dataloader_inter_document_masking", False))
     )),
     *_rules("any run", "warn",
+        ("--optimizer-cpu-offload with --optimizer-offload-fraction 0",
+         lambda s: s.optimizer.optimizer_cpu_offload and not s.offload_states,
+         "nothing is on the host", "Give a fraction above 0, or drop the flag"),
+    ),
+    *_rules("any run", "note",
         ("--reuse-grad-buf-for-mxfp8-param-ag",
          lambda s: s.optimizer.reuse_grad_buf_for_mxfp8_param_ag,
          "a gather of quantized weights takes no memory beside the gradients', with the flag or "
          "without", "Nothing has to be changed"),
-        ("--optimizer-cpu-offload with --optimizer-offload-fraction 0",
-         lambda s: s.optimizer.optimizer_cpu_offload and not s.offload_states,
-         "nothing is on the host", "Give a fraction above 0, or drop the flag"),
         ("--optimizer-cpu-offload",
          lambda s: s.optimizer.optimizer_cpu_offload and s.offload_states > 0,
          "it is offload_states here: states are stepped on the device, in chunks whose copies "
@@ -551,9 +553,7 @@ def _unused_compute(setup: Setup) -> str | None:
 
 
 def _without_fusing(setup: Setup, flag: str) -> str | None:
-    reason = why_stock_step(setup)
-    if reason is None and setup.is_fused is False:
-        reason = "an optimizer of another rank that cannot be fused"
+    reason = why_stock_step(setup) or setup.stock_reason
     return reason and f"{flag} with {reason}"
 
 

@@ -218,7 +218,7 @@ def _tell() -> dict[str, list[str]]:
     with pytest.raises(ConfigError) as error:
         check_setup(two, "moe_optim")
     told["two"] = str(error.value).splitlines()
-    told["remarks"] = remarks(setup_of(OFFLOAD, BF16))
+    told["remarks"] = remarks(setup_of(OFFLOAD, BF16), "note")
     return told
 
 

@@ -103,12 +103,16 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             filter(why_stock_step, setups),
             Setup(config=config, optimizer=self.config, masters_of_adam=False),
         )
+        reason = why_stock_step(setup)
         device = torch.cuda.current_device()
-        everywhere = torch.tensor(not why_stock_step(setup), dtype=torch.int32, device=device)
+        everywhere = torch.tensor(reason is None, dtype=torch.int32, device=device)
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+        if not everywhere:
+            reason = reason or "an optimizer of another rank that cannot be fused"
+        self.stock_reason = reason
         if config.step == "fused":
-            check_setup(replace(setup, is_fused=bool(everywhere)), "moe_optim")
-        return bool(everywhere)
+            check_setup(replace(setup, stock_reason=reason), "moe_optim")
+        return reason is None
 
     @property
     def stepping(self) -> list[Any]:

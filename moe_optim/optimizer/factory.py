@@ -59,7 +59,7 @@ def get_megatron_optimizer(
         PatchError: Megatron is not the version this package was written for.
     """
     setup = check_model(config, model_chunks, config_or_bf16())
-    given, moe_optim_config = config, config_with_flags(setup.config, config)
+    moe_optim_config = config_with_flags(setup.config, config)
     config = _without_replaced_flags(config, setup)
     construction = [patch for patch in patches.OPTIMIZER if patch.id in _CLASSES]
     apply_patches(construction, _HOLDER)
@@ -78,21 +78,23 @@ def get_megatron_optimizer(
         revert_patches(construction, _HOLDER)
     is_eager = not optimizer.is_fused or this_device().type != "cuda"  # no graph is captured
     can_capture = is_eager or all(map(runs_on_kernels, optimizer.stepping))
-    setup = replace(setup, is_fused=optimizer.is_fused, can_capture=can_capture)
+    setup = replace(setup, stock_reason=optimizer.stock_reason, can_capture=can_capture)
     check_setup(setup, "moe_optim")
     groups = list(bucket_groups(model_chunks))
     if groups and not any(isinstance(group, GroupedBucketGroup) for group in groups):
         _log("adopted a bf16 model that was wrapped before install(): layout stock, wire bf16")
-    for remark in remarks(setup):
+    for remark in remarks(setup, "note"):
         _log(remark)
-    if given.optimizer_cpu_offload or moe_optim_config.offload_states:
+    for remark in remarks(setup, "warn"):
+        _log(remark, logging.WARNING)
+    if moe_optim_config.offload_states:
         _log_host_states(optimizer, moe_optim_config.offload_states)
     _log(f"{describe(model_chunks, optimizer)}; config: {moe_optim_config.changes()}")
     return optimizer
 
 
-def _log(text: str) -> None:
-    log_single_rank(logger, logging.INFO, f"moe_optim: {text}")
+def _log(text: str, level: int = logging.INFO) -> None:
+    log_single_rank(logger, level, f"moe_optim: {text}")
 
 
 def _without_replaced_flags(config: Any, setup: Setup) -> Any:

@@ -1,4 +1,4 @@
-"""Every knob has a meaning, a default that works here, and a refusal that says what to write."""
+"""Every field has a meaning, a default that works here, and a refusal that says what to write."""
 
 import ast
 import dataclasses
@@ -11,7 +11,6 @@ from moe_optim.config import Compute, Format, MoEOptimConfig, field_names, parse
 from moe_optim.config.recipes import load_recipe
 from moe_optim.errors import ConfigError
 from moe_optim.formats import FORMATS
-from moe_optim.rules import Setup, why_stock_step
 
 DEFAULTS = {
     "format": "auto",
@@ -135,22 +134,6 @@ def test_amaxes_are_recorded_of_quantized_weights_alone():
         MoEOptimConfig.from_mapping({"format": "bf16", "record_amax": True}, "recipe")
     with pytest.raises(ConfigError, match="^MoEOptimConfig: record_amax: true"):
         MoEOptimConfig(format="bf16", record_amax=True)
-
-
-STEPS = {  # knobs -> whether steps may be fused
-    "defaults": ({}, True),
-    "asked for": ({"step": "fused"}, True),
-    "asked for, in stock's layout": ({"step": "fused", "layout": "stock"}, True),
-    "asked for, in plain torch": ({"step": "fused", "backend": "reference"}, True),
-    "stock's": ({"step": "stock"}, False),
-    "stock's layout": ({"layout": "stock"}, False),
-    "plain torch": ({"backend": "reference"}, False),
-}
-
-
-@pytest.mark.parametrize(("knobs", "may"), STEPS.values(), ids=STEPS)
-def test_steps_may_be_fused_unless_knobs_ask_for_megatrons_bits_or_for_no_kernels(knobs, may):
-    assert (why_stock_step(Setup(config=MoEOptimConfig(**knobs))) is None) is may
 
 
 def test_formats_are_those_with_a_descriptor_and_bf16():

@@ -208,7 +208,9 @@ def test_it_prints_in_one_line_and_as_json(described):
     description, shown, line = described[1][0]["nvfp4 grouped"]
     assert shown.startswith("GroupedDistributedOptimizer(8 expert weights in nvfp4 (73,728 param")
     assert shown.endswith("1 bucket, wire quantized, layout aligned)")
-    assert line.startswith("GroupedDistributedOptimizer, step stock; 8 expert weights in nvfp4 (73,")
+    assert line.startswith(
+        "GroupedDistributedOptimizer, step stock; 8 expert weights in nvfp4 (73,"
+    )
     assert "; gathered per step: " in line and " over 2 ranks (stock 144 KiB); " in line
     assert "\n" not in line
     assert json.loads(json.dumps(description))["buckets"] == 1
