@@ -379,5 +379,8 @@ INSTALLED: tuple[Patch, ...] = (
 )
 """What ``install()`` applies."""
 
-PATCHES: tuple[Patch, ...] = (*TRAIN, *SCRIPT, *CPU, *INSTALLED)
+PATCHES: tuple[Patch, ...] = (
+    *(*TRAIN, *SCRIPT, *ADAM, *CPU),
+    *(patch for patch in INSTALLED if patch not in ADAM),
+)
 """Every name of Megatron that this package rebinds."""
