@@ -108,7 +108,10 @@ class Setup:
             has_portable=bool(portable),
             quantized=len(recipes) > tensorwise or (bool(portable) and config.format != "bf16"),
             tensorwise=tensorwise,
-            accepted=[name for flag in recipes for name in NATIVE_FORMATS.get(flag, ("auto",))],
+            accepted=[
+                *(name for flag in recipes for name in NATIVE_FORMATS.get(flag, ())),
+                *(["auto"] if tensorwise else []),
+            ],
         )
 
     @property
@@ -547,9 +550,11 @@ def _unused_format(setup: Setup) -> str | None:
 
 
 def _unused_compute(setup: Setup) -> str | None:
-    if setup.has_portable or setup.config.compute in (None, "bf16"):
+    compute = setup.config.compute
+    is_own = setup.stored and compute == setup.config.format  # as null
+    if setup.has_portable or is_own or compute in (None, "bf16"):
         return None
-    return f"compute: {setup.config.compute} without portable experts"
+    return f"compute: {compute} without portable experts"
 
 
 def _without_fusing(setup: Setup, flag: str) -> str | None:

@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
     "format: nvfp4 with weights that take mxfp8 or mxfp8_2d:": (NATIVE, {"format": "nvfp4"}),
     "format: mxfp8 with weights that take auto:": (TENSORWISE, MXFP8),
     "format: bf16 with weights that take auto:": (TENSORWISE, BF16),
-    "--fp8-recipe delayed with weights kept in it:": (NATIVE | {"fp8_recipe": "delayed"}, {}),
+    "--fp8-recipe delayed with weights kept in it:": (NATIVE | {"fp8_recipe": "delayed"}, MXFP8),
     "format: mxfp8 without weights to store in it:": ({}, MXFP8),
     "compute: nvfp4 without portable experts:": ({}, BF16 | {"compute": "nvfp4"}),
     "--optimizer-cuda-graph with tensorwise weights:": (
