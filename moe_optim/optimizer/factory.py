@@ -76,8 +76,7 @@ def get_megatron_optimizer(
             )
     finally:
         revert_patches(construction, _HOLDER)
-    is_eager = not optimizer.is_fused or this_device().type != "cuda"  # no graph is captured
-    can_capture = is_eager or all(map(runs_on_kernels, optimizer.stepping))
+    can_capture = not optimizer.is_fused or _can_be_captured(optimizer)
     setup = replace(setup, stock_reason=optimizer.stock_reason, can_capture=can_capture)
     check_setup(setup, "moe_optim")
     groups = list(bucket_groups(model_chunks))
@@ -95,6 +94,11 @@ def get_megatron_optimizer(
 
 def _log(text: str, level: int = logging.INFO) -> None:
     log_single_rank(logger, level, f"moe_optim: {text}")
+
+
+def _can_be_captured(optimizer: Any) -> bool:
+    """Return whether kernels update all masters; a CPU, which captures nothing, needs none."""
+    return this_device().type != "cuda" or all(map(runs_on_kernels, optimizer.stepping))
 
 
 def _without_replaced_flags(config: Any, setup: Setup) -> Any:
