@@ -327,7 +327,7 @@ def test_moe_optim_train_refuses_what_it_would_do_otherwise(name):
     assert refusals(setup) == []
     vars(setup.args)[name] = 2
     (line,) = refusals(setup)
-    assert line.startswith(f"--{name.replace('_', '-')}: moe-optim train reads whole sequences")
+    assert line.startswith(f"--{name.replace('_', '-')}: only whole sequences of plain text")
 
 
 def test_the_table_is_well_formed():
