@@ -198,9 +198,9 @@ class _DryRun:
         finally:
             revert_patches(patches, _HOLDER)
         if model is not None and is_settled:
-            refusals = list(later_refusals(args, model, self._layer_spec, config))
-            refusals += schedule_refusals(args) if is_given else []  # else of rates nobody gave
-            foreseen = (error for error in refusals if not isinstance(error, ConfigError))
+            errors = list(later_refusals(args, model, self._layer_spec, config))
+            errors += schedule_refusals(args) if is_given else []  # else of rates nobody gave
+            foreseen = (error for error in errors if not isinstance(error, ConfigError))
             self.faults += [_of_megatron(error) for error in foreseen]
         raise _CheckedError
 
