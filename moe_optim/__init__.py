@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from moe_optim.formats.partition import infer_partition
     from moe_optim.integration.bridge import MoEOptimizerConfig
     from moe_optim.integration.cpu_runtime import use_cpu
-    from moe_optim.integration.patching.installation import install, uninstall
+    from moe_optim.integration.installation import install, uninstall
     from moe_optim.ops import dequantize, quantize
     from moe_optim.optimizer.description import Description, describe
     from moe_optim.optimizer.factory import get_megatron_optimizer
@@ -88,12 +88,12 @@ _LAZY = {
     "Recipe": "moe_optim.config.recipes",
     "get_megatron_optimizer": "moe_optim.optimizer.factory",
     "infer_partition": "moe_optim.formats.partition",
-    "install": "moe_optim.integration.patching.installation",
+    "install": "moe_optim.integration.installation",
     "load_recipe": "moe_optim.config.recipes",
     "quantize_part": "moe_optim.parts",
     "set_calibrated_amax": "moe_optim.calibration.calibrate",
     "synchronize_amax": "moe_optim.calibration.state_entries",
-    "uninstall": "moe_optim.integration.patching.installation",
+    "uninstall": "moe_optim.integration.installation",
     "use_cpu": "moe_optim.integration.cpu_runtime",
 }
 

@@ -1,4 +1,4 @@
-"""What is installed here: versions and places, found without importing anything heavy."""
+"""Installed versions and their folders, found without importing anything heavy."""
 
 import importlib.metadata
 import platform
@@ -34,12 +34,12 @@ MODULES: Mapping[str, str] = MappingProxyType(
 
 _REMEDIES = {
     "python": "Build the environment with another Python: make clean train PYTHON=/path/to/python",
-    "torch": "pip install 'torch{wanted}'",
+    "torch": "pip install 'torch{needed}'",
     "megatron-core": "pip install 'moe_optim[megatron]'",
     "transformer-engine": "pip install --no-build-isolation 'moe_optim[te]'",
     "apex": "Build NVIDIA's apex from its sources; the package index has an unrelated one",
-    "triton": "pip install 'triton{wanted}'",
-    "pybind11": "pip install 'pybind11{wanted}'",
+    "triton": "pip install 'triton{needed}'",
+    "pybind11": "pip install 'pybind11{needed}'",
 }
 
 
@@ -56,7 +56,7 @@ class Package:
     """Whether it is imported from sources and not from an installation."""
 
     def __str__(self) -> str:
-        """Name the version, and where a checkout lies: there the cure is another one."""
+        """Return the version, and the path of a checkout."""
         return (
             f"{self.version} from the source checkout {self.path}"
             if self.checkout
@@ -92,7 +92,6 @@ def find_package(name: str) -> Package | None:
 
 
 def _is_installed(name: str, folder: Path) -> bool:
-    """Return whether ``folder`` lies where the package's own metadata does."""
     try:
         root = importlib.metadata.distribution(name).locate_file("")
     except importlib.metadata.PackageNotFoundError:
@@ -101,10 +100,7 @@ def _is_installed(name: str, folder: Path) -> bool:
 
 
 def find_folder(module: str) -> Path | None:
-    """Return the folder a dotted module is imported from, without importing it or its parents.
-
-    Parents can be heavy, or break on import, when only the place of a submodule is asked for.
-    """
+    """Return the folder a dotted module is imported from, without importing it or its parents."""
     spec: ModuleSpec | None = None
     parts = module.split(".")
     for depth in range(1, len(parts) + 1):
@@ -117,13 +113,13 @@ def find_folder(module: str) -> Path | None:
 
 
 def missing_for_datasets() -> str | None:
-    """Say what is missing to compile the C++ helper of Megatron's datasets, and how to mend it.
+    """Return what the C++ helper of Megatron's datasets lacks, with a remedy.
 
-    A checkout of Megatron-LM compiles it with ``make`` and pybind11 when it trains; the wheel of
-    megatron-core has it built.
+    A checkout of Megatron-LM compiles the helper with ``make`` and pybind11 when it trains; the
+    wheel of megatron-core has it built.
 
     Returns:
-        One line, or None where the helper is built, or can be.
+        One line, or None where the helper is built or can be.
     """
     folder = find_folder("megatron.core.datasets")
     if folder is None or not (folder / "Makefile").is_file() or find_folder("pybind11"):
@@ -132,7 +128,7 @@ def missing_for_datasets() -> str | None:
         return None
     return (
         f"pybind11: expected it for {folder}, which compiles its helper with it, got none. "
-        f"{_REMEDIES['pybind11'].format(wanted='')}"
+        f"{_REMEDIES['pybind11'].format(needed='')}"
     )
 
 
@@ -156,31 +152,31 @@ def find_gpus() -> tuple[Gpu, ...]:
     )
 
 
-def unmet_version(name: str, wanted: str) -> str | None:
-    """Say what is wrong with the installed version of a package and how to mend it.
+def unmet_version(name: str, needed: str) -> str | None:
+    """Return the fault of the installed version of a package, with a remedy.
 
     A pre-release counts as its release: NVIDIA's containers ship torch 2.x.0a0.
 
     Args:
         name: ``python`` or a key of ``MODULES``.
-        wanted: a version specifier such as ``>=0.19,<0.21``.
+        needed: version specifier such as ``>=0.19,<0.21``.
 
     Returns:
         One line, or None where the version fits.
     """
     package = find_package(name)
-    if package is not None and satisfies(package.version, wanted):
+    if package is not None and satisfies(package.version, needed):
         return None
-    remedy = _REMEDIES[name].format(wanted=wanted)
+    remedy = _REMEDIES[name].format(needed=needed)
     if package is not None and package.checkout:
-        remedy = f"Check out a version {wanted} there, or take it off PYTHONPATH and {remedy}"
-    return f"{name}: expected {wanted}, got {package or 'none'}. {remedy}"
+        remedy = f"Check out a version {needed} there, or take it off PYTHONPATH and {remedy}"
+    return f"{name}: expected {needed}, got {package or 'none'}. {remedy}"
 
 
-def satisfies(version: str, wanted: str) -> bool:
+def satisfies(version: str, needed: str) -> bool:
     """Return whether a version is in a range; a pre-release counts as its release."""
     try:
-        return SpecifierSet(wanted).contains(Version(version).base_version)
+        return SpecifierSet(needed).contains(Version(version).base_version)
     except InvalidVersion:  # it does not say; believe that the user knows
         return True
 

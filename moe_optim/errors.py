@@ -1,4 +1,4 @@
-"""The five ways in which moe_optim refuses to go on.
+"""The five kinds of errors that moe_optim raises.
 
 Messages follow one pattern: *where: what was expected, got what. What to change.*
 """
@@ -11,7 +11,7 @@ class MoEOptimError(Exception):
 
 
 class ConfigError(MoEOptimError, ValueError):
-    """What the user wrote cannot be honoured: a recipe, a flag, a combination of flags."""
+    """A recipe, a flag or a combination of flags that cannot be honoured."""
 
 
 class LayoutError(MoEOptimError, ValueError):
@@ -19,11 +19,11 @@ class LayoutError(MoEOptimError, ValueError):
 
 
 class PatchError(MoEOptimError, RuntimeError):
-    """Megatron, Transformer Engine or torch is not what a replacement was written for."""
+    """Megatron, Transformer Engine or torch differs from what a replacement was written for."""
 
 
 class StateError(MoEOptimError, RuntimeError):
-    """A storage was asked for what it does not hold, or an event came out of order."""
+    """A storage does not hold the requested content, or an event came out of order."""
 
 
 class NonFiniteError(MoEOptimError, ArithmeticError):
@@ -31,14 +31,14 @@ class NonFiniteError(MoEOptimError, ArithmeticError):
 
 
 def closest(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
-    """Return which of the known words was probably meant, None if none is like the one given.
+    """Return the known word that is spelt most like another, None if none is alike.
 
     Args:
-        word: as somebody wrote it.
-        known: what there is.
-        likeness: how much of both has to be the same, 0 to 1.
+        word: misspelt word.
+        known: valid words.
+        likeness: required ratio of equal letters, 0 to 1.
     """
-    import difflib  # what imports this package should not wait for it
+    import difflib  # importing this package should not wait for it
 
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)), None)
 
@@ -47,9 +47,9 @@ def refuse(settings: Mapping[str, object], *, expected: str, remedy: str) -> Non
     """Refuse a configuration by every setting in it that is not supported.
 
     Args:
-        settings: what a user wrote -> whether this configuration has it.
-        expected: where, and what instead.
-        remedy: what to change.
+        settings: setting, as the user wrote it -> whether this configuration has it.
+        expected: beginning of the message: where, and what was expected.
+        remedy: change that mends it.
 
     Raises:
         ConfigError: one of them is true; all that are, are named.
@@ -60,11 +60,11 @@ def refuse(settings: Mapping[str, object], *, expected: str, remedy: str) -> Non
 
 
 def raise_faults(where: str, faults: Sequence[str]) -> None:
-    """Refuse a command line by everything that is wrong with it.
+    """Refuse a command line by all of its faults.
 
     Args:
-        where: what is wrong.
-        faults: each with its remedy, in one line.
+        where: name of the command line.
+        faults: one line each, with its remedy.
 
     Raises:
         ConfigError: there are some; one line for each.

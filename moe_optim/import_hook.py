@@ -1,4 +1,4 @@
-"""Lets a program that knows nothing of this package have its flag, once ``moe-optim enable`` ran.
+"""Gives any program the plug-in's flag, once ``moe-optim enable`` ran.
 
 The line that it writes calls :func:`arm` before the program's first line, and only where the
 command line has the flag. So this module imports the standard library alone, and little of it.
@@ -11,20 +11,19 @@ from types import ModuleType
 from typing import Any
 
 PARENT, TRIGGER = "megatron", "megatron.training"
-"""What a script imports of Megatron at first, and what holds its parser and its training loop."""
+"""The package that a script imports first, and the module with parser and training loop."""
 ENTRY = "moe_optim.integration.script_runner"
 """Has ``before_megatron()`` and ``switch_on()``; imported when Megatron is, and no sooner."""
 
 
 class _Listener:
-    """A finder of modules that leaves the finding to others, and hears when Megatron is imported.
+    """A finder that finds no module itself, and is called when Megatron is imported.
 
-    It stays until :data:`TRIGGER` was imported: looking for it, as ``importlib.util.find_spec``
-    does, is no import.
+    It stays until :data:`TRIGGER` was imported: ``importlib.util.find_spec`` imports nothing.
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        """Return None, or for :data:`TRIGGER` what others find, to be followed by the plug-in."""
+        """Return None, or for :data:`TRIGGER` the spec of other finders, with ours after it."""
         if name == PARENT:
             _entry().before_megatron()
         if name != TRIGGER:
@@ -50,13 +49,13 @@ def arm() -> None:
 
 
 def disarm() -> None:
-    """Leave this process to whoever switches the plug-in on by other means."""
+    """Stop listening: the plug-in is switched on by other means."""
     if _LISTENER in sys.meta_path:
         sys.meta_path.remove(_LISTENER)
 
 
 def _follow(loader: Any) -> None:
-    """Switch the plug-in on after ``loader``, which is of one spec alone, has run its module."""
+    """Switch the plug-in on after ``loader``, which belongs to one spec, has run its module."""
     run = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

@@ -17,10 +17,10 @@ _WIDER_THAN_ANY_LINE = 1 << 16  # columns
 
 
 class Screen(Console):
-    """A console whose command goes on to its end when nobody reads what it prints."""
+    """A console whose command goes on to its end after its reader has gone."""
 
     lost_reader = False
-    """Whether nobody read what some screen of this process printed."""
+    """Whether the reader of some screen of this process has gone."""
 
     def on_broken_pipe(self) -> None:
         """Print nothing more, where rich would end the process."""
@@ -29,7 +29,7 @@ class Screen(Console):
 
 
 def discard_output() -> None:
-    """Send what is still written to stdout nowhere, once its reader has gone."""
+    """Discard further output to stdout, once its reader has gone."""
     with contextlib.suppress(OSError, ValueError):  # stdout is no file of this process
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -43,7 +43,7 @@ def fail(message: str) -> int:
 
 
 def results_console() -> Console:
-    """Return a console of stdout; what is no terminal gets lines as long as they are."""
+    """Return a console of stdout; only a terminal gets its lines folded."""
     console = Screen(markup=False, highlight=False, emoji=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = _WIDER_THAN_ANY_LINE
@@ -51,7 +51,7 @@ def results_console() -> Console:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table, of which no number is cut; what is no terminal gets no blanks at line ends.
+    """Print a table without cutting a number; only terminals get blanks at line ends.
 
     A terminal that is narrower than a table whose columns do not wrap folds the lines.
     """
@@ -66,14 +66,13 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def _least_width(table: Table) -> int:
-    """Return the columns of a screen below which cells are cut; 0 where some cells wrap."""
+    """Return the width below which cells are cut; 0 where some cells wrap."""
     if not all(column.no_wrap for column in table.columns):
         return 0
     return _plain_console(io.StringIO(), _WIDER_THAN_ANY_LINE).measure(table).maximum
 
 
 def _plain_console(file: io.StringIO, width: int) -> Console:
-    """Return a console that prints cells as they are written, as :func:`results_console` does."""
     return Console(
         file=file, width=width, color_system=None, markup=False, highlight=False, emoji=False
     )
@@ -81,7 +80,7 @@ def _plain_console(file: io.StringIO, width: int) -> Console:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what Megatron and torch say of every optional package they miss."""
+    """Silence warnings of Megatron and torch about optional packages."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(action="ignore"):

@@ -1,10 +1,10 @@
-"""How numbers are spelt in tables and pictures."""
+"""Numbers as text, for tables and pictures."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def spell_count(number: int) -> str:
-    """Return a number below a million as it is, others with three digits and M."""
+    """Return a number below a million in full, others with three digits and M."""
     if number < 10**6:
         return f"{number:,}"
     millions = number / 10**6

@@ -36,7 +36,7 @@ THIRD_PARTY = {  # room -> packages it may import, besides the standard library
 
 UPSTREAM = {"megatron", "transformer_engine", "transformer_engine_torch", "apex", "amp_C"}
 PURE = {"errors", "version", "library", "places", "screen", "spelling", "import_hook", "config"}
-PURE |= {"environment", "formats", "formats/reference", "experts/keys", "checkpoint/files"}
+PURE |= {"environment", "rules", "formats", "formats/reference", "experts/keys", "checkpoint/files"}
 PURE |= {"kernels", "ops", "parts"}
 """Rooms that know neither Megatron nor Transformer Engine."""
 

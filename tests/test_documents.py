@@ -4,12 +4,8 @@ import re
 import shlex
 import subprocess
 import sys
-from unittest import mock
 
 from moe_optim.commands.cli.main import build_parser
-from moe_optim.config import MoEOptimConfig
-from moe_optim.integration.patching.planning import settings_of_stocks_step
-from moe_optim.optimizer.requirements import _refused_settings
 from tools.documents.blocks import BLOCKS, ROOT, blocks_in, documents, regenerated
 from tools.documents.pictures import PICTURES, is_current
 
@@ -81,40 +77,3 @@ def test_the_code_of_the_readme_runs():
     code += "\nassert (values - weights).abs().max() < 0.5\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-# What is refused, and what falls back
-
-
-def flags_in(text):
-    return set(re.findall(r"--[a-z][a-z0-9-]+", text))
-
-
-def section(heading):
-    """Return what stands below a heading of docs/supported.md, up to the next one of its kind."""
-    return DOCUMENTS["docs/supported.md"].partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-
-
-def refused_flags():
-    """Return the flags that are said to be refused whatever experts are used."""
-    return flags_in(section("What is refused").partition("\nWith portable experts")[0])
-
-
-def test_every_flag_that_the_optimizer_refuses_is_documented():
-    config, ddp_config, model = (mock.MagicMock() for _ in range(3))
-    config.main_params_dtype, config.optimizer = None, "sgd"
-    model.gtp_weight_remat_size = model.expert_gtp_weight_remat_size = 1
-    knobs = MoEOptimConfig()
-    refused = _refused_settings(config, ddp_config, [model], knobs, quantized=True, tensorwise=True)
-    flags = {re.match(r".*?(--[a-z][a-z0-9-]+)", setting)[1] for setting in refused}
-    assert flags <= refused_flags()
-
-
-def test_all_that_makes_a_step_megatrons_is_documented():
-    """A row each."""
-    config = mock.MagicMock(exp_avg_dtype="torch.float8", exp_avg_sq_dtype="torch.float8")
-    settings = settings_of_stocks_step(config, masters_of_adam=True)
-    rows = section("What falls back to Megatron's step")
-    _, _, *documented = re.findall(r"^\| .*\|$", rows, re.M)
-    assert len(documented) == len(settings)
-    assert flags_in(" ".join(settings)) <= flags_in(" ".join(documented))

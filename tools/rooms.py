@@ -10,9 +10,9 @@ PACKAGE = ROOT / "moe_optim"
 
 ORDER = """
 errors version library screen spelling import_hook places
-environment formats experts/keys checkpoint/files
-config formats/reference kernels
-ops integration/patching
+environment rules formats experts/keys checkpoint/files
+config formats/reference kernels integration/engine integration/agreement
+ops integration/patches integration/installation
 parts weights
 buckets
 calibration

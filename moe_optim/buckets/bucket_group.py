@@ -17,7 +17,7 @@ from moe_optim.buckets.gather import fill_slices, start_gather
 from moe_optim.buckets.managed_bucket import ManagedBucket, require_gradient_memory
 from moe_optim.buckets.states import Event, Gradients, Weights
 from moe_optim.errors import StateError
-from moe_optim.integration.patching.engine import original
+from moe_optim.integration.engine import original
 from moe_optim.places import has_memory
 from moe_optim.weights.te.fields import is_tensorwise
 from moe_optim.weights.te.tensorwise import Transposes

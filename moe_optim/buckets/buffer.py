@@ -15,8 +15,8 @@ from moe_optim.buckets.managed_bucket import ManagedBucket, require_gradient_mem
 from moe_optim.buckets.offload import ParamData
 from moe_optim.buckets.states import Event
 from moe_optim.errors import ConfigError, StateError
-from moe_optim.integration.patching.active import config_in_force
-from moe_optim.integration.patching.engine import original
+from moe_optim.integration.engine import original
+from moe_optim.integration.installation import config_or_bf16
 from moe_optim.weights.grouped_weight import GradientNote
 from moe_optim.weights.managed import is_managed, storage_of
 
@@ -70,7 +70,7 @@ class AlignedDistributedOptimizer:
             params, bucket_size, data_parallel_world_size, ddp_config, param_indices
         )
         managed = bool(params) and all(is_managed(param) for param in params)
-        if not managed or config_in_force().layout == "stock":
+        if not managed or config_or_bf16().layout == "stock":
             return layout
         divisor = param_layout.bucket_end_divisor(
             data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw
@@ -188,7 +188,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             names = [param.quantized_storage.name for param in bucket.params_list]
             where = names[0] if len(names) == 1 else f"{names[-1]} to {names[0]}"
             bucket.param_data = bucket.grad_data[:0]  # Megatron takes a view, and leaves it
-            config = config_in_force()
+            config = config_or_bf16()
             bucket.managed = ManagedBucket(
                 f"bucket {bucket.bucket_id} ({where})",
                 bucket.params_list,

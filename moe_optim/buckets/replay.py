@@ -19,7 +19,7 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from moe_optim.buckets.bucket_group import GroupedBucketGroup, bucket_groups
 from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.buckets.states import BucketContents
-from moe_optim.integration.patching.engine import original
+from moe_optim.integration.engine import original
 
 _WRAPPER = "megatron.core.full_cuda_graph:FullCudaGraphWrapper"
 

@@ -21,7 +21,7 @@ from moe_optim.calibration.linears import (
 from moe_optim.calibration.state_entries import listen
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
 from moe_optim.formats.reference.amax import expert_amax_into
-from moe_optim.integration.patching.agreement import agree
+from moe_optim.integration.agreement import agree
 from moe_optim.weights.names import base_of
 from moe_optim.weights.te.fields import require_memory
 

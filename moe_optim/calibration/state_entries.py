@@ -19,15 +19,14 @@ from moe_optim.calibration.linears import (
     recorder_of,
     unknown_wrapper,
 )
-from moe_optim.config import NATIVE_FORMATS
 from moe_optim.errors import LayoutError, refuse
 from moe_optim.experts.keys.layouts import CALIBRATED_AMAX, LINEARS
 from moe_optim.formats import get_format
-from moe_optim.integration.patching.active import installed_config
-from moe_optim.integration.patching.engine import original
+from moe_optim.integration.engine import original
+from moe_optim.integration.installation import installed_config
+from moe_optim.rules import NATIVE_FORMATS, native_recipe
 from moe_optim.weights.names import BASE, base_of, is_wrapper, unwrapped_name
 from moe_optim.weights.recorded_amax import RecordsAmax
-from moe_optim.weights.te.recipe import native_recipe
 
 _TARGET = "megatron.core.transformer.moe.experts:TEGroupedMLP.sharded_state_dict"
 _RECORDED = "weight_amax"

@@ -13,9 +13,9 @@ import torch
 
 from moe_optim.checkpoint.hooks import is_local, on_first_rank
 from moe_optim.checkpoint.integrity import mark_unfinished, record_checksums, require_intact
-from moe_optim.integration.patching.active import config_in_force, installed_config
-from moe_optim.integration.patching.agreement import agree
-from moe_optim.integration.patching.engine import original
+from moe_optim.integration.agreement import agree
+from moe_optim.integration.engine import original
+from moe_optim.integration.installation import config_or_bf16, installed_config
 
 _CHECKPOINTING = "megatron.training.checkpointing"
 
@@ -79,5 +79,5 @@ def _check(folder: Path) -> None:
         require_intact(folder, thorough=False)
         return
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    thorough = config_in_force().check_on_load == "thorough"
+    thorough = config_or_bf16().check_on_load == "thorough"
     agree(lambda: require_intact(folder, thorough=thorough, part=rank, parts=ranks), None)

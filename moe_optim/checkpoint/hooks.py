@@ -41,9 +41,9 @@ from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest
 from moe_optim.checkpoint.states_without_manifest import manifest_of_groups_states
 from moe_optim.checkpoint.undistributed_states import declare_reshardable, request_masters
 from moe_optim.errors import LayoutError
-from moe_optim.integration.patching.active import config_in_force, installed_config
-from moe_optim.integration.patching.agreement import agree
-from moe_optim.integration.patching.engine import original
+from moe_optim.integration.agreement import agree
+from moe_optim.integration.engine import original
+from moe_optim.integration.installation import config_or_bf16, installed_config
 from moe_optim.weights.te.fields import is_tensorwise, read_values, te_formats_of
 
 _ACCOUNTED = "moe_optim_accounted"
@@ -239,7 +239,7 @@ def load_tensors_metadata(self: Any, checkpoint_dir: Path, metadata: Any = None)
 def _check(folder: Path, group: Any) -> TorchDistReader:
     """Open a checkpoint after a check for damage and for code, which ranks share."""
     rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-    thorough = config_in_force().check_on_load == "thorough"
+    thorough = config_or_bf16().check_on_load == "thorough"
     blobs = require_intact(folder, thorough=thorough, part=rank, parts=ranks)
     stored = TorchDistReader(folder, blobs)
     common = [stored.common_key] if stored.common_key else []  # every rank will read its own copy
@@ -249,7 +249,7 @@ def _check(folder: Path, group: Any) -> TorchDistReader:
 
 def _require_plain(stored: TorchDistReader, names: Iterable[str]) -> None:
     """Raise LayoutError for the first object that runs code where Megatron unpickles it."""
-    if config_in_force().trust_checkpoint_code:
+    if config_or_bf16().trust_checkpoint_code:
         return
     for name, why in stored.foreign_objects(names, _is_passive).items():
         raise LayoutError(

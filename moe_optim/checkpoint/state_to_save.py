@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from moe_optim.calibration.state_entries import synchronize_amax
-from moe_optim.integration.patching.engine import original
+from moe_optim.integration.engine import original
 
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 

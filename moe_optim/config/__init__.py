@@ -1,37 +1,26 @@
-"""Every knob of moe_optim in one frozen value."""
+"""The configuration of moe_optim: one frozen value, checked when it is built."""
 
 # Annotations stay objects in this file (no `from __future__ import annotations`): both the checks
 # below and Megatron's argument builder read them.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from moe_optim.config.recipe_yaml import merge, parse_yaml, quote
 from moe_optim.errors import ConfigError, closest
+from moe_optim.rules import Setup, check_setup
 
 Format = Literal["bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"]
-WantedFormat = Literal["auto", Format]
+FormatSetting = Literal["auto", Format]
 Compute = Literal[Format, "int8_per_expert", "e4m3_per_expert"]
-NATIVE_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "--fp8-recipe mxfp8": ("mxfp8", "mxfp8_2d"),
-        "--fp8-recipe blockwise": ("fp8_block",),
-        "--fp4-recipe nvfp4": ("nvfp4",),
-    }
-)
-"""Recipe of Transformer Engine -> formats that its weights can be managed in;
-the first is what ``format: auto`` is."""
-MEGATRONS_RECIPES = ("--fp8-recipe tensorwise",)
-"""Recipes whose weights stay in Megatron's buffers, under ``format: auto`` alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEOptimConfig:
     """How expert weights are stored, gathered and multiplied. Built once, read-only afterwards."""
 
-    format: WantedFormat = "auto"
+    format: FormatSetting = "auto"
     """Storage format of expert weights between two optimizer steps; masters are always fp32.
     ``auto``: that of the weights which Transformer Engine makes with ``--fp8-param-gather`` or
     ``--fp4-param-gather``, ``mxfp8`` for portable experts, else ``bf16``. FP8 weights with one
@@ -93,25 +82,18 @@ class MoEOptimConfig:
     ranks, and compares checksums; ``quick`` looks for missing and cut files."""
 
     def __post_init__(self) -> None:
-        """Refuse values that mean nothing.
+        """Check every field once, and what does not go together.
 
         Raises:
-            ConfigError: naming the field, what it takes and what it got.
+            ConfigError: a field with a value that it does not take, or fields that do not go
+                together.
         """
         for name in field_names():
-            _check_field(type(self).__name__, name, getattr(self, name))
-        _check_compute(type(self).__name__, self.format, self.compute)
-        _check_record_amax(type(self).__name__, self.format, self.record_amax)
-        _check_offload_states(type(self).__name__, self.step, self.offload_states)
-
-    @property
-    def may_fuse_steps(self) -> bool:
-        """Whether these knobs leave steps to kernels, where kernels run and flags allow it."""
-        asks = self.step == "auto" and self.layout != "stock" and self.backend == "auto"
-        return asks or self.step == "fused"
+            _check_field(name, getattr(self, name))
+        check_setup(Setup(config=self), type(self).__name__)
 
     def changes(self) -> str:
-        """Return the knobs that differ from their defaults, as ``key=value``, or "defaults"."""
+        """Return the fields that differ from their defaults, as ``key=value``, or "defaults"."""
         changed = [
             f"{field.name}={spell(value)}"
             for field in fields(self)
@@ -123,30 +105,28 @@ class MoEOptimConfig:
     def from_mapping(
         cls, mapping: Mapping[str, object], where: str = "moe_optim"
     ) -> "MoEOptimConfig":
-        """Return the configuration that ``mapping`` spells out; absent keys keep their default.
+        """Return the configuration of a mapping; absent keys keep their default.
 
         Args:
             mapping: field name -> value, as read from a recipe.
-            where: how errors call the mapping, such as ``recipe.yaml: moe_optim``.
+            where: beginning of errors, such as ``recipe.yaml: moe_optim``.
 
         Raises:
             ConfigError: an unknown key, or a value its field does not take.
         """
-        values: dict[str, Any] = {field.name: field.default for field in fields(cls)}
-        for name, value in mapping.items():
+        for name in mapping:
             check_key(where, name, field_names())
-            values[name] = _as_number(name, value)
-            _check_field(where, name, values[name])
-        _check_compute(where, values["format"], values["compute"])
-        _check_record_amax(where, values["format"], values["record_amax"])
-        _check_offload_states(where, values["step"], values["offload_states"])
-        return cls(**values)
+        values: dict[str, Any] = {key: _as_number(key, value) for key, value in mapping.items()}
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(f"{where}{str(error).removeprefix(cls.__name__)}") from None
 
     def resolved(self, format: str) -> "MoEOptimConfig":
         """Return the configuration with ``format`` in the place of ``auto``; others stay.
 
         Raises:
-            ConfigError: a knob that does not go with ``format``.
+            ConfigError: a field that does not go with ``format``.
         """
         if self.format != "auto":
             return self
@@ -158,8 +138,8 @@ class MoEOptimConfig:
         """Return a copy with ``key=value`` assignments applied, the last one winning.
 
         Args:
-            assignments: as on a command line, values spelled as in a recipe.
-            where: how errors call them.
+            assignments: words of a command line, with values spelled as in a recipe.
+            where: beginning of errors.
 
         Raises:
             ConfigError: not an assignment, an unknown key, or a value its field does not take.
@@ -171,7 +151,7 @@ class MoEOptimConfig:
 
 
 def field_names() -> tuple[str, ...]:
-    """Return the names of all knobs, in the order of their declaration."""
+    """Return the names of all fields, in the order of their declaration."""
     return tuple(field.name for field in fields(MoEOptimConfig))
 
 
@@ -179,10 +159,10 @@ def check_key(where: str, key: object, known: Iterable[str], *, is_shown: bool =
     """Raise ConfigError unless ``key`` is one of ``known``; the message lists them.
 
     Args:
-        where: how errors call the mapping.
-        key: what stands there.
-        known: every key that may.
-        is_shown: False where ``key`` may be a line of any file: then the message does without it.
+        where: beginning of errors.
+        key: key of the mapping.
+        known: all valid keys.
+        is_shown: whether the message repeats ``key``, which may be a line of any file.
     """
     names = list(known)
     if key not in names:
@@ -192,45 +172,15 @@ def check_key(where: str, key: object, known: Iterable[str], *, is_shown: bool =
         raise ConfigError(f"{where}: expected a key among {', '.join(names)}, got {got}. {remedy}.")
 
 
-def _check_field(where: str, name: str, value: object) -> None:
+def _check_field(name: str, value: object) -> None:
     known = available_values(name)
     if _takes(name, value, known):
         return
     choices = " or ".join(spell_values(name))
     meant = _meant(value, known)
     raise ConfigError(
-        f"{where}: {name}: expected {choices}, got {quote(value)}. Write {meant or choices}."
+        f"MoEOptimConfig: {name}: expected {choices}, got {quote(value)}. Write {meant or choices}."
     )
-
-
-def _check_compute(where: str, format: WantedFormat, compute: Compute | None) -> None:
-    """Raise ConfigError where products would not be those of the weights stored."""
-    if format != "bf16" and compute not in (None, format):
-        stored = (
-            "with format: auto" if format == "auto" else f"or {format}, which weights are stored in"
-        )
-        raise ConfigError(
-            f"{where}: compute: expected null {stored}, got {compute}. Write null, or store bf16 "
-            "weights with format: bf16."
-        )
-
-
-def _check_record_amax(where: str, format: WantedFormat, record_amax: bool) -> None:
-    """Raise ConfigError where there is no requantization to record anything at."""
-    if record_amax and format == "bf16":
-        raise ConfigError(
-            f"{where}: record_amax: expected false with format: bf16, whose weights are not "
-            "quantized, got true. Write false, or store quantized weights."
-        )
-
-
-def _check_offload_states(where: str, step: str, fraction: float) -> None:
-    """Raise ConfigError where states would have to be stepped by Megatron's code."""
-    if fraction and step == "stock":
-        raise ConfigError(
-            f"{where}: offload_states: expected 0 with step: stock, which steps states on the "
-            f"device, got {fraction}. Write 0, or step: fused."
-        )
 
 
 def spell(value: object) -> str:
@@ -247,7 +197,7 @@ def spell_values(name: str) -> list[str]:
 
 
 def available_values(name: str) -> Sequence[object]:
-    """Return every value the declared type of a field allows; numbers as a range, or its ends."""
+    """Return all values that the type of a field allows; of numbers the range or its ends."""
     declared = _declared(name)
     if declared is bool:
         return True, False
@@ -266,7 +216,7 @@ def _declared(name: str) -> Any:
 
 
 def _as_number(name: str, value: object) -> object:
-    """Return the number that a recipe spells as text, as it does all that are not whole."""
+    """Return a fraction that a recipe spells as text as a number, any other value as it is."""
     if _declared(name) is not float or not isinstance(value, str):
         return value
     try:
@@ -276,7 +226,7 @@ def _as_number(name: str, value: object) -> object:
 
 
 def _takes(name: str, value: object, choices: Sequence[object]) -> bool:
-    """Return whether ``value`` is a choice, type included: 1 is not true."""
+    # type included: 1 is not true
     if isinstance(choices, range):
         return type(value) is int and value in choices
     if _declared(name) is float:
@@ -285,7 +235,7 @@ def _takes(name: str, value: object, choices: Sequence[object]) -> bool:
 
 
 def _meant(value: object, choices: Iterable[object]) -> str | None:
-    """Return the choices that a value is a part of, or the one that is spelt most like it."""
+    """Return choices that contain ``value``, or else the one spelt most like it."""
     text = str(value).lower()
     texts = [choice for choice in choices if isinstance(choice, str)]
     whole = [choice for choice in texts if len(text) > 2 and text in choice]

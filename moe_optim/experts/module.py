@@ -5,23 +5,20 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # torch's own spelling
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models import backends
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     get_expert_parallel_rng_tracker_name,
 )
-from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.calibration.state_entries import AmaxPlace, amax_entries
-from moe_optim.config import Compute, MoEOptimConfig
-from moe_optim.errors import ConfigError, refuse
-from moe_optim.experts.activation import activate, fuses_activation
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError, StateError
+from moe_optim.experts.activation import activate
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.experts.keys.layouts import LINEARS
 from moe_optim.experts.loading import load_local_experts
@@ -32,9 +29,10 @@ from moe_optim.experts.sharding import (
     list_shards,
 )
 from moe_optim.formats import BlockScaledFormat, get_format
-from moe_optim.integration.patching.active import active_config
-from moe_optim.integration.patching.engine import original
+from moe_optim.integration.engine import original
+from moe_optim.integration.installation import installed_config
 from moe_optim.library import as_written
+from moe_optim.rules import Setup, check_setup
 from moe_optim.weights.storage import make_portable_storages
 from moe_optim.weights.te.storage import make_te_storages
 
@@ -48,7 +46,12 @@ def grouped_mlp_modules(
     """Return the builder of experts for ``LocalSpecProvider``: ours with grouped GEMMs."""
     if not moe_use_grouped_gemm:
         return original(_GROUPED_MLP)(self, moe_use_grouped_gemm)
-    return partial(GroupedExperts, moe_optim_config=active_config())
+    if (config := installed_config()) is None:
+        raise StateError(
+            "moe_optim: expected install() to have run, got no configuration. Call "
+            "moe_optim.install() before the model is built."
+        )
+    return partial(GroupedExperts, moe_optim_config=config)
 
 
 class GroupedExperts(MegatronModule):
@@ -83,7 +86,7 @@ class GroupedExperts(MegatronModule):
         name: str | None = None,
     ) -> None:
         super().__init__(config=config)
-        _refuse_unsupported(config, pg_collection, moe_optim_config.compute)
+        check_setup(Setup(config=moe_optim_config, portable=[config]), name or "experts")
         self.num_local_experts = num_local_experts
         self.pg_collection = pg_collection
         hidden = config.hidden_size
@@ -249,12 +252,6 @@ def _find_format(name: str | None) -> BlockScaledFormat | None:
     return None if name in (None, "bf16") else get_format(name)
 
 
-def _graphs_experts(config: TransformerConfig) -> bool:
-    """Return whether CUDA graphs hold experts: ``moe``, whole layers or whole iterations."""
-    modules = config.cuda_graph_modules
-    return config.cuda_graph_impl != "none" and (not modules or CudaGraphModule.moe in modules)
-
-
 def first_experts(model_chunks: Iterable[torch.nn.Module]) -> dict[torch.nn.Parameter, int]:
     """Return weight of portable experts -> global id of its first expert."""
     return {
@@ -265,90 +262,3 @@ def first_experts(model_chunks: Iterable[torch.nn.Module]) -> dict[torch.nn.Para
         for shard in list_shards(module)
         if shard.kind == "weight"
     }
-
-
-def _refuse_unsupported(
-    config: TransformerConfig, pg_collection: Any, compute: Compute | None = None
-) -> None:
-    size = pg_collection.expt_tp.size()
-    refuse(
-        unsupported_features(config, tensor_parallel=size, compute=compute),
-        expected="portable experts: expected features they have",
-        remedy="Change these flags, or drop --moe-grouped-gemm for stock experts.",
-    )
-
-
-def unsupported_features(
-    config: TransformerConfig, *, tensor_parallel: int, compute: Compute | None = None
-) -> dict[str, bool]:
-    """Return every feature that portable experts do not have -> whether ``config`` requests it.
-
-    Args:
-        config: Megatron's transformer configuration.
-        tensor_parallel: number of ranks that share an expert.
-        compute: format of the GEMMs.
-    """
-    values = vars(config) | {
-        "interleave_size": config.moe_mlp_glu_interleave_size or 1,
-        "tensor_parallel": tensor_parallel,
-        "compute": compute,
-    }
-    return {
-        feature.format_map(values): bool(is_requested(config, tensor_parallel, compute))
-        for feature, is_requested in _UNSUPPORTED.items()
-    }
-
-
-def _fuses_swiglu(config: TransformerConfig) -> bool:
-    return fuses_activation(config) and config.activation_func is F.silu
-
-
-_UNSUPPORTED: dict[str, Callable[[TransformerConfig, int, Compute | None], Any]] = {
-    "biases with fused SwiGLU (give --disable-bias-linear or --no-bias-swiglu-fusion)": (
-        lambda config, *_: _fuses_swiglu(config) and config.add_bias_linear
-    ),
-    "an activation other than --swiglu or --quick-geglu": lambda config, *_: (
-        not (config.gated_linear_unit and config.activation_func in (F.silu, quick_gelu))
-    ),
-    "--activation-func-clamp-value with fused SwiGLU (give --no-bias-swiglu-fusion)": (
-        lambda config, *_: _fuses_swiglu(config) and config.activation_func_clamp_value is not None
-    ),
-    "--moe-mlp-glu-interleave-size {interleave_size}, which does not divide "
-    "--moe-ffn-hidden-size {moe_ffn_hidden_size}": lambda config, *_: (
-        config.moe_ffn_hidden_size % (config.moe_mlp_glu_interleave_size or 1)
-    ),
-    "--use-te-activation-func": lambda config, *_: config.use_te_activation_func,
-    "--moe-apply-probs-on-input": lambda config, *_: config.moe_apply_probs_on_input,
-    "--moe-latent-size": lambda config, *_: config.moe_latent_size is not None,
-    "--expert-tensor-parallel-size {tensor_parallel}, which does not divide "
-    "--moe-ffn-hidden-size {moe_ffn_hidden_size}": lambda config, size, _: (
-        config.moe_ffn_hidden_size % size
-    ),
-    "--moe-mlp-glu-interleave-size with --expert-tensor-parallel-size above 1": (
-        lambda config, size, _: config.moe_mlp_glu_interleave_size is not None and size > 1
-    ),
-    "moe_optim.compute {compute} with --expert-tensor-parallel-size above 1 (the amax would be "
-    "that of a part of an expert)": (
-        lambda _, size, compute: compute in PER_EXPERT_GRIDS and size > 1
-    ),
-    "--use-cpu-initialization": lambda config, *_: config.use_cpu_initialization,
-    "a --params-dtype other than bf16 (give --bf16)": (
-        lambda config, *_: config.params_dtype != torch.bfloat16
-    ),
-    "--fp8-format or --fp4-format": lambda config, *_: config.fp8 or config.fp4,
-    "--cuda-graph-impl over experts (a replay skips what finds stale weights or renews copies; "
-    "give --cuda-graph-modules without moe)": lambda config, *_: _graphs_experts(config),
-    "--recompute-modules moe_act (give moe, which recomputes the whole layer)": lambda config, *_: (
-        config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
-    ),
-    "--offload-modules expert_fc1 or moe_act": lambda config, *_: (
-        config.fine_grained_activation_offloading
-        and not {"expert_fc1", "moe_act"}.isdisjoint(config.offload_modules)
-    ),
-    "--moe-paged-stash": lambda config, *_: config.moe_paged_stash,
-    "--use-transformer-engine-op-fuser": lambda config, *_: config.use_transformer_engine_op_fuser,
-    "--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size": (
-        lambda config, *_: config.expert_gtp_weight_remat_size > 1
-    ),
-}
-"""Feature, with values of the configuration -> whether (config, tensor_parallel, compute) is it."""

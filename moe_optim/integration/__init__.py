@@ -1,5 +1,7 @@
-"""Ways into Megatron: script runner, flags, Bridge, CPU runtime, and the table of patches.
+"""Ways into Megatron: flags, script runner and dry run, Bridge, CPU runtime, the table of patches.
 
-``integration/patching`` (patches, configuration in force) lies below all that Megatron calls; the
-rest lies above the optimizer.
+A run: ``script_runner`` reads the plug-in's flags (``arguments``), a dry run lists what would be
+refused (``preflight``, ``first_iteration``), ``installation`` applies ``patches`` by ``engine``.
+``engine``, ``patches`` and ``installation`` lie below all that Megatron calls; the rest lies above
+the optimizer.
 """

@@ -1,12 +1,13 @@
-"""The three flags of the plug-in, and what they ask for.
+"""The plug-in's flags, the configuration that they give, and Megatron's own flags parsed.
 
-They are read from the command line itself and not from Megatron's ``args``: ``--yaml-cfg`` replaces
-those after parsing, and ``--use-checkpoint-args`` overwrites some of them.
+The plug-in's flags are read from the command line itself and not from Megatron's ``args``:
+``--yaml-cfg`` replaces those after parsing, and ``--use-checkpoint-args`` overwrites some of them.
 """
 
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import Any
+from math import lcm
+from typing import Any, NoReturn
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.config.recipes import load_recipe
@@ -16,7 +17,7 @@ FLAG = "--use-moe-grouped-optim"
 
 
 class _SwitchOn(Action):
-    """Turns the plug-in on, and Megatron's distributed optimizer, which that of the plug-in is."""
+    """Turns the plug-in on, and Megatron's distributed optimizer, which the plug-in's extends."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
         super().__init__(option_strings, dest, nargs=0, default=False, help=help)
@@ -55,8 +56,8 @@ def add_moe_optim_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def request_from_argv(argv: Sequence[str]) -> MoEOptimConfig | None:
-    """Return the configuration that a command line asks for, or None without the flag.
+def config_from_argv(argv: Sequence[str]) -> MoEOptimConfig | None:
+    """Return the configuration that a command line gives, or None without the flag.
 
     Args:
         argv: arguments without the program name; those of Megatron are skipped.
@@ -73,7 +74,42 @@ def request_from_argv(argv: Sequence[str]) -> MoEOptimConfig | None:
                 f"without it. Add {FLAG}, or remove them."
             )
         return None
-    config = MoEOptimConfig()
     if args.moe_optim_recipe:
         config = load_recipe(args.moe_optim_recipe).moe_optim
-    return config.replace_from(args.moe_optim_set)
+    else:
+        config = MoEOptimConfig()
+    return config.replace_from(args.moe_optim_set) if args.moe_optim_set else config
+
+
+class FlagsParser(ArgumentParser):
+    """Raises what argparse would end the process with."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError."""
+        raise ConfigError(f"megatron_args: expected flags that Megatron takes, got: {message}.")
+
+
+def parse_with_megatron(argv: Sequence[str]) -> Namespace:
+    """Return what Megatron's parser makes of ``argv``, unvalidated; imports Megatron.
+
+    Raises:
+        ConfigError: a flag that Megatron does not have, or a value that it does not take.
+    """
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser: ArgumentParser = add_megatron_arguments(FlagsParser(allow_abbrev=False))
+    try:
+        return parser.parse_args(list(argv))
+    except (AssertionError, SyntaxError, ArithmeticError) as error:  # Megatron evaluates values
+        raise ConfigError(
+            f"megatron_args: expected values that Megatron takes, got: {error}."
+        ) from error
+
+
+def ranks_multiple(args: Namespace) -> int:
+    """Return what the number of ranks must be a multiple of, for parsed flags of Megatron."""
+    dense = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    whole = expert_tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+    instances = args.num_distributed_optimizer_instances
+    return lcm(dense * args.context_parallel_size, dense * instances, whole * instances)

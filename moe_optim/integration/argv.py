@@ -1,4 +1,4 @@
-"""Reading and changing command lines that somebody else's parser will read."""
+"""Reading and changing command lines that Megatron's parser will read."""
 
 import argparse
 import functools
@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_optim.config import NATIVE_FORMATS, WantedFormat
+from moe_optim.config import FormatSetting
+from moe_optim.rules import NATIVE_FORMATS
 
 DATA_FLAGS = (
     "--mock-data",
@@ -19,13 +20,13 @@ DATA_FLAGS = (
 """Megatron's flags that say what to train on."""
 
 
-def spell_format(format: WantedFormat, argv: Sequence[str]) -> str:
+def spell_format(format: FormatSetting, argv: Sequence[str]) -> str:
     """Return the format of the weights that Megatron's flags ask for, for messages.
 
     Args:
-        format: the knob; other than ``auto`` it is the answer.
-        argv: Megatron's flags. A checkpoint's arguments or a YAML file may still change them; what
-            is built has its format from itself.
+        format: configured format; other than ``auto`` it is the answer.
+        argv: Megatron's flags. A checkpoint's arguments or a YAML file may still change them; a
+            model that was built knows its format itself.
     """
     if format != "auto":
         return format
@@ -39,7 +40,7 @@ def spell_format(format: WantedFormat, argv: Sequence[str]) -> str:
 
 
 def add_recipe(parser: argparse.ArgumentParser, example: str) -> None:
-    """Add RECIPE, and ``megatron_args``: what follows ``--``."""
+    """Add RECIPE, and ``megatron_args``, the arguments after ``--``."""
     text = f"a YAML file, or a name that `moe-optim recipes` lists, such as {example}"
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help=text)
     parser.set_defaults(megatron_args=[])
@@ -54,10 +55,10 @@ def add_changes(parser: argparse.ArgumentParser, example: str) -> None:
 
 
 def keep_arguments_after_dashes(parser: argparse.ArgumentParser) -> None:
-    """Put what follows ``--`` into ``megatron_args`` untouched, and refuse flags before it.
+    """Put arguments after ``--`` into ``megatron_args`` untouched, and refuse unknown ones before.
 
-    argparse before Python 3.13 gives it to a positional only when no option stands between the
-    two, and never if it looks like an option of ours.
+    argparse before Python 3.13 gives them to a positional only when no option stands between the
+    two, and never if they look like an option of this parser.
     """
     parse = parser.parse_known_args
 
@@ -112,7 +113,7 @@ def data_flags(argv: Sequence[str]) -> list[str]:
 
 
 def last_value(argv: Sequence[str], flag: str) -> str | None:
-    """Return the value of ``flag`` that argparse would take: the last one."""
+    """Return the value of ``flag`` that argparse takes: the last one."""
     value = None
     for word, following in zip(argv, [*argv[1:], ""], strict=True):
         name, equals, joined = word.partition("=")

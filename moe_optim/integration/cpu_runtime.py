@@ -7,18 +7,16 @@ Megatron 0.19 assumes CUDA in four ways, each redirected here and nowhere else:
    process has resident, since nothing accounts for tensors alone.
 2. ``device="cuda"`` (and device ordinals), ``Tensor.cuda()`` and pinned memory. One
    ``TorchFunctionMode`` rewrites them on the way into torch. ``Tensor.cpu()`` and ``to("cpu")``
-   copy, as from a GPU: callers free or overwrite what they have copied.
+   copy, as from a GPU: callers free or overwrite the source.
 3. Type names: the optimizer branches on ``Tensor.type() == "torch.cuda.BFloat16Tensor"``. The same
-   mode adds the ``cuda`` that is missing.
-4. Fused optimizers (``adam.py`` says what goes wrong without them and mends it), split sizes that
-   are only converted on their way from a GPU, and gathers of several dtypes at once.
+   mode adds the missing ``cuda``.
+4. Fused optimizers (see ``optimizer/adam.py``), split sizes that are only converted on their way
+   from a GPU, and gathers of several dtypes at once. These are rows ``ADAM`` and ``CPU`` of the
+   table of patches.
 
 Transformer Engine and apex count as absent, unless they are imported already: Megatron would step
-with their kernels wherever it finds them.
-
-Nothing is redirected on import. :func:`install` does it once, :func:`uninstall` undoes it, and the
-process must use one or the other from its main thread. ``moe_optim.use_cpu()`` is the first of them
-for scripts of others.
+with their kernels. Nothing is redirected on import; :func:`install` and :func:`uninstall` must be
+called from the main thread.
 
 Limit: there is one random stream where a GPU machine has two (host and device), so with dropout a
 resumed run draws other numbers than an uninterrupted one. Recipes for CPU set dropout to zero.
@@ -40,8 +38,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_optim.errors import ConfigError, PatchError, StateError
-from moe_optim.integration.patching import patches
-from moe_optim.integration.patching.engine import apply_patches, revert_patches
+from moe_optim.integration import patches
+from moe_optim.integration.engine import apply_patches, revert_patches
 
 CPU = torch.device("cpu")
 GPU_PACKAGES = ("transformer_engine", "apex")
@@ -89,38 +87,33 @@ def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
 
 
 def _resident_bytes(*_: Any, **__: Any) -> int:
-    """Return what this process has in memory: tensors, code and all else."""
-    return _bytes_in("/proc/self/status", "VmRSS")
+    return _bytes_in("/proc/self/status", "VmRSS")  # tensors, code and all else
 
 
 def _peak_resident_bytes(*_: Any, **__: Any) -> int:
-    """Return the most this process had in memory since it started."""
     return _bytes_in("/proc/self/status", "VmHWM")
 
 
 def _machine_bytes_used(*_: Any, **__: Any) -> int:
-    """Return how much of the machine's memory is in use, by all processes."""
     return _bytes_in("/proc/meminfo", "MemTotal") - _bytes_in("/proc/meminfo", "MemAvailable")
 
 
 def _bytes_in(file: str, name: str) -> int:
-    """Return one of the sizes that Linux gives in kB and means in KiB."""
     (kib,) = re.findall(rf"^{name}:\s+(\d+) kB$", Path(file).read_text(), re.M)
-    return int(kib) * 1024
+    return int(kib) * 1024  # Linux writes kB and means KiB
 
 
 def _memory_stats(*_: Any, **__: Any) -> dict[str, float]:
-    """Return those of the caching allocator's statistics that Megatron reads."""
-    stats: dict[str, float] = {}
+    """Return the statistics of the caching allocator that Megatron reads."""
+    stats: dict[str, float] = {"allocation.all.current": math.nan}  # allocations are not counted
     for kind in ("allocated_bytes", "reserved_bytes"):
         stats[f"{kind}.all.current"] = _resident_bytes()
         stats[f"{kind}.all.peak"] = _peak_resident_bytes()
-    stats["allocation.all.current"] = math.nan  # nobody counts allocations here
     return stats
 
 
 def _nothing() -> Callable[..., None]:
-    """Return a function that does nothing, another one each time: dynamo has a rule for each."""
+    """Return a new function that does nothing: dynamo maps each function to one rule."""
     return lambda *_, **__: None
 
 
@@ -164,11 +157,10 @@ REDIRECTS: Mapping[str, Any] = {
     "accelerator.is_available": lambda: False,  # data loaders then pin no memory
     "_inductor.config.triton_disable_device_detection": True,  # else torch 2.15 asks the GPU
 }
-"""Name below ``torch`` -> what stands there while the runtime is installed."""
+"""Name below ``torch`` -> its replacement while the runtime is installed."""
 
 
 def _on_cpu(value: Any) -> Any:
-    """Map a CUDA device, its name or its ordinal to the CPU; leave everything else alone."""
     if isinstance(value, torch.device):
         return CPU if value.type == "cuda" else value
     if isinstance(value, int) and not isinstance(value, bool):
@@ -179,16 +171,13 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _names_host(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
-    """Return whether arguments of ``Tensor.to`` name the host.
-
-    A ``torch.device`` may be the current one, where the tensor is already.
-    """
+    # a torch.device may be the current one, where the tensor is already
     device = args[1] if len(args) > 1 else (kwargs or {}).get("device")
     return isinstance(device, str) and device == "cpu"
 
 
 def _legacy_type(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Answer ``Tensor.type`` with the names of CUDA tensors, and take these names back."""
+    """Return and take type names of CUDA tensors, as ``Tensor.type`` does on a GPU."""
     if dtype is None:
         return LEGACY_TYPE(tensor).replace("torch.", "torch.cuda.", 1)
     if isinstance(dtype, str):
@@ -227,11 +216,11 @@ class _CudaNamesOnCpu(TorchFunctionMode):
 def maybe_move_tensor_to_cpu(
     tensor: Any, as_numpy: bool = False, record_stream: bool = False
 ) -> Any:
-    """Return ``tensor``, which is on the host, or the array over its memory if asked for."""
+    """Return ``tensor``, which is on the host, or the array over its memory."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-_GATHER = torch.distributed.all_gather_into_tensor  # whoever counts calls replaces one name of it
+_GATHER = torch.distributed.all_gather_into_tensor  # counters of calls replace the name in torch
 
 
 def all_gather_bytes(
@@ -244,31 +233,31 @@ def all_gather_bytes(
 
     Megatron gathers the buckets of a group in one call. With virtual pipeline stages and fp32
     parameters these are of two dtypes, and gloo puts elements of the first one's size where those
-    of the second belong, without an error. Bytes it gathers right.
+    of the second belong, without an error. It gathers bytes correctly.
     """
     return _GATHER(_bytes_of(output_tensor), _bytes_of(input_tensor), group, async_op)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, kept as long as it is.
+    """Return a view of the bytes of a tensor, alive as long as the tensor.
 
-    A thread of gloo's would else drop them last, for which it needs Python, and end the process if
-    that is ending.
+    Otherwise a thread of gloo would free it last, which takes Python, and end a process whose
+    interpreter is shutting down.
     """
     view = _BYTES[tensor] = tensor.detach().view(torch.uint8)
     return view
 
 
 def is_inference_column_parallel_linear(module: Any) -> bool:
-    """Return that no module is: these classes are Transformer Engine's."""
+    """Return False: these classes are Transformer Engine's."""
     return False
 
 
 _BYTES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Tensor -> its bytes as they were gathered last."""
+"""Tensor -> view of its bytes."""
 
 _RNG_LOGGER = logging.getLogger("megatron.core.tensor_parallel.random")
-"""Warns at every random draw that the host's stream moved; here it is the only one."""
+"""Warns at every random draw that the host's stream moved, which here is the only one."""
 
 _mode: _CudaNamesOnCpu | None = None
 _saved: dict[str, Any] = {}
@@ -294,27 +283,14 @@ def use_cpu() -> None:
 
     Call it in every rank, before the first import of ``megatron`` and from the thread that trains.
     From then on ``torch.cuda`` and ``device="cuda"`` mean the CPU in this process, and
-    ``torch.cuda.is_available()`` says True; so look for a GPU before the call.
+    ``torch.cuda.is_available()`` says True; so look for a GPU before the call. Where
+    ``TORCHDYNAMO_DISABLE=1`` stood in the environment when Megatron was imported, nothing was
+    compiled for a GPU, and a later call is as good.
 
     Raises:
         ConfigError: the machine has a GPU, which would be hidden.
-        StateError: Megatron was imported before; nothing was redirected.
-        PatchError: Megatron is not the version this was written for; nothing stays redirected.
-    """
-    install()
-
-
-def install() -> None:
-    """Redirect everything Megatron expects of CUDA to the CPU; a second call does nothing.
-
-    Call it before Megatron is imported for the first time, so that nothing is compiled or probed
-    for a GPU, and from the thread that trains. Where ``TORCHDYNAMO_DISABLE=1`` stood in the
-    environment when Megatron was imported, nothing was compiled, and a later call is as good.
-
-    Raises:
-        ConfigError: the machine has a GPU, which the runtime would hide.
-        StateError: torch has been told to compile functions of Megatron, which fails on a CPU that
-            poses as a GPU; nothing was redirected.
+        StateError: Megatron was imported before, and has handed functions to torch's compiler;
+            nothing was redirected.
         PatchError: Megatron is not the version this was written for; nothing stays redirected.
     """
     global _mode, _saved_log_level, _hidden
@@ -346,6 +322,10 @@ def install() -> None:
     except PatchError:
         uninstall()
         raise
+
+
+install = use_cpu
+"""The name inside of this package."""
 
 
 def hide_gpu_packages() -> tuple[str, ...]:

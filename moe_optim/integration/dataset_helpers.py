@@ -4,18 +4,18 @@ from importlib.util import find_spec
 
 from moe_optim.environment import find_folder, missing_for_datasets
 from moe_optim.errors import ConfigError
-from moe_optim.integration.patching.engine import original
+from moe_optim.integration.engine import original
 
 _DATASETS = "megatron.core.datasets"
 
 
 def compile_helpers() -> None:
-    """Have Megatron compile the helper where it can, or has to.
+    """Have Megatron compile the helper where it can or has to.
 
-    It calls ``make`` in any case, for which the wheel has no Makefile, and exits.
+    Megatron always calls ``make``, for which the wheel has no Makefile, and then exits.
 
     Raises:
-        ConfigError: pybind11 is missing, without which it would exit.
+        ConfigError: pybind11 is missing, without which Megatron would exit.
     """
     if missing := missing_for_datasets():
         raise ConfigError(f"{missing}.")

@@ -1,8 +1,7 @@
-"""What Megatron refuses only while it builds a model, or in its first iteration.
+"""Faults that Megatron raises only while it builds a model, or in its first iteration.
 
-Its own builder builds a GPT on the meta device, between ranks that talk to nobody: nothing is
-allocated or sent, and its checks answer themselves. What the first iteration alone would say is a
-table here.
+Megatron's own builder builds a GPT on the meta device, with fake process groups: nothing is
+allocated or sent, and its own checks raise. Faults of the first iteration are a table here.
 """
 
 import contextlib
@@ -20,32 +19,32 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from moe_optim.config import MoEOptimConfig
-from moe_optim.integration.patching.active import in_force
-from moe_optim.integration.patching.engine import apply_patches, revert_patches
-from moe_optim.integration.patching.patches import EXPERTS
+from moe_optim.integration.engine import apply_patches, revert_patches
+from moe_optim.integration.installation import building_with
+from moe_optim.integration.patches import EXPERTS
 
 _HOLDER = "first iteration"
 
 LayerSpec = Callable[..., Any]
-"""Returns what a stage is built from, as ``GPTModelConfig.transformer_layer_spec`` does."""
+"""Returns the spec of a pipeline stage, as ``GPTModelConfig.transformer_layer_spec`` does."""
 
 
 def later_refusals(
     args: Any,
     model: Any,
     layer_spec: LayerSpec | None,
-    knobs: MoEOptimConfig | None,
+    config: MoEOptimConfig | None,
 ) -> Iterator[Exception]:
-    """Yield what building a GPT and running it once would raise.
+    """Yield the errors of building a GPT and running it once.
 
-    Models that are no MoE GPT are left alone. Nothing is built where the package of the layers is
+    Models that are no MoE GPT are skipped. Nothing is built where the package of the layers is
     missing, or ranks already communicate.
 
     Args:
         args: Megatron's arguments, settled.
         model: the ``TransformerConfig`` that they give.
         layer_spec: layers of the script's own where ``--spec`` names none; None for Megatron's.
-        knobs: what would be installed; None without the plug-in.
+        config: settings of the plug-in; None without it.
     """
     if args.yaml_cfg is not None or args.hybrid_layer_pattern or not args.num_experts:
         return
@@ -53,7 +52,7 @@ def later_refusals(
 
     has_layers = HAVE_TE or args.transformer_impl == "local"
     if has_layers and not dist.is_initialized():
-        with _experts_of(knobs):
+        with _experts_of(config):
             last = args.world_size - 1 if args.pipeline_model_parallel_size > 1 else args.rank
             for rank in dict.fromkeys((args.rank, last)):
                 yield from _refusals_of_building(args, model, layer_spec, rank)
@@ -63,21 +62,21 @@ def later_refusals(
 
 
 @contextlib.contextmanager
-def _experts_of(knobs: MoEOptimConfig | None) -> Iterator[None]:
-    """Have Megatron build the experts that it would build with the plug-in, if one is asked for."""
-    if knobs is None:
+def _experts_of(config: MoEOptimConfig | None) -> Iterator[None]:
+    """Have Megatron build the experts of the plug-in, if there is a configuration."""
+    if config is None:
         yield
         return
     apply_patches(EXPERTS, _HOLDER)
     try:
-        with in_force(knobs):
+        with building_with(config):
             yield
     finally:
         revert_patches(EXPERTS, _HOLDER)
 
 
 def _refused_in_iterations(args: Any, model: Any) -> dict[str, bool]:
-    """Return what a forward pass refuses -> whether these arguments have it."""
+    """Return each refusal of a forward pass -> whether these arguments meet it."""
     from megatron.core.transformer.moe import moe_utils
 
     balancing = model.moe_router_load_balancing_type
@@ -118,7 +117,7 @@ def _refused_in_iterations(args: Any, model: Any) -> dict[str, bool]:
 
 
 def _short_groups(args: Any, model: Any) -> Iterator[tuple[str, int, int]]:
-    """Yield numbers of micro-batches that an interleaved schedule refuses, and their groups."""
+    """Yield flag, micro-batches and group size that an interleaved schedule refuses."""
     stages, group = args.pipeline_model_parallel_size, model.microbatch_group_size_per_vp_stage
     if args.virtual_pipeline_model_parallel_size is None:
         return
@@ -132,7 +131,7 @@ def _short_groups(args: Any, model: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def schedule_refusals(args: Any) -> list[Exception]:
-    """Return what the schedule of rates would raise, where rate and length are given at all."""
+    """Return the errors of the learning rate schedule, where rate and length are given."""
     from megatron.training import global_vars
     from megatron.training.training import get_optimizer_param_scheduler
 
@@ -151,10 +150,7 @@ def schedule_refusals(args: Any) -> list[Exception]:
 def _refusals_of_building(
     args: Any, model: Any, layer_spec: LayerSpec | None, rank: int
 ) -> list[Exception]:
-    """Return what one rank would raise: for the whole model, and for the MLP of a layer alone.
-
-    The model ends with the first of its faults.
-    """
+    """Return the errors of one rank: of the whole model, which ends at its first, and of an MLP."""
     refusals: list[Exception] = []
     try:
         with _alone(args, rank), _OnMeta(), torch.device("meta"):
@@ -173,7 +169,7 @@ def _refusals_of_building(
 def _builders(
     args: Any, model: Any, layer_spec: LayerSpec | None
 ) -> Iterator[tuple[Callable[[], Any], ...]]:
-    """Yield of every model chunk what builds it, and what builds the last of its MLPs."""
+    """Yield for each model chunk the function that builds it, and one that builds its last MLP."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder, default_layer_spec
@@ -200,7 +196,7 @@ def _builders(
 
 @contextlib.contextmanager
 def _alone(args: Any, rank: int) -> Iterator[None]:
-    """Let this process be a rank of the world that ``args`` need, with nobody else in it."""
+    """Make this process a rank of the world that ``args`` need, over fake process groups."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -240,7 +236,7 @@ def _alone(args: Any, rank: int) -> Iterator[None]:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Puts what is made for a device, or moved to one, on the meta device."""
+    """Redirects every device to the meta device."""
 
     def __torch_function__(
         self,
@@ -264,7 +260,7 @@ def _names_device(value: Any) -> bool:
 
 
 def _is_of_meta(error: Exception) -> bool:
-    """Return whether torch, or Transformer Engine, raised it: perhaps for want of memory alone."""
+    """Return whether torch or Transformer Engine raised it, as meta tensors hold no values."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     in_torch = any(frame.f_code is _OnMeta.__torch_function__.__code__ for frame in frames)
     module: str = frames[-1].f_globals.get("__name__", "")
@@ -272,7 +268,7 @@ def _is_of_meta(error: Exception) -> bool:
 
 
 def _with_vocabulary(args: Any) -> Namespace:
-    """Return a copy of ``args`` with a size of the vocabulary, if a tokenizer is to tell it."""
+    """Return a copy of ``args`` with a vocabulary size, which a tokenizer may have to give."""
     size = args.padded_vocab_size or args.vocab_size
     padded = args.padded_vocab_size or (None if size else 128 * args.tensor_model_parallel_size)
     return Namespace(**vars(args) | {"padded_vocab_size": padded})

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from moe_optim.config import MoEOptimConfig
-from moe_optim.integration.arguments import add_moe_optim_arguments, request_from_argv
-from moe_optim.integration.patching import patches
-from moe_optim.integration.patching.installation import install_in_patched_tree
+from moe_optim.integration import patches
+from moe_optim.integration.arguments import add_moe_optim_arguments, config_from_argv
+from moe_optim.integration.installation import install_in_patched_tree
 
 HOOK = "megatron.core.moe_optim_hook"
 """The module that the diffs add to Megatron."""
@@ -33,7 +33,7 @@ def switch_on(parser: ArgumentParser, argv: Sequence[str]) -> ArgumentParser:
         ConfigError: flags of the plug-in are wrong.
         StateError: another configuration is installed already.
     """
-    install_in_patched_tree(request_from_argv(argv) or MoEOptimConfig())
+    install_in_patched_tree(config_from_argv(argv) or MoEOptimConfig())
     hook: Any = importlib.import_module(HOOK)
     hook.replacement_of = replacement_of
     return add_moe_optim_arguments(parser)

@@ -1,4 +1,7 @@
-"""What a command line would be refused for, all of it at once, before anything is built."""
+"""The dry run: lists all faults of a command line at once, before anything is built.
+
+The script runs until Megatron parses and settles its arguments, where :class:`_DryRun` takes over.
+"""
 
 import argparse
 import ast
@@ -15,16 +18,17 @@ from typing import Any, NoReturn
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, MoEOptimError, closest
 from moe_optim.integration import script_arguments
-from moe_optim.integration.arguments import FLAG, request_from_argv
+from moe_optim.integration.arguments import FLAG, config_from_argv, ranks_multiple
 from moe_optim.integration.argv import without_options
+from moe_optim.integration.engine import apply_patches, patch_state, revert_patches
 from moe_optim.integration.first_iteration import LayerSpec, later_refusals, schedule_refusals
-from moe_optim.integration.patching.active import installed_config
-from moe_optim.integration.patching.engine import apply_patches, patch_state, revert_patches
-from moe_optim.integration.patching.patches import CONFIGURATIONS, PATCHES, SCRIPT
+from moe_optim.integration.installation import installed_config
+from moe_optim.integration.patches import CONFIGURATIONS, PATCHES, SCRIPT
+from moe_optim.rules import Setup, refusals
 from moe_optim.screen import quiet
 
 Check = Callable[[Any], None]
-"""Reads settled arguments, and raises ConfigError for what it refuses."""
+"""Reads settled arguments, and raises ConfigError for those that it refuses."""
 
 _HOLDER = "dry run"
 _BUILDERS = {"pretrain", "DistributedDataParallel", "get_model", "setup_model_and_optimizer"}
@@ -32,11 +36,11 @@ _BUILDERS = {"pretrain", "DistributedDataParallel", "get_model", "setup_model_an
 
 
 class _CheckedError(BaseException):
-    """Ends a script when its arguments have been checked; scripts catch no BaseException."""
+    """Ends a script whose arguments have been checked; scripts catch no BaseException."""
 
 
 class _ArgumentError(Exception):
-    """What argparse would end the process with, and the flag it is about if it says."""
+    """Error with which argparse would end the process."""
 
 
 def list_faults(
@@ -45,16 +49,15 @@ def list_faults(
     *checks: Check,
     layer_spec: LayerSpec | None = None,
 ) -> list[str]:
-    """Return everything that is wrong with a command line, with remedies; empty if nothing is.
+    """Return all faults of a command line, with remedies.
 
-    Nothing is installed, allocated or communicated, and what Megatron prints is dropped. Of its own
-    checks of arguments Megatron tells one at a time.
+    Nothing is installed, allocated or communicated, and Megatron's output is dropped. Megatron's
+    own checks of arguments stop at their first fault.
 
     Args:
-        run: has Megatron parse and settle ``sys.argv[1:]``, and may go on to anything: it does not
-            get there.
-        argv: those arguments.
-        checks: further ones, made once arguments are settled.
+        run: callable that has Megatron parse and settle ``sys.argv[1:]``; it gets no further.
+        argv: the arguments in ``sys.argv[1:]``.
+        checks: further checks of settled arguments.
         layer_spec: layers of a GPT where ``--spec`` names none; None for Megatron's.
     """
     with quiet(), Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
@@ -96,7 +99,6 @@ def _list_faults(
 
 
 def _ended_itself(end: SystemExit, errors: str) -> str:
-    """Say that a script ended before Megatron had its arguments, and the last it said of why."""
     last = str(end) if isinstance(end.code, str) else errors.strip().rpartition("\n")[2]
     return (
         f"expected a script that has Megatron parse its arguments, got one that ends before it"
@@ -105,9 +107,9 @@ def _ended_itself(end: SystemExit, errors: str) -> str:
 
 
 def find_late_install(script: Path) -> str | None:
-    """Say where a script calls ``install()`` after the model is built, or None.
+    """Return a fault if a script calls ``install()`` after the model is built, else None.
 
-    Only calls of one block are compared, in the order in which they stand there.
+    Only calls in one block are compared, in source order.
     """
     tree = ast.parse(script.read_bytes())
     for block in _blocks(tree):
@@ -124,31 +126,31 @@ def find_late_install(script: Path) -> str | None:
 
 
 class _DryRun:
-    """Takes part where Megatron parses and settles arguments, and collects what is wrong."""
+    """Stands where Megatron parses and settles arguments, and collects faults."""
 
     def __init__(
         self, argv: Sequence[str], checks: Sequence[Check], layer_spec: LayerSpec | None
     ) -> None:
         self.faults: list[str] = []
         self._argv, self._checks, self._layer_spec = list(argv), checks, layer_spec
-        self._knobs: MoEOptimConfig | None = None
+        self._config: MoEOptimConfig | None = None
 
     def parse(self, parser: argparse.ArgumentParser, *, takes_unknown: bool) -> argparse.Namespace:
-        """Return arguments without those that are wrong, and with misspelt ones mended.
+        """Return arguments without faulty ones, and with misspelt ones corrected.
 
         Args:
-            parser: of the script, complete.
-            takes_unknown: whether the script leaves flags that it does not know to others.
+            parser: the script's complete parser.
+            takes_unknown: whether the script leaves unknown flags to others.
         """
         argv = self._argv if takes_unknown else self._mend_names(parser, self._argv)
         args, argv, rest = self._parse_rest(parser, argv)
         if rest and not takes_unknown:
             self.faults.append(f"{' '.join(rest)}: belongs to no flag. Remove it.")
         try:
-            self._knobs = request_from_argv(argv)
+            self._config = config_from_argv(argv)
         except ConfigError as error:
             self.faults.append(str(error))
-            self._knobs = MoEOptimConfig() if FLAG in argv else None  # to check the rest
+            self._config = MoEOptimConfig() if FLAG in argv else None  # to check the rest
         return args
 
     def settle(
@@ -160,9 +162,9 @@ class _DryRun:
         """Have Megatron settle the arguments, check them, and end the script.
 
         Args:
-            args: parsed ones, which ``validate`` changes, or the sections of a YAML file.
-            defaults: what the script puts where nothing was given, by attribute.
-            validate: Megatron's own checks, which return all under their own names.
+            args: parsed arguments, which ``validate`` changes, or the sections of a YAML file.
+            defaults: attribute -> value that the script sets where none was given.
+            validate: Megatron's own checks, which return all arguments under their own names.
         """
         for name, value in _missing(args).items():
             if name not in defaults:
@@ -186,19 +188,19 @@ class _DryRun:
                 check(args)
             except ConfigError as error:
                 self.faults.append(str(error))
-        knobs = self._knobs or installed_config()
-        patches = () if knobs is None else CONFIGURATIONS
+        config = self._config or installed_config()
+        patches = () if config is None else CONFIGURATIONS
         apply_patches(patches, _HOLDER)
         try:
             optimizer, ddp, model = self._configure(args, is_settled=is_settled)
-            if knobs is not None:
-                self._foresee(optimizer or args, ddp or args, model, knobs)
+            if config is not None:
+                self._check_rules(config, optimizer or args, ddp or args, model)
         finally:
             revert_patches(patches, _HOLDER)
         if model is not None and is_settled:
-            refusals = list(later_refusals(args, model, self._layer_spec, knobs))
-            refusals += schedule_refusals(args) if is_given else []  # else of rates nobody gave
-            foreseen = (error for error in refusals if not isinstance(error, ConfigError))
+            errors = list(later_refusals(args, model, self._layer_spec, config))
+            errors += schedule_refusals(args) if is_given else []  # else of rates nobody gave
+            foreseen = (error for error in errors if not isinstance(error, ConfigError))
             self.faults += [_of_megatron(error) for error in foreseen]
         raise _CheckedError
 
@@ -230,27 +232,23 @@ class _DryRun:
             )
         return optimizer, make(get_megatron_ddp_config), None if missing else make(read)
 
-    def _foresee(self, optimizer: Any, ddp: Any, model: Any, knobs: MoEOptimConfig) -> None:
+    def _check_rules(self, config: MoEOptimConfig, optimizer: Any, ddp: Any, model: Any) -> None:
         """Collect what the plug-in refuses.
 
         Arguments have the fields of optimizer and DDP under the same names, and stand for them.
         """
-        from moe_optim.optimizer.requirements import foresee_refusals
-
-        if model is None:  # nothing can be said of weights then
-            knobs = MoEOptimConfig(format="bf16")
-        models = [] if model is None else [model]
-        refused = foresee_refusals(optimizer, ddp, models, knobs)
-        self.faults += [f"refused with the plug-in: {one}. Change or remove it." for one in refused]
+        if model is None:  # nothing is known of weights
+            config = MoEOptimConfig(format="bf16")
+        setup = Setup.of_flags(config, optimizer, ddp, [] if model is None else [model])
+        self.faults += [f"refused with the plug-in: {line}" for line in refusals(setup)]
         if model is None:
             self._add("Of the model's flags the plug-in's refusals are not known yet.")
 
     def _add(self, note: str) -> None:
-        """Say behind the last fault what could not be checked, which is no fault of its own."""
         self.faults[-1] += f" {note}"
 
     def _mend_names(self, parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-        """Return ``argv`` with the closest known flag for each unknown one, and without others."""
+        """Return ``argv`` with unknown flags replaced by the closest known one, or removed."""
         known = [name for name in parser._option_string_actions if name.startswith("--")]
         mended: list[str] = []
         is_kept = True
@@ -271,10 +269,10 @@ class _DryRun:
     def _parse_rest(
         self, parser: argparse.ArgumentParser, argv: list[str]
     ) -> tuple[argparse.Namespace, list[str], list[str]]:
-        """Parse, leaving out one flag after the other that its value does not fit.
+        """Parse, leaving out flags one by one whose values do not fit.
 
         Returns:
-            The arguments, the words they were parsed from, and those that belong to no flag.
+            The arguments, the words they were parsed from, and words that belong to no flag.
         """
         parser.exit_on_error = False
         parser.error = _raise  # type: ignore[method-assign]
@@ -296,14 +294,12 @@ class _DryRun:
 
 
 def _fewest_ranks(args: Any) -> int:
-    from moe_optim.integration.patching.planning import ranks_multiple
-
     sizes = {} if args.yaml_cfg is None else vars(args.model_parallel)
     return ranks_multiple(argparse.Namespace(**vars(args) | sizes))
 
 
 def _missing_fields(args: Any) -> list[str]:
-    """Return what a GPT needs of a YAML file and does not find there."""
+    """Return fields of a GPT's configuration that a YAML file lacks."""
     from megatron.core.transformer import TransformerConfig
 
     given = vars(args.language_model).keys() | vars(args.model_parallel).keys()
@@ -311,7 +307,7 @@ def _missing_fields(args: Any) -> list[str]:
 
 
 def _missing_in_yaml(error: BaseException) -> str | None:
-    """Return what is wrong where Megatron looked for a name that a YAML file lacks, else None."""
+    """Return the fault if Megatron looked for a name that a YAML file lacks, else None."""
     if isinstance(error, AttributeError) and isinstance(error.obj, SimpleNamespace):
         return f"--yaml-cfg: expected {error.name} in the file, got none. Add it."
     return None
@@ -333,7 +329,7 @@ def _of_megatron(error: Exception) -> str:
 
 
 def _failed_line(error: Exception) -> str:
-    """Return the line of an assertion that says no more."""
+    """Return the source line of an assertion without a message."""
     *_, last = traceback.extract_tb(error.__traceback__) or [None]
     return last.line if last and last.line else type(error).__name__
 
@@ -343,7 +339,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _missing(args: argparse.Namespace) -> dict[str, int]:
-    """Return attributes that every model needs and nobody gave, with values that fit others.
+    """Return attributes that every model needs and that were not given, with values that fit.
 
     Megatron names them one at a time.
     """
@@ -365,7 +361,6 @@ def _missing(args: argparse.Namespace) -> dict[str, int]:
 
 
 def _blocks(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the module and every function in it: calls of one run in their order."""
     yield tree
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -373,7 +368,7 @@ def _blocks(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _calls(block: ast.AST) -> Iterator[tuple[str, int]]:
-    """Yield name and line of every call in a block, without those of functions inside of it."""
+    """Yield name and line of every call in a block, without nested functions."""
     for child in ast.iter_child_nodes(block):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue

@@ -1,4 +1,4 @@
-"""Megatron's own parser with the plug-in's flags in it, and what is asked of what it parsed."""
+"""Replacements of Megatron's parser and of its checks of parsed arguments."""
 
 import functools
 from argparse import ArgumentParser, Namespace
@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 from moe_optim.errors import ConfigError
 from moe_optim.integration.arguments import add_moe_optim_arguments
-from moe_optim.integration.patching.engine import original
+from moe_optim.integration.engine import original
 from moe_optim.weights.te.recipe import import_error
 
 _ARGUMENTS = "megatron.training.arguments"
 _YAML = "megatron.training.yaml_arguments"
-_ASKED_TWICE = ("account_for_embedding_in_pipeline_split",)
+_NAMED_TWICE = ("account_for_embedding_in_pipeline_split",)
 
 
 class Observer(Protocol):
@@ -37,8 +37,7 @@ def set_observer(observer: Observer | None) -> None:
 
 def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add Megatron's flags and the plug-in's to ``parser`` and return it."""
-    stock = original(f"{_ARGUMENTS}:add_megatron_arguments")
-    parser = add_moe_optim_arguments(stock(parser))
+    parser = add_moe_optim_arguments(original(f"{_ARGUMENTS}:add_megatron_arguments")(parser))
     if (observer := _observer) is not None:
         parse = functools.partial(observer.parse, parser)
         every: Any = lambda *_: parse(takes_unknown=False)  # noqa: E731
@@ -53,7 +52,7 @@ def validate_args(args: Namespace, defaults: Mapping[str, Any] = MappingProxyTyp
 
 
 def validate_yaml(args: Any, defaults: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Settle the contents of a ``--yaml-cfg`` file likewise.
+    """Settle the contents of a ``--yaml-cfg`` file as :func:`validate_args` settles arguments.
 
     Megatron reads ``account_for_embedding_in_pipeline_split`` beside ``language_model``, builds the
     model from the one in it, and takes no name in both places: here the one in it counts for both.
@@ -63,7 +62,7 @@ def validate_yaml(args: Any, defaults: Mapping[str, Any] = MappingProxyType({}))
 
 def _validate_yaml_names_once(args: Any, defaults: Mapping[str, Any]) -> Any:
     layers = vars(args.language_model)
-    moved = {name: layers.pop(name) for name in _ASKED_TWICE if name in layers}
+    moved = {name: layers.pop(name) for name in _NAMED_TWICE if name in layers}
     vars(args).update(moved)
     settled = original(f"{_YAML}:validate_yaml")(args, defaults)
     layers.update(moved)
@@ -80,14 +79,19 @@ def _settle(args: Any, defaults: Mapping[str, Any], validate: Callable[..., Any]
 
 
 def require_transformer_engine(args: Any) -> None:
-    """Raise ConfigError where layers are to be built of Transformer Engine and there is none.
+    """Check that Transformer Engine can be imported if layers are to be built of it.
 
-    Megatron calls None then. Layers that ``--spec`` names may do without. A YAML file may leave
-    out either.
+    Megatron calls None otherwise. Layers that ``--spec`` names may do without.
+
+    Args:
+        args: settled arguments; a YAML file may leave out those that are read here.
+
+    Raises:
+        ConfigError: it cannot.
     """
     impl = getattr(args, "transformer_impl", "transformer_engine")
-    wanted = impl == "transformer_engine" and getattr(args, "spec", None) is None
-    if wanted and (why := import_error()):
+    is_needed = impl == "transformer_engine" and getattr(args, "spec", None) is None
+    if is_needed and (why := import_error()):
         raise ConfigError(
             "--transformer-impl: expected Transformer Engine for transformer_engine, Megatron's "
             f"default, got {why}. Install it, or give --transformer-impl local."

@@ -1,7 +1,8 @@
-"""Runs a script of Megatron-LM in this process, with the plug-in if its arguments ask for it.
+"""Runs a script of Megatron-LM in this process, with the plug-in if its arguments have the flag.
 
-:func:`before_megatron` and :func:`switch_on` do the same for a script that Python runs itself, see
-``moe_optim.import_hook``.
+``moe-optim run`` calls :func:`find_script`, :func:`prepare_imports`, and :func:`run_script` or, in
+a dry run, :func:`check_script`. For a script that Python itself runs, ``moe_optim.import_hook``
+calls :func:`before_megatron` and :func:`switch_on`.
 """
 
 import importlib.metadata
@@ -22,34 +23,34 @@ from moe_optim.environment import (
     unmet_version,
 )
 from moe_optim.errors import ConfigError, MoEOptimError
-from moe_optim.integration.arguments import FLAG, request_from_argv
+from moe_optim.integration.arguments import FLAG, config_from_argv
 from moe_optim.screen import quiet
 
 
 def find_script(script: Path, megatron_lm: Path | None) -> Path:
-    """Return where ``script`` lies: in the working directory, or else in the source tree.
+    """Return the path of ``script`` in the working directory, or else in the source tree.
 
     Raises:
-        ConfigError: in neither.
+        ConfigError: it is in neither.
     """
     places = [script] if megatron_lm is None else [script, megatron_lm / script]
     for place in places:
         if place.is_file():
             return place
-    looked = " nor ".join(str(place) for place in places)
+    tried = " nor ".join(str(place) for place in places)
     hint = "Check the name" if megatron_lm else "Check the name, or give --megatron-lm PATH"
-    raise ConfigError(f"moe-optim run: expected a script, found none at {looked}. {hint}.")
+    raise ConfigError(f"moe-optim run: expected a script, found none at {tried}. {hint}.")
 
 
 def prepare_imports(script: Path, megatron_lm: Path | None) -> Package | None:
-    """Let imports find what ``python SCRIPT`` would find, and the source tree before the rest.
+    """Let imports find modules as ``python SCRIPT`` does, and the source tree before all others.
 
     ``sys.path`` starts with the script's folder and the tree; children get the tree through
     ``PYTHONPATH``.
 
     Args:
-        script: where it lies.
-        megatron_lm: a source tree of Megatron-LM that is to win over an installed megatron-core.
+        script: path of the script.
+        megatron_lm: source tree of Megatron-LM that wins over an installed megatron-core.
 
     Returns:
         The megatron-core that wins, or None where there is none.
@@ -103,28 +104,25 @@ def run_script(script: Path, argv: Sequence[str], *, cpu: bool) -> None:
 
     With ``--use-moe-grouped-optim`` its parser takes the plug-in's flags and the plug-in is
     installed before the first line of the script runs; without it, and on GPUs, nothing is
-    replaced. On the CPU the runtime replaces what assumes a GPU, with the flag or without:
-    ``docs/without-a-gpu.md`` lists it. Every rank must call it with the same arguments.
+    replaced. On the CPU the runtime replaces everything that assumes a GPU, with the flag or
+    without: ``docs/without-a-gpu.md`` lists it. Every rank must call it with the same arguments.
 
     Args:
-        script: where it lies.
+        script: path of the script.
         argv: the script's arguments, those of the plug-in among them.
-        cpu: install the CPU runtime and train over gloo, with the flag or without.
+        cpu: whether to install the CPU runtime and train over gloo.
 
     Raises:
         ConfigError: flags of the plug-in are wrong, or megatron-core is of another version.
         PatchError: Megatron is not what the patches were written for.
     """
     sys.argv = [str(script), *argv]
-    _prepare(request_from_argv(argv), cpu=cpu)
+    _prepare(config_from_argv(argv), cpu=cpu)
     _run_as_main(script)
 
 
 def before_megatron() -> None:
-    """Keep Megatron from compiling anything for a GPU where the CPU runtime will have to stand.
-
-    And from finding packages that run on GPUs alone.
-    """
+    """Keep Megatron from compiling for a GPU, and from packages for GPUs, where the CPU trains."""
     if FLAG in sys.argv and trains_on_cpu():
         from moe_optim.integration.cpu_runtime import hide_gpu_packages
 
@@ -133,40 +131,46 @@ def before_megatron() -> None:
 
 
 def switch_on() -> None:
-    """Do for a script that has just imported ``megatron.training`` what :func:`run_script` does.
+    """Install the plug-in for a script that has just imported ``megatron.training``.
 
-    Without the flag among its own arguments nothing is done. A refusal of ours ends the process
-    with one line, as that of ``moe-optim run`` does.
+    Without the flag among its own arguments nothing is done. A refusal ends the process with one
+    line, as it ends ``moe-optim run``.
     """
     try:
-        request = request_from_argv(sys.argv[1:])
-        if request is None:
+        config = config_from_argv(sys.argv[1:])
+        if config is None:
             return
         meet_alone()
         cpu = trains_on_cpu()
         announce(FLAG, find_package("megatron-core"), cpu=cpu)
-        _prepare(request, cpu=cpu)
+        _prepare(config, cpu=cpu)
     except MoEOptimError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
 def meet_alone() -> None:
-    """Let a process that no launcher started be one rank, which meets itself at a free port."""
+    """Make a process that no launcher started the only rank, with a rendezvous at a free port."""
     if "RANK" not in os.environ:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")
 
 
 def trains_on_cpu() -> bool:
-    """Return whether scripts train on the CPU here: there is no GPU, or they are told to."""
+    """Return whether scripts train on the CPU: without a GPU, or with ``MOE_OPTIM_CPU=1``."""
     import torch
 
     return os.environ.get("MOE_OPTIM_CPU") == "1" or torch.cuda.device_count() == 0
 
 
 def announce(who: str, package: Package | None, *, cpu: bool) -> None:
-    """Say on the first rank which megatron-core is imported, over which one it wins, and where."""
+    """Print on the first rank which megatron-core is imported, and the device that trains.
+
+    Args:
+        who: beginning of the line.
+        package: the megatron-core that wins.
+        cpu: whether the CPU trains.
+    """
     if os.environ.get("RANK", "0") == "0":
         where = "on the CPU, over gloo" if cpu else "on GPUs"
         print(f"{who}: {_describe(package)}; {where}", file=sys.stderr, flush=True)
@@ -185,10 +189,10 @@ def _describe(package: Package | None) -> str:
     return f"{text}, a source tree that wins over the installed {installed}"
 
 
-def _prepare(request: MoEOptimConfig | None, *, cpu: bool) -> None:
-    """Put in place what the arguments in ``sys.argv`` ask for, and the CPU runtime."""
+def _prepare(config: MoEOptimConfig | None, *, cpu: bool) -> None:
+    """Install the plug-in, if there is a configuration, and the CPU runtime."""
     import_hook.disarm()
-    if request is not None and (fault := unmet_version("megatron-core", NEEDED["megatron-core"])):
+    if config is not None and (fault := unmet_version("megatron-core", NEEDED["megatron-core"])):
         raise ConfigError(f"{FLAG}: {fault}.")
     if cpu:
         from moe_optim.integration import cpu_runtime
@@ -196,22 +200,26 @@ def _prepare(request: MoEOptimConfig | None, *, cpu: bool) -> None:
         cpu_runtime.install()
         if "--distributed-backend" not in sys.argv:
             sys.argv += ["--distributed-backend", "gloo"]
-    if cpu or request is not None:
-        from moe_optim.integration.patching import installation
-        from moe_optim.integration.patching.engine import apply_patches
-        from moe_optim.integration.patching.patches import DATASETS, SCRIPT
+    if cpu or config is not None:
+        from moe_optim.integration import installation
+        from moe_optim.integration.engine import apply_patches
+        from moe_optim.integration.patches import DATASETS, SCRIPT
 
         apply_patches(DATASETS, "run")
-        if request is not None:
+        if config is not None:
             apply_patches(SCRIPT, "run")
-            installation.install(request)
+            installation.install(config)
 
 
 def check_script(script: Path, argv: Sequence[str], *, cpu: bool) -> list[str]:
-    """Return everything that :func:`run_script` would be refused for, with remedies.
+    """Return all faults for which :func:`run_script` would be refused, with remedies.
 
-    The script runs until Megatron has its arguments; nothing is installed or built. Arguments are
-    those of :func:`run_script`.
+    The script runs until Megatron has its arguments; nothing is installed or built.
+
+    Args:
+        script: path of the script.
+        argv: the script's arguments, those of the plug-in among them.
+        cpu: whether to install the CPU runtime.
     """
     if fault := unmet_version("megatron-core", NEEDED["megatron-core"]):
         return [f"{FLAG}: {fault}."]
@@ -229,9 +237,8 @@ def check_script(script: Path, argv: Sequence[str], *, cpu: bool) -> list[str]:
 
 
 def _run_as_main(script: Path) -> None:
-    """Run ``script`` as the module ``__main__``, which it stays; runpy would change its argv[0]."""
     path = str(script.absolute())
-    main = ModuleType("__main__")
+    main = ModuleType("__main__")  # runpy would change argv[0], and take the module away after it
     main.__file__ = path
     sys.modules["__main__"] = main
     exec(compile(script.read_bytes(), path, "exec", dont_inherit=True), vars(main))

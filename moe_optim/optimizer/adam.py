@@ -19,7 +19,7 @@ from torch.optim.adam import adam
 
 from moe_optim.errors import ConfigError
 from moe_optim.formats.reference.adam import Hyper
-from moe_optim.integration.patching.engine import original
+from moe_optim.integration.engine import original
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _HELD_AS = {torch.uint8: torch.float8_e4m3fn}  # "fp8" of Megatron's flags

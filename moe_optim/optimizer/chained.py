@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from moe_optim.checkpoint.param_groups import states_by_part
 from moe_optim.config import MoEOptimConfig
-from moe_optim.errors import ConfigError, NonFiniteError
-from moe_optim.integration.patching.active import config_in_force
+from moe_optim.errors import NonFiniteError
+from moe_optim.integration.installation import config_or_bf16
 from moe_optim.optimizer.address_book import NORMS
 from moe_optim.optimizer.graphed import GraphedStep
 from moe_optim.optimizer.nonfinite import name_culprits
@@ -26,11 +27,11 @@ from moe_optim.optimizer.step import (
     clip_factors,
     norms_of,
     reduced_over_ranks,
-    runs_on_kernels,
+    setup_of,
     this_device,
-    why_not_fused,
 )
 from moe_optim.optimizer.step_hooks import StepObserver, has_pre_hooks
+from moe_optim.rules import Setup, check_setup, why_stock_step
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             ConfigError: ``step: fused`` is set, and something keeps it from running on some rank.
         """
         super().__init__(chained_optimizers)
-        config = config_in_force()
+        config = config_or_bf16()
         self.policy = config.nonfinite
         self.is_fused = self._agree_to_fuse(config)
         self._must_skip = False
@@ -95,22 +96,21 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
     def _agree_to_fuse(self, config: MoEOptimConfig) -> bool:
         """Return whether steps are fused, on all ranks alike. Every rank must call it."""
-        reason = self.why_not_fused()
-        mine = config.may_fuse_steps and reason is None
-        if config.step == "auto" and not config.offload_states:
-            mine = mine and all(map(runs_on_kernels, self.stepping))
-        everywhere = torch.tensor(mine, dtype=torch.int32, device=torch.cuda.current_device())
+        setups = [setup_of(part, config) for part in self.stepping]
+        setup = next(
+            filter(why_stock_step, setups),
+            Setup(config=config, optimizer=self.config, masters_of_adam=False),
+        )
+        reason = why_stock_step(setup)
+        device = torch.cuda.current_device()
+        everywhere = torch.tensor(reason is None, dtype=torch.int32, device=device)
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)
-        if config.step == "fused" and not everywhere:
-            raise ConfigError(
-                "moe_optim: step: fused: expected optimizers that a fused step can take, got "
-                f"{reason or 'one on another rank that it cannot'}. Set step: auto or step: stock."
-            )
-        return bool(everywhere)
-
-    def why_not_fused(self) -> str | None:
-        """Return what keeps the fused step from this rank's optimizers, or None."""
-        return next(filter(None, map(why_not_fused, self.stepping)), None)
+        if not everywhere:
+            reason = reason or "an optimizer of another rank that cannot be fused"
+        self.stock_reason = reason
+        if config.step == "fused":
+            check_setup(replace(setup, stock_reason=reason), "moe_optim")
+        return reason is None
 
     @property
     def stepping(self) -> list[Any]:

@@ -25,11 +25,10 @@ from moe_optim.checkpoint.states_without_manifest import (
     manifest_of_file_states,
 )
 from moe_optim.errors import ConfigError, LayoutError, StateError
-from moe_optim.integration.patching import patches
-from moe_optim.integration.patching.active import config_in_force
-from moe_optim.integration.patching.agreement import agree
-from moe_optim.integration.patching.engine import apply_patches, patch_state
-from moe_optim.integration.patching.installation import OPTIMIZERS
+from moe_optim.integration import patches
+from moe_optim.integration.agreement import agree
+from moe_optim.integration.engine import apply_patches, patch_state
+from moe_optim.integration.installation import OPTIMIZERS, config_or_bf16
 from moe_optim.optimizer.nonfinite import check_masters
 
 _NOT_SAVED = (
@@ -52,7 +51,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Shard the masters; arguments are Megatron's."""
         super().__init__(*args, **kwargs)
-        self.knobs = config_in_force()
+        self.knobs = config_or_bf16()
         self.requester: ManifestRequester | None = None
         self._gathers_by_name = False
         # They stay until uninstall(): this optimizer asks for what only the replacement can find.

@@ -1,14 +1,11 @@
-"""What was built for a run: which weights lie in which format, and what a step gathers for them."""
+"""Which weights lie in which format after an optimizer was built, and what a step gathers."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from io import StringIO
 from typing import Any, Literal
 
 import torch
 from megatron.core.optimizer.param_layout import pad_bucket_end
-from rich.console import Console, Group
-from rich.table import Table
 
 from moe_optim.buckets.bucket_group import managed_buckets
 from moe_optim.buckets.managed_bucket import ManagedBucket
@@ -29,11 +26,6 @@ from moe_optim.weights.te.fields import (
 
 Kind = Literal["expert", "dense"]
 _BF16_BYTES = torch.bfloat16.itemsize
-_WIDTH = 200  # columns, more than any line has
-_STOCK = (
-    "stock: Megatron's distributed optimizer with bf16 weights, gathered in bf16 in the same "
-    "buckets, which end where it ends them"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +39,11 @@ class WeightsOfAFormat:
     unmanaged: str | None
     """Why buckets of this package do not hold them; None for those that they hold."""
     weights: int
-    """Matrices, or vectors of biases and norms: one an expert, whatever the expert layout."""
+    """Matrices, or vectors of biases and norms: one per expert, whatever the expert layout."""
     parameters: int
     """Elements."""
     weight_bytes: int
-    """Of quantized weights everything that products read or a gather writes, padding included."""
+    """Everything that GEMMs read or a gather writes, padding included."""
     stock_weight_bytes: int
     """The same parameters in bf16; those that are not quantized stay what they are."""
 
@@ -61,14 +53,13 @@ class Description:
     """What this package does to a run, seen from one rank: its weights, and all that is gathered.
 
     *Stock* is Megatron's distributed optimizer with bf16 weights, gathered in bf16 in the same
-    buckets, which end where Megatron ends them.
+    buckets, which end where Megatron ends them. ``str()`` gives one line.
     """
 
     optimizer: str
     """Classes of the optimizers in it."""
     step: str | None
-    """Who steps: ``fused`` or ``stock``. None where one part of several is described: they step
-    together."""
+    """``fused`` or ``stock``; None where one part of several is described."""
     weights: tuple[WeightsOfAFormat, ...]
     """Managed ones first."""
     wire: str | None
@@ -78,22 +69,16 @@ class Description:
     buckets: int
     """Managed ones."""
     ranks: tuple[int, ...]
-    """How many data-parallel ranks share a managed bucket, ascending: experts and other weights can
-    have several numbers. Empty where there are no managed buckets."""
+    """Numbers of data-parallel ranks that share a managed bucket, ascending: experts and other
+    weights can differ."""
     gathered_bytes: int
-    """Of managed buckets a step: what lies on every rank when it has arrived, its own part and
-    padding included. With one rank it is there already."""
+    """Bytes of managed buckets on every rank after a gather, its own part and padding included."""
     stock_gathered_bytes: int
-    """What stock would gather for the same buckets."""
+    """Bytes that stock would gather for the same buckets."""
     other_buckets: int
-    """Those of all other parameters."""
+    """Buckets of all other parameters."""
     other_gathered_bytes: int
-    """Of these a step, by Megatron's own code."""
-
-    @property
-    def managed(self) -> tuple[WeightsOfAFormat, ...]:
-        """Weights in buckets of this package."""
-        return tuple(row for row in self.weights if row.unmanaged is None)
+    """Bytes of these per step, gathered by Megatron's own code."""
 
     @property
     def line(self) -> str:
@@ -101,55 +86,27 @@ class Description:
         rows = [
             f"{row.weights:,} {row.kind} weights in {row.format} "
             f"({spell_count(row.parameters)} parameters, {spell_bytes(row.weight_bytes)})"
-            for row in self.managed
+            for row in self.weights
+            if row.unmanaged is None
         ]
         others = sum(row.parameters for row in self.weights if row.unmanaged is not None)
         rows += [f"{spell_count(others)} parameters not managed"] if others else []
         if self.buckets:
-            rows.append(f"{_count(self.buckets, 'bucket')}, wire {self.wire}, layout {self.layout}")
+            buckets = "bucket" if self.buckets == 1 else "buckets"
+            rows.append(f"{self.buckets:,} {buckets}, wire {self.wire}, layout {self.layout}")
         return "; ".join(rows)
 
     def __str__(self) -> str:
-        """Return the table, as lines without colours."""
-        console = Console(file=StringIO(), width=_WIDTH, color_system=None)
-        console.print(self)
-        assert isinstance(console.file, StringIO)
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
-
-    def __rich__(self) -> Group:
-        """Return a table with a row for each kind and format, and what is gathered below it."""
-        table = Table(box=None, pad_edge=False)
-        for header in ("kind", "format"):
-            table.add_column(header)
-        for header in ("weights", "parameters", "bytes", "stock"):
-            table.add_column(header, justify="right", no_wrap=True)
-        table.add_column("managed")
-        for row in self.weights:
-            table.add_row(
-                row.kind,
-                row.format,
-                f"{row.weights:,}",
-                spell_count(row.parameters),
-                spell_bytes(row.weight_bytes),
-                spell_bytes(row.stock_weight_bytes),
-                "yes" if row.unmanaged is None else f"no: {row.unmanaged}",
-            )
+        """Return optimizer, step, what is managed, and what a step gathers, in one line."""
         step = "" if self.step is None else f", step {self.step}"
-        title = f"moe_optim: {self.optimizer}{step}; weights of this rank"
-        return Group(title, table, *self._gathers())
-
-    def _gathers(self) -> Iterator[str]:
+        line = f"{self.optimizer}{step}; {self.line}"
         if self.buckets:
-            yield (
-                f"gathered a step: {spell_bytes(self.gathered_bytes)} (stock "
-                f"{spell_bytes(self.stock_gathered_bytes)}) in {_count(self.buckets, 'bucket')} "
-                f"of {' or '.join(map(str, self.ranks))} rank{'s' * (self.ranks != (1,))}, "
-                f"wire {self.wire}, layout {self.layout}"
+            line += (
+                f"; gathered per step: {spell_bytes(self.gathered_bytes)} over "
+                f"{' or '.join(map(str, self.ranks))} rank{'s' * (self.ranks != (1,))} (stock "
+                f"{spell_bytes(self.stock_gathered_bytes)})"
             )
-        others = _count(self.other_buckets, "other bucket" if self.buckets else "bucket")
-        yield f"{others}: {spell_bytes(self.other_gathered_bytes)} a step, as stock"
-        if self.buckets:
-            yield _STOCK
+        return f"{line}; others: {spell_bytes(self.other_gathered_bytes)}, as stock"
 
 
 def describe(model_chunks: Sequence[Any], optimizer: Any) -> Description:
@@ -160,8 +117,8 @@ def describe(model_chunks: Sequence[Any], optimizer: Any) -> Description:
 
     Args:
         model_chunks: DDP-wrapped chunks.
-        optimizer: what Megatron's factory returned for them, or one part of it, whose buckets
-            alone are described then. Stock ones, too.
+        optimizer: result of Megatron's factory, stock or not; or one part of it, of which only
+            its own buckets are described.
 
     Raises:
         StateError: a chunk is not wrapped with DDP.
@@ -177,14 +134,13 @@ def describe(model_chunks: Sequence[Any], optimizer: Any) -> Description:
     buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
     managed = managed_buckets(buckets)
     others = [bucket for bucket in buckets if getattr(bucket, "managed", None) is None]
-    held = {param for bucket in buckets for param in bucket.params_list}
-    ours = {param for bucket in managed for param in bucket.params}
+    bucketed = {param for bucket in buckets for param in bucket.params_list}
     layouts = (part.knobs.layout for part in parts if isinstance(part, CheckpointedOptimizer))
     high_busbw = any(c.ddp_config.pad_buckets_for_high_nccl_busbw for c in model_chunks)
     return Description(
         optimizer=", ".join(sorted({type(part).__name__ for part in parts})),
         step=_step_of(optimizer),
-        weights=_rows(model_chunks, held, ours),
+        weights=_rows(model_chunks, bucketed, {p for bucket in managed for p in bucket.params}),
         wire=_only(bucket.wire for bucket in managed),
         layout=_only(layouts) if managed else None,
         buckets=len(managed),
@@ -207,17 +163,10 @@ def _step_of(optimizer: Any) -> str | None:
 
 def _rows(
     model_chunks: Sequence[torch.nn.Module],
-    held: set[torch.nn.Parameter],
-    ours: set[torch.nn.Parameter],
+    bucketed: set[torch.nn.Parameter],
+    managed: set[torch.nn.Parameter],
 ) -> tuple[WeightsOfAFormat, ...]:
-    """Return parameters by kind, format and reason.
-
-    Args:
-        model_chunks: that own them.
-        held: those in buckets of the optimizer.
-        ours: those in managed ones.
-    """
-    multiplied = {
+    compute = {
         weight: module.quantized_copy.format.name
         for chunk in model_chunks
         for module in chunk.modules()
@@ -227,8 +176,8 @@ def _rows(
     names = parameter_names(model_chunks)
     groups: dict[tuple[bool, bool, str, str], list[torch.nn.Parameter]] = {}
     for param, name in names.items():
-        reason = "" if param in ours else _reason(param, name, param in held, multiplied)
-        key = (param not in ours, not _is_expert(name), _format_of(param), reason)
+        reason = "" if param in managed else _reason(param, name, param in bucketed, compute)
+        key = (param not in managed, not _is_expert(name), _format_of(param), reason)
         groups.setdefault(key, []).append(param)
     seen: set[int] = set()
     rows = []
@@ -254,48 +203,45 @@ def _rows(
 def _reason(
     param: torch.nn.Parameter,
     name: str,
-    is_held: bool,
-    multiplied: Mapping[torch.nn.Parameter, str],
+    is_bucketed: bool,
+    compute: Mapping[torch.nn.Parameter, str],
 ) -> str:
-    """Say why no managed bucket holds a parameter.
+    """Return why no managed bucket holds a parameter.
 
     Args:
-        param: of the model.
-        name: of it.
-        is_held: whether another bucket of the optimizer does.
-        multiplied: formats of the products of bf16 weights.
+        param: parameter of the model.
+        name: name of the parameter.
+        is_bucketed: whether another bucket of the optimizer holds it.
+        compute: bf16 weight -> format of its GEMMs.
     """
     if not param.requires_grad:
         return "frozen"
-    if not is_held:
+    if not is_bucketed:
         return "not in this optimizer"
     if _is_vector(param, name):
         return "bias or norm"
     if not _is_plain(param):
         return "Megatron gathers them"
-    if param in multiplied:
-        return f"bf16 primary weights, multiplied in {multiplied[param]}"
+    if param in compute:
+        return f"bf16 primary weights, multiplied in {compute[param]}"
     return f"{_format_of(param)} primary weights"
 
 
 def _is_expert(name: str) -> bool:
-    """Return whether a parameter belongs to routed experts, by the module it lies in."""
     return "experts" in name.split(".")
 
 
 def _is_vector(param: torch.nn.Parameter, name: str) -> bool:
-    """Return whether a parameter is a bias or a norm; grouped biases of experts are [E, R]."""
+    # grouped biases of experts are [E, R]
     return param.dim() < 2 or name.rpartition(".")[2].rstrip("0123456789") == "bias"
 
 
 def _is_plain(param: torch.nn.Parameter) -> bool:
-    """Return whether a parameter is an ordinary tensor, without a quantized storage."""
     return _storage(param) is None and not is_quantized(param)
 
 
 def _storage(param: torch.nn.Parameter) -> WeightStorage | None:
-    """Return the storage of a parameter that has one; unlike ``storage_of`` it makes none."""
-    storage: WeightStorage | None = getattr(param, "quantized_storage", None)
+    storage: WeightStorage | None = getattr(param, "quantized_storage", None)  # makes none
     return storage
 
 
@@ -312,15 +258,14 @@ def _format_of(param: torch.nn.Parameter) -> str:
 
 
 def _count_weights(param: torch.nn.Parameter, name: str) -> int:
-    """Return how many matrices or vectors a parameter holds: one an expert."""
     matrix_dims = 1 if _is_vector(param, name) else 2
     return param.shape[0] if _is_expert(name) and param.dim() > matrix_dims else 1
 
 
 def _memory_bytes(param: torch.nn.Parameter, seen: set[int]) -> int:
-    """Return the bytes behind a parameter that are not among those seen, and note them.
+    """Return the bytes behind a parameter, without memory in ``seen``, to which it is added.
 
-    Weights of a bucket lie in the same memory, with its padding.
+    Weights of a bucket share memory, with its padding.
     """
     storage = _storage(param)
     if is_tensorwise(param):
@@ -346,10 +291,6 @@ def _stock_bytes(bucket: ManagedBucket, high_busbw: bool) -> int:
 
 
 def _only(values: Iterable[Any]) -> Any:
-    """Return the value that all are, None of nothing; of several their list."""
+    """Return the one value there is; several as a list, None for none."""
     found = list(dict.fromkeys(values))
     return found[0] if len(found) == 1 else ", ".join(map(str, found)) or None
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")

@@ -8,6 +8,7 @@ where Megatron keeps them, so that checkpoints of either kind of step load in th
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -24,9 +25,9 @@ from torch import Tensor
 from moe_optim.buckets.bucket_group import GroupedBucketGroup
 from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.buckets.states import Event, Weights
+from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
-from moe_optim.integration.patching.planning import settings_of_stocks_step
 from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.member_table import MemberTable
@@ -53,6 +54,7 @@ from moe_optim.optimizer.step_hooks import (
     require_shown,
     showing_gradients,
 )
+from moe_optim.rules import Setup, why_stock_step
 from moe_optim.weights.names import parameter_names
 from moe_optim.weights.te.tensorwise import TensorwiseCast, can_cast
 
@@ -493,24 +495,25 @@ def as_megatron_returns(norm: Tensor) -> Any:
 # Whether a step can be fused
 
 
-def why_not_fused(optimizer: Any) -> str | None:
-    """Return what keeps the fused step from an optimizer that has not stepped yet, or None.
+def setup_of(optimizer: Any, config: MoEOptimConfig) -> Setup:
+    """Return what decides whether steps of an optimizer that has not stepped yet are fused.
 
     Args:
         optimizer: any part of a chain.
+        config: settings of the plug-in.
     """
-    config = optimizer.config
-    reasons = {
-        "Megatron-FSDP": optimizer.ddp_config.use_megatron_fsdp,
-        **settings_of_stocks_step(
-            config, masters_of_adam=config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-        ),
-        f"{type(optimizer.optimizer).__name__}, which counts steps by parameter": isinstance(
-            optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW
-        )
-        and not isinstance(optimizer.optimizer, GroupStepAdam),
-    }
-    return next((reason for reason, there in reasons.items() if there), None)
+    inner = optimizer.optimizer
+    is_torchs = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+    setup = Setup(
+        config=config,
+        optimizer=optimizer.config,
+        ddp=optimizer.ddp_config,
+        masters_of_adam=optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+        adam=None if isinstance(inner, GroupStepAdam) or not is_torchs else type(inner).__name__,
+    )
+    if why_stock_step(setup):  # there may be no masters
+        return setup
+    return replace(setup, has_kernels=runs_on_kernels(optimizer))
 
 
 def runs_on_kernels(optimizer: Any) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_optim.buckets.bucket_group import gather_weights
 from moe_optim.errors import ConfigError, LayoutError
-from moe_optim.integration.patching.agreement import agree
+from moe_optim.integration.agreement import agree
 from moe_optim.rollout.dense import LocalPart, Wholes, local_parts
 from moe_optim.rollout.dense_names import DenseNames, find_pairs
 from moe_optim.rollout.expert_tensors import get_export_layout

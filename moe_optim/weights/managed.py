@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_optim.integration.patching.active import installed_config
+from moe_optim.integration.installation import installed_config
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.te.fields import te_formats_of
 from moe_optim.weights.te.storage import TransformerEngineStorage
@@ -18,8 +18,8 @@ def storage_of(param: Any) -> Any:
     portable weight's.
     """
     storage = getattr(param, "quantized_storage", None)
-    config = installed_config()
-    if storage is None and config is not None and (formats := te_formats_of(param)):
+    formats = te_formats_of(param) if storage is None else ()
+    if formats and (config := installed_config()) is not None:
         chosen = config.resolved(formats[0].name).format
         for format in formats:
             if format.name == chosen:

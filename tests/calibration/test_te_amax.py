@@ -44,7 +44,7 @@ def _config(ep: int, tp: int = 1) -> Any:
 
 def _make(ep: int, format: str, single: bool, tp: int = 1, **knobs: Any) -> Any:
     """Return experts under an installation that records."""
-    from moe_optim.integration.patching import installation
+    from moe_optim.integration import installation
     from moe_optim.weights.managed import storage_of
     from tests.support.te.te_experts import make_experts
 
@@ -257,7 +257,7 @@ def _unknown(folder: Path) -> None:
     """Save before anything was recorded, or with bf16 weights; load where nothing is recorded."""
     from megatron.core import dist_checkpointing
 
-    from moe_optim.integration.patching import installation
+    from moe_optim.integration import installation
 
     experts.start_ranks()
     module = _make(1, "mxfp8", False)

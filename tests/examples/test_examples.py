@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from moe_optim.config import MoEOptimConfig
-from moe_optim.integration.arguments import add_moe_optim_arguments, request_from_argv
+from moe_optim.integration.arguments import add_moe_optim_arguments, config_from_argv
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("megatron.core")
@@ -131,8 +131,8 @@ def test_the_diff_starts_the_same_run_under_the_plugin(scripts):
     launcher, flags = before[:where], before[where + 1 :]
     program = ["--no-python", "moe-optim", "run", "pretrain_gpt.py"]
     assert after == [*launcher, *program, *PLUGIN, *flags]
-    assert request_from_argv(flags) is None
-    assert request_from_argv(after) == MoEOptimConfig(format="fp8_block")
+    assert config_from_argv(flags) is None
+    assert config_from_argv(after) == MoEOptimConfig(format="fp8_block")
 
 
 def _parse_with_megatron(argv):
@@ -159,7 +159,7 @@ def test_megatron_takes_the_flags_and_they_name_the_format_of_its_recipe(scripts
 def _change_a_configuration(function):
     from megatron.core.optimizer import OptimizerConfig
 
-    from moe_optim.integration.patching.active import installed_config
+    from moe_optim.integration.installation import installed_config
 
     spec = object()
     for name in (
@@ -202,7 +202,7 @@ def test_a_configuration_of_megatron_bridge_keeps_its_settings_and_installs_the_
 
 def _install_in_a_launcher():
     import moe_optim
-    from moe_optim.integration.patching.active import installed_config
+    from moe_optim.integration.installation import installed_config
 
     found = importlib.util.spec_from_file_location("example", EXAMPLES / "slime_and_miles.py")
     example = importlib.util.module_from_spec(found)

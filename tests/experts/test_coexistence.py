@@ -164,7 +164,7 @@ def _run_block(changes: dict[str, Any]) -> Passes:
 
 
 def _run_all() -> dict[tuple[str, str], Passes]:
-    from moe_optim.integration.patching import installation
+    from moe_optim.integration import installation
 
     start_ranks()
     found = {}

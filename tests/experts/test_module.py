@@ -1,14 +1,11 @@
 """In bf16 the portable experts are Megatron's own to the bit; storage is what is multiplied."""
 
-import re
 from collections.abc import Callable
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.enums import CudaGraphModule
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
@@ -199,97 +196,25 @@ def test_training_with_stored_experts_equals_quantizing_bf16_experts_on_the_fly(
 
 # Refusing
 
-SUPPORTED = {
-    "add_bias_linear": False,
-    "bias_activation_fusion": True,
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-    "activation_func_clamp_value": None,
-    "moe_mlp_glu_interleave_size": None,
-    "moe_ffn_hidden_size": 96,
-    "use_te_activation_func": False,
-    "moe_apply_probs_on_input": False,
-    "moe_latent_size": None,
-    "use_cpu_initialization": False,
-    "params_dtype": torch.bfloat16,
-    "fp8": None,
-    "fp4": None,
-    "cuda_graph_impl": "local",
-    "cuda_graph_modules": [CudaGraphModule.attn, CudaGraphModule.moe_router],
-    "recompute_granularity": "selective",
-    "recompute_modules": ["moe"],
-    "fine_grained_activation_offloading": True,
-    "offload_modules": ["core_attn"],
-    "moe_paged_stash": False,
-    "use_transformer_engine_op_fuser": False,
-    "expert_gtp_weight_remat_size": 1,
-    "expert_tensor_parallel_size": 1,
-}
-UNSUPPORTED = {  # what the error calls it -> what is set
-    "biases with fused SwiGLU (give --disable-bias-linear or --no-bias-swiglu-fusion)": {
-        "add_bias_linear": True
-    },
-    "--swiglu": {"activation_func": torch.nn.functional.gelu},
-    "other than --swiglu or --quick-geglu": {"gated_linear_unit": False},
-    "--activation-func-clamp-value with fused SwiGLU": {"activation_func_clamp_value": 0.0},
-    "--moe-mlp-glu-interleave-size 64, which does not divide --moe-ffn-hidden-size 96": {
-        "moe_mlp_glu_interleave_size": 64
-    },
-    "--use-te-activation-func": {"use_te_activation_func": True},
-    "--moe-apply-probs-on-input": {"moe_apply_probs_on_input": True},
-    "--moe-latent-size": {"moe_latent_size": 32},
-    "--expert-tensor-parallel-size 5, which does not divide --moe-ffn-hidden-size 96": {
-        "expert_tensor_parallel_size": 5
-    },
-    "--moe-mlp-glu-interleave-size with --expert-tensor-parallel-size above 1": {
-        "expert_tensor_parallel_size": 2,
-        "moe_mlp_glu_interleave_size": 16,
-    },
-    "--use-cpu-initialization": {"use_cpu_initialization": True},
-    "--params-dtype": {"params_dtype": torch.float16},
-    "give --bf16": {"params_dtype": torch.float32},
-    "--fp8-format": {"fp8": "e4m3"},
-    "--fp4-format": {"fp4": "e2m1"},
-    "--cuda-graph-impl over experts": {"cuda_graph_modules": [CudaGraphModule.moe]},
-    "give --cuda-graph-modules without moe": {"cuda_graph_modules": []},
-    "--recompute-modules moe_act": {"recompute_modules": ["moe_act"]},
-    "--offload-modules": {"offload_modules": ["core_attn", "expert_fc1"]},
-    "expert_fc1 or moe_act": {"offload_modules": ["moe_act"]},
-    "--moe-paged-stash": {"moe_paged_stash": True},
-    "--use-transformer-engine-op-fuser": {"use_transformer_engine_op_fuser": True},
-    "--expert-tensor-parallel-num-weight-shards": {"expert_gtp_weight_remat_size": 2},
-}
+
+def _build_what_is_refused() -> str:
+    from tests.support.modules import experts
+
+    experts.start_ranks()
+    config = experts.make_config()
+    config.moe_apply_probs_on_input = config.moe_paged_stash = True
+    with pytest.raises(ConfigError) as error:
+        experts.make_ours(config)
+    return str(error.value)
 
 
-def _refusals(cases: dict[str, dict[str, Any]]) -> dict[str, str]:
-    from moe_optim.experts.module import _refuse_unsupported
-
-    messages = {}
-    for name, changes in cases.items():
-        config = SimpleNamespace(**SUPPORTED | changes)
-        group = SimpleNamespace(size=lambda size=config.expert_tensor_parallel_size: size)
-        try:
-            _refuse_unsupported(config, SimpleNamespace(expt_tp=group))
-        except ConfigError as error:
-            messages[name] = str(error)
-    return messages
-
-
-@pytest.fixture(scope="module")
-def refusals() -> dict[str, str]:
-    several = UNSUPPORTED["--moe-latent-size"] | UNSUPPORTED["--fp8-format"]
-    return run_ranks(1, _refusals, UNSUPPORTED | {"several": several, "none": {}})[0]
-
-
-@pytest.mark.parametrize("flag", UNSUPPORTED)
-def test_what_the_experts_do_not_support_is_refused_by_the_flags_name(refusals, flag):
-    assert re.match(rf"portable experts: expected .*, got .*{re.escape(flag)}", refusals[flag])
-    assert refusals[flag].endswith("drop --moe-grouped-gemm for stock experts.")
-
-
-def test_all_unsupported_flags_are_named_at_once(refusals):
-    assert "--moe-latent-size; --fp8-format" in refusals["several"]
-    assert "none" not in refusals
+def test_what_the_experts_do_not_have_is_refused_before_they_are_built():
+    first, *lines = run_ranks(1, _build_what_is_refused)[0].splitlines()
+    assert first.startswith("experts: expected settings that go together")
+    assert [line.strip().partition(":")[0] for line in lines] == [
+        "--moe-apply-probs-on-input",
+        "--moe-paged-stash",
+    ]
 
 
 def _ask_for_quantized_experts_that_are_not_built() -> str:

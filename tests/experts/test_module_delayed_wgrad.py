@@ -119,7 +119,7 @@ def _run_steps(*, delay: bool) -> Reduced:
 
 
 def _run_all() -> dict[tuple[str, bool], Reduced]:
-    from moe_optim.integration.patching import installation
+    from moe_optim.integration import installation
 
     start_ranks()
     found = {}

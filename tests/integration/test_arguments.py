@@ -10,7 +10,7 @@ import pytest
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
-from moe_optim.integration.arguments import add_moe_optim_arguments, request_from_argv
+from moe_optim.integration.arguments import add_moe_optim_arguments, config_from_argv
 from tests.support.ranks import run_ranks
 
 SURFACE = {  # flag -> action, what it takes, default
@@ -99,13 +99,13 @@ ASKS = {  # argv -> configuration
 @pytest.mark.parametrize(("argv", "config"), ASKS.values(), ids=ASKS.keys())
 def test_what_a_command_line_asks_for(argv, config):
     before = list(argv)
-    assert request_from_argv(argv) == config
+    assert config_from_argv(argv) == config
     assert argv == before
 
 
 def test_a_recipe_gives_its_section_and_nothing_else(recipe):
     expected = MoEOptimConfig(format="bf16", expert_layout="indexed")
-    assert request_from_argv([FLAG, "--moe-optim-recipe", recipe]) == expected
+    assert config_from_argv([FLAG, "--moe-optim-recipe", recipe]) == expected
 
 
 @pytest.mark.parametrize("recipe_first", [True, False], ids=["recipe first", "recipe last"])
@@ -113,7 +113,7 @@ def test_fields_go_over_the_recipe_wherever_they_stand(recipe, recipe_first):
     parts = [["--moe-optim-recipe", recipe], ["--moe-optim-set", "format=mxfp8"]]
     first, last = parts if recipe_first else reversed(parts)
     expected = MoEOptimConfig(format="mxfp8", expert_layout="indexed")
-    assert request_from_argv([*first, FLAG, *last]) == expected
+    assert config_from_argv([*first, FLAG, *last]) == expected
 
 
 REFUSED = {  # argv -> what the error names
@@ -129,7 +129,7 @@ REFUSED = {  # argv -> what the error names
 @pytest.mark.parametrize(("argv", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_a_wrong_request_is_refused_by_name(argv, message):
     with pytest.raises(ConfigError, match=message):
-        request_from_argv(argv)
+        config_from_argv(argv)
 
 
 # What Megatron does to arguments
@@ -142,7 +142,7 @@ def _parse_with_megatron(argv: list[str]) -> tuple[bool, list[str] | None, Any]:
     sys.argv = ["pretrain", *argv]
     args = parse_args(extra_args_provider=add_moe_optim_arguments)
     on = getattr(args, "use_moe_grouped_optim", None)
-    return on, getattr(args, "moe_optim_set", None), request_from_argv(sys.argv[1:])
+    return on, getattr(args, "moe_optim_set", None), config_from_argv(sys.argv[1:])
 
 
 def test_megatrons_parser_knows_the_flags():
@@ -179,7 +179,7 @@ def _load_arguments_of_a_checkpoint(argv: list[str]) -> tuple[bool, Any, int]:
         None,
     )
     checkpointing.load_args_from_checkpoint(args)
-    return args.use_moe_grouped_optim, request_from_argv(sys.argv[1:]), args.num_experts
+    return args.use_moe_grouped_optim, config_from_argv(sys.argv[1:]), args.num_experts
 
 
 def test_the_flags_survive_the_arguments_of_a_checkpoint():

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.formats import FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
-from moe_optim.integration import cpu_runtime
+from moe_optim.integration import cpu_runtime, installation
 from moe_optim.integration.argv import spell_format
-from moe_optim.integration.patching import active
+from moe_optim.rules import refusals
 from moe_optim.weights import managed
 from tests.support import training
 from tests.support.ranks import run_ranks
@@ -37,7 +37,7 @@ def test_auto_takes_the_format_and_every_other_knob_stays():
 
 
 def test_knobs_that_do_not_go_with_what_auto_is_are_refused():
-    with pytest.raises(ConfigError, match="^format: auto, bf16 here: record_amax: expected false"):
+    with pytest.raises(ConfigError, match="^format: auto, bf16 here: record_amax: true"):
         MoEOptimConfig(record_amax=True).resolved("bf16")
 
 
@@ -79,53 +79,53 @@ def test_a_tensor_that_transformer_engine_did_not_quantize_is_not_managed(
     assert managed.storage_of(float8) is None
 
 
-def _two_formats() -> str:
+def _chunk(*params: Any) -> Any:
+    """Return a wrapped chunk that holds some weights and no modules."""
+    model = SimpleNamespace(qk_clip=False)
+    return SimpleNamespace(
+        parameters=lambda: params, modules=lambda: [], config=model, ddp_config=None
+    )
+
+
+def _find(config: MoEOptimConfig, *params: Any) -> Any:
+    from megatron.core.optimizer import OptimizerConfig
+
     from moe_optim.optimizer import requirements
 
-    active.activate(AUTO)
+    flags = OptimizerConfig(use_distributed_optimizer=True)
+    installation._config = config
+    return requirements._find_setup(flags, [_chunk(*params)], config)
+
+
+def _two_formats() -> list[str]:
     mixed = [
         te_stand_ins.MXFP8Tensor(MXFP8, torch.randn(32, 32)),
         te_stand_ins.NVFP4Tensor(NVFP4, torch.randn(32, 32)),
     ]
-    with pytest.raises(ConfigError) as error:
-        requirements._check_wanted(
-            AUTO, [SimpleNamespace(parameters=lambda: mixed)], quantized=True, tensorwise=False
-        )
-    return str(error.value)
+    return refusals(dataclasses.replace(_find(AUTO, *mixed), quantized=False))
 
 
 def test_weights_of_two_formats_are_refused():
-    (message,) = run_ranks(1, _two_formats)
-    assert message.startswith("moe_optim: format: auto: expected quantized weights of one format")
-    assert "mxfp8 and nvfp4" in message
+    ((message,),) = run_ranks(1, _two_formats)
+    assert message.startswith("format: auto with weights in mxfp8 and nvfp4: expected quantized")
 
 
 @pytest.mark.parametrize("asked", ["bf16", "mxfp8"])
 def test_weights_with_one_scale_are_refused_under_another_format_on_every_rank(asked: str):
     """Also by ranks that have none of them: a pipeline stage may lack what another holds."""
-    for message in run_ranks(2, _one_scale_on_one_rank, asked):
-        assert message.startswith("moe_optim: format: expected auto, as --fp8-recipe")
-        assert (
-            f"got {asked}. Set --moe-optim-set format=auto, or drop --fp8-param-gather" in message
-        )
+    for (message,) in run_ranks(2, _one_scale_on_one_rank, asked):
+        assert message.startswith(f"format: {asked} with weights that take auto: --fp8-recipe")
+        assert "Set --moe-optim-set format=auto, or drop --fp8-param-gather" in message
 
 
-def _one_scale_on_one_rank(asked: str) -> str:
-    from moe_optim.optimizer import requirements
-
+def _one_scale_on_one_rank(asked: str) -> list[str]:
     cpu_runtime.install()
     dist.init_process_group("gloo")
-    active.activate(MoEOptimConfig(format=asked))
     quantizer = te_stand_ins.Float8CurrentScalingQuantizer()
     weight = te_stand_ins.Float8Tensor(torch.randn(32, 32), quantizer)
     params = [weight] if dist.get_rank() == 0 else []
-    chunk = SimpleNamespace(
-        parameters=lambda: params, config=SimpleNamespace(), ddp_config=SimpleNamespace()
-    )
-    requirements._refused_settings = lambda *_, **__: {}
-    with pytest.raises(ConfigError) as error:
-        requirements.check_wrapped_model(None, [chunk])
-    return str(error.value)
+    setup = _find(MoEOptimConfig(format=asked), *params)
+    return refusals(dataclasses.replace(setup, tensorwise=False))
 
 
 # Megatron's own loop: portable experts, and none

@@ -54,8 +54,7 @@ def _configure() -> dict[str, Any]:
     import moe_optim
     from moe_optim.experts.grouped_linear import GroupedLinear
     from moe_optim.formats import MXFP8, get_format
-    from moe_optim.integration import bridge
-    from moe_optim.integration.patching import active
+    from moe_optim.integration import bridge, installation
 
     def chunks(
         interleave: int | None = None, layout: str = "grouped", format: Any = MXFP8
@@ -81,7 +80,7 @@ def _configure() -> dict[str, Any]:
     found["refused by Megatron"] = _outcome(unfinished.finalize)
     misspelt = make(moe_optim={"fromat": "nvfp4"})
     found["misspelt"] = _outcome(misspelt.finalize)
-    found["installed before"] = active.installed_config()
+    found["installed before"] = installation.installed_config()
 
     config = make(moe_optim=MoEOptimConfig(expert_layout="indexed"), lr=1e-3)
     found["provide before finalize"] = _outcome(lambda: config.provide(model_chunks=chunks()))
@@ -91,7 +90,7 @@ def _configure() -> dict[str, Any]:
         setattr(config, name, value)
     for _ in range(2):
         config.finalize()
-    found["installed"] = active.installed_config()
+    found["installed"] = installation.installed_config()
     found["another"] = _outcome(make(moe_optim=MoEOptimConfig(format="bf16")).finalize)
     found["interleaved"] = _outcome(lambda: config.provide(model_chunks=chunks(32)))
     with_amaxes = chunks(32, "indexed", get_format("nvfp4"))
@@ -137,9 +136,10 @@ def test_interleaved_experts_are_refused_where_they_are_the_first_axis(configure
     """Megatron-Bridge reorders the first axis of their weights. Those of Transformer Engine, and
     portable ones with a parameter each, have rows there."""
     refusal = configured["interleaved"]
-    assert "portable: expected one weight an expert and no more" in refusal
-    assert "got one of all experts (set optimizer.moe_optim.expert_layout=indexed)." in refusal
-    assert "got amaxes of all experts (take a format other than nvfp4" in configured["amaxes"]
+    assert "portable: one weight of all experts with model.moe_mlp_glu_interleave_size" in refusal
+    assert "Set optimizer.moe_optim.expert_layout=indexed" in refusal
+    assert "recorded amaxes" in configured["amaxes"]
+    assert "Take a format other than nvfp4 and record_amax=false" in configured["amaxes"]
     assert configured["provided"] == ["an optimizer"] * 2
 
 
@@ -302,13 +302,12 @@ def _train_as_bridge(flags: list[str], folder: Path) -> Record:
     from megatron.training import training
 
     import moe_optim
-    from moe_optim.integration import cpu_runtime
-    from moe_optim.integration.patching import active
+    from moe_optim.integration import cpu_runtime, installation
 
     cpu_runtime.install()
     order: list[str] = []
     moe_optim.MoEOptimizerConfig(moe_optim=NVFP4).finalize()
-    order.append(f"finalized {active.installed_config().format}")
+    order.append(f"finalized {installation.installed_config().format}")
     wrap = DistributedDataParallel.__init__
 
     def wrap_and_note(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -35,8 +35,8 @@ pytestmark = pytest.mark.skipif(
 @contextmanager
 def _findable() -> Iterator[None]:
     """Let Python find the package, after Megatron has looked for Transformer Engine in vain."""
-    from moe_optim.integration.patching import patches
-    from moe_optim.integration.patching.engine import apply_patches
+    from moe_optim.integration import patches
+    from moe_optim.integration.engine import apply_patches
 
     apply_patches(patches.ADAM)
     sys.path += PATH

@@ -132,7 +132,7 @@ def _sort_experts_of_transformer_engine() -> dict[str, Any]:
 
     from moe_optim.checkpoint.hooks import _save_values
     from moe_optim.formats import MXFP8
-    from moe_optim.integration.patching.active import activate
+    from moe_optim.integration.installation import activate
     from tests.support.te.te_stand_ins import MXFP8Tensor
 
     masters = torch.randn(2, 6 * SIZE, SIZE)

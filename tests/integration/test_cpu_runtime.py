@@ -18,9 +18,8 @@ import torch
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, PatchError
 from moe_optim.formats import MXFP8
-from moe_optim.integration import cpu_runtime
-from moe_optim.integration.patching import patches
-from moe_optim.integration.patching.engine import patch_state
+from moe_optim.integration import cpu_runtime, patches
+from moe_optim.integration.engine import patch_state
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import PortableStorage
 from tests.support import training
@@ -50,54 +49,35 @@ def redirected() -> dict[str, Any]:
 # Installing and uninstalling
 
 
-def _install_and_uninstall() -> list[str]:
+def _install_and_uninstall() -> tuple[list[str], int]:
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    logger.setLevel(logging.INFO)
     before = redirected()
     adam_and_cpu = [p for p in (*patches.ADAM, *patches.CPU) if patch_state(p) != "not needed"]
     assert len(adam_and_cpu) >= 6
-    assert not cpu_runtime.is_installed()
-    cpu_runtime.install()
-    installed = redirected()
-    assert cpu_runtime.is_installed()
-    assert all(installed[name] is cpu_runtime.REDIRECTS[name] for name in installed)
-    assert {patch_state(patch) for patch in adam_and_cpu} == {"applied"}
-    cpu_runtime.install()
-    assert all(redirected()[name] is installed[name] for name in installed)
-    cpu_runtime.uninstall()
-    cpu_runtime.uninstall()
-    assert not cpu_runtime.is_installed()
+    for _ in range(2):
+        cpu_runtime.install()
+        installed = redirected()
+        assert cpu_runtime.is_installed()
+        assert torch.zeros(1, device="cuda").type() == "torch.cuda.FloatTensor"
+        assert all(installed[name] is cpu_runtime.REDIRECTS[name] for name in installed)
+        assert {patch_state(patch) for patch in adam_and_cpu} == {"applied"}
+        cpu_runtime.install()
+        assert all(redirected()[name] is installed[name] for name in installed)
+        cpu_runtime.uninstall()
+        cpu_runtime.uninstall()
+        assert not cpu_runtime.is_installed()
     assert {patch_state(patch) for patch in adam_and_cpu} == {"off"}
     assert torch.ones(1).type() == "torch.FloatTensor"
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros(1, device="cuda")
-    return [name for name, value in redirected().items() if value is not before[name]]
+    changed = [name for name, value in redirected().items() if value is not before[name]]
+    return changed, logger.level
 
 
 def test_uninstall_restores_every_name_that_install_redirected():
-    """By identity, after two installs and two uninstalls; CUDA is out of reach again."""
-    assert in_one_rank(_install_and_uninstall) == []
-
-
-def _install_again() -> None:
-    for _ in range(2):
-        cpu_runtime.install()
-        assert torch.zeros(1, device="cuda").type() == "torch.cuda.FloatTensor"
-        cpu_runtime.uninstall()
-
-
-def test_it_can_be_installed_again():
-    in_one_rank(_install_again)
-
-
-def _keep_the_log_level() -> int:
-    logger = logging.getLogger("megatron.core.tensor_parallel.random")
-    logger.setLevel(logging.INFO)
-    cpu_runtime.install()
-    cpu_runtime.uninstall()
-    return logger.level
-
-
-def test_uninstall_restores_the_level_of_megatrons_log():
-    assert in_one_rank(_keep_the_log_level) == logging.INFO
+    """By identity, after two installs and two uninstalls, and so again; CUDA is out of reach."""
+    assert in_one_rank(_install_and_uninstall) == ([], logging.INFO)
 
 
 def test_importing_redirects_nothing():
@@ -345,8 +325,9 @@ TYPE_NAMES = {
 
 def _type_names() -> None:
     cpu_runtime.install()
-    names = {dtype: torch.zeros(1, dtype=dtype).type() for dtype in TYPE_NAMES}
-    assert names == TYPE_NAMES
+    for dtype, name in TYPE_NAMES.items():
+        assert torch.zeros(1, dtype=dtype).type() == name
+        assert torch.zeros(1).type(name).dtype == dtype
     weight = torch.nn.Parameter(GroupedWeight(PortableStorage(MXFP8, (1, 32, 32))))
     assert weight.type() == torch.nn.Parameter(torch.zeros(1).bfloat16()).type()
     assert torch.zeros(1).type(torch.float64).dtype == torch.float64
@@ -354,18 +335,9 @@ def _type_names() -> None:
 
 
 def test_type_names_are_those_of_cuda_tensors():
-    """Megatron's optimizers branch on them, for parameters of every class; conversions still do."""
+    """Megatron's optimizers branch on them, for parameters of every class; ``a.type(b.type())``
+    converts ``a`` on any machine."""
     in_one_rank(_type_names)
-
-
-def _type_names_back() -> dict[torch.dtype, torch.dtype]:
-    cpu_runtime.install()
-    return {dtype: torch.zeros(1).type(name).dtype for dtype, name in TYPE_NAMES.items()}
-
-
-def test_a_type_name_it_gives_is_one_it_takes():
-    """``a.type(b.type())`` converts ``a`` on any machine."""
-    assert in_one_rank(_type_names_back) == {dtype: dtype for dtype in TYPE_NAMES}
 
 
 # Streams, events, statistics
@@ -385,39 +357,26 @@ def _use_streams_and_events() -> None:
     main.wait_stream(side)
     assert isinstance(side.record_event(), torch.cuda.Event)
     assert side.record_event(end) is end
-    assert end.query()
     end.wait()
-    end.synchronize()
-    side.synchronize()
-    torch.cuda.synchronize()
-    assert start.elapsed_time(end) == 0
+    for one in (end, side, torch.cuda):
+        one.synchronize()
+    assert end.query() and start.elapsed_time(end) == 0
     assert torch.cuda.current_stream() is main
     assert side.cuda_stream == 0
     with torch.cuda.stream(None):
         torch.cuda.set_stream(side)
-
-
-def test_streams_and_events_have_the_interface_that_is_used():
-    """Work is done when it is issued, so waiting returns at once and events have happened."""
-    in_one_rank(_use_streams_and_events)
-
-
-def _ask_about_the_device() -> None:
-    cpu_runtime.install()
-    assert torch.cuda.is_available()
-    assert torch.cuda.device_count() == 1
+    assert torch.cuda.is_available() and torch.cuda.device_count() == 1
     assert torch.device(torch.cuda.current_device()).type == "cpu"
     assert torch.cuda.get_device_capability() >= (8, 0)
     assert torch.cuda.get_device_properties(0).total_memory == 0
     assert torch.cuda.get_device_name() == "cpu"
     assert not torch.cuda.is_current_stream_capturing()
-    for call in (torch.cuda.empty_cache, torch.cuda.reset_peak_memory_stats):
-        assert call() is None
     assert torch.cuda.set_device(0) is None
 
 
-def test_there_is_one_device():
-    in_one_rank(_ask_about_the_device)
+def test_device_streams_and_events_have_the_interface_that_is_used():
+    """There is one device. Work is done when it is issued: waiting returns at once."""
+    in_one_rank(_use_streams_and_events)
 
 
 def _use_memory() -> None:
@@ -491,17 +450,13 @@ def _draw() -> None:
     state = torch.cuda.get_rng_state()
     assert torch.equal(state, torch.get_rng_state())
     first = torch.rand(4, device="cuda")
-    for restore, read in (
-        (torch.cuda.set_rng_state, torch.cuda.get_rng_state),
-        (torch.cuda.random.set_rng_state, torch.cuda.random.get_rng_state),
-    ):
-        restore(state, device=torch.cuda.current_device())
-        assert torch.equal(read(device=0), state)
+    for module in (torch.cuda, torch.cuda.random):
+        module.set_rng_state(state, device=torch.cuda.current_device())
+        assert torch.equal(module.get_rng_state(device=0), state)
         assert torch.equal(torch.rand(4), first)
-    torch.cuda.manual_seed_all(7)
-    assert torch.equal(torch.rand(4), first)
-    torch.manual_seed(7)
-    assert torch.equal(torch.rand(4, device="cuda"), first)
+    for seed in (torch.cuda.manual_seed_all, torch.manual_seed):
+        seed(7)
+        assert torch.equal(torch.rand(4, device="cuda"), first)
     for key in (0, torch.cuda.current_device()):
         assert torch.equal(torch.cuda.default_generators[key].get_state(), torch.get_rng_state())
 

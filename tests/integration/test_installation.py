@@ -11,10 +11,9 @@ import pytest
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, PatchError, StateError
-from moe_optim.integration import cpu_runtime
-from moe_optim.integration.arguments import request_from_argv
-from moe_optim.integration.patching import active, installation, patches
-from moe_optim.integration.patching.engine import Patch, in_all_versions
+from moe_optim.integration import cpu_runtime, installation, patches
+from moe_optim.integration.arguments import config_from_argv
+from moe_optim.integration.engine import Patch, in_all_versions
 from moe_optim.kernels.member_table import MemberTable
 from tests.support.ranks import run_ranks
 from tests.support.states import life_cycle
@@ -74,7 +73,7 @@ def _import_everything() -> tuple[list[str], int, list[str]]:
     for module in pkgutil.walk_packages(package.__path__, "moe_optim."):
         importlib.import_module(module.name)
     arguments = sys.modules["moe_optim.integration.arguments"]
-    assert arguments.request_from_argv(["--num-layers", "2", "--moe-grouped-gemm"]) is None
+    assert arguments.config_from_argv(["--num-layers", "2", "--moe-grouped-gemm"]) is None
     after = attributes_of(owners)
     ours = [f"{name}.{key}" for (name, key), value in after.items() if is_ours(value)]
     return differences(before, after), len(before), ours
@@ -112,18 +111,19 @@ def _install_and_uninstall() -> dict[str, Any]:
 def test_install_replaces_the_targets_of_its_patches_and_uninstall_restores_them():
     """By identity; a second call of either does nothing."""
     report = in_one_rank(_install_and_uninstall)
-    wanted = [*patches.ADAM, *patches.EXPERTS, *patches.OPTIMIZER]
-    wanted += [*patches.CHECKPOINTS, *patches.CHECKPOINTS_OF_RANKS]
-    assert report["replaced"] == sorted(p.target.replace(":", ".") for p in wanted)
+    targets = sorted(patch.target.replace(":", ".") for patch in patches.INSTALLED)
+    assert report["replaced"] == targets
     assert report["replaced by the second install"] == []
     assert report["left behind"] == []
 
 
 def _use_several_configurations() -> None:
+    from moe_optim.experts import module
+
     with pytest.raises(StateError, match=r"install\(\) to have run"):
-        active.active_config()
+        module.grouped_mlp_modules(None, True)
     installation.install()
-    assert active.active_config() == MoEOptimConfig()
+    assert installation.installed_config() == MoEOptimConfig()
     installation.install(MoEOptimConfig())  # equal, though not identical
     with pytest.raises(
         StateError, match=r"got .*expert_layout='indexed'.*uninstall\(\) first"
@@ -132,12 +132,11 @@ def _use_several_configurations() -> None:
     assert "nonfinite" not in str(e.value)  # which they have in common
     with pytest.raises(ConfigError, match="expected a MoEOptimConfig, got 'mxfp8'"):
         installation.install("mxfp8")
-    assert active.active_config() == MoEOptimConfig()
+    assert installation.installed_config() == MoEOptimConfig()
     installation.uninstall()
-    with pytest.raises(StateError):
-        active.active_config()
+    assert installation.installed_config() is None
     installation.install(OTHER)
-    assert active.active_config() == OTHER
+    assert installation.installed_config() == OTHER
 
 
 def test_one_configuration_at_a_time():
@@ -155,11 +154,10 @@ def _fail_to_install() -> list[str]:
     )
     owners = owners_below("megatron.")
     before = attributes_of(owners)
-    patches.OPTIMIZER = (*patches.OPTIMIZER, broken)
+    patches.INSTALLED = (*patches.INSTALLED, broken)
     with pytest.raises(PatchError, match="NoSuchName"):
         installation.install(MXFP8)
-    with pytest.raises(StateError):
-        active.active_config()
+    assert installation.installed_config() is None
     return differences(before, attributes_of(owners))
 
 
@@ -262,7 +260,7 @@ def _stock_classes() -> dict[str, str]:
 
 def test_a_run_without_the_flag_is_megatrons_own():
     """Trained for two steps with the runtime that the CPU needs: not one class of this package."""
-    assert request_from_argv(["--train-iters", "2"]) is None
+    assert config_from_argv(["--train-iters", "2"]) is None
     distributed = "megatron.core.distributed"
     assert in_one_rank(_stock_classes) == {
         "chain": "megatron.core.optimizer.optimizer.ChainedOptimizer",

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_optim.integration.patching.engine import patch_state
-from moe_optim.integration.patching.patches import PATCHES
+from moe_optim.integration.engine import patch_state
+from moe_optim.integration.patches import PATCHES
 from tests.support.ranks import run_ranks
 from tests.support.training import MODEL
 from tests.support.training_runs.scripts import PRETRAIN
@@ -67,13 +67,13 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
         but("--optimizer", "sgd", "--moe-apply-probs-on-input",
             "--moe-router-topk", "1", "--moe-router-pre-softmax"),
         [
-            "refused with the plug-in: --optimizer sgd (give adam). Change or remove it.",
+            "refused with the plug-in: --optimizer sgd: masters and moments are Adam's. Give --opt",
             "refused with the plug-in: --moe-apply-probs-on-input",
         ],
     ),
     "nothing to quantize": (
         but("--moe-optim-set", "format=mxfp8", without=("--moe-grouped-gemm",)),
-        ["refused with the plug-in: moe_optim.format mxfp8 without weights to keep in it"],
+        ["refused with the plug-in: format: mxfp8 without weights to store in it"],
     ),
     "knobs": (
         but("--moe-optim-set", "fromat=mxfp8", "--optimizer", "sgd"),
@@ -96,7 +96,7 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
         [
             "--num-expert: no such", "--lr: invalid", "--hidden-size: expected",
             "--transformer-impl: expected", "refused with the plug-in: --optimizer sgd",
-            "refused with the plug-in: moe_optim.format mxfp8 without",
+            "refused with the plug-in: format: mxfp8 without",
         ],
     ),
 }  # fmt: skip

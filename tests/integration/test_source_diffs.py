@@ -18,9 +18,9 @@ import torch
 from moe_optim.config import MoEOptimConfig
 from moe_optim.environment import find_folder
 from moe_optim.errors import StateError
+from moe_optim.integration import patches
+from moe_optim.integration.installation import installed_config
 from moe_optim.integration.patched_tree import HOOK, replacement_of, switch_on
-from moe_optim.integration.patching import patches
-from moe_optim.integration.patching.active import installed_config
 from moe_optim.integration.source_diffs import apply_diffs, load_diffs
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_same_run, pretrain
@@ -152,8 +152,8 @@ FLAGS = [*PLUGIN, "--train-iters", "2", "--eval-interval", "2"]
 TRAIN_IN_TREE = """
 import runpy, sys, torch
 import moe_optim.commands.train.pretrain as entry
-from moe_optim.integration.patching.patches import PATCHES
-from moe_optim.integration.patching.engine import patch_state
+from moe_optim.integration.patches import PATCHES
+from moe_optim.integration.engine import patch_state
 from tests.support.training import pretrain
 
 script, result, *flags = sys.argv[1:]

@@ -146,13 +146,13 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {  # change -> beginnings o
         {"optimizer": "sgd", "language_model__moe_apply_probs_on_input": True,
          "language_model__moe_router_topk": 1, "language_model__moe_router_pre_softmax": True},
         [
-            "refused with the plug-in: --optimizer sgd (give adam). Change or remove it.",
+            "refused with the plug-in: --optimizer sgd: masters and moments are Adam's. Give --opt",
             "refused with the plug-in: --moe-apply-probs-on-input",
         ],
     ),
     "no Transformer Engine": (
         {"language_model__transformer_impl": "transformer_engine"},
-        ["--transformer-impl: expected Transformer Engine", "refused with the plug-in: moe_optim."],
+        ["--transformer-impl: expected Transformer Engine", "refused with the plug-in: format: "],
     ),
     "fields of the model": (
         {"language_model__moe_z_loss_coeff": ..., "language_model__cuda_graph_impl": ...},

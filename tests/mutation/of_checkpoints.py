@@ -41,7 +41,7 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint/hooks.py",
-        'thorough = config_in_force().check_on_load == "thorough"',
+        'thorough = config_or_bf16().check_on_load == "thorough"',
         "thorough = True",
         (
             f"{MEGATRON}/test_hooks.py::"

@@ -13,6 +13,7 @@ FACTORY = "optimizer/factory.py"
 HOST_STATES = "optimizer/host_states.py"
 REQUIREMENTS = "optimizer/requirements.py"
 STEP = "optimizer/step.py"
+RULES = "rules.py"
 EXCHANGES = (
     f"{TESTS}/test_host_calls.py::"
     "test_what_was_exchanged_before_a_gather_holds_the_weights_of_the_masters[in the step]",
@@ -79,14 +80,14 @@ MUTANTS = (
     ),
     Mutant(  # Megatron's own offloading steps beside ours
         FACTORY,
-        '"optimizer_cuda_graph": False, "optimizer_cpu_offload": False}',
-        '"optimizer_cuda_graph": False}',
+        '    "optimizer_cpu_offload",\n',
+        "",
         (f"{TESTS}/test_factory.py",),
     ),
     Mutant(  # Adam is built capturable for a graph of ours
         FACTORY,
-        '{"optimizer_cuda_graph": False, "optimizer_cpu_offload"',
-        '{"optimizer_cpu_offload"',
+        '    "optimizer_cuda_graph",\n',
+        "",
         (f"{TESTS}/test_factory.py",),
     ),
     Mutant(  # the states of a later checkpoint keep the dtype of the first
@@ -108,16 +109,23 @@ MUTANTS = (
         ("tests/integration/test_auto_format.py",),
     ),
     Mutant(  # masters in half precision are refused in bf16 alone
-        REQUIREMENTS,
-        "config.main_params_dtype != torch.float32",
-        "config.main_params_dtype == torch.bfloat16",
-        (f"{TESTS}/test_programmatic.py::test_unsupported_flags_are_refused_by_name",),
+        RULES,
+        'or dtype == "float32":',
+        'or dtype != "bfloat16":',
+        ("tests/test_rules.py::test_what_is_refused_is_told_by_what_the_user_has_set",),
+    ),
+    Mutant(  # a step that was asked for is Megatron's in its layout
+        RULES,
+        's.config.step == "auto" and s.config.layout == "stock"',
+        's.config.layout == "stock"',
+        ("tests/test_rules.py",),
     ),
     Mutant(  # quantized experts are looked for in one chunk of the model
         REQUIREMENTS,
-        "    params = [param for chunk in model_chunks for param in chunk.parameters()]\n"
-        "    quantized = ",
-        "    params = list(model_chunks[0].parameters())\n    quantized = ",
-        (f"{TESTS}/test_programmatic.py::test_unsupported_flags_are_refused_by_name",),
+        "for param in (param for chunk in model_chunks for param in chunk.parameters()):",
+        "for param in model_chunks[0].parameters():",
+        (
+            f"{TESTS}/test_programmatic.py::test_all_that_a_built_model_is_refused_for_is_named_at_once",
+        ),
     ),
 )

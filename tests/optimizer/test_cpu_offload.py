@@ -229,11 +229,11 @@ def _refused(flags: list[str], config: MoEOptimConfig) -> str:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (replace(BF16, step="stock"), "--optimizer-cpu-offload with moe_optim.step stock (set ste"),
+        (replace(BF16, step="stock"), "--optimizer-cpu-offload with step: stock: "),
         (
             replace(BF16, layout="stock"),
-            "--optimizer-cpu-offload: expected a fused step, got step: stock, which steps states "
-            "on the device. Set --moe-optim-set step=fused, or drop the flag.",
+            "--optimizer-cpu-offload with layout: stock: Megatron's step takes states on the "
+            "device. Set step: fused; or leave states on the device.",
         ),
     ],
     ids=["step", "layout"],
@@ -247,8 +247,8 @@ def test_a_step_that_has_to_be_megatrons_is_refused_with_what_makes_it_so():
     """The remedy is not one that would be refused next."""
     flags = [*FLAGS, *OFFLOAD, "--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp8"]
     (said,) = run_ranks(1, _refused, flags, BF16)
-    assert "got step: stock for moments in torch.uint8 and torch.uint8, of --exp-avg-dtype" in said
-    assert said.endswith("Remove that, or drop the flag.")
+    assert "--optimizer-cpu-offload with moments in torch.uint8 and torch.uint8" in said
+    assert said.endswith("Give both fp32 or both bf16; or leave states on the device.")
 
 
 def _build_by_megatrons_function(flags: list[str], config: MoEOptimConfig) -> str:
@@ -256,7 +256,7 @@ def _build_by_megatrons_function(flags: list[str], config: MoEOptimConfig) -> st
     from megatron.core import optimizer
     from megatron.training import training as megatron_training
 
-    from moe_optim.integration.patching import installation
+    from moe_optim.integration import installation
 
     stock, install = optimizer.get_megatron_optimizer, installation.install
 

@@ -204,14 +204,15 @@ def test_ranks_that_share_weights_describe_the_same_and_others_their_part(descri
                 assert sum(part[count] for part in parts) == row[count]
 
 
-def test_it_prints_as_a_table_in_one_line_and_as_json(described):
-    description, shown, table = described[1][0]["nvfp4 grouped"]
+def test_it_prints_in_one_line_and_as_json(described):
+    description, shown, line = described[1][0]["nvfp4 grouped"]
     assert shown.startswith("GroupedDistributedOptimizer(8 expert weights in nvfp4 (73,728 param")
     assert shown.endswith("1 bucket, wire quantized, layout aligned)")
-    lines = table.splitlines()
-    assert lines[0] == "moe_optim: GroupedDistributedOptimizer, step stock; weights of this rank"
-    assert lines[2].split()[:4] == ["expert", "nvfp4", "8", "73,728"]
-    assert lines[-1].startswith("stock: Megatron's distributed optimizer with bf16 weights")
+    assert line.startswith(
+        "GroupedDistributedOptimizer, step stock; 8 expert weights in nvfp4 (73,"
+    )
+    assert "; gathered per step: " in line and " over 2 ranks (stock 144 KiB); " in line
+    assert "\n" not in line
     assert json.loads(json.dumps(description))["buckets"] == 1
 
 
@@ -269,7 +270,7 @@ def te_params(kind: Any, count: int, rows: int, cols: int, *, grouped: bool) -> 
 
 @pytest.mark.parametrize(
     ("sizes", "said"),
-    [((1,), "of 1 rank,"), ((4,), "of 4 ranks,"), ((4, 1), "of 1 or 4 ranks,")],
+    [((1,), "over 1 rank "), ((4,), "over 4 ranks "), ((4, 1), "over 1 or 4 ranks ")],
 )
 def test_it_says_how_many_ranks_share_a_bucket(sizes, said):
     """Expert parallelism divides experts, and not the other weights, which are quantized, too."""

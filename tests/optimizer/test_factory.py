@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.optimizer import factory
+from moe_optim.rules import Setup
 
 TAKEN_OUT = (
     "optimizer_cuda_graph",
@@ -21,7 +21,7 @@ PRECISION_AWARE = (
 
 def config(**flags):
     """Return what of Megatron's ``OptimizerConfig`` is looked at."""
-    plain = dict.fromkeys(PRECISION_AWARE, False)
+    plain = dict.fromkeys(PRECISION_AWARE, False) | {"main_params_dtype": "torch.float32"}
     return SimpleNamespace(**plain, **dict.fromkeys(TAKEN_OUT, False) | flags)
 
 
@@ -29,12 +29,13 @@ def config(**flags):
 def test_megatron_does_nothing_that_is_done_here(flag):
     """And the configuration that was given stays as it is: others read it, too."""
     given = config(**{flag: True})
-    settled = factory._settle(given, MoEOptimConfig(step="fused"), [torch.nn.Linear(2, 2)])
+    setup = Setup(config=MoEOptimConfig(step="fused"), optimizer=given)
+    settled = factory._without_replaced_flags(given, setup)
     assert not any(getattr(settled, name) for name in TAKEN_OUT)
     assert getattr(given, flag) is True
 
 
 def test_a_configuration_with_nothing_to_take_out_is_handed_on():
     given = config()
-    knobs = MoEOptimConfig(step="stock")
-    assert factory._settle(given, knobs, [torch.nn.Linear(2, 2)]) is given
+    setup = Setup(config=MoEOptimConfig(step="stock"), optimizer=given)
+    assert factory._without_replaced_flags(given, setup) is given

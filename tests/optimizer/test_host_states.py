@@ -152,13 +152,13 @@ def test_a_step_that_turns_out_to_be_megatrons_is_refused():
     """``auto`` fuses where states are on the host, but not with ``layout: stock``, which
     the other wire has here."""
     (said,) = run_ranks(1, _refuse, {"step": "auto", "wire": "bf16", "offload_states": 0.5})
-    assert said.startswith("moe_optim: offload_states: expected a fused step, got step: stock")
-    assert "Set --moe-optim-set step=fused, or offload_states=0." in said
+    assert said.startswith("moe_optim: offload_states: 0.5 with layout: stock: Megatron's step")
+    assert said.endswith("Set step: fused; or leave states on the device.")
     assert run_ranks(1, _refuse, {"step": "auto", "offload_states": 0.5}) == [""]
 
 
 def test_megatrons_step_is_refused_with_the_knobs():
-    message = "^recipe: offload_states: expected 0 with step: stock, .* Write 0, or step: fused"
+    message = "^recipe: offload_states with step: stock: .* Write 0, or step: fused"
     with pytest.raises(ConfigError, match=message):
         MoEOptimConfig.from_mapping({"step": "stock", "offload_states": 1}, "recipe")
     assert not MoEOptimConfig(step="stock", offload_states=0).offload_states

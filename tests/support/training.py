@@ -68,8 +68,7 @@ def pretrain(
         without: words of MODEL to leave out.
     """
     from moe_optim.commands.train.pretrain import train
-    from moe_optim.integration import cpu_runtime
-    from moe_optim.integration.patching import installation
+    from moe_optim.integration import cpu_runtime, installation
 
     if cpu_runtime.is_installed() or not torch.cuda.is_available():
         os.environ["MOE_OPTIM_CPU"] = "1"
@@ -98,8 +97,8 @@ def install_experts(config: MoEOptimConfig) -> None:
 
     For comparisons on the same experts, which must then be bf16.
     """
-    from moe_optim.integration.patching import installation, patches
-    from moe_optim.integration.patching.engine import revert_patches
+    from moe_optim.integration import installation, patches
+    from moe_optim.integration.engine import revert_patches
 
     installation.install(config)
     checkpoints = (*patches.CHECKPOINTS, *patches.CHECKPOINTS_OF_RANKS)
@@ -121,8 +120,8 @@ def _watch(
     """Wrap what Megatron's loop calls, and return the list that model and optimizer go into."""
     from megatron.training import training
 
-    from moe_optim.integration.patching import patches
-    from moe_optim.integration.patching.engine import apply_patches
+    from moe_optim.integration import patches
+    from moe_optim.integration.engine import apply_patches
 
     apply_patches(patches.TRAIN)  # first, so that the wrappers below stay outermost
     built: list[Any] = []

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from fractions import Fraction
@@ -16,9 +17,10 @@ from moe_optim.experts.keys.layouts import LAYOUTS
 from moe_optim.formats import DIRECTIONS, FORMATS, BlockScaledFormat
 from moe_optim.formats.health_figures import THRESHOLDS
 from moe_optim.formats.partition import BufferPartition, Partition, infer_partition
+from moe_optim.integration import patches
 from moe_optim.integration.arguments import add_moe_optim_arguments
-from moe_optim.integration.patching import patches
 from moe_optim.rollout.conventions import CONVENTIONS, ONE_SCALE
+from moe_optim.rules import RULES
 from tools.rooms import ORDER
 
 PATCH_GROUPS = {
@@ -362,6 +364,35 @@ def health_thresholds() -> str:
     )
 
 
+def refusals(portable: bool) -> str:
+    rules = [
+        rule
+        for rule in RULES
+        if rule.effect == "refuse" and (rule.scope == "portable experts") is portable
+    ]
+    if portable:
+        return table(["refused", "instead"], ([_flags(r.name), _flags(r.remedy)] for r in rules))
+    return table(
+        ["in", "refused", "since", "instead"],
+        ([rule.scope, *map(_flags, (rule.name, rule.reason, rule.remedy))] for rule in rules),
+    )
+
+
+def stock_steps() -> str:
+    rules = [rule for rule in RULES if rule.effect == "stock step"]
+    return table(
+        ["what makes a step Megatron's", "why", "instead"],
+        ([_flags(rule.name), _flags(rule.reason), _flags(rule.remedy)] for rule in rules),
+    )
+
+
+def _flags(text: str) -> str:
+    """Return a text of a rule in Markdown: flags, settings and variables as code."""
+    link = "Change what [makes the step Megatron's](#what-falls-back-to-megatrons-step);"
+    text = text.replace("{step};", link)
+    return re.sub(r"--[a-z][a-z0-9-]+\*?|\w+: \w+(?=$|[ ,;)])|NVTE_\w+(=\w+)?", r"`\g<0>`", text)
+
+
 CODE_TABLES: Mapping[str, Callable[[], str]] = {
     "commands": commands,
     "conventions": conventions,
@@ -374,6 +405,9 @@ CODE_TABLES: Mapping[str, Callable[[], str]] = {
     "mesh-maxima": mesh_maxima,
     "mesh-buffers": mesh_buffers,
     "patches": patch_rows,
+    "refusals": lambda: refusals(portable=False),
+    "refusals-of-portable-experts": lambda: refusals(portable=True),
     "shared-states": shared_states,
     "states": states,
+    "stock-steps": stock_steps,
 }

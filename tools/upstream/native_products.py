@@ -32,8 +32,8 @@ def leave_to_torch() -> None:
     from megatron.core.optimizer import clip_grads
     from megatron.core.transformer.moe import moe_utils
 
-    from moe_optim.integration.patching import patches
-    from moe_optim.integration.patching.engine import apply_patches
+    from moe_optim.integration import patches
+    from moe_optim.integration.engine import apply_patches
 
     moe_utils.te_general_gemm = None
     clip_grads.multi_tensor_applier = utils.local_multi_tensor_applier

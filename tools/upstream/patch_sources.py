@@ -43,8 +43,8 @@ def fingerprint(function: Any) -> str:
 def list_targets() -> Iterator[tuple[str, Target]]:
     """Yield name, signature and fingerprint of every target in the Megatron that is imported."""
     from moe_optim.integration import cpu_runtime  # noqa: F401 - imports what torch has first
-    from moe_optim.integration.patching.engine import form_of, overridden, resolve
-    from moe_optim.integration.patching.patches import PATCHES
+    from moe_optim.integration.engine import form_of, overridden, resolve
+    from moe_optim.integration.patches import PATCHES
 
     for patch in PATCHES:
         try:

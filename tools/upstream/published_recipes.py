@@ -38,7 +38,7 @@ from rich.table import Table
 
 from moe_optim.commands.console.provenance import commit
 from moe_optim.config import MoEOptimConfig
-from moe_optim.optimizer.requirements import foresee_refusals
+from moe_optim.rules import Setup, refusals
 from tools.upstream.launches import find_launches
 from tools.upstream.stand_in_imports import StandIn, find_bridge, standing_in
 
@@ -122,8 +122,9 @@ def kept_in(model: Any) -> str:
 def judge(optimizer: Any, ddp: Any, model: Any, **identity: str) -> Answer:
     """Ask the plug-in about three configurations."""
     kept = kept_in(model)
-    knobs = MoEOptimConfig(format=FORMATS.get(kept, "auto"))
-    refused = tuple(foresee_refusals(optimizer, ddp, [model], knobs))
+    config = MoEOptimConfig(format=FORMATS.get(kept, "auto"))
+    lines = refusals(Setup.of_flags(config, optimizer, ddp, [model]))
+    refused = tuple(line.partition(": ")[0] for line in lines)
     return Answer(**identity, kept=kept, refused=refused)
 
 

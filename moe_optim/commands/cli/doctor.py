@@ -169,8 +169,8 @@ def _native_products() -> list[str]:
 
 
 def _examine_patches() -> list[dict[str, str]]:
-    from moe_optim.integration.patching.engine import patch_state  # only where Megatron is
-    from moe_optim.integration.patching.patches import PATCHES
+    from moe_optim.integration.engine import patch_state  # only where Megatron is
+    from moe_optim.integration.patches import PATCHES
 
     return [
         {

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from moe_optim.commands.plan.costs import STOCK_BF16, PlanRow
 from moe_optim.commands.plan.experts import PlannedExperts, is_native
-from moe_optim.config import NATIVE_FORMATS
 from moe_optim.config.recipes import Recipe
 from moe_optim.formats import FORMATS
 from moe_optim.integration.argv import last_value, spell_format
+from moe_optim.rules import NATIVE_FORMATS
 from moe_optim.spelling import spell_bytes
 
 GIB = 2**30

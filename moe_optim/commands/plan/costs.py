@@ -18,10 +18,9 @@ from moe_optim.buckets.layout import Slot, plan_buffers
 from moe_optim.commands.plan.census import Counts, count_block_rows, count_owned
 from moe_optim.commands.plan.experts import PlannedBucket, PlannedExperts
 from moe_optim.commands.plan.stock_layout import packed_nbytes
-from moe_optim.config import MoEOptimConfig
 from moe_optim.formats import DIRECTIONS, FORMATS, BlockScaledFormat
-from moe_optim.integration.patching.planning import offload_of_flags, settings_of_stocks_step
 from moe_optim.kernels.exchange import plan_exchange
+from moe_optim.rules import offload_fraction
 
 _MASTER, _BF16 = 4, 2  # bytes
 STOCK_BF16, STOCK_MXFP8, STOCK_NVFP4, STOCK_FP8_BLOCK = STOCKS = (
@@ -88,16 +87,6 @@ def step_bytes(
     return numel * (grad_bytes + masters + 2 * moment_bytes + format.gathered_bytes_per_element)
 
 
-def why_stocks_step(experts: PlannedExperts, config: MoEOptimConfig) -> str | None:
-    """Return what makes steps stock's, on GPUs where kernels run, or None where they are fused."""
-    if not config.may_fuse_steps:
-        asked = {name: getattr(config, name) for name in ("step", "layout", "backend")}
-        return ", ".join(f"{k}: {v}" for k, v in asked.items() if v in ("stock", "reference"))
-    # Adam holds masters where no weight is quantized, and such rows are stock's.
-    settings = settings_of_stocks_step(experts.optimizer, masters_of_adam=False)
-    return next((setting for setting, there in settings.items() if there), None)
-
-
 def plan_rows(
     experts: PlannedExperts,
     gpus: Sequence[int],
@@ -125,7 +114,7 @@ def plan_rows(
     Args:
         experts: experts of one pipeline stage.
         gpus: total numbers of GPUs.
-        is_fused: whether steps of quantized weights are, see :func:`why_stocks_step`.
+        is_fused: whether steps of quantized weights are fused.
         offload_states: part of their masters and moments on the host. The chunks of it that pass
             through the device, and the time of their copies, are not counted.
         memory_tb_per_s: terabytes that memory reads and writes in a second; None: no time.
@@ -145,7 +134,7 @@ def plan_rows(
             format = FORMATS.get(name)
             on_host = offload_states if format is not None else 0.0
             if name == STOCK_BF16:
-                on_host = offload_of_flags(experts.optimizer)
+                on_host = offload_fraction(experts.optimizer)
             rows[name] = {
                 "format": name,
                 "gpus": count,

@@ -20,7 +20,7 @@ from moe_optim.commands.plan.stages import check_divides, count_moe_layers
 from moe_optim.commands.plan.stock_layout import bucket_divisor, lay_buckets
 from moe_optim.errors import ConfigError, refuse
 from moe_optim.formats import BlockScaledFormat
-from moe_optim.integration.patching.planning import ranks_multiple
+from moe_optim.integration.arguments import ranks_multiple
 
 WeightShape = tuple[int, int, int]
 _MOMENTS = MappingProxyType(

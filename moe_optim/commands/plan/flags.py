@@ -18,7 +18,7 @@ from typing import Any
 from moe_optim.commands.hugging_face.values import MOST_LAYERS
 from moe_optim.environment import Package, find_package
 from moe_optim.errors import ConfigError
-from moe_optim.integration.patching.planning import FlagsParser, parse_with_megatron
+from moe_optim.integration.arguments import FlagsParser, parse_with_megatron
 
 RECORD = Path(__file__).with_name("megatron_flags.json")
 """Written by ``make docs``, from the parser of the megatron-core that is installed there; a version

@@ -53,9 +53,9 @@ def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         LayoutError: a weight that a format cannot hold.
     """
     from moe_optim.commands.plan.answers import find_choice, recommend
-    from moe_optim.commands.plan.costs import plan_rows, why_stocks_step
+    from moe_optim.commands.plan.costs import plan_rows
     from moe_optim.commands.plan.experts import plan_experts
-    from moe_optim.integration.patching.planning import knobs_with_flags
+    from moe_optim.rules import Setup, config_with_flags, why_stock_step
 
     argv = [*recipe.megatron_argv(), *args.megatron_args]
     config = recipe.moe_optim
@@ -67,9 +67,11 @@ def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         )
     except ConfigError as error:
         raise ConfigError(f"{recipe.path}: {error}") from error
-    config = knobs_with_flags(config, experts.optimizer)
+    config = config_with_flags(config, experts.optimizer)
     gpus = sorted(set(args.gpus or default_gpus(experts, recipe.ranks)))
-    reason = why_stocks_step(experts, config)
+    # where no weight is quantized Adam may hold masters, and such rows are stock's
+    setup = Setup(config=config, optimizer=experts.optimizer, masters_of_adam=False)
+    reason = why_stock_step(setup)
     if reason and (config.offload_states or experts.args.optimizer_cpu_offload):
         raise ConfigError(
             f"{recipe.path}: states on the host: expected a fused step, got {reason}. Remove that, "

@@ -14,7 +14,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 
 from moe_optim.commands.console.provenance import describe_environment
-from moe_optim.integration.patching.engine import original
+from moe_optim.integration.engine import original
 from moe_optim.integration.script_runner import trains_on_cpu
 from moe_optim.optimizer.description import describe
 from moe_optim.weights.managed import is_managed

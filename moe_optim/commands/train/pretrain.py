@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from moe_optim import import_hook
-from moe_optim.errors import MoEOptimError, refuse
-from moe_optim.integration import cpu_runtime
-from moe_optim.integration.arguments import add_moe_optim_arguments, request_from_argv
-from moe_optim.integration.patching import installation, patches
-from moe_optim.integration.patching.engine import apply_patches
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import MoEOptimError
+from moe_optim.integration import cpu_runtime, installation, patches
+from moe_optim.integration.arguments import add_moe_optim_arguments, config_from_argv
+from moe_optim.integration.engine import apply_patches
+from moe_optim.rules import Setup, check_setup
 
 Batch = dict[str, Tensor]
 
@@ -129,16 +130,7 @@ build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank
 
 def refuse_unsupported(args: Namespace) -> None:
     """Refuse flags that this entry would silently treat differently from ``pretrain_gpt.py``."""
-    refuse(
-        {
-            "--context-parallel-size": args.context_parallel_size > 1,
-            "--sft": args.sft,
-            "--fim-data": args.fim_data,
-            "--dataloader-inter-document-masking": args.dataloader_inter_document_masking,
-        },
-        expected="moe-optim train: expected whole sequences of plain text",
-        remedy="Remove it, or start pretrain_gpt.py of Megatron-LM.",
-    )
+    check_setup(Setup(config=MoEOptimConfig(), args=args), "moe-optim train")
 
 
 def check(argv: Sequence[str]) -> list[str]:
@@ -164,15 +156,15 @@ def train(argv: Sequence[str]) -> None:
     ``argv``, Megatron's and moe_optim's flags, replaces ``sys.argv``: Megatron parses that.
     """
     sys.argv = [sys.argv[0], *argv]
-    request = request_from_argv(argv)
+    moe_optim_config = config_from_argv(argv)
     import_hook.disarm()
     if os.environ.get("MOE_OPTIM_CPU") == "1":
         cpu_runtime.install()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         sys.argv += ["--distributed-backend", "gloo"]
     apply_patches(patches.TRAIN)
-    if request is not None:
-        installation.install(request)
+    if moe_optim_config is not None:
+        installation.install(moe_optim_config)
 
     from megatron.core.enums import ModelType
     from megatron.training import pretrain

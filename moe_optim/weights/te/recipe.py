@@ -2,24 +2,14 @@
 
 import importlib
 import inspect
-import os
 from dataclasses import replace
 from typing import Any
 
 from moe_optim.environment import find_package
 from moe_optim.errors import ConfigError
 from moe_optim.formats import BlockScaledFormat
-from moe_optim.integration.patching.active import installed_config
-from moe_optim.integration.patching.engine import original
-
-_OTHER_BYTES: dict[str, dict[str, tuple[str, ...]]] = {
-    "--fp8-recipe blockwise": {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("1",)},
-    "--fp4-recipe nvfp4": {
-        "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": ("1",),
-        "NVTE_NVFP4_4OVER6": ("weights", "all"),
-    },
-}
-"""Recipe -> variables that Transformer Engine reads -> values that make bytes of no format here."""
+from moe_optim.integration.engine import original
+from moe_optim.integration.installation import installed_config
 
 
 def import_error() -> str | None:
@@ -82,29 +72,3 @@ def _require_square_blocks(has_them: bool) -> None:
             "moe_optim: format: mxfp8_2d: expected Transformer Engine 2.19 or newer, whose MXFP8 "
             f"has square blocks, got {package or 'none'}. Install it, or set format: mxfp8."
         )
-
-
-def native_recipe(model: Any) -> str | None:
-    """Return the flag of the recipe that weights are kept in between steps, None for bf16.
-
-    Args:
-        model: Megatron's transformer configuration.
-    """
-    for on, kept, name in (("fp8", "fp8_param", "fp8_recipe"), ("fp4", "fp4_param", "fp4_recipe")):
-        if getattr(model, on) and getattr(model, kept):
-            recipe = getattr(model, name)
-            return f"--{name.replace('_', '-')} {getattr(recipe, 'value', recipe)}"
-    return None
-
-
-def variables_of_other_bytes(recipe: str) -> list[str]:
-    """Return what the environment sets so that a recipe makes weights in no format of ours.
-
-    Args:
-        recipe: flag of the recipe, see :func:`native_recipe`.
-    """
-    return [
-        f"{variable}={os.environ[variable]}"
-        for variable, values in _OTHER_BYTES.get(recipe, {}).items()
-        if os.environ.get(variable) in values
-    ]

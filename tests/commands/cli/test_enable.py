@@ -100,10 +100,10 @@ AFTER_IMPORT = """
 import importlib.util, json, os, sys
 assert importlib.util.find_spec("megatron.training")  # which is no import
 from megatron.training.arguments import parse_args
-from moe_optim.integration.patching.installation import installed_config
+from moe_optim.integration.installation import installed_config
 from moe_optim.integration import cpu_runtime
-from moe_optim.integration.patching.engine import patch_state
-from moe_optim.integration.patching.patches import PATCHES
+from moe_optim.integration.engine import patch_state
+from moe_optim.integration.patches import PATCHES
 args = parse_args()
 print(json.dumps({
     "applied": [patch.id for patch in PATCHES if patch_state(patch) == "applied"],

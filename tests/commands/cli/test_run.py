@@ -13,9 +13,9 @@ from torch.utils._config_module import ConfigModule
 from moe_optim.commands.cli import main as cli
 from moe_optim.config import MoEOptimConfig
 from moe_optim.integration import cpu_runtime
-from moe_optim.integration.arguments import request_from_argv
-from moe_optim.integration.patching.engine import patch_state
-from moe_optim.integration.patching.patches import ADAM, CPU, DATASETS, PATCHES, SCRIPT
+from moe_optim.integration.arguments import config_from_argv
+from moe_optim.integration.engine import patch_state
+from moe_optim.integration.patches import ADAM, CPU, DATASETS, PATCHES, SCRIPT
 from moe_optim.integration.script_runner import prepare_imports, run_script
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_same_run, pretrain
@@ -39,7 +39,7 @@ print(json.dumps({
 RUN_SCRIPT = """
 import sys
 from pathlib import Path
-from moe_optim.integration.arguments import request_from_argv
+from moe_optim.integration.arguments import config_from_argv
 from moe_optim.integration.script_runner import prepare_imports, run_script
 script = Path(sys.argv[1])
 prepare_imports(script, None)
@@ -204,7 +204,7 @@ def test_a_recipe_gives_all_of_its_flags_and_arguments_win(script, tmp_path, imp
     (argv,) = seen
     given = ["--lr", "1e-3", "--num-layers", "3", "--bf16", "--use-moe-grouped-optim"]
     assert argv == [*given, "--moe-optim-recipe", str(recipe), *mine]
-    assert request_from_argv(argv) == MoEOptimConfig(format="nvfp4", wire="quantized")
+    assert config_from_argv(argv) == MoEOptimConfig(format="nvfp4", wire="quantized")
 
 
 def test_a_recipe_for_other_versions_is_refused_and_hardware_is_the_launchers(
@@ -230,7 +230,7 @@ def test_megatrons_parser_reads_a_shipped_recipe_under_the_arguments_of_a_script
     script = tmp_path / "parse.py"
     script.write_text(
         "from megatron.training.arguments import parse_args\n"
-        "from moe_optim.integration.patching.installation import installed_config\n"
+        "from moe_optim.integration.installation import installed_config\n"
         "args = parse_args()\n"
         "assert (args.num_experts, args.train_iters, args.swiglu) == (8, 5, True)\n"
         "assert installed_config().format == 'bf16'\n"
@@ -344,7 +344,7 @@ def test_the_flag_installs_the_plugin_and_the_parser_takes_its_settings(tmp_path
         "import sys\n"
         "from megatron.training.arguments import parse_args\n"
         "from moe_optim.integration.arguments import add_moe_optim_arguments\n"
-        "from moe_optim.integration.patching.installation import installed_config\n"
+        "from moe_optim.integration.installation import installed_config\n"
         "for provider in (None, add_moe_optim_arguments):\n"
         "    args = parse_args(provider)\n"
         "    assert args.use_moe_grouped_optim and args.moe_optim_set == ['format=mxfp8']\n"

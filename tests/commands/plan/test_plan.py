@@ -30,7 +30,6 @@ from moe_optim.commands.plan.costs import (
     STOCK_NVFP4,
     STOCKS,
     plan_rows,
-    why_stocks_step,
 )
 from moe_optim.commands.plan.experts import plan_experts
 from moe_optim.commands.plan.report import default_gpus
@@ -38,9 +37,9 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import DIRECTIONS, FORMATS
-from moe_optim.integration.patching.planning import knobs_with_flags
 from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.launch_table import LaunchTable, can_launch, own_slots
+from moe_optim.rules import Setup, config_with_flags, why_stock_step
 from moe_optim.spelling import spell_bytes, spell_count, spell_difference
 from tests.support.states.buckets import make_bucket, own_masters
 
@@ -300,9 +299,9 @@ def test_states_on_the_host_take_no_memory_of_the_device():
         (on_host | {"optimizer_offload_fraction": 1.5}, 0, 0, 0),
     ):
         experts = experts_of(**flags)
-        knobs = knobs_with_flags(MoEOptimConfig(offload_states=knob), experts.optimizer)
-        assert knobs.offload_states == 1 - ours
-        rows = plan_rows(experts, [2], offload_states=knobs.offload_states, memory_tb_per_s=3.0)
+        config = config_with_flags(MoEOptimConfig(offload_states=knob), experts.optimizer)
+        assert config.offload_states == 1 - ours
+        rows = plan_rows(experts, [2], offload_states=config.offload_states, memory_tb_per_s=3.0)
         for row, whole in zip(rows, without, strict=True):
             is_ours = row["format"] in FORMATS
             left = ours if is_ours else stocks if row["format"] == STOCK_BF16 else 1
@@ -414,15 +413,18 @@ STOCKS_STEPS = {  # knobs, flags -> why the step is stock's
     "stock's layout": ({"layout": "stock"}, {}, "layout: stock"),
     "no kernels": ({"backend": "reference"}, {}, "backend: reference"),
     "fused in stock's layout": ({"layout": "stock", "step": "fused"}, {}, None),
-    "moments in fp16": ({}, NARROW, "moments in torch.float16 and torch.float16, of --exp-avg"),
-    "a loss scale": ({}, {"loss_scale": 128}, "a loss scale, of --fp16 or --loss-scale"),
+    "moments in fp16": ({}, NARROW, "moments in torch.float16 and torch.float16 (--exp-avg-dtype"),
+    "a loss scale": ({}, {"loss_scale": 128}, "a loss scale (--loss-scale, --fp16)"),
     "nothing": ({}, {}, None),
 }
 
 
 @pytest.mark.parametrize(("knobs", "flags", "reason"), STOCKS_STEPS.values(), ids=STOCKS_STEPS)
 def test_a_step_that_is_stocks_has_a_reason(knobs, flags, reason):
-    found = why_stocks_step(experts_of(**flags), MoEOptimConfig(**knobs))
+    flags_of_optimizer = experts_of(**flags).optimizer
+    config = MoEOptimConfig(**knobs)
+    setup = Setup(config=config, optimizer=flags_of_optimizer, masters_of_adam=False)
+    found = why_stock_step(setup)
     assert found == reason if reason is None else found.startswith(reason)
 
 

@@ -108,9 +108,8 @@ def run_jobs(jobs: Sequence[Job]) -> list[torch.Tensor]:
 
 def install_runtime() -> None:
     """Let Megatron's entry run in this process, without a GPU."""
-    from moe_optim.integration import cpu_runtime
-    from moe_optim.integration.patching import patches
-    from moe_optim.integration.patching.engine import apply_patches
+    from moe_optim.integration import cpu_runtime, patches
+    from moe_optim.integration.engine import apply_patches
 
     cpu_runtime.install()
     apply_patches(patches.TRAIN)

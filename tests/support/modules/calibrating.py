@@ -75,7 +75,7 @@ def local_part(linear: str, weights: torch.Tensor, ep: int = 1, tp: int = 1) -> 
 def make(kind: Kind, ep: int = 1, tp: int = 1, seed: int = 0) -> Any:
     """Return experts of this rank with their part of :func:`whole_weights`, under the plug-in."""
     from moe_optim.experts.module import GroupedExperts
-    from moe_optim.integration.patching import installation
+    from moe_optim.integration import installation
     from tests.support.te.te_experts import make_experts
 
     installation.uninstall()

@@ -52,7 +52,7 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.models.backends import LocalSpecProvider
 
-    from moe_optim.integration.patching import installation
+    from moe_optim.integration import installation
     from tests.support import training
 
     if on_cpu:

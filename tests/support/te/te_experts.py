@@ -154,7 +154,7 @@ def build_with_te_experts(config: Any, **options: Any) -> None:
     """
     from megatron.core.models.backends import LocalSpecProvider
 
-    from moe_optim.integration.patching import installation
+    from moe_optim.integration import installation
 
     if config is not None:
         installation.install(config)

@@ -149,8 +149,8 @@ def observe(report: Report) -> None:
     """Make Megatron's training loop write into ``report``."""
     from megatron.training import training
 
-    from moe_optim.integration.patching import patches
-    from moe_optim.integration.patching.engine import apply_patches
+    from moe_optim.integration import patches
+    from moe_optim.integration.engine import apply_patches
 
     apply_patches(patches.TRAIN)  # first, so that the wrappers below stay outermost
     setup, train_step = training.setup_model_and_optimizer, training.train_step

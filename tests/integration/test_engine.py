@@ -10,8 +10,8 @@ import pytest
 
 from moe_optim.environment import NEEDED
 from moe_optim.errors import PatchError
-from moe_optim.integration.patching import engine
-from moe_optim.integration.patching.engine import (
+from moe_optim.integration import engine
+from moe_optim.integration.engine import (
     Patch,
     Signature,
     apply_patches,
@@ -19,7 +19,7 @@ from moe_optim.integration.patching.engine import (
     patch_state,
     revert_patches,
 )
-from moe_optim.integration.patching.patches import PATCHES
+from moe_optim.integration.patches import PATCHES
 from tests.support.ranks import run_ranks
 
 

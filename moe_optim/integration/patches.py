@@ -1,6 +1,6 @@
 """The table of every name of Megatron that moe_optim rebinds, with the reason for each."""
 
-from moe_optim.integration.patching.engine import Patch, in_all_versions
+from moe_optim.integration.engine import Patch, in_all_versions
 
 _FUSED_OPTIMIZERS = ("transformer_engine", "apex.optimizers")
 
@@ -368,16 +368,19 @@ CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = (
 CONFIGURATIONS: tuple[Patch, ...] = tuple(
     patch for patch in (*ADAM, *OPTIMIZER) if patch.target.endswith("Config.__post_init__")
 )
-"""Those of the above that a configuration is made with which Megatron would refuse."""
+"""Rows above that let configurations through which Megatron would refuse."""
 
-PATCHES: tuple[Patch, ...] = (
-    *TRAIN,
-    *SCRIPT,
+INSTALLED: tuple[Patch, ...] = (
     *ADAM,
-    *CPU,
     *EXPERTS,
     *OPTIMIZER,
     *CHECKPOINTS,
     *CHECKPOINTS_OF_RANKS,
 )
-"""Every name of Megatron that this package rebinds, in the order in which it does."""
+"""What ``install()`` applies."""
+
+PATCHES: tuple[Patch, ...] = (
+    *(*TRAIN, *SCRIPT, *ADAM, *CPU),
+    *(patch for patch in INSTALLED if patch not in ADAM),
+)
+"""Every name of Megatron that this package rebinds."""

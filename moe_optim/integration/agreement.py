@@ -1,4 +1,4 @@
-"""What one rank refuses, all ranks refuse: none is left waiting in a collective."""
+"""An error of one rank is raised on all ranks: none is left waiting in a collective."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,17 +9,17 @@ from moe_optim.errors import ConfigError, LayoutError, NonFiniteError, PatchErro
 
 
 def agree(act: Callable[[], Any], group: Any) -> Any:
-    """Call ``act`` on every rank of ``group``; raise on all of them what one of them raised.
+    """Call ``act`` on every rank of ``group``, and raise an error of one rank on all of them.
 
-    Otherwise those without an error would wait for the others in the next collective. Every rank
+    Otherwise ranks without an error would wait for the others in the next collective. Every rank
     must call it.
 
     Args:
-        act: of this rank; it may communicate where no rank fails before another.
-        group: of ranks; None for all.
+        act: function of this rank; it may communicate where no rank fails before another.
+        group: process group; None for all ranks.
 
     Returns:
-        What ``act`` returned on this rank.
+        Result of ``act`` on this rank.
     """
     ranks = torch.distributed.get_world_size(group)
     if ranks == 1:

@@ -1,0 +1,256 @@
+"""The engine that rebinds names of Megatron: idempotent, reversible, and checked before it acts."""
+
+import importlib
+import importlib.util
+import inspect
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_optim.environment import NEEDED, find_package, satisfies
+from moe_optim.errors import PatchError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """The object at a target in some versions of megatron-core."""
+
+    form: str
+    """``(names, of, parameters)``, after ``static`` for a static method; ``class``; or the name of
+    a constant's type."""
+    versions: str = NEEDED["megatron-core"]
+    """A version specifier; all supported versions by default."""
+
+    def __str__(self) -> str:
+        """Return form and versions."""
+        return f"{self.form} of megatron-core {self.versions}"
+
+
+def in_all_versions(form: str) -> tuple[Signature, ...]:
+    """Return the signatures of a target that is the same in every supported megatron-core."""
+    return (Signature(form=form),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One name of Megatron, and its replacement.
+
+    Targets and replacements are written ``module:attribute`` (``module:Class.attribute`` for a
+    method); nothing is imported before the patch is applied.
+    """
+
+    id: str
+    target: str
+    replacement: str
+    fits: tuple[Signature, ...]
+    """Signatures that the replacement was written for; any other target is refused."""
+    because: str
+    """Why no supported hook does the job."""
+    remove_when: str
+    """What upstream has to offer for this patch to go."""
+    not_needed_with: tuple[str, ...] = field(default=())
+    """Modules whose presence makes the patch unnecessary."""
+    only_if_there: bool = False
+    """Whether a Megatron without the target does without the patch: it has not got the fault."""
+
+
+_originals: dict[str, Any] = {}  # target -> the object that stood there
+_inherited: set[str] = set()  # targets that stood on a base class
+_holders: dict[str, set[str]] = {}  # patch id -> who needs it
+
+
+def resolve(path: str) -> tuple[Any, str, Any]:
+    """Return owner, attribute name and current object of ``module:attribute``."""
+    module_name, _, attribute_path = path.partition(":")
+    *owners, name = attribute_path.split(".")
+    owner: Any = importlib.import_module(module_name)
+    for step in owners:
+        owner = getattr(owner, step)
+    return owner, name, inspect.getattr_static(owner, name)
+
+
+def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
+    """Put every replacement in place; patches already applied or not needed are left alone.
+
+    All targets are checked before the first one is rebound, so a failure changes nothing.
+
+    Args:
+        patches: rows of the table.
+        holder: name of whoever needs them; a patch stays until all of its holders have reverted it.
+
+    Raises:
+        PatchError: a target is gone or is not what its replacement was written for.
+    """
+    patches = tuple(patches)
+    plan, installed = [], _installed()
+    for patch in patches:
+        if patch.target in _originals or not _is_needed(patch):
+            continue
+        if why := _misfit(patch, *installed):
+            raise PatchError(
+                f"patch {patch.id}: {patch.target}: {why}. Install a megatron-core "
+                f"{NEEDED['megatron-core']}; `moe-optim doctor` checks all patches."
+            )
+        plan.append((patch, *resolve(patch.target), resolve(patch.replacement)[2]))
+    for patch, owner, name, original, replacement in plan:
+        if name not in vars(owner):
+            _inherited.add(patch.target)
+        setattr(owner, name, replacement)
+        _originals[patch.target] = original
+        logger.debug("patch %s: %s -> %s", patch.id, patch.target, patch.replacement)
+    for patch in patches:
+        if patch.target in _originals:
+            _holders.setdefault(patch.id, set()).add(holder)
+
+
+def revert_patches(patches: Iterable[Patch], holder: str = "") -> None:
+    """Put back the original at every target that no other holder needs."""
+    for patch in patches:
+        holders = _holders.get(patch.id, set())
+        holders.discard(holder)
+        if patch.target not in _originals or holders:
+            continue
+        owner, name, _ = resolve(patch.target)
+        original = _originals.pop(patch.target)
+        if patch.target in _inherited:
+            _inherited.remove(patch.target)
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
+def is_rebound(target: str) -> bool:
+    """Return whether a replacement stands at ``module:attribute`` now."""
+    return target in _originals
+
+
+def original(target: str) -> Any:
+    """Return the function or class of Megatron that a replacement at ``module:attribute`` calls.
+
+    It is the object that stood there when the patch was applied, so wrappers of others stay in
+    place; where nothing is rebound (a patched tree, a direct call), the object there now.
+    """
+    found = _originals[target] if is_rebound(target) else resolve(target)[2]
+    return found.__func__ if isinstance(found, staticmethod) else found
+
+
+def patch_state(patch: Patch) -> str:
+    """Return ``applied``, ``off``, ``not needed`` or ``broken: <why>``; changes nothing."""
+    if is_rebound(patch.target):
+        return "applied"
+    if not _is_needed(patch):
+        return "not needed"
+    why = _misfit(patch, *_installed())
+    return f"broken: {why}" if why else "off"
+
+
+def _is_needed(patch: Patch) -> bool:
+    if any(_is_importable(name) for name in patch.not_needed_with):
+        return False
+    if not patch.only_if_there:
+        return True
+    try:
+        resolve(patch.target)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _is_importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a parent package is absent
+        return False
+
+
+def _installed() -> tuple[str, str]:
+    """Return megatron-core as errors name it, and its version."""
+    package = find_package("megatron-core")
+    version = package.version if package else "unknown"
+    return f"megatron-core {version}", version
+
+
+def _misfit(patch: Patch, name: str, version: str) -> str | None:
+    """Return why a patch does not fit the megatron-core that is imported, or None if it does."""
+    expected = f"expected {' or '.join(map(str, patch.fits))}"
+    try:
+        original = resolve(patch.target)[2]
+    except (ImportError, AttributeError) as error:
+        return f"{expected}, got none in {name} ({error})"
+    try:
+        replacement = resolve(patch.replacement)[2]
+    except (ImportError, AttributeError) as error:
+        return f"expected {patch.replacement} to be there, got with {name}: {error}"
+    form = form_of(original)
+    if form not in {one.form for one in patch.fits if satisfies(version, one.versions)}:
+        return f"{expected}, got {form} in {name}"
+    if isinstance(original, type):
+        return _misfit_of_class(original, replacement, name)
+    is_fit = (
+        _takes_calls_of(replacement, original)
+        if callable(_function(original))
+        else form_of(replacement) == form
+    )
+    return None if is_fit else f"expected a replacement for {form}, got {form_of(replacement)}"
+
+
+def _misfit_of_class(original: type, replacement: Any, name: str) -> str | None:
+    if not (isinstance(replacement, type) and issubclass(replacement, original)):
+        return f"expected a base class of the replacement, got {original.__qualname__} in {name}"
+    for method, mine, theirs in overridden(original, replacement):
+        if not _takes_calls_of(mine, theirs):
+            return f"expected {method} {form_of(mine)}, got {method} {form_of(theirs)} in {name}"
+    return None
+
+
+def overridden(original: type, replacement: type) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, our definition and Megatron's of every method that a subclass replaces."""
+    ours = replacement.__mro__[: replacement.__mro__.index(original)]
+    for name in dict.fromkeys(key for cls in ours for key in vars(cls)):
+        theirs = inspect.getattr_static(original, name, None)
+        mine = inspect.getattr_static(replacement, name)
+        if inspect.isfunction(_function(theirs)) and inspect.isfunction(_function(mine)):
+            yield name, mine, theirs
+
+
+def _takes_calls_of(mine: Any, theirs: Any) -> bool:
+    """Return whether ``mine`` names the same parameters, or passes on those that it does not name.
+
+    Parameters that ``mine`` passes on (``*args, **kwargs``) may change from version to version. A
+    ``theirs`` that only passes on, as a wrapper does, names none to compare.
+    """
+    if isinstance(mine, staticmethod) != isinstance(theirs, staticmethod):
+        return False
+    mine, theirs = _function(mine), _function(theirs)
+    if not callable(mine) or isinstance(mine, type):
+        return False
+    ours = inspect.signature(mine).parameters.values()
+    expected = inspect.signature(theirs).parameters.values()
+    if {one.kind for one in expected} >= {
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    }:
+        return True
+    names = [one.name for one in expected]
+    if any(one.kind is one.VAR_KEYWORD for one in ours):
+        positional = [one.name for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD]
+        return positional == names[: len(positional)]
+    return [one.name for one in ours] == names
+
+
+def form_of(found: Any) -> str:
+    """Return the form of an object, as :attr:`Signature.form` spells it."""
+    function = _function(found)
+    if isinstance(function, type):
+        return "class"
+    if not callable(function):
+        return type(function).__name__
+    names = ", ".join(inspect.signature(function).parameters)
+    return f"{'static ' if isinstance(found, staticmethod) else ''}({names})"
+
+
+def _function(found: Any) -> Any:
+    return found.__func__ if isinstance(found, staticmethod | classmethod) else found

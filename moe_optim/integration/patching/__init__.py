@@ -1,1 +1,0 @@
-"""The names of Megatron that are rebound, and what rebinds them."""

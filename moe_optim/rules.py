@@ -1,0 +1,613 @@
+"""What goes with what: the one table of refusals, and of what makes a step Megatron's.
+
+A :class:`Setup` holds what is known of a run, and more of it from stage to stage: the configuration
+alone, Megatron's flags (all that a dry run has), the model, the optimizer. A rule applies at every
+stage that knows what it reads, so what flags tell is refused before a model is built. The dry run,
+the optimizer factory, ``moe-optim plan`` and the documents read this table.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+from moe_optim.errors import ConfigError
+
+Effect = Literal["refuse", "stock step", "warn", "note"]
+Known = Literal["flags", "model", "optimizer"]
+
+NATIVE_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "--fp8-recipe mxfp8": ("mxfp8", "mxfp8_2d"),
+        "--fp8-recipe blockwise": ("fp8_block",),
+        "--fp4-recipe nvfp4": ("nvfp4",),
+    }
+)
+"""Recipe of Transformer Engine -> formats that its weights can be managed in;
+the first is what ``format: auto`` is."""
+TENSORWISE_RECIPE = "--fp8-recipe tensorwise"
+"""The recipe whose weights stay in Megatron's buffers, under ``format: auto`` alone."""
+_CHANGED_BYTES = (  # recipe, variable of Transformer Engine, values
+    ("--fp8-recipe blockwise", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES", ("1",)),
+    ("--fp4-recipe nvfp4", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", ("1",)),
+    ("--fp4-recipe nvfp4", "NVTE_NVFP4_4OVER6", ("weights", "all")),
+)
+"""Environments in which weights of a recipe are in no format of this package."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What is known of a run. Fields that a stage does not know keep their defaults."""
+
+    config: Any
+    """The ``MoEOptimConfig``, which checks itself by these rules."""
+    optimizer: Any = None
+    """Megatron's ``OptimizerConfig``, or an object with the fields that rules read."""
+    ddp: Any = None
+    """Megatron's ``DistributedDataParallelConfig``."""
+    models: Sequence[Any] = ()
+    """Megatron's ``TransformerConfig`` of every model chunk."""
+    recipes: Sequence[str] = ()
+    """Flags of the recipes that weights of Transformer Engine will be kept in."""
+    portable: Sequence[Any] = ()
+    """``TransformerConfig`` of portable experts that are about to be built."""
+    has_portable: bool = False
+    """Whether there are, or will be, portable experts."""
+    quantized: bool = False
+    """Whether buckets of this package hold some weights."""
+    tensorwise: bool = False
+    """Whether some weights have per-tensor scaling, and so stay in Megatron's buffers."""
+    accepted: Sequence[str] = ()
+    """Values of ``format`` that weights of Transformer Engine allow, besides ``auto``; none where
+    there are no such weights, or all of them are managed already."""
+    stored: Sequence[str] = ()
+    """Formats of the quantized weights that were built."""
+    unknown: str | None = None
+    """A quantized weight in no format of this package: its class and shape."""
+    linears: Mapping[str, Any] = MappingProxyType({})
+    """Portable expert linears of Megatron-Bridge whose rows are interleaved, by name."""
+    masters_of_adam: bool | None = None
+    """Whether Adam holds the masters; None derives it from flags."""
+    adam: str | None = None
+    """Class of an Adam that counts steps by parameter."""
+    has_kernels: bool = True
+    """Whether kernels can update every master."""
+    can_capture: bool = True
+    """Whether a CUDA graph can hold the step."""
+    stock_reason: str | None = None
+    """What makes the step Megatron's, as all ranks have agreed; None before that."""
+    args: Any = None
+    """Megatron's arguments under ``moe-optim train``."""
+
+    @classmethod
+    def of_flags(cls, config: Any, optimizer: Any, ddp: Any, models: Sequence[Any]) -> "Setup":
+        """Return what Megatron's settled configurations tell before a model is built.
+
+        Args:
+            config: the ``MoEOptimConfig``.
+            optimizer: Megatron's ``OptimizerConfig``.
+            ddp: Megatron's ``DistributedDataParallelConfig``.
+            models: Megatron's ``TransformerConfig`` of every chunk.
+        """
+        recipes = tuple(dict.fromkeys(found for m in models if (found := native_recipe(m))))
+        tensorwise = TENSORWISE_RECIPE in recipes
+        portable = [
+            model
+            for model in models
+            if model.transformer_impl == "local" and model.num_moe_experts
+            if model.moe_grouped_gemm
+        ]
+        return cls(
+            config=config,
+            optimizer=optimizer,
+            ddp=ddp,
+            models=models,
+            recipes=recipes,
+            portable=portable,
+            has_portable=bool(portable),
+            quantized=len(recipes) > tensorwise or (bool(portable) and config.format != "bf16"),
+            tensorwise=tensorwise,
+            accepted=[
+                *(name for flag in recipes for name in NATIVE_FORMATS.get(flag, ())),
+                *(["auto"] if tensorwise else []),
+            ],
+        )
+
+    @property
+    def offload_states(self) -> float:
+        """Part of masters and moments that lies on the host, by the configuration or by a flag."""
+        return float(config_with_flags(self.config, self.optimizer).offload_states)
+
+    @property
+    def adam_holds_masters(self) -> bool:
+        """Whether Adam holds the masters of all weights, and the distributed optimizer none.
+
+        With ``--use-precision-aware-optimizer`` it does, unless something else reads or writes
+        masters: what quantizes weights, a fused step that was asked for, states on the host.
+        """
+        if self.masters_of_adam is not None:
+            return self.masters_of_adam
+        flags = self.optimizer
+        is_shared = self.quantized or self.tensorwise or self.config.step == "fused"
+        is_shared = is_shared or self.config.offload_states or flags.optimizer_cpu_offload
+        has_others = not is_shared or str(flags.main_params_dtype) != "torch.float32"
+        return bool(flags.use_precision_aware_optimizer and has_others)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One thing that does not go with another."""
+
+    name: str
+    """What the user has set, as documents list it."""
+    when: Callable[[Setup], object]
+    """Whether a setup has it; text says what was found, in the place of the name."""
+    reason: str
+    remedy: str
+    """What to change; ``{step}`` stands for the remedy of what makes the step Megatron's."""
+    known: Known = "flags"
+    """The earliest stage that can tell. A dry run knows flags."""
+    scope: str = field(default="any run", kw_only=True)
+    """Key of :data:`SCOPES`."""
+    effect: Effect = field(default="refuse", kw_only=True)
+
+    def finding(self, setup: Setup) -> str | None:
+        """Return what was found in a setup, or None where the rule does not hold."""
+        if not SCOPES[self.scope](setup) or not (found := self.when(setup)):
+            return None
+        return found if isinstance(found, str) else self.name
+
+
+SCOPES: Mapping[str, Callable[[Setup], bool]] = MappingProxyType(
+    {
+        "any configuration": lambda _: True,
+        "any run": lambda s: s.optimizer is not None,
+        "any model": lambda s: bool(s.models),
+        "quantized weights": lambda s: s.optimizer is not None and s.quantized,
+        "tensorwise weights": lambda s: s.optimizer is not None and s.tensorwise,
+        "portable experts": lambda s: bool(s.portable),
+        "Megatron-Bridge": lambda s: bool(s.linears),
+        "moe-optim train": lambda s: s.args is not None,
+    }
+)
+"""What a rule applies to -> whether a setup is one of these, and known well enough."""
+
+
+def refusals(setup: Setup) -> list[str]:
+    """Return what is refused in a setup, one line each: what, why, and what to change."""
+    return list(_told(setup, "refuse"))
+
+
+def check_setup(setup: Setup, where: str) -> None:
+    """Refuse a setup by every rule that it breaks.
+
+    Args:
+        setup: what is known so far.
+        where: beginning of the message.
+
+    Raises:
+        ConfigError: a rule is broken; every such rule has a line.
+    """
+    lines = refusals(setup)
+    if len(lines) == 1:
+        raise ConfigError(f"{where}: {lines[0]}")
+    if lines:
+        listed = "".join(f"\n  {line}" for line in lines)
+        raise ConfigError(f"{where}: expected settings that go together, got:{listed}")
+
+
+def remarks(setup: Setup, effect: Literal["warn", "note"]) -> list[str]:
+    """Return warnings of settings that have no effect, or notes on flags that are not needed."""
+    return list(_told(setup, effect))
+
+
+def _told(setup: Setup, effect: Effect) -> Iterator[str]:
+    for rule in RULES:
+        if rule.effect == effect and (found := rule.finding(setup)):
+            remedy = rule.remedy
+            if "{step}" in remedy:
+                step = _find_stock_step(setup)
+                remedy = remedy.format(step=step[0].remedy if step else "Remove that")
+            yield f"{found}: {rule.reason}. {remedy}."
+
+
+def why_stock_step(setup: Setup) -> str | None:
+    """Return what makes the step Megatron's, or None where it is fused.
+
+    This alone decides it. A later stage knows more: a step that flags leave to kernels is
+    Megatron's where an optimizer cannot be fused, on any rank.
+    """
+    found = _find_stock_step(setup)
+    return found and found[1]
+
+
+def _find_stock_step(setup: Setup) -> tuple[Rule, str] | None:
+    rules = (rule for rule in RULES if rule.effect == "stock step")
+    return next(((rule, found) for rule in rules if (found := rule.finding(setup))), None)
+
+
+def config_with_flags(config: Any, optimizer: Any) -> Any:
+    """Return a ``MoEOptimConfig`` with what Megatron's own flags ask for in it.
+
+    ``--optimizer-cpu-offload`` asks for ``offload_states``, whose value counts before the flag's
+    fraction where both are given. With ``step: stock`` it is refused.
+
+    Args:
+        config: the ``MoEOptimConfig``.
+        optimizer: as :attr:`Setup.optimizer`.
+    """
+    if config.step == "stock" or config.offload_states or not optimizer.optimizer_cpu_offload:
+        return config
+    return replace(config, offload_states=offload_fraction(optimizer))
+
+
+def offload_fraction(optimizer: Any) -> float:
+    """Return the part of masters and moments that ``--optimizer-cpu-offload`` keeps on the host.
+
+    Args:
+        optimizer: as :attr:`Setup.optimizer`. To Megatron a fraction above 1 means everything, and
+            one below 0 nothing.
+    """
+    if not optimizer.optimizer_cpu_offload:
+        return 0.0
+    return min(max(float(optimizer.optimizer_offload_fraction), 0.0), 1.0)
+
+
+def native_recipe(model: Any) -> str | None:
+    """Return the flag of the recipe that weights are kept in between steps, None for bf16.
+
+    Args:
+        model: Megatron's ``TransformerConfig``.
+    """
+    for on, kept, name in (("fp8", "fp8_param", "fp8_recipe"), ("fp4", "fp4_param", "fp4_recipe")):
+        if getattr(model, on) and getattr(model, kept):
+            recipe = getattr(model, name)
+            return f"--{name.replace('_', '-')} {getattr(recipe, 'value', recipe)}"
+    return None
+
+
+def _of(models: str, test: Callable[[Any], object]) -> Callable[[Setup], bool]:
+    return lambda setup: any(test(model) for model in getattr(setup, models))
+
+
+def _rules(scope: str, effect: Effect, *rows: tuple[Any, ...]) -> tuple[Rule, ...]:
+    return tuple(Rule(*row, scope=scope, effect=effect) for row in rows)
+
+
+def _portable(*rows: tuple[str, Callable[[Any], object], str]) -> tuple[Rule, ...]:
+    return tuple(
+        Rule(name, _of("portable", test), "portable experts do not have it", remedy,
+             scope="portable experts")
+        for name, test, remedy in rows
+    )  # fmt: skip
+
+
+_GIVE_PORTABLE = (
+    "Give --moe-grouped-gemm with --transformer-impl local (a checkpoint that is read with "
+    "--use-checkpoint-args may take them back), or "
+)
+_SHARDS = (
+    "Megatron gathers such shards for every GEMM by a path of its own, and neither a weight's "
+    "scales nor its amax are those of a shard"
+)
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    *_rules("any configuration", "refuse",
+        ("compute in another format than that of quantized weights",
+         lambda s: _other_compute(s.config),
+         "expected null or the format of the weights, unless these are bf16",
+         "Write null, or store bf16 weights with format: bf16"),
+        ("record_amax: true with format: bf16",
+         lambda s: s.config.record_amax and s.config.format == "bf16",
+         "bf16 weights are never requantized, which is when amaxes are recorded",
+         "Write false, or store quantized weights"),
+        ("offload_states with step: stock",
+         lambda s: s.config.offload_states and s.config.step == "stock",
+         "Megatron's code steps states on the device", "Write 0, or step: fused"),
+    ),
+    *_rules("any run", "refuse",
+        ("--use-megatron-fsdp", lambda s: s.ddp is not None and s.ddp.use_megatron_fsdp,
+         "it has buffers and shards of its own", "Remove it"),
+        ("an optimizer without --use-distributed-optimizer",
+         lambda s: s.optimizer.optimizer == "adam" and not s.optimizer.use_distributed_optimizer,
+         "masters are sharded as Megatron's distributed optimizer shards them",
+         "Set use_distributed_optimizer (the plug-in's flag implies it)"),
+        ("--optimizer other than adam",
+         lambda s: s.optimizer.optimizer != "adam" and f"--optimizer {s.optimizer.optimizer}",
+         "masters and moments are Adam's", "Give --optimizer adam"),
+        ("--optimizer-cpu-offload with step: stock",
+         lambda s: s.optimizer.optimizer_cpu_offload and s.config.step == "stock",
+         "states on the host take a fused step", "Set step: fused, or remove the flag"),
+        ("--optimizer-cpu-offload without --bf16",
+         lambda s: s.optimizer.optimizer_cpu_offload and not (s.optimizer.bf16 or s.optimizer.fp16),
+         "fp32 weights are their own masters", "Give --bf16, or remove the flag"),
+        ("--overlap-param-gather-with-optimizer-step",
+         lambda s: s.optimizer.overlap_param_gather_with_optimizer_step,
+         "buckets are gathered after the whole step, or in the next forward pass",
+         "Give --overlap-param-gather alone"),
+        ("step: fused with what makes a step Megatron's",
+         lambda s: s.config.step == "fused" and _without_fusing(s, "step: fused"),
+         "a fused step cannot take it", "{step}; or set step: auto or step: stock"),
+        ("--optimizer-cuda-graph without a fused step",
+         lambda s: s.optimizer.optimizer_cuda_graph
+         and _without_fusing(s, "--optimizer-cuda-graph"),
+         "Megatron's step decides on the host what non-finite gradients do",
+         "{step}; or drop the flag"),
+        ("--optimizer-cuda-graph on a GPU without kernels",
+         lambda s: s.optimizer.optimizer_cuda_graph and not s.can_capture,
+         "a step in plain torch asks the device whether weights move; kernels take Triton and "
+         "compute capability 8.9 or newer", "Drop the flag", "optimizer"),
+        ("offload_states, or --optimizer-cpu-offload, without a fused step",
+         lambda s: s.offload_states and _without_fusing(s, _offload(s)),
+         "Megatron's step takes states on the device",
+         "{step}; or leave states on the device"),
+    ),
+    *_rules("any model", "refuse",
+        ("--qk-clip", _of("models", lambda m: m.qk_clip),
+         "Megatron rescales masters as if none were sharded", "Remove it"),
+        ("--fp8-param-gather with --fp8-recipe delayed or custom",
+         lambda s: _foreign_recipe(s.recipes),
+         "its weights are in no format of this package",
+         "Drop --fp8-param-gather, or give another recipe"),
+        ("a format other than that of Transformer Engine's weights", lambda s: _other_format(s),
+         "--fp8-recipe or --fp4-recipe makes the weights",
+         "Set --moe-optim-set format=auto, or drop --fp8-param-gather or --fp4-param-gather"),
+        ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1, NVTE_NVFP4_DISABLE_2D_QUANTIZATION=1, or "
+         "NVTE_NVFP4_4OVER6=weights or all", lambda s: _changed_bytes(s.recipes),
+         "weights of Transformer Engine would be in no format of this package",
+         "Unset the variable"),
+        ("weights in several formats",
+         lambda s: s.config.format == "auto" and len(s.stored) > 1
+         and f"format: auto with weights in {' and '.join(s.stored)}",
+         "expected quantized weights of one format", "Build all of them with one recipe", "model"),
+        ("quantized weights in no format of this package", lambda s: s.unknown,
+         "expected portable or bf16 weights, or MXFP8, NVFP4, FP8 blocks or FP8 with current "
+         "scaling of Transformer Engine",
+         "Build with --transformer-impl local, or drop --fp8-param-gather or --fp4-param-gather",
+         "model"),
+        ("a format without weights to store in it", lambda s: _unused_format(s),
+         "expected portable experts, or quantized weights of Transformer Engine",
+         f"{_GIVE_PORTABLE}a recipe of Transformer Engine with its parameter gather; or set "
+         "format: bf16"),
+        ("compute without portable experts", lambda s: _unused_compute(s),
+         "expected portable experts, as others multiply by their own recipe",
+         f"{_GIVE_PORTABLE}set compute: null"),
+    ),
+    *_rules("quantized weights", "refuse",
+        ("--fp16", lambda s: s.optimizer.fp16, "masters are rounded to bf16 before they are "
+         "quantized", "Give --bf16"),
+        ("--use-nccl-ub with quantized weights", lambda s: s.ddp.nccl_ub,
+         "their gathers have memory that NCCL has not registered", "Remove it"),
+        ("--main-params-dtype other than fp32", lambda s: _narrow_masters(s.optimizer),
+         "quantized weights are made of fp32 masters", "Give fp32"),
+        ("--tensor-parallel-num-weight-shards above --tensor-model-parallel-size",
+         _of("models", lambda m: m.gtp_weight_remat_size > 1), _SHARDS, "Remove it"),
+        ("--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size",
+         _of("models", lambda m: m.expert_gtp_weight_remat_size > 1), _SHARDS, "Remove it"),
+    ),
+    *_rules("tensorwise weights", "refuse",
+        ("--optimizer-cuda-graph with tensorwise weights",
+         lambda s: s.optimizer.optimizer_cuda_graph,
+         "ranks reduce amaxes in the middle of the step", "Remove it"),
+        ("record_amax with tensorwise weights", lambda s: s.config.record_amax,
+         "Megatron's buffers hold them, and record nothing", "Set record_amax: false"),
+        ("--reuse-grad-buf-for-mxfp8-param-ag with tensorwise weights",
+         lambda s: s.ddp.reuse_grad_buf_for_mxfp8_param_ag,
+         "Megatron gathers them, and shares that memory for MXFP8 alone", "Remove it"),
+        ("offload_states, or --optimizer-cpu-offload, with tensorwise weights",
+         lambda s: s.optimizer.optimizer_cpu_offload or s.config.offload_states,
+         "their cast would read masters on the host twice, over the link",
+         "Leave states on the device"),
+    ),
+    *_portable(
+        ("biases with fused SwiGLU", lambda m: _fuses_swiglu(m) and m.add_bias_linear,
+         "Give --disable-bias-linear or --no-bias-swiglu-fusion"),
+        ("an activation other than --swiglu or --quick-geglu",
+         lambda m: not m.gated_linear_unit or _activation(m) not in ("silu", "quick_gelu"),
+         "Give one of the two"),
+        ("--activation-func-clamp-value with fused SwiGLU",
+         lambda m: _fuses_swiglu(m) and m.activation_func_clamp_value is not None,
+         "Give --no-bias-swiglu-fusion"),
+        ("--moe-mlp-glu-interleave-size that does not divide --moe-ffn-hidden-size",
+         lambda m: m.moe_ffn_hidden_size % (m.moe_mlp_glu_interleave_size or 1), "Give a divisor"),
+        ("--use-te-activation-func", lambda m: m.use_te_activation_func, "Remove it"),
+        ("--moe-apply-probs-on-input", lambda m: m.moe_apply_probs_on_input, "Remove it"),
+        ("--moe-latent-size", lambda m: m.moe_latent_size is not None, "Remove it"),
+        ("--expert-tensor-parallel-size that does not divide --moe-ffn-hidden-size",
+         lambda m: m.moe_ffn_hidden_size % _expert_tp(m), "Give a divisor"),
+        ("--moe-mlp-glu-interleave-size with --expert-tensor-parallel-size above 1",
+         lambda m: m.moe_mlp_glu_interleave_size is not None and _expert_tp(m) > 1,
+         "Remove one of the two"),
+        ("--use-cpu-initialization", lambda m: m.use_cpu_initialization, "Remove it"),
+        ("--params-dtype other than bf16", lambda m: str(m.params_dtype) != "torch.bfloat16",
+         "Give --bf16"),
+        ("--fp8-format or --fp4-format", lambda m: m.fp8 or m.fp4,
+         "Remove it: format and compute quantize portable experts"),
+        ("--cuda-graph-impl over experts",
+         lambda m: m.cuda_graph_impl != "none" and _graphs_experts(m.cuda_graph_modules),
+         "A replay would skip what finds stale weights: give --cuda-graph-modules without moe"),
+        ("--recompute-modules moe_act",
+         lambda m: m.recompute_granularity == "selective" and "moe_act" in m.recompute_modules,
+         "Give moe, which recomputes the whole layer"),
+        ("--offload-modules expert_fc1 or moe_act",
+         lambda m: m.fine_grained_activation_offloading
+         and not {"expert_fc1", "moe_act"}.isdisjoint(m.offload_modules),
+         "Leave these modules out"),
+        ("--moe-paged-stash", lambda m: m.moe_paged_stash, "Remove it"),
+        ("--use-transformer-engine-op-fuser", lambda m: m.use_transformer_engine_op_fuser,
+         "Remove it"),
+        ("--expert-tensor-parallel-num-weight-shards with portable experts",
+         lambda m: m.expert_gtp_weight_remat_size > 1, "Remove it"),
+    ),
+    *_rules("portable experts", "refuse",
+        ("compute with one amax per expert and --expert-tensor-parallel-size above 1",
+         lambda s: _cut_amax(s), "the amax would be that of a part of an expert",
+         "Keep experts whole, or take a block format"),
+    ),
+    *_rules("any configuration", "stock step",
+        ("step: stock", lambda s: s.config.step == "stock",
+         "it asks for Megatron's code", "Set step: fused"),
+        ("layout: stock", lambda s: s.config.step == "auto" and s.config.layout == "stock",
+         "it promises Megatron's bits, and the last bit of a fused norm may be another",
+         "Set step: fused"),
+        ("backend: reference", lambda s: s.config.step == "auto" and s.config.backend != "auto",
+         "it asks for plain torch", "Set step: fused"),
+    ),
+    *_rules("any run", "stock step",
+        ("a loss scale (--loss-scale, --fp16)",
+         lambda s: s.optimizer.fp16 or s.optimizer.loss_scale is not None,
+         "a fused step does not undo it", "Give --bf16 and no --loss-scale"),
+        ("masters that Adam holds (--use-precision-aware-optimizer with bf16 weights, or with "
+         "--main-params-dtype other than fp32)", lambda s: s.adam_holds_masters,
+         "a fused step reads masters of the distributed optimizer; of bf16 weights Adam, which has "
+         "to be Transformer Engine's, holds them in 2 bytes beside the weight",
+         "Give fp32 masters; for bf16 weights set step: fused, whose masters take 4 bytes"),
+        ("moments in fp16 or fp8, or of two dtypes (--exp-avg-dtype, --exp-avg-sq-dtype)",
+         lambda s: _unfit_moments(s.optimizer),
+         "a fused step has both in fp32, or both in bf16", "Give both fp32 or both bf16"),
+        ("--use-megatron-fsdp", lambda s: s.ddp is not None and s.ddp.use_megatron_fsdp,
+         "it is refused, unless Megatron's own factory is called", "Remove it"),
+        ("an Adam that counts steps by parameter",
+         lambda s: s.adam and f"{s.adam}, which counts steps by parameter",
+         "a fused step counts by group", "Call moe_optim.install() before the optimizer is built",
+         "optimizer"),
+        ("masters on a device without kernels",
+         lambda s: s.config.step == "auto" and not s.has_kernels and not s.offload_states,
+         "kernels take Triton and compute capability 8.9 or newer",
+         "Set step: fused, which takes plain torch there", "optimizer"),
+    ),
+    *_rules("Megatron-Bridge", "refuse",
+        ("one weight of all experts with model.moe_mlp_glu_interleave_size",
+         lambda s: _linear(s, "one weight of all experts", lambda m: m.expert_layout == "grouped"),
+         "Megatron-Bridge sorts the first axis of weights, expected that of rows",
+         "Set optimizer.moe_optim.expert_layout=indexed, or the size null", "model"),
+        ("recorded amaxes with model.moe_mlp_glu_interleave_size",
+         lambda s: _linear(s, "recorded amaxes", lambda m: m.amax() is not None),
+         "Megatron-Bridge sorts the first axis of weights and amaxes, expected that of rows",
+         "Take a format other than nvfp4 and record_amax=false, or set the size null", "model"),
+    ),
+    *_rules("moe-optim train", "refuse", *(
+        (f"--{name.replace('_', '-')}",
+         lambda s, name=name, most=most: getattr(s.args, name) > most,
+         "only whole sequences of plain text are read",
+         "Remove it, or start pretrain_gpt.py of Megatron-LM")
+        for name, most in (("context_parallel_size", 1), ("sft", False), ("fim_data", False),
+                           ("dataloader_inter_document_masking", False))
+    )),
+    *_rules("any run", "warn",
+        ("--optimizer-cpu-offload with --optimizer-offload-fraction 0",
+         lambda s: s.optimizer.optimizer_cpu_offload and not s.offload_states,
+         "nothing is on the host", "Give a fraction above 0, or drop the flag"),
+    ),
+    *_rules("any run", "note",
+        ("--reuse-grad-buf-for-mxfp8-param-ag",
+         lambda s: s.optimizer.reuse_grad_buf_for_mxfp8_param_ag,
+         "a gather of quantized weights takes no memory beside the gradients', with the flag or "
+         "without", "Nothing has to be changed"),
+        ("--optimizer-cpu-offload",
+         lambda s: s.optimizer.optimizer_cpu_offload and s.offload_states > 0,
+         "it is offload_states here: states are stepped on the device, in chunks whose copies "
+         "overlap, so that --overlap-cpu-optimizer-d2h-h2d, --use-torch-optimizer-for-cpu-offload "
+         "and --no-pin-cpu-* change nothing", "Nothing has to be changed"),
+    ),
+)
+# fmt: on
+"""All rules, in the order in which they are told."""
+
+
+def _other_compute(config: Any) -> str | None:
+    if config.format == "bf16" or config.compute in (None, config.format):
+        return None
+    return f"compute: {config.compute} with format: {config.format}"
+
+
+def _foreign_recipe(recipes: Sequence[str]) -> str | None:
+    foreign = [flag for flag in recipes if flag not in (*NATIVE_FORMATS, TENSORWISE_RECIPE)]
+    return f"{foreign[0]} with weights kept in it" if foreign else None
+
+
+def _changed_bytes(recipes: Sequence[str]) -> str | None:
+    for recipe, variable, values in _CHANGED_BYTES:
+        if recipe in recipes and (value := os.environ.get(variable)) in values:
+            return f"{variable}={value} with {recipe}"
+    return None
+
+
+def _other_format(setup: Setup) -> str | None:
+    accepted = dict.fromkeys(setup.accepted)
+    if not accepted or setup.config.format in ("auto", *accepted):
+        return None
+    return f"format: {setup.config.format} with weights that take {' or '.join(accepted)}"
+
+
+def _unused_format(setup: Setup) -> str | None:
+    is_used = setup.quantized or setup.tensorwise or setup.accepted
+    if is_used or setup.config.format in ("auto", "bf16"):
+        return None
+    return f"format: {setup.config.format} without weights to store in it"
+
+
+def _unused_compute(setup: Setup) -> str | None:
+    compute = setup.config.compute
+    is_own = setup.stored and compute == setup.config.format  # as null
+    if setup.has_portable or is_own or compute in (None, "bf16"):
+        return None
+    return f"compute: {compute} without portable experts"
+
+
+def _without_fusing(setup: Setup, flag: str) -> str | None:
+    reason = why_stock_step(setup) or setup.stock_reason
+    return reason and f"{flag} with {reason}"
+
+
+def _offload(setup: Setup) -> str:
+    if setup.optimizer.optimizer_cpu_offload:
+        return "--optimizer-cpu-offload"
+    return f"offload_states: {setup.offload_states}"
+
+
+def _narrow_masters(optimizer: Any) -> str | None:
+    dtype = str(optimizer.main_params_dtype).removeprefix("torch.")
+    if not optimizer.use_precision_aware_optimizer or dtype == "float32":
+        return None
+    return f"--main-params-dtype {'fp16' if dtype == 'float16' else dtype}"
+
+
+def _unfit_moments(optimizer: Any) -> str | None:
+    first, second = str(optimizer.exp_avg_dtype), str(optimizer.exp_avg_sq_dtype)
+    if first == second and first in ("torch.float32", "torch.bfloat16"):
+        return None
+    return f"moments in {first} and {second} (--exp-avg-dtype, --exp-avg-sq-dtype)"
+
+
+def _activation(model: Any) -> str:
+    return getattr(model.activation_func, "__name__", "")
+
+
+def _fuses_swiglu(model: Any) -> bool:
+    """Return whether Megatron would call its fused SwiGLU; it has none for interleaved rows."""
+    is_fused = model.bias_activation_fusion and model.moe_mlp_glu_interleave_size is None
+    return is_fused and _activation(model) == "silu"
+
+
+def _expert_tp(model: Any) -> int:
+    return int(model.expert_tensor_parallel_size or model.tensor_model_parallel_size)
+
+
+def _graphs_experts(modules: Any) -> bool:
+    """Return whether CUDA graphs hold experts: ``moe``, or no module, which means whole layers."""
+    return not modules or "moe" in [getattr(module, "name", module) for module in modules]
+
+
+def _cut_amax(setup: Setup) -> str | None:
+    compute = str(setup.config.compute)
+    if not compute.endswith("_per_expert") or max(map(_expert_tp, setup.portable)) == 1:
+        return None
+    return f"compute: {compute} with --expert-tensor-parallel-size above 1"
+
+
+def _linear(setup: Setup, what: str, test: Callable[[Any], object]) -> str | None:
+    name = next((name for name, linear in setup.linears.items() if test(linear)), None)
+    return name and f"{name}: {what} with model.moe_mlp_glu_interleave_size"

@@ -1,0 +1,338 @@
+"""The table of what goes with what: every rule is told by a case, and what trains breaks none."""
+
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError
+from moe_optim.rules import RULES, Setup, check_setup, refusals, remarks, why_stock_step
+from tests.support.ranks import run_ranks
+
+NATIVE = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": True}
+TENSORWISE = NATIVE | {"fp8_recipe": "tensorwise"}
+AWARE = {"use_precision_aware_optimizer": True}
+OFFLOAD = AWARE | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "bf16": True}
+PORTABLE = {"transformer_impl": "local", "num_moe_experts": 4, "moe_grouped_gemm": True}
+PORTABLE |= {"gated_linear_unit": True, "activation_func": functional.silu}
+PORTABLE |= {"add_bias_linear": False, "bf16": True, "params_dtype": torch.bfloat16}
+BF16, MXFP8 = {"format": "bf16"}, {"format": "mxfp8"}
+CUT = {"expert_tensor_parallel_size": 2}
+FP16_MASTERS = {"main_params_dtype": torch.float16}
+Settings = dict[str, Any]
+
+TRAINS: dict[str, tuple[Settings, Settings]] = {  # Megatron's settings, the plug-in's
+    "nothing": ({}, BF16),
+    "native": (NATIVE, MXFP8),
+    "native, square blocks": (NATIVE, {"format": "mxfp8_2d"}),
+    "native, nvfp4": ({"fp4": "e2m1", "fp4_param": True}, {"format": "nvfp4"}),
+    "tensorwise": (TENSORWISE, {}),
+    "tensorwise, fused": (TENSORWISE | AWARE, {"step": "fused"}),
+    "registered memory": ({"nccl_ub": True}, BF16),
+    "a recipe, bf16 weights": (NATIVE | {"fp8_param": False}, BF16),
+    "compute in bf16": ({}, BF16 | {"compute": "bf16"}),
+    "portable": (PORTABLE, {"format": "nvfp4"}),
+    "portable, compute": (PORTABLE, BF16 | {"compute": "nvfp4"}),
+    "portable, one amax per expert": (PORTABLE, BF16 | {"compute": "int8_per_expert"}),
+    "portable, other parts graphed and recomputed": (
+        PORTABLE
+        | {"cuda_graph_impl": "local", "cuda_graph_modules": [SimpleNamespace(name="attn")]}
+        | {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        {"format": "nvfp4"},
+    ),
+    "graph": (NATIVE | {"optimizer_cuda_graph": True}, MXFP8),
+    "offload": (NATIVE, MXFP8 | {"offload_states": 1}),
+    "offload by a flag": (OFFLOAD, BF16),
+    "offload by both": (NATIVE | OFFLOAD, MXFP8 | {"offload_states": 0.5}),
+    "offload of less than nothing": (OFFLOAD | {"optimizer_offload_fraction": -0.5}, BF16),
+    "stock, loss scale": (NATIVE | {"loss_scale": 8.0}, MXFP8),
+    "fused, precision-aware": (AWARE, BF16 | {"step": "fused"}),
+}
+
+REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -> as above
+    "--use-megatron-fsdp:": (NATIVE | {"use_megatron_fsdp": True}, MXFP8),
+    "an optimizer without --use-distributed-optimizer:": (
+        {"use_distributed_optimizer": False},
+        BF16,
+    ),
+    "--optimizer sgd:": ({"optimizer": "sgd"}, BF16),
+    "--overlap-param-gather-with-optimizer-step:": (
+        {"overlap_param_gather_with_optimizer_step": True},
+        BF16,
+    ),
+    "--qk-clip:": ({"qk_clip": True}, BF16),
+    "--use-nccl-ub with quantized weights:": (NATIVE | {"nccl_ub": True}, MXFP8),
+    "--fp16:": (NATIVE | {"fp16": True}, MXFP8),
+    "--main-params-dtype fp16:": (NATIVE | AWARE | FP16_MASTERS, MXFP8),
+    "--tensor-parallel-num-weight-shards above": (NATIVE | {"gtp_weight_remat_size": 2}, MXFP8),
+    "--expert-tensor-parallel-num-weight-shards above": (
+        NATIVE | {"expert_gtp_weight_remat_size": 2},
+        MXFP8,
+    ),
+    "format: nvfp4 with weights that take mxfp8 or mxfp8_2d:": (NATIVE, {"format": "nvfp4"}),
+    "format: mxfp8 with weights that take auto:": (TENSORWISE, MXFP8),
+    "format: bf16 with weights that take auto:": (TENSORWISE, BF16),
+    "--fp8-recipe delayed with weights kept in it:": (NATIVE | {"fp8_recipe": "delayed"}, MXFP8),
+    "format: mxfp8 without weights to store in it:": ({}, MXFP8),
+    "compute: nvfp4 without portable experts:": ({}, BF16 | {"compute": "nvfp4"}),
+    "--optimizer-cuda-graph with tensorwise weights:": (
+        TENSORWISE | {"optimizer_cuda_graph": True},
+        {},
+    ),
+    "--reuse-grad-buf-for-mxfp8-param-ag with tensorwise weights:": (
+        TENSORWISE | {"reuse_grad_buf_for_mxfp8_param_ag": True},
+        {},
+    ),
+    "record_amax with tensorwise weights:": (TENSORWISE, {"record_amax": True}),
+    "offload_states, or --optimizer-cpu-offload, with tensorwise": (
+        TENSORWISE,
+        {"offload_states": 0.5},
+    ),
+    "--optimizer-cuda-graph with layout: stock:": (
+        NATIVE | {"optimizer_cuda_graph": True},
+        MXFP8 | {"layout": "stock"},
+    ),
+    "--optimizer-cuda-graph with backend: reference:": (
+        NATIVE | {"optimizer_cuda_graph": True},
+        MXFP8 | {"backend": "reference"},
+    ),
+    "offload_states: 0.5 with layout: stock:": (
+        NATIVE,
+        MXFP8 | {"offload_states": 0.5, "layout": "stock"},
+    ),
+    "offload_states: 0.5 with a loss scale": (
+        NATIVE | {"loss_scale": 8.0},
+        MXFP8 | {"offload_states": 0.5},
+    ),
+    "--optimizer-cpu-offload with step: stock:": (OFFLOAD, BF16 | {"step": "stock"}),
+    "--optimizer-cpu-offload with layout: stock:": (OFFLOAD, BF16 | {"layout": "stock"}),
+    "--optimizer-cpu-offload with masters that Adam holds": (OFFLOAD | FP16_MASTERS, BF16),
+    "--optimizer-cpu-offload without --bf16:": (OFFLOAD | {"bf16": False}, BF16),
+    "step: fused with a loss scale": (NATIVE | {"loss_scale": 8.0}, MXFP8 | {"step": "fused"}),
+    "step: fused with masters that Adam holds": (AWARE | FP16_MASTERS, BF16 | {"step": "fused"}),
+    "step: fused with moments in torch.float16 and torch.float16": (
+        AWARE | {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
+        BF16 | {"step": "fused"},
+    ),
+    "compute: e4m3_per_expert with --expert-tensor-parallel-size above 1:": (
+        PORTABLE | CUT,
+        BF16 | {"compute": "e4m3_per_expert"},
+    ),
+}
+
+UNSUPPORTED: dict[str, list[Settings]] = {  # by portable experts -> settings, each of which is told
+    "biases with fused SwiGLU": [{"add_bias_linear": True, "bias_activation_fusion": True}],
+    "an activation other than --swiglu or --quick-geglu": [
+        {"activation_func": functional.gelu},
+        {"gated_linear_unit": False},
+    ],
+    "--activation-func-clamp-value with fused SwiGLU": [
+        {"activation_func_clamp_value": 0.0, "bias_activation_fusion": True}
+    ],
+    "--moe-mlp-glu-interleave-size that does not divide --moe-ffn-hidden-size": [
+        {"moe_mlp_glu_interleave_size": 48}
+    ],
+    "--use-te-activation-func": [{"use_te_activation_func": True}],
+    "--moe-apply-probs-on-input": [{"moe_apply_probs_on_input": True}],
+    "--moe-latent-size": [{"moe_latent_size": 32}],
+    "--expert-tensor-parallel-size that does not divide --moe-ffn-hidden-size": [
+        {"expert_tensor_parallel_size": 3}
+    ],
+    "--moe-mlp-glu-interleave-size with --expert-tensor-parallel-size above 1": [
+        CUT | {"moe_mlp_glu_interleave_size": 32}
+    ],
+    "--use-cpu-initialization": [{"use_cpu_initialization": True}],
+    "--params-dtype other than bf16": [
+        {"params_dtype": torch.float32},
+        {"params_dtype": torch.float16},
+    ],
+    "--fp8-format or --fp4-format": [{"fp8": "e4m3"}, {"fp4": "e2m1"}],
+    "--cuda-graph-impl over experts": [
+        {"cuda_graph_impl": "local", "cuda_graph_modules": []},
+        {"cuda_graph_impl": "local", "cuda_graph_modules": [SimpleNamespace(name="moe")]},
+    ],
+    "--recompute-modules moe_act": [
+        {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+    ],
+    "--offload-modules expert_fc1 or moe_act": [
+        {"fine_grained_activation_offloading": True, "offload_modules": modules}
+        for modules in (["core_attn", "expert_fc1"], ["moe_act"])
+    ],
+    "--moe-paged-stash": [{"moe_paged_stash": True}],
+    "--use-transformer-engine-op-fuser": [{"use_transformer_engine_op_fuser": True}],
+    "--expert-tensor-parallel-num-weight-shards with portable experts": [
+        {"expert_gtp_weight_remat_size": 2}
+    ],
+}
+
+RECIPES: dict[str, Settings] = {
+    "--fp8-recipe blockwise": NATIVE | {"fp8_recipe": "blockwise"},
+    "--fp8-recipe mxfp8": NATIVE,
+    "--fp4-recipe nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param": True},
+}
+VARIABLES = {  # of Transformer Engine: what changes bytes of weights, with which recipe
+    "fp32 scales": ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1", "--fp8-recipe blockwise"),
+    "power-of-two scales": ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0", None),
+    "blocks of rows": ("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "1", "--fp4-recipe nvfp4"),
+    "four-over-six": ("NVTE_NVFP4_4OVER6", "weights", "--fp4-recipe nvfp4"),
+    "four-over-six of all": ("NVTE_NVFP4_4OVER6", "all", "--fp4-recipe nvfp4"),
+    "four-over-six of activations": ("NVTE_NVFP4_4OVER6", "activations", None),
+}
+
+
+def setup_of(settings: Settings, config: Settings) -> Setup:
+    """Return what Megatron's own configurations tell with some fields changed."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+    flags = OptimizerConfig(use_distributed_optimizer=True)
+    ddp = DistributedDataParallelConfig()
+    model = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=1)
+    model.ffn_hidden_size = model.moe_ffn_hidden_size = 64
+    model.bias_activation_fusion = False
+    for name, value in settings.items():
+        having = [one for one in (flags, ddp, model) if hasattr(one, name)]
+        assert having, name
+        for one in having:
+            setattr(one, name, value)
+    return Setup.of_flags(MoEOptimConfig(**config), flags, ddp, [model, model])
+
+
+def _tell() -> dict[str, list[str]]:
+    told = {name: refusals(setup_of(*case)) for name, case in (TRAINS | REFUSED).items()}
+    for variable, value, _ in VARIABLES.values():
+        os.environ[variable] = value
+        for name, settings in RECIPES.items():
+            told[f"{variable}={value}, {name}"] = refusals(setup_of(settings, {}))
+        del os.environ[variable]
+    for name, changes in UNSUPPORTED.items():
+        lines = [refusals(setup_of(PORTABLE | change, BF16)) for change in changes]
+        told[name] = [line.partition(". ")[0] for (line,) in lines]
+    two = setup_of(NATIVE | {"use_megatron_fsdp": True, "optimizer": "sgd"}, MXFP8)
+    with pytest.raises(ConfigError) as error:
+        check_setup(two, "moe_optim")
+    told["two"] = str(error.value).splitlines()
+    told["remarks"] = remarks(setup_of(OFFLOAD, BF16), "note")
+    return told
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, list[str]]:
+    return run_ranks(1, _tell)[0]
+
+
+@pytest.mark.parametrize("case", TRAINS)
+def test_what_trains_is_not_refused(told, case):
+    assert told[case] == []
+
+
+@pytest.mark.parametrize("beginning", REFUSED)
+def test_what_is_refused_is_told_by_what_the_user_has_set(told, beginning):
+    """Before anything is built, and nothing else is told."""
+    (line,) = told[beginning]
+    assert line.startswith(beginning) and line.endswith(".")
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_portable_experts_do_not_have_is_refused(told, name):
+    """In bf16, too; also where the experts of a model are built without a dry run."""
+    assert told[name] == [f"{name}: portable experts do not have it"] * len(UNSUPPORTED[name])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("variable", "value", "changed"), VARIABLES.values(), ids=VARIABLES)
+def test_variables_that_change_bytes_are_refused_with_their_recipe(
+    told, variable, value, changed, recipe
+):
+    lines = told[f"{variable}={value}, {recipe}"]
+    assert [line.partition(": ")[0] for line in lines] == (
+        [f"{variable}={value} with {recipe}"] if recipe == changed else []
+    )
+
+
+def test_an_error_names_all_that_is_wrong(told):
+    first, *lines = told["two"]
+    assert first == "moe_optim: expected settings that go together, got:"
+    assert [line.partition(": ")[0] for line in lines] == [
+        "  --use-megatron-fsdp",
+        "  --optimizer sgd",
+    ]
+
+
+def test_every_rule_that_flags_break_has_a_case(told):
+    lines = [line for of_case in told.values() for line in of_case]
+    untold = [
+        rule.name
+        for rule in RULES
+        if rule.effect == "refuse" and rule.known == "flags"
+        if rule.scope not in ("any configuration", "moe-optim train")
+        if rule.name not in UNSUPPORTED
+        if not any(f": {rule.reason}. " in line for line in lines)
+    ]
+    assert untold == []
+
+
+def test_flags_that_change_nothing_are_remarked_on(told):
+    (line,) = told["remarks"]
+    assert line.startswith("--optimizer-cpu-offload: it is offload_states here")
+
+
+STEPS: dict[str, tuple[Settings, str | None]] = {  # configuration -> what makes steps Megatron's
+    "defaults": ({}, None),
+    "asked for": ({"step": "fused"}, None),
+    "asked for, in stock's layout": ({"step": "fused", "layout": "stock"}, None),
+    "asked for, in plain torch": ({"step": "fused", "backend": "reference"}, None),
+    "stock's": ({"step": "stock"}, "step: stock"),
+    "stock's layout": ({"layout": "stock"}, "layout: stock"),
+    "plain torch": ({"backend": "reference"}, "backend: reference"),
+}
+
+
+@pytest.mark.parametrize(("config", "reason"), STEPS.values(), ids=STEPS)
+def test_steps_are_fused_unless_a_setting_asks_for_megatrons_bits_or_for_no_kernels(config, reason):
+    assert why_stock_step(Setup(config=MoEOptimConfig(**config))) == reason
+
+
+BUILT = SimpleNamespace(
+    fp16=False,
+    loss_scale=None,
+    exp_avg_dtype=torch.float32,
+    exp_avg_sq_dtype=torch.float32,
+    optimizer_cpu_offload=False,
+)
+
+
+def test_an_optimizer_that_was_built_can_make_steps_megatrons():
+    auto = MoEOptimConfig()
+    setup = Setup(config=auto, optimizer=BUILT, masters_of_adam=False)
+    assert why_stock_step(setup) is None
+    without = replace(setup, has_kernels=False)
+    assert why_stock_step(without) == "masters on a device without kernels"
+    for config in (MoEOptimConfig(step="fused"), MoEOptimConfig(offload_states=0.5)):
+        assert why_stock_step(replace(without, config=config)) is None
+    assert why_stock_step(replace(setup, adam="AdamW")).startswith("AdamW, which counts steps")
+
+
+@pytest.mark.parametrize("name", ["context_parallel_size", "sft", "fim_data"])
+def test_moe_optim_train_refuses_what_it_would_do_otherwise(name):
+    flags = {"context_parallel_size": 1, "sft": False, "fim_data": False}
+    flags["dataloader_inter_document_masking"] = False
+    setup = Setup(config=MoEOptimConfig(), args=SimpleNamespace(**flags))
+    assert refusals(setup) == []
+    vars(setup.args)[name] = 2
+    (line,) = refusals(setup)
+    assert line.startswith(f"--{name.replace('_', '-')}: only whole sequences of plain text")
+
+
+def test_the_table_is_well_formed():
+    names = [(rule.name, rule.effect) for rule in RULES]
+    assert len(set(names)) == len(names)
+    for rule in RULES:
+        assert (rule.remedy[0].isupper() or rule.remedy.startswith("{step};")) and rule.reason
+        assert not rule.remedy.endswith(".") and not rule.reason.endswith(".")
