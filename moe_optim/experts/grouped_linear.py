@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -99,6 +99,10 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         super().__init__()
         self.name = name
         self.shape = (num_experts, out_features, in_features)
+        self._names = {  # in either layout, in expert order
+            kind: (kind, *(f"{kind}{index}" for index in range(num_experts)))
+            for kind in ("weight", "bias")
+        }
         self.expert_layout = expert_layout
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad = delay_wgrad
@@ -257,7 +261,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return self._parameters_called("bias")
 
     def _parameters_called(self, kind: str) -> list[torch.nn.Parameter]:
-        found = map(self._parameters.get, _parameter_names(kind, self.shape[0]))
+        found = map(self._parameters.get, self._names[kind])
         return [parameter for parameter in found if parameter is not None]
 
     def token_biases(
@@ -449,12 +453,6 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             and all(isinstance(hook, GradientNote) for hook in hooks)
             and not weight._post_accumulate_grad_hooks
         )
-
-
-@cache
-def _parameter_names(kind: str, experts: int) -> tuple[str, ...]:
-    """Return the names of either layout, in expert order."""
-    return (kind, *(f"{kind}{index}" for index in range(experts)))
 
 
 def _empty_biases(
