@@ -104,7 +104,6 @@ CASES = {
     "gathers and reductions overlapped": Case(
         OVERLAP, {"overlap_grad_reduce": True, "overlap_param_gather": True}
     ),
-    "shared experts": Case(SHARED, {"moe_shared_expert_intermediate_size": 512}),
     "shared experts overlapped": Case(
         SHARED | {"--moe-shared-expert-overlap": True}, {"moe_shared_expert_overlap": True}
     ),
@@ -112,13 +111,6 @@ CASES = {
     "padded routing": Case(
         {"--moe-router-padding-for-quantization": True},
         {"moe_router_padding_for_quantization": True},
-    ),
-    "padded routing by its old name": Case(
-        {"--moe-router-padding-for-fp8": True}, {"moe_router_padding_for_quantization": True}
-    ),
-    "padded routing and fused permutation": Case(
-        {"--moe-router-padding-for-quantization": True, "--moe-permute-fusion": True},
-        {"moe_router_padding_for_quantization": True, "moe_permute_fusion": True},
     ),
     "experts padded to a capacity": Case(DROP_AND_PAD, {"moe_expert_capacity_factor": 1.0}),
     "quick-GeGLU": Case(QUICK_GEGLU, {"activation_func": "quick_gelu", "add_bias_linear": False}),
@@ -172,8 +164,6 @@ CASES = {
         {"--overlap-dispatch-backward-with-experts-wgrad": True},
         {"overlap_dispatch_backward_with_experts_wgrad": True},
     ),
-    "graphs of attention": graphing(TE_GRAPHS, "attn"),
-    "graphs of attention and router": graphing(TE_GRAPHS, "attn", "moe_router"),
     "graphs up to the dispatch": graphing(TE_GRAPHS, "attn", "moe_router", "moe_preprocess"),
     "graphs with overlapped gathers": graphing(TE_GRAPHS | OVERLAP, "attn", "moe_router"),
     "graphs of experts": graphing(TE_GRAPHS | DROP_AND_PAD, "attn", "moe"),
@@ -230,17 +220,12 @@ NOT_RUN_BY_STOCK = {  # case -> what stock Megatron ends with on this stack
     "weight gradients while tokens are sent back": r"TypeError: expected str, bytes or os.PathLike",
 }
 FURTHER = {
-    "shared experts",
-    "padded routing by its old name",
-    "padded routing and fused permutation",
     "quick-GeGLU",
     "activations recomputed",
     "norms recomputed",
     "shared experts recomputed",
     "op fuser and interleaved rows",
     "gradients accumulated by all products",
-    "graphs of attention",
-    "graphs of attention and router",
     "Megatron's graphs of attention and router",
 }
 """Cases whose parts others show: make test-all runs them."""
@@ -383,8 +368,6 @@ PORTABLE = {
         OVERLAP | CASES["weight gradients while tokens are sent back"].flags,
         {"overlap_dispatch_backward_with_experts_wgrad": True},
     ),
-    "graphs of attention": CASES["graphs of attention"],
-    "graphs of attention and router": CASES["graphs of attention and router"],
     "graphs with overlapped gathers": CASES["graphs with overlapped gathers"],
 }
 PERMUTED = CASES["fused permutation"]
