@@ -233,18 +233,6 @@ STOPPED_BY_NAME = {"weight gradients while tokens are sent back": "gradient norm
 """Where stock goes on with NaN, and the plug-in does not."""
 
 
-def names_of(cases: dict[str, Case]) -> list[Any]:
-    """Return names of cases as parameters of a test."""
-    marks = pytest.mark.extended
-    return [pytest.param(name, marks=marks) if name in FURTHER else name for name in cases]
-
-
-def chosen(config: pytest.Config, cases: dict[str, Case]) -> dict[str, Case]:
-    """Return the cases that this run of pytest has."""
-    leaves_out = config.getoption("markexpr") == "not extended"
-    return {name: case for name, case in cases.items() if not (leaves_out and name in FURTHER)}
-
-
 def small(case: Case, plugin: tuple[str, ...] | None, more: Flags | None = None) -> Run:
     """Return a run of the small model with something turned on."""
     return Run(
@@ -303,11 +291,16 @@ def assert_beside_stock(case: Case, stock: list[Report], ours: list[Report]) -> 
 def beside_stock(
     pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Report]]:
-    """Return the reports of all cases of one GPU, by case and side."""
-    return train(tmp_path_factory.mktemp("one-gpu"), sides_of(chosen(pytestconfig, CASES)))
+    """Return the reports of the cases of one GPU that this run of pytest has, by case and side."""
+    skipped = FURTHER if pytestconfig.getoption("markexpr") == "not extended" else ()
+    cases = {name: case for name, case in CASES.items() if name not in skipped}
+    return train(tmp_path_factory.mktemp("one-gpu"), sides_of(cases))
 
 
-@pytest.mark.parametrize("name", names_of(CASES))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.extended) if n in FURTHER else n for n in CASES],
+)
 def test_training_beside_stock_gives_its_losses(beside_stock, name: str):
     """With Transformer Engine's experts, everything else in the model being Megatron's, too. What
     stock cannot run is known, and the plug-in does not run it either, for the same reason."""
@@ -374,16 +367,14 @@ PERMUTED = CASES["fused permutation"]
 
 
 @pytest.fixture(scope="module")
-def portable(
-    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[Report]]:
+def portable(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]:
     """Return the reports of runs with mxfp8 experts, by what is on."""
-    cases = {"nothing": Case({}), "fused permutation": PERMUTED} | chosen(pytestconfig, PORTABLE)
+    cases = {"nothing": Case({}), "fused permutation": PERMUTED} | PORTABLE
     runs = {name: small(case, ("format=mxfp8",), LOCAL) for name, case in cases.items()}
     return train(tmp_path_factory.mktemp("portable"), runs)
 
 
-@pytest.mark.parametrize("name", names_of(PORTABLE))
+@pytest.mark.parametrize("name", PORTABLE)
 def test_what_moves_no_bit_moves_none_of_portable_experts(portable, name: str):
     """Losses are those of the run without it."""
     assert_same_losses(PORTABLE[name], portable[name], portable["nothing"])
