@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import logging
 import math
 import os
 import re
@@ -75,34 +74,6 @@ def _install_and_uninstall() -> list[str]:
 def test_uninstall_restores_every_name_that_install_redirected():
     """By identity, after two installs and two uninstalls; CUDA is out of reach again."""
     assert in_one_rank(_install_and_uninstall) == []
-
-
-def _install_again() -> None:
-    for _ in range(2):
-        cpu_runtime.install()
-        assert torch.zeros(1, device="cuda").type() == "torch.cuda.FloatTensor"
-        cpu_runtime.uninstall()
-
-
-def test_it_can_be_installed_again():
-    in_one_rank(_install_again)
-
-
-def _keep_the_log_level() -> int:
-    logger = logging.getLogger("megatron.core.tensor_parallel.random")
-    logger.setLevel(logging.INFO)
-    cpu_runtime.install()
-    cpu_runtime.uninstall()
-    return logger.level
-
-
-def test_uninstall_restores_the_level_of_megatrons_log():
-    assert in_one_rank(_keep_the_log_level) == logging.INFO
-
-
-def test_importing_redirects_nothing():
-    assert not cpu_runtime.is_installed()
-    assert all(value is not cpu_runtime.REDIRECTS[name] for name, value in redirected().items())
 
 
 def test_a_machine_with_a_gpu_is_refused(monkeypatch):
@@ -351,21 +322,13 @@ def _type_names() -> None:
     assert weight.type() == torch.nn.Parameter(torch.zeros(1).bfloat16()).type()
     assert torch.zeros(1).type(torch.float64).dtype == torch.float64
     assert torch.zeros(1).type("torch.DoubleTensor").dtype == torch.float64
+    for dtype, name in TYPE_NAMES.items():  # ``a.type(b.type())`` converts ``a`` on any machine
+        assert torch.zeros(1).type(name).dtype == dtype
 
 
 def test_type_names_are_those_of_cuda_tensors():
     """Megatron's optimizers branch on them, for parameters of every class; conversions still do."""
     in_one_rank(_type_names)
-
-
-def _type_names_back() -> dict[torch.dtype, torch.dtype]:
-    cpu_runtime.install()
-    return {dtype: torch.zeros(1).type(name).dtype for dtype, name in TYPE_NAMES.items()}
-
-
-def test_a_type_name_it_gives_is_one_it_takes():
-    """``a.type(b.type())`` converts ``a`` on any machine."""
-    assert in_one_rank(_type_names_back) == {dtype: dtype for dtype in TYPE_NAMES}
 
 
 # Streams, events, statistics
@@ -418,31 +381,6 @@ def _ask_about_the_device() -> None:
 
 def test_there_is_one_device():
     in_one_rank(_ask_about_the_device)
-
-
-def _use_memory() -> None:
-    cpu_runtime.install()
-    mib = 2**20
-    before = torch.cuda.memory_allocated()
-    tensor = torch.ones(64 * mib, dtype=torch.uint8, device="cuda")
-    with_it = torch.cuda.memory_allocated()
-    assert before + 60 * mib < with_it < before + 80 * mib
-    assert torch.cuda.max_memory_allocated() > with_it - 8 * mib
-    del tensor
-    assert torch.cuda.memory_allocated() < with_it - 60 * mib
-    stats = torch.cuda.memory_stats()
-    for kind in ("allocated", "reserved"):  # counted by the page and core: nearly the same
-        current, peak = (stats[f"{kind}_bytes.all.{which}"] for which in ("current", "peak"))
-        now, most = (getattr(torch.cuda, f"{name}memory_{kind}")() for name in ("", "max_"))
-        assert abs(current - now) < 8 * mib
-        assert abs(peak - most) < 8 * mib
-        assert peak > with_it - 8 * mib
-    assert torch.cuda.device_memory_used() > 64 * mib
-
-
-def test_memory_is_what_the_process_has_resident():
-    """The host's allocator keeps no account of tensors: zeros would be untrue."""
-    in_one_rank(_use_memory)
 
 
 def _log_memory() -> tuple[dict[str, list[float]], str]:
@@ -509,29 +447,6 @@ def _draw() -> None:
 def test_there_is_one_random_stream():
     """Host and device draw from it; whatever seeds or restores one does both."""
     in_one_rank(_draw)
-
-
-def _fork_megatrons_tracker() -> tuple[list[float], list[float]]:
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-
-    cpu_runtime.install()
-    tracker = CudaRNGStatesTracker()
-    tracker.add("experts", 3)
-    torch.manual_seed(1)
-    expected = torch.rand(4).tolist()
-    torch.manual_seed(1)
-    drawn = []
-    for _ in range(2):
-        drawn += torch.rand(2).tolist()
-        with tracker.fork("experts"):
-            torch.rand(5)
-    return drawn, expected
-
-
-def test_megatrons_random_tracker_forks_it():
-    """Draws inside a fork do not disturb those outside."""
-    drawn, expected = in_one_rank(_fork_megatrons_tracker)
-    assert drawn == expected
 
 
 def test_split_sizes_become_what_the_dispatcher_asks_for():

@@ -207,27 +207,10 @@ def test_an_inherited_method_is_inherited_again_afterwards():
     assert "size" not in vars(SubBuffer)
 
 
-def test_applying_twice_is_applying_once(applied):
-    patch = make_patch()
-    applied(patch)
-    applied(patch)
-    revert_patches([patch])
-    assert current("gather") is gather
-
-
 def test_reverting_what_is_not_applied_does_nothing():
     revert_patches([make_patch()])
     assert current("gather") is gather
     revert_patches([make_patch("gone")])
-
-
-def test_a_patch_can_be_applied_again_after_it_was_reverted(applied):
-    patch = make_patch()
-    for _ in range(2):
-        applied(patch)
-        assert current("gather") is our_gather
-        revert_patches([patch])
-        assert current("gather") is gather
 
 
 # Refusing
@@ -335,17 +318,6 @@ def test_all_or_nothing(applied):
 
 
 # Knowing
-
-
-def test_states(applied):
-    patch = make_patch()
-    assert patch_state(patch) == "off"
-    applied(patch)
-    assert patch_state(patch) == "applied"
-    revert_patches([patch])
-    assert patch_state(patch) == "off"
-    assert patch_state(make_patch("gone")).startswith("broken: ")
-    assert current("gather") is gather
 
 
 @pytest.mark.parametrize(
