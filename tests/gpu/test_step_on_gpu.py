@@ -240,14 +240,13 @@ def test_a_step_allocates_nothing_and_does_not_wait(format):
     assert_neither_allocates_nor_waits(step)
 
 
-@EVERY_FORMAT
-def test_a_captured_graph_takes_further_steps(format):
+def assert_a_graph_takes_the_steps(weights, **options):
     """Gradients, hyper-parameters and clip factors are read anew by every replay."""
-    weights = weights_of(format)
-    eager, captured = (Stepping(weights, clips=CLIPS, device="cuda") for _ in range(2))
+    eager, captured = (Stepping(weights, device="cuda", **options) for _ in range(2))
     for run in (eager, captured):
         run.give(gradients_of(weights, 0))
         run.update()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured.update()
@@ -263,3 +262,8 @@ def test_a_captured_graph_takes_further_steps(format):
             ):
                 assert_values_equal(got, want, what=f"step {number}, fc{index} {name}")
         captured.assert_weights_follow()
+
+
+@EVERY_FORMAT
+def test_a_captured_graph_takes_further_steps(format):
+    assert_a_graph_takes_the_steps(weights_of(format), clips=CLIPS)
