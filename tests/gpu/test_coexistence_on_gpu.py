@@ -104,7 +104,6 @@ CASES = {
     "gathers and reductions overlapped": Case(
         OVERLAP, {"overlap_grad_reduce": True, "overlap_param_gather": True}
     ),
-    "shared experts": Case(SHARED, {"moe_shared_expert_intermediate_size": 512}),
     "shared experts overlapped": Case(
         SHARED | {"--moe-shared-expert-overlap": True}, {"moe_shared_expert_overlap": True}
     ),
@@ -112,13 +111,6 @@ CASES = {
     "padded routing": Case(
         {"--moe-router-padding-for-quantization": True},
         {"moe_router_padding_for_quantization": True},
-    ),
-    "padded routing by its old name": Case(
-        {"--moe-router-padding-for-fp8": True}, {"moe_router_padding_for_quantization": True}
-    ),
-    "padded routing and fused permutation": Case(
-        {"--moe-router-padding-for-quantization": True, "--moe-permute-fusion": True},
-        {"moe_router_padding_for_quantization": True, "moe_permute_fusion": True},
     ),
     "experts padded to a capacity": Case(DROP_AND_PAD, {"moe_expert_capacity_factor": 1.0}),
     "quick-GeGLU": Case(QUICK_GEGLU, {"activation_func": "quick_gelu", "add_bias_linear": False}),
@@ -172,8 +164,6 @@ CASES = {
         {"--overlap-dispatch-backward-with-experts-wgrad": True},
         {"overlap_dispatch_backward_with_experts_wgrad": True},
     ),
-    "graphs of attention": graphing(TE_GRAPHS, "attn"),
-    "graphs of attention and router": graphing(TE_GRAPHS, "attn", "moe_router"),
     "graphs up to the dispatch": graphing(TE_GRAPHS, "attn", "moe_router", "moe_preprocess"),
     "graphs with overlapped gathers": graphing(TE_GRAPHS | OVERLAP, "attn", "moe_router"),
     "graphs of experts": graphing(TE_GRAPHS | DROP_AND_PAD, "attn", "moe"),
@@ -230,34 +220,17 @@ NOT_RUN_BY_STOCK = {  # case -> what stock Megatron ends with on this stack
     "weight gradients while tokens are sent back": r"TypeError: expected str, bytes or os.PathLike",
 }
 FURTHER = {
-    "shared experts",
-    "padded routing by its old name",
-    "padded routing and fused permutation",
     "quick-GeGLU",
     "activations recomputed",
     "norms recomputed",
     "shared experts recomputed",
     "op fuser and interleaved rows",
     "gradients accumulated by all products",
-    "graphs of attention",
-    "graphs of attention and router",
     "Megatron's graphs of attention and router",
 }
 """Cases whose parts others show: make test-all runs them."""
 STOPPED_BY_NAME = {"weight gradients while tokens are sent back": "gradient norm is nan"}
 """Where stock goes on with NaN, and the plug-in does not."""
-
-
-def names_of(cases: dict[str, Case]) -> list[Any]:
-    """Return names of cases as parameters of a test."""
-    marks = pytest.mark.extended
-    return [pytest.param(name, marks=marks) if name in FURTHER else name for name in cases]
-
-
-def chosen(config: pytest.Config, cases: dict[str, Case]) -> dict[str, Case]:
-    """Return the cases that this run of pytest has."""
-    leaves_out = config.getoption("markexpr") == "not extended"
-    return {name: case for name, case in cases.items() if not (leaves_out and name in FURTHER)}
 
 
 def small(case: Case, plugin: tuple[str, ...] | None, more: Flags | None = None) -> Run:
@@ -318,11 +291,16 @@ def assert_beside_stock(case: Case, stock: list[Report], ours: list[Report]) -> 
 def beside_stock(
     pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Report]]:
-    """Return the reports of all cases of one GPU, by case and side."""
-    return train(tmp_path_factory.mktemp("one-gpu"), sides_of(chosen(pytestconfig, CASES)))
+    """Return the reports of the cases of one GPU that this run of pytest has, by case and side."""
+    skipped = FURTHER if pytestconfig.getoption("markexpr") == "not extended" else ()
+    cases = {name: case for name, case in CASES.items() if name not in skipped}
+    return train(tmp_path_factory.mktemp("one-gpu"), sides_of(cases))
 
 
-@pytest.mark.parametrize("name", names_of(CASES))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.extended) if n in FURTHER else n for n in CASES],
+)
 def test_training_beside_stock_gives_its_losses(beside_stock, name: str):
     """With Transformer Engine's experts, everything else in the model being Megatron's, too. What
     stock cannot run is known, and the plug-in does not run it either, for the same reason."""
@@ -383,24 +361,20 @@ PORTABLE = {
         OVERLAP | CASES["weight gradients while tokens are sent back"].flags,
         {"overlap_dispatch_backward_with_experts_wgrad": True},
     ),
-    "graphs of attention": CASES["graphs of attention"],
-    "graphs of attention and router": CASES["graphs of attention and router"],
     "graphs with overlapped gathers": CASES["graphs with overlapped gathers"],
 }
 PERMUTED = CASES["fused permutation"]
 
 
 @pytest.fixture(scope="module")
-def portable(
-    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[Report]]:
+def portable(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]:
     """Return the reports of runs with mxfp8 experts, by what is on."""
-    cases = {"nothing": Case({}), "fused permutation": PERMUTED} | chosen(pytestconfig, PORTABLE)
+    cases = {"nothing": Case({}), "fused permutation": PERMUTED} | PORTABLE
     runs = {name: small(case, ("format=mxfp8",), LOCAL) for name, case in cases.items()}
     return train(tmp_path_factory.mktemp("portable"), runs)
 
 
-@pytest.mark.parametrize("name", names_of(PORTABLE))
+@pytest.mark.parametrize("name", PORTABLE)
 def test_what_moves_no_bit_moves_none_of_portable_experts(portable, name: str):
     """Losses are those of the run without it."""
     assert_same_losses(PORTABLE[name], portable[name], portable["nothing"])

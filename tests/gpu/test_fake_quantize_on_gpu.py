@@ -114,15 +114,6 @@ def test_every_bf16_value_rounds_as_the_reference_rounds_it(bits):
     assert_values_equal(got.cpu(), fake_quantize(values, amax, bits))
 
 
-@every_axis
-def test_one_tensor_and_a_list_give_the_same(axis):
-    values = normal_weights(6, 192, 320).bfloat16().cuda()
-    amax = amax_of(list(values), axis)
-    whole = fake_quantize(values, amax, axis=axis)
-    parts = fake_quantize([one.clone() for one in values], amax, axis=axis)
-    assert_values_equal(torch.stack(parts), whole)
-
-
 @pytest.mark.parametrize("count", [8, 128])
 def test_there_is_one_launch_each_way_and_no_copy(count, monkeypatch):
     """Whatever the number of experts; beyond its result nothing is allocated but a table."""

@@ -16,7 +16,12 @@ from moe_optim.optimizer.host_states import HostStates
 from moe_optim.weights.storage import PortableStorage
 from moe_optim.weights.te.recipe import import_error
 from tests.gpu.test_coexistence_on_gpu import LOCAL, OVERLAP, SMALL
-from tests.gpu.test_step_on_gpu import DTYPES, set_number, weights_of
+from tests.gpu.test_step_on_gpu import (
+    DTYPES,
+    assert_a_graph_takes_the_steps,
+    set_number,
+    weights_of,
+)
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import wide_range_weights
 from tests.support.steps.launches import assert_neither_allocates_nor_waits
@@ -105,24 +110,7 @@ def test_a_step_with_chunks_allocates_nothing_and_does_not_wait(in_small_chunks)
 
 
 def test_a_captured_graph_moves_chunks_too(in_small_chunks):
-    eager, captured = (Stepping(LARGE, device="cuda", on_host=True) for _ in range(2))
-    for run in (eager, captured):
-        run.give(gradients_of(LARGE, 0))
-        run.update()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured.update()
-    for number in (2, 3):
-        for run, update in ((eager, eager.update), (captured, graph.replay)):
-            set_number(run, number)
-            run.give(gradients_of(LARGE, 100 * number))
-            update()
-        for index in range(len(LARGE)):
-            for got, want, name in zip(
-                captured.states(index), eager.states(index), STATES, strict=True
-            ):
-                assert_values_equal(got, want, what=f"step {number}, fc{index} {name}")
+    assert_a_graph_takes_the_steps(LARGE, on_host=True)
 
 
 # Weights

@@ -19,7 +19,6 @@ from moe_optim.formats import (
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import SENTINEL, wide_range_weights, with_specials
-from tests.support.number_formats.gather import make_buffers
 from tests.support.number_formats.special_values import (
     SPECIAL_CASES,
     assert_special_case,
@@ -152,18 +151,6 @@ def test_every_bf16_value_equals_the_reference(format):
     assert_written(entries, expected)
 
 
-@EVERY_FORMAT
-def test_fp32_ties_round_to_bf16_before_anything_else(format):
-    generator = torch.Generator().manual_seed(1)
-    bits = torch.randint(-(1 << 31), 1 << 31, (64, 64, 32), generator=generator)
-    ties = (bits & ~0xFFFF | 0x8000).to(torch.int32).view(torch.float32)
-    masters = [ties, bits.to(torch.int32).view(torch.float32)]
-    entries = lay_out(masters, torch.float32, format=format)[1]
-    expected = expected_buffers(entries)
-    rewrite(MemberTable.build(entries))
-    assert_written(entries, expected)
-
-
 # Shards
 
 
@@ -242,22 +229,6 @@ def test_shards_of_any_shape_and_cut_equal_the_whole_weight(weight, dtype):
 
 
 @EVERY_FORMAT
-def test_gather_buffers_are_written_in_place(format):
-    masters = [wide_range_weights(2, 128, 256), wide_range_weights(1, 256, 384, seed=1)]
-    _, views = make_buffers(format, [tuple(master.shape) for master in masters], device="cuda")
-    entries = []
-    for index, master in enumerate(masters):
-        target = replace(poisoned(format, tuple(master.shape)), **views[index])
-        source = master.cuda()
-        entries.append(TableEntry(parameter=f"fc{index}", source=source, target=target))
-    table = MemberTable.build(entries)
-    assert all_in_kernels(table)
-    expected = expected_buffers(entries)
-    rewrite(table)
-    assert_written(entries, expected)
-
-
-@EVERY_FORMAT
 def test_scales_in_storage_equal_the_references_and_keep_their_padding(format):
     entries = []
     for index, shape in enumerate(WHOLE_TILES + MIXED):
@@ -323,15 +294,6 @@ def test_formats_and_dtypes_share_a_table():
     table = MemberTable.build(entries, consumed=memory)
     assert (len(table.launches), table.zeroes_in_launch) == (5, False)
     rewrite(table)
-    assert_written(entries, expected)
-    assert not memory.any()
-
-
-@EVERY_FORMAT
-def test_the_reference_can_be_asked_for(format):
-    memory, entries = lay_out(random_masters(MIXED), torch.bfloat16, format=format)
-    expected = expected_buffers(entries)
-    rewrite(MemberTable.build(entries, consumed=memory, backend="reference"))
     assert_written(entries, expected)
     assert not memory.any()
 

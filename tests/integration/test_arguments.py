@@ -47,17 +47,6 @@ def test_the_flags_are_frozen():
     assert got == SURFACE
 
 
-def test_every_flag_has_help_of_its_own_group():
-    parser = add_moe_optim_arguments(argparse.ArgumentParser())
-    assert all(len(action.help.split()) > 5 for action in options(parser))
-    assert "\nmoe_optim:\n  --use-moe-grouped-optim" in parser.format_help()
-
-
-def test_the_parser_is_returned_as_megatrons_hook_wants_it():
-    parser = argparse.ArgumentParser()
-    assert add_moe_optim_arguments(parser) is parser
-
-
 @pytest.mark.parametrize("is_given", [True, False], ids=["with the flag", "without it"])
 def test_the_flag_implies_megatrons_distributed_optimizer(is_given):
     """Wherever the two stand among others, and where the second is not given at all."""

@@ -179,11 +179,9 @@ def test_it_is_resolved_after_the_arguments_of_a_checkpoint(tmp_path: Path):
     ("flags", "format"),
     [
         ("--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather", "mxfp8"),
-        ("--fp8-format=e4m3 --fp8-recipe=blockwise --fp8-param-gather", "fp8_block"),
         ("--fp4-format e2m1 --fp4-param-gather", "nvfp4"),
         ("--fp8-format e4m3 --fp8-recipe mxfp8", "bf16"),
         ("--transformer-impl local --moe-grouped-gemm", "mxfp8"),
-        ("--transformer-impl local", "bf16"),
         ("--moe-grouped-gemm", "bf16"),
         ("--fp8-format hybrid --fp8-param-gather", "auto"),  # per-tensor scaling is refused later
     ],

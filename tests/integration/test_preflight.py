@@ -122,7 +122,6 @@ LATER = {  # what Megatron tells while it builds or trains -> a command line, be
     ),
     "nothing, dense layers between": (but("--moe-layer-freq", "[1,0]"), []),
     "tensor parallel alone": (but(*TENSOR, *WHOLE), ["Megatron: MoE layers with --tensor-mode"]),
-    "tensor parallel alone, stock": ([*RUN, *TENSOR], ["Megatron: MoE layers with --tensor-mode"]),
     "latent attention of local layers": (
         but("--multi-latent-attention"),
         ["Megatron: --multi-latent-attention: --transformer-impl local has no attention for it"],
@@ -160,10 +159,6 @@ LATER = {  # what Megatron tells while it builds or trains -> a command line, be
     ),
     "a schedule with too few micro-batches": (
         but(*PIPELINE, "--global-batch-size", "1"),
-        ["Megatron: --num-layers-per-virtual-pipeline-stage, or --num-virtual-stages-per-pipeline"],
-    ),
-    "a schedule with a rest": (
-        but(*PIPELINE, "--global-batch-size", "3"),
         ["Megatron: --num-layers-per-virtual-pipeline-stage, or --num-virtual-stages-per-pipeline"],
     ),
     "a schedule with groups above its micro-batches": (

@@ -27,7 +27,6 @@ NOT_OF_A_FILE = {
     *("rank", "world_size", "yaml_cfg", "_is_global_batch_size_explicitly_specified"),
     *("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),  # not text
 }
-TWICE = "account_for_embedding_in_pipeline_split"
 
 
 def write_yaml(path: Path, flags: list[str]) -> None:
@@ -107,36 +106,6 @@ def test_a_file_trains_as_the_command_line_that_it_stands_for(file, tmp_path):
     for rank in range(2):
         assert got[rank].extra is True
         assert_same_run(got[rank], want[rank], what=f"rank {rank}")
-
-
-def _without_the_plugin(file: Path, change: Any) -> str:
-    """Return what stock Megatron says when a script builds a GPT of a file."""
-    from megatron.training.argument_utils import gpt_config_from_args
-    from megatron.training.arguments import parse_args
-    from megatron.training.yaml_arguments import validate_yaml
-
-    from moe_optim.integration import cpu_runtime
-
-    cpu_runtime.install()
-    sys.argv = ["script", "--yaml-cfg", str(edited(file, **change))]
-    with pytest.raises(Exception, match=TWICE) as error:
-        gpt_config_from_args(validate_yaml(parse_args()))
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        pytest.param({}, "has no attribute", id="in language_model"),
-        pytest.param({TWICE: False}, "multiple values", id="in both"),
-        pytest.param({f"language_model__{TWICE}": ..., TWICE: False}, "Missing", id="beside it"),
-    ],
-)
-@pytest.mark.extended
-def test_stock_megatron_builds_no_gpt_of_a_file(file, change, says):
-    """Wherever the name stands: when this fails, the patch ``script-yaml`` can go."""
-    (said,) = run_ranks(1, _without_the_plugin, file, change)
-    assert says in said
 
 
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {  # change -> beginnings of all faults

@@ -279,6 +279,7 @@ _LOW_NANS = Bits(0x7F80_0001), Bits(0x7FFF_FFFF), Bits(0xFFFF_FFFF)
 _LARGEST = 2.0**128 - 2.0**120  # bf16 0x7F7F, 1.9921875 * 2^127
 _ABOVE_448, _BELOW_448 = 450 / 256, 446 / 256  # bf16 neighbours of 1.75
 
+# fmt: off
 _E4M3 = {
     "all zeros": {
         "zeros everywhere": _full(0.0, 0x00, _ZEROS),
@@ -320,15 +321,8 @@ _E4M3 = {
         # 19, which is a tie of 18 and 20: 20. The fp32 before is 18.875: 18.
         # Without bf16 in between, 17.0625 would be 18 and 18.9375 would be 18.
         "ties twice, in bf16 and in e4m3": _full(
-            448.0,
-            0x7E,
-            (0x7F, 0x3F80_0000),
-            (17.0625, 0x58),
-            (17.0625 + 2.0**-19, 0x59),
-            (18.9375, 0x5A),
-            (18.9375 - 2.0**-19, 0x59),
-            (-17.0625, 0xD8),
-            (-18.9375, 0xDA),
+            448.0, 0x7E, (0x7F, 0x3F80_0000), (17.0625, 0x58), (17.0625 + 2.0**-19, 0x59),
+            (18.9375, 0x5A), (18.9375 - 2.0**-19, 0x59), (-17.0625, 0xD8), (-18.9375, 0xDA),
         ),
         # 2^-134 is midway between 0 and 2^-133 (bits 1, odd): 0, and zeros they all are.
         "2^-134 is a tie and becomes zero": _full(
@@ -386,11 +380,7 @@ _E4M3 = {
     "nan beside finite": {
         # The scale is that of 448, and of 1 with its factor 256: 0x78.
         "nan among 448": _full(
-            448.0,
-            0x7E,
-            (0x7F, 0x3F80_0000),
-            (_NAN, 0x7F),
-            (_NEGATIVE_NAN, 0x7F),
+            448.0, 0x7E, (0x7F, 0x3F80_0000), (_NAN, 0x7F), (_NEGATIVE_NAN, 0x7F),
             *((nan, 0x7F) for nan in _LOW_NANS),
         ),
         "nan among -1": _full(-1.0, 0xF8, (0x77, 0x3B80_0000), (_NAN, 0x7F), (_NEGATIVE_NAN, 0x7F)),
@@ -438,73 +428,35 @@ _E4M3 = {
         # 16 is 0x58, 18 is 0x59, 20 is 0x5A: 17 and 19 are the ties, 15.5 that of 15 (0x57) and
         # 16, 432 that of 416 (0x7D) and 448. 17.125 and 18.875 are bf16 neighbours of ties.
         "ties of normal codes": _full(
-            448.0,
-            0x7E,
-            (0x7F, 0x3F80_0000),
-            (17.0, 0x58),
-            (19.0, 0x5A),
-            (-17.0, 0xD8),
-            (-19.0, 0xDA),
-            (17.125, 0x59),
-            (18.875, 0x59),
-            (16.875, 0x58),
-            (19.125, 0x5A),
-            (15.5, 0x58),
-            (432.0, 0x7E),
-            (430.0, 0x7D),
+            448.0, 0x7E, (0x7F, 0x3F80_0000), (17.0, 0x58), (19.0, 0x5A), (-17.0, 0xD8),
+            (-19.0, 0xDA), (17.125, 0x59), (18.875, 0x59), (16.875, 0x58), (19.125, 0x5A),
+            (15.5, 0x58), (432.0, 0x7E), (430.0, 0x7D),
         ),
         # In steps of 2^-9: 0.5 -> 0, 1.5 -> 2, 2.5 -> 2, 3.5 -> 4, 6.5 -> 6, 7.5 -> 8 (2^-6).
         # bf16 neighbours of 0.5: 0.504 -> 1, 0.498 -> 0.
         "ties of subnormal codes": _full(
-            448.0,
-            0x7E,
-            (0x7F, 0x3F80_0000),
-            (2.0**-10, 0x00),
-            (-(2.0**-10), 0x80),
-            (3 * 2.0**-10, 0x02),
-            (-5 * 2.0**-10, 0x82),
-            (7 * 2.0**-10, 0x04),
-            (13 * 2.0**-10, 0x06),
-            (15 * 2.0**-10, 0x08),
-            ((1 + 2.0**-7) * 2.0**-10, 0x01),
+            448.0, 0x7E, (0x7F, 0x3F80_0000), (2.0**-10, 0x00), (-(2.0**-10), 0x80),
+            (3 * 2.0**-10, 0x02), (-5 * 2.0**-10, 0x82), (7 * 2.0**-10, 0x04),
+            (13 * 2.0**-10, 0x06), (15 * 2.0**-10, 0x08), ((1 + 2.0**-7) * 2.0**-10, 0x01),
             (-(1 - 2.0**-8) * 2.0**-10, 0x80),
         ),
         # The factor is 256: 17 / 256 is 17 again, and 2^-18 is half a step.
         "ties below an amax of one": _full(
-            1.0,
-            0x78,
-            (0x77, 0x3B80_0000),
-            (17 * 2.0**-8, 0x58),
-            (-19 * 2.0**-8, 0xDA),
-            (2.0**-18, 0x00),
-            (3 * 2.0**-18, 0x02),
+            1.0, 0x78, (0x77, 0x3B80_0000), (17 * 2.0**-8, 0x58), (-19 * 2.0**-8, 0xDA),
+            (2.0**-18, 0x00), (3 * 2.0**-18, 0x02),
         ),
     },
     "rounds to zero": {
         "below half a step among 448": _full(
-            448.0,
-            0x7E,
-            (0x7F, 0x3F80_0000),
-            (2.0**-11, 0x00),
-            (-(2.0**-11), 0x80),
-            (2.0**-133, 0x00),
-            (-(2.0**-133), 0x80),
+            448.0, 0x7E, (0x7F, 0x3F80_0000), (2.0**-11, 0x00), (-(2.0**-11), 0x80),
+            (2.0**-133, 0x00), (-(2.0**-133), 0x80),
         ),
         # The factor is 2^-120: 2^120 is 1, 2^111 one step, 2^110 half a step, 3 * 2^110 is 1.5.
         # -2^-133 * 2^-120 is below every fp32 and keeps its sign.
         "small beside the largest finite": _full(
-            _LARGEST,
-            0x78,
-            (0xF7, 0x7B80_0000),
-            (2.0**120, 0x38),
-            (2.0**111, 0x01),
-            (2.0**110, 0x00),
-            (-(2.0**110), 0x80),
-            (3 * 2.0**110, 0x02),
-            (1.0, 0x00),
-            (-1.0, 0x80),
-            (2.0**-133, 0x00),
-            (-(2.0**-133), 0x80),
+            _LARGEST, 0x78, (0xF7, 0x7B80_0000), (2.0**120, 0x38), (2.0**111, 0x01),
+            (2.0**110, 0x00), (-(2.0**110), 0x80), (3 * 2.0**110, 0x02), (1.0, 0x00), (-1.0, 0x80),
+            (2.0**-133, 0x00), (-(2.0**-133), 0x80),
         ),
     },
 }
@@ -514,20 +466,9 @@ _E8M0 = {
         # The factor is 2^-127: only Inf saturates. 1.992 gives 2 (0x40), 2^127 is 1 (0x38),
         # 2^118 one step, 2^117 half a step, 3 * 2^117 is 1.5 steps; 1 and -1 are too small.
         "finite among infinity": _full(
-            _INF,
-            0x7E,
-            0xFE,
-            (-_INF, 0xFE),
-            (_LARGEST, 0x40),
-            (-_LARGEST, 0xC0),
-            (2.0**127, 0x38),
-            (2.0**118, 0x01),
-            (2.0**117, 0x00),
-            (-(2.0**117), 0x80),
-            (3 * 2.0**117, 0x02),
-            (1.0, 0x00),
-            (-1.0, 0x80),
-            (_NAN, 0x7F),
+            _INF, 0x7E, 0xFE, (-_INF, 0xFE), (_LARGEST, 0x40), (-_LARGEST, 0xC0), (2.0**127, 0x38),
+            (2.0**118, 0x01), (2.0**117, 0x00), (-(2.0**117), 0x80), (3 * 2.0**117, 0x02),
+            (1.0, 0x00), (-1.0, 0x80), (_NAN, 0x7F),
         ),
     },
 }
@@ -539,19 +480,15 @@ _MXFP8_1D = {
         "448 and one above 896": _placed(
             (32, 32),
             elements={
-                (0, 0): Element(448.0, 0x7E),
-                (0, 1): Element(1.0, 0x38),
+                (0, 0): Element(448.0, 0x7E), (0, 1): Element(1.0, 0x38),
                 (1, 1): Element(896.0, 0x7E),
             },
-            scales={(0, 0): 0x7F, (1, 1): 0x80},
-            columnwise_codes={(0, 1): 0x30},
+            scales={(0, 0): 0x7F, (1, 1): 0x80}, columnwise_codes={(0, 1): 0x30},
         ),
         # Row 0 holds NaN and 1 (0x77, 0x78); column 0 holds NaN only (0x00); column 1 as row 0.
         "nan and one": _placed(
-            (32, 32),
-            elements={(0, 0): Element(_NAN, 0x7F), (0, 1): Element(1.0, 0x78)},
-            scales={(0, 0): 0x77, (0, 1): 0x77},
-            columnwise_scales={(0, 0): 0x00},
+            (32, 32), elements={(0, 0): Element(_NAN, 0x7F), (0, 1): Element(1.0, 0x78)},
+            scales={(0, 0): 0x77, (0, 1): 0x77}, columnwise_scales={(0, 0): 0x00},
         ),
         # Row 3 and column 7 have 0xFE, where 1 * 2^-127 gives 0. Elsewhere 1 has 0x77 and is 0x78.
         "infinity among ones spoils a row and a column": _placed(
@@ -574,20 +511,9 @@ _FP8_BLOCK = {
     "saturating": {
         # The factor is 1, and all above 448 saturates; 464 and more would be NaN without a clamp.
         "finite among infinity": _full(
-            _INF,
-            0x7E,
-            0x3F80_0000,
-            (450.0, 0x7E),
-            (464.0, 0x7E),
-            (466.0, 0x7E),
-            (-480.0, 0xFE),
-            (_LARGEST, 0x7E),
-            (-_LARGEST, 0xFE),
-            (-_INF, 0xFE),
-            (1.0, 0x38),
-            (2.0**-133, 0x00),
-            (-(2.0**-133), 0x80),
-            (_NAN, 0x7F),
+            _INF, 0x7E, 0x3F80_0000, (450.0, 0x7E), (464.0, 0x7E), (466.0, 0x7E), (-480.0, 0xFE),
+            (_LARGEST, 0x7E), (-_LARGEST, 0xFE), (-_INF, 0xFE), (1.0, 0x38), (2.0**-133, 0x00),
+            (-(2.0**-133), 0x80), (_NAN, 0x7F),
         ),
     },
     "partial edge block": {
@@ -595,16 +521,14 @@ _FP8_BLOCK = {
         "rows below the last whole block": _placed(
             (130, 40),
             elements={
-                (127, 39): Element(448.0, 0x7E),
-                (128, 0): Element(1.0, 0x78),
+                (127, 39): Element(448.0, 0x7E), (128, 0): Element(1.0, 0x78),
                 (129, 39): Element(-0.5, 0xF0),
             },
             scales={(127, 39): 0x3F80_0000, (128, 0): 0x3B80_0000},
         ),
         # Only zeros below: the inverse is 1. One of 450 above: 2^1, and 225 gives 224.
         "an edge block of zeros": _placed(
-            (130, 40),
-            elements={(0, 0): Element(450.0, 0x76), (129, 39): Element(-0.0, 0x80)},
+            (130, 40), elements={(0, 0): Element(450.0, 0x76), (129, 39): Element(-0.0, 0x80)},
             scales={(0, 0): 0x4000_0000},
         ),
         # 2^-133 below: inverse 2^-127, code of 2^-6. NaN above: amax 0.
@@ -617,8 +541,7 @@ _FP8_BLOCK = {
         "infinity in the columns beyond the last whole block": _placed(
             (40, 130),
             elements={
-                (39, 127): Element(224.0, 0x7E),
-                (0, 128): Element(1.0, 0x38),
+                (39, 127): Element(224.0, 0x7E), (0, 128): Element(1.0, 0x38),
                 (39, 129): Element(-_INF, 0xFE),
             },
             scales={(39, 127): 0x3F00_0000},
@@ -652,8 +575,7 @@ _NVFP4 = {
         # S_enc is 448. 6: 448. -3: 224 = 1.75 * 2^7, factor 2. 1.5: 112, factor 4. And zeros.
         "four blocks of four scales": _grid(
             {(0, 0): (0x7E, (6.0, 0x7)), (0, 1): (0x76, (-3.0, 0xF)), (1, 0): (0x6E, (1.5, 0x7))},
-            size=(2, 2),
-            global_amax=_6,
+            size=(2, 2), global_amax=_6,
         ),
     },
     "negative zero": {
@@ -672,16 +594,9 @@ _NVFP4 = {
         # 3.484375 (m = 95) and 3.5 (m = 96): 3.5, a tie of 3 and 4: 4. The fp32 before gives 3.
         # Without bf16 in between, 2.5 + 2^-7 and 3.5 - 2^-7 would be 3.
         "ties twice, in bf16 and in e2m1": _full(
-            6.0,
-            0x7,
-            0x7E,
-            (2.5 + 2.0**-7, 0x4),
-            (2.5 + 2.0**-7 + 2.0**-22, 0x5),
-            (3.5 - 2.0**-7, 0x6),
-            (3.5 - 2.0**-7 - 2.0**-22, 0x5),
-            (-2.5 - 2.0**-7, 0xC),
-            (-3.5 + 2.0**-7, 0xE),
-            global_amax=_6,
+            6.0, 0x7, 0x7E, (2.5 + 2.0**-7, 0x4), (2.5 + 2.0**-7 + 2.0**-22, 0x5),
+            (3.5 - 2.0**-7, 0x6), (3.5 - 2.0**-7 - 2.0**-22, 0x5), (-2.5 - 2.0**-7, 0xC),
+            (-3.5 + 2.0**-7, 0xE), global_amax=_6,
         ),
         # 102.25: tie of 102 (m = 76, even) and 102.5; t = 102/6 = 17, a tie of 16 and 18: 16.
         # The next fp32 is 102.5, t = 17.08: 18. 113.75: tie of 113.5 (m = 99) and 114 (m = 100);
@@ -692,12 +607,7 @@ _NVFP4 = {
         "113.75 is a tie and becomes 114": _below_2688(0x5A, (113.75, 0x7)),
         "just below 113.75 becomes 113.5": _below_2688(0x59, (113.75 - 2.0**-17, 0x7)),
         "2^-134 is a tie and becomes zero": _full(
-            0.0,
-            0x0,
-            0x00,
-            (2.0**-134, 0x0),
-            (-(2.0**-134), 0x8),
-            (-(2.0**-149), 0x8),
+            0.0, 0x0, 0x00, (2.0**-134, 0x0), (-(2.0**-134), 0x8), (-(2.0**-149), 0x8),
             global_amax=0,
         ),
         # Bits 0x7F7F8000 are midway between 0x7F7F (odd) and Inf: Inf.
@@ -753,12 +663,7 @@ _NVFP4 = {
     },
     "nan beside finite": {
         "nan among 6": _full(
-            6.0,
-            0x7,
-            0x7E,
-            (_NAN, 0x7),
-            (_NEGATIVE_NAN, 0x7),
-            *((nan, 0x7) for nan in _LOW_NANS),
+            6.0, 0x7, 0x7E, (_NAN, 0x7), (_NEGATIVE_NAN, 0x7), *((nan, 0x7) for nan in _LOW_NANS),
             global_amax=_6,
         ),
         # -0.5 is an amax of its own here, S_dec 448 and data -6.
@@ -775,19 +680,8 @@ _NVFP4 = {
         # fl(1/6), and 1 / fl(1/6) = 6 (1 - 2^-25) = 6 - 3/8 ulp: the factor is 6. So 1/8 is 0.75,
         # a tie of 0.5 and 1: 1. 0.375 is 2.25: 2. 0.625 is 3.75: 4. 0.75 is 4.5: 4.
         "fractions of one": _full(
-            1.0,
-            0x7,
-            0x7E,
-            (0.5, 0x5),
-            (0.25, 0x3),
-            (0.125, 0x2),
-            (-0.125, 0xA),
-            (0.375, 0x4),
-            (0.625, 0x6),
-            (-0.75, 0xE),
-            (2.0**-4, 0x1),
-            (2.0**-5, 0x0),
-            (-(2.0**-5), 0x8),
+            1.0, 0x7, 0x7E, (0.5, 0x5), (0.25, 0x3), (0.125, 0x2), (-0.125, 0xA), (0.375, 0x4),
+            (0.625, 0x6), (-0.75, 0xE), (2.0**-4, 0x1), (2.0**-5, 0x0), (-(2.0**-5), 0x8),
             global_amax=0x3F80_0000,
         ),
         # t = 1/6 = 10.67 steps of 1/64: 11, that is 1.375 * 2^-3, 0x23. Neighbours: 10.75, 10.63.
@@ -834,8 +728,7 @@ _NVFP4 = {
         # S_enc is about 1.32 * 2^-117: t of 2^100 is about 2^-19, S_dec 0 and the factor FLT_MAX.
         # 2^100 * FLT_MAX = Inf: 6.
         "products that overflow": _row(
-            0x7F7F_0000,
-            (0x7E, (_LARGEST, 0x7)),
+            0x7F7F_0000, (0x7E, (_LARGEST, 0x7)),
             (0x00, (2.0**100, 0x7), (-(2.0**100), 0xF), (-0.0, 0x8), (0.0, 0x0)),
         ),
         # S_enc = 1: t saturates at 448, the factor is fl(1/448), and data saturate too.
@@ -845,81 +738,37 @@ _NVFP4 = {
     },
     "ties to even": {
         "ties": _full(
-            6.0,
-            0x7,
-            0x7E,
-            (0.25, 0x0),
-            (0.75, 0x2),
-            (1.25, 0x2),
-            (1.75, 0x4),
-            (2.5, 0x4),
-            (3.5, 0x6),
-            (5.0, 0x6),
-            (-0.75, 0xA),
-            (-1.75, 0xC),
-            (-2.5, 0xC),
-            (-5.0, 0xE),
+            6.0, 0x7, 0x7E, (0.25, 0x0), (0.75, 0x2), (1.25, 0x2), (1.75, 0x4), (2.5, 0x4),
+            (3.5, 0x6), (5.0, 0x6), (-0.75, 0xA), (-1.75, 0xC), (-2.5, 0xC), (-5.0, 0xE),
             global_amax=_6,
         ),
         # t = 0.998: 1. The factor is 1 / fl(1 * fl(1/448)) = 448 (1 - 3/8 * 2^-23), and that is
         # 448 - 2^-15, 0.66 ulp rounded. Times 2^-7 it is just below 3.5: 3, and times 2^-8 just
         # below 1.75: 1.5. S_enc / S_dec = 448 would give the ties, 4 and 2.
         "a factor one ulp below 448": _row(
-            _6,
-            (0x7E, (6.0, 0x7)),
+            _6, (0x7E, (6.0, 0x7)),
             (0x38, (219 * 2.0**-14, 0x7), (2.0**-7, 0x5), (2.0**-8, 0x3), (-(2.0**-8), 0xB)),
         ),
         "bf16 above ties": _full(
-            6.0,
-            0x7,
-            0x7E,
-            (0.25 + 2.0**-9, 0x1),
-            (0.75 + 2.0**-8, 0x2),
-            (1.25 + 2.0**-7, 0x3),
-            (1.75 + 2.0**-7, 0x4),
-            (2.5 + 2.0**-6, 0x5),
-            (3.5 + 2.0**-6, 0x6),
-            (5.0 + 2.0**-5, 0x7),
+            6.0, 0x7, 0x7E, (0.25 + 2.0**-9, 0x1), (0.75 + 2.0**-8, 0x2), (1.25 + 2.0**-7, 0x3),
+            (1.75 + 2.0**-7, 0x4), (2.5 + 2.0**-6, 0x5), (3.5 + 2.0**-6, 0x6), (5.0 + 2.0**-5, 0x7),
             global_amax=_6,
         ),
         "bf16 below ties": _full(
-            6.0,
-            0x7,
-            0x7E,
-            (0.25 - 2.0**-10, 0x0),
-            (0.75 - 2.0**-8, 0x1),
-            (1.25 - 2.0**-7, 0x2),
-            (1.75 - 2.0**-7, 0x3),
-            (2.5 - 2.0**-6, 0x4),
-            (3.5 - 2.0**-6, 0x5),
-            (5.0 - 2.0**-5, 0x6),
+            6.0, 0x7, 0x7E, (0.25 - 2.0**-10, 0x0), (0.75 - 2.0**-8, 0x1), (1.25 - 2.0**-7, 0x2),
+            (1.75 - 2.0**-7, 0x3), (2.5 - 2.0**-6, 0x4), (3.5 - 2.0**-6, 0x5), (5.0 - 2.0**-5, 0x6),
             global_amax=_6,
         ),
     },
     "rounds to zero": {
         "a quarter and less among 6": _full(
-            6.0,
-            0x7,
-            0x7E,
-            (0.25, 0x0),
-            (-0.25, 0x8),
-            (2.0**-20, 0x0),
-            (-(2.0**-20), 0x8),
-            (2.0**-133, 0x0),
-            (-(2.0**-133), 0x8),
-            global_amax=_6,
+            6.0, 0x7, 0x7E, (0.25, 0x0), (-0.25, 0x8), (2.0**-20, 0x0), (-(2.0**-20), 0x8),
+            (2.0**-133, 0x0), (-(2.0**-133), 0x8), global_amax=_6,
         ),
         # The factor is about 2^-125.4: half of the amax gives 3, and -2^-133 is below every fp32.
         "small beside the largest finite": _full(
-            _LARGEST,
-            0x7,
-            0x7E,
-            (_LARGEST / 2, 0x5),
-            (1.0, 0x0),
-            (-1.0, 0x8),
-            (2.0**-133, 0x0),
-            (-(2.0**-133), 0x8),
-            global_amax=0x7F7F_0000,
+            _LARGEST, 0x7, 0x7E, (_LARGEST / 2, 0x5), (1.0, 0x0), (-1.0, 0x8), (2.0**-133, 0x0),
+            (-(2.0**-133), 0x8), global_amax=0x7F7F_0000,
         ),
     },
     "block far below the expert": {
@@ -935,18 +784,9 @@ _NVFP4 = {
         # smaller, 0.75 -> 0.5 (not 1), 1.75 -> 1.5 (not 2), 3.5 -> 3 (not 4). 0.5 stays, 0.25 and
         # 2^-5 are zero, 5.125 is 6. A factor of Inf would make 6 of them all, 2^127 other codes.
         "data times the largest fp32": _below_2688(
-            0x00,
-            (2.0**-133, 0x0),
-            (-(2.0**-133), 0x8),
-            (2.0**-130, 0x0),
-            (2.0**-129, 0x1),
-            (3 * 2.0**-130, 0x1),
-            (5 * 2.0**-130, 0x2),
-            (-7 * 2.0**-130, 0xB),
-            (5 * 2.0**-129, 0x4),
-            (7 * 2.0**-129, 0x5),
-            (-5 * 2.0**-128, 0xE),
-            (41 * 2.0**-131, 0x7),
+            0x00, (2.0**-133, 0x0), (-(2.0**-133), 0x8), (2.0**-130, 0x0), (2.0**-129, 0x1),
+            (3 * 2.0**-130, 0x1), (5 * 2.0**-130, 0x2), (-7 * 2.0**-130, 0xB), (5 * 2.0**-129, 0x4),
+            (7 * 2.0**-129, 0x5), (-5 * 2.0**-128, 0xE), (41 * 2.0**-131, 0x7),
         ),
     },
     "subnormal global amax": {
@@ -957,10 +797,8 @@ _NVFP4 = {
         # S_enc stays FLT_MAX below 2^-116.6: a block's scale depends on its own amax only.
         # 2^-126: 0x33, data 4. 2^-133: 0x03, data 2^-5. And zeros.
         "blocks of 2^-126, 2^-133 and zeros": _row(
-            0x0080_0000,
-            (0x33, (-(2.0**-126), 0xE), (2.0**-129, 0x1), (3 * 2.0**-130, 0x1)),
-            (0x03, (-(2.0**-133), 0x8)),
-            (0x00,),
+            0x0080_0000, (0x33, (-(2.0**-126), 0xE), (2.0**-129, 0x1), (3 * 2.0**-130, 0x1)),
+            (0x03, (-(2.0**-133), 0x8)), (0x00,),
         ),
         # 1.5 * 2^-126: t = 1 within an ulp, 0x38; 1 / 2^-128 overflows: FLT_MAX, data 6.
         "1.5 * 2^-126": _alone(1.5 * 2.0**-126, 0x7, 0x38, global_amax=0x00C0_0000),
@@ -979,33 +817,18 @@ _NVFP4 = {
         # S_enc = 1, S_dec = 448, factor fl(1/448) = (1/448)(1 + 3/8 ulp). 448 k gives k (1 + ...),
         # where 3/8 ulp rounds away for 0.25, 2.5 and 5, ties: 0, 2 and 4. 3.5 is one ulp more: 4.
         "finite among infinity": _full(
-            _INF,
-            0x7,
-            0x7E,
-            (448.0, 0x2),
-            (112.0, 0x0),
-            (-112.0, 0x8),
-            (1120.0, 0x4),
-            (-1568.0, 0xE),
-            (2240.0, 0x6),
-            (2688.0, 0x7),
-            (1.0, 0x0),
-            (-1.0, 0x8),
-            (_NAN, 0x7),
-            (-_INF, 0xF),
-            global_amax=_INF_BITS,
+            _INF, 0x7, 0x7E, (448.0, 0x2), (112.0, 0x0), (-112.0, 0x8), (1120.0, 0x4),
+            (-1568.0, 0xE), (2240.0, 0x6), (2688.0, 0x7), (1.0, 0x0), (-1.0, 0x8), (_NAN, 0x7),
+            (-_INF, 0xF), global_amax=_INF_BITS,
         ),
         # S_enc = 1. 6: t = 6 * fl(1/6) = 1, 0x38, data are the weights. 2688: 448. 2^-20: S_dec 0.
         "finite blocks of an expert with infinity": _row(
-            _INF_BITS,
-            (0x7E, (-_INF, 0xF)),
-            (0x38, (6.0, 0x7), (-2.5, 0xC), (1.0, 0x2)),
-            _TOP,
-            (0x00, (2.0**-20, 0x7)),
-            (0x00,),
+            _INF_BITS, (0x7E, (-_INF, 0xF)), (0x38, (6.0, 0x7), (-2.5, 0xC), (1.0, 0x2)), _TOP,
+            (0x00, (2.0**-20, 0x7)), (0x00,),
         ),
     },
 }
+# fmt: on
 
 _TABLES = {
     "mxfp8": (_E4M3, _E8M0, _MXFP8_1D),

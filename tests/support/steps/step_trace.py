@@ -1,11 +1,12 @@
 """What goes into every optimizer step of a run and what comes out of it, seen on one rank."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from tests.support.steps.fused_steps import owned as owned_shards
+from tests.support.steps.fused_steps import owned_range
 from tests.support.training import named_parameters, weight_bytes
 
 Tensors = dict[str, torch.Tensor]
@@ -42,15 +43,15 @@ def trace_steps(model: list[Any], optimizer: Any) -> Trace:
     names = {param: name for name, param in named_parameters(model)}
     trace = Trace(shapes={name: tuple(param.shape) for param, name in names.items()})
     for param, master, _, part in owned_shards(optimizer):
-        trace.starts[names[param]] = _owned(part, param).start
+        trace.starts[names[param]] = owned_range(part, param).start
         trace.masters[names[param]] = master.detach().clone()
     stock_step = optimizer.step
 
     def step() -> Any:
         now = Step(weights=whole_weights(model), grads={}, lr={}, weight_decay={})
         for param, _, group, part in owned_shards(optimizer):
-            name, owned = names[param], _owned(part, param)
-            now.grads[name] = param.main_grad.view(-1)[owned.start : owned.end].clone()
+            name, owned = names[param], owned_range(part, param)
+            now.grads[name] = param.main_grad.view(-1)[owned].clone()
             now.lr[name], now.weight_decay[name] = group["lr"], group["weight_decay"]
         result = stock_step()
         _, now.grad_norm, _ = result
@@ -72,20 +73,3 @@ def whole_weights(model: list[Any]) -> Tensors:
     for name, param in named_parameters(model):
         found |= weight_bytes(name, param)
     return found
-
-
-def owned_shards(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, dict[str, Any], Any]]:
-    """Yield parameter, master, parameter group and optimizer of everything this rank owns."""
-    for part in optimizer.chained_optimizers:
-        for params, masters, group in zip(
-            part.model_float16_groups,
-            part.shard_fp32_from_float16_groups,
-            part.optimizer.param_groups,
-            strict=True,
-        ):
-            for param, master in zip(params, masters, strict=True):
-                yield param, master, group, part
-
-
-def _owned(part: Any, param: Any) -> Any:
-    return part._get_model_param_range_map(param)["param"]
