@@ -17,8 +17,7 @@ import torch
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, PatchError
 from moe_optim.formats import MXFP8
-from moe_optim.integration import cpu_runtime
-from moe_optim.integration import patches
+from moe_optim.integration import cpu_runtime, patches
 from moe_optim.integration.engine import patch_state
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import PortableStorage
