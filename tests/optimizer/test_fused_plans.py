@@ -68,6 +68,25 @@ def test_steps_in_which_nothing_moves_plan_nothing():
     assert run_ranks(1, _rebuild_and_count) == [2]
 
 
+def _exchange_unmanaged_masters() -> list[tuple[int, int]]:
+    life_cycle.initialize()
+    cycle = life_cycle.LifeCycle(step="fused")
+    _train(cycle, 0)
+    parts = cycle.optimizer.chained_optimizers
+    before = [part._plans for part in parts]
+    for _, master in (pair for part in parts for pair in part.book.unmanaged):
+        master.data = master.data.clone()
+    _train(cycle, 1)
+    after = [part._plans for part in parts]
+    counts = [len(part.book.unmanaged) for part in parts]
+    return [(count, new - old) for count, old, new in zip(counts, before, after, strict=True)]
+
+
+def test_unmanaged_masters_that_lie_elsewhere_are_planned_anew():
+    """By the optimizer that has some, and by no other."""
+    assert run_ranks(1, _exchange_unmanaged_masters) == [[(1, 1), (0, 0)]]
+
+
 def _counts(cycle: life_cycle.LifeCycle) -> list[int]:
     return [group["step"] for group in cycle.optimizer.param_groups]
 
