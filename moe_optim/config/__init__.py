@@ -65,9 +65,9 @@ class MoEOptimConfig:
     """Whether every requantization records the amax of each expert, which checkpoints then hold.
     ``nvfp4`` needs these amaxes itself, and records them always."""
     health_interval: int = 0
-    """Iterations from one look at the health of quantized experts to the next; 0 never looks. Every
-    look is one pass over masters and weights and small all-reduces over all ranks, and nothing
-    waits for it. What it writes and warns of: see Health."""
+    """Iterations from one health sample of quantized experts to the next; 0 takes none. A sample is
+    one pass over masters and weights and small all-reduces over all ranks, and nothing waits for
+    it. What it writes and warns of: see Health."""
     save_nonfinite: bool = False
     """Whether a checkpoint may be saved whose masters or moments hold Inf or NaN."""
     trust_unmarked_states: bool = False

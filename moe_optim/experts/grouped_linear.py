@@ -15,8 +15,8 @@ from moe_optim.calibration.calibrated_amax import (
 )
 from moe_optim.calibration.fake_quantization import PerExpertGrid
 from moe_optim.errors import StateError
-from moe_optim.experts import compiled_product
-from moe_optim.experts.grouped_product import (
+from moe_optim.experts import compiled_gemm
+from moe_optim.experts.grouped_gemm import (
     GradientEnd,
     Version,
     WgradFactors,
@@ -313,7 +313,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             StateError: the weights are behind their masters, or ahead of a delayed gradient.
         """
         if torch.compiler.is_compiling():
-            return compiled_product.multiply(tokens, ends, self)
+            return compiled_gemm.multiply(tokens, ends, self)
         if self._delayed and self._delayed[0].version != self.version():
             self.require_wgrads_taken()
         return multiply(tokens, ends, self)
@@ -457,7 +457,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
 
 def _empty_biases(
     biases: list[Tensor],
-    counts: Tensor,  # noqa: ARG001
+    counts: Tensor,
     dtype: torch.dtype,
     after: Tensor,
 ) -> Tensor:
@@ -469,7 +469,7 @@ def _spread_biases(
     biases: list[Tensor],
     counts: Tensor,
     dtype: torch.dtype,
-    after: Tensor,  # noqa: ARG001  # the compiler keeps the order
+    after: Tensor,
 ) -> Tensor:
     cast = [bias.to(dtype) for bias in biases]
     rows = cast if cast[0].dim() == 1 else cast[0].unbind(0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_optim.errors import LayoutError, StateError
-from moe_optim.experts import grouped_product
+from moe_optim.experts import grouped_gemm
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import FORMATS, MXFP8, reference
 from moe_optim.weights.storage import Weights
@@ -118,7 +118,7 @@ def test_one_call_multiplies_all_experts(format, layout, monkeypatch):
         calls.append(args)
         return torch.nn.functional.grouped_mm(*args, **kwargs)
 
-    monkeypatch.setattr(grouped_product, "grouped_mm", counting)
+    monkeypatch.setattr(grouped_gemm, "grouped_mm", counting)
     linear = make_linear(format, layout)
     tokens, ends = make_tokens((5, 8, 3), 32)
     output = linear(tokens, ends)

@@ -75,7 +75,7 @@ FLAGS_CPU = "flags-cpu.json"
 EXPERTS = "experts-h200.json"
 HEALTH = "health-h200.json"
 HEALTH_STEPS = (FUSED, "step-health-1-h200.json")
-"""The same training without looks, and with one an iteration."""
+"""The same training without samples, and with one per iteration."""
 OFFLOAD = "offload-h200.json"
 EXPORT = "export-1x-h200.json"
 HOST_BOUND = 0.99
@@ -593,22 +593,22 @@ def health_cost() -> str:
     rows = [row for row in report["rows"] if row["work"] == "health"]
     said = ", ".join(f"`{row['format']}` {row['ms']:.2f}" for row in rows)
     least, most = (pick(row["fraction_of_floor"] for row in rows) for pick in (min, max))
-    without, looking = (read_result(name)["plugin"] for name in HEALTH_STEPS)
-    more = looking["optimizer_ms"] - without["optimizer_ms"]
-    share = more / looking["iteration_ms"]
+    without, sampling = (read_result(name)["plugin"] for name in HEALTH_STEPS)
+    more = sampling["optimizer_ms"] - without["optimizer_ms"]
+    share = more / sampling["iteration_ms"]
     figures, *sides = (
         f"[{said}](../recipes/results/{name})"
         for said, name in zip(("figures", "without", "with"), (HEALTH, *HEALTH_STEPS), strict=True)
     )
     return (
-        f"A look at {rows[0]['parameters'] / 1e9:.3f}e9 parameters on one H200 takes, in ms: "
+        f"A sample at {rows[0]['parameters'] / 1e9:.3f}e9 parameters on one H200 takes, in ms: "
         f"{said}\n({figures}). That is {least:.2f} to {most:.2f} of "
-        "what memory allows.\n\nIn training (`hopper_fp8_block.yaml`, the same GPU), a look an "
+        "what memory allows.\n\nIn training (`hopper_fp8_block.yaml`, the same GPU), a sample per "
         f"iteration makes `optimizer.step()` {without['optimizer_ms']:.1f} -> "
-        f"{looking['optimizer_ms']:.1f} ms\nand its part on the host "
-        f"{without['optimizer_host_ms']:.1f} -> {looking['optimizer_host_ms']:.1f} ms "
+        f"{sampling['optimizer_ms']:.1f} ms\nand its part on the host "
+        f"{without['optimizer_host_ms']:.1f} -> {sampling['optimizer_host_ms']:.1f} ms "
         f"({', '.join(sides)}).\nThat is {100 * share:.1f}% of an iteration of "
-        f"{looking['iteration_ms']:.0f} ms, and {share / 100:.2%} with `health_interval: 100`."
+        f"{sampling['iteration_ms']:.0f} ms, and {share / 100:.2%} with `health_interval: 100`."
     )
 
 

@@ -1,12 +1,12 @@
-"""The product of all experts in compiled graphs: operations around what runs without compiling.
+"""The grouped GEMM in compiled graphs: operations around the functions that run eagerly.
 
-A graph knows a linear by its handle. The bodies look it up at every run, and ask it for what it
-multiplies: weights that are behind their masters, or were written between forward and backward,
-raise there as they do without compiling.
+A graph holds the handle of a linear. The bodies look the linear up at every run, and ask it for its
+operand: weights that are behind their masters, or were written between forward and backward, raise
+there as they do without compiling.
 
-Weight gradients leave the graph through autograd, as ``fuse_wgrad_accumulation=False`` has it: an
-operation may not write where the compiler does not look. DDP's hooks add them to ``main_grad`` when
-they arrive, to the bits that a fused accumulation gives, since that too adds a bf16 gradient.
+Weight gradients leave the graph through autograd, as with ``fuse_wgrad_accumulation=False``: an
+operation may not write memory that the compiler does not see. DDP's hooks add them to
+``main_grad``, with the bits of a fused accumulation, which also adds a bf16 gradient.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from torch.nn.functional import grouped_mm
 
 from moe_optim import library
 from moe_optim.errors import StateError
-from moe_optim.experts.grouped_product import Linear, WgradFactors, require_same_version
+from moe_optim.experts.grouped_gemm import Linear, WgradFactors, require_same_version
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.traced import object_of
 
@@ -39,7 +39,7 @@ def multiply(tokens: Tensor, ends: Tensor, linear: Linear) -> Tensor:
     return output
 
 
-def _empty_product(
+def _empty_output(
     tokens: Tensor, ends: Tensor, weights: list[Tensor], handle: Tensor
 ) -> tuple[Tensor, Tensor]:
     rows, cols = weights[0].shape[-2], tokens.shape[1]
@@ -49,18 +49,18 @@ def _empty_product(
 
 
 def _version_size(weights: Sequence[Tensor]) -> int:
-    """Return how many numbers tell the versions of weights apart; uint8 is a buffer's."""
+    """Return the length of a version of weights; those of dtype uint8 are quantized buffers."""
     return len(weights) * (1 if weights[0].dtype == torch.uint8 else 2)
 
 
-@partial(library.operation, fake=_empty_product)
+@partial(library.operation, fake=_empty_output)
 def _grouped_product(
     tokens: Tensor, ends: Tensor, weights: list[Tensor], handle: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the product [T, R], and the version of what was multiplied, int64 on the host.
+    """Return the output [T, R], and the version of the weights, int64 on the host.
 
     Weights are bf16 parameters, or a buffer of each that is quantized. They tell autograd and the
-    compiler what the product depends on; it is the linear that reads them.
+    compiler the dependencies of the output; the linear itself reads them.
     """
     linear: Linear = object_of(handle)
     linear.call_pre_hooks()
@@ -72,8 +72,8 @@ def _grouped_product(
 def _empty_dgrad(
     output_grad: Tensor,
     ends: Tensor,
-    handle: Tensor,  # noqa: ARG001
-    version: Tensor,  # noqa: ARG001
+    handle: Tensor,
+    version: Tensor,
     cols: int,
 ) -> Tensor:
     operand = output_grad.new_empty((ends.shape[0], output_grad.shape[1], cols))
@@ -86,7 +86,7 @@ def _grouped_dgrad(
     ends: Tensor,
     handle: Tensor,
     version: Tensor,
-    cols: int,  # noqa: ARG001
+    cols: int,
 ) -> Tensor:
     linear: Linear = object_of(handle)
     require_same_version(linear, tuple(version.tolist()))
@@ -97,7 +97,7 @@ def _empty_wgrad(
     output_grad: Tensor,
     tokens: Tensor,
     ends: Tensor,
-    handle: Tensor,  # noqa: ARG001
+    handle: Tensor,
     version: Tensor,
 ) -> Tensor:
     return WgradFactors(output_grad, tokens, ends, ()).multiply()
