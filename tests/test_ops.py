@@ -63,7 +63,8 @@ def expected_buffers(entries):
 def assert_written(entries, expected):
     for entry, buffers in zip(entries, expected, strict=True):
         for name, buffer in entry.target.buffers().items():
-            assert_bytes_equal(buffer, buffers[name], what=f"{entry.parameter} {name}")
+            what = f"{entry.parameter} {entry.target.format.name} {entry.target.shape} {name}"
+            assert_bytes_equal(buffer, buffers[name], what=what)
 
 
 def test_the_reference_does_without_kernels_where_these_run(monkeypatch):

@@ -1,15 +1,18 @@
 """Transformer Engine's cast of masters and ours give the same bytes, wherever a shard begins."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from benchmarks.te import cast as te_cast
 from moe_optim.errors import PatchError
-from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8, QuantizedWeight
+from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.weights.te.recipe import import_error, make_quantizer
-from tests.support.inputs import SENTINEL, wide_range_weights, with_specials
+from tests.support.inputs import poisoned, wide_range_weights, with_specials
 from tests.support.number_formats.special_values import SPECIAL_CASES, special_weight
+from tests.test_ops import rewrite_in_shards
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,9 +47,7 @@ def group():
 def entry_of(master, format, *, start=0, end=None, cuts=()):
     """Return an entry that owns elements ``start`` to ``end`` of a master [1, R, C]."""
     shape = tuple(master.shape)
-    target = QuantizedWeight.empty(format, shape, device="cuda")
-    for buffer in target.buffers().values():
-        buffer.view(torch.uint8).fill_(SENTINEL)
+    target = poisoned(format, shape, "cuda")
     source = master.cuda() if end is None else master.cuda().flatten()[start:end].clone()
     scales = {
         way: torch.zeros(
@@ -168,27 +169,9 @@ def test_shards_that_cut_blocks_have_the_bytes_of_whole_weights(format, group):
         for rank, (start, end) in enumerate(zip((0, *cuts), (*cuts, numel), strict=True)):
             entry = entry_of(master, format, start=start, end=end, cuts=cuts)
             target = target or entry.target
-            tables[rank].append(
-                TableEntry(
-                    parameter="fc", source=entry.source, target=target, start=start, cuts=cuts
-                )
-            )
-        whole = entry_of(master, format)
-        wholes.append(
-            TableEntry(
-                parameter="fc",
-                source=whole.source,
-                target=target,
-                storage_scales=whole.storage_scales,
-            )
-        )
-    built = [MemberTable.build(entries) for entries in tables]
-    for table in built:
-        table.find_maxima.launch()
-    largest = torch.stack([table.exchange for table in built]).amax(0)
-    for table in built:
-        table.exchange.copy_(largest)
-        table.encode.launch()
+            tables[rank].append(replace(entry, target=target, storage_scales={}))
+        wholes.append(replace(entry_of(master, format), target=target))
+    rewrite_in_shards([MemberTable.build(entries) for entries in tables])
     MemberTable.build(wholes).finish.launch()
     cast = te_cast.MasterCast(wholes, group)
     cast.quantize()

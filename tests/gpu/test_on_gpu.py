@@ -65,17 +65,6 @@ def test_quickstart_trains_with_experts_spread_over_gpus(tmp_path: Path):
     assert summary["loss_last"] < summary["loss_first"]
 
 
-@pytest.mark.multi_gpu
-def test_overlap_changes_nothing_on_gpus(tmp_path: Path):
-    """Gathering in the forward pass gives the losses of gathering in the step, to the bit."""
-    overlapped = train(tmp_path / "overlapped", "--", *SHORT)
-    plain = train(
-        tmp_path / "plain", "--set", "megatron_args.--overlap-param-gather=false", "--", *SHORT
-    )
-    for key in ("loss_first", "loss_last", "validation_losses"):
-        assert overlapped[key] == plain[key]
-
-
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [

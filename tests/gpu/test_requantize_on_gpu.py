@@ -18,13 +18,14 @@ from moe_optim.formats import (
 )
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from tests.support.bytes import assert_bytes_equal
-from tests.support.inputs import SENTINEL, wide_range_weights, with_specials
+from tests.support.inputs import SENTINEL, poisoned, wide_range_weights, with_specials
 from tests.support.number_formats.special_values import (
     SPECIAL_CASES,
     assert_special_case,
     special_weight,
 )
 from tests.support.steps.launches import assert_neither_allocates_nor_waits
+from tests.test_ops import assert_written, expected_buffers, rewrite, rewrite_in_shards
 
 pytestmark = pytest.mark.gpu
 
@@ -35,13 +36,6 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
 
 
-def poisoned(format, shape):
-    q = QuantizedWeight.empty(format, shape, device="cuda")
-    for buffer in q.buffers().values():
-        buffer.view(torch.uint8).fill_(SENTINEL)
-    return q
-
-
 def lay_out(masters, dtype, gap=64, format=MXFP8):
     """Return flat memory with every master in it, gaps full of ones, and the entries."""
     masters = [master.to(dtype).cuda() for master in masters]
@@ -50,7 +44,7 @@ def lay_out(masters, dtype, gap=64, format=MXFP8):
     entries, start = [], gap
     for index, master in enumerate(masters):
         source = memory[start : start + master.numel()].view(master.shape).copy_(master)
-        target = poisoned(format, tuple(master.shape))
+        target = poisoned(format, tuple(master.shape), "cuda")
         entries.append(TableEntry(parameter=f"fc{index}", source=source, target=target))
         start += master.numel() + gap
     return memory, entries
@@ -58,22 +52,6 @@ def lay_out(masters, dtype, gap=64, format=MXFP8):
 
 def random_masters(shapes, seed=0):
     return [wide_range_weights(*shape, seed=seed + index) for index, shape in enumerate(shapes)]
-
-
-def expected_buffers(entries):
-    return [reference.quantize(entry.source, entry.target.format).buffers() for entry in entries]
-
-
-def assert_written(entries, expected):
-    for entry, buffers in zip(entries, expected, strict=True):
-        for name, buffer in entry.target.buffers().items():
-            what = f"{entry.parameter} {entry.target.format.name} {entry.target.shape} {name}"
-            assert_bytes_equal(buffer, buffers[name], what=what)
-
-
-def rewrite(table):
-    table.launch()
-    table.finish.launch()
 
 
 def all_in_kernels(table):
@@ -156,7 +134,7 @@ def test_every_bf16_value_equals_the_reference(format):
 
 def shard_tables(masters, format, dtype, cuts_of):
     """Return one table a rank; all ranks write into the same buffers, as if they were gathered."""
-    targets = [poisoned(format, tuple(master.shape)) for master in masters]
+    targets = [poisoned(format, tuple(master.shape), "cuda") for master in masters]
     flats = [master.to(dtype).cuda().flatten() for master in masters]
     cuts = [tuple(cuts_of(flat.numel())) for flat in flats]
     tables = []
@@ -181,13 +159,7 @@ def shard_tables(masters, format, dtype, cuts_of):
 def assert_shards_equal_the_whole(masters, format, dtype, cuts_of):
     tables = shard_tables(masters, format, dtype, cuts_of)
     assert all(map(all_in_kernels, tables))
-    for table in tables:
-        table.find_maxima.launch()
-    largest = torch.stack([table.exchange for table in tables]).amax(0)
-    for table in tables:
-        table.exchange.copy_(largest)
-        table.encode.launch()
-    tables[0].finish.launch()
+    rewrite_in_shards(tables)
     wholes = [reference.quantize(master.to(dtype).cuda(), format).buffers() for master in masters]
     assert_written(tables[0].entries, wholes)
 
@@ -237,7 +209,7 @@ def test_scales_in_storage_equal_the_references_and_keep_their_padding(format):
             size = (shape[0], *format.storage_scale_shape(*shape[1:], direction))
             scales[direction] = torch.full(size, 7, dtype=format.scale_dtype, device="cuda")
         source = wide_range_weights(*shape, seed=index).cuda()
-        target = poisoned(format, shape)
+        target = poisoned(format, shape, "cuda")
         entries.append(
             TableEntry(parameter=f"fc{index}", source=source, target=target, storage_scales=scales)
         )
@@ -258,7 +230,7 @@ def test_scales_in_storage_equal_the_references_and_keep_their_padding(format):
 def test_padded_buffers_keep_their_padding(format, padding):
     shape = (2, 64, 160)
     memories, views = {}, {}
-    for name, buffer in poisoned(format, shape).buffers().items():
+    for name, buffer in poisoned(format, shape, "cuda").buffers().items():
         if buffer.dim() == 1:
             views[name] = buffer
             continue
@@ -286,7 +258,7 @@ def test_formats_and_dtypes_share_a_table():
     formats = list(FORMATS.values())
     memory, entries = lay_out(random_masters(MIXED), torch.bfloat16)
     entries = [
-        replace(entry, target=poisoned(formats[i % 4], tuple(entry.source.shape)))
+        replace(entry, target=poisoned(formats[i % 4], tuple(entry.source.shape), "cuda"))
         for i, entry in enumerate(entries)
     ]
     entries += lay_out(random_masters(WHOLE_TILES), torch.float32, format=NVFP4)[1]
@@ -364,7 +336,7 @@ def test_a_weight_of_more_than_2_31_elements(format):
         values[0, 0, 0] = 2.0**60  # the amax of NVFP4 is that of the whole weight
         source[:, part] = values.cuda()
     expected = [reference.quantize(source[:, part], format) for part in parts]
-    target = poisoned(format, tuple(source.shape))
+    target = poisoned(format, tuple(source.shape), "cuda")
     entry = TableEntry(parameter="fc1", source=source, target=target)
     table = MemberTable.build([entry], consumed=memory)
     assert all_in_kernels(table)

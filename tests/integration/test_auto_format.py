@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
-from moe_optim.formats import FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
+from moe_optim.formats import FP8_BLOCK, MXFP8, NVFP4
 from moe_optim.integration import cpu_runtime, installation
 from moe_optim.integration.argv import spell_format
 from moe_optim.rules import refusals
@@ -59,14 +59,6 @@ def test_weights_of_transformer_engine_are_managed_in_their_own_format(
     monkeypatch.setattr(managed, "installed_config", lambda: AUTO)
     storage = managed.storage_of(weight(stored, torch.randn(128, 256)))
     assert storage.format.name == format
-
-
-def test_square_blocks_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch):
-    """They come from this package's recipe, which ``auto`` leaves as Megatron makes it."""
-    explicit = MoEOptimConfig(format="mxfp8_2d")
-    monkeypatch.setattr(managed, "installed_config", lambda: explicit)
-    weight = te_stand_ins.MXFP8Tensor(MXFP8_2D, torch.randn(128, 256))
-    assert managed.storage_of(weight).format.name == "mxfp8_2d"
 
 
 def test_a_tensor_that_transformer_engine_did_not_quantize_is_not_managed(

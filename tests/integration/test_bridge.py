@@ -7,8 +7,6 @@ package itself needs Transformer Engine: see ``test_bridge_package.py``.
 """
 
 import dataclasses
-import importlib
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -355,40 +353,3 @@ def test_its_loads_look_for_damage_first(bridged):
     for record in bridged:
         assert record.extra["damaged"].startswith("StateError: ")
         assert ".distcp" in record.extra["damaged"]
-
-
-# Names that Megatron-Bridge takes from megatron-core
-
-KEYWORDS = {  # what is called, in megatron-core or as this package replaces it -> keywords given
-    "moe_optim.integration.bridge:MoEOptimizerConfig.provide": (
-        "model_chunks", "config_overrides", "use_gloo_process_groups", "pg_collection",
-    ),
-    "megatron.core.optimizer:get_megatron_optimizer": (
-        "config", "model_chunks", "config_overrides", "use_gloo_process_groups", "pg_collection",
-    ),
-    "moe_optim.optimizer.factory:get_megatron_optimizer": (
-        "config", "model_chunks", "config_overrides", "use_gloo_process_groups", "pg_collection",
-    ),
-    "moe_optim.optimizer.distributed:GroupedDistributedOptimizer.sharded_state_dict": (
-        "metadata", "is_loading",
-    ),
-    "moe_optim.optimizer.distributed:"
-    "GroupedDistributedOptimizer.reload_model_params": ("state_dict",),
-    "moe_optim.optimizer.distributed:"
-    "GroupedDistributedOptimizer.prepare_model_params_for_param_sync": (),
-    "moe_optim.checkpoint.hooks:save": (
-        "async_sharded_save", "async_strategy", "validate_access_integrity",
-        "preprocess_common_before_consistancy_check", "content_metadata",
-    ),
-    "moe_optim.checkpoint.hooks:load": ("strict", "validate_access_integrity"),
-    "megatron.core.dist_checkpointing:load_content_metadata": ("preloaded_state_dict",),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("target", KEYWORDS)
-def test_every_call_finds_its_keywords(target: str):
-    module, _, path = target.partition(":")
-    function: Any = importlib.import_module(module)
-    for part in path.split("."):
-        function = getattr(function, part)
-    assert set(KEYWORDS[target]) <= inspect.signature(function).parameters.keys()

@@ -17,6 +17,7 @@ from moe_optim.formats import FP8_BLOCK, reference
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.modules import serving
 from tests.support.ranks import run_ranks
+from tests.support.states.life_cycle import initialize
 from tests.support.states.making_room import managed_buffers
 from tests.support.states.masters import full_master
 
@@ -215,19 +216,6 @@ def exported(chunks, **options):
         assert name not in given, f"{name} twice"
         given[name] = tensor.clone()
     return given
-
-
-def initialize():
-    import os
-
-    from moe_optim.integration import cpu_runtime
-
-    cpu_runtime.install()
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-    )
-    ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-    dist.init_process_group("gloo", store=store, **ranks)
 
 
 def _compare(setups):

@@ -55,9 +55,9 @@ def e4m3_exact_integers(*shape, seed=0):
     return values * torch.exp2(exponents)
 
 
-def poisoned(format, shape):
+def poisoned(format, shape, device="cpu"):
     """Allocate buffers in which every byte is ``SENTINEL``."""
-    q = QuantizedWeight.empty(format, shape)
+    q = QuantizedWeight.empty(format, shape, device=device)
     for buffer in q.buffers().values():
         buffer.view(torch.uint8).fill_(SENTINEL)
     return q

@@ -13,6 +13,7 @@ from moe_optim.commands.conversion.safetensors_files import SafetensorsReader
 from moe_optim.config import MoEOptimConfig
 from moe_optim.weights.names import parameter_names
 from tests.support import training
+from tests.support.states.making_room import list_masters
 from tests.support.training import Record, pretrain
 
 SAVED = 2
@@ -148,13 +149,8 @@ def _everything(model: Sequence[Any], optimizer: Any) -> dict[str, torch.Tensor]
     found: dict[str, torch.Tensor] = {}
     for name, param in training.named_parameters(list(model)):
         found |= training.weight_bytes(name, param)
-    masters = (
-        master
-        for part in optimizer.chained_optimizers
-        for group in part.shard_fp32_from_float16_groups
-        for master in group
-    )
-    return {**found, **{f"master {n}": master.clone() for n, master in enumerate(masters)}}
+    masters = enumerate(list_masters(optimizer))
+    return {**found, **{f"master {n}": master.clone() for n, master in masters}}
 
 
 def _run(flags: Sequence[str], *args: Any, **kwargs: Any) -> Record:

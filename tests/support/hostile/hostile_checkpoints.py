@@ -170,17 +170,9 @@ def _change_metadata_pickle(folder: Path, canary: Path, rng: random.Random) -> N
 
 NUMBERS = (-1, 0, 1, 2, 3, 7, 2**31, 2**40, 2**62, 2**63, 10**100, True, None, 1.5, "3", "x" * 5000)
 NAMES = (
-    "",
-    ".",
-    "..",
-    "../outside/secret.pt",
-    "/dev/zero",
-    "/etc/passwd",
-    "a\0b",
-    "\x1b[31m",
-    "\n",
-)
-NAMES += ("x" * 5000, "experts." * 400, "common_state", "\udc80", "ü", MANIFEST_KEY)
+    "", ".", "..", "../outside/secret.pt", "/dev/zero", "/etc/passwd", "a\0b", "\x1b[31m", "\n",
+    "x" * 5000, "experts." * 400, "common_state", "\udc80", "ü", MANIFEST_KEY,
+)  # fmt: skip
 
 
 def _change_metadata(folder: Path, _canary: Path, rng: random.Random) -> None:
@@ -327,20 +319,9 @@ def _change_header(folder: Path, _canary: Path, rng: random.Random) -> None:
 
 
 SAID = (
-    "²",
-    "٧",
-    "7" * 5000,
-    "-1",
-    "release",
-    "..",
-    "../outside",
-    "",
-    "\0",
-    "\x1b[31m",
-    "8\n9",
-    "0x8",
-)
-SAID += ("iter_0000008", "nan", "1e3", "8" * 300, "x" * 5000)
+    "²", "٧", "7" * 5000, "-1", "release", "..", "../outside", "", "\0", "\x1b[31m", "8\n9", "0x8",
+    "iter_0000008", "nan", "1e3", "8" * 300, "x" * 5000,
+)  # fmt: skip
 
 
 def _change_tracker(root: Path, rng: random.Random) -> None:

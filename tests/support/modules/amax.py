@@ -1,14 +1,13 @@
 """What the amaxes of experts have to be, and where they are found."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader, load
 
 from moe_optim.experts.grouped_linear import GroupedLinear
+from tests.support.checkpoints.stored_checkpoints import read_with_torch
 from tests.support.collectives import no_collectives
 
 
@@ -38,12 +37,5 @@ def save_module(module: Any, folder: Path, prefix: str) -> None:
 
 def saved_amaxes(checkpoint: Path, ends_with: str = ".weight_amax") -> dict[str, torch.Tensor]:
     """Return every amax of a torch_dist checkpoint by its key."""
-    reader = FileSystemReader(checkpoint)
-    tensors = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in reader.read_metadata().state_dict_metadata.items()
-        if key.endswith(ends_with)
-    }
-    with warnings.catch_warnings(action="ignore"):  # it takes a single process for a mistake
-        load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
+    tensors = read_with_torch(checkpoint)
+    return {key: amax for key, amax in tensors.items() if key.endswith(ends_with)}

@@ -18,7 +18,7 @@ from moe_optim.kernels.host_memory import HostMemory
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.kernels.step_table import StepTable
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
-from tests.support.inputs import SENTINEL, wide_range_weights, with_specials
+from tests.support.inputs import poisoned, wide_range_weights, with_specials
 
 HYPERS = (
     Hyper(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1),
@@ -123,11 +123,7 @@ class Stepping:
     def _target(self, weight: Weight) -> Tensor | QuantizedWeight:
         if weight.format is None:
             return torch.full_like(weight.master.flatten(), torch.nan, dtype=weight.dtype)
-        shape, device = tuple(weight.master.shape), weight.master.device
-        target = QuantizedWeight.empty(weight.format, shape, device=device)
-        for buffer in target.buffers().values():
-            buffer.view(torch.uint8).fill_(SENTINEL)
-        return target
+        return poisoned(weight.format, tuple(weight.master.shape), weight.master.device)
 
     def _moments(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
         return [torch.zeros(numel, dtype=dtype, device=self.hyper.device) for _ in range(2)]

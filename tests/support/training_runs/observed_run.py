@@ -40,8 +40,6 @@ class Report:
     """Names of one layer's experts' parameters."""
     managed: int = 0
     """Parameters that the plug-in manages."""
-    passes: int = 0
-    """Forward passes of experts, as far as Python sees them."""
     graphs: int = 0
     """The most CUDA graphs that layers and the optimizer's step held after a step."""
     allocated: int = 0
@@ -196,11 +194,6 @@ def look(report: Report, chunks: list[Any]) -> None:
             if name.endswith(".mlp.experts"):
                 report.experts.append(type(module).__name__)
                 report.expert_parameters = [name for name, _ in module.named_parameters()]
-                module.register_forward_hook(lambda *_: _count(report))
-
-
-def _count(report: Report) -> None:
-    report.passes += 1
 
 
 def _as_json(value: Any) -> Any:
