@@ -162,7 +162,7 @@ class AddressBook:
         """Compare which tensors are masters."""
         before, masters = self._masters.generation, flat_masters(self._optimizer)
         if self._masters.compare(masters, []) != before:
-            self._of_masters = list(map(vars, masters))
+            self._of_masters = [vars(one) for one in masters if one is not None]
             pairs = zip(flat_params(self._optimizer), masters, strict=True)
             self.unmanaged = [pair for pair in pairs if not is_managed(pair[0])]
         return self._masters.generation
