@@ -469,7 +469,7 @@ def _spread_biases(
     biases: list[Tensor],
     counts: Tensor,
     dtype: torch.dtype,
-    after: Tensor,
+    after: Tensor,  # unused: keeps the order in a graph
 ) -> Tensor:
     cast = [bias.to(dtype) for bias in biases]
     rows = cast if cast[0].dim() == 1 else cast[0].unbind(0)
