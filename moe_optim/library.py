@@ -1,12 +1,12 @@
-"""Operations of compiled graphs, whose bodies run as written.
+"""Opaque operations for compiled graphs, whose bodies run eagerly.
 
-``torch.compile`` may rearrange and fuse what it sees, which moves last bits, and it can neither
-read a value nor ask a bucket. An operation is one node of a graph, in namespace ``moe_optim``: the
-compiler knows shapes and dtypes of its results, and calls the body at every run of the graph. So
-bits are those of a run without compiling, and checks in a body are made every time.
+``torch.compile`` may reorder and fuse operations, which changes last bits, and it can neither read
+values nor call a bucket. An operation, in namespace ``moe_optim``, is one graph node: the compiler
+sees only shapes and dtypes of its results and calls the body at every run, with eager results and
+all checks.
 
-All operations return new tensors and change no tensor they are given. They stay outside of CUDA
-graphs, whose replays would skip the checks.
+Operations return new tensors and do not mutate their arguments. They are excluded from CUDA graphs,
+whose replays would skip the checks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +25,14 @@ def operation(body: Callable[..., Any], *, fake: Callable[..., Any], schema: str
     """Register a function as the operation of its name.
 
     Args:
-        body: reads tensors and constants, as its annotations say, and returns tensors that share
-            no memory with them. A leading underscore is not part of the operation's name.
-        fake: the same arguments, without values -> results of the right shapes, dtypes, strides.
-        schema: arguments and results, where annotations do not say it.
+        body: function of tensors and constants, typed by annotations, that returns tensors sharing
+            no memory with them. The operation's name omits a leading underscore.
+        fake: function of the same arguments that returns results of the right shapes, dtypes and
+            strides.
+        schema: arguments and results, if annotations do not suffice.
 
     Returns:
-        torch's ``CustomOpDef``, to be called in place of ``body``. It has no gradient yet.
+        torch's ``CustomOpDef``, to be called in place of ``body``, without a gradient.
     """
     made = torch.library.custom_op(
         f"{NAMESPACE}::{body.__name__.lstrip('_')}",
@@ -47,18 +48,18 @@ def operation(body: Callable[..., Any], *, fake: Callable[..., Any], schema: str
 def as_written(
     body: Callable[..., Tensor], *, fake: Callable[..., Tensor] | None = None
 ) -> Callable[..., Tensor]:
-    """Make a function of torch's operations one operation of compiled graphs, gradients included.
+    """Make a function of torch operations one operation of compiled graphs, with gradients.
 
-    Gradients are those that torch finds for the body. A backward pass computes it once more; until
-    then only its arguments are kept.
+    Gradients are autograd's for the body. The backward pass recomputes the body from its arguments,
+    the only saved tensors.
 
     Args:
         body: function as in :func:`operation`, with one floating-point result. Gradients flow to
-            all floating-point tensors among its arguments, lists included.
-        fake: function as in :func:`operation`; the body, if it reads no value.
+            all floating-point tensors among its arguments, including those in lists.
+        fake: function as in :func:`operation`; by default ``body``, which must then read no value.
 
     Returns:
-        ``body`` where nothing is being compiled, and the operation where something is.
+        Function that calls ``body`` eagerly, and the operation while compiling.
     """
     compiled = _differentiable(body, fake or body)
 
@@ -112,7 +113,7 @@ def _is_differentiable(value: Any) -> bool:
 
 
 def _apart(gradients: Sequence[Tensor], output_grad: Tensor) -> list[Tensor]:
-    """Return gradients contiguous, each in memory of its own: summands share that of a sum."""
+    """Return contiguous gradients in distinct memory: autograd may alias those of a sum."""
     taken = {output_grad.untyped_storage().data_ptr()}
     apart = []
     for gradient in gradients:
@@ -125,7 +126,7 @@ def _apart(gradients: Sequence[Tensor], output_grad: Tensor) -> list[Tensor]:
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Record what is computed for autograd, which does not see into bodies of operations."""
+    """Enable autograd, which is excluded inside operation bodies."""
     included = torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
     with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():

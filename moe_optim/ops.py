@@ -1,12 +1,12 @@
-"""Quantizing weights, and reading quantized ones.
+"""Quantization and dequantization of weights.
 
-Weights that are requantized, stepped or measured again and again have a plan, which is built once
-and launched at every step (``moe_optim.kernels``). A requantization writes what travels, and
-``finish`` derives the rest, on every rank, from what has arrived::
+For weights that are requantized, stepped or measured repeatedly, build a plan once
+(``moe_optim.kernels``) and launch it at every step. A requantization writes the gathered buffers;
+after the gather, ``finish`` derives the others on every rank::
 
     members.launch -> all-gather -> finish                               shards of whole blocks
     find_maxima -> MAX all-reduce -> encode -> all-gather -> finish      shards that cut blocks
-    step.launch -> MAX all-reduce -> encode_shared -> all-gather -> ...  masters that take a step
+    step.launch -> MAX all-reduce -> encode_shared -> all-gather -> ...  with an optimizer step
     find_amaxes -> MAX all-reduce -> tensorwise.launch -> ...            per-tensor scaling
 """
 
@@ -48,24 +48,24 @@ def quantize(
     out: QuantizedWeight | Sequence[QuantizedWeight] | None = None,
     backend: Backend = "auto",
 ) -> QuantizedWeight | list[QuantizedWeight]:
-    """Quantize weights: bytes and scales of both directions, in one launch where kernels run.
+    """Quantize weights in both directions, in one launch where kernels are supported.
 
-    The bytes are those of Transformer Engine: values are rounded to bf16 first, maxima ignore NaN,
-    casts round to nearest even and saturate.
+    The bytes match Transformer Engine: values are rounded to bf16 first, maxima ignore NaN, casts
+    round to nearest even and saturate.
 
     Args:
-        weights: fp32 or bf16, [E, R, C] or [R, C] (one expert); or several of them, of any shapes,
-            all on one device. Copied only where they are not contiguous.
+        weights: fp32 or bf16, [E, R, C] or [R, C] (one expert); or a sequence of them, of any
+            shapes, on one device. Only non-contiguous weights are copied.
         format: ``mxfp8``, ``mxfp8_2d``, ``nvfp4`` or ``fp8_block``.
-        out: buffers to overwrite, as an earlier call returned them; new ones if not given.
-        backend: ``auto`` takes kernels where they run, ``reference`` does without.
+        out: buffers to overwrite, from an earlier call; new ones if not given.
+        backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
 
     Returns:
-        The buffers, on the device of the weights: one record, or one a tensor if there are several.
+        Buffers on the device of the weights: one record, or one per tensor of a sequence.
 
     Raises:
-        ConfigError: no such format or backend.
-        LayoutError: a shape that the format cannot hold, another dtype, or buffers that do not fit.
+        ConfigError: unknown format or backend.
+        LayoutError: unsupported shape or dtype, or buffers that do not fit.
     """
     if isinstance(format, str):
         format = get_format(format)
@@ -120,17 +120,17 @@ def _quantize(weights: list[Tensor], format: str, backend: str) -> list[Tensor]:
 
 
 def dequantize(quantized: QuantizedWeight, direction: Direction = "rowwise") -> Tensor:
-    """Return the values of one direction, as a forward GEMM reads them, or a dgrad.
+    """Return the values of one direction, as the forward or the dgrad GEMM reads them.
 
     Args:
-        quantized: buffers, as :func:`quantize` returns them; left alone.
+        quantized: buffers, as :func:`quantize` returns them; not modified.
         direction: ``rowwise`` for the forward GEMM, ``columnwise`` for the dgrad.
 
     Returns:
         [E, R, C] bf16, newly allocated, on the device of the buffers.
 
     Raises:
-        ConfigError: no such direction.
+        ConfigError: unknown direction.
     """
     return reference.dequantize_bf16(
         quantized.data(direction),
@@ -150,8 +150,8 @@ def _check_targets(
     got = [(target.format.name, target.shape) for target in targets]
     if wanted != got:
         raise LayoutError(
-            f"quantize: out: expected buffers of {_spell(wanted)}, got {_spell(got)}. Pass what an "
-            "earlier call with such weights returned, or leave it out."
+            f"quantize: out: expected buffers of {_spell(wanted)}, got {_spell(got)}. Pass the "
+            "result of an earlier call with such weights, or omit out."
         )
 
 

@@ -1,7 +1,7 @@
-"""Quantizing one rank's part of a weight that is cut over a mesh: rows, columns and experts.
+"""Quantization of one rank's part of a weight that is cut over a mesh: rows, columns and experts.
 
-A part of whole blocks is quantized as the weight that it is, by kernels where these run. Blocks
-that several ranks share are encoded in plain torch.
+A part of whole blocks is quantized like a weight, with kernels where supported. Blocks that span
+ranks are encoded in plain torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,9 +17,9 @@ from moe_optim.kernels.member_table import Backend, MemberTable
 from moe_optim.kernels.table_entry import TableEntry
 
 ReduceMax = Callable[[Tensor, str], object]
-"""Replaces a contiguous fp32 tensor, in place, by its maximum over the ranks of a mesh axis."""
+"""Function that all-reduces a contiguous fp32 tensor in place with MAX over a mesh axis."""
 _Reduce = Callable[[Tensor, Maxima], None]
-"""The same over all axes whose ranks share some maxima."""
+"""Function that does the same over all axes whose ranks share some maxima."""
 
 
 @torch.no_grad()
@@ -31,28 +31,27 @@ def quantize_part(
     *,
     backend: Backend = "auto",
 ) -> dict[str, Tensor]:
-    """Quantize this rank's part of a weight, as if it had been quantized whole and then cut.
+    """Quantize this rank's part of a weight, as if the weight had been quantized and then cut.
 
     Every rank of the mesh must call it: ``reduce_max`` is called for the axes of
-    ``partition.maxima``, in the same order on all ranks; never if there are none.
+    ``partition.maxima``, if any, in the same order on all ranks.
 
     Args:
-        part: part of the weight, [E, R, C] fp32 or bf16 of ``partition.part_shape``; left alone.
+        part: part of the weight, [E, R, C] fp32 or bf16 of ``partition.part_shape``; not modified.
         partition: partition of the weight, see ``infer_partition``.
-        coordinate: mesh axis -> place of this rank along it.
+        coordinate: map from mesh axis to this rank's index along it.
         reduce_max: function of a tensor and the name of a mesh axis. With a device mesh, an
             all-reduce with MAX over ``mesh.get_group(axis)``.
-        backend: ``auto`` for kernels where they run, ``reference`` for none.
+        backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
 
     Returns:
-        Tensors by the fields of ``QuantizedWeight``, each the slice that ``partition.buffers``
-        names, on the device of the part; data shared by both directions is one tensor. Where
-        ``partition.has_whole_blocks``, they are those of a ``QuantizedWeight``. For bf16: ``data``,
-        the values rounded.
+        Tensors by the fields of ``QuantizedWeight``, each the slice given by ``partition.buffers``,
+        on the device of the part; shared data is one tensor. If ``partition.has_whole_blocks``,
+        they form a ``QuantizedWeight``. For bf16: ``data``, the rounded values.
 
     Raises:
-        LayoutError: part or coordinate do not fit the partition, or maxima have to be exchanged and
-            ``reduce_max`` is not given; before anything is exchanged.
+        LayoutError: part or coordinate do not fit the partition, or ``reduce_max`` is required but
+            missing; raised before any communication.
     """
     bounds = partition.bounds(coordinate)
     _check(part, partition, reduce_max)
@@ -72,7 +71,7 @@ def quantize_part(
 def _quantize_whole(
     part: Tensor, partition: Partition, reduce: _Reduce, backend: Backend
 ) -> dict[str, Tensor]:
-    """Quantize a part of whole blocks as a weight, but for the amaxes of its experts."""
+    """Quantize a part of whole blocks as a weight; only global amaxes need other ranks."""
     assert partition.format is not None, "bf16 has no blocks"
     target = QuantizedWeight.empty(partition.format, part.shape, device=part.device, name="part")
     entry = TableEntry(
@@ -93,7 +92,6 @@ def _quantize_whole(
 def _quantize_cut(
     part: Tensor, partition: Partition, bounds: Bounds, reduce: _Reduce
 ) -> dict[str, Tensor]:
-    """Quantize a part with blocks that several ranks share, in plain torch."""
     format = partition.format
     assert format is not None, "bf16 has no blocks"
     start = bounds["rows"].start, bounds["columns"].start
@@ -120,9 +118,10 @@ def _quantize_cut(
 def _reduce_blocks(
     values: Tensor, origin: tuple[int, int], bounds: Bounds, maxima: Maxima, reduce: _Reduce
 ) -> None:
-    """Replace maxima of the blocks that the part touches by those over all ranks, in place.
+    """Reduce the maxima of the blocks that the part touches over all ranks, in place.
 
-    ``values`` are [E, n, m] fp32, one per block, from row and column ``origin`` of the weight on.
+    ``values`` are [E, n, m] fp32, one per block, starting at row and column ``origin`` of the
+    weight.
     """
     shared = values.new_zeros((values.shape[0], *maxima.shape))
     own, among = [slice(None)], [slice(None)]
@@ -145,7 +144,7 @@ def _check(part: Tensor, partition: Partition, reduce_max: ReduceMax | None) -> 
     if tuple(part.shape) != partition.part_shape:
         raise LayoutError(
             f"part: expected {list(partition.part_shape)} of a weight {list(partition.shape)}, got "
-            f"{list(part.shape)}. Pass what one rank has of it."
+            f"{list(part.shape)}. Pass one rank's part."
         )
     if part.dtype not in (torch.float32, torch.bfloat16):
         raise LayoutError(f"part: expected fp32 or bf16, got {part.dtype}. Cast it to fp32.")
@@ -153,5 +152,5 @@ def _check(part: Tensor, partition: Partition, reduce_max: ReduceMax | None) -> 
     if axes and reduce_max is None:
         raise LayoutError(
             f"quantize_part: expected reduce_max, for maxima that the ranks of {', '.join(axes)} "
-            "share, got None. Pass what reduces a tensor with MAX over a mesh axis."
+            "share, got None. Pass a function that all-reduces with MAX over a mesh axis."
         )

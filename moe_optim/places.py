@@ -1,7 +1,7 @@
-"""Addresses of tensors, noted once and compared at every step.
+"""Tensor addresses, recorded once and compared at every step.
 
-Memory is freed and exchanged without a word: by ``data``, by resizing a storage, by giving an
-object another tensor. A step asks of thousands of tensors, so all of this runs in loops of C.
+``data``, resizing a storage and replacing attributes all move memory silently. A step checks
+thousands of tensors, so the loops run in C.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,11 +13,7 @@ _VERSION = attrgetter("_version")
 
 
 class Places:
-    """Tensors, which it holds, and the addresses that they had when this was made.
-
-    Args:
-        tensors: tensors of any device, any number of them.
-    """
+    """Tensors, which are kept alive, and their addresses at construction."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.tensors = tuple(tensors)
@@ -25,26 +21,26 @@ class Places:
 
     @classmethod
     def of_each_memory(cls, tensors: Iterable[Tensor]) -> "Places":
-        """Note one tensor of each piece of memory: the others move with it."""
+        """Record one tensor per storage; the others move with it."""
         return cls({one.untyped_storage().data_ptr(): one for one in tensors}.values())
 
     @property
     def have_moved(self) -> bool:
-        """Whether some tensor lies elsewhere by now."""
+        """Whether some tensor has moved."""
         return addresses_of(self.tensors) != self._addresses
 
     def count_writes(self) -> int:
-        """Return how many writes the version counters of the tensors tell of."""
+        """Return the number of in-place writes that the tensors' version counters report."""
         return sum(map(_VERSION, self.tensors))
 
 
 class Attributes:
-    """Tensors that objects have under some names, and the addresses they had when this was made.
+    """Tensor attributes of objects, and their addresses at construction.
 
     Args:
-        owners: the objects, which are held.
-        addresses: name of an attribute -> the address under it, for each owner; 0 is None.
-        flags: attributes that are true where something has to be put in order.
+        owners: objects with the attributes, kept alive.
+        addresses: map from attribute name to the address per owner; 0 for None.
+        flags: attributes that are true if the owner must be fixed up.
     """
 
     def __init__(
@@ -61,23 +57,23 @@ class Attributes:
     def of(
         cls, owners: Sequence[object], names: Iterable[str], flags: Sequence[str] = ()
     ) -> "Attributes":
-        """Note what lies under ``names`` now, None allowed; all owners have all of them."""
+        """Record the attributes ``names``, which all owners have and which may be None."""
         return cls(owners, {name: _find(owners, name) for name in names}, flags)
 
     @property
     def have_moved(self) -> bool:
-        """Whether some owner has another tensor, or one that lies elsewhere, or a flag is true."""
+        """Whether some owner's tensor was replaced or has moved, or a flag is true."""
         if any(any(map(attrgetter(flag), self._owners)) for flag in self._flags):
             return True
         return any(_find(self._owners, name) != held for name, held in self._addresses.items())
 
     def addresses(self) -> list[list[int]]:
-        """Return the address of each owner's tensor, 0 for None, name by name."""
+        """Return the address of each owner's tensor, 0 for None, per name."""
         return [_find(self._owners, name) for name in self._addresses]
 
     @classmethod
     def merge(cls, parts: "Iterable[Attributes]") -> "tuple[Attributes, ...]":
-        """Merge parts whose attributes have equal names into one."""
+        """Merge parts with equal names and flags."""
         alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Attributes]] = {}
         for part in parts:
             alike.setdefault((tuple(part._addresses), part._flags), []).append(part)
@@ -92,7 +88,7 @@ class Attributes:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor that has elements has memory behind it: offloading frees that."""
+    """Return whether a tensor is empty or has memory, which offloading frees."""
     return not tensor.numel() or bool(tensor.untyped_storage().size())
 
 
@@ -105,5 +101,5 @@ def _find(owners: Sequence[object], name: str) -> list[int]:
     under = attrgetter(name)
     try:
         return addresses_of(map(under, owners))
-    except TypeError:  # None is no tensor
+    except TypeError:  # some attribute is None
         return [0 if tensor is None else tensor.data_ptr() for tensor in map(under, owners)]

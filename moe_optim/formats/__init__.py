@@ -1,7 +1,7 @@
-"""Block-scaled formats as values: every property and shape that follows from a format lives here.
+"""Block-scaled formats as values, and every property and shape that follows from a format.
 
 A *buffer* is one tensor of a quantized weight (data or scales, rowwise or columnwise). Shapes are
-*logical*: no padding and one scale a block. Padded and repeated scales belong to storage, see
+*logical*: unpadded, one scale per block. For padded and repeated scales, see
 :meth:`BlockScaledFormat.storage_scale_shape`.
 """
 
@@ -17,56 +17,56 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# torch takes seconds to import: a plan counts bytes without it.
+# torch takes seconds to import; planning counts bytes without it.
 
 Direction = Literal["rowwise", "columnwise"]
-"""Direction of blocks: ``rowwise`` for the forward GEMM, ``columnwise`` for the dgrad."""
+"""Block direction: ``rowwise`` for the forward GEMM, ``columnwise`` for the dgrad."""
 Element = Literal["e4m3", "e2m1"]
-"""Encoding of an element: four exponent bits and three mantissa bits, or two and one."""
+"""Element encoding: four exponent and three mantissa bits, or two and one."""
 ScaleEncoding = Literal["e8m0", "e4m3", "power_of_two"]
-"""Encoding of a scale, see :attr:`BlockScaledFormat.scale_encoding`."""
+"""Scale encoding, see :attr:`BlockScaledFormat.scale_encoding`."""
 ColumnwiseCopy = Literal["quantized", "shared", "transposed"]
 """Origin of the columnwise buffer, see :attr:`BlockScaledFormat.columnwise_copy`."""
 
 DIRECTIONS: tuple[Direction, ...] = ("rowwise", "columnwise")
-"""Both, in the order in which buffers are listed."""
+"""Both directions, in the order in which buffers are listed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockScaledFormat:
-    """A quantized format: low-precision elements of [R, C], and one scale per block. Hashable."""
+    """Quantized format: low-precision elements of [R, C], and one scale per block. Hashable."""
 
     name: str
     """Name in recipes and checkpoints."""
     element: Element
-    """Encoding of one element; ``e2m1`` elements are packed two a byte, low nibble first."""
+    """Element encoding; ``e2m1`` packs two elements per byte, low nibble first."""
     data_max: float
     """Largest finite magnitude of an element."""
     rowwise_block: tuple[int, int]
     """Rows and columns that share one rowwise scale."""
     columnwise_copy: ColumnwiseCopy
     """``quantized``: from the master with its own scales. ``shared``: the rowwise bytes themselves.
-    ``transposed``: the rowwise elements and scales, moved to [C, R]."""
+    ``transposed``: the rowwise elements and scales, transposed to [C, R]."""
     scale_encoding: ScaleEncoding
     """``e8m0`` and ``e4m3`` are bytes, ``power_of_two`` is fp32."""
     dimension_multiple: int
-    """Rows and columns must both be multiples of this; 1 where edge blocks may be partial."""
+    """Divisor of rows and columns; 1 if edge blocks may be partial."""
     has_global_amax: bool = False
-    """Whether every expert carries one fp32 amax next to its block scales."""
+    """Whether every expert has an fp32 amax besides its block scales."""
 
     @property
     def element_bits(self) -> int:
-        """Bits of one element."""
+        """Bits per element."""
         return 8 if self.element == "e4m3" else 4
 
     @property
     def elements_per_byte(self) -> int:
-        """Elements packed into one data byte."""
+        """Elements per data byte."""
         return 8 // self.element_bits
 
     @property
     def scale_itemsize(self) -> int:
-        """Bytes of one scale."""
+        """Bytes per scale."""
         return 4 if self.scale_encoding == "power_of_two" else 1
 
     @property
@@ -85,37 +85,37 @@ class BlockScaledFormat:
     def block_row_height(self) -> int:
         """Rows of a *block row*, the lowest strip of whole blocks of both directions.
 
-        The last block row of a weight may be lower, where edge blocks may be partial.
+        The last block row of a weight may be lower if edge blocks may be partial.
         """
         return max(self.rowwise_block)
 
     @property
     def gathered_directions(self) -> tuple[Direction, ...]:
-        """Directions that must travel; the other one is derived from these, exactly."""
+        """Directions that are gathered; the other one is derived from them exactly."""
         return ("rowwise",) if self.is_2d else DIRECTIONS
 
     @property
     def data_bytes_per_element(self) -> Fraction:
-        """Bytes of one data buffer for each logical element."""
+        """Bytes of one data buffer per logical element."""
         return Fraction(1, self.elements_per_byte)
 
     @property
     def scale_bytes_per_element(self) -> Fraction:
-        """Bytes of one scale buffer for each logical element, partial edge blocks aside."""
+        """Bytes of one scale buffer per logical element, ignoring partial edge blocks."""
         rows, cols = self.rowwise_block
         return Fraction(self.scale_itemsize, rows * cols)
 
     @property
     def gathered_bytes_per_element(self) -> Fraction:
-        """Bytes gathered for each parameter: data and scales of all directions that travel.
+        """Bytes gathered per parameter: data and scales of all gathered directions.
 
-        The 4 bytes an expert of a global amax are not in it.
+        Excludes the 4 bytes per expert of a global amax.
         """
         buffer = self.data_bytes_per_element + self.scale_bytes_per_element
         return buffer * len(self.gathered_directions)
 
     def block(self, direction: Direction) -> tuple[int, int]:
-        """Return how many rows and columns of a [R, C] weight share one scale of ``direction``."""
+        """Return the rows and columns of a [R, C] weight that share one scale of ``direction``."""
         rows, cols = self.rowwise_block
         return (rows, cols) if direction == "rowwise" else (cols, rows)
 
@@ -125,7 +125,7 @@ class BlockScaledFormat:
 
     @property
     def buffer_names(self) -> tuple[str, ...]:
-        """Fields of ``QuantizedWeight`` that hold a buffer of their own."""
+        """Fields of ``QuantizedWeight`` with their own buffer."""
         names = ["rowwise_data", "rowwise_scale"]
         if self.columnwise_copy != "shared":
             names.append("columnwise_data")
@@ -135,15 +135,9 @@ class BlockScaledFormat:
         return tuple(names)
 
     def check_shape(self, shape: Sequence[int], name: str = "weight") -> tuple[int, int, int]:
-        """Return ``shape`` as (experts, rows, cols) if the format can hold it.
+        """Return ``shape`` as (experts, rows, cols), or raise LayoutError if it is unsupported.
 
-        Args:
-            shape: logical [E, R, C].
-            name: name of the weight in errors.
-
-        Raises:
-            LayoutError: not three sizes, a negative one, or rows or columns that are no multiple
-                of ``dimension_multiple``.
+        ``name`` is the name of the weight in the error.
         """
         if len(shape) != 3 or min(shape) < 0:
             raise LayoutError(
@@ -161,26 +155,17 @@ class BlockScaledFormat:
         return experts, rows, cols
 
     def data_shape(self, shape: Sequence[int], direction: Direction) -> tuple[int, int, int]:
-        """Return the shape in bytes of the data buffer of ``direction``.
-
-        Args:
-            shape: logical [E, R, C] of the weight, which the format can hold.
-            direction: direction of the buffer.
-        """
+        """Return the shape in bytes of the data buffer of ``direction``, for logical ``shape``."""
         experts, rows, cols = shape
         if self.transposes(direction):
             rows, cols = cols, rows
         return experts, rows, cols // self.elements_per_byte
 
     def scale_shape(self, shape: Sequence[int], direction: Direction) -> tuple[int, int, int]:
-        """Return the logical shape of the scale buffer: no padding, one scale a block.
+        """Return the logical shape of the scale buffer of ``direction``, for logical ``shape``.
 
-        2-D formats give the transpose of their rowwise scales for ``columnwise``, also where the
-        data itself is shared and not transposed.
-
-        Args:
-            shape: logical [E, R, C] of the weight, which the format can hold.
-            direction: direction of the buffer.
+        For 2-D formats, ``columnwise`` is the transpose of the rowwise scales, even if the data is
+        shared rather than transposed.
         """
         experts, rows, cols = shape
         block_rows, block_cols = self.block(direction)
@@ -190,22 +175,18 @@ class BlockScaledFormat:
         return experts, scale_rows, scale_cols
 
     def storage_scale_shape(self, rows: int, cols: int, direction: Direction) -> tuple[int, int]:
-        """Return the shape in which Transformer Engine keeps the scales of one [R, C] weight.
+        """Return the shape in which Transformer Engine stores the scales of one [R, C] weight.
 
-        Padded and unswizzled. A storage scale lies at the position of its logical scale times
-        :meth:`storage_scale_repeat`; everything beyond is padding and must be zero.
-
-        Args:
-            rows: R, logical.
-            cols: C, logical.
-            direction: direction of the scales.
+        Padded and unswizzled; ``rows`` and ``cols`` are logical. A storage scale of ``direction``
+        is at the position of its logical scale times :meth:`storage_scale_repeat`; the rest is
+        padding and must be zero.
         """
         if self.transposes(direction):
             rows, cols = cols, rows
-        if self.scale_encoding == "power_of_two":  # one fp32 a block, only the last dim is padded
+        if self.scale_encoding == "power_of_two":  # one fp32 per block, only the last dim is padded
             block_rows, block_cols = self.rowwise_block
             return _ceil_div(rows, block_rows), round_up(_ceil_div(cols, block_cols), 4)
-        # The kernels that read byte scales want one for each line of a 1-D block.
+        # GEMMs that read byte scales need one for each line of a 1-D block.
         length = max(self.rowwise_block)
         if direction == "columnwise" and not self.transposes(direction):
             return round_up(_ceil_div(rows, length), 4), round_up(cols, 128)
@@ -214,8 +195,8 @@ class BlockScaledFormat:
     def storage_scale_repeat(self, direction: Direction) -> tuple[int, int]:
         """Return how many storage rows and columns one block scale of ``direction`` fills.
 
-        Counted along the axes of the data buffer as stored. For ``mxfp8_2d`` columnwise these are
-        the axes of the *rowwise* scales, because its data is not transposed.
+        The axes are those of the data buffer as stored. For ``mxfp8_2d`` columnwise these are the
+        axes of the *rowwise* scales, because its data is not transposed.
         """
         length = max(self.rowwise_block)
         if not self.is_2d or self.scale_encoding == "power_of_two":
@@ -234,7 +215,7 @@ MXFP8 = BlockScaledFormat(
     scale_encoding="e8m0",
     dimension_multiple=32,
 )
-"""E4M3 with an E8M0 scale for 32 elements of a row, and once more for 32 of a column."""
+"""E4M3 with one E8M0 scale per 32 elements of a row, and again per 32 of a column."""
 MXFP8_2D = BlockScaledFormat(
     name="mxfp8_2d",
     element="e4m3",
@@ -244,7 +225,7 @@ MXFP8_2D = BlockScaledFormat(
     scale_encoding="e8m0",
     dimension_multiple=32,
 )
-"""E4M3 with an E8M0 scale for 32x32 elements: both directions read the same bytes."""
+"""E4M3 with one E8M0 scale per 32x32 elements; both directions read the same bytes."""
 NVFP4 = BlockScaledFormat(
     name="nvfp4",
     element="e2m1",
@@ -255,7 +236,7 @@ NVFP4 = BlockScaledFormat(
     dimension_multiple=16,
     has_global_amax=True,
 )
-"""E2M1, two a byte, with an E4M3 scale for 16x16 elements and an fp32 amax an expert."""
+"""E2M1, two per byte, with one E4M3 scale per 16x16 elements and one fp32 amax per expert."""
 FP8_BLOCK = BlockScaledFormat(
     name="fp8_block",
     element="e4m3",
@@ -265,19 +246,19 @@ FP8_BLOCK = BlockScaledFormat(
     scale_encoding="power_of_two",
     dimension_multiple=1,
 )
-"""E4M3 with an fp32 power of two for 128x128 elements."""
+"""E4M3 with one fp32 power-of-two scale per 128x128 elements."""
 
 FORMATS: Mapping[str, BlockScaledFormat] = MappingProxyType(
     {format.name: format for format in (MXFP8, MXFP8_2D, NVFP4, FP8_BLOCK)}
 )
-"""Every block-scaled format by name. ``bf16`` is not one: it has neither blocks nor scales."""
+"""Every block-scaled format by name. ``bf16`` is not included: it has neither blocks nor scales."""
 
 
 def get_format(name: str) -> BlockScaledFormat:
     """Return the block-scaled format called ``name``.
 
     Raises:
-        ConfigError: no block-scaled format has that name; the message lists those that exist.
+        ConfigError: unknown name; the message lists the formats.
     """
     if name not in FORMATS:
         raise ConfigError(
@@ -289,33 +270,33 @@ def get_format(name: str) -> BlockScaledFormat:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class QuantizedWeight:
-    """The buffers of a stack of quantized experts, at their logical shapes.
+    """Buffers of a stack of quantized experts, at their logical shapes.
 
-    The tensors are held, not copied, and may be views with any strides: the record can describe
-    storage that somebody else owns. Data buffers are uint8, also where the bytes mean fp8.
+    Tensors are stored by reference and may be views with any strides, such as into another
+    library's storage. Data buffers are uint8, even for FP8 elements.
     """
 
     format: BlockScaledFormat
-    """Meaning of the bytes."""
+    """Format of the bytes."""
     shape: tuple[int, int, int]
     """Logical (experts, rows, cols)."""
     rowwise_data: "Tensor"
-    """[E, R, C / elements_per_byte] uint8."""
+    """Rowwise data, [E, R, C / elements_per_byte] uint8."""
     rowwise_scale: "Tensor"
-    """Factors of dequantization; ``format.scale_shape`` and ``format.scale_dtype``."""
+    """Rowwise dequantization factors, of ``format.scale_shape`` and ``format.scale_dtype``."""
     columnwise_data: "Tensor"
-    """uint8, [E, R, C] or transposed; the very memory of ``rowwise_data`` where it is shared."""
+    """Columnwise data, uint8, [E, R, C] or transposed; the memory of ``rowwise_data`` if shared."""
     columnwise_scale: "Tensor"
-    """Like ``rowwise_scale``, for the columnwise blocks."""
+    """Columnwise dequantization factors, of ``format.scale_shape`` and ``format.scale_dtype``."""
     global_amax: "Tensor | None" = None
-    """[E] fp32 for formats with a global amax, else None."""
+    """Amax per expert, [E] fp32, for formats with a global amax, else None."""
 
     def __post_init__(self) -> None:
         """Check every buffer against the format.
 
         Raises:
             LayoutError: a buffer has the wrong shape, dtype or device, is missing or superfluous,
-                or does not share the memory it should.
+                or does not share memory as required.
         """
         import torch
 
@@ -349,13 +330,13 @@ class QuantizedWeight:
         device: "torch.device | str | None" = None,
         name: str = "weight",
     ) -> "QuantizedWeight":
-        """Allocate the buffers of a weight, contiguous and not written.
+        """Allocate the buffers of a weight, contiguous and uninitialized.
 
         Args:
             format: format of the buffers.
             shape: logical [E, R, C].
             device: device of the buffers; torch's default if not given.
-            name: name of the weight in errors.
+            name: name of the weight, for errors.
 
         Raises:
             LayoutError: ``shape`` does not fit the format.
@@ -390,16 +371,10 @@ class QuantizedWeight:
     def of_buffers(
         cls, format: BlockScaledFormat, shape: Sequence[int], buffers: "Iterable[Tensor]"
     ) -> "QuantizedWeight":
-        """Return the record of buffers that exist; nothing is copied.
+        """Return a record of existing ``buffers``, in the order of ``format.buffer_names``.
 
-        Args:
-            format: format of the buffers.
-            shape: logical [E, R, C].
-            buffers: tensors in the order of ``format.buffer_names``, with the shapes and dtypes of
-                the fields of this record.
-
-        Raises:
-            LayoutError: a buffer does not fit the format.
+        Nothing is copied. ``shape`` is the logical [E, R, C] of the weight in ``format``; shapes
+        and dtypes of the buffers are those of the fields.
         """
         fields = dict(zip(format.buffer_names, buffers, strict=True))
         fields.setdefault("columnwise_data", fields["rowwise_data"])
@@ -407,36 +382,29 @@ class QuantizedWeight:
         return cls(format=format, shape=(experts, rows, cols), **fields)
 
     def data(self, direction: Direction) -> "Tensor":
-        """Return the data buffer of ``direction``, not a copy: uint8, of ``format.data_shape``.
-
-        Raises:
-            ConfigError: no such direction.
-        """
+        """Return the data buffer of ``direction``, not a copy: uint8, of ``format.data_shape``."""
         _check_direction(direction)
         return self.rowwise_data if direction == "rowwise" else self.columnwise_data
 
     def scale(self, direction: Direction) -> "Tensor":
-        """Return the scale buffer of ``direction``, not a copy: of ``format.scale_shape``.
+        """Return the scale buffer of ``direction``, not a copy.
 
-        Its dtype is ``format.scale_dtype``.
-
-        Raises:
-            ConfigError: no such direction.
+        Its shape is ``format.scale_shape``, its dtype ``format.scale_dtype``.
         """
         _check_direction(direction)
         return self.rowwise_scale if direction == "rowwise" else self.columnwise_scale
 
     def buffers(self) -> "dict[str, Tensor]":
-        """Return every distinct buffer by field name, not copies; shared bytes are listed once.
+        """Return every distinct buffer by field name, not copies; shared data appears once.
 
         Shapes and dtypes are those of the fields.
         """
         return {name: getattr(self, name) for name in self.format.buffer_names}
 
     def gathered_buffers(self) -> "dict[str, Tensor]":
-        """Return the buffers that travel, by field name, not copies; others are derived from them.
+        """Return the buffers to gather, by field name, not copies.
 
-        Shapes and dtypes are those of the fields.
+        Shapes and dtypes are those of the fields. The other buffers are derived from these.
         """
         kinds = [
             f"{way}_{kind}" for way in self.format.gathered_directions for kind in ("data", "scale")
@@ -478,5 +446,5 @@ def _check_direction(direction: str) -> None:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the next multiple of ``multiple`` that is not below ``value``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
     return _ceil_div(value, multiple) * multiple

@@ -1,7 +1,7 @@
 """Health figures of quantized experts, and the sums that they are computed from.
 
-A pass over masters and weights computes sums, which are added over the shards of a weight, and an
-amax, of which the maximum is taken. Figures are computed from complete sums, on the host.
+Sums add up over the shards of a weight; amaxes combine by MAX. Figures are computed on the host
+from complete sums.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,29 +13,29 @@ import torch
 from torch import Tensor
 
 SKETCH = 32
-"""Entries of the sketch of an expert."""
+"""Entries in the sketch of an expert."""
 
 TAGS = "moe_optim/"
-"""Prefix of figures in the logs of a run: ``moe_optim/layers.3.fc1/saturated``."""
+"""Prefix of figures in training logs: ``moe_optim/layers.3.fc1/saturated``."""
 
 
 class Sum(IntEnum):
-    """Columns of the sums of an expert; its sketch follows them. Counts are exact in fp64."""
+    """Columns of the sums of an expert, followed by its sketch. Counts are exact in fp64."""
 
     SQUARES = 0
-    """Squares of the weights, which are rounded to bf16 here and below."""
+    """Sum of squared weights, rounded to bf16 here and below."""
     ERRORS = 1
-    """Squares of value - weight."""
+    """Sum of squared differences between quantized value and weight."""
     ELEMENTS = 2
     """Number of weights."""
     SATURATED = 3
-    """Weights above the largest magnitude that their block holds, which are read as that."""
+    """Number of weights above the largest magnitude of their block, which they saturate to."""
     FLUSHED = 4
-    """Weights other than zero that are read as zero."""
+    """Number of nonzero weights that dequantize to zero."""
     BLOCKS = 5
-    """Rowwise blocks; of a shard those whose first element it has."""
+    """Number of rowwise blocks; a shard counts blocks whose first element it owns."""
     DEAD = 6
-    """Blocks all of whose elements are read as zero."""
+    """Number of blocks that dequantize to all zeros."""
 
 
 NUM_SUMS = len(Sum) + SKETCH
@@ -47,40 +47,39 @@ THRESHOLDS: Mapping[str, Mapping[str, float]] = MappingProxyType(
         "e2m1": {"saturated": 0.02, "flushed": 0.3, "error": 0.2, "dead_blocks": 0.01},
     }
 )
-"""By element: larger figures cause a warning. Normal weights stay at half or below."""
+"""Warning thresholds by element encoding, at least twice the figures of normal weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerHealth:
-    """The figures of one linear of one layer; tensors have an entry an expert, fp64."""
+    """Figures of one linear of one layer; tensors have one fp64 entry per expert."""
 
     layer: str
-    """Such as ``layers.3.fc1``."""
+    """Name such as ``layers.3.fc1``."""
     element: str
-    """Element of the storage format: ``e4m3`` or ``e2m1``."""
+    """Element encoding of the storage format: ``e4m3`` or ``e2m1``."""
     experts: tuple[int, ...]
-    """Numbers among all experts of the layer."""
+    """Indices among all experts of the layer."""
     amax: Tensor
-    """Largest magnitude; NaN does not count."""
+    """Largest magnitude, [experts] fp64, ignoring NaN."""
     sums: Tensor
-    """[experts, NUM_SUMS], complete."""
+    """Complete sums, [experts, NUM_SUMS] fp64."""
 
     @property
     def norm(self) -> Tensor:
-        """Root of the sum of squares."""
+        """L2 norm of each expert."""
         return self.sums[:, Sum.SQUARES].sqrt()
 
     def of_experts(self) -> dict[str, Tensor]:
-        """Return name -> a figure of each expert, [E] fp64 on the host.
+        """Return the figures per expert by name, [E] fp64 on the host.
 
-        ``amax`` and ``norm``; ``saturated`` and ``flushed``, shares of the weights; ``error``,
-        relative to the norm; ``dead_blocks``, a share of the blocks. NaN where there is nothing to
-        divide by.
+        ``amax`` and ``norm``; ``saturated`` and ``flushed``, fractions of the weights; ``error``,
+        relative to the norm; ``dead_blocks``, a fraction of the blocks. NaN for 0 / 0.
         """
         return {"amax": self.amax, "norm": self.norm, **_shares(self.sums)}
 
     def of_layer(self) -> dict[str, float]:
-        """Return name -> a figure of all experts together."""
+        """Return the figures over all experts by name."""
         together = {name: float(of) for name, of in _shares(self.sums.sum(0)).items()}
         figures = {"amax": float(self.amax.max()), "norm": float(self.norm.square().sum().sqrt())}
         figures |= together
@@ -90,44 +89,44 @@ class LayerHealth:
         return figures
 
     def warnings(self) -> Iterator[str]:
-        """Yield a sentence for every figure of an expert that is too large, or not finite."""
+        """Yield a sentence for every figure of an expert that is too large or not finite."""
         return warn_of(self.layer, self.element, self.experts, self.of_experts())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ExpertLoad:
-    """Tokens of the experts of one layer between two measurements."""
+    """Token counts of the experts of one layer between two measurements."""
 
     layer: str
-    """Such as ``layers.3.experts``."""
+    """Name such as ``layers.3.experts``."""
     experts: tuple[int, ...]
-    """Numbers among all experts of the layer."""
+    """Indices among all experts of the layer."""
     tokens: Tensor
-    """[experts] fp64, whole numbers; not all zero."""
+    """Token counts, [experts] fp64; not all zero."""
 
     def of_experts(self) -> dict[str, Tensor]:
-        """Return ``tokens`` of each expert, [E] fp64 on the host."""
+        """Return ``tokens`` per expert, [E] fp64 on the host."""
         return {"tokens": self.tokens}
 
     def of_layer(self) -> dict[str, float]:
-        """Return ``imbalance``: the tokens of the busiest expert, divided by the mean."""
+        """Return ``imbalance``: the maximum token count divided by the mean."""
         return {"imbalance": float(self.tokens.max() / self.tokens.mean())}
 
 
 def warn_of(
     layer: str, element: str, experts: Sequence[int], figures: Mapping[str, Tensor]
 ) -> Iterator[str]:
-    """Yield a sentence for every figure of an expert that is too large, or not finite.
+    """Yield a sentence for every figure of an expert that is too large or not finite.
 
     Args:
-        layer: such as ``layers.3.fc1``.
-        element: element of the storage format, ``e4m3`` or ``e2m1``.
-        experts: numbers of those that the figures are of.
-        figures: by the names of ``LayerHealth.of_experts``, an entry an expert.
+        layer: name such as ``layers.3.fc1``.
+        element: element encoding of the storage format, ``e4m3`` or ``e2m1``.
+        experts: indices of the experts that the figures describe.
+        figures: figures named as in ``LayerHealth.of_experts``, one entry per expert.
     """
     for name, limit in THRESHOLDS[element].items():
         values = figures[name]
-        # of an expert of zeros, an error of 0 / 0 says nothing
+        # an all-zero expert has an error of 0 / 0, which is no warning
         large = (values > limit) | (values.isnan() & (figures["norm"] != 0))
         for index in large.nonzero().view(-1).tolist():
             value = float(values[index])
@@ -135,7 +134,7 @@ def warn_of(
 
 
 def _shares(sums: Tensor) -> dict[str, Tensor]:
-    """Return the figures that are quotients of sums [..., NUM_SUMS]."""
+    """Return the figures that are ratios of sums [..., NUM_SUMS]."""
     elements = sums[..., Sum.ELEMENTS]
     return {
         "saturated": sums[..., Sum.SATURATED] / elements,
@@ -146,14 +145,11 @@ def _shares(sums: Tensor) -> dict[str, Tensor]:
 
 
 def distance_of_experts(sketches: Tensor) -> float:
-    """Return one minus the mean cosine between two experts, of their sketches [experts, SKETCH].
+    """Return one minus the mean pairwise cosine similarity of experts, from their sketches.
 
-    0 where all point the same way, as after upcycling; about 1 where they have nothing in common.
-    The cosine of two sketches is that of the experts up to about 1 / sqrt(SKETCH), and errors of
-    pairs even out in the mean. NaN where an expert is zero.
-
-    Args:
-        sketches: [E, SKETCH] fp64, of two experts or more.
+    0 if all experts point the same way, as after upcycling; about 1 if they are unrelated. The
+    cosine of two sketches approximates that of the experts up to about 1 / sqrt(SKETCH); errors
+    average out over pairs. NaN if an expert is zero. ``sketches`` are [E, SKETCH] fp64, E > 1.
     """
     units = sketches / sketches.square().sum(1, keepdim=True).sqrt()
     count = len(units)
@@ -162,18 +158,11 @@ def distance_of_experts(sketches: Tensor) -> float:
 
 
 def signs(start: int, end: int, device: torch.device | str | None = None) -> Tensor:
-    """Return the sign, 1 or -1 in fp32, that each element of an expert has in its sketch.
+    """Return the signs, 1 or -1, of elements ``start`` to ``end`` of an expert in its sketch.
 
-    Two rounds of multiplying and folding make them look random (Knuth's and murmur3's constants);
-    they depend on the element's number alone, so that every cut of an expert gives one sketch.
-
-    Args:
-        start: first element, counted in the expert.
-        end: one past the last.
-        device: device of the result.
-
-    Returns:
-        [end - start] fp32.
+    A two-round multiplicative hash (constants by Knuth and from murmur3) of the element's index, so
+    that the sketch does not depend on how the expert is cut. The result is [end - start] fp32 on
+    ``device``.
     """
     bits = torch.arange(start, end, device=device) * 0x9E3779B1 & 0xFFFFFFFF
     bits = (bits ^ (bits >> 15)) * 0x85EBCA77 & 0xFFFFFFFF

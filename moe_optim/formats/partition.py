@@ -1,10 +1,8 @@
-"""Partition rules: how a weight [E, R, C] that is cut over a mesh cuts its buffers and its maxima.
+"""Partition rules: how cutting a weight [E, R, C] over a mesh cuts its buffers and maxima.
 
-Every rule follows from one comparison. A mesh axis leaves parts of so many rows or columns; where
-that is a whole number of blocks, the axis cuts buffers between their entries, and ranks exchange
-nothing. Where it is not, blocks lie on several ranks: these exchange the maxima of the blocks
-over that axis, and hold their scales in common. The amax of an expert is that of a block as large
-as the expert.
+A mesh axis whose parts are whole numbers of blocks cuts buffers between entries, and ranks exchange
+nothing. Otherwise blocks span ranks, which exchange the maxima of these blocks over the axis and
+replicate their scales. A global amax is the maximum of a block as large as the expert.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,51 +16,50 @@ from moe_optim.formats import DIRECTIONS, BlockScaledFormat, get_format
 Dimension = Literal["experts", "rows", "columns"]
 """Dimension of a weight [E, R, C] that a mesh axis can cut."""
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
-"""All of them, in the order of the axes of a weight."""
+"""All dimensions, in the order of the axes of a weight."""
 Bounds = Mapping[Dimension, range]
-"""Which experts, rows and columns of the whole weight a part has."""
+"""Experts, rows and columns of the whole weight in a part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshAxis:
-    """One axis of a mesh of ranks, and what it cuts."""
+    """Axis of a mesh of ranks, and the dimension that it cuts."""
 
     name: str
     """Name in the mesh."""
     dimension: Dimension
-    """Dimension that it cuts."""
+    """Dimension of the weight."""
     parts: int
-    """Ranks along the axis; each has one part."""
+    """Ranks along the axis, one part each."""
     size: int
-    """Size of one part along the dimension, once this axis and those before it have cut it."""
+    """Size of one part along the dimension, after this axis and all before it."""
 
     def cuts_blocks(self, size: int) -> bool:
-        """Return whether some run of ``size``, counted from the first, lies on several parts."""
+        """Return whether some block of ``size``, counted from element 0, spans several parts."""
         return self.parts > 1 and self.size % max(size, 1) != 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferPartition:
-    """The cut of one buffer."""
+    """Partition of one buffer."""
 
     name: str
     """Field of ``QuantizedWeight``; ``data`` for bf16."""
     shape: tuple[int, ...]
     """Shape of the buffer of the whole weight."""
     dimensions: tuple[Dimension, ...]
-    """Which dimension of the weight each one of the buffer runs along."""
+    """Dimension of the weight along each dimension of the buffer."""
     units: tuple[int, ...]
-    """Number of elements of that dimension for each entry of the buffer."""
+    """Weight elements per buffer entry, for each dimension of the buffer."""
     cut_by: tuple[tuple[str, ...], ...]
-    """Mesh axes that cut each dimension of the buffer between two entries, the outermost first."""
+    """Mesh axes that cut each dimension of the buffer between entries, the outermost first."""
     overlaps: tuple[str, ...]
-    """Mesh axes along which several ranks hold the same entry, each of them right."""
+    """Mesh axes along which several ranks hold the same entries, with identical values."""
 
     def slices(self, bounds: Bounds) -> tuple[slice, ...]:
-        """Return which entries of the whole buffer a rank holds: all that its elements touch.
+        """Return the slices of the whole buffer that a rank holds, for its :attr:`Bounds`.
 
-        Args:
-            bounds: bounds of the rank's part, see :meth:`Partition.bounds`.
+        They contain all entries that ``bounds`` touch.
         """
         return tuple(
             slice(bounds[dimension].start // unit, -(-bounds[dimension].stop // unit))
@@ -72,45 +69,45 @@ class BufferPartition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Maxima:
-    """The amaxes of blocks, one kind of them, and which ranks have to find them together."""
+    """Maxima of one kind of block, and the mesh axes to reduce them over."""
 
     name: str
-    """The buffer that follows from them."""
+    """Buffer that is computed from the maxima."""
     block: tuple[int, int]
     """Rows and columns of one block."""
     axes: tuple[str, ...]
-    """Mesh axes to reduce over with MAX, one after the other; none where blocks are whole."""
+    """Mesh axes to reduce over with MAX, one after the other; empty if no block spans ranks."""
     extent: tuple[int, int]
-    """Rows and columns that the ranks along these axes have between them: whole blocks."""
+    """Rows and columns of the ranks along these axes together: whole blocks."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Block rows and block columns of the extent: what is reduced, for each expert."""
+        """Block rows and block columns of the extent: the shape to reduce, per expert."""
         (rows, cols), (height, width) = self.extent, self.block
         return -(-rows // max(height, 1)), -(-cols // max(width, 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """Result of :func:`infer_partition`: a value, without a rank or a process group."""
+    """Result of :func:`infer_partition`: a value, independent of ranks and process groups."""
 
     format: BlockScaledFormat | None
     """None for bf16."""
     shape: tuple[int, int, int]
     """[E, R, C] of the whole weight."""
     axes: tuple[MeshAxis, ...]
-    """By dimension, the outermost first."""
+    """Mesh axes by dimension, the outermost first."""
     buffers: tuple[BufferPartition, ...]
-    """Every buffer, by the fields of ``QuantizedWeight``; shared bytes are listed for both
+    """Every buffer, by the fields of ``QuantizedWeight``; shared data is listed for both
     directions."""
     maxima: tuple[Maxima, ...]
-    """Maxima that ranks exchange before they can encode; empty where each can encode alone."""
+    """Maxima that ranks exchange before encoding; empty if each can encode alone."""
     expert_amax: Maxima
-    """The amax of whole experts, for calibration in any format. Experts are never reduced over."""
+    """Amax of whole experts, for calibration in any format. Never reduced over experts."""
 
     @property
     def part_shape(self) -> tuple[int, int, int]:
-        """[E, R, C] of the part of any rank."""
+        """Shape [E, R, C] of every rank's part."""
         experts, rows, cols = (
             size // _count(self.axes, dimension)
             for dimension, size in zip(DIMENSIONS, self.shape, strict=True)
@@ -119,20 +116,20 @@ class Partition:
 
     @property
     def has_whole_blocks(self) -> bool:
-        """Whether no block lies on two ranks, so that a part is a weight by itself.
+        """Whether no block spans ranks, so that each part can be encoded as a weight.
 
-        Of formats with an amax an expert, that amax is the whole expert's all the same.
+        A global amax still covers the whole expert.
         """
         return all(maxima.name == "global_amax" for maxima in self.maxima)
 
     def bounds(self, coordinate: Mapping[str, int]) -> Bounds:
-        """Return the experts, rows and columns of the part of one rank, counted in the weight.
+        """Return the experts, rows and columns of one rank's part, counted in the weight.
 
         Args:
-            coordinate: mesh axis -> place of the rank along it, of every axis and no other.
+            coordinate: map from each mesh axis to the rank's index along it.
 
         Raises:
-            LayoutError: axes are missing or unknown, or a place is not below the number of parts.
+            LayoutError: missing or unknown axes, or an index out of range.
         """
         wanted = {axis.name: axis.parts for axis in self.axes}
         fits = coordinate.keys() == wanted.keys() and all(
@@ -165,21 +162,20 @@ def infer_partition(
 ) -> Partition:
     """Return how data, scales and amaxes are cut, and which maxima need which mesh axis.
 
-    What parts then hold is, to the byte, the slice of the buffers of the whole weight.
+    Each part is, to the byte, a slice of the buffers of the whole weight.
 
     Args:
-        format: a format, or its name; ``bf16`` is one, too.
-        axes: dimension -> mesh axes that cut it, each with its number of ranks, the outermost
-            first. ``{"experts": {"ep": 8}, "rows": {"tp": 2, "fsdp": 4}}`` gives each
-            tensor-parallel rank one half of the rows, and each of its FSDP ranks a quarter of that.
-        shape: [E, R, C] of the whole weight. Gate and up, which tensor parallelism cuts apart from
-            each other, are two weights.
-        name: name of the weight in errors.
+        format: format or its name; also ``bf16``.
+        axes: map from dimension to the mesh axes that cut it, each with its number of ranks, the
+            outermost first. ``{"experts": {"ep": 8}, "rows": {"tp": 2, "fsdp": 4}}`` gives each
+            tensor-parallel rank half of the rows, and each of its FSDP ranks a quarter of that.
+        shape: [E, R, C] of the whole weight. Gate and up, which tensor parallelism cuts separately,
+            are two weights.
+        name: name of the weight, for errors.
 
     Raises:
-        ConfigError: no such format or dimension, or a mesh axis that is named twice or has no rank.
-        LayoutError: a shape that the format cannot hold, parts of unequal size, or a byte that
-            would lie on two ranks.
+        ConfigError: unknown format or dimension, or a mesh axis that appears twice or has no rank.
+        LayoutError: unsupported shape, parts of unequal size, or a byte that would span ranks.
     """
     known = None if format == "bf16" else get_format(format) if isinstance(format, str) else format
     if known is None:
@@ -222,7 +218,7 @@ def _check_bf16(shape: Sequence[int], name: str) -> tuple[int, int, int]:
 def _cut(
     axes: Mapping[Dimension, Mapping[str, int]], sizes: Mapping[Dimension, int], name: str
 ) -> tuple[MeshAxis, ...]:
-    """Return the axes in the order in which they cut, each with the size of what it leaves."""
+    """Return the axes in the order in which they cut, each with the size of its parts."""
     unknown = [str(dimension) for dimension in axes if dimension not in DIMENSIONS]
     if unknown:
         raise ConfigError(
@@ -252,7 +248,7 @@ def _cut(
 def _layouts(
     format: BlockScaledFormat | None,
 ) -> Iterator[tuple[str, tuple[Dimension, ...], tuple[int, ...]]]:
-    """Yield name and dimensions of each buffer of a weight, and the elements of an entry."""
+    """Yield name, dimensions and elements per entry of each buffer of a weight."""
     if format is None:
         yield "data", DIMENSIONS, (1, 1, 1)
         return
@@ -305,7 +301,7 @@ def _check_bytes(
     cuts: Sequence[MeshAxis],
     name: str,
 ) -> None:
-    """Raise where a byte of data would lie on two ranks, which no maximum can mend."""
+    """Raise if a data byte would span ranks, which no exchange can fix."""
     if format is None or not buffer.name.endswith("_data") or not buffer.overlaps:
         return
     axis = next(cut for cut in cuts if cut.name == buffer.overlaps[0])
@@ -325,7 +321,7 @@ def _maxima(
 ) -> Maxima:
     length: dict[Dimension, int] = {"experts": 1, "rows": block[0], "columns": block[1]}
     shared = [cut for cut in cuts if cut.cuts_blocks(length[cut.dimension])]
-    whole = [cut for cut in cuts if cut not in shared]  # in each dimension before those shared
+    whole = [cut for cut in cuts if cut not in shared]  # precede shared ones in each dimension
     return Maxima(
         name=name,
         block=block,

@@ -1,4 +1,1 @@
-"""Triton kernels, and the plans that launch them or plain torch in their place.
-
-Knows formats, neither Megatron nor process groups.
-"""
+"""Triton kernels, and the plans that launch them or their plain-torch equivalents."""

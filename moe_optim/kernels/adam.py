@@ -1,10 +1,10 @@
 # mypy: allow-incomplete-defs
 
-"""Triton helpers of an Adam step, with the bits of Transformer Engine's FusedAdam.
+"""Triton helpers of an Adam step, bit-identical to Transformer Engine's FusedAdam.
 
-That kernel (common/multi_tensor/adam.cu of Transformer Engine 2.20) is compiled with fast maths:
-products and sums contract, quotients and roots are approximate, subnormals are zero. The very
-instructions stand here, since IEEE ones differ in the last bit of one master in ten.
+Transformer Engine 2.20 compiles common/multi_tensor/adam.cu with fast math: FMA contraction,
+approximate division and square root, subnormals flushed to zero. Inline PTX reproduces these
+instructions; IEEE ones would change the last bit of one master in ten.
 """
 
 import triton
@@ -47,7 +47,7 @@ _CONSTRAINTS = tl.constexpr("=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f,f,f")
 
 @triton.jit
 def adam(gradient, clip, master, exp_avg, exp_avg_sq, hyper, DECOUPLED: tl.constexpr):
-    """Return master and both moments after one step of Adam, in fp32.
+    """Return the fp32 master and both moments after one step of Adam.
 
     ::
 
@@ -57,16 +57,8 @@ def adam(gradient, clip, master, exp_avg, exp_avg_sq, hyper, DECOUPLED: tl.const
         u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)  decoupled: + decay * p
         p = p - lr * u
 
-    Kingma and Ba, 2015, with the weight decay of AdamW (Loshchilov and Hutter, 2019) if decoupled.
-
-    Args:
-        gradient: fp32, of the shape of all results.
-        clip: fp32 scalar.
-        master: p, fp32.
-        exp_avg: m, fp32.
-        exp_avg_sq: v, fp32.
-        hyper: fp32 scalars, a row of hyper-parameters.
-        DECOUPLED: whether weight decay is added to the update, and not to the gradient.
+    Adam (Kingma and Ba, 2015); decoupled weight decay as in AdamW (Loshchilov and Hutter, 2019).
+    All arguments are fp32; ``hyper`` is a row of scalars.
     """
     beta1, rest1, beta2, rest2, correction1, correction2, eps, decay, minus_lr = hyper
     return tl.inline_asm_elementwise(
@@ -106,18 +98,9 @@ def read_state(
 ):
     """Return the state that all steps of one program share.
 
-    Args:
-        state: pointer to a row of states.
-        hyper: pointer to the hyper-parameters of all groups.
-        clips: pointer to the factors of all gradient norms.
-        first: int64, the first element of the program.
-        GRADIENT_FP32: whether gradients are fp32; otherwise bf16.
-        MOMENTS_FP32: whether moments are fp32; otherwise bf16.
-        ALIGNED: whether everything starts at multiples of 16 bytes.
-
-    Returns:
-        Pointers to gradients and to both moments of the first element, the clip factor, and the
-        hyper-parameters.
+    It consists of pointers to the gradient and both moments of element ``first`` (int64), the clip
+    factor, and the hyper-parameters. ``state`` points to a row of states, ``hyper`` and ``clips``
+    to whole tables. ALIGNED hints that all tensors start at multiples of 16 bytes.
     """
     GRADIENT: tl.constexpr = tl.float32 if GRADIENT_FP32 else tl.bfloat16
     MOMENT: tl.constexpr = tl.float32 if MOMENTS_FP32 else tl.bfloat16
@@ -125,8 +108,8 @@ def read_state(
     exp_avg = tl.load(state + EXP_AVG_PLACE).to(tl.pointer_type(MOMENT))
     exp_avg_sq = tl.load(state + EXP_AVG_SQ_PLACE).to(tl.pointer_type(MOMENT))
     if ALIGNED:
-        # Promised no more than four elements: then a thread has the same four of every tensor, and
-        # nothing moves between threads.
+        # Hint at most four elements: each thread then holds the same four of every tensor, and no
+        # layout conversion is needed.
         gradient = tl.multiple_of(gradient, 16 if GRADIENT_FP32 else 8)
         exp_avg = tl.multiple_of(exp_avg, 16 if MOMENTS_FP32 else 8)
         exp_avg_sq = tl.multiple_of(exp_avg_sq, 16 if MOMENTS_FP32 else 8)
@@ -148,21 +131,18 @@ def read_state(
 
 @triton.jit
 def step_tile(source, places, mask, state, DECOUPLED: tl.constexpr):
-    """Step some elements: write their masters and moments, and return the masters.
+    """Step a tile of elements: write masters and moments, and return the masters.
 
-    Args:
-        source: pointer to the first master of the program.
-        places: int32 offsets from there, the same for gradients and moments.
-        mask: existing elements, or None for all; the result is zero elsewhere.
-        state: result of :func:`read_state`. With a clip factor below zero nothing moves.
-        DECOUPLED: whether weight decay is added to the update, see :func:`adam`.
+    ``places`` are int32 offsets from ``source``, the first master, and ``state`` is the result of
+    :func:`read_state`. The result is zero outside ``mask``. A negative clip factor skips the
+    update.
     """
     gradient, exp_avg, exp_avg_sq, clip, hyper = state
     g = load_tile(gradient + places, mask).to(tl.float32)
     p = load_tile(source + places, mask).to(tl.float32)
     m = load_tile(exp_avg + places, mask).to(tl.float32)
     v = load_tile(exp_avg_sq + places, mask).to(tl.float32)
-    if clip >= 0:  # below zero nothing moves, and what is made of the masters is made again
+    if clip >= 0:  # a negative factor skips the update; masters are encoded again
         p, m, v = adam(g, clip, p, m, v, hyper, DECOUPLED)
     tl.store(source + places, p, mask=mask)
     tl.store(exp_avg + places, m.to(exp_avg.dtype.element_ty), mask=mask)
@@ -172,5 +152,5 @@ def step_tile(source, places, mask, state, DECOUPLED: tl.constexpr):
 
 @triton.jit
 def load_tile(pointers, mask):
-    """Load values at ``pointers``; zeros outside of ``mask``, which may be None."""
+    """Load ``pointers``, with zeros outside ``mask``, which may be None."""
     return tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0.0)

@@ -1,6 +1,6 @@
 # mypy: allow-incomplete-defs
 
-"""Adam over flat ranges: dense weights, what a cut divides, experts whose amax comes first."""
+"""Adam over flat ranges: dense weights, cut block rows, and experts that need an amax to encode."""
 
 import triton
 import triton.language as tl
@@ -12,8 +12,8 @@ from moe_optim.kernels.encode import round_to_bf16
 @triton.jit
 def adam_kernel(
     states,  # [num_ranges, STATE_FIELDS] int64, see fields.py
-    masters,  # [num_ranges] int64: address of the first master of each
-    parts,  # [num_parts, 4] int64: range, first element, one past the last, slot
+    masters,  # [num_ranges] int64: address of the first master
+    parts,  # [num_parts, 4] int64: range, first element, end element, slot
     hyper,  # [num_groups, HYPER_FIELDS] fp32
     clips,  # [num_norms] fp32
     amaxes,  # [num_slots] fp32
@@ -27,8 +27,8 @@ def adam_kernel(
 ):
     """Step one part of one range, see ``adam.adam``.
 
-    Grid (num_parts,). New masters are also written to the weight of the range if WEIGHTS is "bf16"
-    or "fp32"; with AMAX their largest magnitude, rounded to bf16, goes into the slot of the part.
+    Grid (num_parts,). WEIGHTS, "bf16" or "fp32", also writes the new masters to the weight of the
+    range. AMAX writes their amax, rounded to bf16, to the slot of the part.
     """
     part = parts + 4 * tl.program_id(0).to(tl.int64)
     index = tl.load(part)
@@ -49,7 +49,7 @@ def adam_kernel(
     largest = tl.zeros((TILE,), dtype=tl.float32)
     places = tl.arange(0, TILE)
     whole = length - length % TILE
-    for start in range(0, whole, TILE):  # without a mask, accesses are as wide as they can be
+    for start in range(0, whole, TILE):  # unmasked: widest accesses
         largest = _step(master, weight, start + places, None, state, largest, DECOUPLED, WEIGHTS)
     if whole < length:
         places += whole
@@ -63,8 +63,8 @@ def adam_kernel(
 def _step(
     master, weight, places, mask, state, largest, DECOUPLED: tl.constexpr, WEIGHTS: tl.constexpr
 ):
-    """Step some elements, and return the largest magnitudes with theirs."""
+    """Step a tile, and return the running maximum of magnitudes per lane."""
     value = step_tile(master, places, mask, state, DECOUPLED)
     if WEIGHTS != "none":
         tl.store(weight + places, value.to(weight.dtype.element_ty), mask=mask)
-    return tl.maximum(largest, tl.abs(value))  # takes the number over NaN
+    return tl.maximum(largest, tl.abs(value))  # ignores NaN

@@ -1,4 +1,4 @@
-"""The tensors of one shard that a step of Adam reads and writes."""
+"""Tensors of one parameter shard that an Adam step reads and writes."""
 
 from dataclasses import dataclass
 
@@ -12,51 +12,46 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AdamState:
-    """Tensors of one shard of a parameter that a step reads and writes."""
+    """Tensors of one parameter shard that an Adam step reads and writes."""
 
     parameter: str
-    """Name, for errors."""
+    """Parameter name, for errors."""
     master: Tensor
-    """[n] fp32."""
+    """Master weights, [n] fp32."""
     gradient: Tensor
-    """[n] fp32 or bf16, reduced."""
+    """Reduced gradient, [n] fp32 or bf16."""
     exp_avg: Tensor
-    """[n] fp32 or bf16: the first moment."""
+    """First moment, [n] fp32 or bf16."""
     exp_avg_sq: Tensor
-    """[n], the second moment, in the dtype of the first."""
+    """Second moment, [n], in the dtype of the first."""
     group: int = 0
     """Row of the hyper-parameters."""
     norm: int = 0
     """Index of the clip factor."""
     weight: Tensor | None = None
-    """[n] fp32 or bf16 that the new masters are written to, or None."""
+    """Copy of the new masters, [n] fp32 or bf16, or None."""
     on_host: tuple[Tensor, Tensor, Tensor] | None = None
-    """Master and moments once more, as tensors of the CPU over the same memory, where they lie on
-    the host."""
+    """CPU views of master and moments over the same memory, if they are offloaded to the host."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return everything that is read or written, not copies: [n] each, fp32 or bf16."""
+        """Return all tensors that a step reads or writes, not copies: [n] each, fp32 or bf16."""
         held = (self.master, self.gradient, self.exp_avg, self.exp_avg_sq)
         return held if self.weight is None else (*held, self.weight)
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element in master and moments together."""
+        """Bytes per element in master and moments together."""
         held = (self.master, self.exp_avg, self.exp_avg_sq)
         return sum(one.element_size() for one in held)
 
     def check(self) -> None:
-        """Check that all tensors have one size, one device and dtypes that kernels know.
-
-        Raises:
-            LayoutError: naming the parameter.
-        """
+        """Raise LayoutError unless all tensors have one size, one device and supported dtypes."""
         held = self.tensors()
         numels = {one.numel() for one in held}
         places = {one.device for one in held}
         known = self.master.dtype == torch.float32 and all(one.dtype in _DTYPES for one in held)
         same = self.exp_avg.dtype == self.exp_avg_sq.dtype
-        # a shard of nothing has no memory
+        # an empty shard has no memory
         flat = all(
             one.is_contiguous() and (one.untyped_storage().size() or not one.numel())
             for one in held

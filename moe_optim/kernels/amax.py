@@ -1,4 +1,4 @@
-"""The amax of every expert of some parameters, whatever their format."""
+"""Amax per expert of parameters in any format."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,24 +19,18 @@ from moe_optim.places import Places
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AmaxTable(Plan):
-    """The owned parts of experts, and the amaxes that a launch writes. See :meth:`build`."""
+    """Plan that computes the amax of the owned part of each expert. See :meth:`build`."""
 
     amaxes: Tensor
-    """[num_experts] fp32: amax of the owned part of each expert, zero where nothing is owned."""
+    """Amax of the owned part of each expert, [num_experts] fp32; zero where no part is owned."""
 
     @classmethod
     def build(
         cls, entries: Sequence[TableEntry], amaxes: Tensor, *, backend: Backend = "auto"
     ) -> "AmaxTable":
-        """Plan a search over all experts of some parameters, in order.
+        """Plan the amax of all experts of the entries, in order, into ``amaxes``.
 
-        Args:
-            entries: parameters, at least one. Sources have one dtype and device; any may be empty.
-            amaxes: results, [num_experts] fp32, held and not copied.
-            backend: ``auto`` takes a kernel where one runs, ``reference`` does without.
-
-        Raises:
-            LayoutError: sources of several dtypes.
+        ``amaxes`` is [num_experts] fp32, stored by reference. Sources have one dtype and device.
         """
         dtypes = {entry.source.dtype for entry in entries}
         if len(dtypes) != 1:
@@ -72,7 +66,7 @@ def _bind(entries: Sequence[TableEntry], amaxes: Tensor) -> list[Call]:
     dtype = entries[0].source.dtype
     begins = descriptors[:, fields.BEGIN] * dtype.itemsize
     aligned = not ((descriptors[:, fields.SOURCE] | begins) % ALIGNMENT).any()
-    found = torch.zeros(slot, dtype=torch.float32, device=amaxes.device)  # where no part is, zeros
+    found = torch.zeros(slot, dtype=torch.float32, device=amaxes.device)  # unused slots: 0
     parts = cut_amax_parts(descriptors).to(amaxes.device, torch.int32)
     calls: list[Call] = []
     if len(parts):

@@ -1,6 +1,6 @@
 # mypy: allow-incomplete-defs
 
-"""Maxima that encoding needs first: of whole experts, and of cut block rows."""
+"""Kernels for the maxima that encoding needs first: of whole experts, and of cut block rows."""
 
 import triton
 import triton.language as tl
@@ -32,10 +32,7 @@ def expert_amax_kernel(
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the amax of one part of the owned elements of an expert into a slot of its own.
-
-    Grid (num_parts,). Slots without a part hold zeros, which no program writes.
-    """
+    """Write the amax of one part of an expert's owned elements to its slot; grid (num_parts,)."""
     DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
     program = tl.program_id(0).to(tl.int64)
     member = descriptors + tl.load(parts + 2 * program).to(tl.int64) * FIELDS
@@ -53,14 +50,14 @@ def expert_amax_kernel(
     largest = tl.zeros((TILE,), dtype=tl.float32)
     places = tl.arange(0, TILE)
     whole = length - length % TILE
-    for start in tl.range(0, whole, TILE, loop_unroll_factor=4):  # without a mask: wide accesses
+    for start in tl.range(0, whole, TILE, loop_unroll_factor=4):  # unmasked: wide accesses
         largest = larger_magnitude(largest, tl.load(source + start + places))
     if whole < length:
         places += whole
         largest = larger_magnitude(
             largest, tl.load(source + places, mask=places < length, other=0.0)
         )
-    # Rounding keeps the order, so that one rounding at the end gives the maximum of the rounded.
+    # Rounding is monotonic: the rounded maximum is the maximum of the rounded values.
     slot = amaxes + tl.load(member + AMAX_SLOT) + part
     tl.store(slot, round_to_bf16(tl.max(largest, 0)))
 
@@ -78,8 +75,8 @@ def cut_block_row_amax_kernel(
 ):
     """Write this rank's share of the maxima of one tile [BLOCK_ROW, TILE_COLS] of a cut block row.
 
-    Grid (num_cut_tiles,). In a block row's slots, 2-D formats (SQUARE) have one maximum per block;
-    others first those of the columns, then those of the runs of BLOCK columns, row by row.
+    Grid (num_cut_tiles,). The slots of a block row hold one maximum per block for 2-D formats
+    (SQUARE), else the maxima of the columns, then those of the runs of BLOCK columns, row by row.
     """
     DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
     tile = tiles + 4 * tl.program_id(0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Cutting flat ranges into parts, and rectangles into tiles, as programs of a launch take them."""
+"""Helpers that cut flat ranges into parts and rectangles into tiles, one per program."""
 
 from collections.abc import Sequence
 
@@ -7,15 +7,11 @@ from torch import Tensor
 
 
 def cut_ranges(numels: Tensor, length: Tensor | int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut ranges into parts of at most ``length`` elements.
-
-    Args:
-        numels: elements of each range, [n] int64 on the CPU.
-        length: elements of a part, one for all ranges or one each.
+    """Cut ranges of ``numels`` elements, [n] int64, into parts of at most ``length`` elements.
 
     Returns:
-        For each part the number of its range and its number within, [parts] int64; and the bounds
-        of the ranges among the parts, [n + 1] int64.
+        Range and index within the range of each part, [parts] int64; and the bounds of the ranges
+        among the parts, [n + 1] int64.
     """
     counts = (numels + length - 1) // length
     bounds = torch.cat([int64([0]), counts.cumsum(0)])
@@ -25,7 +21,7 @@ def cut_ranges(numels: Tensor, length: Tensor | int) -> tuple[Tensor, Tensor, Te
 
 
 def grid(*axes: range) -> Tensor:
-    """Return all combinations of one number from each range, the last one fastest, [n, axes]."""
+    """Return the Cartesian product of ranges, the last one fastest, [n, axes] int64."""
     if not all(axes):
         return torch.empty((0, len(axes)), dtype=torch.int64, device="cpu")
     numbers = [torch.arange(axis.start, axis.stop, axis.step, device="cpu") for axis in axes]
@@ -33,5 +29,5 @@ def grid(*axes: range) -> Tensor:
 
 
 def int64(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-    """Return integers as a tensor on the CPU."""
+    """Return integers as an int64 tensor on the CPU."""
     return torch.tensor(values, dtype=torch.int64, device="cpu")

@@ -1,12 +1,12 @@
 # mypy: allow-incomplete-defs
 
-"""Triton helpers that round, measure and encode as ``moe_optim.formats.reference`` defines it."""
+"""Triton helpers for rounding, maxima and encoding, as ``formats.reference`` defines them."""
 
 import triton
 import triton.language as tl
 
-# Hopper converts a pair as fast as one value, and on another unit: alone it takes the one that
-# quotients and roots wait for.
+# Hopper converts a pair as fast as a single value, and on another unit: single conversions compete
+# with division and square root.
 _ROUND_PAIR = tl.constexpr("""{
 .reg .b32 pair;
 cvt.rn.bf16x2.f32 pair, $3, $2;
@@ -17,7 +17,7 @@ and.b32 $1, pair, -65536;
 
 @triton.jit
 def round_to_bf16(value):
-    """Return fp32 ``value`` rounded to bf16, in fp32; bf16 is only widened."""
+    """Return fp32 ``value`` rounded to bf16, as fp32; bf16 input is only widened."""
     if value.dtype == tl.bfloat16 or not value.type.is_block():
         return value.to(tl.bfloat16).to(tl.float32)
     return tl.inline_asm_elementwise(
@@ -28,24 +28,23 @@ def round_to_bf16(value):
 @triton.jit
 def amax(value, axis: tl.constexpr):
     """Return the largest magnitude of fp32 ``value`` along ``axis``; NaN counts as zero."""
-    return tl.maximum(tl.max(tl.abs(value), axis), 0.0)  # of NaN alone, the first gives NaN
+    return tl.maximum(tl.max(tl.abs(value), axis), 0.0)  # tl.max of only NaN is NaN
 
 
 @triton.jit
 def larger_magnitude(largest, values):
-    """Return the larger one of fp32 ``largest`` and the magnitude of ``values``, never NaN."""
+    """Return the maximum of fp32 ``largest`` and the magnitude of ``values``, ignoring NaN."""
     return tl.maximum(largest, tl.abs(values.to(tl.float32)))
 
 
 @triton.jit
 def e8m0_round_up(value):
-    """Return the E8M0 code, int32, of the smallest power of two that is at least ``value``.
+    """Return the E8M0 code, int32, of the smallest power of two that is at least fp32 ``value``.
 
-    Args:
-        value: fp32, neither negative nor NaN. All above 2^127, Inf included, gives 0xFE.
+    Values must be neither negative nor NaN; those above 2^127, Inf included, give 0xFE.
     """
     bits = value.to(tl.int32, bitcast=True)
-    # Adding the mantissa mask carries into the exponent exactly if the mantissa is not zero.
+    # Adding the mantissa mask carries into the exponent exactly if the mantissa is nonzero.
     exponent = tl.minimum((bits + 0x7FFFFF) >> 23, 0xFE)
     return tl.where(bits <= 0x400000, 0, exponent)  # 0x400000 is 2^-127, a subnormal
 
@@ -67,21 +66,18 @@ def e8m0_reciprocal(code):
 def fp8_block_code(amax):
     """Return the int32 exponent code of the largest power of two up to 448 / ``amax``.
 
-    Args:
-        amax: fp32, not negative, with at most 16 mantissa bits.
-
-    Returns:
-        1 to 254. The code of 1 for zero and Inf; 254 where the quotient overflows.
+    The code is at most 254, and 127 (a scale of 1) for zero and Inf. ``amax`` is fp32, not
+    negative, with at most 16 mantissa bits.
     """
     bits = amax.to(tl.int32, bitcast=True)
-    # 448 is 1.75 * 2^8: of a mantissa above 1.75 the quotient's own is below 1, and is doubled.
+    # 448 is 1.75 * 2^8: a mantissa above 1.75 makes the quotient's mantissa less than 1.
     code = 262 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     return tl.where((bits == 0) | (bits >= 0x7F800000), 127, tl.minimum(code, 254))
 
 
 @triton.jit
 def nvfp4_global_encode(amax):
-    """Return 448 * 6 / ``amax`` of an expert, at most FLT_MAX; 1 for zero and for Inf."""
+    """Return 448 * 6 / ``amax`` of an expert, at most FLT_MAX; 1 for zero and Inf."""
     scale = tl.div_rn(2688.0, tl.maximum(amax, 1.1754943508222875e-38))
     scale = tl.minimum(scale, 3.4028234663852886e38)
     return tl.where((amax == 0) | (amax == float("inf")), 1.0, scale)
@@ -91,21 +87,21 @@ def nvfp4_global_encode(amax):
 def encode_e4m3(value):
     """Return the nearest E4M3 code, uint8, of fp32 ``value``, ties to even.
 
-    The hardware saturates: beyond 448, Inf included, gives 448 with its sign. NaN gives 0x7F, and
-    zero keeps its sign.
+    The hardware saturates: magnitudes above 448, Inf included, give 448 with their sign. NaN gives
+    0x7F; zero keeps its sign.
     """
     return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
 def encode_e2m1_pairs(values):
-    """Return two E2M1 codes a byte, uint8 [...], of fp32 ``values`` [..., 2], the first one lowest.
+    """Return the nearest E2M1 codes of fp32 pairs [..., 2], packed low nibble first, uint8 [...].
 
-    The nearest codes, ties to even. Beyond 6, Inf included, gives 6 with its sign; zero and what
-    rounds to it keep their sign; NaN gives +6.
+    Ties round to even. Magnitudes above 6, Inf included, give 6 with their sign; zero and values
+    that round to it keep their sign; NaN gives +6.
     """
     first, second = tl.split(values)
-    first, second = tl.minimum(first, 6.0), tl.minimum(second, 6.0)  # of NaN: 6
+    first, second = tl.minimum(first, 6.0), tl.minimum(second, 6.0)  # NaN gives 6
     codes = _nearest_e2m1(first) + (_nearest_e2m1(second) << 4)
     signs = (first.to(tl.int32, bitcast=True) >> 28) & 0x08
     signs |= (second.to(tl.int32, bitcast=True) >> 24) & 0x80
@@ -114,9 +110,9 @@ def encode_e2m1_pairs(values):
 
 @triton.jit
 def _nearest_e2m1(value):
-    """Return an int32 whose low byte is the E2M1 code of a magnitude, 0 to 7."""
-    # The code is min(rint(2v), 2 + rint(v), 4 + rint(v / 2)): each term is right in its own binade
-    # and too large in the others. Adding 1.5 * 2^23 is the rint, and leaves it in the low bits.
+    """Return an int32 whose low byte is the E2M1 code, 0 to 7, of a magnitude."""
+    # code = min(rint(2v), 2 + rint(v), 4 + rint(v / 2)): each term is exact in its own binade and
+    # too large in the others. Adding 1.5 * 2^23 computes the rint in the low bits.
     RINT: tl.constexpr = 12582912.0
     magnitude = tl.minimum(tl.abs(value), 6.0)
     halves, ones = magnitude * 2.0 + RINT, magnitude + (RINT + 2)

@@ -1,4 +1,4 @@
-"""The maxima that several ranks contribute to, and their places in the reduced tensor."""
+"""Maxima that several ranks contribute to, and their slots in the reduced tensor."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,20 +7,21 @@ from moe_optim.errors import LayoutError
 from moe_optim.formats import BlockScaledFormat
 
 AMAX_SLOTS = 64
-"""Slots of the amax of one expert: at most as many programs find it, each for one slot."""
+"""Slots for the amax of one expert: the most programs that compute it, one slot each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """Shared maxima of one weight: equal on all ranks, as they follow from shapes and cuts."""
+    """Shared maxima of one weight: equal on all ranks, since they follow from shapes and cuts."""
 
     block_rows: Mapping[tuple[int, int], int]
-    """(expert, first row) of every block row that is cut -> first of its block maxima."""
+    """Map from (expert, first row) of each cut block row to its first slot."""
     experts: Mapping[int, int]
-    """Expert on several ranks -> first of its ``AMAX_SLOTS``; only for formats with an amax."""
+    """Map from each expert on several ranks to the first of its ``AMAX_SLOTS``; empty for formats
+    without a global amax."""
     first: int
     size: int
-    """Slots of this weight, from ``first`` on."""
+    """Number of slots of this weight, starting at ``first``."""
 
 
 def plan_exchange(
@@ -38,12 +39,9 @@ def plan_exchange(
         format: storage format.
         shape: [E, R, C].
         cuts: elements of the weight at which the ranges of two ranks meet, in any order.
-        first: number of slots that other weights take before this one.
+        first: number of slots that other weights use before this one.
         shares_experts: whether every expert continues in weights of other ranks.
-        name: parameter, for errors.
-
-    Raises:
-        LayoutError: a cut that is not inside of the weight, or that divides a byte.
+        name: parameter name, for errors.
     """
     experts, rows, cols = shape
     numel, block_row = rows * cols, format.block_row_height * cols
@@ -72,5 +70,5 @@ def plan_exchange(
 
 
 def block_row_slots(format: BlockScaledFormat, cols: int) -> int:
-    """Return the number of maxima of a block row: of C columns and C runs, or of square blocks."""
+    """Return the number of maxima of a block row: C columns and C runs, or one per square block."""
     return -(-cols // format.rowwise_block[1]) if format.is_2d else 2 * cols

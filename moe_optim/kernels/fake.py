@@ -1,8 +1,4 @@
-"""Fake quantization of experts that lie anywhere, and its gradient, in one launch each.
-
-A table is a function of addresses, so that none can be out of date: callers ask for the table of
-the present addresses, and mostly find one that was built before.
-"""
+"""Fake quantization of experts and its gradient, one launch each, with tables cached by address."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,32 +14,29 @@ from moe_optim.kernels import tuning
 from moe_optim.kernels.plan import ALIGNMENT, BoundKernel, current_device, is_capturing
 from moe_optim.kernels.tuning import FlatTile
 
-_KEPT = 4096  # tables of some KiB each: more than launches can be queued before one is let go
+_KEPT = 4096  # tables of a few KiB: more than the launches that can be queued before one is evicted
 _CAPTURED: "set[SpanTable]" = set()
-"""Tables that launches of a CUDA graph read at every replay."""
+"""Tables that CUDA graphs read at every replay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SpanTable:
-    """Experts that one launch reads, each a span of elements. See :func:`find_table`."""
+    """Experts that one launch reads, one span of elements per expert. See :func:`find_table`."""
 
     spans: Tensor
-    """[num_experts, SPAN_FIELDS] int64, see ``fields``; the result has one span after the other."""
+    """Spans, [num_experts, SPAN_FIELDS] int64, see ``fields``; the result concatenates them."""
     longest: int
     """Elements of the longest span."""
     aligned: bool
-    """Whether every span begins and ends at multiples of 16 bytes, and so does its result."""
+    """Whether every span and its result begin and end at multiples of 16 bytes."""
 
     def launch_values(
         self, amax: Tensor, result: Tensor, codes: tuple[float, float], *, e4m3: bool
     ) -> None:
-        """Write the values of all experts on their grids.
+        """Write the fake-quantized values of all experts to contiguous ``result``.
 
-        Args:
-            amax: [num_experts], or [1] for all of them.
-            result: contiguous, with the number of elements and the dtype of all experts.
-            codes: smallest and largest code.
-            e4m3: whether the grid is E4M3, and not integers.
+        ``amax`` is [num_experts] or [1]; ``codes`` are the smallest and the largest code of the
+        grid, which is E4M3 if ``e4m3``, else integers.
         """
         from moe_optim.kernels.fake_kernel import fake_quantize_kernel
 
@@ -53,12 +46,7 @@ class SpanTable:
         )
 
     def launch_gradients(self, amax: Tensor, result: Tensor) -> None:
-        """Write the gradients of all experts, zero where a value is beyond its amax.
-
-        Args:
-            amax: [num_experts], or [1] for all of them.
-            result: contiguous, with the number of elements and the dtype of all experts.
-        """
+        """Write the gradients of all experts, zero where a magnitude exceeds its amax."""
         from moe_optim.kernels.fake_kernel import clip_gradient_kernel
 
         self._launch(clip_gradient_kernel, tuning.FAKE_BACKWARD, amax, result)
@@ -91,19 +79,15 @@ def _bind(
     constants: tuple[tuple[str, Any], ...],
     _compiled_for: tuple[torch.dtype, torch.dtype, torch.device],
 ) -> BoundKernel:
-    """Return a kernel for any tables of one size: addresses may change with every launch."""
+    """Return a kernel for all tables of one size; addresses are arguments of each launch."""
     return BoundKernel(kernel, grid, **dict(constants), TILE=tile.numel, num_warps=tile.num_warps)
 
 
 def find_table(values: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> SpanTable:
-    """Return the table of some experts, built or found.
+    """Return the table of some experts, from the cache if possible.
 
-    Args:
-        values: contiguous, of one dtype on one device: [R, C] of one expert each, or [E, R, C].
-        gradients: none, or one for each of the values, of the same shape and dtype.
-
-    Raises:
-        StateError: a table is missing while a CUDA graph is captured.
+    ``values`` are contiguous, of one dtype and device: [R, C] of one expert each, or [E, R, C].
+    ``gradients`` match them, or are empty.
     """
     device = values[0].device
     table = _build(
@@ -126,7 +110,6 @@ def _build(
     itemsize: int,
     device: torch.device,
 ) -> SpanTable:
-    """Return the table of some addresses, of tensors with these experts and elements."""
     if is_capturing(device):
         raise StateError(
             "fake_quantize: expected experts and gradients where an earlier call found them while "
@@ -162,10 +145,7 @@ def _addresses(
 
 
 def _carry_over(table: Tensor, device: torch.device) -> Tensor:
-    """Return a table on its device, ready for launches on any stream.
-
-    A GPU copies it on a stream of its own, so that the host does not wait for work in the queue.
-    """
+    """Copy a table to its device on a separate stream, without waiting for queued work."""
     if device.type != "cuda":
         return table.to(device)
     stream = _copy_stream(device)

@@ -1,6 +1,6 @@
 # mypy: allow-incomplete-defs
 
-"""Values on the grid of their expert, and gradients of what the grid did not clip."""
+"""Kernels for fake quantization and its clipped gradient."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ ZERO_AMAX = tl.constexpr(2.0**-24)
 def fake_quantize_kernel(
     spans,  # [num_experts, SPAN_FIELDS] int64, see fields.py
     amaxes,  # [num_experts], or [1] for all of them; fp32, bf16 or fp16
-    step,  # from the amax of one expert to that of the next: 1, or 0
+    step,  # stride of amaxes: 1, or 0
     result,  # [elements of all experts], of the dtype of the values
     smallest,  # code, fp32
     largest,
@@ -23,14 +23,14 @@ def fake_quantize_kernel(
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write one tile of one expert as the nearest values of its grid.
+    """Fake-quantize one tile of one expert.
 
     ::
 
         integers  scale = largest / amax;    clamp(round(w * scale), smallest, largest) / scale
         E4M3      scale = (1 / amax) * 448;  E4M3(w * scale) * (1 / scale)
 
-    As NVIDIA ModelOpt 0.47 does it (tensor_quant.py).
+    Matches NVIDIA ModelOpt 0.47 (tensor_quant.py).
 
     Grid (tiles of the longest expert, num_experts).
     """
@@ -56,12 +56,12 @@ def fake_quantize_kernel(
 def clip_gradient_kernel(
     spans,  # [num_experts, SPAN_FIELDS] int64, see fields.py
     amaxes,  # [num_experts], or [1] for all of them; fp32, bf16 or fp16
-    step,  # from the amax of one expert to that of the next: 1, or 0
+    step,  # stride of amaxes: 1, or 0
     result,  # [elements of all experts], of the dtype of values and gradients
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the gradients of one tile of one expert: those of values beyond the amax are zero.
+    """Write the gradients of one tile of one expert, zero where a magnitude exceeds the amax.
 
     Grid (tiles of the longest expert, num_experts).
     """
@@ -80,7 +80,7 @@ def clip_gradient_kernel(
 
 @triton.jit
 def _tile(spans, ALIGNED: tl.constexpr, TILE: tl.constexpr):
-    """Return the descriptor of a program's expert, its first element, and which of a tile exist."""
+    """Return a program's span, the first element of its tile, and the mask of valid elements."""
     span = spans + tl.program_id(1).to(tl.int64) * SPAN_FIELDS
     first = tl.program_id(0).to(tl.int64) * TILE
     numel = tl.load(span + 2)
@@ -92,9 +92,9 @@ def _tile(spans, ALIGNED: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _source(address, DTYPE: tl.constexpr, first, ALIGNED: tl.constexpr):
-    """Return a pointer to element ``first``, a multiple of the tile, of what an address leads to.
+    """Return a pointer to element ``first``, a multiple of the tile, of the tensor at ``address``.
 
-    Triton takes a promise where a value is made, and forgets it of an argument.
+    Triton keeps an alignment hint where a value is computed, but loses it on arguments.
     """
     memory = tl.load(address).to(tl.pointer_type(DTYPE))
     if ALIGNED:
@@ -104,7 +104,6 @@ def _source(address, DTYPE: tl.constexpr, first, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _target(result, span, first, ALIGNED: tl.constexpr):
-    """Return a pointer to element ``first`` of an expert's result."""
     place = result + (tl.load(span + 3) + first)
     if ALIGNED:
         place = tl.multiple_of(place, 16)
@@ -113,16 +112,16 @@ def _target(result, span, first, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _clamp(value, low, high):
-    """Return the value, or the bound that it is beyond; NaN stays."""
+    """Clamp a value; NaN propagates."""
     value = tl.maximum(value, low, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(value, high, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _round(value):
-    """Return the nearest integer of fp32 magnitudes below 2^22, ties to even; -0.3 gives -0.0."""
-    # Adding 1.5 * 2^23 is the rounding. Clamping before it changes nothing, the bounds being
-    # integers, and keeps the product before it apart: fused, it would not be rounded on its own.
+    """Round fp32 magnitudes below 2^22 to the nearest integer, ties to even; -0.3 gives -0.0."""
+    # Adding 1.5 * 2^23 rounds. The caller clamps first: the bounds are integers, so the result is
+    # the same, and the clamp keeps the multiplication from being fused into an FMA.
     ONE_AND_A_HALF: tl.constexpr = 12582912.0
     rounded = (value + ONE_AND_A_HALF) - ONE_AND_A_HALF
     sign = value.to(tl.int32, bitcast=True) & -2147483648

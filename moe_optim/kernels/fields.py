@@ -1,13 +1,13 @@
 """Columns of the integer tables that the host writes and kernels read."""
 
-# A descriptor of a member: the part of one expert that this rank owns. Addresses are those of the
-# expert's first element, 0 for what does not travel; strides count elements.
+# Descriptor of a member, the owned part of one expert. Addresses point to the expert's first
+# element, 0 for buffers that are not gathered; strides count elements.
 SOURCE, ROWWISE_DATA, ROWWISE_SCALE, COLUMNWISE_DATA, COLUMNWISE_SCALE = range(5)
 ROWS, COLS = 5, 6
 STRIDES = 6
-"""The row stride of the buffer in column n is in column STRIDES + n."""
+"""Offset of the row strides: column STRIDES + n is the row stride of the buffer in column n."""
 BEGIN, END = 11, 12
-"""First and last owned element of the expert."""
+"""First and end (exclusive) owned element of the expert."""
 AMAX_SLOT, GLOBAL_AMAX = 13, 14
 """First slot of the expert's amax, and the address of its global amax or 0."""
 DESCRIPTOR_FIELDS = 15
@@ -15,16 +15,15 @@ DESCRIPTOR_FIELDS = 15
 TILE_FIELDS = 4
 """Columns of a tile: descriptor, first row, first column, and a slot or a part."""
 STATE_FIELDS = 6
-"""Columns of the states of a step: addresses of gradient and both moments, row of the
+"""Columns of a row of states: addresses of the gradient and both moments, row of the
 hyper-parameters, index of the clip factor, address of the weight or 0."""
 HYPER_FIELDS = 9
-"""Columns of the hyper-parameters of a step: beta1, 1 - beta1, beta2, 1 - beta2, the bias
-corrections of both moments, eps, weight decay, minus the learning rate."""
+"""Columns of a row of hyper-parameters: beta1, 1 - beta1, beta2, 1 - beta2, the bias corrections of
+both moments, eps, weight decay, negative learning rate."""
 NORM_FIELDS = 4
-"""Columns of a part of a norm: address of a cache line, first and last element, slot."""
+"""Columns of a part of a norm: address of a cache line, first and end element, slot."""
 TENSORWISE_FIELDS = 5
-"""Columns of a part of a tensorwise weight: addresses of master and codes, elements, weight,
-slot."""
+"""Columns of a part of a tensorwise weight: addresses of master and codes, numel, weight, slot."""
 SPAN_FIELDS = 4
-"""Columns of an expert to fake-quantize: addresses of values and gradients, elements, first element
-of the result."""
+"""Columns of a span to fake-quantize: addresses of values and gradients, elements, first element of
+the result."""

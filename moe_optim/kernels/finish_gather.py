@@ -1,11 +1,11 @@
 # mypy: allow-incomplete-defs
 
-"""Buffers derived after a gather: columnwise copies, and scales as Transformer Engine pads."""
+"""Kernel for buffers derived after a gather: columnwise copies and padded scales."""
 
 import triton
 import triton.language as tl
 
-ACROSS = tl.constexpr(32)  # lines across a block, where there are several
+ACROSS = tl.constexpr(32)  # lines across a block, if more than one
 
 
 @triton.jit(do_not_specialize=["num_transposes"])
@@ -23,10 +23,7 @@ def finish_gather_kernel(
     ALIGNED: tl.constexpr,
     ALIGNED_SCALES: tl.constexpr,
 ):
-    """Transpose one tile of data, or expand one tile of scales.
-
-    Grid (num_programs,): tiles of data first.
-    """
+    """Transpose a tile of data, or expand a tile of scales; grid (num_programs,), data first."""
     program = tl.program_id(0).to(tl.int64)
     copy = copies + tl.load(tiles + 3 * program).to(tl.int64) * 8
     first_row = tl.load(tiles + 3 * program + 1)
@@ -51,14 +48,13 @@ def finish_gather_kernel(
 
 @triton.jit
 def _swap(a, b, SHIFT: tl.constexpr, MASK: tl.constexpr):
-    """Exchange the parts of ``a`` that lie SHIFT above those in MASK with these parts of ``b``."""
+    """Exchange the bits of ``a`` at MASK << SHIFT with the bits of ``b`` at MASK."""
     difference = ((a >> SHIFT) ^ b) & MASK
     return a ^ (difference << SHIFT), b ^ difference
 
 
 @triton.jit
 def _store_column(target, word, column: tl.constexpr, stride, mask):
-    """Store the packed rows of one column of every word, [PACKS, WORDS], along target rows."""
     tl.store(target + column * stride, tl.trans(word), mask=mask)
 
 
@@ -72,13 +68,13 @@ def _transpose_words(
     PACKS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Transpose [PACK * PACKS, PACK * WORDS] elements, PACK of them in every 32-bit word.
+    """Transpose [PACK * PACKS, PACK * WORDS] elements, PACK of them per 32-bit word.
 
-    Squares of PACK rows and PACK columns are transposed in registers, one word a row; the squares
-    change places when they are stored. All sizes are multiples of PACK.
+    Registers transpose squares of PACK x PACK elements, one word per row; stores permute the
+    squares. All sizes are multiples of PACK.
     """
     WORD: tl.constexpr = tl.uint32
-    ROW: tl.constexpr = 4 if ALIGNED else 1  # words that a row starts at a multiple of
+    ROW: tl.constexpr = 4 if ALIGNED else 1  # words that row starts are multiples of
     rows = tl.load(copy + 2).to(tl.int32)
     cols = tl.load(copy + 3).to(tl.int32)
     source_stride = tl.multiple_of(tl.load(copy + 4).to(tl.int32) // 4, ROW)  # words
@@ -167,7 +163,7 @@ def _expand(
     FP32_SCALES: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Write the lines of [BLOCK_ROWS, BLOCK_COLS] block scales: each as often as it has lines."""
+    """Write [BLOCK_ROWS, BLOCK_COLS] block scales, each repeated over the lines of its block."""
     DTYPE: tl.constexpr = tl.float32 if FP32_SCALES else tl.uint8
     source = tl.load(copy).to(tl.pointer_type(DTYPE))
     target = tl.load(copy + 1).to(tl.pointer_type(DTYPE))
@@ -194,7 +190,7 @@ def _expand(
     elif lines >> 16 == 1:
         for line in range(down):
             tl.store(target + line * target_stride + columns[None, :], scale, mask=mask)
-    else:  # columnwise scales of mxfp8_2d, the only ones with several lines across
+    else:  # columnwise scales of mxfp8_2d, the only ones that repeat across
         wide = tl.broadcast_to(scale[:, :, None], (BLOCK_ROWS, BLOCK_COLS, ACROSS))
         wide = tl.reshape(wide, (BLOCK_ROWS, BLOCK_COLS * ACROSS))
         wide_columns = first_col * ACROSS + tl.arange(0, BLOCK_COLS * ACROSS)[None, :]

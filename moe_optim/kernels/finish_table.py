@@ -1,4 +1,4 @@
-"""The end of a gather: data to transpose, and block scales to expand into padded storage."""
+"""Plans that finish a gather: transpose data, and expand block scales into padded storage."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from moe_optim.places import Places
 _ONE_LINE = 1 | 1 << 16
 
 Copy = tuple[int, int, int, int, int, int, int, int]
-"""A buffer of one expert. Data: addresses of source and target; rows and columns in elements; row
-strides of both in bytes; 0, 0. Scales: addresses; blocks down and across; elements to the next
-source scale down and across; row stride of the target in elements; lines a block down, and across
-in bits 16 and up."""
+"""One buffer of one expert. Data: addresses of source and target; rows and columns in elements; row
+strides of both in bytes; 0, 0. Scales: addresses; blocks down and across; source strides down
+and across in elements; target row stride in elements; lines per block down, and across from bit
+16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -29,15 +29,11 @@ class FinishTable(Plan):
     """One launch over many weights of one format, or over pairs of matrices."""
 
     pack: int
-    """Elements of a 32-bit word, or 1 where rows do not start at words and bytes are moved."""
+    """Elements per 32-bit word, or 1 if rows are not word-aligned and the kernel moves bytes."""
 
     @classmethod
     def build(cls, entries: Sequence[TableEntry]) -> "FinishTable | None":
-        """Plan what has to be derived of weights of one format; None for nothing.
-
-        Args:
-            entries: parameters that :func:`can_finish` accepts, at least one.
-        """
+        """Plan the derived buffers, if any, of weights of one format that :func:`can_finish`."""
         format = entries[0].target.format
         transposes = [copy for entry in entries for copy in _transposes(entry.target)]
         scales = [copy for entry in entries for copy in _scale_copies(entry)]
@@ -55,7 +51,7 @@ class FinishTable(Plan):
 
     @classmethod
     def of_transposes(cls, pairs: Sequence[tuple[Tensor, Tensor]]) -> "FinishTable":
-        """Plan copies of bytes [R, C] into [C, R], at least one; rows may lie anywhere."""
+        """Plan transposed copies of byte matrices, [R, C] into [C, R], with any row strides."""
         copies: list[Copy] = [
             (
                 *(source.data_ptr(), copy.data_ptr(), source.shape[0], source.shape[1]),
@@ -119,13 +115,7 @@ class FinishTable(Plan):
 
 
 def plan_finish(entries: Sequence[TableEntry], device: torch.device, *, runs_kernels: bool) -> Plan:
-    """Plan what has to be derived after a gather of parameters of any formats.
-
-    Args:
-        entries: parameters on the device.
-        device: device of the calls.
-        runs_kernels: whether kernels derive what they can address.
-    """
+    """Plan the buffers derived after a gather of parameters of any formats on ``device``."""
     by_format: dict[BlockScaledFormat, list[TableEntry]] = {}
     calls: list[Call] = []
     for entry in entries:
@@ -145,7 +135,7 @@ def _derive(entry: TableEntry) -> None:
 
 
 def can_finish(entry: TableEntry) -> bool:
-    """Return whether there are experts, and a kernel can address their buffers."""
+    """Return whether the parameter has experts whose buffers a kernel can address."""
     target = entry.target
     experts, rows, cols = target.shape
     data = (target.rowwise_data, target.columnwise_data)
@@ -153,14 +143,14 @@ def can_finish(entry: TableEntry) -> bool:
     inner += [scale.stride(2) for scale in entry.storage_scales.values()]
     is_moved = target.format.columnwise_copy == "transposed"
     whole_words = not is_moved or target.format.elements_per_byte == 1 or _has_words(target)
-    # A tile's offsets, and the lines of an expert's scales, are counted in 32 bits.
+    # Offsets within a tile, and the lines of an expert's scales, are 32-bit.
     fits = max(buffer.stride(1) for buffer in data) * 512 < 1 << 31 and rows * cols < 1 << 34
     contiguous = all(step == 1 for step in inner) or _is_transposed_scale(target)
     return experts * rows * cols > 0 and fits and contiguous and whole_words
 
 
 def _tiles(first: int, copies: Sequence[Copy], height: int, width: int) -> Tensor:
-    """Return copy, first row and first column of every tile, [n, 3]; of scales, in blocks."""
+    """Return copy, first row and first column of every tile, [n, 3]; scales count in blocks."""
     tiles = [
         grid(range(first + i, first + i + 1), range(0, copy[2], height), range(0, copy[3], width))
         for i, copy in enumerate(copies)
@@ -178,7 +168,7 @@ def _has_words(target: QuantizedWeight) -> bool:
 
 
 def _is_transposed_scale(target: QuantizedWeight) -> bool:
-    """Return whether the columnwise scales are the rowwise ones, seen the other way round."""
+    """Return whether the columnwise scales are a transposed view of the rowwise ones."""
     row, column = target.rowwise_scale, target.columnwise_scale
     transposed = row.transpose(1, 2)
     return row.data_ptr() == column.data_ptr() and transposed.stride() == column.stride()
@@ -204,7 +194,7 @@ def _scale_copies(entry: TableEntry) -> Iterator[Copy]:
     if format.is_2d and not _is_transposed_scale(target):
         copies.append((target.rowwise_scale.transpose(1, 2), target.columnwise_scale, (1, 1)))
     for direction, stored in entry.storage_scales.items():
-        # the scales that travelled, along the axes of the data as it is stored
+        # gathered scales, along the axes of the data as stored
         source = target.rowwise_scale if format.is_2d else target.scale(direction)
         source = source.transpose(1, 2) if format.transposes(direction) else source
         copies.append((source, stored, format.storage_scale_repeat(direction)))

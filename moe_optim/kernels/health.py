@@ -1,4 +1,4 @@
-"""The health of quantized experts: errors, counts, amaxes and sketches."""
+"""Plans that measure quantized experts: errors, counts, amaxes and sketches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,29 +22,28 @@ from moe_optim.places import Places
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HealthEntry:
-    """The part of one weight that a rank owns, and the rows of its sums."""
+    """Owned part of one weight, and the rows of its sums."""
 
     entry: TableEntry
-    """Masters as its source, buffers as its target, complete, as after a gather."""
+    """Masters as the source, complete buffers, as after a gather, as the target."""
     rows: Tensor
-    """[E] int64 on the CPU: the row of each expert in the sums of the table."""
+    """Row of each expert in the sums of the table, [E] int64 on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HealthTable(Plan):
-    """Masters and buffers where they lie, and the sums of their experts. See :meth:`build`.
+    """Plan that measures experts into ``sums`` and ``amaxes``. See :meth:`build`.
 
-    A launch rewrites ``sums`` and ``amaxes``. The same weights give the same bits again. Counts and
-    maxima of shards add up to those of whole weights to the bit, other sums but for their last
-    bits.
+    Results are deterministic. Added over shards, counts and maxima equal those of whole weights
+    exactly, other sums up to fp64 rounding.
     """
 
     entries: tuple[HealthEntry, ...]
     """All entries."""
     sums: Tensor
-    """[rows, NUM_SUMS] fp64; zero where nothing is owned here."""
+    """Sums per expert, [rows, NUM_SUMS] fp64; zero where this rank owns nothing."""
     amaxes: Tensor
-    """[rows] fp32; zero where nothing is owned here."""
+    """Amax per expert, [rows] fp32; zero where this rank owns nothing."""
 
     @classmethod
     def build(
@@ -55,16 +54,16 @@ class HealthTable(Plan):
         device: torch.device,
         backend: Backend = "auto",
     ) -> "HealthTable":
-        """Plan a measurement of weights on their device; nothing is copied.
+        """Plan a measurement of weights on their device, without copying.
 
         Args:
-            entries: weights, perhaps none, of each any part.
+            entries: weights or any parts of them; may be empty.
             num_rows: number of experts of all ranks and layers.
-            device: device of the sums, and of the entries.
-            backend: ``auto`` takes kernels where they run, ``reference`` does without.
+            device: device of the sums and of the entries.
+            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
 
         Raises:
-            LayoutError: source and target of an entry do not fit each other.
+            LayoutError: source and target of an entry do not match.
         """
         groups: dict[tuple[BlockScaledFormat, torch.dtype], list[HealthEntry]] = {}
         remainder = []
@@ -93,7 +92,6 @@ class HealthTable(Plan):
 
 
 def _read(entry: TableEntry) -> list[Tensor]:
-    """Return the tensors that are read, each of which has memory of its own."""
     target = entry.target
     read = (entry.source, target.rowwise_data, target.rowwise_scale, target.global_amax)
     return [tensor for tensor in read if tensor is not None]
@@ -113,7 +111,7 @@ def _bind(
     sums: Tensor,
     amaxes: Tensor,
 ) -> Iterator[BoundKernel]:
-    """Yield the launches over whole tiles, over cut ones, and over the parts of both."""
+    """Yield the launches over whole tiles, over cut tiles, and over the parts of both."""
     from moe_optim.kernels.health_kernel import add_parts_kernel, measure_kernel
 
     described, tiles, is_whole = _cut(group)
@@ -154,9 +152,9 @@ def _bind(
 
 
 def _cut(group: Sequence[HealthEntry]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return descriptors of owned experts, tiles, and which tiles are owned as a whole and aligned.
+    """Return descriptors of owned experts, tiles, and which tiles are entirely owned and aligned.
 
-    The row of sums is in place of the amax's slot, and tiles have the number of their part.
+    The AMAX_SLOT column holds the row of the sums; the last tile column holds the part.
     """
     described, tiled = [], []
     aligned: list[bool] = []
@@ -184,10 +182,7 @@ def _cut(group: Sequence[HealthEntry]) -> tuple[Tensor, Tensor, Tensor]:
 def _count(
     format: BlockScaledFormat, descriptors: Tensor, bounds: Tensor, num_parts: int
 ) -> Tensor:
-    """Return sums of parts, of which the first of a member has all its elements and blocks.
-
-    A launch rewrites all other sums.
-    """
+    """Return zeroed parts, with elements and blocks of each member in its first part."""
     parts = torch.zeros((num_parts, NUM_SUMS), dtype=torch.float64, device="cpu")
     begin, end = descriptors[:, fields.BEGIN], descriptors[:, fields.END]
     blocks = _blocks_before(end, descriptors, format) - _blocks_before(begin, descriptors, format)

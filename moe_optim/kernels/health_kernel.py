@@ -1,6 +1,6 @@
 # mypy: allow-incomplete-defs
 
-"""One pass over masters and rowwise buffers, for the sums of ``formats/health_figures.py``."""
+"""Kernels that compute the sums of ``formats/health_figures.py`` in one pass over the weights."""
 
 import triton
 import triton.language as tl
@@ -32,8 +32,8 @@ SATURATED = tl.constexpr(int(Sum.SATURATED))
 FLUSHED = tl.constexpr(int(Sum.FLUSHED))
 DEAD = tl.constexpr(int(Sum.DEAD))
 FIRST_LANE = tl.constexpr(len(Sum))
-QUAD = tl.constexpr(4)  # columns side by side that one thread has
-FIRST_FACTOR = tl.constexpr(0x9E3779B1)  # both of ``health_figures.signs``
+QUAD = tl.constexpr(4)  # adjacent columns per thread
+FIRST_FACTOR = tl.constexpr(0x9E3779B1)  # both as in ``health_figures.signs``
 SECOND_FACTOR = tl.constexpr(0x85EBCA77)
 
 
@@ -42,7 +42,7 @@ def measure_kernel(
     descriptors,  # [num_members, FIELDS] int64, see fields.py
     tiles,  # [num_programs, 4] int32: descriptor, first row, first column, part
     parts,  # [num_parts, NUM_SUMS] fp64
-    amaxes,  # [rows] int32: bits of fp32, which are in the order of magnitudes
+    amaxes,  # [rows] int32: bits of nonnegative fp32, which order like their values
     FORMAT: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -52,20 +52,20 @@ def measure_kernel(
     FROM_FP32: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Measure the owned elements of [PROGRAM_ROWS, TILE_COLS] of an expert, and write a part.
+    """Measure the owned elements of [PROGRAM_ROWS, TILE_COLS] of an expert into one part.
 
-    With w the weight in bf16 and q its quantized value, the part has the sums of w^2, (q - w)^2
-    and sign * w (the sketch), and counts of saturated and flushed weights and of dead blocks.
+    With w the weight in bf16 and q its quantized value, a part holds the sums of w^2, (q - w)^2 and
+    sign * w (the sketch), and counts of saturated and flushed weights and of dead blocks.
 
-    Grid (num_programs,). In WHOLE tiles every element exists and is owned, and quads are aligned.
-    Each column has sums of its own, which threads keep in registers until the last row.
+    Grid (num_programs,). WHOLE tiles are entirely valid and owned, with aligned quads. Registers
+    hold one set of sums per column until the last row.
     """
     DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
-    GROUP: tl.constexpr = HEIGHT if HEIGHT > 32 else 32  # rows after which blocks are judged
-    BITS: tl.constexpr = GROUP // HEIGHT  # blocks of a group below each other
-    PER_ROW: tl.constexpr = TILE_COLS // WIDTH  # blocks side by side
+    GROUP: tl.constexpr = HEIGHT if HEIGHT > 32 else 32  # rows per check of blocks
+    BITS: tl.constexpr = GROUP // HEIGHT  # blocks per group, vertically
+    PER_ROW: tl.constexpr = TILE_COLS // WIDTH  # blocks per row
     QUADS: tl.constexpr = TILE_COLS // QUAD
-    UNIT: tl.constexpr = 1.75 if FORMAT == "nvfp4" else 1.0  # of what is compared with limits
+    UNIT: tl.constexpr = 1.75 if FORMAT == "nvfp4" else 1.0  # factor of compared magnitudes
 
     tile = tiles + 4 * tl.program_id(0).to(tl.int64)
     member = descriptors + tl.load(tile).to(tl.int64) * FIELDS
@@ -95,11 +95,11 @@ def measure_kernel(
     errors = squares
     lanes = squares
     largest = tl.zeros((TILE_COLS,), dtype=tl.float32)
-    counts = tl.zeros((TILE_COLS,), dtype=tl.int32)  # saturated, and from bit 16 on flushed
+    counts = tl.zeros((TILE_COLS,), dtype=tl.int32)  # saturated; flushed from bit 16
     dead = tl.zeros((BITS, PER_ROW), dtype=tl.int32)
 
     for group_row in range(begin_row, end_row, GROUP):
-        alive = tl.zeros((QUADS,), dtype=tl.int32)  # a bit a block of the group
+        alive = tl.zeros((QUADS,), dtype=tl.int32)  # one bit per block of the group
         for below in range(0, GROUP, HELD_ROWS):
             row = tl.cast(group_row + below, tl.int64)
             first = row * cols + first_col
@@ -153,16 +153,13 @@ def measure_kernel(
 @triton.jit
 def add_parts_kernel(
     descriptors,  # [num_members, FIELDS] int64
-    bounds,  # [num_members + 1] int64: where the parts of each begin
+    bounds,  # [num_members + 1] int64: bounds of the parts of each member
     parts,  # [num_parts, NUM_SUMS] fp64
     sums,  # [rows, NUM_SUMS] fp64
     LANES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add the parts of one expert to its sums, in an order that is always the same.
-
-    Grid (num_members,).
-    """
+    """Add the parts of one expert to its sums, in a fixed order; grid (num_members,)."""
     member = tl.program_id(0).to(tl.int64)
     end = tl.load(bounds + member + 1)
     lanes = tl.arange(0, LANES)[:, None]
@@ -173,14 +170,14 @@ def add_parts_kernel(
         total += tl.load(parts + (start + lanes) * NUM_SUMS + columns, mask=there, other=0.0)
     columns = tl.arange(0, COLUMNS)
     row = tl.load(descriptors + member * FIELDS + AMAX_SLOT)
-    tl.atomic_add(  # what one rank owns of an expert is one member, so it is added to zeros
+    tl.atomic_add(  # each expert has one member per rank, so this adds to zeros
         sums + row * NUM_SUMS + columns, tl.sum(total, 0), mask=columns < NUM_SUMS
     )
 
 
 @triton.jit
 def _round_to_bf16(value):
-    """Round as ``round_to_bf16``, so that the compiler does not take magnitudes in bf16."""
+    """Round as ``encode.round_to_bf16``, but keep the compiler from taking magnitudes in bf16."""
     bits = value.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16
     return bits.to(tl.float32, bitcast=True)
 
@@ -192,12 +189,7 @@ def _or(a, b):
 
 @triton.jit
 def _signed(wide, hashed):
-    """Return fp64 values times their signs, see ``health_figures.signs``.
-
-    Args:
-        wide: fp64.
-        hashed: numbers of the elements, uint32, times FIRST_FACTOR.
-    """
+    """Return fp64 values times their signs, from uint32 indices times FIRST_FACTOR."""
     bits = (hashed ^ (hashed >> 15)) * SECOND_FACTOR & 0x80000000
     return (wide.to(tl.uint64, bitcast=True) ^ (bits.to(tl.uint64) << 32)).to(
         tl.float64, bitcast=True
@@ -209,16 +201,16 @@ def _load_values(
     member, row, first_col, rows, global_amax, FORMAT: tl.constexpr, HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr, TILE_COLS: tl.constexpr, HELD_ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Return values in fp32, zeros outside, and the limits of their magnitudes.
+    """Return fp32 values, zero outside the weight, and the limits of their magnitudes.
 
-    Both [HELD_ROWS, TILE_COLS]. These rows are of one block, or blocks are one row high.
+    Both are [HELD_ROWS, TILE_COLS]. The rows belong to one block, or HEIGHT is 1.
     """
     SCALE: tl.constexpr = tl.float32 if FORMAT == "fp8_block" else tl.uint8
     QUADS: tl.constexpr = TILE_COLS // QUAD
-    PACKED: tl.constexpr = 2 if FORMAT == "nvfp4" else 1  # elements a byte
+    PACKED: tl.constexpr = 2 if FORMAT == "nvfp4" else 1  # elements per byte
     ALIGNMENT: tl.constexpr = QUAD // PACKED if WHOLE else 1
     bytes = tl.arange(0, TILE_COLS // PACKED)[None, :]
-    # [QUADS, rows], since Triton gives threads that lie side by side the first axis of a tie
+    # [QUADS, rows], since Triton breaks ties by giving adjacent threads the first axis
     quads = tl.arange(0, QUADS)[:, None]
     scale_rows = tl.trans(rows) if HEIGHT == 1 else tl.zeros((1, 1), dtype=tl.int32)
 
@@ -243,23 +235,20 @@ def _load_values(
 
 @triton.jit
 def _decode_elements(stored, FORMAT: tl.constexpr):
-    """Return the elements in bytes [R, N], in fp32 before they are scaled: [R, N], or [R, N, 2]."""
+    """Return unscaled fp32 elements of bytes [R, N]: [R, N], or [R, N, 2] for packed formats."""
     if FORMAT == "nvfp4":
         packed = stored.to(tl.int32)
         codes = tl.join(packed, packed >> 4)
-        # As fp32 exponent and mantissa they stand for 2^-126 times themselves, 0.5 as a subnormal.
+        # As fp32 exponent and mantissa, codes are 2^-126 times their values, 0.5 as a subnormal.
         bits = (codes & 7) << 22 | (codes & 8) << 28
         return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
-    else:  # noqa: RET505 - Triton compiles what follows a return
+    else:  # noqa: RET505 - Triton compiles code after a return
         return stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _decode_scale(stored, global_amax, FORMAT: tl.constexpr):
-    """Return the factor of elements and the limit of magnitudes, both fp32.
-
-    All products are rounded as in ``moe_optim.formats.reference``.
-    """
+    """Return the fp32 factor of elements and limit of magnitudes, rounded as in the reference."""
     if FORMAT == "nvfp4":
         scale = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         global_amax = tl.maximum(global_amax, 7.899322037525772e-36)  # 2688 * 2^-128

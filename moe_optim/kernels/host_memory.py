@@ -1,7 +1,6 @@
-"""Pinned host memory that kernels read and write in place.
+"""Pinned host memory that kernels read and write in place, streaming over the link both ways.
 
-A GPU reaches pinned memory at the address that the host has for it. So a tensor of the GPU can lie
-over such memory: kernels stream its elements over the link, in both directions at once.
+It relies on unified addressing: pinned memory has the same address on the GPU and on the host.
 """
 
 from collections.abc import Sequence
@@ -15,36 +14,29 @@ from moe_optim.errors import StateError
 from moe_optim.formats import round_up
 
 SEGMENT_BYTES = 1 << 30
-"""Bytes of a segment that tensors are put into; torch pins powers of two."""
-_ALIGNMENT = 256  # bytes, as of memory that torch allocates on a GPU
+"""Bytes per segment, a power of two because torch pins powers of two."""
+_ALIGNMENT = 256  # bytes, as in torch's CUDA allocator
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostTensor:
-    """Host memory as two tensors, which are the same one without a GPU."""
+    """Host memory as a device tensor and a CPU tensor; without a GPU they are one tensor."""
 
     on_device: Tensor
-    """Tensor of the device."""
     on_host: Tensor
-    """Tensor of the CPU. Reading it has to wait for the device."""
+    """CPU tensor; synchronize with the device before reading it."""
 
 
 class HostMemory:
-    """Host memory for tensors of a device, allocated in segments that are never freed.
+    """Allocator of host memory for tensors of ``device``, in segments that are never freed.
 
-    Args:
-        device: device that reads and writes it.
-        expected_bytes: estimate of all that will be taken, so that little work pins no whole
-            segment.
-
-    Attributes:
-        device: device that reads and writes it.
+    ``expected_bytes`` estimates the total, so that small jobs do not pin a whole segment.
     """
 
     def __init__(self, device: torch.device, expected_bytes: int = SEGMENT_BYTES) -> None:
         self.device = device
         self._segment_bytes = min(SEGMENT_BYTES, _power_of_two(expected_bytes))
-        self._segments: list[tuple[HostTensor, int]] = []  # and bytes taken of each
+        self._segments: list[tuple[HostTensor, int]] = []  # segment, bytes in use
 
     @property
     def nbytes(self) -> int:
@@ -52,11 +44,7 @@ class HostMemory:
         return sum(segment.on_host.nbytes for segment, _ in self._segments)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> HostTensor:
-        """Return memory for a contiguous tensor, not initialized.
-
-        Raises:
-            StateError: the GPU does not reach pinned memory at the host's address.
-        """
+        """Return uninitialized memory for a contiguous tensor."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         index, start = self._find(nbytes)
         segment, _ = self._segments[index]
@@ -79,7 +67,7 @@ class HostMemory:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             return HostTensor(memory, memory)
         pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        # as_tensor takes what the interface names for memory of the GPU, and copies nothing
+        # as_tensor treats memory with this interface as GPU memory, and does not copy
         on_device = torch.as_tensor(_Exposed(pinned), device=self.device)
         if on_device.data_ptr() != pinned.data_ptr():
             raise StateError(
@@ -90,7 +78,7 @@ class HostMemory:
 
 
 class _Exposed:
-    """Pinned memory as GPU memory for ``torch.as_tensor``, whose result keeps it alive."""
+    """Adapter from pinned memory to ``torch.as_tensor`` on the GPU; the result keeps it alive."""
 
     def __init__(self, pinned: Tensor) -> None:
         self._pinned = pinned
@@ -111,12 +99,7 @@ def _power_of_two(count: int) -> int:
 
 
 def spread(sizes: Sequence[int], fraction: float) -> list[bool]:
-    """Return which items of a sequence to choose, evenly, for at most ``fraction`` of its size.
-
-    Args:
-        sizes: size of each item; an item of size 0 is not chosen.
-        fraction: share of the total size, 0 to 1.
-    """
+    """Select nonempty items evenly along a sequence, for at most ``fraction`` of its total size."""
     chosen, seen, taken = [], 0, 0
     for size in sizes:
         seen += size

@@ -1,4 +1,4 @@
-"""Requantization of the experts of many weights of one format: descriptors, tiles, and kernels."""
+"""Requantization of experts of many weights of one format: descriptors, tiles, and kernels."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,51 +15,51 @@ from moe_optim.kernels.plan import ALIGNMENT, BoundKernel
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tuning import AMAX_TILE, EXPERT_AMAX, GAP_TILE, TILES, Tile
 
-_MAX_GAP = 1 << 30  # units a descriptor; a tile keeps its first one in an int32
+_MAX_GAP = 1 << 30  # units per descriptor; a tile stores its first unit as int32
 
 Range = tuple[int, int]
 """Half-open range of addresses."""
 Planned = tuple[TableEntry, Exchange]
-"""A parameter, and the maxima it shares with other ranks."""
+"""Parameter, and the maxima that it shares with other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaunchTable:
     """Tables that kernels read to requantize weights of one format; see :meth:`build`.
 
-    A member is the part of one expert that this rank owns. Descriptors hold addresses, and are of
-    no use once a tensor has moved.
+    A member is the part of one expert that this rank owns. Descriptors hold addresses, so a table
+    is invalid once a tensor has moved.
     """
 
     format: BlockScaledFormat
     planned: tuple[Planned, ...]
-    """The parameters, and what they exchange."""
     descriptors: Tensor
-    """[num_members + num_gaps, DESCRIPTOR_FIELDS] int64, see ``fields``. A gap has its address and
-    its number of two-byte units."""
+    """Descriptors, [num_members + num_gaps, DESCRIPTOR_FIELDS] int64, see ``fields``. A gap
+    consists of an address and a number of two-byte units."""
     tiles: Tensor
-    """[num_programs, TILE_FIELDS] int32: descriptor, first row, first column, 0; of a gap, its
-    first unit in place of the column."""
+    """Tiles, [num_programs, TILE_FIELDS] int32: descriptor, first row, first column, 0. For a gap,
+    the column is its first unit."""
     num_tiles: int
-    """Number of tiles of members; those of gaps follow."""
+    """Number of member tiles; gap tiles follow."""
     cut_tiles: Tensor
-    """[num_cut_tiles, TILE_FIELDS] int32: the same for block rows that are only partly owned, and
-    the slot of the block row's first maximum."""
+    """Tiles of partly owned block rows, [num_cut_tiles, TILE_FIELDS] int32; the last column is the
+    slot of the block row's first maximum."""
     amax_parts: Tensor
-    """[num_parts, 2] int32: descriptor and part of its elements, whose amax one program finds.
-    Empty for formats without a global amax."""
+    """Descriptor and part of each amax program, [num_parts, 2] int32. Empty for formats without a
+    global amax."""
     amax: Tensor
-    """fp32 slots, shared with the other launches of a table."""
+    """Amax slots, fp32, shared with the other launches of a table."""
     amax_slots: tuple[int, ...]
-    """The first slot of the amax of each member."""
+    """First amax slot of each member."""
     tile: Tile
     source_dtype: torch.dtype
     masked: bool
-    """Whether some weight is not a whole number of tiles wide, or of block rows high."""
+    """Whether the width of some weight is not a multiple of the tile, or its height of the block
+    row."""
     aligned: bool
     """Whether every row of source and data starts at a multiple of 16 bytes."""
     zeroes: bool
-    """Whether encoding leaves zeros in the sources, and in the gaps."""
+    """Whether encoding zeroes the sources and the gaps."""
 
     @classmethod
     def build(
@@ -74,17 +74,13 @@ class LaunchTable:
         """Describe weights of one format on their device.
 
         Args:
-            planned: parameters that :func:`can_launch` accepts, with sources of one dtype, and what
-                they exchange. At least one.
-            amax: fp32 slots on the same device: those exchanged, then :func:`own_slots` of them.
-            first_free_slot: first slot that is this launch's alone.
-            consumed: memory that encoding zeroes. All sources lie in it, see :func:`find_gaps`, and
-                no block row is cut.
-            tile: rectangle of one program; by default the best one for a requantization.
-
-        Raises:
-            LayoutError: parameters that do not fit one launch, or consumed memory that does not
-                hold the sources one after the other.
+            planned: parameters that :func:`can_launch` accepts, with sources of one dtype, and
+                their exchanges; at least one.
+            amax: fp32 slots on the same device: the exchanged ones, then :func:`own_slots`.
+            first_free_slot: first slot that only this launch uses.
+            consumed: memory that encoding zeroes. It contains all sources, see :func:`find_gaps`,
+                and no block row is cut.
+            tile: rectangle per program; by default the fastest for a requantization.
         """
         entries = [entry for entry, _ in planned]
         format, dtype = _kind_of(entries)
@@ -125,8 +121,7 @@ class LaunchTable:
     def bind_maxima(self, *, cut_only: bool = False) -> Iterator[BoundKernel]:
         """Yield the kernels that fill the amax slots of experts and of cut block rows.
 
-        Args:
-            cut_only: whether to leave out the kernels of experts.
+        ``cut_only`` omits experts.
         """
         if len(self.amax_parts) and not cut_only:
             yield bind_expert_amax(
@@ -150,10 +145,9 @@ class LaunchTable:
             )
 
     def bind_encoding(self, *, cut_only: bool = False) -> Iterator[BoundKernel]:
-        """Yield the kernels that rewrite the buffers that travel, and zero sources and gaps.
+        """Yield the kernels that write the gathered buffers, and zero sources and gaps.
 
-        Args:
-            cut_only: whether to leave out whole block rows and gaps.
+        ``cut_only`` omits whole block rows and gaps.
         """
         if len(self.tiles) and not cut_only:
             yield self.bind_whole()
@@ -163,12 +157,10 @@ class LaunchTable:
     def bind_whole(
         self, *states: Tensor, aligned: bool | None = None, **of_step: bool
     ) -> BoundKernel:
-        """Return the kernel that encodes whole block rows, after a step of Adam if it has states.
+        """Return the kernel that encodes whole block rows, after an Adam step if given ``states``.
 
-        Args:
-            *states: states, hyper-parameters and clip factors of the step.
-            aligned: whether these, too, start at multiples of 16 bytes.
-            **of_step: dtypes of gradients and moments, and the kind of decay.
+        ``states`` are states, hyper-parameters and clip factors, ``of_step`` the dtype flags of
+        gradients and moments, and the kind of weight decay. ``aligned`` includes the states.
         """
         aligned = self.aligned if aligned is None else aligned
         return self._bind(
@@ -217,7 +209,7 @@ class LaunchTable:
 def bind_expert_amax(
     descriptors: Tensor, parts: Tensor, slots: Tensor, dtype: torch.dtype, aligned: bool
 ) -> BoundKernel:
-    """Return the kernel that finds the amax of every part of every member."""
+    """Return the kernel that computes the amax of every part of every member."""
     from moe_optim.kernels.amax_kernel import expert_amax_kernel
 
     return BoundKernel(
@@ -234,21 +226,21 @@ def bind_expert_amax(
 
 
 def own_slots(planned: Sequence[Planned]) -> int:
-    """Return the number of amax slots that a launch over these parameters has for itself alone."""
+    """Return the number of amax slots that only a launch over these parameters uses."""
     if not planned[0][0].target.format.has_global_amax:
         return 0
     return AMAX_SLOTS * sum(len(entry.owned_experts) for entry, _ in planned)
 
 
 def can_launch(entry: TableEntry) -> bool:
-    """Return whether there is something of these experts, and a kernel can address it."""
+    """Return whether this rank owns a part of the parameter that a kernel can address."""
     target = entry.target
     if entry.source.numel() == 0:
         return False
     buffers = [buffer for buffer in target.gathered_buffers().values() if buffer.dim() == 3]
     widest = max(target.shape[2], *(buffer.stride(1) for buffer in buffers))
     reach = widest * target.format.block_row_height
-    # Offsets within a tile are 32 bits wide, all others 64.
+    # Offsets within a tile are 32-bit, all others 64-bit.
     return reach < 1 << 31 and all(buffer.stride(2) == 1 for buffer in buffers)
 
 
@@ -265,7 +257,7 @@ def is_aligned(entry: TableEntry) -> bool:
 
 
 def describe_members(entry: TableEntry, experts: range, slots: Tensor) -> Tensor:
-    """Return a descriptor for each owned expert, [experts, DESCRIPTOR_FIELDS] int64 on the CPU."""
+    """Return a descriptor per owned expert, [experts, DESCRIPTOR_FIELDS] int64 on the CPU."""
     source, target = entry.source, entry.target
     _, rows, cols = target.shape
     numel = rows * cols
@@ -295,27 +287,22 @@ def describe_members(entry: TableEntry, experts: range, slots: Tensor) -> Tensor
 
 
 def amax_part_length[Count: (int, Tensor)](numel: Count) -> Count:
-    """Return the elements of each part of an expert: whole tiles, and no more parts than slots."""
+    """Return the elements per part of an expert: whole tiles, at most ``AMAX_SLOTS`` parts."""
     return -(-numel // (AMAX_SLOTS * AMAX_TILE)) * AMAX_TILE
 
 
 def cut_amax_parts(descriptors: Tensor) -> Tensor:
-    """Return descriptor and number of every part of every member, [num_parts, 2] int64."""
+    """Return descriptor and index of every part of every member, [num_parts, 2] int64."""
     owned = descriptors[:, fields.END] - descriptors[:, fields.BEGIN]
     members, numbers, _ = cut_ranges(owned, amax_part_length(owned))
     return torch.stack([members, numbers], 1)
 
 
 def find_gaps(consumed: Tensor, sources: Sequence[Tensor]) -> list[Range] | None:
-    """Return the address ranges of ``consumed`` outside the sources, ascending.
+    """Return the address ranges of ``consumed`` outside the contiguous ``sources``, ascending.
 
-    Args:
-        consumed: any tensor.
-        sources: contiguous tensors.
-
-    Returns:
-        None where ``consumed`` is not one range of whole two-byte units that holds every source
-        entirely, or two sources overlap.
+    Returns None if two sources overlap, or ``consumed`` is not contiguous, not a whole number of
+    two-byte units, or does not contain every source.
     """
     start, end = _range_of(consumed)
     if not consumed.is_contiguous() or (end - start) % 2:
@@ -367,7 +354,7 @@ def _describe_gaps(gaps: Sequence[Range]) -> Tensor:
 
 
 def _cut_gaps(first: int, gaps: Sequence[Range]) -> Tensor:
-    """Return the tiles of the gaps, whose descriptors start at ``first``."""
+    """Return the tiles of gaps whose descriptors start at ``first``."""
     members, numbers, _ = cut_ranges(_describe_gaps(gaps)[:, 1], GAP_TILE)
     zero = torch.zeros_like(members)
     return torch.stack([first + members, zero, numbers * GAP_TILE, zero], 1)
@@ -376,17 +363,10 @@ def _cut_gaps(first: int, gaps: Sequence[Range]) -> Tensor:
 def _cut_tiles(
     entry: TableEntry, exchange: Exchange, first: int, tile: Tile
 ) -> tuple[Tensor, Tensor]:
-    """Return the tiles of whole and of cut block rows in memory order, both [n, TILE_FIELDS] int64.
-
-    Args:
-        entry: parameter of which something is owned.
-        exchange: shared maxima, with the slots of the block rows that are cut.
-        first: descriptor of the first owned expert.
-        tile: size of a tile.
-    """
+    """Return the tiles of whole and cut block rows in memory order, [n, TILE_FIELDS] int64 each."""
     cols, height = entry.target.shape[2], entry.target.format.block_row_height
     experts = entry.owned_experts
-    inner = range(experts.start + 1, experts.stop - 1)  # none of these is owned in part
+    inner = range(experts.start + 1, experts.stop - 1)  # all entirely owned
     groups = [range(e, e + 1) for e in sorted({experts.start, experts.stop - 1} - {*inner})]
     none = torch.empty((0, fields.TILE_FIELDS), dtype=torch.int64, device="cpu")
     whole, cut = [none], [none]

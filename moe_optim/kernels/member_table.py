@@ -1,4 +1,4 @@
-"""Requantization of parameters: whole weights, or the shards of them that a rank owns."""
+"""Requantization of parameters, whole or sharded."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,41 +23,42 @@ __all__ = ["Backend", "MemberTable", "TableEntry"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MemberTable(Plan):
-    """The requantization of some parameters. Build it once with :meth:`build`.
+    """Requantization of some parameters. Build it once with :meth:`build`.
 
-    A launch rewrites the buffers that travel, and zeroes what is consumed; :attr:`finish` derives
-    the rest of whole parameters from what has travelled. Where shards cut blocks or experts, a
-    launch raises LayoutError: there every rank launches :attr:`find_maxima`, reduces
-    :attr:`exchange` with MAX over the ranks, and launches :attr:`encode`.
+    A launch writes the gathered buffers and zeroes ``consumed``; :attr:`finish` derives the
+    remaining buffers after the gather. If shards cut blocks or experts, a launch raises
+    LayoutError: instead, every rank launches :attr:`find_maxima`, all-reduces :attr:`exchange` with
+    MAX, and launches :attr:`encode`.
 
-    Kernels have the addresses of sources and buffers. Buffers must stay where they are; sources may
-    be given other memory, which :attr:`has_moved` tells.
+    Kernels store the addresses of sources and buffers. Buffers must not move; sources may, and
+    :attr:`has_moved` reports it.
     """
 
     entries: tuple[TableEntry, ...]
-    """The parameters, in the order in which they were given."""
+    """Parameters, in the order given to :meth:`build`."""
     consumed: Tensor | None
-    """Memory to zero once its values have been read: the sources and the gaps between them."""
+    """Memory to zero after reading: the sources and the gaps between them."""
     exchanges: tuple[Exchange, ...]
     """Maxima that each entry shares with other ranks."""
     exchange: Tensor
-    """[slots] fp32: maxima of blocks and experts that lie on several ranks, of the same length and
-    order on every rank; empty where no shard cuts anything."""
+    """Maxima of blocks and experts on several ranks, [slots] fp32, in the same order on every rank;
+    empty if no shard cuts any."""
     launches: tuple[LaunchTable, ...]
-    """Descriptors of the entries that kernels handle: one a format and dtype of sources."""
+    """Tables of the entries that kernels handle, one per format and source dtype."""
     remainder: tuple[Planned, ...]
-    """Entries that plain torch handles; all of them without a suitable GPU."""
+    """Entries that plain torch handles; all of them without a supported GPU."""
     find_maxima: Plan
-    """Writes this rank's share of :attr:`exchange`; NaN counts as zero."""
+    """Plan that writes this rank's share of :attr:`exchange`; NaN counts as zero."""
     encode: Plan
-    """Writes the owned data of every entry, and the scales of each block that is owned in part."""
+    """Plan that writes the owned data of every entry, and the scales of all partly owned blocks."""
     encode_unshared: Plan
-    """Follows a step, which has encoded whole blocks in kernels: encodes the others that need no
-    other rank, and writes this rank's share of :attr:`exchange`."""
+    """Plan for after a step, whose kernels have encoded whole blocks: encodes the remaining entries
+    that need no other rank, and writes this rank's share of :attr:`exchange`."""
     encode_shared: Plan
-    """Writes what a step has left, once :attr:`exchange` holds the maxima over all ranks."""
+    """Plan that encodes the rest after a step, once :attr:`exchange` is reduced over all ranks."""
     finish: Plan
-    """Derives what did not travel: columnwise copies of 2-D formats, and scales in storage."""
+    """Plan that derives the buffers not gathered: columnwise copies of 2-D formats, and scales in
+    storage."""
 
     @classmethod
     def build(
@@ -67,20 +68,20 @@ class MemberTable(Plan):
         consumed: Tensor | None = None,
         backend: Backend = "auto",
     ) -> "MemberTable":
-        """Check the entries, and plan what kernels and what plain torch does for them.
+        """Check the entries, and assign them to kernels or plain torch.
 
         Args:
-            entries: parameters of any shapes and formats, or none at all. Where shards cut
-                parameters, every rank names the same ones in the same order, with the same cuts,
-                those it owns nothing of included.
-            consumed: tensor of any shape and dtype over the memory that a launch uses up, or None
-                to leave sources alone.
-            backend: ``auto`` takes kernels where they run, ``reference`` does without them.
+            entries: parameters of any shapes and formats; may be empty. If shards cut parameters,
+                every rank passes the same ones in the same order with the same cuts, including
+                those it owns nothing of.
+            consumed: tensor of any shape and dtype over the memory that a launch zeroes, or None to
+                leave sources unchanged.
+            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
 
         Raises:
             ConfigError: unknown backend.
-            LayoutError: a source has the wrong shape, dtype, strides or device for its target, or
-                a range does not run from one cut to another.
+            LayoutError: a source has the wrong shape, dtype, strides or device for its target, or a
+                range that does not run from one cut to another.
         """
         device = entries[0].source.device if entries else torch.device("cpu")
         runs_kernels = takes_kernels(backend, device)
@@ -130,7 +131,7 @@ class MemberTable(Plan):
 
     @property
     def zeroes_in_launch(self) -> bool:
-        """Whether kernels leave ``consumed`` as zeros, sources of the remainder included."""
+        """Whether kernels zero ``consumed``, including sources of the remainder."""
         return any(launch.zeroes for launch in self.launches)
 
     @property
@@ -172,7 +173,7 @@ def _plan_calls(
 ) -> tuple[tuple[Call, ...], ...]:
     """Return the calls of ``find_maxima``, ``encode``, ``encode_unshared`` and ``encode_shared``.
 
-    Plain torch comes before kernels, which may zero the sources.
+    Plain torch precedes kernels, which may zero the sources.
     """
     alone = [planned for planned in remainder if not planned[1].size]
     shared = [planned for planned in remainder if planned[1].size]

@@ -1,4 +1,4 @@
-"""The squared norm of gradients, summed where they lie."""
+"""Plan that computes the squared norm of gradients in place."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,29 +20,29 @@ _LINE = 128  # bytes of a cache line
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NormInput:
-    """A gradient, or the part of it that a rank owns, and the norm that it counts in."""
+    """Gradient, or the owned part of it, and its norm group."""
 
     values: Tensor
-    """[numel] fp32 or bf16, contiguous, at any address; may be empty."""
+    """Gradient, [numel] fp32 or bf16, contiguous, at any address; may be empty."""
     group: int = 0
     """Index into :attr:`NormTable.squares`; 0 is the main norm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class NormTable(Plan):
-    """Gradients where they lie, and the sums of their squares. See :meth:`build`.
+    """Plan that sums the squares of gradients in place. See :meth:`build`.
 
-    A launch writes ``squares``, and ``zeros`` if they are counted. Squares are exact in fp64 and
-    summed there in a fixed order: as fp32 the result is the same for every cut of the same elements
-    into tensors. NaN and Inf show in the sum of their group alone.
+    A launch writes ``squares``, and ``zeros`` if enabled. Squares are exact in fp64 and summed in a
+    fixed order; rounded to fp32, the result does not depend on how elements are split into tensors.
+    NaN and Inf affect only their group.
     """
 
     gradients: tuple[NormInput, ...]
     """All inputs."""
     squares: Tensor
-    """[num_groups] fp64: the sum of squares of each group."""
+    """Sum of squares of each group, [num_groups] fp64."""
     zeros: Tensor
-    """[1] int64: elements that are 0.0 or -0.0, over all groups; 0 if they are not counted."""
+    """Number of elements equal to 0.0 or -0.0 over all groups, [1] int64; 0 if not counted."""
     counts_zeros: bool
     """Whether a launch counts zeros."""
 
@@ -56,19 +56,19 @@ class NormTable(Plan):
         device: torch.device | str | None = None,
         backend: Backend = "auto",
     ) -> "NormTable":
-        """Plan a norm on the device of the gradients; nothing is copied.
+        """Plan a norm on the device of the gradients, without copying.
 
         Args:
-            gradients: inputs, any number of them, each of any size.
-            count_zeros: whether a launch counts zeros, too.
-            num_groups: length of ``squares``, by default as many as the gradients name. Ranks that
-                add up their squares give it, as some may own nothing of a group.
-            device: device of the results; needed where there are no gradients.
-            backend: ``auto`` takes kernels where they run, ``reference`` does without.
+            gradients: inputs, any number, each of any size.
+            count_zeros: whether a launch also counts zeros.
+            num_groups: length of ``squares``, by default the highest group plus one. Required if
+                ranks add their squares, since some may own nothing of a group.
+            device: device of the results; required if there are no gradients.
+            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
 
         Raises:
             LayoutError: gradients that are not flat, of another dtype, on several devices, or in a
-                group that does not exist.
+                group out of range.
         """
         if gradients and device is None:
             device = gradients[0].values.device
@@ -150,10 +150,7 @@ def _bind(
 def _cut_parts(
     owned: Sequence[NormInput], num_groups: int
 ) -> tuple[dict[torch.dtype, Tensor], Tensor]:
-    """Return the parts by dtype, whose slots follow each other by group, and where groups begin.
-
-    Parts begin at cache lines, wherever gradients begin.
-    """
+    """Return parts by dtype, starting at cache lines and ordered by group, and bounds of groups."""
     ordered = sorted(owned, key=lambda one: one.group)  # stable
     tiles = [NORM[one.values.dtype] for one in ordered]
     address = int64([one.values.data_ptr() for one in ordered])

@@ -1,6 +1,6 @@
 # mypy: allow-incomplete-defs
 
-"""Squares and zeros of gradients, summed in fp64: part by part, then over the parts of a group."""
+"""Kernels that sum squares and count zeros of gradients: per part, then per group."""
 
 import triton
 import triton.language as tl
@@ -12,18 +12,18 @@ PART_FIELDS = tl.constexpr(NORM_FIELDS)
 
 @triton.jit
 def sum_squares_kernel(
-    parts,  # [num_parts, PART_FIELDS] int64: address, first and last element, slot
+    parts,  # [num_parts, PART_FIELDS] int64: address, first and end element, slot
     sums,  # [num_slots] fp64
     zero_sums,  # [num_slots] int32
     FROM_FP32: tl.constexpr,
     COUNT_ZEROS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the sum of squares of one part into its slot, and its number of zeros.
+    """Write the fp64 sum of squares of one part to its slot, and its number of zeros.
 
     The norm of a group is sqrt(sum of g^2); a square of fp32 is exact in fp64.
 
-    Grid (num_parts,). Whole tiles are read without masks, by the widest accesses.
+    Grid (num_parts,). Whole tiles are read without masks, in the widest accesses.
     """
     DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
     part = parts + tl.program_id(0).to(tl.int64) * PART_FIELDS
@@ -56,12 +56,12 @@ def sum_squares_kernel(
 
 @triton.jit
 def _add(squares, zeros, values, inside, COUNT_ZEROS: tl.constexpr):
-    """Return both sums with one tile more; the values outside are zeros that do not count."""
+    """Add a tile to both running sums; masked-out values do not count as zeros."""
     values = values.to(tl.float32)
     wide = values.to(tl.float64)
     if COUNT_ZEROS:
         zeros += ((values == 0.0) & inside).to(tl.int32)
-    return squares + wide * wide, zeros  # exact products: fused or not, the bits are the same
+    return squares + wide * wide, zeros  # exact squares: FMA or not, same bits
 
 
 @triton.jit
@@ -74,10 +74,7 @@ def add_sums_kernel(
     COUNT_ZEROS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Add up the slots of one group; the first program adds up the zeros of all groups.
-
-    Grid (num_groups,).
-    """
+    """Add up the slots of one group, and in program 0 the zeros of all; grid (num_groups,)."""
     group = tl.program_id(0)
     lanes = tl.arange(0, LANES)
     end = tl.load(bounds + group + 1)

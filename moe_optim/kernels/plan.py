@@ -14,20 +14,20 @@ from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.places import Places
 
 Backend = Literal["auto", "reference"]
-"""``auto`` takes kernels where they run, ``reference`` takes plain torch everywhere."""
+"""Backend: ``auto`` for kernels where supported, ``reference`` for plain torch."""
 
 Call = Callable[[], object]
-"""One launch of a kernel, or a function of plain torch."""
+"""Kernel launch, or function of plain torch."""
 
 ALIGNMENT = 16
 """Bytes of the widest memory access."""
 
 
 class BoundKernel:
-    """A kernel, its grid and its arguments, the same at every launch but for those given to it.
+    """Kernel with a fixed grid and fixed leading arguments.
 
-    The first call compiles. Later ones go straight to the compiled kernel: Triton need not look at
-    each argument again to find it, which takes most of the host's time for a launch.
+    The first call compiles. Later calls invoke the compiled kernel directly, without Triton's
+    per-launch argument inspection, which dominates the host time of a launch.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class BoundKernel:
 
         Args:
             kernel: function decorated with ``triton.jit``.
-            grid: number of programs, at least 1; along two axes where there are two.
-            *arguments: tensors and integers, the first parameters of the kernel in their order.
-            num_warps: warps of a program.
-            registers: limit of registers a thread; by default the compiler's choice.
-            **constants: last parameters of the kernel, by name. Those between are given to every
-                launch.
+            grid: number of programs, at least 1, along one or two axes.
+            *arguments: tensors and integers, the first parameters of the kernel in order.
+            num_warps: warps per program.
+            registers: maximum registers per thread; by default the compiler's choice.
+            **constants: last parameters of the kernel, by name. Each launch passes those in
+                between.
         """
         across, down = grid if isinstance(grid, tuple) else (grid, 1)
         self.kernel, self.grid = kernel, (across, down, 1)
-        # Triton's default for contracting products and sums differs between its versions
+        # Triton versions differ in their default for FMA contraction
         self.options = {"num_warps": num_warps, "enable_fp_fusion": True}
         if registers is not None:
             self.options["maxnreg"] = registers
@@ -61,10 +61,9 @@ class BoundKernel:
         self._launch: Any = None
 
     def __call__(self, *given: Any) -> None:
-        """Launch on the current stream of the current device, on which the arguments lie.
+        """Launch on the current stream of the current device, which must hold the arguments.
 
-        Args:
-            *given: arguments of this launch, of the types and alignment of the first launch's.
+        ``given`` must have the same types and alignment at every launch.
         """
         if self._launch is not None:
             self._launch(*self.arguments, *given, *self._last)
@@ -75,32 +74,32 @@ class BoundKernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plan:
-    """Calls in a fixed order, and the tensors whose addresses they have.
+    """Calls in a fixed order, and the tensors whose addresses they use.
 
-    Building a plan chooses between kernels and plain torch; launching it does not. Where all calls
-    are kernels, a launch plans, allocates and waits for nothing, so that a CUDA graph can capture
-    it once it has run outside of one.
+    Building a plan chooses between kernels and plain torch. If all calls are kernels, a launch
+    neither allocates nor synchronizes, so a CUDA graph can capture it after one launch outside the
+    graph.
     """
 
     device: torch.device
     """Device of all tensors."""
     calls: tuple[Call, ...]
-    """Calls in their order."""
+    """Calls in order."""
     places: Places = Places(())
-    """Tensors whose addresses kernels have, and whose memory can be freed or exchanged."""
+    """Tensors whose addresses kernels use, and whose memory may be freed or replaced."""
 
     @property
     def has_moved(self) -> bool:
-        """Whether some tensor lies elsewhere by now, so that a new plan has to be built."""
+        """Whether some tensor has moved, so that the plan must be rebuilt."""
         return self.places.have_moved
 
     @property
     def kernels(self) -> tuple[BoundKernel, ...]:
-        """The calls that launch a kernel."""
+        """Calls that launch a kernel."""
         return tuple(call for call in self.calls if isinstance(call, BoundKernel))
 
     def launch(self) -> None:
-        """Make all calls, on the current stream of the device. Nothing may have moved."""
+        """Make all calls on the current stream of the device. No tensor may have moved."""
         with torch.no_grad(), current_device(self.device):
             for call in self.calls:
                 call()
@@ -109,7 +108,7 @@ class Plan:
 def require_flat(
     where: str, tensor: Tensor, numel: int, dtypes: Sequence[torch.dtype], device: torch.device
 ) -> None:
-    """Raise LayoutError unless a tensor is flat, contiguous, of a dtype and on the device."""
+    """Raise LayoutError unless a tensor is [numel], contiguous, of the given dtypes and device."""
     is_flat = tuple(tensor.shape) == (numel,) and tensor.is_contiguous()
     if not is_flat or tensor.dtype not in dtypes or tensor.device != device:
         raise LayoutError(
@@ -120,13 +119,13 @@ def require_flat(
 
 
 def current_device(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which ``device`` is the one that kernels are launched on."""
+    """Return a context in which ``device`` is the current CUDA device."""
     here = device.type != "cuda" or torch.cuda.current_device() == device.index
     return nullcontext() if here else torch.cuda.device(device)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph of ``device`` is being captured."""
+    """Return whether the current stream is capturing a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -140,22 +139,13 @@ def check_backend(backend: str) -> None:
 
 
 def takes_kernels(backend: str, device: torch.device, *, e4m3: bool = True) -> bool:
-    """Return whether kernels of this package are to run on ``device``.
-
-    Args:
-        backend: value of ``Backend``.
-        device: device of the tensors.
-        e4m3: whether the kernels convert to E4M3, which takes a GPU of compute capability 8.9.
-
-    Raises:
-        ConfigError: unknown backend.
-    """
+    """Return whether to run kernels on ``device``; E4M3 requires compute capability 8.9."""
     check_backend(backend)
     return backend == "auto" and (has_kernels if e4m3 else runs_triton)(device)
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Return whether any kernel of this package runs on ``device``."""
+    """Return whether Triton kernels run on ``device``."""
     return device.type == "cuda" and find_spec("triton") is not None
 
 

@@ -1,6 +1,6 @@
 # mypy: allow-incomplete-defs
 
-"""Requantization to the 2-D formats, rowwise: one scale for a square block serves both ways."""
+"""Kernel that requantizes to the 2-D formats, rowwise: one square block serves both directions."""
 
 import triton
 import triton.language as tl
@@ -46,13 +46,8 @@ def encode_scale(largest, global_encode, FORMAT: tl.constexpr):
         nvfp4      stored = E4M3 of amax * (S * fl(1/6));          factor = 1 / (stored * (1 / S))
                    S = 448 * 6 / amax of the expert, see nvfp4_global_encode
 
-    Then data = E4M3 (E2M1) of w * factor, w = weight rounded to bf16. All of it as Transformer
-    Engine 2.20 computes it, in its order of operations.
-
-    Args:
-        largest: amax of every block, fp32.
-        global_encode: S, fp32; read for ``nvfp4`` alone.
-        FORMAT: name of a 2-D format.
+    Then data = E4M3 (E2M1) of w * factor, w = weight rounded to bf16. The order of operations is
+    that of Transformer Engine 2.20. ``largest`` is the amax per block, ``global_encode`` is S.
     """
     if FORMAT == "mxfp8_2d":
         code = e8m0_round_up(largest * (1.0 / 448.0))
@@ -61,7 +56,7 @@ def encode_scale(largest, global_encode, FORMAT: tl.constexpr):
         code = fp8_block_code(largest)
         stored, factor = e8m0_reciprocal(code), power_of_two(code)
     else:
-        # This association, and a product with the rounded 1/6 in place of a division, as TE does.
+        # Same association as TE, and multiplication by the rounded 1/6 instead of a division.
         scale = (largest * (global_encode * (1.0 / 6.0))).to(tl.float8e4nv)
         decoded = scale.to(tl.float32) * tl.div_rn(1.0, global_encode)
         factor = tl.minimum(tl.div_rn(1.0, decoded), 3.4028234663852886e38)
@@ -94,10 +89,9 @@ def requantize_blocks_kernel(
 ):
     """Requantize one tile [BLOCK, TILE_COLS] of one member, or zero one tile of a gap.
 
-    Grid (num_programs,): members' tiles first. Blocks at the edges of a weight may be partial. For
-    cut block rows (CUT) the maxima of all ranks are read; every scale is written, but only owned
-    data. With STEP the masters, which are the sources then, take a step of Adam first; not where
-    the amax of an expert has to be known before.
+    Grid (num_programs,): member tiles first. Blocks at the edges of a weight may be partial. CUT
+    tiles use the maxima of all ranks, and write every scale but only owned data. STEP first applies
+    an Adam step to the masters, which are then the sources; not for formats with a global amax.
     """
     program = tl.program_id(0).to(tl.int64)
     tile = tiles + 4 * program
@@ -160,15 +154,14 @@ def _requantize_tile(
     MOMENTS_FP32: tl.constexpr,
     DECOUPLED: tl.constexpr,
 ):
-    """Write data and scales of one tile, and zeros over its source if ZERO."""
     DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
     SCALE: tl.constexpr = tl.float32 if FORMAT == "fp8_block" else tl.uint8
-    PACKED: tl.constexpr = 2 if FORMAT == "nvfp4" else 1  # elements a byte
-    # As much as the elements of a 16-byte read fill, so that reads and writes share a layout.
+    PACKED: tl.constexpr = 2 if FORMAT == "nvfp4" else 1  # elements per byte
+    # Elements of a 16-byte read, so that reads and writes share a layout.
     DATA_ALIGNMENT: tl.constexpr = ((4 if FROM_FP32 else 8) if ALIGNED else PACKED) // PACKED
     SOURCE_ALIGNMENT: tl.constexpr = 16 if ALIGNED else DTYPE.primitive_bitwidth // 8
 
-    row = first_row.to(tl.int64)  # a weight may have more than 2^31 elements, a tile row not
+    row = first_row.to(tl.int64)  # a weight may exceed 2^31 elements, a tile row may not
     height = tl.load(member + ROWS).to(tl.int32) - first_row
     cols = tl.load(member + COLS).to(tl.int32)
     if ALIGNED:
@@ -186,7 +179,7 @@ def _requantize_tile(
     read = None
     if STEP:
         read = read_state(state, hyper, clips, first, GRADIENT_FP32, MOMENTS_FP32, ALIGNED)
-    # A few rows at a time, since four tensors of a block are more than registers hold.
+    # A few rows at a time: four tensors of a whole block do not fit in registers.
     held = ()
     largest = tl.zeros((TILE_COLS // BLOCK,), dtype=tl.float32)
     for number in tl.static_range(BLOCK // HELD_ROWS):
@@ -206,7 +199,7 @@ def _requantize_tile(
     if CUT:
         largest = tl.load(slots + first_col // BLOCK + blocks, mask=blocks_inside, other=0.0)
     global_encode = 1.0
-    if FORMAT == "nvfp4":  # after the weights are on their way: it waits for three reads in a row
+    if FORMAT == "nvfp4":  # after issuing the weight loads: this waits for three dependent loads
         global_encode = _global_encode(member, amaxes, first_col)
     stored, factor = encode_scale(largest, global_encode, FORMAT)
     tl.store(scale + first_col // BLOCK + blocks, stored, mask=blocks_inside)
@@ -220,20 +213,20 @@ def _requantize_tile(
         if PACKED == 2:
             packed = encode_e2m1_pairs(tl.reshape(scaled, (HELD_ROWS, TILE_COLS // 2, 2)))
             pairs = tl.arange(0, TILE_COLS // 2)[None, :]
-            # the columns of a byte are owned together: cuts and sizes are even
+            # both columns of a byte have one owner: cuts and sizes are even
             both = _inside(member, row, first_col, rows, 2 * pairs, height, cols, MASKED, CUT)
             tl.store(codes + pairs, packed, mask=both)
         else:
             tl.store(codes + columns, encode_e4m3(scaled), mask=mask)
         if ZERO:
-            tl.debug_barrier()  # every thread has read its part by now
+            tl.debug_barrier()  # all threads have read the source
             zeros = tl.zeros((HELD_ROWS, TILE_COLS), dtype=DTYPE)
             tl.store(source + rows * cols + columns, zeros, mask=mask)
 
 
 @triton.jit
 def _global_encode(member, amaxes, first_col):
-    """Return the fp32 encode scale of an expert from the maxima of its parts; keep its amax."""
+    """Return the fp32 encode scale of an expert from the maxima of its parts; store its amax."""
     parts = amaxes + tl.load(member + AMAX_SLOT) + tl.arange(0, AMAX_SLOTS)
     largest = tl.max(tl.load(parts), 0)
     target = tl.load(member + GLOBAL_AMAX).to(tl.pointer_type(tl.float32))
@@ -253,18 +246,10 @@ def _inside(
     MASKED: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """Return which elements of a tile exist and are owned, or None for all of them.
+    """Return the mask of valid and owned elements of a tile, or None for all.
 
-    Args:
-        member: pointer to a descriptor.
-        row: first row of the tile.
-        first_col: first column of the tile.
-        rows: rows of the elements, counted from ``row``.
-        columns: columns of the elements, counted from ``first_col``.
-        height: rows of the weight from ``row`` on.
-        cols: columns of the weight.
-        MASKED: whether the weight may end inside of the tile.
-        CUT: whether other ranks own a part of the tile.
+    ``row`` and ``first_col`` are the tile's origin in the weight, ``rows`` and ``columns`` offsets
+    from it. ``height`` counts the rows of the weight from ``row`` on.
     """
     mask = None
     if MASKED or CUT:

@@ -1,6 +1,6 @@
 # mypy: allow-incomplete-defs
 
-"""Requantization to MXFP8: all experts of all weights in one launch, both directions at once."""
+"""Kernel that requantizes to MXFP8: all experts of all weights in one launch, both directions."""
 
 import triton
 import triton.language as tl
@@ -56,12 +56,12 @@ def requantize_mxfp8_kernel(
         code = E8M0 of amax * fl(1/448), rounded up    so that no element exceeds 448
         data = E4M3 of w * 2^(127 - code)              w = weight rounded to bf16
 
-    As Transformer Engine 2.20 does it; the formats are those of the OCP MX specification 1.0.
+    Matches Transformer Engine 2.20; formats as in the OCP MX specification 1.0.
 
-    Grid (num_programs,): members' tiles first. A block never straddles two tiles, because rows and
-    columns are multiples of 32 (checked by MXFP8): no partial maxima, no atomics. For cut block
-    rows (CUT) the maxima of all ranks are read; every scale is written, but only owned data. With
-    STEP the masters, which are the sources then, take a step of Adam first.
+    Grid (num_programs,): member tiles first. Rows and columns are multiples of 32, so a block never
+    straddles two tiles, and neither partial maxima nor atomics are needed. CUT tiles use the maxima
+    of all ranks, and write every scale but only owned data. STEP first applies an Adam step to the
+    masters, which are then the sources.
     """
     program = tl.program_id(0).to(tl.int64)
     tile = tiles + 4 * program
@@ -116,14 +116,13 @@ def _requantize_tile(
     MOMENTS_FP32: tl.constexpr,
     DECOUPLED: tl.constexpr,
 ):
-    """Write data and scales of both directions, and zeros over the source if ZERO."""
     DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
-    # Data is promised no more alignment than the elements of a 16-byte read fill: then one layout
-    # serves reads and writes, and nothing moves between threads.
+    # Hint no more data alignment than the elements of a 16-byte read: reads and writes then share a
+    # layout, without a conversion between threads.
     DATA_ALIGNMENT: tl.constexpr = (4 if FROM_FP32 else 8) if ALIGNED else 1
     SOURCE_ALIGNMENT: tl.constexpr = 16 if ALIGNED else DTYPE.primitive_bitwidth // 8
 
-    row = first_row.to(tl.int64)  # a weight may have more than 2^31 elements, a tile row not
+    row = first_row.to(tl.int64)  # a weight may exceed 2^31 elements, a tile row may not
     cols = tl.multiple_of(tl.load(member + COLS).to(tl.int32), BLOCK)
     source = tl.load(member + SOURCE).to(tl.pointer_type(DTYPE))
     first = row * cols + first_col
@@ -183,6 +182,6 @@ def _requantize_tile(
     tl.store(rowwise_data, data, mask=data_mask)
 
     if ZERO:
-        tl.debug_barrier()  # every thread has read its part by now
+        tl.debug_barrier()  # all threads have read the source
         zeros = tl.zeros((BLOCK, TILE_COLS), dtype=DTYPE)
         tl.store(source + places, zeros, mask=data_mask)

@@ -1,6 +1,6 @@
-"""Host states in a step: copied to the device in chunks, stepped there, and copied back.
+"""Staging of offloaded states: chunks are copied to the device, stepped there, and copied back.
 
-While kernels step a chunk, copy engines move the next one in and the previous one out.
+Copy engines move the next chunk in and the previous one out while kernels step a chunk.
 """
 
 from bisect import bisect_right
@@ -17,22 +17,18 @@ from moe_optim.formats import round_up
 
 SLOTS = 3
 CHUNK_BYTES = 48 << 20
-"""Bytes of masters and moments of a chunk; more only where what cannot be cut is larger."""
+"""Bytes of masters and moments per chunk; exceeded only by a piece that cannot be cut."""
 SMALLEST = 1 << 16
-"""Elements of a shard. Kernels step smaller shards in host memory: a copy costs more."""
-_ALIGNMENT = 256  # bytes between two tensors of a slot
+"""Elements of the smallest staged shard. Kernels step smaller ones in host memory, which is cheaper
+than a copy."""
+_ALIGNMENT = 256  # alignment of tensors in a slot, bytes
 
 Copies = Sequence[tuple[Tensor, Tensor]]
-"""Tensors of the host, and their places on the device."""
+"""Host tensors, and their device copies."""
 
 
 class Stage:
-    """Memory of the device that chunks pass through, and the streams that copy them.
-
-    Args:
-        device: device that steps them.
-        slot_bytes: size of each of ``SLOTS`` slots of memory.
-    """
+    """Device memory of ``SLOTS`` slots that chunks pass through, and the streams that copy them."""
 
     _stages: "WeakSet[Stage]" = WeakSet()
 
@@ -43,17 +39,14 @@ class Stage:
         ]
         self._turns = cycle(range(SLOTS))
         self._depth = 0
-        self._left: dict[int, torch.cuda.Event] = {}  # slot -> when its last chunk had left
+        self._left: dict[int, torch.cuda.Event] = {}  # slot -> copy-out of its last chunk
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         if device.type == "cuda":
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     @classmethod
     def of(cls, device: torch.device, slot_bytes: int) -> "Stage":
-        """Return a stage for chunks of this size, shared with others on the device if possible.
-
-        Steps on one stream follow each other, and so may use the same memory.
-        """
+        """Return a stage for chunks of this size, shared by all steps on the device if possible."""
         for stage in cls._stages:
             if stage._device == device and stage.slots[0].numel() >= slot_bytes:
                 return stage
@@ -67,10 +60,10 @@ class Stage:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Return a context for :meth:`run`, which may be nested to let several tables overlap.
+        """Return a context for :meth:`run`; nested contexts let several tables overlap.
 
-        Copies start after the work that was queued before. At the end of the outermost context the
-        current stream waits for all chunks; the host does not wait.
+        Copies wait for previously queued work. When the outermost context exits, the current stream
+        waits for all chunks; the host does not.
         """
         self._depth += 1
         if self._depth == 1 and self._streams is not None:
@@ -84,13 +77,7 @@ class Stage:
                 self.wait_for_all()
 
     def run(self, copies: Copies, slot: int, step: Callable[[], None]) -> None:
-        """Copy a chunk in, step it and copy it back, in an opened stage.
-
-        Args:
-            copies: tensors of the host, and their places in the slot.
-            slot: number of the slot.
-            step: function that launches the step of the chunk on the current stream.
-        """
+        """Copy a chunk into its slot, step it and copy it back, inside :meth:`opened`."""
         if self._streams is None:
             for on_host, on_device in copies:
                 on_device.copy_(on_host)
@@ -114,7 +101,7 @@ class Stage:
         self._left[slot] = outward.record_event()
 
     def wait_for_all(self) -> None:
-        """Have the current stream wait until all chunks are back on the host."""
+        """Make the current stream wait until all chunks are back on the host."""
         if self._streams is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._streams[1])
 
@@ -124,19 +111,16 @@ class StagedRange:
     """Part of a shard in one chunk."""
 
     shard: int
-    """Number of the shard."""
     first: int
-    """First element, counted in the shard."""
     last: int
-    """One past the last element."""
+    """End (exclusive); both count elements in the shard."""
 
 
 def pack(shards: Iterable[tuple[Sequence[int], int]]) -> list[list[StagedRange]]:
-    """Divide shards into chunks, in their order, and cut them only where allowed.
+    """Divide shards into chunks, in order, and cut them only at allowed ends.
 
-    Args:
-        shards: allowed ends of pieces, ascending, with the end of the shard; and bytes of an
-            element, master and moments together.
+    ``shards`` gives the allowed ends of each shard, ascending, its own end included, and the bytes
+    per element of master and moments together.
     """
     chunks: list[list[StagedRange]] = []
     room = 0
@@ -149,7 +133,7 @@ def pack(shards: Iterable[tuple[Sequence[int], int]]) -> list[list[StagedRange]]
                 chunks.append([])
                 room = CHUNK_BYTES
                 continue
-            if last <= first:  # what cannot be cut has a chunk of its own
+            if last <= first:  # an uncuttable piece gets its own chunk
                 last = ends[bisect_right(ends, first)]
             chunks[-1].append(StagedRange(number, first, last))
             room = max(0, room - (last - first) * element_bytes)
@@ -158,12 +142,12 @@ def pack(shards: Iterable[tuple[Sequence[int], int]]) -> list[list[StagedRange]]
 
 
 def slot_bytes(tensors: Iterable[tuple[int, torch.dtype]]) -> int:
-    """Return the bytes that tensors of these elements and dtypes take in a slot."""
+    """Return the bytes that tensors of the given sizes and dtypes use in a slot."""
     return sum(round_up(numel * dtype.itemsize, _ALIGNMENT) for numel, dtype in tensors)
 
 
 def take_from(slot: Tensor, tensors: Iterable[tuple[int, torch.dtype]]) -> list[Tensor]:
-    """Return flat tensors side by side in a slot."""
+    """Return consecutive flat tensors in a slot, of the given sizes and dtypes."""
     sizes = [(numel * dtype.itemsize, dtype) for numel, dtype in tensors]
     starts = [0]
     for nbytes, _ in sizes:

@@ -1,4 +1,4 @@
-"""The update of a step: Adam over shards of any kind, and over blocks that are encoded with it."""
+"""Optimizer step: Adam over shards of any kind, fused with encoding of whole blocks."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,25 +20,22 @@ from moe_optim.places import Places
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Chunk:
-    """States of the host that are on the device together, while they are stepped."""
+    """Offloaded states that are on the device together while they are stepped."""
 
     copies: Copies
     slot: int
-    """Slot of the stage."""
     update: Plan
-    """Step of the states where they are then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepTable(Plan):
-    """The step of some parameters of one rank. Build it once with :meth:`build`.
+    """Optimizer step of some parameters of one rank. Build it once with :meth:`build`.
 
-    A launch multiplies gradients by their clip factor, and overwrites masters, moments and weights;
-    of quantized weights the buffers that travel of every block that is owned as a whole, and the
-    maxima of the others, which ``members.encode_shared`` encodes once they are reduced. States of
-    the host pass through the device in chunks, and are back when what follows on the current stream
-    begins. The caller fills ``hyper`` and ``clips`` first, and zeroes buffers that ranks complete
-    by a maximum.
+    A launch multiplies gradients by their clip factor and updates masters, moments and weights. For
+    quantized weights it writes the gathered buffers of entirely owned blocks, and the maxima of the
+    others, which ``members.encode_shared`` encodes once the maxima are reduced. Offloaded states
+    pass through the device in chunks; later work on the current stream sees them updated. The
+    caller fills ``hyper`` and ``clips`` first, and zeroes buffers that ranks combine by MAX.
     """
 
     states: tuple[AdamState, ...]
@@ -46,25 +43,25 @@ class StepTable(Plan):
     members: MemberTable | None
     """Destination of quantized masters."""
     hyper: Tensor
-    """[num_groups, HYPER_FIELDS] fp32, which the caller fills before each step."""
+    """Hyper-parameters, [num_groups, HYPER_FIELDS] fp32, filled by the caller before each step."""
     clips: Tensor
-    """[num_norms] fp32, factors of the gradients, which the caller fills before each step."""
+    """Clip factors of the gradients, [num_norms] fp32, filled by the caller before each step."""
     update: Plan
-    """Step of all states that do not pass through the stage."""
+    """Step of all states that are not staged."""
     remainder: tuple[AdamState, ...] = ()
-    """States that plain torch steps; all of them without a suitable GPU."""
+    """States that plain torch steps; all of them without a supported GPU."""
     chunks: tuple[Chunk, ...] = ()
-    """States that pass through the stage."""
+    """Staged states."""
     stage: Stage | None = None
-    """Memory that chunks pass through, if there are any."""
+    """Memory that chunks pass through, or None."""
     written: set[bool] = field(default_factory=set)
-    """Not empty once a step has written masters, until the caller clears it."""
+    """Nonempty once a step has written masters, until the caller clears it."""
 
     def watching(self, tensors: Iterable[Tensor]) -> "StepTable":
-        """Return the same launches with a hold on ``tensors`` alone, so that others can be freed.
+        """Return the same launches with references to ``tensors`` only; others can then be freed.
 
-        :attr:`has_moved` compares these alone; the caller then knows where the others are. States
-        that plain torch steps are held all the same.
+        :attr:`has_moved` compares only these tensors; the caller tracks the others. States that
+        plain torch steps stay referenced.
 
         Args:
             tensors: tensors of the states, [n] fp32 or bf16, or views of the same memory.
@@ -85,16 +82,17 @@ class StepTable(Plan):
         """Check the states, and plan their step.
 
         Args:
-            states: all that is owned, perhaps nothing.
-            hyper: [num_groups, HYPER_FIELDS] fp32 on the device of the states, held and not copied.
-            clips: [num_norms] fp32, held and not copied. Below zero nothing moves.
+            states: all owned states; may be empty.
+            hyper: [num_groups, HYPER_FIELDS] fp32 on the device of the states, stored by reference.
+            clips: [num_norms] fp32, stored by reference. A negative factor skips the update.
             members: table whose sources are masters of some of the states. Blocks that no cut
-                divides are encoded together with the update.
-            decoupled: whether weight decay is added to the update (AdamW), and not to the gradient.
-            backend: ``auto`` takes kernels where they run, ``reference`` does without.
+                divides are encoded in the same kernel as the update.
+            decoupled: whether to add weight decay to the update (AdamW) rather than to the
+                gradient.
+            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
 
         Raises:
-            LayoutError: states that do not fit each other, or masters of members without a state.
+            LayoutError: states with inconsistent tensors, or masters of members without a state.
         """
         for state in states:
             state.check()
@@ -110,7 +108,7 @@ class StepTable(Plan):
         unshared = Plan(device=hyper.device, calls=())
         if members is not None:
             unshared = members.encode_unshared
-            if members.exchange.numel():  # it holds the maxima of all ranks, of the last step
+            if members.exchange.numel():  # still holds the reduced maxima of the last step
                 calls.append(members.exchange.zero_)
         if stage is None:
             calls += [*update.calls, *unshared.calls]
@@ -138,14 +136,14 @@ def _step_in_chunks(stage: Stage, update: Plan, chunks: Sequence[Chunk], unshare
         for chunk in chunks:
             stage.run(chunk.copies, chunk.slot, chunk.update.launch)
         if unshared.calls:
-            stage.wait_for_all()  # masters are read where they are at home
+            stage.wait_for_all()  # encoding reads masters on the host
             unshared.launch()
 
 
 def _match(
     owned: Sequence[AdamState], members: MemberTable | None, backend: Backend
 ) -> Iterator[Shard]:
-    """Yield states with the members whose sources are their masters: members first."""
+    """Yield the states of members, with their entries, then all other states."""
     runs = {state.master.device: takes_kernels(backend, state.master.device) for state in owned}
     launched = {one.master.data_ptr(): one for one in owned if runs[one.master.device]}
     for launch in () if members is None else members.launches:
@@ -173,7 +171,7 @@ def _match(
 def _cut_chunks(
     through: Sequence[Shard], updates: Updates
 ) -> tuple[Stage | None, tuple[Chunk, ...]]:
-    """Return the chunks that shards pass through the device in, and the memory for it."""
+    """Return the stage and the chunks of staged shards."""
     if not through:
         return None, ()
     packed = staging.pack((one.ends(), one.state.element_bytes) for one in through)

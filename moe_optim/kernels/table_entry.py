@@ -1,4 +1,4 @@
-"""One parameter of a table: the values this rank owns of it, and the buffers that take them."""
+"""Parameter of a table: the values that this rank owns, and the buffers to write."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,57 +15,53 @@ _NO_SCALES: Mapping[Direction, Tensor] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TableEntry:
-    """One parameter: its new values, or this rank's range of them, and the buffers to write."""
+    """Parameter: its new values, or this rank's range of them, and the buffers to write."""
 
     parameter: str
-    """Name, for errors."""
+    """Parameter name, for errors."""
     source: Tensor
-    """fp32 or bf16, contiguous, in row-major order: all values, [E, R, C] or flat, or this rank's
-    range of them in any shape, perhaps empty. The caller may exchange its memory."""
+    """New values, fp32 or bf16, contiguous, row-major: all of them, [E, R, C] or flat, or this
+    rank's range in any shape; may be empty. The caller may replace its memory."""
     target: QuantizedWeight
-    """Buffers of the whole parameter; only what follows from the source is overwritten."""
+    """Buffers of the whole parameter; only bytes that depend on the source are written."""
     start: int = 0
     """First element of the source, counted in the parameter."""
     cuts: tuple[int, ...] = ()
-    """Elements inside of the parameter at which the ranges of any two ranks meet, the same on all
-    ranks. Blocks and experts around them need maxima of several ranks."""
+    """Elements inside the parameter at which the ranges of two ranks meet, the same on all ranks.
+    The blocks and experts around them need maxima of several ranks."""
     shares_experts: bool = False
-    """Whether its experts continue in parameters of other ranks, which have other rows or columns
-    of them, so that their amaxes, where the format has them, are shared."""
+    """Whether experts continue in parameters of other ranks, in other rows or columns, so that
+    ranks share a global amax."""
     storage_scales: Mapping[Direction, Tensor] = field(default=_NO_SCALES)
-    """Scales as Transformer Engine stores them, [E, ...] of ``storage_scale_shape``: filled from
-    the target's scales after a gather. Their padding is not touched."""
+    """Scales as Transformer Engine stores them, [E, ...] of ``storage_scale_shape``, expanded from
+    the target's scales after a gather. Padding is not written."""
 
     @property
     def end(self) -> int:
-        """One past the last element of the source, counted in the parameter."""
+        """End element of the source (exclusive), counted in the parameter."""
         return self.start + self.source.numel()
 
     @property
     def is_whole(self) -> bool:
-        """Whether the source holds every value that the parameter's bytes follow from."""
+        """Whether the source alone determines all bytes of the parameter."""
         experts, rows, cols = self.target.shape
         is_all = self.source.numel() == experts * rows * cols
         return is_all and not self.cuts and not self.shares_experts
 
     @property
     def owned_experts(self) -> range:
-        """The experts of which the source has at least one element."""
+        """Experts that the source contains at least one element of."""
         _, rows, cols = self.target.shape
         if self.start == self.end:
             return range(0)
         return range(self.start // (rows * cols), -(-self.end // (rows * cols)))
 
     def owned_parts(self) -> "Iterator[OwnedPart]":
-        """Yield the owned part of each of these experts."""
+        """Yield the owned part of each owned expert."""
         return map(self.owned_part, self.owned_experts)
 
     def owned_part(self, expert: int) -> "OwnedPart":
-        """Return the owned part of an expert.
-
-        Args:
-            expert: one of ``owned_experts``.
-        """
+        """Return the owned part of ``expert``, one of ``owned_experts``."""
         _, rows, cols = self.target.shape
         block_row, numel = self.target.format.block_row_height * cols, rows * cols
         base = expert * numel
@@ -77,11 +73,7 @@ class TableEntry:
         )
 
     def check(self) -> None:
-        """Check that source, target and ranges fit each other.
-
-        Raises:
-            LayoutError: they do not; the message names the parameter.
-        """
+        """Raise LayoutError unless source, target and range are consistent."""
         source, target = self.source, self.target
         experts, rows, cols = target.shape
         whole = source.numel() == experts * rows * cols
@@ -136,15 +128,15 @@ class TableEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnedPart:
-    """The owned elements of one expert, counted from its first."""
+    """Owned elements of one expert, counted from its first."""
 
     base: int
     """First element of the expert, counted in the parameter."""
     low: int
     """First owned element."""
     high: int
-    """One past the last."""
+    """End of the owned elements (exclusive)."""
     first_whole: int
-    """First element of the first block row that is owned as a whole, or ``high``."""
+    """First element of the first entirely owned block row, or ``high``."""
     end_whole: int
-    """One past the last of such block rows, not below ``first_whole``."""
+    """End of the entirely owned block rows (exclusive), at least ``first_whole``."""

@@ -1,4 +1,4 @@
-"""Per-tensor FP8 (current scaling): masters to E4M3 codes, with one scale per weight."""
+"""Per-tensor FP8 (current scaling): cast from masters to E4M3 codes, with one scale per weight."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,45 +25,40 @@ from moe_optim.places import Places, addresses_of
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScaledWeight:
-    """A tensorwise weight, or the part of it that a rank owns."""
+    """Tensorwise weight, or the owned part of it."""
 
     master: Tensor
-    """[n] fp32, contiguous, the optimizer's own tensor; may be empty."""
+    """Optimizer's master, [n] fp32, contiguous; may be empty."""
     data: Tensor
-    """[n] uint8, contiguous: E4M3 codes of these elements."""
+    """E4M3 codes of these elements, [n] uint8, contiguous."""
     scale_inv: Tensor
-    """[1] fp32: factor of the codes, of the whole weight."""
+    """Dequantization factor of the whole weight, [1] fp32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TensorwiseTable(Plan):
-    """The cast of masters to codes where both lie. See :meth:`build`.
+    """Plan that casts masters to codes in place. See :meth:`build`.
 
-    Every rank launches ``find_amaxes``, reduces ``amaxes`` with MAX over the ranks, and launches
-    the table, which writes the scale of every weight and the codes of what this rank owns.
+    Every rank launches ``find_amaxes``, all-reduces ``amaxes`` with MAX, and launches the table,
+    which writes the scale of every weight and the codes that this rank owns.
     """
 
     weights: tuple[ScaledWeight, ...]
     """All weights, in the same order on every rank."""
     find_amaxes: Plan
-    """Writes ``amaxes``; NaN counts as zero."""
+    """Plan that writes ``amaxes``; NaN counts as zero."""
     amaxes: Tensor
-    """[num_weights] fp32: amax of what this rank owns, or, once reduced, of whole weights."""
+    """Amax of the owned parts, [num_weights] fp32, or, once reduced, of whole weights."""
     scales: Tensor
-    """[num_weights] fp32: scales, written with the codes."""
+    """Encode scales, [num_weights] fp32, written with the codes."""
 
     @classmethod
     def build(
         cls, weights: Sequence[ScaledWeight], *, backend: Backend = "auto"
     ) -> "TensorwiseTable":
-        """Plan the cast of weights on their device; nothing is copied.
+        """Plan the cast of at least one weight, all on one device, without copying.
 
-        Args:
-            weights: at least one, all on one device; on every rank the same ones in the same order.
-            backend: ``auto`` takes kernels where they run, ``reference`` does without.
-
-        Raises:
-            LayoutError: tensors of other shapes or dtypes, or on several devices.
+        Every rank passes the same weights in the same order.
         """
         device = weights[0].scale_inv.device
         for index, one in enumerate(weights):

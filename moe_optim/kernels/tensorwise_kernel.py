@@ -1,6 +1,6 @@
 # mypy: allow-incomplete-defs
 
-"""The amax of a weight, part by part and then over its parts; its scale; and its codes."""
+"""Kernels of the per-tensor cast: amax per part, amax per weight, scale, and codes."""
 
 import triton
 import triton.language as tl
@@ -18,9 +18,9 @@ def part_amax_kernel(
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the largest magnitude of one part, rounded to bf16, into its slot; NaN counts as zero.
+    """Write the amax of one part, rounded to bf16, to its slot; NaN counts as zero.
 
-    Grid (num_parts,). Whole tiles are read without masks, by the widest accesses.
+    Grid (num_parts,). Whole tiles are read without masks, in the widest accesses.
     """
     part = parts + tl.program_id(0).to(tl.int64) * PART_FIELDS
     master = _pointer(part, tl.float32, ALIGNED)
@@ -34,7 +34,7 @@ def part_amax_kernel(
         places += whole
         values = tl.load(master + places, mask=places < count, other=0.0)
         largest = larger_magnitude(largest, values)
-    # Rounding keeps the order, so that one rounding at the end gives the maximum of the rounded.
+    # Rounding is monotonic: the rounded maximum is the maximum of the rounded values.
     tl.store(slots + tl.load(part + 4), round_to_bf16(tl.max(largest, 0)))
 
 
@@ -45,10 +45,7 @@ def weight_amax_kernel(
     amaxes,  # [num_weights] fp32
     LANES: tl.constexpr,
 ):
-    """Write the largest of the slots of one weight; 0 for one of which nothing is owned.
-
-    Grid (num_weights,).
-    """
+    """Write the maximum of the slots of one weight, or 0 without slots; grid (num_weights,)."""
     weight = tl.program_id(0)
     lanes = tl.arange(0, LANES)
     end = tl.load(bounds + weight + 1)
@@ -65,10 +62,10 @@ def scale_kernel(
     scales,  # [num_weights] fp32
     inverses,  # [num_weights] int64: addresses
 ):
-    """Write the scale of one weight, and its inverse to where the weight has it.
+    """Write the scale of one weight, and its inverse to the weight's ``scale_inv``.
 
-    scale = 448 / amax, at most FLT_MAX; 1 for an amax of 0 or Inf. Current scaling of Transformer
-    Engine 2.20.
+    scale = 448 / amax, at most FLT_MAX; 1 for an amax of 0 or Inf, as in current scaling of
+    Transformer Engine 2.20.
 
     Grid (num_weights,).
     """
@@ -90,7 +87,7 @@ def cast_kernel(
 ):
     """Write the codes of one part: E4M3 of w * scale, w = master rounded to bf16.
 
-    Grid (num_parts,). Whole tiles are read and written without masks, by the widest accesses.
+    Grid (num_parts,). Whole tiles are read and written without masks, in the widest accesses.
     """
     part = parts + tl.program_id(0).to(tl.int64) * PART_FIELDS
     master = _pointer(part, tl.float32, ALIGNED)
@@ -111,7 +108,7 @@ def cast_kernel(
 
 @triton.jit
 def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the pointer that lies at an address."""
+    """Load the pointer stored at an address."""
     memory = tl.load(address).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         memory = tl.multiple_of(memory, 16)

@@ -1,6 +1,6 @@
 # mypy: allow-incomplete-defs
 
-"""Triton helpers that read descriptors, find owned elements and zero gaps."""
+"""Triton helpers that read descriptors, mask owned elements and zero gaps."""
 
 import triton
 import triton.language as tl
@@ -26,14 +26,10 @@ GLOBAL_AMAX = tl.constexpr(fields.GLOBAL_AMAX)
 
 @triton.jit
 def buffer_rows(member, buffer: tl.constexpr, row, dtype: tl.constexpr, alignment: tl.constexpr):
-    """Return a pointer to the start of ``row`` of a buffer, and its row stride in elements.
+    """Return a pointer to the start of ``row`` (int64) of a buffer, and its row stride in elements.
 
-    Args:
-        member: pointer to a descriptor.
-        buffer: column of the buffer's address.
-        row: int64, counted in the rows of the buffer.
-        dtype: dtype of the buffer.
-        alignment: number of elements of which both results are promised to be multiples.
+    ``member`` points to a descriptor, ``buffer`` is the column of the buffer's address, and both
+    results are hinted to be multiples of ``alignment`` elements.
     """
     memory = tl.load(member + buffer).to(tl.pointer_type(dtype))
     stride = tl.multiple_of(tl.load(member + STRIDES + buffer).to(tl.int32), alignment)
@@ -42,15 +38,9 @@ def buffer_rows(member, buffer: tl.constexpr, row, dtype: tl.constexpr, alignmen
 
 @triton.jit
 def is_owned(member, first_row, first_col, rows, columns, cols):
-    """Return which elements of a tile lie in the range that the member owns.
+    """Return the mask of tile elements in the member's owned range.
 
-    Args:
-        member: pointer to a descriptor.
-        first_row: int64.
-        first_col: int32, like ``cols``.
-        rows: int32, counted from the tile's first, broadcastable against ``columns``.
-        columns: int32, counted from the tile's first.
-        cols: columns of the weight.
+    ``first_row`` is int64. ``rows`` and ``columns`` are int32 offsets in the tile that broadcast.
     """
     first = first_row * cols + first_col
     limit: tl.constexpr = (1 << 31) - 1
@@ -62,7 +52,7 @@ def is_owned(member, first_row, first_col, rows, columns, cols):
 
 @triton.jit
 def zero_gap(gap, first):
-    """Zero up to GAP_TILE two-byte units of a gap, from its unit ``first`` on."""
+    """Zero up to GAP_TILE two-byte units of a gap, starting at unit ``first``."""
     memory = tl.load(gap).to(tl.pointer_type(tl.int16))
     left = tl.load(gap + 1).to(tl.int32) - first
     units = tl.arange(0, GAP_TILE)

@@ -1,4 +1,4 @@
-"""Tile sizes, measured once and frozen: tuning at run time would make ranks diverge in time."""
+"""Tile sizes, measured offline: autotuning at run time would desynchronize ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,16 +9,15 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """The rectangle of a weight that one program handles: some columns of a block row."""
+    """Rectangle of a weight per program: some columns of a block row."""
 
     cols: int
     """Columns, a power of two and a multiple of the block."""
     num_warps: int
     rows: int | None = None
-    """Rows that are in registers at a time; all of the block row if not given."""
+    """Rows held in registers at a time; by default the whole block row."""
     registers: int | None = None
-    """Limit of registers a thread, where the compiler would take too many for enough programs to
-    run at a time."""
+    """Maximum registers per thread, where the compiler's choice would limit occupancy."""
 
 
 TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
@@ -33,7 +32,7 @@ TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
         ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=4),
     }
 )
-"""By format and dtype of the source, on H100; docs/kernel-measurements.md has what was tried."""
+"""Tiles by format and source dtype, measured on H100; see docs/kernel-measurements.md."""
 
 
 STEP_TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
@@ -46,18 +45,18 @@ STEP_TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
         ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=4, rows=32),
     }
 )
-"""The same where a step of Adam comes first, by format and dtype of the moments, on H200. Of 65,536
-registers three programs of four warps take 168 a thread."""
+"""Tiles with a fused Adam step, by format and moment dtype, measured on H200. With 168 registers
+per thread, three programs of four warps fit in 65,536 registers."""
 
 ADAM_TILE = Tile(cols=1024, num_warps=8)
 """Elements of a flat range that one program steps at a time."""
 ADAM_PART = 8192
-"""Elements of a flat range that one program steps."""
+"""Elements of a flat range per program."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransposeTile:
-    """Rectangle that one program transposes: four-byte words, and packs of rows that fill one."""
+    """Rectangle that one program transposes, in 32-bit words."""
 
     words: int
     """Words along a row of the source."""
@@ -73,10 +72,10 @@ TRANSPOSE: Mapping[int, TransposeTile] = MappingProxyType(
         8: TransposeTile(words=32, packs=64, num_warps=8),
     }
 )
-"""By elements a word; 1 for rows of bytes that do not begin at multiples of four."""
+"""Tiles by elements per word; 1 for rows of bytes that are not word-aligned."""
 
 SCALE_TILES: Mapping[bool, tuple[int, int]] = MappingProxyType({False: (64, 64), True: (16, 64)})
-"""Block scales, down and across, that one program writes, by whether they have several lines."""
+"""Block scales, down and across, per program, by whether they repeat over several lines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +83,9 @@ class NormTile:
     """Gradients that one program reads to sum their squares."""
 
     numel: int
-    """Elements at a time, a power of two; each has a sum of its own in registers."""
+    """Elements per tile, a power of two; registers hold one sum per element."""
     num_tiles: int
-    """Tiles of a part, which is what one program sums."""
+    """Tiles per part; a program sums one part."""
     num_warps: int
 
 
@@ -96,15 +95,15 @@ NORM: Mapping[torch.dtype, NormTile] = MappingProxyType(
         torch.bfloat16: NormTile(numel=2048, num_tiles=64, num_warps=8),
     }
 )
-"""By dtype of the gradients, on H200: parts of 512 and of 256 KiB."""
+"""Tiles by gradient dtype, measured on H200: parts of 512 and 256 KiB."""
 
 NORM_LANES = 1024
-"""Sums of parts that one program adds up at a time."""
+"""Part sums that one program adds at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatTile:
-    """Flat range of an expert that one program handles at a time."""
+    """Flat range of elements that one program handles at a time."""
 
     numel: int
     """Elements, a power of two."""
@@ -112,26 +111,24 @@ class FlatTile:
 
 
 AMAX_TILE = 4096
-"""Elements: a part whose amax one program finds is a multiple of it."""
+"""Elements; the length of an amax part is a multiple of it."""
 GAP_TILE = 4096
-"""Two-byte units that one program zeroes outside the members."""
+"""Two-byte units of a gap that one program zeroes."""
 
 EXPERT_AMAX = FlatTile(numel=1024, num_warps=4)
-"""Amax of an expert, four tiles in flight; a divisor of ``AMAX_TILE``. On H200."""
+"""Tile for the amax of an expert, four in flight; divides ``AMAX_TILE``. Measured on H200."""
 
 FAKE_FORWARD = FlatTile(numel=2048, num_warps=4)
-"""Fake quantization: values to values."""
 FAKE_BACKWARD = FlatTile(numel=2048, num_warps=4)
-"""Backward pass of fake quantization: values and gradients to gradients."""
 
 TENSORWISE_TILE = FlatTile(numel=8192, num_warps=8)
-"""Elements of a tensorwise weight that are read at a time. On H200, as fast as a copy."""
+"""Tile for the per-tensor cast; on H200 it reaches the bandwidth of a copy."""
 TENSORWISE_PART = 1 << 15
-"""Elements that one program reads, a multiple of the tile."""
+"""Elements per program, a multiple of the tile."""
 TENSORWISE_LANES = 128
-"""Maxima of parts that one program compares at a time."""
+"""Part maxima that one program compares at a time."""
 
 HEALTH_TILE = Tile(cols=128, num_warps=1, rows=4)
-"""Columns that one program measures, four a thread: the sums of a column stay in one thread."""
+"""Columns that one program measures, four per thread, so that one thread holds a column's sums."""
 HEALTH_ROWS = 256
 """Rows that one program measures, a multiple of every block row."""

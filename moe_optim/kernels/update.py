@@ -1,4 +1,4 @@
-"""One update of shards on the device: Adam over flat ranges, and over blocks encoded with it."""
+"""Update of shards on the device: Adam over flat ranges, and over blocks encoded with it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,23 +20,23 @@ from moe_optim.kernels.tuning import ADAM_PART, ADAM_TILE, STEP_TILES
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Shard:
-    """A state, and for a master that kernels encode, its entry in the members of the step."""
+    """State, and the member entry of its master if kernels encode it."""
 
     state: AdamState
     planned: Planned | None = None
     """Entry, with the amax slots of all its experts."""
     launch: LaunchTable | None = None
-    """Requantization that the entry is part of."""
+    """Requantization that contains the entry."""
     has_kernels: bool = True
-    """Whether kernels step it, and not plain torch."""
+    """Whether kernels step the shard rather than plain torch."""
 
     @property
     def is_staged(self) -> bool:
-        """Whether it is copied to the device to be stepped."""
+        """Whether the shard is copied to the device for its step."""
         return self.state.on_host is not None and self.state.master.numel() >= staging.SMALLEST
 
     def ends(self) -> list[int]:
-        """Return the elements at which chunks may end: of whole blocks or experts, and its end."""
+        """Return the elements at which chunks may end, at whole blocks or experts, and its end."""
         numel = self.state.master.numel()
         length = staging.CHUNK_BYTES // self.state.element_bytes
         length = max(1, length // ADAM_PART) * ADAM_PART
@@ -55,7 +55,7 @@ class Shard:
         return ends
 
     def piece(self, first: int, last: int, there: Sequence[Tensor]) -> "Shard":
-        """Return elements ``first`` to ``last``, with master and moments in other tensors."""
+        """Return elements ``first`` to ``last``, with master and moments replaced by ``there``."""
         here, state, planned = slice(first, last), self.state, self.planned
         if planned is not None:
             entry, exchange = planned
@@ -83,7 +83,7 @@ class Updates:
     written: set[bool]
 
     def plan(self, shards: Sequence[Shard]) -> Plan:
-        """Plan the step of shards where they are, and the encoding that needs no other rank."""
+        """Plan the step of shards in place, and the encoding that needs no other rank."""
         ranges = _Ranges()
         of_launch: dict[LaunchTable, list[tuple[Planned, AdamState]]] = {}
         for shard in shards:
@@ -108,11 +108,11 @@ class Updates:
         return Plan(device=self.hyper.device, calls=(*kernels, *encode, *others))
 
     def _step_ranges(self, ranges: "_Ranges") -> Iterator[BoundKernel]:
-        """Yield a launch a kind; with an amax, its parts are those of a requantization."""
+        """Yield one launch per kind of range; amax parts match those of a requantization."""
         from moe_optim.kernels.adam_kernel import adam_kernel
 
         launches = () if self.members is None else self.members.launches
-        amaxes = launches[0].amax if launches else self.hyper  # not written then
+        amaxes = launches[0].amax if launches else self.hyper  # placeholder, not written
         for kind, table in ranges.kinds.items():
             columns = (table.states, table.masters, table.parts)
             states, masters, parts = (int64(rows).to(self.hyper.device) for rows in columns)
@@ -141,7 +141,7 @@ class Updates:
         group: Sequence[tuple[Planned, AdamState]],
         ranges: "_Ranges",
     ) -> Iterator[BoundKernel]:
-        """Yield launches that step and encode whole blocks, and leave the others to ``ranges``."""
+        """Yield launches that step and encode whole blocks, and add the rest to ``ranges``."""
         by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[tuple[Planned, AdamState]]] = {}
         for (entry, exchange), state in group:
             for part in entry.owned_parts():
@@ -178,20 +178,20 @@ class Updates:
         group: Sequence[tuple[Planned, AdamState]],
         ranges: "_Ranges",
     ) -> Iterator[BoundKernel]:
-        """Leave experts to ``ranges``, which find their amax, and yield what encodes them then."""
+        """Add experts to ``ranges``, which computes their amax, and yield the encoding launches."""
         for (entry, exchange), state in group:
             for expert, part in zip(entry.owned_experts, entry.owned_parts(), strict=True):
                 base = entry.start - part.base
                 ranges.add(state, base, part.low, part.high, exchange.experts[expert])
         if self.members is None or self.members.exchange.numel():
-            return  # other ranks have a share in some amaxes
+            return  # some amaxes need other ranks
         planned = [one for one, _ in group]
         is_all = [entry for entry, _ in planned] == [entry for entry, _ in launch.planned]
         table = launch if is_all else LaunchTable.build(planned, launch.amax)
         yield from table.bind_encoding()
 
     def _step(self, state: AdamState) -> None:
-        step_into(  # version counters tell of writes by hand alone, as where kernels step
+        step_into(  # .data: as with kernels, version counters count only other writes
             *(state.master.data, state.gradient, state.exp_avg, state.exp_avg_sq),
             hyper=self.hyper[state.group],
             clip=self.clips[state.norm],
@@ -217,15 +217,14 @@ class _RangeTable:
     """Flat ranges of one kind, as kernels read them."""
 
     states: list[list[int]] = field(default_factory=list)
-    """STATE_FIELDS a range, see ``fields``; addresses are those of its start."""
+    """Rows of STATE_FIELDS, see ``fields``; addresses are those of element 0 of the range."""
     masters: list[int] = field(default_factory=list)
-    """Address of the first master of a range."""
     parts: list[list[int]] = field(default_factory=list)
-    """Range, first element, one past the last, and the slot of the amax, for each part."""
+    """Range, first element, end element, and amax slot of each part."""
 
 
 class _Ranges:
-    """Collects ranges by what one launch can handle."""
+    """Collector of ranges, grouped by launch."""
 
     def __init__(self) -> None:
         self.kinds: dict[_Kind, _RangeTable] = {}
@@ -233,12 +232,7 @@ class _Ranges:
     def add(self, state: AdamState, base: int, first: int, last: int, slot: int = -1) -> None:
         """Add elements ``first`` to ``last``, counted from ``base`` elements before a shard.
 
-        Args:
-            state: the shard.
-            base: distance of the element that others are counted from, before the shard.
-            first: first element.
-            last: one past the last element.
-            slot: first of ``AMAX_SLOTS`` for the parts of the range; below zero without.
+        ``slot`` is the first of ``AMAX_SLOTS`` for the parts of the range, negative for no amax.
         """
         if last <= first:
             return
@@ -252,7 +246,7 @@ class _Ranges:
             aligned=not (master | row[0] | row[1] | row[2] | row[5]) % ALIGNMENT and not first % 16,
         )
         table = self.kinds.setdefault(kind, _RangeTable())
-        # with an amax the parts of a requantization, which leaves all other slots as they are
+        # amax parts match those of a requantization, which never writes the other slots
         length = amax_part_length(last - first) if kind.finds_amax else ADAM_PART
         for number, start in enumerate(range(first, last, length)):
             part = [len(table.states), start, min(last, start + length), slot + number]
@@ -262,7 +256,7 @@ class _Ranges:
 
 
 def _row(state: AdamState, base: int) -> list[int]:
-    """Return the row of a shard, counted from ``base`` elements before its first."""
+    """Return the state row of a shard, with addresses ``base`` elements before its first."""
     columns = [
         tensor.data_ptr() - base * tensor.element_size()
         for tensor in (state.gradient, state.exp_avg, state.exp_avg_sq)

@@ -1,5 +1,5 @@
 """Quantized expert weights: the parameter, its storage (portable or Transformer Engine's), names.
 
-Offers ``GroupedWeight``, ``WeightStorage`` and ``storage_of``. Only ``weights/te`` reads private
-fields of Transformer Engine. Imports formats, kernels and ``integration/installation``.
+Exports ``GroupedWeight``, ``WeightStorage`` and ``storage_of``. Only ``weights/te`` accesses
+private fields of Transformer Engine. Imports formats, kernels and ``integration/installation``.
 """

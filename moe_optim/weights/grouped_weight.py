@@ -18,24 +18,24 @@ aten = torch.ops.aten
 
 
 class GroupedWeight(Tensor):
-    """A parameter of logical shape [E, R, C] (or [R, C]) and dtype bf16 over quantized storage.
+    """Parameter of logical shape [E, R, C] (or [R, C]) and dtype bf16 over quantized storage.
 
-    It has no bytes of its own. Shape, dtype, ``numel`` and the gradient are those of the logical
-    bf16 weight, which is what buffers, layouts and optimizers count. Reading it in any torch
-    function dequantizes the rowwise copy; ``copy_`` quantizes what it is given; both raise while
-    the weight is behind its masters, since its gather would have the last word; every other
-    in-place write raises, and so does a view, through which a write would be lost. ``detach``,
-    ``data``, ``expand`` to its own shape and ``alias`` share the storage; ``deepcopy`` and
-    ``to(device)`` copy it; pickling keeps the bf16 values, so that files load without this package.
+    Shape, dtype, ``numel`` and gradient are those of the logical bf16 weight; the parameter itself
+    has no memory. Torch functions read the dequantized rowwise copy, and ``copy_`` quantizes its
+    source. Both raise while the weight is behind its masters: reads would be stale, and the next
+    gather would overwrite writes. All other in-place writes raise, and so do views, through which
+    writes would be lost. ``detach``, ``data``, ``alias``, and ``expand`` to the same shape share
+    the storage; ``deepcopy`` and ``to(device)`` copy it; pickling stores bf16 values, so files load
+    without this package.
 
     Args:
-        storage: buffers behind the weight.
+        storage: quantized storage of the weight.
         shape: ``storage.shape``, or [R, C] for a storage of one expert.
     """
 
     quantized_storage: WeightStorage
-    """What holds the bytes."""
-    # As compiled graphs ask for them, which look for the bytes when they run
+    """Storage of the quantized bytes."""
+    # Attributes of compiled graphs, resolved at every run
     _buffer_rowwise_data = property(attrgetter("quantized_storage.laid_out.rowwise_data"))
     _buffer_rowwise_scale = property(attrgetter("quantized_storage.laid_out.rowwise_scale"))
     _buffer_columnwise_data = property(attrgetter("quantized_storage.laid_out.columnwise_data"))
@@ -44,7 +44,7 @@ class GroupedWeight(Tensor):
 
     @property
     def storage_handle(self) -> Tensor:
-        """Number by which compiled graphs know the storage, see :func:`handle_of`."""
+        """Handle of the storage in compiled graphs, see :func:`handle_of`."""
         storage = self.quantized_storage
         return storage.handle if isinstance(storage, TracedStorage) else handle_of(storage)
 
@@ -55,7 +55,7 @@ class GroupedWeight(Tensor):
         shape: torch.Size | tuple[int, ...] | None = None,
         requires_grad: bool = False,
     ) -> "GroupedWeight":
-        """Wrap ``storage``; nothing is copied."""
+        """Wrap ``storage`` without copying."""
         weight: GroupedWeight = Tensor._make_wrapper_subclass(
             cls,
             torch.Size(storage.shape if shape is None else shape),
@@ -72,7 +72,7 @@ class GroupedWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Handle the few operations that keep the storage; dequantize for all others."""
+        """Handle the operations that keep the storage; dequantize for all others."""
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
         if handler is not None:
@@ -85,10 +85,7 @@ class GroupedWeight(Tensor):
         return func(*args, **kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, tuple[int, int, int]]]:
-        """Return which attributes a compiled graph has in place of the weight, and what they mean.
-
-        They are the buffers, and the handle by which the graph asks whether they are fresh.
-        """
+        """Return buffers and handle, to replace the weight in compiled graphs, and metadata."""
         storage = self.quantized_storage
         buffers = [f"_buffer_{name}" for name in storage.format.buffer_names]
         return [*buffers, "storage_handle"], (storage.format.name, storage.shape)
@@ -98,9 +95,9 @@ class GroupedWeight(Tensor):
         tensors: dict[str, Tensor],
         meaning: tuple[str, tuple[int, int, int]],
         outer_size: Sequence[int],
-        outer_stride: Sequence[int],  # noqa: ARG004  # of a weight without bytes: as if contiguous
+        outer_stride: Sequence[int],  # noqa: ARG004  # nominal: the weight has no memory
     ) -> "GroupedWeight":
-        """Return a weight that stands for one in the graph that is being compiled."""
+        """Return a traced weight for the graph that is being compiled."""
         name, shape = meaning
         format = get_format(name)
         *buffers, handle = tensors.values()
@@ -108,11 +105,7 @@ class GroupedWeight(Tensor):
         return GroupedWeight(TracedStorage(quantized, handle), torch.Size(outer_size))
 
     def dequantize(self) -> Tensor:
-        """Return the rowwise values as an ordinary bf16 tensor of the logical shape.
-
-        Raises:
-            StateError: the masters have moved on since the bytes were written.
-        """
+        """Return the rowwise values as plain bf16, in the logical shape; StateError if stale."""
         self.quantized_storage.require_fresh()
         return self.quantized_storage.dequantize("rowwise").view(self.shape)
 
@@ -122,7 +115,7 @@ class GroupedWeight(Tensor):
 
     @property
     def data(self) -> "GroupedWeight":
-        """The weight without its history; the storage is shared."""
+        """Weight without gradient history, sharing the storage."""
         return self.alias()
 
     @data.setter
@@ -148,24 +141,24 @@ class GroupedWeight(Tensor):
         self.quantized_storage = other
 
     def get_high_precision_init_val(self) -> Tensor:
-        """Return the values last written before masters were made, else dequantized ones.
+        """Return the values last written before masters were created, else dequantized values.
 
-        In the logical shape; dequantized ones are bf16, written ones of the dtype they were written
-        in, and not a copy. Masters start from these, so that quantization does not cost precision
-        twice. The name is Transformer Engine's; the distributed optimizer looks for it.
+        Masters start from these to avoid quantization error. Shape is logical; dequantized values
+        are bf16, written values keep their dtype and are not a copy. The distributed optimizer
+        calls this method by Transformer Engine's name.
         """
         initial = self.quantized_storage.initial
         return self.dequantize() if initial is None else initial.view(self.shape)
 
     def clear_high_precision_init_val(self) -> None:
-        """Free the bf16 values kept for the masters."""
+        """Free the initial values kept for the masters."""
         self.quantized_storage.initial = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Copy storage and what describes the weight; the copy is a parameter if this one is.
+        """Copy the storage and the attributes; the copy is a parameter if this one is.
 
-        Tensors that an optimizer or a wrapper has hung on it, ``main_grad`` among them, are theirs:
-        a copy accumulates into ``grad``.
+        Tensor attributes such as ``main_grad`` belong to an optimizer or a wrapper and are not
+        copied; the copy accumulates into ``grad``.
         """
         new = GroupedWeight(copy.deepcopy(self.quantized_storage, memo), self.shape)
         result = torch.nn.Parameter(new, self.requires_grad) if _is_parameter(self) else new
@@ -177,8 +170,8 @@ class GroupedWeight(Tensor):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the bf16 values as an ordinary tensor, or parameter if this is one."""
-        if isinstance(self.quantized_storage, TracedStorage):  # a compiler's key for its graph
+        """Pickle the bf16 values as a plain tensor, or as a parameter if this is one."""
+        if isinstance(self.quantized_storage, TracedStorage):  # part of the compiler's cache key
             names, meaning = self.__tensor_flatten__()
             tensors = {name: getattr(self, name) for name in names}
             return self.__tensor_unflatten__, (tensors, meaning, tuple(self.shape), ())
@@ -188,34 +181,26 @@ class GroupedWeight(Tensor):
         return values.__reduce_ex__(protocol)
 
     def share_memory_(self) -> "GroupedWeight":
-        """Refuse: a weight has no memory of its own.
-
-        Raises:
-            StateError: always.
-        """
+        """Raise StateError: quantized weights cannot be shared between processes."""
         raise StateError(
             f"{self.quantized_storage.name}: quantized weights are not shared between processes. "
             "Send their bf16 values, dequantize(), instead."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Describe the weight without reading it."""
+        """Describe the weight without dequantizing it."""
         storage = self.quantized_storage
         return f"GroupedWeight({storage.name}, {list(self.shape)}, {storage.format.name})"
 
 
 class GradientNote:
-    """Hook of a weight by which its bucket learns of a gradient; it changes nothing.
-
-    Args:
-        weight: weight of a bucket, of any class.
-    """
+    """Gradient hook that notifies the bucket of a weight; it does not change the gradient."""
 
     def __init__(self, weight: Any) -> None:
         self._weight = weight
 
     def __call__(self, _: Tensor) -> None:
-        """Tell the bucket, unless a grouped linear has told it before it wrote the gradient."""
+        """Notify the bucket, unless a grouped linear did so before writing the gradient."""
         weight = self._weight
         if isinstance(weight, GroupedWeight) and getattr(weight, "grad_added_to_main_grad", False):
             return
@@ -248,8 +233,8 @@ def _copy(_func: Any, target: Tensor, source: Tensor, non_blocking: bool = False
             storage.copy_bytes_from(theirs)
             return target
         source = source.dequantize()
-    elif storage.initial is not None:  # masters are still to be made: of these values
-        like = storage.initial  # may be fp32, as loaded
+    elif storage.initial is not None:  # masters will be created from these values
+        like = storage.initial  # fp32 if loaded so
         kept = torch.empty(target.shape, dtype=like.dtype, device=like.device)
         storage.initial = kept.copy_(source.detach())
     storage.write(source.expand(target.shape).reshape(storage.shape).to(torch.bfloat16))
@@ -265,17 +250,14 @@ def _to_copy(_func: Any, weight: GroupedWeight, **kwargs: Any) -> Any:
 
 
 def _broadcast(func: Any, tensors: list[Tensor], *args: Any) -> Any:
-    """Broadcast the buffers instead of the values: every rank ends with the same bytes.
-
-    So does what masters will be made of, if it is still there.
-    """
+    """Broadcast the buffers, and initial values if present, instead of dequantized values."""
     if not isinstance(tensors[0], GroupedWeight):
         return NotImplemented
     storage = tensors[0].quantized_storage
     storage.require_writable()
-    if storage.initial is not None:  # it may have been kept on the host
+    if storage.initial is not None:  # may be on the host
         storage.initial = storage.initial.to(storage.device)
-    # NCCL takes no others; a buffer that is none is another one, seen the other way round
+    # NCCL requires contiguous tensors; the others are transposed views of these
     buffers = [buffer for buffer in storage.quantized.buffers().values() if buffer.is_contiguous()]
     sent = [*buffers, storage.initial, storage.recorded_amax]
     work: Any = None
@@ -286,7 +268,7 @@ def _broadcast(func: Any, tensors: list[Tensor], *args: Any) -> Any:
             work.wait()
         _, work = func([tensor.view(torch.uint8) if tensor.dim() else tensor], *args)
     if storage.storage_scales and work is not None:
-        work.wait()  # they follow from buffers that must have arrived
+        work.wait()  # expanded below from the received buffers
     storage.note_write()
     return tensors, work
 
@@ -302,10 +284,7 @@ _HANDLERS: dict[Any, Any] = {
 
 
 def _refuse_views(func: Any, args: tuple[Any, ...]) -> None:
-    """Raise where the result would alias a dequantized copy: writes through it would be lost.
-
-    An expanded tensor is let through: its repeated elements cannot be written.
-    """
+    """Raise if the result would be a writable view of a dequantized copy."""
     if func is aten.expand.default:
         return
     for result in func._schema.returns:

@@ -1,4 +1,4 @@
-"""Which parameters buffers of this package manage: those with a quantized storage behind them."""
+"""Detection of parameters that buffers of this package manage: those with a quantized storage."""
 
 from typing import Any
 
@@ -11,11 +11,10 @@ from moe_optim.weights.te.storage import TransformerEngineStorage
 
 
 def storage_of(param: Any) -> Any:
-    """Return the storage behind a parameter, or None if it is an ordinary one.
+    """Return the storage of a parameter, or None for a plain one.
 
-    A weight of Transformer Engine gets one when it is first asked for, while the plug-in is
-    installed with its format, or with ``auto``; from then on it is its ``quantized_storage``, as a
-    portable weight's.
+    The first call on a weight of Transformer Engine creates its storage and sets it as
+    ``quantized_storage``, if the plug-in is installed with its format or with ``auto``.
     """
     storage = getattr(param, "quantized_storage", None)
     formats = te_formats_of(param) if storage is None else ()

@@ -1,8 +1,7 @@
-"""Names of parameters, whatever wraps the model: DDP, torch.compile, or adapters such as LoRA's.
+"""Parameter names independent of wrappers: DDP, torch.compile, or adapters such as LoRA.
 
-Megatron-Bridge's ``AdapterWrapper`` holds the linear as ``to_wrap``, and what it adds as
-``adapter``. Keys of checkpoints are those of the linear alone, and of the adapter behind
-``adapter.``.
+Megatron-Bridge's ``AdapterWrapper`` stores the linear as ``to_wrap`` and its own parameters as
+``adapter``. Checkpoint keys omit ``to_wrap`` and keep ``adapter.``.
 """
 
 import re
@@ -12,31 +11,31 @@ from typing import Any
 import torch
 
 BASE = "to_wrap"
-"""Child of a wrapper: the module that it wraps."""
+"""Child of an adapter wrapper: the wrapped module."""
 ADAPTER = "adapter"
-"""Child of a wrapper: what is trained beside it."""
+"""Child of an adapter wrapper: the trained adapter."""
 _WRAPPERS = {"module", "_orig_mod", BASE}
-"""Components that wrappers put into the names of what they wrap."""
+"""Name components that wrappers insert."""
 
 
 def is_wrapper(module: torch.nn.Module) -> bool:
-    """Return whether a module is an adapter around another one, told by its children."""
+    """Return whether a module is an adapter wrapper, judging by its children."""
     children = module._modules
     return children.get(BASE) is not None and ADAPTER in children
 
 
 def base_of(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside of an adapter; itself where there is none."""
+    """Return the module inside an adapter wrapper, or the module itself."""
     return module.get_submodule(BASE) if is_wrapper(module) else module
 
 
 def unwrapped_name(name: str) -> str:
-    """Return a name without the components that wrappers put into it, wherever they stand."""
+    """Return a name without the components that wrappers insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def parameter_names(model_chunks: Iterable[torch.nn.Module]) -> dict[torch.nn.Parameter, str]:
-    """Return the unwrapped name of every parameter; those of several chunks may be alike."""
+    """Return the unwrapped name of every parameter; names can repeat across chunks."""
     return {
         param: unwrapped_name(name)
         for chunk in model_chunks
@@ -53,12 +52,7 @@ _LAYER = re.compile(r"(?<![^.])layers\.(\d+)(?![^.])")
 
 
 def with_global_layers(name: str, modules: Mapping[str, torch.nn.Module]) -> str:
-    """Return a name with its layers numbered over all pipeline stages, as checkpoints number them.
-
-    Args:
-        name: unwrapped name of a parameter or a module of one chunk.
-        modules: modules of the chunk, by unwrapped name.
-    """
+    """Return an unwrapped name with layers numbered over all pipeline stages, as in checkpoints."""
 
     def renumber(found: re.Match[str]) -> str:
         number = getattr(modules.get(name[: found.end()]), "layer_number", None)
@@ -70,7 +64,7 @@ def with_global_layers(name: str, modules: Mapping[str, torch.nn.Module]) -> str
 def global_parameter_names(
     model_chunks: Iterable[torch.nn.Module],
 ) -> dict[torch.nn.Parameter, str]:
-    """Return the name of every parameter as checkpoints have it: layers count over all stages."""
+    """Return the checkpoint name of every parameter, with layers numbered over all stages."""
     names = {}
     for chunk in model_chunks:
         modules = modules_by_name(chunk)

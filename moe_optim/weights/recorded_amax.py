@@ -1,4 +1,4 @@
-"""The amaxes of the experts of one linear: as its storages recorded them, or as loaded."""
+"""Amax per expert of one linear, recorded by its storages or loaded from a checkpoint."""
 
 from collections.abc import Sequence
 
@@ -10,25 +10,22 @@ from moe_optim.weights.storage import WeightStorage
 
 
 class RecordsAmax:
-    """A linear whose storages may record, whoever owns its weights.
-
-    Attributes:
-        name: name of the linear, for errors.
-    """
+    """Mixin for linears whose storages may record amaxes."""
 
     name: str
-    _whole_amax: tuple[tuple[int, ...], Tensor] | None = None  # and the versions whose amax it is
+    """Name of the linear, for errors."""
+    _whole_amax: tuple[tuple[int, ...], Tensor] | None = None  # versions, amax
 
     def storages(self) -> Sequence[WeightStorage]:
-        """Return the storage behind each weight; none where experts are bf16."""
+        """Return the storage of each weight; none for bf16 experts."""
         raise NotImplementedError
 
     def amax(self) -> Tensor | None:
-        """Return the amax of what each expert has here, at the last requantization, [E] fp32.
+        """Return the amax of this rank's part of each expert at the last requantization, [E] fp32.
 
-        It is that of the masters of all data-parallel ranks, rounded to bf16. A copy; None where
-        nothing is recorded. Under expert tensor parallelism, other ranks hold the rest of the
-        experts: see :attr:`whole_amax`.
+        It covers the masters of all data-parallel ranks, rounded to bf16. A copy; None if not
+        recorded. Under expert tensor parallelism, other ranks hold the rest of the experts: see
+        :attr:`whole_amax`.
         """
         amaxes = [storage.amax for storage in self.storages()]
         recorded = [amax for amax in amaxes if amax is not None]
@@ -36,7 +33,7 @@ class RecordsAmax:
 
     @property
     def whole_amax(self) -> Tensor | None:
-        """The amax of whole experts, [E] fp32, if it was set for the weights as they are."""
+        """Amax of whole experts, [E] fp32, or None if it was not set for the current weights."""
         if self._whole_amax is None or self._whole_amax[0] != self._versions():
             return None
         return self._whole_amax[1]
@@ -46,15 +43,14 @@ class RecordsAmax:
         self._whole_amax = self._versions(), amax
 
     def take_amax(self, loaded: Tensor | None) -> None:
-        """Keep what was loaded until the next requantization, once the weights are loaded.
+        """Keep loaded amaxes until the next requantization. Call after loading the weights.
 
         Args:
-            loaded: one value an expert, of any floating-point dtype and any shape. NaN, where
-                whoever saved did not know it, and None are passed over, and so is everything where
-                nothing is recorded.
+            loaded: one value per expert, of any floating-point dtype and any shape. None and NaN
+                (unknown when saved) are ignored, and so is everything if nothing is recorded.
 
         Raises:
-            LayoutError: it is of another number of experts.
+            LayoutError: another number of experts.
         """
         own = self.amax()
         if loaded is None or own is None or loaded.isnan().any():

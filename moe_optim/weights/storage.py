@@ -1,4 +1,4 @@
-"""What lies behind a quantized expert weight, whoever owns the bytes."""
+"""Storage of quantized expert weights, portable or owned by another library."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -19,17 +19,17 @@ from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
 from moe_optim.places import has_memory
 
 MakeStorages = Callable[..., "Sequence[WeightStorage]"]
-"""Makes the storages of one linear's weights, as :func:`make_portable_storages`."""
+"""Factory of the storages of one linear's weights, such as :func:`make_portable_storages`."""
 _versions = count()
 
 
 def new_version() -> int:
-    """Return a version that no bytes of this process have had before."""
+    """Return a version that is unique in this process."""
     return next(_versions)
 
 
 class Weights(Enum):
-    """What quantized weights are to their masters."""
+    """State of quantized weights relative to their masters."""
 
     FRESH = "weights of the current masters"
     STALE = "weights of earlier masters"
@@ -45,54 +45,54 @@ OFFLOADED = (Weights.OFFLOADED, Weights.STALE_OFFLOADED)
 
 @dataclass(eq=False)
 class WeightState:
-    """The state of weights: of a bucket, or of one that is in none, and a copy of stale ones."""
+    """Mutable state of the weights of a bucket, or of an unbound weight or copy."""
 
     weights: Weights = Weights.FRESH
 
 
 class BindingBucket(Protocol):
-    """The bucket that a weight is bound to: it knows what its gathers make of the weight."""
+    """Bucket that a weight is bound to."""
 
     @property
     def state(self) -> WeightState:
-        """The state of all weights in the bucket."""
+        """State of all weights in the bucket."""
 
     @property
     def version(self) -> int:
-        """Grows with every gather, see :attr:`WeightStorage.version`."""
+        """Version that grows with every gather, see :attr:`WeightStorage.version`."""
 
     def before_gradient(self) -> None:
-        """Take note of a gradient of the weight that is about to be added up."""
+        """Prepare for a gradient of the weight to be accumulated."""
 
     def note_initial(self) -> None:
-        """Take note of initial values that the weight was given, for the next gather to drop."""
+        """Record that the weight received initial values, which the next gather drops."""
 
 
 class Watched(Protocol):
-    """Tensors that somebody may exchange."""
+    """Tensors that other code may replace."""
 
     @property
     def have_moved(self) -> bool:
-        """Whether they are others by now, or lie elsewhere."""
+        """Whether a tensor was replaced or has moved."""
 
 
 class WeightStorage(ABC):
-    """What lies behind a quantized weight, whoever owns the bytes.
+    """Storage of a quantized weight, portable or owned by another library.
 
     Args:
         name: parameter name, for errors.
         quantized: data and scales; fields that share memory stay shared.
-        backend: who quantizes what is written.
+        backend: backend that quantizes written values.
 
     Attributes:
         format: format of the weight.
         shape: logical [E, R, C].
-        laid_out: data and scales, also where their bytes are on the host: for addresses and shapes.
-        recorded_amax: [E] fp32, written at each requantization; None where nobody asked, or the
-            format has one.
-        bucket: the bucket that was the last to bind the weight; None before there is one.
-        state: state of that bucket, else the weight's own.
-        watched: tensors that somebody could exchange, as :meth:`take_over` left them.
+        laid_out: data and scales, valid for addresses and shapes even while offloaded.
+        recorded_amax: amax per expert, [E] fp32, written at each requantization; None if not
+            requested, or if the format has a global amax.
+        bucket: last bucket that bound the weight, or None.
+        state: state of that bucket, else of the weight itself.
+        watched: tensors that other code could replace, as of the last :meth:`take_over`.
     """
 
     watched: Sequence[Watched] = ()
@@ -111,40 +111,33 @@ class WeightStorage(ABC):
 
     @property
     def quantized(self) -> QuantizedWeight:
-        """Data and scales that GEMMs read, and a requantization writes.
-
-        Raises:
-            StateError: the bytes are on the host.
-        """
+        """Data and scales that GEMMs read and a requantization writes; StateError if offloaded."""
         self.require_present()
         return self.laid_out
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the bytes are those of the current masters, as far as there are some."""
+        """Whether the bytes match the current masters, if there are any."""
         return self.state.weights is Weights.FRESH
 
     @property
     def version(self) -> int:
-        """Grows with every write, and is that of no other bytes: copies alone share it."""
+        """Version of the bytes, growing with every write; only copies share one."""
         return self._version if self.bucket is None else max(self._version, self.bucket.version)
 
     @property
     def amax(self) -> Tensor | None:
-        """The largest magnitude of each expert when its bytes were written, [E] fp32, not a copy.
+        """Amax of each expert when its bytes were written, [E] fp32, not a copy.
 
-        It is that of the values rounded to bf16, NaN left out; NaN where the bytes were copied from
-        a storage that did not record it. None where nothing is recorded.
-
-        Raises:
-            StateError: the bytes are on the host.
+        Values are rounded to bf16 and NaN is ignored. NaN if the bytes were copied from a storage
+        that did not record it. None if not recorded. StateError if offloaded.
         """
         held = self.quantized
         return held.global_amax if self.recorded_amax is None else self.recorded_amax
 
     @property
     def initial(self) -> Tensor | None:
-        """What the bytes were quantized from, in any dtype, until masters have been made of it."""
+        """Values that the bytes were quantized from, in any dtype, until masters are created."""
         return self._initial
 
     @initial.setter
@@ -155,15 +148,11 @@ class WeightStorage(ABC):
 
     @property
     def storage_scales(self) -> Mapping[Direction, Tensor]:
-        """Padded scales that GEMMs read, by direction; none where they read the buffers."""
+        """Padded scales that GEMMs read, by direction; empty if GEMMs read the scale buffers."""
         return {}
 
     def copy_bytes_from(self, other: "WeightStorage") -> None:
-        """Overwrite the buffers with those of ``other``, byte for byte.
-
-        Raises:
-            LayoutError: format or shape differ.
-        """
+        """Overwrite the buffers with those of ``other``, of the same format and shape."""
         if (self.format, self.shape) != (other.format, other.shape):
             raise LayoutError(
                 f"{self.name}: expected {self.format.name} {list(self.shape)}, got "
@@ -180,7 +169,7 @@ class WeightStorage(ABC):
         self.note_write()
 
     def clone(self, device: torch.device | None = None) -> "PortableStorage":
-        """Return a portable storage with its own copy of the same bytes, on ``device`` if given."""
+        """Return a portable storage with a copy of the bytes, on ``device`` if given."""
         copy = PortableStorage(
             self.format,
             self.shape,
@@ -194,33 +183,25 @@ class WeightStorage(ABC):
         return copy
 
     def set_copy_of(self, other: "WeightStorage") -> None:
-        """Take freshness, initial values and version from ``other``, whose bytes these are too."""
+        """Adopt freshness, initial values and version of ``other``, after copying its bytes."""
         self._version, self.initial = other.version, other.initial
         if self.bucket is None:
             self.state = WeightState(Weights.FRESH if other.is_fresh else Weights.STALE)
 
     def has_moved(self) -> bool:
-        """Return whether somebody gave the weight other tensors since the last :meth:`take_over`.
-
-        Changes nothing.
-        """
+        """Return whether tensors of the weight were replaced since the last :meth:`take_over`."""
         return any(one.have_moved for one in self.watched)
 
-    def take_over(self) -> None:  # noqa: B027  # nothing where nobody exchanges any
-        """Make tensors that somebody gave the weight those of this storage.
-
-        Raises:
-            StateError: data that a bucket gathers into is no longer the weight's, or the bytes are
-                on the host.
-        """
+    def take_over(self) -> None:  # noqa: B027  # no-op unless tensors can be replaced
+        """Adopt tensors that other code assigned; StateError if it replaced a bucket's data."""
 
     def bind(self, buffers: Mapping[str, Tensor], bucket: BindingBucket) -> None:
-        """Move the bytes of some buffers into memory of a bucket, and stay there.
+        """Move the bytes of some buffers into memory of a bucket, and alias that memory.
 
         Args:
-            buffers: field of ``QuantizedWeight`` -> memory of the same shape and dtype; filled with
-                the present bytes, and aliased from then on. May be none.
-            bucket: value of :attr:`bucket` from then on.
+            buffers: map from field of ``QuantizedWeight`` to memory of the same shape and dtype,
+                which receives the current bytes. May be empty.
+            bucket: new value of :attr:`bucket`.
 
         Raises:
             StateError: the weight is offloaded.
@@ -235,29 +216,22 @@ class WeightStorage(ABC):
 
     @abstractmethod
     def whole_of(self, parts: "Sequence[WeightStorage]") -> "WeightStorage | None":
-        """Return the storage that ``parts`` are all experts of, in order, if there is one."""
+        """Return the storage whose experts are exactly ``parts``, in order, or None."""
 
     def note_write(self) -> None:
-        """Take note of bytes that somebody has put into all buffers."""
+        """Record that all buffers were overwritten."""
         self._version = new_version()
         if self.bucket is None:
             self.state = WeightState()
 
     @property
     def device(self) -> torch.device:
-        """Device of the buffers, also while their bytes are away."""
+        """Device of the buffers, also while offloaded."""
         return self.laid_out.rowwise_data.device
 
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
-        """Quantize values into the buffers, in place.
-
-        Args:
-            values: [E, R, C] fp32 or bf16, any strides and device; left alone.
-
-        Raises:
-            LayoutError: another shape or dtype.
-        """
+        """Quantize ``values``, [E, R, C] fp32 or bf16, any strides and device, into the buffers."""
         source = values.detach().to(self.device).contiguous()
         entry = TableEntry(
             parameter=self.name,
@@ -271,31 +245,24 @@ class WeightStorage(ABC):
         if self.recorded_amax is not None:
             _, rows, cols = self.shape
             expert_amax_into(self.recorded_amax.zero_(), source, 0, rows * cols)
-        WeightStorage.note_write(self)  # the scales of a subclass have been written, too
+        WeightStorage.note_write(self)  # subclass: scales are already expanded
 
     def dequantize(self, direction: Direction = "rowwise") -> Tensor:
         """Return the values of one ``direction``, [E, R, C] bf16, newly allocated."""
         return ops.dequantize(self.quantized, direction)
 
     def memories(self) -> tuple[torch.UntypedStorage, ...]:
-        """Return the memory behind everything that GEMMs read or a gather writes."""
+        """Return the memory of everything that GEMMs read or a gather writes."""
         tensors = (*self.laid_out.buffers().values(), *self.storage_scales.values())
         return tuple(tensor.untyped_storage() for tensor in tensors)
 
     def before_gradient(self) -> None:
-        """Tell the bucket that a gradient is about to be written into its memory."""
+        """Notify the bucket that a gradient is about to be written into its memory."""
         if self.bucket is not None:
             self.bucket.before_gradient()
 
     def require_present(self) -> None:
-        """Check that the bytes are here, whoever has sent them away.
-
-        Views of experts and storages that a later bucket has bound share memory with what others
-        offload, so that the memory is checked, too.
-
-        Raises:
-            StateError: they are on the host.
-        """
+        """Raise StateError if the weight, or memory that it shares, is offloaded."""
         if self.state.weights in OFFLOADED or not has_memory(self.laid_out.rowwise_data):
             raise StateError(
                 f"{self.name}: expected the bytes of the weight, got none: they are offloaded. "
@@ -303,12 +270,7 @@ class WeightStorage(ABC):
             )
 
     def require_fresh(self) -> None:
-        """Check that the bytes are those of the current masters.
-
-        Raises:
-            StateError: masters have moved since the bytes were written, or the bytes are on the
-                host.
-        """
+        """Raise StateError if the weight is behind its masters, or offloaded."""
         if self.state.weights is not Weights.FRESH:
             self.require_present()
             raise StateError(
@@ -318,12 +280,7 @@ class WeightStorage(ABC):
             )
 
     def require_writable(self) -> None:
-        """Check that what is written now stays.
-
-        Raises:
-            StateError: a gather, begun or still to come, would overwrite it, or the bytes are on
-                the host.
-        """
+        """Raise StateError if a gather is running or due, or the weight is offloaded."""
         self.require_present()
         if self.bucket is not None and not self.is_fresh:
             raise StateError(
@@ -334,23 +291,23 @@ class WeightStorage(ABC):
 
 
 class PortableStorage(WeightStorage):
-    """Buffers in ordinary tensors, at their logical shapes, on any device.
+    """Storage in plain tensors, at their logical shapes, on any device.
 
     Args:
         format: block-scaled format.
         shape: logical [E, R, C].
         name: parameter name, for errors.
         device: device of the buffers.
-        record_amax: keep the amax of every expert at each requantization. Formats with a global
-            amax do so always.
-        backend: who quantizes what is written.
+        record_amax: whether to keep the amax of every expert at each requantization. Formats with a
+            global amax always do.
+        backend: backend that quantizes written values.
 
     Raises:
         LayoutError: ``shape`` does not fit the format.
     """
 
     _whole: "tuple[PortableStorage, int] | None" = None
-    """The storage that this is an expert of, and which one."""
+    """Storage that this is an expert of, and the expert's index."""
 
     def __init__(
         self,
@@ -372,40 +329,23 @@ class PortableStorage(WeightStorage):
     def viewing(
         cls, quantized: QuantizedWeight, name: str = "weight", backend: Backend = "auto"
     ) -> "PortableStorage":
-        """Return a storage over buffers that somebody else allocated; nothing is copied.
-
-        Args:
-            quantized: the buffers.
-            name: parameter name, for errors.
-            backend: who quantizes what is written.
-        """
+        """Return a storage over existing buffers; arguments are those of :class:`WeightStorage`."""
         storage = cls.__new__(cls)
         WeightStorage.__init__(storage, name, quantized, backend)
         return storage
 
     def bind(self, buffers: Mapping[str, Tensor], bucket: BindingBucket) -> None:
-        """Move the bytes of some buffers into memory of a bucket, and stay there.
+        """Move the bytes of some buffers into memory of a bucket, and alias that memory.
 
-        A bound storage is no longer part of the one it may have been cut from, whose bytes it no
-        longer shares.
-
-        Args:
-            buffers: see :meth:`WeightStorage.bind`.
-            bucket: value of :attr:`bucket` from then on.
+        An expert's storage no longer shares bytes with the whole afterwards. Arguments are those of
+        :meth:`WeightStorage.bind`.
         """
         super().bind(buffers, bucket)
         if buffers:
             self._whole = None
 
     def expert(self, index: int) -> "PortableStorage":
-        """Return a storage [1, R, C] over the buffers of one expert; the memory is shared.
-
-        Args:
-            index: number of the expert, from 0 on.
-
-        Raises:
-            LayoutError: there is no such expert.
-        """
+        """Return a storage [1, R, C] over the buffers of expert ``index``, sharing memory."""
         whole, one = self.quantized, slice(index, index + 1)
         view = QuantizedWeight(
             format=whole.format,
@@ -435,7 +375,7 @@ class PortableStorage(WeightStorage):
         return new
 
     def whole_of(self, parts: Sequence[WeightStorage]) -> WeightStorage | None:
-        """Return the storage that ``parts`` are all experts of, in order, if there is one."""
+        """Return the storage whose experts are exactly ``parts``, in order, or None."""
         if len(parts) == 1 and self._whole is None:
             return self
         if self._whole is None:
@@ -455,11 +395,7 @@ def make_portable_storages(
     record_amax: bool,
     backend: Backend,
 ) -> Sequence[WeightStorage]:
-    """Return one storage [E, R, C], or one an expert over its buffers if ``apart``; unwritten.
-
-    Raises:
-        LayoutError: ``shape`` does not fit the format.
-    """
+    """Return one uninitialized storage [E, R, C], or, if ``apart``, one per expert over it."""
     whole = PortableStorage(
         format, shape, name=name, device=device, record_amax=record_amax, backend=backend
     )

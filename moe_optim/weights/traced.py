@@ -1,4 +1,4 @@
-"""How graphs of ``torch.compile`` know weights: by numbers, which are looked up at every run."""
+"""Storage of weights in ``torch.compile`` graphs, which look weights up by handle at every run."""
 
 from functools import partial
 from itertools import count
@@ -20,24 +20,20 @@ _objects: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def handle_of(named: Any) -> Tensor:
-    """Return the handle of a linear or a storage: a number, as a 0-dim int64 tensor on the host.
+    """Return the handle of a linear or a storage: a unique 0-dim int64 tensor on the host.
 
-    A number in a tensor is an input of a graph and no constant in it, so layers that differ in
-    nothing else share a graph. A copy of an object has a handle of its own.
+    As a tensor, the handle is a graph input rather than a constant, so identical layers share a
+    graph. A copy of an object has its own handle.
     """
     if named not in _handles:
-        number = next(_numbers)  # never one of something that is gone
+        number = next(_numbers)  # never reused
         _handles[named] = torch.tensor(number, dtype=torch.int64, device="cpu")
         _objects[number] = named
     return _handles[named]
 
 
 def object_of(handle: Tensor) -> Any:
-    """Return what has the handle.
-
-    Raises:
-        StateError: it is gone.
-    """
+    """Return the object of a handle; StateError if it was freed."""
     named = _objects.get(int(handle))
     if named is None:
         raise StateError(
@@ -49,11 +45,10 @@ def object_of(handle: Tensor) -> Any:
 
 
 class TracedStorage(PortableStorage):
-    """The storage of a weight while a graph that reads it is traced: buffers without values.
+    """Storage of a weight while a graph that reads it is traced: buffers without values.
 
-    Args:
-        quantized: data and scales, which become inputs of the graph.
-        handle: handle of the real storage, which every run of the graph asks whether it is fresh.
+    The buffers become inputs of the graph; every run checks the freshness of the real storage by
+    ``handle``.
     """
 
     def __init__(self, quantized: QuantizedWeight, handle: Tensor) -> None:
@@ -61,7 +56,7 @@ class TracedStorage(PortableStorage):
         self.handle = handle
 
     def dequantize(self, direction: Direction = "rowwise") -> Tensor:
-        """Let the graph compute the values of one direction, [E, R, C] bf16."""
+        """Trace the values of one direction, [E, R, C] bf16."""
         held = self.quantized
         data, scale = held.data(direction), held.scale(direction)
         values: Tensor = _read_weight(
@@ -70,14 +65,10 @@ class TracedStorage(PortableStorage):
         return values
 
     def require_present(self) -> None:
-        """Do nothing: the real storage is asked at every run."""
+        """Do nothing: every run checks the real storage."""
 
     def require_writable(self) -> None:
-        """Refuse, since storages are not told what a graph writes.
-
-        Raises:
-            StateError: always.
-        """
+        """Raise StateError: a graph cannot notify storages of writes."""
         raise StateError(
             f"{self.name}: quantized weights are not written in compiled graphs. Write them "
             "outside of the compiled function."

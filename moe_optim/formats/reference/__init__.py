@@ -1,4 +1,4 @@
-"""Plain torch: the definition of every format, the oracle of every kernel, and the CPU backend."""
+"""Plain-torch definition of every format: the oracle of all kernels, and the CPU backend."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -45,16 +45,16 @@ _QUANTIZERS: Mapping[BlockScaledFormat, Callable[[Tensor, QuantizedWeight], None
 
 
 def quantize(master: Tensor, format: BlockScaledFormat, *, name: str = "weight") -> QuantizedWeight:
-    """Return ``master`` in ``format``, in new memory. These bytes are the definition.
+    """Return ``master`` quantized to ``format``, in new memory. Defines the bytes of the format.
 
     Args:
-        master: [E, R, C] fp32 or bf16, any strides. fp32 is rounded to bf16 first, as TE 2.20
-            quantize_master_weights does. Experts do not influence each other.
+        master: [E, R, C] fp32 or bf16, any strides. fp32 is rounded to bf16 first, as in TE 2.20
+            quantize_master_weights. Experts are independent.
         format: one of ``moe_optim.formats.FORMATS``.
-        name: name of the weight in errors.
+        name: name of the weight, for errors.
 
     Raises:
-        LayoutError: wrong dtype, or a shape that the format cannot hold.
+        LayoutError: wrong dtype, or unsupported shape.
     """
     if torch.compiler.is_compiling():
         buffers = _reference_quantize(master.detach(), format.name, name)
@@ -80,8 +80,8 @@ def quantize_into(
 ) -> None:
     """Write ``quantize(master, format)`` into the existing buffers of ``out``, in place.
 
-    Every byte of every buffer is overwritten; nothing beyond the buffers is touched, so they may be
-    views into padded storage. Arguments and errors are those of :func:`quantize_gathered_into`.
+    Overwrites every byte of every buffer and nothing else, so buffers may be views into padded
+    storage. Arguments and errors are those of :func:`quantize_gathered_into`.
     """
     quantize_gathered_into(master, format, out, name=name)
     derive_into(out)
@@ -91,19 +91,19 @@ def quantize_into(
 def quantize_gathered_into(
     master: Tensor, format: BlockScaledFormat, out: QuantizedWeight, *, name: str = "weight"
 ) -> None:
-    """Write those buffers of ``quantize(master, format)`` that travel, in place.
+    """Write the gathered buffers of ``quantize(master, format)``, in place.
 
-    Every byte of ``out.gathered_buffers()`` is overwritten, and no other. Contiguous buffers are
+    Overwrites every byte of ``out.gathered_buffers()`` and nothing else. Contiguous buffers are
     written directly, others through a copy.
 
     Args:
         master: [E, R, C] fp32 or bf16 on the device of ``out``.
         format: format of ``out``.
         out: buffers to overwrite.
-        name: name of the weight in errors.
+        name: name of the weight, for errors.
 
     Raises:
-        LayoutError: dtype, shape or format do not fit each other.
+        LayoutError: inconsistent dtype, shape or format.
     """
     shape = format.check_shape(master.shape, name)
     if master.dtype not in (torch.float32, torch.bfloat16):
@@ -126,7 +126,7 @@ def quantize_gathered_into(
 
 
 def _contiguous_like(q: QuantizedWeight) -> QuantizedWeight:
-    """Return ``q`` with new memory for those buffers that are not contiguous."""
+    """Return ``q`` with new memory for its non-contiguous buffers."""
     buffers = [
         buffer
         if buffer.is_contiguous()

@@ -1,9 +1,9 @@
-"""One step of Adam on one shard: the definition of what a fused step does to masters and moments.
+"""One step of Adam on one shard, in plain torch: the definition of the fused step.
 
-The formula is that of Transformer Engine's FusedAdam (common/multi_tensor/adam.cu, 2.20) as its
-compiler contracts it: products are added without a rounding in between, and subnormals count as
-zero. Quotients and roots are rounded to nearest here, and to within two units in the last place
-there; so one master in ten differs in its last bit from what a GPU gives, and moments in none.
+The formula is that of Transformer Engine's FusedAdam (common/multi_tensor/adam.cu, 2.20) as
+compiled: FMA contraction, and subnormals flushed to zero. Division and square root round to nearest
+here, but only to within two units in the last place there, so one master in ten differs from the
+GPU's in its last bit; moments are identical.
 """
 
 from dataclasses import dataclass
@@ -16,25 +16,25 @@ _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hyper:
-    """The hyper-parameters of a step, in fp32 as the kernels read them."""
+    """Hyper-parameters of a step, in fp32 as the kernels read them."""
 
     lr: float
     """Learning rate."""
     betas: tuple[float, float]
-    """Decay of the first and of the second moment."""
+    """Decay rates of the first and the second moment."""
     eps: float
-    """Added to the root of the second moment, after its correction."""
+    """Term added to the square root of the corrected second moment."""
     weight_decay: float
-    """Factor of the master that is added to the update, or to the gradient."""
+    """Factor of the master that is added to the update or to the gradient."""
     step: int
     """Number of this update, from 1."""
     bias_correction: bool = True
-    """Whether moments are divided by what they lack in the first steps."""
+    """Whether to correct the bias of the moments."""
 
     def row(self) -> list[float]:
         """Return beta1, 1 - beta1, beta2, 1 - beta2, both corrections, eps, decay and -lr.
 
-        All are fp32 numbers. The powers of a correction are of the rounded beta, in fp64.
+        All are fp32 numbers. Corrections use fp64 powers of the rounded betas.
         """
         columns: list[float] = []
         betas = [_fp32(beta) for beta in self.betas]
@@ -64,14 +64,8 @@ def step_into(
         u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)  decoupled: + decay * p
         p = p - lr * u
 
-    Args:
-        master: p, [n] fp32.
-        gradient: [n] fp32 or bf16; left alone.
-        exp_avg: m, [n] fp32 or bf16.
-        exp_avg_sq: v, [n] fp32 or bf16.
-        hyper: [9] fp32, see :meth:`Hyper.row`.
-        clip: fp32 scalar; below zero nothing moves.
-        decoupled: whether weight decay is added to the update (AdamW), and not to the gradient.
+    All tensors are [n], ``master`` fp32, gradient and moments fp32 or bf16; ``hyper`` is
+    :meth:`Hyper.row`. A negative ``clip``, fp32 scalar, skips the update.
     """
     if clip < 0:
         return
@@ -82,7 +76,7 @@ def step_into(
         g = _fma(decay, p, g)
     m = _fma(beta1, _flush(exp_avg.float()), _flush(rest1 * g))
     v = _fma(beta2, _flush(exp_avg_sq.float()), _flush(_flush(rest2 * g) * g))
-    # to nearest by way of fp64: torch's fp32 root is a library's, and off by one bit on some CPUs
+    # via fp64 for round-to-nearest: torch's fp32 sqrt is off by one bit on some CPUs
     root = _flush(v / correction2).double().sqrt().float()
     update = _flush(_flush(m / correction1) / _flush(root + eps))
     if decoupled:
@@ -95,8 +89,8 @@ def step_into(
 def _fma(factor: Tensor, values: Tensor, addend: Tensor) -> Tensor:
     """Return ``factor * values + addend``, rounded once.
 
-    The product of two fp32 numbers is exact in fp64, the sum is not: so that it does not end at a
-    tie that it had only been near to, its last bit is made odd where something was lost.
+    The product of two fp32 numbers is exact in fp64. The sum is rounded to odd, to avoid double
+    rounding.
     """
     product, addend = factor.double() * values.double(), addend.double()
     total = product + addend
@@ -108,7 +102,7 @@ def _fma(factor: Tensor, values: Tensor, addend: Tensor) -> Tensor:
 
 
 def _flush(values: Tensor) -> Tensor:
-    """Return zeros with their sign in place of subnormals."""
+    """Flush subnormals to zero, keeping the sign."""
     return torch.where(values.abs() < _SMALLEST_NORMAL, values * 0.0, values)
 
 

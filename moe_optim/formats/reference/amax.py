@@ -1,4 +1,4 @@
-"""The largest magnitude of every expert, found from any range of a weight."""
+"""Amax per expert, computed from any range of a weight."""
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from moe_optim.formats.reference.blocks import as_magnitude, magnitude_bits
 def expert_amax_into(out: Tensor, source: Tensor, start: int, numel: int) -> None:
     """Raise the amax of every expert that a range of a weight touches, in place.
 
-    Values are rounded to bf16 first and NaN counts as zero, as in every amax here. Ranges may come
-    in any order and end anywhere, so that a maximum over ranks gives the amax of whole experts.
+    Values are rounded to bf16 first and NaN counts as zero. The maximum over any ranges that cover
+    a weight is the amax of whole experts.
 
     Args:
-        out: [E] fp32; each becomes the larger one of what it holds and what is found.
+        out: [E] fp32, replaced by the maximum of its value and the computed amax.
         source: fp32 or bf16, the elements of the weight from ``start`` on in row-major order.
         start: first element of the source, counted in the weight.
         numel: elements of one expert.

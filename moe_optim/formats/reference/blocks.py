@@ -1,4 +1,4 @@
-"""Helpers of all formats: chunks that stay in a cache, and maxima of magnitudes that ignore NaN."""
+"""Helpers of all formats: cache-sized chunks, and maxima of magnitudes that ignore NaN."""
 
 from collections.abc import Iterator
 
@@ -6,23 +6,23 @@ import torch
 from torch import Tensor
 
 INFINITY_BITS = 0x7F80
-"""Bits of a bf16 infinity. Larger magnitudes are NaN."""
+"""Bits of bf16 infinity; larger magnitudes are NaN."""
 
 CHUNK_NUMEL = 1 << 17
-"""Elements handled at a time, so that temporaries stay in one core's second-level cache."""
+"""Elements per chunk, so that temporaries fit in one core's L2 cache."""
 
 
 def chunks(master: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
     """Cut stacked experts into chunks of whole block rows, rounded to bf16.
 
     Args:
-        master: [E, R, C] fp32 or bf16 with R % rows == 0. Rounded to bf16 first, as TE 2.20
-            quantize_master_weights does, so that the amax sees what the cast sees.
+        master: [E, R, C] fp32 or bf16 with R % rows == 0. Rounded to bf16 first, as in TE 2.20
+            quantize_master_weights, so that amax and cast see the same values.
         rows: height of a block.
 
     Yields:
-        Indices of block rows among all E * R / rows, and the weights [n, rows, C] bf16 of these.
-        The weights are valid until the next chunk is taken, and may be written.
+        Slice of block rows among all E * R / rows, and their weights [n, rows, C] bf16, which may
+        be written and are valid until the next chunk.
     """
     cols = master.shape[-1]
     stacked = master.reshape(-1, rows, cols)
@@ -37,15 +37,9 @@ def chunks(master: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
 
 
 def magnitude_bits(weight: Tensor) -> tuple[Tensor, bool]:
-    """Return |weight| as integers in the order of the magnitudes, NaN counting as zero.
+    """Return |weight| of bf16 as int16 bits in the order of magnitudes, and whether all is finite.
 
-    A maximum over them is TE's ``fmaxf`` over magnitudes: it never sees a NaN.
-
-    Args:
-        weight: [..., rows, C] bf16.
-
-    Returns:
-        int16 bits of the same shape, at most ``INFINITY_BITS``; and whether all is finite.
+    NaN counts as zero, so a maximum over the bits equals TE's ``fmaxf``, which ignores NaN.
     """
     bits = weight.view(torch.int16) & 0x7FFF
     finite = not bits.numel() or int(bits.max()) < INFINITY_BITS
@@ -59,13 +53,13 @@ def amax_of_columns(bits: Tensor) -> Tensor:
 
 def amax_of_runs(bits: Tensor, length: int) -> Tensor:
     """Return the maxima of runs along the last dimension: [..., C] -> [..., C / length] int16."""
-    # int32, because reducing the innermost dimension is vectorised for it and not for int16.
+    # int32: torch vectorizes reductions of the innermost dimension for it, not for int16.
     runs = bits.int().view(*bits.shape[:-1], -1, length)
     return runs.amax(-1).to(torch.int16)
 
 
 def as_magnitude(bits: Tensor) -> Tensor:
-    """Return the fp32 magnitudes that bf16 ``bits`` (int16) stand for."""
+    """Return the fp32 magnitudes of bf16 ``bits`` (int16)."""
     return bits.view(torch.bfloat16).float()
 
 
@@ -75,8 +69,8 @@ def spread(block_values: Tensor, length: int) -> Tensor:
 
 
 def transpose_into(out: Tensor, source: Tensor) -> None:
-    """Copy ``source`` [E, R, C] into ``out`` [E, C, R], its transpose for every expert."""
-    height = 32  # rows read side by side; many more would push each other out of the cache
+    """Copy ``source`` [E, R, C] into ``out`` [E, C, R], transposed per expert."""
+    height = 32  # rows read together; many more would thrash the cache
     for start in range(0, source.shape[1], height):
         part = slice(start, start + height)
         out[:, :, part].copy_(source[:, part].transpose(1, 2))

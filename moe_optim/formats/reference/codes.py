@@ -1,8 +1,8 @@
-"""Codes of low-precision numbers, and back to values.
+"""Encoding and decoding of low-precision numbers.
 
 E4M3: sign, four exponent bits of bias 7, three mantissa bits; no Inf, 0x7F and 0xFF are NaN.
 E2M1: sign, two exponent bits, one mantissa bit; 0, 0.5, 1, 1.5, 2, 3, 4, 6, no Inf, no NaN.
-E8M0: one byte b is the power of two 2^(b - 127). There is no zero; 0xFF is NaN.
+E8M0: byte b is the power of two 2^(b - 127); no zero, 0xFF is NaN.
 """
 
 from functools import cache
@@ -11,29 +11,25 @@ import torch
 from torch import Tensor
 
 E4M3_NAN = 0x7F
-"""The code of every NaN, whatever its sign."""
+"""Code of every NaN, of either sign."""
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitude of the codes 0 to 7; bit 3 is the sign."""
+"""Magnitudes of codes 0 to 7; bit 3 is the sign."""
 
 _E4M3_STEP = 2.0**-9
 
 
 def encode_e4m3_(out: Tensor, value: Tensor, *, saturate: bool = True) -> None:
-    """Write the nearest E4M3 code of every value into ``out``, ties to even.
+    """Write the nearest E4M3 code, uint8, of every value into ``out``, ties to even.
 
-    Values beyond 448, Inf included, give 448 with their sign; NaN gives 0x7F; zero keeps its sign.
-
-    Args:
-        out: uint8 of the shape of ``value``; overwritten.
-        value: fp32 or bf16.
-        saturate: whether there may be NaN or magnitudes above 448; without, it is faster.
+    Magnitudes above 448, Inf included, give 448 with their sign; NaN gives 0x7F; zero keeps its
+    sign. With ``saturate=False``, which is faster, values must be at most 448 and not NaN.
     """
     codes = out.view(torch.float8_e4m3fn)
     if not saturate:
         codes.copy_(value)
         return
-    codes.copy_(value.clamp(-448.0, 448.0))  # torch's cast makes NaN of what is too large
-    out.masked_fill_(value.isnan(), E4M3_NAN)  # and keeps the sign of a NaN
+    codes.copy_(value.clamp(-448.0, 448.0))  # torch's cast overflows to NaN
+    out.masked_fill_(value.isnan(), E4M3_NAN)  # torch's cast keeps the sign of NaN
 
 
 def encode_e4m3(value: Tensor) -> Tensor:
@@ -49,21 +45,15 @@ def decode_e4m3(code: Tensor) -> Tensor:
 
 
 def encode_e2m1(value: Tensor, *, has_nan: bool = True) -> Tensor:
-    """Return the nearest E2M1 code of every value, ties to even, one code a byte.
+    """Return the nearest E2M1 code, uint8, of every fp32 value, ties to even, one per byte.
 
-    Values beyond 6, Inf included, give 6 with their sign; zero and what rounds to it keep their
-    sign; NaN gives +6, as the conversion instruction of the hardware does.
-
-    Args:
-        value: fp32 of any shape.
-        has_nan: whether there may be NaN; without, it is faster.
-
-    Returns:
-        uint8 codes 0 to 15 of the same shape.
+    Magnitudes above 6, Inf included, give 6 with their sign; zero and values that round to it keep
+    their sign; NaN gives +6, as in the hardware instruction. With ``has_nan=False``, which is
+    faster, values must not be NaN.
     """
-    # With v = 2|value| the code is min(rint(v), 2 + rint(v / 2), 4 + rint(v / 4), 7): each term is
-    # right in its own binade and too large in the others. The cast to E4M3 is the rint: its codes
-    # 0 to 8 are that many steps of 2^-9, and larger values only give larger codes.
+    # With v = 2|value|, code = min(rint(v), 2 + rint(v / 2), 4 + rint(v / 4), 7): each term is
+    # exact in its own binade and too large in the others. The cast to E4M3 computes the rint: code
+    # n <= 8 is n * 2^-9, and larger values give larger codes.
     steps = value * (2 * _E4M3_STEP)
     codes = _e4m3_codes(steps)
     sign = (codes & 0x80) >> 4
@@ -75,20 +65,13 @@ def encode_e2m1(value: Tensor, *, has_nan: bool = True) -> Tensor:
 
 
 def pack_e2m1(code: Tensor) -> Tensor:
-    """Return two codes a byte along the last dimension, the even column in the low nibble.
-
-    Args:
-        code: [..., C] uint8 codes 0 to 15, C even.
-
-    Returns:
-        [..., C/2] uint8.
-    """
+    """Return two codes per byte, even columns in low nibbles: [..., C] -> [..., C/2] uint8."""
     pairs = code.contiguous().view(torch.int16)  # even column | odd column << 8
     return (pairs | (pairs >> 4)).to(torch.uint8)
 
 
 def unpack_e2m1(data: Tensor) -> Tensor:
-    """Return one code a byte: the inverse of :func:`pack_e2m1`, [..., C/2] -> [..., C] uint8."""
+    """Return one code per byte: [..., C/2] -> [..., C] uint8. Inverts :func:`pack_e2m1`."""
     return torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2)
 
 
@@ -105,37 +88,25 @@ def _e4m3_codes(value: Tensor) -> Tensor:
 
 
 def e8m0_round_up(value: Tensor) -> Tensor:
-    """Return the byte of the smallest power of two that is at least ``value``.
+    """Return the E8M0 code, uint8, of the smallest power of two that is at least fp32 ``value``.
 
-    Args:
-        value: fp32 of any shape, not negative.
-
-    Returns:
-        uint8 of the same shape. Saturates: all above 2^127 and +Inf give 0xFE. All up to 2^-127,
-        zero included, give 0x00. NaN gives 0xFF.
+    Values above 2^127, +Inf included, give 0xFE; values up to 2^-127, zero included, give 0x00; NaN
+    gives 0xFF. Negative values are not allowed.
     """
     bits = value.view(torch.int32)
-    # Adding the mantissa mask carries into the exponent exactly if the mantissa is not zero.
+    # Adding the mantissa mask carries into the exponent exactly if the mantissa is nonzero.
     exponent = (bits + 0x7FFFFF) >> 23
     exponent = exponent.masked_fill(bits <= 0x400000, 0)  # 0x400000 is 2^-127, a subnormal
     return exponent.clamp(max=0xFE).masked_fill(value.isnan(), 0xFF).to(torch.uint8)
 
 
 def decode_e8m0(code: Tensor) -> Tensor:
-    """Return 2^(code - 127) in bf16, which holds all of them; 0xFF gives NaN.
-
-    Args:
-        code: uint8 of any shape.
-    """
+    """Return 2^(code - 127) of uint8 codes in bf16, exactly; 0xFF gives NaN."""
     return _look_up(_powers(code.device), code)
 
 
 def e8m0_reciprocal(code: Tensor) -> Tensor:
-    """Return 2^(127 - code) in bf16, the factor that encodes data; 0xFF gives NaN.
-
-    Args:
-        code: uint8 of any shape.
-    """
+    """Return 2^(127 - code) of uint8 codes in bf16, to encode data; 0xFF gives NaN."""
     return _look_up(_reciprocals(code.device), code)
 
 

@@ -1,4 +1,4 @@
-"""From buffers back to values: the exact fp32 definition, and a fast path straight to bf16."""
+"""Dequantization: the exact fp32 definition, and a fast path to bf16."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -24,20 +24,20 @@ _NVFP4_UNIT = 1.0 / (6.0 * 448.0)
 
 
 def dequantize(q: QuantizedWeight, direction: Direction = "rowwise") -> Tensor:
-    """Return the values that the buffers of ``direction`` stand for.
+    """Return the values of the buffers of ``direction``.
 
-    Exact for E4M3 data, whose scales are powers of two, unless a magnitude reaches 2^128, which
-    gives Inf (weights from 2^128 - 2^123 on round up to there). NVFP4 values are
-    ``element * ((block scale * global amax) * fl(1/2688))``, each product rounded to fp32, as TE's
-    dequantization computes them. An amax below 2688 / FLT_MAX, 1.3 * 2^-117, counts as that much,
-    as it does in the scale that encoded the weight; TE's dequantization gives less.
+    Exact for E4M3 data, whose scales are powers of two, except that magnitudes of 2^128 and above
+    (weights from 2^128 - 2^123 round up to it) give Inf. NVFP4 values are ``element * ((block scale
+    * global amax) * fl(1/2688))``, each product rounded to fp32, as in TE. An amax below 2688 /
+    FLT_MAX, 1.3 * 2^-117, counts as that value, as when encoding; TE dequantizes such experts to
+    smaller values.
 
     Args:
-        q: buffers; left alone.
+        q: buffers; not modified.
         direction: direction to read.
 
     Returns:
-        [E, R, C] fp32, contiguous, also where the data buffer is stored transposed.
+        [E, R, C] fp32, contiguous, even if the data buffer is stored transposed.
     """
     data, format = q.data(direction), q.format
     if torch.compiler.is_compiling():
@@ -72,17 +72,17 @@ def dequantize_bf16(
 ) -> Tensor:
     """Return ``dequantize(...).bfloat16()``, several times faster.
 
-    The values are equal for all bytes and all scales that quantizing can give, and for all others
-    that a bf16 can hold: every E8M0 byte, and every fp32 power of two from 2^-133 to 2^127. An
-    fp32 scale of FP8 blocks outside of these is rounded to bf16 first and may differ. A NaN is a
-    NaN in both, its payload and sign are not promised.
+    Values are equal for all scales that quantization produces, and for all others that bf16
+    represents: every E8M0 code, and every fp32 power of two from 2^-133 to 2^127. Other fp32 scales
+    of FP8 blocks are rounded to bf16 first and may differ. NaN stays NaN, with unspecified payload
+    and sign.
 
     Args:
         data: uint8 buffer of ``direction``, as stored: of ``format.data_shape``.
         scale: logical scales, of ``format.scale_shape`` and ``format.scale_dtype``.
         format: format of the buffers.
         direction: direction of the buffers.
-        global_amax: [E] fp32, needed by formats that have one.
+        global_amax: [E] fp32, required by formats with a global amax.
         out: [E, R, C] bf16, contiguous; overwritten and returned if given.
 
     Returns:
@@ -107,7 +107,7 @@ def dequantize_bf16(
     if not out.numel():
         return out
     factors = _scale_values(scale, format, direction, global_amax)
-    if format.element == "e4m3":  # powers of two: the product is the same and bf16 is faster
+    if format.element == "e4m3":  # powers of two: same product, and bf16 is faster
         factors = factors.bfloat16()
     values = torch.empty(stored_shape, dtype=out.dtype, device=out.device) if transposed else out
     _decode_into(data, values, format.element)
@@ -154,10 +154,10 @@ def _scale_values(
 ) -> Tensor:
     """Return the factors of elements, along the axes of the data buffer as stored.
 
-    E8M0 bytes give bf16, which holds all of them; other scales give fp32.
+    E8M0 gives bf16, which is exact; other scales give fp32.
     """
     if format.is_2d and direction == "columnwise" and not format.transposes(direction):
-        scale = scale.transpose(1, 2)  # the scales of shared data are kept transposed
+        scale = scale.transpose(1, 2)  # scales of shared data are stored transposed
     if format.scale_encoding == "e8m0":
         return decode_e8m0(scale)
     if format.scale_encoding == "power_of_two":
@@ -170,7 +170,7 @@ def _scale_values(
 def _expand(
     scale: Tensor, format: BlockScaledFormat, direction: Direction, shape: torch.Size
 ) -> Tensor:
-    """Repeat each scale over its block and drop what a partial edge block does not have."""
+    """Repeat each scale over its block, and crop partial edge blocks."""
     block_rows, block_cols = format.block(direction)  # square wherever data is transposed
     scale = scale.repeat_interleave(block_rows, dim=1).repeat_interleave(block_cols, dim=2)
     return scale[:, : shape[1], : shape[2]]
@@ -188,18 +188,12 @@ def _scale_in_place(
     if block_rows == 1:
         values.view(*scale.shape, block_cols).mul_(scale.unsqueeze(-1))
         return
-    lines = scale.repeat_interleave(block_cols, dim=2)  # one factor a column, [E, R/block, C]
+    lines = scale.repeat_interleave(block_cols, dim=2)  # one factor per column, [E, R/block, C]
     values.view(experts, -1, block_rows, cols).mul_(lines.unsqueeze(2))
 
 
 def _decode_into(data: Tensor, values: Tensor, element: Element) -> None:
-    """Write the bf16 value of every element by table, two bytes at a time where that is possible.
-
-    Args:
-        data: uint8 buffer of any strides.
-        values: bf16, contiguous, as many elements as ``data`` packs.
-        element: encoding of the elements.
-    """
+    """Decode every element to contiguous bf16 by table lookup, two bytes at a time if possible."""
     codes = data.reshape(-1)
     wide = codes.numel() % 2 == 0 and codes.storage_offset() % 2 == 0
     codes = codes.view(torch.uint16) if wide else codes
@@ -212,7 +206,7 @@ def _decode_into(data: Tensor, values: Tensor, element: Element) -> None:
 
 @cache
 def _decode_table(element: Element, wide: bool, device: torch.device) -> Tensor:
-    """Return, for every byte or pair of bytes, the bits of the bf16 values it holds."""
+    """Return the bits of the bf16 values of every byte, or pair of bytes."""
     codes = torch.arange(256, dtype=torch.int32, device="cpu").to(torch.uint8)
     if wide:
         pairs = torch.arange(65536, dtype=torch.int32, device="cpu").to(torch.uint16)

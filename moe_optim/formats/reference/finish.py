@@ -1,4 +1,4 @@
-"""Buffers derived after a gather: columnwise copies, and scales as Transformer Engine pads."""
+"""Buffers derived after a gather, in plain torch: columnwise copies and padded scales."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from moe_optim.formats.reference.blocks import transpose_into
 def derive_into(q: QuantizedWeight) -> None:
     """Write the columnwise buffers of ``q`` that follow from its rowwise ones, in place.
 
-    Formats whose columnwise copy is quantized by itself are left alone: both buffers travel.
+    Does nothing for 1-D formats, which gather both directions.
     """
     if not q.format.is_2d:
         return
@@ -20,13 +20,10 @@ def derive_into(q: QuantizedWeight) -> None:
 
 
 def expand_scale_into(q: QuantizedWeight, direction: Direction, out: Tensor) -> None:
-    """Write the scales of ``direction`` as Transformer Engine stores them, one a line of a block.
+    """Write the scales of ``direction`` as Transformer Engine stores them, one per line of a block.
 
-    Args:
-        q: source; its rowwise scales are read, or both where both travel.
-        direction: direction of the scales.
-        out: [E, ...] with ``q.format.storage_scale_shape`` behind the experts, of
-            ``q.format.scale_dtype``; its padding is left alone.
+    Reads the rowwise scales of ``q``, or both for 1-D formats. ``out`` is [E, ...] of
+    ``q.format.storage_scale_shape`` and ``q.format.scale_dtype``; padding is not written.
     """
     scale = q.rowwise_scale if q.format.is_2d else q.scale(direction)
     if q.format.transposes(direction):
@@ -37,7 +34,7 @@ def expand_scale_into(q: QuantizedWeight, direction: Direction, out: Tensor) -> 
 
 
 def _pair_rows(data: Tensor) -> Tensor:
-    """Repack two columns a byte as two rows a byte: [E, R, C/2] -> [E, R/2, C] uint8."""
+    """Repack two columns per byte as two rows per byte: [E, R, C/2] -> [E, R/2, C] uint8."""
     even, odd = data[:, 0::2], data[:, 1::2]
     pairs = data.new_empty((data.shape[0], data.shape[1] // 2, 2 * data.shape[2]))
     pairs[:, :, 0::2] = (even & 0xF) | (odd << 4)

@@ -1,4 +1,4 @@
-"""FP8 blocks: E4M3 data, a fp32 power of two scales 128x128 elements, columnwise transposed."""
+"""FP8 blocks: E4M3 data, one fp32 power of two per 128x128 elements, columnwise transposed."""
 
 import torch
 from torch import Tensor
@@ -20,11 +20,9 @@ BLOCK = 128
 
 
 def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
-    """Write the rowwise FP8 block buffers of ``master``.
+    """Write the rowwise FP8 block buffers of ``master`` [E, R, C] into contiguous ``out``.
 
-    Args:
-        master: [E, R, C] fp32 or bf16. Blocks at the lower and right edge may be partial.
-        out: contiguous buffers of the same shape; all rowwise bytes are overwritten.
+    Blocks at the lower and right edges may be partial.
     """
     _, rows, cols = master.shape
     if rows % BLOCK or cols % BLOCK:
@@ -36,27 +34,22 @@ def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
         bits, finite = magnitude_bits(weight)
         scale = encode_scale(as_magnitude(amax_of_runs(amax_of_columns(bits), BLOCK)))
         rowwise_scale[part] = scale.reciprocal()
-        # In bf16 the product is exact, unless it is so small that E4M3 gives zero.
+        # The product is exact in bf16, except where E4M3 rounds to zero.
         scaled = weight.mul_(spread(scale.bfloat16(), BLOCK))
         encode_e4m3_(data[part], scaled, saturate=not finite)
 
 
 def encode_scale(amax: Tensor) -> Tensor:
-    """Return the power of two that weights of a block are multiplied by; its inverse is stored.
+    """Return the power of two, fp32, that encodes the weights of a block; its inverse is stored.
 
-    Args:
-        amax: fp32 of any shape, not negative.
-
-    Returns:
-        fp32 of the same shape: the largest power of two up to 448 / amax, at most 2^127; 1 for an
-        amax of zero, Inf or NaN.
+    It is the largest one up to 448 / amax, at most 2^127; 1 for an amax of zero, Inf or NaN.
     """
     power = encode_tensor_scale(amax).view(torch.int32) & 0x7F800000
     return power.view(torch.float32)
 
 
 def _quantize_padded_into(master: Tensor, out: QuantizedWeight) -> None:
-    """Quantize with zeros below and to the right, which change no amax, and keep what is real."""
+    """Quantize with zero padding, which changes no amax, and crop the result."""
     _, rows, cols = master.shape
     padded_master = pad(master, (0, -cols % BLOCK, 0, -rows % BLOCK))
     padded = QuantizedWeight.empty(FP8_BLOCK, padded_master.shape, device=master.device)

@@ -1,4 +1,4 @@
-"""The health sums of experts, from any range of a weight."""
+"""Health sums of experts, computed from any range of a weight."""
 
 import torch
 from torch import Tensor
@@ -19,13 +19,13 @@ def measure_into(
     """Add the sums of a range of a weight to those of its experts, and raise their amaxes.
 
     Args:
-        sums: [E, NUM_SUMS] fp64, changed in place; columns are those of :class:`Sum`, then the
-            sketch: entry ``column % SKETCH`` has the sum of its elements times their signs.
-        amaxes: [E] fp32, changed in place.
-        source: fp32 or bf16, what the buffers were quantized from: the elements of the weight from
-            ``start`` on. Rounded to bf16 first.
+        sums: [E, NUM_SUMS] fp64, updated in place; columns are those of :class:`Sum`, then the
+            sketch: entry ``column % SKETCH`` is the sum of its elements times their signs.
+        amaxes: [E] fp32, updated in place.
+        source: fp32 or bf16, the unquantized elements of the weight from ``start`` on. Rounded to
+            bf16 first.
         start: first element of the source, counted in the weight.
-        q: all buffers of the whole weight; its rowwise values are what is measured.
+        q: all buffers of the whole weight; only rowwise values are measured.
     """
     experts, rows, cols = q.shape
     numel, flat = rows * cols, source.reshape(-1)
@@ -73,11 +73,10 @@ def _measure(rounded: Tensor, place: slice, q: QuantizedWeight) -> Tensor:
 
 
 def _limits(q: QuantizedWeight) -> Tensor:
-    """Return for every element [R, C] what :func:`_is_above` compares it with, fp32.
+    """Return the fp32 limit of every element [R, C] for :func:`_is_above`.
 
-    The largest magnitude that a block holds is ``data_max`` times its scale. That of NVFP4 would be
-    ``S_dec * G / 448``, which rounds; ``1.75 w > S_dec / 256 * G`` is the same, and its products of
-    a few bits are exact.
+    The largest magnitude of a block is ``data_max`` times its scale. For NVFP4, ``S_dec * G / 448``
+    would round; the equivalent ``1.75 w > S_dec / 256 * G`` has exact products.
     """
     scale = q.rowwise_scale[0]
     if q.global_amax is not None:

@@ -1,4 +1,4 @@
-"""MXFP8: E4M3 data, one E8M0 scale for 32 elements of a row and of a column, or for 32x32."""
+"""MXFP8: E4M3 data, one E8M0 scale per 32 elements of a row and of a column, or per 32x32."""
 
 from torch import Tensor
 
@@ -17,12 +17,7 @@ BLOCK = 32
 
 
 def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
-    """Write the MXFP8 buffers of ``master``, each direction quantized from it.
-
-    Args:
-        master: [E, R, C] fp32 or bf16, R and C multiples of 32.
-        out: contiguous buffers of the same shape; all bytes are overwritten.
-    """
+    """Write the MXFP8 buffers of ``master`` [E, R, C] into contiguous ``out``."""
     cols = master.shape[-1]
     rowwise_data = out.rowwise_data.view(-1, BLOCK, cols // BLOCK, BLOCK)
     columnwise_data = out.columnwise_data.view(-1, BLOCK, cols)
@@ -42,12 +37,7 @@ def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
 
 
 def quantize_2d_into(master: Tensor, out: QuantizedWeight) -> None:
-    """Write the rowwise MXFP8 2-D buffers of ``master``, whose scales serve both directions.
-
-    Args:
-        master: [E, R, C] fp32 or bf16, R and C multiples of 32.
-        out: contiguous buffers of the same shape; all rowwise bytes are overwritten.
-    """
+    """Write the rowwise MXFP8 2-D buffers of ``master`` [E, R, C] into contiguous ``out``."""
     cols = master.shape[-1]
     data = out.rowwise_data.view(-1, BLOCK, cols)
     rowwise_scale = out.rowwise_scale.view(-1, cols // BLOCK)
@@ -60,12 +50,9 @@ def quantize_2d_into(master: Tensor, out: QuantizedWeight) -> None:
 
 
 def scale_code(amax_bits: Tensor) -> Tensor:
-    """Return the E8M0 byte of the smallest scale that brings an amax to 448 or less.
+    """Return the E8M0 code of the smallest scale that brings a bf16 amax to 448 or less.
 
-    Dividing a finite bf16 amax by that scale never exceeds 448, so finite data needs no clamp; and
-    the product with its reciprocal is exact in bf16, unless it is so small that E4M3 gives zero.
-
-    Args:
-        amax_bits: int16 bits of bf16 amaxes, any shape.
+    A finite bf16 amax divided by that scale never exceeds 448, so finite data needs no clamp. The
+    product with the scale's reciprocal is exact in bf16, except where E4M3 rounds to zero.
     """
     return e8m0_round_up(as_magnitude(amax_bits) * (1.0 / MXFP8.data_max))

@@ -1,4 +1,4 @@
-"""NVFP4: packed E2M1 data, one E4M3 scale for 16x16 elements and one fp32 amax for each expert."""
+"""NVFP4: packed E2M1 data, one E4M3 scale per 16x16 elements, and one fp32 amax per expert."""
 
 import torch
 from torch import Tensor
@@ -19,16 +19,11 @@ FP32_MAX = torch.finfo(torch.float32).max
 FP32_TINY = torch.finfo(torch.float32).tiny
 SCALE_MAX = 448.0
 SMALLEST_DECODING_AMAX = SCALE_MAX * NVFP4.data_max * 2.0**-128
-"""Experts with a smaller amax are encoded with FLT_MAX, as if this were their amax."""
+"""Amax below which experts are encoded with FLT_MAX, as if this were their amax."""
 
 
 def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
-    """Write the rowwise NVFP4 buffers of ``master``.
-
-    Args:
-        master: [E, R, C] fp32 or bf16, R and C multiples of 16.
-        out: contiguous buffers of the same shape; all rowwise bytes and amaxes are overwritten.
-    """
+    """Write the rowwise NVFP4 buffers of ``master`` [E, R, C] into contiguous ``out``."""
     experts, rows, cols = master.shape
     assert out.global_amax is not None, "QuantizedWeight guarantees an amax for NVFP4"
     amax = torch.empty(
@@ -53,41 +48,29 @@ def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
 
 
 def global_encode_scale(global_amax: Tensor) -> Tensor:
-    """Return 448 * 6 / amax of experts, at most FLT_MAX; 1 for zero and for Inf.
-
-    Args:
-        global_amax: fp32 of any shape, not negative.
-    """
+    """Return 448 * 6 / amax of experts in fp32, at most FLT_MAX; 1 for zero and Inf."""
     amax = global_amax.clamp(min=FP32_TINY)
-    # Not `2688 / amax`, which torch computes as a product with a rounded reciprocal.
+    # Not `2688 / amax`, which torch computes by multiplying with a rounded reciprocal.
     scale = torch.div(torch.full_like(amax, SCALE_MAX * NVFP4.data_max), amax).clamp(max=FP32_MAX)
     return scale.masked_fill((global_amax == 0) | global_amax.isinf(), 1.0)
 
 
 def decoding_amax(global_amax: Tensor) -> Tensor:
-    """Return the amax whose 2688th part undoes :func:`global_encode_scale`; Inf stays Inf.
+    """Return the amax whose 2688th part inverts :func:`global_encode_scale`; Inf stays Inf.
 
-    Transformer Engine decodes by the amax itself, so that what its own GEMMs and its
-    dequantization make of experts below ``SMALLEST_DECODING_AMAX`` is too small.
-
-    Args:
-        global_amax: fp32 of any shape, not negative.
+    Transformer Engine decodes with the amax itself, so its GEMMs and dequantization give smaller
+    values for experts below ``SMALLEST_DECODING_AMAX``.
     """
     return global_amax.clamp(min=SMALLEST_DECODING_AMAX)
 
 
 def block_scale(block_amax: Tensor, global_encode: Tensor) -> Tensor:
-    """Return the fp32 block scale before it is cast to E4M3: the amax over 6, in global units."""
-    # This association, and a product with the rounded 1/6 in place of a division, as TE does.
+    """Return the fp32 block scale before the cast to E4M3: amax / 6, in global units."""
+    # Same association as TE, and multiplication by the rounded 1/6 instead of a division.
     return block_amax * (global_encode * (1.0 / NVFP4.data_max))
 
 
 def encode_factor(scale: Tensor, global_encode: Tensor) -> Tensor:
-    """Return the fp32 factor of a block's weights: one over its decoded scale, at most FLT_MAX.
-
-    Args:
-        scale: E4M3 codes, uint8.
-        global_encode: fp32, broadcastable to ``scale``.
-    """
+    """Return the fp32 factor of a block's weights: 1 / decoded scale, at most FLT_MAX."""
     decoded = decode_e4m3(scale) * global_encode.reciprocal()
     return decoded.reciprocal().clamp(max=FP32_MAX)

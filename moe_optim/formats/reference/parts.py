@@ -1,7 +1,7 @@
 """Quantization of a part of a weight, cut in rows and columns: maxima first, then codes.
 
-A part is padded with zeros to the blocks that it touches. What results is a weight by itself, but
-for the maxima of the blocks that go on beyond the part.
+Zeros pad a part to whole blocks. The padded part is then an independent weight, except for the
+maxima of blocks that continue beyond the part.
 """
 
 from collections.abc import Mapping
@@ -15,15 +15,10 @@ from moe_optim.formats.reference.ranges import block_amaxes, encode_block_rows
 
 
 def pad_part(part: Tensor, start: tuple[int, int], format: BlockScaledFormat) -> Tensor:
-    """Return a part with zeros up to the edges of the blocks that it touches, rounded to bf16.
+    """Return a part rounded to bf16, zero-padded to the edges of the blocks that it touches.
 
-    Args:
-        part: [E, r, c] fp32 or bf16.
-        start: first row and column of the part, counted in the weight.
-        format: format of the weight.
-
-    Returns:
-        [E, R', C'] bf16 that starts at :func:`padded_start`, both multiples of a block row.
+    ``start`` is the first row and column of ``part`` [E, r, c] in the weight. The result [E, R',
+    C'] starts at :func:`padded_start`; R' and C' are multiples of a block row.
     """
     length = format.block_row_height
     top, left = (first % length for first in start)
@@ -41,17 +36,10 @@ def padded_start(start: tuple[int, int], format: BlockScaledFormat) -> tuple[int
 
 
 def part_maxima(padded: Tensor, format: BlockScaledFormat) -> dict[str, Tensor]:
-    """Return the amaxes of every block of a padded part, by the buffer that follows from them.
+    """Return the fp32 amax of every block of a padded part, by the buffer computed from it.
 
-    NaN counts as zero.
-
-    Args:
-        padded: [E, R', C'] bf16, see :func:`pad_part`.
-        format: format of the weight.
-
-    Returns:
-        fp32, one a block: [E, R' / block rows, C' / block columns] for each direction that
-        travels, and ``global_amax`` [E, 1, 1] where the format has one.
+    NaN counts as zero. Shapes are [E, R' / block rows, C' / block columns] for each gathered
+    direction, and [E, 1, 1] for ``global_amax``, if the format has one.
     """
     experts, rows, cols = padded.shape
     height = format.block_row_height
@@ -72,13 +60,7 @@ def part_maxima(padded: Tensor, format: BlockScaledFormat) -> dict[str, Tensor]:
 def encode_padded(
     padded: Tensor, format: BlockScaledFormat, maxima: Mapping[str, Tensor]
 ) -> QuantizedWeight:
-    """Return all buffers of a padded part whose maxima are those of the whole weight.
-
-    Args:
-        padded: [E, R', C'] bf16.
-        format: format of the buffers.
-        maxima: maxima by name, as :func:`part_maxima` returns them.
-    """
+    """Return all buffers of a padded part, given the :func:`part_maxima` of the whole weight."""
     experts, rows, cols = padded.shape
     block_rows = padded.view(-1, format.block_row_height, cols)
     blocks = maxima["rowwise_scale"].reshape(len(block_rows), -1)

@@ -1,8 +1,8 @@
 """Quantization of a range of a weight, which may end inside a block: maxima first, then codes.
 
-A *block row* is a strip of ``format.block_row_height`` rows. All maxima of its blocks fill one row
-of *slots*: for a 1-D format its C columnwise blocks, then the C / 32 rowwise blocks of each of
-its rows; for 2-D formats its ceil(C / block) blocks. A plain maximum combines those of ranks.
+A *block row* is a strip of ``format.block_row_height`` rows. Its maxima fill one row of *slots*:
+for 1-D formats the C columnwise blocks, then the C / 32 rowwise blocks of each row; for 2-D formats
+the ceil(C / block) blocks. Slots of several ranks combine by MAX.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,27 +20,20 @@ from moe_optim.formats.reference.codes import e8m0_reciprocal, encode_e2m1, enco
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OwnedBlockRows:
-    """The block rows of one expert that a range touches."""
+    """Block rows of one expert that a range touches."""
 
     expert: int
     first_row: int
     values: Tensor
-    """[n, block_row_height, C] bf16; zeros beyond the range and below the weight."""
+    """Weights, [n, block_row_height, C] bf16; zeros beyond the range and below the weight."""
     owned: Tensor
-    """[n, block_row_height, C] bool: which of the values lie in the range."""
+    """Mask of the values in the range, [n, block_row_height, C] bool."""
 
 
 def owned_block_rows(
     source: Tensor, start: int, shape: tuple[int, int, int], format: BlockScaledFormat
 ) -> Iterator[OwnedBlockRows]:
-    """Cut a range of a weight into the block rows it touches, expert by expert.
-
-    Args:
-        source: fp32 or bf16, the elements from ``start`` on in row-major order.
-        start: first element of the source, counted in the weight.
-        shape: [E, R, C] of the weight.
-        format: format of the weight.
-    """
+    """Cut ``source``, elements of a weight from ``start`` on, into the block rows it touches."""
     _, rows, cols = shape
     flat, height = source.reshape(-1), format.block_row_height
     end = start + flat.numel()
@@ -58,10 +51,7 @@ def owned_block_rows(
 
 
 def block_amaxes(values: Tensor, format: BlockScaledFormat) -> Tensor:
-    """Return the maxima of all blocks: [n, block_row_height, C] bf16 -> [n, slots] fp32.
-
-    NaN counts as zero.
-    """
+    """Return the amax of every block, ignoring NaN: [n, block_row_height, C] -> [n, slots] fp32."""
     magnitudes = as_magnitude(magnitude_bits(values)[0])
     columns = magnitudes.amax(1)
     length = max(format.rowwise_block)
@@ -75,17 +65,10 @@ def block_amaxes(values: Tensor, format: BlockScaledFormat) -> Tensor:
 def encode_block_rows(
     values: Tensor, format: BlockScaledFormat, amaxes: Tensor, global_amax: Tensor
 ) -> dict[str, Tensor]:
-    """Return the buffers of block rows whose maxima are known.
+    """Return the gathered buffers of block rows by name, given their maxima.
 
-    Args:
-        values: [n, block_row_height, C] bf16.
-        format: their format.
-        amaxes: [n, slots] fp32.
-        global_amax: fp32, the amax of the expert, 0-dim, or [n, 1] where block rows are of several;
-            read by formats that have one.
-
-    Returns:
-        The buffers that travel, by name; data [n, block_row_height, bytes], scales [n, rows, cols].
+    ``values`` are [n, block_row_height, C] bf16, ``amaxes`` [n, slots] fp32. ``global_amax`` is
+    fp32, 0-dim, or [n, 1] for block rows of several experts.
     """
     count, height, cols = values.shape
     length = max(format.rowwise_block)
@@ -132,13 +115,9 @@ def partial_amax_into(
 ) -> None:
     """Write this rank's share of the maxima that several ranks contribute to.
 
-    Args:
-        source: the elements of the weight from ``start`` on, any number of them.
-        start: first element of the source, counted in the weight.
-        q: buffers of the weight, whose format and shape are read.
-        out: fp32, holding zeros where nothing is owned.
-        block_rows: first slot in ``out`` of every shared block row, by expert and first row.
-        experts: slot in ``out`` of the amax of every expert that is shared.
+    ``source`` contains the elements of the weight from ``start`` on. ``out`` is fp32, zero where
+    nothing is owned: ``block_rows`` maps each shared block row, as (expert, first row), to its
+    first slot, ``experts`` each shared expert to the slot of its amax.
     """
     for part in owned_block_rows(source, start, q.shape, q.format):
         amaxes = block_amaxes(part.values, q.format)
@@ -161,14 +140,10 @@ def encode_into(
 ) -> None:
     """Write the data of a range, and the scales of every block row it touches, into ``q`` in place.
 
-    Args:
-        source: the elements of the weight from ``start`` on.
-        start: first element of the source, counted in the weight.
-        q: buffers; only those that travel are written.
-        amax: fp32, the shared maxima of all ranks.
-        block_rows: first slot in ``amax`` of every shared block row.
-        experts: first and last slot of the amax of every expert that is shared; their maximum
-            counts, because kernels leave several.
+    ``source`` contains the elements of the weight from ``start`` on; only gathered buffers are
+    written. ``amax`` holds the shared maxima of all ranks, fp32: ``block_rows`` maps each shared
+    block row to its first slot, ``experts`` each shared expert to the first and end slot of its
+    maxima.
     """
     height = q.format.block_row_height
     for part in owned_block_rows(source, start, q.shape, q.format):
@@ -184,12 +159,12 @@ def encode_into(
         if q.global_amax is not None:
             q.global_amax[part.expert] = global_amax
         for name, values in encode_block_rows(part.values, q.format, amaxes, global_amax).items():
-            # values [n, rows of a block row, columns]; those below the weight are dropped
+            # values [n, rows of a block row, columns]; rows below the weight are dropped
             first_row = part.first_row * values.shape[1] // height
             buffer = getattr(q, name)[part.expert, first_row:]
             new = values.flatten(0, 1)[: len(buffer)]
             old = buffer[: len(new)]
-            if name.endswith("_data"):  # of a byte all elements are owned, or none
+            if name.endswith("_data"):  # all elements of a byte have one owner
                 owned = part.owned.flatten(0, 1)[: len(new), :: q.format.elements_per_byte]
                 new = torch.where(owned, new, old)
             old.copy_(new)

@@ -1,4 +1,4 @@
-"""Per-tensor FP8: one scale per weight from its present amax (current scaling)."""
+"""Per-tensor FP8 (current scaling): one scale per weight, from its current amax."""
 
 import torch
 from torch import Tensor
@@ -10,16 +10,11 @@ _CHUNK = 1 << 16  # elements; their fp32 copies fit a cache
 
 
 def encode_scale(amax: Tensor) -> Tensor:
-    """Return the factor of the elements of a weight; its inverse is stored.
+    """Return the fp32 factor that encodes the elements of a weight; its inverse is stored.
 
-    Args:
-        amax: fp32 of any shape, not negative.
-
-    Returns:
-        fp32 of the same shape: 448 / amax rounded to nearest, FLT_MAX if that overflows; 1 for an
-        amax of zero, Inf or NaN.
+    It is 448 / amax rounded to nearest, FLT_MAX on overflow; 1 for an amax of zero, Inf or NaN.
     """
-    # Not `448 / amax`, which torch computes as a product with a rounded reciprocal.
+    # Not `448 / amax`, which torch computes by multiplying with a rounded reciprocal.
     quotient = torch.div(torch.full_like(amax, E4M3_MAX), amax)
     quotient = quotient.clamp(max=torch.finfo(torch.float32).max)
     return quotient.masked_fill((amax == 0) | ~amax.isfinite(), 1.0)
@@ -27,12 +22,6 @@ def encode_scale(amax: Tensor) -> Tensor:
 
 @torch.no_grad()
 def cast_into(out: Tensor, source: Tensor, scale: Tensor) -> None:
-    """Write the E4M3 codes of a flat range of a weight.
-
-    Args:
-        out: [n] uint8; overwritten.
-        source: [n] fp32, rounded to bf16 first, as in every cast here.
-        scale: [] or [1] fp32, factor of the whole weight.
-    """
+    """Write the E4M3 codes of a flat fp32 range of a weight, rounded to bf16 first."""
     for codes, values in zip(torch.split(out, _CHUNK), torch.split(source, _CHUNK), strict=True):
         encode_e4m3_(codes, values.bfloat16().float() * scale)

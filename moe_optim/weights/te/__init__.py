@@ -1,1 +1,1 @@
-"""Transformer Engine's weights: the one place that reads their private fields."""
+"""Transformer Engine weights; the only package that accesses their private fields."""

@@ -1,6 +1,6 @@
-"""What Transformer Engine (2.20) calls the tensors and properties of its quantized weights.
+"""Attribute names and properties of Transformer Engine (2.20) quantized weights.
 
-Nothing has to be imported for it: classes are told by their names.
+Classes are identified by name, so Transformer Engine need not be imported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from moe_optim.places import has_memory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fields:
-    """Attributes of a tensor class, by our names of the tensors."""
+    """Attribute names in a Transformer Engine tensor class, by tensor."""
 
     rowwise_data: str
     columnwise_data: str
@@ -37,12 +37,12 @@ class Fields:
     columnwise_amax: str
 
     def names(self, format: BlockScaledFormat) -> tuple[str, ...]:
-        """Return our names of the tensors that a format needs."""
+        """Return the names in this class of the tensors that a format needs."""
         kinds = ("data", "scale", "amax") if format.has_global_amax else ("data", "scale")
         return tuple(f"{direction}_{kind}" for direction in DIRECTIONS for kind in kinds)
 
     def attributes(self, format: BlockScaledFormat) -> tuple[str, ...]:
-        """Return the attributes of the tensors that a format needs."""
+        """Return the Transformer Engine attributes of the tensors that a format needs."""
         return tuple(getattr(self, name) for name in self.names(format))
 
 
@@ -63,13 +63,13 @@ GROUPED = Fields(
     rowwise_amax="amax",
     columnwise_amax="columnwise_amax",
 )
-"""Fields of a ``GroupedTensor`` [E, R, C], flat; its members are tensors [R, C] over the memory."""
+"""Fields of a ``GroupedTensor`` [E, R, C], flat; members are tensors [R, C] over its memory."""
 
 SWIZZLED = "_with_gemm_swizzled_scales"
-"""Attribute of a tensor, or of a group, whose scales lie in the order of GEMMs."""
+"""Attribute that marks a tensor or a group with GEMM-swizzled scales."""
 
 TENSORWISE = "tensorwise"
-"""What Megatron calls FP8 with per-tensor scaling, which is no format of ours."""
+"""Megatron's name of FP8 with per-tensor scaling, which is not a block-scaled format."""
 
 _FORMATS: Mapping[str, tuple[BlockScaledFormat, ...]] = MappingProxyType(
     {
@@ -81,32 +81,29 @@ _FORMATS: Mapping[str, tuple[BlockScaledFormat, ...]] = MappingProxyType(
         "NVFP4Quantizer": (NVFP4,),
     }
 )
-"""By class of the tensor, or of what quantizes a ``GroupedTensor``."""
+"""Formats by class of the tensor, or of the quantizer of a ``GroupedTensor``."""
 
 
 def te_formats_of(param: Any) -> tuple[BlockScaledFormat, ...]:
-    """Return the formats that a weight of Transformer Engine can hold, none for other tensors.
-
-    A ``GroupedTensor`` in high precision has none.
-    """
+    """Return the formats that a quantized Transformer Engine weight can hold, else none."""
     deciding = param.quantizer if is_grouped(param) else param
     names = [cls.__name__ for cls in type(deciding).__mro__]
     return next((_FORMATS[name] for name in names if name in _FORMATS), ())
 
 
 def is_tensorwise(param: Any) -> bool:
-    """Return whether a weight of Transformer Engine is FP8 with the scale of its last amax.
+    """Return whether a Transformer Engine weight is FP8 with current per-tensor scaling.
 
-    Megatron quantizes and gathers such weights in its own buffers, of our masters. Its step writes
-    no part of them in bf16: every shard of one needs the scale of all of it. Delayed scaling, whose
-    scale is older, makes others.
+    Megatron quantizes such weights from our masters and gathers them in its own buffers. Steps do
+    not write bf16 shards of them, since every shard needs the scale of the whole weight. Weights
+    with delayed scaling are not included.
     """
     quantizer = getattr(param, "_quantizer", None)
     return _is_a(param, "Float8Tensor") and _is_a(quantizer, "Float8CurrentScalingQuantizer")
 
 
 def is_quantized(param: Any) -> bool:
-    """Return whether a tensor is a quantized weight, so that its values are :func:`read_values`."""
+    """Return whether a tensor is a quantized weight, to be read with :func:`read_values`."""
     return bool(te_formats_of(param)) or is_tensorwise(param)
 
 
@@ -119,30 +116,17 @@ def _is_a(value: Any, name: str) -> bool:
     return any(cls.__name__ == name for cls in type(value).__mro__)
 
 
-# Values
+# Reading values
 
 
 def data_of(param: Any) -> list[Tensor]:
-    """Return what there is of the bytes of a weight that :func:`is_tensorwise`, no copies.
-
-    Its transpose is there from its first use on, where GEMMs want one.
-    """
+    """Return the byte tensors of a tensorwise weight, not copies: data, and any transpose."""
     found = (getattr(param, name, None) for name in ("_data", "_transpose"))
     return [data for data in found if data is not None]
 
 
 def require_memory(where: str, weight: Any) -> None:
-    """Check that the bytes of a weight are here, plain or quantized; no byte is read.
-
-    A portable weight's storage tells by itself.
-
-    Args:
-        where: beginning of the error.
-        weight: weight of any class.
-
-    Raises:
-        StateError: they are offloaded.
-    """
+    """Raise StateError, starting with ``where``, if a weight is offloaded, without reading it."""
     if type(weight) in (Tensor, torch.nn.Parameter):
         found = [weight]
     elif is_tensorwise(weight):
@@ -160,14 +144,10 @@ def require_memory(where: str, weight: Any) -> None:
 def used_scales(
     stored: Tensor, format: BlockScaledFormat, shape: tuple[int, int, int], direction: Direction
 ) -> Tensor:
-    """Return the scales of a weight [E, R, C] without padding and repeats, a view.
+    """Return a view of the scales of a weight [E, R, C], without padding and repeats.
 
-    Args:
-        stored: [E, ...] as GEMMs read them.
-        format: format of the weight.
-        shape: shape of the weight.
-        direction: direction of the scales; those of 2-D blocks that are not transposed lie as
-            rowwise ones do.
+    ``stored`` are [E, ...] as GEMMs read them. Columnwise 2-D scales that are not transposed use
+    the rowwise layout.
     """
     _, down, across = format.scale_shape(shape, direction)
     if direction == "columnwise" and format.columnwise_copy == "shared":
@@ -177,15 +157,10 @@ def used_scales(
 
 
 def read_values(weight: Any) -> Tensor:
-    """Return the rowwise values of a weight in bf16, newly allocated.
+    """Return the rowwise values of a weight, or of a group member, in bf16, newly allocated.
 
-    Nothing of the weight is changed, and of block formats none of its kernels runs. It may be a
-    member of a group.
-
-    Raises:
-        StateError: the scales are not in plain order, or the bytes are offloaded, or the weight, or
-            the group it is a member of, is known to be behind its masters; or see
-            :func:`refuse_foreign_bytes`.
+    The weight is not modified; for block formats no Transformer Engine kernel runs. Raises
+    StateError if swizzled, offloaded or stale; see also :func:`refuse_foreign_bytes`.
     """
     name = type(weight).__name__
     if is_tensorwise(weight):
@@ -198,14 +173,14 @@ def read_values(weight: Any) -> Tensor:
     require_memory(name, weight)
     if getattr(weight, SWIZZLED, False):
         raise StateError(
-            f"{name}: expected plain scales, got scales in the order of products (swizzled). Call "
-            "start_param_sync(force_sync=True) on the DDP module after the next step, which puts "
-            "them back, before values are read."
+            f"{name}: expected plain scales, got scales in GEMM order (swizzled). Call "
+            "start_param_sync(force_sync=True) on the DDP module after the next step, which "
+            "restores plain order, before reading values."
         )
     formats = te_formats_of(weight)
     refuse_foreign_bytes(weight, formats, name)
     fields = GROUPED if is_grouped(weight) else ONE
-    format = formats[0]  # rows of square blocks are read as those of 1-D blocks
+    format = formats[0]  # rowwise reads are the same for square and 1-D blocks
     experts, rows, cols = shape = tuple(weight.shape) if fields is GROUPED else (1, *weight.shape)
     stored = getattr(weight, fields.rowwise_scale)
     stored = stored.view(experts, *format.storage_scale_shape(rows, cols, "rowwise"))
@@ -220,7 +195,7 @@ def read_values(weight: Any) -> Tensor:
     return values.view(weight.shape)
 
 
-# Properties of bytes that no format here has
+# Unsupported properties
 
 _PROPERTIES: Mapping[str, tuple[Any, str]] = MappingProxyType(
     {
@@ -234,27 +209,19 @@ _PROPERTIES: Mapping[str, tuple[Any, str]] = MappingProxyType(
         "stochastic_rounding": (False, "stochastic rounding"),
         "with_rht": (False, "a Hadamard transform"),
         "with_amax_reduction": (False, "an amax of several ranks (with_amax_reduction)"),
-        "row_scaled_nvfp4": (False, "an amax a row"),
+        "row_scaled_nvfp4": (False, "an amax per row"),
         "nvfp4_use_4over6": (False, "four-over-six blocks"),
         "nvfp4_e4m3_max": (448, "block scales up to {}"),
     }
 )
-"""Property of a weight or its quantizer -> value that our formats have, and what others mean."""
+"""Supported value of each property of a weight or its quantizer, and the meaning of others."""
 
 
 def refuse_foreign_bytes(weight: Any, formats: Sequence[BlockScaledFormat], name: str) -> None:
-    """Raise where a weight is quantized in another way than its format, or would be from now on.
+    """Raise StateError unless ``formats`` describe how a weight is quantized, now and next time.
 
-    Directions are no matter: Transformer Engine asks for them as it needs them, and weights here
-    have both. Neither is the order of scales, which changes.
-
-    Args:
-        weight: quantized ``GroupedTensor``, or tensor [R, C].
-        formats: formats that it may have; of one kind of elements.
-        name: name of the weight, for errors.
-
-    Raises:
-        StateError: everything that makes it another, by its name.
+    The message lists all unsupported properties. Directions and the order of scales are not
+    checked: Transformer Engine changes them on demand.
     """
     found = []
     if (element := foreign_element(weight)) is not None:
@@ -277,7 +244,7 @@ def refuse_foreign_bytes(weight: Any, formats: Sequence[BlockScaledFormat], name
 
 
 def foreign_element(weight: Any) -> str | None:
-    """Return the dtype of the elements of a weight where it is neither E4M3 nor E2M1: E5M2."""
+    """Return the element dtype of a weight if it is neither E4M3 nor E2M1, such as E5M2."""
     dtypes = [*_values_of(weight, "fp8_dtype"), *_values_of(weight, "fp4_dtype")]
     dtypes += [getattr(_quantizer_of(weight), "dtype", None)]
     names = [getattr(dtype, "name", None) for dtype in dtypes]
@@ -285,16 +252,16 @@ def foreign_element(weight: Any) -> str | None:
 
 
 def _have_square_blocks(weight: Any, format: BlockScaledFormat) -> set[bool]:
-    """Return what weight and quantizer say of it, which may be nothing or both."""
+    """Return whether blocks are square as weight and quantizer report: none, one, or both."""
     said = {*_values_of(weight, "is_2D_scaled"), *_values_of(weight, "with_2d_quantization")}
     said |= {dimensions == 2 for dimensions in _values_of(weight, "block_scaling_dim")}
     if not said and format.name == "mxfp8_2d":
-        return {_quantizer_of(weight) is None}  # MXFP8 of Transformer Engine 2.18 has rows alone
+        return {_quantizer_of(weight) is None}  # MXFP8 of Transformer Engine 2.18 is 1-D only
     return said
 
 
 def _values_of(weight: Any, field: str) -> list[Any]:
-    """Return the values of a property; a weight and its quantizer may differ, so both are asked."""
+    """Return the values of a property in a weight and its quantizer, which may differ."""
     places = ((weight, f"_{field}"), (weight, field), (_quantizer_of(weight), field))
     values = [getattr(place, called, None) for place, called in places]
     return [value for value in values if value is not None]

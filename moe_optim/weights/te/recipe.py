@@ -1,4 +1,4 @@
-"""Recipes and quantizers of Transformer Engine: what weights are kept in between steps."""
+"""Transformer Engine recipes and quantizers of weights."""
 
 import importlib
 import inspect
@@ -13,20 +13,16 @@ from moe_optim.integration.installation import installed_config
 
 
 def import_error() -> str | None:
-    """Say why Transformer Engine cannot be used here, or None: import it."""
+    """Return why Transformer Engine cannot be imported, or None if it was imported."""
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # a broken extension raises whatever it likes
+    except Exception as error:  # a broken extension can raise anything
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def make_quantizer(format: BlockScaledFormat) -> Any:
-    """Return the quantizer that Megatron's recipe for a format gives weights.
-
-    Raises:
-        ConfigError: this Transformer Engine is too old for the format.
-    """
+    """Return the weight quantizer of a format; ConfigError if Transformer Engine is too old."""
     from transformer_engine.pytorch import (
         DType,
         Float8BlockQuantizer,
@@ -47,14 +43,10 @@ def make_quantizer(format: BlockScaledFormat) -> Any:
 
 
 def get_fp8_recipe(config: Any) -> Any:
-    """Return Megatron's recipe; with ``format: mxfp8_2d`` weights get blocks of 32 x 32.
+    """Return Megatron's recipe, with 32 x 32 weight blocks for ``format: mxfp8_2d``.
 
-    Args:
-        config: Megatron's transformer configuration. Recipes other than ``--fp8-recipe mxfp8`` are
-            returned as they are.
-
-    Raises:
-        ConfigError: Transformer Engine is too old to have square blocks in MXFP8.
+    Only the recipe of ``--fp8-recipe mxfp8`` is changed. Raises ConfigError if Transformer Engine
+    is too old for square MXFP8 blocks.
     """
     recipe = original("megatron.core.fp8_utils:get_fp8_recipe")(config)
     installed = installed_config()

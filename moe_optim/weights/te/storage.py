@@ -1,7 +1,7 @@
-"""Transformer Engine's quantized weights behind the interface of our own storage.
+"""Storage of Transformer Engine's quantized weights.
 
-Data is used where it lies: a bucket's buffers become the weight's own. Scales are kept once a
-block, as they travel, and spread into the padded tensors that GEMMs read when a gather finishes.
+Data is used in place: the weight's data fields alias the bucket's buffers. Scales are kept one per
+block, as gathered, and expanded into the padded tensors that GEMMs read when a gather finishes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,19 +31,9 @@ from moe_optim.weights.te.recipe import import_error, make_quantizer
 class TransformerEngineStorage(WeightStorage):
     """One weight of Transformer Engine: [R, C] as a storage [1, R, C], or a group [E, R, C].
 
-    Where a module of Transformer Engine owns the weight, its GEMMs read it, and nobody here can
-    stop a stale read.
-
-    Args:
-        param: rowwise data must be there; everything else is allocated if it is not.
-        format: one of :func:`te_formats_of`.
-        name: parameter name, for errors.
-        record_amax: keep the amax of every expert at each requantization; NaN until the first one,
-            as nobody tells what the weight was quantized from. Formats with a global amax have it.
-        backend: who quantizes what is written.
-
-    Raises:
-        StateError: the weight is stored in a way that is not known here.
+    Modules of Transformer Engine read their weights directly, so stale reads there are not
+    detected. Rowwise data must exist; other missing tensors are allocated. Recorded amaxes are NaN
+    until the first requantization. Raises StateError for an unsupported layout.
     """
 
     def __init__(
@@ -82,17 +72,15 @@ class TransformerEngineStorage(WeightStorage):
             del self._param._high_precision_init_val
 
     def renew_initial(self) -> bool:
-        """Make ``initial`` what the bytes stand for, if they are no longer those of its values.
+        """Set ``initial`` to the dequantized bytes if they were not quantized from it.
 
-        They are not where quantizing ``initial`` comes clearly closer to it.
-
-        Returns:
-            Whether they were not.
+        Judged by error: the bytes must be about as close to ``initial`` as its requantization.
+        Returns whether ``initial`` was replaced.
         """
         if self.initial is None:
             return False
         initial = self.initial.view(self.shape)
-        own = read_values(self._param).view(self.shape)  # of what whoever loaded it has written
+        own = read_values(self._param).view(self.shape)  # as written by the loader
         fresh = PortableStorage(
             self.format, (1, *self.shape[1:]), device=self.device, backend=self.backend
         )
@@ -103,7 +91,7 @@ class TransformerEngineStorage(WeightStorage):
                 (values.double() - on_device.double()).norm()
                 for values in (fresh.dequantize()[0], held)
             )
-            if not error <= 1.1 * least:  # quantizers differ by less, and NaN is no value
+            if not error <= 1.1 * least:  # quantizers differ by less; NaN also fails
                 self.initial = own.view(self.initial.shape).to(self.initial.device)
                 return True
         return False
@@ -115,10 +103,7 @@ class TransformerEngineStorage(WeightStorage):
 
     @property
     def have_moved(self) -> bool:
-        """Whether a group was given other tensors or members, or scales in the order of GEMMs.
-
-        Asked of the storage itself, since members can be made anew.
-        """
+        """Whether a group has new tensors or members, or swizzled scales."""
         return bool(self._swizzled()) or self._pointers() != self._known_pointers
 
     def _pointers(self) -> list[int]:
@@ -131,13 +116,9 @@ class TransformerEngineStorage(WeightStorage):
         return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
     def take_over(self) -> None:
-        """Make tensors that somebody gave the weight those of this storage, scales in plain order.
+        """Adopt tensors that other code assigned to the weight, and reset scales to plain order.
 
-        Scales that are in the order of GEMMs are those of bytes that are overwritten next.
-
-        Raises:
-            StateError: data that a bucket gathers into is no longer the weight's, or the bytes are
-                on the host.
+        Swizzled scales can be discarded, because the bytes are overwritten next.
         """
         held = self.quantized
         for one in self._swizzled():
@@ -170,7 +151,7 @@ class TransformerEngineStorage(WeightStorage):
         self._gathered = frozenset(buffers)
 
     def note_write(self) -> None:
-        """Spread the scales into their padded form, and take note of the bytes."""
+        """Expand the scales into their padded form, and record the write."""
         q = self.quantized
         for direction, stored in self.storage_scales.items():
             scale = q.scale(direction)
@@ -183,14 +164,14 @@ class TransformerEngineStorage(WeightStorage):
         super().note_write()
 
     def whole_of(self, parts: Any) -> "TransformerEngineStorage | None":
-        """Return this storage if it is all of ``parts``; experts apart have no whole."""
+        """Return this storage if ``parts`` is only this one; separate experts have no whole."""
         return self if len(parts) == 1 else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PortableStorage | None:
-        """Copy the bytes; the copy is portable.
+        """Copy the bytes into a portable storage.
 
-        None for a weight of Transformer Engine's that is copied with its attributes: the copy has
-        bytes of its own, and gets a storage over them when it is asked for.
+        Returns None when Transformer Engine's weight is copied with its attributes: the copy has
+        its own bytes and creates its own storage on demand.
         """
         if getattr(self._param, "quantized_storage", None) is self:
             return None
@@ -218,18 +199,18 @@ class TransformerEngineStorage(WeightStorage):
         return tensor.view(self._shape_of(name))
 
     def _own(self, name: str) -> Tensor:
-        """Return what the weight and its members have to hold for one of their tensors."""
+        """Return the tensor that the weight and its members must hold under a name."""
         if name.endswith("data"):
             data: Tensor = getattr(self.laid_out, name)
             return data
-        if name.endswith("amax"):  # both directions have the same values
+        if name.endswith("amax"):  # same values in both directions
             amax = self.laid_out.global_amax
             assert amax is not None
             return amax
         return self._get(name)
 
     def _set(self, name: str, tensor: Tensor) -> None:
-        """Give the weight, and the members of a group, a tensor [E, ...]."""
+        """Assign a tensor [E, ...] to the weight and to the members of a group."""
         if self._fields is GROUPED:
             setattr(self._param, getattr(GROUPED, name), tensor.reshape(-1))
         else:
@@ -243,7 +224,7 @@ class TransformerEngineStorage(WeightStorage):
         self._take_note_of_fields()
 
     def _take_note_of_fields(self) -> None:
-        """Know where everything lies now; members know of the group that tells if it is fresh."""
+        """Record all addresses, and link group members to this storage for freshness checks."""
         if self._fields is ONE:
             flags = (SWIZZLED,) if hasattr(self._param, SWIZZLED) else ()
             names = ONE.attributes(self.format)
@@ -259,7 +240,7 @@ class TransformerEngineStorage(WeightStorage):
         refuse_foreign_bytes(param, [format], self.name)
         dimensions = 3 if self._fields is GROUPED else 2
         problems = {
-            "scales in the order of products (swizzled)": getattr(param, SWIZZLED, False),
+            "scales in GEMM order (swizzled)": getattr(param, SWIZZLED, False),
             "no rowwise data": getattr(param, self._fields.rowwise_data) is None,
             f"{len(shape)} dimensions": len(shape) != dimensions,
         }
@@ -272,7 +253,7 @@ class TransformerEngineStorage(WeightStorage):
             )
 
     def _complete(self) -> None:
-        """Allocate what Transformer Engine makes on demand for GEMMs, and zero the padding."""
+        """Allocate the tensors that Transformer Engine creates on demand, and zero the padding."""
         device = getattr(self._param, self._fields.rowwise_data).device
         for name in self._fields.names(self.format):
             if name == "columnwise_data" and self.format.columnwise_copy == "shared":
@@ -287,7 +268,7 @@ class TransformerEngineStorage(WeightStorage):
             stored[:, :, used.shape[2] * repeat_across :].zero_()
 
     def _view(self) -> QuantizedWeight:
-        """Return the buffers: data as it lies there, and the scales without padding and repeats."""
+        """Return the buffers: data in place, and scales without padding and repeats."""
         scales: dict[str, Tensor] = {}
         for direction in DIRECTIONS:
             if direction == "columnwise" and self.format.is_2d:
@@ -310,7 +291,7 @@ class TransformerEngineStorage(WeightStorage):
 
 
 def _expert(tensor: Tensor, index: int) -> Tensor:
-    """Return what one expert's tensor holds: an amax stays [1]."""
+    """Return one expert's tensor; an amax keeps shape [1]."""
     return tensor[index : index + 1] if tensor.dim() == 1 else tensor[index]
 
 
@@ -330,14 +311,10 @@ def make_te_storages(
     record_amax: bool,
     backend: Backend,
 ) -> Sequence[WeightStorage]:
-    """Return storages of portable experts: of a ``GroupedTensor``, or a tensor of its class each.
+    """Return storages of portable experts, in a ``GroupedTensor`` or one tensor per expert.
 
-    Nothing of Transformer Engine's is launched, so that formats are held in its classes also where
-    its kernels do not run.
-
-    Raises:
-        ConfigError: Transformer Engine cannot be imported.
-        LayoutError: ``shape`` does not fit the format.
+    Launches no Transformer Engine kernel, so its classes can hold formats that its kernels do not
+    support on this device.
     """
     experts, rows, cols = format.check_shape(shape, name)
     if why := import_error():

@@ -1,6 +1,6 @@
-"""Per-tensor scaling in Transformer Engine: weights cast from masters, transposed after a gather.
+"""Per-tensor scaling in Transformer Engine: casts from masters, and transposes after a gather.
 
-All weights take a few launches, where Transformer Engine takes one or two a weight.
+All weights share a few launches, where Transformer Engine launches one or two kernels per weight.
 """
 
 from collections.abc import Sequence
@@ -18,30 +18,23 @@ from moe_optim.weights.te.fields import is_tensorwise, require_memory
 
 
 def codes_and_scale(weight: Any) -> tuple[Tensor, Tensor]:
-    """Return the E4M3 codes of a weight, uint8 [R, C], and what they are multiplied by, fp32 [1].
-
-    Views of what the weight has; on ``meta`` where it is there.
-
-    Raises:
-        StateError: they are offloaded.
-    """
+    """Return views of a weight's E4M3 codes, uint8 [R, C], and dequantization factor, fp32 [1]."""
     require_memory(type(weight).__name__, weight)
     return weight._data, weight._scale_inv.view(1)
 
 
 class TensorwiseCast:
-    """What Megatron's ``quantize_param_shard`` does to weights that :func:`can_cast`.
+    """Replacement of Megatron's ``quantize_param_shard`` for weights that :func:`can_cast`.
 
-    It writes the same bytes, and leaves to Megatron what follows the gather of them.
+    Writes the same bytes; Megatron still post-processes the gathered weights.
 
     Args:
-        weights: weights of all ranks that share them, in the same order on each.
-        masters: [n] fp32 of what this rank owns of each, the optimizer's own tensors; or None.
-        starts: first element of each master, counted in the weight; None where there is none.
+        weights: weights of all ranks that share them, in the same order on every rank.
+        masters: owned part of each weight, [n] fp32, the optimizer's own tensors; or None.
+        starts: first element of each master, counted in the weight; None without a master.
 
     Attributes:
-        fields: bytes and scales of the weights; where others are there, or masters have moved, the
-            cast has to be made anew.
+        fields: bytes and scales of the weights; rebuild the cast if they or the masters have moved.
     """
 
     def __init__(
@@ -58,26 +51,22 @@ class TensorwiseCast:
             scale_inv = weight._scale_inv.view(1)
             entries.append(ScaledWeight(master=own, data=data, scale_inv=scale_inv))
             if hasattr(weight, "clear_high_precision_init_val"):
-                weight.clear_high_precision_init_val()  # masters have been made of it
+                weight.clear_high_precision_init_val()  # masters already exist
         self._table = TensorwiseTable.build(entries)
         self.fields = Attributes.of(weights, ("_data", "_scale_inv"))
 
     def run(self, group: dist.ProcessGroup) -> None:
-        """Cast what this rank owns. Every rank of the group must call it; nothing has moved.
-
-        Args:
-            group: ranks that own the rest of each weight.
-        """
+        """Cast the owned parts. Every rank of ``group`` must call it; no tensor may have moved."""
         self._table.find_amaxes.launch()
         dist.all_reduce(self._table.amaxes, dist.ReduceOp.MAX, group=group)
         self._table.launch()
 
 
 def can_cast(weights: Sequence[Any]) -> bool:
-    """Return whether a :class:`TensorwiseCast` knows how each of some weights is quantized.
+    """Return whether :class:`TensorwiseCast` supports the quantization of all weights.
 
-    It must be E4M3 of bf16 values, its scale neither floored nor rounded. All ranks say the same,
-    since their classes and recipes are alike.
+    Requires E4M3 from bf16, with a scale neither floored nor rounded. The result is the same on all
+    ranks, since classes and recipes are.
     """
     return bool(weights) and all(
         is_tensorwise(weight)
@@ -91,11 +80,11 @@ def can_cast(weights: Sequence[Any]) -> bool:
 
 
 _CAPTURED: set[FinishTable] = set()
-"""What launches of a CUDA graph read at every replay, long after it was last asked for."""
+"""Tables that CUDA graphs read at every replay."""
 
 
 class Transposes:
-    """The transposes that GEMMs of a Hopper read, of weights that have one. See :meth:`of`."""
+    """Transposes of tensorwise weights, which GEMMs on Hopper read. See :meth:`of`."""
 
     def __init__(self, weights: Sequence[Any]) -> None:
         self._table = FinishTable.of_transposes([(one._data, one._transpose) for one in weights])
@@ -103,10 +92,10 @@ class Transposes:
 
     @classmethod
     def of(cls, weights: Sequence[Any]) -> "Transposes | None":
-        """Return what renews the transposes of some weights, None where a kernel cannot.
+        """Return the transposes of some weights, or None if a kernel cannot renew them.
 
-        Transformer Engine makes a transpose of its own when one is first wanted, or is known to be
-        of other bytes. While a CUDA graph is captured nothing can be planned.
+        Transformer Engine creates a missing or invalid transpose itself. Building is not possible
+        during CUDA graph capture.
         """
         if not weights or not all(map(_has_transpose, weights)):
             return None
@@ -114,11 +103,11 @@ class Transposes:
 
     @property
     def have_moved(self) -> bool:
-        """Whether bytes or transposes lie elsewhere by now, or are known to differ."""
+        """Whether bytes or transposes have moved, or a transpose is marked invalid."""
         return self._fields.have_moved
 
     def renew(self) -> None:
-        """Make every transpose that of the present bytes, in one launch; nothing has moved."""
+        """Recompute every transpose in one launch. No tensor may have moved."""
         if is_capturing(self._table.device):
             _CAPTURED.add(self._table)
         self._table.launch()

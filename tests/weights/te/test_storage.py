@@ -264,7 +264,7 @@ def test_scales_that_were_put_in_the_order_of_products_are_plain_after_the_next_
     [
         ("mxfp8", "_with_gemm_swizzled_scales", True, "swizzled"),
         ("fp8_block", "_is_2D_scaled", False, r"1-D"),
-        ("nvfp4", "_row_scaled_nvfp4", True, "an amax a row"),
+        ("nvfp4", "_row_scaled_nvfp4", True, "an amax per row"),
         ("nvfp4", "_nvfp4_use_4over6", True, "four-over-six"),
         ("group of mxfp8", "_with_gemm_swizzled_scales", True, "swizzled"),
         ("group of mxfp8", "rowwise_data", None, "no rowwise data"),
@@ -289,7 +289,7 @@ FOREIGN = [  # of a quantizer: what makes other bytes than the format's, or read
     ("nvfp4", "with_rht", True, "a Hadamard transform"),
     ("nvfp4", "stochastic_rounding", True, "stochastic rounding"),
     ("nvfp4", "with_amax_reduction", True, "an amax of several ranks"),
-    ("nvfp4", "row_scaled_nvfp4", True, "an amax a row"),
+    ("nvfp4", "row_scaled_nvfp4", True, "an amax per row"),
     ("nvfp4", "nvfp4_use_4over6", True, "four-over-six blocks"),
     ("nvfp4", "nvfp4_e4m3_max", 256, "block scales up to 256"),
 ]
