@@ -1,4 +1,4 @@
-"""The states of a distributed optimizer: saved with a manifest, loaded into any expert layout."""
+"""Optimizer states: saved with a manifest, loaded into any expert layout."""
 
 from types import MappingProxyType
 from typing import Any
@@ -38,18 +38,18 @@ _NOT_SAVED = (
 
 
 class CheckpointedOptimizer(DistributedOptimizer):
-    """Megatron's distributed optimizer, with a manifest in every state that it saves.
+    """Megatron's distributed optimizer, with a manifest in every saved state.
 
-    Flat states are read by the manifest they were saved with. States under the names of parameters
-    are right with any number of buckets, and with one parameter for all experts.
+    Flat states are read by the manifest they were saved with. States keyed by parameter name
+    support any number of buckets, and one parameter for all experts.
 
     Attributes:
-        knobs: configuration of this package that the optimizer was built with.
-        requester: owner of its last request for a manifest, while a checkpoint is loaded.
+        knobs: plug-in configuration at construction.
+        requester: owner of the pending manifest request, while a checkpoint is loaded.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Shard the masters; arguments are Megatron's."""
+        """Shard the masters; same arguments as Megatron's class."""
         super().__init__(*args, **kwargs)
         self.knobs = config_or_bf16()
         self.requester: ManifestRequester | None = None
@@ -69,9 +69,9 @@ class CheckpointedOptimizer(DistributedOptimizer):
                 self.model_param_group_index_map[param] = (index, order)
 
     def _get_main_param_and_optimizer_states(self, model_param: torch.nn.Parameter) -> Any:
-        """Return master and moments; moments in fp16 and fp8 as unscaled copies in fp32.
+        """Return master and moments, with fp16 and fp8 moments as unscaled fp32 copies.
 
-        Megatron returns the scaled ones.
+        Megatron returns them scaled.
         """
         states = super()._get_main_param_and_optimizer_states(model_param)
         for name in self._scaled_moments & states.keys():
@@ -108,10 +108,10 @@ class CheckpointedOptimizer(DistributedOptimizer):
         """Return states to save or load, with their manifest. Every rank must call it.
 
         Raises:
-            ConfigError: no sharding type, or ``fully_sharded_model_space``, Megatron's default,
-                which it can no longer save.
-            NonFiniteError: some master or moment to be saved is Inf or NaN, and ``save_nonfinite``
-                is not set.
+            ConfigError: no sharding type is given, or Megatron's default
+                ``fully_sharded_model_space``, which Megatron can no longer save.
+            NonFiniteError: a master or moment to be saved is Inf or NaN, and ``save_nonfinite`` is
+                not set.
             StateError: a load after ``uninstall()``.
         """
         if is_loading and any(patch_state(patch) != "applied" for patch in patches.CHECKPOINTS):
@@ -147,14 +147,14 @@ class CheckpointedOptimizer(DistributedOptimizer):
         is_loading: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> Any:
-        """Return states as they lie in buckets."""
+        """Return flat states in bucket order."""
         if not is_loading:
             return flat_states_to_save(self)
         manifest = manifest_of(self)
         return flat_states_to_load(self, manifest, manifest_key(self, manifest))
 
     def load_parameter_state_from_dp_reshardable(self, state_dict: Any) -> None:
-        """Take states that were asked for by :meth:`sharded_param_state_dp_reshardable`."""
+        """Load the states requested by :meth:`sharded_param_state_dp_reshardable`."""
         load_flat_states(self, state_dict)
 
     def sharded_param_state_fully_reshardable(
@@ -163,10 +163,10 @@ class CheckpointedOptimizer(DistributedOptimizer):
         is_loading: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> Any:
-        """Return states under the names of their parameters.
+        """Return states keyed by parameter name.
 
-        Megatron 0.19 indexes tensors without padding by places in the padded buffer: all states
-        behind the first bucket are shifted. Here the tensors are padded.
+        Megatron 0.19 indexes unpadded tensors with offsets of the padded buffer, which shifts all
+        states after the first bucket. Here the tensors are padded.
         """
         self._gathers_by_name = True
         try:
@@ -197,7 +197,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
         """Save all states to one file, as ``--ckpt-format torch`` does. Every rank must call it.
 
         Raises:
-            NonFiniteError: some master is Inf or NaN, and ``save_nonfinite`` is not set.
+            NonFiniteError: a master or moment is Inf or NaN, and ``save_nonfinite`` is not set.
         """
         if not self.knobs.save_nonfinite:
             check_masters(self, _NOT_SAVED, with_moments=True)
@@ -206,10 +206,10 @@ class CheckpointedOptimizer(DistributedOptimizer):
     def load_parameter_state_from_dp_zero(
         self, state_dict: Any, *, update_legacy_format: bool = False
     ) -> None:
-        """Scatter states that the first rank has.
+        """Scatter states from the first rank.
 
         Raises:
-            LayoutError: they are of other experts, or in an unknown order; on every rank.
+            LayoutError: the states have other experts or an unknown order; on every rank.
         """
         first = self.data_parallel_group_gloo.rank() == 0
         states = agree(
@@ -234,8 +234,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
         """Load masters and moments.
 
         Raises:
-            LayoutError: flat states of another expert layout that were not loaded by
-                ``dist_checkpointing.load``; or states that ``--ckpt-format torch`` saved without
+            LayoutError: flat states of another expert layout were not loaded by
+                ``dist_checkpointing.load``, or ``--ckpt-format torch`` saved the states without
                 ``--use-distributed-optimizer``.
         """
         if "fp32_from_fp16_params" in state_dict:
