@@ -71,7 +71,6 @@ class GroupStepAdam(torch.optim.AdamW):
             group.setdefault("adam_w_mode", adam_w_mode)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the complete state; torch's version drops private attributes."""
         return {**super().__getstate__(), "_dtypes": self._dtypes, "_scales": self._scales}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -90,10 +90,7 @@ def gradient_of(optimizer: Any, param: Any) -> Tensor:
 
 
 def weight_of(optimizer: Any, param: Any, master: Tensor) -> Tensor | None:
-    """Return this rank's shard of a bf16 or fp32 weight, a view of its bucket.
-
-    None where the master is that shard itself, and for quantized weights.
-    """
+    """Return this rank's shard of a weight, a view; None if quantized or its own master."""
     if is_managed(param) or is_tensorwise(param):
         return None
     place = optimizer._get_model_param_range_map(param)["gbuf_world_in_bucket"]

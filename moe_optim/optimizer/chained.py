@@ -55,7 +55,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         self.is_fused = self._agree_to_fuse(config)
         self._must_skip = False
         self.observers: list[StepObserver] = []
-        """Called in this order, the same on every rank."""
+        """Observers in call order, the same on every rank."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Replace the CUDA graph wrapper that a training loop assigns to ``step`` by our own.
@@ -79,9 +79,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def step(self) -> Any:
-        """Step once; return whether weights changed, the gradient norm, and the zero count if logged.
-
-        Every rank must call it.
+        """Return whether weights moved, the gradient norm and the zero count. Every rank calls it.
 
         Raises:
             NonFiniteError: see :meth:`get_grad_norm`.
@@ -171,9 +169,9 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         return norms, of_host, int(zeros)
 
     def sum_squares(self) -> Tensor:
-        """Return squared norms and zero count over all ranks, [len(NORMS) + 1] fp64, without a sync.
+        """Return squared norms and zero count over all ranks, [len(NORMS) + 1] fp64.
 
-        Every rank must call it.
+        Every rank must call it. Does not synchronize with the device.
         """
         parts = self.chained_optimizers
         mine = [

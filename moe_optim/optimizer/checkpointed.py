@@ -49,7 +49,6 @@ class CheckpointedOptimizer(DistributedOptimizer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Shard the masters; same arguments as Megatron's class."""
         super().__init__(*args, **kwargs)
         self.knobs = config_or_bf16()
         self.requester: ManifestRequester | None = None

@@ -205,14 +205,6 @@ def _reason(
     is_bucketed: bool,
     compute: Mapping[torch.nn.Parameter, str],
 ) -> str:
-    """Return why no managed bucket holds a parameter.
-
-    Args:
-        param: parameter of the model.
-        name: name of the parameter.
-        is_bucketed: whether another bucket of the optimizer holds it.
-        compute: bf16 weight -> format of its GEMMs.
-    """
     if not param.requires_grad:
         return "frozen"
     if not is_bucketed:
@@ -290,6 +282,5 @@ def _stock_bytes(bucket: ManagedBucket, high_busbw: bool) -> int:
 
 
 def _only(values: Iterable[Any]) -> Any:
-    """Return the only distinct value; several joined by commas, None without any."""
     found = list(dict.fromkeys(values))
     return found[0] if len(found) == 1 else ", ".join(map(str, found)) or None

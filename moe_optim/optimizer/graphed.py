@@ -1,9 +1,9 @@
-"""A fused step whose kernels a CUDA graph replays, from gradients to encoded weights.
+"""A fused step replayed as a CUDA graph, from gradients to encoded weights.
 
-The host decides nothing: the norm stays on the device, and where it is not finite or too large,
-clip factors below zero make the update change nothing. The host learns of it when the next step
-begins or a checkpoint is saved. Learning rates and step counts are copied before each replay, and
-weights are gathered after it, as without a graph.
+The norm stays on the device; if it is non-finite or too large, negative clip factors turn the
+update into a no-op. The host learns of it when the next step begins or a checkpoint is saved.
+Learning rates and step counts are copied before each replay, and weights are gathered after it, as
+without a graph.
 """
 
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class GraphedStep:
-    """The fused step of a chain, captured when it runs for the second time.
+    """The fused step of a chain, captured on its second run.
 
     Args:
         chain: ``GroupedChainedOptimizer`` whose steps are fused.
@@ -48,12 +48,12 @@ class GraphedStep:
 
     @torch.no_grad()
     def __call__(self) -> Any:
-        """Step once, and return what Megatron's step does. Every rank must call it.
+        """Step once, and return the result of Megatron's step. Every rank must call it.
 
         Raises:
-            NonFiniteError: the step before this one has found gradients that are not finite, and
-                changed nothing; neither does this one.
-            StateError: Adam has step pre-hooks, which are to see clipped gradients.
+            NonFiniteError: the previous step found non-finite gradients; neither step changed
+                anything.
+            StateError: Adam has step pre-hooks, which require clipped gradients.
         """
         self.tell()
         self._chain.before_step()
@@ -86,10 +86,10 @@ class GraphedStep:
         return True, as_megatron_returns(self._norms[:1]), self._zeros if counts else None
 
     def tell(self) -> None:
-        """Report what the last step found, once. Every rank must call it.
+        """Report the outcome of the last step, once. Every rank must call it.
 
         Raises:
-            NonFiniteError: gradients were not finite, and the policy is ``raise``.
+            NonFiniteError: gradients were non-finite, and the policy is ``raise``.
         """
         if self._is_told:
             return
@@ -117,15 +117,11 @@ class GraphedStep:
         logger.warning("%s; it was skipped", message)
 
     def forget(self) -> None:
-        """Drop what the last step found: other states and step counts were loaded."""
+        """Drop the outcome of the last step, after a load of other states and step counts."""
         self._is_told = True
 
     def _launch(self, plans: list[float]) -> None:
-        """Run the kernels: one by one where something is planned anew, else as a graph.
-
-        Args:
-            plans: numbers of plans, and settings that a graph captures.
-        """
+        """Run the kernels: eagerly after a change of ``plans``, else as a graph."""
         if not self._captures or plans != self._plans:
             self._plans, self._graph = plans, None
             self._run_kernels()

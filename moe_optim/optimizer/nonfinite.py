@@ -1,4 +1,4 @@
-"""Names non-finite gradients, masters and moments: parameter, expert and owner rank."""
+"""Reports non-finite gradients, masters and moments by parameter, expert and owner rank."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +15,11 @@ from moe_optim.optimizer.address_book import gradient_of, owned_masters
 from moe_optim.weights.names import global_parameter_names
 
 MOST_NAMED = 8
-"""Culprits that a rank names; with a NaN loss every gradient is one."""
+"""Maximum number of culprits per rank; with a NaN loss every gradient is one."""
 
 
 def name_culprits(chain: Any) -> str:
-    """Return which gradients of which ranks are not finite, or too large. Every rank must call it.
+    """Return the non-finite or too large gradients of all ranks. Every rank must call it.
 
     Args:
         chain: ``GroupedChainedOptimizer``.
@@ -55,15 +55,15 @@ def check_masters(
     *,
     with_moments: bool = False,
 ) -> None:
-    """Raise NonFiniteError if a master is Inf or NaN, on any rank of the data-parallel group.
+    """Raise NonFiniteError if a master is Inf or NaN on any rank of the data-parallel group.
 
     Every rank must call it.
 
     Args:
         optimizer: distributed optimizer.
-        remedy: end of the message: what has not happened, and what to do.
-        only: predicate of parameters whose masters are checked.
-        with_moments: check moments, too.
+        remedy: end of the message: the consequence, and what to do.
+        only: predicate that selects parameters.
+        with_moments: whether to check moments, too.
     """
     found: list[str] = []
     kinds = ("master", *MOMENTS) if with_moments else ("master",)
@@ -93,9 +93,9 @@ def check_masters(
 def describer(
     model_chunks: Sequence[torch.nn.Module], kind: str, more: str = ""
 ) -> Callable[[torch.nn.Parameter, Tensor], str]:
-    """Return a function that describes elements of a kind: their parameter, experts and number.
+    """Return a function that describes bad elements by parameter, experts and count.
 
-    It takes the parameter and the indices [n] of the elements in it, at least one.
+    Its arguments are the parameter and the indices [n] of the elements in it, n >= 1.
 
     Args:
         model_chunks: owners of the parameters.
