@@ -1,4 +1,4 @@
-"""The activation between the two linears of an expert, fused as Megatron's or step by step."""
+"""The activation between the two linears of an expert, fused as in Megatron or unfused."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,9 +21,9 @@ def activate(
     """Apply the activation and the routing weights, fused or not as Megatron's MLP does.
 
     Args:
-        hidden: [T, 2F] bf16, output of fc1.
-        biases: [T, 2F], added first.
-        probs: [T, 1] routing weights.
+        hidden: output of fc1, [T, 2F] bf16.
+        biases: biases to add first, [T, 2F].
+        probs: routing weights, [T, 1].
         config: Megatron's transformer configuration.
     """
     store_fp8 = config.activation_func_fp8_input_store
@@ -36,7 +36,7 @@ def activate(
 
 
 def fuses_activation(config: TransformerConfig) -> bool:
-    """Return whether Megatron would call its fused activation; it has none for interleaving."""
+    """Return whether Megatron would fuse the activation; it cannot with interleaving."""
     return bool(config.bias_activation_fusion) and config.moe_mlp_glu_interleave_size is None
 
 
@@ -51,14 +51,14 @@ def glu(
     """Apply a gated linear unit: ``activation(gate) * (linear + linear_offset)``.
 
     Args:
-        hidden: [T, 2F], the gate before the linear half, or alternating blocks of both.
+        hidden: gate half before linear half, or alternating blocks of both, [T, 2F].
         activation: function of the gate: SiLU for SwiGLU, quick GELU for quick-GeGLU.
         linear_offset: summand of the linear half.
-        clamp_value: bound of the gate from above and of the linear half from both sides.
-        interleave_size: columns of an alternating block, which divides F; None for halves.
+        clamp_value: upper bound of the gate, and bound of the linear half's magnitude.
+        interleave_size: columns per alternating block, a divisor of F; None for halves.
 
     Returns:
-        [T, F] of the dtype of ``hidden``.
+        [T, F] in the dtype of ``hidden``.
     """
     if interleave_size is not None:
         hidden = remove_interleaving(hidden, interleave_size)
@@ -70,7 +70,7 @@ def glu(
 
 
 def remove_interleaving(hidden: Tensor, size: int) -> Tensor:
-    """Return [T, 2F] in halves where ``size`` columns of gate and of linear half alternate."""
+    """Return [T, 2F] as gate and linear halves, given alternating blocks of ``size`` columns."""
     blocks = hidden.unflatten(-1, (-1, 2, size))  # [T, F / size, gate or linear, size]
     return blocks.transpose(-3, -2).flatten(-3)
 

@@ -1,4 +1,4 @@
-"""Checkpoint keys of portable experts, and how tensor parallelism cuts their parameters."""
+"""Checkpoint keys of portable experts, and their sharding under tensor parallelism."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ CUTS = {  # axis of one expert's tensor that tensor parallelism cuts; parts that
     "linear_fc2.weight": (1, 1),
     "linear_fc2.bias": (None, 1),  # every rank holds the whole
 }
-"""How expert tensor parallelism cuts the tensors of an expert."""
+"""Sharding of an expert's tensors under expert tensor parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertShard:
-    """One parameter of the experts: of all local ones, or of one of them."""
+    """One parameter of the experts, of all local ones or of a single one."""
 
     linear: str
     """``linear_fc1`` or ``linear_fc2``."""
@@ -49,7 +49,7 @@ class ExpertShard:
 
     @property
     def expert(self) -> int | None:
-        """Local index; None where all experts are one parameter."""
+        """Local index; None if the parameter holds all experts."""
         index = self.name.removeprefix(self.kind)
         return int(index) if index else None
 
@@ -63,7 +63,7 @@ class ExpertShard:
         return axis + (self.expert is None)
 
     def describe(self, config: TransformerConfig) -> None:
-        """Set the attributes that reductions and norms of Megatron read, as its own experts do."""
+        """Set the attributes that Megatron's reductions and norms read, as its own experts do."""
         attributes: Any = self.parameter
         attributes.allreduce = config.expert_model_parallel_size == 1 and (
             config.expert_tensor_parallel_size == config.tensor_model_parallel_size
@@ -81,8 +81,8 @@ class ExpertShard:
 
         Args:
             prefix: prefix of the experts' keys.
-            place: place of the expert, or of all local ones, among all.
-            sharded_offsets: offsets of the axes before that of the experts.
+            place: global index of the expert, or of all local ones.
+            sharded_offsets: offsets of the axes before the expert axis.
             groups: process groups; ``expt_tp`` and ``expt_dp`` are used.
         """
         axis, parts = self.cut
@@ -118,11 +118,7 @@ class ExpertShard:
 
 
 def grouped_linear_of(experts: torch.nn.Module, name: str) -> GroupedLinear:
-    """Return a linear of portable experts, also where it is behind an adapter.
-
-    Args:
-        experts: portable experts.
-        name: ``linear_fc1`` or ``linear_fc2``.
+    """Return a linear of portable experts, unwrapping an adapter.
 
     Raises:
         LayoutError: another module is in its place.
@@ -135,7 +131,7 @@ def grouped_linear_of(experts: torch.nn.Module, name: str) -> GroupedLinear:
 
 
 def list_shards(experts: torch.nn.Module) -> Iterator[ExpertShard]:
-    """Yield every parameter of ``linear_fc1`` and ``linear_fc2``, without those of adapters.
+    """Yield every parameter of ``linear_fc1`` and ``linear_fc2``, except those of adapters.
 
     Raises:
         LayoutError: a wrapper other than an adapter hides a linear.
@@ -148,7 +144,7 @@ def list_shards(experts: torch.nn.Module) -> Iterator[ExpertShard]:
 def empty_extra_state(
     key: str, place: Offset, sharded_offsets: tuple[Offset, ...], groups: Any
 ) -> Any:
-    """Return the empty object that Megatron's linears save and load for an expert."""
+    """Return the empty object that Megatron's linears save and load per expert."""
     return make_sharded_object_for_checkpoint(
         None, key, (*sharded_offsets, place), replica_id=_replica_id(groups, is_cut=False)
     )
@@ -163,14 +159,8 @@ def adapter_states(
 ) -> dict[str, Any]:
     """Return the states of adapters around linears, under the keys of Megatron-Bridge.
 
-    Args:
-        experts: portable experts.
-        prefix: prefix of the experts' names; keys in checkpoints have ``experts.`` behind it.
-        sharded_offsets: offsets of the axes before those of parameters.
-        metadata: metadata of the checkpoint.
-
     Raises:
-        LayoutError: several ranks share an adapter that has no ``sharded_state_dict``.
+        LayoutError: several ranks share an adapter without ``sharded_state_dict``.
     """
     state: dict[str, Any] = {}
     groups = experts.pg_collection

@@ -118,9 +118,7 @@ class Page:
     def compare(self, objects: Sequence[object], values: list[object]) -> int:
         """Update the snapshot and return its generation.
 
-        Args:
-            objects: objects to compare by identity; references are kept.
-            values: values to compare by equality; no tensors.
+        Objects are compared by identity and kept alive; values are compared by equality.
         """
         same = len(objects) == len(self._objects) and values == self._values
         if not same or any(map(is_not, objects, self._objects)) or not self.generation:

@@ -230,7 +230,6 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
         self.refresh_weights()
 
     def _take_loaded_values(self) -> None:
-        """Copy the high-precision values of loaded weights into the masters."""
         for one in (one for bucket in self._buckets for one in self.masters_of(bucket)):
             loaded = storage_of(one.param).initial
             if loaded is not None:
@@ -277,7 +276,7 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
             group.forget_masters()
 
     def _quantize_with_megatron(self) -> None:
-        """Let Megatron quantize tensorwise weights, then gather them. Every rank must call it."""
+        """Let Megatron quantize tensorwise weights. Every rank must call it."""
         self.finish_gathers()
         super()._copy_main_params_to_model_params()
         self._start_gathers(force_sync=True)

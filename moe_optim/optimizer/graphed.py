@@ -24,11 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class GraphedStep:
-    """The fused step of a chain, captured on its second run.
-
-    Args:
-        chain: ``GroupedChainedOptimizer`` whose steps are fused.
-    """
+    """The fused step of a ``GroupedChainedOptimizer``, captured on its second run."""
 
     def __init__(self, chain: Any) -> None:
         self._chain = chain

@@ -43,12 +43,7 @@ class HostStates:
         return self._memory.nbytes
 
     def keep(self, inner: Any, master: Tensor) -> None:
-        """Move a host-resident master and its moments back to their host memory if they left it.
-
-        Args:
-            inner: Adam of the optimizer.
-            master: parameter of ``inner``.
-        """
+        """Move a host-resident master and its moments back to their host memory if they left it."""
         if master not in self._homes:
             return
         self._bring_master_home(master)

@@ -27,9 +27,6 @@ def renew_initial_values(params: Iterable[Parameter]) -> None:
 
     Megatron creates masters from Transformer Engine's initial values even if the weight was loaded
     since. No rank communicates.
-
-    Args:
-        params: parameters, managed or not.
     """
     stale = 0
     for param in params:

@@ -19,11 +19,7 @@ MOST_NAMED = 8
 
 
 def name_culprits(chain: Any) -> str:
-    """Return the non-finite or too large gradients of all ranks. Every rank must call it.
-
-    Args:
-        chain: ``GroupedChainedOptimizer``.
-    """
+    """Return the non-finite or too large gradients of all ranks. Every rank must call it."""
     rank, found = dist.get_rank(), list(_find_culprits(chain))
     lines = [f"rank {rank}: {line}" for line in found[:MOST_NAMED]]
     if len(found) > MOST_NAMED:
@@ -55,15 +51,9 @@ def check_masters(
     *,
     with_moments: bool = False,
 ) -> None:
-    """Raise NonFiniteError if a master is Inf or NaN on any rank of the data-parallel group.
+    """Raise NonFiniteError if a master is Inf or NaN on any data-parallel rank.
 
-    Every rank must call it.
-
-    Args:
-        optimizer: distributed optimizer.
-        remedy: end of the message: the consequence, and what to do.
-        only: predicate that selects parameters.
-        with_moments: whether to check moments, too.
+    Every rank must call it. ``remedy`` ends the message; ``only`` selects parameters.
     """
     found: list[str] = []
     kinds = ("master", *MOMENTS) if with_moments else ("master",)
@@ -93,14 +83,9 @@ def check_masters(
 def describer(
     model_chunks: Sequence[torch.nn.Module], kind: str, more: str = ""
 ) -> Callable[[torch.nn.Parameter, Tensor], str]:
-    """Return a function that describes bad elements by parameter, experts and count.
+    """Return a function of a parameter and the indices [n] of its bad elements, n >= 1.
 
-    Its arguments are the parameter and the indices [n] of the elements in it, n >= 1.
-
-    Args:
-        model_chunks: owners of the parameters.
-        kind: name of such an element, in the singular.
-        more: end of the description.
+    Its result names the parameter, the experts, and the count with ``kind`` and ``more``.
     """
     names, first_of = global_parameter_names(model_chunks), first_experts(model_chunks)
 

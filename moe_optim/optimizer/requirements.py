@@ -27,11 +27,6 @@ def check_model(optimizer_config: Any, model_chunks: list[Any], config: MoEOptim
 
     Every rank must call it, since pipeline stages may hold different weights.
 
-    Args:
-        optimizer_config: Megatron's ``OptimizerConfig``.
-        model_chunks: DDP-wrapped chunks.
-        config: configuration of the plug-in.
-
     Raises:
         ConfigError: settings or weights are not supported; the message names all of them.
         StateError: quantized weights are in buffers that the plug-in did not create.

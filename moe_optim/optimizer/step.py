@@ -268,7 +268,6 @@ class SteppedOptimizer(CheckpointedOptimizer):
         )
 
     def _plan_cast(self) -> TensorwiseCast | None:
-        """Return the cast of weights with per-tensor scaling; None if Megatron has to do it."""
         if not self.has_tensorwise:
             return None
         weights, masters, starts = self._get_fp8_params_and_shard_fp32_from_fp8()
@@ -418,7 +417,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
                 table.launch()
 
     def _cast_tensorwise(self) -> None:
-        """Cast masters to weights with per-tensor scaling. Every rank must call it."""
+        """Cast masters to tensorwise weights. Every rank must call it."""
         if self._cast is None:
             super()._copy_main_params_to_model_params()
         else:
@@ -455,14 +454,10 @@ def reduced_over_ranks(of_parts: Sequence[Tensor], groups: Sequence[dist.Process
 
 
 def norms_of(squares: Tensor, config: Any) -> Tensor:
-    """Return the square roots of ``squares`` as fp32; Inf on fp32 overflow, as in Megatron.
+    """Return the square roots of ``squares``, [n] fp64, as fp32; Inf on overflow as in Megatron.
 
     Second moments are means of squared gradients, so the bound keeps them finite even without
     clipping. It is the bound of bf16 where second moments are stored in bf16.
-
-    Args:
-        squares: sums of squares, [n] fp64.
-        config: Megatron's ``OptimizerConfig``.
     """
     is_narrow = config.use_precision_aware_optimizer
     held_in = config.exp_avg_sq_dtype if is_narrow else torch.float32
@@ -495,12 +490,7 @@ def as_megatron_returns(norm: Tensor) -> Any:
 
 
 def setup_of(optimizer: Any, config: MoEOptimConfig) -> Setup:
-    """Return the settings that decide whether steps are fused, before the first step.
-
-    Args:
-        optimizer: any part of a chain.
-        config: configuration of the plug-in.
-    """
+    """Return the settings that decide whether steps of a part of a chain are fused."""
     inner = optimizer.optimizer
     is_torchs = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
     setup = Setup(

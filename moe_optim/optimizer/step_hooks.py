@@ -73,10 +73,6 @@ def showing_gradients(optimizer: Any, clips: Tensor) -> Iterator[Tensor]:
 
     The step uses gradients as modified by pre-hooks. Without pre-hooks nothing happens.
 
-    Args:
-        optimizer: ``GroupedDistributedOptimizer``.
-        clips: clip factors by norm, [len(NORMS)] fp32 on the device.
-
     Yields:
         Clip factors that remain to be applied by the update.
 
@@ -115,11 +111,7 @@ def require_shown(optimizer: Any) -> None:
 
 
 class OwnStep:
-    """The ``step`` function of an optimizer at construction.
-
-    Args:
-        inner: Adam of the optimizer; None without parameters.
-    """
+    """The ``step`` function of Adam at construction; ``inner`` is None without parameters."""
 
     def __init__(self, inner: Any) -> None:
         self._inner, self._function = inner, getattr(type(inner), "step", None)
