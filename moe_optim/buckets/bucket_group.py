@@ -162,7 +162,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         self._post_param_sync()
 
     def gather_anew(self) -> None:
-        """Make the next forward pass gather even fresh weights, so that a CUDA graph captures it.
+        """Make the next forward pass gather even fresh weights, for a CUDA graph to capture it.
 
         Every rank of the group must call it.
         """

@@ -94,7 +94,7 @@ class Gather:
         raise NotImplementedError
 
     def plan_step(self, masters: Sequence[OwnedMaster]) -> MemberTable | None:  # noqa: ARG002
-        """Return what a step encodes masters into, the same until :meth:`forget`; or None."""
+        """Return the table that encodes masters in a step, or None; valid until :meth:`forget`."""
         return None
 
     def prepare_step(self) -> None:

@@ -90,7 +90,7 @@ def _fused_gate(
     linear_offset: float,
     clamp_value: float | None,
 ) -> Tensor:
-    """Call what Megatron compiles by itself; as part of another graph it might round otherwise."""
+    """Call a function that Megatron compiles; inlined elsewhere it might round differently."""
     gated: Tensor
     if activation == "quick_gelu":
         gated = weighted_bias_quick_geglu_impl(

@@ -121,7 +121,7 @@ class LocalExperts:
         return amax.reshape(-1)[self.ep_rank * local :][:local]
 
     def _find_source(self, shapes: Mapping[str, tuple[int, ...] | None]) -> ExpertSet:
-        """Return the set of the entries; ``legacy`` does not tell the number of experts."""
+        """Return the set of the entries; ``legacy`` shapes do not give the number of experts."""
         prefixes = [self.own.prefix]
         sets, _ = survey_expert_sets(shapes, prefixes=prefixes)
         if not sets:

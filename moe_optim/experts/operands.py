@@ -161,11 +161,7 @@ class FakeQuantizedCopy(_Copy[PerExpertGrid]):
 
 
 def live_amax(weights: Sequence[Tensor]) -> Tensor:
-    """Return the largest magnitude of every expert as it is, [E] in the dtype of the weights.
-
-    Args:
-        weights: one tensor [E, R, C], or E of [R, C]. An expert with NaN has NaN for an amax.
-    """
+    """Return the largest magnitude of every expert, [E] in the weights' dtype; NaN propagates."""
     if weights[0].dim() == 3:
         return torch.linalg.vector_norm(weights[0], math.inf, dim=(1, 2))
     return torch.stack(torch._foreach_norm(list(weights), math.inf))

@@ -55,7 +55,7 @@ class ExpertShard:
 
     @property
     def cut(self) -> tuple[int | None, int]:
-        """Axis of one expert that is cut over ranks, if any, and the number of its parts."""
+        """Sharded axis of one expert, if any, and the number of parts that are each sharded."""
         return CUTS[f"{self.linear}.{self.kind}"]
 
     def dim(self, axis: int) -> int:

@@ -1,4 +1,4 @@
-"""When the health of experts is sampled, what ranks share of it, and when it is reported."""
+"""Sampling of expert health, its reduction over ranks, and its reports."""
 
 import logging
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from moe_optim.kernels.member_table import TableEntry
 
 logger = logging.getLogger(__name__)
 MOST_WARNINGS = 8
-"""Warnings that one sample may log."""
+"""Maximum number of warnings per sample."""
 
 
 class _Sample(NamedTuple):
@@ -30,16 +30,16 @@ class _Sample(NamedTuple):
 
 
 class HealthMonitor:
-    """Samples quantized experts when a step begins, while masters and weights are of one time.
+    """Samples quantized experts at the start of a step, while masters and weights match.
 
-    The weights are those that the iteration's forward passes have read. Every rank adds up what it
-    owns; a SUM and a MAX all-reduce over all ranks complete it, so that the rank that writes knows
-    the experts of all. Results are copied to the host behind the step, and reported when a later
-    step begins, or a checkpoint is saved.
+    The weights are those that the iteration's forward passes have read. Every rank sums over its
+    shards; a SUM and a MAX all-reduce over all ranks give every rank the results of all experts.
+    Results are copied to the host asynchronously, and reported when a later step begins or a
+    checkpoint is saved.
 
     Args:
-        chain: a ``GroupedChainedOptimizer``, which this observes.
-        interval: iterations from one sample to the next; 0 counts no tokens and takes no samples.
+        chain: observed ``GroupedChainedOptimizer``.
+        interval: iterations per sample; 0 disables samples and token counts.
         backend: ``auto`` or ``reference``.
     """
 
@@ -119,7 +119,7 @@ class HealthMonitor:
         self._report(wait=False)
 
     def _fresh_buckets(self) -> tuple[ManagedBucket, ...]:
-        """Return the buckets whose weights, which forward passes read, are those of their masters.
+        """Return the buckets whose weights match their masters.
 
         Optimizer instances hold copies of each other, so only the first counts.
         """
@@ -131,7 +131,7 @@ class HealthMonitor:
         )
 
     def _plan(self) -> HealthTable:
-        """Give every expert of all ranks a row. Every rank must call it, the first time."""
+        """Assign a row to every expert of all ranks. Every rank must make the first call."""
         mine = expert_names(self._chain.model_chunks)
         if self._rows is None:
             self._rows = ExpertRows.of_all_ranks(name for names in mine.values() for name in names)
@@ -160,14 +160,14 @@ class HealthMonitor:
 
 
 def by_layer(rows: ExpertRows, sums: Tensor, amaxes: Tensor) -> tuple[LayerHealth, ...]:
-    """Return the figures of each linear from complete sums and amaxes on the CPU.
+    """Return the results of each linear from reduced ``sums`` and ``amaxes`` on the CPU.
 
-    Experts without a measurement, whose weights were behind their masters, are left out.
+    Experts without a measurement, whose weights were stale, are omitted.
 
     Args:
         rows: expert of each row.
-        sums: [rows, NUM_SUMS] fp64; copied.
-        amaxes: [rows] fp32; copied.
+        sums: reduced sums, [rows, NUM_SUMS] fp64; copied.
+        amaxes: reduced amaxes, [rows] fp32; copied.
     """
     return tuple(
         LayerHealth(

@@ -1,4 +1,4 @@
-"""How many tokens each expert of each MoE layer is given, counted where experts run."""
+"""Token counts per expert and MoE layer, collected by forward pre-hooks."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,10 +13,10 @@ from moe_optim.weights.names import modules_by_name, with_global_layers
 
 
 class _Count:
-    """Pre-hook that adds up the tokens of one layer's experts in passes with gradients.
+    """Pre-hook that counts the tokens of one layer's experts in passes with gradients.
 
-    Evaluations, rollouts and the first of two passes of recomputation do not count. Additions run
-    where Megatron has the numbers, on the host or on the GPU, and wait for neither.
+    Evaluations, rollouts and the first of two recomputation passes do not count. Additions run on
+    the device of Megatron's counts, without synchronization.
     """
 
     def __init__(self, names: list[ExpertName]) -> None:
@@ -36,7 +36,7 @@ class _Count:
 
 
 class TokenCounts:
-    """Tokens of all experts of all ranks since the last :meth:`reduce`.
+    """Token counts of all experts of all ranks since the last :meth:`reduce`.
 
     Args:
         model_chunks: chunks of this rank; their experts get a hook.
@@ -48,10 +48,10 @@ class TokenCounts:
         self._rows: tuple[Tensor, ...] = ()
 
     def reduce(self) -> Tensor:
-        """Return the tokens of every expert, and begin again. Every rank must call it.
+        """Return the token count of every expert, and reset it. Every rank must call it.
 
         Returns:
-            [experts of all layers] fp64 on the current device, in the order of ``loads_of``.
+            [experts of all layers] fp64 on the current device, in the order of :meth:`loads_of`.
         """
         device = this_device()
         if self._all is None:
