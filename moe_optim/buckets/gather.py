@@ -44,12 +44,9 @@ class Gather:
     """Interface of the gather of a bucket.
 
     Args:
-        name: name of the bucket, for errors.
-        params: quantized weights.
         slots: places of ``params`` in the bucket.
         staging: front of the bucket's gradient memory, [numel] bf16.
         dp_size: number of equal shards.
-        backend: ``auto`` or ``reference``.
 
     Attributes:
         uses_gradient_memory: whether gradients must not be written between :meth:`open` and
@@ -122,9 +119,6 @@ class QuantizedGather(Gather):
 
     Owners encode directly into the gathered buffers that the weights are views of: nothing is
     copied, and gradient memory is not used.
-
-    Raises:
-        LayoutError: weights have several formats, or shards do not end at whole bytes.
     """
 
     uses_gradient_memory = False
@@ -259,9 +253,6 @@ class Bf16Gather(Gather):
 
 class AmaxRecord:
     """Amaxes of all experts of a bucket, reduced as one vector with its gather.
-
-    Args:
-        params: weights that record amaxes, in the same order on every rank.
 
     Attributes:
         values: amaxes, [experts] fp32, to all-reduce with MAX over all ranks between :meth:`fill`

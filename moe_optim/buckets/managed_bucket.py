@@ -52,19 +52,14 @@ class ManagedBucket:
     """State, plans and gather of one bucket; its bucket group runs the collectives.
 
     Args:
-        name: name of the bucket, for errors.
         params: quantized weights, in Megatron's order.
         starts: first element of each weight in the bucket.
         grads: flat gradient memory, bf16 or fp32, padding included; the view is kept.
         dp_size: number of equal shards.
-        wire: gather dtype.
-        backend: ``auto`` or ``reference``.
 
     Attributes:
         slots: places of the weights in the bucket.
         staging: flat bf16 view of the first bytes of ``grads``, one entry per gradient.
-        state: contents of gradients and weights.
-        gather: gather of the weights.
         owner: optimizer last built for the weights; None before.
         generation: generation of the owner's masters and weights in the current plan.
         version: version of the gathered bytes, see ``WeightStorage.version``.
@@ -143,10 +138,9 @@ class ManagedBucket:
     def watch(self, gradients: Tensor, apart: Sequence[Tensor] = ()) -> None:
         """Count writes into gradient memory from now on.
 
-        Args:
-            gradients: alias of ``grads`` with a separate version counter, so that writes through
-                ``grads`` do not count.
-            apart: fp32 accumulators of some gradients, which are copied in when they are reduced.
+        ``gradients`` is an alias of ``grads`` with a separate version counter, so that writes
+        through ``grads`` do not count; ``apart`` are fp32 accumulators copied in when they are
+        reduced.
         """
         self._apart = tuple(apart)
         self._watched = Places([gradients, *apart])
@@ -163,9 +157,8 @@ class ManagedBucket:
     def find_unannounced(self, *, thoroughly: bool = False) -> None:
         """Detect gradients that were written without :meth:`before_gradient`.
 
-        Args:
-            thoroughly: whether to read the memory, which also detects writes of kernels in a failed
-                backward pass. Synchronizes with the device.
+        ``thoroughly`` reads the memory, which also detects writes of kernels in a failed backward
+        pass, and synchronizes with the device.
         """
         if self.state.gradients is not Gradients.ZERO:
             return
@@ -261,9 +254,8 @@ class ManagedBucket:
     def open_gather(self, generation: int | None = None) -> None:
         """Begin a gather: read the masters of this rank.
 
-        Args:
-            generation: the bucket's own if nothing has run since :meth:`plan_step`; by default the
-                owner checks it, and masters written since are encoded again.
+        Pass the bucket's own ``generation`` if nothing has run since :meth:`plan_step`; by default
+        the owner checks it, and masters written since are encoded again.
         """
         if generation is None:
             self.require_held()

@@ -96,12 +96,7 @@ class ParamData:
         return on_host
 
     def copy_(self, on_host: Tensor, non_blocking: bool = False) -> "ParamData":
-        """Fill the memory with the result of :meth:`cpu`; raise StateError if there is none.
-
-        Args:
-            on_host: bytes of the weights, [bytes] uint8, any device.
-            non_blocking: argument of ``Tensor.copy_``.
-        """
+        """Fill the memory with the result of :meth:`cpu`; raise StateError if there is none."""
         memories = list(self._away)
         if not memories:
             raise StateError(

@@ -160,10 +160,6 @@ SHARED_MEMORY: Mapping[Event, Transition] = {
 class BucketState(WeightState):
     """State of one bucket, changed only by the events of a table.
 
-    Args:
-        name: name of the bucket, for errors.
-        table: :data:`OWN_MEMORY` or :data:`SHARED_MEMORY`.
-
     Attributes:
         gradients: contents of the gradient memory; read-only.
         weights: state of the weights; read-only.

@@ -181,7 +181,6 @@ def _require_one_call(count: int, axis: int | None) -> None:
 
 
 def _reduce(found: Sequence[_Found], *names: str) -> None:
-    """Reduce amaxes with MAX over the named groups, in place, one collective per group."""
     by_groups: dict[Any, list[_Found]] = {}
     for one in found:
         groups = tuple(getattr(one.linear.groups, name) for name in names)

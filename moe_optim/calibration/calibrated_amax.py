@@ -39,15 +39,9 @@ def take_calibrated_amax(
 ) -> None:
     """Set the amaxes from a state dict whose weights are about to be loaded into a linear.
 
-    Weights without amaxes remove the previous amaxes. A state dict with neither changes nothing.
-
-    Args:
-        linear: linear as for :func:`calibrated_amax`.
-        state_dict: state dict, modified so that torch finds the amaxes in place. An entry has E
-            values in any shape, or one value for all experts; None counts as missing.
-        prefix: prefix of the linear in it.
-        num_experts: number of local experts, E.
-        name: name of the linear, for errors.
+    The dict is modified so that torch finds the amaxes in place. An entry has one value per expert
+    in any shape, or one for all; None counts as missing. Weights without amaxes remove the previous
+    amaxes; a state dict with neither changes nothing.
 
     Raises:
         LayoutError: a wrong number of values, or negative or non-finite values.

@@ -133,7 +133,6 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 def _cut(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return views of a flat result in the shapes of ``like``."""
     shapes = [one.shape for one in like]
     if all(shape == shapes[0] for shape in shapes):  # in one call: each view costs the host
         return flat.view(len(like), *shapes[0]).unbind(0)
@@ -173,12 +172,8 @@ def fake_quantized(
 ) -> Tensor:
     """Return the values of all experts, concatenated in one allocation.
 
-    Args:
-        values: contiguous tensors of one dtype on one device: [E, R, C], or [R, C] for one expert.
-        amax: amaxes, [experts], or [1] for all experts.
-        bits: number of integer bits; None for E4M3.
-        narrow_range: option of :func:`fake_quantize`.
-        backend: ``auto`` or ``reference``.
+    ``values`` are contiguous tensors of one dtype on one device, [E, R, C], or [R, C] for one
+    expert; ``amax`` is [experts], or [1] for all experts.
     """
     result = _empty(values)
     if result.numel() and takes_kernels(backend, values[0].device, e4m3=bits is None):
@@ -196,7 +191,7 @@ def clipped_gradient(
 ) -> Tensor:
     """Return the gradients of all experts, concatenated, zero where a value is clipped.
 
-    Arguments are those of :func:`fake_quantized`; ``gradients`` match ``values``.
+    ``values`` and ``amax`` are those of :func:`fake_quantized`; ``gradients`` match ``values``.
     """
     result = _empty(values)
     if result.numel() and takes_kernels(backend, values[0].device, e4m3=False):
@@ -222,15 +217,7 @@ def _count_experts(values: Tensor) -> int:
 
 
 def expert_axis(axis: Axis, where: str) -> Literal[0] | None:
-    """Return 0 for one amax per expert, None for one of all.
-
-    Args:
-        axis: argument of the caller.
-        where: name of the called function, for errors.
-
-    Raises:
-        ConfigError: another axis, or several.
-    """
+    """Return 0 for one amax per expert, None for one of all; raise ConfigError otherwise."""
     given: object = axis[0] if isinstance(axis, tuple | list) and len(axis) == 1 else axis
     if given is None and axis is None:
         return None
@@ -329,5 +316,5 @@ def _check_values(amax: Tensor) -> None:
 
 
 def _is_read_anew(amax: Tensor) -> bool:
-    """Return whether a read is free, on a CPU, or writes are not counted, in inference."""
+    """Return whether to check again: on a CPU, or in inference, which does not count writes."""
     return amax.device.type == "cpu" or amax.is_inference()

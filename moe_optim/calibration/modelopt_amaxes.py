@@ -28,8 +28,6 @@ _MOST_NAMES = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Form:
-    """One of ModelOpt's forms of a linear's amaxes."""
-
     template: str
     """Key after the container, with ``{linear}``, and ``{expert}`` if each has a key."""
     values: Callable[[Tensor], Sequence[Tensor]]
@@ -188,7 +186,6 @@ def _containers(state: Mapping[str, Any]) -> Iterator[_Container]:
 
 
 def _is_of_quantizer(remainder: str) -> bool:
-    """Return whether a key belongs to a quantizer of expert weights."""
     parts = remainder.split(".")
     if parts[0] == "local_experts":
         parts = parts[2:]

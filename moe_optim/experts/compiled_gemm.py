@@ -25,11 +25,7 @@ from moe_optim.weights.traced import object_of
 
 
 def multiply(tokens: Tensor, ends: Tensor, linear: Linear) -> Tensor:
-    """Multiply each expert's tokens by its weight, while a graph is compiled.
-
-    Raises:
-        StateError: the linear delays weight gradients.
-    """
+    """Multiply each expert's tokens by its weight in a compiled graph; refuse ``delay_wgrad``."""
     if linear.delay_wgrad:
         raise StateError(
             f"{linear.name}: delayed weight gradients are not kept in compiled graphs. Compile "

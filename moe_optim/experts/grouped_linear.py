@@ -484,11 +484,7 @@ def _make_copy(
 
 
 def _moved(storage: WeightStorage, fn: Callable[[Tensor], Tensor]) -> WeightStorage:
-    """Return the result of ``fn`` on a storage: itself, or a copy on another device.
-
-    Raises:
-        StateError: the dtype would change, or the storage would leave its bucket.
-    """
+    """Return ``fn`` of a storage; refuse another dtype, and another device for bucketed weights."""
     with torch.no_grad():
         moved = fn(GroupedWeight(storage))
     if not isinstance(moved, GroupedWeight):

@@ -82,12 +82,9 @@ class LocalExperts:
     def take_from(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Return the local experts, or this rank's shard of them, under its own names.
 
-        Interleaving of the entries must match the model, in layouts that fuse gate and up.
-
-        Args:
-            entries: weights and biases of one container in any layout, with local or all experts,
-                sharded or whole; not modified. Entries already in the rank's layout are returned
-                unchanged.
+        ``entries`` are weights and biases of one container in any layout, with local or all
+        experts, sharded or whole, and interleaved as in the model. Entries already in the rank's
+        layout are returned unchanged.
 
         Raises:
             LayoutError: no complete set of one layout, or another number or size of experts.
@@ -169,11 +166,6 @@ def load_local_experts(experts: torch.nn.Module, state_dict: dict[str, Any], pre
     kept, and missing keys stay missing, so that torch reports both. Keys of linears behind adapters
     may contain ``to_wrap`` or, as in checkpoints, omit it. No rank communicates.
 
-    Args:
-        experts: portable experts; not modified.
-        state_dict: state dict, modified in place.
-        prefix: prefix of the experts in it.
-
     Raises:
         LayoutError: see :meth:`LocalExperts.take_from`; the dict is then unchanged. Or a wrapper
             other than an adapter hides a linear.
@@ -201,7 +193,6 @@ def load_local_experts(experts: torch.nn.Module, state_dict: dict[str, Any], pre
 
 
 def _rename(state_dict: dict[str, Any], old: str, new: str, *, without: str | None = None) -> None:
-    """Change the prefix of keys in place, except of keys that begin with ``without``."""
     for key in [key for key in state_dict if key.startswith(old)]:
         if without is None or not key.startswith(without):
             state_dict[new + key.removeprefix(old)] = state_dict.pop(key)
@@ -212,14 +203,11 @@ def expert_values_for(
 ) -> dict[str, Any]:
     """Return a chunk's state dict with the local experts under this rank's names.
 
-    Full names are compared, ignoring wrappers (``module``, ``_orig_mod``) at any depth. Experts are
-    returned as ordinary tensors under the names of ``model_chunk.named_parameters()`` without a
-    leading ``module.``; all other entries are the same objects under their own keys. Extra states
-    of experts are dropped. No rank communicates.
-
-    Args:
-        model_chunk: chunk with any wrapping; without portable experts it needs no entries.
-        state_dict: flat state dict with the experts of every layer of the chunk in any layout.
+    The state dict is flat and holds the experts of every layer in any layout. Full names are
+    compared, ignoring wrappers (``module``, ``_orig_mod``) at any depth. Experts are returned as
+    ordinary tensors under the names of ``model_chunk.named_parameters()`` without a leading
+    ``module.``; all other entries are the same objects under their own keys. Extra states of
+    experts are dropped. No rank communicates.
 
     Raises:
         LayoutError: experts of a layer are missing or duplicated; or see

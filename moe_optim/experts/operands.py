@@ -66,16 +66,11 @@ class QuantizedCopy(_Copy[BlockScaledFormat]):
         keep: bool,
         amax: Tensor | None = None,
     ) -> Tensor:
-        """Return the values of one direction.
+        """Return the values of one direction, [E, R, C] bf16, newly allocated.
 
-        Args:
-            weights: one contiguous bf16 tensor [E, R, C], or E of [R, C].
-            direction: rowwise for the forward GEMM, columnwise for dgrad.
-            keep: whether a dgrad may read the copy made now.
-            amax: calibrated amax; ignored, since blocks have scales of their own.
-
-        Returns:
-            [E, R, C] bf16, newly allocated.
+        Weights are contiguous bf16, one tensor [E, R, C] or E of [R, C]. The forward GEMM reads
+        rowwise values and dgrad columnwise ones, from the same copy with ``keep``. Blocks have
+        scales of their own, so ``amax`` is ignored.
         """
         places = tuple(weight.data_ptr() for weight in weights)
         if self._storage is None or self._table is None or places != self._places:

@@ -79,11 +79,7 @@ class ExpertShard:
     ) -> ShardedTensorFactory:
         """Return the parameter under Megatron's key for all experts.
 
-        Args:
-            prefix: prefix of the experts' keys.
-            place: global index of the expert, or of all local ones.
-            sharded_offsets: offsets of the axes before the expert axis.
-            groups: process groups; ``expt_tp`` and ``expt_dp`` are used.
+        ``place`` is the global index of the expert, or of all local ones.
         """
         axis, parts = self.cut
         rank, size = groups.expt_tp.rank(), groups.expt_tp.size()
@@ -118,11 +114,7 @@ class ExpertShard:
 
 
 def grouped_linear_of(experts: torch.nn.Module, name: str) -> GroupedLinear:
-    """Return a linear of portable experts, unwrapping an adapter.
-
-    Raises:
-        LayoutError: another module is in its place.
-    """
+    """Return a linear of portable experts, unwrapping an adapter; raise LayoutError if replaced."""
     module: torch.nn.Module = getattr(experts, name)
     base = base_of(module)
     if isinstance(base, GroupedLinear):
@@ -131,11 +123,7 @@ def grouped_linear_of(experts: torch.nn.Module, name: str) -> GroupedLinear:
 
 
 def list_shards(experts: torch.nn.Module) -> Iterator[ExpertShard]:
-    """Yield every parameter of ``linear_fc1`` and ``linear_fc2``, except those of adapters.
-
-    Raises:
-        LayoutError: a wrapper other than an adapter hides a linear.
-    """
+    """Yield every parameter of ``linear_fc1`` and ``linear_fc2``, except those of adapters."""
     for linear in LINEARS:
         for name, parameter in grouped_linear_of(experts, linear).named_parameters(recurse=False):
             yield ExpertShard(linear=linear, name=name, parameter=parameter)

@@ -23,8 +23,6 @@ MOST_WARNINGS = 8
 
 
 class _Sample(NamedTuple):
-    """A health sample on its way to the host."""
-
     iteration: int
     event: torch.cuda.Event | None
 
@@ -59,7 +57,7 @@ class HealthMonitor:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Report a sample that has arrived, and take one if it is due. Every rank must call it."""
+        """Report a completed sample, and take one if it is due. Every rank must call it."""
         if not self._interval:
             return
         self._report(wait=False)
@@ -70,7 +68,7 @@ class HealthMonitor:
             self._measure(iteration)
 
     def before_save(self) -> None:
-        """Wait for the last sample and report it: a run may end with this save."""
+        """Wait for the last sample and report it, since a run may end with this save."""
         self._report(wait=True)
 
     def _report(self, *, wait: bool) -> None:
@@ -160,14 +158,10 @@ class HealthMonitor:
 
 
 def by_layer(rows: ExpertRows, sums: Tensor, amaxes: Tensor) -> tuple[LayerHealth, ...]:
-    """Return the results of each linear from reduced ``sums`` and ``amaxes`` on the CPU.
+    """Return the results of each linear from reduced sums and amaxes on the CPU.
 
-    Experts without a measurement, whose weights were stale, are omitted.
-
-    Args:
-        rows: expert of each row.
-        sums: reduced sums, [rows, NUM_SUMS] fp64; copied.
-        amaxes: reduced amaxes, [rows] fp32; copied.
+    ``sums`` is [rows, NUM_SUMS] fp64, ``amaxes`` [rows] fp32; both are copied. Experts without a
+    measurement, whose weights were stale, are omitted.
     """
     return tuple(
         LayerHealth(

@@ -36,11 +36,7 @@ class _Count:
 
 
 class TokenCounts:
-    """Token counts of all experts of all ranks since the last :meth:`reduce`.
-
-    Args:
-        model_chunks: chunks of this rank; their experts get a hook.
-    """
+    """Token counts of all experts of all ranks since the last :meth:`reduce`."""
 
     def __init__(self, model_chunks: Iterable[torch.nn.Module]) -> None:
         self._counts = [count for chunk in model_chunks for count in _count_in(chunk)]
@@ -68,11 +64,7 @@ class TokenCounts:
         return tokens
 
     def loads_of(self, tokens: Tensor) -> tuple[ExpertLoad, ...]:
-        """Return the load of each layer that had tokens.
-
-        Args:
-            tokens: result of ``reduce``, on the CPU; copied.
-        """
+        """Return the load of each layer with tokens, from a CPU copy of :meth:`reduce`'s result."""
         if self._all is None:
             return ()
         rows = self._all.by_layer(torch.ones_like(tokens, dtype=torch.bool))

@@ -66,7 +66,6 @@ def _for_wandb(wandb: Any, health: LayerHealth | ExpertLoad) -> dict[str, Any]:
 
 
 def _finite(health: LayerHealth | ExpertLoad) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and finite values of each expert figure, if any."""
     for name, values in health.of_experts().items():
         finite = values[values.isfinite()]
         if len(finite):

@@ -66,11 +66,7 @@ def norm_of(master: Tensor) -> int:
 
 
 def gradient_of(optimizer: Any, param: Any) -> Tensor:
-    """Return this rank's shard of a gradient, a view.
-
-    Raises:
-        StateError: the gradient is missing, has the wrong size, or is offloaded.
-    """
+    """Return this rank's shard of a gradient, a view; raise StateError if missing or offloaded."""
     owned = optimizer._get_model_param_range_map(param)["param"]
     whole: Tensor | None = getattr(param, "main_grad", None)
     if whole is None or whole.numel() != param.numel():
@@ -240,11 +236,7 @@ def find_moments(inner: Any) -> list[Tensor]:
 
 
 def is_decoupled(inner: Any) -> bool:
-    """Return whether weight decay is decoupled (AdamW) rather than added to the gradient.
-
-    Raises:
-        StateError: parameter groups differ in their ``adam_w_mode``.
-    """
+    """Return whether weight decay is decoupled (AdamW); raise StateError if groups differ."""
     modes = {_decouples(inner, group) for group in inner.param_groups if group["params"]}
     if len(modes) > 1:
         raise StateError(

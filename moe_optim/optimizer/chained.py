@@ -58,10 +58,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         """Observers in call order, the same on every rank."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Replace the CUDA graph wrapper that a training loop assigns to ``step`` by our own.
-
-        Megatron's wrapper would capture host decisions, and replay without updating bucket states.
-        """
+        """Replace Megatron's CUDA graph wrapper of ``step``, which would capture host decisions."""
         if name == "step" and isinstance(value, OptimizerCudaGraphWrapper):
             value = GraphedStep(self)
         super().__setattr__(name, value)

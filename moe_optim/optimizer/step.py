@@ -249,11 +249,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
         return {bucket: table.watching(()) for bucket, table in tables.items()}
 
     def _find_groups_of_masters(self) -> dict[Tensor, int]:
-        """Return the parameter group index of each master.
-
-        Raises:
-            StateError: a master is in no group or in two, or a group contains other tensors.
-        """
+        """Return the parameter group index of each master; raise StateError unless it is unique."""
         groups = self.optimizer.param_groups
         placed = [(one, number) for number, group in enumerate(groups) for one in group["params"]]
         group_of = dict(placed)
@@ -282,13 +278,10 @@ class SteppedOptimizer(CheckpointedOptimizer):
     # The update
 
     def update_masters(self, clips: Tensor) -> None:
-        """Step masters and write this rank's weights in a few launches.
+        """Step masters and write this rank's weights in a few launches; see :meth:`launch`.
 
         Step hooks of Adam run around the update, with clipped gradients in ``grad``. Without such
         hooks, call :meth:`plan_update` first.
-
-        Args:
-            clips: clip factors, see :meth:`launch`.
 
         Raises:
             StateError: see :meth:`updating`; or a hook made a change that a fused step cannot see.
@@ -401,11 +394,9 @@ class SteppedOptimizer(CheckpointedOptimizer):
             group["step"] = int(group.get("step", 0)) + steps
 
     def launch(self, clips: Tensor) -> None:
-        """Step all masters of this rank, and encode whole blocks. Does not synchronize.
+        """Step all masters of this rank, and encode whole blocks, without a device synchronization.
 
-        Args:
-            clips: clip factors by norm, [len(NORMS)] fp32 on the device; negative factors disable
-                the update.
+        ``clips`` are clip factors by norm, [len(NORMS)] fp32; negative ones disable the update.
         """
         self._clips.copy_(clips)
         for bucket in self.encoded:
@@ -440,11 +431,10 @@ class SteppedOptimizer(CheckpointedOptimizer):
 
 
 def reduced_over_ranks(of_parts: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """Return the sum over all optimizers and all ranks. Every rank must call it.
+    """Return the sum of all optimizers' tensors over all ranks. Every rank must call it.
 
-    Args:
-        of_parts: sums of this rank, one tensor per optimizer, all of one shape; may be overwritten.
-        groups: one group if all optimizers share their ranks, else one group per optimizer.
+    ``groups`` is one group if all optimizers share their ranks, else one group per optimizer. The
+    tensors may be overwritten.
     """
     if len(groups) == 1:
         of_parts = [torch.stack(list(of_parts)).sum(0)]
@@ -467,10 +457,8 @@ def norms_of(squares: Tensor, config: Any) -> Tensor:
 def clip_factors(norms: Tensor, clip_grad: float, clipped: Sequence[bool] = ()) -> Tensor:
     """Return the clip factors ``min(1, clip_grad / (norm + 1e-6))``, as in Megatron.
 
-    Args:
-        norms: gradient norms, [n] fp32.
-        clip_grad: largest norm that is not clipped; 0 disables clipping.
-        clipped: one flag per norm, whether Megatron clips by it; empty for all.
+    A ``clip_grad`` of 0 disables clipping. ``clipped`` states for each norm whether Megatron clips
+    by it; empty for all.
     """
     if clip_grad <= 0.0:
         return torch.ones_like(norms)

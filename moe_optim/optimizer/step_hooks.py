@@ -47,11 +47,7 @@ def has_hooks(inner: Any) -> bool:
 
 @contextmanager
 def hooked(inner: Any) -> Iterator[None]:
-    """Call an optimizer's step hooks around a block, in torch's order and with its arguments.
-
-    Raises:
-        StateError: a pre-hook returns other arguments for ``step``.
-    """
+    """Call step hooks around a block as torch does; refuse pre-hooks that change arguments."""
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = (inner,), {}
     own = getattr(inner, "_optimizer_step_pre_hooks", {})
     for pre_hook in chain(torch_optimizer._global_optimizer_pre_hooks.values(), own.values()):
@@ -71,10 +67,8 @@ def hooked(inner: Any) -> Iterator[None]:
 def showing_gradients(optimizer: Any, clips: Tensor) -> Iterator[Tensor]:
     """Clip gradients in place and expose them as ``grad`` of the masters, for pre-hooks.
 
-    The step uses gradients as modified by pre-hooks. Without pre-hooks nothing happens.
-
-    Yields:
-        Clip factors that remain to be applied by the update.
+    The step uses gradients as modified by pre-hooks. Yields the clip factors that remain to be
+    applied: ``clips`` itself, and nothing else happens, without pre-hooks.
 
     Raises:
         StateError: there are pre-hooks and gradients are not fp32.

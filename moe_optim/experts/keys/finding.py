@@ -153,7 +153,6 @@ def shape_faults(expert_set: ExpertSet, shapes: Mapping[str, EntryShape]) -> lis
 def _prefix_of(
     key: str, layouts: Sequence[KeyLayout], prefixes: Collection[str] | None
 ) -> str | None:
-    """Return the container of a key, if any."""
     if prefixes is not None:
         return max((p for p in prefixes if key.startswith(p)), key=len, default=None)
     components = key.split(".")
