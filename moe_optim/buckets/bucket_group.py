@@ -48,7 +48,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         self.grad_reduce_handle: Any
         self.per_param_grad_ready_counts: dict[torch.nn.Parameter, int]
         for bucket in self.managed:
-            size = self.intra_distributed_optimizer_instance_size  # only distributed optimizers'
+            size = self.intra_distributed_optimizer_instance_size  # distributed optimizers only
             if size != bucket.dp_size:
                 raise StateError(
                     f"{bucket.name}: expected shards for the {bucket.dp_size} ranks its buffer was "
@@ -69,23 +69,20 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         self._dispatched = dispatched
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """Gather stale weights. Every rank of the group must call it.
-
-        Args:
-            force_sync: whether to wait for the weights, whatever the configuration.
+        """Gather stale weights; ``force_sync`` waits for them. Every rank must call it.
 
         Raises:
             StateError: see :meth:`gather`; or weights to be gathered are offloaded.
         """
         if self.param_gather_handle is not None and not force_sync:
-            return  # one is on its way; no step comes before its end
+            return  # a gather is in flight; no step can precede its end
         if self.managed:
             self.gather(force_sync=force_sync)
             return
         self.require_weights(Event.GATHER.value)
         super().start_param_sync(force_sync=force_sync)
 
-    @torch.inference_mode(False)  # a rollout may gather first, and training writes what it plans
+    @torch.inference_mode(False)  # a rollout may plan buffers that training writes
     @torch.no_grad()
     def gather(self, *, force_sync: bool = False, unmoved: bool = False) -> None:
         """Gather stale managed weights. Every rank of the group must call it.
@@ -183,7 +180,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         if self.grad_reduce_handle is not None:
             self.grad_reduce_handle.wait()
             self.grad_reduce_handle = None
-        # over several instances of the optimizer, reductions have a stream, and no handle
+        # with several optimizer instances, reductions have a stream and no handle
         stream = getattr(self, "communication_stream", None)
         if stream is not None:
             torch.cuda.current_stream().wait_stream(stream)
@@ -271,7 +268,7 @@ def gather_weights(chunk: Any) -> None:
     if config is None or not config.use_distributed_optimizer:
         return
     for group in bucket_groups([chunk]):
-        # Megatron's own groups gather in the step, and what lies in shared memory is no weight
+        # Megatron's own groups gather in the step; shared memory may hold gradients
         is_behind = config.overlap_param_gather and _has_own_memory(group)
         if getattr(group, "managed", ()) or is_behind:
             group.start_param_sync(force_sync=True)

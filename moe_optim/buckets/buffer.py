@@ -138,8 +138,8 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             return
         for param, name in params_with_names:
             storage_of(param).name = name
-        # Tells Megatron's constructor to leave the storage of the weights alone. A copy: nothing
-        # else may see the flag, and its own check wants Transformer Engine.
+        # Makes Megatron's constructor keep the storage of the weights. A copy, since nothing else
+        # may see the flag, and its own check requires Transformer Engine.
         sharing_config = copy.copy(ddp_config)
         sharing_config.reuse_grad_buf_for_mxfp8_param_ag = True
         super().__init__(
@@ -154,7 +154,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         )
         for bucket in self.buckets:
             managed = bucket.managed
-            watched = bucket.grad_data.data  # all of its views share its version counter
+            watched = bucket.grad_data.data  # views share its version counter
             apart = set(bucket.params_with_extra_main_grads)
             for param in bucket.params_list:
                 _note_gradients(param)
@@ -180,7 +180,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         if self.managed:
             names = [param.quantized_storage.name for param in bucket.params_list]
             where = names[0] if len(names) == 1 else f"{names[-1]} to {names[0]}"
-            bucket.param_data = bucket.grad_data[:0]  # Megatron takes a view, and leaves it
+            bucket.param_data = bucket.grad_data[:0]  # Megatron only takes a view
             config = config_or_bf16()
             bucket.managed = ManagedBucket(
                 f"bucket {bucket.bucket_id} ({where})",
@@ -236,7 +236,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             for bucket in self.buckets:
                 bucket.managed.zero()
                 if bucket.managed.gather.uses_gradient_memory:
-                    bucket.managed.forget_masters()  # the memory may have come back elsewhere
+                    bucket.managed.forget_masters()  # the memory may have moved
 
     def _prepare_to_read(self) -> None:
         self._require_held()
@@ -254,7 +254,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
     def _weights_returned(self) -> None:
         for bucket in self.buckets:
             bucket.managed.state.record(Event.RELOAD)
-            bucket.managed.forget_masters()  # plans know addresses
+            bucket.managed.forget_masters()  # plans hold addresses
 
 
 def _note_gradients(weight: Any) -> None:

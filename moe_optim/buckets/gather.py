@@ -137,7 +137,7 @@ class QuantizedGather(Gather):
             (plan, torch.zeros(plan.numel, dtype=_DTYPES[plan.itemsize], device=device))
             for plan in plan_buffers(format, self._slots, numel, self._dp_size)
         ]
-        # Bytes, since a coalesced gather of mixed dtypes may return garbage
+        # bytes: a coalesced gather of mixed dtypes may return garbage
         self.sliced = tuple(
             buffer.view(torch.uint8) for plan, buffer in self._buffers if plan.is_sliced
         )
@@ -220,7 +220,7 @@ class Bf16Gather(Gather):
 
     def finish(self) -> None:
         """Requantize the whole bucket in one launch, and zero the gradient memory."""
-        if self._table is None or self._table.has_moved:  # gradient memory, freed by whomever
+        if self._table is None or self._table.has_moved:  # gradient memory was freed
             self._table = self._build_table()
         self._table.launch()
         self._table.finish.launch()
@@ -289,7 +289,7 @@ class AmaxRecord:
         self._search = None
 
 
-# What a bucket group does with the gathers of its buckets
+# Collectives of a bucket group
 
 
 def fill_slices(gathers: Sequence[Gather], group: dist.ProcessGroup) -> None:
@@ -347,7 +347,7 @@ def _entries(
         entries.append(
             TableEntry(
                 parameter=storage.name,
-                source=nothing if one is None else one.master,  # no view: it would keep memory
+                source=nothing if one is None else one.master,  # no view: it would keep the memory
                 target=storage.quantized,
                 start=0 if one is None else one.start,
                 cuts=cut_at,

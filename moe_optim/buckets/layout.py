@@ -62,7 +62,7 @@ def side_by_side(shapes: Iterable[tuple[int, int, int]], name: str = "weight") -
     return tuple(slots)
 
 
-# The end of a managed bucket
+# Bucket ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +107,7 @@ def cuts_block_rows(format: BlockScaledFormat, slots: Sequence[Slot], shard_nume
     )
 
 
-# What a gather carries
+# Gathered buffers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -91,19 +91,19 @@ class ManagedBucket:
         self._rest = grads.view(torch.uint8)[self.staging.nbytes :]
         self._watched = Places(())
         self._apart: tuple[Tensor, ...] = ()
-        self._writes = 0  # into watched gradients, when there last were none
+        self._writes = 0  # into watched gradients, as of the last zero
         self.owner: Owner | None = None
         self._masters: list[OwnedMaster] | None = None
         self._plans = 0
         self.generation = 0
         self._planned_step: MemberTable | None = None
-        self._planned_writes = 0  # into masters, when a step was planned
-        self._master_writes = 0  # the same of the step that encoded them last
+        self._planned_writes = 0  # into masters, as of the step's plan
+        self._master_writes = 0  # into masters, as of the last encoding step
         self.version = new_version()
         self._has_initial = True  # some weights may have initial values
         self.state = BucketState(name, OWN_MEMORY if wire == "quantized" else SHARED_MEMORY)
         if not all(storage.is_fresh for storage in self.storages):
-            self.state.record(Event.SETTLE)  # behind masters of another wrapper
+            self.state.record(Event.SETTLE)  # behind the masters of another wrapper
         make_gather = QuantizedGather if wire == "quantized" else Bf16Gather
         self.gather: Gather = make_gather(
             name, self.params, self.slots, self.staging, dp_size=dp_size, backend=backend
@@ -113,7 +113,7 @@ class ManagedBucket:
         self._master_places, self._weight_places = self.places()
         self._amaxes = AmaxRecord.of(self.params)
 
-    # What weights tell their bucket
+    # Notifications by weights
 
     def before_gradient(self) -> None:
         """Record that a backward pass is about to add a gradient.
@@ -126,7 +126,7 @@ class ManagedBucket:
         if gradients is Gradients.PARTIAL:
             return
         if gradients is not Gradients.ZERO and is_graph_capturing():
-            return  # Megatron zeroes, or puts back, what a capture leaves in gradient memory
+            return  # Megatron resets gradient memory after a capture
         self.state.record(Event.ACCUMULATE)
 
     def note_initial(self) -> None:
@@ -204,7 +204,7 @@ class ManagedBucket:
             self.forget_masters()
             self.generation = generation
         if self._masters is None:
-            assert self.owner is not None  # who else has made the weights stale
+            assert self.owner is not None  # only an owner makes weights stale
             self._masters = self.owner.masters_of(self)
             self._master_places, self._weight_places = self.places()
         return self._masters
@@ -213,7 +213,7 @@ class ManagedBucket:
         """Drop plans, since masters, weights or gradient memory may have moved."""
         self._masters = self._planned_step = None
         self._master_places, self._weight_places = self.places()
-        self._has_initial = True  # as of weights that were given other tensors
+        self._has_initial = True  # weights may have been replaced
         self._plans += 1
         self.gather.forget()
         if self._amaxes is not None:
@@ -268,7 +268,7 @@ class ManagedBucket:
             self._count_from_here()
             self._rest.zero_()
         if generation is None:
-            assert self.owner is not None  # who else has made the weights stale
+            assert self.owner is not None  # only an owner makes weights stale
             masters = self.plan(self.owner.find_generation(self))
             encoded = encoded and self._count_master_writes() == self._master_writes
         else:
@@ -294,7 +294,7 @@ class ManagedBucket:
         if self._has_initial:
             self._has_initial = False
             for storage in self.storages:
-                if storage.initial is not None:  # masters have been made of others
+                if storage.initial is not None:  # masters are newer
                     storage.initial = None
 
     def give_up_gather(self) -> None:

@@ -39,7 +39,7 @@ class ParamData:
     ) -> None:
         self._storages = tuple(storages)
         self._before_read, self._leaves, self._returned = before_read, leaves, returned
-        self._away: dict[torch.UntypedStorage, int] = {}  # and their sizes in bytes
+        self._away: dict[torch.UntypedStorage, int] = {}  # memory -> bytes
 
     @property
     def device(self) -> torch.device:

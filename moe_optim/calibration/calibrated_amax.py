@@ -28,7 +28,7 @@ def calibrated_amax(linear: Module) -> Tensor | None:
     return dict(base_of(linear).named_buffers(recurse=False)).get(CALIBRATED_AMAX)
 
 
-@torch.inference_mode(False)  # a calibration may come in an evaluation, and training reads it
+@torch.inference_mode(False)  # calibrated in an evaluation, read in training
 def hold_calibrated_amax(linear: Module, amax: Tensor | None) -> None:
     """Set the calibrated amaxes of a linear, kept by reference; None removes them."""
     base_of(linear).register_buffer(CALIBRATED_AMAX, amax)

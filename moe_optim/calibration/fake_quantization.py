@@ -134,7 +134,7 @@ class _FakeQuantize(torch.autograd.Function):
 
 def _cut(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     shapes = [one.shape for one in like]
-    if all(shape == shapes[0] for shape in shapes):  # in one call: each view costs the host
+    if all(shape == shapes[0] for shape in shapes):  # one call, since views cost host time
         return flat.view(len(like), *shapes[0]).unbind(0)
     parts = flat.split([one.numel() for one in like])
     return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
@@ -246,7 +246,7 @@ def _check_experts(experts: Sequence[Tensor], dims: int) -> None:
         )
     first = experts[0]
     kinds = [(type(one), one.dim(), one.dtype, one.device) for one in experts]
-    for index in sorted(map(kinds.index, set(kinds))):  # mostly one: checks cost the host
+    for index in sorted(map(kinds.index, set(kinds))):  # usually one kind, to save host time
         expert = experts[index]
         where = "fake_quantize: weights" + ("" if dims == 3 else f"[{index}]")
         if expert.dim() != dims:
@@ -264,7 +264,7 @@ def _check_experts(experts: Sequence[Tensor], dims: int) -> None:
                 f"{where}: expected all experts on {first.device}, got {expert.device}. Call once "
                 "for each device."
             )
-        if type(expert) not in (Tensor, torch.nn.Parameter):  # others may have no bytes
+        if type(expert) not in (Tensor, torch.nn.Parameter):  # subclasses may lack plain data
             raise LayoutError(
                 f"{where}: expected a plain tensor, got {type(expert).__name__}. Give its values, "
                 "dequantize(): quantized weights lie on a grid already."

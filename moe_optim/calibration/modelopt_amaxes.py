@@ -42,7 +42,7 @@ _FORMS: Mapping[str, _Form] = MappingProxyType(
     {
         # GroupedQuantizer: a quantizer per expert, as Transformer Engine's linears have since 0.47
         "indexed": _Form(template=f"{{linear}}.{_QUANTIZER}.{{expert}}._amax", values=_scalars),
-        # the same in versions that gave each quantizer a name of its own
+        # earlier versions, with one name per quantizer
         "numbered": _Form(template=f"{{linear}}.{_QUANTIZER}_{{expert}}._amax", values=_scalars),
         # SequentialMLP
         "sequential": _Form(template=f"local_experts.{{expert}}.{_ONE_KEY}", values=_scalars),

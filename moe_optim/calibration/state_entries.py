@@ -194,7 +194,7 @@ def synchronize_amax(model_chunks: Iterable[Module]) -> None:
             amax = recorder.amax()
             if amax is not None and expt_tp.size() > 1:
                 dist.all_reduce(amax, dist.ReduceOp.MAX, group=expt_tp)
-                if recorder.whole_amax is None:  # else loaded, from a rank that had the masters
+                if recorder.whole_amax is None:  # else loaded from a checkpoint
                     recorder.whole_amax = amax
 
 

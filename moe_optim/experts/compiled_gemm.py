@@ -107,7 +107,7 @@ def _grouped_wgrad(
     factors = WgradFactors(output_grad, tokens, ends, tuple(version.tolist()))
     require_same_version(linear, factors.version)
     for weight in linear.weights():
-        if getattr(weight, "grad_added_to_main_grad", False):  # a pass without compiling set it
+        if getattr(weight, "grad_added_to_main_grad", False):  # set by an eager pass
             weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     return linear.clip_wgrad(factors.multiply())
 

@@ -91,9 +91,7 @@ def multiply(tokens: Tensor, ends: Tensor, linear: Linear) -> Tensor:
     gradients do not run before :func:`run_delayed_wgrad`.
     """
     weights: Sequence[Tensor] = linear.weights()
-    if (
-        linear.delay_wgrad
-    ):  # a leaf in their place, so that there is a backward pass without a dgrad
+    if linear.delay_wgrad:  # a leaf in their place requires a backward pass even without a dgrad
         needed = any(weight.requires_grad for weight in weights)
         weights = [tokens.new_empty(0).requires_grad_(needed)]
     return _GroupedGemm.apply(tokens, ends, linear, *weights)
@@ -101,9 +99,9 @@ def multiply(tokens: Tensor, ends: Tensor, linear: Linear) -> Tensor:
 
 def run_delayed_wgrad(linear: Linear, factors: WgradFactors) -> None:
     """Compute a weight gradient and pass it to autograd, which runs all hooks of the weights."""
-    with torch.enable_grad():  # Megatron also calls this inside a backward pass, where it is off
+    with torch.enable_grad():  # off in a backward pass, from which Megatron also calls this
         done = _DelayedWgrad.apply(linear, factors, *linear.weights())
-    if done.requires_grad:  # not if all weights have been frozen since
+    if done.requires_grad:  # false if all weights were frozen since
         done.backward()
 
 
@@ -121,7 +119,7 @@ class _GroupedGemm(torch.autograd.Function):
         tokens, ends = ctx.saved_tensors
         linear: Linear = ctx.linear
         (output_grad,) = output_grads
-        if not len(tokens):  # an expanded one then counts as contiguous, which no GEMM accepts
+        if not len(tokens):  # an empty expanded tensor counts as contiguous, but GEMMs refuse it
             output_grad = output_grad.new_empty(output_grad.shape)
         output_grad = output_grad.contiguous()
         require_same_version(linear, ctx.version)
@@ -158,7 +156,7 @@ def _gradient_ends(ctx: Any, first: int) -> list[GradientEnd]:
     ``needs_input_grad`` ignores passes that request the gradients of some inputs only.
     """
     needed = ctx.needs_input_grad[first:]
-    nodes = ctx.next_functions[-len(needed) :]  # tensors only, and the weights come last
+    nodes = ctx.next_functions[-len(needed) :]  # of tensors only; weights come last
     return [
         _gradient_end(node) if is_needed else GradientEnd.NOWHERE
         for is_needed, (node, _) in zip(needed, nodes, strict=True)
@@ -168,6 +166,6 @@ def _gradient_ends(ctx: Any, first: int) -> list[GradientEnd]:
 def _gradient_end(node: Any) -> GradientEnd:
     try:
         runs = torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # it refuses to say of a leaf whose gradient is returned
+    except RuntimeError:  # raised for leaves whose gradient is returned
         return GradientEnd.CALLER
     return GradientEnd.LEAF if runs else GradientEnd.NOWHERE

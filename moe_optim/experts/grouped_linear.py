@@ -80,7 +80,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         LayoutError: the shape does not fit the format.
     """
 
-    def __init__(  # noqa: PLR0913  # all but the shape by name
+    def __init__(  # noqa: PLR0913  # keyword-only except the shape
         self,
         num_experts: int,
         out_features: int,
@@ -147,7 +147,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         weights: Iterable[Tensor] = (GroupedWeight(storage, shape) for storage in storages)
         if not storages:
             whole = torch.empty(self.shape, dtype=torch.bfloat16, device=device)
-            weights = (part.data for part in self._cut(whole))  # each counts its own writes
+            weights = (part.data for part in self._cut(whole))  # separate version counters
         pairs = zip(names, weights, strict=True)
         parameters = [(name, torch.nn.Parameter(weight)) for name, weight in pairs]
         return parameters if storages else parameters[::-1]
@@ -222,7 +222,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         moved = _moved(whole, fn)
         if moved is whole:
             return
-        assert isinstance(moved, PortableStorage)  # as every copy is
+        assert isinstance(moved, PortableStorage)  # copies are portable
         for index, weight in enumerate(self.weights()):
             old: WeightStorage = weight.quantized_storage  # type: ignore[attr-defined]
             new = moved if self.expert_layout == "grouped" else moved.expert(index)
@@ -435,7 +435,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
                 weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
                 gradients.append(torch.empty_like(part))
             else:
-                if getattr(weight, "grad_added_to_main_grad", False):  # by an earlier pass
+                if getattr(weight, "grad_added_to_main_grad", False):  # set by an earlier pass
                     weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
                 gradients.append(part)
         return gradients
@@ -464,7 +464,7 @@ def _spread_biases(
     biases: list[Tensor],
     counts: Tensor,
     dtype: torch.dtype,
-    after: Tensor,  # unused: keeps the order in a graph
+    after: Tensor,  # unused; a dependency in a graph
 ) -> Tensor:
     cast = [bias.to(dtype) for bias in biases]
     rows = cast if cast[0].dim() == 1 else cast[0].unbind(0)

@@ -116,7 +116,7 @@ class GroupedExperts(MegatronModule):
             shard.describe(config)
 
     def _initialize(self, *, keep_for_masters: bool) -> None:
-        if self.config.init_model_with_meta_device:  # nothing holds values
+        if self.config.init_model_with_meta_device:  # no values on meta
             return
         if not self.config.perform_initialization:
             draws = [(self.linear_fc1, torch.Tensor.zero_), (self.linear_fc2, torch.Tensor.zero_)]
@@ -157,7 +157,7 @@ class GroupedExperts(MegatronModule):
         ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
         fc1: Callable[..., Tensor] = self.linear_fc1
         fc2: Callable[..., Tensor] = self.linear_fc2
-        if torch.compiler.is_compiling():  # GEMMs call their hooks, at every run
+        if torch.compiler.is_compiling():  # GEMMs call the hooks at every run
             fc1, fc2 = self.linear_fc1.forward, self.linear_fc2.forward
         hidden = fc1(tokens, ends)
         if not self.config.add_bias_linear:
@@ -232,7 +232,7 @@ class GroupedExperts(MegatronModule):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def place_of(self, local_expert: int | None) -> tuple[int, int]:
-        """Return the place of a local expert, or of all local ones, and the number of places."""
+        """Return the index of an expert (None: of all local ones), and the number of indices."""
         rank, size = self.pg_collection.ep.rank(), self.pg_collection.ep.size()
         if local_expert is None:
             return rank, size

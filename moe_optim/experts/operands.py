@@ -16,7 +16,7 @@ from moe_optim.formats import BlockScaledFormat, Direction
 from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
 from moe_optim.weights.storage import PortableStorage
 
-_ALIGNMENT = 16  # bytes: what grouped GEMMs require of every stride, and of where a tensor begins
+_ALIGNMENT = 16  # bytes, required by grouped GEMMs for strides and addresses
 
 
 class _Copy[Format]:
@@ -54,8 +54,8 @@ class QuantizedCopy(_Copy[BlockScaledFormat]):
         super().__init__(format, shape, name, backend)
         self._storage: PortableStorage | None = None
         self._table: MemberTable | None = None
-        self._places: tuple[int, ...] = ()  # where the weights lay when the table was built
-        self._made_of: tuple[int, ...] | None = None  # how often each weight had been written
+        self._places: tuple[int, ...] = ()  # addresses of the weights in the table
+        self._made_of: tuple[int, ...] | None = None  # versions of the weights in the copy
 
     @torch.no_grad()
     def dequantize(
@@ -92,7 +92,7 @@ class QuantizedCopy(_Copy[BlockScaledFormat]):
         """Return the weight gradient unchanged: block scaling clips nothing."""
         return wgrad
 
-    @torch.inference_mode(False)  # an evaluation may come first, and training writes them
+    @torch.inference_mode(False)  # an evaluation may create buffers that training writes
     def _lay_out(self, weights: Sequence[Tensor]) -> tuple[PortableStorage, MemberTable]:
         storage = PortableStorage(self.format, self.shape, name=self.name, device=weights[0].device)
         targets = (
@@ -117,23 +117,16 @@ class FakeQuantizedCopy(_Copy[PerExpertGrid]):
     current amaxes are used, and nothing is clipped.
     """
 
-    _kept: Tensor | None = None  # the amaxes of the last forward GEMM in training
+    _kept: Tensor | None = None  # amaxes of the last forward GEMM in training
 
     @torch.no_grad()
     def dequantize(
         self, weights: Sequence[Tensor], direction: Direction, *, keep: bool, amax: Tensor | None
     ) -> Tensor:
-        """Return the values of all experts, the same in both directions.
+        """Return the values of all experts, [E, R, C] bf16, newly allocated, in either direction.
 
-        Args:
-            weights: one contiguous bf16 tensor [E, R, C], or E of [R, C].
-            direction: rowwise for the forward GEMM, columnwise for dgrad, which uses the last kept
-                amaxes.
-            keep: whether to keep the amaxes for a dgrad.
-            amax: calibrated amax, E elements or one; None without calibration.
-
-        Returns:
-            [E, R, C] bf16, newly allocated.
+        Weights are contiguous bf16, one tensor [E, R, C] or E of [R, C]. ``keep`` keeps the amaxes
+        of a forward GEMM (rowwise) for its dgrad (columnwise).
         """
         if direction == "rowwise" or self._kept is None:
             found = live_amax(weights) if amax is None else amax.flatten()

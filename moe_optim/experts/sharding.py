@@ -23,11 +23,11 @@ from moe_optim.experts.keys.layouts import LINEARS
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.names import ADAPTER, base_of, is_wrapper
 
-CUTS = {  # axis of one expert's tensor that tensor parallelism cuts; parts that are each cut
-    "linear_fc1.weight": (0, 2),  # the rows of gate and up
+CUTS = {  # sharded axis of one expert's tensor, number of parts that are each sharded
+    "linear_fc1.weight": (0, 2),  # rows of gate and up
     "linear_fc1.bias": (0, 2),
     "linear_fc2.weight": (1, 1),
-    "linear_fc2.bias": (None, 1),  # every rank holds the whole
+    "linear_fc2.bias": (None, 1),  # replicated
 }
 """Sharding of an expert's tensors under expert tensor parallelism."""
 
@@ -86,7 +86,7 @@ class ExpertShard:
         piece_dim = self.dim(axis or 0)
 
         def build(key: str, tensor: Tensor, replica_id: Any, _flat: Any = None) -> list[Any]:
-            # the optimizer calls this too, with its fp32 states in place of the weight
+            # the optimizer also calls this, with fp32 states in place of the weight
             values = tensor.dequantize() if isinstance(tensor, GroupedWeight) else tensor
             pieces = []
             for part, piece in enumerate(values.chunk(parts, dim=piece_dim)):

@@ -51,7 +51,7 @@ class HealthMonitor:
         self._on_host: tuple[Tensor, ...] | None = None
         self._tokens = TokenCounts(chain.model_chunks if interval else ())
         self.latest: tuple[LayerHealth, ...] = ()
-        """The figures reported last, on every rank; empty before."""
+        """Results of the last reported sample, on every rank; empty before."""
         self.latest_loads: tuple[ExpertLoad, ...] = ()
         """The tokens of experts between the last two samples, on every rank."""
 
@@ -143,7 +143,7 @@ class HealthMonitor:
         for bucket in self._buckets:
             slots = dict(zip(bucket.params, bucket.slots, strict=True))
             storages = dict(zip(bucket.params, bucket.storages, strict=True))
-            assert bucket.owner is not None  # buckets of the chain have one
+            assert bucket.owner is not None  # set for buckets of the chain
             for one in bucket.owner.masters_of(bucket):
                 entry = TableEntry(
                     parameter=slots[one.param].name,

@@ -80,7 +80,7 @@ def _names_of(name: str, storage: Any, modules: dict[str, Any]) -> list[ExpertNa
         return [ExpertName(label, expert, element) for expert in range(num_experts)]
     path = f"{found['above']}layers.{found['layer']}"
     number = getattr(modules.get(path), "layer_number", int(found["layer"]) + 1) - 1
-    within, is_expert, inside = found["inside"].rpartition(_EXPERTS)  # a layer may hold another
+    within, is_expert, inside = found["inside"].rpartition(_EXPERTS)  # layers may be nested
     local = _LOCAL_EXPERT.match(inside)
     if local is not None:
         inside = inside[local.end() :]

@@ -30,7 +30,7 @@ class _Count:
         tokens = inputs[1]
         if self.tokens is None:
             if tokens.is_cuda and torch.cuda.is_current_stream_capturing():
-                return  # a replay would begin at zero again
+                return  # a replay would reset it
             self.tokens = torch.zeros(len(self.names), dtype=torch.int64, device=tokens.device)
         self.tokens += tokens
 
@@ -86,12 +86,12 @@ def _count_in(chunk: torch.nn.Module) -> Iterable[_Count]:
             continue
         layer = modules[name.removesuffix(".experts")]
         group = getattr(module, "tp_group", None) or module.pg_collection.expt_tp
-        if group.rank() == 0:  # all ranks of this group get the same tokens
+        if group.rank() == 0:  # this group's ranks get the same tokens
             whole = with_global_layers(name, modules).removesuffix(".mlp.experts")
             label = f"{whole.removeprefix('decoder.')}.experts"
             count = _Count([ExpertName(label, one, "") for one in layer.local_expert_indices])
             hooks = module._forward_pre_hooks
             for key in [key for key, hook in hooks.items() if isinstance(hook, _Count)]:
-                del hooks[key]  # of an optimizer before
+                del hooks[key]  # of an earlier optimizer
             module.register_forward_pre_hook(count)
             yield count

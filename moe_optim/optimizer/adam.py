@@ -97,7 +97,7 @@ class GroupStepAdam(torch.optim.AdamW):
             if not self.state[p]:
                 self.initialize_state(p)
         moments = {name: [self.get_unscaled_state(p, name) for p in params] for name in MOMENTS}
-        # torch counts the step up by itself, on a tensor of its own
+        # torch increments its own step tensor
         steps = [torch.tensor(group["step"] - 1, dtype=torch.float32, device="cpu") for _ in params]
         beta1, beta2 = group["betas"]
         adam(
@@ -179,7 +179,7 @@ def moments_of(inner: Any, master: Tensor) -> tuple[Tensor, Tensor]:
     if MOMENTS[0] not in state:
         if isinstance(inner, GroupStepAdam):
             inner.initialize_state(master)
-        elif hasattr(inner, "initialize_state"):  # Transformer Engine's, whose moments have dtypes
+        elif hasattr(inner, "initialize_state"):  # Transformer Engine's Adam
             inner.initialize_state(master, False)
         else:
             state.update({name: torch.zeros_like(master.detach()) for name in MOMENTS})

@@ -39,7 +39,7 @@ _NORM_ATTRIBUTES = (
 """Attributes of a master that decide whether its gradient counts, and in which norm."""
 
 
-# What a rank owns
+# Owned shards
 
 
 def owned_masters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
@@ -96,7 +96,7 @@ def weight_of(optimizer: Any, param: Any, master: Tensor) -> Tensor | None:
     return None if weight.data_ptr() == master.data_ptr() else weight
 
 
-# What a step depends on
+# Change detection
 
 
 class Page:
@@ -140,7 +140,7 @@ class AddressBook:
         self._optimizer = optimizer
         self._masters, self._gradients, self._states = Page(), Page(), Page()
         self._buckets: defaultdict[ManagedBucket, int] = defaultdict(lambda: 1)
-        self._of_masters: list[dict[str, Any]] = []  # their attributes, and a copy of these:
+        self._of_masters: list[dict[str, Any]] = []  # attributes of masters, then a snapshot:
         self._attributes: list[dict[str, Any]] = []
         self._counts_in: list[tuple[Any, ...]] = []
         self._moments: list[ref[Tensor]] = []
@@ -170,7 +170,7 @@ class AddressBook:
         try:
             gradients = list(map(_MAIN_GRAD, params))
             addresses = list(map(Tensor.data_ptr, gradients))  # type: ignore[arg-type]
-        except (AttributeError, TypeError):  # some parameter has none
+        except (AttributeError, TypeError):  # a parameter without gradient
             gradients = [getattr(param, "main_grad", None) for param in params]
             addresses = [None if one is None else one.data_ptr() for one in gradients]
         groups = [getattr(optimizer, name, None) for name in ("tp_group", "expert_tp_group")]
@@ -218,7 +218,7 @@ class AddressBook:
     def _find_attributes(self) -> list[tuple[Any, ...]]:
         try:
             same = self._of_masters == self._attributes
-        except RuntimeError:  # tensors among them, which have no truth
+        except RuntimeError:  # tensors have no truth value
             same = False
         if not same:
             self._attributes = list(map(dict, self._of_masters))
@@ -231,7 +231,7 @@ def find_moments(inner: Any) -> list[Tensor]:
     states = inner.state.values()
     try:
         return [*map(_EXP_AVG, states), *map(_EXP_AVG_SQ, states)]
-    except KeyError:  # of masters that have not stepped
+    except KeyError:  # before the first step
         return [state[name] for state in states for name in MOMENTS if name in state]
 
 

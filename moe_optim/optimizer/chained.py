@@ -64,11 +64,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Report the last step of a dropped graph, since a save follows. Every rank must call it.
-
-        Raises:
-            NonFiniteError: the last step found non-finite gradients.
-        """
+        """Report the last step of a dropped graph: a save follows. Every rank must call it."""
         graphed = self._graphed_step if name == "step" else None
         super().__delattr__(name)
         if graphed:
@@ -128,7 +124,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             log_single_rank(logger, logging.INFO, message)
         moves = not (self._must_skip or is_too_large)
         if moves:
-            for part in self.stepping:  # one whose turn comes after a failure is left alone
+            for part in self.stepping:  # parts after a failed one are not stepped
                 clips = clip_factors(norms, part.config.clip_grad, clipped)
                 with self._timed("optimizer-inner-step"):
                     part.update_masters(clips)
@@ -160,8 +156,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         total = self.sum_squares()
         norms = norms_of(total[:-1], self.config)
         for part in self.stepping:
-            if not has_pre_hooks(part.optimizer):  # which may move what is planned with
-                part.plan_update()  # before the wait: the device finds the norm meanwhile
+            if not has_pre_hooks(part.optimizer):  # pre-hooks may move planned tensors
+                part.plan_update()  # overlaps with the norm on the device
         *of_host, zeros = torch.cat([norms, total[-1:]]).tolist()
         return norms, of_host, int(zeros)
 

@@ -53,14 +53,14 @@ class CheckpointedOptimizer(DistributedOptimizer):
         self.knobs = config_or_bf16()
         self.requester: ManifestRequester | None = None
         self._gathers_by_name = False
-        # They stay until uninstall(): this optimizer asks for what only the replacement can find.
+        # Applied until uninstall(): only the replacement finds the entries that this requests.
         apply_patches(patches.CHECKPOINTS, holder=OPTIMIZERS)
         if not self.is_stub_optimizer and not self.ddp_config.use_megatron_fsdp:
             self._order_group_indices()
 
     def _order_group_indices(self) -> None:
-        # Megatron numbers a group's parameters as they come, but installs fp32 ones before bf16
-        # ones, so states of a mixed group would be saved and loaded under each other's name.
+        # Megatron numbers a group's parameters in order, but installs fp32 ones before bf16 ones,
+        # so states of a mixed group would be saved and loaded under swapped names.
         for index, groups in enumerate(
             zip(self.model_fp32_groups, self.model_float16_groups, strict=True)
         ):
@@ -81,7 +81,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
     def _set_main_param_and_optimizer_states(
         self, model_param: torch.nn.Parameter, tensors: dict[str, Any]
     ) -> None:
-        # Megatron copies into what the getter returns, of which scaled moments are copies
+        # Megatron copies into the getter's results, where scaled moments are copies
         super()._set_main_param_and_optimizer_states(model_param, tensors)
         group, order = self.model_param_group_index_map[model_param]
         master = self.optimizer.param_groups[group]["params"][order]
@@ -91,7 +91,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
     @property
     def _scaled_moments(self) -> set[str]:
         if not self.config.use_precision_aware_optimizer or (
-            self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # masters are Adam's, too
+            self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # Adam holds the masters
         ):
             return set()
         dtypes = {"exp_avg": self.config.exp_avg_dtype, "exp_avg_sq": self.config.exp_avg_sq_dtype}
@@ -221,7 +221,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
         where = "optimizer states of a data-parallel group"
         saved = states.get(MANIFEST)
         if is_old and not holds_several_experts(manifest_of(self)):
-            return states  # of before February 2024: Megatron's to take apart
+            return states  # saved before February 2024: Megatron splits them
         source = (
             manifest_of_file_states(self, states, where)
             if saved is None
@@ -253,7 +253,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
 
 def _cuts_unpadded_states() -> bool:
-    # later versions of Megatron count the padding in this variable
+    # later versions of Megatron have this variable
     method = DistributedOptimizer.sharded_param_state_fully_reshardable
     return "cumulative_padding_stripped" not in method.__code__.co_varnames
 

@@ -232,7 +232,7 @@ def _is_plain(param: torch.nn.Parameter) -> bool:
 
 
 def _storage(param: torch.nn.Parameter) -> WeightStorage | None:
-    storage: WeightStorage | None = getattr(param, "quantized_storage", None)  # makes none
+    storage: WeightStorage | None = getattr(param, "quantized_storage", None)  # creates none
     return storage
 
 

@@ -42,7 +42,7 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
             ConfigError: ``--optimizer-cpu-offload`` was passed to Megatron's factory instead of
                 ours.
         """
-        if config.optimizer_cpu_offload:  # which would step beside our masters, or in their place
+        if config.optimizer_cpu_offload:  # which would step other masters
             raise ConfigError(
                 "--optimizer-cpu-offload: expected moe_optim.get_megatron_optimizer to build the "
                 "optimizer, got Megatron's function. Call ours in its place, with its arguments."
@@ -61,18 +61,18 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
         groups = [group for _, group in self._placed_groups]
         self._groups = [group for group in groups if isinstance(group, GroupedBucketGroup)]
         self._managed_groups = [group for group in self._groups if group.managed]
-        if self.knobs.offload_states:  # masters that Adam holds are none of Megatron's
+        if self.knobs.offload_states:  # excludes masters held by Adam
             masters = [m for group in self.shard_fp32_from_float16_groups for m in group]
             self.host_states = HostStates(
                 [master for master in masters if master is not None], self.knobs.offload_states
             )
         for bucket in self._buckets:
             self._check_shards(bucket)
-            bucket.owner = self  # in place of an optimizer that was built before
+            bucket.owner = self  # replaces an optimizer built earlier
         for group in self._managed_groups:
             group.forget_masters()
-        # Megatron drops these only where this rank owns a part of the parameter, and never of a
-        # frozen one; those of other optimizers are still wanted
+        # Megatron drops these only for parameters with a shard on this rank, and never for frozen
+        # ones; other optimizers still need theirs
         mine = {param for bucket in self._buckets for param in bucket.params}
         for param in (param for chunk in self.model_chunks for param in chunk.parameters()):
             if param in mine or (not param.requires_grad and is_managed(param)):
@@ -177,7 +177,7 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
         else:
             super()._copy_main_params_to_model_params()
         for group in self._groups:
-            group.param_gather_dispatched = False  # whatever was gathered since the last reduction
+            group.param_gather_dispatched = False  # even after a gather
         self._record(Event.SETTLE)
 
     def gather_unless_overlapped(self) -> None:
@@ -249,11 +249,11 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
         changes the scale of about one block in twenty. Every rank must call it.
         """
         if self.host_states.numel:
-            self.make_moments()  # Megatron would make all of them on the device
+            self.make_moments()  # Megatron would create all on the device
         state_dict = with_groups_of_adam(state_dict, self.optimizer)
         super().load_state_dict(with_rates_of(state_dict, self.optimizer))
         self.host_states.keep_all(self.optimizer)
-        if "param_state" in state_dict:  # without it, Megatron is only shaping a state to load into
+        if "param_state" in state_dict:  # else Megatron only builds a template
             self.refresh_weights()
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
@@ -265,7 +265,7 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
         """Move masters and moments to the host, after finishing gathers that read them."""
         for group in self._managed_groups:
             group.forget_masters()
-        self.host_states.call_them_the_hosts(self.optimizer)  # which Megatron then leaves alone
+        self.host_states.call_them_the_hosts(self.optimizer)  # Megatron then skips them
         super().offload_to_cpu()
 
     def restore_from_cpu(self) -> None:

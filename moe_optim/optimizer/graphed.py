@@ -57,8 +57,8 @@ class GraphedStep:
         for part in parts:
             _refuse_pre_hooks(part.optimizer)
             part.read_gradients()
-        # outside of the graph: NCCL wants all ranks to replay a collective or none, and each rank
-        # plans anew when its own memory has moved
+        # outside of the graph: NCCL requires that all ranks replay a collective or none, but each
+        # rank rebuilds its plans when its own memory moves
         self._total.copy_(self._chain.sum_squares())
         self._largest_norm = self._chain.largest_norm
         self._clipped = self._chain.clipped_norms()
@@ -91,7 +91,7 @@ class GraphedStep:
             return
         self._is_told = True
         if self._is_there is not None:
-            self._is_there.synchronize()  # of the last step, and not of what was started since
+            self._is_there.synchronize()  # waits for the last step, not for later work
         norm, *of_groups = self._on_host.tolist()
         is_finite = all(map(math.isfinite, (norm, *of_groups)))
         if is_finite and norm <= self._largest_norm:

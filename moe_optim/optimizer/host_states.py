@@ -102,4 +102,4 @@ class HostStates:
         elif values.data_ptr() == home.on_host.data_ptr():
             return values
         home.on_device.copy_(values.detach())
-        return home.on_device.detach()  # a tensor of its own: its data may be exchanged
+        return home.on_device.detach()  # a new tensor, whose data may be replaced

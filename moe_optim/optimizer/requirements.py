@@ -96,7 +96,7 @@ def _resolve_auto(setup: Setup) -> None:
     format = next(iter(setup.stored), "bf16")
     if format == TENSORWISE:
         what = f"leaves {TENSORWISE} weights in Megatron's buffers"
-        setup.config.resolved("bf16")  # nothing records amaxes of theirs, either
+        setup.config.resolved("bf16")  # their amaxes are not recorded, either
     else:
         what = f"is {format} here"
         setup.config.resolved(format)

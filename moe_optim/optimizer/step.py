@@ -83,7 +83,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
         self._buckets: tuple[ManagedBucket, ...] = ()
         self._own_step = OwnStep(optimizer)
         self._is_planned = False  # since gradients were read
-        self._is_hooked = False  # whether hooks ran in the last update, which may be gone by now
+        self._is_hooked = False  # whether hooks ran in the last update
         device = this_device()
         self._hyper = torch.zeros(0, HYPER_FIELDS, dtype=torch.float32, device=device)
         self._clips = torch.ones(len(NORMS), dtype=torch.float32, device=device)
@@ -118,7 +118,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
         for linear in self._delaying_linears:
             linear.require_wgrads_taken()
         for group in self._groups:
-            group.finish_gather()  # it reads what the step writes
+            group.finish_gather()  # which reads memory that the step writes
             group.require_gradients("optimizer.step()")
             group.require_weights("optimizer.step()")
         for group in self._managed_groups:
@@ -141,10 +141,10 @@ class SteppedOptimizer(CheckpointedOptimizer):
         """
         table = None if self._norm is None or self._norm.has_moved else self._norm
         if table is not None:
-            table.launch()  # the device reads while the host compares
+            table.launch()  # runs while the host compares
         generation = self.book.check_gradients()
         if table is None or generation != self._norm_generation:
-            self._norm = None  # a plan that is refused leaves none that looks current
+            self._norm = None  # in case the new plan is refused
             self._norm = table = self._plan_norm()
             self._norm_generation = generation
             table.launch()
@@ -167,7 +167,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
             device=self._clips.device,
         )
 
-    # The plan of an update
+    # Plans
 
     def plan_update(self) -> int:
         """Check all inputs of the update, and rebuild the plans whose inputs changed.
@@ -193,12 +193,12 @@ class SteppedOptimizer(CheckpointedOptimizer):
         if self.book.check_states() != self._tables_generation or any(
             self._plan_bucket(bucket) != self._planned[bucket] for bucket in self._buckets
         ):
-            self._tables, self._tables_generation = {}, 0  # none, should a plan be refused
+            self._tables, self._tables_generation = {}, 0  # in case the new plan is refused
             self._tables = self._plan_tables()
             self.encoded = [bucket for bucket in self._buckets if self._tables[bucket].members]
             self._cast = self._plan_cast()
             self.book.tensorwise = None if self._cast is None else self._cast.fields
-            self._tables_generation = self.book.check_states()  # planning makes moments
+            self._tables_generation = self.book.check_states()  # planning creates moments
             self._plans += 1
         self._is_planned = True
         return self._plans
@@ -223,7 +223,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
             states[bucket_of.get(param)].append(
                 AdamState(
                     parameter=names[param],
-                    master=master,  # no view: it would stay where the memory of the master was
+                    master=master,  # no view: it would keep the old memory
                     gradient=gradient_of(self, param),
                     exp_avg=exp_avg,
                     exp_avg_sq=exp_avg_sq,
@@ -245,7 +245,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
             )
             for bucket, of_bucket in states.items()
         }
-        # moments are not held, so that offloading frees them: the address book knows where they lie
+        # holds no moments, so that offloading frees them: the address book tracks their addresses
         return {bucket: table.watching(()) for bucket, table in tables.items()}
 
     def _find_groups_of_masters(self) -> dict[Tensor, int]:
@@ -275,7 +275,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
             moments_of(self.optimizer, master)
             self.host_states.keep(self.optimizer, master)
 
-    # The update
+    # Update
 
     def update_masters(self, clips: Tensor) -> None:
         """Step masters and write this rank's weights in a few launches; see :meth:`launch`.
@@ -290,7 +290,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
             if has_hooks(self.optimizer):
                 self._update_hooked(clips)
             else:
-                if not self._is_planned:  # a hook that was waited for is gone
+                if not self._is_planned:  # a hook was removed since
                     self.plan_update()
                 self._take_step(clips)
             if self.has_tensorwise:
@@ -324,12 +324,12 @@ class SteppedOptimizer(CheckpointedOptimizer):
         try:
             with self._moving_masters():
                 yield
-                # hooks may have written masters in a way that no version counter tells of
+                # hooks may have written masters without a version counter
                 encoded = () if self._is_hooked else self.encoded
                 for bucket in self._buckets:
                     bucket.settle(encoded=bucket in encoded)
         finally:
-            for group in self._groups:  # some weights may have been written, whatever came after
+            for group in self._groups:  # weights may have been written in part
                 group.param_gather_dispatched = False
 
     @contextmanager
@@ -341,7 +341,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
         finally:
             for bucket in self._buckets:
                 if bucket.state.weights is Weights.MOVING:
-                    bucket.state.record(Event.SETTLE)  # masters stay where they have come to
+                    bucket.state.record(Event.SETTLE)  # masters are partly stepped
 
     def _record(self, event: Event) -> None:
         for bucket in self._buckets:
@@ -367,7 +367,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
         """Copy the next step's hyperparameters to the device. Call :meth:`plan_update` first."""
         groups = self.optimizer.param_groups
         rows = [hyper_of(group).row() for group in groups]
-        # pageable memory of a few bytes is staged at once: nothing is waited for
+        # small pageable copies are staged at once, without a sync
         hyper = torch.tensor(rows, dtype=torch.float32, device="cpu").view_as(self._hyper)
         self._hyper.copy_(hyper, non_blocking=True)
 
@@ -403,7 +403,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
             bucket.gather.prepare_step()
         with ExitStack() as stack:
             for stage in {one.stage for one in self._tables.values() if one.stage is not None}:
-                stack.enter_context(stage.opened())  # so that no table waits for the one before
+                stack.enter_context(stage.opened())  # so that tables do not wait for each other
             for table in self._tables.values():
                 table.launch()
 
@@ -427,7 +427,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
             torch._foreach_copy_(weights, masters)
 
 
-# Norms and what is decided by them
+# Norms and clipping
 
 
 def reduced_over_ranks(of_parts: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> Tensor:
@@ -465,7 +465,7 @@ def clip_factors(norms: Tensor, clip_grad: float, clipped: Sequence[bool] = ()) 
     factors = (clip_grad / (norms + 1.0e-6)).clamp_max_(1.0)
     for index, is_clipped in enumerate(clipped):
         if not is_clipped:
-            factors[index].fill_(1.0)  # an assignment would copy from the host
+            factors[index].fill_(1.0)  # assignment would copy from the host
     return factors
 
 
@@ -474,7 +474,7 @@ def as_megatron_returns(norm: Tensor) -> Any:
     return norm if clip_grads.multi_tensor_scale_tensor_impl is not None else norm.item()
 
 
-# Whether a step can be fused
+# Fusing decision
 
 
 def setup_of(optimizer: Any, config: MoEOptimConfig) -> Setup:
@@ -502,4 +502,4 @@ def this_device() -> torch.device:
     """Return the current device."""
     return torch.empty(
         0, dtype=torch.uint8, device=torch.cuda.current_device()
-    ).device  # on a CPU that is no number
+    ).device  # a CPU has no index

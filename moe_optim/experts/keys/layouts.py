@@ -16,7 +16,7 @@ from moe_optim.errors import ConfigError
 Projection = Literal["gate", "up", "down"]
 """Projection of an expert: gate and up [F, H], down [H, F]."""
 
-_CANONICAL_AXES = {  # of weights; biases lack the last axis, tensors of one expert the first
+_CANONICAL_AXES = {  # weights; biases lack the last axis, tensors of one expert the first
     "gate": ("E", "2F", "F", "H"),
     "up": ("E", "2F", "F", "H"),
     "down": ("E", "H", "F"),
@@ -145,12 +145,12 @@ def _linear(
 
 
 _TABLE = {
-    # one parameter a linear: TEGroupedLinear with --moe-single-grouped-weight, and ours
+    # one parameter per linear: TEGroupedLinear with --moe-single-grouped-weight, and ours
     "grouped": (
         *_linear(_GATE_UP, "linear_fc1.weight", "linear_fc1.bias", "E 2F H"),
         *_linear(_DOWN, "linear_fc2.weight", "linear_fc2.bias", "E H F"),
     ),
-    # one parameter an expert: TEGroupedLinear, and ours
+    # one parameter per expert: TEGroupedLinear, and ours
     "indexed": (
         *_linear(_GATE_UP, "linear_fc1.weight{expert}", "linear_fc1.bias{expert}", "2F H"),
         *_linear(_DOWN, "linear_fc2.weight{expert}", "linear_fc2.bias{expert}", "H F"),
@@ -171,8 +171,8 @@ _TABLE = {
         ),
     ),
     # Megatron's GroupedMLP, last in megatron-core 0.16, transformer/moe/experts.py: the forward
-    # pass multiplies by weight1.view(E, H, 2F) and weight2.view(E, F, H), so experts lie one after
-    # the other although the shapes look as if they lay side by side
+    # pass multiplies by weight1.view(E, H, 2F) and weight2.view(E, F, H), so experts are
+    # consecutive in memory although the shapes suggest columns
     "legacy": (
         KeyPattern(
             template="weight1",
@@ -194,7 +194,7 @@ _TABLE = {
         *_linear(_GATE_UP, "gate_up_proj", "gate_up_proj_bias", "E H 2F"),
         *_linear(_DOWN, "down_proj", "down_proj_bias", "E F H"),
     ),
-    # one module an expert: Qwen, DeepSeek
+    # one module per expert: Qwen, DeepSeek
     "hf_per_expert": (
         *_linear(_GATE, "{expert}.gate_proj.weight", "{expert}.gate_proj.bias", "F H"),
         *_linear(_UP, "{expert}.up_proj.weight", "{expert}.up_proj.bias", "F H"),
