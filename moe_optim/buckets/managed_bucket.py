@@ -282,7 +282,7 @@ class ManagedBucket:
         if self.gather.uses_gradient_memory and self._were_written():
             raise StateError(
                 f"{self.name}: {Event.FINISH.value}: expected memory that no gradient was written "
-                "into, got gradients written by hand. Call start_param_sync(force_sync=True) on "
+                "into, got gradients written directly. Call start_param_sync(force_sync=True) on "
                 "the DDP module before main_grad is written."
             )
         self.gather.finish()

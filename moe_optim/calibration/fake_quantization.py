@@ -224,7 +224,7 @@ def expert_axis(axis: Axis, where: str) -> Literal[0] | None:
     if isinstance(given, int) and not isinstance(given, bool) and given == 0:
         return 0
     raise ConfigError(
-        f"{where}: axis: expected 0 or (0,) for an amax an expert, or None for one of all, got "
+        f"{where}: axis: expected 0 or (0,) for one amax per expert, or None for one of all, got "
         f"{axis!r}. Give one of them."
     )
 
@@ -283,7 +283,7 @@ def _check_amax(amax: Tensor, experts: Sequence[Tensor], axis: int | None) -> No
         what = "all experts" if axis is None else f"{count} experts"
         raise LayoutError(
             f"fake_quantize: amax: expected {count} for {what} with axis={axis}, got shape "
-            f"{list(amax.shape)}. Give one an expert with axis=0, and one in all with axis=None."
+            f"{list(amax.shape)}. Give one per expert with axis=0, or one in all with axis=None."
         )
     if amax.dtype not in _DTYPES or amax.device != experts[0].device:
         raise LayoutError(

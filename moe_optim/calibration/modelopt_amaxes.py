@@ -105,7 +105,9 @@ def amaxes_to_modelopt(state: Mapping[str, Any], form: ModelOptForm = "indexed")
                 continue
             template = container.prefix + _FORMS[form].template.replace("{linear}", linear)
             if "{expert}" in template and len(amax) == 1 and container.num_experts != 1:
-                faults.append(f"{key}: expected one value an expert for {template}, got one of all")
+                faults.append(
+                    f"{key}: expected one value per expert for {template}, got one of all"
+                )
                 continue
             values = [amax[0, 0, 0]] if len(amax) == 1 else _FORMS[form].values(amax)
             renamed[key] = {

@@ -200,7 +200,7 @@ class GroupedExperts(MegatronModule):
         if (metadata or {}).get("singleton_local_shards", False):
             raise ConfigError(
                 "portable experts: singleton_local_shards: expected one key for all experts, got "
-                "one key an expert. Save with Megatron's default metadata."
+                "one key per expert. Save with Megatron's default metadata."
             )
         keys, axis, groups = f"{prefix}experts.", len(sharded_offsets), self.pg_collection
         state: dict[str, Any] = {}

@@ -181,7 +181,9 @@ def interleave_faults(expert_set: ExpertSet, interleave: int | None) -> list[str
         return []
     name, ffn = expert_set.layout.name, expert_set.ffn
     if not expert_set.layout.can_interleave:
-        return [f"{expert_set.prefix}: layout {name} keeps gate and up apart, got interleaving"]
+        return [
+            f"{expert_set.prefix}: layout {name} stores gate and up separately, got interleaving"
+        ]
     if interleave < 1 or ffn % interleave:
         return [
             f"{expert_set.prefix}: expected blocks of rows that divide {ffn}, the width of its "
