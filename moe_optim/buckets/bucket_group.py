@@ -69,11 +69,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         self._dispatched = dispatched
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """Gather stale weights; ``force_sync`` waits for them. Every rank must call it.
-
-        Raises:
-            StateError: see :meth:`gather`; or weights to be gathered are offloaded.
-        """
+        """Gather stale weights; ``force_sync`` waits for them. Every rank must call it."""
         if self.param_gather_handle is not None and not force_sync:
             return  # a gather is in flight; no step can precede its end
         if self.managed:
@@ -88,10 +84,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         """Gather stale managed weights. Every rank of the group must call it.
 
         A failed gather leaves the weights stale, and the next call gathers them again.
-
-        Args:
-            force_sync: whether to wait for the weights, whatever the configuration.
-            unmoved: whether nothing has run since a step planned with the current addresses.
+        ``force_sync`` waits for the weights; ``unmoved`` asserts that the last plan still holds.
 
         Raises:
             StateError: the memory holds gradients that no step has used, masters are moving, or
@@ -170,11 +163,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
                 bucket.state.record(Event.SETTLE)
 
     def finish_communication(self) -> None:
-        """Wait for every collective that uses gradient memory.
-
-        Reductions remain in flight after an exception in a backward pass; Megatron cannot wait for
-        those.
-        """
+        """Wait for all collectives on gradient memory, even after a failed backward pass."""
         if any(bucket.gather.uses_gradient_memory for bucket in self.managed):
             self.finish_gather()
         if self.grad_reduce_handle is not None:

@@ -43,10 +43,7 @@ class OwnedMaster:
 class Gather:
     """Interface of the gather of a bucket.
 
-    Args:
-        slots: places of ``params`` in the bucket.
-        staging: front of the bucket's gradient memory, [numel] bf16.
-        dp_size: number of equal shards.
+    ``staging`` is the front of its gradient memory, [numel] bf16, in ``dp_size`` equal shards.
 
     Attributes:
         uses_gradient_memory: whether gradients must not be written between :meth:`open` and

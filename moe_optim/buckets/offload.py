@@ -21,8 +21,7 @@ class ParamData:
     possibly at another address.
 
     Args:
-        storages: storages of the weights.
-        before_read: callback to finish their gathers.
+        before_read: callback to finish gathers of the weights.
         leaves: callback before the bytes are freed.
         returned: callback after the bytes are restored, at new addresses.
     """

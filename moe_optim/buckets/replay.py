@@ -1,12 +1,10 @@
 """Bucket states under CUDA graphs of whole iterations.
 
 A capture runs Python and updates bucket states; a replay only runs the same kernels on the same
-memory. Each capture therefore records the states before and after it, and the plan number of every
-bucket. A replay from any other state is refused before a kernel runs; otherwise it sets the
-recorded final states.
-
-Megatron's wrapper reads the data first and counts the iteration last, whether it runs, captures or
-replays; buckets are checked at both points.
+memory. Each capture therefore records every bucket's plan number and its states before and after. A
+replay from any other state is refused before a kernel runs; otherwise it sets the final states.
+Buckets are checked when Megatron's wrapper reads the data, and updated when it counts the
+iteration.
 """
 
 from collections.abc import Iterable, Iterator

@@ -96,10 +96,6 @@ class CalibratedEntry(ShardedTensor):
 
     Keys are enumerated for a load before the contents of the checkpoint are known. The load of this
     package calls :meth:`request` if the key is stored, and otherwise drops the entry.
-
-    Attributes:
-        amax_place: position of the linear's experts.
-        device: device of its weights.
     """
 
     amax_place: AmaxPlace
@@ -128,8 +124,7 @@ class CalibratedEntry(ShardedTensor):
 class _Uncalibrated(CalibratedEntry, LocalNonpersistentObject):
     """Entry of an uncalibrated linear: saves nothing, and loads None.
 
-    It is a tensor so that code can rename its key; Megatron removes non-persistent objects before
-    it reads tensors.
+    Code can rename its key like a tensor's; Megatron removes it before it reads tensors.
     """
 
     obj = None

@@ -18,13 +18,9 @@ _ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
 def activate(
     hidden: Tensor, biases: Tensor | None, probs: Tensor, config: TransformerConfig
 ) -> Tensor:
-    """Apply the activation and the routing weights, fused or not as Megatron's MLP does.
+    """Apply activation and routing weights to fc1's output, fused or not as in Megatron's MLP.
 
-    Args:
-        hidden: output of fc1, [T, 2F] bf16.
-        biases: biases to add first, [T, 2F].
-        probs: routing weights, [T, 1].
-        config: Megatron's transformer configuration.
+    ``hidden`` and ``biases``, which are added first, are [T, 2F], ``probs`` are [T, 1].
     """
     store_fp8 = config.activation_func_fp8_input_store
     offset, clamp_value = config.glu_linear_offset, config.activation_func_clamp_value
@@ -56,9 +52,6 @@ def glu(
         linear_offset: summand of the linear half.
         clamp_value: upper bound of the gate, and bound of the linear half's magnitude.
         interleave_size: columns per alternating block, a divisor of F; None for halves.
-
-    Returns:
-        [T, F] in the dtype of ``hidden``.
     """
     if interleave_size is not None:
         hidden = remove_interleaving(hidden, interleave_size)

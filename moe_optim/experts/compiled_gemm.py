@@ -1,12 +1,9 @@
 """The grouped GEMM in compiled graphs, as custom operators that run eagerly.
 
-A graph holds the handle of a linear. Operators look the linear up at every run and read its
-operand, so weights that are stale, or were written between forward and backward, raise as in eager
-mode.
-
-Weight gradients are returned through autograd, as with ``fuse_wgrad_accumulation=False``, since an
-operator may not write memory that the compiler does not see. DDP's hooks add them to ``main_grad``
-with bit-identical results.
+A graph holds the handle of a linear, whose operand is read at every run, so weights that are stale
+or were written between forward and backward raise as in eager mode. Weight gradients are returned
+through autograd, since an operator may not write memory that the compiler does not see; DDP's hooks
+add them to ``main_grad`` with bit-identical results.
 """
 
 from collections.abc import Sequence

@@ -204,10 +204,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
 
     @torch.no_grad()
     def _lay_together(self) -> None:
-        """Merge bf16 experts that were copied one by one into one allocation.
-
-        Experts in a DDP buffer are contiguous already, and stay there.
-        """
+        """Merge bf16 experts that were copied one by one; those in a DDP buffer are contiguous."""
         weights = self.weights()
         if self.expert_layout == "indexed" and not self.storages() and not lie_together(weights):
             for weight, part in zip(weights, stack_experts(weights), strict=True):
@@ -237,12 +234,12 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Load the weights, then the amaxes of the masters that they were quantized from.
+        """Load the weights, then recorded and calibrated amaxes.
 
-        The amaxes are kept until the next requantization, and change no byte: values dequantized
-        from NVFP4 requantize to the same bytes with their own amax. Quantized weights keep their
-        format and their bucket even with ``assign=True``. Calibrated amaxes are loaded with the
-        weights, see :func:`take_calibrated_amax`.
+        Recorded amaxes are those of the masters that the weights were quantized from. They are kept
+        until the next requantization, and change no byte: values dequantized from NVFP4 requantize
+        to the same bytes with their own amax. Quantized weights keep their format and bucket even
+        with ``assign=True``.
         """
         amax: Tensor | None = state_dict.pop(f"{prefix}weight_amax", None)
         take_calibrated_amax(self, state_dict, prefix, self.shape[0], self.name)

@@ -164,11 +164,11 @@ def load_local_experts(experts: torch.nn.Module, state_dict: dict[str, Any], pre
 
     For ``_load_from_state_dict``, which receives a copy of the caller's dict. Keys of no layout are
     kept, and missing keys stay missing, so that torch reports both. Keys of linears behind adapters
-    may contain ``to_wrap`` or, as in checkpoints, omit it. No rank communicates.
+    may omit ``to_wrap``, as in checkpoints. No rank communicates.
 
     Raises:
-        LayoutError: see :meth:`LocalExperts.take_from`; the dict is then unchanged. Or a wrapper
-            other than an adapter hides a linear.
+        LayoutError: see :meth:`LocalExperts.take_from`, or a wrapper other than an adapter hides a
+            linear; the dict is then unchanged.
     """
     here = LocalExperts.of(experts, prefix)
     wrapped = [name for name in LINEARS if is_wrapper(experts.get_submodule(name))]
@@ -254,10 +254,8 @@ def expert_values_for_chunks(
 ) -> dict[str, Any]:
     """Return the state of all chunks with this rank's experts, in the form of ``state_dict``.
 
-    Args:
-        model_chunks: chunks of one optimizer, in order.
-        state_dict: argument of ``reload_model_params``: the chunks under ``model0`` and so on (or
-            ``model_0``), a single one under ``model``, or its state itself; not modified.
+    ``state_dict`` is the argument of ``reload_model_params``: the chunks under ``model0`` and so on
+    (or ``model_0``), a single one under ``model``, or its state itself.
 
     Raises:
         LayoutError: a chunk is missing; or see :func:`expert_values_for`.

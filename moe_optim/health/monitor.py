@@ -72,7 +72,7 @@ class HealthMonitor:
         self._report(wait=True)
 
     def _report(self, *, wait: bool) -> None:
-        """Write the last sample and warn of it, once; without ``wait`` only if it has arrived."""
+        """Write the last sample and log its warnings, once; without ``wait`` only if complete."""
         sample = self._sample
         if sample is None or self._on_host is None or self._rows is None:
             return

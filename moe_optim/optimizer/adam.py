@@ -1,12 +1,9 @@
 """Adam for machines without Transformer Engine and apex, with the state layout Megatron expects.
 
-``torch.optim.AdamW`` keeps ``step`` as a tensor in the state of every parameter. Megatron's
-distributed optimizer expects it in the parameter group, as in the fused optimizers of Transformer
-Engine and apex: otherwise ``state_dict`` asserts on an empty state, ``load_state_dict`` shares one
-step tensor among all N parameters, which advance it N times per step, and checkpoints treat it as a
-tensor of parameter shape.
-
-Moments support the storage dtypes of Transformer Engine's FusedAdam. Arithmetic is always fp32.
+``step`` is in the parameter group, as in the fused optimizers of Transformer Engine and apex. With
+a ``step`` tensor per parameter, as in ``torch.optim.AdamW``, Megatron's ``state_dict`` asserts on
+an empty state, and its ``load_state_dict`` shares one tensor among all parameters. Moments support
+the storage dtypes of Transformer Engine's FusedAdam; arithmetic is fp32.
 """
 
 from collections.abc import Callable
@@ -200,10 +197,9 @@ def hyper_of(group: dict[str, Any]) -> Hyper:
 
 
 def check_optimizer_config(self: Any) -> None:
-    """Check an ``OptimizerConfig`` as Megatron does, but accept :class:`GroupStepAdam`.
+    """Check an ``OptimizerConfig`` as Megatron does, but do not require Transformer Engine's Adam.
 
-    Megatron requires Transformer Engine's Adam for ``use_precision_aware_optimizer``, in its last
-    check; :class:`GroupStepAdam` supports the same dtypes.
+    Megatron requires it for ``use_precision_aware_optimizer``, in its last check.
     """
     try:
         original("megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__")(self)

@@ -100,11 +100,7 @@ def weight_of(optimizer: Any, param: Any, master: Tensor) -> Tensor | None:
 
 
 class Page:
-    """Snapshot of objects and values.
-
-    Attributes:
-        generation: number of changes found, including the first snapshot.
-    """
+    """Snapshot of objects and values; ``generation`` counts its changes."""
 
     def __init__(self) -> None:
         self.generation = 0
@@ -124,12 +120,7 @@ class Page:
 
 
 class AddressBook:
-    """Inputs of a fused step, numbered by generation. Checks record changes and repair nothing.
-
-    Each check returns a generation: a number that increases whenever something changed.
-
-    Args:
-        optimizer: distributed optimizer of this package.
+    """Inputs of a fused step. Each check returns a generation that increases on every change.
 
     Attributes:
         unmanaged: parameters outside managed buckets, with their masters, as of the last check.

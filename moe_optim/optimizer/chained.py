@@ -72,10 +72,9 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def step(self) -> Any:
-        """Return whether weights moved, the gradient norm and the zero count. Every rank calls it.
+        """Return whether weights moved, the gradient norm and the zero count, on every rank.
 
-        Raises:
-            NonFiniteError: see :meth:`get_grad_norm`.
+        Every rank must call it; raises as :meth:`get_grad_norm`.
         """
         self.before_step()
         return self._step_fused() if self.is_fused else super().step()
@@ -193,9 +192,6 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
         With a loss scale, Megatron checks for Inf and NaN here. Only a dynamic loss scale excuses
         them, since it provokes overflow and then lowers itself.
-
-        Raises:
-            NonFiniteError: see :meth:`get_grad_norm`.
         """
         found = bool(super().prepare_grads())
         scalers = [getattr(part, "grad_scaler", None) for part in self.chained_optimizers]

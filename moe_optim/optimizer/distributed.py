@@ -158,15 +158,7 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
         super()._copy_model_grads_to_main_grads()
 
     def step_with_ready_grads(self) -> bool:
-        """Step as Megatron does; managed buckets are MOVING during the step and STALE after it.
-
-        Call after :meth:`read_gradients`. An interrupted step leaves the weights STALE and the
-        gradients SPENT.
-
-        Raises:
-            StateError: gradients were not reduced, weights are offloaded, or another optimizer was
-                built for the model since.
-        """
+        """Step as Megatron does; see :meth:`updating`, but managed buckets end STALE."""
         with self._moving_masters():
             return super().step_with_ready_grads()
 

@@ -19,10 +19,7 @@ _MASTER = "master"
 class HostStates:
     """Host-resident masters and moments of one optimizer, and their host memory.
 
-    Args:
-        masters: fp32 masters of this rank, not copies. Selected ones move to the host at once, with
-            their values.
-        fraction: maximum fraction of elements on the host, 0 to 1.
+    At most ``fraction`` of the elements of ``masters``, fp32, move to the host at once.
     """
 
     def __init__(self, masters: Sequence[Tensor], fraction: float) -> None:

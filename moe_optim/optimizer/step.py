@@ -131,10 +131,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
         return tuple(linear for linear in linears if linear.delay_wgrad)
 
     def sum_squares(self) -> Tensor:
-        """Return this rank's squared norms, and its zero count if logged.
-
-        Returns:
-            [len(NORMS) + 1] fp64, newly allocated; the last element is the zero count.
+        """Return this rank's squared norms and zero count, [len(NORMS) + 1] fp64, newly allocated.
 
         Raises:
             StateError: a parameter has no gradient, or gradient memory is offloaded.
@@ -172,12 +169,9 @@ class SteppedOptimizer(CheckpointedOptimizer):
     def plan_update(self) -> int:
         """Check all inputs of the update, and rebuild the plans whose inputs changed.
 
-        Call after :meth:`sum_squares`. Takes host time proportional to the number of weights,
-        without a device synchronization. Loads replace moments, and so do RL stacks that share a
-        GPU: tensors, their dictionaries, or the whole state of Adam.
-
-        Returns:
-            Number of rebuilds; a change invalidates captured graphs.
+        Call after :meth:`sum_squares`. Runs on the host, without a device synchronization. Loads
+        replace moments, and so do RL stacks that share a GPU. Returns the number of rebuilds; a
+        change invalidates captured graphs.
 
         Raises:
             StateError: Adam's ``step`` was replaced, a loss scale was set, gradient memory is
@@ -280,11 +274,9 @@ class SteppedOptimizer(CheckpointedOptimizer):
     def update_masters(self, clips: Tensor) -> None:
         """Step masters and write this rank's weights in a few launches; see :meth:`launch`.
 
-        Step hooks of Adam run around the update, with clipped gradients in ``grad``. Without such
-        hooks, call :meth:`plan_update` first.
-
-        Raises:
-            StateError: see :meth:`updating`; or a hook made a change that a fused step cannot see.
+        Adam's step hooks run around the update, with clipped gradients in ``grad``; without such
+        hooks, call :meth:`plan_update` first. Raises as :meth:`updating`, or if a hook made a
+        change that a fused step cannot see.
         """
         with self.updating():
             if has_hooks(self.optimizer):
@@ -433,8 +425,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
 def reduced_over_ranks(of_parts: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> Tensor:
     """Return the sum of all optimizers' tensors over all ranks. Every rank must call it.
 
-    ``groups`` is one group if all optimizers share their ranks, else one group per optimizer. The
-    tensors may be overwritten.
+    ``groups`` has one group if all optimizers share their ranks, else one per optimizer.
     """
     if len(groups) == 1:
         of_parts = [torch.stack(list(of_parts)).sum(0)]

@@ -244,8 +244,7 @@ def _regex(template: str) -> re.Pattern[str]:
 def match_key(remainder: str, template: str) -> tuple[int | None] | None:
     """Return the expert of a key (None for a key of all experts), or None without a match.
 
-    ``remainder`` is the key after the container's prefix, ``template`` that of a
-    :class:`KeyPattern`.
+    ``remainder`` follows the container's prefix; ``template`` is that of a :class:`KeyPattern`.
     """
     found = _regex(template).fullmatch(remainder)
     if found is None:
