@@ -1,5 +1,5 @@
 """Parameter and gradient buffers of quantized weights: layouts, states, gathers, offloading.
 
-Offers the buffer and bucket group that stand in for Megatron's, and ``ManagedBucket``. Imports
-weights, kernels and ``integration/installation``.
+Provides ``ManagedBucket`` and replacements of Megatron's buffer and bucket group. Imports weights,
+kernels and ``integration/installation``.
 """

@@ -1,4 +1,4 @@
-"""Bucket groups: the one owner of what managed buckets hold and of how fresh their weights are."""
+"""Bucket groups, which gather managed buckets whose weights are stale."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,17 +26,17 @@ _PARTITION = "megatron.core.distributed.distributed_data_parallel:partition_buck
 
 
 class GroupedBucketGroup(_ParamAndGradBucketGroup):
-    """Megatron's bucket group, where a group of managed buckets gathers by its own rules.
+    """Megatron's bucket group, with lazy gathers of managed buckets.
 
-    A step says that its masters have moved, and whether it has encoded them into this rank's
-    slices. Whoever next needs the weights (a forward pre-hook, an evaluation, a save, the end of a
-    step) calls ``start_param_sync``, and buckets whose weights are behind then quantize what no
-    step has encoded, and gather. Fresh weights are never gathered again. Groups without managed
-    buckets behave as Megatron's, except that a gather in flight is always finished with its
-    post-processing, which leaves dense weights alone, and transposes tensorwise ones in one launch.
+    The optimizer step marks managed buckets STALE or ENCODED. Every reader of weights (a forward
+    pre-hook, an evaluation, a save, the end of a step) calls ``start_param_sync``, which encodes
+    STALE buckets and gathers both kinds. FRESH weights are never gathered again.
+
+    Groups without managed buckets behave as Megatron's, with two differences: a gather in flight
+    always finishes with its post-processing, and tensorwise weights are transposed in one launch.
 
     Attributes:
-        managed: the managed buckets of the group: all of its buckets, or none.
+        managed: managed buckets: all buckets of the group, or none.
     """
 
     def __init__(self, buckets: list[_ParamAndGradBucket], *args: Any, **kwargs: Any) -> None:
@@ -48,7 +48,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         self.grad_reduce_handle: Any
         self.per_param_grad_ready_counts: dict[torch.nn.Parameter, int]
         for bucket in self.managed:
-            size = self.intra_distributed_optimizer_instance_size  # only distributed optimizers'
+            size = self.intra_distributed_optimizer_instance_size  # distributed optimizers only
             if size != bucket.dp_size:
                 raise StateError(
                     f"{bucket.name}: expected shards for the {bucket.dp_size} ranks its buffer was "
@@ -58,7 +58,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
 
     @property
     def param_gather_dispatched(self) -> bool:
-        """Whether no gather has to be started before weights are read."""
+        """Whether weights can be read without starting a gather."""
         if self.managed:
             behind = (Weights.STALE, Weights.ENCODED)
             return all(bucket.state.weights not in behind for bucket in self.managed)
@@ -69,36 +69,26 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         self._dispatched = dispatched
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """Gather weights that are stale. Every rank of the group must call it.
-
-        Args:
-            force_sync: return only when the weights are in place, whatever the configuration.
-
-        Raises:
-            StateError: as :meth:`gather`; or weights are offloaded that have to be gathered.
-        """
+        """Gather stale weights; ``force_sync`` waits for them. Every rank must call it."""
         if self.param_gather_handle is not None and not force_sync:
-            return  # one is on its way; no step comes before its end
+            return  # a gather is in flight; no step can precede its end
         if self.managed:
             self.gather(force_sync=force_sync)
             return
         self.require_weights(Event.GATHER.value)
         super().start_param_sync(force_sync=force_sync)
 
-    @torch.inference_mode(False)  # a rollout may gather first, and training writes what it plans
+    @torch.inference_mode(False)  # a rollout may plan buffers that training writes
     @torch.no_grad()
     def gather(self, *, force_sync: bool = False, unmoved: bool = False) -> None:
-        """Gather managed weights that are stale. Every rank of the group must call it.
+        """Gather stale managed weights. Every rank of the group must call it.
 
-        What fails on the way leaves them stale, and the next call gathers them anew.
-
-        Args:
-            force_sync: return only when the weights are in place, whatever the configuration.
-            unmoved: whether nothing has run since a step has planned for where they lie.
+        A failed gather leaves the weights stale, and the next call gathers them again.
+        ``force_sync`` waits for the weights; ``unmoved`` asserts that the last plan still holds.
 
         Raises:
-            StateError: the memory holds gradients that no step has used; or masters are moving; or
-                weights are offloaded that have to be gathered.
+            StateError: the memory holds gradients that no step has used, masters are moving, or
+                weights to be gathered are offloaded.
         """
         if self.param_gather_handle is not None:
             self.finish_gather()
@@ -134,7 +124,6 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _post_param_sync(self) -> None:
-        """Put what a gather brought in place, one launch a bucket; nothing where none was begun."""
         if self.managed:
             with self._stale_if_it_fails():
                 for bucket in self.managed:
@@ -149,12 +138,12 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
 
     @cached_property
     def _quantized(self) -> list[torch.nn.Parameter]:
-        """The weights that Megatron has something to do for after their gather."""
+        """Weights that Megatron post-processes after their gather."""
         holds_bytes = param_and_grad_buffer._param_uses_quantized_storage
         return [param for bucket in self.buckets for param in filter(holds_bytes, bucket.params)]
 
     def finish_gather(self) -> None:
-        """Wait for a gather in flight and put its result in place; do nothing without one."""
+        """Wait for a gather in flight and put its result in place; does nothing without one."""
         if self.param_gather_handle is None:
             return
         with self._stale_if_it_fails():
@@ -163,7 +152,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         self._post_param_sync()
 
     def gather_anew(self) -> None:
-        """Have the next forward pass gather even fresh weights, for a CUDA graph that captures it.
+        """Make the next forward pass gather even fresh weights, for a CUDA graph to capture it.
 
         Every rank of the group must call it.
         """
@@ -174,36 +163,32 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
                 bucket.state.record(Event.SETTLE)
 
     def finish_communication(self) -> None:
-        """Wait for everything that reads or writes gradient memory.
-
-        Reductions are in flight where a backward pass ended in an exception: Megatron has no call
-        that takes note of them then.
-        """
+        """Wait for all collectives on gradient memory, even after a failed backward pass."""
         if any(bucket.gather.uses_gradient_memory for bucket in self.managed):
             self.finish_gather()
         if self.grad_reduce_handle is not None:
             self.grad_reduce_handle.wait()
             self.grad_reduce_handle = None
-        # over several instances of the optimizer, reductions have a stream, and no handle
+        # with several optimizer instances, reductions have a stream and no handle
         stream = getattr(self, "communication_stream", None)
         if stream is not None:
             torch.cuda.current_stream().wait_stream(stream)
 
     def reset(self) -> None:
-        """Prepare for the next iteration; a pass that did not reach all parameters is no first."""
+        """Prepare for the next iteration; a pass that missed some parameters is no first pass."""
         is_part = len(self.per_param_grad_ready_counts) < len(self.params)
         if is_part and self.ddp_config.overlap_grad_reduce and not self.grad_reduce_finished:
             self.per_param_grad_ready_counts = {}
         super().reset()
 
     def free_overlap_buffers(self) -> None:
-        """Finish a gather in flight, its post-processing included (Megatron drops that)."""
+        """Finish a gather in flight with its post-processing, which Megatron skips."""
         self.finish_gather()
         if not self.managed:
             super().free_overlap_buffers()
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Reduce the gradients, after a gather that no forward pass waited for has finished."""
+        """Start to reduce the gradients, after finishing any gather in flight."""
         self.finish_gather()
         self.require_gradients(Event.REDUCE.value)
         already_dispatched = self.is_first_batch and self.grad_reduce_handle is not None
@@ -213,16 +198,15 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         super().start_grad_sync(force_all_reduce=force_all_reduce)
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Finish the reduction; a gather that no forward pass waited for is finished first."""
+        """Finish the reduction, after finishing any gather in flight."""
         self.finish_gather()
         super().finish_grad_sync(force_all_reduce=force_all_reduce)
 
     def read_gradients(self) -> None:
-        """Let the optimizer read the gradients; no gather is in flight.
+        """Record that the optimizer reads the gradients.
 
-        They must have been reduced, unless one rank has them all and nothing scales them: callers
-        without Megatron's loop need not reduce them then. With overlap the last backward pass does,
-        so that gradients it has not reduced are not all there.
+        They must be reduced. Unreduced gradients are accepted from a single rank without overlap or
+        gradient scaling, for callers without Megatron's loop.
         """
         alone = (
             self.intra_distributed_optimizer_instance_size == 1
@@ -237,7 +221,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
             managed.state.record(Event.READ)
 
     def require_weights(self, what: str) -> None:
-        """Raise StateError if weights of Megatron's buckets, which ``what`` writes, are away."""
+        """Raise StateError if the weights of Megatron's buckets are offloaded before ``what``."""
         for bucket in self.buckets:
             if bucket.param_data is not None and not has_memory(bucket.param_data):
                 raise StateError(
@@ -247,25 +231,25 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
                 )
 
     def require_gradients(self, what: str) -> None:
-        """Raise StateError if the gradients of some bucket, which ``what`` uses, are offloaded."""
+        """Raise StateError if gradients are offloaded before ``what``."""
         for bucket in self.buckets:
             require_gradient_memory(f"bucket {bucket.bucket_id}", what, bucket.grad_data)
 
     def forget_masters(self) -> None:
-        """Drop what was planned for masters that may lie elsewhere from now on."""
+        """Drop plans that hold addresses of masters."""
         self.finish_gather()
         for bucket in self.managed:
             bucket.forget_masters()
 
 
 def bucket_groups(model_chunks: Iterable[Any]) -> Iterator[Any]:
-    """Yield the bucket groups of DDP-wrapped chunks, of each chunk its experts' last."""
+    """Yield the bucket groups of DDP-wrapped chunks; in each chunk, those of experts come last."""
     for chunk in model_chunks:
         yield from (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
 
 
 def gather_weights(chunk: Any) -> None:
-    """Make the weights of a chunk those of their masters, where DDP wraps it.
+    """Gather the stale weights of a chunk, if DDP wraps it.
 
     Every rank of the chunk's groups must call it, or none.
     """
@@ -273,14 +257,13 @@ def gather_weights(chunk: Any) -> None:
     if config is None or not config.use_distributed_optimizer:
         return
     for group in bucket_groups([chunk]):
-        # Megatron's own groups gather in the step, and what lies in shared memory is no weight
+        # Megatron's own groups gather in the step; shared memory may hold gradients
         is_behind = config.overlap_param_gather and _has_own_memory(group)
         if getattr(group, "managed", ()) or is_behind:
             group.start_param_sync(force_sync=True)
 
 
 def _has_own_memory(group: Any) -> bool:
-    """Return whether the weights of one of Megatron's groups lie apart from their gradients."""
     return all(
         bucket.param_data is not None
         and bucket.param_data.untyped_storage().data_ptr()
@@ -300,12 +283,11 @@ def partition_buckets(
     force_single_bucket_group: bool = False,
     reduce_scatter_with_fp32_accumulation: bool = False,
 ) -> list[_ParamAndGradBucketGroup]:
-    """Cut the buckets of a model chunk into groups; managed and other buckets never share one.
+    """Partition the buckets of a model chunk into groups, each all managed or all unmanaged.
 
-    Megatron puts all bf16 buckets into the group of the last quantized bucket, where their gather
-    waits for everything. Here every bucket communicates on its own, and groups follow each other in
-    the order of the backward pass. With ``force_single_bucket_group`` there is one group of
-    managed buckets and one of the others.
+    Megatron adds all bf16 buckets to the group of the last quantized bucket, which delays their
+    gather. Here every bucket communicates on its own, in the order of the backward pass. With
+    ``force_single_bucket_group`` managed and other buckets form one group each.
     """
     if not any(buffer.managed for buffer in buffers):
         groups = original(_PARTITION)(

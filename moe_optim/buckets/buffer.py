@@ -1,4 +1,4 @@
-"""Parameter and gradient buffers that hold quantized expert weights, and how they are laid out."""
+"""Parameter and gradient buffers that hold quantized expert weights, and their layout."""
 
 import copy
 from dataclasses import replace
@@ -32,20 +32,20 @@ _LAYOUT = (
 
 
 def _param_uses_quantized_storage(param: torch.nn.Parameter) -> bool:
-    """Return whether Megatron must give ``param`` a buffer of its own kind (uint8)."""
+    """Return whether ``param`` needs Megatron's uint8 buffer."""
     return is_managed(param) or original(f"{_BUFFER}:_param_uses_quantized_storage")(param)
 
 
 def is_grouped_mxfp8tensor(tensor: Tensor) -> bool:
-    """Return whether the buffer shares memory between ``tensor``'s gradients and its gather."""
+    """Return whether gradients of ``tensor`` and its gather share memory."""
     return is_managed(tensor) or original(f"{_BUFFER}:is_grouped_mxfp8tensor")(tensor)
 
 
 def check_ddp_config(self: Any) -> None:
     """Check a DDP configuration as Megatron does, but accept ``reuse_grad_buf_for_mxfp8_param_ag``.
 
-    It asks that weights being gathered take no memory beside the gradients'. Here no gather of
-    quantized weights does, whoever quantizes them.
+    The flag requests gathers without extra memory, which holds for every gather of quantized
+    weights here.
     """
     asked, self.reuse_grad_buf_for_mxfp8_param_ag = self.reuse_grad_buf_for_mxfp8_param_ag, False
     try:
@@ -55,7 +55,7 @@ def check_ddp_config(self: Any) -> None:
 
 
 class AlignedDistributedOptimizer:
-    """Holds the static method that replaces Megatron's."""
+    """Namespace of the static method that replaces Megatron's."""
 
     @staticmethod
     def _compute_per_buffer_param_layout(
@@ -65,7 +65,7 @@ class AlignedDistributedOptimizer:
         ddp_config: Any,
         param_indices: list[int] | None = None,
     ) -> PerBufferParamLayout:
-        """Lay out one buffer, managed buckets as ``buckets/layout.py`` ends them."""
+        """Lay out one buffer, with bucket ends from :func:`align_buckets` if managed."""
         layout = original(_LAYOUT)(
             params, bucket_size, data_parallel_world_size, ddp_config, param_indices
         )
@@ -79,13 +79,7 @@ class AlignedDistributedOptimizer:
 
 
 def align_buckets(layout: PerBufferParamLayout, dp_size: int, divisor: int) -> PerBufferParamLayout:
-    """Return ``layout`` with later bucket ends.
-
-    Args:
-        layout: layout of a buffer of quantized weights.
-        dp_size: number of shards of each bucket.
-        divisor: multiple that Megatron pads bucket ends to.
-    """
+    """Return ``layout`` with bucket ends from :func:`~moe_optim.buckets.layout.aligned_end`."""
     index_map: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
     bounds: list[tuple[int, int]] = []
     end = 0
@@ -103,14 +97,14 @@ def align_buckets(layout: PerBufferParamLayout, dp_size: int, divisor: int) -> P
 
 
 class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
-    """Megatron's buffer, where a buffer of quantized weights is *managed*.
+    """Megatron's buffer, which is *managed* if it holds quantized weights.
 
     A managed buffer's ``param_data`` is a :class:`ParamData`, and each of its buckets has a
-    :class:`ManagedBucket`, which is ``bucket.managed``. Buffers of all other parameters are
-    Megatron's to the byte.
+    :class:`ManagedBucket` as ``bucket.managed``. Buffers of other parameters are byte-identical to
+    Megatron's.
 
     Attributes:
-        groups: bucket groups that communicate for this buffer; empty until they are made.
+        groups: bucket groups of this buffer; empty until they are created.
     """
 
     def __init__(
@@ -144,8 +138,8 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             return
         for param, name in params_with_names:
             storage_of(param).name = name
-        # Tells Megatron's constructor to leave the storage of the weights alone. A copy: nothing
-        # else may see the flag, and its own check wants Transformer Engine.
+        # Makes Megatron's constructor keep the storage of the weights. A copy, since nothing else
+        # may see the flag, and its own check requires Transformer Engine.
         sharing_config = copy.copy(ddp_config)
         sharing_config.reuse_grad_buf_for_mxfp8_param_ag = True
         super().__init__(
@@ -160,7 +154,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         )
         for bucket in self.buckets:
             managed = bucket.managed
-            watched = bucket.grad_data.data  # all of its views share its version counter
+            watched = bucket.grad_data.data  # views share its version counter
             apart = set(bucket.params_with_extra_main_grads)
             for param in bucket.params_list:
                 _note_gradients(param)
@@ -174,7 +168,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
 
     @property
     def has_nvfp4_params(self) -> bool:
-        """Whether Megatron packs NVFP4 bytes; those of managed weights are packed already."""
+        """Whether Megatron packs NVFP4 bytes; managed weights are packed already."""
         return self._has_nvfp4_params and not self.managed
 
     @has_nvfp4_params.setter
@@ -182,12 +176,11 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         self._has_nvfp4_params = found
 
     def _new_bucket(self, *args: Any, **kwargs: Any) -> _ParamAndGradBucket:
-        """Create a bucket; a managed one gathers by itself, in the configured gather dtype."""
         bucket = super()._new_bucket(*args, **kwargs)
         if self.managed:
             names = [param.quantized_storage.name for param in bucket.params_list]
             where = names[0] if len(names) == 1 else f"{names[-1]} to {names[0]}"
-            bucket.param_data = bucket.grad_data[:0]  # Megatron takes a view, and leaves it
+            bucket.param_data = bucket.grad_data[:0]  # Megatron only takes a view
             config = config_or_bf16()
             bucket.managed = ManagedBucket(
                 f"bucket {bucket.bucket_id} ({where})",
@@ -201,9 +194,9 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         return bucket
 
     def reset(self) -> None:
-        """Zero the gradients, once nothing is reading or writing their memory any more.
+        """Zero the gradients, after finishing collectives that use their memory.
 
-        Also drops what a backward pass that ended in an exception has left in ``grad``.
+        Also drops ``grad`` tensors left by an exception in a backward pass.
         """
         for group in self.groups:
             group.finish_communication()
@@ -218,9 +211,9 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             bucket.managed.zero()
 
     def offload_to_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
-        """Free gradient memory, and move weights to the host; a gather in either is finished first.
+        """Free gradient memory and move weights to the host, after finishing collectives in flight.
 
-        Reading, writing or gathering managed weights raises until they are back.
+        Until :meth:`reload_from_cpu`, managed weights cannot be read, written or gathered.
         """
         if move_params:
             self._require_held()
@@ -232,7 +225,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         super().offload_to_cpu(move_params, move_grads)
 
     def reload_from_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
-        """Take the memory of weights and gradients again, these zeroed."""
+        """Reallocate weights and gradients; gradients are zeroed."""
         was_offloaded = self.grad_data_size > 0
         super().reload_from_cpu(move_params, move_grads)
         if not self.managed:
@@ -243,7 +236,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             for bucket in self.buckets:
                 bucket.managed.zero()
                 if bucket.managed.gather.uses_gradient_memory:
-                    bucket.managed.forget_masters()  # the memory may have come back elsewhere
+                    bucket.managed.forget_masters()  # the memory may have moved
 
     def _prepare_to_read(self) -> None:
         self._require_held()
@@ -261,10 +254,10 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
     def _weights_returned(self) -> None:
         for bucket in self.buckets:
             bucket.managed.state.record(Event.RELOAD)
-            bucket.managed.forget_masters()  # plans know addresses
+            bucket.managed.forget_masters()  # plans hold addresses
 
 
 def _note_gradients(weight: Any) -> None:
-    """Have a weight tell its bucket of gradients; once, however often a model is wrapped."""
+    """Register the hook that reports gradients to the bucket, once per weight."""
     if not any(type(hook) is GradientNote for hook in (weight._backward_hooks or {}).values()):
         weight.register_hook(GradientNote(weight))

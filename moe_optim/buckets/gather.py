@@ -1,12 +1,12 @@
-"""The parameter gather of one bucket: what travels, and what is done with what arrived.
+"""The parameter gather of one bucket.
 
 Both gather dtypes take the same steps, each on every rank of the group::
 
-    open      make the masters current on this rank: staged in bf16, or their maxima found
-    (reduce)  maxima of blocks and experts that several ranks share
-    encode    quantize what this rank owns; nothing for bf16
-    (gather)  sliced buffers by an all-gather, the others by an all-reduce with MAX
-    finish    put what arrived in place
+    open      read the masters of this rank: stage them in bf16, or compute their amaxes
+    (reduce)  reduce amaxes of blocks and experts that several ranks share
+    encode    quantize this rank's shard; nothing for bf16
+    (gather)  all-gather sliced buffers, all-reduce the others with MAX
+    finish    put the received data in place
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,31 +31,25 @@ _DTYPES = {1: torch.uint8, 4: torch.float32}
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OwnedMaster:
-    """The fp32 master of what this rank owns of one parameter."""
+    """The fp32 master of this rank's shard of one parameter."""
 
     param: torch.nn.Parameter
     start: int
-    """First element, counted in the parameter."""
+    """First element within the parameter."""
     master: Tensor
-    """[n] fp32, the optimizer's own tensor."""
+    """Master of the optimizer, [n] fp32, not a copy."""
 
 
 class Gather:
-    """How the weights of a bucket are gathered.
+    """Interface of the gather of a bucket.
 
-    Args:
-        name: name of the bucket, for errors.
-        params: quantized weights.
-        slots: places of ``params`` in the bucket.
-        staging: [numel] bf16, the front of the bucket's gradient memory.
-        dp_size: number of ranks that own an equal part of the bucket each.
-        backend: who quantizes.
+    ``staging`` is the front of its gradient memory, [numel] bf16, in ``dp_size`` equal shards.
 
     Attributes:
-        uses_gradient_memory: whether gradients must neither be added nor zeroed between
-            :meth:`open` and :meth:`finish`.
-        sliced: [bytes] uint8 each, gathered in place, one slice a rank.
-        reduced: completed by an all-reduce with MAX, after the slices have been filled.
+        uses_gradient_memory: whether gradients must not be written between :meth:`open` and
+            :meth:`finish`.
+        sliced: buffers to all-gather in place, [bytes] uint8 each, one slice per rank.
+        reduced: buffers to all-reduce with MAX, after the slices are filled.
     """
 
     uses_gradient_memory: bool
@@ -83,50 +77,45 @@ class Gather:
         raise NotImplementedError
 
     def buffers_of(self, index: int) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """Return where the weight at ``index`` has to live, by field of ``QuantizedWeight``."""
+        """Return the memory of the weight at ``index``, by field of ``QuantizedWeight``."""
         return {}
 
     def open(self, masters: Sequence[OwnedMaster], *, encoded: bool = False) -> None:
-        """Read the masters of this rank.
+        """Read this rank's masters, which stay the same tensors until :meth:`forget`.
 
-        Args:
-            masters: masters of this rank, the same tensors until :meth:`forget`.
-            encoded: whether a step has encoded them since; what it has left follows its maxima.
+        ``encoded`` states that a step has encoded their current values.
         """
         raise NotImplementedError
 
     def plan_step(self, masters: Sequence[OwnedMaster]) -> MemberTable | None:  # noqa: ARG002
-        """Return what a step encodes masters into, the same until :meth:`forget`; or None."""
+        """Return the table that encodes masters in a step, or None; valid until :meth:`forget`."""
         return None
 
     def prepare_step(self) -> None:
-        """Make ready the buffers that a step encodes masters into."""
+        """Initialize the buffers that a step encodes masters into."""
 
     @property
     def exchange(self) -> Tensor | None:
-        """Maxima to reduce with MAX between :meth:`open` and :meth:`encode`, if there are any."""
+        """Amaxes to all-reduce with MAX between :meth:`open` and :meth:`encode`, if any."""
         return None
 
     def encode(self) -> None:
-        """Write this rank's part of every buffer."""
+        """Fill this rank's slice of every buffer."""
 
     def finish(self) -> None:
-        """Put what has arrived in place."""
+        """Put the received data in place."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Drop what was planned: masters, weights or gradient memory may lie elsewhere now."""
+        """Drop plans, since masters, weights or gradient memory may have moved."""
         raise NotImplementedError
 
 
 class QuantizedGather(Gather):
-    """Bytes and block scales travel, in memory that the weights live in.
+    """Gather of quantized data and scales, in the memory of the weights.
 
-    The weights are bound to the buffers that travel, where owners encode and the gather arrives:
-    nothing is copied, and gradients are not involved.
-
-    Raises:
-        LayoutError: weights of several formats, or shards without whole bytes.
+    Owners encode directly into the gathered buffers that the weights are views of: nothing is
+    copied, and gradient memory is not used.
     """
 
     uses_gradient_memory = False
@@ -145,7 +134,7 @@ class QuantizedGather(Gather):
             (plan, torch.zeros(plan.numel, dtype=_DTYPES[plan.itemsize], device=device))
             for plan in plan_buffers(format, self._slots, numel, self._dp_size)
         ]
-        # Bytes, since a coalesced gather of mixed dtypes may return garbage
+        # bytes: a coalesced gather of mixed dtypes may return garbage
         self.sliced = tuple(
             buffer.view(torch.uint8) for plan, buffer in self._buffers if plan.is_sliced
         )
@@ -160,13 +149,13 @@ class QuantizedGather(Gather):
         return views
 
     def open(self, masters: Sequence[OwnedMaster], *, encoded: bool = False) -> None:
-        """Find the maxima of this rank's masters, unless a step has."""
+        """Compute the amaxes of this rank's masters, unless a step has."""
         self._is_encoded = encoded and self._table is not None
         if not self._is_encoded:
             self.plan_step(masters).find_maxima.launch()
 
     def plan_step(self, masters: Sequence[OwnedMaster]) -> MemberTable:
-        """Return the table of masters and buffers, which gathers use, too."""
+        """Return the table of masters and buffers, which steps and gathers share."""
         if self._table is None:
             shard_numel = self._staging.numel() // self._dp_size
             cuts = [slot.cuts(shard_numel) for slot in self._slots]
@@ -175,18 +164,18 @@ class QuantizedGather(Gather):
         return self._table
 
     def prepare_step(self) -> None:
-        """Zero the buffers that a maximum over ranks completes."""
+        """Zero the buffers that a MAX all-reduce completes."""
         for buffer in self.reduced:
             buffer.zero_()
 
     @property
     def exchange(self) -> Tensor | None:
-        """Maxima of blocks and experts that shards cut."""
+        """Amaxes of blocks and experts that cross shard boundaries."""
         table = self._opened()
         return table.exchange if table.exchange.numel() else None
 
     def encode(self) -> None:
-        """Write bytes and scales of what this rank owns, or what a step has left of it."""
+        """Write this rank's data and scales, or the shared blocks that a step has not encoded."""
         if self._is_encoded:
             self._opened().encode_shared.launch()
             return
@@ -194,7 +183,7 @@ class QuantizedGather(Gather):
         self._opened().encode.launch()
 
     def finish(self) -> None:
-        """Derive columnwise copies and scales from what has arrived, in one launch."""
+        """Derive columnwise data and scales from the gathered ones, in one launch."""
         self._opened().finish.launch()
 
     @override
@@ -211,7 +200,7 @@ class QuantizedGather(Gather):
 
 
 class Bf16Gather(Gather):
-    """Masters travel in bf16, through the bucket's own gradient memory."""
+    """Gather of bf16 masters through the bucket's gradient memory."""
 
     uses_gradient_memory = True
     _copies: tuple[list[Tensor], list[Tensor]] | None = None
@@ -220,15 +209,15 @@ class Bf16Gather(Gather):
         self.sliced, self.reduced = (self._staging.view(torch.uint8),), ()
 
     def open(self, masters: Sequence[OwnedMaster], *, encoded: bool = False) -> None:  # noqa: ARG002
-        """Copy the masters, rounded to bf16, to their place in the gradient memory."""
+        """Copy the masters, rounded to bf16, to their slots in gradient memory."""
         if self._copies is None:
             self._copies = self._plan(masters)
         if self._copies[0]:
             torch._foreach_copy_(*self._copies)
 
     def finish(self) -> None:
-        """Requantize the whole bucket in one launch, and leave zeros behind."""
-        if self._table is None or self._table.has_moved:  # gradient memory, freed by whomever
+        """Requantize the whole bucket in one launch, and zero the gradient memory."""
+        if self._table is None or self._table.has_moved:  # gradient memory was freed
             self._table = self._build_table()
         self._table.launch()
         self._table.finish.launch()
@@ -260,14 +249,11 @@ class Bf16Gather(Gather):
 
 
 class AmaxRecord:
-    """The amaxes of all experts of a bucket, which travel with its gather as one vector.
-
-    Args:
-        params: weights that record, in the same order on every rank.
+    """Amaxes of all experts of a bucket, reduced as one vector with its gather.
 
     Attributes:
-        values: [experts] fp32; a MAX over all ranks completes it between :meth:`fill` and
-            :meth:`finish`.
+        values: amaxes, [experts] fp32, to all-reduce with MAX over all ranks between :meth:`fill`
+            and :meth:`finish`.
     """
 
     def __init__(self, params: Sequence[Any]) -> None:
@@ -279,20 +265,12 @@ class AmaxRecord:
 
     @classmethod
     def of(cls, params: Sequence[Any]) -> "AmaxRecord | None":
-        """Return a record of the weights that want one; None if none does, as with global amaxes.
-
-        Args:
-            params: quantized weights, in the same order on every rank.
-        """
+        """Return a record of the weights that record amaxes; None without any."""
         recording = [one for one in params if one.quantized_storage.recorded_amax is not None]
         return cls(recording) if recording else None
 
     def fill(self, masters: Sequence[OwnedMaster]) -> None:
-        """Find this rank's share.
-
-        Args:
-            masters: masters of this rank, the same tensors until :meth:`forget`.
-        """
+        """Compute this rank's amaxes from its masters, the same tensors until :meth:`forget`."""
         if self._search is None:
             entries = _entries(self._params, masters, repeat(()))
             backend = self._params[0].quantized_storage.backend
@@ -300,24 +278,19 @@ class AmaxRecord:
         self._search.launch()
 
     def finish(self) -> None:
-        """Hand the completed maxima to the weights, whose bytes are now those of the masters."""
+        """Copy the reduced amaxes to the weights."""
         torch._foreach_copy_(self._recorded, self._parts)
 
     def forget(self) -> None:
-        """Drop what was planned for masters that may lie elsewhere from now on."""
+        """Drop plans that hold addresses of masters."""
         self._search = None
 
 
-# What a bucket group does with the gathers of its buckets
+# Collectives of a bucket group
 
 
 def fill_slices(gathers: Sequence[Gather], group: dist.ProcessGroup) -> None:
-    """Make this rank's part of every buffer that of its masters. Every rank of the group calls it.
-
-    Args:
-        gathers: gathers that have been opened.
-        group: ranks that share the buckets.
-    """
+    """Encode this rank's slice of every buffer of opened gathers. Every rank must call it."""
     for gather in gathers:
         if gather.exchange is not None:
             dist.all_reduce(gather.exchange, dist.ReduceOp.MAX, group=group)
@@ -332,13 +305,9 @@ def start_gather(
     *,
     asynchronous: bool,
 ) -> "Works | None":
-    """Complete all buffers in place. Every rank of the group must call it.
+    """All-gather ``sliced`` and MAX-reduce ``reduced`` in place. Every rank must call it.
 
-    Args:
-        sliced: buffers of which each rank has filled its slice.
-        reduced: buffers to complete with MAX.
-        group: ranks that share them.
-        asynchronous: return what to wait for, instead of waiting.
+    Returns a handle if ``asynchronous``, else waits and returns None.
     """
     with _coalescing_manager(group, async_ops=asynchronous) as slices:
         for buffer in sliced:
@@ -351,13 +320,13 @@ def start_gather(
 
 
 class Works:
-    """Collectives in flight, waited for together."""
+    """Collectives in flight with a common ``wait``."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = tuple(works)
 
     def wait(self) -> None:
-        """Wait as each of them does: the host on a CPU, the current stream on a GPU."""
+        """Block the host on a CPU, or the current stream on a GPU."""
         for work in self._works:
             work.wait()
 
@@ -365,7 +334,7 @@ class Works:
 def _entries(
     params: Sequence[Any], masters: Sequence[OwnedMaster], cuts: Iterable[tuple[int, ...]]
 ) -> list[TableEntry]:
-    """Name every parameter, on every rank in the same order, with what is owned of it here."""
+    """Return one entry per parameter, in the same order on every rank, with this rank's shard."""
     owned = {id(one.param): one for one in masters}
     entries = []
     for param, cut_at in zip(params, cuts, strict=False):
@@ -375,7 +344,7 @@ def _entries(
         entries.append(
             TableEntry(
                 parameter=storage.name,
-                source=nothing if one is None else one.master,  # no view: it would keep memory
+                source=nothing if one is None else one.master,  # no view: it would keep the memory
                 target=storage.quantized,
                 start=0 if one is None else one.start,
                 cuts=cut_at,

@@ -1,8 +1,8 @@
-"""Where parameters lie in a bucket, and their bytes in what is gathered: from sizes alone.
+"""Layout of parameters in a bucket, and of their bytes in gathered buffers, from sizes alone.
 
-Parameters stay where Megatron puts them, counted from the start of their bucket, at every
-data-parallel size. Only the padding at the end of a bucket grows, so that shards end where block
-rows, scales or at least bytes end.
+Parameters keep Megatron's offsets within their bucket at every data-parallel size. Only the padding
+at the end of a bucket grows, so that shards end at boundaries of block rows, scales or at least
+bytes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,50 +16,45 @@ from moe_optim.errors import LayoutError
 from moe_optim.formats import BlockScaledFormat, round_up
 
 START = 64
-"""Megatron begins parameters at multiples of so many elements."""
+"""Alignment of parameters in Megatron's buckets, in elements."""
 MOST_GROWTH = Fraction(1, 100)
-"""Largest growth of a bucket for shards of whole block rows, or of whole scales."""
+"""Maximum growth of a bucket for shards of whole block rows or whole scales."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """One parameter in a bucket."""
+    """Place of one parameter in a bucket."""
 
     name: str
     start: int
     """First element within the bucket."""
     shape: tuple[int, int, int]
-    """Logical [E, R, C]."""
+    """Logical shape [E, R, C]."""
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def end(self) -> int:
-        """One past the last element within the bucket."""
+        """End within the bucket, exclusive."""
         return self.start + self.numel
 
     def owned(self, rank: int, shard_numel: int) -> range:
-        """Return the elements in the shard of ``rank``, counted in the parameter."""
+        """Return the range of the parameter's elements in the shard of ``rank``."""
         first = max(self.start, rank * shard_numel) - self.start
         end = min(self.end, (rank + 1) * shard_numel) - self.start
         return range(first, max(first, end))
 
     def cuts(self, shard_numel: int) -> tuple[int, ...]:
-        """Return where two shards of a bucket meet inside the parameter, counted in it."""
+        """Return the shard boundaries inside the parameter, as offsets within it."""
         first = (self.start // shard_numel + 1) * shard_numel
         return tuple(cut - self.start for cut in range(first, self.end, shard_numel))
 
 
 def side_by_side(shapes: Iterable[tuple[int, int, int]], name: str = "weight") -> tuple[Slot, ...]:
-    """Return a slot for each shape, laid out as Megatron lays out the parameters of a bucket.
-
-    Args:
-        shapes: [E, R, C] each.
-        name: name of all of them, before their number.
-    """
+    """Return one slot per shape [E, R, C], placed as Megatron places parameters in a bucket."""
     slots: list[Slot] = []
     for index, shape in enumerate(shapes):
         start = round_up(slots[-1].end, START) if slots else 0
@@ -67,29 +62,25 @@ def side_by_side(shapes: Iterable[tuple[int, int, int]], name: str = "weight") -
     return tuple(slots)
 
 
-# The end of a managed bucket
+# Bucket ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketEnd:
-    """The length of a bucket, and what its shards are whole numbers of."""
+    """Length of a bucket, and the unit that its shards are multiples of."""
 
     numel: int
     unit: Literal["block_row", "scale", "byte"]
-    """``block_row``: no block lies on two ranks, so no maxima are exchanged. ``scale``: some do,
-    but each rank's slice of every buffer is whole. ``byte``: only data has whole bytes."""
+    """``block_row``: no block crosses shards, so no amaxes are exchanged. ``scale``: some do, but
+    each rank's slice of every buffer is whole. ``byte``: only data has whole bytes."""
 
 
 def aligned_end(
     format: BlockScaledFormat, slots: Sequence[Slot], *, dp_size: int, divisor: int = 1
 ) -> BucketEnd:
-    """Return the shortest end of a bucket whose shards are cut as rarely as is cheap.
+    """Return the shortest end of a bucket with the coarsest unit within ``MOST_GROWTH``.
 
-    Args:
-        format: format of all parameters.
-        slots: parameters of the bucket; at least one.
-        dp_size: number of ranks that own an equal part of the bucket each.
-        divisor: number of elements that the length must be a multiple of for other reasons.
+    ``divisor`` must divide the length, too.
     """
     used = max(slot.end for slot in slots)
     rows, cols = format.rowwise_block
@@ -108,7 +99,7 @@ def aligned_end(
 
 
 def cuts_block_rows(format: BlockScaledFormat, slots: Sequence[Slot], shard_numel: int) -> bool:
-    """Return whether some block row lies in two shards of ``shard_numel`` elements each."""
+    """Return whether some block row crosses shards of ``shard_numel`` elements."""
     return any(
         cut % (slot.shape[1] * slot.shape[2]) % (format.block_row_height * slot.shape[2])
         for slot in slots
@@ -116,51 +107,46 @@ def cuts_block_rows(format: BlockScaledFormat, slots: Sequence[Slot], shard_nume
     )
 
 
-# What a gather carries
+# Gathered buffers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferPlan:
-    """One data or scale buffer of all parameters of a bucket, in one piece of memory.
+    """Layout of one data or scale buffer of all parameters of a bucket.
 
-    A *sliced* buffer has as many bytes for every element of the bucket, so that the slice of a rank
-    is that of its elements, and an all-gather in place completes it. A scale lies in the slice of
-    the rank that owns its share of the elements of its block row; all owners of a block row know
-    all of its scales, so each slice is right. All others are zero where a rank knows nothing, and
-    completed by an all-reduce with MAX: exact, since all that is written is equal and positive.
+    A *sliced* buffer has the same number of bytes per element of the bucket, so an in-place
+    all-gather of the shards' slices completes it. A scale is in the slice of the rank that owns the
+    matching elements of its block row; all owners of a block row compute all of its scales. Other
+    buffers are zero outside of this rank's entries and completed by an all-reduce with MAX, which
+    is exact since all written values are equal and positive.
     """
 
     name: str
     """Field of ``QuantizedWeight``."""
     itemsize: int
-    """Bytes of an entry: 1 of a code, 4 of an fp32."""
+    """Bytes per entry: 1 for a code, 4 for fp32."""
     numel: int
-    """Entries, padding included."""
+    """Number of entries, padding included."""
     starts: tuple[int, ...]
     """First entry of each parameter."""
     shapes: tuple[tuple[int, ...], ...]
-    """Shape that the entries of each parameter have."""
+    """Shape of each parameter's entries."""
     is_sliced: bool
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer."""
+        """Size in bytes."""
         return self.numel * self.itemsize
 
 
 def plan_buffers(
     format: BlockScaledFormat, slots: Sequence[Slot], bucket_numel: int, dp_size: int
 ) -> tuple[BufferPlan, ...]:
-    """Return every buffer that must travel for a bucket.
-
-    Args:
-        format: format of all parameters in it.
-        slots: parameters, in any order; gaps between them are padding.
-        bucket_numel: elements of the bucket, padding included.
-        dp_size: number of ranks that own an equal part of it each.
+    """Return every buffer that a gather of the bucket communicates; gaps between slots are padding.
 
     Raises:
-        LayoutError: the bucket does not divide, or two ranks would share a byte of data.
+        LayoutError: ``dp_size`` does not divide the bucket, or two ranks would share a byte of
+            data.
     """
     if dp_size < 1 or bucket_numel % dp_size:
         raise LayoutError(
@@ -196,7 +182,7 @@ def _sliced(
     bucket_numel: int,
     dp_size: int,
 ) -> BufferPlan | None:
-    """Return a buffer whose entries follow the elements, or None where they do not."""
+    """Return a buffer whose entries are proportional to elements, or None if they are not."""
     per_element = bytes_per_element / itemsize
     starts = [slot.start * per_element for slot in slots]
     are_whole = all(at.denominator == 1 for at in (*starts, bucket_numel // dp_size * per_element))
@@ -213,7 +199,6 @@ def _sliced(
 
 
 def _reduced(name: str, itemsize: int, shapes: Sequence[tuple[int, ...]]) -> BufferPlan:
-    """Return a buffer with one parameter after the other."""
     *starts, numel = accumulate(map(prod, shapes), initial=0)
     return BufferPlan(
         name=name,

@@ -1,6 +1,6 @@
-"""A bucket of quantized weights: its state, its gradient memory, and how its weights are gathered.
+"""A bucket of quantized weights: its state, gradient memory, plans and gather.
 
-It hangs on Megatron's bucket as ``bucket.managed``, and is the ``bucket`` of every weight in it.
+It is ``bucket.managed`` of Megatron's bucket, and ``bucket`` of every weight storage in it.
 """
 
 from collections.abc import Sequence
@@ -42,35 +42,30 @@ class Owner(Protocol):
     """The optimizer that steps the weights of a bucket."""
 
     def masters_of(self, bucket: "ManagedBucket") -> list[OwnedMaster]:
-        """Return what this rank owns of the parameters of ``bucket``."""
+        """Return the masters of this rank's shard of ``bucket``."""
 
     def find_generation(self, bucket: "ManagedBucket") -> int:
-        """Return a number that is another one where masters or weights of ``bucket`` moved."""
+        """Return a number that changes when masters or weights of ``bucket`` move."""
 
 
 class ManagedBucket:
-    """Everything this package knows of one bucket; collectives are its bucket group's.
+    """State, plans and gather of one bucket; its bucket group runs the collectives.
 
     Args:
-        name: name of the bucket, for errors.
-        params: quantized weights, in the order in which Megatron lists them.
-        starts: first element of each in the bucket.
+        params: quantized weights, in Megatron's order.
+        starts: first element of each weight in the bucket.
         grads: flat gradient memory, bf16 or fp32, padding included; the view is kept.
-        dp_size: number of ranks that own an equal part of it each.
-        wire: gather dtype.
-        backend: who quantizes.
+        dp_size: number of equal shards.
 
     Attributes:
         slots: places of the weights in the bucket.
-        staging: flat bf16 view of the first bytes of ``grads``, one entry a gradient.
-        state: contents of gradients and weights.
-        gather: how the weights are gathered.
-        owner: optimizer that was built last for them; None before there is one.
-        generation: number of what the owner found when masters were last listed.
-        version: version of the bytes of the last gather, see ``WeightStorage.version``.
+        staging: flat bf16 view of the first bytes of ``grads``, one entry per gradient.
+        owner: optimizer last built for the weights; None before.
+        generation: generation of the owner's masters and weights in the current plan.
+        version: version of the gathered bytes, see ``WeightStorage.version``.
 
     Raises:
-        LayoutError: weights of several formats, or shards without whole bytes.
+        LayoutError: weights have several formats, or shards do not end at whole bytes.
     """
 
     def __init__(
@@ -96,19 +91,19 @@ class ManagedBucket:
         self._rest = grads.view(torch.uint8)[self.staging.nbytes :]
         self._watched = Places(())
         self._apart: tuple[Tensor, ...] = ()
-        self._writes = 0  # into watched gradients, when there last were none
+        self._writes = 0  # into watched gradients, as of the last zero
         self.owner: Owner | None = None
         self._masters: list[OwnedMaster] | None = None
         self._plans = 0
         self.generation = 0
         self._planned_step: MemberTable | None = None
-        self._planned_writes = 0  # into masters, when a step was planned
-        self._master_writes = 0  # the same of the step that encoded them last
+        self._planned_writes = 0  # into masters, as of the step's plan
+        self._master_writes = 0  # into masters, as of the last encoding step
         self.version = new_version()
         self._has_initial = True  # some weights may have initial values
         self.state = BucketState(name, OWN_MEMORY if wire == "quantized" else SHARED_MEMORY)
         if not all(storage.is_fresh for storage in self.storages):
-            self.state.record(Event.SETTLE)  # behind masters of another wrapper
+            self.state.record(Event.SETTLE)  # behind the masters of another wrapper
         make_gather = QuantizedGather if wire == "quantized" else Bf16Gather
         self.gather: Gather = make_gather(
             name, self.params, self.slots, self.staging, dp_size=dp_size, backend=backend
@@ -118,12 +113,12 @@ class ManagedBucket:
         self._master_places, self._weight_places = self.places()
         self._amaxes = AmaxRecord.of(self.params)
 
-    # What weights tell their bucket
+    # Notifications by weights
 
     def before_gradient(self) -> None:
-        """Note that a backward pass is about to add a gradient, which it may not live to tell.
+        """Record that a backward pass is about to add a gradient.
 
-        Called once a weight and micro-batch, before anything is written.
+        Called once per weight and micro-batch, before anything is written, in case the pass fails.
         """
         if not self._memory.nbytes():
             self.require_memory(Event.ACCUMULATE.value)
@@ -131,29 +126,28 @@ class ManagedBucket:
         if gradients is Gradients.PARTIAL:
             return
         if gradients is not Gradients.ZERO and is_graph_capturing():
-            return  # Megatron zeroes, or puts back, what a capture leaves in gradient memory
+            return  # Megatron resets gradient memory after a capture
         self.state.record(Event.ACCUMULATE)
 
     def note_initial(self) -> None:
-        """Note that a weight was given initial values, for the next gather to drop."""
+        """Record that a weight has initial values, for the next gather to drop."""
         self._has_initial = True
 
     # Gradients
 
     def watch(self, gradients: Tensor, apart: Sequence[Tensor] = ()) -> None:
-        """Count writes into gradient memory from here on.
+        """Count writes into gradient memory from now on.
 
-        Args:
-            gradients: alias of ``grads`` whose views share a version counter of their own: writes
-                through ``grads`` itself, as those of this class are, do not count.
-            apart: sums in fp32 of some gradients, which are copied in when they are reduced.
+        ``gradients`` is an alias of ``grads`` with a separate version counter, so that writes
+        through ``grads`` do not count; ``apart`` are fp32 accumulators copied in when they are
+        reduced.
         """
         self._apart = tuple(apart)
         self._watched = Places([gradients, *apart])
         self._count_from_here()
 
     def zero(self) -> None:
-        """Make all gradients zero, whatever is known of them; refuse while a gather uses them."""
+        """Zero all gradients in any state; refuse while a gather uses their memory."""
         self.require_memory("zero_grad_buffer")
         self.state.record(Event.ZERO)
         for gradients in (self.grads, *self._apart):
@@ -161,11 +155,10 @@ class ManagedBucket:
         self._count_from_here()
 
     def find_unannounced(self, *, thoroughly: bool = False) -> None:
-        """Note gradients that were written by hand, as nobody tells of these.
+        """Detect gradients that were written without :meth:`before_gradient`.
 
-        Args:
-            thoroughly: read the memory, which also finds what kernels wrote in a backward pass
-                that ended in an exception. Waits for the device.
+        ``thoroughly`` reads the memory, which also detects writes of kernels in a failed backward
+        pass, and synchronizes with the device.
         """
         if self.state.gradients is not Gradients.ZERO:
             return
@@ -181,16 +174,16 @@ class ManagedBucket:
         self._writes = self._watched.count_writes()
 
     def require_memory(self, what: str) -> None:
-        """Raise StateError if the memory of gradients, which ``what`` uses, is offloaded."""
+        """Raise StateError if gradient memory is offloaded before ``what``."""
         require_gradient_memory(self.name, what, self.grads)
 
     # Plans
 
     def places(self) -> tuple[Places, tuple[Watched, ...]]:
-        """Return what plans depend on: masters, and tensors that modules may exchange of weights.
+        """Return what plans depend on: masters, and weight tensors that modules may replace.
 
-        Masters get other memory where RL stacks offload them, by their ``data``; weights of
-        Transformer Engine get other tensors from its modules.
+        RL stacks that offload masters replace their ``data``; modules of Transformer Engine replace
+        weight tensors.
         """
         watched = list(chain.from_iterable(storage.watched for storage in self.storages))
         fields = Attributes.merge(one for one in watched if isinstance(one, Attributes))
@@ -199,15 +192,11 @@ class ManagedBucket:
 
     @property
     def has_moved(self) -> bool:
-        """Whether masters or weights lie elsewhere than they were planned with."""
+        """Whether masters or weights have moved since they were planned."""
         return any(map(_HAVE_MOVED, (self._master_places, *self._weight_places)))
 
     def plan(self, generation: int) -> list[OwnedMaster]:
-        """Return the masters of this rank; of another generation, everything is planned anew.
-
-        Args:
-            generation: number of what the owner finds now.
-        """
+        """Return the masters of this rank; a new ``generation`` of the owner rebuilds all plans."""
         if generation != self.generation:
             for storage in self.storages:
                 if storage.has_moved():
@@ -215,16 +204,16 @@ class ManagedBucket:
             self.forget_masters()
             self.generation = generation
         if self._masters is None:
-            assert self.owner is not None  # who else has made the weights stale
+            assert self.owner is not None  # only an owner makes weights stale
             self._masters = self.owner.masters_of(self)
             self._master_places, self._weight_places = self.places()
         return self._masters
 
     def forget_masters(self) -> None:
-        """Drop what was planned for masters, weights and memory that may lie elsewhere now."""
+        """Drop plans, since masters, weights or gradient memory may have moved."""
         self._masters = self._planned_step = None
         self._master_places, self._weight_places = self.places()
-        self._has_initial = True  # as of weights that were given other tensors
+        self._has_initial = True  # weights may have been replaced
         self._plans += 1
         self.gather.forget()
         if self._amaxes is not None:
@@ -233,12 +222,10 @@ class ManagedBucket:
     # Steps
 
     def plan_step(self, generation: int) -> MemberTable | None:
-        """Return what a step encodes masters into, or None where only a gather reads them.
+        """Return the table that a step encodes masters with; None if only a gather reads them.
 
-        No step may be taken while weights are on the host; what was planned is left alone then.
-
-        Args:
-            generation: number of what the owner finds now; another one than before plans anew.
+        A new ``generation`` of the owner rebuilds the plan. While weights are on the host no step
+        can run, and the previous plan is returned.
         """
         if self.state.weights not in OFFLOADED:
             self.require_held()
@@ -248,11 +235,7 @@ class ManagedBucket:
         return self._planned_step
 
     def settle(self, *, encoded: bool) -> None:
-        """Note that the masters have stepped, as :meth:`plan_step` has found them.
-
-        Args:
-            encoded: whether they have been encoded into what it returned.
-        """
+        """Record that the masters have stepped, and whether the planned table has encoded them."""
         self.state.record(Event.ENCODE if encoded else Event.SETTLE)
         if encoded:
             self._master_writes = self._planned_writes
@@ -264,16 +247,15 @@ class ManagedBucket:
 
     @property
     def reduced(self) -> list[Tensor]:
-        """Buffers that a MAX all-reduce completes, once :meth:`open_gather` has been called."""
+        """Buffers that a MAX all-reduce completes, valid after :meth:`open_gather`."""
         amaxes = [] if self._amaxes is None else [self._amaxes.values]
         return [*self.gather.reduced, *amaxes]
 
     def open_gather(self, generation: int | None = None) -> None:
-        """Begin to gather the weights: read the masters of this rank.
+        """Begin a gather: read the masters of this rank.
 
-        Args:
-            generation: the bucket's own, where nothing has run since :meth:`plan_step`; by default
-                the owner compares, and masters that were written since are encoded anew.
+        Pass the bucket's own ``generation`` if nothing has run since :meth:`plan_step`; by default
+        the owner checks it, and masters written since are encoded again.
         """
         if generation is None:
             self.require_held()
@@ -286,7 +268,7 @@ class ManagedBucket:
             self._count_from_here()
             self._rest.zero_()
         if generation is None:
-            assert self.owner is not None  # who else has made the weights stale
+            assert self.owner is not None  # only an owner makes weights stale
             masters = self.plan(self.owner.find_generation(self))
             encoded = encoded and self._count_master_writes() == self._master_writes
         else:
@@ -296,11 +278,11 @@ class ManagedBucket:
             self._amaxes.fill(masters)
 
     def finish(self) -> None:
-        """Put what has arrived in place: the weights are fresh."""
+        """Put the received data in place and mark the weights FRESH."""
         if self.gather.uses_gradient_memory and self._were_written():
             raise StateError(
                 f"{self.name}: {Event.FINISH.value}: expected memory that no gradient was written "
-                "into, got gradients written by hand. Call start_param_sync(force_sync=True) on "
+                "into, got gradients written directly. Call start_param_sync(force_sync=True) on "
                 "the DDP module before main_grad is written."
             )
         self.gather.finish()
@@ -312,11 +294,11 @@ class ManagedBucket:
         if self._has_initial:
             self._has_initial = False
             for storage in self.storages:
-                if storage.initial is not None:  # masters have been made of others
+                if storage.initial is not None:  # masters are newer
                     storage.initial = None
 
     def give_up_gather(self) -> None:
-        """Leave the weights stale, and gradient memory free to be used, after a part failed."""
+        """Mark the weights STALE and release gradient memory, after a failed gather."""
         if self.state.weights is Weights.IN_FLIGHT:
             self.state.record(Event.FAIL)
 
@@ -335,16 +317,13 @@ class ManagedBucket:
 
     @property
     def plan_number(self) -> tuple[int, int]:
-        """Number of the plan, and address of the gradients; captured graphs compare it."""
+        """Generation of the plan plus the gradient address; captured graphs compare it."""
         return self._plans, self.grads.data_ptr()
 
     def require_replayable(
         self, begins_with: BucketContents, leaves: BucketContents, plan_number: tuple[int, int]
     ) -> None:
-        """Raise StateError unless kernels that were captured between two states do the same now.
-
-        They must neither read nor write other contents, nor memory that was given back.
-        """
+        """Raise StateError unless a replay would access the captured contents and addresses."""
         self.state.require_replayable(begins_with, leaves)
         if self.plan_number != plan_number or self.has_moved:
             raise StateError(
@@ -354,7 +333,7 @@ class ManagedBucket:
             )
 
     def replayed(self, begins_with: BucketContents, leaves: BucketContents) -> None:
-        """Note what a replay has left, and that it may have brought other bytes."""
+        """Record the contents that a replay leaves, and a new version if it gathered."""
         self.state.replay(begins_with, leaves)
         if begins_with.weights is not leaves.weights:
             self.version = new_version()
@@ -362,13 +341,7 @@ class ManagedBucket:
 
 
 def require_gradient_memory(where: str, what: str, gradients: Tensor) -> None:
-    """Raise StateError if gradient memory is offloaded.
-
-    Args:
-        where: name of the bucket or buffer, for errors.
-        what: use of the memory that follows, for errors.
-        gradients: flat gradient memory; not read.
-    """
+    """Raise StateError if gradient memory is offloaded before ``what`` uses it."""
     if not has_memory(gradients):
         raise StateError(
             f"{where}: {what}: expected gradient memory, got none: it is offloaded. Call "

@@ -1,9 +1,8 @@
-"""The bytes of a managed buffer's weights, as Megatron and RL stacks handle ``param_data``.
+"""``param_data`` of a managed buffer, which Megatron and RL stacks offload.
 
-Megatron's buffers and verl's workers send weights to the host by the same few calls: a copy by
-``cpu()``, the memory freed by ``storage().resize_(0)``, taken again by ``storage().resize_(size)``
-and filled by ``copy_()``. Quantized weights lie in several pieces of memory, so no tensor can be
-all of them.
+Megatron's buffers and verl's workers offload weights with the same calls: ``cpu()`` to copy,
+``storage().resize_(0)`` to free, ``storage().resize_(size)`` to reallocate and ``copy_()`` to fill.
+Quantized weights consist of several allocations, so no single tensor can represent them.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,16 +15,15 @@ from moe_optim.weights.storage import WeightStorage
 
 
 class ParamData:
-    """All bytes behind some weights, one after the other, whoever reads or gathers them.
+    """All bytes behind some weights, concatenated.
 
-    Tensors stay what they are, and views of each other; only the memory behind them goes and comes
-    back, perhaps elsewhere.
+    Tensors and their views stay valid; only the memory behind them is freed and reallocated,
+    possibly at another address.
 
     Args:
-        storages: storages of the weights.
-        before_read: call that finishes their gathers.
-        leaves: call that notes that the bytes are no longer here.
-        returned: call that notes that they are again; addresses are others then.
+        before_read: callback to finish gathers of the weights.
+        leaves: callback before the bytes are freed.
+        returned: callback after the bytes are restored, at new addresses.
     """
 
     dtype = torch.uint8
@@ -40,11 +38,11 @@ class ParamData:
     ) -> None:
         self._storages = tuple(storages)
         self._before_read, self._leaves, self._returned = before_read, leaves, returned
-        self._away: dict[torch.UntypedStorage, int] = {}  # and their sizes in bytes
+        self._away: dict[torch.UntypedStorage, int] = {}  # memory -> bytes
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights, also while they are away."""
+        """Device of the weights, also while they are offloaded."""
         return self._storages[0].device
 
     @property
@@ -53,17 +51,17 @@ class ParamData:
         return self
 
     def storage(self) -> "ParamData":
-        """Return itself, which has the methods of a storage, too."""
+        """Return itself, which also has the methods of a storage."""
         return self
 
     untyped_storage = storage
 
     def size(self) -> int:
-        """Return the number of bytes for which there is memory."""
+        """Return the number of allocated bytes."""
         return sum(memory.nbytes() for memory in self._memories())
 
     def resize_(self, size: int) -> None:
-        """Free all memory (0), or take again as much as there was, with undefined contents."""
+        """Free all memory (0), or reallocate it with undefined contents (the original size)."""
         whole = sum(self._away.values()) if self._away else self.size()
         if size not in (0, whole):
             raise StateError(
@@ -78,7 +76,7 @@ class ParamData:
             memory.resize_(nbytes if size else 0)
 
     def cpu(self) -> Tensor:
-        """Return a copy on the host, [bytes] uint8, pinned where the weights are on a GPU."""
+        """Return a copy on the host, [bytes] uint8, pinned if the weights are on a GPU."""
         if self._away:
             raise StateError(
                 "param_data of quantized weights: expected bytes to copy, got none: they are on "
@@ -97,12 +95,7 @@ class ParamData:
         return on_host
 
     def copy_(self, on_host: Tensor, non_blocking: bool = False) -> "ParamData":
-        """Fill the memory with what :meth:`cpu` returned; raise RuntimeError if there is none.
-
-        Args:
-            on_host: [bytes] uint8, any device.
-            non_blocking: argument of ``Tensor.copy_``.
-        """
+        """Fill the memory with the result of :meth:`cpu`; raise StateError if there is none."""
         memories = list(self._away)
         if not memories:
             raise StateError(

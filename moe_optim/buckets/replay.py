@@ -1,12 +1,10 @@
-"""CUDA graphs of whole iterations: what a replay does is told to the buckets.
+"""Bucket states under CUDA graphs of whole iterations.
 
-A capture runs Python, so that buckets note what it does to them. A replay runs kernels alone: the
-same ones, on the same memory, whatever the notes say. So each capture keeps the states between
-which it has led every bucket, and where masters and weights lay; a replay that does not start there
-is refused before a kernel runs, and one that does leaves the same states.
-
-Megatron's wrapper reads the data first and counts the iteration last, whether it runs, captures or
-replays. Buckets are checked at both.
+A capture runs Python and updates bucket states; a replay only runs the same kernels on the same
+memory. Each capture therefore records every bucket's plan number and its states before and after. A
+replay from any other state is refused before a kernel runs; otherwise it sets the final states.
+Buckets are checked when Megatron's wrapper reads the data, and updated when it counts the
+iteration.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,7 +24,7 @@ _WRAPPER = "megatron.core.full_cuda_graph:FullCudaGraphWrapper"
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What a graph does to one bucket."""
+    """Effect of a graph on one bucket."""
 
     bucket: ManagedBucket
     begins_with: BucketContents
@@ -35,9 +33,9 @@ class Captured:
 
 
 _captures: WeakKeyDictionary[Any, tuple[Captured, ...]] = WeakKeyDictionary()
-"""By graph."""
+"""Graph -> its effect on every bucket."""
 _begun: WeakKeyDictionary[Any, dict[ManagedBucket, BucketContents]] = WeakKeyDictionary()
-"""Wrapper -> contents of buckets when its present iteration began; empty for a replay."""
+"""Wrapper -> bucket contents at the start of the current iteration; empty for a replay."""
 
 
 def begin_iteration(
@@ -49,14 +47,14 @@ def begin_iteration(
 ) -> Any:
     """Read the data of an iteration as Megatron does, if its graph may be replayed now.
 
-    A capture of training takes the gather along that forward pre-hooks start, also where an
-    evaluation has gathered just before: replays come after steps. Megatron's captures do not. The
-    same gather runs before it once, since it may be the first one, after fewer eager iterations
-    than Megatron's default. Every rank of the groups comes here.
+    A capture of training includes the gather that forward pre-hooks start, even right after an
+    evaluation has gathered, since replays follow steps; Megatron's captures do not. The same gather
+    runs eagerly once before the capture, which cannot plan or compile. Every rank of the groups
+    must call it.
 
     Raises:
-        StateError: the graph was captured from other contents, or memory has moved since; no data
-            has been read, and nothing has run.
+        StateError: the graph was captured from other contents, or memory has moved since; nothing
+            has run.
     """
     stage = "training" if training else "validation"
     graph = self.cuda_graph[stage]
@@ -78,7 +76,7 @@ def begin_iteration(
 
 
 def end_iteration(self: FullCudaGraphWrapper, stage: str) -> None:
-    """Count an iteration as Megatron does, and note what it did if it was captured or replayed."""
+    """Count an iteration as Megatron does, and record the effect of a capture or replay."""
     original(f"{_WRAPPER}.next_iter")(self, stage)
     graph = self.cuda_graph[stage]
     if graph is None:

@@ -1,9 +1,8 @@
-"""What a managed bucket holds, and what may happen to it: one table of events.
+"""State machine of a managed bucket: contents of gradients and weights, and a table of events.
 
-A bucket has gradient memory and quantized weights. With gather dtype ``bf16`` the gather of the
-weights borrows the gradients' memory: masters are staged there, gathered, requantized and wiped.
-Weights and gradients then share bytes, and every hazard of that sharing is one transition that is
-not here.
+With gather dtype ``bf16`` the gather borrows the gradient memory: masters are staged there,
+gathered, requantized and zeroed. Transitions missing from the table are the hazards of sharing this
+memory.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,7 @@ from moe_optim.weights.storage import WeightState
 
 
 class Gradients(Enum):
-    """What the gradient memory of a bucket holds."""
+    """Contents of a bucket's gradient memory."""
 
     ZERO = "zeros"
     PARTIAL = "gradients that are still accumulating"
@@ -28,14 +27,14 @@ class Gradients(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BucketContents:
-    """What a bucket holds."""
+    """Contents of a bucket."""
 
     gradients: Gradients
     weights: Weights
 
 
 class Event(Enum):
-    """What can happen to a bucket."""
+    """Events of a bucket."""
 
     ZERO = "zero_grad_buffer"
     ACCUMULATE = "a backward pass"
@@ -53,17 +52,17 @@ class Event(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transition:
-    """What an event makes of each state that it accepts; it is refused in all others.
+    """Effect of an event on each state that it accepts; other states refuse it.
 
-    By default any state is accepted, and left as it is.
+    The default accepts every state and leaves it unchanged.
     """
 
     gradients: Mapping[Gradients, Gradients] = MappingProxyType({one: one for one in Gradients})
     weights: Mapping[Weights, Weights] = MappingProxyType({one: one for one in Weights})
     gradients_remedy: str = ""
-    """What to do where the gradients are the reason of a refusal."""
+    """Remedy if the gradients refuse the event."""
     weights_remedy: str = ""
-    """What to do where the weights are."""
+    """Remedy if the weights refuse the event."""
 
 
 _Z, _P, _R, _S = Gradients.ZERO, Gradients.PARTIAL, Gradients.REDUCED, Gradients.SPENT
@@ -134,7 +133,7 @@ OWN_MEMORY: Mapping[Event, Transition] = {
         weights_remedy="Call offload_to_cpu() first.",
     ),
 }
-"""What each event does to a bucket whose gather has memory of its own."""
+"""Transitions of a bucket whose gather has separate memory."""
 
 SHARED_MEMORY: Mapping[Event, Transition] = {
     **OWN_MEMORY,
@@ -155,19 +154,15 @@ SHARED_MEMORY: Mapping[Event, Transition] = {
         gradients_remedy=_ONLY_GROUPS,
     ),
 }
-"""The same for a bucket whose gather goes through its gradient memory."""
+"""Transitions of a bucket whose gather uses its gradient memory."""
 
 
 class BucketState(WeightState):
-    """The state of one bucket. It moves by the events of a table, and by nothing else.
-
-    Args:
-        name: name of the bucket, for errors.
-        table: :data:`OWN_MEMORY` or :data:`SHARED_MEMORY`.
+    """State of one bucket, changed only by the events of a table.
 
     Attributes:
-        gradients: contents of the gradient memory; to be read alone.
-        weights: freshness of the weights; to be read alone.
+        gradients: contents of the gradient memory; read-only.
+        weights: state of the weights; read-only.
     """
 
     def __init__(self, name: str, table: Mapping[Event, Transition]) -> None:
@@ -182,10 +177,10 @@ class BucketState(WeightState):
         return BucketContents(self.gradients, self.weights)
 
     def record(self, event: Event) -> None:
-        """Check that ``event`` may happen now, and note what it leaves.
+        """Check that ``event`` is accepted, and apply it.
 
         Raises:
-            StateError: naming the bucket, its state, the event and what to do; nothing is noted.
+            StateError: the event is refused; names the bucket, its state, the event and a remedy.
         """
         row = self._table[event]
         gradients = row.gradients.get(self.gradients)
@@ -197,13 +192,10 @@ class BucketState(WeightState):
         self.gradients, self.weights = gradients, weights
 
     def require_replayable(self, begins_with: BucketContents, leaves: BucketContents) -> None:
-        """Check that kernels captured between two states do the same now.
+        """Raise StateError unless kernels captured between two states do the same now.
 
-        Gradients that the capture has left alone may be any. Weights that it has gathered may be
-        fresh or encoded: made of the same masters again they are the same bytes.
-
-        Raises:
-            StateError: naming the bucket, what it held at the capture, and what it holds.
+        Gradients that the capture did not change may be in any state. Weights that it gathered may
+        be FRESH or ENCODED: the same masters give the same bytes.
         """
         gradients = begins_with.gradients
         if gradients is not leaves.gradients and gradients is not self.gradients:
@@ -215,7 +207,7 @@ class BucketState(WeightState):
             raise self._refusal(_REPLAY, self.weights, accepted, _CAPTURE_AGAIN)
 
     def replay(self, begins_with: BucketContents, leaves: BucketContents) -> None:
-        """Note what a replay of kernels captured between two states has left."""
+        """Set the state left by a replay of kernels captured between two states."""
         if begins_with.gradients is not leaves.gradients:
             self.gradients = leaves.gradients
         self.weights = leaves.weights

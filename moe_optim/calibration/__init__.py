@@ -1,5 +1,5 @@
-"""Amaxes of experts: found, held, saved, exchanged with ModelOpt, and read by fake quantization.
+"""Amaxes of experts: calibration, checkpoint entries, ModelOpt exchange, and fake quantization.
 
-Offers ``calibrate``, ``fake_quantize``, ``expert_linears`` and the entries of checkpoints. Imports
+Provides ``calibrate``, ``fake_quantize``, ``expert_linears`` and checkpoint entries. Imports
 weights, buckets and ``integration/installation``.
 """

@@ -1,4 +1,4 @@
-"""Calibration: the amax of every expert of a model, found once and held until the next time."""
+"""Calibration: the amax of every expert of a model, computed once and kept until the next one."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,14 +27,14 @@ from moe_optim.weights.te.fields import require_memory
 
 METHODS = ("max",)
 _NO_NUMBER = -1.0
-"""Amax of an expert without any number here: less than any other."""
+"""Amax of an expert without numbers on this rank; less than any other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Found:
     linear: ExpertLinear
     amax: Tensor
-    """[E] fp32, one per local expert; or [1], one for all."""
+    """Amaxes, fp32: [E] for local experts, or [1] for all experts."""
 
 
 @torch.inference_mode(False)
@@ -45,34 +45,32 @@ def calibrate(
     *,
     axis: Axis = 0,
 ) -> None:
-    """Find the amax of the experts of every MoE layer, and hold it until the next calibration.
+    """Compute the amax of the experts of every MoE layer, and keep it until the next calibration.
 
-    An amax is the largest magnitude of an expert's weight as GEMMs read it: bf16 weights as they
-    are, quantized ones dequantized along rows. NaN is ignored. It is the same on all ranks that
-    hold the expert or a part of it: a MAX over expert-tensor-parallel and expert-data-parallel
-    ranks, and with ``axis=0`` never over experts or expert-parallel ranks.
+    An amax is the largest magnitude of an expert's weight as GEMMs read it: of bf16 values, or of
+    quantized ones dequantized rowwise. NaN is ignored. All ranks that hold the expert or a shard of
+    it get the same amax, by a MAX over expert-tensor-parallel and expert-data-parallel ranks;
+    ``axis=0`` never reduces over experts or expert-parallel ranks.
 
-    Every rank must call it with all of its chunks, ranks without MoE layers too. If one rank
-    raises, all do, and nothing is stored anywhere. Weights that are behind their masters are
-    gathered first, in chunks that DDP wraps.
+    Every rank must call it with all of its chunks, including ranks without MoE layers. If one rank
+    raises, all do, and nothing is stored. Stale weights of DDP-wrapped chunks are gathered first.
 
-    Modules keep the result as an fp32 buffer, see :func:`moe_optim.calibrated_amax`: it is saved
+    Modules store the result as an fp32 buffer, see :func:`moe_optim.calibrated_amax`. It is saved
     and loaded with the weights, under global expert ids, and training does not change it.
 
     Args:
         model_chunks: chunks of this rank's pipeline stage, wrapped or not.
         method: ``max``, the largest magnitude.
-        axis: 0, or ``(0,)``, for one amax per expert, [E, 1, 1] for the local ones; None for one
-            per linear, [1, 1, 1], over the experts of all expert-parallel ranks, so that it does
-            not depend on their number.
+        axis: 0 or ``(0,)`` for one amax per expert, [E, 1, 1] for the local ones; None for one per
+            linear, [1, 1, 1], over the experts of all expert-parallel ranks.
 
     Raises:
-        ConfigError: another method or axis, or not the same on all ranks; or no list of chunks.
-        LayoutError: no rank has experts that are grouped; a linear has none; or weights are on the
+        ConfigError: an unsupported method or axis, or one that differs between ranks; or no list of
+            chunks.
+        LayoutError: no rank has grouped experts, a linear has no experts, or weights are on the
             ``meta`` device.
-        StateError: weights are behind their masters and no DDP module is given that gathers them,
-            or they are on the host.
-        NonFiniteError: an expert has Inf, or no number at all.
+        StateError: stale weights without a DDP module that gathers them, or offloaded weights.
+        NonFiniteError: an expert contains Inf, or only NaN.
     """
     one_axis: int | None = agree(lambda: expert_axis(axis, "calibrate"), None)
     chunks = agree(lambda: _chunks_of(model_chunks, method), None)
@@ -93,18 +91,19 @@ def calibrate(
 
 
 def set_calibrated_amax(linear: torch.nn.Module, amax: Tensor | None) -> None:
-    """Hold amaxes that were found elsewhere, until the next calibration.
+    """Set the calibrated amaxes of a linear, until the next calibration.
 
-    They are held, saved and loaded as those of :func:`calibrate`. No rank communicates: give every
-    rank that holds an expert, or a part of it, the same value.
+    They are saved and loaded like those of :func:`calibrate`. No rank communicates: pass the same
+    value on every rank that holds an expert or a shard of it.
 
     Args:
-        linear: linear of portable experts or of Transformer Engine's, or an adapter around one.
-        amax: one value per local expert, in any shape, or one for the experts of all ranks; any
-            floating-point dtype, on any device, copied. None removes what there is.
+        linear: linear of portable experts or of Transformer Engine, or an adapter around one.
+        amax: one value per local expert in any shape, or one for the experts of all ranks; any
+            floating-point dtype and device; copied. None removes the amaxes.
 
     Raises:
-        LayoutError: another module; another number of values; values that are no magnitudes.
+        LayoutError: an unsupported module, a wrong number of values, or negative or non-finite
+            values.
     """
     base: Any = base_of(linear)
     if is_portable(base):
@@ -165,7 +164,7 @@ def _find(linear: ExpertLinear) -> _Found:
 
 
 def _require_one_call(count: int, axis: int | None) -> None:
-    """Check on all ranks that one has experts, and that all would reduce the same."""
+    """Check that some rank has experts, and that all ranks reduce the same way."""
     calls: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(calls, (count, axis))
     if not any(count for count, _ in calls):
@@ -182,7 +181,6 @@ def _require_one_call(count: int, axis: int | None) -> None:
 
 
 def _reduce(found: Sequence[_Found], *names: str) -> None:
-    """Reduce amaxes with MAX over groups of these names, in place; linears of a group at once."""
     by_groups: dict[Any, list[_Found]] = {}
     for one in found:
         groups = tuple(getattr(one.linear.groups, name) for name in names)

@@ -1,7 +1,7 @@
-"""Calibrated amaxes of the experts of a linear, held until the next calibration.
+"""Calibrated amaxes of a linear's experts, kept until the next calibration.
 
-They are a buffer of the module that holds the weights, so that they move, copy and save with it.
-Amaxes that a requantization records are kept apart: see :mod:`moe_optim.weights.recorded_amax`.
+They are a buffer of the module that holds the weights, so they move, copy and save with it.
+Recorded amaxes of requantizations are separate: see :mod:`moe_optim.weights.recorded_amax`.
 """
 
 from typing import Any
@@ -19,44 +19,32 @@ def calibrated_amax(linear: Module) -> Tensor | None:
     """Return the calibrated amaxes of the experts of a linear. No rank communicates.
 
     Args:
-        linear: linear of portable experts or of Transformer Engine's, or an adapter around one.
+        linear: linear of portable experts or of Transformer Engine, or an adapter around one.
 
     Returns:
-        fp32, the buffer itself: [E, 1, 1], one value per local expert; or [1, 1, 1], one for the
-        experts of all ranks. None where the linear has not been calibrated.
+        The fp32 buffer itself: [E, 1, 1], one value per local expert; or [1, 1, 1], one for the
+        experts of all ranks. None without calibration.
     """
     return dict(base_of(linear).named_buffers(recurse=False)).get(CALIBRATED_AMAX)
 
 
-@torch.inference_mode(False)  # a calibration may come in an evaluation, and training reads it
+@torch.inference_mode(False)  # calibrated in an evaluation, read in training
 def hold_calibrated_amax(linear: Module, amax: Tensor | None) -> None:
-    """Make these the calibrated amaxes of a linear. No rank communicates.
-
-    Args:
-        linear: linear as for :func:`calibrated_amax`.
-        amax: fp32 in a shape of the buffer, kept by reference; None removes what there is.
-    """
+    """Set the calibrated amaxes of a linear, kept by reference; None removes them."""
     base_of(linear).register_buffer(CALIBRATED_AMAX, amax)
 
 
 def take_calibrated_amax(
     linear: Module, state_dict: dict[str, Any], prefix: str, num_experts: int, name: str
 ) -> None:
-    """Hold the amaxes of a state dict from which the weights of a linear are about to be loaded.
+    """Set the amaxes from a state dict whose weights are about to be loaded into a linear.
 
-    Weights without amaxes remove those of the weights before. A state dict with neither changes
-    nothing.
-
-    Args:
-        linear: linear as for :func:`calibrated_amax`.
-        state_dict: changed so that torch then finds the amaxes in place. An entry has E values in
-            any shape, one per expert, or one value for all; None counts as no entry.
-        prefix: prefix of the linear in it.
-        num_experts: E.
-        name: name of the linear, for errors.
+    The dict is modified so that torch finds the amaxes in place. An entry has one value per expert
+    in any shape, or one for all; None counts as missing. Weights without amaxes remove the previous
+    amaxes; a state dict with neither changes nothing.
 
     Raises:
-        LayoutError: another number of values, or values that are no magnitudes.
+        LayoutError: a wrong number of values, or negative or non-finite values.
     """
     key = f"{prefix}{CALIBRATED_AMAX}"
     found = state_dict.pop(key, None)
@@ -71,15 +59,10 @@ def take_calibrated_amax(
 
 
 def fitted(amax: Any, num_experts: int, name: str) -> Tensor:
-    """Return a copy in shape and dtype of the buffer, [E, 1, 1] or [1, 1, 1] fp32.
-
-    Args:
-        amax: one value per expert in any shape, or one for all.
-        num_experts: E.
-        name: name of the linear, for errors.
+    """Return an fp32 copy of amaxes in the shape of the buffer, [E, 1, 1] or [1, 1, 1].
 
     Raises:
-        LayoutError: another number of values, or values that are no magnitudes.
+        LayoutError: a wrong number of values, or negative or non-finite values.
     """
     where = f"{name}.{CALIBRATED_AMAX}"
     if not isinstance(amax, Tensor) or amax.numel() not in (1, num_experts):
@@ -98,10 +81,10 @@ def fitted(amax: Any, num_experts: int, name: str) -> Tensor:
 
 
 def as_buffer(amax: Tensor) -> Tensor:
-    """Return a copy [values, 1, 1] fp32, as the buffer holds them."""
+    """Return an fp32 copy, [values, 1, 1]."""
     return amax.detach().to(torch.float32, copy=True).reshape(-1, 1, 1)
 
 
 def are_magnitudes(amax: Tensor) -> bool:
-    """Return whether all values are finite, and none is negative."""
+    """Return whether all values are finite and nonnegative."""
     return bool((amax.isfinite() & (amax >= 0)).all())

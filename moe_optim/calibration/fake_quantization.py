@@ -1,4 +1,4 @@
-"""Fake quantization of experts, wherever they lie: one launch forward, one backward."""
+"""Fake quantization of experts anywhere in memory: one launch forward, one backward."""
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ Bits = int | Literal["e4m3"]
 """Grid: number of bits of an integer, or E4M3."""
 
 BITS = range(2, 17)
-"""Bits of integer grids."""
+"""Supported numbers of bits of integer grids."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerExpertGrid:
-    """A grid with one amax per expert, which GEMMs of bf16 experts may read."""
+    """A grid with one amax per expert, for GEMMs of bf16 experts."""
 
     name: str
     bits: int | None
-    """Bits of integers; None for E4M3."""
+    """Number of integer bits; None for E4M3."""
 
 
 PER_EXPERT_GRIDS: Mapping[str, PerExpertGrid] = MappingProxyType(
@@ -38,13 +38,13 @@ PER_EXPERT_GRIDS: Mapping[str, PerExpertGrid] = MappingProxyType(
         "e4m3_per_expert": PerExpertGrid(name="e4m3_per_expert", bits=None),
     }
 )
-"""Values of ``compute`` beside block-scaled formats."""
+"""Values of ``compute`` besides block-scaled formats."""
 
 Axis = Literal[0] | tuple[Literal[0]] | None
 """0 or ``(0,)`` for one amax per expert, None for one of all experts."""
 
 _SEEN: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-"""Amaxes on a GPU whose values were checked -> their versions then."""
+"""Checked amax on a GPU -> its version at the check."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -58,37 +58,36 @@ def fake_quantize[Weights: (Tensor, Sequence[Tensor])](
     check_values: bool = True,
     backend: Backend = "auto",
 ) -> Weights:
-    """Return the nearest values of a grid, with one amax per expert, in the dtype of the weights.
+    """Return the nearest values on a grid with one amax per expert, in the dtype of the weights.
 
-    One launch reads all experts where they lie, and one launch of the backward pass all gradients;
-    nothing is stacked. The bits are those of NVIDIA ModelOpt's ``TensorQuantizer`` in plain torch,
-    see docs/fake-quantization.md. The gradient passes where the magnitude of a weight is at most
-    its amax, and is zero elsewhere; ``amax`` gets none.
+    One launch reads all experts in place, and one launch of the backward pass all gradients;
+    nothing is stacked. Results match NVIDIA ModelOpt's ``TensorQuantizer`` in plain torch to the
+    bit, see docs/fake-quantization.md. The gradient passes where the magnitude of a weight is at
+    most its amax, and is zero elsewhere; ``amax`` gets no gradient.
 
     Args:
-        weights: [E, R, C], or a list of [R, C] of any shapes, anywhere in memory; fp32, bf16 or
-            fp16, all on one device. Copied only where they are not contiguous.
-        amax: magnitude of the largest value of the grid: E elements with ``axis=0``, such as
-            [E, 1, 1] or [E], one with ``axis=None``. fp32, bf16 or fp16, on the same device. Up
-            to 2^-24 counts as zero: integers then give zeros, and E4M3 takes 1 in its place.
+        weights: tensor [E, R, C], or a list of [R, C] of any shapes; fp32, bf16 or fp16, all on one
+            device. Copied only if not contiguous.
+        amax: magnitude of the largest grid value: E elements with ``axis=0``, such as [E, 1, 1] or
+            [E], one with ``axis=None``; fp32, bf16 or fp16, on the same device. Values up to 2^-24
+            count as zero: integers then give zeros, and E4M3 uses 1 instead.
         bits: 2 to 16 for an integer grid, or ``e4m3``.
-        axis: 0 for one amax per expert, or ``(0,)``, as ModelOpt writes it too; None for one of
-            all experts.
+        axis: 0 or ModelOpt's ``(0,)`` for one amax per expert; None for one of all experts.
         narrow_range: whether an integer grid ends at ``-max`` and not at ``-max - 1``.
         check_values: whether NaN, Inf and negative values in ``amax`` are errors. On a GPU the
-            check waits for the device, once per tensor until it is written. Without, and in a
+            check synchronizes with the device, once per version of the tensor. Without it, and in a
             compiled graph, NaN and Inf make all values of their expert NaN, and negative values
             count as zero.
-        backend: ``auto`` for kernels where they run, ``reference`` for plain torch.
+        backend: ``auto`` for kernels where available, ``reference`` for plain torch.
 
     Returns:
-        A tensor [E, R, C], or a list of tensors. These are views of one allocation, one expert
-        after the other, and must not be written in place where autograd records.
+        A tensor [E, R, C], or a list of tensors. They are views of one allocation, one expert after
+        the other, and must not be written in place while autograd records.
 
     Raises:
-        ConfigError: another ``bits``, ``axis`` or ``backend``, or a negative amax.
-        LayoutError: no experts, or tensors whose shapes, dtypes or devices do not fit.
-        NonFiniteError: an amax that is Inf or NaN.
+        ConfigError: an unsupported ``bits``, ``axis`` or ``backend``, or a negative amax.
+        LayoutError: no experts, or incompatible shapes, dtypes or devices.
+        NonFiniteError: an amax is Inf or NaN.
     """
     _check_bits(bits)
     axis = expert_axis(axis, "fake_quantize")
@@ -134,9 +133,8 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 def _cut(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return views of a flat result in the shapes of ``like``."""
     shapes = [one.shape for one in like]
-    if all(shape == shapes[0] for shape in shapes):  # in one call: each view costs the host
+    if all(shape == shapes[0] for shape in shapes):  # one call, since views cost host time
         return flat.view(len(like), *shapes[0]).unbind(0)
     parts = flat.split([one.numel() for one in like])
     return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
@@ -147,9 +145,9 @@ def _empty(values: Sequence[Tensor], *_: Any) -> Tensor:
 
 
 def _operation[**P](name: str) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
-    """Make a function an operation in compiled graphs, and leave it plain elsewhere.
+    """Make a function an operator in compiled graphs only, since eager calls cost less without one.
 
-    A plain call costs the host less. Results are those of :func:`_empty` in shape and dtype.
+    Its fake results are those of :func:`_empty`.
     """
 
     def decorate(body: Callable[P, Tensor]) -> Callable[P, Tensor]:
@@ -172,14 +170,10 @@ def _operation[**P](name: str) -> Callable[[Callable[P, Tensor]], Callable[P, Te
 def fake_quantized(
     values: Sequence[Tensor], amax: Tensor, bits: int | None, narrow_range: bool, backend: str
 ) -> Tensor:
-    """Return the values of all experts one after the other, in one allocation.
+    """Return the values of all experts, concatenated in one allocation.
 
-    Args:
-        values: contiguous tensors of one dtype on one device: [E, R, C], or [R, C] for one expert.
-        amax: [experts], or [1] for all of them.
-        bits: bits of an integer grid; None for E4M3.
-        narrow_range: option of :func:`fake_quantize`.
-        backend: ``auto`` or ``reference``.
+    ``values`` are contiguous tensors of one dtype on one device, [E, R, C], or [R, C] for one
+    expert; ``amax`` is [experts], or [1] for all experts.
     """
     result = _empty(values)
     if result.numel() and takes_kernels(backend, values[0].device, e4m3=bits is None):
@@ -195,13 +189,9 @@ def fake_quantized(
 def clipped_gradient(
     values: Sequence[Tensor], amax: Tensor, gradients: Sequence[Tensor], backend: str
 ) -> Tensor:
-    """Return the gradients of all experts one after the other, zero where a value is clipped.
+    """Return the gradients of all experts, concatenated, zero where a value is clipped.
 
-    Args:
-        values: weights, as :func:`fake_quantized` takes them.
-        amax: [experts], or [1] for all of them.
-        gradients: one for each of the values, of the same shape and dtype, contiguous.
-        backend: ``auto`` or ``reference``.
+    ``values`` and ``amax`` are those of :func:`fake_quantized`; ``gradients`` match ``values``.
     """
     result = _empty(values)
     if result.numel() and takes_kernels(backend, values[0].device, e4m3=False):
@@ -227,22 +217,14 @@ def _count_experts(values: Tensor) -> int:
 
 
 def expert_axis(axis: Axis, where: str) -> Literal[0] | None:
-    """Return 0 for one amax per expert, None for one of all.
-
-    Args:
-        axis: argument of the caller.
-        where: name of the called function, for errors.
-
-    Raises:
-        ConfigError: another axis, or several.
-    """
+    """Return 0 for one amax per expert, None for one of all; raise ConfigError otherwise."""
     given: object = axis[0] if isinstance(axis, tuple | list) and len(axis) == 1 else axis
     if given is None and axis is None:
         return None
     if isinstance(given, int) and not isinstance(given, bool) and given == 0:
         return 0
     raise ConfigError(
-        f"{where}: axis: expected 0 or (0,) for an amax an expert, or None for one of all, got "
+        f"{where}: axis: expected 0 or (0,) for one amax per expert, or None for one of all, got "
         f"{axis!r}. Give one of them."
     )
 
@@ -264,7 +246,7 @@ def _check_experts(experts: Sequence[Tensor], dims: int) -> None:
         )
     first = experts[0]
     kinds = [(type(one), one.dim(), one.dtype, one.device) for one in experts]
-    for index in sorted(map(kinds.index, set(kinds))):  # mostly one: checks cost the host
+    for index in sorted(map(kinds.index, set(kinds))):  # usually one kind, to save host time
         expert = experts[index]
         where = "fake_quantize: weights" + ("" if dims == 3 else f"[{index}]")
         if expert.dim() != dims:
@@ -282,7 +264,7 @@ def _check_experts(experts: Sequence[Tensor], dims: int) -> None:
                 f"{where}: expected all experts on {first.device}, got {expert.device}. Call once "
                 "for each device."
             )
-        if type(expert) not in (Tensor, torch.nn.Parameter):  # others may have no bytes
+        if type(expert) not in (Tensor, torch.nn.Parameter):  # subclasses may lack plain data
             raise LayoutError(
                 f"{where}: expected a plain tensor, got {type(expert).__name__}. Give its values, "
                 "dequantize(): quantized weights lie on a grid already."
@@ -290,7 +272,7 @@ def _check_experts(experts: Sequence[Tensor], dims: int) -> None:
 
 
 def _check_amax(amax: Tensor, experts: Sequence[Tensor], axis: int | None) -> None:
-    """Check all that the host knows without a wait for the device."""
+    """Check shape, dtype and device, without synchronizing with the device."""
     count = 1 if axis is None else sum(map(_count_experts, experts))
     if not isinstance(amax, Tensor):
         raise LayoutError(
@@ -301,7 +283,7 @@ def _check_amax(amax: Tensor, experts: Sequence[Tensor], axis: int | None) -> No
         what = "all experts" if axis is None else f"{count} experts"
         raise LayoutError(
             f"fake_quantize: amax: expected {count} for {what} with axis={axis}, got shape "
-            f"{list(amax.shape)}. Give one an expert with axis=0, and one in all with axis=None."
+            f"{list(amax.shape)}. Give one per expert with axis=0, or one in all with axis=None."
         )
     if amax.dtype not in _DTYPES or amax.device != experts[0].device:
         raise LayoutError(
@@ -311,7 +293,7 @@ def _check_amax(amax: Tensor, experts: Sequence[Tensor], axis: int | None) -> No
 
 
 def _check_values(amax: Tensor) -> None:
-    """Raise for values that are no magnitudes; on a GPU, read a tensor once per version."""
+    """Raise for negative and non-finite values; on a GPU, once per version of a tensor."""
     version = None if _is_read_anew(amax) else amax._version
     if version is not None and _SEEN.get(amax) == version:
         return
@@ -334,5 +316,5 @@ def _check_values(amax: Tensor) -> None:
 
 
 def _is_read_anew(amax: Tensor) -> bool:
-    """Return whether a read is free, on a CPU, or writes are not counted, in inference."""
+    """Return whether to check again: on a CPU, or in inference, which does not count writes."""
     return amax.device.type == "cpu" or amax.is_inference()

@@ -1,4 +1,4 @@
-"""Linears of experts in a model chunk, portable or Transformer Engine's, and their amaxes."""
+"""Expert linears of a model chunk, portable or Transformer Engine's, and their amaxes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from moe_optim.weights.te.fields import is_grouped, is_quantized, read_values
 
 
 class LinearRecorder(RecordsAmax):
-    """Recorded amaxes of a grouped linear of Transformer Engine, which are in none of its states.
+    """Recorded amaxes of a grouped linear of Transformer Engine, outside of its state.
 
-    Holds the linear weakly.
+    References the linear weakly.
     """
 
     def __init__(self, linear: Any) -> None:
@@ -28,20 +28,20 @@ class LinearRecorder(RecordsAmax):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """The linear's name, taken from its weights."""
+        """Name of the linear, taken from its weights."""
         storages = self.storages()
         return storages[0].name.rpartition(".")[0] if storages else "experts"
 
     def storages(self) -> list[WeightStorage]:
-        """Return the storage behind each weight, in expert order; none where experts are bf16."""
+        """Return the storage of each weight, in expert order; empty for bf16 experts."""
         linear = self._linear()
         weights = [] if linear is None else _te_weights(linear)
         return [w.quantized_storage for w in weights if hasattr(w, "quantized_storage")]
 
     def forget_amax(self) -> None:
-        """Mark amaxes unknown until the next requantization: storages do not see weights loaded.
+        """Mark amaxes unknown until the next requantization, since storages do not see loads.
 
-        Formats with a global amax load theirs with the weights.
+        Formats with a global amax load it with the weights.
         """
         self._whole_amax = None
         for storage in self.storages():
@@ -53,7 +53,7 @@ _RECORDERS: WeakKeyDictionary[Module, LinearRecorder] = WeakKeyDictionary()
 
 
 def recorder_of(linear: Module) -> RecordsAmax:
-    """Return the recorder of a linear of experts: a portable one is its own."""
+    """Return the recorder of an expert linear; a portable one is its own."""
     if isinstance(linear, RecordsAmax):
         return linear
     if linear not in _RECORDERS:
@@ -68,7 +68,7 @@ class ExpertLinear:
     name: str
     """Path in the chunk, without the names of wrappers."""
     module: Module
-    """Holder of the weights."""
+    """Owner of the weights."""
     num_experts: int
     """Number of local experts."""
     groups: Any
@@ -90,7 +90,7 @@ class ExpertLinear:
         """Yield the values of each expert [R, C], dequantized to bf16 one weight at a time.
 
         Raises:
-            StateError: a weight is behind its masters, or its bytes are on the host.
+            StateError: a weight is stale or offloaded.
         """
         for weight in self.weights():
             values = weight
@@ -107,9 +107,7 @@ def is_portable(module: Module) -> bool:
 
 
 def expert_linears(chunk: Module) -> Iterator[ExpertLinear]:
-    """Yield every linear of experts of a chunk, portable ones first, in the order of modules.
-
-    A linear behind an adapter is yielded without the adapter.
+    """Yield every expert linear of a chunk, portable ones first, without adapters around them.
 
     Raises:
         LayoutError: a wrapper other than an adapter hides a linear.
@@ -140,9 +138,9 @@ def expert_linears(chunk: Module) -> Iterator[ExpertLinear]:
 
 
 def grouped_linears(module: Module) -> Iterator[tuple[str, Any]]:
-    """Yield the grouped linears of Transformer Engine below a module, each with its name.
+    """Yield name and module of Transformer Engine's grouped linears in a module.
 
-    A wrapper that passes on the attributes of one does not count.
+    Wrappers that forward their attributes are skipped.
     """
     for name, linear in module.named_modules():
         is_grouped = hasattr(type(linear), "_split_grouped_checkpoint_tensor")
@@ -163,12 +161,7 @@ def members_of(tensor: Any) -> Sequence[Any]:
 
 
 def unknown_wrapper(name: str, module: Module) -> LayoutError:
-    """Return the error to raise for a wrapper that hides a linear of experts.
-
-    Args:
-        name: path of the wrapper, used if no linear inside has a name.
-        module: the wrapper.
-    """
+    """Return the error for a wrapper ``module`` at path ``name`` that hides an expert linear."""
     inside = (str(one.name) for one in module.modules() if isinstance(one, RecordsAmax))
     return LayoutError(
         f"{next(inside, name)}: expected a linear of experts, or an adapter around one with "

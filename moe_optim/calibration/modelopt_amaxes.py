@@ -1,7 +1,7 @@
-"""Conversion of amaxes of experts between NVIDIA ModelOpt's keys and ours.
+"""Conversion of expert amaxes between NVIDIA ModelOpt's keys and ours.
 
-ModelOpt (0.47) keeps an amax in the buffer ``_amax`` of a quantizer, and a linear's quantizer of
-weights is its child ``weight_quantizer``. Ours is a buffer of the linear itself.
+ModelOpt (0.47) keeps an amax in the buffer ``_amax`` of a quantizer, and the quantizer of a
+linear's weights is its child ``weight_quantizer``. Ours is a buffer of the linear itself.
 """
 
 import warnings
@@ -23,15 +23,13 @@ ModelOptForm = Literal["indexed", "numbered", "sequential", "grouped", "flat"]
 _QUANTIZER = "weight_quantizer"
 _ONE_KEY = f"{{linear}}.{_QUANTIZER}._amax"
 _MOST_NAMES = 20
-"""Most names that a warning lists."""
+"""Maximum number of names in a warning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Form:
-    """One of ModelOpt's forms of the amaxes of a linear's experts."""
-
     template: str
-    """Key behind the container, with ``{linear}``, and ``{expert}`` where each has a key."""
+    """Key after the container, with ``{linear}``, and ``{expert}`` if each has a key."""
     values: Callable[[Tensor], Sequence[Tensor]]
     """Function of amaxes [E, 1, 1] -> the values under these keys, in order."""
 
@@ -44,7 +42,7 @@ _FORMS: Mapping[str, _Form] = MappingProxyType(
     {
         # GroupedQuantizer: a quantizer per expert, as Transformer Engine's linears have since 0.47
         "indexed": _Form(template=f"{{linear}}.{_QUANTIZER}.{{expert}}._amax", values=_scalars),
-        # the same in versions that gave each quantizer a name of its own
+        # earlier versions, with one name per quantizer
         "numbered": _Form(template=f"{{linear}}.{_QUANTIZER}_{{expert}}._amax", values=_scalars),
         # SequentialMLP
         "sequential": _Form(template=f"local_experts.{{expert}}.{_ONE_KEY}", values=_scalars),
@@ -60,38 +58,38 @@ class _Container:
     """Weights or amaxes of the experts of one layer in a state dict."""
 
     prefix: str
-    """Prefix of all keys, up to and including ``experts.``; empty at the root."""
+    """Prefix of all keys, through ``experts.``; empty at the root."""
     ours: Mapping[str, str]
     """Linear -> key of its amaxes."""
     theirs: Mapping[str, str]
-    """Remainder -> key of every amax in a quantizer of weights."""
+    """Remainder -> key of every amax in a weight quantizer."""
     others: Sequence[str]
-    """Keys of everything else in a quantizer of weights."""
+    """Keys of all other states of weight quantizers."""
     num_experts: int | None
-    """Number of experts of the weights beside them; None without."""
+    """Number of experts of the weights in the container; None without weights."""
 
 
 def amaxes_to_modelopt(state: Mapping[str, Any], form: ModelOptForm = "indexed") -> dict[str, Any]:
     """Return a flat state dict with calibrated amaxes under ModelOpt's keys.
 
-    They take the places of our keys, newly allocated, fp32. All other entries are the same
-    objects, in their order. A warning names linears of experts without amaxes, where others have
-    some, and other states of quantizers of weights. No rank communicates.
+    They replace our keys in place, newly allocated, fp32. All other entries are the same objects,
+    in order. A warning names other states of weight quantizers, and expert linears without amaxes
+    if others have some. No rank communicates.
 
     Args:
-        state: any entries; neither it nor they are changed. Experts are those behind a component
-            ``experts.``, or at the root.
-        form: ``indexed`` for a ``GroupedQuantizer``, one scalar per expert, as ModelOpt has them
-            for linears of Transformer Engine; ``numbered`` for quantizers ``weight_quantizer_N``;
-            ``sequential`` for a quantizer in each of ``local_experts``; ``grouped`` [E, 1, 1] and
-            ``flat`` [E] for one quantizer. One amax of all experts becomes the scalar of one
-            quantizer, with ``grouped`` or ``flat``.
+        state: any entries; not modified. Experts are under a component ``experts.``, or at the
+            root.
+        form: ``indexed`` for a ``GroupedQuantizer``, one scalar per expert, as in ModelOpt for
+            linears of Transformer Engine; ``numbered`` for quantizers ``weight_quantizer_N``;
+            ``sequential`` for one quantizer per ``local_experts`` module; ``grouped`` [E, 1, 1] and
+            ``flat`` [E] for one quantizer. A single amax of all experts requires ``grouped`` or
+            ``flat``, and becomes a scalar.
 
     Raises:
-        LayoutError: there are weights of experts and no amaxes; amaxes are of another number of
-            experts; no magnitudes; there already under ModelOpt's keys; or without a place in this
-            form. All faults at once, each by its key.
-        ConfigError: there is no such form.
+        LayoutError: there are expert weights but no amaxes; or amaxes have a wrong number of
+            experts, are negative or non-finite, exist under ModelOpt's keys already, or do not fit
+            the form. All faults at once, by key.
+        ConfigError: no form has this name.
     """
     if form not in _FORMS:
         raise ConfigError(f"form: expected one of {', '.join(_FORMS)}, got {form!r}. Give one.")
@@ -107,7 +105,9 @@ def amaxes_to_modelopt(state: Mapping[str, Any], form: ModelOptForm = "indexed")
                 continue
             template = container.prefix + _FORMS[form].template.replace("{linear}", linear)
             if "{expert}" in template and len(amax) == 1 and container.num_experts != 1:
-                faults.append(f"{key}: expected one value an expert for {template}, got one of all")
+                faults.append(
+                    f"{key}: expected one value per expert for {template}, got one of all"
+                )
                 continue
             values = [amax[0, 0, 0]] if len(amax) == 1 else _FORMS[form].values(amax)
             renamed[key] = {
@@ -119,22 +119,21 @@ def amaxes_to_modelopt(state: Mapping[str, Any], form: ModelOptForm = "indexed")
 
 
 def amaxes_from_modelopt(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a flat state dict with the amaxes of experts' weights under our keys.
+    """Return a flat state dict with ModelOpt's amaxes of expert weights under our keys.
 
-    They take the place of the first key of their linear, newly allocated: [E, 1, 1] fp32, or
-    [1, 1, 1] for one of all experts. All other entries are the same objects, in their order. A
-    warning names other states of quantizers of weights, such as a ``_global_amax`` or an
-    ``_extra_state``, and linears of experts without amaxes, where others have some. No rank
-    communicates.
+    They replace the first key of their linear, newly allocated: [E, 1, 1] fp32, or [1, 1, 1] for
+    one of all experts. All other entries are the same objects, in order. A warning names other
+    states of weight quantizers, such as a ``_global_amax`` or an ``_extra_state``, and expert
+    linears without amaxes if others have some. No rank communicates.
 
     Args:
-        state: any entries; neither it nor they are changed. Each linear of experts may have any
-            form of :func:`amaxes_to_modelopt`, in any floating-point dtype.
+        state: any entries; not modified. Each expert linear may have any form of
+            :func:`amaxes_to_modelopt`, in any floating-point dtype.
 
     Raises:
-        LayoutError: there are weights of experts and no amaxes; amaxes are missing between others;
-            in two forms or in none; of another number of experts, of channels or of blocks; no
-            magnitudes; or there already under our keys. All faults at once, each by its key.
+        LayoutError: there are expert weights but no amaxes; or amaxes are incomplete, have two
+            forms or an unknown one, have a wrong number of experts, channels or blocks, are
+            negative or non-finite, or exist under our keys already. All faults at once, by key.
     """
     order = {key: place for place, key in enumerate(state)}
     containers, given = list(_containers(state)), dict[str, Sequence[str]]()
@@ -189,7 +188,6 @@ def _containers(state: Mapping[str, Any]) -> Iterator[_Container]:
 
 
 def _is_of_quantizer(remainder: str) -> bool:
-    """Return whether a key belongs to a quantizer of an expert's weights."""
     parts = remainder.split(".")
     if parts[0] == "local_experts":
         parts = parts[2:]
@@ -249,7 +247,6 @@ def _by_template(container: _Container, linear: str) -> dict[str, dict[int | Non
 def _gather(
     state: Mapping[str, Any], container: _Container, found: dict[str, dict[int | None, str]]
 ) -> tuple[Tensor | None, list[str]]:
-    """Return the amaxes of one linear, or their faults."""
     if len(found) > 1:
         keys = [key for keys in found.values() for key in keys.values()]
         return None, [f"{key}: expected amaxes in one form, got also another" for key in keys]
@@ -277,9 +274,9 @@ def _gather(
 
 
 def _read(value: Any, key: str, num_experts: int | None) -> tuple[Tensor | None, list[str]]:
-    """Return a copy [E, 1, 1] or [1, 1, 1] fp32 of one entry, or its faults.
+    """Return an fp32 copy [E, 1, 1] or [1, 1, 1] of one entry, or its faults.
 
-    [E, 1] might be E channels: it is accepted only where weights confirm E experts.
+    [E, 1] might be E channels: it is accepted only if weights confirm E experts.
     """
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return None, [f"{key}: expected floating-point amaxes, got something else"]

@@ -1,4 +1,4 @@
-"""Amaxes of experts in checkpoints: recorded and calibrated ones, beside the weights."""
+"""Checkpoint entries of recorded and calibrated amaxes of experts."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,23 +33,23 @@ _RECORDED = "weight_amax"
 _LISTENING: WeakSet[Module] = WeakSet()
 
 Offset = tuple[int, int, int]
-"""Axis of the global tensor, place on it, number of places."""
+"""Axis of the global tensor, index on it, number of indices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AmaxPlace:
-    """Position of the amaxes of one linear's local experts among those of all ranks."""
+    """Position of a linear's local experts among those of all ranks."""
 
     num_experts: int
     """Number of local experts."""
     place: Offset
-    """Axis of the experts, place of the local ones on it, number of places."""
+    """Expert axis, index of the local experts on it, number of indices."""
     sharded_offsets: tuple[Offset, ...]
-    """Offsets of the axes before that of the experts."""
+    """Offsets of the axes before the expert axis."""
     replicas: tuple[int, int, int]
     """Rank in the expert-parallel, expert-tensor-parallel and expert-data-parallel groups."""
     is_cut: bool
-    """Whether tensor parallelism cuts experts."""
+    """Whether tensor parallelism shards experts."""
 
     @classmethod
     def of(cls, num_experts: int, sharded_offsets: tuple[Offset, ...], groups: Any) -> "AmaxPlace":
@@ -72,7 +72,7 @@ class AmaxPlace:
     ) -> ShardedTensor:
         """Return the entry of amaxes [E, 1, 1] under global expert ids, or of one for all experts.
 
-        One replica of each expert saves its amax; one rank of all saves that for all experts.
+        One replica saves each expert's amax; a single rank saves an amax of all experts.
         """
         ep, tp, dp = self.replicas
         return kind.from_rank_offsets(
@@ -87,29 +87,22 @@ class AmaxPlace:
 
 @dataclass
 class OptionalShardedTensor(ShardedTensor):
-    """A tensor that a checkpoint may lack: then it is not requested, and live values stay."""
+    """A tensor that a checkpoint may lack; then live values are kept."""
 
 
 @dataclass(kw_only=True)
 class CalibratedEntry(ShardedTensor):
     """Calibrated amaxes of a linear.
 
-    When keys are walked for a load, the content of the checkpoint is not known yet. The load of
-    this package calls :meth:`request` for what is stored, and drops the entry where nothing is.
-
-    Attributes:
-        amax_place: position of the linear's experts.
-        device: device of its weights.
+    Keys are enumerated for a load before the contents of the checkpoint are known. The load of this
+    package calls :meth:`request` if the key is stored, and otherwise drops the entry.
     """
 
     amax_place: AmaxPlace
     device: torch.device
 
     def request(self, stored: Sequence[int]) -> ShardedTensor:
-        """Return the entry that loads the amaxes of a checkpoint, on the device of the weights.
-
-        Args:
-            stored: shape of the tensor under this key in the checkpoint.
+        """Return the entry that loads amaxes of shape ``stored``, on the device of the weights.
 
         Raises:
             LayoutError: the checkpoint has another number of experts.
@@ -129,10 +122,9 @@ class CalibratedEntry(ShardedTensor):
 
 @dataclass(kw_only=True)
 class _Uncalibrated(CalibratedEntry, LocalNonpersistentObject):
-    """Entry of a linear that is not calibrated: saves nothing, and loads None.
+    """Entry of an uncalibrated linear: saves nothing, and loads None.
 
-    It is a tensor for code that renames keys; Megatron takes non-persistent objects out before it
-    reads tensors.
+    Code can rename its key like a tensor's; Megatron removes it before it reads tensors.
     """
 
     obj = None
@@ -143,13 +135,8 @@ def amax_entries(
 ) -> dict[str, ShardedTensor]:
     """Return the entries of a linear's amaxes by name: ``calibrated_amax``, ``weight_amax``.
 
-    No rank communicates; tensors are copies.
-
-    Args:
-        linear: linear of all local experts.
-        key: key of the linear in the checkpoint.
-        place: position of its experts.
-        are_recorded: whether there is an entry for amaxes of the last requantization, NaN if none.
+    No rank communicates; tensors are copies. ``are_recorded`` adds the entry of recorded amaxes,
+    NaN if there are none.
     """
     calibrated = calibrated_entry(linear, f"{key}.{CALIBRATED_AMAX}", place)
     if not are_recorded:
@@ -159,11 +146,10 @@ def amax_entries(
 
 
 def sharded_amax(recorder: RecordsAmax, key: str, place: AmaxPlace) -> ShardedTensor:
-    """Return the entry of recorded amaxes of whole experts, fp32, under their global ids.
+    """Return the entry of recorded amaxes, [local experts, 1, 1] fp32, under global expert ids.
 
-    It has [local experts, 1, 1] in either parameter layout. NaN, which a load ignores, marks
-    amaxes that are unknown: not recorded, or of experts that tensor parallelism cuts where
-    :func:`synchronize_amax` was not called since the weights were written.
+    NaN, which a load ignores, marks unknown amaxes: not recorded, or of experts sharded by tensor
+    parallelism without :func:`synchronize_amax` since the last write of the weights.
     """
     amax, whole = recorder.amax(), recorder.whole_amax
     if amax is None:
@@ -177,7 +163,7 @@ def sharded_amax(recorder: RecordsAmax, key: str, place: AmaxPlace) -> ShardedTe
 
 
 def calibrated_entry(linear: Module, key: str, place: AmaxPlace) -> CalibratedEntry:
-    """Return the entry of the calibrated amaxes of a linear, also where it has none yet."""
+    """Return the entry of a linear's calibrated amaxes, also if it has none yet."""
     amax = calibrated_amax(linear)
     if amax is None:
         values = torch.empty(place.num_experts, 1, 1, dtype=torch.float32, device="cpu")
@@ -189,10 +175,10 @@ def calibrated_entry(linear: Module, key: str, place: AmaxPlace) -> CalibratedEn
 
 
 def synchronize_amax(model_chunks: Iterable[Module]) -> None:
-    """Reduce recorded amaxes of experts that tensor parallelism cuts, before a save.
+    """Reduce recorded amaxes of experts that tensor parallelism shards, before a save.
 
-    Every rank must call it, and may then walk the keys of its state dict without communication. It
-    reduces with MAX over each layer's ``expt_tp`` group, and does nothing where experts are whole.
+    Every rank must call it; the state dict is then built without communication. Reduces with MAX
+    over each layer's ``expt_tp`` group; does nothing for unsharded experts.
 
     Args:
         model_chunks: chunks of this rank, wrapped or not.
@@ -203,7 +189,7 @@ def synchronize_amax(model_chunks: Iterable[Module]) -> None:
             amax = recorder.amax()
             if amax is not None and expt_tp.size() > 1:
                 dist.all_reduce(amax, dist.ReduceOp.MAX, group=expt_tp)
-                if recorder.whole_amax is None:  # else loaded, from a rank that had the masters
+                if recorder.whole_amax is None:  # else loaded from a checkpoint
                     recorder.whole_amax = amax
 
 
@@ -213,17 +199,16 @@ def sharded_state_dict(
     sharded_offsets: tuple[Any, ...] = (),
     metadata: dict[str, Any] | None = None,
 ) -> Any:
-    """Return Megatron's state of the experts, with their amaxes as portable experts save them.
+    """Return Megatron's state of the experts, with the amax entries of portable experts.
 
-    Where amaxes are recorded, every layer has entries ``.weight_amax``, NaN where its weights are
-    not quantized: keys of all layers may be one tensor. Calibrated ones are ``.calibrated_amax``,
-    see :func:`calibrated_entry`. Loading a state dict sets them. No rank communicates.
-
-    Linears behind adapters have their own keys, without a part for the adapter.
+    If amaxes are recorded, every layer has a ``.weight_amax`` entry, NaN if its weights are not
+    quantized, since the keys of all layers may form one tensor. Calibrated ones are
+    ``.calibrated_amax``, see :func:`calibrated_entry`. Loading a state dict sets them. Keys of
+    linears behind adapters do not contain the adapter. No rank communicates.
 
     Raises:
         ConfigError: ``singleton_local_shards`` with amaxes.
-        StateError: quantized weights are on the host.
+        StateError: quantized weights are offloaded.
         LayoutError: a wrapper other than an adapter hides a linear with amaxes.
     """
     are_recorded = _are_recorded(self.config)
@@ -250,10 +235,7 @@ def sharded_state_dict(
 
 
 def listen(module: Module) -> None:
-    """Hook the grouped linears below a module to take the amaxes that are loaded with weights.
-
-    Their own loading ignores those. Adapters around them pass the amaxes on.
-    """
+    """Hook a module's grouped linears to load amaxes with their weights, through adapters too."""
     linears = [linear for _, linear in grouped_linears(module)]
     wrappers = [one for one in module.modules() if is_wrapper(one)]
     hooks: list[tuple[Module, Callable[..., None]]] = [
@@ -269,7 +251,7 @@ def listen(module: Module) -> None:
 
 
 def _require_known_names(experts: Module, linears: Sequence[tuple[str, Any]]) -> None:
-    """Refuse to save amaxes under keys that no model without the wrapper would ask for."""
+    """Refuse to save amaxes under keys that no model without the wrapper would request."""
     for name, _ in linears:
         if name not in LINEARS:
             outer = name.partition(".")[0]

@@ -1,4 +1,4 @@
-"""The activation between the two linears of an expert, fused as Megatron's or step by step."""
+"""The activation between the two linears of an expert, fused as in Megatron or unfused."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,13 +18,9 @@ _ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
 def activate(
     hidden: Tensor, biases: Tensor | None, probs: Tensor, config: TransformerConfig
 ) -> Tensor:
-    """Apply the activation and the routing weights, fused or not as Megatron's MLP does.
+    """Apply activation and routing weights to fc1's output, fused or not as in Megatron's MLP.
 
-    Args:
-        hidden: [T, 2F] bf16, output of fc1.
-        biases: [T, 2F], added first.
-        probs: [T, 1] routing weights.
-        config: Megatron's transformer configuration.
+    ``hidden`` and ``biases``, which are added first, are [T, 2F], ``probs`` are [T, 1].
     """
     store_fp8 = config.activation_func_fp8_input_store
     offset, clamp_value = config.glu_linear_offset, config.activation_func_clamp_value
@@ -36,7 +32,7 @@ def activate(
 
 
 def fuses_activation(config: TransformerConfig) -> bool:
-    """Return whether Megatron would call its fused activation; it has none for interleaving."""
+    """Return whether Megatron would fuse the activation; it cannot with interleaving."""
     return bool(config.bias_activation_fusion) and config.moe_mlp_glu_interleave_size is None
 
 
@@ -51,14 +47,11 @@ def glu(
     """Apply a gated linear unit: ``activation(gate) * (linear + linear_offset)``.
 
     Args:
-        hidden: [T, 2F], the gate before the linear half, or alternating blocks of both.
+        hidden: gate half before linear half, or alternating blocks of both, [T, 2F].
         activation: function of the gate: SiLU for SwiGLU, quick GELU for quick-GeGLU.
         linear_offset: summand of the linear half.
-        clamp_value: bound of the gate from above and of the linear half from both sides.
-        interleave_size: columns of an alternating block, which divides F; None for halves.
-
-    Returns:
-        [T, F] of the dtype of ``hidden``.
+        clamp_value: upper bound of the gate, and bound of the linear half's magnitude.
+        interleave_size: columns per alternating block, a divisor of F; None for halves.
     """
     if interleave_size is not None:
         hidden = remove_interleaving(hidden, interleave_size)
@@ -70,7 +63,7 @@ def glu(
 
 
 def remove_interleaving(hidden: Tensor, size: int) -> Tensor:
-    """Return [T, 2F] in halves where ``size`` columns of gate and of linear half alternate."""
+    """Return [T, 2F] as gate and linear halves, given alternating blocks of ``size`` columns."""
     blocks = hidden.unflatten(-1, (-1, 2, size))  # [T, F / size, gate or linear, size]
     return blocks.transpose(-3, -2).flatten(-3)
 
@@ -90,7 +83,7 @@ def _fused_gate(
     linear_offset: float,
     clamp_value: float | None,
 ) -> Tensor:
-    """Call what Megatron compiles by itself; as part of another graph it might round otherwise."""
+    """Call a function that Megatron compiles; inlined elsewhere it might round differently."""
     gated: Tensor
     if activation == "quick_gelu":
         gated = weighted_bias_quick_geglu_impl(

@@ -1,12 +1,9 @@
-"""The grouped GEMM in compiled graphs: operations around the functions that run eagerly.
+"""The grouped GEMM in compiled graphs, as custom operators that run eagerly.
 
-A graph holds the handle of a linear. The bodies look the linear up at every run, and ask it for its
-operand: weights that are behind their masters, or were written between forward and backward, raise
-there as they do without compiling.
-
-Weight gradients leave the graph through autograd, as with ``fuse_wgrad_accumulation=False``: an
-operation may not write memory that the compiler does not see. DDP's hooks add them to
-``main_grad``, with the bits of a fused accumulation, which also adds a bf16 gradient.
+A graph holds the handle of a linear, whose operand is read at every run, so weights that are stale
+or were written between forward and backward raise as in eager mode. Weight gradients are returned
+through autograd, since an operator may not write memory that the compiler does not see; DDP's hooks
+add them to ``main_grad`` with bit-identical results.
 """
 
 from collections.abc import Sequence
@@ -25,11 +22,7 @@ from moe_optim.weights.traced import object_of
 
 
 def multiply(tokens: Tensor, ends: Tensor, linear: Linear) -> Tensor:
-    """Multiply each expert's tokens by its weight, in a graph that is being compiled.
-
-    Raises:
-        StateError: the linear delays weight gradients.
-    """
+    """Multiply each expert's tokens by its weight in a compiled graph; refuse ``delay_wgrad``."""
     if linear.delay_wgrad:
         raise StateError(
             f"{linear.name}: delayed weight gradients are not kept in compiled graphs. Compile "
@@ -49,7 +42,7 @@ def _empty_output(
 
 
 def _version_size(weights: Sequence[Tensor]) -> int:
-    """Return the length of a version of weights; those of dtype uint8 are quantized buffers."""
+    """Return the length of a version of weights; uint8 weights are quantized buffers."""
     return len(weights) * (1 if weights[0].dtype == torch.uint8 else 2)
 
 
@@ -59,8 +52,8 @@ def _grouped_product(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [T, R], and the version of the weights, int64 on the host.
 
-    Weights are bf16 parameters, or a buffer of each that is quantized. They tell autograd and the
-    compiler the dependencies of the output; the linear itself reads them.
+    ``weights`` are bf16 parameters, or one buffer per quantized parameter. They declare the
+    dependencies to autograd and the compiler; the linear itself reads the weights.
     """
     linear: Linear = object_of(handle)
     linear.call_pre_hooks()
@@ -111,17 +104,13 @@ def _grouped_wgrad(
     factors = WgradFactors(output_grad, tokens, ends, tuple(version.tolist()))
     require_same_version(linear, factors.version)
     for weight in linear.weights():
-        if getattr(weight, "grad_added_to_main_grad", False):  # a pass without compiling set it
+        if getattr(weight, "grad_added_to_main_grad", False):  # set by an eager pass
             weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     return linear.clip_wgrad(factors.multiply())
 
 
 def _require_own(linear: Linear, weights: Sequence[Tensor]) -> None:
-    """Check that bf16 weights of a graph lie where those of the linear do.
-
-    Raises:
-        StateError: the graph has given them other values, which the linear would not see.
-    """
+    """Raise StateError if a graph replaced bf16 weights, which the linear would not see."""
     for weight, own in zip(weights, linear.weights(), strict=True):
         if weight.dtype == own.dtype and weight.data_ptr() != own.data_ptr():
             raise StateError(
@@ -156,7 +145,7 @@ _grouped_product.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _read_buffers(_cls: Any, func: Any, _types: Any, args: Any, kwargs: Any) -> Any:
-    """Give the operation a buffer of each quantized weight, in place of values it does not read."""
+    """Pass one buffer per quantized weight to the operator, in place of values it does not read."""
     tokens, ends, weights, handle = args
     buffers = [
         w.quantized_storage.laid_out.rowwise_data if isinstance(w, GroupedWeight) else w

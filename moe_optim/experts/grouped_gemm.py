@@ -1,4 +1,4 @@
-"""The grouped GEMM of all experts in autograd, its weight gradient at once or delayed."""
+"""The grouped GEMM of all experts in autograd, with immediate or delayed weight gradients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from moe_optim.errors import StateError
 from moe_optim.formats import Direction
 
 Version = tuple[int, ...]
-"""Version of weights: equal only while none is written or replaced."""
+"""Version of weights; changes whenever one is written or replaced."""
 
 
 class GradientEnd(Enum):
-    """Destination of the gradient of a weight in the current backward pass."""
+    """Destination of a weight's gradient in the current backward pass."""
 
     LEAF = "accumulated, and seen by hooks"
     CALLER = "returned by torch.autograd.grad"
@@ -42,7 +42,7 @@ class Linear(Protocol):
         """Return the weights in expert order."""
 
     def clip_wgrad(self, wgrad: Tensor) -> Tensor:
-        """Return [E, R, C] with zeros where GEMMs read a clipped value."""
+        """Return [E, R, C], zero where GEMMs read a clipped value."""
 
     def take_wgrad(self, wgrad: Tensor, ends: Sequence[GradientEnd]) -> Sequence[Tensor | None]:
         """Accumulate [E, R, C] bf16, or return it for autograd, one gradient per weight."""
@@ -61,8 +61,8 @@ class WgradFactors:
     Args:
         output_grad: [T, R] bf16.
         tokens: [T, C] bf16.
-        ends: [E] int32, end of each expert's tokens.
-        version: version of the weights that were multiplied.
+        ends: end of each expert's tokens, [E] int32.
+        version: version of the weights in the forward pass.
     """
 
     output_grad: Tensor
@@ -76,11 +76,7 @@ class WgradFactors:
 
 
 def require_same_version(linear: Linear, version: Version) -> None:
-    """Check in a backward pass that weights have not changed since the forward pass.
-
-    Raises:
-        StateError: a weight was written or replaced.
-    """
+    """Raise StateError if weights have changed since the forward pass."""
     if linear.version() != version:
         raise StateError(
             f"{linear.name}.weight: the weights were rewritten between forward and "
@@ -91,23 +87,21 @@ def require_same_version(linear: Linear, version: Version) -> None:
 def multiply(tokens: Tensor, ends: Tensor, linear: Linear) -> Tensor:
     """Multiply each expert's tokens by its weight; see :meth:`GroupedLinear.forward`.
 
-    With delayed weight gradients the graph does not reach the weights, so that hooks which count
-    their gradients stay silent until :func:`run_delayed_wgrad`.
+    With delayed weight gradients the graph does not include the weights, so hooks that count their
+    gradients do not run before :func:`run_delayed_wgrad`.
     """
     weights: Sequence[Tensor] = linear.weights()
-    if (
-        linear.delay_wgrad
-    ):  # a leaf in their place, so that there is a backward pass without a dgrad
+    if linear.delay_wgrad:  # a leaf in their place requires a backward pass even without a dgrad
         needed = any(weight.requires_grad for weight in weights)
         weights = [tokens.new_empty(0).requires_grad_(needed)]
     return _GroupedGemm.apply(tokens, ends, linear, *weights)
 
 
 def run_delayed_wgrad(linear: Linear, factors: WgradFactors) -> None:
-    """Compute a weight gradient and give it to autograd, which runs every hook of the weights."""
-    with torch.enable_grad():  # Megatron also calls this inside a backward pass, where it is off
+    """Compute a weight gradient and pass it to autograd, which runs all hooks of the weights."""
+    with torch.enable_grad():  # off in a backward pass, from which Megatron also calls this
         done = _DelayedWgrad.apply(linear, factors, *linear.weights())
-    if done.requires_grad:  # not if all weights have been frozen since
+    if done.requires_grad:  # false if all weights were frozen since
         done.backward()
 
 
@@ -125,7 +119,7 @@ class _GroupedGemm(torch.autograd.Function):
         tokens, ends = ctx.saved_tensors
         linear: Linear = ctx.linear
         (output_grad,) = output_grads
-        if not len(tokens):  # an expanded one then counts as contiguous, which no GEMM accepts
+        if not len(tokens):  # an empty expanded tensor counts as contiguous, but GEMMs refuse it
             output_grad = output_grad.new_empty(output_grad.shape)
         output_grad = output_grad.contiguous()
         require_same_version(linear, ctx.version)
@@ -159,10 +153,10 @@ class _DelayedWgrad(torch.autograd.Function):
 def _gradient_ends(ctx: Any, first: int) -> list[GradientEnd]:
     """Return the destinations of the gradients of the inputs from ``first`` on.
 
-    ``needs_input_grad`` does not tell of passes that request the gradients of some inputs only.
+    ``needs_input_grad`` ignores passes that request the gradients of some inputs only.
     """
     needed = ctx.needs_input_grad[first:]
-    nodes = ctx.next_functions[-len(needed) :]  # tensors only, and the weights come last
+    nodes = ctx.next_functions[-len(needed) :]  # of tensors only; weights come last
     return [
         _gradient_end(node) if is_needed else GradientEnd.NOWHERE
         for is_needed, (node, _) in zip(needed, nodes, strict=True)
@@ -172,6 +166,6 @@ def _gradient_ends(ctx: Any, first: int) -> list[GradientEnd]:
 def _gradient_end(node: Any) -> GradientEnd:
     try:
         runs = torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # it refuses to say of a leaf whose gradient is returned
+    except RuntimeError:  # raised for leaves whose gradient is returned
         return GradientEnd.CALLER
     return GradientEnd.LEAF if runs else GradientEnd.NOWHERE

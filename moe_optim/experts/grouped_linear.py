@@ -47,33 +47,32 @@ ExpertLayout = Literal["grouped", "indexed"]
 
 
 class GroupedLinear(RecordsAmax, torch.nn.Module):
-    """Weights of all local experts of one linear, and their biases if there are any.
+    """Weights, and optional biases, of all local experts of one linear.
 
     Parameters are ``weight`` [E, R, C] in ``grouped`` layout, ``weight0 .. weight{E-1}`` [R, C] in
-    ``indexed`` layout. Portable quantized experts lie in one storage [E, R, C] in both, so either
-    layout multiplies in one call. bf16 experts are ordinary parameters, which lie side by side: in
-    one allocation, and then in the buffer of Megatron's DDP, where the last parameter comes first.
-    They are therefore registered from the last expert to the first. With ``compute`` their GEMMs
-    read a quantized copy: the values that storage of that format would give, or those of a grid
-    with one amax per expert.
+    ``indexed`` layout. Portable quantized experts share one storage [E, R, C] in both, so either
+    layout needs one GEMM call. bf16 experts are ordinary parameters in one allocation, first their
+    own and then that of Megatron's DDP buffer, which begins with the last parameter; they are
+    therefore registered from the last expert to the first. With ``compute`` their GEMMs read a
+    quantized copy: the values of that storage format, or of a grid with one amax per expert.
 
     Biases are bf16 in every format: ``bias`` [E, R], or ``bias0 .. bias{E-1}`` [R]. The GEMM does
-    not add them; callers get them from :meth:`token_biases`, and fuse or scale the addition.
+    not add them; callers add the result of :meth:`token_biases`, fused or scaled.
 
     Args:
-        num_experts: E, number of local experts.
-        out_features: R.
-        in_features: C.
+        num_experts: number of local experts, E.
+        out_features: number of output features, R.
+        in_features: number of input features, C.
         format: block-scaled storage format, or None for bf16.
-        compute: format or grid of the GEMMs of bf16 experts; None for that of the storage.
-        expert_layout: one parameter of all experts, or one per expert.
-        bias: whether there are biases, zero at first.
-        fuse_wgrad_accumulation: whether weight gradients are added straight into ``main_grad``
-            where there is one, instead of returned through autograd.
-        delay_wgrad: whether weight gradients are left to :meth:`backward_dw`.
-        record_amax: whether the amax of every quantized expert is kept, see :meth:`amax`.
+        compute: format or grid of the GEMMs of bf16 experts; None for the storage format.
+        expert_layout: ``grouped`` for one parameter of all experts, ``indexed`` for one per expert.
+        bias: whether there are biases, initially zero.
+        fuse_wgrad_accumulation: whether to add weight gradients directly to ``main_grad`` if there
+            is one, instead of returning them through autograd.
+        delay_wgrad: whether to defer weight gradients to :meth:`backward_dw`.
+        record_amax: whether to keep the amax of every quantized expert, see :meth:`amax`.
         make_storages: factory of the storages of quantized weights.
-        backend: ``auto`` for kernels where they run, ``reference`` for plain torch.
+        backend: ``auto`` for kernels where available, ``reference`` for plain torch.
         name: name of the linear, for errors.
         device: device of the weights.
 
@@ -81,7 +80,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         LayoutError: the shape does not fit the format.
     """
 
-    def __init__(  # noqa: PLR0913  # all but the shape by name
+    def __init__(  # noqa: PLR0913  # keyword-only except the shape
         self,
         num_experts: int,
         out_features: int,
@@ -148,13 +147,13 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         weights: Iterable[Tensor] = (GroupedWeight(storage, shape) for storage in storages)
         if not storages:
             whole = torch.empty(self.shape, dtype=torch.bfloat16, device=device)
-            weights = (part.data for part in self._cut(whole))  # each counts its own writes
+            weights = (part.data for part in self._cut(whole))  # separate version counters
         pairs = zip(names, weights, strict=True)
         parameters = [(name, torch.nn.Parameter(weight)) for name, weight in pairs]
         return parameters if storages else parameters[::-1]
 
     def extra_repr(self) -> str:
-        """Return shape, format and layout of the weights, and operand of the GEMMs."""
+        """Return shape, format and layout of the weights, and the operand of the GEMMs."""
         experts, rows, cols = self.shape
         storages = self.storages()
         format = storages[0].format.name if storages else "bf16"
@@ -165,13 +164,13 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return ", ".join(parts)
 
     def storages(self) -> list[WeightStorage]:
-        """Return the storage behind each parameter; none where experts are bf16."""
+        """Return the storage of each parameter; empty for bf16 experts."""
         weights = self.weights()
         return [w.quantized_storage for w in weights if isinstance(w, GroupedWeight)]
 
     @property
     def storage(self) -> WeightStorage | None:
-        """The one storage of all experts; None in bf16, or where they lie apart in buckets."""
+        """The single storage of all experts; None in bf16, or if buckets store them separately."""
         storages = self.storages()
         return storages[0].whole_of(storages) if storages else None
 
@@ -186,7 +185,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         self.handle = handle_of(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
-        """Move quantized experts as one storage. Calibrated amaxes move along, and stay fp32."""
+        """Move quantized experts as one storage. Calibrated amaxes move too, and stay fp32."""
         amax = calibrated_amax(self)
         if amax is not None:
             hold_calibrated_amax(self, None)
@@ -205,10 +204,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
 
     @torch.no_grad()
     def _lay_together(self) -> None:
-        """Put bf16 experts that were copied one by one into one allocation again.
-
-        Those in a buffer of DDP lie together already, and stay there.
-        """
+        """Merge bf16 experts that were copied one by one; those in a DDP buffer are contiguous."""
         weights = self.weights()
         if self.expert_layout == "indexed" and not self.storages() and not lie_together(weights):
             for weight, part in zip(weights, stack_experts(weights), strict=True):
@@ -223,7 +219,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         moved = _moved(whole, fn)
         if moved is whole:
             return
-        assert isinstance(moved, PortableStorage)  # as every copy is
+        assert isinstance(moved, PortableStorage)  # copies are portable
         for index, weight in enumerate(self.weights()):
             old: WeightStorage = weight.quantized_storage  # type: ignore[attr-defined]
             new = moved if self.expert_layout == "grouped" else moved.expert(index)
@@ -238,12 +234,12 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Load the weights, then the amax of the masters that they were quantized from.
+        """Load the weights, then recorded and calibrated amaxes.
 
-        It is kept until the next requantization, and changes no byte: values dequantized from
-        NVFP4 quantize to the same bytes by their own amax. Also with ``assign=True``, quantized
-        weights keep their format and their place in a bucket. Calibrated amaxes are loaded with
-        the weights, see :func:`take_calibrated_amax`.
+        Recorded amaxes are those of the masters that the weights were quantized from. They are kept
+        until the next requantization, and change no byte: values dequantized from NVFP4 requantize
+        to the same bytes with their own amax. Quantized weights keep their format and bucket even
+        with ``assign=True``.
         """
         amax: Tensor | None = state_dict.pop(f"{prefix}weight_amax", None)
         take_calibrated_amax(self, state_dict, prefix, self.shape[0], self.name)
@@ -257,7 +253,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return self._parameters_called("weight")
 
     def biases(self) -> list[torch.nn.Parameter]:
-        """Return the biases in expert order, as many as weights; none in a linear without bias."""
+        """Return the biases in expert order, as many as weights; empty without bias."""
         return self._parameters_called("bias")
 
     def _parameters_called(self, kind: str) -> list[torch.nn.Parameter]:
@@ -269,13 +265,13 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
     ) -> Tensor:
         """Return the bias of each token's expert.
 
-        Their gradients are summed over each expert's tokens in ``dtype``, then rounded to bf16.
+        Bias gradients are summed over each expert's tokens in ``dtype``, then rounded to bf16.
 
         Args:
-            counts: [E] integers on the host, tokens of each expert.
-            product: [T, R] bf16, output of the linear for these tokens. Biases are read after it:
-                by then hooks have gathered them.
-            dtype: dtype of the biases; bf16 if None.
+            counts: number of tokens per expert, [E] integers on the host.
+            product: output of the linear for these tokens, [T, R] bf16; a dependency, since its
+                forward hooks gather the biases.
+            dtype: dtype of the result; bf16 if None.
 
         Returns:
             [T, R].
@@ -288,8 +284,9 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         """Set all experts.
 
         Args:
-            values: [E, R, C] bf16. Kept by reference if ``keep_for_masters``.
-            keep_for_masters: whether the values are kept until the optimizer makes its masters.
+            values: values of all experts, [E, R, C] bf16; kept by reference if
+                ``keep_for_masters``.
+            keep_for_masters: whether to keep the values until the optimizer creates its masters.
         """
         for weight, part in zip(self.weights(), self._cut(values), strict=True):
             weight.copy_(part)
@@ -303,14 +300,14 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         """Multiply each expert's tokens by its weight.
 
         Args:
-            tokens: [T, C] bf16, sorted by expert.
-            ends: [E] int32 on the device of ``tokens``: end of each expert's tokens.
+            tokens: tokens sorted by expert, [T, C] bf16.
+            ends: end of each expert's tokens, [E] int32 on the device of ``tokens``.
 
         Returns:
             [T, R] bf16.
 
         Raises:
-            StateError: the weights are behind their masters, or ahead of a delayed gradient.
+            StateError: the weights are stale, or have changed since a delayed weight gradient.
         """
         if torch.compiler.is_compiling():
             return compiled_gemm.multiply(tokens, ends, self)
@@ -319,12 +316,12 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return multiply(tokens, ends, self)
 
     def operand(self, direction: Direction) -> Tensor:
-        """Return the operand of GEMMs of ``direction``, [E, R, C] bf16; see :meth:`version`.
+        """Return the GEMM operand of ``direction``, [E, R, C] bf16; see :meth:`version`.
 
-        Do not write it: it may be the memory of bf16 weights.
+        Read-only, since it may alias bf16 weights.
 
         Raises:
-            StateError: the weights are behind their masters, or offloaded.
+            StateError: the weights are stale or offloaded.
         """
         weights, storages = self.weights(), self.storages()
         for storage in storages:
@@ -344,7 +341,6 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return stack_experts(weights)
 
     def _require_memory(self, weights: Sequence[Tensor]) -> None:
-        """Raise StateError where bf16 weights are offloaded, all of a linear at once."""
         if not has_memory(weights[0]):
             raise StateError(
                 f"{self.name}.weight: expected the values of the weight, got none: they are "
@@ -364,28 +360,24 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             hook(self, ())
 
     def keep_for_wgrad(self, factors: WgradFactors) -> None:
-        """Delay a weight gradient: keep its ``factors`` for :meth:`backward_dw`."""
+        """Keep the ``factors`` of a delayed weight gradient for :meth:`backward_dw`."""
         self._delayed.append(factors)
 
     def backward_dw(self) -> None:
         """Compute the oldest delayed weight gradient, if any, and accumulate it.
 
-        The hooks of the weights run now, and did not in the backward pass: DDP counts a weight as
+        The hooks of the weights run here instead of in the backward pass, so DDP counts a weight as
         ready when its gradient is.
         """
         if self._delayed:
             run_delayed_wgrad(self, self._delayed.popleft())
 
     def drop_delayed_wgrads(self) -> None:
-        """Drop the delayed weight gradients, as zeroing of gradients does."""
+        """Drop the delayed weight gradients, when gradients are zeroed."""
         self._delayed.clear()
 
     def require_wgrads_taken(self) -> None:
-        """Check that no weight gradient is still delayed, before gradients are used.
-
-        Raises:
-            StateError: one is; a step would lose it.
-        """
+        """Raise StateError if a weight gradient is still delayed, which a step would lose."""
         if self._delayed:
             raise StateError(
                 f"{self.name}.weight: expected the gradients of all backward passes before the "
@@ -394,10 +386,10 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             )
 
     def clip_wgrad(self, wgrad: Tensor) -> Tensor:
-        """Return a weight gradient with zeros where GEMMs read a clipped value.
+        """Return a weight gradient, zero where GEMMs read a clipped value.
 
         Args:
-            wgrad: [E, R, C] bf16; returned itself where nothing is clipped.
+            wgrad: weight gradient, [E, R, C] bf16; returned itself if nothing is clipped.
 
         Returns:
             [E, R, C] bf16.
@@ -415,17 +407,17 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         """Accumulate the weight gradient into ``main_grad``, or return it for autograd.
 
         Args:
-            wgrad: [E, R, C] bf16.
-            ends: destination of the gradient of each parameter.
+            wgrad: weight gradient, [E, R, C] bf16.
+            ends: destination of each parameter's gradient.
 
         Returns:
-            One gradient per parameter for autograd, bf16, of its shape; None where none is wanted.
-            Where the values went into ``main_grad`` it is an unwritten tensor: DDP's hooks expect
-            one, and free it without reading it. Weights with hooks of others get theirs through
-            autograd, since such hooks read it, and may change it.
+            One bf16 gradient per parameter for autograd, of its shape, or None. After accumulation
+            into ``main_grad`` it is an uninitialized tensor, which DDP's hooks require and free
+            unread. Weights with other hooks return theirs through autograd, since such hooks may
+            read or change it.
 
         Raises:
-            StateError: weights that are read for it, or gradient memory, are offloaded.
+            StateError: weights to be read, or gradient memory, are offloaded.
         """
         wgrad = self.clip_wgrad(wgrad)
         gradients: list[Tensor | None] = []
@@ -440,13 +432,13 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
                 weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
                 gradients.append(torch.empty_like(part))
             else:
-                if getattr(weight, "grad_added_to_main_grad", False):  # by an earlier pass
+                if getattr(weight, "grad_added_to_main_grad", False):  # set by an earlier pass
                     weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
                 gradients.append(part)
         return gradients
 
     def _fuses_wgrad(self, weight: torch.nn.Parameter) -> bool:
-        """Return whether a gradient may go into ``main_grad``: no hook of others would miss it."""
+        """Return whether a gradient may bypass autograd, because no other hook needs it."""
         hooks: Iterable[Any] = (weight._backward_hooks or {}).values()
         return (
             self.fuse_wgrad_accumulation
@@ -469,7 +461,7 @@ def _spread_biases(
     biases: list[Tensor],
     counts: Tensor,
     dtype: torch.dtype,
-    after: Tensor,  # unused: keeps the order in a graph
+    after: Tensor,  # unused; a dependency in a graph
 ) -> Tensor:
     cast = [bias.to(dtype) for bias in biases]
     rows = cast if cast[0].dim() == 1 else cast[0].unbind(0)
@@ -489,11 +481,7 @@ def _make_copy(
 
 
 def _moved(storage: WeightStorage, fn: Callable[[Tensor], Tensor]) -> WeightStorage:
-    """Return the result of ``fn`` on a storage: itself, or a copy on another device.
-
-    Raises:
-        StateError: it would change the dtype, or leave the bucket the storage is bound to.
-    """
+    """Return ``fn`` of a storage; refuse another dtype, and another device for bucketed weights."""
     with torch.no_grad():
         moved = fn(GroupedWeight(storage))
     if not isinstance(moved, GroupedWeight):

@@ -1,4 +1,4 @@
-"""Loading the local experts from a state dict of these experts, or of all, in any layout."""
+"""Loading local experts from a state dict of local or all experts, in any layout."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,13 +29,13 @@ class LocalExperts:
     """Local experts of one layer, under the names of the model."""
 
     own: ExpertSet
-    """Parameters of the rank: its experts, its part of each."""
+    """Parameters of this rank: its experts, or its shard of each."""
     interleave: int | None
-    """Number of rows of gate that alternate with as many of up."""
+    """Number of gate rows that alternate with as many up rows; None without interleaving."""
     ep_rank: int
     ep_size: int
     tp_rank: int
-    """Rank of expert tensor parallelism."""
+    """Rank in the expert-tensor-parallel group."""
     tp_size: int
 
     @classmethod
@@ -68,11 +68,11 @@ class LocalExperts:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """F of an expert's part on this rank, and of whole experts."""
+        """Width F of this rank's shard of an expert, and of a whole expert."""
         return self.own.ffn, self.own.ffn * self.tp_size
 
     def fits(self, source: ExpertSet) -> bool:
-        """Return whether a set has these experts, or all, in parts or whole."""
+        """Return whether a set holds local or all experts, sharded or whole."""
         return (
             source.num_experts in self.counts
             and source.ffn in self.widths
@@ -80,14 +80,11 @@ class LocalExperts:
         )
 
     def take_from(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the local experts, or this rank's part of them, under its own names.
+        """Return the local experts, or this rank's shard of them, under its own names.
 
-        Gate and up alternate in the entries as they do in the model, where they share a tensor.
-
-        Args:
-            entries: weights and biases of one container in any layout, for this rank's experts or
-                those of all ranks, in this rank's part or whole. Nothing is written; entries in
-                the rank's own layout already are returned unchanged.
+        ``entries`` are weights and biases of one container in any layout, with local or all
+        experts, sharded or whole, and interleaved as in the model. Entries already in the rank's
+        layout are returned unchanged.
 
         Raises:
             LayoutError: no complete set of one layout, or another number or size of experts.
@@ -111,11 +108,9 @@ class LocalExperts:
         return {key: self._cut(values[key], pattern) for pattern, _, key in given.entries()}
 
     def amax_from(self, amax: Tensor) -> Tensor:
-        """Return the amaxes of the local experts, given those of all ranks.
+        """Return the amaxes of the local experts, given local or all amaxes in any shape.
 
-        Args:
-            amax: one value per expert of this rank or of all ranks, in any shape. Another number
-                is returned unchanged, for the linear to refuse.
+        Any other number of amaxes is returned unchanged, for the linear to refuse.
         """
         local, whole = self.counts
         if amax.numel() != whole:
@@ -123,7 +118,7 @@ class LocalExperts:
         return amax.reshape(-1)[self.ep_rank * local :][:local]
 
     def _find_source(self, shapes: Mapping[str, tuple[int, ...] | None]) -> ExpertSet:
-        """Return the set of the entries; ``legacy`` does not tell the number of experts."""
+        """Return the set of the entries; ``legacy`` shapes do not give the number of experts."""
         prefixes = [self.own.prefix]
         sets, _ = survey_expert_sets(shapes, prefixes=prefixes)
         if not sets:
@@ -149,7 +144,7 @@ class LocalExperts:
         )
 
     def _cut(self, values: Tensor, pattern: KeyPattern) -> Tensor:
-        """Return this rank's part of whole experts: rows of gate and up, columns of fc2."""
+        """Return this rank's shard of whole experts: rows of gate and up, columns of fc2."""
         for dim, axis in enumerate(pattern.axes):
             if axis in ("F", "2F"):
                 parts = values.chunk(len(pattern.projections), dim)
@@ -160,25 +155,20 @@ class LocalExperts:
 
 
 def plain_values(value: Any) -> Any:
-    """Return an ordinary tensor for a quantized weight, anything else as it is."""
+    """Return the dequantized values of a quantized weight; any other value unchanged."""
     return value.dequantize() if isinstance(value, GroupedWeight) else value
 
 
 def load_local_experts(experts: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Put this rank's experts into a state dict under the names of its parameters, in place.
+    """Replace the experts in a state dict by this rank's, under its parameter names, in place.
 
-    For ``_load_from_state_dict``, which torch gives a copy of the caller's dict. Keys of no layout
-    stay, and missing keys stay missing: torch reports both. Linears behind adapters may be named
-    with ``to_wrap`` or, as in checkpoints, without. No rank communicates.
-
-    Args:
-        experts: portable experts; not written.
-        state_dict: state dict, changed in place.
-        prefix: prefix of the experts in it.
+    For ``_load_from_state_dict``, which receives a copy of the caller's dict. Keys of no layout are
+    kept, and missing keys stay missing, so that torch reports both. Keys of linears behind adapters
+    may omit ``to_wrap``, as in checkpoints. No rank communicates.
 
     Raises:
-        LayoutError: see :meth:`LocalExperts.take_from`; the dict is then unchanged. Or a wrapper
-            other than an adapter hides a linear.
+        LayoutError: see :meth:`LocalExperts.take_from`, or a wrapper other than an adapter hides a
+            linear; the dict is then unchanged.
     """
     here = LocalExperts.of(experts, prefix)
     wrapped = [name for name in LINEARS if is_wrapper(experts.get_submodule(name))]
@@ -203,7 +193,6 @@ def load_local_experts(experts: torch.nn.Module, state_dict: dict[str, Any], pre
 
 
 def _rename(state_dict: dict[str, Any], old: str, new: str, *, without: str | None = None) -> None:
-    """Change the prefix of keys, in place, except those that begin with ``without``."""
     for key in [key for key in state_dict if key.startswith(old)]:
         if without is None or not key.startswith(without):
             state_dict[new + key.removeprefix(old)] = state_dict.pop(key)
@@ -214,17 +203,14 @@ def expert_values_for(
 ) -> dict[str, Any]:
     """Return a chunk's state dict with the local experts under this rank's names.
 
-    Names are compared component by component and as a whole, without those of wrappers (``module``,
-    ``_orig_mod``) at any depth. The experts come out as ordinary tensors under the names of
-    ``model_chunk.named_parameters()`` without a leading ``module.``; all other entries are the same
-    objects under their own keys. Extra states of experts are left out. No rank communicates.
-
-    Args:
-        model_chunk: chunk with any wrapping; without portable experts it needs no entries.
-        state_dict: flat state dict with the experts of every layer of the chunk in any layout.
+    The state dict is flat and holds the experts of every layer in any layout. Full names are
+    compared, ignoring wrappers (``module``, ``_orig_mod``) at any depth. Experts are returned as
+    ordinary tensors under the names of ``model_chunk.named_parameters()`` without a leading
+    ``module.``; all other entries are the same objects under their own keys. Extra states of
+    experts are dropped. No rank communicates.
 
     Raises:
-        LayoutError: experts of a layer are not in it, or twice; or see
+        LayoutError: experts of a layer are missing or duplicated; or see
             :meth:`LocalExperts.take_from`.
     """
     layers = {
@@ -268,13 +254,11 @@ def expert_values_for_chunks(
 ) -> dict[str, Any]:
     """Return the state of all chunks with this rank's experts, in the form of ``state_dict``.
 
-    Args:
-        model_chunks: chunks of one optimizer, in order.
-        state_dict: argument of ``reload_model_params``: the chunks under ``model0`` and so on (or
-            ``model_0``), the only one under ``model``, or its state itself. Nothing is written.
+    ``state_dict`` is the argument of ``reload_model_params``: the chunks under ``model0`` and so on
+    (or ``model_0``), a single one under ``model``, or its state itself.
 
     Raises:
-        LayoutError: a chunk is not in it; or see :func:`expert_values_for`.
+        LayoutError: a chunk is missing; or see :func:`expert_values_for`.
     """
     form = next((form for form in ("model", "model_") if f"{form}0" in state_dict), None)
     if form is not None:
@@ -297,7 +281,7 @@ def expert_values_for_chunks(
 
 
 def _portable_experts(model_chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the prefix of every layer's experts in the names of parameters, and the experts."""
+    """Yield the parameter prefix of every layer's portable experts, and the experts."""
     for name, module in model_chunk.named_modules():
         linear = getattr(module, LINEARS[0], None)
         if isinstance(linear, torch.nn.Module) and isinstance(base_of(linear), GroupedLinear):
@@ -305,7 +289,7 @@ def _portable_experts(model_chunk: torch.nn.Module) -> Iterator[tuple[str, torch
 
 
 def _split_key(key: str, prefixes: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return the prefix of a key without wrappers, None if there is none of these, and the rest."""
+    """Split a key, without wrappers, into one of ``prefixes`` (or None) and the remainder."""
     parts = unwrapped_name(key).split(".")
     for end in range(len(parts)):
         prefix = "".join(f"{part}." for part in parts[:end])

@@ -57,23 +57,22 @@ def grouped_mlp_modules(
 class GroupedExperts(MegatronModule):
     """SwiGLU or quick-GeGLU experts of one layer, bf16 activations, weights in any storage format.
 
-    Initial weights are those of Megatron's ``SequentialMLP``: drawn in bf16 expert by expert, fc1
+    Initial weights equal those of Megatron's ``SequentialMLP``: drawn in bf16 expert by expert, fc1
     then fc2, from the expert-parallel random stream. Biases start at zero.
 
-    Under expert tensor parallelism a rank holds rows of gate and up, and the columns of fc2 that go
-    with them. Its outputs are then summands, which the token dispatcher adds up.
+    Under expert tensor parallelism a rank holds rows of gate and up, and the matching columns of
+    fc2. Its outputs are then partial sums, which the token dispatcher reduces.
 
     Args:
-        num_local_experts: experts on this rank.
+        num_local_experts: number of experts on this rank.
         config: Megatron's transformer configuration.
-        moe_optim_config: formats of storage and GEMMs, parameter layout, and accumulation of weight
-            gradients. ``format: auto`` is ``mxfp8`` here.
+        moe_optim_config: configuration of the plug-in; ``format: auto`` is ``mxfp8`` here.
         pg_collection: process groups; ``ep``, ``expt_tp`` and ``expt_dp`` are used.
         name: path of this module in the model, for errors.
 
     Raises:
-        ConfigError: a feature of Megatron's experts that these do not have.
-        LayoutError: this rank's part of a weight does not fit the format.
+        ConfigError: a feature of Megatron's experts is not supported.
+        LayoutError: this rank's shard of a weight does not fit the format.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class GroupedExperts(MegatronModule):
             shard.describe(config)
 
     def _initialize(self, *, keep_for_masters: bool) -> None:
-        if self.config.init_model_with_meta_device:  # nothing holds values
+        if self.config.init_model_with_meta_device:  # no values on meta
             return
         if not self.config.perform_initialization:
             draws = [(self.linear_fc1, torch.Tensor.zero_), (self.linear_fc2, torch.Tensor.zero_)]
@@ -147,9 +146,9 @@ class GroupedExperts(MegatronModule):
         """Run all local experts.
 
         Args:
-            permuted_local_hidden_states: [T, hidden] bf16, sorted by expert.
-            tokens_per_expert: [E] integers, on any device.
-            permuted_probs: [T] routing weight of each token, any float dtype.
+            permuted_local_hidden_states: tokens sorted by expert, [T, hidden] bf16.
+            tokens_per_expert: number of tokens per expert, [E] integers, any device.
+            permuted_probs: routing weight of each token, [T], any float dtype.
 
         Returns:
             [T, hidden] bf16, and None: biases are added already.
@@ -158,7 +157,7 @@ class GroupedExperts(MegatronModule):
         ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
         fc1: Callable[..., Tensor] = self.linear_fc1
         fc2: Callable[..., Tensor] = self.linear_fc2
-        if torch.compiler.is_compiling():  # GEMMs call their hooks, at every run
+        if torch.compiler.is_compiling():  # GEMMs call the hooks at every run
             fc1, fc2 = self.linear_fc1.forward, self.linear_fc2.forward
         hidden = fc1(tokens, ends)
         if not self.config.add_bias_linear:
@@ -171,11 +170,10 @@ class GroupedExperts(MegatronModule):
         return _add_scaled(output, biases, probs), None
 
     def backward_dw(self) -> None:
-        """Compute the delayed weight gradients of the oldest backward pass, if there are any.
+        """Compute the delayed weight gradients of the oldest backward pass, if any.
 
-        With ``delay_wgrad_compute`` or ``overlap_dispatch_backward_with_experts_wgrad`` a backward
-        pass delays both, and Megatron's schedule calls this once for each. Biases are never
-        delayed.
+        With ``delay_wgrad_compute`` or ``overlap_dispatch_backward_with_experts_wgrad``, Megatron's
+        schedule calls this once per backward pass. Bias gradients are never delayed.
         """
         for name in reversed(LINEARS):
             grouped_linear_of(self, name).backward_dw()
@@ -190,10 +188,9 @@ class GroupedExperts(MegatronModule):
 
         Keys are ``{prefix}experts.linear_fcN.weight`` of global shape [experts, R, C], and
         ``.bias`` of [experts, R]; saved values are bf16. Each linear also has an empty
-        ``_extra_state`` per expert, which Megatron's own linears save and load; ``.weight_amax`` of
-        [experts, 1, 1], fp32, where amaxes are recorded; ``.calibrated_amax`` where it is
-        calibrated; and the states of an adapter around it behind ``.adapter.``. No rank
-        communicates.
+        ``_extra_state`` per expert, as Megatron's linears have; ``.weight_amax``, [experts, 1, 1]
+        fp32, if amaxes are recorded; ``.calibrated_amax`` if calibrated; and states of its adapter
+        under ``.adapter.``. No rank communicates.
 
         Raises:
             ConfigError: ``singleton_local_shards``, one key per expert.
@@ -203,7 +200,7 @@ class GroupedExperts(MegatronModule):
         if (metadata or {}).get("singleton_local_shards", False):
             raise ConfigError(
                 "portable experts: singleton_local_shards: expected one key for all experts, got "
-                "one key an expert. Save with Megatron's default metadata."
+                "one key per expert. Save with Megatron's default metadata."
             )
         keys, axis, groups = f"{prefix}experts.", len(sharded_offsets), self.pg_collection
         state: dict[str, Any] = {}
@@ -231,12 +228,11 @@ class GroupedExperts(MegatronModule):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Load this rank's experts from a state dict of them, or of all, in any layout."""
         load_local_experts(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def place_of(self, local_expert: int | None) -> tuple[int, int]:
-        """Return the place of a local expert, or of all local ones, and the number of places."""
+        """Return the index of an expert (None: of all local ones), and the number of indices."""
         rank, size = self.pg_collection.ep.rank(), self.pg_collection.ep.size()
         if local_expert is None:
             return rank, size

@@ -1,4 +1,4 @@
-"""What GEMMs of bf16 experts read: the weights side by side, or a quantized copy of them."""
+"""GEMM operands of bf16 experts: the contiguous weights, or a quantized copy of them."""
 
 import math
 from collections.abc import Sequence
@@ -16,18 +16,11 @@ from moe_optim.formats import BlockScaledFormat, Direction
 from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
 from moe_optim.weights.storage import PortableStorage
 
-_ALIGNMENT = 16  # bytes: what grouped GEMMs require of every stride, and of where a tensor begins
+_ALIGNMENT = 16  # bytes, required by grouped GEMMs for strides and addresses
 
 
 class _Copy[Format]:
-    """A copy of bf16 weights in another format.
-
-    Args:
-        format: format of the copy.
-        shape: [E, R, C] of all weights.
-        name: name of the weight, for errors.
-        backend: ``auto`` or ``reference``.
-    """
+    """A copy of bf16 weights [E, R, C] in another format."""
 
     def __init__(
         self, format: Format, shape: tuple[int, int, int], name: str, backend: Backend
@@ -35,16 +28,16 @@ class _Copy[Format]:
         self.format, self.shape, self.name, self.backend = format, shape, name, backend
 
     def __reduce__(self) -> Any:
-        """Copy and pickle without buffers and amaxes, which follow from the weights."""
+        """Copy and pickle without buffers and amaxes, which are derived from the weights."""
         return type(self), (self.format, self.shape, self.name, self.backend)
 
 
 class QuantizedCopy(_Copy[BlockScaledFormat]):
-    """Values of a block-scaled format in place of bf16 weights, quantized in one call.
+    """Values of bf16 weights in a block-scaled format, quantized in one call.
 
-    Every forward GEMM makes the copy anew, since bf16 weights may be written in ways that torch
-    does not see: optimizer and gather write through the buffer that weights are views of, and
-    others through ``data``. A dgrad reads the copy of the last forward GEMM.
+    Every forward GEMM renews the copy, since torch cannot detect all writes to bf16 weights:
+    optimizer and gather write through the DDP buffer, others through ``data``. A dgrad reads the
+    copy of the last forward GEMM.
 
     Raises:
         LayoutError: the shape does not fit the format.
@@ -61,8 +54,8 @@ class QuantizedCopy(_Copy[BlockScaledFormat]):
         super().__init__(format, shape, name, backend)
         self._storage: PortableStorage | None = None
         self._table: MemberTable | None = None
-        self._places: tuple[int, ...] = ()  # where the weights lay when the table was built
-        self._made_of: tuple[int, ...] | None = None  # how often each weight had been written
+        self._places: tuple[int, ...] = ()  # addresses of the weights in the table
+        self._made_of: tuple[int, ...] | None = None  # versions of the weights in the copy
 
     @torch.no_grad()
     def dequantize(
@@ -73,16 +66,11 @@ class QuantizedCopy(_Copy[BlockScaledFormat]):
         keep: bool,
         amax: Tensor | None = None,
     ) -> Tensor:
-        """Return the values of one direction.
+        """Return the values of one direction, [E, R, C] bf16, newly allocated.
 
-        Args:
-            weights: one bf16 tensor [E, R, C], or E of [R, C]; contiguous.
-            direction: rowwise for the forward GEMM, columnwise for dgrad.
-            keep: whether a dgrad may read the copy that is made now.
-            amax: calibrated amax, not read: blocks have their own.
-
-        Returns:
-            [E, R, C] bf16, newly allocated.
+        Weights are contiguous bf16, one tensor [E, R, C] or E of [R, C]. The forward GEMM reads
+        rowwise values and dgrad columnwise ones, from the same copy with ``keep``. Blocks have
+        scales of their own, so ``amax`` is ignored.
         """
         places = tuple(weight.data_ptr() for weight in weights)
         if self._storage is None or self._table is None or places != self._places:
@@ -101,10 +89,10 @@ class QuantizedCopy(_Copy[BlockScaledFormat]):
         wgrad: Tensor,
         amax: Tensor | None,
     ) -> Tensor:
-        """Return the weight gradient unchanged: the scale of a block clips nothing."""
+        """Return the weight gradient unchanged: block scaling clips nothing."""
         return wgrad
 
-    @torch.inference_mode(False)  # an evaluation may come first, and training writes them
+    @torch.inference_mode(False)  # an evaluation may create buffers that training writes
     def _lay_out(self, weights: Sequence[Tensor]) -> tuple[PortableStorage, MemberTable]:
         storage = PortableStorage(self.format, self.shape, name=self.name, device=weights[0].device)
         targets = (
@@ -122,31 +110,23 @@ class QuantizedCopy(_Copy[BlockScaledFormat]):
 
 
 class FakeQuantizedCopy(_Copy[PerExpertGrid]):
-    """Nearest values of a grid with one amax per expert, in place of bf16 weights.
+    """Nearest values of bf16 weights on a grid with one amax per expert.
 
-    Each forward GEMM makes them by one launch over the weights where they lie, and its dgrad makes
-    them again by the same amaxes, which alone are kept. Amaxes are those of a calibration, and the
-    gradient of what they clip is zero; without one they are those of the present weights, and
-    nothing is clipped.
+    Each forward GEMM computes them in one launch, and its dgrad recomputes them from the kept
+    amaxes. Calibrated amaxes clip, with zero gradient for clipped weights; without calibration the
+    current amaxes are used, and nothing is clipped.
     """
 
-    _kept: Tensor | None = None  # the amaxes of the last forward GEMM in training
+    _kept: Tensor | None = None  # amaxes of the last forward GEMM in training
 
     @torch.no_grad()
     def dequantize(
         self, weights: Sequence[Tensor], direction: Direction, *, keep: bool, amax: Tensor | None
     ) -> Tensor:
-        """Return the values of all experts, the same in both directions.
+        """Return the values of all experts, [E, R, C] bf16, newly allocated, in either direction.
 
-        Args:
-            weights: one bf16 tensor [E, R, C], or E of [R, C]; contiguous, anywhere in memory.
-            direction: rowwise for the forward GEMM, columnwise for dgrad, which reads the amaxes
-                of the last forward GEMM that kept them.
-            keep: whether a dgrad may read the present amaxes.
-            amax: calibrated amax, of E elements or of one; None where there is none.
-
-        Returns:
-            [E, R, C] bf16, newly allocated.
+        Weights are contiguous bf16, one tensor [E, R, C] or E of [R, C]. ``keep`` keeps the amaxes
+        of a forward GEMM (rowwise) for its dgrad (columnwise).
         """
         if direction == "rowwise" or self._kept is None:
             found = live_amax(weights) if amax is None else amax.flatten()
@@ -169,25 +149,14 @@ class FakeQuantizedCopy(_Copy[PerExpertGrid]):
 
 
 def live_amax(weights: Sequence[Tensor]) -> Tensor:
-    """Return the largest magnitude of every expert as it is, [E] in the dtype of the weights.
-
-    Args:
-        weights: one tensor [E, R, C], or E of [R, C]. An expert with NaN has NaN for an amax.
-    """
+    """Return the largest magnitude of every expert, [E] in the weights' dtype; NaN propagates."""
     if weights[0].dim() == 3:
         return torch.linalg.vector_norm(weights[0], math.inf, dim=(1, 2))
     return torch.stack(torch._foreach_norm(list(weights), math.inf))
 
 
 def stack_experts(experts: Sequence[Tensor]) -> Tensor:
-    """Return experts as one tensor, detached.
-
-    Args:
-        experts: E contiguous tensors [R, C] of one dtype on one device.
-
-    Returns:
-        [E, R, C]: a view where they lie in one memory at equal distances, in order, else a copy.
-    """
+    """Return experts [R, C] as one detached tensor [E, R, C], a view if :func:`lie_together`."""
     if not lie_together(experts):
         return torch.stack([expert.detach() for expert in experts])
     rows, cols = experts[0].shape
@@ -213,7 +182,7 @@ def lie_together(experts: Sequence[Tensor]) -> bool:
 
 
 def _distance(experts: Sequence[Tensor]) -> int:
-    """Return the elements from the first expert to the second; of one alone, its size."""
+    """Return the elements from the first expert to the second, or the size of a single expert."""
     if len(experts) == 1:
         return experts[0].numel()
     return (experts[1].data_ptr() - experts[0].data_ptr()) // experts[0].element_size()

@@ -1,4 +1,4 @@
-"""Checkpoint keys of portable experts, and how tensor parallelism cuts their parameters."""
+"""Checkpoint keys of portable experts, and their sharding under tensor parallelism."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ from moe_optim.experts.keys.layouts import LINEARS
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.names import ADAPTER, base_of, is_wrapper
 
-CUTS = {  # axis of one expert's tensor that tensor parallelism cuts; parts that are each cut
-    "linear_fc1.weight": (0, 2),  # the rows of gate and up
+CUTS = {  # sharded axis of one expert's tensor, number of parts that are each sharded
+    "linear_fc1.weight": (0, 2),  # rows of gate and up
     "linear_fc1.bias": (0, 2),
     "linear_fc2.weight": (1, 1),
-    "linear_fc2.bias": (None, 1),  # every rank holds the whole
+    "linear_fc2.bias": (None, 1),  # replicated
 }
-"""How expert tensor parallelism cuts the tensors of an expert."""
+"""Sharding of an expert's tensors under expert tensor parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertShard:
-    """One parameter of the experts: of all local ones, or of one of them."""
+    """One parameter of the experts, of all local ones or of a single one."""
 
     linear: str
     """``linear_fc1`` or ``linear_fc2``."""
@@ -49,13 +49,13 @@ class ExpertShard:
 
     @property
     def expert(self) -> int | None:
-        """Local index; None where all experts are one parameter."""
+        """Local index; None if the parameter holds all experts."""
         index = self.name.removeprefix(self.kind)
         return int(index) if index else None
 
     @property
     def cut(self) -> tuple[int | None, int]:
-        """Axis of one expert that is cut over ranks, if any, and the number of its parts."""
+        """Sharded axis of one expert, if any, and the number of parts that are each sharded."""
         return CUTS[f"{self.linear}.{self.kind}"]
 
     def dim(self, axis: int) -> int:
@@ -63,7 +63,7 @@ class ExpertShard:
         return axis + (self.expert is None)
 
     def describe(self, config: TransformerConfig) -> None:
-        """Set the attributes that reductions and norms of Megatron read, as its own experts do."""
+        """Set the attributes that Megatron's reductions and norms read, as its own experts do."""
         attributes: Any = self.parameter
         attributes.allreduce = config.expert_model_parallel_size == 1 and (
             config.expert_tensor_parallel_size == config.tensor_model_parallel_size
@@ -79,18 +79,14 @@ class ExpertShard:
     ) -> ShardedTensorFactory:
         """Return the parameter under Megatron's key for all experts.
 
-        Args:
-            prefix: prefix of the experts' keys.
-            place: place of the expert, or of all local ones, among all.
-            sharded_offsets: offsets of the axes before that of the experts.
-            groups: process groups; ``expt_tp`` and ``expt_dp`` are used.
+        ``place`` is the global index of the expert, or of all local ones.
         """
         axis, parts = self.cut
         rank, size = groups.expt_tp.rank(), groups.expt_tp.size()
         piece_dim = self.dim(axis or 0)
 
         def build(key: str, tensor: Tensor, replica_id: Any, _flat: Any = None) -> list[Any]:
-            # the optimizer calls this too, with its fp32 states in place of the weight
+            # the optimizer also calls this, with fp32 states in place of the weight
             values = tensor.dequantize() if isinstance(tensor, GroupedWeight) else tensor
             pieces = []
             for part, piece in enumerate(values.chunk(parts, dim=piece_dim)):
@@ -118,15 +114,7 @@ class ExpertShard:
 
 
 def grouped_linear_of(experts: torch.nn.Module, name: str) -> GroupedLinear:
-    """Return a linear of portable experts, also where it is behind an adapter.
-
-    Args:
-        experts: portable experts.
-        name: ``linear_fc1`` or ``linear_fc2``.
-
-    Raises:
-        LayoutError: another module is in its place.
-    """
+    """Return a linear of portable experts, unwrapping an adapter; raise LayoutError if replaced."""
     module: torch.nn.Module = getattr(experts, name)
     base = base_of(module)
     if isinstance(base, GroupedLinear):
@@ -135,11 +123,7 @@ def grouped_linear_of(experts: torch.nn.Module, name: str) -> GroupedLinear:
 
 
 def list_shards(experts: torch.nn.Module) -> Iterator[ExpertShard]:
-    """Yield every parameter of ``linear_fc1`` and ``linear_fc2``, without those of adapters.
-
-    Raises:
-        LayoutError: a wrapper other than an adapter hides a linear.
-    """
+    """Yield every parameter of ``linear_fc1`` and ``linear_fc2``, except those of adapters."""
     for linear in LINEARS:
         for name, parameter in grouped_linear_of(experts, linear).named_parameters(recurse=False):
             yield ExpertShard(linear=linear, name=name, parameter=parameter)
@@ -148,7 +132,7 @@ def list_shards(experts: torch.nn.Module) -> Iterator[ExpertShard]:
 def empty_extra_state(
     key: str, place: Offset, sharded_offsets: tuple[Offset, ...], groups: Any
 ) -> Any:
-    """Return the empty object that Megatron's linears save and load for an expert."""
+    """Return the empty object that Megatron's linears save and load per expert."""
     return make_sharded_object_for_checkpoint(
         None, key, (*sharded_offsets, place), replica_id=_replica_id(groups, is_cut=False)
     )
@@ -163,14 +147,8 @@ def adapter_states(
 ) -> dict[str, Any]:
     """Return the states of adapters around linears, under the keys of Megatron-Bridge.
 
-    Args:
-        experts: portable experts.
-        prefix: prefix of the experts' names; keys in checkpoints have ``experts.`` behind it.
-        sharded_offsets: offsets of the axes before those of parameters.
-        metadata: metadata of the checkpoint.
-
     Raises:
-        LayoutError: several ranks share an adapter that has no ``sharded_state_dict``.
+        LayoutError: several ranks share an adapter without ``sharded_state_dict``.
     """
     state: dict[str, Any] = {}
     groups = experts.pg_collection

@@ -1,5 +1,5 @@
-"""Health of quantized experts while Megatron trains: measured, reduced, written, warned of.
+"""Health of quantized experts during training: measured, reduced, written, with warnings.
 
-Offers ``HealthMonitor``, an observer that the factory registers with the optimizer.
-Imports buckets, weights and kernels.
+Provides ``HealthMonitor``, an observer that the factory registers with the optimizer. Imports
+buckets, weights and kernels.
 """

@@ -1,4 +1,4 @@
-"""When the health of experts is sampled, what ranks share of it, and when it is reported."""
+"""Sampling of expert health, its reduction over ranks, and its reports."""
 
 import logging
 from typing import Any, NamedTuple
@@ -19,27 +19,25 @@ from moe_optim.kernels.member_table import TableEntry
 
 logger = logging.getLogger(__name__)
 MOST_WARNINGS = 8
-"""Warnings that one sample may log."""
+"""Maximum number of warnings per sample."""
 
 
 class _Sample(NamedTuple):
-    """A health sample on its way to the host."""
-
     iteration: int
     event: torch.cuda.Event | None
 
 
 class HealthMonitor:
-    """Samples quantized experts when a step begins, while masters and weights are of one time.
+    """Samples quantized experts at the start of a step, while masters and weights match.
 
-    The weights are those that the iteration's forward passes have read. Every rank adds up what it
-    owns; a SUM and a MAX all-reduce over all ranks complete it, so that the rank that writes knows
-    the experts of all. Results are copied to the host behind the step, and reported when a later
-    step begins, or a checkpoint is saved.
+    The weights are those that the iteration's forward passes have read. Every rank sums over its
+    shards; a SUM and a MAX all-reduce over all ranks give every rank the results of all experts.
+    Results are copied to the host asynchronously, and reported when a later step begins or a
+    checkpoint is saved.
 
     Args:
-        chain: a ``GroupedChainedOptimizer``, which this observes.
-        interval: iterations from one sample to the next; 0 counts no tokens and takes no samples.
+        chain: observed ``GroupedChainedOptimizer``.
+        interval: iterations per sample; 0 disables samples and token counts.
         backend: ``auto`` or ``reference``.
     """
 
@@ -53,13 +51,13 @@ class HealthMonitor:
         self._on_host: tuple[Tensor, ...] | None = None
         self._tokens = TokenCounts(chain.model_chunks if interval else ())
         self.latest: tuple[LayerHealth, ...] = ()
-        """The figures reported last, on every rank; empty before."""
+        """Results of the last reported sample, on every rank; empty before."""
         self.latest_loads: tuple[ExpertLoad, ...] = ()
         """The tokens of experts between the last two samples, on every rank."""
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Report a sample that has arrived, and take one if it is due. Every rank must call it."""
+        """Report a completed sample, and take one if it is due. Every rank must call it."""
         if not self._interval:
             return
         self._report(wait=False)
@@ -70,11 +68,11 @@ class HealthMonitor:
             self._measure(iteration)
 
     def before_save(self) -> None:
-        """Wait for the last sample and report it: a run may end with this save."""
+        """Wait for the last sample and report it, since a run may end with this save."""
         self._report(wait=True)
 
     def _report(self, *, wait: bool) -> None:
-        """Write the last sample and warn of it, once; without ``wait`` only if it has arrived."""
+        """Write the last sample and log its warnings, once; without ``wait`` only if complete."""
         sample = self._sample
         if sample is None or self._on_host is None or self._rows is None:
             return
@@ -119,7 +117,7 @@ class HealthMonitor:
         self._report(wait=False)
 
     def _fresh_buckets(self) -> tuple[ManagedBucket, ...]:
-        """Return the buckets whose weights, which forward passes read, are those of their masters.
+        """Return the buckets whose weights match their masters.
 
         Optimizer instances hold copies of each other, so only the first counts.
         """
@@ -131,7 +129,7 @@ class HealthMonitor:
         )
 
     def _plan(self) -> HealthTable:
-        """Give every expert of all ranks a row. Every rank must call it, the first time."""
+        """Assign a row to every expert of all ranks. Every rank must make the first call."""
         mine = expert_names(self._chain.model_chunks)
         if self._rows is None:
             self._rows = ExpertRows.of_all_ranks(name for names in mine.values() for name in names)
@@ -145,7 +143,7 @@ class HealthMonitor:
         for bucket in self._buckets:
             slots = dict(zip(bucket.params, bucket.slots, strict=True))
             storages = dict(zip(bucket.params, bucket.storages, strict=True))
-            assert bucket.owner is not None  # buckets of the chain have one
+            assert bucket.owner is not None  # set for buckets of the chain
             for one in bucket.owner.masters_of(bucket):
                 entry = TableEntry(
                     parameter=slots[one.param].name,
@@ -160,14 +158,10 @@ class HealthMonitor:
 
 
 def by_layer(rows: ExpertRows, sums: Tensor, amaxes: Tensor) -> tuple[LayerHealth, ...]:
-    """Return the figures of each linear from complete sums and amaxes on the CPU.
+    """Return the results of each linear from reduced sums and amaxes on the CPU.
 
-    Experts without a measurement, whose weights were behind their masters, are left out.
-
-    Args:
-        rows: expert of each row.
-        sums: [rows, NUM_SUMS] fp64; copied.
-        amaxes: [rows] fp32; copied.
+    ``sums`` is [rows, NUM_SUMS] fp64, ``amaxes`` [rows] fp32; both are copied. Experts without a
+    measurement, whose weights were stale, are omitted.
     """
     return tuple(
         LayerHealth(

@@ -1,4 +1,4 @@
-"""Rows of measurements: which expert of which layer each is, by names that never change."""
+"""Assignment of experts to rows of measurements, by stable names."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -20,18 +20,18 @@ _LOCAL_EXPERT = re.compile(r"local_experts\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, order=True)
 class ExpertName:
-    """One expert of one linear, or of a whole layer; a dense weight is its own only expert."""
+    """One expert of one linear, or of a whole layer; a dense weight counts as one expert."""
 
     layer: str
-    """Such as ``layers.3.fc1`` or ``layers.3.experts``, counted from 0 over all stages."""
+    """Name such as ``layers.3.fc1`` or ``layers.3.experts``, with global layer numbers from 0."""
     expert: int
-    """Number among all experts of the layer, over all ranks."""
+    """Global expert id in the layer."""
     element: str
-    """Element of its format: ``e4m3`` or ``e2m1``; empty for a whole layer."""
+    """Element of its format, ``e4m3`` or ``e2m1``; empty for a whole layer."""
 
 
 class ExpertRows:
-    """Rows for experts: by layer, layers.2 before layers.10, then by their own numbers."""
+    """Rows sorted by layer, in numeric order, then by expert."""
 
     def __init__(self, names: Iterable[ExpertName]) -> None:
         self.names = sorted(set(names), key=lambda name: (_numbers_and_texts(name.layer), name))
@@ -39,7 +39,7 @@ class ExpertRows:
 
     @classmethod
     def of_all_ranks(cls, mine: Iterable[ExpertName]) -> "ExpertRows":
-        """Return the rows for the experts of all ranks. Every rank must call it, with its own."""
+        """Return the rows of the experts of all ranks. Every rank must call it, with its own."""
         gathered: list[Sequence[ExpertName]] = [()] * dist.get_world_size()
         dist.all_gather_object(gathered, list(mine))
         return cls(name for of_rank in gathered for name in of_rank)
@@ -50,10 +50,9 @@ class ExpertRows:
         return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
     def by_layer(self, measured: Tensor) -> dict[tuple[str, str], list[int]]:
-        """Return (layer, element) -> the rows of its experts that were measured, if any.
+        """Return (layer, element) -> rows of its measured experts, if any.
 
-        Args:
-            measured: [rows] bool on the CPU.
+        ``measured`` is [rows] bool on the CPU.
         """
         rows: dict[tuple[str, str], list[int]] = {}
         for row in measured.nonzero().flatten().tolist():
@@ -62,7 +61,7 @@ class ExpertRows:
 
 
 def expert_names(model_chunks: Iterable[Any]) -> dict[torch.nn.Parameter, list[ExpertName]]:
-    """Return the names of the experts of every quantized weight that a bucket holds, in order."""
+    """Return the expert names of every bucketed quantized weight, in order."""
     names = {}
     for chunk in model_chunks:
         modules = modules_by_name(chunk)
@@ -81,7 +80,7 @@ def _names_of(name: str, storage: Any, modules: dict[str, Any]) -> list[ExpertNa
         return [ExpertName(label, expert, element) for expert in range(num_experts)]
     path = f"{found['above']}layers.{found['layer']}"
     number = getattr(modules.get(path), "layer_number", int(found["layer"]) + 1) - 1
-    within, is_expert, inside = found["inside"].rpartition(_EXPERTS)  # a layer may hold another
+    within, is_expert, inside = found["inside"].rpartition(_EXPERTS)  # layers may be nested
     local = _LOCAL_EXPERT.match(inside)
     if local is not None:
         inside = inside[local.end() :]

@@ -1,4 +1,4 @@
-"""How many tokens each expert of each MoE layer is given, counted where experts run."""
+"""Token counts per expert and MoE layer, collected by forward pre-hooks."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,10 +13,10 @@ from moe_optim.weights.names import modules_by_name, with_global_layers
 
 
 class _Count:
-    """Pre-hook that adds up the tokens of one layer's experts in passes with gradients.
+    """Pre-hook that counts the tokens of one layer's experts in passes with gradients.
 
-    Evaluations, rollouts and the first of two passes of recomputation do not count. Additions run
-    where Megatron has the numbers, on the host or on the GPU, and wait for neither.
+    Evaluations, rollouts and the first of two recomputation passes do not count. Additions run on
+    the device of Megatron's counts, without synchronization.
     """
 
     def __init__(self, names: list[ExpertName]) -> None:
@@ -30,17 +30,13 @@ class _Count:
         tokens = inputs[1]
         if self.tokens is None:
             if tokens.is_cuda and torch.cuda.is_current_stream_capturing():
-                return  # a replay would begin at zero again
+                return  # a replay would reset it
             self.tokens = torch.zeros(len(self.names), dtype=torch.int64, device=tokens.device)
         self.tokens += tokens
 
 
 class TokenCounts:
-    """Tokens of all experts of all ranks since the last :meth:`reduce`.
-
-    Args:
-        model_chunks: chunks of this rank; their experts get a hook.
-    """
+    """Token counts of all experts of all ranks since the last :meth:`reduce`."""
 
     def __init__(self, model_chunks: Iterable[torch.nn.Module]) -> None:
         self._counts = [count for chunk in model_chunks for count in _count_in(chunk)]
@@ -48,10 +44,10 @@ class TokenCounts:
         self._rows: tuple[Tensor, ...] = ()
 
     def reduce(self) -> Tensor:
-        """Return the tokens of every expert, and begin again. Every rank must call it.
+        """Return the token count of every expert, and reset it. Every rank must call it.
 
         Returns:
-            [experts of all layers] fp64 on the current device, in the order of ``loads_of``.
+            [experts of all layers] fp64 on the current device, in the order of :meth:`loads_of`.
         """
         device = this_device()
         if self._all is None:
@@ -68,11 +64,7 @@ class TokenCounts:
         return tokens
 
     def loads_of(self, tokens: Tensor) -> tuple[ExpertLoad, ...]:
-        """Return the load of each layer that had tokens.
-
-        Args:
-            tokens: result of ``reduce``, on the CPU; copied.
-        """
+        """Return the load of each layer with tokens, from a CPU copy of :meth:`reduce`'s result."""
         if self._all is None:
             return ()
         rows = self._all.by_layer(torch.ones_like(tokens, dtype=torch.bool))
@@ -94,12 +86,12 @@ def _count_in(chunk: torch.nn.Module) -> Iterable[_Count]:
             continue
         layer = modules[name.removesuffix(".experts")]
         group = getattr(module, "tp_group", None) or module.pg_collection.expt_tp
-        if group.rank() == 0:  # all ranks of this group get the same tokens
+        if group.rank() == 0:  # this group's ranks get the same tokens
             whole = with_global_layers(name, modules).removesuffix(".mlp.experts")
             label = f"{whole.removeprefix('decoder.')}.experts"
             count = _Count([ExpertName(label, one, "") for one in layer.local_expert_indices])
             hooks = module._forward_pre_hooks
             for key in [key for key, hook in hooks.items() if isinstance(hook, _Count)]:
-                del hooks[key]  # of an optimizer before
+                del hooks[key]  # of an earlier optimizer
             module.register_forward_pre_hook(count)
             yield count

@@ -1,10 +1,10 @@
 """Health in TensorBoard and Weights & Biases, through Megatron's writers on the last rank.
 
-Tags, where ``layer`` is such as ``layers.3.fc1`` and ``figure`` such as ``saturated``::
+Tags, for a ``layer`` such as ``layers.3.fc1`` and a ``figure`` such as ``saturated``::
 
-    moe_optim/layer/figure              scalar, of all experts of the layer
-    moe_optim/layer/figure/experts      histogram over them
-    moe_optim/layer/figure/by_expert    tensor, in the order of the experts (TensorBoard alone)
+    moe_optim/layer/figure              scalar over all experts of the layer
+    moe_optim/layer/figure/experts      histogram over its experts
+    moe_optim/layer/figure/by_expert    tensor by expert (TensorBoard only)
 """
 
 import sys
@@ -24,10 +24,10 @@ def current_iteration() -> int | None:
 
 
 def write(layers: Sequence[LayerHealth | ExpertLoad], iteration: int) -> None:
-    """Write figures where this rank has a writer, to TensorBoard under ``iteration``.
+    """Write figures if this rank has a writer, to TensorBoard under ``iteration``.
 
-    Weights & Biases accept no step below the last that was logged: there figures go under the
-    current one, with the iteration beside them.
+    Weights & Biases rejects steps below the last logged one: there figures are logged under the
+    current step, with the iteration as a value.
     """
     megatron = _megatron_globals()
     if megatron is None:
@@ -66,7 +66,6 @@ def _for_wandb(wandb: Any, health: LayerHealth | ExpertLoad) -> dict[str, Any]:
 
 
 def _finite(health: LayerHealth | ExpertLoad) -> Iterator[tuple[str, Tensor]]:
-    """Yield the finite values of each figure of experts that has any."""
     for name, values in health.of_experts().items():
         finite = values[values.isfinite()]
         if len(finite):

@@ -1,5 +1,5 @@
 """The distributed optimizer of quantized weights: factory, chain, fused step, graph, host states.
 
-Offers ``get_megatron_optimizer``, ``GroupedDistributedOptimizer`` and ``describe``. Imports
+Provides ``get_megatron_optimizer``, ``GroupedDistributedOptimizer`` and ``describe``. Imports
 buckets, checkpoint, experts, health and weights.
 """

@@ -1,13 +1,9 @@
-"""Adam for machines without Transformer Engine and apex, with the state Megatron expects of theirs.
+"""Adam for machines without Transformer Engine and apex, with the state layout Megatron expects.
 
-``torch.optim.AdamW`` keeps ``step`` as a tensor in the state of every parameter. Megatron's
-distributed optimizer expects it in the parameter group, where the fused optimizers of Transformer
-Engine and apex have it; otherwise ``state_dict`` asserts on an empty state, ``load_state_dict``
-hands one step tensor to every parameter (N parameters advance it N times a step), and checkpoints
-treat it as one more tensor of parameter shape.
-
-Moments may be held in the dtypes that Transformer Engine's FusedAdam has for them. Arithmetic is in
-fp32 whatever they are held in.
+``step`` is in the parameter group, as in the fused optimizers of Transformer Engine and apex. With
+a ``step`` tensor per parameter, as in ``torch.optim.AdamW``, Megatron's ``state_dict`` asserts on
+an empty state, and its ``load_state_dict`` shares one tensor among all parameters. Moments support
+the storage dtypes of Transformer Engine's FusedAdam; arithmetic is fp32.
 """
 
 from collections.abc import Callable
@@ -24,21 +20,21 @@ from moe_optim.integration.engine import original
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _HELD_AS = {torch.uint8: torch.float8_e4m3fn}  # "fp8" of Megatron's flags
 _LARGEST = {torch.float16: torch.finfo(torch.float16).max / 2, torch.float8_e4m3fn: 448.0}
-"""Magnitude that the largest element of a moment is scaled to, as in FusedAdam of Transformer
-Engine (pytorch/optimizers/fused_adam.py); bf16 has the range of fp32 and is not scaled."""
+"""Value that the largest magnitude of a moment is scaled to, as in FusedAdam of Transformer Engine
+(pytorch/optimizers/fused_adam.py); bf16 has the range of fp32 and is not scaled."""
 
 HAVE_APEX_OR_TE = True
-"""Makes Megatron's ``distrib_optimizer`` look for ``step`` in the group."""
+"""Makes Megatron's ``distrib_optimizer`` read ``step`` from the group."""
 USING_APEX_OPTIMIZER = True
 USING_PYTORCH_OPTIMIZER = False
 
 
 class GroupStepAdam(torch.optim.AdamW):
-    """torch's Adam or AdamW, with ``step`` (an int) in the parameter group as apex's FusedAdam has.
+    """torch's Adam or AdamW, with ``step`` (an int) in the parameter group as in apex's FusedAdam.
 
     Args:
         params: parameters or parameter groups.
-        adam_w_mode: decoupled weight decay (AdamW) if true, L2 regularisation (Adam) if false.
+        adam_w_mode: decoupled weight decay (AdamW) if true, L2 regularization (Adam) if false.
         exp_avg_dtype: storage dtype of the first moment: fp32, bf16, fp16 or uint8 (E4M3); None
             stores and computes it in the parameter's dtype.
         exp_avg_sq_dtype: storage dtype of the second moment.
@@ -72,11 +68,10 @@ class GroupStepAdam(torch.optim.AdamW):
             group.setdefault("adam_w_mode", adam_w_mode)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything; torch's version leaves out what is no state."""
         return {**super().__getstate__(), "_dtypes": self._dtypes, "_scales": self._scales}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore groups and state; torch's Adam would look for ``step`` in the state."""
+        """Restore groups and state; torch's Adam expects ``step`` in the state."""
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
@@ -99,7 +94,7 @@ class GroupStepAdam(torch.optim.AdamW):
             if not self.state[p]:
                 self.initialize_state(p)
         moments = {name: [self.get_unscaled_state(p, name) for p in params] for name in MOMENTS}
-        # torch counts the step up by itself, on a tensor of its own
+        # torch increments its own step tensor
         steps = [torch.tensor(group["step"] - 1, dtype=torch.float32, device="cpu") for _ in params]
         beta1, beta2 = group["betas"]
         adam(
@@ -128,7 +123,7 @@ class GroupStepAdam(torch.optim.AdamW):
                     self.set_scaled_state(p, name, value)
 
     def initialize_state(self, param: Tensor) -> None:
-        """Make the moments of a parameter: zeros."""
+        """Create zero moments for a parameter."""
         for name, dtype in self._dtypes.items():
             held = param.dtype if dtype is None else _HELD_AS.get(dtype, dtype)
             self.state[param][name] = torch.zeros_like(param, dtype=held)
@@ -137,7 +132,7 @@ class GroupStepAdam(torch.optim.AdamW):
             )
 
     def get_unscaled_state(self, param: Tensor, name: str) -> Tensor:
-        """Return a moment in the dtype of arithmetic: itself, or an unscaled copy in fp32."""
+        """Return a moment in the compute dtype: the tensor itself, or an unscaled fp32 copy."""
         state: Tensor = self.state[param][name]
         if self._dtypes[name] is None:
             return state
@@ -146,7 +141,7 @@ class GroupStepAdam(torch.optim.AdamW):
         return state.float()
 
     def set_scaled_state(self, param: Tensor, name: str, values: Tensor) -> None:
-        """Store a moment, given in the dtype of arithmetic, in its own."""
+        """Store a moment, given in the compute dtype, in its storage dtype."""
         if not self.state[param]:
             self.initialize_state(param)
         state = self.state[param][name]
@@ -158,7 +153,7 @@ class GroupStepAdam(torch.optim.AdamW):
         state.copy_(values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return groups and states; moments unscaled."""
+        """Return groups and states, with unscaled moments."""
         found = super().state_dict()
         for number, param in enumerate(p for group in self.param_groups for p in group["params"]):
             if number in found["state"]:
@@ -168,7 +163,7 @@ class GroupStepAdam(torch.optim.AdamW):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take groups and states; moments of any floating-point dtype."""
+        """Load groups and states; moments may have any floating-point dtype."""
         super().load_state_dict({**state_dict, "state": {}})
         for number, param in enumerate(p for group in self.param_groups for p in group["params"]):
             for name, values in state_dict["state"].get(number, {}).items():
@@ -176,12 +171,12 @@ class GroupStepAdam(torch.optim.AdamW):
 
 
 def moments_of(inner: Any, master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both moments of a master, the optimizer's own tensors; zeros at the first step."""
+    """Return both moments of a master, not copies; creates zeros before the first step."""
     state = inner.state[master]
     if MOMENTS[0] not in state:
         if isinstance(inner, GroupStepAdam):
             inner.initialize_state(master)
-        elif hasattr(inner, "initialize_state"):  # Transformer Engine's, whose moments have dtypes
+        elif hasattr(inner, "initialize_state"):  # Transformer Engine's Adam
             inner.initialize_state(master, False)
         else:
             state.update({name: torch.zeros_like(master.detach()) for name in MOMENTS})
@@ -190,7 +185,7 @@ def moments_of(inner: Any, master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hyper_of(group: dict[str, Any]) -> Hyper:
-    """Return the hyper-parameters of the next step of a parameter group."""
+    """Return the hyperparameters of a parameter group for its next step."""
     return Hyper(
         lr=float(group["lr"]),
         betas=group["betas"],
@@ -202,10 +197,9 @@ def hyper_of(group: dict[str, Any]) -> Hyper:
 
 
 def check_optimizer_config(self: Any) -> None:
-    """Check an ``OptimizerConfig`` as Megatron does, but without Transformer Engine's Adam.
+    """Check an ``OptimizerConfig`` as Megatron does, but do not require Transformer Engine's Adam.
 
-    Megatron requires it for ``use_precision_aware_optimizer``, in its last check;
-    :class:`GroupStepAdam` has the same dtypes.
+    Megatron requires it for ``use_precision_aware_optimizer``, in its last check.
     """
     try:
         original("megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__")(self)

@@ -1,9 +1,9 @@
-"""What a rank owns of a distributed optimizer, and one record of all that its step depends on.
+"""The masters that a rank owns, and change detection for every input of a fused step.
 
-Megatron's step reads anew which tensors are gradients, masters and moments, which group a master is
-in, and which norm its gradient counts in. A fused step has planned with all of that. The address
-book compares it once per step and numbers what it finds; plans keep the number they were built for.
-There are thousands of tensors, so they are compared in loops of C.
+Megatron's step looks up gradients, masters, moments, parameter groups and norm groups every time; a
+fused step plans with them once. The address book compares all of them once per step and numbers
+what it finds; plans record the number they were built for. With thousands of tensors, the
+comparisons run in C loops.
 """
 
 from collections import defaultdict
@@ -29,48 +29,44 @@ from moe_optim.weights.names import parameter_names
 from moe_optim.weights.te.fields import is_tensorwise
 
 NORMS = (None, *sorted(SEPARATE_GRAD_NORM_GROUPS))
-"""What gradients count in: the main norm, and those that Megatron keeps apart."""
+"""Gradient norms: the main norm, then the groups whose norm Megatron computes separately."""
 
 _MAIN_GRAD, (_EXP_AVG, _EXP_AVG_SQ) = attrgetter("main_grad"), map(itemgetter, MOMENTS)
 _NORM_ATTRIBUTES = (
     *("shared", "tensor_model_parallel", "allreduce", "is_gtp_weight_remat"),
     "grad_norm_group",
 )
-"""Attributes of a master that say whether its gradient counts, and in which norm."""
+"""Attributes of a master that decide whether its gradient counts, and in which norm."""
 
 
-# What a rank owns
+# Owned shards
 
 
 def owned_masters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-    """Yield every parameter of which this rank owns a part, and its master."""
+    """Yield every parameter that this rank owns a shard of, with its master."""
     yield from zip(flat_params(optimizer), flat_masters(optimizer), strict=True)
 
 
 def flat_params(optimizer: Any) -> list[torch.nn.Parameter]:
-    """Return every parameter of which this rank owns a part."""
+    """Return every parameter that this rank owns a shard of."""
     groups = chain(optimizer.model_float16_groups, optimizer.model_fp32_groups)
     return list(chain.from_iterable(groups))
 
 
 def flat_masters(optimizer: Any) -> list[Tensor]:
-    """Return the masters of :func:`flat_params`, in their order."""
+    """Return the masters of :func:`flat_params`, in the same order."""
     groups = chain(optimizer.shard_fp32_from_float16_groups, optimizer.shard_fp32_groups)
     return list(chain.from_iterable(groups))
 
 
 def norm_of(master: Tensor) -> int:
-    """Return the index in ``NORMS`` of the norm that the gradient of a master counts in."""
+    """Return the index in ``NORMS`` of the norm that a master's gradient counts in."""
     group = _get_param_grad_norm_group(master)
     return NORMS.index(group) if group in NORMS else 0
 
 
 def gradient_of(optimizer: Any, param: Any) -> Tensor:
-    """Return this rank's part of a gradient, a view.
-
-    Raises:
-        StateError: there is no gradient of the size of the parameter, or its memory is offloaded.
-    """
+    """Return this rank's shard of a gradient, a view; raise StateError if missing or offloaded."""
     owned = optimizer._get_model_param_range_map(param)["param"]
     whole: Tensor | None = getattr(param, "main_grad", None)
     if whole is None or whole.numel() != param.numel():
@@ -90,10 +86,7 @@ def gradient_of(optimizer: Any, param: Any) -> Tensor:
 
 
 def weight_of(optimizer: Any, param: Any, master: Tensor) -> Tensor | None:
-    """Return this rank's part of a bf16 or fp32 weight, a view of its bucket.
-
-    None where the master is that part itself, and for quantized weights.
-    """
+    """Return this rank's shard of a weight, a view; None if quantized or its own master."""
     if is_managed(param) or is_tensorwise(param):
         return None
     place = optimizer._get_model_param_range_map(param)["gbuf_world_in_bucket"]
@@ -103,15 +96,11 @@ def weight_of(optimizer: Any, param: Any, master: Tensor) -> Tensor | None:
     return None if weight.data_ptr() == master.data_ptr() else weight
 
 
-# What a step depends on
+# Change detection
 
 
 class Page:
-    """Objects and values as they were last found.
-
-    Attributes:
-        generation: number of times that something else was found, the first time included.
-    """
+    """Snapshot of objects and values; ``generation`` counts its changes."""
 
     def __init__(self) -> None:
         self.generation = 0
@@ -119,11 +108,9 @@ class Page:
         self._values: list[object] = []
 
     def compare(self, objects: Sequence[object], values: list[object]) -> int:
-        """Note what is there now, and return the generation.
+        """Update the snapshot and return its generation.
 
-        Args:
-            objects: compared by identity, and held.
-            values: compared by equality; no tensors among them.
+        Objects are compared by identity and kept alive; values are compared by equality.
         """
         same = len(objects) == len(self._objects) and values == self._values
         if not same or any(map(is_not, objects, self._objects)) or not self.generation:
@@ -133,16 +120,10 @@ class Page:
 
 
 class AddressBook:
-    """Everything that a fused step depends on. A check notes what it finds, and repairs nothing.
-
-    Each check returns a generation: a number that never falls, and is another one than before where
-    something else was found.
-
-    Args:
-        optimizer: distributed optimizer of this package.
+    """Inputs of a fused step. Each check returns a generation that increases on every change.
 
     Attributes:
-        unmanaged: parameters in no managed bucket, and their masters, as of the last check.
+        unmanaged: parameters outside managed buckets, with their masters, as of the last check.
         tensorwise: fields of weights that a fused step casts with per-tensor scaling; None without.
     """
 
@@ -150,7 +131,7 @@ class AddressBook:
         self._optimizer = optimizer
         self._masters, self._gradients, self._states = Page(), Page(), Page()
         self._buckets: defaultdict[ManagedBucket, int] = defaultdict(lambda: 1)
-        self._of_masters: list[dict[str, Any]] = []  # their attributes, and a copy of these:
+        self._of_masters: list[dict[str, Any]] = []  # attributes of masters, then a snapshot:
         self._attributes: list[dict[str, Any]] = []
         self._counts_in: list[tuple[Any, ...]] = []
         self._moments: list[ref[Tensor]] = []
@@ -159,7 +140,7 @@ class AddressBook:
         self.tensorwise: Attributes | None = None
 
     def check_masters(self) -> int:
-        """Compare which tensors are masters."""
+        """Check for exchanged masters."""
         before, masters = self._masters.generation, flat_masters(self._optimizer)
         if self._masters.compare(masters, []) != before:
             self._of_masters = [vars(one) for one in masters if one is not None]
@@ -168,10 +149,10 @@ class AddressBook:
         return self._masters.generation
 
     def check_gradients(self) -> int:
-        """Compare what the norms depend on.
+        """Check everything that the gradient norms depend on.
 
-        That is: masters, ``main_grad`` of each parameter and its address, the attributes by which a
-        gradient counts, and whether zeros are counted.
+        This includes the masters, each parameter's ``main_grad`` and its address, the attributes
+        that select a norm, and whether zeros are counted.
         """
         optimizer = self._optimizer
         masters, params = self.check_masters(), flat_params(optimizer)
@@ -180,7 +161,7 @@ class AddressBook:
         try:
             gradients = list(map(_MAIN_GRAD, params))
             addresses = list(map(Tensor.data_ptr, gradients))  # type: ignore[arg-type]
-        except (AttributeError, TypeError):  # some parameter has none
+        except (AttributeError, TypeError):  # a parameter without gradient
             gradients = [getattr(param, "main_grad", None) for param in params]
             addresses = [None if one is None else one.data_ptr() for one in gradients]
         groups = [getattr(optimizer, name, None) for name in ("tp_group", "expert_tp_group")]
@@ -190,11 +171,11 @@ class AddressBook:
         )
 
     def check_states(self) -> int:
-        """Compare what an update depends on, without what :meth:`check_bucket` compares.
+        """Check everything that an update depends on, except for :meth:`check_bucket`.
 
-        That is: moments and their addresses, parameter groups and which master is in which, the
-        kind of weight decay, and memory of masters and weights that are in no managed bucket;
-        gradients as of the last :meth:`check_gradients`.
+        This includes moments and their addresses, parameter groups and their members, the kind of
+        weight decay, the memory of masters and weights outside managed buckets, and gradients as of
+        the last :meth:`check_gradients`.
         """
         optimizer = self._optimizer
         inner = optimizer.optimizer
@@ -220,16 +201,15 @@ class AddressBook:
         return self._masters.generation + self._gradients.generation + states
 
     def check_bucket(self, bucket: ManagedBucket) -> int:
-        """Compare where masters and weights of a bucket lie with what it has planned with."""
+        """Check whether masters or weights of a bucket have moved since it was planned."""
         if bucket.has_moved:
             self._buckets[bucket] += 1
         return self._masters.generation + self._buckets[bucket]
 
     def _find_attributes(self) -> list[tuple[Any, ...]]:
-        """Return the attributes of each master that its norm depends on."""
         try:
             same = self._of_masters == self._attributes
-        except RuntimeError:  # tensors among them, which have no truth
+        except RuntimeError:  # tensors have no truth value
             same = False
         if not same:
             self._attributes = list(map(dict, self._of_masters))
@@ -238,20 +218,16 @@ class AddressBook:
 
 
 def find_moments(inner: Any) -> list[Tensor]:
-    """Return the tensors that Adam has for moments now."""
+    """Return the moments that Adam currently holds."""
     states = inner.state.values()
     try:
         return [*map(_EXP_AVG, states), *map(_EXP_AVG_SQ, states)]
-    except KeyError:  # of masters that have not stepped
+    except KeyError:  # before the first step
         return [state[name] for state in states for name in MOMENTS if name in state]
 
 
 def is_decoupled(inner: Any) -> bool:
-    """Return whether weight decay is added to the update (AdamW), and not to the gradient.
-
-    Raises:
-        StateError: in some parameter groups it is, and in others not.
-    """
+    """Return whether weight decay is decoupled (AdamW); raise StateError if groups differ."""
     modes = {_decouples(inner, group) for group in inner.param_groups if group["params"]}
     if len(modes) > 1:
         raise StateError(
@@ -262,5 +238,5 @@ def is_decoupled(inner: Any) -> bool:
 
 
 def _decouples(inner: Any, group: dict[str, Any]) -> bool:
-    """Transformer Engine's Adam reads its own attribute at every step, ours that of the group."""
+    """Transformer Engine's Adam reads its own attribute at every step, ours the group's."""
     return bool(getattr(inner, "adam_w_mode", group.get("adam_w_mode", True)))

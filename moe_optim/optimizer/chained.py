@@ -1,4 +1,4 @@
-"""The chain of optimizers: norm, decision, update and gather of a step."""
+"""The chain of optimizers: norm, skip decision, update and gather of a step."""
 
 import logging
 import math
@@ -37,17 +37,17 @@ logger = logging.getLogger(__name__)
 
 
 class GroupedChainedOptimizer(ChainedOptimizer):
-    """Megatron's chain of optimizers, which checks the gradient norm before anything moves.
+    """Megatron's chain of optimizers, which checks the gradient norm before it updates any weight.
 
-    Norms are reduced over all ranks, so all ranks decide alike. A healthy step needs no further
-    collective, except for norms of separate groups where nothing is clipped.
+    Norms are reduced over all ranks, so all ranks make the same decision. A healthy step needs no
+    extra collective, except for separate norm groups when clipping is off.
     """
 
     def __init__(self, chained_optimizers: list[Any]) -> None:
-        """Arguments are Megatron's. Every rank must call it.
+        """Same arguments as Megatron's class. Every rank must call it.
 
         Raises:
-            ConfigError: ``step: fused`` is set, and something keeps it from running on some rank.
+            ConfigError: ``step: fused`` is set, but some rank cannot run it.
         """
         super().__init__(chained_optimizers)
         config = config_or_bf16()
@@ -55,23 +55,16 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         self.is_fused = self._agree_to_fuse(config)
         self._must_skip = False
         self.observers: list[StepObserver] = []
-        """Called in this order, the same on every rank."""
+        """Observers in call order, the same on every rank."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Replace the CUDA graph that a training loop puts in the place of ``step`` by our own.
-
-        Megatron's would capture decisions of the host, and replay without telling the buckets.
-        """
+        """Replace Megatron's CUDA graph wrapper of ``step``, which would capture host decisions."""
         if name == "step" and isinstance(value, OptimizerCudaGraphWrapper):
             value = GraphedStep(self)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Report the last step of a graph that is dropped: a save follows. Every rank must call it.
-
-        Raises:
-            NonFiniteError: the last step has found gradients that are not finite.
-        """
+        """Report the last step of a dropped graph: a save follows. Every rank must call it."""
         graphed = self._graphed_step if name == "step" else None
         super().__delattr__(name)
         if graphed:
@@ -79,12 +72,9 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def step(self) -> Any:
-        """Step once; return whether weights moved, the gradient norm, and zeros if any are counted.
+        """Return whether weights moved, the gradient norm and the zero count, on every rank.
 
-        Every rank must call it.
-
-        Raises:
-            NonFiniteError: as :meth:`get_grad_norm`.
+        Every rank must call it; raises as :meth:`get_grad_norm`.
         """
         self.before_step()
         return self._step_fused() if self.is_fused else super().step()
@@ -95,7 +85,6 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             observer.before_step()
 
     def _agree_to_fuse(self, config: MoEOptimConfig) -> bool:
-        """Return whether steps are fused, on all ranks alike. Every rank must call it."""
         setups = [setup_of(part, config) for part in self.stepping]
         setup = next(
             filter(why_stock_step, setups),
@@ -114,7 +103,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
     @property
     def stepping(self) -> list[Any]:
-        """The optimizers that have something to step, which frozen models and other stages lack."""
+        """Optimizers with parameters; frozen models and other pipeline stages have none."""
         return [part for part in self.chained_optimizers if not part.is_stub_optimizer]
 
     def _step_fused(self) -> Any:
@@ -134,7 +123,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             log_single_rank(logger, logging.INFO, message)
         moves = not (self._must_skip or is_too_large)
         if moves:
-            for part in self.stepping:  # one whose turn comes after a failure is left alone
+            for part in self.stepping:  # parts after a failed one are not stepped
                 clips = clip_factors(norms, part.config.clip_grad, clipped)
                 with self._timed("optimizer-inner-step"):
                     part.update_masters(clips)
@@ -145,36 +134,36 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
     @property
     def largest_norm(self) -> float:
-        """The gradient norm above which no step is taken; Inf without such a threshold."""
+        """Gradient norm above which a step is skipped; Inf without a threshold."""
         return min(part.config.grad_norm_skip_threshold for part in self.chained_optimizers)
 
     def clipped_norms(self) -> list[bool]:
-        """Return a flag per norm: whether Megatron clips by it. Every rank must call it.
+        """Return one flag per norm: whether Megatron clips by it. Every rank must call it.
 
-        Megatron looks for separate groups at the first step that clips, and never again.
+        Megatron searches for separate norm groups once, at the first step that clips.
         """
         clips = any(part.config.clip_grad > 0.0 for part in self.chained_optimizers)
         return [True, *(clips and self.has_grad_norm_group(str(group)) for group in NORMS[1:])]
 
     def find_norms(self) -> tuple[Tensor, list[float], int]:
-        """Return norms on the device, [len(NORMS)] fp32, the same on the host, and count of zeros.
+        """Return norms on the device, [len(NORMS)] fp32, the same on the host, and the zero count.
 
-        Every rank must call it. The only place of a step where the host waits for the device.
+        Every rank must call it. This is the only host synchronization of a step.
         """
         for part in self.stepping:
             part.read_gradients()
         total = self.sum_squares()
         norms = norms_of(total[:-1], self.config)
         for part in self.stepping:
-            if not has_pre_hooks(part.optimizer):  # which may move what is planned with
-                part.plan_update()  # before the wait: the device finds the norm meanwhile
+            if not has_pre_hooks(part.optimizer):  # pre-hooks may move planned tensors
+                part.plan_update()  # overlaps with the norm on the device
         *of_host, zeros = torch.cat([norms, total[-1:]]).tolist()
         return norms, of_host, int(zeros)
 
     def sum_squares(self) -> Tensor:
-        """Return squared norms and zeros over all optimizers and ranks, [len(NORMS) + 1] fp64.
+        """Return squared norms and zero count over all ranks, [len(NORMS) + 1] fp64.
 
-        Every rank must call it. Nothing is waited for.
+        Every rank must call it. Does not synchronize with the device.
         """
         parts = self.chained_optimizers
         mine = [
@@ -199,13 +188,10 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Copy and unscale gradients; return whether some are not finite. Every rank must call it.
+        """Copy and unscale gradients; return whether any is non-finite. Every rank must call it.
 
-        Megatron looks for Inf and NaN here where there is a loss scale. A dynamic one provokes
-        them and lowers itself; a constant one does not excuse them.
-
-        Raises:
-            NonFiniteError: as :meth:`get_grad_norm`.
+        With a loss scale, Megatron checks for Inf and NaN here. Only a dynamic loss scale excuses
+        them, since it provokes overflow and then lowers itself.
         """
         found = bool(super().prepare_grads())
         scalers = [getattr(part, "grad_scaler", None) for part in self.chained_optimizers]
@@ -217,11 +203,10 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     def get_grad_norm(self) -> Any:
         """Return the norm over all gradients of all ranks. Every rank must call it.
 
-        Norms of separate groups are checked, too, even where nothing is clipped and Megatron does
-        not compute them.
+        Also checks the norms of separate groups, which Megatron does not compute without clipping.
 
         Raises:
-            NonFiniteError: one is Inf or NaN and the policy is ``raise``; the message names
+            NonFiniteError: a norm is Inf or NaN and the policy is ``raise``; the message names
                 parameter, expert and owner rank of each culprit.
         """
         norm = super().get_grad_norm()
@@ -249,20 +234,20 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         logger.warning("optimizer step skipped: %s", message)
 
     def step_with_ready_grads(self) -> bool:
-        """Step, unless the policy says to skip this one."""
+        """Step, unless the policy skips this step."""
         return False if self._must_skip else super().step_with_ready_grads()
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what is saved, or shapes to load into. Every rank must call it.
+        """Return the state to save, or shapes to load into. Every rank must call it.
 
         Raises:
-            NonFiniteError: the last step of a CUDA graph has found gradients that are not finite.
+            NonFiniteError: the last step of a CUDA graph found non-finite gradients.
         """
         self._hear_of_last_step()
         return super().sharded_state_dict(*args, **kwargs)
 
     def state_dict(self) -> Any:
-        """Return groups, step counts included. Every rank must call it; raises as the above."""
+        """Return groups with step counts. Every rank must call it; raises as the above."""
         self._hear_of_last_step()
         return super().state_dict()
 
@@ -279,7 +264,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         return step if isinstance(step, GraphedStep) else None
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load states of one optimizer or of several."""
+        """Load the states of one or several optimizers."""
         if isinstance(state_dict, dict):
             state_dict = states_by_part(state_dict, self.chained_optimizers)
         super().load_state_dict(state_dict)

@@ -1,4 +1,4 @@
-"""The states of a distributed optimizer: saved with a manifest, loaded into any expert layout."""
+"""Optimizer states: saved with a manifest, loaded into any expert layout."""
 
 from types import MappingProxyType
 from typing import Any
@@ -38,30 +38,29 @@ _NOT_SAVED = (
 
 
 class CheckpointedOptimizer(DistributedOptimizer):
-    """Megatron's distributed optimizer, with a manifest in every state that it saves.
+    """Megatron's distributed optimizer, with a manifest in every saved state.
 
-    Flat states are read by the manifest they were saved with. States under the names of parameters
-    are right with any number of buckets, and with one parameter for all experts.
+    Flat states are read by the manifest they were saved with. States keyed by parameter name
+    support any number of buckets, and one parameter for all experts.
 
     Attributes:
-        knobs: configuration of this package that the optimizer was built with.
-        requester: owner of its last request for a manifest, while a checkpoint is loaded.
+        knobs: plug-in configuration at construction.
+        requester: owner of the pending manifest request, while a checkpoint is loaded.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Shard the masters; arguments are Megatron's."""
         super().__init__(*args, **kwargs)
         self.knobs = config_or_bf16()
         self.requester: ManifestRequester | None = None
         self._gathers_by_name = False
-        # They stay until uninstall(): this optimizer asks for what only the replacement can find.
+        # Applied until uninstall(): only the replacement finds the entries that this requests.
         apply_patches(patches.CHECKPOINTS, holder=OPTIMIZERS)
         if not self.is_stub_optimizer and not self.ddp_config.use_megatron_fsdp:
             self._order_group_indices()
 
     def _order_group_indices(self) -> None:
-        # Megatron numbers a group's parameters as they come, but installs fp32 ones before bf16
-        # ones, so states of a mixed group would be saved and loaded under each other's name.
+        # Megatron numbers a group's parameters in order, but installs fp32 ones before bf16 ones,
+        # so states of a mixed group would be saved and loaded under swapped names.
         for index, groups in enumerate(
             zip(self.model_fp32_groups, self.model_float16_groups, strict=True)
         ):
@@ -69,9 +68,9 @@ class CheckpointedOptimizer(DistributedOptimizer):
                 self.model_param_group_index_map[param] = (index, order)
 
     def _get_main_param_and_optimizer_states(self, model_param: torch.nn.Parameter) -> Any:
-        """Return master and moments; moments in fp16 and fp8 as unscaled copies in fp32.
+        """Return master and moments, with fp16 and fp8 moments as unscaled fp32 copies.
 
-        Megatron returns the scaled ones.
+        Megatron returns them scaled.
         """
         states = super()._get_main_param_and_optimizer_states(model_param)
         for name in self._scaled_moments & states.keys():
@@ -82,7 +81,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
     def _set_main_param_and_optimizer_states(
         self, model_param: torch.nn.Parameter, tensors: dict[str, Any]
     ) -> None:
-        # Megatron copies into what the getter returns, of which scaled moments are copies
+        # Megatron copies into the getter's results, where scaled moments are copies
         super()._set_main_param_and_optimizer_states(model_param, tensors)
         group, order = self.model_param_group_index_map[model_param]
         master = self.optimizer.param_groups[group]["params"][order]
@@ -92,7 +91,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
     @property
     def _scaled_moments(self) -> set[str]:
         if not self.config.use_precision_aware_optimizer or (
-            self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # masters are Adam's, too
+            self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # Adam holds the masters
         ):
             return set()
         dtypes = {"exp_avg": self.config.exp_avg_dtype, "exp_avg_sq": self.config.exp_avg_sq_dtype}
@@ -108,10 +107,10 @@ class CheckpointedOptimizer(DistributedOptimizer):
         """Return states to save or load, with their manifest. Every rank must call it.
 
         Raises:
-            ConfigError: no sharding type, or ``fully_sharded_model_space``, Megatron's default,
-                which it can no longer save.
-            NonFiniteError: some master or moment to be saved is Inf or NaN, and ``save_nonfinite``
-                is not set.
+            ConfigError: no sharding type is given, or Megatron's default
+                ``fully_sharded_model_space``, which Megatron can no longer save.
+            NonFiniteError: a master or moment to be saved is Inf or NaN, and ``save_nonfinite`` is
+                not set.
             StateError: a load after ``uninstall()``.
         """
         if is_loading and any(patch_state(patch) != "applied" for patch in patches.CHECKPOINTS):
@@ -147,14 +146,14 @@ class CheckpointedOptimizer(DistributedOptimizer):
         is_loading: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> Any:
-        """Return states as they lie in buckets."""
+        """Return flat states in bucket order."""
         if not is_loading:
             return flat_states_to_save(self)
         manifest = manifest_of(self)
         return flat_states_to_load(self, manifest, manifest_key(self, manifest))
 
     def load_parameter_state_from_dp_reshardable(self, state_dict: Any) -> None:
-        """Take states that were asked for by :meth:`sharded_param_state_dp_reshardable`."""
+        """Load the states requested by :meth:`sharded_param_state_dp_reshardable`."""
         load_flat_states(self, state_dict)
 
     def sharded_param_state_fully_reshardable(
@@ -163,10 +162,10 @@ class CheckpointedOptimizer(DistributedOptimizer):
         is_loading: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> Any:
-        """Return states under the names of their parameters.
+        """Return states keyed by parameter name.
 
-        Megatron 0.19 indexes tensors without padding by places in the padded buffer: all states
-        behind the first bucket are shifted. Here the tensors are padded.
+        Megatron 0.19 indexes unpadded tensors with offsets of the padded buffer, which shifts all
+        states after the first bucket. Here the tensors are padded.
         """
         self._gathers_by_name = True
         try:
@@ -197,7 +196,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
         """Save all states to one file, as ``--ckpt-format torch`` does. Every rank must call it.
 
         Raises:
-            NonFiniteError: some master is Inf or NaN, and ``save_nonfinite`` is not set.
+            NonFiniteError: a master or moment is Inf or NaN, and ``save_nonfinite`` is not set.
         """
         if not self.knobs.save_nonfinite:
             check_masters(self, _NOT_SAVED, with_moments=True)
@@ -206,10 +205,10 @@ class CheckpointedOptimizer(DistributedOptimizer):
     def load_parameter_state_from_dp_zero(
         self, state_dict: Any, *, update_legacy_format: bool = False
     ) -> None:
-        """Scatter states that the first rank has.
+        """Scatter states from the first rank.
 
         Raises:
-            LayoutError: they are of other experts, or in an unknown order; on every rank.
+            LayoutError: the states have other experts or an unknown order; on every rank.
         """
         first = self.data_parallel_group_gloo.rank() == 0
         states = agree(
@@ -222,7 +221,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
         where = "optimizer states of a data-parallel group"
         saved = states.get(MANIFEST)
         if is_old and not holds_several_experts(manifest_of(self)):
-            return states  # of before February 2024: Megatron's to take apart
+            return states  # saved before February 2024: Megatron splits them
         source = (
             manifest_of_file_states(self, states, where)
             if saved is None
@@ -234,8 +233,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
         """Load masters and moments.
 
         Raises:
-            LayoutError: flat states of another expert layout that were not loaded by
-                ``dist_checkpointing.load``; or states that ``--ckpt-format torch`` saved without
+            LayoutError: flat states of another expert layout were not loaded by
+                ``dist_checkpointing.load``, or ``--ckpt-format torch`` saved the states without
                 ``--use-distributed-optimizer``.
         """
         if "fp32_from_fp16_params" in state_dict:
@@ -254,7 +253,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
 
 def _cuts_unpadded_states() -> bool:
-    # later versions of Megatron count the padding in this variable
+    # later versions of Megatron have this variable
     method = DistributedOptimizer.sharded_param_state_fully_reshardable
     return "cumulative_padding_stripped" not in method.__code__.co_varnames
 

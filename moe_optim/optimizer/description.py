@@ -1,4 +1,4 @@
-"""Which weights lie in which format after an optimizer was built, and what a step gathers."""
+"""Summary of a built optimizer: weights by format, and bytes gathered per step."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,59 +30,58 @@ _BF16_BYTES = torch.bfloat16.itemsize
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsOfAFormat:
-    """Weights of one rank that are alike."""
+    """Weights of one rank with the same kind, format and reason."""
 
     kind: Kind
     """``expert``, or ``dense`` for all others."""
     format: str
-    """A format of this package, or the dtype."""
+    """Name of a block-scaled format, or dtype."""
     unmanaged: str | None
-    """Why buckets of this package do not hold them; None for those that they hold."""
+    """Reason why no managed bucket holds them; None for managed weights."""
     weights: int
-    """Matrices, or vectors of biases and norms: one per expert, whatever the expert layout."""
+    """Number of matrices, or of bias and norm vectors; one per expert in either expert layout."""
     parameters: int
-    """Elements."""
+    """Number of elements."""
     weight_bytes: int
-    """Everything that GEMMs read or a gather writes, padding included."""
+    """Bytes that GEMMs read or a gather writes, padding included."""
     stock_weight_bytes: int
-    """The same parameters in bf16; those that are not quantized stay what they are."""
+    """Bytes of the same parameters with bf16 in place of quantized weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Description:
-    """What this package does to a run, seen from one rank: its weights, and all that is gathered.
+    """Weights of one rank, and the bytes that a step gathers.
 
     *Stock* is Megatron's distributed optimizer with bf16 weights, gathered in bf16 in the same
-    buckets, which end where Megatron ends them. ``str()`` gives one line.
+    buckets with Megatron's own bucket ends. ``str()`` gives one line.
     """
 
     optimizer: str
-    """Classes of the optimizers in it."""
+    """Class names of the chained optimizers."""
     step: str | None
-    """``fused`` or ``stock``; None where one part of several is described."""
+    """``fused`` or ``stock``; None for one part of a chain."""
     weights: tuple[WeightsOfAFormat, ...]
-    """Managed ones first."""
+    """Rows by format, managed weights first."""
     wire: str | None
-    """What the gather of managed buckets carries; None where there are none."""
+    """Gather dtype of managed buckets; None without any."""
     layout: str | None
-    """Where managed buckets end; None where there are none."""
+    """Layout of managed buckets; None without any."""
     buckets: int
-    """Managed ones."""
+    """Number of managed buckets."""
     ranks: tuple[int, ...]
-    """Numbers of data-parallel ranks that share a managed bucket, ascending: experts and other
-    weights can differ."""
+    """Data-parallel sizes of managed buckets, ascending; experts and dense weights can differ."""
     gathered_bytes: int
-    """Bytes of managed buckets on every rank after a gather, its own part and padding included."""
+    """Bytes of managed buckets on every rank after a gather, own slice and padding included."""
     stock_gathered_bytes: int
     """Bytes that stock would gather for the same buckets."""
     other_buckets: int
-    """Buckets of all other parameters."""
+    """Number of unmanaged buckets."""
     other_gathered_bytes: int
-    """Bytes of these per step, gathered by Megatron's own code."""
+    """Bytes per step of unmanaged buckets, gathered by Megatron."""
 
     @property
     def line(self) -> str:
-        """What is managed, in one line."""
+        """Managed weights and buckets, in one line."""
         rows = [
             f"{row.weights:,} {row.kind} weights in {row.format} "
             f"({spell_count(row.parameters)} parameters, {spell_bytes(row.weight_bytes)})"
@@ -97,7 +96,7 @@ class Description:
         return "; ".join(rows)
 
     def __str__(self) -> str:
-        """Return optimizer, step, what is managed, and what a step gathers, in one line."""
+        """Return optimizer, step, managed weights and bytes gathered per step, in one line."""
         step = "" if self.step is None else f", step {self.step}"
         line = f"{self.optimizer}{step}; {self.line}"
         if self.buckets:
@@ -110,15 +109,15 @@ class Description:
 
 
 def describe(model_chunks: Sequence[Any], optimizer: Any) -> Description:
-    """Return what was built on this rank. No rank communicates, and nothing is changed.
+    """Return a summary of the optimizer on this rank. No rank communicates, and nothing is changed.
 
-    Ranks with other experts, or of other pipeline stages, have other weights; those that share
-    their weights give the same description.
+    Ranks with other experts, or of other pipeline stages, have other weights; ranks that share
+    their weights return the same description.
 
     Args:
         model_chunks: DDP-wrapped chunks.
-        optimizer: result of Megatron's factory, stock or not; or one part of it, of which only
-            its own buckets are described.
+        optimizer: result of Megatron's factory, stock or not; or one of its parts, to describe only
+            that part's buckets.
 
     Raises:
         StateError: a chunk is not wrapped with DDP.
@@ -206,14 +205,6 @@ def _reason(
     is_bucketed: bool,
     compute: Mapping[torch.nn.Parameter, str],
 ) -> str:
-    """Return why no managed bucket holds a parameter.
-
-    Args:
-        param: parameter of the model.
-        name: name of the parameter.
-        is_bucketed: whether another bucket of the optimizer holds it.
-        compute: bf16 weight -> format of its GEMMs.
-    """
     if not param.requires_grad:
         return "frozen"
     if not is_bucketed:
@@ -241,7 +232,7 @@ def _is_plain(param: torch.nn.Parameter) -> bool:
 
 
 def _storage(param: torch.nn.Parameter) -> WeightStorage | None:
-    storage: WeightStorage | None = getattr(param, "quantized_storage", None)  # makes none
+    storage: WeightStorage | None = getattr(param, "quantized_storage", None)  # creates none
     return storage
 
 
@@ -263,7 +254,7 @@ def _count_weights(param: torch.nn.Parameter, name: str) -> int:
 
 
 def _memory_bytes(param: torch.nn.Parameter, seen: set[int]) -> int:
-    """Return the bytes behind a parameter, without memory in ``seen``, to which it is added.
+    """Return the bytes behind a parameter, except memory in ``seen``, and add it to ``seen``.
 
     Weights of a bucket share memory, with its padding.
     """
@@ -291,6 +282,5 @@ def _stock_bytes(bucket: ManagedBucket, high_busbw: bool) -> int:
 
 
 def _only(values: Iterable[Any]) -> Any:
-    """Return the one value there is; several as a list, None for none."""
     found = list(dict.fromkeys(values))
     return found[0] if len(found) == 1 else ", ".join(map(str, found)) or None

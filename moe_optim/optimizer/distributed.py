@@ -28,21 +28,21 @@ from moe_optim.weights.te.fields import is_tensorwise
 class GroupedDistributedOptimizer(SteppedOptimizer):
     """Megatron's distributed optimizer, whose bucket groups gather quantized weights.
 
-    Parameters without a quantized storage take Megatron's code unchanged. For those that have one,
-    a step ends with their bucket groups stale, or encoded where it was fused; see
-    :class:`GroupedBucketGroup`.
+    Parameters without a quantized storage use Megatron's code unchanged. For managed buckets, a
+    step ends with the weights ENCODED if it was fused, else STALE; see :class:`GroupedBucketGroup`.
     """
 
     def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        """Shard the masters; arguments are Megatron's.
+        """Shard the masters; same arguments as Megatron's class.
 
-        ``reuse_grad_buf_for_mxfp8_param_ag`` is turned off: it would make Megatron's step leave the
-        weights to the training loop, which stages them later.
+        ``reuse_grad_buf_for_mxfp8_param_ag`` is turned off, since it would defer the weight update
+        to the training loop.
 
         Raises:
-            ConfigError: ``--optimizer-cpu-offload`` has come to Megatron's factory, not to ours.
+            ConfigError: ``--optimizer-cpu-offload`` was passed to Megatron's factory instead of
+                ours.
         """
-        if config.optimizer_cpu_offload:  # which would step beside our masters, or in their place
+        if config.optimizer_cpu_offload:  # which would step other masters
             raise ConfigError(
                 "--optimizer-cpu-offload: expected moe_optim.get_megatron_optimizer to build the "
                 "optimizer, got Megatron's function. Call ours in its place, with its arguments."
@@ -61,18 +61,18 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
         groups = [group for _, group in self._placed_groups]
         self._groups = [group for group in groups if isinstance(group, GroupedBucketGroup)]
         self._managed_groups = [group for group in self._groups if group.managed]
-        if self.knobs.offload_states:  # masters that Adam holds are none of Megatron's
+        if self.knobs.offload_states:  # excludes masters held by Adam
             masters = [m for group in self.shard_fp32_from_float16_groups for m in group]
             self.host_states = HostStates(
                 [master for master in masters if master is not None], self.knobs.offload_states
             )
         for bucket in self._buckets:
             self._check_shards(bucket)
-            bucket.owner = self  # in place of an optimizer that was built before
+            bucket.owner = self  # replaces an optimizer built earlier
         for group in self._managed_groups:
             group.forget_masters()
-        # Megatron drops these only where this rank owns a part of the parameter, and never of a
-        # frozen one; those of other optimizers are still wanted
+        # Megatron drops these only for parameters with a shard on this rank, and never for frozen
+        # ones; other optimizers still need theirs
         mine = {param for bucket in self._buckets for param in bucket.params}
         for param in (param for chunk in self.model_chunks for param in chunk.parameters()):
             if param in mine or (not param.requires_grad and is_managed(param)):
@@ -81,11 +81,10 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
         self.book.check_masters()
 
     def __repr__(self) -> str:
-        """Return the class, and what it manages on this rank."""
         return f"{type(self).__name__}({describe(self.model_chunks, self).line})"
 
     def _find_groups(self) -> list[tuple[Any, Any]]:
-        """Return the bucket groups of these parameters, of any class, behind their model chunk."""
+        """Return this optimizer's bucket groups, of any class, with their model chunks."""
         mine = {id(bucket) for buffer in self.buffers for bucket in buffer.buckets}
         return [
             (chunk, group)
@@ -95,12 +94,12 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
         ]
 
     def finish_gathers(self) -> None:
-        """Finish gathers that are in flight."""
+        """Finish gathers in flight."""
         for group in self._groups:
             group.finish_gather()
 
     def masters_of(self, bucket: ManagedBucket) -> list[OwnedMaster]:
-        """Return the masters of what this rank owns in ``bucket``, not copies."""
+        """Return the masters of this rank's shard of ``bucket``, not copies."""
         params = set(bucket.params)
         return [
             OwnedMaster(
@@ -113,7 +112,7 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
         ]
 
     def _check_shards(self, bucket: ManagedBucket) -> None:
-        """Raise LayoutError unless Megatron's shards and our own plan of them agree."""
+        """Raise LayoutError if Megatron's shards differ from the bucket's slots."""
         rank, shard_numel = self.data_parallel_group.rank(), bucket.grads.numel() // bucket.dp_size
         planned = sum(len(slot.owned(rank, shard_numel)) for slot in bucket.slots)
         held = sum(one.master.numel() for one in self.masters_of(bucket))
@@ -132,7 +131,7 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
         opt_group_ranges: list[Any],
         config: Any,
     ) -> Any:
-        """Allocate the masters; quantized bytes are never sliced as if they were elements."""
+        """Allocate the masters without slicing quantized bytes as elements."""
         if any(is_managed(param) for param in param_gbuf_map):
             renew_initial_values(param_gbuf_map)
             config = copy.copy(config)
@@ -143,56 +142,48 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
 
     @classmethod
     def _is_fp8_param_for_param_gather(cls, tensor: Tensor) -> bool:
-        """Return whether Megatron quantizes ``tensor``: nothing that is managed."""
+        """Return whether Megatron quantizes ``tensor``; False for managed weights."""
         return not is_managed(tensor) and super()._is_fp8_param_for_param_gather(tensor)
 
     @staticmethod
     def _is_grouped_quantized_tensor(tensor: Tensor) -> bool:
-        """Return whether Megatron must not touch the bytes of ``tensor``."""
+        """Return whether Megatron must leave the bytes of ``tensor`` alone."""
         return isinstance(
             tensor, GroupedWeight
         ) or DistributedOptimizer._is_grouped_quantized_tensor(tensor)
 
     def _copy_model_grads_to_main_grads(self) -> None:
-        """Take this rank's gradients; raises as :meth:`read_gradients`."""
+        """Copy this rank's gradients; raises as :meth:`read_gradients`."""
         self.read_gradients()
         super()._copy_model_grads_to_main_grads()
 
     def step_with_ready_grads(self) -> bool:
-        """Step as Megatron does; managed buckets are MOVING meanwhile, and STALE then.
-
-        It follows :meth:`read_gradients`. What ends a step in the middle, such as an interrupt,
-        leaves weights that are known to be behind, and gradients that no second step can use.
-
-        Raises:
-            StateError: gradients were not reduced, weights are offloaded, or another optimizer was
-                built for the model since.
-        """
+        """Step as Megatron does; see :meth:`updating`, but managed buckets end STALE."""
         with self._moving_masters():
             return super().step_with_ready_grads()
 
     def _copy_main_params_to_model_params(self) -> None:
-        """Write bf16 and fp32 weights of this rank, and mark managed buckets STALE."""
+        """Write this rank's bf16 and fp32 weights, and mark managed buckets STALE."""
         if self._buckets:
             self._copy_unmanaged_params()
         else:
             super()._copy_main_params_to_model_params()
         for group in self._groups:
-            group.param_gather_dispatched = False  # whatever was gathered since the last reduction
+            group.param_gather_dispatched = False  # even after a gather
         self._record(Event.SETTLE)
 
     def gather_unless_overlapped(self) -> None:
-        """Gather what a step has left, unless forward passes do. Every rank must call it.
+        """Gather stale weights, unless forward passes do. Every rank must call it.
 
-        It follows :meth:`update_masters`, with nothing between them that moves anything.
+        Call right after :meth:`update_masters`, before anything can move masters or weights.
         """
         if not self.ddp_config.overlap_param_gather:
             self._start_gathers(unmoved=not self._is_hooked)
 
     def start_param_sync_for_bucket_group_subset(self) -> None:
-        """Start the gathers of this optimizer's own groups. Every rank must call it.
+        """Start the gathers of this optimizer's groups. Every rank must call it.
 
-        Megatron starts those of all groups of a chunk, once for each optimizer that has stepped.
+        Megatron starts those of all groups of a chunk, once per optimizer that has stepped.
         """
         self._start_gathers()
 
@@ -204,26 +195,26 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
                 chunk._start_bucket_group_param_sync(group, force_sync=force_sync)
 
     def _copy_main_params_to_param_buffer(self) -> None:
-        """Do nothing: managed buckets pull masters when they gather, others hold them already."""
+        """Do nothing: managed buckets read masters when they gather; others are up to date."""
 
     def prepare_model_params_for_param_sync(self) -> None:
-        """Do nothing: managed buckets pull masters when they gather, others hold them already."""
+        """Do nothing; see :meth:`_copy_main_params_to_param_buffer`."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients, delayed weight gradients included."""
+        """Drop gradients, including delayed weight gradients."""
         super().zero_grad(set_to_none)
         for linear in self._delaying_linears:
             linear.drop_delayed_wgrads()
 
     def _copy_model_params_to_main_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        """Make masters of the weights, then the weights of the masters. Every rank must call it.
+        """Derive masters from the weights, then weights from the masters. Every rank must call it.
 
         Args:
-            state_dict: state dict of the model that replaces the weights it holds, with experts in
-                any layout, see :func:`model_values_for`; left alone.
+            state_dict: model state dict to use in place of the current weights, with experts in any
+                layout (see :func:`model_values_for`); not modified.
 
         Raises:
-            LayoutError: a parameter is not in it, or twice, or in another shape.
+            LayoutError: a parameter is missing, duplicated or misshapen in ``state_dict``.
         """
         super()._copy_model_params_to_main_params(state_dict=state_dict)
         if state_dict is None:
@@ -231,7 +222,6 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
         self.refresh_weights()
 
     def _take_loaded_values(self) -> None:
-        """Copy the high-precision values that weights were loaded with into the masters."""
         for one in (one for bucket in self._buckets for one in self.masters_of(bucket)):
             loaded = storage_of(one.param).initial
             if loaded is not None:
@@ -241,44 +231,44 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
     def _build_model_param_to_state_dict_param_map(
         self, state_dict: dict[str, Any]
     ) -> dict[torch.nn.Parameter, Tensor]:
-        """Return the values of every parameter, found by its whole name; Megatron matches ends."""
+        """Return the values of every parameter by its full name; Megatron matches suffixes."""
         return model_values_for(self.model_chunks, state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load masters and moments, and derive quantized weights from the masters.
+        """Load masters and moments, and requantize the weights from the masters.
 
-        Megatron loads weights and masters apart, and requantizes what it dequantized for saving;
-        about one block in twenty then has another scale than before. Every rank must call it.
+        Megatron loads weights and masters separately, and requantizes dequantized values, which
+        changes the scale of about one block in twenty. Every rank must call it.
         """
         if self.host_states.numel:
-            self.make_moments()  # Megatron would make all of them on the device
+            self.make_moments()  # Megatron would create all on the device
         state_dict = with_groups_of_adam(state_dict, self.optimizer)
         super().load_state_dict(with_rates_of(state_dict, self.optimizer))
         self.host_states.keep_all(self.optimizer)
-        if "param_state" in state_dict:  # without it, Megatron is only shaping a state to load into
+        if "param_state" in state_dict:  # else Megatron only builds a template
             self.refresh_weights()
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        """Load the states of one file, then derive the weights. Every rank must call it."""
+        """Load states from one file, then requantize the weights. Every rank must call it."""
         super().load_parameter_state(filename, update_legacy_format=update_legacy_format)
         self.refresh_weights()
 
     def offload_to_cpu(self) -> None:
-        """Move masters and moments to the host; a gather that reads them is finished first."""
+        """Move masters and moments to the host, after finishing gathers that read them."""
         for group in self._managed_groups:
             group.forget_masters()
-        self.host_states.call_them_the_hosts(self.optimizer)  # which Megatron then leaves alone
+        self.host_states.call_them_the_hosts(self.optimizer)  # Megatron then skips them
         super().offload_to_cpu()
 
     def restore_from_cpu(self) -> None:
-        """Move masters and moments back, those at home on the host excepted."""
+        """Move masters and moments back, except for host-resident ones."""
         self.host_states.call_them_the_devices(self.optimizer)
         super().restore_from_cpu()
         for group in self._managed_groups:
             group.forget_masters()
 
     def _quantize_with_megatron(self) -> None:
-        """Let Megatron quantize tensorwise weights, and gather all. Every rank must call it."""
+        """Let Megatron quantize tensorwise weights. Every rank must call it."""
         self.finish_gathers()
         super()._copy_main_params_to_model_params()
         self._start_gathers(force_sync=True)
@@ -287,7 +277,7 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
         """Gather all quantized weights from the masters now. Every rank must call it.
 
         Raises:
-            NonFiniteError: some master is Inf or NaN; nothing has been gathered.
+            NonFiniteError: a master is Inf or NaN; nothing was gathered.
         """
         if self.has_tensorwise:
             self._quantize_with_megatron()

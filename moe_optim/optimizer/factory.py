@@ -1,4 +1,4 @@
-"""The function that builds the optimizer, in the place of Megatron's."""
+"""The optimizer factory that replaces Megatron's."""
 
 import copy
 import logging
@@ -28,7 +28,7 @@ _REPLACED_FLAGS = (
     "reuse_grad_buf_for_mxfp8_param_ag",  # here, so that all parts share one configuration
 )
 _core_factory = core_optimizer.get_megatron_optimizer
-"""Where nothing is installed; taken now, since a script may put ours in its place by hand."""
+"""Factory to use when nothing is installed; captured at import, before a script can replace it."""
 
 
 def get_megatron_optimizer(
@@ -41,23 +41,23 @@ def get_megatron_optimizer(
 ) -> Any:
     """Build Megatron's optimizer with ``GroupedDistributedOptimizer`` in it.
 
-    A drop-in for ``megatron.core.optimizer.get_megatron_optimizer``, same arguments, same kinds of
-    result. Works on models wrapped after ``install()``, and on bf16 models wrapped before it. Every
-    rank must call it.
+    A drop-in for ``megatron.core.optimizer.get_megatron_optimizer``, with the same arguments and
+    result types. Accepts models wrapped after ``install()``, and bf16 models wrapped before it.
+    Every rank must call it.
 
     Args:
-        config: Megatron's ``OptimizerConfig``; left alone.
+        config: Megatron's ``OptimizerConfig``; not modified.
         model_chunks: DDP-wrapped chunks of this rank's pipeline stage.
-        config_overrides: settings of parameter groups, as Megatron's factory takes them.
+        config_overrides: parameter group settings, as for Megatron's factory.
         use_gloo_process_groups: whether gloo groups exist for checkpoints.
-        pg_collection: process groups; None takes those of ``parallel_state``.
-        dump_param_to_param_group_map: a path to which Megatron saves which parameter is in which
-            group; None saves nothing.
+        pg_collection: process groups; None uses ``parallel_state``.
+        dump_param_to_param_group_map: path where Megatron saves the mapping of parameters to
+            groups; None saves nothing.
 
     Raises:
-        ConfigError: a flag the plug-in does not support, by its name.
+        ConfigError: a flag is not supported; the message names it.
         StateError: the model holds quantized weights that were wrapped before ``install()``.
-        PatchError: Megatron is not the version this package was written for.
+        PatchError: this version of Megatron is not supported.
     """
     setup = check_model(config, model_chunks, config_or_bf16())
     moe_optim_config = config_with_flags(setup.config, config)
@@ -102,17 +102,16 @@ def _log(text: str, level: int = logging.INFO) -> None:
 
 
 def _can_be_captured(optimizer: Any) -> bool:
-    """Return whether kernels update all masters; a CPU, which captures nothing, needs none."""
     return this_device().type != "cuda" or all(map(runs_on_kernels, optimizer.stepping))
 
 
 def _without_replaced_flags(config: Any, setup: Setup) -> Any:
-    """Return the configuration for Megatron's factory, without what is done here in another way.
+    """Return the configuration for Megatron's factory, without flags that this package implements.
 
-    Adam need not be capturable for a graph of the fused step, and steps states on the host without
-    ``HybridDeviceOptimizer``. With ``use_precision_aware_optimizer`` Megatron lets Adam keep all
-    masters, unless ``fp8_recipe`` says that weights are quantized; that of portable and of NVFP4
-    weights does not.
+    Adam need not be capturable for a graph of the fused step, and needs no
+    ``HybridDeviceOptimizer`` for host-resident states. With ``use_precision_aware_optimizer``
+    Megatron lets Adam hold all masters unless ``fp8_recipe`` is set, which it is not for portable
+    and NVFP4 weights.
     """
     settled = dict.fromkeys(_REPLACED_FLAGS, False)
     if not setup.adam_holds_masters:

@@ -1,9 +1,9 @@
-"""A fused step whose kernels a CUDA graph replays, from gradients to encoded weights.
+"""A fused step replayed as a CUDA graph, from gradients to encoded weights.
 
-The host decides nothing: the norm stays on the device, and where it is not finite or too large,
-clip factors below zero make the update change nothing. The host learns of it when the next step
-begins or a checkpoint is saved. Learning rates and step counts are copied before each replay, and
-weights are gathered after it, as without a graph.
+The norm stays on the device; if it is non-finite or too large, negative clip factors turn the
+update into a no-op. The host learns of it when the next step begins or a checkpoint is saved.
+Learning rates and step counts are copied before each replay, and weights are gathered after it, as
+without a graph.
 """
 
 import logging
@@ -24,11 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class GraphedStep:
-    """The fused step of a chain, captured when it runs for the second time.
-
-    Args:
-        chain: ``GroupedChainedOptimizer`` whose steps are fused.
-    """
+    """The fused step of a ``GroupedChainedOptimizer``, captured on its second run."""
 
     def __init__(self, chain: Any) -> None:
         self._chain = chain
@@ -48,12 +44,12 @@ class GraphedStep:
 
     @torch.no_grad()
     def __call__(self) -> Any:
-        """Step once, and return what Megatron's step does. Every rank must call it.
+        """Step once, and return the result of Megatron's step. Every rank must call it.
 
         Raises:
-            NonFiniteError: the step before this one has found gradients that are not finite, and
-                changed nothing; neither does this one.
-            StateError: Adam has step pre-hooks, which are to see clipped gradients.
+            NonFiniteError: the previous step found non-finite gradients; neither step changed
+                anything.
+            StateError: Adam has step pre-hooks, which require clipped gradients.
         """
         self.tell()
         self._chain.before_step()
@@ -61,8 +57,8 @@ class GraphedStep:
         for part in parts:
             _refuse_pre_hooks(part.optimizer)
             part.read_gradients()
-        # outside of the graph: NCCL wants all ranks to replay a collective or none, and each rank
-        # plans anew when its own memory has moved
+        # outside of the graph: NCCL requires that all ranks replay a collective or none, but each
+        # rank rebuilds its plans when its own memory moves
         self._total.copy_(self._chain.sum_squares())
         self._largest_norm = self._chain.largest_norm
         self._clipped = self._chain.clipped_norms()
@@ -86,16 +82,16 @@ class GraphedStep:
         return True, as_megatron_returns(self._norms[:1]), self._zeros if counts else None
 
     def tell(self) -> None:
-        """Report what the last step found, once. Every rank must call it.
+        """Report the outcome of the last step, once. Every rank must call it.
 
         Raises:
-            NonFiniteError: gradients were not finite, and the policy is ``raise``.
+            NonFiniteError: gradients were non-finite, and the policy is ``raise``.
         """
         if self._is_told:
             return
         self._is_told = True
         if self._is_there is not None:
-            self._is_there.synchronize()  # of the last step, and not of what was started since
+            self._is_there.synchronize()  # waits for the last step, not for later work
         norm, *of_groups = self._on_host.tolist()
         is_finite = all(map(math.isfinite, (norm, *of_groups)))
         if is_finite and norm <= self._largest_norm:
@@ -117,15 +113,11 @@ class GraphedStep:
         logger.warning("%s; it was skipped", message)
 
     def forget(self) -> None:
-        """Drop what the last step found: other states and step counts were loaded."""
+        """Drop the outcome of the last step, after a load of other states and step counts."""
         self._is_told = True
 
     def _launch(self, plans: list[float]) -> None:
-        """Run the kernels: one by one where something is planned anew, else as a graph.
-
-        Args:
-            plans: numbers of plans, and settings that a graph captures.
-        """
+        """Run the kernels: eagerly after a change of ``plans``, else as a graph."""
         if not self._captures or plans != self._plans:
             self._plans, self._graph = plans, None
             self._run_kernels()

@@ -1,7 +1,7 @@
-"""Masters and moments whose memory is on the host.
+"""Host-resident masters and moments.
 
-They are tensors of the device all the same: Megatron's optimizer, checkpoints and kernels read and
-write them like any others, over the link.
+They are still device tensors: Megatron's optimizer, checkpoints and kernels access them over the
+link like any other tensor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,9 @@ _MASTER = "master"
 
 
 class HostStates:
-    """The masters of one optimizer whose states are at home on the host, and their memory there.
+    """Host-resident masters and moments of one optimizer, and their host memory.
 
-    Args:
-        masters: fp32 masters of this rank, the optimizer's own tensors. Those that are chosen move
-            to the host at once, with their values.
-        fraction: share of their elements that may be on the host, 0 to 1.
+    At most ``fraction`` of the elements of ``masters``, fp32, move to the host at once.
     """
 
     def __init__(self, masters: Sequence[Tensor], fraction: float) -> None:
@@ -39,16 +36,11 @@ class HostStates:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the host that is taken by now."""
+        """Allocated host memory in bytes."""
         return self._memory.nbytes
 
     def keep(self, inner: Any, master: Tensor) -> None:
-        """Move a master and its moments home, if that is on the host and they are elsewhere.
-
-        Args:
-            inner: Adam of the optimizer.
-            master: parameter of ``inner``.
-        """
+        """Move a host-resident master and its moments back to their host memory if they left it."""
         if master not in self._homes:
             return
         self._bring_master_home(master)
@@ -58,9 +50,9 @@ class HostStates:
                 state[name] = self._at_home(master, name, state[name])
 
     def on_host(self, master: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return a master and its moments as tensors of the CPU; None if they are on the device.
+        """Return a master and its moments as CPU tensors; None if they are on the device.
 
-        :meth:`keep` goes before.
+        Call :meth:`keep` first.
         """
         homes = self._homes.get(master)
         if homes is None:
@@ -69,12 +61,12 @@ class HostStates:
         return own, exp_avg, exp_avg_sq
 
     def keep_all(self, inner: Any) -> None:
-        """Move everything home, as :meth:`keep` does."""
+        """Call :meth:`keep` for every master."""
         for master in self._homes:
             self.keep(inner, master)
 
     def call_them_the_hosts(self, inner: Any) -> None:
-        """Make them tensors of the CPU over the same memory. Waits for the device."""
+        """Turn them into CPU tensors over the same memory, after synchronizing the stream."""
         device = self._memory.device
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
@@ -82,7 +74,7 @@ class HostStates:
             tensor.data = home.on_host
 
     def call_them_the_devices(self, inner: Any) -> None:
-        """Make them tensors of the device over the same memory."""
+        """Turn them into device tensors over the same memory."""
         for tensor, home in self._all_at_home(inner):
             tensor.data = home.on_device
 
@@ -107,4 +99,4 @@ class HostStates:
         elif values.data_ptr() == home.on_host.data_ptr():
             return values
         home.on_device.copy_(values.detach())
-        return home.on_device.detach()  # a tensor of its own: its data may be exchanged
+        return home.on_device.detach()  # a new tensor, whose data may be replaced

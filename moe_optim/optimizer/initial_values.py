@@ -1,7 +1,7 @@
-"""High-precision values of quantized weights, kept until masters are made of them.
+"""High-precision values of quantized weights, kept until masters are created from them.
 
-Before there is an optimizer, a portable weight keeps the values last written into it, and one of
-Transformer Engine those it was initialised with. After that, modules keep what they load.
+Before the optimizer is built, a portable weight keeps the values last written to it, and a weight
+of Transformer Engine its initial values. Afterwards, modules keep the values they load.
 """
 
 import logging
@@ -23,13 +23,10 @@ _KEEPING: WeakSet[Module] = WeakSet()
 
 
 def renew_initial_values(params: Iterable[Parameter]) -> None:
-    """Replace initial values that a load has overwritten by dequantized ones.
+    """Replace initial values that a load made obsolete by dequantized ones.
 
-    Megatron makes masters of the values that Transformer Engine initialised a weight with, even
-    where the weight was loaded since. No rank communicates.
-
-    Args:
-        params: parameters, managed or not.
+    Megatron creates masters from Transformer Engine's initial values even if the weight was loaded
+    since. No rank communicates.
     """
     stale = 0
     for param in params:
@@ -47,13 +44,13 @@ def renew_initial_values(params: Iterable[Parameter]) -> None:
 
 
 def keep_loaded_values(model_chunks: Sequence[Module]) -> None:
-    """Make modules keep, on the host, what they load into managed weights from now on.
+    """Make modules keep, on the host, every value they load into managed weights from now on.
 
-    An optimizer that makes masters of the weights takes these values instead of dequantized ones;
-    one that loads its masters drops them. A second call adds nothing.
+    An optimizer that creates masters from the weights uses these values instead of dequantized
+    ones; one that loads its masters drops them. Calling it again has no effect.
 
-    A load into stale weights raises StateError before it changes them: the next gather would
-    overwrite what is loaded.
+    Loading into stale weights raises StateError before it changes them, since the next gather would
+    overwrite them.
     """
     for chunk in model_chunks:
         for module in chunk.modules():

@@ -1,4 +1,4 @@
-"""Names non-finite gradients, masters and moments: parameter, expert and owner rank."""
+"""Reports non-finite gradients, masters and moments by parameter, expert and owner rank."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,15 +15,11 @@ from moe_optim.optimizer.address_book import gradient_of, owned_masters
 from moe_optim.weights.names import global_parameter_names
 
 MOST_NAMED = 8
-"""Culprits that a rank names; with a NaN loss every gradient is one."""
+"""Maximum number of culprits per rank; with a NaN loss every gradient is one."""
 
 
 def name_culprits(chain: Any) -> str:
-    """Return which gradients of which ranks are not finite, or too large. Every rank must call it.
-
-    Args:
-        chain: ``GroupedChainedOptimizer``.
-    """
+    """Return the non-finite or too large gradients of all ranks. Every rank must call it."""
     rank, found = dist.get_rank(), list(_find_culprits(chain))
     lines = [f"rank {rank}: {line}" for line in found[:MOST_NAMED]]
     if len(found) > MOST_NAMED:
@@ -55,15 +51,9 @@ def check_masters(
     *,
     with_moments: bool = False,
 ) -> None:
-    """Raise NonFiniteError if a master is Inf or NaN, on any rank of the data-parallel group.
+    """Raise NonFiniteError if a master is Inf or NaN on any data-parallel rank.
 
-    Every rank must call it.
-
-    Args:
-        optimizer: distributed optimizer.
-        remedy: end of the message: what has not happened, and what to do.
-        only: predicate of parameters whose masters are checked.
-        with_moments: check moments, too.
+    Every rank must call it. ``remedy`` ends the message; ``only`` selects parameters.
     """
     found: list[str] = []
     kinds = ("master", *MOMENTS) if with_moments else ("master",)
@@ -93,14 +83,9 @@ def check_masters(
 def describer(
     model_chunks: Sequence[torch.nn.Module], kind: str, more: str = ""
 ) -> Callable[[torch.nn.Parameter, Tensor], str]:
-    """Return a function that describes elements of a kind: their parameter, experts and number.
+    """Return a function of a parameter and the indices [n] of its bad elements, n >= 1.
 
-    It takes the parameter and the indices [n] of the elements in it, at least one.
-
-    Args:
-        model_chunks: owners of the parameters.
-        kind: name of such an element, in the singular.
-        more: end of the description.
+    Its result names the parameter, the experts, and the count with ``kind`` and ``more``.
     """
     names, first_of = global_parameter_names(model_chunks), first_experts(model_chunks)
 

@@ -1,4 +1,4 @@
-"""What a wrapped model holds, and whether the plug-in takes it."""
+"""Inspection of a wrapped model, and checks of whether the plug-in supports it."""
 
 import logging
 from typing import Any
@@ -23,18 +23,13 @@ _STORED = (*FORMATS, TENSORWISE)
 
 
 def check_model(optimizer_config: Any, model_chunks: list[Any], config: MoEOptimConfig) -> Setup:
-    """Return what is known of a run, having refused what would train wrongly.
+    """Return the setup of a run, after refusing unsupported ones.
 
-    Every rank must call it, as some pipeline stages may hold weights that others lack.
-
-    Args:
-        optimizer_config: Megatron's ``OptimizerConfig``.
-        model_chunks: DDP-wrapped chunks.
-        config: settings of the plug-in.
+    Every rank must call it, since pipeline stages may hold different weights.
 
     Raises:
-        ConfigError: settings or weights that are not supported; all of them are named.
-        StateError: quantized weights in buffers that the plug-in did not make.
+        ConfigError: settings or weights are not supported; the message names all of them.
+        StateError: quantized weights are in buffers that the plug-in did not create.
     """
     setup = _find_setup(optimizer_config, model_chunks, config)
     check_setup(setup, "moe_optim")
@@ -97,11 +92,11 @@ def _on_any_rank(mine: list[bool]) -> list[bool]:
 
 
 def _resolve_auto(setup: Setup) -> None:
-    """Log what ``format: auto`` is in this model, and refuse settings that do not go with it."""
+    """Log the format that ``format: auto`` resolves to, and refuse incompatible settings."""
     format = next(iter(setup.stored), "bf16")
     if format == TENSORWISE:
         what = f"leaves {TENSORWISE} weights in Megatron's buffers"
-        setup.config.resolved("bf16")  # nothing records amaxes of theirs, either
+        setup.config.resolved("bf16")  # their amaxes are not recorded, either
     else:
         what = f"is {format} here"
         setup.config.resolved(format)

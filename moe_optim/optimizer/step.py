@@ -1,9 +1,9 @@
-"""The step of a distributed optimizer: norms of gradients where they lie, and one update.
+"""The fused step of a distributed optimizer: gradient norms in place, and one update.
 
-Megatron's step copies gradients into masters' ``grad``, finds their norm, scales them, calls Adam
-and copies masters into weights, parameter by parameter. Here everything that a step reads and
-writes is planned once, and a step starts a few kernels. Masters, moments and the step count stay
-where Megatron keeps them, so that checkpoints of either kind of step load in the other.
+Megatron's step copies gradients into the masters' ``grad``, computes the norm, scales, calls Adam
+and copies masters into weights, parameter by parameter. A fused step plans all reads and writes
+once and then launches a few kernels. Masters, moments and the step count stay where Megatron keeps
+them, so fused and stock steps share checkpoints.
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,21 +60,20 @@ from moe_optim.weights.te.tensorwise import TensorwiseCast, can_cast
 
 
 class SteppedOptimizer(CheckpointedOptimizer):
-    """Megatron's distributed optimizer, with norms and update of a fused step.
+    """Megatron's distributed optimizer, with the norms and the update of a fused step.
 
     A step of the chain calls :meth:`read_gradients`, :meth:`sum_squares`, :meth:`plan_update` and
     :meth:`update_masters`, in this order.
 
     Attributes:
-        book: record of everything that a fused step depends on.
-        host_states: masters and moments whose memory is on the host.
-        encoded: buckets that a step encodes masters for, as it was planned last.
+        book: record of every input of a fused step.
+        host_states: host-resident masters and moments.
+        encoded: buckets whose masters a step encodes, as of the last plan.
         has_tensorwise: True if some weights have per-tensor scaling; the same on all ranks that
             share the buffers.
     """
 
     def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        """Shard the masters; arguments are Megatron's."""
         super().__init__(optimizer, config, *args, **kwargs)
         self.book = AddressBook(self)
         self.host_states = HostStates([], 0.0)
@@ -84,7 +83,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
         self._buckets: tuple[ManagedBucket, ...] = ()
         self._own_step = OwnStep(optimizer)
         self._is_planned = False  # since gradients were read
-        self._is_hooked = False  # whether hooks ran in the last update, which may be gone by now
+        self._is_hooked = False  # whether hooks ran in the last update
         device = this_device()
         self._hyper = torch.zeros(0, HYPER_FIELDS, dtype=torch.float32, device=device)
         self._clips = torch.ones(len(NORMS), dtype=torch.float32, device=device)
@@ -99,27 +98,27 @@ class SteppedOptimizer(CheckpointedOptimizer):
 
     @property
     def managed_buckets(self) -> tuple[ManagedBucket, ...]:
-        """The buckets of quantized weights whose masters this optimizer steps."""
+        """Buckets of quantized weights whose masters this optimizer steps."""
         return self._buckets
 
     def find_generation(self, bucket: ManagedBucket) -> int:
-        """Return the generation of the masters and weights of one of the managed buckets."""
+        """Return the generation of a managed bucket's masters and weights."""
         return self.book.check_bucket(bucket)
 
     # Gradients
 
     def read_gradients(self) -> None:
-        """Finish gathers in flight, and check that this rank's gradients are there to be read.
+        """Finish gathers in flight, and check that this rank's gradients are readable.
 
         Raises:
-            StateError: they were not reduced, their memory or weights that a step writes are
-                offloaded, or weight gradients of some experts are delayed.
+            StateError: gradients were not reduced, gradient or weight memory is offloaded, or some
+                experts have delayed weight gradients.
         """
         self._is_planned = False
         for linear in self._delaying_linears:
             linear.require_wgrads_taken()
         for group in self._groups:
-            group.finish_gather()  # it reads what the step writes
+            group.finish_gather()  # which reads memory that the step writes
             group.require_gradients("optimizer.step()")
             group.require_weights("optimizer.step()")
         for group in self._managed_groups:
@@ -132,27 +131,24 @@ class SteppedOptimizer(CheckpointedOptimizer):
         return tuple(linear for linear in linears if linear.delay_wgrad)
 
     def sum_squares(self) -> Tensor:
-        """Return the squared norms of what this rank owns, and its zeros if the config asks.
-
-        Returns:
-            [len(NORMS) + 1] fp64, newly allocated; the last is the number of zeros.
+        """Return this rank's squared norms and zero count, [len(NORMS) + 1] fp64, newly allocated.
 
         Raises:
-            StateError: a parameter has no gradient, or its memory is offloaded.
+            StateError: a parameter has no gradient, or gradient memory is offloaded.
         """
         table = None if self._norm is None or self._norm.has_moved else self._norm
         if table is not None:
-            table.launch()  # the device reads while the host compares
+            table.launch()  # runs while the host compares
         generation = self.book.check_gradients()
         if table is None or generation != self._norm_generation:
-            self._norm = None  # a plan that is refused leaves none that looks current
+            self._norm = None  # in case the new plan is refused
             self._norm = table = self._plan_norm()
             self._norm_generation = generation
             table.launch()
         return torch.cat([table.squares, table.zeros.double()])
 
     def _plan_norm(self) -> NormTable:
-        """Describe the gradients that count: those of duplicates and shared parameters do not."""
+        """Plan the norm over all gradients except those of duplicates and shared parameters."""
         sharing = {name: getattr(self, name, None) for name in ("tp_group", "expert_tp_group")}
         counted = [
             NormInput(gradient_of(self, param), norm_of(master))
@@ -168,22 +164,19 @@ class SteppedOptimizer(CheckpointedOptimizer):
             device=self._clips.device,
         )
 
-    # The plan of an update
+    # Plans
 
     def plan_update(self) -> int:
-        """Check everything that an update depends on, and plan anew what has changed.
+        """Check all inputs of the update, and rebuild the plans whose inputs changed.
 
-        It follows :meth:`sum_squares`. It takes the host a while where there are many weights, and
-        waits for no device. Loads give Adam other moments, and so do RL stacks that take turns on a
-        GPU: tensors, dictionaries of them, or all of its state.
-
-        Returns:
-            Number that changes when something was planned anew, so that a captured graph is void.
+        Call after :meth:`sum_squares`. Runs on the host, without a device synchronization. Loads
+        replace moments, and so do RL stacks that share a GPU. Returns the number of rebuilds; a
+        change invalidates captured graphs.
 
         Raises:
-            StateError: something else is called in the place of Adam's ``step``; a loss scale has
-                been set; gradient memory is offloaded; masters and parameter groups do not fit.
-            LayoutError: masters or moments are on the host, or of dtypes that no kernel knows.
+            StateError: Adam's ``step`` was replaced, a loss scale was set, gradient memory is
+                offloaded, or parameter groups do not match the masters.
+            LayoutError: masters or moments are on the host, or have dtypes without a kernel.
         """
         self._own_step.require(self.optimizer)
         if self.grad_scaler is not None:
@@ -194,12 +187,12 @@ class SteppedOptimizer(CheckpointedOptimizer):
         if self.book.check_states() != self._tables_generation or any(
             self._plan_bucket(bucket) != self._planned[bucket] for bucket in self._buckets
         ):
-            self._tables, self._tables_generation = {}, 0  # none, should a plan be refused
+            self._tables, self._tables_generation = {}, 0  # in case the new plan is refused
             self._tables = self._plan_tables()
             self.encoded = [bucket for bucket in self._buckets if self._tables[bucket].members]
             self._cast = self._plan_cast()
             self.book.tensorwise = None if self._cast is None else self._cast.fields
-            self._tables_generation = self.book.check_states()  # planning makes moments
+            self._tables_generation = self.book.check_states()  # planning creates moments
             self._plans += 1
         self._is_planned = True
         return self._plans
@@ -209,7 +202,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
         return generation, bucket.plan_step(generation)
 
     def _plan_tables(self) -> dict[ManagedBucket | None, StepTable]:
-        """Return a table for each managed bucket, and one for everything else under None."""
+        """Return one table per managed bucket, and one for all other parameters under None."""
         inner = self.optimizer
         group_of = self._find_groups_of_masters()
         if len(inner.param_groups) != len(self._hyper):
@@ -224,7 +217,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
             states[bucket_of.get(param)].append(
                 AdamState(
                     parameter=names[param],
-                    master=master,  # no view: it would stay where the memory of the master was
+                    master=master,  # no view: it would keep the old memory
                     gradient=gradient_of(self, param),
                     exp_avg=exp_avg,
                     exp_avg_sq=exp_avg_sq,
@@ -246,15 +239,11 @@ class SteppedOptimizer(CheckpointedOptimizer):
             )
             for bucket, of_bucket in states.items()
         }
-        # moments are not held, so that offloading frees them: the address book knows where they lie
+        # holds no moments, so that offloading frees them: the address book tracks their addresses
         return {bucket: table.watching(()) for bucket, table in tables.items()}
 
     def _find_groups_of_masters(self) -> dict[Tensor, int]:
-        """Return the number of the parameter group that each master is in.
-
-        Raises:
-            StateError: a master is in none, or in two, or something else is in one.
-        """
+        """Return the parameter group index of each master; raise StateError unless it is unique."""
         groups = self.optimizer.param_groups
         placed = [(one, number) for number, group in enumerate(groups) for one in group["params"]]
         group_of = dict(placed)
@@ -269,44 +258,38 @@ class SteppedOptimizer(CheckpointedOptimizer):
         )
 
     def _plan_cast(self) -> TensorwiseCast | None:
-        """Return what casts weights with per-tensor scaling; None where Megatron has to."""
         if not self.has_tensorwise:
             return None
         weights, masters, starts = self._get_fp8_params_and_shard_fp32_from_fp8()
         return TensorwiseCast(weights, masters, starts) if can_cast(weights) else None
 
     def make_moments(self) -> None:
-        """Make moments of masters that have none, and have all states where they are at home."""
+        """Create missing moments, and move host-resident states to the host."""
         for _, master in owned_masters(self):
             moments_of(self.optimizer, master)
             self.host_states.keep(self.optimizer, master)
 
-    # The update
+    # Update
 
     def update_masters(self, clips: Tensor) -> None:
-        """Step masters and write what is made of them on this rank, in a few launches.
+        """Step masters and write this rank's weights in a few launches; see :meth:`launch`.
 
-        Step hooks of Adam are called around it, which find clipped gradients in ``grad``.
-        :meth:`plan_update` has gone before, unless such a hook is to.
-
-        Args:
-            clips: clip factors, see :meth:`launch`.
-
-        Raises:
-            StateError: as :meth:`updating`; or a hook has done what a fused step does not see.
+        Adam's step hooks run around the update, with clipped gradients in ``grad``; without such
+        hooks, call :meth:`plan_update` first. Raises as :meth:`updating`, or if a hook made a
+        change that a fused step cannot see.
         """
         with self.updating():
             if has_hooks(self.optimizer):
                 self._update_hooked(clips)
             else:
-                if not self._is_planned:  # a hook that was waited for is gone
+                if not self._is_planned:  # a hook was removed since
                     self.plan_update()
                 self._take_step(clips)
             if self.has_tensorwise:
                 self._cast_tensorwise()
 
     def _update_hooked(self, clips: Tensor) -> None:
-        """Step masters between the hooks of Adam, which may move or write what they like."""
+        """Step masters between Adam's hooks, which may move or overwrite any tensor."""
         with showing_gradients(self, clips) as remaining, self.hooks():
             if remaining is not clips:
                 require_shown(self)
@@ -322,8 +305,8 @@ class SteppedOptimizer(CheckpointedOptimizer):
     def updating(self) -> Iterator[None]:
         """Mark all managed buckets MOVING in a block that updates masters, then ENCODED or STALE.
 
-        It follows :meth:`read_gradients`. What ends the block in the middle leaves weights that are
-        known to be behind, and gradients that no second step can use.
+        Call after :meth:`read_gradients`. An interrupted block leaves the weights STALE and the
+        gradients SPENT.
 
         Raises:
             StateError: gradients were not reduced, weights are offloaded, or another optimizer was
@@ -333,24 +316,24 @@ class SteppedOptimizer(CheckpointedOptimizer):
         try:
             with self._moving_masters():
                 yield
-                # hooks may have written masters in a way that no version counter tells of
+                # hooks may have written masters without a version counter
                 encoded = () if self._is_hooked else self.encoded
                 for bucket in self._buckets:
                     bucket.settle(encoded=bucket in encoded)
         finally:
-            for group in self._groups:  # some weights may have been written, whatever came after
+            for group in self._groups:  # weights may have been written in part
                 group.param_gather_dispatched = False
 
     @contextmanager
     def _moving_masters(self) -> Iterator[None]:
-        """Mark all managed buckets MOVING; on exit mark those STALE that still are."""
+        """Mark all managed buckets MOVING; on exit mark the remaining ones STALE."""
         try:
             self._record(Event.STEP)
             yield
         finally:
             for bucket in self._buckets:
                 if bucket.state.weights is Weights.MOVING:
-                    bucket.state.record(Event.SETTLE)  # masters stay where they have come to
+                    bucket.state.record(Event.SETTLE)  # masters are partly stepped
 
     def _record(self, event: Event) -> None:
         for bucket in self._buckets:
@@ -365,7 +348,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Call the step hooks of Adam around a block; weights follow what they write of masters."""
+        """Call Adam's step hooks around a block; weights follow their writes to masters."""
         self._is_hooked = has_hooks(self.optimizer)
         with hooked(self.optimizer):
             yield
@@ -373,16 +356,16 @@ class SteppedOptimizer(CheckpointedOptimizer):
             self._copy_unmanaged_params()
 
     def read_hyper(self) -> None:
-        """Copy hyper-parameters of the next step to the device. :meth:`plan_update` goes before."""
+        """Copy the next step's hyperparameters to the device. Call :meth:`plan_update` first."""
         groups = self.optimizer.param_groups
         rows = [hyper_of(group).row() for group in groups]
-        # pageable memory of a few bytes is staged at once: nothing is waited for
+        # small pageable copies are staged at once, without a sync
         hyper = torch.tensor(rows, dtype=torch.float32, device="cpu").view_as(self._hyper)
         self._hyper.copy_(hyper, non_blocking=True)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the step that a block launches, unless it fails before anything is written."""
+        """Count the step launched in a block, unless it fails before anything is written."""
         tables = list(self._tables.values())
         for table in tables:
             table.written.clear()
@@ -395,7 +378,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
         self._count_steps(1)
 
     def take_back(self) -> None:
-        """Do not count the last step: it has changed nothing."""
+        """Decrement the step count, after a step that changed nothing."""
         self._count_steps(-1)
 
     def _count_steps(self, steps: int) -> None:
@@ -403,30 +386,28 @@ class SteppedOptimizer(CheckpointedOptimizer):
             group["step"] = int(group.get("step", 0)) + steps
 
     def launch(self, clips: Tensor) -> None:
-        """Step all masters of this rank, and encode whole blocks. Waits for nothing.
+        """Step all masters of this rank, and encode whole blocks, without a device synchronization.
 
-        Args:
-            clips: factors of gradients by norm, [len(NORMS)] fp32 on the device; below zero nothing
-                moves.
+        ``clips`` are clip factors by norm, [len(NORMS)] fp32; negative ones disable the update.
         """
         self._clips.copy_(clips)
         for bucket in self.encoded:
             bucket.gather.prepare_step()
         with ExitStack() as stack:
             for stage in {one.stage for one in self._tables.values() if one.stage is not None}:
-                stack.enter_context(stage.opened())  # so that no table waits for the one before
+                stack.enter_context(stage.opened())  # so that tables do not wait for each other
             for table in self._tables.values():
                 table.launch()
 
     def _cast_tensorwise(self) -> None:
-        """Cast masters to weights with per-tensor scaling. Every rank must call it."""
+        """Cast masters to tensorwise weights. Every rank must call it."""
         if self._cast is None:
             super()._copy_main_params_to_model_params()
         else:
             self._cast.run(self.data_parallel_group)
 
     def _copy_unmanaged_params(self) -> None:
-        """Write what Megatron's method would write, without asking every expert for its range."""
+        """Write the same weights as Megatron's method, without a range lookup per expert."""
         self.book.check_masters()
         weights, masters = [], []
         for param, master in self.book.unmanaged:
@@ -438,15 +419,13 @@ class SteppedOptimizer(CheckpointedOptimizer):
             torch._foreach_copy_(weights, masters)
 
 
-# Norms and what is decided by them
+# Norms and clipping
 
 
 def reduced_over_ranks(of_parts: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """Return the sum over all optimizers and all ranks. Every rank must call it.
+    """Return the sum of all optimizers' tensors over all ranks. Every rank must call it.
 
-    Args:
-        of_parts: sums of this rank, one tensor per optimizer, of one shape; may be overwritten.
-        groups: one group of the ranks that share all optimizers, or one group per optimizer.
+    ``groups`` has one group if all optimizers share their ranks, else one per optimizer.
     """
     if len(groups) == 1:
         of_parts = [torch.stack(list(of_parts)).sum(0)]
@@ -456,14 +435,10 @@ def reduced_over_ranks(of_parts: Sequence[Tensor], groups: Sequence[dist.Process
 
 
 def norms_of(squares: Tensor, config: Any) -> Tensor:
-    """Return the roots of sums of squares, fp32: Inf where fp32 cannot hold the sum, as Megatron's.
+    """Return the square roots of ``squares``, [n] fp64, as fp32; Inf on overflow as in Megatron.
 
-    A gradient that is stepped then has a square that second moments can hold, whatever is clipped:
-    they are means of such squares. The bound is that of bf16 where second moments are in bf16.
-
-    Args:
-        squares: sums, [n] fp64.
-        config: Megatron's ``OptimizerConfig``.
+    Second moments are means of squared gradients, so the bound keeps them finite even without
+    clipping. It is the bound of bf16 where second moments are stored in bf16.
     """
     is_narrow = config.use_precision_aware_optimizer
     held_in = config.exp_avg_sq_dtype if is_narrow else torch.float32
@@ -471,37 +446,30 @@ def norms_of(squares: Tensor, config: Any) -> Tensor:
 
 
 def clip_factors(norms: Tensor, clip_grad: float, clipped: Sequence[bool] = ()) -> Tensor:
-    """Return the factors of gradients, ``min(1, clip_grad / (norm + 1e-6))`` as in Megatron.
+    """Return the clip factors ``min(1, clip_grad / (norm + 1e-6))``, as in Megatron.
 
-    Args:
-        norms: [n] fp32.
-        clip_grad: largest norm that stays as it is; 0 clips nothing.
-        clipped: flag per norm, whether Megatron clips by it; empty for all.
+    A ``clip_grad`` of 0 disables clipping. ``clipped`` states for each norm whether Megatron clips
+    by it; empty for all.
     """
     if clip_grad <= 0.0:
         return torch.ones_like(norms)
     factors = (clip_grad / (norms + 1.0e-6)).clamp_max_(1.0)
     for index, is_clipped in enumerate(clipped):
         if not is_clipped:
-            factors[index].fill_(1.0)  # an assignment would copy from the host
+            factors[index].fill_(1.0)  # assignment would copy from the host
     return factors
 
 
 def as_megatron_returns(norm: Tensor) -> Any:
-    """Return a norm, fp32 [1], as a tensor where Megatron's own is one, else as a number."""
+    """Return a norm, fp32 [1], as a tensor if Megatron's own is one, else as a number."""
     return norm if clip_grads.multi_tensor_scale_tensor_impl is not None else norm.item()
 
 
-# Whether a step can be fused
+# Fusing decision
 
 
 def setup_of(optimizer: Any, config: MoEOptimConfig) -> Setup:
-    """Return what decides whether steps of an optimizer that has not stepped yet are fused.
-
-    Args:
-        optimizer: any part of a chain.
-        config: settings of the plug-in.
-    """
+    """Return the settings that decide whether steps of a part of a chain are fused."""
     inner = optimizer.optimizer
     is_torchs = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
     setup = Setup(
@@ -517,12 +485,12 @@ def setup_of(optimizer: Any, config: MoEOptimConfig) -> Setup:
 
 
 def runs_on_kernels(optimizer: Any) -> bool:
-    """Return whether kernels update every master of an optimizer; also where it has none."""
+    """Return whether kernels can update every master of an optimizer."""
     return all(has_kernels(master.device) for _, master in owned_masters(optimizer))
 
 
 def this_device() -> torch.device:
-    """Return the device that this rank computes on."""
+    """Return the current device."""
     return torch.empty(
         0, dtype=torch.uint8, device=torch.cuda.current_device()
-    ).device  # on a CPU that is no number
+    ).device  # a CPU has no index

@@ -1,7 +1,7 @@
-"""Hooks of Adam's ``step``, and functions put in its place.
+"""Step hooks of Adam, and detection of functions that replace its ``step``.
 
-A fused step replaces that function. It calls the hooks as torch does, and refuses to run where
-somebody has replaced the function.
+A fused step bypasses ``step``. It calls the hooks as torch does, and refuses to run if ``step`` was
+replaced.
 """
 
 from collections.abc import Iterator
@@ -24,34 +24,30 @@ from moe_optim.optimizer.address_book import (
 
 
 class StepObserver(Protocol):
-    """An observer of all steps of a chain, in the ``observers`` of ``GroupedChainedOptimizer``."""
+    """Observer of all steps of a chain; see ``GroupedChainedOptimizer.observers``."""
 
     def before_step(self) -> None:
-        """Observe masters and weights, which no step has moved yet. Every rank calls it."""
+        """Observe masters and weights before the step changes them. Every rank calls it."""
 
     def before_save(self) -> None:
-        """Report what is pending, as a run may end with this save. Every rank calls it."""
+        """Report pending results, since a run may end with this save. Every rank calls it."""
 
 
 def has_pre_hooks(inner: Any) -> bool:
-    """Return whether something is called before each step of an optimizer of torch."""
+    """Return whether a torch optimizer has step pre-hooks, global ones included."""
     own = getattr(inner, "_optimizer_step_pre_hooks", None)
     return bool(own or torch_optimizer._global_optimizer_pre_hooks)
 
 
 def has_hooks(inner: Any) -> bool:
-    """Return whether something is called before or after each step of an optimizer of torch."""
+    """Return whether a torch optimizer has step hooks, global ones included."""
     own = getattr(inner, "_optimizer_step_post_hooks", None)
     return bool(own or torch_optimizer._global_optimizer_post_hooks or has_pre_hooks(inner))
 
 
 @contextmanager
 def hooked(inner: Any) -> Iterator[None]:
-    """Call the hooks of an optimizer around a block, in torch's order and with its arguments.
-
-    Raises:
-        StateError: a pre-hook returns other arguments for ``step``.
-    """
+    """Call step hooks around a block as torch does; refuse pre-hooks that change arguments."""
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = (inner,), {}
     own = getattr(inner, "_optimizer_step_pre_hooks", {})
     for pre_hook in chain(torch_optimizer._global_optimizer_pre_hooks.values(), own.values()):
@@ -69,19 +65,13 @@ def hooked(inner: Any) -> Iterator[None]:
 
 @contextmanager
 def showing_gradients(optimizer: Any, clips: Tensor) -> Iterator[Tensor]:
-    """Clip gradients in place and make them ``grad`` of the masters in a block, for pre-hooks.
+    """Clip gradients in place and expose them as ``grad`` of the masters, for pre-hooks.
 
-    What pre-hooks change of them is stepped. Without pre-hooks nothing happens.
-
-    Args:
-        optimizer: ``GroupedDistributedOptimizer``.
-        clips: clip factors by norm, [len(NORMS)] fp32 on the device.
-
-    Yields:
-        Clip factors that the update has still to apply.
+    The step uses gradients as modified by pre-hooks. Yields the clip factors that remain to be
+    applied: ``clips`` itself, and nothing else happens, without pre-hooks.
 
     Raises:
-        StateError: there are pre-hooks, and gradients that are not in fp32.
+        StateError: there are pre-hooks and gradients are not fp32.
     """
     if not has_pre_hooks(optimizer.optimizer):
         yield clips
@@ -104,11 +94,7 @@ def showing_gradients(optimizer: Any, clips: Tensor) -> Iterator[Tensor]:
 
 
 def require_shown(optimizer: Any) -> None:
-    """Check that pre-hooks have not replaced a ``grad`` of :func:`showing_gradients`.
-
-    Raises:
-        StateError: they have.
-    """
+    """Raise StateError if pre-hooks replaced a ``grad`` of :func:`showing_gradients`."""
     for param, master in owned_masters(optimizer):
         shown = gradient_of(optimizer, param)
         if master.grad is None or master.grad.data_ptr() != shown.data_ptr():
@@ -119,22 +105,15 @@ def require_shown(optimizer: Any) -> None:
 
 
 class OwnStep:
-    """The function that is ``step`` of an optimizer when this is made.
-
-    Args:
-        inner: Adam of the optimizer; None where there is nothing to step.
-    """
+    """The ``step`` function of Adam at construction; ``inner`` is None without parameters."""
 
     def __init__(self, inner: Any) -> None:
         self._inner, self._function = inner, getattr(type(inner), "step", None)
 
     def require(self, inner: Any) -> None:
-        """Check that ``step`` is still the same function.
+        """Raise StateError if the optimizer or its ``step`` function was replaced.
 
-        Learning rate schedulers of torch wrap it to note the call, which is done here instead.
-
-        Raises:
-            StateError: the optimizer or its function was replaced.
+        torch's learning rate schedulers wrap ``step`` to record the call; this records it instead.
         """
         over = vars(inner).get("step")
         if getattr(over, "_wrapped_by_lr_sched", False) and (

@@ -98,7 +98,7 @@ def test_gradients_written_into_a_gather_in_flight_are_found():
     bucket, gradient = watched()
     bucket.open_gather()
     gradient.fill_(1)
-    with pytest.raises(StateError, match=r"got gradients written by hand\. Call start_param_sync"):
+    with pytest.raises(StateError, match=r"got gradients written directly\. Call start_param_sync"):
         bucket.finish()
     bucket.give_up_gather()
     assert bucket.state.gradients is Gradients.SPENT

@@ -144,7 +144,7 @@ ERRORS = {
     "bits, another name": ({"bits": "e5m2"}, ConfigError, "got 'e5m2'"),
     "bits, a bool": ({"bits": True}, ConfigError, "got True"),
     "backend": ({"backend": "x"}, ConfigError, "backend: expected auto or reference, got 'x'"),
-    "axis": ({"axis": 1}, ConfigError, r"axis: expected 0 or \(0,\) for an amax an expert"),
+    "axis": ({"axis": 1}, ConfigError, r"axis: expected 0 or \(0,\) for one amax per expert"),
     "axes": ({"axis": (0, 1)}, ConfigError, r"axis: .* got \(0, 1\)"),
     "a truth": ({"axis": (False,)}, ConfigError, r"axis: .* got \(False,\)"),
     "no experts": ({"weights": []}, LayoutError, "at least one expert, got none"),

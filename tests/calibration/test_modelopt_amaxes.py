@@ -141,7 +141,7 @@ BAD_OURS = {
         {f"{_THEIRS}._amax": torch.ones(3)},
         [f"{_THEIRS}._amax: expected no amaxes"],
     ),
-    "one of all": ({_AMAX: torch.ones(1, 1, 1)}, ["expected one value an expert for"]),
+    "one of all": ({_AMAX: torch.ones(1, 1, 1)}, ["expected one value per expert for"]),
 }
 BAD_THEIRS = {
     "a gap": ({f"{_THEIRS}.1._amax": None}, [f"{_THEIRS}.1._amax: missing, expected of 3 experts"]),

@@ -1,1 +1,1 @@
-"""Names of experts in state dicts, and conversion between them. Pure."""
+"""Names of experts in state dicts, and conversion between them, without I/O or communication."""

@@ -1,4 +1,4 @@
-"""Moving the experts of a state dict from one key layout to another, element by element."""
+"""Conversion of the experts of a state dict between key layouts, element by element."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +12,7 @@ from moe_optim.experts.keys.finding import raise_faults, shape_faults, survey_ex
 from moe_optim.experts.keys.layouts import ExpertSet, KeyLayout, Projection, get_layout
 
 _Piece = tuple[int, Projection, bool]
-"""Expert, projection, whether it is the bias."""
+"""Expert, projection, and whether it is the bias."""
 
 
 @torch.no_grad()
@@ -25,25 +25,25 @@ def convert_expert_set(
     target_interleave: int | None = None,
     experts: range | None = None,
 ) -> dict[str, Tensor]:
-    """Return the experts of a set under the keys of a layout, behind the same prefix.
+    """Return the experts of a set under the keys of another layout, with the same prefix.
 
-    The way back gives the same bits. Results are contiguous copies in the shapes of the layout, in
-    the dtype and on the device of the source (``meta`` too); extra states are left behind. No rank
+    The reverse conversion is bit-exact. Results are contiguous copies in the shapes of the layout,
+    with the dtype and device of the source (``meta`` too); extra states are dropped. No rank
     communicates.
 
     Args:
-        tensors: entries of the set by key, of the shapes of its layout, any dtype; others are
+        tensors: entries of the set by key, in the shapes of its layout, any dtype; others are
             ignored.
         source: set from :func:`~moe_optim.experts.keys.finding.find_expert_sets`.
         to: layout of the result.
-        source_interleave: rows of gate that alternate with as many of up, in weights and biases;
-            None where all rows of gate come first.
-        target_interleave: the same of the result.
-        experts: experts to take, numbered from 0 in the result; None: all.
+        source_interleave: number of gate rows that alternate with as many up rows, in weights and
+            biases; None if all gate rows come first.
+        target_interleave: interleaving of the result.
+        experts: experts to convert, renumbered from 0; None for all.
 
     Raises:
-        LayoutError: entries are not those of the set, or differ in dtype or device; the layout
-            holds no biases; rows cannot alternate; there are no such experts.
+        LayoutError: entries do not match the set, or differ in dtype or device; the layout has no
+            biases or cannot interleave; or ``experts`` is out of range.
     """
     experts = range(source.num_experts) if experts is None else experts
     target = replace(source, layout=to, num_experts=len(experts))
@@ -77,23 +77,23 @@ def convert_state_dict(
 ) -> dict[str, Any]:
     """Return a flat state dict with the experts of every layer in one layout.
 
-    Converted experts replace the first key of their layer, as :func:`convert_expert_set` returns
-    them. All other entries are the same objects, in their order.
+    Converted experts replace the first key of their layer, see :func:`convert_expert_set`. All
+    other entries are the same objects, in order.
 
     Args:
-        state: state dict with any entries, which is not changed.
+        state: state dict with any entries; not modified.
         to: layout of the result, or its name: ``grouped``, ``indexed``, ``sequential``, ``legacy``,
             ``hf``, ``hf_transposed`` or ``hf_per_expert``.
-        source_interleave: rows of gate that alternate with as many of up, in every layer.
-        target_interleave: the same of the result.
-        layouts: layouts to look for; None: all named ones.
-        num_experts: experts of every layer; ``legacy`` does not tell.
-        prefixes: containers to convert, all of which must have experts; None: any.
+        source_interleave: number of gate rows that alternate with as many up rows, in every layer.
+        target_interleave: interleaving of the result.
+        layouts: layouts to search for; None for all named ones.
+        num_experts: number of experts per layer, required for ``legacy``.
+        prefixes: containers to convert, all of which must have experts; None for any.
 
     Raises:
         LayoutError: faults of :func:`~moe_optim.experts.keys.finding.find_expert_sets` and of
             :func:`convert_expert_set`, of all layers at once.
-        ConfigError: there is no layout of that name.
+        ConfigError: no layout has this name.
     """
     to = get_layout(to) if isinstance(to, str) else to
     sets, faults = survey_expert_sets(
@@ -131,7 +131,7 @@ def _pieces(
 ) -> dict[_Piece, Tensor]:
     """Return every projection of every expert as blocks of its rows, [blocks, rows, ...].
 
-    They are views of contiguous tensors, so that writing into them fills a set.
+    They are views of contiguous tensors, so writing to them fills a set.
     """
     pieces: dict[_Piece, Tensor] = {}
     for pattern, index, key in expert_set.entries():
@@ -176,12 +176,14 @@ def _request_faults(source: ExpertSet, to: KeyLayout, experts: range) -> list[st
 
 
 def interleave_faults(expert_set: ExpertSet, interleave: int | None) -> list[str]:
-    """Return why rows of gate and up cannot alternate by ``interleave``."""
+    """Return why gate and up rows cannot alternate by ``interleave``."""
     if interleave is None:
         return []
     name, ffn = expert_set.layout.name, expert_set.ffn
     if not expert_set.layout.can_interleave:
-        return [f"{expert_set.prefix}: layout {name} keeps gate and up apart, got interleaving"]
+        return [
+            f"{expert_set.prefix}: layout {name} stores gate and up separately, got interleaving"
+        ]
     if interleave < 1 or ffn % interleave:
         return [
             f"{expert_set.prefix}: expected blocks of rows that divide {ffn}, the width of its "

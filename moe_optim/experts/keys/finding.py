@@ -1,4 +1,4 @@
-"""Finding the experts of a state dict by exact keys: complete sets, or every fault by its key."""
+"""Search for experts in a state dict by exact keys: complete sets, or all faults by key."""
 
 import re
 from collections import Counter
@@ -17,13 +17,13 @@ from moe_optim.experts.keys.layouts import (
 )
 
 EntryShape = tuple[int, ...] | None
-"""None for an entry that is not a tensor."""
+"""Shape of a tensor; None for other entries."""
 
 MAX_EXPERTS = 65_536
-"""Limit of a layer, more than any has: a number of experts from a file is not trusted."""
+"""Maximum number of experts per layer accepted from a file."""
 
 _ROUTERS = ("router.weight", "gate.weight")
-"""Names of a router beside experts, in Megatron and in models of Hugging Face."""
+"""Names of a router next to experts, in Megatron and in Hugging Face models."""
 _NUMBER = re.compile(r"\d+")
 
 _Found = dict[str, tuple[KeyPattern, int | None, EntryShape]]
@@ -39,22 +39,22 @@ def find_expert_sets(
 ) -> list[ExpertSet]:
     """Return the experts of every layer in a state dict, in the order of its keys.
 
-    A container is everything behind the component ``experts.``, or a key at the root that is an
-    expert's as a whole. It must be one complete set of one layout, besides amaxes of a calibration
-    and weights of adapters. Where some layers have a router beside their experts, the router of
-    another layer must have experts, too.
+    A container is everything after the component ``experts.``, or a root key that matches an expert
+    key entirely. It must be one complete set of one layout, apart from calibrated amaxes and
+    adapter weights. If some layers have a router next to their experts, every layer with a router
+    must have experts.
 
     Args:
-        shapes: shapes of all entries of a flat state dict; None for one that is not a tensor.
-        layouts: layouts to look for; None: all named ones. Shapes tell ``hf`` from
-            ``hf_transposed``, except where F is H.
-        num_experts: experts of every layer. ``legacy`` needs it; without it, a missing last expert
-            goes unnoticed in layouts that have a key for each.
-        prefixes: containers to look into, all of which must have experts; None: any.
+        shapes: shapes of all entries of a flat state dict; None for an entry that is not a tensor.
+        layouts: layouts to search for; None for all named ones. Shapes distinguish ``hf`` from
+            ``hf_transposed`` unless F equals H.
+        num_experts: number of experts per layer, required for ``legacy``; without it, a missing
+            last expert goes unnoticed in layouts with one key per expert.
+        prefixes: containers to search, all of which must have experts; None for any.
 
     Raises:
-        LayoutError: keys of no layout or of several, missing keys, gaps, wrong or disagreeing
-            shapes, entries that are not tensors: all faults of all containers, each by its key.
+        LayoutError: keys of no layout or of several, missing keys, gaps, wrong or inconsistent
+            shapes, entries that are not tensors: all faults of all containers, by key.
     """
     sets, faults = survey_expert_sets(
         shapes, layouts=layouts, num_experts=num_experts, prefixes=prefixes
@@ -91,7 +91,7 @@ def survey_expert_sets(
 
 
 def _routers_alone(keys: Collection[str], containers: Collection[str]) -> list[str]:
-    """Return faults of routers without experts, in layers like those with experts."""
+    """Return faults of routers without experts, if similar layers have experts."""
     modules = [prefix.removesuffix("experts.") for prefix in containers if prefix]
     known = {
         _NUMBER.sub("0", module + router)
@@ -113,7 +113,7 @@ def _routers_alone(keys: Collection[str], containers: Collection[str]) -> list[s
 
 
 def raise_faults(faults: Sequence[str]) -> None:
-    """Raise one LayoutError for all faults, if there are any."""
+    """Raise one LayoutError for all faults, if any."""
     if faults:
         raise LayoutError(
             f"expert keys: expected complete sets of one layout each, got {len(faults)} fault(s):\n"
@@ -125,7 +125,7 @@ def raise_faults(faults: Sequence[str]) -> None:
 def shape_faults(expert_set: ExpertSet, shapes: Mapping[str, EntryShape]) -> list[str]:
     """Return missing, surplus and misshapen entries of a set.
 
-    ``shapes`` are those of all entries of its container but extra states, by whole key.
+    ``shapes`` contains all entries of its container except extra states, by full key.
     """
     expected = expert_set.shapes()
     agreeing = [key for key, shape in expected.items() if shapes.get(key) == shape]
@@ -153,7 +153,6 @@ def shape_faults(expert_set: ExpertSet, shapes: Mapping[str, EntryShape]) -> lis
 def _prefix_of(
     key: str, layouts: Sequence[KeyLayout], prefixes: Collection[str] | None
 ) -> str | None:
-    """Return the container that a key lies in, if any."""
     if prefixes is not None:
         return max((p for p in prefixes if key.startswith(p)), key=len, default=None)
     components = key.split(".")
@@ -167,7 +166,7 @@ def _prefix_of(
 def _matches(
     remainder: str, layouts: Sequence[KeyLayout]
 ) -> dict[str, tuple[KeyPattern, int | None]]:
-    """Return pattern and expert of a remainder by the name of each layout that has such keys."""
+    """Return layout name -> pattern and expert, for layouts that contain a remainder."""
     found = {}
     for layout in layouts:
         for pattern in layout.patterns:
@@ -255,7 +254,7 @@ def _read_layout(
 
 
 def _lack(layout: KeyLayout, pattern: KeyPattern, shape: EntryShape, experts: int | None) -> str:
-    """Return what is missing to read a shape without an axis of experts."""
+    """Return the missing information to read a shape without an expert axis."""
     if layout.shows_num_experts:
         return ""
     if not experts:
@@ -268,7 +267,7 @@ def _lack(layout: KeyLayout, pattern: KeyPattern, shape: EntryShape, experts: in
 
 
 def _count_experts(layout: KeyLayout, found: _Found) -> int | None:
-    """Return the number of experts in keys, up to a gap, or in most shapes."""
+    """Return the number of experts, from consecutive keys or by majority of shapes."""
     if not any(pattern.is_per_expert for pattern in layout.patterns):
         return _vote(found, "E", None)
     numbered = {index for _, index, _ in found.values() if index is not None}
@@ -276,7 +275,7 @@ def _count_experts(layout: KeyLayout, found: _Found) -> int | None:
 
 
 def _vote(found: _Found, symbol: str, experts: int | None) -> int | None:
-    """Return the size of an axis in most tensors, so that a misshapen one stands out."""
+    """Return the size of an axis by majority, so that a misshapen tensor stands out."""
     votes: Counter[int] = Counter()
     for pattern, _, shape in found.values():
         if shape is None or len(shape) != len(pattern.stored):
@@ -289,12 +288,12 @@ def _vote(found: _Found, symbol: str, experts: int | None) -> int | None:
 
 
 def _unit(part: str, experts: int | None) -> int:
-    """Return the factor of an axis such as ``E*2F``, 2 * E; 0 where E is not known."""
+    """Return the factor of an axis such as ``E*2F``, 2 * E; 0 if E is unknown."""
     *factors, last = part.split("*")
     return (2 if last == "2F" else 1) * (experts or 0 if factors else 1)
 
 
 def expert_remainders(remainders: Iterable[str]) -> set[str]:
-    """Return the keys behind a prefix that are experts' in any layout, extra states included."""
+    """Return the keys after a prefix that belong to experts in any layout, with extra states."""
     layouts = tuple(LAYOUTS.values())
     return {r for r in remainders if is_extra_state(r) or _matches(r, layouts)}

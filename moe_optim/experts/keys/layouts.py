@@ -1,4 +1,4 @@
-"""Keys and orders of axes in which state dicts keep the experts of a layer.
+"""Key names and axis orders of the experts of a layer in state dicts.
 
 A layout has one :class:`KeyPattern` per kind of key. E is the number of experts, F the width of an
 expert, H the hidden size; fc1 holds the gate and up projections, fc2 the down projection.
@@ -14,9 +14,9 @@ from typing import Literal
 from moe_optim.errors import ConfigError
 
 Projection = Literal["gate", "up", "down"]
-"""One of the matrices of an expert: gate and up [F, H], down [H, F]."""
+"""Projection of an expert: gate and up [F, H], down [H, F]."""
 
-_CANONICAL_AXES = {  # of weights; biases lack the last axis, tensors of one expert the first
+_CANONICAL_AXES = {  # weights; biases lack the last axis, tensors of one expert the first
     "gate": ("E", "2F", "F", "H"),
     "up": ("E", "2F", "F", "H"),
     "down": ("E", "H", "F"),
@@ -25,12 +25,12 @@ _CANONICAL_AXES = {  # of weights; biases lack the last axis, tensors of one exp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyPattern:
-    """One kind of key, and the content of its tensor."""
+    """One kind of key, and the contents of its tensor."""
 
     template: str
-    """Key behind the container's prefix, with ``{expert}`` where each expert has its own."""
+    """Key after the container's prefix, with ``{expert}`` if each expert has its own."""
     projections: tuple[Projection, ...]
-    """Projections in the order of their rows, or of blocks of rows where they are interleaved."""
+    """Projections in the order of their rows, or of row blocks if interleaved."""
     axes: tuple[str, ...]
     """Axes in memory: ``E``, ``H``, ``F``, or ``2F`` for gate and up together."""
     stored: tuple[str, ...]
@@ -38,7 +38,7 @@ class KeyPattern:
 
     @property
     def is_per_expert(self) -> bool:
-        """Whether each expert has a key of its own."""
+        """Whether each expert has its own key."""
         return "{expert}" in self.template
 
     @property
@@ -48,12 +48,12 @@ class KeyPattern:
 
     @property
     def canonical_order(self) -> tuple[int, ...]:
-        """Permutation of the axes to experts (if there are several), rows, columns (if any)."""
+        """Permutation of the axes to experts, rows, columns; absent axes are omitted."""
         canonical = _CANONICAL_AXES[self.projections[0]]
         return tuple(sorted(range(len(self.axes)), key=lambda i: canonical.index(self.axes[i])))
 
     def key(self, expert: int | None = None) -> str:
-        """Return the key behind the prefix, for ``expert`` where each has its own."""
+        """Return the key after the prefix, for ``expert`` if each has its own."""
         return self.template.format(expert=expert)
 
 
@@ -73,33 +73,33 @@ class KeyLayout:
 
     @property
     def can_interleave(self) -> bool:
-        """Whether gate and up share a tensor, so that their rows may alternate."""
+        """Whether gate and up share a tensor, so that their rows can alternate."""
         return any(len(pattern.projections) == 2 for pattern in self.patterns)
 
     @property
     def shows_num_experts(self) -> bool:
-        """Whether keys or shapes tell the number of experts."""
+        """Whether keys or shapes determine the number of experts."""
         return all(pattern.is_per_expert or "E" in pattern.stored for pattern in self.patterns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSet:
-    """The experts of one layer in a state dict: determines their keys and shapes."""
+    """The experts of one layer in a state dict; determines their keys and shapes."""
 
     prefix: str
-    """Prefix of all keys, up to and including the component ``experts.``; empty at the root."""
+    """Prefix of all keys, through the component ``experts.``; empty at the root."""
     layout: KeyLayout
     """Names and shapes."""
     num_experts: int
-    """E."""
+    """Number of experts, E."""
     hidden: int
-    """H."""
+    """Hidden size, H."""
     ffn: int
-    """F of one expert; fc1 has twice as many rows."""
+    """Width F of one expert; fc1 has twice as many rows."""
     has_bias: bool = False
-    """Whether each of their linears has a bias."""
+    """Whether both linears have biases."""
     extra_states: tuple[str, ...] = ()
-    """Keys of Megatron's ``_extra_state`` entries, which no conversion keeps."""
+    """Keys of Megatron's ``_extra_state`` entries, which conversions drop."""
 
     @property
     def patterns(self) -> tuple[KeyPattern, ...]:
@@ -112,7 +112,7 @@ class ExpertSet:
         return tuple(self.shapes())
 
     def entries(self) -> Iterator[tuple[KeyPattern, int | None, str]]:
-        """Return each key with its pattern, and its expert where each has a key of its own."""
+        """Yield pattern, expert (None for a key of all experts) and key of each entry."""
         for pattern in self.patterns:
             for expert in range(self.num_experts) if pattern.is_per_expert else (None,):
                 yield pattern, expert, self.prefix + pattern.key(expert)
@@ -136,7 +136,7 @@ _DOWN: tuple[Projection, ...] = ("down",)
 def _linear(
     projections: tuple[Projection, ...], weight: str, bias: str, axes: str
 ) -> Iterator[KeyPattern]:
-    """Yield the patterns of a weight and of its bias, which has no axis of inputs."""
+    """Yield the patterns of a weight and of its bias, which lacks the input axis."""
     inputs = "F" if projections == _DOWN else "H"
     of_weight = tuple(axes.split())
     of_bias = tuple(axis for axis in of_weight if axis != inputs)
@@ -145,12 +145,12 @@ def _linear(
 
 
 _TABLE = {
-    # one parameter a linear: TEGroupedLinear with --moe-single-grouped-weight, and ours
+    # one parameter per linear: TEGroupedLinear with --moe-single-grouped-weight, and ours
     "grouped": (
         *_linear(_GATE_UP, "linear_fc1.weight", "linear_fc1.bias", "E 2F H"),
         *_linear(_DOWN, "linear_fc2.weight", "linear_fc2.bias", "E H F"),
     ),
-    # one parameter an expert: TEGroupedLinear, and ours
+    # one parameter per expert: TEGroupedLinear, and ours
     "indexed": (
         *_linear(_GATE_UP, "linear_fc1.weight{expert}", "linear_fc1.bias{expert}", "2F H"),
         *_linear(_DOWN, "linear_fc2.weight{expert}", "linear_fc2.bias{expert}", "H F"),
@@ -171,8 +171,8 @@ _TABLE = {
         ),
     ),
     # Megatron's GroupedMLP, last in megatron-core 0.16, transformer/moe/experts.py: the forward
-    # pass multiplies by weight1.view(E, H, 2F) and weight2.view(E, F, H), so experts lie one after
-    # the other although the shapes look as if they lay side by side
+    # pass multiplies by weight1.view(E, H, 2F) and weight2.view(E, F, H), so experts are
+    # consecutive in memory although the shapes suggest columns
     "legacy": (
         KeyPattern(
             template="weight1",
@@ -194,7 +194,7 @@ _TABLE = {
         *_linear(_GATE_UP, "gate_up_proj", "gate_up_proj_bias", "E H 2F"),
         *_linear(_DOWN, "down_proj", "down_proj_bias", "E F H"),
     ),
-    # one module an expert: Qwen, DeepSeek
+    # one module per expert: Qwen, DeepSeek
     "hf_per_expert": (
         *_linear(_GATE, "{expert}.gate_proj.weight", "{expert}.gate_proj.bias", "F H"),
         *_linear(_UP, "{expert}.up_proj.weight", "{expert}.up_proj.bias", "F H"),
@@ -210,7 +210,7 @@ LAYOUTS: dict[str, KeyLayout] = {
 LINEARS = ("linear_fc1", "linear_fc2")
 """Names of the linears of experts in Megatron."""
 CALIBRATED_AMAX = "calibrated_amax"
-"""Name of the calibrated amax that a linear of experts keeps, [E, 1, 1] or [1, 1, 1]."""
+"""Name of a linear's calibrated amax, [E, 1, 1] or [1, 1, 1]."""
 
 _EXTRA_STATES = tuple(  # of grouped, indexed and sequential experts
     template.format(linear=linear, expert="{expert}")
@@ -227,7 +227,7 @@ def get_layout(name: str) -> KeyLayout:
     """Return the layout called ``name``.
 
     Raises:
-        ConfigError: there is none; the message lists all.
+        ConfigError: no layout has this name; the message lists all names.
     """
     if name not in LAYOUTS:
         raise ConfigError(f"expert key layout: expected one of {', '.join(LAYOUTS)}, got {name!r}.")
@@ -236,16 +236,15 @@ def get_layout(name: str) -> KeyLayout:
 
 @cache
 def _regex(template: str) -> re.Pattern[str]:
-    """Match a remainder to the letter; an index is written without leading zeros or signs."""
+    """Match a remainder exactly; indices have no leading zeros or signs."""
     index = "(?P<expert>0|[1-9][0-9]{0,8})"
     return re.compile(re.escape(template).replace(re.escape("{expert}"), index))
 
 
 def match_key(remainder: str, template: str) -> tuple[int | None] | None:
-    """Return the expert of a key (None for a key of all), or None if it does not match.
+    """Return the expert of a key (None for a key of all experts), or None without a match.
 
-    ``remainder`` is the key behind the container's prefix, ``template`` that of a
-    :class:`KeyPattern`.
+    ``remainder`` follows the container's prefix; ``template`` is that of a :class:`KeyPattern`.
     """
     found = _regex(template).fullmatch(remainder)
     if found is None:
@@ -255,18 +254,18 @@ def match_key(remainder: str, template: str) -> tuple[int | None] | None:
 
 
 def is_extra_state(remainder: str) -> bool:
-    """Return whether a key ``remainder``, behind the prefix, is an ``_extra_state``."""
+    """Return whether ``remainder``, a key after the prefix, is an ``_extra_state``."""
     return any(_regex(template).fullmatch(remainder) for template in _EXTRA_STATES)
 
 
 def is_calibrated_amax(remainder: str) -> bool:
-    """Return whether a key ``remainder`` is a calibrated amax, which no conversion changes."""
+    """Return whether ``remainder`` is a calibrated amax, which conversions leave unchanged."""
     linear, _, name = remainder.rpartition(".")
     return linear in LINEARS and name == CALIBRATED_AMAX
 
 
 def is_of_adapter(remainder: str) -> bool:
-    """Return whether a key ``remainder`` is of an adapter such as LoRA's, unchanged likewise."""
+    """Return whether ``remainder`` belongs to an adapter, which conversions leave unchanged."""
     parts = remainder.split(".")
     if parts[0] == "local_experts":
         parts = parts[2:]

@@ -294,7 +294,7 @@ def test_what_a_killed_command_has_left_is_no_checkpoint(kind, request, tmp_path
 
 UNEVEN = {
     "hf": ("7", "expected blocks of rows that divide 256"),
-    "hf_per_expert": ("32", "layout hf_per_expert keeps gate and up apart"),
+    "hf_per_expert": ("32", "layout hf_per_expert stores gate and up separately"),
 }
 
 

@@ -187,7 +187,7 @@ REFUSED = {
     "interleaving what is apart": (
         lambda: make_state(make_experts(2, 2, 3), "hf_per_expert"),
         {"source_interleave": 1},
-        [rf"{PREFIX}: layout hf_per_expert keeps gate and up apart, got interleaving"],
+        [rf"{PREFIX}: layout hf_per_expert stores gate and up separately, got interleaving"],
     ),
     "mixed dtypes and a text": (
         lambda: {
