@@ -1,7 +1,7 @@
-"""Flat states: masters and moments saved bucket by bucket, and loaded into other buckets.
+"""Flat states: masters and moments saved bucket by bucket, and loaded into another bucket layout.
 
-So they lie in ``dp_reshardable`` of torch_dist and in files of ``--ckpt-format torch``. A
-:class:`StateManifest` goes with them, by which a model of another expert layout reads them.
+torch_dist's ``dp_reshardable`` and ``--ckpt-format torch`` store states this way. The
+:class:`StateManifest` saved with them lets a model of another expert layout read them.
 """
 
 import itertools
@@ -38,36 +38,35 @@ _BUCKET_SIZES = ("per_bucket_numel", "per_bucket_numel_unpadded")
 
 @dataclass(frozen=True, eq=False)
 class ManifestRequester:
-    """The optimizer that a checkpoint is about to be loaded into."""
+    """The optimizer that a checkpoint will be loaded into."""
 
     optimizer: Any
     model: Any
-    """Sharded state of the model that the optimizer was given."""
+    """Sharded model state that was given to the optimizer."""
     is_flat: bool
-    """Whether it loads states as they lie in buckets, not by the names of parameters."""
+    """Whether it loads states by bucket rather than by parameter name."""
 
 
 _requesters: WeakValueDictionary[int, ManifestRequester] = WeakValueDictionary()
-"""Requesters by the number of their request."""
+"""Requesters by request number."""
 _numbers = itertools.count()
 
 
 @dataclass
 class ManifestRequest(ShardedObject):
-    """The place of a manifest in a state to load, until :mod:`hooks` has found it.
+    """Placeholder for a manifest in a state to load, which :mod:`hooks` replaces.
 
-    It passes through Megatron, which may put the number of the optimizer in front of its key, and
-    compares requests of all ranks.
+    Megatron may prefix its key with the optimizer number, and compares requests across ranks.
     """
 
     number: int = field(default=0, compare=False)
 
     @property
     def requester(self) -> ManifestRequester:
-        """The optimizer that made it.
+        """The optimizer that made the request.
 
         Raises:
-            StateError: the state was made for an earlier load, or in another process.
+            StateError: request belongs to an earlier load or another process.
         """
         found = _requesters.get(self.number)
         if found is None:
@@ -79,12 +78,12 @@ class ManifestRequest(ShardedObject):
 
     @property
     def group(self) -> str:
-        """Prefix of the keys of the states, such as ``optimizer...dp_group_idx_0``."""
+        """Key prefix of the states, such as ``optimizer...dp_group_idx_0``."""
         return self.key.partition(f".{MANIFEST}.")[0]
 
 
 def manifest_of(optimizer: Any) -> StateManifest:
-    """Return the manifest of the states of a distributed optimizer."""
+    """Return the manifest of a distributed optimizer's states."""
     places = places_of(optimizer)
     buffers = []
     for ranges, buffer in zip(optimizer.gbuf_ranges, optimizer.buffers, strict=True):
@@ -128,7 +127,7 @@ def places_of(optimizer: Any) -> dict[torch.nn.Parameter, ParameterPlace]:
 
 
 def manifest_names(chunks: Sequence[Any]) -> dict[torch.nn.Parameter, str]:
-    """Return names of parameters; those of several model chunks have a prefix each."""
+    """Return parameter names, prefixed by chunk if there are several model chunks."""
     names = parameter_names(chunks)
     if len(chunks) == 1:
         return names
@@ -140,7 +139,7 @@ def manifest_names(chunks: Sequence[Any]) -> dict[torch.nn.Parameter, str]:
 
 
 def manifest_key(optimizer: Any, manifest: StateManifest) -> str:
-    """Return the key a manifest is saved under, the same for every expert layout of a model."""
+    """Return the key that a manifest is saved under, independent of the expert layout."""
     parameters = sorted({address.parameter for address in manifest.addresses()})
     digest = crc32("\n".join(parameters).encode())
     return f"{_group_key(optimizer)}.{MANIFEST}.{digest:08x}"
@@ -153,9 +152,9 @@ def _group_key(optimizer: Any) -> str:
 def manifest_object(
     optimizer: Any, model: Any, *, is_loading: bool, is_flat: bool
 ) -> ShardedObject:
-    """Return the manifest to save, or when loading the request for one. No rank communicates.
+    """Return the manifest to save, or the request for one when loading. No rank communicates.
 
-    For ``model`` and ``is_flat`` see :class:`ManifestRequester`.
+    See :class:`ManifestRequester` for ``model`` and ``is_flat``.
     """
     manifest = manifest_of(optimizer)
     key = manifest_key(optimizer, manifest)
@@ -177,7 +176,7 @@ def _object(optimizer: Any, key: str, content: Any) -> ShardedObject:
 
 
 def _elements(optimizer: Any, key: str, tensor: Tensor, start: int, numel: int) -> ShardedTensor:
-    """Return an entry for elements from ``start`` on of a bucket of ``numel``."""
+    """Return an entry for the elements from ``start`` of a bucket of ``numel`` elements."""
     return ShardedTensor(
         key,
         tensor,
@@ -192,20 +191,20 @@ def _elements(optimizer: Any, key: str, tensor: Tensor, start: int, numel: int) 
 
 @dataclass(frozen=True, slots=True)
 class OwnedRange:
-    """The share of a parameter that this rank owns."""
+    """The part of a parameter that this rank owns."""
 
     param: torch.nn.Parameter
     buffer: int
     bucket: int
     start: int
-    """First element of the parameter."""
+    """First element within the parameter."""
     end: int
     local_start: int
-    """First element in this rank's shard of the bucket."""
+    """First element within this rank's shard of the bucket."""
 
 
 def owned_ranges(optimizer: Any) -> list[OwnedRange]:
-    """Return the shares of this rank, in the order of buffers, buckets and places."""
+    """Return the ranges that this rank owns, ordered by buffer, bucket and offset."""
     return [
         OwnedRange(
             param,
@@ -225,13 +224,13 @@ def owned_ranges(optimizer: Any) -> list[OwnedRange]:
 
 
 def _flat_states(optimizer: Any, param: torch.nn.Parameter) -> dict[str, Tensor]:
-    """Return this rank's share of master and moments, 1-D, without ``step``."""
+    """Return this rank's shard of master and moments, 1-D, without ``step``."""
     states = optimizer._get_main_param_and_optimizer_states(param)
     return {key: state.view(-1) for key, state in states.items() if key != "step"}
 
 
 def require_megatrons_offsets(manifest: StateManifest) -> None:
-    """Raise LayoutError if Megatron, which knows no manifest, would read flat states elsewhere."""
+    """Raise LayoutError if stock Megatron would read flat states at other offsets."""
     ends: Counter[tuple[int, int]] = Counter()
     for buffer, bucket, place in manifest.places():
         expected = pad_param_start(ends[buffer, bucket])
@@ -248,11 +247,11 @@ def require_megatrons_offsets(manifest: StateManifest) -> None:
 def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
     """Return this rank's part of ``dp_reshardable`` states. No rank communicates.
 
-    Keys, shapes and offsets are Megatron's, which refuses to save a bucket of which some rank owns
-    nothing but padding.
+    Keys, shapes and offsets are Megatron's, which refuses buckets in which a rank owns only
+    padding.
 
     Raises:
-        LayoutError: parameters lie elsewhere than Megatron would have them.
+        LayoutError: parameter offsets differ from Megatron's.
     """
     manifest = manifest_of(optimizer)
     require_megatrons_offsets(manifest)
@@ -298,24 +297,24 @@ def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
 
 
 def _padding(like: dict[str, Tensor], numel: int) -> dict[str, Tensor]:
-    """Return zeros for the room between parameters: a saved bucket has no holes."""
+    """Return zeros for gaps between parameters, since a saved bucket must be contiguous."""
     return {name: tensor.new_zeros(numel) for name, tensor in like.items()}
 
 
 def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> dict[str, Any]:
-    """Return requests for the share of this rank, from its places in the checkpoint.
+    """Return requests for this rank's states, at their places in the checkpoint.
 
     Args:
-        optimizer: optimizer whose states exist already, with any values.
+        optimizer: optimizer whose states are allocated, with any values.
         source: manifest of the checkpoint.
-        key: key of the manifest, with the prefix that Megatron has put in front.
+        key: key of the manifest, with Megatron's prefix.
 
     Returns:
-        ``ranges``: one entry a range of :func:`owned_ranges`, in its order: state name -> tensors
-        to load, of consecutive elements. The sizes of buckets, for strict loads to find.
+        ``ranges``: one dict per range of :func:`owned_ranges`: state name -> tensors to load, of
+            consecutive elements; and the bucket sizes, which strict loads expect.
 
     Raises:
-        LayoutError: the checkpoint has other parameters or experts.
+        LayoutError: checkpoint has other parameters or experts.
     """
     layouts = LayoutMap(source, manifest_of(optimizer), key)
     places = places_of(optimizer)
@@ -343,12 +342,12 @@ def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> dict
 
 
 def saved_key(group_key: str, source: StateManifest, span: BucketSpan) -> str:
-    """Return the prefix of the keys of a bucket's states in a checkpoint."""
+    """Return the key prefix of a bucket's states in a checkpoint."""
     return bucket_key(group_key, source.buffers[span.buffer].dtype, span.buffer, span.bucket)
 
 
 def load_flat_states(optimizer: Any, loaded: dict[str, Any]) -> None:
-    """Take the tensors that were loaded for the requests of :func:`flat_states_to_load`."""
+    """Set this rank's states to the tensors loaded for :func:`flat_states_to_load`."""
     ranges = loaded.get("ranges", [])  # Megatron's load drops a list without entries
     for one, entry in zip(owned_ranges(optimizer), ranges, strict=True):
         tensors = {name: torch.cat(parts) for name, parts in entry.items()}
@@ -360,17 +359,17 @@ def load_flat_states(optimizer: Any, loaded: dict[str, Any]) -> None:
 def rearranged_states(
     states: dict[Any, Any], source: StateManifest, optimizer: Any, where: str
 ) -> dict[Any, Any]:
-    """Return legacy states with every expert where ``optimizer`` expects it.
+    """Return legacy states with experts in the order that ``optimizer`` expects.
 
     Args:
         states: result of ``get_parameter_state_dp_zero``: buffer -> dtype -> name -> [elements],
-            the buckets of a buffer one after the other without padding. Left alone.
-        source: manifest that was saved with them, or was found for them.
-        optimizer: optimizer that loads them.
+            buckets concatenated without padding. Not modified.
+        source: manifest saved with the states, or derived for them.
+        optimizer: optimizer that loads the states.
         where: source in error messages.
 
     Raises:
-        LayoutError: they are states of other parameters or experts, or shorter than they should.
+        LayoutError: states have other parameters or experts, or are truncated.
     """
     target = manifest_of(optimizer)
     layouts = LayoutMap(source, target, where)
@@ -409,14 +408,14 @@ def _tensors(by_dtype: dict[Any, dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def _bucket_starts(buffer: BufferPlaces) -> list[int]:
-    """Return the first element of each bucket of a buffer, and the end of the last one."""
+    """Return the first element of each bucket of a buffer, followed by the end of the last one."""
     return [0, *accumulate(bucket.numel for bucket in buffer.buckets)]
 
 
 def require_same_interleave(
     optimizer: Any, saved: StateManifest, where: str, *, is_flat: bool
 ) -> None:
-    """Raise LayoutError if gate and up rows alternate otherwise in a checkpoint than here."""
+    """Raise LayoutError if gate and up rows are interleaved differently in the checkpoint."""
     here = optimizer.model_chunks[0].config.moe_mlp_glu_interleave_size
     if saved.glu_interleave != here:
         # states in whole buckets cannot be converted, and weights alone have no iteration
@@ -431,9 +430,9 @@ def require_same_interleave(
 
 
 def require_same_order(optimizer: Any, saved: Any) -> None:
-    """Raise LayoutError unless states with manifest ``saved`` hold experts as ``optimizer`` does.
+    """Raise LayoutError unless ``saved`` is a manifest with ``optimizer``'s order of experts.
 
-    For states that were loaded bucket by bucket, where nothing can be moved any more.
+    For states already loaded by bucket, which cannot be rearranged.
     """
     where = "optimizer states"
     if StateManifest.from_dict(saved, where).addresses() != manifest_of(optimizer).addresses():

@@ -1,7 +1,7 @@
-"""Optimizer states that were saved without ``--use-distributed-optimizer``.
+"""Optimizer states saved without ``--use-distributed-optimizer``.
 
-They are whole and have the names of parameters, as ``fully_reshardable`` ones do, but for masters,
-which have other keys. Megatron's distributed optimizer loads no such checkpoint.
+They are unsharded and keyed by parameter name like ``fully_reshardable`` ones, except for the keys
+of masters. Megatron's distributed optimizer does not load such checkpoints.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ _TYPE = "distrib_optim_sharding_type"
 
 
 def declare_reshardable(common: dict[str, Any], stored: TorchDistReader) -> None:
-    """Declare such states ``fully_reshardable`` in the metadata of their checkpoint.
+    """Declare such states ``fully_reshardable`` in the checkpoint's metadata.
 
     Args:
-        common: state that is not sharded; changed.
-        stored: opened checkpoint.
+        common: common state, modified in place.
+        stored: open checkpoint.
     """
     content = common.get("content_metadata")
     if not isinstance(content, dict) or _TYPE in content or not _has_whole_masters(stored):
@@ -32,15 +32,15 @@ def declare_reshardable(common: dict[str, Any], stored: TorchDistReader) -> None
 
 
 def request_masters(param_state: Mapping[Any, dict[str, Any]], stored: TorchDistReader) -> None:
-    """Request masters under the keys that such a checkpoint has for them.
+    """Rewrite the keys of master requests to those of such a checkpoint.
 
     Args:
-        param_state: number of a parameter -> requests for its master and moments, as
-            ``fully_reshardable`` has them; changed.
-        stored: opened checkpoint.
+        param_state: parameter index -> ``fully_reshardable`` requests for master and moments,
+            modified in place.
+        stored: open checkpoint.
 
     Raises:
-        LayoutError: it lacks one, as those of fp32 weights.
+        LayoutError: checkpoint lacks a master, as for fp32 weights.
     """
     if not _has_whole_masters(stored):
         return

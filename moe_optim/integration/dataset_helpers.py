@@ -1,4 +1,4 @@
-"""The C++ helper of Megatron's datasets, which the wheel of megatron-core ships built."""
+"""Compilation of the C++ dataset helper, which the megatron-core wheel ships prebuilt."""
 
 from importlib.util import find_spec
 
@@ -10,9 +10,9 @@ _DATASETS = "megatron.core.datasets"
 
 
 def compile_helpers() -> None:
-    """Have Megatron compile the helper where it can or has to.
+    """Compile the helper if it has a Makefile or is missing.
 
-    Megatron always calls ``make``, for which the wheel has no Makefile, and then exits.
+    Megatron always calls ``make``, and exits if it fails, as with the wheel, which has no Makefile.
 
     Raises:
         ConfigError: pybind11 is missing, without which Megatron would exit.
