@@ -1,4 +1,4 @@
-"""``python -m benchmarks experts``: its options, its tables and the JSON it writes."""
+"""``python -m benchmarks experts``: options, tables and JSON."""
 
 import argparse
 import shlex
@@ -32,11 +32,11 @@ COLUMNS = {
     "forward_of_best_other": "fwd of best",
     "backward_of_best_other": "bwd of best",
 }
-"""What a table shows of a row, and under which heading; the JSON has everything."""
+"""Table columns: key of a row -> heading. The JSON contains all keys."""
 
 
 def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add ``bench experts``."""
+    """Add ``benchmarks experts``."""
     parser = kinds.add_parser(
         "experts",
         help="fake quantization of experts, scattered in memory and in one tensor",
@@ -57,10 +57,10 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print tables, and write the figures if asked to.
+    """Run the benchmark, print tables, and write the results if requested.
 
     Raises:
-        ConfigError: sizes that are none, a GPU that is not there, or nowhere to write.
+        ConfigError: sizes are invalid, no GPU is present, or the file is not writable.
     """
     import torch
 
@@ -104,7 +104,7 @@ def _rows(args: argparse.Namespace, speed: float) -> "Iterator[Row]":
 
 
 def _command(args: argparse.Namespace) -> str:
-    """Return the line that asks for the same, with every default spelled out."""
+    """Return the equivalent command line with all defaults explicit."""
     words = ["python", "-m", "benchmarks", "experts", "--experts", *map(str, args.experts)]
     words += ["--shape", *map(str, args.shape), "--bits", *args.bits, "--device", args.device]
     words += ["--json", str(args.json)] if args.json else []

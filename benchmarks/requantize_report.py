@@ -1,4 +1,4 @@
-"""``python -m benchmarks requantize``: its options, its tables and the JSON it writes."""
+"""``python -m benchmarks requantize``: options, tables and JSON."""
 
 import argparse
 import re
@@ -30,11 +30,11 @@ COLUMNS = {
     "te_ms": "TE ms",
     "host_us": "host us",
 }
-"""What a table shows of a row, and under which heading; the JSON has everything."""
+"""Table columns: key of a row -> heading. The JSON contains all keys."""
 
 
 def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add ``bench requantize``."""
+    """Add ``benchmarks requantize``."""
     parser = kinds.add_parser(
         "requantize",
         help="time of requantization beside the speed of a plain copy",
@@ -57,7 +57,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print tables, and write the figures if asked to."""
+    """Run the benchmark, print tables, and write the results if requested."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -114,7 +114,7 @@ def _rows(args: argparse.Namespace, device: str, speed: float) -> Iterator[Row]:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """Return the line that asks for the same, with every default spelled out."""
+    """Return the equivalent command line with all defaults explicit."""
     shards = [f"1/{shard}" for shard in args.shard]
     words = ["python", "-m", "benchmarks", args.what, "--format", *args.format]
     words += ["--shape-set", *args.shape_set, "--shard", *shards]
@@ -133,7 +133,7 @@ def _progress(row: Row) -> str:
 
 
 def _tables(report: dict[str, Any]) -> Iterator[Table]:
-    """Yield a table for each shape set and shard, narrow enough for 80 columns."""
+    """Yield a table for each shape set and shard, within 80 columns."""
     for key, rows in groupby(report["rows"], lambda row: (row["shape_set"], row["shard"])):
         title = f"{key[0]}, shards of {key[1]}; {machine(report)}"
         yield table_of_rows(title, COLUMNS, rows, texts=("format", "work"))

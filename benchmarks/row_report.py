@@ -1,4 +1,4 @@
-"""What benches share that measure row by row: the report before its first row, file and tables."""
+"""Reports of benchmarks that measure row by row: header, file and tables."""
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -13,11 +13,11 @@ from moe_optim.commands.console.provenance import begin_report
 
 
 def begin_rows(command: str, device: str) -> dict[str, Any]:
-    """Return a report without rows: what was asked for, of which code, and the ceiling.
+    """Return a report without rows: command, versions and copy speed.
 
     Args:
-        command: that asks for the same.
-        device: ``cuda`` or ``cpu``; a copy on it is timed.
+        command: equivalent command line.
+        device: ``cuda`` or ``cpu``; times a copy on it.
     """
     speed = copy_bytes_per_ms(device)
     release(device)
@@ -26,7 +26,7 @@ def begin_rows(command: str, device: str) -> dict[str, Any]:
 
 
 def copy_speed(report: Mapping[str, Any]) -> float:
-    """Return bytes read and written a millisecond by a plain copy."""
+    """Return the speed of a plain copy, in bytes read plus written per ms."""
     return float(report["copy_tb_per_s"]) * 1e9
 
 
@@ -36,13 +36,13 @@ def fill_report(
     path: Path | None,
     say: Callable[[Any], str],
 ) -> None:
-    """Add rows as they are measured, each written to the file and said on stderr at once.
+    """Append rows as they are measured, updating the file and printing to stderr.
 
     Args:
-        report: of ``begin_rows``; its rows are appended to.
-        rows: measures while it is iterated.
-        path: of the JSON; None writes none. A run that is cut short leaves what it has.
-        say: returns the line that tells of a row.
+        report: result of ``begin_rows``; rows are appended to it.
+        rows: iterator that measures.
+        path: JSON file, valid after every row; None: no file.
+        say: function that returns the line for a row.
     """
     progress = Console(stderr=True, markup=False, highlight=False)
     for row in rows:
@@ -55,13 +55,13 @@ def fill_report(
 def table_of_rows(
     title: str, headings: Mapping[str, str], rows: Iterable[Any], texts: Collection[str]
 ) -> Table:
-    """Return rows as a table; what a row lacks is a dash.
+    """Return rows as a table; missing values are dashes.
 
     Args:
-        title: above it; the machine follows it.
+        title: title, followed by the machine.
         headings: field of a row -> heading.
-        rows: as they were measured.
-        texts: fields that are words and not numbers.
+        rows: measured rows.
+        texts: fields that are text rather than numbers.
     """
     table = Table(title=title, title_justify="left")
     for name, heading in headings.items():
@@ -73,5 +73,5 @@ def table_of_rows(
 
 
 def machine(report: Mapping[str, Any]) -> str:
-    """Return what was measured on, for a title."""
+    """Return the measured machine, for a title."""
     return f"{report['device']}, copy {report['copy_tb_per_s']} TB/s"

@@ -1,7 +1,7 @@
 """A distributed optimizer for Megatron MoE training that keeps expert weights quantized.
 
-Importing this package costs nothing and needs neither Megatron nor Triton nor a GPU; public names
-are loaded when they are first used.
+Importing the package is cheap and requires neither Megatron, Triton nor a GPU; public names are
+loaded on first use.
 """
 
 import importlib

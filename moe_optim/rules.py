@@ -1,9 +1,9 @@
-"""What goes with what: the one table of refusals, and of what makes a step Megatron's.
+"""Compatibility rules: which settings are refused, and which require Megatron's own step.
 
-A :class:`Setup` holds what is known of a run, and more of it from stage to stage: the configuration
-alone, Megatron's flags (all that a dry run has), the model, the optimizer. A rule applies at every
-stage that knows what it reads, so what flags tell is refused before a model is built. The dry run,
-the optimizer factory, ``moe-optim plan`` and the documents read this table.
+A :class:`Setup` describes a run, in increasing detail by stage: the configuration alone, Megatron's
+flags (all that a dry run has), the model, the optimizer. A rule applies at every stage that
+provides its inputs, so that invalid flags are refused before a model is built. The dry run, the
+optimizer factory, ``moe-optim plan`` and the documents use this table.
 """
 
 import os
@@ -24,24 +24,25 @@ NATIVE_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--fp4-recipe nvfp4": ("nvfp4",),
     }
 )
-"""Recipe of Transformer Engine -> formats that its weights can be managed in;
-the first is what ``format: auto`` is."""
+"""Recipe of Transformer Engine -> formats in which its weights can be managed, the default for
+``format: auto`` first.
+"""
 TENSORWISE_RECIPE = "--fp8-recipe tensorwise"
-"""The recipe whose weights stay in Megatron's buffers, under ``format: auto`` alone."""
+"""Recipe whose weights stay in Megatron's buffers; requires ``format: auto``."""
 _CHANGED_BYTES = (  # recipe, variable of Transformer Engine, values
     ("--fp8-recipe blockwise", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES", ("1",)),
     ("--fp4-recipe nvfp4", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", ("1",)),
     ("--fp4-recipe nvfp4", "NVTE_NVFP4_4OVER6", ("weights", "all")),
 )
-"""Environments in which weights of a recipe are in no format of this package."""
+"""Environment variables that give a recipe's weights an unsupported format."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """What is known of a run. Fields that a stage does not know keep their defaults."""
+    """Known facts about a run; fields unknown at a stage keep their defaults."""
 
     config: Any
-    """The ``MoEOptimConfig``, which checks itself by these rules."""
+    """``MoEOptimConfig``, which checks itself by these rules."""
     optimizer: Any = None
     """Megatron's ``OptimizerConfig``, or an object with the fields that rules read."""
     ddp: Any = None
@@ -49,40 +50,42 @@ class Setup:
     models: Sequence[Any] = ()
     """Megatron's ``TransformerConfig`` of every model chunk."""
     recipes: Sequence[str] = ()
-    """Flags of the recipes that weights of Transformer Engine will be kept in."""
+    """Recipe flags in which Transformer Engine keeps primary weights."""
     portable: Sequence[Any] = ()
-    """``TransformerConfig`` of portable experts that are about to be built."""
+    """``TransformerConfig`` of portable experts to be built."""
     has_portable: bool = False
-    """Whether there are, or will be, portable experts."""
+    """Whether portable experts exist or will be built."""
     quantized: bool = False
-    """Whether buckets of this package hold some weights."""
+    """Whether this package's buckets contain any weights."""
     tensorwise: bool = False
-    """Whether some weights have per-tensor scaling, and so stay in Megatron's buffers."""
+    """Whether any weights have per-tensor scaling and thus stay in Megatron's buffers."""
     accepted: Sequence[str] = ()
-    """Values of ``format`` that weights of Transformer Engine allow, besides ``auto``; none where
-    there are no such weights, or all of them are managed already."""
+    """Values of ``format`` that Transformer Engine's weights permit besides ``auto``; empty without
+    such
+    weights, or if all are managed already.
+    """
     stored: Sequence[str] = ()
-    """Formats of the quantized weights that were built."""
+    """Formats of existing quantized weights."""
     unknown: str | None = None
-    """A quantized weight in no format of this package: its class and shape."""
+    """Class and shape of a quantized weight in no supported format."""
     linears: Mapping[str, Any] = MappingProxyType({})
-    """Portable expert linears of Megatron-Bridge whose rows are interleaved, by name."""
+    """Portable expert linears of Megatron-Bridge with interleaved rows, by name."""
     masters_of_adam: bool | None = None
-    """Whether Adam holds the masters; None derives it from flags."""
+    """Whether Adam holds the masters; None: derived from flags."""
     adam: str | None = None
     """Class of an Adam that counts steps by parameter."""
     has_kernels: bool = True
     """Whether kernels can update every master."""
     can_capture: bool = True
-    """Whether a CUDA graph can hold the step."""
+    """Whether a CUDA graph can capture the step."""
     stock_reason: str | None = None
-    """What makes the step Megatron's, as all ranks have agreed; None before that."""
+    """Reason for Megatron's step, agreed by all ranks; None before that."""
     args: Any = None
     """Megatron's arguments under ``moe-optim train``."""
 
     @classmethod
     def of_flags(cls, config: Any, optimizer: Any, ddp: Any, models: Sequence[Any]) -> "Setup":
-        """Return what Megatron's settled configurations tell before a model is built.
+        """Return the setup given by Megatron's validated configurations, before a model is built.
 
         Args:
             config: the ``MoEOptimConfig``.
@@ -116,15 +119,15 @@ class Setup:
 
     @property
     def offload_states(self) -> float:
-        """Part of masters and moments that lies on the host, by the configuration or by a flag."""
+        """Fraction of masters and moments on the host, from configuration or flag."""
         return float(config_with_flags(self.config, self.optimizer).offload_states)
 
     @property
     def adam_holds_masters(self) -> bool:
-        """Whether Adam holds the masters of all weights, and the distributed optimizer none.
+        """Whether Adam rather than the distributed optimizer holds the masters of all weights.
 
-        With ``--use-precision-aware-optimizer`` it does, unless something else reads or writes
-        masters: what quantizes weights, a fused step that was asked for, states on the host.
+        True with ``--use-precision-aware-optimizer`` unless anything else accesses masters:
+        quantization of weights, ``step: fused``, or states on the host.
         """
         if self.masters_of_adam is not None:
             return self.masters_of_adam
@@ -137,23 +140,23 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One thing that does not go with another."""
+    """An incompatibility between settings."""
 
     name: str
-    """What the user has set, as documents list it."""
+    """The user's setting, as listed in documents."""
     when: Callable[[Setup], object]
-    """Whether a setup has it; text says what was found, in the place of the name."""
+    """Whether the rule applies to a setup; a string result replaces the name in messages."""
     reason: str
     remedy: str
-    """What to change; ``{step}`` stands for the remedy of what makes the step Megatron's."""
+    """Recommended change; ``{step}`` inserts the remedy for whatever requires Megatron's step."""
     known: Known = "flags"
-    """The earliest stage that can tell. A dry run knows flags."""
+    """Earliest stage that provides the rule's inputs. A dry run has flags."""
     scope: str = field(default="any run", kw_only=True)
     """Key of :data:`SCOPES`."""
     effect: Effect = field(default="refuse", kw_only=True)
 
     def finding(self, setup: Setup) -> str | None:
-        """Return what was found in a setup, or None where the rule does not hold."""
+        """Return the finding in a setup, None if the rule does not apply."""
         if not SCOPES[self.scope](setup) or not (found := self.when(setup)):
             return None
         return found if isinstance(found, str) else self.name
@@ -171,23 +174,23 @@ SCOPES: Mapping[str, Callable[[Setup], bool]] = MappingProxyType(
         "moe-optim train": lambda s: s.args is not None,
     }
 )
-"""What a rule applies to -> whether a setup is one of these, and known well enough."""
+"""Scope of a rule -> whether a setup is within it, and known in sufficient detail."""
 
 
 def refusals(setup: Setup) -> list[str]:
-    """Return what is refused in a setup, one line each: what, why, and what to change."""
+    """Return refusals, one line each: finding, reason and remedy."""
     return list(_told(setup, "refuse"))
 
 
 def check_setup(setup: Setup, where: str) -> None:
-    """Refuse a setup by every rule that it breaks.
+    """Refuse a setup that violates any rule.
 
     Args:
-        setup: what is known so far.
+        setup: known facts.
         where: beginning of the message.
 
     Raises:
-        ConfigError: a rule is broken; every such rule has a line.
+        ConfigError: a rule is violated; one line per rule.
     """
     lines = refusals(setup)
     if len(lines) == 1:
@@ -198,7 +201,7 @@ def check_setup(setup: Setup, where: str) -> None:
 
 
 def remarks(setup: Setup, effect: Literal["warn", "note"]) -> list[str]:
-    """Return warnings of settings that have no effect, or notes on flags that are not needed."""
+    """Return warnings of settings without effect, or notes on unnecessary flags."""
     return list(_told(setup, effect))
 
 
@@ -213,10 +216,9 @@ def _told(setup: Setup, effect: Effect) -> Iterator[str]:
 
 
 def why_stock_step(setup: Setup) -> str | None:
-    """Return what makes the step Megatron's, or None where it is fused.
+    """Return the reason for using Megatron's step, None for a fused step.
 
-    This alone decides it. A later stage knows more: a step that flags leave to kernels is
-    Megatron's where an optimizer cannot be fused, on any rank.
+    Sole criterion. Later stages may add reasons: an optimizer on any rank that cannot be fused.
     """
     found = _find_stock_step(setup)
     return found and found[1]
@@ -228,14 +230,14 @@ def _find_stock_step(setup: Setup) -> tuple[Rule, str] | None:
 
 
 def config_with_flags(config: Any, optimizer: Any) -> Any:
-    """Return a ``MoEOptimConfig`` with what Megatron's own flags ask for in it.
+    """Return a ``MoEOptimConfig`` with Megatron's own flags applied.
 
-    ``--optimizer-cpu-offload`` asks for ``offload_states``, whose value counts before the flag's
-    fraction where both are given. With ``step: stock`` it is refused.
+    ``--optimizer-cpu-offload`` sets ``offload_states`` to its fraction, unless it is set already.
+    With ``step: stock`` a rule refuses it.
 
     Args:
         config: the ``MoEOptimConfig``.
-        optimizer: as :attr:`Setup.optimizer`.
+        optimizer: object like :attr:`Setup.optimizer`.
     """
     if config.step == "stock" or config.offload_states or not optimizer.optimizer_cpu_offload:
         return config
@@ -243,11 +245,10 @@ def config_with_flags(config: Any, optimizer: Any) -> Any:
 
 
 def offload_fraction(optimizer: Any) -> float:
-    """Return the part of masters and moments that ``--optimizer-cpu-offload`` keeps on the host.
+    """Return the fraction of states that ``--optimizer-cpu-offload`` keeps on the host.
 
     Args:
-        optimizer: as :attr:`Setup.optimizer`. To Megatron a fraction above 1 means everything, and
-            one below 0 nothing.
+        optimizer: object like :attr:`Setup.optimizer`; its fraction is clamped to 0 to 1.
     """
     if not optimizer.optimizer_cpu_offload:
         return 0.0
@@ -255,7 +256,7 @@ def offload_fraction(optimizer: Any) -> float:
 
 
 def native_recipe(model: Any) -> str | None:
-    """Return the flag of the recipe that weights are kept in between steps, None for bf16.
+    """Return the recipe flag of primary weights, None for bf16.
 
     Args:
         model: Megatron's ``TransformerConfig``.
@@ -514,7 +515,7 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 # fmt: on
-"""All rules, in the order in which they are told."""
+"""All rules, in reporting order."""
 
 
 def _other_compute(config: Any) -> str | None:
@@ -587,7 +588,7 @@ def _activation(model: Any) -> str:
 
 
 def _fuses_swiglu(model: Any) -> bool:
-    """Return whether Megatron would call its fused SwiGLU; it has none for interleaved rows."""
+    """Return whether Megatron would use its fused SwiGLU, which lacks interleaved rows."""
     is_fused = model.bias_activation_fusion and model.moe_mlp_glu_interleave_size is None
     return is_fused and _activation(model) == "silu"
 
@@ -597,7 +598,7 @@ def _expert_tp(model: Any) -> int:
 
 
 def _graphs_experts(modules: Any) -> bool:
-    """Return whether CUDA graphs hold experts: ``moe``, or no module, which means whole layers."""
+    """Return whether CUDA graphs capture experts: ``moe``, or no module (whole layers)."""
     return not modules or "moe" in [getattr(module, "name", module) for module in modules]
 
 

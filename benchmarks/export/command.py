@@ -1,4 +1,4 @@
-"""``python -m benchmarks export``: its options, its table and the JSON it writes."""
+"""``python -m benchmarks export``: options, table and JSON."""
 
 import argparse
 import json
@@ -26,11 +26,11 @@ COLUMNS = {
     "ratio": "ratio",
     "other_scales": "other scales",
 }
-"""What a table shows of a row, and under which heading; the JSON has everything."""
+"""Table columns: key of a row -> heading. The JSON contains all keys."""
 
 
 def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add ``bench export``."""
+    """Add ``benchmarks export``."""
     parser = kinds.add_parser(
         "export",
         help="time and bytes of handing experts to an engine on every rank",
@@ -50,7 +50,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure on all ranks, print rank 0's table, and write its figures if asked to."""
+    """Measure on all ranks, print rank 0's table, and write its results if requested."""
     import torch
     from torch.multiprocessing.spawn import spawn
 
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """Return the line that asks for the same, with every default spelled out."""
+    """Return the equivalent command line with all defaults explicit."""
     words = ["python", "-m", "benchmarks", args.what, "--format", *args.format]
     words += ["--model", args.model, "--ranks", str(args.ranks)]
     words += ["--json", str(args.json)] if args.json else []
@@ -97,7 +97,7 @@ def _spelt(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rank(rank: int, size: int, formats: Sequence[str], model: str, out: str) -> None:
-    """Measure on one rank; rank 0 writes what it saw."""
+    """Measure on one rank; rank 0 writes its results."""
     import torch
     import torch.distributed as dist
 

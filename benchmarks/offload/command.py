@@ -1,4 +1,4 @@
-"""``python -m benchmarks offload``: its options, its table and the JSON it writes."""
+"""``python -m benchmarks offload``: options, table and JSON."""
 
 import argparse
 import shlex
@@ -27,11 +27,11 @@ COLUMNS = {
     "link_gb_per_s": "GB/s each way",
     "fraction_of_link": "of copies",
 }
-"""What a table shows of a row, and under which heading; the JSON has everything."""
+"""Table columns: key of a row -> heading. The JSON contains all keys."""
 
 
 def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add ``bench offload``."""
+    """Add ``benchmarks offload``."""
     parser = kinds.add_parser(
         "offload",
         help="memory and time of fused steps with states on the host",
@@ -60,7 +60,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print a table a shape set, and write the figures if asked to."""
+    """Run the benchmark, print a table per shape set, and write the results if requested."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -95,7 +95,7 @@ def _rows(args: argparse.Namespace, device: str, speed: float) -> Iterator[Row]:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """Return the line that asks for the same, with every default spelled out."""
+    """Return the equivalent command line with all defaults explicit."""
     words = ["python", "-m", "benchmarks", args.what, "--format", *args.format]
     words += ["--shape-set", args.shape_set]
     words += ["--offload-states", *map(str, args.offload_states)]

@@ -291,9 +291,7 @@ class _Check:
                 yield CorruptFile(name, f"cannot be read: {error.strerror}")
 
     def _corrupt_parts(self, file: "_Archives", ours: list[Blob]) -> list[CorruptFile]:
-        """Return the defects in our share of a file, and with its first blob those of the whole
-        file.
-        """
+        """Return the defects in our share of a file; the first share checks the whole file, too."""
         owns_file, recorded = ours[0] is file.blobs[0], self.checksums.whole.get(file.name)
         if recorded is None:
             corrupt = list(file.corrupt(ours))

@@ -35,8 +35,9 @@ class MoEOptimizerConfig(OptimizerConfig):
             self.moe_optim = asdict(self.moe_optim)
 
     def finalize(self) -> None:
-        """Check all fields and install the plug-in. Every rank must call it before the model is
-        built.
+        """Check all fields and install the plug-in.
+
+        Every rank must call it, before the model is built.
 
         Raises:
             ConfigError: a setting is unknown or has an invalid value.

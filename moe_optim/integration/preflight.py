@@ -1,6 +1,7 @@
-"""The dry run: lists all faults of a command line at once, before anything is built.
+"""Dry run: reports all faults of a command line at once, before anything is built.
 
-The script runs until Megatron parses and settles its arguments, where :class:`_DryRun` takes over.
+The script runs until Megatron parses and validates its arguments, where :class:`_DryRun` takes
+over.
 """
 
 import argparse
@@ -28,19 +29,19 @@ from moe_optim.rules import Setup, refusals
 from moe_optim.screen import quiet
 
 Check = Callable[[Any], None]
-"""Reads settled arguments, and raises ConfigError for those that it refuses."""
+"""Checks validated arguments; raises ConfigError to refuse them."""
 
 _HOLDER = "dry run"
 _BUILDERS = {"pretrain", "DistributedDataParallel", "get_model", "setup_model_and_optimizer"}
-"""Calls after which an installation comes too late."""
+"""Calls after which an installation is too late."""
 
 
 class _CheckedError(BaseException):
-    """Ends a script whose arguments have been checked; scripts catch no BaseException."""
+    """Ends a script after the check; a BaseException, which scripts do not catch."""
 
 
 class _ArgumentError(Exception):
-    """Error with which argparse would end the process."""
+    """Replaces argparse's exit."""
 
 
 def list_faults(
@@ -51,14 +52,14 @@ def list_faults(
 ) -> list[str]:
     """Return all faults of a command line, with remedies.
 
-    Nothing is installed, allocated or communicated, and Megatron's output is dropped. Megatron's
-    own checks of arguments stop at their first fault.
+    Nothing is installed, allocated or communicated, and Megatron's output is discarded. Megatron's
+    own argument checks report only their first fault.
 
     Args:
-        run: callable that has Megatron parse and settle ``sys.argv[1:]``; it gets no further.
-        argv: the arguments in ``sys.argv[1:]``.
-        checks: further checks of settled arguments.
-        layer_spec: layers of a GPT where ``--spec`` names none; None for Megatron's.
+        run: callable in which Megatron parses and validates ``sys.argv[1:]``; it does not return.
+        argv: copy of ``sys.argv[1:]``.
+        checks: additional checks of validated arguments.
+        layer_spec: layer spec of a GPT if ``--spec`` gives none; None for Megatron's.
     """
     with quiet(), Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
         return list(dict.fromkeys(_list_faults(run, argv, checks, layer_spec)))
@@ -109,7 +110,7 @@ def _ended_itself(end: SystemExit, errors: str) -> str:
 def find_late_install(script: Path) -> str | None:
     """Return a fault if a script calls ``install()`` after the model is built, else None.
 
-    Only calls in one block are compared, in source order.
+    Compares only calls within one block, in source order.
     """
     tree = ast.parse(script.read_bytes())
     for block in _blocks(tree):
@@ -126,7 +127,7 @@ def find_late_install(script: Path) -> str | None:
 
 
 class _DryRun:
-    """Stands where Megatron parses and settles arguments, and collects faults."""
+    """Replaces Megatron's parsing and validation of arguments, and collects faults."""
 
     def __init__(
         self, argv: Sequence[str], checks: Sequence[Check], layer_spec: LayerSpec | None
@@ -136,11 +137,11 @@ class _DryRun:
         self._config: MoEOptimConfig | None = None
 
     def parse(self, parser: argparse.ArgumentParser, *, takes_unknown: bool) -> argparse.Namespace:
-        """Return arguments without faulty ones, and with misspelt ones corrected.
+        """Return arguments with faulty ones removed and misspelled ones corrected.
 
         Args:
             parser: the script's complete parser.
-            takes_unknown: whether the script leaves unknown flags to others.
+            takes_unknown: whether the script accepts unknown flags.
         """
         argv = self._argv if takes_unknown else self._mend_names(parser, self._argv)
         args, argv, rest = self._parse_rest(parser, argv)
@@ -159,12 +160,12 @@ class _DryRun:
         defaults: Mapping[str, Any],
         validate: Callable[[], Any],
     ) -> NoReturn:
-        """Have Megatron settle the arguments, check them, and end the script.
+        """Let Megatron validate the arguments, check them, and end the script.
 
         Args:
-            args: parsed arguments, which ``validate`` changes, or the sections of a YAML file.
-            defaults: attribute -> value that the script sets where none was given.
-            validate: Megatron's own checks, which return all arguments under their own names.
+            args: parsed arguments, modified by ``validate``, or the sections of a YAML file.
+            defaults: attribute -> default set by the script.
+            validate: Megatron's own checks, which return the flat arguments.
         """
         for name, value in _missing(args).items():
             if name not in defaults:
@@ -205,7 +206,7 @@ class _DryRun:
         raise _CheckedError
 
     def _configure(self, args: Any, *, is_settled: bool) -> tuple[Any, Any, Any]:
-        """Return the configurations of optimizer, DDP and model; None for what Megatron refuses."""
+        """Return the configurations of optimizer, DDP and model; None if Megatron refuses them."""
         from megatron.training.argument_utils import core_transformer_config_from_args
         from megatron.training.training import (
             get_megatron_ddp_config,
@@ -233,9 +234,9 @@ class _DryRun:
         return optimizer, make(get_megatron_ddp_config), None if missing else make(read)
 
     def _check_rules(self, config: MoEOptimConfig, optimizer: Any, ddp: Any, model: Any) -> None:
-        """Collect what the plug-in refuses.
+        """Collect the plug-in's refusals.
 
-        Arguments have the fields of optimizer and DDP under the same names, and stand for them.
+        ``optimizer`` and ``ddp`` may be Megatron's arguments, which have fields of the same names.
         """
         if model is None:  # nothing is known of weights
             config = MoEOptimConfig(format="bf16")
@@ -269,7 +270,7 @@ class _DryRun:
     def _parse_rest(
         self, parser: argparse.ArgumentParser, argv: list[str]
     ) -> tuple[argparse.Namespace, list[str], list[str]]:
-        """Parse, leaving out flags one by one whose values do not fit.
+        """Parse, dropping flags with invalid values one by one.
 
         Returns:
             The arguments, the words they were parsed from, and words that belong to no flag.
@@ -299,7 +300,7 @@ def _fewest_ranks(args: Any) -> int:
 
 
 def _missing_fields(args: Any) -> list[str]:
-    """Return fields of a GPT's configuration that a YAML file lacks."""
+    """Return the ``TransformerConfig`` fields that a YAML file lacks."""
     from megatron.core.transformer import TransformerConfig
 
     given = vars(args.language_model).keys() | vars(args.model_parallel).keys()
@@ -307,7 +308,7 @@ def _missing_fields(args: Any) -> list[str]:
 
 
 def _missing_in_yaml(error: BaseException) -> str | None:
-    """Return the fault if Megatron looked for a name that a YAML file lacks, else None."""
+    """Return the fault if Megatron looked up a name that a YAML file lacks, else None."""
     if isinstance(error, AttributeError) and isinstance(error.obj, SimpleNamespace):
         return f"--yaml-cfg: expected {error.name} in the file, got none. Add it."
     return None
@@ -339,9 +340,9 @@ def _raise(message: str) -> NoReturn:
 
 
 def _missing(args: argparse.Namespace) -> dict[str, int]:
-    """Return attributes that every model needs and that were not given, with values that fit.
+    """Return required attributes that were not given, with valid values.
 
-    Megatron names them one at a time.
+    Megatron itself reports only one at a time.
     """
     if args.yaml_cfg is not None or args.use_checkpoint_args or args.hybrid_layer_pattern:
         return {}  # they come from there
