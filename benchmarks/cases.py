@@ -40,7 +40,7 @@ _TINY = ((6, 256, 128), (6, 128, 256))
 SHAPE_SETS: Mapping[str, ShapeSet] = MappingProxyType(
     {
         "w1": ShapeSet(weights=_QWEN3, layers=8),
-        # All layers: 3.6e9 parameters, 22 GB with masters, 37 GB beside Transformer Engine's.
+        # All layers: 3.6e9 parameters, 22 GB with masters, 37 GB with Transformer Engine's.
         "qwen3-30b-a3b": ShapeSet(weights=_QWEN3, layers=48),
         "deepseek-v3": ShapeSet(weights=_DEEPSEEK, layers=4),  # 58 over 16 pipeline stages
         "few": ShapeSet(weights=_TINY, layers=1),

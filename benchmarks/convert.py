@@ -65,15 +65,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "convert",
         help="speed and memory of converting a checkpoint",
-        description="Make up a torch_dist checkpoint of experts, masters and moments, convert it "
-        "to safetensors in a process of its own, and verify the result. Needs twice the size on "
-        "the disk, and frees it.",
+        description="Create a torch_dist checkpoint of experts, masters and moments, convert it "
+        "to safetensors in a separate process, and verify the result. Temporarily needs twice the "
+        "size on disk.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--gigabytes", type=float, default=10, metavar="N", help="size; default: 10")
-    add("--dir", type=Path, default=Path(), metavar="DIR", help="where to put it; default: here")
-    add("--to", choices=LAYOUTS, default="hf", metavar="LAYOUT", help="of experts, default: hf")
+    add("--dir", type=Path, default=Path(), metavar="DIR", help="folder for it; default: here")
+    add("--to", choices=LAYOUTS, default="hf", metavar="LAYOUT", help="expert layout; default: hf")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
 
 
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         "peak_bytes": converted.peak_bytes,
         "peak_bytes_beyond_opening": converted.peak_bytes - opened.peak_bytes,
         "verify_s": round(verified.seconds, 2),
-        "equal": True,  # else verify would have exited with 1
+        "equal": True,  # verify exits with 1 otherwise
     }
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -201,7 +201,7 @@ def make_checkpoint(folder: Path, shapes: Shapes) -> int:
 def _write_experts(
     writer: "TorchDistWriter", prefix: str, dtype: "torch.dtype", shapes: Shapes
 ) -> None:
-    """Write gate and up rows of fc1, and fc2, of all layers."""
+    """Write fc1 (gate and up rows as separate entries) and fc2 of all layers."""
     import torch
 
     from moe_optim.checkpoint.files.reader import TensorInfo

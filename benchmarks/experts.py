@@ -25,8 +25,8 @@ PLACEMENTS: tuple[Placement, ...] = ("contiguous", "scattered")
 OURS, OURS_STACKED = "moe_optim", "moe_optim on a stack"
 LOOP, STACK, MODELOPT = "loop", "stack and unbind", "ModelOpt"
 
-_GAP = 192  # elements between two scattered experts: rows still begin at multiples of 16 bytes
-_PART = 0.5  # of what an expert needs: some values are clipped
+_GAP = 192  # elements between scattered experts; keeps rows aligned to 16 bytes
+_PART = 0.5  # fraction of the true amax, so that some values are clipped
 
 Experts = list[Tensor]
 """Leaf tensors: one [E, R, C], or E of [R, C]."""
@@ -87,7 +87,7 @@ def import_modelopt() -> tuple[Callable[..., Any] | None, str]:
             import modelopt
             from modelopt.torch.quantization.config import QuantizerAttributeConfig
             from modelopt.torch.quantization.nn import TensorQuantizer
-    except Exception as error:  # it imports much else, which may not be there
+    except Exception as error:  # it imports many optional packages
         return None, f"absent: {type(error).__name__}: {error}"
     return lambda **given: TensorQuantizer(QuantizerAttributeConfig(**given)), modelopt.__version__
 

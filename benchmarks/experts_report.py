@@ -39,12 +39,11 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     """Add ``benchmarks experts``."""
     parser = kinds.add_parser(
         "experts",
-        help="fake quantization of experts, scattered in memory and in one tensor",
-        description="Fake-quantize bf16 experts with an amax each, forward and backward, and step "
-        "an optimizer over them: in our launches, in a loop over experts in plain torch, around a "
-        "stack of them, and with NVIDIA ModelOpt's module where it can be imported. Times in ms; "
-        "'of one': of the same with experts in one tensor; 'of best': ours, of the fastest of the "
-        "others.",
+        help="fake quantization of experts, scattered in memory or in one tensor",
+        description="Fake-quantize bf16 experts with one amax each, forward and backward, and step "
+        "an optimizer over them: with our kernels, with a loop over experts in plain torch, with "
+        "stacking, and with NVIDIA ModelOpt's module if installed. Times in ms; 'of one': relative "
+        "to experts in one tensor; 'of best': ours relative to the fastest other.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -52,7 +51,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     shape = "rows and columns of an expert; default: 1536 2048; 64 96 on a CPU"
     add("--shape", type=int, nargs=2, metavar=("R", "C"), help=shape)
     add("--bits", choices=BITS, nargs="+", default=list(BITS), metavar="NAME", help="8, e4m3")
-    add("--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU")
+    add("--device", choices=["cuda", "cpu"], help="default: cuda if available")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE, row by row")
 
 

@@ -68,9 +68,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add ``benchmarks gather``."""
     parser = subparsers.add_parser(
         "gather",
-        help="time and bytes of the parameter gather on several ranks",
+        help="time and bytes of the parameter all-gather on several ranks",
         description="Quantize, gather and finish the experts of a shape set on the ranks of this "
-        "machine, on GPUs over NCCL or on a CPU over gloo, beside bf16 weights in the same run.",
+        "machine, over NCCL on GPUs or gloo on a CPU, and compare with bf16 weights.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -78,7 +78,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--format", choices=FORMATS, **several, help=f"of {', '.join(FORMATS)}; default: all")
     sets = f"of {', '.join(SHAPE_SETS)}; default: w1 on GPUs, small on a CPU"
     add("--shape-set", choices=SHAPE_SETS, metavar="NAME", help=sets)
-    add("--ranks", type=int, metavar="N", help="processes; default: one a GPU, or 2 on a CPU")
+    add("--ranks", type=int, metavar="N", help="processes; default: one per GPU, or 2 on a CPU")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
 
 

@@ -61,7 +61,7 @@ def measure(case: Case, speed: float, group: "ProcessGroup | None") -> Iterator[
         PatchError: Transformer Engine's bytes differ; nothing has been timed.
     """
     makers: list[Callable[[Case, ProcessGroup | None], Job]] = [_from_fp32, _from_bf16]
-    if case.shard == 1:  # every rank derives all of what it gathered
+    if case.shard == 1:  # ranks derive whole gathered weights
         makers.append(_after_gather)
     makers += [partial(_step, moments="fp32"), partial(_step, moments="bf16"), _norm, _health]
     for make in makers:
@@ -158,7 +158,7 @@ def _after_gather(case: Case, group: "ProcessGroup | None") -> Job:
         launches=len(table.finish.kernels),
     )
     cast = _te_cast(case, entries, group) if case.format.is_2d else None
-    if cast is None:  # of formats that gather both buffers, it derives nothing
+    if cast is None:  # for formats that gather both buffers, it derives nothing
         return job
     cast.quantize()
     return replace(job, peer=cast.finish_gather, check=partial(cast.check_bytes, derived=True))

@@ -37,11 +37,11 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     """Add ``benchmarks requantize``."""
     parser = kinds.add_parser(
         "requantize",
-        help="time of requantization beside the speed of a plain copy",
+        help="time of requantization compared with a plain copy",
         description="Requantize experts in place, from fp32 masters and from gathered bf16, and "
-        "derive what follows from a gather; tensorwise is FP8 with one scale a weight. Every time "
-        "stands beside the floor: the bytes that have to move, at the speed of a copy in the same "
-        "run.",
+        "derive the buffers that are not gathered; tensorwise is FP8 with per-tensor scaling. "
+        "Every time is compared with its lower bound: the bytes to be moved at the speed of a "
+        "copy.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -49,9 +49,9 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     add("--format", choices=FORMATS, **several, help=f"of {', '.join(FORMATS)}; default: all")
     sets = f"of {', '.join(SHAPE_SETS)}; default: w1 on a GPU, small on a CPU"
     add("--shape-set", choices=SHAPE_SETS, **several, help=sets)
-    shard = "part of every weight that the rank owns, in whole blocks; default: 1/1"
+    shard = "owned share of every weight, in whole blocks; default: 1/1"
     add("--shard", type=_shard, nargs="+", default=[1], metavar="1/N", help=shard)
-    against = "te: also time Transformer Engine's cast, once its bytes are found to be ours"
+    against = "te: also time Transformer Engine's cast, after comparing bytes"
     add("--against", choices=["te"], metavar="NAME", help=against)
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE, row by row")
 

@@ -32,7 +32,7 @@ from moe_optim.integration.argv import (
 )
 from moe_optim.screen import fail, print_table, results_console
 
-# What imports torch or Megatron is imported where it is needed: it takes seconds.
+# Imports of torch and Megatron take seconds, and are local to functions.
 
 DETERMINISTIC_ENVIRONMENT = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -49,12 +49,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add ``benchmarks step``."""
     description = (
         "Train a recipe for a few iterations with the plug-in and with Megatron's own optimizer, "
-        "in turns, and compare times, bytes and memory. Arguments after `--` go to Megatron's "
-        "parser, over the recipe's, on both sides."
+        "alternately, and compare times, bytes and memory. Arguments after `--` go to Megatron's "
+        "parser on both sides, and override the recipe's."
     )
     parser = subparsers.add_parser(
         "step",
-        help="training steps of a recipe, beside stock Megatron in the same run",
+        help="training steps of a recipe, compared with stock Megatron",
         description=textwrap.fill(description, 96),
         epilog=meanings(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -63,12 +63,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add = parser.add_argument
     add_recipe(parser, "hopper_fp8_block")
-    add("--against", choices=["stock"], default="stock", help="what it is compared with")
-    add("--iterations", type=int, default=21, metavar="N", help="of a process (default 21)")
-    add("--rounds", type=int, default=2, metavar="N", help="processes of each side (default 2)")
-    add("--ranks", type=int, metavar="N", help="processes at a time (default: the recipe's)")
+    add("--against", choices=["stock"], default="stock", help="other side")
+    add("--iterations", type=int, default=21, metavar="N", help="per process (default 21)")
+    add("--rounds", type=int, default=2, metavar="N", help="processes per side (default 2)")
+    add("--ranks", type=int, metavar="N", help="ranks (default: the recipe's)")
     add_changes(parser, "moe_optim.layout=stock")
-    repeats = "on both sides only algorithms whose results repeat, and no clipping"
+    repeats = "use only deterministic algorithms on both sides, and no clipping"
     add("--deterministic", action="store_true", help=repeats)
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     add(
@@ -189,7 +189,7 @@ def megatron_argv(args: argparse.Namespace, recipe: Recipe, side: str) -> list[s
         str(args.iterations),
     ]
     argv += ["--eval-iters", "0", "--timing-log-level", "0"]
-    argv += ["--log-interval", "1"]  # a logged iteration leaves the device idle
+    argv += ["--log-interval", "1"]  # logging synchronizes the device after every iteration
     if side == "plugin":
         argv += ["--use-moe-grouped-optim"]
         for name in field_names():

@@ -156,7 +156,7 @@ def table_of(report: dict[str, Any]) -> Table:
         title=title_of(report),
         title_justify="left",
         caption_justify="left",
-        box=box.HORIZONTALS,  # narrow enough for 60 columns
+        box=box.HORIZONTALS,  # fits 60 columns
     )
     table.caption = _spread_of(report)
     table.add_column("ms, or as said", no_wrap=True)

@@ -114,7 +114,7 @@ def instrument(parts: Parts, model_chunks: Iterable[Any], optimizer: Any) -> Non
     ``model_chunks`` are wrapped by DistributedDataParallel; ``optimizer`` is chained or single.
     """
     parts.wrap(optimizer, "get_grad_norm", "grad_norm")
-    if hasattr(optimizer, "find_norms"):  # of a fused step, which reads gradients where they lie
+    if hasattr(optimizer, "find_norms"):  # fused step, which reads gradients in place
         parts.wrap(optimizer, "find_norms", "grad_norm")
     parts.wrap(optimizer, "step", "optimizer")
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -122,7 +122,7 @@ def instrument(parts: Parts, model_chunks: Iterable[Any], optimizer: Any) -> Non
             if hasattr(one, method):
                 parts.wrap(one, method, name)
         if not one.is_stub_optimizer:
-            if getattr(optimizer, "is_fused", False):  # which calls no function over Adam's step
+            if getattr(optimizer, "is_fused", False):  # Adam's step is not a separate function
                 parts.wrap(one, "update_masters", "inner_step")
             else:
                 parts.wrap(one.optimizer, "step", "inner_step")
@@ -149,7 +149,7 @@ def _instrument_gather(parts: Parts, group: Any) -> None:
             group.param_gather_handle = _Work(parts, work)
 
     group.start_param_sync = start_param_sync
-    # Stock's MXFP8 weights are gathered in bf16 then, and quantized when they have arrived
+    # then stock gathers MXFP8 weights in bf16, and quantizes them afterwards
     is_late = group.ddp_config.reuse_grad_buf_for_mxfp8_param_ag
     parts.wrap(group, "_post_param_sync", "requantize" if is_late else "post_processing")
 
@@ -160,7 +160,7 @@ def _instrument_plugin(parts: Parts, groups: Iterable[Any]) -> None:
     from moe_optim.kernels.member_table import MemberTable
 
     parts.wrap(bucket_group, "fill_slices", "requantize")
-    parts.wrap(MemberTable, "launch", "requantize")  # wire bf16, where the whole bucket has arrived
+    parts.wrap(MemberTable, "launch", "requantize")  # wire bf16: after the whole bucket
     for group in groups:
         for bucket in group.managed:
             parts.wrap(bucket, "open_gather", "requantize")

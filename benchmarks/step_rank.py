@@ -149,7 +149,7 @@ def count_bytes(parts: Parts) -> dict[str, int]:
         return count_and_run
 
     upstream.dist_all_gather_func = counting("gathered", upstream.dist_all_gather_func)
-    # Ours; Megatron has taken its own reference, so that nothing is counted twice.
+    # Counts only our calls: Megatron holds its own reference.
     dist.all_gather_into_tensor = counting("gathered", dist.all_gather_into_tensor)
     dist.all_reduce = counting("reduced", dist.all_reduce)
     return counts

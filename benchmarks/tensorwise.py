@@ -30,7 +30,7 @@ def measure(case: OneScaleCase, speed: float, group: "ProcessGroup | None") -> I
         PatchError: Transformer Engine's bytes differ; nothing has been timed.
     """
     makers: list[Callable[[OneScaleCase, ProcessGroup | None], Job]] = [_cast]
-    if case.shard == 1 and case.device == "cuda":  # the CPU has no kernel for them
+    if case.shard == 1 and case.device == "cuda":  # no CPU kernel
         makers.append(_transposes)
     for make in makers:
         yield measure_job(make(case, group), case, speed)

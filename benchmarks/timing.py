@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 REPEATS = 15
-HOST_REPEATS = 100  # a host is disturbed more often than a device
+HOST_REPEATS = 100  # host times are noisier than device times
 WARM_UP = 3
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 HEAD_START = 2_000_000
@@ -49,7 +49,7 @@ def median_ms(works: Sequence[Work], device: str, restore: Work = nothing) -> li
     ``device`` is ``cuda`` or ``cpu``; ``restore`` is called before each repetition, untimed.
     """
     marks: list[list[tuple[Mark, Mark]]] = [[] for _ in works]
-    for _ in range(WARM_UP + REPEATS):  # all of them are queued before any is waited for
+    for _ in range(WARM_UP + REPEATS):  # queue all repetitions before synchronizing
         for work, own in zip(works, marks, strict=True):
             restore()
             _hold_back(device)

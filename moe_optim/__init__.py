@@ -103,7 +103,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_LAZY[name]), name)
-    globals()[name] = value  # the next access no longer comes here
+    globals()[name] = value  # cached for later accesses
     return value
 
 

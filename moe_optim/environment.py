@@ -141,7 +141,7 @@ def find_versions() -> dict[str, str]:
 
 def find_gpus() -> tuple[Gpu, ...]:
     """Return the CUDA devices of this machine, as reported by torch."""
-    import torch  # seconds; a recipe that asks for no GPU never gets here
+    import torch  # slow import, only for recipes that require a GPU
 
     if not torch.cuda.is_available():
         return ()
@@ -177,12 +177,12 @@ def satisfies(version: str, needed: str) -> bool:
     """Return whether a version matches a specifier; a pre-release counts as its release."""
     try:
         return SpecifierSet(needed).contains(Version(version).base_version)
-    except InvalidVersion:  # it does not say; believe that the user knows
+    except InvalidVersion:  # unknown version: trust the user
         return True
 
 
 def _version(name: str, folder: Path) -> str:
-    if name == "megatron-core":  # metadata would describe the wheel where a checkout wins
+    if name == "megatron-core":  # metadata would describe the wheel even if a checkout is imported
         return read_core_version(folder)
     try:
         return importlib.metadata.version(name)

@@ -38,7 +38,7 @@ def closest(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str | 
         known: valid words.
         likeness: minimum similarity ratio, 0 to 1.
     """
-    import difflib  # importing this package should not wait for it
+    import difflib  # keeps the import of this package fast
 
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)), None)
 

@@ -59,7 +59,7 @@ def _follow(loader: Any) -> None:
     run = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
-        del loader.exec_module  # the method of its class is left
+        del loader.exec_module  # restores the class's method
         is_armed = _LISTENER in sys.meta_path
         run(module)
         if is_armed:

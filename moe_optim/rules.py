@@ -29,7 +29,7 @@ NATIVE_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """
 TENSORWISE_RECIPE = "--fp8-recipe tensorwise"
 """Recipe whose weights stay in Megatron's buffers; requires ``format: auto``."""
-_CHANGED_BYTES = (  # recipe, variable of Transformer Engine, values
+_CHANGED_BYTES = (  # recipe, Transformer Engine variable, values
     ("--fp8-recipe blockwise", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES", ("1",)),
     ("--fp4-recipe nvfp4", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", ("1",)),
     ("--fp4-recipe nvfp4", "NVTE_NVFP4_4OVER6", ("weights", "all")),
@@ -552,7 +552,7 @@ def _unused_format(setup: Setup) -> str | None:
 
 def _unused_compute(setup: Setup) -> str | None:
     compute = setup.config.compute
-    is_own = setup.stored and compute == setup.config.format  # as null
+    is_own = setup.stored and compute == setup.config.format  # same as null
     if setup.has_portable or is_own or compute in (None, "bf16"):
         return None
     return f"compute: {compute} without portable experts"

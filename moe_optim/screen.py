@@ -30,7 +30,7 @@ class Screen(Console):
 
 def discard_output() -> None:
     """Discard further output to stdout after a broken pipe."""
-    with contextlib.suppress(OSError, ValueError):  # stdout is no file of this process
+    with contextlib.suppress(OSError, ValueError):  # stdout has no file descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)

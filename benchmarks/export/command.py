@@ -33,11 +33,11 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     """Add ``benchmarks export``."""
     parser = kinds.add_parser(
         "export",
-        help="time and bytes of handing experts to an engine on every rank",
-        description="Export the experts of a model, spread over the ranks of this machine, into "
-        "memory of an engine on each: quantized as they are; in bf16; and in bf16, quantized there "
-        "again, which is one launch a linear of bf16 weights that lie ready. GPUs speak over NCCL, "
-        "a CPU over gloo.",
+        help="time and bytes of exporting experts to an engine on every rank",
+        description="Export the experts of a model, distributed over this machine's ranks, into "
+        "an engine's memory on each: quantized; in bf16; and in bf16, requantized there with one "
+        "launch per linear. The bf16 weights are prepared in advance. Uses NCCL on GPUs, gloo on a "
+        "CPU.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -45,7 +45,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     add("--format", choices=FORMATS, **several, help=f"of {', '.join(FORMATS)}; default: all")
     models = f"of {', '.join(MODELS)}; default: qwen3-30b-a3b (12 layers) on GPUs, small on a CPU"
     add("--model", choices=MODELS, metavar="NAME", help=models)
-    add("--ranks", type=int, metavar="N", help="processes; default: one a GPU, or 2 on a CPU")
+    add("--ranks", type=int, metavar="N", help="processes; default: one per GPU, or 2 on a CPU")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
 
 

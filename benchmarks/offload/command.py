@@ -35,10 +35,9 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser = kinds.add_parser(
         "offload",
         help="memory and time of fused steps with states on the host",
-        description="Take fused steps of the same experts, a part of their masters and moments on "
-        "the host. Every row has the bytes of the first one, which is looked at before anything is "
-        "timed. Beside what crosses the link to the host each way stands what copies both ways at "
-        "once move in the same run.",
+        description="Perform fused steps of the same experts with a fraction of their states "
+        "on the host, after verifying that all rows produce the same bytes. The traffic over the "
+        "host link is compared with the speed of simultaneous copies in both directions.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -47,7 +46,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     add("--format", choices=FORMATS, **several, default=["fp8_block"], help=formats)
     sets = f"of {', '.join(SHAPE_SETS)}; default: w1 on a GPU, small on a CPU"
     add("--shape-set", choices=SHAPE_SETS, metavar="NAME", help=sets)
-    fractions = "parts of the states on the host, in order; default: 0 0.5 1"
+    fractions = "fractions of states on the host, in order; default: 0 0.5 1"
     add(
         "--offload-states",
         type=_fraction,

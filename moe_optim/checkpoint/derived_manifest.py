@@ -134,11 +134,11 @@ def choose_by_values[T](
 _ExpertTensor = tuple[str, str, int]
 """Linear, kind and expert index of a tensor."""
 _ARRANGEMENTS: tuple[tuple[str, Callable[[_ExpertTensor], tuple[object, ...]]], ...] = (
-    # SequentialMLP: expert by expert
+    # SequentialMLP: by expert
     ("local_experts.{2}.{0}.{1}", lambda one: (one[2], one[0], one[1] == "bias")),
-    # one parameter an expert, all weights of a linear before its biases
+    # one parameter per expert, all weights of a linear before its biases
     ("{0}.{1}{2}", lambda one: (one[0], one[1] == "bias", one[2])),
-    # Transformer Engine: one parameter an expert, each weight before its bias
+    # Transformer Engine: one parameter per expert, each weight before its bias
     ("{0}.{1}{2}", lambda one: (one[0], one[2], one[1] == "bias")),
     # one parameter for all experts of a linear
     ("{0}.{1}", lambda one: (one[0], one[1] == "bias")),
@@ -255,7 +255,7 @@ def _fill(
         if end > bucket.numel or not {start, end} <= (bucket.edges or {start, end}):
             return None
         places.append(ParameterPlace(name=parameter.name, shape=parameter.shape, start=start))
-        if bucket.numel in (end, _aligned(end)):  # aligned: before one that begins a bucket
+        if bucket.numel in (end, _aligned(end)):  # aligned if the next one begins a bucket
             if not _is_cut_by_ranks(bucket, places):
                 return None
             filled.append(BucketPlaces(numel=bucket.numel, parameters=tuple(places)))
@@ -270,7 +270,7 @@ def _is_cut_by_ranks(bucket: StoredBucket, places: Sequence[ParameterPlace]) -> 
     inside -= {bucket.numel}
     if not inside or bucket.padded is None:
         return True
-    shards = [  # the first cut is as long as a shard
+    shards = [  # the first cut has the length of a shard
         edge
         for edge in edges
         if edge and bucket.padded % edge == 0 and bucket.numel // edge <= len(edges)

@@ -22,7 +22,7 @@ def with_members(optimizer: Any, model_sharded_state_dict: Any) -> Any:
     entries = extract_sharded_tensors_and_factories(model_sharded_state_dict)[0]
     added: dict[str, ShardedTensorFactory] = {}
     for number, chunk in enumerate(optimizer.model_chunks):
-        of_chunk = entries.get(f"model{number}", entries)  # names of several chunks may be alike
+        of_chunk = entries.get(f"model{number}", entries)  # chunks may share names
         by_name = {unwrapped_name(name): entry for name, entry in _named_leaves(of_chunk)}
         present = {id(entry.data) for entry in by_name.values()}
         for param, name in parameter_names([chunk]).items():

@@ -75,7 +75,7 @@ def get_checkpoint_format(checkpoint_name: str, args: Any) -> Any:
 
 
 def _check(folder: Path) -> None:
-    if not torch.distributed.is_initialized():  # arguments alone are read: the load comes later
+    if not torch.distributed.is_initialized():  # only arguments are read; the load follows
         require_intact(folder, thorough=False)
         return
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -78,4 +78,4 @@ def _padded_sizes(stored: TorchDistReader, group: str) -> dict[tuple[int, int], 
             for bucket, numel in enumerate(numels)
         }
     except (AttributeError, TypeError, ValueError):
-        return {}  # something else, which tells nothing
+        return {}  # not Megatron's format

@@ -162,12 +162,12 @@ def manifest_object(
         return _object(optimizer, key, manifest.to_dict())
     number = next(_numbers)
     requester = ManifestRequester(optimizer, model, is_flat)
-    optimizer.requester = _requesters[number] = requester  # alive until the next request
+    optimizer.requester = _requesters[number] = requester  # kept alive until the next request
     return ManifestRequest(key, None, (1,), (0,), _replica_id(optimizer), number)
 
 
 def _replica_id(optimizer: Any) -> tuple[int, int, int]:
-    rank = optimizer.data_parallel_group.rank()  # all of a data-parallel group have a copy
+    rank = optimizer.data_parallel_group.rank()  # every rank of the group has a copy
     return optimizer.distributed_optimizer_instance_id, 0, rank
 
 
@@ -337,7 +337,7 @@ def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> dict
             ]
         ranges.append(entry)
     sizes = {name: _object(optimizer, f"{group_key}.{name}", None) for name in _BUCKET_SIZES}
-    # by names: Megatron loads objects and tensors apart, and cannot merge parts of one list
+    # a dict: Megatron loads objects and tensors separately, and cannot merge parts of a list
     return {"ranges": ranges, **sizes}
 
 
@@ -348,7 +348,7 @@ def saved_key(group_key: str, source: StateManifest, span: BucketSpan) -> str:
 
 def load_flat_states(optimizer: Any, loaded: dict[str, Any]) -> None:
     """Set this rank's states to the tensors loaded for :func:`flat_states_to_load`."""
-    ranges = loaded.get("ranges", [])  # Megatron's load drops a list without entries
+    ranges = loaded.get("ranges", [])  # Megatron's load drops empty lists
     for one, entry in zip(owned_ranges(optimizer), ranges, strict=True):
         tensors = {name: torch.cat(parts) for name, parts in entry.items()}
         shape = optimizer._get_main_param_and_optimizer_states(one.param)["param"].shape
@@ -382,7 +382,7 @@ def rearranged_states(
                     f"{where}: buffer {buffer}: {name}: expected {bounds[-1]} elements as the "
                     f"manifest says, got {tensor.numel()}. The file is damaged; load another one."
                 )
-    names = [name for held in saved[:1] for name in held]  # all frozen: none
+    names = [name for held in saved[:1] for name in held]  # empty if all are frozen
     result: dict[Any, Any] = {"buckets_coalesced": True}
     for buffer, ranges in enumerate(optimizer.gbuf_ranges):
         (dtype,) = ranges
@@ -418,7 +418,7 @@ def require_same_interleave(
     """Raise LayoutError if gate and up rows are interleaved differently in the checkpoint."""
     here = optimizer.model_chunks[0].config.moe_mlp_glu_interleave_size
     if saved.glu_interleave != here:
-        # states in whole buckets cannot be converted, and weights alone have no iteration
+        # flat states cannot be converted, and weights without states have no iteration
         alone, then = (" --weights-only", " and load that with --finetune") if is_flat else ("", "")
         raise LayoutError(
             f"{where}: --moe-mlp-glu-interleave-size: expected {here} as in this model, got "

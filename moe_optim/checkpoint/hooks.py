@@ -214,7 +214,7 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
         common = original(f"{_CORE}:load_common_state_dict")(checkpoint_dir)
     except LayoutError:
         raise
-    except Exception:  # whatever damaged bytes make of themselves: say which, if it was they
+    except Exception:  # arbitrary errors of damaged files; report the file if damage is the cause
         require_intact(folder, thorough=True)
         raise
     declare_reshardable(common, stored)
@@ -241,7 +241,7 @@ def _check(folder: Path, group: Any) -> TorchDistReader:
     thorough = config_or_bf16().check_on_load == "thorough"
     blobs = require_intact(folder, thorough=thorough, part=rank, parts=ranks)
     stored = TorchDistReader(folder, blobs)
-    common = [stored.common_key] if stored.common_key else []  # every rank will read its own copy
+    common = [stored.common_key] if stored.common_key else []  # every rank reads its own copy
     _require_plain(stored, dict.fromkeys([*common, *sorted(stored.objects)[rank::ranks]]))
     return stored
 
@@ -267,7 +267,7 @@ def _is_passive(named: Named) -> bool:
     found = getattr(sys.modules.get(named.module), named.name, None)
     if not isinstance(found, type):
         return False
-    # also of the class itself: a module may have others' under names of its own
+    # check the class's own module, too: modules may re-export foreign classes
     packages = {module.partition(".")[0] for module in (named.module, found.__module__)}
     is_value = issubclass(found, enum.Enum) or dataclasses.is_dataclass(found)
     return is_value and packages <= MEGATRONS_PACKAGES
@@ -285,7 +285,7 @@ def _states_with_manifests(state: Any) -> Iterator[dict[Any, Any]]:
 def _fit_optional(state: Any, stored: TorchDistReader) -> None:
     """Drop requests for optional entries that a checkpoint lacks; fit the others to it."""
     entries = list(state.items() if isinstance(state, dict) else enumerate(state))
-    for key, value in reversed(entries):  # so that places in a list stay true
+    for key, value in reversed(entries):  # so that list indices stay valid
         if isinstance(value, dict | list):
             _fit_optional(value, stored)
         elif not isinstance(value, OptionalShardedTensor | CalibratedEntry):
@@ -304,7 +304,7 @@ def _resolve(sharded_state_dict: Any, stored: TorchDistReader) -> None:
     for state in list(_states_with_manifests(sharded_state_dict)):
         request = state.pop(MANIFEST)
         requester = request.requester
-        for key in manifests[:1]:  # all say the same of this
+        for key in manifests[:1]:  # all record the same interleave
             saved = StateManifest.from_dict(stored.read_object(key), key)
             require_same_interleave(
                 requester.optimizer, saved, str(checkpoint), is_flat=requester.is_flat

@@ -48,7 +48,7 @@ from moe_optim.errors import StateError
 
 _CONFIG = "metadata.json"
 _BACKEND = "torch_dist"
-_COMMON = "common.pt"  # in torch_dist checkpoints of older Megatrons
+_COMMON = "common.pt"  # in torch_dist checkpoints of older Megatron versions
 _LEGACY_MODEL = "model_optim_rng.pt"
 
 _DAMAGED = "expected every file as it was saved"
@@ -114,7 +114,7 @@ def is_damage(message: str) -> bool:
 
 
 def step_beside(message: str) -> int | None:
-    """Return the iteration that a :func:`require_intact` message recommends, if any."""
+    """Return the iteration recommended by a ``message`` of :func:`require_intact`, if any."""
     found = _REMEDY.search(message)
     return int(found[1]) if found else None
 
@@ -316,7 +316,7 @@ def _size_defect(checkpoint: Path, name: str, expected: int | None) -> str | Non
         if expected is not None and name.endswith(".pt"):
             try:
                 Archive(file)
-            except Exception as error:  # a damaged zip makes zipfile raise nearly anything
+            except Exception as error:  # zipfile raises arbitrary errors for damaged archives
                 return reason_of(error)
     return None
 
@@ -348,7 +348,7 @@ class _Archives:
                     archive.compare_checksums()
                     if blob.offset is not None:
                         archive.require_tensor(blob.dtype, blob.shape)
-                except Exception as error:  # a damaged zip makes zipfile raise nearly anything
+                except Exception as error:  # zipfile raises arbitrary errors for damaged archives
                     yield CorruptFile(self.name, reason_of(error), blob.name)
 
     def tables_sha256(self) -> str:

@@ -111,7 +111,7 @@ def with_rates_of(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
 def _require_override(saved: Group, wanted: Group) -> None:
     from megatron.training import global_vars
 
-    args = global_vars._GLOBAL_ARGS  # None where no script of Megatron's runs
+    args = global_vars._GLOBAL_ARGS  # None outside of Megatron's scripts
     if args is None or not args.override_opt_param_scheduler:
         raise LayoutError(
             f"optimizer: expected the learning rates that were saved, {_rates(saved)}, got "

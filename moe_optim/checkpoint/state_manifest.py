@@ -15,10 +15,10 @@ from moe_optim.errors import LayoutError
 MANIFEST = "moe_optim_manifest"
 """Key of manifests in states, and part of the keys they are saved under."""
 VERSION = 1
-_LISTED = 8  # of the differences that an error names
+_LISTED = 8  # differences named in an error
 _MAX_NUMEL = 2**62
 _MAX_AXES = 16
-_MAX_PIECES = 2**20  # parameters, those of each expert apart: more than any model has
+_MAX_PIECES = 2**20  # parameters, counted per expert; above any real model
 
 _EXPERTS = re.compile(
     r"(?P<experts>(?:.+\.)?experts\.)"
@@ -84,7 +84,7 @@ class ParameterPlace:
         if single is not None:
             return [Piece(Address(parameter, int(single)), self.numel)]
         experts = self.num_stacked
-        if experts is None:  # of one expert, which has no number
+        if experts is None:  # a single expert without index
             return [Piece(Address(self.name), self.numel)]
         return [Piece(Address(parameter, i), self.numel // experts) for i in range(experts)]
 

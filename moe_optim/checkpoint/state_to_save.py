@@ -29,8 +29,8 @@ def generate_state_dict(  # noqa: PLR0913  # Megatron's
     """
     synchronize_amax(model)
     if _saves_states_by_name(args, optimizer, optim_sd_kwargs or {}) and _differ_in_frozen(model):
-        # One key for all layers would be a tensor that lacks the states of frozen ones. The dict is
-        # what Megatron gives to model and optimizer, and then saves for those that load.
+        # A tensor across all layers would lack the states of frozen ones. Megatron passes this dict
+        # to model and optimizer, and saves it for loading.
         (optim_sd_kwargs or {})["metadata"]["non_homogeneous_layers"] = True
     return original("megatron.training.checkpointing:generate_state_dict")(
         args,

@@ -56,7 +56,7 @@ _CLOSE = 0.25
 """Largest accepted ratio |weight - master|^2 / |master|^2 for quantized weights. For normally
 distributed weights it is 0.0007 in 8 bits, 0.012 in NVFP4, and 2 for another expert's weights.
 """
-_USUAL_BUCKET = 40_000_000  # elements, of Megatron where reductions overlap
+_USUAL_BUCKET = 40_000_000  # elements; Megatron's default with overlapped reductions
 _WEIGHTS_ALONE = "take the weights alone (--no-load-optim)"
 _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 _WEIGHTS_FIRST = (
@@ -212,7 +212,7 @@ def _chosen(optimizer: Any, candidates: Sequence[StateManifest], values: _Values
     """Return the candidate by which every master rounds to its weight."""
     target = manifest_of(optimizer)
     if not holds_several_experts(target):
-        return candidates[0]  # Megatron has one order for everything else
+        return candidates[0]  # other parameters have only one order
     places = places_of(optimizer)
     orders: dict[tuple[BucketSpan, ...], StateManifest] = {}
     """Candidates by the spans of the compared ranges; some differ only in other ranges."""
@@ -402,7 +402,7 @@ def _remedy(stored: TorchDistReader, buffers: Sequence[StoredBuffer]) -> str:
             f"{_WEIGHTS_ALONE}."
         )
     before_others = (bucket for buffer in buffers for bucket in buffer.buckets[:-1])
-    if (  # Megatron 0.19 then saves states by name shifted, or not at all
+    if (  # Megatron 0.19 saves such states by name with wrong offsets, or not at all
         any(bucket.padded != bucket.numel for bucket in before_others)
         or stored.arguments.get("moe_single_grouped_weight")
     ):

@@ -26,7 +26,7 @@ def declare_reshardable(common: dict[str, Any], stored: TorchDistReader) -> None
     if not isinstance(content, dict) or _TYPE in content or not _has_whole_masters(stored):
         return
     content[_TYPE] = "fully_reshardable"
-    states = common["optimizer"]  # of one optimizer, or of each of several
+    states = common["optimizer"]  # one optimizer's, or a dict of several
     for state in [states] if "optimizer" in states else states.values():
         state["param_state_sharding_type"] = "fully_reshardable"
 

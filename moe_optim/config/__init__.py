@@ -250,7 +250,7 @@ def _as_number(name: str, value: object) -> object:
 
 
 def _takes(name: str, value: object, choices: Sequence[object]) -> bool:
-    # type included: 1 is not true
+    # types must match: 1 is not true
     if isinstance(choices, range):
         return type(value) is int and value in choices
     if _declared(name) is float:

@@ -44,7 +44,7 @@ class _Loader(yaml.SafeLoader):
 for _tag, _pattern in {
     "bool": "true|True|TRUE|false|False|FALSE",
     "null": "null|Null|NULL|~|",
-    "int": "0|-?[1-9][0-9]{0,17}",  # only what str(int) gives back, and 64 bits hold
+    "int": "0|-?[1-9][0-9]{0,17}",  # canonical and within 64 bits
 }.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), None)
 

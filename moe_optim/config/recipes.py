@@ -55,7 +55,7 @@ class Recipe:
                 continue
             values = value if isinstance(value, list) else [] if value is True else [value]
             texts = [str(item) for item in values]
-            if len(texts) == 1 and texts[0].startswith("-"):  # argparse takes -1e-3 for a flag
+            if len(texts) == 1 and texts[0].startswith("-"):  # argparse would parse -1e-3 as a flag
                 argv.append(f"{flag}={texts[0]}")
             else:
                 argv += [flag, *texts]
@@ -84,7 +84,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     if assignments:
         where += f" with {' '.join(map(shorten, assignments))}"
     merged = merge(where, *layers)
-    for flag, value in merged["megatron_args"].items():  # again: an interpolation can be anything
+    for flag, value in merged["megatron_args"].items():  # again: interpolations may have any value
         _check_flag(f"{where}: megatron_args", flag, value)
     return Recipe(
         path=path,
@@ -212,7 +212,7 @@ def _suggest(target: str) -> str:
 def _checked_section(where: str, section: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return one section of a file, after validating keys and value types."""
     values = recipe.get(section)
-    if values is None:  # absent, or all of it commented out
+    if values is None:  # absent, or empty
         return {}
     where = f"{where}: {section}"
     if not isinstance(values, dict):
@@ -249,7 +249,7 @@ def _check_flag(where: str, flag: object, value: object) -> None:
 def _checked_requires(where: str, requires: Mapping[str, Any]) -> dict[str, str | int]:
     checked: dict[str, str | int] = {"ranks": 1}
     for key, value in requires.items():
-        if value is None:  # a variant drops what its base requires
+        if value is None:  # removes a requirement of its base
             continue
         if key in COUNTS:
             if type(value) is not int or not 1 <= value <= _MAX_COUNT:

@@ -27,7 +27,7 @@ def agree(act: Callable[[], Any], group: Any) -> Any:
     result = None
     try:
         result = act()
-    except Exception as raised:  # whatever it is, the others must not wait for this rank
+    except Exception as raised:  # any error: other ranks must not wait for this one
         error = raised
     errors: list[Any] = [None] * ranks
     kinds = (ConfigError, LayoutError, NonFiniteError, PatchError)

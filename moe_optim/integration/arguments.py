@@ -41,14 +41,14 @@ def add_moe_optim_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--moe-optim-recipe",
         metavar="PATH",
-        help="Take the moe_optim section of this recipe. Its megatron_args are not read here.",
+        help="Use the moe_optim section of this recipe. Its megatron_args are ignored.",
     )
     group.add_argument(
         "--moe-optim-set",
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="Set one field of moe_optim, after the recipe. May be given several times.",
+        help="Override one field of moe_optim. May be repeated.",
     )
     return parser
 

@@ -107,5 +107,5 @@ def _interleaved(model_chunks: list[Any]) -> dict[str, GroupedLinear]:
     }
 
 
-# configurations are saved as YAML with the path of their class, and read back through this list
+# configurations saved as YAML name their class, which must be on this list to be read back
 target_allowlist.add_exact(f"{MoEOptimizerConfig.__module__}.{MoEOptimizerConfig.__qualname__}")

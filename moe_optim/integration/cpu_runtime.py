@@ -85,7 +85,7 @@ def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
 
 
 def _resident_bytes(*_: Any, **__: Any) -> int:
-    return _bytes_in("/proc/self/status", "VmRSS")  # tensors, code and all else
+    return _bytes_in("/proc/self/status", "VmRSS")  # tensors, code and everything else
 
 
 def _peak_resident_bytes(*_: Any, **__: Any) -> int:
@@ -125,7 +125,7 @@ REDIRECTS: Mapping[str, Any] = {
     "cuda.device_count": lambda: 1,
     "cuda.current_device": lambda: CPU,
     "cuda.set_device": _nothing(),
-    "cuda.get_device_capability": lambda *_: (8, 0),  # the least that --moe-grouped-gemm accepts
+    "cuda.get_device_capability": lambda *_: (8, 0),  # minimum for --moe-grouped-gemm
     "cuda.get_device_name": lambda *_: "cpu",
     "cuda.get_device_properties": _device_properties,
     "cuda.synchronize": _nothing(),
@@ -136,7 +136,7 @@ REDIRECTS: Mapping[str, Any] = {
     "cuda.default_stream": lambda *_: _THE_STREAM,
     "cuda.set_stream": _nothing(),
     "cuda.is_current_stream_capturing": lambda: False,
-    "Tensor.record_stream": _nothing(),  # checks its argument before any mode is asked
+    "Tensor.record_stream": _nothing(),  # checks its argument before any TorchFunctionMode
     "cuda.empty_cache": _nothing(),
     "cuda.memory_stats": _memory_stats,
     "cuda.memory_allocated": _resident_bytes,
@@ -153,7 +153,7 @@ REDIRECTS: Mapping[str, Any] = {
     "cuda.random.set_rng_state": _set_rng_state,
     "cuda.default_generators": dict.fromkeys((CPU, 0), torch.default_generator),
     "accelerator.is_available": lambda: False,  # data loaders then pin no memory
-    "_inductor.config.triton_disable_device_detection": True,  # else torch 2.15 asks the GPU
+    "_inductor.config.triton_disable_device_detection": True,  # else torch 2.15 queries the GPU
 }
 """Replacements while the runtime is installed, by name within ``torch``."""
 
@@ -169,7 +169,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _names_host(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
-    # a torch.device may be the current one, where the tensor is already
+    # a torch.device may be the tensor's current device
     device = args[1] if len(args) > 1 else (kwargs or {}).get("device")
     return isinstance(device, str) and device == "cpu"
 
@@ -218,7 +218,7 @@ def maybe_move_tensor_to_cpu(
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-_GATHER = torch.distributed.all_gather_into_tensor  # counters of calls replace the name in torch
+_GATHER = torch.distributed.all_gather_into_tensor  # call counters replace the name in torch
 
 
 def all_gather_bytes(
@@ -301,11 +301,11 @@ def use_cpu() -> None:
         )
     _require_nothing_compiled()
     _hidden = hide_gpu_packages()
-    # jit_fuser compiles with dynamo, which costs minutes on a CPU and gains nothing there
+    # jit_fuser compiles with dynamo, which takes minutes on a CPU without benefit
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    # Megatron asks for it with tensor parallelism; it orders kernels of a GPU, and here is none
+    # required by Megatron with tensor parallelism; without effect on a CPU
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # dynamo maps torch's functions to rules when first imported, and wants each under one name
+    # on first import dynamo maps torch's functions to rules, each under a single name
     importlib.import_module("torch._dynamo")
     for name, replacement in REDIRECTS.items():
         owner, last = _owner(name)
@@ -334,7 +334,7 @@ def hide_gpu_packages() -> tuple[str, ...]:
     """
     hidden = tuple(name for name in GPU_PACKAGES if name not in sys.modules)
     for name in hidden:
-        sys.modules[name] = None  # type: ignore[assignment]  # Python's mark for it
+        sys.modules[name] = None  # type: ignore[assignment]  # makes the import fail
     return hidden
 
 

@@ -59,9 +59,9 @@ class Patch:
     """Whether to skip the patch if Megatron lacks the target."""
 
 
-_originals: dict[str, Any] = {}  # target -> the object that stood there
-_inherited: set[str] = set()  # targets that stood on a base class
-_holders: dict[str, set[str]] = {}  # patch id -> who needs it
+_originals: dict[str, Any] = {}  # target -> replaced object
+_inherited: set[str] = set()  # targets defined on a base class
+_holders: dict[str, set[str]] = {}  # patch id -> holders
 
 
 def resolve(path: str) -> tuple[Any, str, Any]:

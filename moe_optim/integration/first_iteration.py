@@ -161,7 +161,7 @@ def _refusals_of_building(
                         break
                     except Exception as error:
                         refusals.append(error)
-    except Exception as error:  # sizes that do not go together, or no configuration of a GPT
+    except Exception as error:  # inconsistent sizes, or not a GPT
         refusals.append(error)
     return [error for error in refusals if not _is_of_meta(error)]
 
@@ -230,7 +230,7 @@ def _alone(args: Any, rank: int) -> Iterator[None]:
         random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = tracker
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-        for name in os.environ.keys() - environment.keys():  # a model chooses attention there
+        for name in os.environ.keys() - environment.keys():  # set by attention layers
             del os.environ[name]
         os.environ.update(environment)
 

@@ -174,13 +174,13 @@ class _DryRun:
                 setattr(args, name, value)  # to check the rest
         is_settled = True
         try:
-            if "WORLD_SIZE" not in os.environ:  # no launcher: the fewest ranks that the sizes take
+            if "WORLD_SIZE" not in os.environ:  # no launcher: assume the minimum number of ranks
                 args.world_size = _fewest_ranks(args)
             args = validate()
-        except Exception as error:  # assertions, and whatever follows from values it did not expect
+        except Exception as error:  # assertions, and errors from unexpected values
             is_settled = False
             self.faults.append(_of_megatron(error))
-            if args.yaml_cfg is not None:  # it stays in its sections
+            if args.yaml_cfg is not None:  # the sections are not flattened
                 self._add("Of the rest of the file nothing is known yet.")
                 raise _CheckedError from None
         is_given = not self.faults
@@ -200,7 +200,7 @@ class _DryRun:
             revert_patches(patches, _HOLDER)
         if model is not None and is_settled:
             errors = list(later_refusals(args, model, self._layer_spec, config))
-            errors += schedule_refusals(args) if is_given else []  # else of rates nobody gave
+            errors += schedule_refusals(args) if is_given else []  # else rates may be made up
             foreseen = (error for error in errors if not isinstance(error, ConfigError))
             self.faults += [_of_megatron(error) for error in foreseen]
         raise _CheckedError
@@ -218,7 +218,7 @@ class _DryRun:
             try:
                 return config(args)
             except Exception as error:  # an assertion
-                if is_settled:  # else that is what it follows from
+                if is_settled:  # else a consequence of the first fault
                     self.faults.append(_of_megatron(error))
                 return None
 
@@ -238,7 +238,7 @@ class _DryRun:
 
         ``optimizer`` and ``ddp`` may be Megatron's arguments, which have fields of the same names.
         """
-        if model is None:  # nothing is known of weights
+        if model is None:  # weights are unknown
             config = MoEOptimConfig(format="bf16")
         setup = Setup.of_flags(config, optimizer, ddp, [] if model is None else [model])
         self.faults += [f"refused with the plug-in: {line}" for line in refusals(setup)]
@@ -260,7 +260,7 @@ class _DryRun:
                     mended.append(word)
                     is_kept = True
                 continue
-            meant = closest(flag, known, likeness=0.75)  # all begin alike
+            meant = closest(flag, known, likeness=0.75)  # all share a prefix
             remedy = f"Write {meant}, the closest one" if meant else "Remove it"
             self.faults.append(f"{flag}: no such flag. {remedy}.")
             is_kept = meant is not None
@@ -284,7 +284,7 @@ class _DryRun:
                 self.faults.append(f"{error}. Change the value.".replace("argument ", "", 1))
                 flags = set((error.argument_name or "").split("/"))
                 shorter = without_options(argv, flags)
-                if len(shorter) == len(argv):  # about no flag: nothing more can be told
+                if len(shorter) == len(argv):  # not caused by a flag: stop here
                     raise _CheckedError from None
                 argv = shorter
             except (_ArgumentError, AssertionError) as error:
@@ -317,7 +317,7 @@ def _missing_in_yaml(error: BaseException) -> str | None:
 def _of_megatron(error: Exception) -> str:
     if missing := _missing_in_yaml(error):
         return missing
-    text, *_ = str(error).split(" when instantiating ")  # and the classes around it
+    text, *_ = str(error).split(" when instantiating ")  # drop the enclosing classes
     if "unexpected keyword argument 'k_channels'" in text:
         text = (
             "--multi-latent-attention: --transformer-impl local has no attention for it. Give "
@@ -345,7 +345,7 @@ def _missing(args: argparse.Namespace) -> dict[str, int]:
     Megatron itself reports only one at a time.
     """
     if args.yaml_cfg is not None or args.use_checkpoint_args or args.hybrid_layer_pattern:
-        return {}  # they come from there
+        return {}  # given there
     needed = {
         "num_layers": args.pipeline_model_parallel_size,
         "hidden_size": 128 * args.tensor_model_parallel_size,

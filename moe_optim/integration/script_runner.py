@@ -59,7 +59,7 @@ def prepare_imports(script: Path, megatron_lm: Path | None) -> Package | None:
         ConfigError: tree or its megatron-core does not exist, or another one takes precedence.
     """
     own = str(script.resolve().parent)
-    if sys.flags.safe_path:  # nothing stands there for the program that is running
+    if sys.flags.safe_path:  # sys.path[0] is not the script's folder
         sys.path.insert(0, own)
     else:
         sys.path[0] = own
@@ -238,7 +238,7 @@ def check_script(script: Path, argv: Sequence[str], *, cpu: bool) -> list[str]:
 
 def _run_as_main(script: Path) -> None:
     path = str(script.absolute())
-    main = ModuleType("__main__")  # runpy would change argv[0], and take the module away after it
+    main = ModuleType("__main__")  # runpy would change argv[0], and remove the module afterwards
     main.__file__ = path
     sys.modules["__main__"] = main
     exec(compile(script.read_bytes(), path, "exec", dont_inherit=True), vars(main))

@@ -108,7 +108,7 @@ def _git_apply(tree: Path, diffs: bytes, *, reverse: bool) -> None:
     """Apply all diffs or none; git guarantees this for one input, not for several files."""
     command = ["git", "-c", "core.autocrlf=false", "apply", "--whitespace=nowarn"]
     command += ["--reverse"] if reverse else []
-    # A repository around the tree would have git take paths for its own.
+    # In an enclosing repository, git would resolve paths relative to its root.
     only_tree = {"GIT_CEILING_DIRECTORIES": str(tree.resolve().parent)}
     try:
         done = subprocess.run(

@@ -22,8 +22,8 @@ ConventionName = Literal["compressed_tensors", "modelopt", "deepseek"]
 ENGINE_FORMATS: Mapping[str, EngineFormat] = MappingProxyType(
     {
         MXFP8.name: "mxfp8",
-        MXFP8_2D.name: "mxfp8",  # the scales of 32x32 blocks, repeated for each row
-        NVFP4.name: "nvfp4",  # the scales of 16x16 blocks, repeated for each row
+        MXFP8_2D.name: "mxfp8",  # scales of 32x32 blocks, repeated per row
+        NVFP4.name: "nvfp4",  # scales of 16x16 blocks, repeated per row
         FP8_BLOCK.name: "fp8_block",
     }
 )

@@ -48,7 +48,7 @@ def local_parts(chunk: Any) -> Iterator[LocalPart]:
 
 def _part_of(sharded: ShardedTensor) -> LocalPart:
     values, axes, name = sharded.data, sharded.prepend_axis_num, sharded.key
-    if axes:  # Megatron keeps the number of the layer as an axis of its own
+    if axes:  # Megatron prepends the layer number as an axis
         (number,) = sharded.global_offset[:axes]
         head, layers, tail = name.partition("layers.")
         name = f"{head}{layers}{number}.{tail}"

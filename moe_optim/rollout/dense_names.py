@@ -67,7 +67,7 @@ def find_pairs(names: Collection[str]) -> Mapping[str, NamePair]:
                 missing.append(pair.megatron[0])
             else:
                 found[name] = pair
-        left_over = sorted(name for name in names if name not in found)  # on all ranks alike
+        left_over = sorted(name for name in names if name not in found)  # same order on all ranks
         if not missing and not left_over:
             return found
         faults[family.name] = [f"no {n}" for n in missing] + [f"also {n}" for n in left_over]

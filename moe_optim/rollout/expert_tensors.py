@@ -14,7 +14,7 @@ from moe_optim.rollout.conventions import Convention
 EXPORT_LAYOUTS = ("hf_per_expert", "sequential")
 """Key layouts with one rows-first tensor per expert."""
 
-_NVFP4_UNIT = 6.0 * 448.0  # the global amax decodes to this times a scale and an element of 1
+_NVFP4_UNIT = 6.0 * 448.0  # maximum element times maximum scale
 
 
 def get_export_layout(name: str) -> KeyLayout:
@@ -77,7 +77,7 @@ def export_experts(
         convention.data: split_rows(data, parts, interleave),
         convention.scale: split_rows(scale, parts, interleave and interleave // block_rows),
     }
-    if convention.global_scale is not None:  # of each part in memory of its own, as files want it
+    if convention.global_scale is not None:  # separate memory per part, as files require
         buffers[convention.global_scale] = [
             _global_scales(quantized, convention) for _ in range(parts)
         ]
@@ -151,5 +151,5 @@ def _global_scales(quantized: QuantizedWeight, convention: Convention) -> Tensor
     if convention.divides:
         return global_encode_scale(amax.view(-1, 1))
     amax = decoding_amax(amax.view(-1))
-    # Not `amax / 2688`, which torch may compute as a product with a rounded reciprocal
+    # not `amax / 2688`, which torch may compute by a rounded reciprocal
     return torch.div(amax, torch.full_like(amax, _NVFP4_UNIT))

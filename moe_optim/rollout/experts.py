@@ -60,7 +60,7 @@ class ExportedAs:
     def join(self, held: HeldExperts, ranks: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Return the tensors of one expert, concatenated from each rank's parts."""
         assert held.cut_axis is not None
-        runs = 1  # of rows that each rank has a part of
+        runs = 1  # row blocks that are sharded separately
         if held.linear.endswith(LINEARS[0]) and held.interleave is None:
             runs = 2 // self._count(held)
         cut = [[piece.chunk(runs) for piece in parts] for parts in zip(*ranks, strict=True)]

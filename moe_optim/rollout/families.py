@@ -158,7 +158,7 @@ _FUSED_NORM = "mlp.linear_fc1.layer_norm_weight"
 _NORM = "pre_mlp_layernorm.weight"
 
 # Megatron's own layers with plain attention save the norm before experts as if it were fused into
-# the dense network that is not there (gpt_layer_specs.py, sharded_state_dict_keys_map)
+# a dense MLP (gpt_layer_specs.py, sharded_state_dict_keys_map)
 _QWEN3_MOE = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
@@ -220,7 +220,7 @@ _DEEPSEEK_V3 = Family(
             "shared_experts",
         ),
     ),
-    mtp=(  # eh_proj has the columns of embeddings before those of hidden states on both sides
+    mtp=(  # eh_proj: embedding columns precede hidden-state columns on both sides
         _same("enorm.weight", "enorm.weight"),
         _same("hnorm.weight", "hnorm.weight"),
         _same("eh_proj.weight", "eh_proj.weight"),

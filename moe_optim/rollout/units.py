@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_optim.checkpoint.files.reader import TensorInfo
 
-_ALIGNMENT = 16  # bytes: any dtype may begin there
+_ALIGNMENT = 16  # bytes; valid for any dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,8 +4,8 @@ An archive is a zip of uncompressed records, each with a CRC-32 that ``torch.loa
 A torch_dist checkpoint stores many archives back to back in one file.
 
 ``torch.load`` is not used: it runs archives that look like TorchScript. Values are read at the
-offsets in the archive's table, into memory of the expected size; an archive cannot cause unpickling
-or allocation beyond that.
+offsets in the archive's table into memory of the expected size; nothing is unpickled, and no size
+that only the archive states is allocated.
 """
 
 import os
@@ -28,9 +28,9 @@ BLOCK_BYTES = 4 * 2**20
 PICKLE_BYTES = 16 * 2**20
 """Limit for records other than tensor storage, in bytes."""
 
-_DIRECTORY = 0x10  # bit of MS-DOS; of such a record torch's reader fills in nothing, and succeeds
-_ENCRYPTED = 0x61  # bits of the flags: encrypted, a patch, strongly encrypted
-_UTF8 = 0x800  # bit of the flags: names are in UTF-8
+_DIRECTORY = 0x10  # MS-DOS attribute; torch's reader silently skips the content of such records
+_ENCRYPTED = 0x61  # flag bits: encrypted, patch, strongly encrypted
+_UTF8 = 0x800  # flag bit: names are UTF-8
 _TABLE_BYTES = 16 * 2**20
 _FIRST, _END, _END64, _LOCATOR64 = (b"PK" + code for code in (b"\3\4", b"\5\6", b"\6\6", b"\6\7"))
 _END_FORM = struct.Struct("<4s4H2IH")
@@ -98,7 +98,7 @@ class Archive:
             zipfile.BadZipFile: a record has a wrong CRC-32, or torch's zip reader would read other
                 bytes.
         """
-        import torch  # takes seconds, which the check of metadata can do without
+        import torch  # slow import, not needed to check metadata
 
         for record in self._table:
             for _ in self._blocks(record):
@@ -256,7 +256,7 @@ def _count_records(stream: IO[bytes]) -> int:
 
 def _require_stored(record: zipfile.ZipInfo) -> None:
     is_storage = record.filename.split("/")[1:-1] == ["data"]
-    if not is_storage and record.file_size > PICKLE_BYTES:  # readers take these whole
+    if not is_storage and record.file_size > PICKLE_BYTES:  # readers load these whole
         raise zipfile.BadZipFile(f"record {record.filename!r} has {record.file_size:,} bytes")
     is_plain = record.compress_type == zipfile.ZIP_STORED and not record.flag_bits & _ENCRYPTED
     if not is_plain or record.file_size != record.compress_size:

@@ -90,7 +90,7 @@ def write_checksums(checkpoint: Path, checksums: Checksums | None) -> None:
     if checksums is not None:
         content = {"algorithm": _ALGORITHM, "whole": checksums.whole, "tables": checksums.tables}
     partial = checkpoint / f".{CHECKSUM_MANIFEST}.partial"
-    remove_record(checkpoint, partial.name)  # it may be a link to another file
+    remove_record(checkpoint, partial.name)  # may be a link to another file
     with partial.open("x") as file:
         json.dump(content, file, indent=2)
         file.flush()

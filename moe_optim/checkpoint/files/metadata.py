@@ -31,7 +31,7 @@ METADATA = ".metadata"
 """File name of the metadata."""
 
 _DCP = "torch.distributed.checkpoint"
-_NAMES = names_of(  # torch's classes, and those that older Megatrons put beside them
+_NAMES = names_of(  # torch's classes, and those of older Megatron versions
     {
         f"{_DCP}.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
         "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
@@ -48,10 +48,10 @@ _NAMES = names_of(  # torch's classes, and those that older Megatrons put beside
 )
 _DTYPE = re.compile(r"bool|(?:u?int|b?float|complex|bits|qu?int)[0-9][0-9a-z_]*")
 
-_LARGEST_BYTES = 512 * 2**20  # of ``.metadata``: some two million pieces
+_LARGEST_BYTES = 512 * 2**20  # of ``.metadata``: about two million pieces
 MAX_AXES = 16
 """Limit for the dimensions of a tensor."""
-_MAX_CUT_AXES = 5  # layers, experts, gate and up, rows, columns: the cost doubles with each
+_MAX_CUT_AXES = 5  # layers, experts, gate/up, rows, columns; each doubles the cost
 MAX_NUMBER = 2**62
 """Limit for counts of elements and bytes."""
 _MAX_NAME = 4096  # characters
@@ -102,7 +102,7 @@ def read_metadata(checkpoint: Path) -> bytes:
     return read_file(checkpoint, METADATA, min(max(SMALL_BYTES, described), _LARGEST_BYTES))
 
 
-@lru_cache(maxsize=1)  # a load asks twice, and 100,000 pieces take a second
+@lru_cache(maxsize=1)  # a load calls it twice, and 100,000 pieces take a second
 def read_blobs(content: bytes) -> tuple[Blob, ...]:
     """Return the blobs described by ``.metadata``, in file order.
 

@@ -48,7 +48,7 @@ STORAGES = {
 }
 """Dtypes by name of torch's typed storages."""
 
-_PLAIN = {  # by module: constructors of values, which do nothing else
+_PLAIN = {  # constructors of values without side effects, by module
     "builtins": "bool bytearray bytes complex dict float frozenset int list range set slice str "
     "tuple",
     "collections": "Counter OrderedDict defaultdict deque",
@@ -59,7 +59,7 @@ _PLAIN = {  # by module: constructors of values, which do nothing else
     "io": "BytesIO",
     "_io": "BytesIO",
     "signal": "Signals",
-    "_codecs": "encode",  # makes bytes, which protocol 2 lacks
+    "_codecs": "encode",  # makes bytes in protocol 2
     "numpy": "dtype ndarray",
     "numpy.core.multiarray": "_reconstruct scalar",
     "numpy._core.multiarray": "_reconstruct scalar",
@@ -76,7 +76,7 @@ _PLAIN = {  # by module: constructors of values, which do nothing else
 MEGATRONS_PACKAGES = {"megatron", "moe_optim", "transformer_engine"}
 """Packages whose enumerations and dataclasses count as plain data."""
 _ENCODINGS_OF_BYTES = (("latin1",), ("latin-1",))
-_MOST_NAMES = 4096  # a stand-in takes a kilobyte
+_MOST_NAMES = 4096  # each stand-in takes 1 KiB
 
 
 class Named(type):
@@ -121,7 +121,7 @@ class Made:
         return named
 
     def __repr__(self) -> str:
-        return f"<{self.by}>"  # arguments may hold others, and these again others
+        return f"<{self.by}>"  # arguments may be nested arbitrarily
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,7 +170,7 @@ def read_pickle(content: bytes, allows: Callable[[Named], bool] = lambda _: True
             return _Unpickler(content, protocol, allows).load()
     except ForeignNameError:
         raise
-    except Exception as error:  # a damaged pickle makes the unpickler raise nearly anything
+    except Exception as error:  # the unpickler raises arbitrary errors for damaged pickles
         said = str(error) or type(error).__name__
         raise ValueError(f"no pickle of a checkpoint: {said}") from error
 
@@ -220,7 +220,7 @@ class _Unpickler(pickle.Unpickler):
         self._names: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: D102
-        if self._has_old_names:  # of Python 2
+        if self._has_old_names:  # Python 2 names
             module, name = NAME_MAPPING.get((module, name), (module, name))
             module = IMPORT_MAPPING.get(module, module)
         if (module, name) not in self._names:
@@ -250,7 +250,7 @@ class _Function:
 
 
 def _size(_: Named, numbers: Any) -> tuple[Any, ...]:
-    if not isinstance(numbers, tuple):  # of a list it would be a copy, as often as it is asked for
+    if not isinstance(numbers, tuple):  # a list would be copied on every call
         raise TypeError("torch.Size of an object that is no tuple")
     return numbers
 
@@ -260,7 +260,7 @@ def _ordered_dict(named: Named, *args: Any) -> Any:
 
 
 def _encode(named: Named, text: Any, *encoding: str) -> Any:
-    if encoding not in _ENCODINGS_OF_BYTES:  # Python would search for others, and import them
+    if encoding not in _ENCODINGS_OF_BYTES:  # Python would import other codecs
         raise ValueError("text in another encoding than that of bytes")
     return named(text, *encoding)
 
@@ -309,7 +309,7 @@ def _scan(content: bytes) -> int:
             return content[1]
         if operation == pickle.LONG_BINPUT:
             place = int.from_bytes(content[at + 1 : at + 5], "little")
-            if place > len(content):  # unpicklers reserve memory for all places before
+            if place > len(content):  # unpicklers allocate all preceding places
                 raise ValueError(f"memo place {place:,} in a pickle of {len(content):,} bytes")
             at += 5
             continue
@@ -321,4 +321,4 @@ def _scan(content: bytes) -> int:
         if at > len(content):
             raise ValueError(f"text or bytes beyond its end at byte {start:,}")
         if operation in _TEXTS:
-            content[start:at].decode()  # as Megatron's unpickler would not: half of a character
+            content[start:at].decode()  # reject invalid UTF-8, which Megatron's unpickler accepts

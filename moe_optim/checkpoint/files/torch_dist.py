@@ -43,7 +43,7 @@ INTERLEAVE_ARG = "moe_mlp_glu_interleave_size"
 MANIFEST_INTERLEAVE = "glu_interleave"
 """Name of the interleave in state manifests."""
 _BLOCK_BYTES = 8 * 2**20
-_OBJECT_BYTES = 64 * 2**20  # to change a number in one
+_OBJECT_BYTES = 64 * 2**20  # objects are small
 SIZES = {  # kind of parallelism -> Megatron's argument
     "tensor": "tensor_model_parallel_size",
     "pipeline": "pipeline_model_parallel_size",
@@ -121,7 +121,7 @@ class TorchDistReader:
             return self._load_chunk(blob)
         parts = [blob for blob in self.blobs[name] if all(_overlap(start, shape, blob))]
         for blob in parts:
-            with self._file_of(blob):  # all of them are there, before memory for them is taken
+            with self._file_of(blob):  # check all files before allocating memory
                 pass
         whole = torch.empty(shape, dtype=self.tensors[name].dtype, device="cpu")
         for blob in parts:
@@ -150,7 +150,7 @@ class TorchDistReader:
                 if blob not in self._intact:
                     archive.compare_checksums()
                     self._intact.add(blob)
-            except Exception as error:  # whatever a zip makes of damaged bytes
+            except Exception as error:  # zipfile raises arbitrary errors for damaged archives
                 raise ValueError(reason_of(error)) from error
             yield archive
 
@@ -210,7 +210,7 @@ class TorchDistReader:
             StateError: the file is missing, cut off or damaged.
         """
         with self.opened(self.blobs[name][0]) as archive:
-            (value,) = archive.load()  # a list of the objects under that key
+            (value,) = archive.load()  # list of the objects with that key
         return value
 
     def foreign_objects(

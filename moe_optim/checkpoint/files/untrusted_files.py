@@ -19,7 +19,7 @@ times
 their size.
 """
 _READ_AT_ONCE = 2**18
-_DIGITS = 19  # of the numbers below 2^63, and one more
+_DIGITS = 19  # of 2^63 - 1
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -44,11 +44,11 @@ def locate(folder: Path, name: str) -> Path:
 
 
 def _locate(folder: Path, name: str) -> str:
-    # text, not Path: called once a tensor
+    # str rather than Path for speed: called once per tensor
     try:
         root = os.path.realpath(folder, strict=True)
         path = os.path.realpath(os.path.join(root, name), strict=True)  # noqa: PTH118
-    except ValueError as error:  # zero bytes, or what no file system spells
+    except ValueError as error:  # NUL bytes, or an unencodable name
         raise _refusal("it is no name of a file", folder) from error
     above, parent = os.path.split(os.path.dirname(root))  # noqa: PTH120, PTH206
     inside = [root, f"{above}/blobs"] if parent == "snapshots" else [root]
@@ -60,7 +60,7 @@ def _locate(folder: Path, name: str) -> str:
 
 def open_file(folder: Path, name: str) -> BufferedReader:
     """Open a file of a checkpoint for reading; raises like :func:`locate`."""
-    # a link or a pipe that has come to lie there meanwhile is not followed or waited for
+    # do not follow a link, or wait for a pipe, that has replaced the file meanwhile
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(_locate(folder, name), flags)
     try:
