@@ -140,7 +140,6 @@ class Finished:
 
 
 def _run(*words: str) -> Finished:
-    """Run one of our commands in a separate process."""
     began = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "moe_optim.commands.cli.main", *words],

@@ -119,7 +119,6 @@ def _progress(row: "Row") -> str:
 
 
 def _tables(report: dict[str, Any]) -> Iterator[Table]:
-    """Yield a table for each grid and number of experts."""
     by_case = groupby(report["rows"], lambda row: (row["bits"], row["experts"], row["shape"]))
     for (bits, experts, shape), rows in by_case:
         grid = bits if bits == "e4m3" else f"{bits} bits"

@@ -142,7 +142,7 @@ def _requantization(case: Case, table: "MemberTable") -> Job:
 
 
 def _after_gather(case: Case, group: "ProcessGroup | None") -> Job:
-    """Start from requantized buffers, which one rank has gathered by then."""
+    """Start from requantized buffers, which equal gathered ones on a single rank."""
     import torch
 
     from moe_optim.kernels.member_table import MemberTable
@@ -221,7 +221,6 @@ def _step(case: Case, group: "ProcessGroup | None", moments: Literal["fp32", "bf
 
 
 def _norm(case: Case, group: "ProcessGroup | None") -> Job:
-    """Sum the squares of fp32 gradients."""
     import torch
 
     from moe_optim.kernels.norm import NormInput, NormTable

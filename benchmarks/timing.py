@@ -12,9 +12,7 @@ WARM_UP = 3
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 HEAD_START = 2_000_000
 """GPU cycles of delay before each repetition, 1 ms on an H100: launches are queued by then, even
-after
-work that kept the host busy and the GPU idle.
-"""
+after work that kept the host busy and the GPU idle."""
 
 Work = Callable[[], object]
 

@@ -28,12 +28,9 @@ def requantize_bytes(format: "BlockScaledFormat", numel: int, *, zeroed: bool) -
 
 
 def tensorwise_bytes(numel: int) -> int:
-    """Return the bytes moved by a cast to FP8 with per-tensor scaling.
+    """Return the bytes moved by a cast of ``numel`` owned elements to per-tensor FP8.
 
     Masters are read for the amax, and again for the data.
-
-    Args:
-        numel: owned elements.
     """
     return numel * (2 * _MASTER + 1)
 

@@ -56,7 +56,6 @@ class Package:
     """Whether it is imported from sources rather than an installation."""
 
     def __str__(self) -> str:
-        """Return the version, with the path of a checkout."""
         return (
             f"{self.version} from the source checkout {self.path}"
             if self.checkout

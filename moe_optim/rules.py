@@ -25,8 +25,7 @@ NATIVE_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Recipe of Transformer Engine -> formats in which its weights can be managed, the default for
-``format: auto`` first.
-"""
+``format: auto`` first."""
 TENSORWISE_RECIPE = "--fp8-recipe tensorwise"
 """Recipe whose weights stay in Megatron's buffers; requires ``format: auto``."""
 _CHANGED_BYTES = (  # recipe, Transformer Engine variable, values
@@ -61,9 +60,7 @@ class Setup:
     """Whether any weights have per-tensor scaling and thus stay in Megatron's buffers."""
     accepted: Sequence[str] = ()
     """Values of ``format`` that Transformer Engine's weights permit besides ``auto``; empty without
-    such
-    weights, or if all are managed already.
-    """
+    such weights, or if all are managed already."""
     stored: Sequence[str] = ()
     """Formats of existing quantized weights."""
     unknown: str | None = None
@@ -87,11 +84,7 @@ class Setup:
     def of_flags(cls, config: Any, optimizer: Any, ddp: Any, models: Sequence[Any]) -> "Setup":
         """Return the setup given by Megatron's validated configurations, before a model is built.
 
-        Args:
-            config: the ``MoEOptimConfig``.
-            optimizer: Megatron's ``OptimizerConfig``.
-            ddp: Megatron's ``DistributedDataParallelConfig``.
-            models: Megatron's ``TransformerConfig`` of every chunk.
+        Arguments become the fields of the same names.
         """
         recipes = tuple(dict.fromkeys(found for m in models if (found := native_recipe(m))))
         tensorwise = TENSORWISE_RECIPE in recipes
@@ -230,14 +223,10 @@ def _find_stock_step(setup: Setup) -> tuple[Rule, str] | None:
 
 
 def config_with_flags(config: Any, optimizer: Any) -> Any:
-    """Return a ``MoEOptimConfig`` with Megatron's own flags applied.
+    """Return ``config``, a ``MoEOptimConfig``, with Megatron's own flags in ``optimizer`` applied.
 
     ``--optimizer-cpu-offload`` sets ``offload_states`` to its fraction, unless it is set already.
     With ``step: stock`` a rule refuses it.
-
-    Args:
-        config: the ``MoEOptimConfig``.
-        optimizer: object like :attr:`Setup.optimizer`.
     """
     if config.step == "stock" or config.offload_states or not optimizer.optimizer_cpu_offload:
         return config
@@ -247,8 +236,7 @@ def config_with_flags(config: Any, optimizer: Any) -> Any:
 def offload_fraction(optimizer: Any) -> float:
     """Return the fraction of states that ``--optimizer-cpu-offload`` keeps on the host.
 
-    Args:
-        optimizer: object like :attr:`Setup.optimizer`; its fraction is clamped to 0 to 1.
+    ``optimizer`` is an object like :attr:`Setup.optimizer`; its fraction is clamped to 0 to 1.
     """
     if not optimizer.optimizer_cpu_offload:
         return 0.0
@@ -258,8 +246,7 @@ def offload_fraction(optimizer: Any) -> float:
 def native_recipe(model: Any) -> str | None:
     """Return the recipe flag of primary weights, None for bf16.
 
-    Args:
-        model: Megatron's ``TransformerConfig``.
+    ``model`` is Megatron's ``TransformerConfig``.
     """
     for on, kept, name in (("fp8", "fp8_param", "fp8_recipe"), ("fp4", "fp4_param", "fp4_recipe")):
         if getattr(model, on) and getattr(model, kept):

@@ -202,12 +202,7 @@ def _make_models(
 
 
 def _differences(engine: Requantizing, trained: list[Tensor]) -> Row:
-    """Return the fraction of scales and element bytes that differ from training.
-
-    Args:
-        engine: engine after requantization.
-        trained: tensors exported without dequantization.
-    """
+    """Return the fraction of scales and element bytes of ``engine`` unlike ``trained``."""
     counts: dict[str, list[int]] = {"elements": [0, 0], "scales": [0, 0]}
     for (suffix, again), before in zip(engine.tensors(), trained, strict=True):
         count = counts["scales" if "scale" in suffix else "elements"]

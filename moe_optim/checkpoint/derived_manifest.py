@@ -231,7 +231,6 @@ def _lay_out_whole(
 
 
 def _joined(buffer: BufferPlaces) -> BufferPlaces:
-    """Merge the buckets of a buffer into one."""
     places, start = [], 0
     for bucket in buffer.buckets:
         places += [replace(place, start=start + place.start) for place in bucket.parameters]

@@ -63,11 +63,7 @@ class ManifestRequest(ShardedObject):
 
     @property
     def requester(self) -> ManifestRequester:
-        """The optimizer that made the request.
-
-        Raises:
-            StateError: request belongs to an earlier load or another process.
-        """
+        """The optimizer that made the request; StateError if that was for an earlier load."""
         found = _requesters.get(self.number)
         if found is None:
             raise StateError(

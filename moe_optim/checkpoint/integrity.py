@@ -56,15 +56,12 @@ _REMEDY = re.compile(rf"{_DAMAGED}.* --ckpt-step (\d+)\.")
 
 
 def checkpoint_defect(checkpoint: Path) -> str | None:
-    """Return why a checkpoint cannot be loaded, None if it is complete: the quick check.
+    """Return why ``checkpoint``, an iteration folder, cannot be loaded, None if it is complete.
 
-    A torch_dist checkpoint is complete with ``metadata.json`` (written by Megatron when all ranks
-    are done), ``.metadata``, every file that it names at full length, and the common state.
-    ``--ckpt-format torch`` requires a model in every ``mp_rank_*`` folder and no truncated file. No
-    rank communicates.
-
-    Args:
-        checkpoint: folder of one iteration.
+    This is the quick check. A torch_dist checkpoint is complete with ``metadata.json`` (written
+    when all ranks are done), ``.metadata``, every file that it names at full length, and the common
+    state; ``--ckpt-format torch`` with a model in every ``mp_rank_*`` folder and no truncated file.
+    No rank communicates.
     """
     return next((str(defect) for defect in _Check(Path(checkpoint)).defects()), None)
 
@@ -120,13 +117,11 @@ def step_beside(message: str) -> int | None:
 
 
 def record_checksums(checkpoint: Path) -> None:
-    """Write the checksum manifest of a complete checkpoint, from one process after all writes.
+    """Write the checksum manifest of ``checkpoint``, a complete iteration folder.
 
-    It contains the SHA-256 of each metadata file and, for every other file, of its archive tables
-    (names, offsets and CRCs of records). Data is not read again.
-
-    Args:
-        checkpoint: folder of one iteration.
+    One process must call this, after all writes. The manifest contains the SHA-256 of each metadata
+    file and, for every other file, of its archive tables (names, offsets and CRCs of records). Data
+    is not read again.
 
     Raises:
         StateError: checkpoint is incomplete, or the manifest cannot be written.
@@ -144,29 +139,20 @@ def record_checksums(checkpoint: Path) -> None:
 
 
 def invalidate(checkpoint: Path) -> None:
-    """Mark a torch_dist checkpoint incomplete before it is overwritten.
+    """Mark ``checkpoint``, a torch_dist iteration folder, incomplete before it is overwritten.
 
-    Megatron saves an iteration again into its old folder, where the old ``metadata.json`` would
-    declare it complete. One process must call this before any rank writes.
-
-    Args:
-        checkpoint: folder of one iteration; its checksums are removed, too.
-
-    Raises:
-        StateError: a file cannot be removed.
+    One process must call this before any rank writes: the old ``metadata.json`` would declare the
+    folder complete. Also removes its checksums; StateError if a file cannot be removed.
     """
     for name in (_CONFIG, MEGATRONS_MANIFEST, CHECKSUM_MANIFEST):  # the first decides
         remove_record(Path(checkpoint), name)
 
 
 def mark_unfinished(checkpoint: Path) -> None:
-    """Mark a ``--ckpt-format torch`` checkpoint incomplete until its save ends.
+    """Mark ``checkpoint``, a ``--ckpt-format torch`` folder, incomplete until its save ends.
 
-    Per-rank files do not show whether those of other ranks exist and belong to the same save. One
-    process must call this before any rank writes.
-
-    Args:
-        checkpoint: folder of one iteration; created if missing.
+    One process must call this before any rank writes: per-rank files do not show whether those of
+    other ranks exist and belong to the same save. Creates a missing folder.
 
     Raises:
         StateError: another object has the checksum manifest's name.
@@ -340,7 +326,6 @@ class _Archives:
         """SHA-256 of the table by archive offset."""
 
     def corrupt(self, blobs: Sequence[Blob]) -> Iterator[CorruptFile]:
-        """Yield the damaged archives."""
         with open_file(self.checkpoint, self.name) as file:
             for blob in blobs:
                 try:

@@ -63,14 +63,10 @@ def states_by_part(state_dict: dict[Any, Any], parts: Sequence[Any]) -> dict[Any
 
 
 def with_groups_of_adam(state_dict: dict[str, Any], adam: Any) -> dict[str, Any]:
-    """Return a loaded state with ``HybridDeviceOptimizer``'s groups converted to Adam's.
+    """Return ``state_dict``, of one optimizer, with ``HybridDeviceOptimizer`` groups made Adam's.
 
-    Drops hybrid entries (which contain classes and would be saved again) and fills in Adam's
-    defaults.
-
-    Args:
-        state_dict: loaded state of one optimizer. Not modified.
-        adam: optimizer that will load the state.
+    Drops hybrid entries (which contain classes and would be saved again) and fills in the defaults
+    of ``adam``, the loading optimizer. Does not modify ``state_dict``.
     """
     saved = state_dict["optimizer"]
     groups = [
@@ -83,14 +79,10 @@ def with_groups_of_adam(state_dict: dict[str, Any], adam: Any) -> dict[str, Any]
 
 
 def with_rates_of(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Return a loaded state with the learning rates of ``optimizer``'s groups.
+    """Return ``state_dict``, of one optimizer, with the learning rates of ``optimizer``'s groups.
 
     Megatron matches saved groups by learning rates, among others, and raises KeyError if they
-    changed, with or without ``--override-opt_param-scheduler``.
-
-    Args:
-        state_dict: loaded state of one optimizer. Not modified.
-        optimizer: optimizer that will load the state.
+    changed, with or without ``--override-opt_param-scheduler``. Does not modify ``state_dict``.
 
     Raises:
         LayoutError: rates changed, and Megatron's arguments do not override the saved ones.

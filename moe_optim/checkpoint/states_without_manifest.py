@@ -54,8 +54,7 @@ from moe_optim.weights.managed import is_managed, storage_of
 
 _CLOSE = 0.25
 """Largest accepted ratio |weight - master|^2 / |master|^2 for quantized weights. For normally
-distributed weights it is 0.0007 in 8 bits, 0.012 in NVFP4, and 2 for another expert's weights.
-"""
+distributed weights it is 0.0007 in 8 bits, 0.012 in NVFP4, and 2 for another expert's weights."""
 _USUAL_BUCKET = 40_000_000  # elements; Megatron's default with overlapped reductions
 _WEIGHTS_ALONE = "take the weights alone (--no-load-optim)"
 _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
@@ -297,7 +296,6 @@ def _parameters_of(optimizer: Any) -> list[list[Parameter]]:
 
 
 def _entries_of(optimizer: Any, model: Any) -> dict[ModelParameter, _Entry]:
-    """Return the entry of each parameter in the model's sharded state."""
     if not model:
         return {}
     entries = extract_sharded_tensors_and_factories(with_members(optimizer, model))[0]
@@ -316,7 +314,6 @@ def _parts(entry: _Entry, param: ModelParameter) -> Any:
 def _require_same_tensors(
     entries: Mapping[ModelParameter, _Entry], stored: TorchDistReader
 ) -> None:
-    """Raise LayoutError if a checkpoint lacks tensors of the model, or has other shapes."""
     faults = {}
     for param, entry in entries.items():
         for part in nested_values([_parts(entry, param)]):
@@ -358,7 +355,6 @@ def _read_weight(
 
 
 def _held_weight(param: ModelParameter) -> Tensor:
-    """Return the value loaded into a parameter."""
     if not is_managed(param):
         return param.detach()
     value = storage_of(param).initial
@@ -395,7 +391,6 @@ def _laid_out_otherwise(chunks: Chunks, stored: Sequence[StoredBuffer]) -> str:
 
 
 def _remedy(stored: TorchDistReader, buffers: Sequence[StoredBuffer]) -> str:
-    """Return advice that works for states of an unknown order."""
     if differing := _differing_arguments(stored):
         return (
             f"Start with the arguments it was saved with ({listed(differing)}), or "

@@ -16,12 +16,7 @@ _TYPE = "distrib_optim_sharding_type"
 
 
 def declare_reshardable(common: dict[str, Any], stored: TorchDistReader) -> None:
-    """Declare such states ``fully_reshardable`` in the checkpoint's metadata.
-
-    Args:
-        common: common state, modified in place.
-        stored: open checkpoint.
-    """
+    """Declare such states ``fully_reshardable`` in ``common``, the common state of ``stored``."""
     content = common.get("content_metadata")
     if not isinstance(content, dict) or _TYPE in content or not _has_whole_masters(stored):
         return
@@ -32,15 +27,10 @@ def declare_reshardable(common: dict[str, Any], stored: TorchDistReader) -> None
 
 
 def request_masters(param_state: Mapping[Any, dict[str, Any]], stored: TorchDistReader) -> None:
-    """Rewrite the keys of master requests to those of such a checkpoint.
+    """Rewrite the keys of master requests in ``param_state`` to those in ``stored``.
 
-    Args:
-        param_state: parameter index -> ``fully_reshardable`` requests for master and moments,
-            modified in place.
-        stored: open checkpoint.
-
-    Raises:
-        LayoutError: checkpoint lacks a master, as for fp32 weights.
+    ``param_state`` maps parameter index -> ``fully_reshardable`` requests, and is modified in
+    place. LayoutError if the checkpoint lacks a master, as for fp32 weights.
     """
     if not _has_whole_masters(stored):
         return

@@ -24,87 +24,61 @@ class MoEOptimConfig:
     """Storage format of expert weights between optimizer steps; masters are always fp32. ``auto``:
     format of Transformer Engine's weights with ``--fp8-param-gather`` or ``--fp4-param-gather``;
     ``mxfp8`` for portable experts; else ``bf16``. FP8 weights with per-tensor scaling
-    (``--fp8-recipe tensorwise``) stay in Megatron's buffers.
-    """
+    (``--fp8-recipe tensorwise``) stay in Megatron's buffers."""
     compute: Compute | None = None
     """Format of the expert GEMMs, for ``format: bf16``: every forward GEMM quantizes a copy of the
     bf16 primary weights. ``int8_per_expert`` and ``e4m3_per_expert`` fake-quantize with one amax
-    per
-    expert, from calibration or else from the current weights. ``null``: same as ``format``.
-    """
+    per expert, from calibration or else from the current weights. ``null``: same as ``format``."""
     expert_layout: Literal["grouped", "indexed"] = "grouped"
     """``grouped``: one parameter [experts, rows, columns] for all local experts of a linear;
-    ``indexed``: one parameter [rows, columns] per expert.
-    """
+    ``indexed``: one parameter [rows, columns] per expert."""
     storage: Literal["portable", "transformer_engine"] = "portable"
     """Container of portable experts' quantized weights: plain tensors, or Transformer Engine's
-    tensor
-    classes, which its own modules always use. The GEMMs are the same.
-    """
+    tensor classes, which its own modules always use. The GEMMs are the same."""
     wire: Literal["quantized", "bf16"] = "quantized"
     """Content of the parameter all-gather. ``quantized``: data and block scales, quantized by the
-    owner.
-    ``bf16``: bf16 as in Megatron; every rank quantizes what it receives.
-    """
+    owner. ``bf16``: bf16 as in Megatron; every rank quantizes what it receives."""
     layout: Literal["aligned", "stock"] = "aligned"
     """Bucket ends of quantized weights. ``aligned``: shards contain whole block rows if that costs
-    at
-    most 1% padding, else whole scales or bytes. ``stock``: Megatron's bucket ends.
-    """
+    at most 1% padding, else whole scales or bytes. ``stock``: Megatron's bucket ends."""
     step: Literal["auto", "fused", "stock"] = "auto"
     """Implementation of the master update. ``fused``: one kernel launch per format and kind of
-    weight
-    reads gradients in place, performs Adam's step and quantizes the result. ``stock``: Megatron's
-    code. ``auto``: ``fused`` if kernels are available or ``offload_states`` is set, except with
-    ``backend: reference`` and with ``layout: stock``, which guarantees bitwise equality with
-    Megatron
-    (a fused norm may differ in the last bit).
-    """
+    weight reads gradients in place, performs Adam's step and quantizes the result. ``stock``:
+    Megatron's code. ``auto``: ``fused`` if kernels are available or ``offload_states`` is set,
+    except with ``backend: reference`` and with ``layout: stock``, which guarantees bitwise equality
+    with Megatron (a fused norm may differ in the last bit)."""
     offload_states: float = 0.0
     """Fraction of this rank's masters and moments kept in pinned host memory between steps, in
-    whole
-    parameter shards, evenly over the layers. They are stepped on the GPU in chunks, with copies
-    overlapped. Results are bitwise identical. Requires a fused step. With
-    ``--optimizer-cpu-offload``
-    the default is ``--optimizer-offload-fraction``.
-    """
+    whole parameter shards, evenly over the layers. They are stepped on the GPU in chunks, with
+    copies overlapped. Results are bitwise identical. Requires a fused step. With
+    ``--optimizer-cpu-offload`` the default is ``--optimizer-offload-fraction``."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """Action on an Inf or NaN gradient, before any weight changes."""
     backend: Literal["auto", "reference"] = "auto"
     """Quantization backend. ``auto``: Triton kernels where available, else plain torch.
-    ``reference``:
-    plain torch everywhere, with the same bytes.
-    """
+    ``reference``: plain torch everywhere, with the same bytes."""
     fuse_wgrad_accumulation: bool = True
     """Whether portable experts accumulate weight gradients directly into ``main_grad``. False:
-    through
-    autograd, which allocates one gradient per weight.
-    """
+    through autograd, which allocates one gradient per weight."""
     record_amax: bool = False
     """Whether every requantization records the amax of each expert, which checkpoints then contain.
-    ``nvfp4`` always records it.
-    """
+    ``nvfp4`` always records it."""
     health_interval: int = 0
     """Iterations between health samples of quantized experts; 0: none. A sample reads masters and
-    weights
-    once and performs small asynchronous all-reduces over all ranks. See Health for its output.
-    """
+    weights once and performs small asynchronous all-reduces over all ranks. See Health for its
+    output."""
     save_nonfinite: bool = False
     """Whether checkpoints with Inf or NaN in masters or moments may be saved."""
     trust_unmarked_states: bool = False
     """Whether flat optimizer states without a manifest, such as Megatron's, load by their sizes
-    alone if
-    no weights are given to verify the order of experts. Contradicting weights are always refused.
-    """
+    alone if no weights are given to verify the order of experts. Contradicting weights are always
+    refused."""
     trust_checkpoint_code: bool = False
     """Whether Megatron may unpickle checkpoint objects that name more than plain data, such as a
-    type of
-    your own among its arguments. Code that they name will run.
-    """
+    type of your own among its arguments. Code that they name will run."""
     check_on_load: Literal["thorough", "quick"] = "thorough"
     """Check before a checkpoint loads. ``thorough``: reads all of it once, shared among ranks, and
-    verifies checksums; ``quick``: detects missing and truncated files.
-    """
+    verifies checksums; ``quick``: detects missing and truncated files."""
 
     def __post_init__(self) -> None:
         """Validate every field, and their combination.
@@ -149,8 +123,7 @@ class MoEOptimConfig:
     def resolved(self, format: str) -> "MoEOptimConfig":
         """Return the configuration with ``format: auto`` replaced by ``format``.
 
-        Raises:
-            ConfigError: a field is incompatible with ``format``.
+        ConfigError if a field is incompatible with ``format``.
         """
         if self.format != "auto":
             return self

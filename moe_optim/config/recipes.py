@@ -111,14 +111,9 @@ def unmet_requirements(recipe: Recipe, *, hardware: bool = True) -> list[str]:
 
 
 def check_requirements(recipe: Recipe, *, hardware: bool = True) -> None:
-    """Raise for requirements not met by this machine, see :func:`unmet_requirements`.
+    """Raise ConfigError for requirements of ``recipe`` that this machine does not meet.
 
-    Args:
-        recipe: recipe to check.
-        hardware: whether to check GPUs.
-
-    Raises:
-        ConfigError: requirements are not met; lists all of them.
+    Lists all of them; see :func:`unmet_requirements` for ``hardware``.
     """
     if unmet := unmet_requirements(recipe, hardware=hardware):
         lines = "".join(f"\n  {line}" for line in unmet)
@@ -169,7 +164,6 @@ def _read_layer(where: str, text: str) -> tuple[dict[str, dict[str, Any]], str |
 
 
 def _read_text(path: Path, remedy: str) -> str:
-    """Return the content of a regular file of limited size."""
     try:
         if path.exists() and not path.is_file():
             why = "no regular file"

@@ -13,11 +13,9 @@ def shipped_recipes() -> Mapping[str, Path]:
 
 
 def find_recipe(recipe: str | Path) -> Path:
-    """Return the file for a path or the name of a shipped recipe.
+    """Return the file for ``recipe``, an existing path or else the name of a shipped recipe.
 
-    Args:
-        recipe: path of a file or, if it does not exist, name of a shipped recipe. Anything else is
-            returned as a path.
+    Anything else is returned as a path.
     """
     shipped = shipped_recipes().get(str(recipe))
     return shipped if shipped and not Path(recipe).is_file() else Path(recipe)

@@ -26,8 +26,7 @@ class MoEOptimizerConfig(OptimizerConfig):
 
     moe_optim: MoEOptimConfig | Mapping[str, Any] = field(default_factory=MoEOptimConfig)
     """Settings of the plug-in, stored as a plain dict: Megatron-Bridge applies overrides
-    (``optimizer.moe_optim.format=nvfp4``) field by field, which a frozen dataclass would refuse.
-    """
+    (``optimizer.moe_optim.format=nvfp4``) field by field, which a frozen dataclass would refuse."""
 
     def __post_init__(self) -> None:
         """Defer all checks to :meth:`finalize`, since recipes and overrides still change fields."""

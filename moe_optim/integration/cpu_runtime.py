@@ -102,7 +102,6 @@ def _bytes_in(file: str, name: str) -> int:
 
 
 def _memory_stats(*_: Any, **__: Any) -> dict[str, float]:
-    """Return the caching-allocator statistics that Megatron reads."""
     stats: dict[str, float] = {"allocation.all.current": math.nan}  # allocations are not counted
     for kind in ("allocated_bytes", "reserved_bytes"):
         stats[f"{kind}.all.current"] = _resident_bytes()

@@ -13,9 +13,7 @@ def compile_helpers() -> None:
     """Compile the helper if it has a Makefile or is missing.
 
     Megatron always calls ``make``, and exits if it fails, as with the wheel, which has no Makefile.
-
-    Raises:
-        ConfigError: pybind11 is missing, without which Megatron would exit.
+    ConfigError if pybind11 is missing, without which Megatron would exit.
     """
     if missing := missing_for_datasets():
         raise ConfigError(f"{missing}.")

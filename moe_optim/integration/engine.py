@@ -20,14 +20,11 @@ class Signature:
 
     form: str
     """``(names, of, parameters)``, prefixed by ``static`` for a static method; ``class``; or the
-    type name
-    of a constant.
-    """
+    type name of a constant."""
     versions: str = NEEDED["megatron-core"]
     """Version specifier; all supported versions by default."""
 
     def __str__(self) -> str:
-        """Return form and versions."""
         return f"{self.form} of megatron-core {self.versions}"
 
 
@@ -176,7 +173,6 @@ def _installed() -> tuple[str, str]:
 
 
 def _misfit(patch: Patch, name: str, version: str) -> str | None:
-    """Return why a patch does not fit the imported megatron-core, None if it does."""
     expected = f"expected {' or '.join(map(str, patch.fits))}"
     try:
         original = resolve(patch.target)[2]

@@ -63,7 +63,6 @@ def later_refusals(
 
 @contextlib.contextmanager
 def _experts_of(config: MoEOptimConfig | None) -> Iterator[None]:
-    """Let Megatron build the plug-in's experts, if configured."""
     if config is None:
         yield
         return

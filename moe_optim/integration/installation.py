@@ -42,13 +42,9 @@ def install(config: MoEOptimConfig | None = None) -> None:
 
 
 def install_in_patched_tree(config: MoEOptimConfig) -> None:
-    """Install in a patched tree, which requests this package's classes itself; rebinds few names.
+    """Install ``config`` in a patched tree, which requests this package's classes itself.
 
-    Args:
-        config: settings of the plug-in.
-
-    Raises:
-        StateError: another configuration is installed.
+    Rebinds few names. StateError if another configuration is installed.
     """
     remedy = "Give the same flags, or drop the call of moe_optim.install()."
     needed = (*patches.ADAM, *patches.CHECKPOINTS_OF_RANKS)

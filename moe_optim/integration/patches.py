@@ -60,8 +60,7 @@ SCRIPT: tuple[Patch, ...] = (
     ),
 )
 """Required by dry runs and, with ``--use-moe-grouped-optim``, by ``moe-optim run`` and by plain
-``python`` after ``moe-optim enable``.
-"""
+``python`` after ``moe-optim enable``."""
 
 ADAM: tuple[Patch, ...] = tuple(
     Patch(

@@ -300,7 +300,6 @@ def _fewest_ranks(args: Any) -> int:
 
 
 def _missing_fields(args: Any) -> list[str]:
-    """Return the ``TransformerConfig`` fields that a YAML file lacks."""
     from megatron.core.transformer import TransformerConfig
 
     given = vars(args.language_model).keys() | vars(args.model_parallel).keys()

@@ -79,15 +79,10 @@ def _settle(args: Any, defaults: Mapping[str, Any], validate: Callable[..., Any]
 
 
 def require_transformer_engine(args: Any) -> None:
-    """Check that Transformer Engine is importable if layers use it.
+    """Raise ConfigError if ``args`` select Transformer Engine's layers but it is not importable.
 
-    Megatron calls None otherwise. Layers given by ``--spec`` are exempt.
-
-    Args:
-        args: validated arguments; those from a YAML file may lack the fields read here.
-
-    Raises:
-        ConfigError: Transformer Engine cannot be imported.
+    Megatron would call None. Layers given by ``--spec`` are exempt. ``args`` are validated; those
+    from a YAML file may lack the fields read here.
     """
     impl = getattr(args, "transformer_impl", "transformer_engine")
     is_needed = impl == "transformer_engine" and getattr(args, "spec", None) is None

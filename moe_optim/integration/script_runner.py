@@ -28,10 +28,9 @@ from moe_optim.screen import quiet
 
 
 def find_script(script: Path, megatron_lm: Path | None) -> Path:
-    """Return the path of ``script`` in the working directory, else in the source tree.
+    """Return the path of ``script`` in the working directory, else in ``megatron_lm``.
 
-    Raises:
-        ConfigError: script does not exist in either.
+    ConfigError if neither contains it.
     """
     places = [script] if megatron_lm is None else [script, megatron_lm / script]
     for place in places:
@@ -82,11 +81,7 @@ def prepare_imports(script: Path, megatron_lm: Path | None) -> Package | None:
 
 
 def require_tree(path: Path) -> Path:
-    """Return the absolute path of a source tree.
-
-    Raises:
-        ConfigError: path is not a folder, or lacks ``megatron/core``.
-    """
+    """Return the absolute ``path`` of a source tree; ConfigError without ``megatron/core``."""
     if not path.is_dir():
         raise ConfigError(
             f"{path}: expected a checkout of Megatron-LM, got no folder. Give its path."
@@ -190,7 +185,6 @@ def _describe(package: Package | None) -> str:
 
 
 def _prepare(config: MoEOptimConfig | None, *, cpu: bool) -> None:
-    """Install the plug-in, if configured, and the CPU runtime."""
     import_hook.disarm()
     if config is not None and (fault := unmet_version("megatron-core", NEEDED["megatron-core"])):
         raise ConfigError(f"{FLAG}: {fault}.")

@@ -40,16 +40,13 @@ class Convention:
     """[R, C] ``float8_e4m3fn``; NVFP4: [R, C/2] ``uint8``, low nibble first."""
     scale: str = "weight_scale"
     """Factor of elements. MXFP8: [R, C/32] ``uint8``, exponents with a bias of 127; NVFP4: [R,
-    C/16]
-    ``float8_e4m3fn``; FP8 blocks: [R/128, C/128] ``float32``; per-tensor FP8: [R, 1] ``float32``.
-    """
+    C/16] ``float8_e4m3fn``; FP8 blocks: [R/128, C/128] ``float32``; per-tensor FP8: [R, 1]
+    ``float32``."""
     global_scale: str | None = None
     """``float32``, NVFP4 only."""
     divides: bool = False
     """Whether values are divided by the global scale, of shape [1]; otherwise they are multiplied
-    by it,
-    of shape [].
-    """
+    by it, of shape []."""
     engines: tuple[str, ...]
     """Engines that support it."""
 
@@ -96,9 +93,7 @@ CONVENTIONS: tuple[Convention, ...] = (
 
 ONE_SCALE = Convention(format="fp8", name="compressed_tensors", engines=_BOTH)
 """FP8 weights with per-tensor scaling. The scale is repeated per row, so that engines scale
-activations
-per token and the two halves of a fused weight may differ.
-"""
+activations per token and the two halves of a fused weight may differ."""
 
 
 def find_convention(format: BlockScaledFormat, name: str | None = None) -> Convention:

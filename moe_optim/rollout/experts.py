@@ -42,8 +42,7 @@ _Parts = list[dict[str, Tensor]]
 """Tensors of an expert by name suffix, per row part."""
 StoredValues = QuantizedWeight | tuple[Tensor, Tensor] | list[Tensor]
 """Expert values of a linear: quantized; codes and scale with per-tensor scaling; or one tensor
-each.
-"""
+each."""
 
 
 @dataclass(frozen=True, slots=True)

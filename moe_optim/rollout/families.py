@@ -17,8 +17,7 @@ from typing import Literal
 
 Form = Literal["same", "qkv", "gate_up"]
 """Relation of a Megatron tensor to those of transformers: equal; query, key and value rows
-concatenated by group; gate and up rows concatenated.
-"""
+concatenated by group; gate and up rows concatenated."""
 Trait = Literal["untied", "query_lora", "no_query_lora", "expert_bias", "shared_experts"]
 """Property of some models of a family."""
 Implementation = Literal["transformer_engine", "local"]

@@ -62,11 +62,7 @@ class Heads:
         return dict(zip(pair.hf, self.split(pair.form, values), strict=True))
 
     def to_megatron(self, pair: NamePair, tensors: Sequence[Tensor]) -> Tensor:
-        """Join transformers' tensors, ordered as ``pair.hf``, into a Megatron tensor.
-
-        Raises:
-            LayoutError: copies of one tensor differ.
-        """
+        """Join ``tensors``, ordered as ``pair.hf``; LayoutError if copies differ."""
         if pair.form == "gate_up":
             return torch.cat(list(tensors))
         if pair.form == "qkv":

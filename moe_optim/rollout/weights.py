@@ -144,7 +144,6 @@ class _Exporter:
 
     @property
     def held(self) -> list[HeldRecord]:
-        """Records of what this rank has."""
         return [*self.experts, *self.parts]
 
     def require_readable(self) -> None:

@@ -22,7 +22,7 @@ _UNFINISHED = "unfinished"
 
 @dataclass(frozen=True)
 class CorruptFile:
-    """One defect of one file of a checkpoint."""
+    """A defect of a file in a checkpoint."""
 
     file: str
     """Name within the folder; empty for the folder itself."""

@@ -125,12 +125,7 @@ def read_blobs(content: bytes) -> tuple[Blob, ...]:
 
 
 def checked_shape(numbers: Any) -> Shape:
-    """Return a valid shape or offset of a tensor.
-
-    Raises:
-        TypeError: value is not a tuple.
-        ValueError: value is negative, or has too many axes or elements.
-    """
+    """Return a valid shape or offset; TypeError for other types, ValueError for bad numbers."""
     shape = _numbers(numbers)
     if len(shape) > MAX_AXES:
         raise ValueError(f"expected at most {MAX_AXES} axes, got {len(shape):,}")
@@ -140,12 +135,7 @@ def checked_shape(numbers: Any) -> Shape:
 
 
 def checked_name(name: Any) -> str:
-    """Return a valid name of a tensor, object or file.
-
-    Raises:
-        TypeError: value is not a string.
-        ValueError: name is too long or not printable.
-    """
+    """Return a valid name; TypeError unless a string, ValueError if too long or not printable."""
     text: str = _typed(name, str)
     if len(text) > _MAX_NAME or not text.isprintable():
         raise ValueError(f"a name that is none: {text[:40]!r}")

@@ -44,7 +44,7 @@ class Recorded:
     num_experts: int | None = None
     """Experts per layer."""
     iteration: int | None = None
-    """Iteration after which it was saved."""
+    """Iteration of the save."""
     version: str | None = None
     """Megatron's ``checkpoint_version``."""
     optimizer_sharding: str | None = None
@@ -56,10 +56,8 @@ class Recorded:
 class CheckpointReader(Protocol):
     """An open checkpoint.
 
-    ``read`` accesses only the stored pieces that overlap the requested region.
-
-    Raises:
-        StateError: a file is missing, cut off or damaged.
+    ``read`` accesses only the stored pieces that overlap the requested region; it raises StateError
+    if a file is missing, cut off or damaged.
     """
 
     @property

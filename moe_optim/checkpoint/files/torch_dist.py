@@ -58,7 +58,8 @@ SIZES = {  # kind of parallelism -> Megatron's argument
 class TorchDistReader:
     """A ``torch_dist`` checkpoint under its stored names.
 
-    Verifies the checksums of each archive on first access, which torch does not.
+    Verifies the checksums of each archive on first access, which torch does not. All reads raise
+    StateError if a file is missing, cut off or damaged.
     """
 
     format: FileFormat = "torch_dist"
@@ -96,9 +97,6 @@ class TorchDistReader:
         Args:
             name: key in ``tensors``.
             first: index on the first axis, which the result then lacks. None: whole tensor.
-
-        Raises:
-            StateError: a file that contains part of it is missing, cut off or damaged.
         """
         shape = self.tensors[name].shape
         if first is None:
@@ -112,9 +110,6 @@ class TorchDistReader:
             name: key in ``tensors``.
             start: index of the region's first element, one number per axis.
             shape: shape of the region, within the tensor.
-
-        Raises:
-            StateError: a file that contains part of it is missing, cut off or damaged.
         """
         alone = (blob for blob in self.blobs[name] if (blob.offset, blob.shape) == (start, shape))
         if (blob := next(alone, None)) is not None:
@@ -138,11 +133,7 @@ class TorchDistReader:
 
     @contextmanager
     def opened(self, blob: Blob) -> Iterator[Archive]:
-        """Open the archive of ``blob``; report every foreign error inside the context as damage.
-
-        Raises:
-            StateError: the file is missing, cut off or damaged.
-        """
+        """Open the archive of ``blob``; report every foreign error inside the context as damage."""
         with self._file_of(blob) as file:
             stream = file_range(file, blob.start, blob.length)
             try:
@@ -180,22 +171,14 @@ class TorchDistReader:
             ) from error
 
     def blocks(self, blob: Blob) -> Iterator[bytes]:
-        """Yield the stored bytes of ``blob`` in blocks of a few MiB.
-
-        Raises:
-            StateError: the file is missing, cut off or damaged.
-        """
+        """Yield the stored bytes of ``blob`` in blocks of a few MiB."""
         with self.opened(blob) as archive:
             archive.stream.seek(0)
             while block := archive.stream.read(_BLOCK_BYTES):
                 yield block
 
     def read_bytes(self, blob: Blob) -> bytes:
-        """Return the stored bytes of ``blob``, an object.
-
-        Raises:
-            StateError: bytes are missing, damaged, or too many for an object.
-        """
+        """Return the stored bytes of ``blob``; StateError if they are too many for an object."""
         if blob.length > _OBJECT_BYTES:
             raise StateError(
                 f"{self.path}: {blob.name}: expected an object of at most {_OBJECT_BYTES:,} bytes, "
@@ -204,11 +187,7 @@ class TorchDistReader:
         return b"".join(self.blocks(blob))
 
     def read_object(self, name: str) -> Any:
-        """Return the object called ``name`` as plain data, without running any code that it names.
-
-        Raises:
-            StateError: the file is missing, cut off or damaged.
-        """
+        """Return the object called ``name`` as plain data; code that it names does not run."""
         with self.opened(self.blobs[name][0]) as archive:
             (value,) = archive.load()  # list of the objects with that key
         return value
@@ -221,9 +200,6 @@ class TorchDistReader:
         Args:
             names: objects to check; no code that they name runs.
             knows: predicate as in :func:`foreign_name`.
-
-        Raises:
-            StateError: a file is missing or damaged.
         """
         found = {}
         for name in names:
@@ -258,20 +234,13 @@ class TorchDistReader:
 
     @cached_property
     def arguments(self) -> Mapping[str, Any]:
-        """Megatron's arguments when saved, by name; empty if not recorded.
-
-        Raises:
-            StateError: recorded value is no set of arguments.
-        """
+        """Megatron's arguments when saved, by name; empty if not recorded."""
         said = self.common_state.get("args")
         return self._checked("args", said.state if isinstance(said, Made) else said, dict) or {}
 
     @cached_property
     def model_arguments(self) -> Mapping[str, Any]:
-        """Megatron's arguments, else those recorded by a conversion; empty without either.
-
-        Raises like :attr:`arguments`.
-        """
+        """Megatron's arguments, else those recorded by a conversion; empty without either."""
         own = self._checked(OWN_STATE, self.common_state.get(OWN_STATE), dict) or {}
         return self.arguments or self._checked(OWN_ARGUMENTS, own.get(OWN_ARGUMENTS), dict) or {}
 

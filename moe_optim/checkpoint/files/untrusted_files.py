@@ -15,9 +15,7 @@ from typing import IO, Any, cast
 
 SMALL_BYTES = 16 * 2**20
 """Default limit for files read whole, in bytes. As Python objects, JSON and pickles take up to 64
-times
-their size.
-"""
+times their size."""
 _READ_AT_ONCE = 2**18
 _DIGITS = 19  # of 2^63 - 1
 
