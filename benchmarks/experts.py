@@ -51,12 +51,7 @@ class ExpertsCase:
 
 
 def measure(case: ExpertsCase, speed: float) -> Iterator[Row]:
-    """Yield a row for each placement and implementation.
-
-    Args:
-        case: shapes of the experts, in bf16.
-        speed: copy speed in bytes read plus written per ms.
-    """
+    """Yield a row for each placement and implementation, given the copy speed in bytes per ms."""
     contiguous: dict[str, Row] = {}
     for placement in PLACEMENTS:
         experts, gradients = _lay_out(case, placement)

@@ -61,7 +61,6 @@ class Phases:
     gather: Callable[[], object]
     land: Callable[[], object]
     wire_bytes: int
-    """Bytes of all buffers."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -52,13 +52,9 @@ class Job:
 def measure(case: Case, speed: float, group: "ProcessGroup | None") -> Iterator[Row]:
     """Yield a row for each kind of work, freeing its memory before the next.
 
-    Args:
-        case: shapes of the experts.
-        speed: copy speed in bytes read plus written per ms.
-        group: process group of Transformer Engine's cast; None: measure only ours.
-
-    Raises:
-        PatchError: Transformer Engine's bytes differ; nothing has been timed.
+    ``speed`` is the copy speed in bytes read plus written per ms; ``group`` that of Transformer
+    Engine's cast, or None to measure only ours. PatchError, before any timing, if Transformer
+    Engine's bytes differ.
     """
     makers: list[Callable[[Case, ProcessGroup | None], Job]] = [_from_fp32, _from_bf16]
     if case.shard == 1:  # ranks derive whole gathered weights

@@ -13,12 +13,7 @@ from moe_optim.commands.console.provenance import begin_report
 
 
 def begin_rows(command: str, device: str) -> dict[str, Any]:
-    """Return a report without rows: command, versions and copy speed.
-
-    Args:
-        command: equivalent command line.
-        device: ``cuda`` or ``cpu``; times a copy on it.
-    """
+    """Return a report without rows: command, versions, and copy speed on ``cuda`` or ``cpu``."""
     speed = copy_bytes_per_ms(device)
     release(device)
     start = begin_report(command, on_gpu=device == "cuda")
@@ -36,13 +31,9 @@ def fill_report(
     path: Path | None,
     say: Callable[[Any], str],
 ) -> None:
-    """Append rows as they are measured, updating the file and printing to stderr.
+    """Append measured rows to a ``begin_rows`` report, printing each to stderr.
 
-    Args:
-        report: result of ``begin_rows``; rows are appended to it.
-        rows: iterator that measures.
-        path: JSON file, valid after every row; None: no file.
-        say: function that returns the line for a row.
+    ``path``, unless None, is rewritten after every row, so that an interrupted run keeps its rows.
     """
     progress = Console(stderr=True, markup=False, highlight=False)
     for row in rows:
@@ -57,11 +48,8 @@ def table_of_rows(
 ) -> Table:
     """Return rows as a table; missing values are dashes.
 
-    Args:
-        title: title, followed by the machine.
-        headings: field of a row -> heading.
-        rows: measured rows.
-        texts: fields that are text rather than numbers.
+    ``headings`` map fields to headings; ``texts`` are fields that are not numbers. The machine
+    follows ``title``.
     """
     table = Table(title=title, title_justify="left")
     for name, heading in headings.items():

@@ -21,13 +21,7 @@ _POISON = 0xA5
 def measure(case: OneScaleCase, speed: float, group: "ProcessGroup | None") -> Iterator[Row]:
     """Yield a row for the cast and, on a GPU, one for transposes.
 
-    Args:
-        case: shapes of the experts.
-        speed: copy speed in bytes read plus written per ms.
-        group: process group of Transformer Engine's cast; None: measure only ours.
-
-    Raises:
-        PatchError: Transformer Engine's bytes differ; nothing has been timed.
+    Arguments and errors are as in ``requantize.measure``.
     """
     makers: list[Callable[[OneScaleCase, ProcessGroup | None], Job]] = [_cast]
     if case.shard == 1 and case.device == "cuda":  # no CPU kernel

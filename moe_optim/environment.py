@@ -112,13 +112,10 @@ def find_folder(module: str) -> Path | None:
 
 
 def missing_for_datasets() -> str | None:
-    """Return what Megatron's C++ dataset helper lacks, with a remedy.
+    """Return what Megatron's C++ dataset helper lacks, with a remedy, None if nothing.
 
     A Megatron-LM checkout compiles it with ``make`` and pybind11 during training; the megatron-core
     wheel ships it prebuilt.
-
-    Returns:
-        One line, or None if the helper is built or can be.
     """
     folder = find_folder("megatron.core.datasets")
     if folder is None or not (folder / "Makefile").is_file() or find_folder("pybind11"):
@@ -152,16 +149,10 @@ def find_gpus() -> tuple[Gpu, ...]:
 
 
 def unmet_version(name: str, needed: str) -> str | None:
-    """Return the fault of a package's installed version, with a remedy.
+    """Return why an installed version does not match ``needed``, with a remedy; None if it does.
 
-    A pre-release counts as its release: NVIDIA's containers ship torch 2.x.0a0.
-
-    Args:
-        name: ``python`` or a key of ``MODULES``.
-        needed: version specifier such as ``>=0.19,<0.21``.
-
-    Returns:
-        One line, or None if the version matches.
+    ``name`` is ``python`` or a key of ``MODULES``. A pre-release counts as its release: NVIDIA's
+    containers ship torch 2.x.0a0.
     """
     package = find_package(name)
     if package is not None and satisfies(package.version, needed):

@@ -44,15 +44,12 @@ def closest(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str | 
 
 
 def refuse(settings: Mapping[str, object], *, expected: str, remedy: str) -> None:
-    """Refuse a configuration that has unsupported settings.
+    """Raise ConfigError if a configuration has unsupported settings, listing all of them.
 
     Args:
         settings: setting as the user wrote it -> whether this configuration has it.
         expected: beginning of the message: location and expectation.
         remedy: change that fixes it.
-
-    Raises:
-        ConfigError: any setting is present; lists all of them.
     """
     found = [setting for setting, is_set in settings.items() if is_set]
     if found:
@@ -60,15 +57,7 @@ def refuse(settings: Mapping[str, object], *, expected: str, remedy: str) -> Non
 
 
 def raise_faults(where: str, faults: Sequence[str]) -> None:
-    """Refuse a command line that has faults.
-
-    Args:
-        where: name of the command line.
-        faults: one line per fault, with its remedy.
-
-    Raises:
-        ConfigError: ``faults`` is not empty; one line per fault.
-    """
+    """Raise ConfigError with one line per fault of command line ``where``, if there are any."""
     if faults:
         count = f"{len(faults)} faults" if len(faults) > 1 else "1 fault"
         lines = [f"{where}: expected what Megatron and moe_optim take, got {count}:", *faults]

@@ -176,15 +176,7 @@ def refusals(setup: Setup) -> list[str]:
 
 
 def check_setup(setup: Setup, where: str) -> None:
-    """Refuse a setup that violates any rule.
-
-    Args:
-        setup: known facts.
-        where: beginning of the message.
-
-    Raises:
-        ConfigError: a rule is violated; one line per rule.
-    """
+    """Raise ConfigError with one line per rule that a setup violates, starting with ``where``."""
     lines = refusals(setup)
     if len(lines) == 1:
         raise ConfigError(f"{where}: {lines[0]}")
@@ -244,10 +236,7 @@ def offload_fraction(optimizer: Any) -> float:
 
 
 def native_recipe(model: Any) -> str | None:
-    """Return the recipe flag of primary weights, None for bf16.
-
-    ``model`` is Megatron's ``TransformerConfig``.
-    """
+    """Return the recipe flag of a ``TransformerConfig``'s primary weights, None for bf16."""
     for on, kept, name in (("fp8", "fp8_param", "fp8_recipe"), ("fp4", "fp4_param", "fp4_recipe")):
         if getattr(model, on) and getattr(model, kept):
             recipe = getattr(model, name)

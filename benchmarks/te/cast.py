@@ -103,12 +103,8 @@ def check_bytes(entries: Sequence[TableEntry], weights: Sequence[Any], *, derive
 def require_same(pairs: Iterable[tuple[str, Tensor, Tensor]], format: str) -> None:
     """Check that both tensors of each pair have the same bytes.
 
-    Args:
-        pairs: name, our tensor, and Transformer Engine's.
-        format: format for the error.
-
-    Raises:
-        PatchError: bytes differ; the message gives name and count.
+    ``pairs`` are name, our tensor, and Transformer Engine's. PatchError gives name and count of
+    differing bytes.
     """
     counts: dict[str, tuple[Tensor, int]] = {}
     for name, ours, theirs in pairs:

@@ -28,7 +28,6 @@ class Parameter:
     """A parameter of a model chunk, before layout."""
 
     name: str
-    """Name as in manifests."""
     shape: tuple[int, ...]
     dtype: str
     """Logical dtype, such as ``torch.bfloat16``, also of quantized weights."""
@@ -89,14 +88,10 @@ def derive_manifests(
     *,
     bucket_sizes: Iterable[int | None] = (),
 ) -> list[StateManifest]:
-    """Return every manifest that fits the stored sizes, without duplicates.
+    """Return every manifest that fits the ``stored`` sizes, without duplicates.
 
-    Args:
-        chunks: parameters of the model that loads the states.
-        stored: buffers of the checkpoint.
-        glu_interleave: interleave of the checkpoint.
-        bucket_sizes: candidate bucket sizes in elements (None: one bucket), for buffers stored as
-            one bucket without padding in between.
+    ``bucket_sizes`` are candidate bucket sizes in elements (None: one bucket), for buffers stored
+    as one bucket without padding in between.
     """
     orders = list(_orders(chunks))
     laid_out = [_lay_out(order, stored) for order in orders if not bucket_sizes]
@@ -116,9 +111,7 @@ def choose_by_values[T](
 ) -> tuple[list[T], str]:
     """Return the candidates whose masters round to the weights, and a description for errors.
 
-    Args:
-        candidates: orders that fit the stored sizes.
-        strangers: function that returns the names of parameters whose masters do not round to them.
+    ``strangers`` returns the names of parameters whose masters do not round to their weights.
     """
     fitting: list[T] = []
     wrong: set[str] = set()

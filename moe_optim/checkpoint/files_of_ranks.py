@@ -23,8 +23,7 @@ _CHECKPOINTING = "megatron.training.checkpointing"
 def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
     """Save a checkpoint; arguments and result are Megatron's. Every rank must call it.
 
-    Raises:
-        StateError: a per-rank file is incomplete, or the checksum manifest cannot be written.
+    StateError if a per-rank file is incomplete, or the checksum manifest cannot be written.
     """
     return _save(original(f"{_CHECKPOINTING}:save_checkpoint"), iteration, *args, **kwargs)
 
@@ -63,10 +62,8 @@ def _folder_of_ranks(given: dict[str, Any]) -> Path | None:
 def get_checkpoint_format(checkpoint_name: str, args: Any) -> Any:
     """Return the format of a checkpoint and verify per-rank files; arguments are Megatron's.
 
-    Every rank of an initialized process group must call it: ranks share the reading.
-
-    Raises:
-        StateError: files of the checkpoint are missing or damaged; lists all of them.
+    Every rank of an initialized process group must call it: ranks share the reading. StateError
+    lists all missing or damaged files.
     """
     found = original(f"{_CHECKPOINTING}:_get_checkpoint_format")(checkpoint_name, args)
     if found == "torch" and installed_config() is not None and is_local(checkpoint_name):

@@ -48,7 +48,6 @@ class ManifestRequester:
 
 
 _requesters: WeakValueDictionary[int, ManifestRequester] = WeakValueDictionary()
-"""Requesters by request number."""
 _numbers = itertools.count()
 
 
@@ -244,10 +243,7 @@ def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
     """Return this rank's part of ``dp_reshardable`` states. No rank communicates.
 
     Keys, shapes and offsets are Megatron's, which refuses buckets in which a rank owns only
-    padding.
-
-    Raises:
-        LayoutError: parameter offsets differ from Megatron's.
+    padding. LayoutError if parameter offsets differ from Megatron's.
     """
     manifest = manifest_of(optimizer)
     require_megatrons_offsets(manifest)
@@ -300,17 +296,13 @@ def _padding(like: dict[str, Tensor], numel: int) -> dict[str, Tensor]:
 def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> dict[str, Any]:
     """Return requests for this rank's states, at their places in the checkpoint.
 
-    Args:
-        optimizer: optimizer whose states are allocated, with any values.
-        source: manifest of the checkpoint.
-        key: key of the manifest, with Megatron's prefix.
+    ``optimizer`` has allocated states, with any values. ``source`` is the checkpoint's manifest,
+    ``key`` its key with Megatron's prefix. LayoutError if the checkpoint has other parameters or
+    experts.
 
     Returns:
         ``ranges``: one dict per range of :func:`owned_ranges`: state name -> tensors to load, of
             consecutive elements; and the bucket sizes, which strict loads expect.
-
-    Raises:
-        LayoutError: checkpoint has other parameters or experts.
     """
     layouts = LayoutMap(source, manifest_of(optimizer), key)
     places = places_of(optimizer)

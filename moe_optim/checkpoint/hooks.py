@@ -198,9 +198,7 @@ def _read_already(stored: TorchDistReader) -> dict[str, ShardedObject]:
 def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
     """Load the common state, the first part that is read. No rank communicates.
 
-    Raises:
-        StateError: files of the checkpoint are missing or damaged; lists all of them.
-        LayoutError: common state is not plain data.
+    StateError lists all missing or damaged files; LayoutError if the state is not plain data.
     """
     if installed_config() is None or not is_local(checkpoint_dir):
         return original(f"{_CORE}:load_common_state_dict")(checkpoint_dir)

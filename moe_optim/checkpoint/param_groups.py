@@ -31,15 +31,10 @@ _OF_HYBRID = frozenset(
 
 
 def states_by_part(state_dict: dict[Any, Any], parts: Sequence[Any]) -> dict[Any, Any]:
-    """Return a loaded state arranged for the current optimizers.
+    """Return a loaded state arranged for ``parts``, the current optimizers.
 
-    Args:
-        state_dict: loaded state: tensors arranged as ``parts``, everything else as saved, of one
-            optimizer or of several by index. Not modified.
-        parts: optimizers that will load the state.
-
-    Raises:
-        LayoutError: a parameter group has no saved counterpart.
+    Tensors in ``state_dict`` are arranged already, everything else is as saved, of one optimizer or
+    of several by index. Not modified. LayoutError if a group has no saved counterpart.
     """
     saved = [state_dict[key] for key in sorted(key for key in state_dict if isinstance(key, int))]
     saved = [part for part in (state_dict, *saved) if "optimizer" in part]
@@ -83,9 +78,7 @@ def with_rates_of(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
 
     Megatron matches saved groups by learning rates, among others, and raises KeyError if they
     changed, with or without ``--override-opt_param-scheduler``. Does not modify ``state_dict``.
-
-    Raises:
-        LayoutError: rates changed, and Megatron's arguments do not override the saved ones.
+    LayoutError if Megatron's arguments do not override the saved rates.
     """
     saved, groups = state_dict["optimizer"], list(state_dict["optimizer"]["param_groups"])
     fixed = [key for key in param_group_identifier_keys if key not in _RATES]

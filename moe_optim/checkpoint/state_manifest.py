@@ -231,14 +231,8 @@ def _text(value: Any) -> str:
 class LayoutMap:
     """Maps elements of the target's parameters to spans of the source's buckets.
 
-    Args:
-        source: manifest of the checkpoint.
-        target: manifest of the model that loads it.
-        where: source in error messages.
-
-    Raises:
-        LayoutError: parameters or experts are missing, left over or of another size; lists all of
-            them.
+    ``source`` is the manifest of the checkpoint, ``target`` that of the loading model. LayoutError
+    lists all parameters and experts that are missing, left over or of another size.
     """
 
     def __init__(self, source: StateManifest, target: StateManifest, where: str) -> None:

@@ -102,8 +102,7 @@ def manifest_of_groups_states(
     Reads this rank's masters and their weights. No rank communicates.
 
     Raises:
-        LayoutError: checkpoint has another model or other parallel sizes, or its values fit no
-            order.
+        LayoutError: model or parallel sizes differ, or the values fit no order.
         StateError: data to read is missing or damaged.
     """
     requester, group, where = request.requester, request.group, str(stored.path)
@@ -137,20 +136,11 @@ def manifest_of_groups_states(
 
 
 def manifest_of_file_states(optimizer: Any, states: Mapping[Any, Any], where: str) -> StateManifest:
-    """Derive the manifest of ``--ckpt-format torch`` states in whole buffers.
+    """Derive the manifest of ``--ckpt-format torch`` states, with one bucket per buffer.
 
-    Compares masters with the model's weights, which Megatron loads first. No rank communicates.
-
-    Args:
-        optimizer: optimizer that loads the states.
-        states: result of ``get_parameter_state_dp_zero``: buffer -> dtype -> name -> [elements].
-        where: source in error messages.
-
-    Returns:
-        A manifest with one bucket per buffer.
-
-    Raises:
-        LayoutError: states have other parameters, or their values fit no order.
+    Compares masters with the model's weights, which Megatron loads first. ``states`` are as in
+    :func:`rearranged_states`. No rank communicates. LayoutError if states have other parameters, or
+    their values fit no order.
     """
     masters = _whole_masters(states, where)
     stored = [
@@ -186,8 +176,7 @@ def holds_several_experts(manifest: StateManifest) -> bool:
 def stored_buffers(stored: TorchDistReader, group: str) -> list[StoredBuffer]:
     """Return the buffers of a data-parallel group as described by ``.metadata``.
 
-    Raises:
-        LayoutError: checkpoint has no states of this group, or only partial masters.
+    LayoutError if the checkpoint has no states of this group, or only partial masters.
     """
     if (key := lower_bits_of_masters(stored, group)) is not None:
         raise LayoutError(

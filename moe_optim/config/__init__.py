@@ -81,11 +81,7 @@ class MoEOptimConfig:
     verifies checksums; ``quick``: detects missing and truncated files."""
 
     def __post_init__(self) -> None:
-        """Validate every field, and their combination.
-
-        Raises:
-            ConfigError: a field has an invalid value, or fields are incompatible.
-        """
+        """Validate every field and their combination; raise ConfigError."""
         for name in field_names():
             _check_field(name, getattr(self, name))
         check_setup(Setup(config=self), type(self).__name__)
@@ -155,11 +151,7 @@ def field_names() -> tuple[str, ...]:
 def check_key(where: str, key: object, known: Iterable[str], *, is_shown: bool = True) -> None:
     """Raise ConfigError unless ``key`` is one of ``known``; the message lists them.
 
-    Args:
-        where: prefix of error messages.
-        key: key of the mapping.
-        known: all valid keys.
-        is_shown: whether the message repeats ``key``, which may be a line of any file.
+    ``is_shown`` permits it to repeat ``key``, which may be a line of any file.
     """
     names = list(known)
     if key not in names:

@@ -50,14 +50,9 @@ for _tag, _pattern in {
 
 
 def parse_yaml(where: str, text: str) -> Any:
-    """Parse a YAML document or value.
+    """Parse ``text``, a YAML document or value, named ``where`` in errors.
 
-    Args:
-        where: name of the text in errors.
-        text: whole document, or one value.
-
-    Raises:
-        ConfigError: text is invalid or too large, or has tags or duplicate keys.
+    ConfigError if it is invalid or too large, or has tags or duplicate keys.
     """
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{where}: expected at most {MAX_BYTES:,} characters of YAML, got more.")
@@ -79,14 +74,10 @@ def parse_yaml(where: str, text: str) -> Any:
 
 
 def merge(where: str, *layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Merge sections, later layers winning, and resolve every ``${...}``.
+    """Merge ``layers``, later ones winning, and resolve every ``${...}``.
 
-    Args:
-        where: name of the layers in errors.
-        layers: {section: {key: plain value or list of them}}.
-
-    Raises:
-        ConfigError: an interpolation is unresolvable or circular.
+    A layer is {section: {key: plain value or list of them}}. ConfigError for unresolvable or
+    circular interpolations.
     """
     try:
         resolved: Any = OmegaConf.to_container(OmegaConf.merge(*layers), resolve=True)

@@ -56,11 +56,7 @@ def add_moe_optim_arguments(parser: ArgumentParser) -> ArgumentParser:
 def config_from_argv(argv: Sequence[str]) -> MoEOptimConfig | None:
     """Return the configuration given by a command line, None without ``--use-moe-grouped-optim``.
 
-    Args:
-        argv: arguments without the program name; Megatron's are skipped.
-
-    Raises:
-        ConfigError: recipe or field is invalid, or given without ``--use-moe-grouped-optim``.
+    Skips Megatron's arguments. ConfigError for an invalid recipe or field, or one without the flag.
     """
     parser = add_moe_optim_arguments(ArgumentParser(allow_abbrev=False, add_help=False))
     args, _ = parser.parse_known_args(list(argv))
@@ -89,8 +85,7 @@ class FlagsParser(ArgumentParser):
 def parse_with_megatron(argv: Sequence[str]) -> Namespace:
     """Parse ``argv`` with Megatron's parser, unvalidated; imports Megatron.
 
-    Raises:
-        ConfigError: a flag is unknown, or a value invalid.
+    ConfigError for unknown flags or invalid values.
     """
     from megatron.training.arguments import add_megatron_arguments
 

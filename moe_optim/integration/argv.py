@@ -21,12 +21,10 @@ DATA_FLAGS = (
 
 
 def spell_format(format: FormatSetting, argv: Sequence[str]) -> str:
-    """Return the weight format requested by Megatron's flags, for messages.
+    """Return the weight format requested by ``format``, or if ``auto`` by Megatron's flags.
 
-    Args:
-        format: configured format; returned unless ``auto``.
-        argv: Megatron's flags. Checkpoint arguments or a YAML file may still override them; a built
-            model records its own format.
+    For messages: checkpoint arguments or a YAML file may still override the flags in ``argv``, and
+    a built model records its own format.
     """
     if format != "auto":
         return format

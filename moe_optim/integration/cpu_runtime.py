@@ -326,11 +326,7 @@ install = use_cpu
 
 
 def hide_gpu_packages() -> tuple[str, ...]:
-    """Make imports of GPU-only packages fail as if they were not installed.
-
-    Returns:
-        Packages hidden by this call.
-    """
+    """Make imports of GPU-only packages fail; return the packages hidden by this call."""
     hidden = tuple(name for name in GPU_PACKAGES if name not in sys.modules)
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]  # makes the import fail

@@ -47,7 +47,6 @@ class Patch:
     fits: tuple[Signature, ...]
     """Signatures that the replacement supports; any other target is refused."""
     because: str
-    """Reason for the patch."""
     remove_when: str
     """Upstream change that makes the patch obsolete."""
     not_needed_with: tuple[str, ...] = field(default=())

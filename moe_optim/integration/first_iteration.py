@@ -38,13 +38,8 @@ def later_refusals(
     """Yield the errors of building a GPT and running one iteration.
 
     Skips models other than MoE GPTs. Builds nothing if the package that implements the layers is
-    missing or a process group is initialized.
-
-    Args:
-        args: Megatron's validated arguments.
-        model: ``TransformerConfig`` made from them.
-        layer_spec: script's layer spec if ``--spec`` gives none; None for Megatron's.
-        config: settings of the plug-in; None without it.
+    missing or a process group is initialized. ``layer_spec`` is the script's layer spec if
+    ``--spec`` gives none; None for Megatron's.
     """
     if args.yaml_cfg is not None or args.hybrid_layer_pattern or not args.num_experts:
         return

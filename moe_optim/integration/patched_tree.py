@@ -20,14 +20,10 @@ HOOK = "megatron.core.moe_optim_hook"
 
 
 def switch_on(parser: ArgumentParser, argv: Sequence[str]) -> ArgumentParser:
-    """Let the patched tree build this package's classes, as configured by its command line.
+    """Let the patched tree build this package's classes, as configured by ``argv``.
 
-    Optimizers still apply their own patches when built, as does Adam without Transformer Engine and
-    apex.
-
-    Args:
-        parser: Megatron's parser; the plug-in's flags are added to it.
-        argv: arguments without the program name, including ``--use-moe-grouped-optim``.
+    Adds the plug-in's flags to ``parser``, Megatron's. Optimizers still apply their own patches
+    when built, as does Adam without Transformer Engine and apex.
 
     Raises:
         ConfigError: flags of the plug-in are invalid.

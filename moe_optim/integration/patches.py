@@ -132,7 +132,7 @@ EXPERTS: tuple[Patch, ...] = (
         remove_when="the local spec takes its expert module from the configuration",
     ),
 )
-"""Make Megatron build portable experts."""
+"""Patches for portable experts."""
 
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _DDP = "megatron.core.distributed.distributed_data_parallel"
@@ -272,7 +272,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         remove_when="the training loop takes the optimizer from its configuration",
     ),
 )
-"""Make Megatron build this package's buffers, bucket groups and optimizer."""
+"""Patches for this package's buffers, bucket groups and optimizer."""
 
 CHECKPOINTS: tuple[Patch, ...] = (
     Patch(
@@ -329,7 +329,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
         remove_when="strict loads work with torch 2.15",
     ),
 )
-"""Check a checkpoint before it is read, and let this package's optimizer adapt to its layout."""
+"""Patches that check a checkpoint before it is read, and let the optimizer adapt to its layout."""
 
 CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = (
     *(
@@ -362,7 +362,7 @@ CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = (
         remove_when="--ckpt-format torch compares checksums of what it reads",
     ),
 )
-"""Record checksums of ``--ckpt-format torch`` files after a save; verify them before a load."""
+"""Patches for checksums of ``--ckpt-format torch`` files, verified before a load."""
 
 CONFIGURATIONS: tuple[Patch, ...] = tuple(
     patch for patch in (*ADAM, *OPTIMIZER) if patch.target.endswith("Config.__post_init__")
@@ -382,4 +382,3 @@ PATCHES: tuple[Patch, ...] = (
     *(*TRAIN, *SCRIPT, *ADAM, *CPU),
     *(patch for patch in INSTALLED if patch not in ADAM),
 )
-"""All patches of this package."""

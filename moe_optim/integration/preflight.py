@@ -29,7 +29,7 @@ from moe_optim.rules import Setup, refusals
 from moe_optim.screen import quiet
 
 Check = Callable[[Any], None]
-"""Checks validated arguments; raises ConfigError to refuse them."""
+"""Function that checks validated arguments; raises ConfigError to refuse them."""
 
 _HOLDER = "dry run"
 _BUILDERS = {"pretrain", "DistributedDataParallel", "get_model", "setup_model_and_optimizer"}
@@ -137,12 +137,7 @@ class _DryRun:
         self._config: MoEOptimConfig | None = None
 
     def parse(self, parser: argparse.ArgumentParser, *, takes_unknown: bool) -> argparse.Namespace:
-        """Return arguments with faulty ones removed and misspelled ones corrected.
-
-        Args:
-            parser: the script's complete parser.
-            takes_unknown: whether the script accepts unknown flags.
-        """
+        """Return arguments with faulty ones removed and misspelled ones corrected."""
         argv = self._argv if takes_unknown else self._mend_names(parser, self._argv)
         args, argv, rest = self._parse_rest(parser, argv)
         if rest and not takes_unknown:
@@ -162,10 +157,8 @@ class _DryRun:
     ) -> NoReturn:
         """Let Megatron validate the arguments, check them, and end the script.
 
-        Args:
-            args: parsed arguments, modified by ``validate``, or the sections of a YAML file.
-            defaults: attribute -> default set by the script.
-            validate: Megatron's own checks, which return the flat arguments.
+        ``args`` are flat or the sections of a YAML file; ``defaults`` are set by the script;
+        ``validate`` runs Megatron's checks and returns flat arguments.
         """
         for name, value in _missing(args).items():
             if name not in defaults:
@@ -272,8 +265,7 @@ class _DryRun:
     ) -> tuple[argparse.Namespace, list[str], list[str]]:
         """Parse, dropping flags with invalid values one by one.
 
-        Returns:
-            The arguments, the words they were parsed from, and words that belong to no flag.
+        Returns the arguments, the words they were parsed from, and words that belong to no flag.
         """
         parser.exit_on_error = False
         parser.error = _raise  # type: ignore[method-assign]

@@ -42,20 +42,11 @@ def find_script(script: Path, megatron_lm: Path | None) -> Path:
 
 
 def prepare_imports(script: Path, megatron_lm: Path | None) -> Package | None:
-    """Set up imports as ``python SCRIPT`` would, with the source tree first.
+    """Set up imports as ``python SCRIPT`` would, with the source tree ``megatron_lm`` first.
 
     Inserts the script's folder and the tree at the start of ``sys.path``; child processes get the
-    tree through ``PYTHONPATH``.
-
-    Args:
-        script: path of the script.
-        megatron_lm: Megatron-LM source tree that takes precedence over an installed megatron-core.
-
-    Returns:
-        The megatron-core that will be imported, None without one.
-
-    Raises:
-        ConfigError: tree or its megatron-core does not exist, or another one takes precedence.
+    tree through ``PYTHONPATH``. Returns the megatron-core that will be imported, None without one.
+    ConfigError if the tree lacks megatron-core, or another one takes precedence.
     """
     own = str(script.resolve().parent)
     if sys.flags.safe_path:  # sys.path[0] is not the script's folder
@@ -98,14 +89,9 @@ def run_script(script: Path, argv: Sequence[str], *, cpu: bool) -> None:
     """Run ``script`` like ``python SCRIPT ARGS``, after :func:`prepare_imports`.
 
     With ``--use-moe-grouped-optim``, its parser accepts the plug-in's flags, and the plug-in is
-    installed before the script starts; without it, nothing is replaced on GPUs. On the CPU the
-    runtime always replaces everything that assumes a GPU, see ``docs/without-a-gpu.md``. Every rank
-    must call it with the same arguments.
-
-    Args:
-        script: path of the script.
-        argv: arguments of the script, including the plug-in's.
-        cpu: whether to install the CPU runtime and train over gloo.
+    installed before the script starts; without it, nothing is replaced on GPUs. ``cpu`` installs
+    the CPU runtime, which replaces everything that assumes a GPU (``docs/without-a-gpu.md``), and
+    trains over gloo. Every rank must call it with the same arguments.
 
     Raises:
         ConfigError: flags of the plug-in are invalid, or megatron-core has another version.
@@ -159,13 +145,7 @@ def trains_on_cpu() -> bool:
 
 
 def announce(who: str, package: Package | None, *, cpu: bool) -> None:
-    """Print the imported megatron-core and the training device, on the first rank.
-
-    Args:
-        who: prefix of the line.
-        package: imported megatron-core.
-        cpu: whether the CPU trains.
-    """
+    """Print the imported megatron-core and the training device after ``who``, on the first rank."""
     if os.environ.get("RANK", "0") == "0":
         where = "on the CPU, over gloo" if cpu else "on GPUs"
         print(f"{who}: {_describe(package)}; {where}", file=sys.stderr, flush=True)
@@ -209,11 +189,6 @@ def check_script(script: Path, argv: Sequence[str], *, cpu: bool) -> list[str]:
     """Return all faults for which :func:`run_script` would refuse, with remedies.
 
     Runs the script until Megatron has its arguments; installs and builds nothing.
-
-    Args:
-        script: path of the script.
-        argv: arguments of the script, including the plug-in's.
-        cpu: whether to install the CPU runtime.
     """
     if fault := unmet_version("megatron-core", NEEDED["megatron-core"]):
         return [f"{FLAG}: {fault}."]

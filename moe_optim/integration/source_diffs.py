@@ -74,17 +74,10 @@ def load_diffs(folder: Path = FOLDER) -> tuple[SourceDiff, ...]:
 
 
 def apply_diffs(tree: Path, diffs: Sequence[SourceDiff], *, reverse: bool = False) -> list[str]:
-    """Apply all diffs to a tree, or none, and return the changed files.
+    """Apply all diffs to a tree, or none, or revert them; return the changed files.
 
-    Skips diffs that are already applied.
-
-    Args:
-        tree: checkout of Megatron-LM.
-        diffs: diffs to apply.
-        reverse: whether to revert them instead.
-
-    Raises:
-        PatchError: a file has unknown content, or git is missing or fails; nothing was changed.
+    Skips diffs that are already applied. PatchError if a file has unknown content, or git is
+    missing or fails; nothing was changed.
     """
     states = {diff: diff.state(tree) for diff in diffs}
     unknown = [f"{d.path}: {state}" for d, state in states.items() if state.startswith("unknown")]

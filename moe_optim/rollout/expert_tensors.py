@@ -28,11 +28,7 @@ def get_export_layout(name: str) -> KeyLayout:
 
 
 def patterns_of(layout: KeyLayout, linear: str, kind: str) -> tuple[KeyPattern, ...]:
-    """Return the patterns of a linear, in row order.
-
-    ``linear`` is ``linear_fc1`` (gate and up) or ``linear_fc2``; ``kind`` is ``weight`` or
-    ``bias``.
-    """
+    """Return the patterns of ``linear_fc1`` (gate and up) or ``linear_fc2``, in row order."""
     wanted = ("gate", "up") if linear == "linear_fc1" else ("down",)
     return tuple(
         pattern

@@ -234,4 +234,3 @@ _DEEPSEEK_V3 = Family(
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.name: family for family in (_QWEN3_MOE, _DEEPSEEK_V3)}
 )
-"""All families, by ``model_type``."""

@@ -61,11 +61,7 @@ class Archive:
     """An open archive."""
 
     def __init__(self, stream: IO[bytes]) -> None:
-        """Read the table at the end of a seekable stream, which stays open.
-
-        Raises:
-            zipfile.BadZipFile: archive is cut off, damaged, or not as torch writes it.
-        """
+        """Read the table at the end of a seekable stream; BadZipFile if it is damaged."""
         self.stream = stream
         count = _count_records(stream)
         stream.seek(0)
@@ -92,11 +88,9 @@ class Archive:
         return read_pickle(self.pickled())
 
     def compare_checksums(self) -> None:
-        """Read every record once, in blocks, and verify that torch would read the same bytes.
+        """Verify the CRC-32 of every record, and that torch's zip reader would read the same bytes.
 
-        Raises:
-            zipfile.BadZipFile: a record has a wrong CRC-32, or torch's zip reader would read other
-                bytes.
+        Reads every record once, in blocks. Raises BadZipFile.
         """
         import torch  # slow import, not needed to check metadata
 
@@ -121,8 +115,7 @@ class Archive:
     def describe_tensor(self) -> StoredTensor:
         """Return the description of the only tensor in the archive.
 
-        Raises:
-            ValueError: archive holds another object, or elements outside of the record.
+        ValueError if it holds another object, or elements outside of their record.
         """
         value = self.load()
         try:

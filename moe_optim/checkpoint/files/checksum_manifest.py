@@ -77,14 +77,9 @@ def remove_record(checkpoint: Path, name: str) -> None:
 
 
 def write_checksums(checkpoint: Path, checksums: Checksums | None) -> None:
-    """Write the checksum manifest atomically.
+    """Write the checksum manifest atomically; None marks the checkpoint unfinished.
 
-    Args:
-        checkpoint: folder of one iteration.
-        checksums: content. None: mark the checkpoint unfinished.
-
-    Raises:
-        StateError: another object has the manifest's name.
+    StateError if the manifest's name is taken by another object.
     """
     content: dict[str, Any] = {_UNFINISHED: True}
     if checksums is not None:

@@ -28,7 +28,6 @@ from moe_optim.checkpoint.files.pickles import (
 from moe_optim.checkpoint.files.untrusted_files import SMALL_BYTES, read_file
 
 METADATA = ".metadata"
-"""File name of the metadata."""
 
 _DCP = "torch.distributed.checkpoint"
 _NAMES = names_of(  # torch's classes, and those of older Megatron versions
@@ -92,9 +91,8 @@ class Blob:
 def read_metadata(checkpoint: Path) -> bytes:
     """Return the bytes of ``.metadata``.
 
-    Raises:
-        FileNotFoundError: file does not exist.
-        OSError: file lies outside of the checkpoint, or is larger than the files it describes.
+    FileNotFoundError if it does not exist; OSError if it is not a file of the checkpoint, or larger
+    than the files it describes.
     """
     with os.scandir(checkpoint) as entries:
         found = [entry.stat(follow_symlinks=False) for entry in entries if entry.name != METADATA]
@@ -104,14 +102,11 @@ def read_metadata(checkpoint: Path) -> bytes:
 
 @lru_cache(maxsize=1)  # a load calls it twice, and 100,000 pieces take a second
 def read_blobs(content: bytes) -> tuple[Blob, ...]:
-    """Return the blobs described by ``.metadata``, in file order.
+    """Return the blobs described by ``.metadata``, in file order; DamageError if inconsistent.
 
     Verifies that every blob belongs to one key, that the chunks of a tensor cover each element
     exactly once, and that the blobs of a file are contiguous from its start and large enough for
     their elements.
-
-    Raises:
-        DamageError: content is not checkpoint metadata, or is inconsistent.
     """
     try:
         metadata = read_pickle(content, _is_allowed)

@@ -66,7 +66,7 @@ class TorchDistReader:
     """Format of the files."""
 
     def __init__(self, path: Path, blobs: Sequence[Blob] = ()) -> None:
-        """Read the metadata; values stay in the files.
+        """Read the metadata of ``path``, an iteration folder; values stay in the files.
 
         Args:
             path: folder of one iteration, such as ``iter_0000160``.

@@ -76,11 +76,9 @@ def given_file(path: Path) -> Path:
 
 
 def read_file(folder: Path, name: str, limit: int = SMALL_BYTES) -> bytes:
-    """Return the bytes of a file of a checkpoint.
+    """Return the bytes of a file of a checkpoint; raises like :func:`locate`.
 
-    Raises:
-        FileNotFoundError: file does not exist.
-        OSError: file is longer than ``limit`` bytes, or :func:`locate` refuses it.
+    OSError also if it is longer than ``limit`` bytes.
     """
     with open_file(folder, name) as file:
         size = os.fstat(file.fileno()).st_size
@@ -106,8 +104,7 @@ def is_file(folder: Path, name: str) -> bool:
 def parse_json(content: bytes) -> Any:
     """Return the content of a JSON document.
 
-    Raises:
-        ValueError: document is invalid, nested too deeply, or contains a number beyond 64 bits.
+    ValueError if it is invalid, nested too deeply, or contains a number beyond 64 bits.
     """
     try:
         return json.loads(content, parse_int=_whole_number)
