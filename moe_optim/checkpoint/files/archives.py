@@ -41,7 +41,7 @@ _HEADER_FORM = struct.Struct("<4s22xHH")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Description of the tensor in an archive, verified to lie within its record."""
+    """Description of the tensor in an archive, verified against its record."""
 
     dtype: str
     """Dtype as torch prints it: ``torch.bfloat16``."""
