@@ -1,4 +1,4 @@
-"""What the documents quote, measured beside stock.
+"""Measurements quoted in the documents, compared with stock Megatron.
 
 From a checkout: ``python -m benchmarks --help``. Not part of the wheel.
 """

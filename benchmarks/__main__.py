@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: what the documents quote, measured on this machine."""
+"""``python -m benchmarks``: runs one benchmark on this machine."""
 
 import argparse
 import sys
@@ -18,11 +18,11 @@ KINDS = {
     "export": export,
     "experts": experts_report,
 }
-"""What can be measured -> the module that adds its options and runs it."""
+"""Benchmark -> module that adds its options and runs it."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line."""
+    """Return the command-line parser."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure on this machine what the documents quote.",
@@ -35,12 +35,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print tables, and write the figures if asked to."""
+    """Run the benchmark, print tables, and write the results if requested."""
     return int(KINDS[args.what].run(args))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one benchmark and return its exit code; without ``argv``, that of the process."""
+    """Run one benchmark and return its exit code; None for the process's ``argv``."""
     return run_command(build_parser, run, argv)
 
 

@@ -1,7 +1,7 @@
-"""What benches of expert weights lay out.
+"""Shapes and shards of expert weights for benchmarks.
 
-Every expert is a member of its own. A rank that owns 1/N of the weights owns the first rows of each
-one: whole block rows of blocks, at least one, so that no block waits for other ranks.
+Every expert is a separate member. A rank that owns 1/N of the weights owns the first rows of each,
+in whole block rows (at least one), so that no block depends on other ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 TENSORWISE = "tensorwise"
-"""What Megatron calls FP8 with one scale a weight."""
+"""Megatron's name of FP8 with per-tensor scaling."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShapeSet:
-    """The expert weights of one rank."""
+    """Expert weights of one rank."""
 
     weights: tuple[tuple[int, int, int], ...]
     """Experts, rows and columns of each weight of a layer."""
@@ -40,7 +40,7 @@ _TINY = ((6, 256, 128), (6, 128, 256))
 SHAPE_SETS: Mapping[str, ShapeSet] = MappingProxyType(
     {
         "w1": ShapeSet(weights=_QWEN3, layers=8),
-        # All layers: 3.6e9 parameters, 22 GB with masters, 37 GB beside Transformer Engine's.
+        # All layers: 3.6e9 parameters, 22 GB with masters, 37 GB with Transformer Engine's.
         "qwen3-30b-a3b": ShapeSet(weights=_QWEN3, layers=48),
         "deepseek-v3": ShapeSet(weights=_DEEPSEEK, layers=4),  # 58 over 16 pipeline stages
         "few": ShapeSet(weights=_TINY, layers=1),
@@ -56,31 +56,31 @@ MODELS: Mapping[str, ShapeSet] = MappingProxyType(
         "small": ShapeSet(weights=((4, 256, 128), (4, 128, 256)), layers=2),
     }
 )
-"""All experts of layers, for ranks to spread among them."""
+"""All experts of each layer, to be distributed over ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Owned(ABC):
-    """Weights, and how much of them a rank owns."""
+    """Weights and the share that a rank owns."""
 
     shape_set: str
     shard: int
-    """A rank owns 1/shard of every weight."""
+    """Reciprocal of the owned share of every weight."""
     device: str
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What their format is called."""
+        """Name of the format."""
 
     @property
     @abstractmethod
     def owned(self) -> list[int]:
-        """Elements that the rank owns of every expert."""
+        """Owned elements of every expert."""
 
     @property
     def label(self) -> str:
-        """The name of the shape set, and how many layers it has."""
+        """Name of the shape set, with its number of layers."""
         layers = SHAPE_SETS[self.shape_set].layers
         return f"{self.shape_set}, {layers} layer{'s' * (layers > 1)}"
 
@@ -92,38 +92,38 @@ class Owned(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case(Owned):
-    """Weights in one format, of which a rank owns whole blocks."""
+    """Weights in one format, owned in whole blocks."""
 
     format: "BlockScaledFormat"
 
     @property
     def name(self) -> str:
-        """What the format is called."""
+        """Name of the format."""
         return self.format.name
 
     @property
     def owned(self) -> list[int]:
-        """Elements that the rank owns of every expert."""
+        """Owned elements of every expert."""
         return [owned_rows(self.format, rows, self.shard) * cols for rows, cols in self.members]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OneScaleCase(Owned):
-    """FP8 weights with one scale each, of which a rank owns whole rows."""
+    """FP8 weights with per-tensor scaling, owned in whole rows."""
 
     @property
     def name(self) -> str:
-        """What Megatron calls them."""
+        """Megatron's name of the format."""
         return TENSORWISE
 
     @property
     def owned(self) -> list[int]:
-        """Elements that the rank owns of every expert."""
+        """Owned elements of every expert."""
         return [max(1, rows // self.shard) * cols for rows, cols in self.members]
 
 
 def owned_rows(format: "BlockScaledFormat", rows: int, shard: int) -> int:
-    """Return how many rows of a weight a rank owns: all, or 1/shard in whole block rows."""
+    """Return the owned rows of a weight: all, or 1/shard in whole block rows."""
     if shard == 1:
         return rows
     return min(rows, max(1, rows // shard // format.block_row_height) * format.block_row_height)

@@ -1,8 +1,8 @@
-"""``python -m benchmarks convert``: speed and memory of converting a made-up checkpoint.
+"""``python -m benchmarks convert``: speed and memory of converting a synthetic checkpoint.
 
-Its time stands beside that of a plain copy, which no conversion can be faster than by much.
-The conversion runs as a command of its own, and so does one that only opens the checkpoint: their
-peaks differ by what converting needs beyond the imports.
+The time is compared with that of a plain copy, a lower bound. The conversion runs as a separate
+process, as does a command that only opens the checkpoint: the difference of their peaks is the
+memory of the conversion without imports.
 """
 
 import argparse
@@ -39,13 +39,13 @@ _PARAMETER_BYTES = 2 + 4 * len(_STATES)  # bf16 weights, fp32 states
 
 @dataclass(frozen=True)
 class Shapes:
-    """The experts of a made-up checkpoint; their width is half the model's."""
+    """Experts of a synthetic checkpoint; their width is half the model's."""
 
     hidden: int
 
     @classmethod
     def of(cls, nbytes: float) -> "Shapes":
-        """Return those of a checkpoint of about so many bytes."""
+        """Return the shapes of a checkpoint of about ``nbytes``."""
         square = nbytes / (LAYERS * EXPERTS * 3 / 2 * _PARAMETER_BYTES)
         return cls(max(round(sqrt(square) / 32), 1) * 32)
 
@@ -56,33 +56,33 @@ class Shapes:
 
     @property
     def layer_parameters(self) -> int:
-        """Of all experts of a layer."""
+        """Parameters of all experts of a layer."""
         return EXPERTS * 3 * self.hidden * self.ffn
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add ``bench convert``."""
+    """Add ``benchmarks convert``."""
     parser = subparsers.add_parser(
         "convert",
         help="speed and memory of converting a checkpoint",
-        description="Make up a torch_dist checkpoint of experts, masters and moments, convert it "
-        "to safetensors in a process of its own, and verify the result. Needs twice the size on "
-        "the disk, and frees it.",
+        description="Create a torch_dist checkpoint of experts, masters and moments, convert it "
+        "to safetensors in a separate process, and verify the result. Temporarily needs twice the "
+        "size on disk.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--gigabytes", type=float, default=10, metavar="N", help="size; default: 10")
-    add("--dir", type=Path, default=Path(), metavar="DIR", help="where to put it; default: here")
-    add("--to", choices=LAYOUTS, default="hf", metavar="LAYOUT", help="of experts, default: hf")
+    add("--dir", type=Path, default=Path(), metavar="DIR", help="folder for it; default: here")
+    add("--to", choices=LAYOUTS, default="hf", metavar="LAYOUT", help="expert layout; default: hf")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make a checkpoint, convert, verify, and print the figures.
+    """Create a checkpoint, convert and verify it, and print the results.
 
     Raises:
-        ConfigError: a size that is none, or nowhere to write.
-        StateError: one of the commands failed, or the result is not equal.
+        ConfigError: size is not positive, or the folder not writable.
+        StateError: a command failed, or the result is not equal.
     """
     from moe_optim.commands.console.provenance import begin_report
 
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         "peak_bytes": converted.peak_bytes,
         "peak_bytes_beyond_opening": converted.peak_bytes - opened.peak_bytes,
         "verify_s": round(verified.seconds, 2),
-        "equal": True,  # else verify would have exited with 1
+        "equal": True,  # verify exits with 1 otherwise
     }
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -133,14 +133,13 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that has succeeded."""
+    """Result of a successful command."""
 
     seconds: float
     peak_bytes: int
 
 
 def _run(*words: str) -> Finished:
-    """Run a command of ours in a process of its own."""
     began = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "moe_optim.commands.cli.main", *words],
@@ -161,7 +160,7 @@ def _run(*words: str) -> Finished:
 
 
 def time_copy(source: Path, target: Path) -> float:
-    """Return the seconds that a copy takes until it is on the disk; it is removed again."""
+    """Return the seconds for a copy including fsync; the copy is removed."""
     from moe_optim.checkpoint.files.publishing import synchronize
 
     began = time.perf_counter()
@@ -175,9 +174,9 @@ def time_copy(source: Path, target: Path) -> float:
 
 
 def make_checkpoint(folder: Path, shapes: Shapes) -> int:
-    """Write a torch_dist checkpoint of random bits, as Megatron stores layers that are alike.
+    """Write a torch_dist checkpoint of random bits, in Megatron's format for homogeneous layers.
 
-    Makes ``folder``, and returns how many bytes the tensors have.
+    Creates ``folder``; returns the size of the tensors in bytes.
     """
     import io
 
@@ -201,7 +200,7 @@ def make_checkpoint(folder: Path, shapes: Shapes) -> int:
 def _write_experts(
     writer: "TorchDistWriter", prefix: str, dtype: "torch.dtype", shapes: Shapes
 ) -> None:
-    """Write fc1, gate and up rows apart, and fc2 of all layers."""
+    """Write fc1 (gate and up rows as separate entries) and fc2 of all layers."""
     import torch
 
     from moe_optim.checkpoint.files.reader import TensorInfo

@@ -1,9 +1,8 @@
-"""Measures fake quantization of experts, forward and backward, and an optimizer's step over them.
+"""Measures forward and backward fake quantization of experts, and an optimizer step over them.
 
-What a case lays out is measured in several ways: ours; a loop of the same formula in plain torch
-over the experts; the formula once, with the experts stacked before and cut again after it; and
-NVIDIA ModelOpt's module, which takes one tensor too. Experts that lie in one tensor are not
-stacked, and not cut.
+Compares four implementations: ours; a loop over experts in plain torch; the same formula once over
+stacked experts, including stacking and splitting; and NVIDIA ModelOpt's module on the stacked
+tensor. Experts stored in one tensor need no stacking.
 """
 
 import contextlib
@@ -26,11 +25,11 @@ PLACEMENTS: tuple[Placement, ...] = ("contiguous", "scattered")
 OURS, OURS_STACKED = "moe_optim", "moe_optim on a stack"
 LOOP, STACK, MODELOPT = "loop", "stack and unbind", "ModelOpt"
 
-_GAP = 192  # elements between two scattered experts: rows still begin at multiples of 16 bytes
-_PART = 0.5  # of what an expert needs: some values are clipped
+_GAP = 192  # elements between scattered experts; keeps rows aligned to 16 bytes
+_PART = 0.5  # fraction of the true amax, so that some values are clipped
 
 Experts = list[Tensor]
-"""One tensor [E, R, C], or E of [R, C]: the leaves that gradients are asked for."""
+"""Leaf tensors: one [E, R, C], or E of [R, C]."""
 Way = Callable[[Experts], Sequence[Tensor]]
 Row = dict[str, Any]
 
@@ -47,17 +46,12 @@ class ExpertsCase:
 
     @property
     def numel(self) -> int:
-        """Elements of all experts."""
+        """Total elements of all experts."""
         return self.experts * self.rows * self.cols
 
 
 def measure(case: ExpertsCase, speed: float) -> Iterator[Row]:
-    """Yield a row for each placement and way.
-
-    Args:
-        case: what to lay out, in bf16.
-        speed: bytes read and written a millisecond by a copy.
-    """
+    """Yield a row for each placement and implementation, given the copy speed in bytes per ms."""
     contiguous: dict[str, Row] = {}
     for placement in PLACEMENTS:
         experts, gradients = _lay_out(case, placement)
@@ -79,16 +73,16 @@ def measure(case: ExpertsCase, speed: float) -> Iterator[Row]:
 
 @cache
 def import_modelopt() -> tuple[Callable[..., Any] | None, str]:
-    """Return what makes ModelOpt's module for fake quantization, and its version.
+    """Return the constructor of ModelOpt's fake-quantization module and its version.
 
-    Where it cannot be imported: None, and why.
+    If not importable: None and the reason.
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
             import modelopt
             from modelopt.torch.quantization.config import QuantizerAttributeConfig
             from modelopt.torch.quantization.nn import TensorQuantizer
-    except Exception as error:  # it imports much else, which may not be there
+    except Exception as error:  # it imports many optional packages
         return None, f"absent: {type(error).__name__}: {error}"
     return lambda **given: TensorQuantizer(QuantizerAttributeConfig(**given)), modelopt.__version__
 
@@ -133,7 +127,7 @@ def _formula(amax: Tensor, bits: Bits, values: Tensor) -> Tensor:
 
 
 class _Formula(torch.autograd.Function):
-    """The definition, as a user of plain torch would write it."""
+    """Reference definition in plain torch."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, amax: Tensor, bits: int | None) -> Tensor:
@@ -147,7 +141,7 @@ class _Formula(torch.autograd.Function):
 
 
 def _lay_out(case: ExpertsCase, placement: Placement) -> tuple[Experts, list[Tensor]]:
-    """Return experts, and gradients of what becomes of them, which lie likewise."""
+    """Return experts and output gradients, in the same placement."""
     generator = torch.Generator(case.device).manual_seed(0)
     return (
         [one.requires_grad_() for one in _place(case, placement, generator)],
@@ -156,7 +150,7 @@ def _lay_out(case: ExpertsCase, placement: Placement) -> tuple[Experts, list[Ten
 
 
 def _place(case: ExpertsCase, placement: Placement, generator: torch.Generator) -> list[Tensor]:
-    """Return one tensor, or tensors in any order with gaps between them, of the same values."""
+    """Return one tensor, or tensors in random order with gaps in between, of the same values."""
     values = torch.empty(
         (case.experts, case.rows, case.cols), dtype=torch.bfloat16, device=case.device
     ).normal_(std=0.02, generator=generator)
@@ -210,7 +204,7 @@ def _measure(
 def _count_differences(
     case: ExpertsCase, experts: Experts, gradients: list[Tensor], way: Way
 ) -> int:
-    """Return how many values and gradients have other bits than the definition gives."""
+    """Return the number of values and gradients that differ bitwise from the definition."""
     results = way(experts)
     found = [*results, *torch.autograd.grad(results, experts, gradients)]
     amax = _find_amax(experts) * _PART
@@ -228,7 +222,7 @@ def _count_differences(
 
 
 def _time_step(experts: Experts, gradients: list[Tensor], device: str) -> float:
-    """Return the ms of a step of torch's fused AdamW over bf16 experts where they lie."""
+    """Return the time of a fused torch AdamW step over bf16 experts in place, in ms."""
     copies = [one.detach().clone().requires_grad_() for one in experts]
     for copy, gradient in zip(copies, gradients, strict=True):
         copy.grad = gradient
@@ -238,7 +232,7 @@ def _time_step(experts: Experts, gradients: list[Tensor], device: str) -> float:
 
 
 def _ratios(row: Row, contiguous: Row | None, rows: Sequence[Row]) -> Row:
-    """Return what a row is of the same way on contiguous experts, and of the best of others."""
+    """Return a row relative to contiguous experts, and to the best alternative."""
     others = [other for other in rows if other["way"] in (LOOP, STACK, MODELOPT)]
     ratios = {}
     for part in ("forward", "backward"):

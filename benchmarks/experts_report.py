@@ -1,4 +1,4 @@
-"""``python -m benchmarks experts``: its options, its tables and the JSON it writes."""
+"""``python -m benchmarks experts``: options, tables and JSON."""
 
 import argparse
 import shlex
@@ -32,19 +32,18 @@ COLUMNS = {
     "forward_of_best_other": "fwd of best",
     "backward_of_best_other": "bwd of best",
 }
-"""What a table shows of a row, and under which heading; the JSON has everything."""
+"""Table columns: key of a row -> heading. The JSON contains all keys."""
 
 
 def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add ``bench experts``."""
+    """Add ``benchmarks experts``."""
     parser = kinds.add_parser(
         "experts",
-        help="fake quantization of experts, scattered in memory and in one tensor",
-        description="Fake-quantize bf16 experts with an amax each, forward and backward, and step "
-        "an optimizer over them: in our launches, in a loop over experts in plain torch, around a "
-        "stack of them, and with NVIDIA ModelOpt's module where it can be imported. Times in ms; "
-        "'of one': of the same with experts in one tensor; 'of best': ours, of the fastest of the "
-        "others.",
+        help="fake quantization of experts, scattered in memory or in one tensor",
+        description="Fake-quantize bf16 experts with one amax each, forward and backward, and step "
+        "an optimizer over them: with our kernels, with a loop over experts in plain torch, with "
+        "stacking, and with NVIDIA ModelOpt's module if installed. Times in ms; 'of one': relative "
+        "to experts in one tensor; 'of best': ours relative to the fastest other.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -52,15 +51,15 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     shape = "rows and columns of an expert; default: 1536 2048; 64 96 on a CPU"
     add("--shape", type=int, nargs=2, metavar=("R", "C"), help=shape)
     add("--bits", choices=BITS, nargs="+", default=list(BITS), metavar="NAME", help="8, e4m3")
-    add("--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU")
+    add("--device", choices=["cuda", "cpu"], help="default: cuda if available")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE, row by row")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print tables, and write the figures if asked to.
+    """Run the benchmark, print tables, and write the results if requested.
 
     Raises:
-        ConfigError: sizes that are none, a GPU that is not there, or nowhere to write.
+        ConfigError: sizes are invalid, no GPU is present, or the file is not writable.
     """
     import torch
 
@@ -104,7 +103,7 @@ def _rows(args: argparse.Namespace, speed: float) -> "Iterator[Row]":
 
 
 def _command(args: argparse.Namespace) -> str:
-    """Return the line that asks for the same, with every default spelled out."""
+    """Return the equivalent command line with all defaults explicit."""
     words = ["python", "-m", "benchmarks", "experts", "--experts", *map(str, args.experts)]
     words += ["--shape", *map(str, args.shape), "--bits", *args.bits, "--device", args.device]
     words += ["--json", str(args.json)] if args.json else []
@@ -120,7 +119,6 @@ def _progress(row: "Row") -> str:
 
 
 def _tables(report: dict[str, Any]) -> Iterator[Table]:
-    """Yield a table for each grid and number of experts."""
     by_case = groupby(report["rows"], lambda row: (row["bits"], row["experts"], row["shape"]))
     for (bits, experts, shape), rows in by_case:
         grid = bits if bits == "e4m3" else f"{bits} bits"

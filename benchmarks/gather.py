@@ -1,7 +1,7 @@
-"""``python -m benchmarks gather``: time and bytes of the parameter gather, by format and wire.
+"""``python -m benchmarks gather``: time and bytes of the parameter all-gather, by format and wire.
 
-Every rank lays out the experts of a shape set as Megatron does, one bucket a layer, with the
-masters that a distributed optimizer would give it, and does what follows a step: nothing overlaps.
+Every rank lays out the experts of a shape set like Megatron, one bucket per layer, with masters
+sharded as by a distributed optimizer, and runs the work after a step without overlap.
 """
 
 import argparse
@@ -53,24 +53,23 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phases:
-    """What a gather consists of, as functions that are timed one after the other."""
+    """Phases of a gather as functions, which are timed one by one."""
 
     restore: Callable[[], object]
-    """Untimed, before each repetition."""
+    """Untimed setup before each repetition."""
     fill: Callable[[], object]
     gather: Callable[[], object]
     land: Callable[[], object]
     wire_bytes: int
-    """Bytes of all buffers."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add ``bench gather``."""
+    """Add ``benchmarks gather``."""
     parser = subparsers.add_parser(
         "gather",
-        help="time and bytes of the parameter gather on several ranks",
+        help="time and bytes of the parameter all-gather on several ranks",
         description="Quantize, gather and finish the experts of a shape set on the ranks of this "
-        "machine, on GPUs over NCCL or on a CPU over gloo, beside bf16 weights in the same run.",
+        "machine, over NCCL on GPUs or gloo on a CPU, and compare with bf16 weights.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -78,12 +77,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--format", choices=FORMATS, **several, help=f"of {', '.join(FORMATS)}; default: all")
     sets = f"of {', '.join(SHAPE_SETS)}; default: w1 on GPUs, small on a CPU"
     add("--shape-set", choices=SHAPE_SETS, metavar="NAME", help=sets)
-    add("--ranks", type=int, metavar="N", help="processes; default: one a GPU, or 2 on a CPU")
+    add("--ranks", type=int, metavar="N", help="processes; default: one per GPU, or 2 on a CPU")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure on all ranks, print rank 0's table, and write its figures if asked to."""
+    """Measure on all ranks, print rank 0's table, and write its results if requested."""
     import torch
     from torch.multiprocessing.spawn import spawn
 
@@ -130,7 +129,7 @@ def _table(report: dict[str, Any], args: argparse.Namespace) -> Table:
 
 
 def _rank(rank: int, size: int, formats: Sequence[str], shape_set: str, out: str) -> None:
-    """Measure on one rank; rank 0 writes what it saw."""
+    """Measure on one rank; rank 0 writes its results."""
     import torch
     import torch.distributed as dist
 
@@ -160,7 +159,7 @@ def _rank(rank: int, size: int, formats: Sequence[str], shape_set: str, out: str
 def _measure_all(
     formats: Sequence[str], shapes: ShapeSet, group: "ProcessGroup", device: "torch.device"
 ) -> Iterator[Row]:
-    """Yield a row for bf16 weights, then two for each format: one a wire."""
+    """Yield a row for bf16 weights, then two per format, one per gather dtype."""
     from benchmarks.timing import release
     from moe_optim.formats import get_format
 
@@ -199,7 +198,7 @@ def _measure_all(
 
 
 def _median_ms(phases: Phases, device: "torch.device") -> list[float]:
-    """Return the medians of the three phases, all ranks beginning each repetition together."""
+    """Return the medians of the three phases; all ranks start each repetition together."""
     import torch.distributed as dist
 
     from benchmarks.timing import Mark, wait
@@ -226,7 +225,7 @@ def _slots(shapes: ShapeSet, layer: int) -> "tuple[Slot, ...]":
 
 
 def _bf16_weights(shapes: ShapeSet, group: "ProcessGroup", device: "torch.device") -> Phases:
-    """What Megatron does with bf16 weights: copy the masters' shard, gather in place."""
+    """Megatron's gather of bf16 weights: copy the shard of the masters, gather in place."""
     import torch
     import torch.distributed as dist
 
@@ -261,7 +260,7 @@ def _quantized_weights(
     group: "ProcessGroup",
     device: "torch.device",
 ) -> Phases:
-    """What a bucket group does, one bucket a layer."""
+    """Gather by a bucket group, one bucket per layer."""
     from moe_optim.buckets.gather import fill_slices, start_gather
     from moe_optim.buckets.states import Event
 

@@ -1,4 +1,4 @@
-"""Measures three kinds of work on the cases of ``python -m benchmarks requantize``, row by row."""
+"""Measures the kinds of work of ``python -m benchmarks requantize``, row by row."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ STEP = "step to wire planes, {} moments"
 NORM = "gradient norm"
 HEALTH = "health"
 ALONE = ", no all-reduce"
-"""Said of work whose maxima other ranks share: they are found and used, and not exchanged."""
+"""Note for work whose maxima span ranks: they are computed and used without an exchange."""
 
 _POISON = 0xA5
 
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """The work of one row, laid out in memory."""
+    """Work of one row, laid out in memory."""
 
     work: str
     run: Callable[[], object]
@@ -44,24 +44,20 @@ class Job:
     launches: int
     restore: Callable[[], object] = nothing
     peer: Callable[[], object] | None = None
-    """Transformer Engine's side of the same work."""
+    """The same work by Transformer Engine."""
     check: Callable[[], None] = nothing
-    """Raises where the peer, once both ran, has other bytes."""
+    """Raises if the peer's bytes differ, after both ran."""
 
 
 def measure(case: Case, speed: float, group: "ProcessGroup | None") -> Iterator[Row]:
-    """Yield a row for each kind of work, its memory freed before the next one.
+    """Yield a row for each kind of work, freeing its memory before the next.
 
-    Args:
-        case: what to lay out.
-        speed: bytes read and written a millisecond by a copy.
-        group: over which Transformer Engine's cast reduces; None measures ours alone.
-
-    Raises:
-        PatchError: Transformer Engine has other bytes; nothing has been timed then.
+    ``speed`` is the copy speed in bytes read plus written per ms; ``group`` that of Transformer
+    Engine's cast, or None to measure only ours. PatchError, before any timing, if Transformer
+    Engine's bytes differ.
     """
     makers: list[Callable[[Case, ProcessGroup | None], Job]] = [_from_fp32, _from_bf16]
-    if case.shard == 1:  # every rank derives all of what it gathered
+    if case.shard == 1:  # ranks derive whole gathered weights
         makers.append(_after_gather)
     makers += [partial(_step, moments="fp32"), partial(_step, moments="bf16"), _norm, _health]
     for make in makers:
@@ -70,7 +66,7 @@ def measure(case: Case, speed: float, group: "ProcessGroup | None") -> Iterator[
 
 
 def measure_job(job: Job, case: Owned, speed: float) -> Row:
-    """Compile, compare bytes with the peer if there is one, then time both by turns."""
+    """Compile, compare bytes with any peer, then time both alternately."""
     job.run()
     if job.peer is not None:
         job.peer()
@@ -112,7 +108,7 @@ def _from_fp32(case: Case, group: "ProcessGroup | None") -> Job:
 
 
 def _from_bf16(case: Case, group: "ProcessGroup | None") -> Job:
-    """Zero what was read, as where gradients and gathered values share memory. No peer does it."""
+    """Zero the source, as if gradients and gathered values shared memory. Without a peer."""
     import torch
 
     from moe_optim.kernels.member_table import MemberTable
@@ -142,7 +138,7 @@ def _requantization(case: Case, table: "MemberTable") -> Job:
 
 
 def _after_gather(case: Case, group: "ProcessGroup | None") -> Job:
-    """Start from requantized buffers; one rank has gathered by then."""
+    """Start from requantized buffers, which equal gathered ones on a single rank."""
     import torch
 
     from moe_optim.kernels.member_table import MemberTable
@@ -158,14 +154,14 @@ def _after_gather(case: Case, group: "ProcessGroup | None") -> Job:
         launches=len(table.finish.kernels),
     )
     cast = _te_cast(case, entries, group) if case.format.is_2d else None
-    if cast is None:  # of formats that gather both buffers, it derives nothing
+    if cast is None:  # for formats that gather both buffers, it derives nothing
         return job
     cast.quantize()
     return replace(job, peer=cast.finish_gather, check=partial(cast.check_bytes, derived=True))
 
 
 def _step(case: Case, group: "ProcessGroup | None", moments: Literal["fp32", "bf16"]) -> Job:
-    """Lay out gradients and moments beside the masters; a step changes nothing that it costs."""
+    """Lay out gradients and moments beside the masters; steps do not change their own cost."""
     import torch
 
     from moe_optim.formats.reference.adam import Hyper
@@ -221,7 +217,6 @@ def _step(case: Case, group: "ProcessGroup | None", moments: Literal["fp32", "bf
 
 
 def _norm(case: Case, group: "ProcessGroup | None") -> Job:
-    """Sum the squares of fp32 gradients."""
     import torch
 
     from moe_optim.kernels.norm import NormInput, NormTable
@@ -243,7 +238,7 @@ def _norm(case: Case, group: "ProcessGroup | None") -> Job:
 
 
 def _health(case: Case, group: "ProcessGroup | None") -> Job:
-    """Look at requantized weights once, as every ``health_interval`` iterations."""
+    """Sample requantized weights once, as every ``health_interval`` iterations."""
     import torch
 
     from moe_optim.kernels.health import HealthEntry, HealthTable
@@ -279,7 +274,7 @@ def _te_cast(
 
 
 def draw(case: Owned, dtype: "torch.dtype") -> "torch.Tensor":
-    """Return random values for all that is owned, one expert behind the other."""
+    """Return random values for all owned elements, expert by expert."""
     import torch
 
     generator = torch.Generator(case.device).manual_seed(0)
@@ -292,12 +287,13 @@ def lay_out(
 ) -> "list[TableEntry]":
     """Return an entry for each expert.
 
-    Buffers hold bytes that nobody writes, so that what was left out cannot equal anything.
+    Buffers are prefilled with bytes that no kernel writes, so that skipped elements never compare
+    equal.
 
     Args:
-        case: what there is of the experts.
-        sources: [n] each, what is owned of an expert; fp32 or bf16, on the case's device.
-        stored: whether there are scales in storage, too.
+        case: shapes of the experts.
+        sources: [n] owned elements of each expert; fp32 or bf16, on the case's device.
+        stored: whether to include the scales in storage.
     """
     import torch
 

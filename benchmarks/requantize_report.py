@@ -1,4 +1,4 @@
-"""``python -m benchmarks requantize``: its options, its tables and the JSON it writes."""
+"""``python -m benchmarks requantize``: options, tables and JSON."""
 
 import argparse
 import re
@@ -30,18 +30,18 @@ COLUMNS = {
     "te_ms": "TE ms",
     "host_us": "host us",
 }
-"""What a table shows of a row, and under which heading; the JSON has everything."""
+"""Table columns: key of a row -> heading. The JSON contains all keys."""
 
 
 def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add ``bench requantize``."""
+    """Add ``benchmarks requantize``."""
     parser = kinds.add_parser(
         "requantize",
-        help="time of requantization beside the speed of a plain copy",
+        help="time of requantization compared with a plain copy",
         description="Requantize experts in place, from fp32 masters and from gathered bf16, and "
-        "derive what follows from a gather; tensorwise is FP8 with one scale a weight. Every time "
-        "stands beside the floor: the bytes that have to move, at the speed of a copy in the same "
-        "run.",
+        "derive the buffers that are not gathered; tensorwise is FP8 with per-tensor scaling. "
+        "Every time is compared with its lower bound: the bytes to be moved at the speed of a "
+        "copy.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -49,15 +49,15 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     add("--format", choices=FORMATS, **several, help=f"of {', '.join(FORMATS)}; default: all")
     sets = f"of {', '.join(SHAPE_SETS)}; default: w1 on a GPU, small on a CPU"
     add("--shape-set", choices=SHAPE_SETS, **several, help=sets)
-    shard = "part of every weight that the rank owns, in whole blocks; default: 1/1"
+    shard = "owned share of every weight, in whole blocks; default: 1/1"
     add("--shard", type=_shard, nargs="+", default=[1], metavar="1/N", help=shard)
-    against = "te: also time Transformer Engine's cast, once its bytes are found to be ours"
+    against = "te: also time Transformer Engine's cast, after comparing bytes"
     add("--against", choices=["te"], metavar="NAME", help=against)
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE, row by row")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print tables, and write the figures if asked to."""
+    """Run the benchmark, print tables, and write the results if requested."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -114,7 +114,7 @@ def _rows(args: argparse.Namespace, device: str, speed: float) -> Iterator[Row]:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """Return the line that asks for the same, with every default spelled out."""
+    """Return the equivalent command line with all defaults explicit."""
     shards = [f"1/{shard}" for shard in args.shard]
     words = ["python", "-m", "benchmarks", args.what, "--format", *args.format]
     words += ["--shape-set", *args.shape_set, "--shard", *shards]
@@ -133,7 +133,7 @@ def _progress(row: Row) -> str:
 
 
 def _tables(report: dict[str, Any]) -> Iterator[Table]:
-    """Yield a table for each shape set and shard, narrow enough for 80 columns."""
+    """Yield a table for each shape set and shard, within 80 columns."""
     for key, rows in groupby(report["rows"], lambda row: (row["shape_set"], row["shard"])):
         title = f"{key[0]}, shards of {key[1]}; {machine(report)}"
         yield table_of_rows(title, COLUMNS, rows, texts=("format", "work"))

@@ -1,4 +1,4 @@
-"""What benches share that measure row by row: the report before its first row, file and tables."""
+"""Reports of benchmarks that measure row by row: header, file and tables."""
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -13,12 +13,7 @@ from moe_optim.commands.console.provenance import begin_report
 
 
 def begin_rows(command: str, device: str) -> dict[str, Any]:
-    """Return a report without rows: what was asked for, of which code, and the ceiling.
-
-    Args:
-        command: that asks for the same.
-        device: ``cuda`` or ``cpu``; a copy on it is timed.
-    """
+    """Return a report without rows: command, versions, and copy speed on ``cuda`` or ``cpu``."""
     speed = copy_bytes_per_ms(device)
     release(device)
     start = begin_report(command, on_gpu=device == "cuda")
@@ -26,7 +21,7 @@ def begin_rows(command: str, device: str) -> dict[str, Any]:
 
 
 def copy_speed(report: Mapping[str, Any]) -> float:
-    """Return bytes read and written a millisecond by a plain copy."""
+    """Return the speed of a plain copy, in bytes read plus written per ms."""
     return float(report["copy_tb_per_s"]) * 1e9
 
 
@@ -36,13 +31,9 @@ def fill_report(
     path: Path | None,
     say: Callable[[Any], str],
 ) -> None:
-    """Add rows as they are measured, each written to the file and said on stderr at once.
+    """Append measured rows to a ``begin_rows`` report, printing each to stderr.
 
-    Args:
-        report: of ``begin_rows``; its rows are appended to.
-        rows: measures while it is iterated.
-        path: of the JSON; None writes none. A run that is cut short leaves what it has.
-        say: returns the line that tells of a row.
+    ``path``, unless None, is rewritten after every row, so that an interrupted run keeps its rows.
     """
     progress = Console(stderr=True, markup=False, highlight=False)
     for row in rows:
@@ -55,13 +46,10 @@ def fill_report(
 def table_of_rows(
     title: str, headings: Mapping[str, str], rows: Iterable[Any], texts: Collection[str]
 ) -> Table:
-    """Return rows as a table; what a row lacks is a dash.
+    """Return rows as a table; missing values are dashes.
 
-    Args:
-        title: above it; the machine follows it.
-        headings: field of a row -> heading.
-        rows: as they were measured.
-        texts: fields that are words and not numbers.
+    ``headings`` map fields to headings; ``texts`` are fields that are not numbers. The machine
+    follows ``title``.
     """
     table = Table(title=title, title_justify="left")
     for name, heading in headings.items():
@@ -73,5 +61,5 @@ def table_of_rows(
 
 
 def machine(report: Mapping[str, Any]) -> str:
-    """Return what was measured on, for a title."""
+    """Return the measured machine, for a title."""
     return f"{report['device']}, copy {report['copy_tb_per_s']} TB/s"

@@ -1,8 +1,8 @@
 """``python -m benchmarks step``: training steps of a recipe, with the plug-in and with stock.
 
-The two take turns, each in fresh processes with the same arguments and data, so that whatever the
-machine does meanwhile happens to both. Iterations take turns, too: undisturbed ones give the time
-of an iteration, others its parts, others the time of the optimizer on the host.
+Both sides alternate, each in fresh processes with the same arguments and data, so that disturbances
+of the machine affect both. Iterations alternate, too: undisturbed ones give the iteration time,
+others the times of its parts or the optimizer's host time.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from moe_optim.integration.argv import (
 )
 from moe_optim.screen import fail, print_table, results_console
 
-# What imports torch or Megatron is imported where it is needed: it takes seconds.
+# Imports of torch and Megatron take seconds, and are local to functions.
 
 DETERMINISTIC_ENVIRONMENT = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -40,22 +40,21 @@ DETERMINISTIC_ENVIRONMENT = {
     "NCCL_ALGO": "Ring",
 }
 DETERMINISTIC_ARGUMENTS = ("--deterministic-mode", "--clip-grad", "0")
-"""The norm that clips is summed in the order of the buckets, which are not the same on both sides.
-"""
+"""Disables clipping: its norm is summed in bucket order, which differs between the sides."""
 CLIP_GRAD = 1.0
 """Megatron's default."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add ``bench step``."""
+    """Add ``benchmarks step``."""
     description = (
         "Train a recipe for a few iterations with the plug-in and with Megatron's own optimizer, "
-        "in turns, and compare times, bytes and memory. Arguments after `--` go to Megatron's "
-        "parser, over the recipe's, on both sides."
+        "alternately, and compare times, bytes and memory. Arguments after `--` go to Megatron's "
+        "parser on both sides, and override the recipe's."
     )
     parser = subparsers.add_parser(
         "step",
-        help="training steps of a recipe, beside stock Megatron in the same run",
+        help="training steps of a recipe, compared with stock Megatron",
         description=textwrap.fill(description, 96),
         epilog=meanings(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -64,12 +63,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add = parser.add_argument
     add_recipe(parser, "hopper_fp8_block")
-    add("--against", choices=["stock"], default="stock", help="what it is compared with")
-    add("--iterations", type=int, default=21, metavar="N", help="of a process (default 21)")
-    add("--rounds", type=int, default=2, metavar="N", help="processes of each side (default 2)")
-    add("--ranks", type=int, metavar="N", help="processes at a time (default: the recipe's)")
+    add("--against", choices=["stock"], default="stock", help="other side")
+    add("--iterations", type=int, default=21, metavar="N", help="per process (default 21)")
+    add("--rounds", type=int, default=2, metavar="N", help="processes per side (default 2)")
+    add("--ranks", type=int, metavar="N", help="ranks (default: the recipe's)")
     add_changes(parser, "moe_optim.layout=stock")
-    repeats = "on both sides only algorithms whose results repeat, and no clipping"
+    repeats = "use only deterministic algorithms on both sides, and no clipping"
     add("--deterministic", action="store_true", help=repeats)
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     add(
@@ -82,13 +81,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure both sides in turns, print a table, and write what was asked for.
+    """Measure both sides alternately, print a table, and write the requested files.
 
     Returns:
-        The exit code: 0 done, 1 a rank failed, 128 + n stopped by signal n.
+        Exit code: 0 done, 1 a rank failed, 128 + n stopped by signal n.
 
     Raises:
-        ConfigError: a number, the recipe or a file to write cannot be used.
+        ConfigError: a number, the recipe or an output file is invalid.
     """
     from benchmarks.step_rank import KINDS, WARM_UP
 
@@ -128,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_new(logs: Path | None, names: Collection[str]) -> None:
-    """Raise ConfigError where a folder for logs is there already, before anything is measured."""
+    """Raise ConfigError if a folder for logs exists, before any measurement."""
     there = [name for name in names if logs is not None and (logs / name).exists()]
     if there:
         raise ConfigError(
@@ -144,7 +143,7 @@ def _python_path() -> str:
 
 
 def _measure(args: argparse.Namespace, recipe: Recipe, side: str, folder: Path) -> Measured | int:
-    """Return what the ranks of one side measured, or the exit code where they did not end well."""
+    """Return the measurements of one side's ranks, or their exit code on failure."""
     import torch
 
     from benchmarks.step_rank import REPORT
@@ -176,12 +175,12 @@ def _measure(args: argparse.Namespace, recipe: Recipe, side: str, folder: Path) 
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:
-    """Return what the ranks' environment has because of a flag of this command."""
+    """Return the environment variables that this command's flags set for ranks."""
     return dict(DETERMINISTIC_ENVIRONMENT) if args.deterministic else {}
 
 
 def megatron_argv(args: argparse.Namespace, recipe: Recipe, side: str) -> list[str]:
-    """Return the command line of a rank; both sides have the same but for the plug-in's flags."""
+    """Return the command line of a rank, equal for both sides except for the plug-in's flags."""
     argv = [*recipe.megatron_argv(), *(DETERMINISTIC_ARGUMENTS if args.deterministic else ())]
     argv += [
         *args.megatron_args,
@@ -190,7 +189,7 @@ def megatron_argv(args: argparse.Namespace, recipe: Recipe, side: str) -> list[s
         str(args.iterations),
     ]
     argv += ["--eval-iters", "0", "--timing-log-level", "0"]
-    argv += ["--log-interval", "1"]  # a logged iteration leaves the device idle
+    argv += ["--log-interval", "1"]  # logging synchronizes the device after every iteration
     if side == "plugin":
         argv += ["--use-moe-grouped-optim"]
         for name in field_names():
@@ -200,7 +199,7 @@ def megatron_argv(args: argparse.Namespace, recipe: Recipe, side: str) -> list[s
 
 
 def missing_data(args: argparse.Namespace, recipe: Recipe) -> list[str]:
-    """Return what a recipe that names no data takes to train on samples that are made up."""
+    """Return the arguments that let a recipe without data train on mock data."""
     argv = [*recipe.megatron_argv(), *args.megatron_args]
     if data_flags(argv):
         return []

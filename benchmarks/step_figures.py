@@ -1,4 +1,4 @@
-"""Figures of ``python -m benchmarks step``: what each means, how ranks and processes make it."""
+"""Figures of ``python -m benchmarks step``: meanings, and reduction over ranks and processes."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from rich.table import Table
 from moe_optim.spelling import spell_bytes
 
 SIDES = {"stock": "stock", "plugin": "plug-in"}
-"""Keys of the report, and what readers see."""
+"""Keys of the report, with labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ PARTS = {
         "clipping and bookkeeping; and what a CUDA graph replays, which has no parts",
     ),
 }
-"""Keys of the parts: disjoint, and in the order of a step without overlap."""
+"""Keys of the parts: disjoint, in the order of a step without overlap."""
 
 REST = "unaccounted_ms"
 FIGURES = {
@@ -71,19 +71,19 @@ FIGURES = {
     "reduced_bytes": Figure("reduced", "maxima that ranks exchange to quantize, on rank 0"),
     "peak_bytes": Figure("peak memory", "most that was allocated so far, by the worst rank"),
 }
-"""Every key of ``stock``, ``plugin`` and ``ratio``, in the order of the table."""
+"""Every key of ``stock``, ``plugin`` and ``ratio``, in table order."""
 
 _ENDS_OF_SECTIONS = ("iteration_ms", REST, "optimizer_host_ms")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What one process group showed."""
+    """Measurements of one process group."""
 
     losses: tuple[str, ...]
-    """Of every iteration, with 9 digits, which tell any two fp32 apart."""
+    """Loss of every iteration, with 9 digits, which identify an fp32 value."""
     values: dict[str, list[float]]
-    """Key of the report -> one value for each iteration that shows it."""
+    """Key of the report -> one value per iteration that measured it."""
 
 
 def meanings() -> str:
@@ -99,7 +99,7 @@ def meanings() -> str:
 
 
 def merge(ranks: Sequence[Sequence[dict[str, Any]]]) -> Measured:
-    """Make one account of the iterations of each rank: the slowest, and the most memory."""
+    """Merge the iterations of all ranks: the slowest times, and the largest memory."""
     values: dict[str, list[float]] = {}
     losses: list[str] = []
     for of_ranks in zip(*ranks, strict=True):
@@ -116,7 +116,7 @@ def merge(ranks: Sequence[Sequence[dict[str, Any]]]) -> Measured:
 
 
 def summarize(found: dict[str, list[Measured]]) -> dict[str, Any]:
-    """Return the figures of a report, given what each process group of each side showed."""
+    """Return the figures of a report from the measurements of each side's process groups."""
     stock, plugin = (_medians(found[side]) for side in SIDES)
     return {
         "losses_equal": len({run.losses for runs in found.values() for run in runs}) == 1,
@@ -133,7 +133,7 @@ def _ratio(plugin: float | None, stock: float | None) -> float | None:
 
 
 def _medians(runs: Sequence[Measured]) -> dict[str, float | None]:
-    """Return the median over iterations of all ``runs``; None for what this side does not do."""
+    """Return the median over iterations of all ``runs``; None for parts that this side lacks."""
     pooled = {key: [v for run in runs for v in run.values.get(key, ())] for key in FIGURES}
     medians = {
         key: round(statistics.median(values), 3) if values else None
@@ -143,7 +143,7 @@ def _medians(runs: Sequence[Measured]) -> dict[str, float | None]:
 
 
 def rest_of(figures: Mapping[str, float | None]) -> float | None:
-    """Return the time of an iteration that is in none of its parts; None where it has no time."""
+    """Return the iteration time outside of all parts, None without an iteration time."""
     iteration = figures["iteration_ms"]
     if iteration is None:
         return None
@@ -156,7 +156,7 @@ def table_of(report: dict[str, Any]) -> Table:
         title=title_of(report),
         title_justify="left",
         caption_justify="left",
-        box=box.HORIZONTALS,  # narrow enough for 60 columns
+        box=box.HORIZONTALS,  # fits 60 columns
     )
     table.caption = _spread_of(report)
     table.add_column("ms, or as said", no_wrap=True)
@@ -172,14 +172,14 @@ def table_of(report: dict[str, Any]) -> Table:
 
 
 def title_of(report: dict[str, Any]) -> str:
-    """Return the line that says what was measured."""
+    """Return the title of a report."""
     work = report["workload"]
     equal = "the same losses" if report["losses_equal"] else f"losses differ: {_why_losses(work)}"
     return f"{work['recipe']}, {work['format']}, {work['ranks']} x {report['device']}; {equal}"
 
 
 def _why_losses(work: Mapping[str, Any]) -> str:
-    """Say whether losses of both sides were to be equal, and if not, why."""
+    """Return whether losses of both sides should be equal, and if not, why."""
     reasons = []
     if work["portable_experts"] and work["format"] != "bf16":
         reasons.append("stock has experts in bf16")
@@ -191,7 +191,7 @@ def _why_losses(work: Mapping[str, Any]) -> str:
 
 
 def _spread_of(report: dict[str, Any]) -> str:
-    """Return the lines that say how much processes of one side differ."""
+    """Return lines with the spread between processes of one side."""
     lines = []
     for side, name in SIDES.items():
         of_runs = [run["iteration_ms"] for run in report["processes"][side]]

@@ -1,8 +1,7 @@
-"""The parts of a training step, told apart by wrapping the functions they consist of.
+"""Measures the parts of a training step by wrapping their functions.
 
-The wrappers are the same around Megatron's optimizer and around this package's. A part may lie in
-another, as the gather that a forward pass starts lies in that pass: time then belongs to the
-innermost part alone, so that parts add up and nothing is counted twice.
+The same wrappers serve Megatron's optimizer and this package's. Parts may nest, such as a gather
+started by a forward pass: time counts for the innermost part only, so that parts add up.
 """
 
 from collections import defaultdict
@@ -16,7 +15,7 @@ from typing import Any
 from benchmarks.timing import Mark
 
 WEIGHTS = ("requantize", "gather", "post_processing")
-"""Parts between the step of the inner optimizer and weights that can be multiplied."""
+"""Parts between the inner optimizer's step and weights ready for GEMMs."""
 
 _OF_OPTIMIZER = {  # method -> part
     "_copy_model_grads_to_main_grads": "grad_copy",
@@ -27,22 +26,22 @@ _OF_OPTIMIZER = {  # method -> part
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Which parts were open from when to when."""
+    """Time intervals of the parts."""
 
     mark: Callable[[], Mark]
-    """Returns this moment, without waiting for anything."""
+    """Returns the current time without synchronizing."""
     changes: list[tuple[Mark, tuple[str, ...]]] = field(default_factory=list)
-    """Moments at which a part began or ended, with the parts open from then on, outermost first."""
+    """Times at which a part began or ended, with the parts open from then on, outermost first."""
 
     def own_ms(self) -> dict[str, float]:
-        """Return for each part its time without that of the parts nested in it."""
+        """Return the time of each part without nested parts, in ms."""
         own: dict[str, float] = defaultdict(float)
         for parts, ms in self._spans():
             own[parts[-1]] += ms
         return dict(own)
 
     def whole_ms(self, part: str) -> float:
-        """Return the time during which ``part`` was open, whatever was nested in it."""
+        """Return the time of ``part`` including nested parts, in ms."""
         return sum(ms for parts, ms in self._spans() if part in parts)
 
     def _spans(self) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -52,7 +51,7 @@ class Recording:
 
 
 class Parts:
-    """Knows which parts are open now, and keeps their times while it is asked to."""
+    """Tracks the open parts, and records their times on request."""
 
     def __init__(self) -> None:
         self._open: list[str] = []
@@ -60,12 +59,12 @@ class Parts:
 
     @property
     def innermost(self) -> str | None:
-        """The part that runs now."""
+        """Innermost open part."""
         return self._open[-1] if self._open else None
 
     @contextmanager
     def recorded(self, mark: Callable[[], Mark]) -> Iterator[Recording]:
-        """Record the parts that begin and end in a block; without one, nothing is timed."""
+        """Record parts within a ``with`` block; otherwise nothing is timed."""
         self._recording = Recording(mark)
         try:
             yield self._recording
@@ -74,7 +73,7 @@ class Parts:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Open a part for a block."""
+        """Open a part for a ``with`` block."""
         self._open.append(name)
         self._note_change()
         try:
@@ -94,7 +93,7 @@ class Parts:
         return run
 
     def wrap(self, owner: Any, attribute: str, name: str) -> None:
-        """Make a function of ``owner`` a part, for whoever looks it up there."""
+        """Replace an attribute of ``owner`` by a wrapper that opens a part."""
         setattr(owner, attribute, self.within(name, getattr(owner, attribute)))
 
     def _note_change(self) -> None:
@@ -103,19 +102,19 @@ class Parts:
 
 
 class _Work:
-    """Collectives in flight, whose wait is part of the gather."""
+    """Collectives in flight, whose wait belongs to the gather."""
 
     def __init__(self, parts: Parts, work: Any) -> None:
         self.wait = parts.within("gather", work.wait)
 
 
 def instrument(parts: Parts, model_chunks: Iterable[Any], optimizer: Any) -> None:
-    """Wrap everything that a step does after its backward pass, of stock or of the plug-in.
+    """Wrap all work after the backward pass, of stock or of the plug-in.
 
-    ``model_chunks`` are wrapped by DistributedDataParallel; ``optimizer`` is a chain, or one.
+    ``model_chunks`` are wrapped by DistributedDataParallel; ``optimizer`` is chained or single.
     """
     parts.wrap(optimizer, "get_grad_norm", "grad_norm")
-    if hasattr(optimizer, "find_norms"):  # of a fused step, which reads gradients where they lie
+    if hasattr(optimizer, "find_norms"):  # fused step, which reads gradients in place
         parts.wrap(optimizer, "find_norms", "grad_norm")
     parts.wrap(optimizer, "step", "optimizer")
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -123,7 +122,7 @@ def instrument(parts: Parts, model_chunks: Iterable[Any], optimizer: Any) -> Non
             if hasattr(one, method):
                 parts.wrap(one, method, name)
         if not one.is_stub_optimizer:
-            if getattr(optimizer, "is_fused", False):  # which calls no function over Adam's step
+            if getattr(optimizer, "is_fused", False):  # Adam's step is not a separate function
                 parts.wrap(one, "update_masters", "inner_step")
             else:
                 parts.wrap(one.optimizer, "step", "inner_step")
@@ -140,7 +139,7 @@ def instrument(parts: Parts, model_chunks: Iterable[Any], optimizer: Any) -> Non
 
 
 def _instrument_gather(parts: Parts, group: Any) -> None:
-    """Take a start without what is nested in it, and the wait, for the collectives."""
+    """Attribute the start (without nested parts) and the wait to the collectives."""
     start = parts.within("gather", group.start_param_sync)
 
     def start_param_sync(*args: Any, **kwargs: Any) -> None:
@@ -150,18 +149,18 @@ def _instrument_gather(parts: Parts, group: Any) -> None:
             group.param_gather_handle = _Work(parts, work)
 
     group.start_param_sync = start_param_sync
-    # Stock's MXFP8 weights are gathered in bf16 then, and quantized when they have arrived
+    # then stock gathers MXFP8 weights in bf16, and quantizes them afterwards
     is_late = group.ddp_config.reuse_grad_buf_for_mxfp8_param_ag
     parts.wrap(group, "_post_param_sync", "requantize" if is_late else "post_processing")
 
 
 def _instrument_plugin(parts: Parts, groups: Iterable[Any]) -> None:
-    """Tell requantization from the gather that it is started with, or that it waits for."""
+    """Separate requantization from the gather that precedes or follows it."""
     from moe_optim.buckets import bucket_group
     from moe_optim.kernels.member_table import MemberTable
 
     parts.wrap(bucket_group, "fill_slices", "requantize")
-    parts.wrap(MemberTable, "launch", "requantize")  # wire bf16, where the whole bucket has arrived
+    parts.wrap(MemberTable, "launch", "requantize")  # wire bf16: after the whole bucket
     for group in groups:
         for bucket in group.managed:
             parts.wrap(bucket, "open_gather", "requantize")

@@ -1,4 +1,4 @@
-"""The parts of a training step of both sides, stacked."""
+"""Draws the parts of a training step as stacked bars, for both sides."""
 
 import textwrap
 from collections.abc import Sequence
@@ -24,18 +24,18 @@ _COLORS = {
 }
 _EDGES = {REST: "0.6"}
 _TITLE = 130
-"""Letters of a line of the title."""
+"""Characters per title line."""
 _READABLE = 0.04
-"""Part of the width that a number needs to stand inside a bar."""
+"""Minimum fraction of the width for a number inside a bar."""
 
 
 def draw(report: dict[str, Any], path: Path) -> bytes:
-    """Draw the iteration, and below on its own scale what surrounds both passes.
+    """Draw the iteration and, below on a separate scale, the parts outside of both passes.
 
-    Every bar is as long as what stands behind it.
+    The length of every bar equals the number after it.
 
     Returns:
-        A picture of the kind that ``path`` ends in.
+        A picture in the format of ``path``'s suffix.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -58,10 +58,10 @@ def draw(report: dict[str, Any], path: Path) -> bytes:
 
 
 def _draw_bars(axes: "Axes", report: dict[str, Any], keys: Sequence[str]) -> None:
-    """Draw a bar a side of all its parts, with their sum behind it.
+    """Draw one bar of all parts per side, followed by their sum.
 
-    An iteration is the median of others than its parts are: where these are longer, it has no rest,
-    and stands in brackets.
+    Iteration time and parts are medians of different iterations: if the parts sum to more, there is
+    no rest, and the iteration time is bracketed.
     """
     figures = {side: report[side] | {REST: rest_of(report[side])} for side in SIDES}
     lengths = {

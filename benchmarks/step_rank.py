@@ -1,14 +1,13 @@
-"""One rank of ``python -m benchmarks step``: trains and measures its iterations in several ways.
+"""One rank of ``python -m benchmarks step``: trains, and measures its iterations in several ways.
 
-Whatever is measured disturbs something, so that after the first iterations these take turns:
+Measurements disturb each other, so after the warm-up iterations these kinds alternate:
 
-``plain``  nothing is recorded; the iteration's own time is taken from these alone
-``parts``  time stamps are queued where a part begins or ends, and read after the training
-``host``   ranks meet and the device is idle before ``optimizer.step()``: its time on the host is
-           then what it takes to launch it. The wait for the gradient norm, which both sides have,
-           is left out
+``plain``  nothing is recorded; only these give the iteration time
+``parts``  time stamps are queued where parts begin or end, and read after training
+``host``   ranks synchronize and the device is idle before ``optimizer.step()``, so that its host
+           time is its launch time, excluding the wait for the gradient norm on both sides
 
-Megatron's own timers are left off: they synchronize, and hold the ranks at barriers.
+Megatron's own timers stay off: they synchronize, and add barriers.
 """
 
 import json
@@ -29,19 +28,19 @@ from moe_optim.commands.train import pretrain
 from moe_optim.integration import cpu_runtime
 
 REPORT = "MOE_OPTIM_BENCH_REPORT"
-"""Environment variable: the folder that each rank writes ``rank<N>.json`` into."""
+"""Environment variable: folder for ``rank<N>.json`` of each rank."""
 WARM_UP = 3
-"""Iterations that are not counted: caches, compilation, allocation."""
+"""Iterations not counted: caches, compilation, allocation."""
 KINDS = ("plain", "parts", "host")
 
 
 @dataclass(slots=True)
 class Iteration:
-    """What one iteration showed on this rank."""
+    """Measurements of one iteration on this rank."""
 
     kind: str
     began: float
-    """Seconds of the host's clock; the device was idle, as a logged iteration leaves it."""
+    """Host time in seconds, with an idle device, as after a logged iteration."""
     recording: Recording | None = None
     counted_bytes: dict[str, int] = field(default_factory=dict)
     loss: Any = None
@@ -49,7 +48,7 @@ class Iteration:
 
 
 def kind_of(number: int) -> str:
-    """Return how the iteration is measured; they count from 1."""
+    """Return the kind of measurement of an iteration, numbered from 1."""
     return KINDS[(number - WARM_UP - 1) % len(KINDS)] if number > WARM_UP else "warm-up"
 
 
@@ -57,8 +56,8 @@ class CountedSteps:
     """Megatron's ``train_step``, measured.
 
     Args:
-        train_step: Megatron's.
-        marks: of each kind that is recorded, what returns a moment.
+        train_step: Megatron's function.
+        marks: function that returns the current time, for each recorded kind.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class CountedSteps:
         self._counts = count_bytes(self._parts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step; the arguments are those of Megatron's training loop."""
+        """Run one step, with the arguments of Megatron's training loop."""
         forward_step, data, model, optimizer, scheduler, config, forward_backward, *more = args
         if not self.iterations:
             instrument(self._parts, model, optimizer)
@@ -105,7 +104,7 @@ class CountedSteps:
         optimizer.step = drain_and_step
 
     def report(self) -> list[dict[str, Any]]:
-        """Return of every iteration its kind, milliseconds, bytes and loss; training is over."""
+        """Return kind, milliseconds, bytes and loss of every iteration, after training."""
         ends = [one.began for one in self.iterations[1:]]
         return [
             {
@@ -119,7 +118,7 @@ class CountedSteps:
 
 
 def milliseconds(iteration: Iteration, end: float | None) -> dict[str, float]:
-    """Return the times an iteration of its kind shows; the next one, if any, began at ``end``."""
+    """Return the times measured in an iteration; any next one began at ``end``."""
     if iteration.recording is None:
         return {} if end is None else {"iteration": 1e3 * (end - iteration.began)}
     own = iteration.recording.own_ms()
@@ -132,10 +131,10 @@ def milliseconds(iteration: Iteration, end: float | None) -> dict[str, float]:
 
 
 def count_bytes(parts: Parts) -> dict[str, int]:
-    """Count the bytes of collectives that make weights of masters; returns the counts.
+    """Count the bytes of collectives between masters and weights; returns the live counts.
 
-    ``gathered``: what all-gathers complete, this rank's own share included. ``reduced``: maxima of
-    blocks that ranks share. Those of activations and gradients are not counted.
+    ``gathered``: outputs of all-gathers, including this rank's share. ``reduced``: block maxima
+    shared by ranks. Collectives of activations and gradients are not counted.
     """
     from megatron.core.distributed import param_and_grad_buffer as upstream
 
@@ -150,7 +149,7 @@ def count_bytes(parts: Parts) -> dict[str, int]:
         return count_and_run
 
     upstream.dist_all_gather_func = counting("gathered", upstream.dist_all_gather_func)
-    # Ours; Megatron has taken its own reference, so that nothing is counted twice.
+    # Counts only our calls: Megatron holds its own reference.
     dist.all_gather_into_tensor = counting("gathered", dist.all_gather_into_tensor)
     dist.all_reduce = counting("reduced", dist.all_reduce)
     return counts

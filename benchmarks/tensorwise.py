@@ -1,4 +1,4 @@
-"""Measures casts to FP8 with one scale a weight, and the transposes that follow a gather."""
+"""Measures casts to FP8 with per-tensor scaling, and the transposes after a gather."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,18 +19,12 @@ _POISON = 0xA5
 
 
 def measure(case: OneScaleCase, speed: float, group: "ProcessGroup | None") -> Iterator[Row]:
-    """Yield a row for the cast, and one for transposes where a GPU makes them.
+    """Yield a row for the cast and, on a GPU, one for transposes.
 
-    Args:
-        case: what to lay out.
-        speed: bytes read and written a millisecond by a copy.
-        group: over which Transformer Engine's cast reduces; None measures ours alone.
-
-    Raises:
-        PatchError: Transformer Engine has other bytes; nothing has been timed then.
+    Arguments and errors are as in ``requantize.measure``.
     """
     makers: list[Callable[[OneScaleCase, ProcessGroup | None], Job]] = [_cast]
-    if case.shard == 1 and case.device == "cuda":  # the CPU has no kernel for them
+    if case.shard == 1 and case.device == "cuda":  # no CPU kernel
         makers.append(_transposes)
     for make in makers:
         yield measure_job(make(case, group), case, speed)
@@ -38,7 +32,7 @@ def measure(case: OneScaleCase, speed: float, group: "ProcessGroup | None") -> I
 
 
 def _cast(case: OneScaleCase, group: "ProcessGroup | None") -> Job:
-    """Cast shards; the amaxes of other ranks are not waited for."""
+    """Cast shards without waiting for the amaxes of other ranks."""
     import torch
 
     from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
@@ -74,7 +68,7 @@ def _cast(case: OneScaleCase, group: "ProcessGroup | None") -> Job:
 
 
 def _transposes(case: OneScaleCase, group: "ProcessGroup | None") -> Job:
-    """Transpose whole weights, as products of a Hopper read them."""
+    """Transpose whole weights, as Hopper's GEMMs require."""
     import torch
 
     from moe_optim.kernels.finish_table import FinishTable

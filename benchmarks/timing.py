@@ -1,4 +1,4 @@
-"""Clocks of a bench: medians on the device's own clock, host time, memory, and a copy's speed."""
+"""Timing for benchmarks: device medians, host time, memory and copy speed."""
 
 import gc
 import statistics
@@ -7,21 +7,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 REPEATS = 15
-HOST_REPEATS = 100  # a host is disturbed more often than a device
+HOST_REPEATS = 100  # host times are noisier than device times
 WARM_UP = 3
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 HEAD_START = 2_000_000
-"""Cycles that a GPU waits before each repetition, 1 ms on an H100: launches are queued by then,
-also where the work before kept the host busy and left the GPU idle."""
+"""GPU cycles of delay before each repetition, 1 ms on an H100: launches are queued by then, even
+after work that kept the host busy and the GPU idle."""
 
 Work = Callable[[], object]
 
 
 class Mark:
-    """A moment: of the current stream on a GPU, of the host on a CPU."""
+    """A time stamp: of the current stream on a GPU, of the host on a CPU."""
 
     def __init__(self, device: str) -> None:
-        """Queue a time stamp, without waiting for it, on ``cuda``; look at the clock on ``cpu``."""
+        """Queue an asynchronous time stamp on ``cuda``; read the clock on ``cpu``."""
         self._time = time.perf_counter()
         self._event: Any = None
         if device == "cuda":
@@ -31,23 +31,23 @@ class Mark:
             self._event.record()
 
     def ms_since(self, earlier: "Mark") -> float:
-        """Return the milliseconds between two marks; a GPU must have passed both."""
+        """Return the milliseconds since ``earlier``; a GPU must have passed both marks."""
         if self._event is None:
             return 1e3 * (self._time - earlier._time)
         return float(earlier._event.elapsed_time(self._event))
 
 
 def nothing() -> None:
-    """Restore nothing between two repetitions."""
+    """Restore nothing between repetitions."""
 
 
 def median_ms(works: Sequence[Work], device: str, restore: Work = nothing) -> list[float]:
-    """Return the median time of each work in ms. They take turns, so that all see the same clocks.
+    """Return the median time of each work in ms. They alternate, to share clock conditions.
 
     ``device`` is ``cuda`` or ``cpu``; ``restore`` is called before each repetition, untimed.
     """
     marks: list[list[tuple[Mark, Mark]]] = [[] for _ in works]
-    for _ in range(WARM_UP + REPEATS):  # all of them are queued before any is waited for
+    for _ in range(WARM_UP + REPEATS):  # queue all repetitions before synchronizing
         for work, own in zip(works, marks, strict=True):
             restore()
             _hold_back(device)
@@ -59,10 +59,10 @@ def median_ms(works: Sequence[Work], device: str, restore: Work = nothing) -> li
 
 
 def host_us(work: Work, device: str, restore: Work = nothing, repeats: int | None = None) -> float:
-    """Return the median time in us until a call returns, the device idle when it begins.
+    """Return the median time of a call in us, starting with an idle device.
 
-    ``restore`` is called before each repetition, untimed. There are as many as the device needs
-    unless ``repeats`` says otherwise.
+    ``restore`` is called before each repetition, untimed. ``repeats`` defaults to that of the
+    device.
     """
     times = []
     for _ in range(WARM_UP + (repeats or (HOST_REPEATS if device == "cuda" else REPEATS))):
@@ -75,7 +75,7 @@ def host_us(work: Work, device: str, restore: Work = nothing, repeats: int | Non
 
 
 def copy_bytes_per_ms(device: str) -> float:
-    """Return bytes read and written a millisecond by a plain copy."""
+    """Return the speed of a plain copy, in bytes read plus written per ms."""
     import torch
 
     source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
@@ -85,7 +85,7 @@ def copy_bytes_per_ms(device: str) -> float:
 
 
 def temporary_bytes(work: Work, device: str) -> int | None:
-    """Return how many bytes a call allocates at most beyond what it finds; None on a CPU."""
+    """Return the peak allocation of a call in bytes; None on a CPU."""
     import torch
 
     if device != "cuda":
@@ -98,7 +98,7 @@ def temporary_bytes(work: Work, device: str) -> int | None:
 
 
 def release(device: str) -> None:
-    """Give memory that nothing refers to back to the device."""
+    """Return unreferenced memory to the device."""
     import torch
 
     gc.collect()
@@ -114,7 +114,7 @@ def _hold_back(device: str) -> None:
 
 
 def wait(device: str) -> None:
-    """Wait until a GPU has done what was queued."""
+    """Wait until a GPU has finished its queued work."""
     if device == "cuda":
         import torch
 

@@ -1,7 +1,7 @@
-"""Bytes that work on weights reads and writes at least, each once: the floor of a launch.
+"""Minimum bytes that work on weights reads and writes: the lower bound of a launch.
 
-Caches, tables of addresses and blocks that lie on several ranks, whose values are read once more,
-are left out. ``moe_optim.commands.plan.costs`` has the floors of a fused step.
+Excludes caches, address tables, and blocks shared by ranks, whose values are read twice.
+``moe_optim.commands.plan.costs`` has the lower bounds of a fused step.
 """
 
 from fractions import Fraction
@@ -15,12 +15,12 @@ _MASTER = 4  # bytes; masters are fp32 in every format
 
 
 def requantize_bytes(format: "BlockScaledFormat", numel: int, *, zeroed: bool) -> Fraction:
-    """Return the bytes that a requantization has to move.
+    """Return the bytes moved by a requantization.
 
     Args:
-        format: read twice where an amax of the expert precedes the codes.
-        numel: elements owned.
-        zeroed: whether the source is bf16 and left as zeros, and not fp32 and kept.
+        format: format of the weights; the source is read twice if it needs an expert's amax.
+        numel: owned elements.
+        zeroed: True for a bf16 source, zeroed after reading; False for an fp32 source, kept.
     """
     reads = 2 if format.has_global_amax else 1
     source = 2 * reads + 2 if zeroed else _MASTER * reads
@@ -28,26 +28,23 @@ def requantize_bytes(format: "BlockScaledFormat", numel: int, *, zeroed: bool) -
 
 
 def tensorwise_bytes(numel: int) -> int:
-    """Return the bytes that a cast to FP8 with one scale a weight has to move.
+    """Return the bytes moved by a cast of ``numel`` owned elements to per-tensor FP8.
 
-    Masters are read for their amax, and once more for their codes.
-
-    Args:
-        numel: elements owned.
+    Masters are read for the amax, and again for the data.
     """
     return numel * (2 * _MASTER + 1)
 
 
 def health_bytes(format: "BlockScaledFormat", numel: int) -> Fraction:
-    """Return the bytes that a look at owned elements reads: masters and rowwise buffers."""
+    """Return the bytes read by a health sample of owned elements: masters and rowwise buffers."""
     return numel * (_MASTER + format.data_bytes_per_element + format.scale_bytes_per_element)
 
 
 def finish_bytes(format: "BlockScaledFormat", rows: int, cols: int) -> int:
-    """Return the bytes that have to move after the gather, for one expert.
+    """Return the bytes moved after the gather, per expert.
 
-    Every buffer that is needed is read once, and every one that follows from it is written once:
-    transposed data, logical columnwise scales, and the scales of both directions in storage.
+    Every source buffer is read once, and every derived one written once: transposed data, logical
+    columnwise scales, and the scales of both directions in storage.
     """
     from moe_optim.formats import DIRECTIONS
 

@@ -1,7 +1,7 @@
 """A distributed optimizer for Megatron MoE training that keeps expert weights quantized.
 
-Importing this package costs nothing and needs neither Megatron nor Triton nor a GPU; public names
-are loaded when they are first used.
+Importing the package is cheap and requires neither Megatron, Triton nor a GPU; public names are
+loaded on first use.
 """
 
 import importlib
@@ -103,7 +103,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_LAZY[name]), name)
-    globals()[name] = value  # the next access no longer comes here
+    globals()[name] = value  # cached for later accesses
     return value
 
 

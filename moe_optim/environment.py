@@ -1,4 +1,4 @@
-"""Installed versions and their folders, found without importing anything heavy."""
+"""Finds installed packages, their versions and folders without importing them."""
 
 import importlib.metadata
 import platform
@@ -18,7 +18,7 @@ from moe_optim.version import VERSION
 NEEDED: Mapping[str, str] = MappingProxyType(
     {"python": ">=3.12", "torch": ">=2.11", "megatron-core": ">=0.19,<0.21"}
 )
-"""Versions this package is built for; the same as in ``pyproject.toml``."""
+"""Supported versions, as in ``pyproject.toml``."""
 
 MODULES: Mapping[str, str] = MappingProxyType(
     {
@@ -30,7 +30,7 @@ MODULES: Mapping[str, str] = MappingProxyType(
         "pybind11": "pybind11",
     }
 )
-"""The module that shows whether a package is there."""
+"""Module that indicates the presence of each package."""
 
 _REMEDIES = {
     "python": "Build the environment with another Python: make clean train PYTHON=/path/to/python",
@@ -45,18 +45,17 @@ _REMEDIES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Package:
-    """One package as ``import`` would find it here."""
+    """A package as ``import`` would find it."""
 
     name: str
     version: str
-    """``unknown`` where the package does not say."""
+    """Version; ``unknown`` if not recorded."""
     path: str
     """Folder of the package, or the interpreter."""
     checkout: bool
-    """Whether it is imported from sources and not from an installation."""
+    """Whether it is imported from sources rather than an installation."""
 
     def __str__(self) -> str:
-        """Return the version, and the path of a checkout."""
         return (
             f"{self.version} from the source checkout {self.path}"
             if self.checkout
@@ -66,16 +65,16 @@ class Package:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One CUDA device."""
+    """A CUDA device."""
 
     name: str
     sm: int
-    """Compute capability without the dot: 90 is Hopper, 100 is Blackwell."""
+    """Compute capability without the dot: 90 for Hopper, 100 for Blackwell."""
     memory_gib: float
 
 
 def find_package(name: str) -> Package | None:
-    """Return the package that wins the import of a key of ``MODULES`` (or ``python``), if any."""
+    """Return the package that ``import`` finds for a key of ``MODULES`` or ``python``, if any."""
     if name == "python":
         return Package(
             name=name, version=platform.python_version(), path=sys.executable, checkout=False
@@ -100,7 +99,7 @@ def _is_installed(name: str, folder: Path) -> bool:
 
 
 def find_folder(module: str) -> Path | None:
-    """Return the folder a dotted module is imported from, without importing it or its parents."""
+    """Return the folder of a dotted module, without importing it or its parents."""
     spec: ModuleSpec | None = None
     parts = module.split(".")
     for depth in range(1, len(parts) + 1):
@@ -113,13 +112,10 @@ def find_folder(module: str) -> Path | None:
 
 
 def missing_for_datasets() -> str | None:
-    """Return what the C++ helper of Megatron's datasets lacks, with a remedy.
+    """Return what Megatron's C++ dataset helper lacks, with a remedy, None if nothing.
 
-    A checkout of Megatron-LM compiles the helper with ``make`` and pybind11 when it trains; the
-    wheel of megatron-core has it built.
-
-    Returns:
-        One line, or None where the helper is built or can be.
+    A Megatron-LM checkout compiles it with ``make`` and pybind11 during training; the megatron-core
+    wheel ships it prebuilt.
     """
     folder = find_folder("megatron.core.datasets")
     if folder is None or not (folder / "Makefile").is_file() or find_folder("pybind11"):
@@ -133,15 +129,15 @@ def missing_for_datasets() -> str | None:
 
 
 def find_versions() -> dict[str, str]:
-    """Return the versions of this package, of Python, and of all ``MODULES`` that are here."""
+    """Return the versions of this package, Python, and all installed ``MODULES``."""
     found = {name: find_package(name) for name in ("python", *MODULES)}
     own = {"moe_optim": VERSION}
     return own | {name: package.version for name, package in found.items() if package is not None}
 
 
 def find_gpus() -> tuple[Gpu, ...]:
-    """Return the CUDA devices of this machine, as torch sees them."""
-    import torch  # seconds; a recipe that asks for no GPU never gets here
+    """Return the CUDA devices of this machine, as reported by torch."""
+    import torch  # slow import, only for recipes that require a GPU
 
     if not torch.cuda.is_available():
         return ()
@@ -153,16 +149,10 @@ def find_gpus() -> tuple[Gpu, ...]:
 
 
 def unmet_version(name: str, needed: str) -> str | None:
-    """Return the fault of the installed version of a package, with a remedy.
+    """Return why an installed version does not match ``needed``, with a remedy; None if it does.
 
-    A pre-release counts as its release: NVIDIA's containers ship torch 2.x.0a0.
-
-    Args:
-        name: ``python`` or a key of ``MODULES``.
-        needed: version specifier such as ``>=0.19,<0.21``.
-
-    Returns:
-        One line, or None where the version fits.
+    ``name`` is ``python`` or a key of ``MODULES``. A pre-release counts as its release: NVIDIA's
+    containers ship torch 2.x.0a0.
     """
     package = find_package(name)
     if package is not None and satisfies(package.version, needed):
@@ -174,15 +164,15 @@ def unmet_version(name: str, needed: str) -> str | None:
 
 
 def satisfies(version: str, needed: str) -> bool:
-    """Return whether a version is in a range; a pre-release counts as its release."""
+    """Return whether a version matches a specifier; a pre-release counts as its release."""
     try:
         return SpecifierSet(needed).contains(Version(version).base_version)
-    except InvalidVersion:  # it does not say; believe that the user knows
+    except InvalidVersion:  # unknown version: trust the user
         return True
 
 
 def _version(name: str, folder: Path) -> str:
-    if name == "megatron-core":  # metadata would describe the wheel where a checkout wins
+    if name == "megatron-core":  # metadata would describe the wheel even if a checkout is imported
         return read_core_version(folder)
     try:
         return importlib.metadata.version(name)
@@ -191,9 +181,9 @@ def _version(name: str, folder: Path) -> str:
 
 
 def read_core_version(folder: Path) -> str:
-    """Read the version of megatron-core out of its folder; ``unknown`` where it does not say.
+    """Read megatron-core's version from its folder; ``unknown`` if not found.
 
-    Importing it would take seconds and ask git.
+    Importing the package would take seconds and run git.
     """
     try:
         text = (folder / "package_info.py").read_text()

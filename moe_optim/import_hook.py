@@ -1,7 +1,7 @@
-"""Gives any program the plug-in's flag, once ``moe-optim enable`` ran.
+"""Adds the plug-in's flag to any Python program, after ``moe-optim enable``.
 
-The line that it writes calls :func:`arm` before the program's first line, and only where the
-command line has the flag. So this module imports the standard library alone, and little of it.
+The line written by ``enable`` calls :func:`arm` before the program starts, if the command line has
+the flag. Therefore this module imports only a few standard modules.
 """
 
 import importlib
@@ -11,19 +11,19 @@ from types import ModuleType
 from typing import Any
 
 PARENT, TRIGGER = "megatron", "megatron.training"
-"""The package that a script imports first, and the module with parser and training loop."""
+"""The package that scripts import first, and the module of parser and training loop."""
 ENTRY = "moe_optim.integration.script_runner"
-"""Has ``before_megatron()`` and ``switch_on()``; imported when Megatron is, and no sooner."""
+"""Module of ``before_megatron()`` and ``switch_on()``; imported with Megatron."""
 
 
 class _Listener:
-    """A finder that finds no module itself, and is called when Megatron is imported.
+    """A meta path finder that reports imports of Megatron and finds no module itself.
 
-    It stays until :data:`TRIGGER` was imported: ``importlib.util.find_spec`` imports nothing.
+    It stays until :data:`TRIGGER` is imported, since ``importlib.util.find_spec`` only looks it up.
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        """Return None, or for :data:`TRIGGER` the spec of other finders, with ours after it."""
+        """Return None or, for :data:`TRIGGER`, another finder's spec, hooked after execution."""
         if name == PARENT:
             _entry().before_megatron()
         if name != TRIGGER:
@@ -40,26 +40,26 @@ _LISTENER = _Listener()
 
 
 def arm() -> None:
-    """Switch the plug-in on when this process has imported Megatron's training loop.
+    """Enable the plug-in as soon as this process has imported Megatron's training loop.
 
-    Python may run the line twice: a folder of packages can have two names.
+    Idempotent, since Python may run the line twice if a site folder has two names.
     """
     if _LISTENER not in sys.meta_path:
         sys.meta_path.insert(0, _LISTENER)
 
 
 def disarm() -> None:
-    """Stop listening: the plug-in is switched on by other means."""
+    """Stop listening, because the plug-in is enabled by other means."""
     if _LISTENER in sys.meta_path:
         sys.meta_path.remove(_LISTENER)
 
 
 def _follow(loader: Any) -> None:
-    """Switch the plug-in on after ``loader``, which belongs to one spec, has run its module."""
+    """Enable the plug-in after ``loader``, used by a single spec, has executed its module."""
     run = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
-        del loader.exec_module  # the method of its class is left
+        del loader.exec_module  # restores the class's method
         is_armed = _LISTENER in sys.meta_path
         run(module)
         if is_armed:

@@ -1,9 +1,9 @@
-"""What goes with what: the one table of refusals, and of what makes a step Megatron's.
+"""Compatibility rules: which settings are refused, and which require Megatron's own step.
 
-A :class:`Setup` holds what is known of a run, and more of it from stage to stage: the configuration
-alone, Megatron's flags (all that a dry run has), the model, the optimizer. A rule applies at every
-stage that knows what it reads, so what flags tell is refused before a model is built. The dry run,
-the optimizer factory, ``moe-optim plan`` and the documents read this table.
+A :class:`Setup` describes a run, in increasing detail by stage: the configuration alone, Megatron's
+flags (all that a dry run has), the model, the optimizer. A rule applies at every stage that
+provides its inputs, so that invalid flags are refused before a model is built. The dry run, the
+optimizer factory, ``moe-optim plan`` and the documents use this table.
 """
 
 import os
@@ -24,24 +24,24 @@ NATIVE_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--fp4-recipe nvfp4": ("nvfp4",),
     }
 )
-"""Recipe of Transformer Engine -> formats that its weights can be managed in;
-the first is what ``format: auto`` is."""
+"""Recipe of Transformer Engine -> formats in which its weights can be managed, the default for
+``format: auto`` first."""
 TENSORWISE_RECIPE = "--fp8-recipe tensorwise"
-"""The recipe whose weights stay in Megatron's buffers, under ``format: auto`` alone."""
-_CHANGED_BYTES = (  # recipe, variable of Transformer Engine, values
+"""Recipe whose weights stay in Megatron's buffers; requires ``format: auto``."""
+_CHANGED_BYTES = (  # recipe, Transformer Engine variable, values
     ("--fp8-recipe blockwise", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES", ("1",)),
     ("--fp4-recipe nvfp4", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", ("1",)),
     ("--fp4-recipe nvfp4", "NVTE_NVFP4_4OVER6", ("weights", "all")),
 )
-"""Environments in which weights of a recipe are in no format of this package."""
+"""Environment variables that give a recipe's weights an unsupported format."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """What is known of a run. Fields that a stage does not know keep their defaults."""
+    """Known facts about a run; fields unknown at a stage keep their defaults."""
 
     config: Any
-    """The ``MoEOptimConfig``, which checks itself by these rules."""
+    """``MoEOptimConfig``, which checks itself by these rules."""
     optimizer: Any = None
     """Megatron's ``OptimizerConfig``, or an object with the fields that rules read."""
     ddp: Any = None
@@ -49,46 +49,42 @@ class Setup:
     models: Sequence[Any] = ()
     """Megatron's ``TransformerConfig`` of every model chunk."""
     recipes: Sequence[str] = ()
-    """Flags of the recipes that weights of Transformer Engine will be kept in."""
+    """Recipe flags in which Transformer Engine keeps primary weights."""
     portable: Sequence[Any] = ()
-    """``TransformerConfig`` of portable experts that are about to be built."""
+    """``TransformerConfig`` of portable experts to be built."""
     has_portable: bool = False
-    """Whether there are, or will be, portable experts."""
+    """Whether portable experts exist or will be built."""
     quantized: bool = False
-    """Whether buckets of this package hold some weights."""
+    """Whether this package's buckets contain any weights."""
     tensorwise: bool = False
-    """Whether some weights have per-tensor scaling, and so stay in Megatron's buffers."""
+    """Whether any weights have per-tensor scaling and thus stay in Megatron's buffers."""
     accepted: Sequence[str] = ()
-    """Values of ``format`` that weights of Transformer Engine allow, besides ``auto``; none where
-    there are no such weights, or all of them are managed already."""
+    """Values of ``format`` that Transformer Engine's weights permit besides ``auto``; empty without
+    such weights, or if all are managed already."""
     stored: Sequence[str] = ()
-    """Formats of the quantized weights that were built."""
+    """Formats of existing quantized weights."""
     unknown: str | None = None
-    """A quantized weight in no format of this package: its class and shape."""
+    """Class and shape of a quantized weight in no supported format."""
     linears: Mapping[str, Any] = MappingProxyType({})
-    """Portable expert linears of Megatron-Bridge whose rows are interleaved, by name."""
+    """Portable expert linears of Megatron-Bridge with interleaved rows, by name."""
     masters_of_adam: bool | None = None
-    """Whether Adam holds the masters; None derives it from flags."""
+    """Whether Adam holds the masters; None: derived from flags."""
     adam: str | None = None
     """Class of an Adam that counts steps by parameter."""
     has_kernels: bool = True
     """Whether kernels can update every master."""
     can_capture: bool = True
-    """Whether a CUDA graph can hold the step."""
+    """Whether a CUDA graph can capture the step."""
     stock_reason: str | None = None
-    """What makes the step Megatron's, as all ranks have agreed; None before that."""
+    """Reason for Megatron's step, agreed by all ranks; None before that."""
     args: Any = None
     """Megatron's arguments under ``moe-optim train``."""
 
     @classmethod
     def of_flags(cls, config: Any, optimizer: Any, ddp: Any, models: Sequence[Any]) -> "Setup":
-        """Return what Megatron's settled configurations tell before a model is built.
+        """Return the setup given by Megatron's validated configurations, before a model is built.
 
-        Args:
-            config: the ``MoEOptimConfig``.
-            optimizer: Megatron's ``OptimizerConfig``.
-            ddp: Megatron's ``DistributedDataParallelConfig``.
-            models: Megatron's ``TransformerConfig`` of every chunk.
+        Arguments become the fields of the same names.
         """
         recipes = tuple(dict.fromkeys(found for m in models if (found := native_recipe(m))))
         tensorwise = TENSORWISE_RECIPE in recipes
@@ -116,15 +112,15 @@ class Setup:
 
     @property
     def offload_states(self) -> float:
-        """Part of masters and moments that lies on the host, by the configuration or by a flag."""
+        """Fraction of masters and moments on the host, from configuration or flag."""
         return float(config_with_flags(self.config, self.optimizer).offload_states)
 
     @property
     def adam_holds_masters(self) -> bool:
-        """Whether Adam holds the masters of all weights, and the distributed optimizer none.
+        """Whether Adam rather than the distributed optimizer holds the masters of all weights.
 
-        With ``--use-precision-aware-optimizer`` it does, unless something else reads or writes
-        masters: what quantizes weights, a fused step that was asked for, states on the host.
+        True with ``--use-precision-aware-optimizer`` unless anything else accesses masters:
+        quantization of weights, ``step: fused``, or states on the host.
         """
         if self.masters_of_adam is not None:
             return self.masters_of_adam
@@ -137,23 +133,23 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One thing that does not go with another."""
+    """An incompatibility between settings."""
 
     name: str
-    """What the user has set, as documents list it."""
+    """The user's setting, as listed in documents."""
     when: Callable[[Setup], object]
-    """Whether a setup has it; text says what was found, in the place of the name."""
+    """Whether the rule applies to a setup; a string result replaces the name in messages."""
     reason: str
     remedy: str
-    """What to change; ``{step}`` stands for the remedy of what makes the step Megatron's."""
+    """Recommended change; ``{step}`` inserts the remedy for whatever requires Megatron's step."""
     known: Known = "flags"
-    """The earliest stage that can tell. A dry run knows flags."""
+    """Earliest stage that provides the rule's inputs. A dry run has flags."""
     scope: str = field(default="any run", kw_only=True)
     """Key of :data:`SCOPES`."""
     effect: Effect = field(default="refuse", kw_only=True)
 
     def finding(self, setup: Setup) -> str | None:
-        """Return what was found in a setup, or None where the rule does not hold."""
+        """Return the finding in a setup, None if the rule does not apply."""
         if not SCOPES[self.scope](setup) or not (found := self.when(setup)):
             return None
         return found if isinstance(found, str) else self.name
@@ -171,24 +167,16 @@ SCOPES: Mapping[str, Callable[[Setup], bool]] = MappingProxyType(
         "moe-optim train": lambda s: s.args is not None,
     }
 )
-"""What a rule applies to -> whether a setup is one of these, and known well enough."""
+"""Scope of a rule -> whether a setup is within it, and known in sufficient detail."""
 
 
 def refusals(setup: Setup) -> list[str]:
-    """Return what is refused in a setup, one line each: what, why, and what to change."""
+    """Return refusals, one line each: finding, reason and remedy."""
     return list(_told(setup, "refuse"))
 
 
 def check_setup(setup: Setup, where: str) -> None:
-    """Refuse a setup by every rule that it breaks.
-
-    Args:
-        setup: what is known so far.
-        where: beginning of the message.
-
-    Raises:
-        ConfigError: a rule is broken; every such rule has a line.
-    """
+    """Raise ConfigError with one line per rule that a setup violates, starting with ``where``."""
     lines = refusals(setup)
     if len(lines) == 1:
         raise ConfigError(f"{where}: {lines[0]}")
@@ -198,7 +186,7 @@ def check_setup(setup: Setup, where: str) -> None:
 
 
 def remarks(setup: Setup, effect: Literal["warn", "note"]) -> list[str]:
-    """Return warnings of settings that have no effect, or notes on flags that are not needed."""
+    """Return warnings of settings without effect, or notes on unnecessary flags."""
     return list(_told(setup, effect))
 
 
@@ -213,10 +201,9 @@ def _told(setup: Setup, effect: Effect) -> Iterator[str]:
 
 
 def why_stock_step(setup: Setup) -> str | None:
-    """Return what makes the step Megatron's, or None where it is fused.
+    """Return the reason for using Megatron's step, None for a fused step.
 
-    This alone decides it. A later stage knows more: a step that flags leave to kernels is
-    Megatron's where an optimizer cannot be fused, on any rank.
+    Sole criterion. Later stages may add reasons: an optimizer on any rank that cannot be fused.
     """
     found = _find_stock_step(setup)
     return found and found[1]
@@ -228,14 +215,10 @@ def _find_stock_step(setup: Setup) -> tuple[Rule, str] | None:
 
 
 def config_with_flags(config: Any, optimizer: Any) -> Any:
-    """Return a ``MoEOptimConfig`` with what Megatron's own flags ask for in it.
+    """Return ``config``, a ``MoEOptimConfig``, with Megatron's own flags in ``optimizer`` applied.
 
-    ``--optimizer-cpu-offload`` asks for ``offload_states``, whose value counts before the flag's
-    fraction where both are given. With ``step: stock`` it is refused.
-
-    Args:
-        config: the ``MoEOptimConfig``.
-        optimizer: as :attr:`Setup.optimizer`.
+    ``--optimizer-cpu-offload`` sets ``offload_states`` to its fraction, unless it is set already.
+    With ``step: stock`` a rule refuses it.
     """
     if config.step == "stock" or config.offload_states or not optimizer.optimizer_cpu_offload:
         return config
@@ -243,11 +226,9 @@ def config_with_flags(config: Any, optimizer: Any) -> Any:
 
 
 def offload_fraction(optimizer: Any) -> float:
-    """Return the part of masters and moments that ``--optimizer-cpu-offload`` keeps on the host.
+    """Return the fraction of states that ``--optimizer-cpu-offload`` keeps on the host.
 
-    Args:
-        optimizer: as :attr:`Setup.optimizer`. To Megatron a fraction above 1 means everything, and
-            one below 0 nothing.
+    ``optimizer`` is an object like :attr:`Setup.optimizer`; its fraction is clamped to 0 to 1.
     """
     if not optimizer.optimizer_cpu_offload:
         return 0.0
@@ -255,11 +236,7 @@ def offload_fraction(optimizer: Any) -> float:
 
 
 def native_recipe(model: Any) -> str | None:
-    """Return the flag of the recipe that weights are kept in between steps, None for bf16.
-
-    Args:
-        model: Megatron's ``TransformerConfig``.
-    """
+    """Return the recipe flag of a ``TransformerConfig``'s primary weights, None for bf16."""
     for on, kept, name in (("fp8", "fp8_param", "fp8_recipe"), ("fp4", "fp4_param", "fp4_recipe")):
         if getattr(model, on) and getattr(model, kept):
             recipe = getattr(model, name)
@@ -288,8 +265,8 @@ _GIVE_PORTABLE = (
     "--use-checkpoint-args may take them back), or "
 )
 _SHARDS = (
-    "Megatron gathers such shards for every GEMM by a path of its own, and neither a weight's "
-    "scales nor its amax are those of a shard"
+    "Megatron gathers such shards separately for every GEMM, and scales and amax are those of "
+    "a whole weight"
 )
 
 # fmt: off
@@ -309,17 +286,17 @@ RULES: tuple[Rule, ...] = (
     ),
     *_rules("any run", "refuse",
         ("--use-megatron-fsdp", lambda s: s.ddp is not None and s.ddp.use_megatron_fsdp,
-         "it has buffers and shards of its own", "Remove it"),
+         "it has its own buffers and shards", "Remove it"),
         ("an optimizer without --use-distributed-optimizer",
          lambda s: s.optimizer.optimizer == "adam" and not s.optimizer.use_distributed_optimizer,
-         "masters are sharded as Megatron's distributed optimizer shards them",
+         "masters are sharded by Megatron's distributed optimizer",
          "Set use_distributed_optimizer (the plug-in's flag implies it)"),
         ("--optimizer other than adam",
          lambda s: s.optimizer.optimizer != "adam" and f"--optimizer {s.optimizer.optimizer}",
-         "masters and moments are Adam's", "Give --optimizer adam"),
+         "only Adam is supported", "Give --optimizer adam"),
         ("--optimizer-cpu-offload with step: stock",
          lambda s: s.optimizer.optimizer_cpu_offload and s.config.step == "stock",
-         "states on the host take a fused step", "Set step: fused, or remove the flag"),
+         "states on the host require a fused step", "Set step: fused, or remove the flag"),
         ("--optimizer-cpu-offload without --bf16",
          lambda s: s.optimizer.optimizer_cpu_offload and not (s.optimizer.bf16 or s.optimizer.fp16),
          "fp32 weights are their own masters", "Give --bf16, or remove the flag"),
@@ -329,34 +306,34 @@ RULES: tuple[Rule, ...] = (
          "Give --overlap-param-gather alone"),
         ("step: fused with what makes a step Megatron's",
          lambda s: s.config.step == "fused" and _without_fusing(s, "step: fused"),
-         "a fused step cannot take it", "{step}; or set step: auto or step: stock"),
+         "a fused step does not support it", "{step}; or set step: auto or step: stock"),
         ("--optimizer-cuda-graph without a fused step",
          lambda s: s.optimizer.optimizer_cuda_graph
          and _without_fusing(s, "--optimizer-cuda-graph"),
-         "Megatron's step decides on the host what non-finite gradients do",
+         "Megatron's step handles non-finite gradients on the host",
          "{step}; or drop the flag"),
         ("--optimizer-cuda-graph on a GPU without kernels",
          lambda s: s.optimizer.optimizer_cuda_graph and not s.can_capture,
-         "a step in plain torch asks the device whether weights move; kernels take Triton and "
+         "a step in plain torch synchronizes with the device; kernels require Triton and "
          "compute capability 8.9 or newer", "Drop the flag", "optimizer"),
         ("offload_states, or --optimizer-cpu-offload, without a fused step",
          lambda s: s.offload_states and _without_fusing(s, _offload(s)),
-         "Megatron's step takes states on the device",
+         "Megatron's step requires states on the device",
          "{step}; or leave states on the device"),
     ),
     *_rules("any model", "refuse",
         ("--qk-clip", _of("models", lambda m: m.qk_clip),
-         "Megatron rescales masters as if none were sharded", "Remove it"),
+         "Megatron rescales masters as if they were not sharded", "Remove it"),
         ("--fp8-param-gather with --fp8-recipe delayed or custom",
          lambda s: _foreign_recipe(s.recipes),
-         "its weights are in no format of this package",
+         "this package does not support the format of its weights",
          "Drop --fp8-param-gather, or give another recipe"),
         ("a format other than that of Transformer Engine's weights", lambda s: _other_format(s),
          "--fp8-recipe or --fp4-recipe makes the weights",
          "Set --moe-optim-set format=auto, or drop --fp8-param-gather or --fp4-param-gather"),
         ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1, NVTE_NVFP4_DISABLE_2D_QUANTIZATION=1, or "
          "NVTE_NVFP4_4OVER6=weights or all", lambda s: _changed_bytes(s.recipes),
-         "weights of Transformer Engine would be in no format of this package",
+         "Transformer Engine's weights would have an unsupported format",
          "Unset the variable"),
         ("weights in several formats",
          lambda s: s.config.format == "auto" and len(s.stored) > 1
@@ -372,16 +349,16 @@ RULES: tuple[Rule, ...] = (
          f"{_GIVE_PORTABLE}a recipe of Transformer Engine with its parameter gather; or set "
          "format: bf16"),
         ("compute without portable experts", lambda s: _unused_compute(s),
-         "expected portable experts, as others multiply by their own recipe",
+         "expected portable experts, as others use their own recipe",
          f"{_GIVE_PORTABLE}set compute: null"),
     ),
     *_rules("quantized weights", "refuse",
         ("--fp16", lambda s: s.optimizer.fp16, "masters are rounded to bf16 before they are "
          "quantized", "Give --bf16"),
         ("--use-nccl-ub with quantized weights", lambda s: s.ddp.nccl_ub,
-         "their gathers have memory that NCCL has not registered", "Remove it"),
+         "their gather buffers are not registered with NCCL", "Remove it"),
         ("--main-params-dtype other than fp32", lambda s: _narrow_masters(s.optimizer),
-         "quantized weights are made of fp32 masters", "Give fp32"),
+         "weights are quantized from fp32 masters", "Give fp32"),
         ("--tensor-parallel-num-weight-shards above --tensor-model-parallel-size",
          _of("models", lambda m: m.gtp_weight_remat_size > 1), _SHARDS, "Remove it"),
         ("--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size",
@@ -390,7 +367,7 @@ RULES: tuple[Rule, ...] = (
     *_rules("tensorwise weights", "refuse",
         ("--optimizer-cuda-graph with tensorwise weights",
          lambda s: s.optimizer.optimizer_cuda_graph,
-         "ranks reduce amaxes in the middle of the step", "Remove it"),
+         "ranks reduce amaxes within the step", "Remove it"),
         ("record_amax with tensorwise weights", lambda s: s.config.record_amax,
          "Megatron's buffers hold them, and record nothing", "Set record_amax: false"),
         ("--reuse-grad-buf-for-mxfp8-param-ag with tensorwise weights",
@@ -427,7 +404,7 @@ RULES: tuple[Rule, ...] = (
          "Remove it: format and compute quantize portable experts"),
         ("--cuda-graph-impl over experts",
          lambda m: m.cuda_graph_impl != "none" and _graphs_experts(m.cuda_graph_modules),
-         "A replay would skip what finds stale weights: give --cuda-graph-modules without moe"),
+         "A replay would skip the checks for stale weights: give --cuda-graph-modules without moe"),
         ("--recompute-modules moe_act",
          lambda m: m.recompute_granularity == "selective" and "moe_act" in m.recompute_modules,
          "Give moe, which recomputes the whole layer"),
@@ -443,30 +420,30 @@ RULES: tuple[Rule, ...] = (
     ),
     *_rules("portable experts", "refuse",
         ("compute with one amax per expert and --expert-tensor-parallel-size above 1",
-         lambda s: _cut_amax(s), "the amax would be that of a part of an expert",
+         lambda s: _cut_amax(s), "the amax would be that of a shard",
          "Keep experts whole, or take a block format"),
     ),
     *_rules("any configuration", "stock step",
         ("step: stock", lambda s: s.config.step == "stock",
-         "it asks for Megatron's code", "Set step: fused"),
+         "it requests Megatron's code", "Set step: fused"),
         ("layout: stock", lambda s: s.config.step == "auto" and s.config.layout == "stock",
-         "it promises Megatron's bits, and the last bit of a fused norm may be another",
+         "it guarantees Megatron's bits, and a fused norm may differ in the last bit",
          "Set step: fused"),
         ("backend: reference", lambda s: s.config.step == "auto" and s.config.backend != "auto",
-         "it asks for plain torch", "Set step: fused"),
+         "it requests plain torch", "Set step: fused"),
     ),
     *_rules("any run", "stock step",
         ("a loss scale (--loss-scale, --fp16)",
          lambda s: s.optimizer.fp16 or s.optimizer.loss_scale is not None,
-         "a fused step does not undo it", "Give --bf16 and no --loss-scale"),
+         "a fused step does not unscale gradients", "Give --bf16 and no --loss-scale"),
         ("masters that Adam holds (--use-precision-aware-optimizer with bf16 weights, or with "
          "--main-params-dtype other than fp32)", lambda s: s.adam_holds_masters,
-         "a fused step reads masters of the distributed optimizer; of bf16 weights Adam, which has "
-         "to be Transformer Engine's, holds them in 2 bytes beside the weight",
+         "a fused step reads the distributed optimizer's masters; Transformer Engine's Adam, which "
+         "is required, holds those of bf16 weights in 2 bytes beside the weight",
          "Give fp32 masters; for bf16 weights set step: fused, whose masters take 4 bytes"),
         ("moments in fp16 or fp8, or of two dtypes (--exp-avg-dtype, --exp-avg-sq-dtype)",
          lambda s: _unfit_moments(s.optimizer),
-         "a fused step has both in fp32, or both in bf16", "Give both fp32 or both bf16"),
+         "a fused step supports both in fp32, or both in bf16", "Give both fp32 or both bf16"),
         ("--use-megatron-fsdp", lambda s: s.ddp is not None and s.ddp.use_megatron_fsdp,
          "it is refused, unless Megatron's own factory is called", "Remove it"),
         ("an Adam that counts steps by parameter",
@@ -475,17 +452,17 @@ RULES: tuple[Rule, ...] = (
          "optimizer"),
         ("masters on a device without kernels",
          lambda s: s.config.step == "auto" and not s.has_kernels and not s.offload_states,
-         "kernels take Triton and compute capability 8.9 or newer",
-         "Set step: fused, which takes plain torch there", "optimizer"),
+         "kernels require Triton and compute capability 8.9 or newer",
+         "Set step: fused, which runs in plain torch there", "optimizer"),
     ),
     *_rules("Megatron-Bridge", "refuse",
         ("one weight of all experts with model.moe_mlp_glu_interleave_size",
          lambda s: _linear(s, "one weight of all experts", lambda m: m.expert_layout == "grouped"),
-         "Megatron-Bridge sorts the first axis of weights, expected that of rows",
+         "Megatron-Bridge permutes the first axis of weights, expected rows",
          "Set optimizer.moe_optim.expert_layout=indexed, or the size null", "model"),
         ("recorded amaxes with model.moe_mlp_glu_interleave_size",
          lambda s: _linear(s, "recorded amaxes", lambda m: m.amax() is not None),
-         "Megatron-Bridge sorts the first axis of weights and amaxes, expected that of rows",
+         "Megatron-Bridge permutes the first axis of weights and amaxes, expected rows",
          "Take a format other than nvfp4 and record_amax=false, or set the size null", "model"),
     ),
     *_rules("moe-optim train", "refuse", *(
@@ -504,17 +481,17 @@ RULES: tuple[Rule, ...] = (
     *_rules("any run", "note",
         ("--reuse-grad-buf-for-mxfp8-param-ag",
          lambda s: s.optimizer.reuse_grad_buf_for_mxfp8_param_ag,
-         "a gather of quantized weights takes no memory beside the gradients', with the flag or "
-         "without", "Nothing has to be changed"),
+         "gathers of quantized weights need no memory beside the gradients', with or without "
+         "the flag", "Nothing has to be changed"),
         ("--optimizer-cpu-offload",
          lambda s: s.optimizer.optimizer_cpu_offload and s.offload_states > 0,
-         "it is offload_states here: states are stepped on the device, in chunks whose copies "
+         "it sets offload_states: states are stepped on the device, in chunks whose copies "
          "overlap, so that --overlap-cpu-optimizer-d2h-h2d, --use-torch-optimizer-for-cpu-offload "
          "and --no-pin-cpu-* change nothing", "Nothing has to be changed"),
     ),
 )
 # fmt: on
-"""All rules, in the order in which they are told."""
+"""All rules, in reporting order."""
 
 
 def _other_compute(config: Any) -> str | None:
@@ -551,7 +528,7 @@ def _unused_format(setup: Setup) -> str | None:
 
 def _unused_compute(setup: Setup) -> str | None:
     compute = setup.config.compute
-    is_own = setup.stored and compute == setup.config.format  # as null
+    is_own = setup.stored and compute == setup.config.format  # same as null
     if setup.has_portable or is_own or compute in (None, "bf16"):
         return None
     return f"compute: {compute} without portable experts"
@@ -587,7 +564,7 @@ def _activation(model: Any) -> str:
 
 
 def _fuses_swiglu(model: Any) -> bool:
-    """Return whether Megatron would call its fused SwiGLU; it has none for interleaved rows."""
+    """Return whether Megatron would use its fused SwiGLU, which lacks interleaved rows."""
     is_fused = model.bias_activation_fusion and model.moe_mlp_glu_interleave_size is None
     return is_fused and _activation(model) == "silu"
 
@@ -597,7 +574,7 @@ def _expert_tp(model: Any) -> int:
 
 
 def _graphs_experts(modules: Any) -> bool:
-    """Return whether CUDA graphs hold experts: ``moe``, or no module, which means whole layers."""
+    """Return whether CUDA graphs capture experts: ``moe``, or no module (whole layers)."""
     return not modules or "moe" in [getattr(module, "name", module) for module in modules]
 
 

@@ -1,4 +1,4 @@
-"""Printing results: folded to the width of a terminal, but in whole lines where a pipe reads."""
+"""Console output: wrapped in terminals, unwrapped in pipes."""
 
 import contextlib
 import io
@@ -12,38 +12,38 @@ from rich.console import Console
 from rich.table import Table
 
 FAILED = 1
-"""Exit code of a command that did not do what it was asked for, though that could be done."""
+"""Exit code of a command that was valid but failed."""
 _WIDER_THAN_ANY_LINE = 1 << 16  # columns
 
 
 class Screen(Console):
-    """A console whose command goes on to its end after its reader has gone."""
+    """A console that lets its command finish after a broken pipe."""
 
     lost_reader = False
-    """Whether the reader of some screen of this process has gone."""
+    """Whether any console of this process has a broken pipe."""
 
     def on_broken_pipe(self) -> None:
-        """Print nothing more, where rich would end the process."""
+        """Discard further output, where rich would exit."""
         self.quiet = Screen.lost_reader = True
         discard_output()
 
 
 def discard_output() -> None:
-    """Discard further output to stdout, once its reader has gone."""
-    with contextlib.suppress(OSError, ValueError):  # stdout is no file of this process
+    """Discard further output to stdout after a broken pipe."""
+    with contextlib.suppress(OSError, ValueError):  # stdout has no file descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
 
 
 def fail(message: str) -> int:
-    """Print an error, and return the exit code of a command that failed."""
+    """Print an error, and return the exit code of a failed command."""
     print(f"error: {message}", file=sys.stderr)
     return FAILED
 
 
 def results_console() -> Console:
-    """Return a console of stdout; only a terminal gets its lines folded."""
+    """Return a console for stdout, which wraps lines only in terminals."""
     console = Screen(markup=False, highlight=False, emoji=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = _WIDER_THAN_ANY_LINE
@@ -51,9 +51,9 @@ def results_console() -> Console:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table without cutting a number; only terminals get blanks at line ends.
+    """Print a table without truncating numbers, and without trailing blanks outside terminals.
 
-    A terminal that is narrower than a table whose columns do not wrap folds the lines.
+    A terminal narrower than a non-wrapping table wraps whole lines.
     """
     least = _least_width(table)
     if console.is_terminal and console.width >= least:
@@ -66,7 +66,7 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def _least_width(table: Table) -> int:
-    """Return the width below which cells are cut; 0 where some cells wrap."""
+    """Return the minimum width without truncated cells; 0 if some columns wrap."""
     if not all(column.no_wrap for column in table.columns):
         return 0
     return _plain_console(io.StringIO(), _WIDER_THAN_ANY_LINE).measure(table).maximum

@@ -1,10 +1,10 @@
-"""Numbers as text, for tables and pictures."""
+"""Formats numbers for tables and pictures."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def spell_count(number: int) -> str:
-    """Return a number below a million in full, others with three digits and M."""
+    """Format a count in full below one million, else with three digits and M."""
     if number < 10**6:
         return f"{number:,}"
     millions = number / 10**6
@@ -12,7 +12,7 @@ def spell_count(number: int) -> str:
 
 
 def spell_bytes(count: float) -> str:
-    """Return a number of bytes with three digits and its unit, in at most eight characters."""
+    """Format a byte count with three digits and unit, in at most eight characters."""
     unit = 0
     while count >= 999.5 and unit < len(_UNITS) - 1:
         count, unit = count / 1024, unit + 1
@@ -23,5 +23,5 @@ def spell_bytes(count: float) -> str:
 
 
 def spell_difference(count: float) -> str:
-    """Return a number of bytes with its sign, or 0."""
+    """Format a signed byte count, or 0."""
     return f"{'+' if count > 0 else '-'}{spell_bytes(abs(count))}" if count else "0"

@@ -1,3 +1,3 @@
-"""The version of this package: the one place where it is written."""
+"""Version of this package; single source."""
 
 VERSION = "0.1.0"

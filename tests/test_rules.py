@@ -280,7 +280,7 @@ def test_every_rule_that_flags_break_has_a_case(told):
 
 def test_flags_that_change_nothing_are_remarked_on(told):
     (line,) = told["remarks"]
-    assert line.startswith("--optimizer-cpu-offload: it is offload_states here")
+    assert line.startswith("--optimizer-cpu-offload: it sets offload_states")
 
 
 STEPS: dict[str, tuple[Settings, str | None]] = {  # configuration -> what makes steps Megatron's

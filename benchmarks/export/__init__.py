@@ -1,1 +1,1 @@
-"""``python -m benchmarks export``: weights on their way from training to an engine."""
+"""``python -m benchmarks export``: export of weights from training to an engine."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks export``: its options, its table and the JSON it writes."""
+"""``python -m benchmarks export``: options, table and JSON."""
 
 import argparse
 import json
@@ -26,18 +26,18 @@ COLUMNS = {
     "ratio": "ratio",
     "other_scales": "other scales",
 }
-"""What a table shows of a row, and under which heading; the JSON has everything."""
+"""Table columns: key of a row -> heading. The JSON contains all keys."""
 
 
 def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add ``bench export``."""
+    """Add ``benchmarks export``."""
     parser = kinds.add_parser(
         "export",
-        help="time and bytes of handing experts to an engine on every rank",
-        description="Export the experts of a model, spread over the ranks of this machine, into "
-        "memory of an engine on each: quantized as they are; in bf16; and in bf16, quantized there "
-        "again, which is one launch a linear of bf16 weights that lie ready. GPUs speak over NCCL, "
-        "a CPU over gloo.",
+        help="time and bytes of exporting experts to an engine on every rank",
+        description="Export the experts of a model, distributed over this machine's ranks, into "
+        "an engine's memory on each: quantized; in bf16; and in bf16, requantized there with one "
+        "launch per linear. The bf16 weights are prepared in advance. Uses NCCL on GPUs, gloo on a "
+        "CPU.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -45,12 +45,12 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     add("--format", choices=FORMATS, **several, help=f"of {', '.join(FORMATS)}; default: all")
     models = f"of {', '.join(MODELS)}; default: qwen3-30b-a3b (12 layers) on GPUs, small on a CPU"
     add("--model", choices=MODELS, metavar="NAME", help=models)
-    add("--ranks", type=int, metavar="N", help="processes; default: one a GPU, or 2 on a CPU")
+    add("--ranks", type=int, metavar="N", help="processes; default: one per GPU, or 2 on a CPU")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure on all ranks, print rank 0's table, and write its figures if asked to."""
+    """Measure on all ranks, print rank 0's table, and write its results if requested."""
     import torch
     from torch.multiprocessing.spawn import spawn
 
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """Return the line that asks for the same, with every default spelled out."""
+    """Return the equivalent command line with all defaults explicit."""
     words = ["python", "-m", "benchmarks", args.what, "--format", *args.format]
     words += ["--model", args.model, "--ranks", str(args.ranks)]
     words += ["--json", str(args.json)] if args.json else []
@@ -97,7 +97,7 @@ def _spelt(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rank(rank: int, size: int, formats: Sequence[str], model: str, out: str) -> None:
-    """Measure on one rank; rank 0 writes what it saw."""
+    """Measure on one rank; rank 0 writes its results."""
     import torch
     import torch.distributed as dist
 

@@ -1,7 +1,7 @@
-"""Experts on their way to an engine on every rank: as they are, and in bf16, quantized again there.
+"""Export of experts to an engine on every rank: quantized, or in bf16 and requantized there.
 
-Experts are spread over all ranks. An engine is memory of its own for all experts of the model, and
-every tensor of an export is copied into it, as engines do while they load.
+Experts are distributed over all ranks. An engine is memory for all experts of the model, into which
+every exported tensor is copied, as engines do when loading.
 """
 
 import statistics
@@ -33,12 +33,12 @@ Pairs = Iterable[tuple[str, Tensor]]
 
 
 class ModelOfExperts(torch.nn.Module):
-    """The experts of a model that this rank holds, where Megatron's MoE layers have them.
+    """This rank's experts of a model, in the module structure of Megatron's MoE layers.
 
     Args:
-        shapes: of the whole model; its experts are spread over all ranks.
-        format: of the weights; None for bf16.
-        device: where they live.
+        shapes: experts of the whole model, distributed over all ranks.
+        format: format of the weights; None for bf16.
+        device: device of the weights.
     """
 
     def __init__(
@@ -60,26 +60,26 @@ class ModelOfExperts(torch.nn.Module):
         self.decoder = torch.nn.ModuleDict({"layers": layers})
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Return what there is besides experts: nothing."""
+        """Return the non-expert state, which is empty."""
         return {}
 
     def linears(self) -> Iterator[GroupedLinear]:
-        """Yield linears in the order in which they are exported."""
+        """Yield linears in export order."""
         return (module for module in self.modules() if isinstance(module, GroupedLinear))
 
     def export(self) -> Pairs:
-        """Export all experts; every rank must call it, and take all that it yields."""
+        """Export all experts; every rank must call it and exhaust the result."""
         return export_weights([self], layout="sequential")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requantizing:
-    """An engine that is given bf16 weights and quantizes a linear once all of it has come."""
+    """An engine that receives bf16 weights and quantizes each linear once complete."""
 
     tables: list[MemberTable]
     buffers: list[QuantizedWeight]
     arriving: list[Tensor]
-    """Of each linear what it is quantized from, [E, R, C] bf16: one memory for all layers."""
+    """Received bf16 weights of each linear [E, R, C], in memory shared by all layers."""
 
     @classmethod
     def of(
@@ -100,7 +100,7 @@ class Requantizing:
         return cls(tables=tables, buffers=buffers, arriving=arriving)
 
     def load(self, pairs: Pairs, *, quantizes: bool = True) -> None:
-        """Take all experts; without ``quantizes`` nothing is done to what has come."""
+        """Receive all experts; requantize them if ``quantizes``."""
         given = iter(pairs)
         for table, values in zip(self.tables, self.arriving, strict=True):
             for place in values:
@@ -110,7 +110,7 @@ class Requantizing:
         assert next(given, None) is None, "an export has more tensors than its model has experts"
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what each expert is now, tensor by tensor as an export has them."""
+        """Yield the current tensors of each expert, in export order."""
         for buffers in self.buffers:
             convention = find_convention(buffers.format)
             for (whole,) in export_experts(buffers, convention):
@@ -118,14 +118,14 @@ class Requantizing:
 
 
 def measure(model: str, name: str, device: torch.device) -> Iterator[Row]:
-    """Yield a row for each way of one format, from one engine's memory to the other's.
+    """Yield a row for each kind of export of one format.
 
-    bf16 weights lie ready: what dequantizes them is not timed.
+    bf16 weights are prepared in advance: their dequantization is not timed.
 
     Args:
-        model: of ``MODELS``.
-        name: of a format.
-        device: of this rank.
+        model: key of ``MODELS``.
+        name: name of a format.
+        device: device of this rank.
     """
     yield from list(_rows(model, name, device))
     release(device.type)
@@ -169,9 +169,9 @@ def _rows(model: str, name: str, device: torch.device) -> Iterator[Row]:
 
 
 def median_ms(act: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """Return the median time in ms of what all ranks begin together, and that of its calls alone.
+    """Return the median total time and median call time in ms, with all ranks starting together.
 
-    An export waits for other ranks on its way, so that the host's time is part of the first.
+    An export waits for other ranks, so that the total includes host time.
     """
     marks, host_ms = [], []
     for _ in range(WARM_UP + REPEATS):
@@ -202,12 +202,7 @@ def _make_models(
 
 
 def _differences(engine: Requantizing, trained: list[Tensor]) -> Row:
-    """Return which part of the scales and of the bytes of elements differs from those of training.
-
-    Args:
-        engine: that has quantized again.
-        trained: what was exported as it is.
-    """
+    """Return the fraction of scales and element bytes of ``engine`` unlike ``trained``."""
     counts: dict[str, list[int]] = {"elements": [0, 0], "scales": [0, 0]}
     for (suffix, again), before in zip(engine.tensors(), trained, strict=True):
         count = counts["scales" if "scale" in suffix else "elements"]

@@ -1,1 +1,1 @@
-"""What ``python -m benchmarks offload`` measures: fused steps of states that lie on the host."""
+"""``python -m benchmarks offload``: fused steps with states on the host."""

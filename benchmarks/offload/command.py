@@ -1,4 +1,4 @@
-"""``python -m benchmarks offload``: its options, its table and the JSON it writes."""
+"""``python -m benchmarks offload``: options, table and JSON."""
 
 import argparse
 import shlex
@@ -27,18 +27,17 @@ COLUMNS = {
     "link_gb_per_s": "GB/s each way",
     "fraction_of_link": "of copies",
 }
-"""What a table shows of a row, and under which heading; the JSON has everything."""
+"""Table columns: key of a row -> heading. The JSON contains all keys."""
 
 
 def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add ``bench offload``."""
+    """Add ``benchmarks offload``."""
     parser = kinds.add_parser(
         "offload",
         help="memory and time of fused steps with states on the host",
-        description="Take fused steps of the same experts, a part of their masters and moments on "
-        "the host. Every row has the bytes of the first one, which is looked at before anything is "
-        "timed. Beside what crosses the link to the host each way stands what copies both ways at "
-        "once move in the same run.",
+        description="Perform fused steps of the same experts with a fraction of their states "
+        "on the host, after verifying that all rows produce the same bytes. The traffic over the "
+        "host link is compared with the speed of simultaneous copies in both directions.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -47,7 +46,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     add("--format", choices=FORMATS, **several, default=["fp8_block"], help=formats)
     sets = f"of {', '.join(SHAPE_SETS)}; default: w1 on a GPU, small on a CPU"
     add("--shape-set", choices=SHAPE_SETS, metavar="NAME", help=sets)
-    fractions = "parts of the states on the host, in order; default: 0 0.5 1"
+    fractions = "fractions of states on the host, in order; default: 0 0.5 1"
     add(
         "--offload-states",
         type=_fraction,
@@ -60,7 +59,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print a table a shape set, and write the figures if asked to."""
+    """Run the benchmark, print a table per shape set, and write the results if requested."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -95,7 +94,7 @@ def _rows(args: argparse.Namespace, device: str, speed: float) -> Iterator[Row]:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """Return the line that asks for the same, with every default spelled out."""
+    """Return the equivalent command line with all defaults explicit."""
     words = ["python", "-m", "benchmarks", args.what, "--format", *args.format]
     words += ["--shape-set", args.shape_set]
     words += ["--offload-states", *map(str, args.offload_states)]

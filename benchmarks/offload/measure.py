@@ -1,4 +1,4 @@
-"""Fused steps of the same states, a part of them on the host, beside the speed of its link."""
+"""Measures fused steps with a fraction of their states on the host, and the speed of its link."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from moe_optim.kernels.step_table import StepTable
 
 STATE_BYTES = 12
-"""Of an element: a master and two moments in fp32. So many bytes travel each way in a step."""
+"""Bytes per element of a master and two moments in fp32, copied each way in a step."""
 LINK_BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}
 CHECKED_STEPS = 2
 
@@ -22,10 +22,10 @@ Row = dict[str, Any]
 
 
 def link_bytes_per_ms(device: str) -> float:
-    """Return the bytes a millisecond that copies move each way, both ways at once.
+    """Return the copy speed in bytes per ms and direction, both directions at once.
 
     Args:
-        device: ``cuda``; on a ``cpu`` two copies follow each other.
+        device: ``cuda``; on ``cpu`` two copies run one after the other.
     """
     import torch
 
@@ -52,15 +52,15 @@ def link_bytes_per_ms(device: str) -> float:
 
 
 def measure(case: Case, fractions: list[float], speed: float) -> Iterator[Row]:
-    """Yield a row for each fraction, its memory freed before the next one.
+    """Yield a row for each fraction, freeing its memory before the next.
 
     Args:
-        case: what to lay out.
-        fractions: of the states that lie on the host.
-        speed: of :func:`link_bytes_per_ms`.
+        case: shapes of the experts.
+        fractions: fractions of states on the host.
+        speed: result of :func:`link_bytes_per_ms`.
 
     Raises:
-        StateError: masters, moments or weights are others than those of the first row.
+        StateError: masters, moments or weights differ from those of the first row.
     """
     wanted: list[int] | None = None
     for fraction in fractions:
@@ -95,7 +95,7 @@ def measure(case: Case, fractions: list[float], speed: float) -> Iterator[Row]:
 
 
 def _states(case: Case, fraction: float) -> "tuple[StepTable, HostMemory, int]":
-    """Return what a step does, the memory of the host it does it in, and the elements there."""
+    """Return the step table, its host memory, and the elements there."""
     import torch
 
     from moe_optim.formats.reference.adam import Hyper
@@ -184,7 +184,7 @@ def _reset_peak(device: str) -> None:
 
 
 def _peak(device: str, before: int) -> int | None:
-    """Return what was allocated at most beyond ``before``; None on a CPU."""
+    """Return the peak allocation above ``before`` in bytes; None on a CPU."""
     import torch
 
     return torch.cuda.max_memory_allocated() - before if device == "cuda" else None

@@ -1,1 +1,1 @@
-"""Transformer Engine's own casts and steps, to hold ours against: bytes and time."""
+"""Transformer Engine's own casts and steps as references for bytes and time."""

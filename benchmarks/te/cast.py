@@ -1,4 +1,4 @@
-"""Transformer Engine's own cast of master weights, to hold ours against: bytes and time."""
+"""Transformer Engine's cast of master weights, as a reference for bytes and time."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,14 +14,14 @@ from moe_optim.kernels.member_table import TableEntry
 from moe_optim.weights.te.recipe import make_quantizer
 
 FORMATS = ("mxfp8", "fp8_block")
-"""Formats whose master cast Transformer Engine has and runs on Hopper."""
+"""Formats whose master cast Transformer Engine supports on Hopper."""
 
 _POISON = 0x5A
 
 
 @contextmanager
 def group_of_one() -> Iterator[dist.ProcessGroup]:
-    """Set up torch.distributed with one rank, over whose group a cast reduces its maxima."""
+    """Yield a single-rank process group, over which a cast reduces its maxima."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     try:
@@ -33,10 +33,10 @@ def group_of_one() -> Iterator[dist.ProcessGroup]:
 
 
 class MasterCast:
-    """Weights of Transformer Engine that are cast from the masters of a table's entries.
+    """Transformer Engine's weights, cast from the masters of a table's entries.
 
     Args:
-        entries: one expert [1, R, C] each, all of one format of ``FORMATS``.
+        entries: one expert [1, R, C] each, all in one format of ``FORMATS``.
         group: ranks that own the rest of each master.
     """
 
@@ -58,11 +58,11 @@ class MasterCast:
                     getattr(weight, f"_{direction}_{buffer}").view(torch.uint8).fill_(_POISON)
 
     def read(self, masters: Sequence[Tensor]) -> None:
-        """Cast ``masters``, flat and one an entry, and not the sources of the entries."""
+        """Use ``masters``, one flat tensor per entry, in place of the entries' sources."""
         self._masters = [master.detach() for master in masters]
 
     def quantize(self) -> None:
-        """Write what travels from the masters, as Megatron has it done after a step."""
+        """Quantize the masters into the gathered buffers, as Megatron does after a step."""
         self._cast(
             self._weights,
             self._masters,
@@ -81,16 +81,16 @@ class MasterCast:
 
 
 def check_bytes(entries: Sequence[TableEntry], weights: Sequence[Any], *, derived: bool) -> None:
-    """Check that what this rank owns of every buffer has the same bytes on both sides.
+    """Check that the owned part of every buffer has the same bytes on both sides.
 
     Args:
         entries: one expert each, written by us.
-        weights: those of Transformer Engine, as many.
-        derived: whether to compare all buffers and the scales in storage, and not only the buffers
-            that travel.
+        weights: Transformer Engine's weights, in the same order.
+        derived: whether to compare all buffers and the scales in storage, not only the gathered
+            buffers.
 
     Raises:
-        PatchError: some byte differs; the message names the buffer.
+        PatchError: a byte differs; the message names the buffer.
     """
     pairs = (
         pair
@@ -103,12 +103,8 @@ def check_bytes(entries: Sequence[TableEntry], weights: Sequence[Any], *, derive
 def require_same(pairs: Iterable[tuple[str, Tensor, Tensor]], format: str) -> None:
     """Check that both tensors of each pair have the same bytes.
 
-    Args:
-        pairs: what they are, ours, and Transformer Engine's.
-        format: for the error.
-
-    Raises:
-        PatchError: some byte differs; the message says of what, and how many.
+    ``pairs`` are name, our tensor, and Transformer Engine's. PatchError gives name and count of
+    differing bytes.
     """
     counts: dict[str, tuple[Tensor, int]] = {}
     for name, ours, theirs in pairs:
@@ -127,7 +123,7 @@ def require_same(pairs: Iterable[tuple[str, Tensor, Tensor]], format: str) -> No
 
 
 def _pairs(entry: TableEntry, weight: Any, derived: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the name of each buffer, and the owned rows of ours and of theirs, without padding."""
+    """Yield the name of each buffer, and the owned rows on both sides, without padding."""
     target = entry.target
     _, rows, cols = target.shape
     first, last = entry.start // cols, entry.end // cols

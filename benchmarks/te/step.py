@@ -1,4 +1,4 @@
-"""Transformer Engine's parts of a step, as Megatron calls them, to hold the fused one against."""
+"""Transformer Engine's parts of a step as Megatron calls them, as a reference for the fused one."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,15 +12,15 @@ from moe_optim.kernels.adam_state import AdamState
 
 
 class Step:
-    """Scaling, FusedAdam and the cast of masters, one after the other.
+    """Gradient scaling, FusedAdam and the cast of masters, in sequence.
 
-    Masters and moments are copies of those given, made before either side has stepped.
+    Masters and moments are copies, made before either side steps.
 
     Args:
-        states: what the fused step updates.
-        hyper: of both.
-        clip: what gradients are multiplied by.
-        cast: of the masters of ``states``; it is given the copies to read.
+        states: states that the fused step updates.
+        hyper: hyperparameters of both sides.
+        clip: factor of the gradients.
+        cast: cast of the masters of ``states``, redirected to the copies.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Step:
         cast.read(self._masters)
 
     def run(self) -> None:
-        """Scale gradients into memory of their own, step as the first time, and cast."""
+        """Scale gradients into separate memory, perform a first step, and cast."""
         for group in self._adam.param_groups:
             group["step"] = 0
         self._apply(self._scale, self._overflow, self._gradients, self._clip)
@@ -57,10 +57,10 @@ class Step:
         self._cast.quantize()
 
     def check(self) -> None:
-        """Compare masters, moments and bytes after as many steps of either side.
+        """Compare masters, moments and bytes after equally many steps on both sides.
 
         Raises:
-            PatchError: they differ.
+            PatchError: values differ.
         """
         for master, state in zip(self._masters, self._states, strict=True):
             theirs = self._adam.state[master]
@@ -79,7 +79,7 @@ class Step:
 
 
 def norm_of(gradients: Sequence[Tensor]) -> Callable[[], object]:
-    """Return what finds the norm of gradients as Megatron does, in fp32."""
+    """Return a function that computes the fp32 gradient norm like Megatron."""
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.optimizers import multi_tensor_applier
 

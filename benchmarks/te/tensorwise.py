@@ -1,4 +1,4 @@
-"""Transformer Engine's weights with one scale each: its cast of masters, and its transposes."""
+"""Transformer Engine's weights with per-tensor scaling: cast of masters, and transposes."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,11 +15,11 @@ _POISON = 0x5A
 
 
 class Cast:
-    """Weights that are cast from masters, which begin where they do.
+    """Weights cast from masters, which own their first elements.
 
     Args:
         shapes: rows and columns of each weight.
-        masters: [n] fp32 of each, its first elements.
+        masters: [n] fp32, first elements of each weight.
         group: ranks that own the rest.
     """
 
@@ -36,7 +36,7 @@ class Cast:
         self._weights = _make_weights(shapes, masters[0].device)
 
     def quantize(self) -> None:
-        """Write codes and scales, as Megatron has it done after a step."""
+        """Write data and scales, as Megatron does after a step."""
         self._cast(
             self._weights,
             self._masters,
@@ -46,7 +46,7 @@ class Cast:
         )
 
     def check(self, ours: Sequence[ScaledWeight]) -> None:
-        """Compare codes and scales of as many weights of ours; PatchError where they differ."""
+        """Compare data and scales with our weights, in order; PatchError if they differ."""
         require_same(self._pairs(ours), TENSORWISE)
 
     def _pairs(self, ours: Sequence[ScaledWeight]) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -56,10 +56,10 @@ class Cast:
 
 
 class Transposes:
-    """Weights that have been gathered, and their transposes.
+    """Gathered weights and their transposes.
 
     Args:
-        codes: [R, C] uint8 of each; copied.
+        codes: [R, C] uint8 data of each weight; copied.
     """
 
     def __init__(self, codes: Sequence[Tensor]) -> None:
@@ -71,11 +71,11 @@ class Transposes:
             weight._data.copy_(one)
 
     def write(self) -> None:
-        """Write all transposes, as Megatron has it done after a gather."""
+        """Write all transposes, as Megatron does after a gather."""
         self._finish(self._weights)
 
     def check(self, ours: Sequence[Tensor]) -> None:
-        """Compare as many transposes of ours; PatchError where they differ."""
+        """Compare with our transposes, in order; PatchError if they differ."""
         theirs = [weight._transpose for weight in self._weights]
         pairs = zip(ours, theirs, strict=True)
         require_same((("transposes", *pair) for pair in pairs), TENSORWISE)

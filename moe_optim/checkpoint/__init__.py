@@ -1,5 +1,5 @@
-"""Checkpoints of a training process: hooks into Megatron, state manifests, integrity.
+"""Hooks into Megatron's checkpointing, state manifests and integrity checks.
 
-Offers ``load`` and ``save`` (hooks) and ``integrity``; ``checkpoint/files`` reads files without
-Megatron. Imports experts, weights and ``integration/installation``.
+Entry points are ``load``, ``save`` and ``integrity``; ``files`` reads checkpoints without Megatron.
+Imports experts, weights and ``integration/installation``.
 """

@@ -1,10 +1,9 @@
-"""Manifests for flat states that were saved without one, as stock Megatron saves them.
+"""Derives manifests for flat states saved without one, as stock Megatron saves them.
 
-Megatron fills a buffer with parameters in the reverse of the order in which modules register them,
-each from the next multiple of 64 elements on, and cuts the buffer into buckets. The sizes of the
-buckets are saved, and the ends of each stored piece. The order in which experts were registered is
-not: every one that Megatron has is tried, and what fits all numbers is kept. Pure: no device, no
-group.
+Megatron fills a buffer with parameters in reverse registration order, aligns each to 64 elements,
+and cuts the buffer into buckets. A checkpoint records bucket sizes and piece boundaries, but not
+the registration order of experts: every order that Megatron uses is tried, and those that fit all
+sizes are kept. Pure: no device, no group.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,61 +25,60 @@ _QUANTIZED = "torch.uint8"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """A parameter of a model chunk, before it has a place."""
+    """A parameter of a model chunk, before layout."""
 
     name: str
-    """Name as manifests have it."""
     shape: tuple[int, ...]
     dtype: str
-    """``torch.bfloat16``, also where it is stored quantized."""
+    """Logical dtype, such as ``torch.bfloat16``, also of quantized weights."""
     is_quantized: bool = False
     begins_bucket: bool = False
-    """Whether it has a bucket of its own, as embeddings that two pipeline stages share."""
+    """Whether it has its own bucket, like embeddings shared by two pipeline stages."""
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredBucket:
-    """A bucket as a checkpoint describes it."""
+    """A bucket as described by a checkpoint."""
 
     numel: int
-    """Elements without the padding at its end."""
+    """Elements without trailing padding."""
     padded: int | None = None
-    """Elements with that padding, a multiple of the ranks that shared them. None: not known."""
+    """Elements with trailing padding, a multiple of the data-parallel size. None: unknown."""
     edges: frozenset[int] | None = None
-    """Ends of stored pieces: of parameters, and of the shards of ranks. None: not known."""
+    """Boundaries of stored pieces: parameters and rank shards. None: unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredBuffer:
-    """A buffer as a checkpoint describes it."""
+    """A buffer as described by a checkpoint."""
 
     dtype: str
-    """Dtypes of parameters and gradients as in its keys: ``(torch.bfloat16, torch.float32)``."""
+    """Parameter and gradient dtypes as in its keys: ``(torch.bfloat16, torch.float32)``."""
     buckets: tuple[StoredBucket, ...]
 
     @property
     def param_dtype(self) -> str:
-        """``torch.uint8`` where its weights are quantized."""
+        """Parameter dtype; ``torch.uint8`` for quantized weights."""
         return self.dtype.strip("()").partition(",")[0]
 
     @property
     def is_quantized(self) -> bool:
-        """Whether weights are no more than close to their masters."""
+        """Whether weights only approximate their masters."""
         return self.param_dtype == _QUANTIZED
 
     @property
     def numel(self) -> int:
-        """Elements of all buckets."""
+        """Total elements of all buckets."""
         return sum(bucket.numel for bucket in self.buckets)
 
 
 Chunks = Sequence[Sequence[Parameter]]
-"""Parameters of one optimizer by model chunk, in the order in which modules register them."""
+"""Parameters of one optimizer by model chunk, in registration order."""
 
 
 def derive_manifests(
@@ -90,14 +88,10 @@ def derive_manifests(
     *,
     bucket_sizes: Iterable[int | None] = (),
 ) -> list[StateManifest]:
-    """Return every manifest that flat states can have had, those with the same places once.
+    """Return every manifest that fits the ``stored`` sizes, without duplicates.
 
-    Args:
-        chunks: parameters of the model that loads them.
-        stored: buffers of the checkpoint.
-        glu_interleave: interleave of the checkpoint.
-        bucket_sizes: elements at which Megatron may have closed buckets (None: at the end alone),
-            where the buckets of a buffer were stored as one, without the padding between them.
+    ``bucket_sizes`` are candidate bucket sizes in elements (None: one bucket), for buffers stored
+    as one bucket without padding in between.
     """
     orders = list(_orders(chunks))
     laid_out = [_lay_out(order, stored) for order in orders if not bucket_sizes]
@@ -115,11 +109,9 @@ def derive_manifests(
 def choose_by_values[T](
     candidates: Iterable[T], strangers: Callable[[T], set[str]]
 ) -> tuple[list[T], str]:
-    """Return the candidates whose masters round to the weights, and a text for an error.
+    """Return the candidates whose masters round to the weights, and a description for errors.
 
-    Args:
-        candidates: orders that sizes leave.
-        strangers: function that returns the names of parameters whose masters do not round.
+    ``strangers`` returns the names of parameters whose masters do not round to their weights.
     """
     fitting: list[T] = []
     wrong: set[str] = set()
@@ -133,18 +125,18 @@ def choose_by_values[T](
 
 
 _ExpertTensor = tuple[str, str, int]
-"""Linear, kind and number of an expert's tensor."""
+"""Linear, kind and expert index of a tensor."""
 _ARRANGEMENTS: tuple[tuple[str, Callable[[_ExpertTensor], tuple[object, ...]]], ...] = (
-    # SequentialMLP: expert by expert
+    # SequentialMLP: by expert
     ("local_experts.{2}.{0}.{1}", lambda one: (one[2], one[0], one[1] == "bias")),
-    # one parameter an expert, all weights of a linear before its biases
+    # one parameter per expert, all weights of a linear before its biases
     ("{0}.{1}{2}", lambda one: (one[0], one[1] == "bias", one[2])),
-    # Transformer Engine: one parameter an expert, each weight before its bias
+    # Transformer Engine: one parameter per expert, each weight before its bias
     ("{0}.{1}{2}", lambda one: (one[0], one[2], one[1] == "bias")),
     # one parameter for all experts of a linear
     ("{0}.{1}", lambda one: (one[0], one[1] == "bias")),
 )
-"""Names of expert tensors, and their order in a layer, in each of Megatron's expert layouts."""
+"""Names and in-layer order of expert tensors, for each of Megatron's expert layouts."""
 
 
 def _orders(chunks: Chunks) -> Iterator[list[list[Parameter]]]:
@@ -155,7 +147,7 @@ def _orders(chunks: Chunks) -> Iterator[list[list[Parameter]]]:
 def _rearranged(
     chunk: Sequence[Parameter], name: str, place: Callable[[_ExpertTensor], tuple[object, ...]]
 ) -> list[Parameter]:
-    """Return ``chunk`` with the experts of each layer, where the first of them is, arranged."""
+    """Rearrange the experts of each layer, at the position of the layer's first expert."""
     arranged: list[Parameter | str] = []
     layers: dict[str, dict[_ExpertTensor, Parameter]] = {}
     for parameter in chunk:
@@ -201,7 +193,7 @@ def _by_buffer(order: Chunks, *, is_quantized: bool) -> list[tuple[str, list[Par
 
 
 def _lay_out(order: Chunks, stored: Sequence[StoredBuffer]) -> tuple[BufferPlaces, ...] | None:
-    """Return the places of all parameters; None if they do not fit what is stored."""
+    """Return the places of all parameters, None if they do not fit the stored buffers."""
     groups = _by_buffer(order, is_quantized=any(buffer.is_quantized for buffer in stored))
     if [dtype for dtype, _ in groups] != [buffer.param_dtype for buffer in stored]:
         return None
@@ -217,7 +209,7 @@ def _lay_out(order: Chunks, stored: Sequence[StoredBuffer]) -> tuple[BufferPlace
 def _lay_out_whole(
     order: Chunks, stored: Sequence[StoredBuffer], bucket_size: int | None
 ) -> tuple[BufferPlaces, ...] | None:
-    """Return places in buffers that were stored as one bucket; None if they do not fit."""
+    """Return places in buffers stored as one bucket, None if they do not fit."""
     groups = _by_buffer(order, is_quantized=any(buffer.is_quantized for buffer in stored))
     if len(groups) != len(stored):
         return None
@@ -232,7 +224,6 @@ def _lay_out_whole(
 
 
 def _joined(buffer: BufferPlaces) -> BufferPlaces:
-    """Return a buffer with one bucket of all its buckets."""
     places, start = [], 0
     for bucket in buffer.buckets:
         places += [replace(place, start=start + place.start) for place in bucket.parameters]
@@ -243,7 +234,7 @@ def _joined(buffer: BufferPlaces) -> BufferPlaces:
 def _fill(
     group: Sequence[Parameter], buckets: Sequence[StoredBucket]
 ) -> tuple[BucketPlaces, ...] | None:
-    """Lay parameters into buckets that they fill exactly; None if they do not."""
+    """Lay parameters into buckets that they must fill exactly; None if they do not."""
     filled: list[BucketPlaces] = []
     places: list[ParameterPlace] = []
     end = 0
@@ -256,7 +247,7 @@ def _fill(
         if end > bucket.numel or not {start, end} <= (bucket.edges or {start, end}):
             return None
         places.append(ParameterPlace(name=parameter.name, shape=parameter.shape, start=start))
-        if bucket.numel in (end, _aligned(end)):  # aligned: before one that begins a bucket
+        if bucket.numel in (end, _aligned(end)):  # aligned if the next one begins a bucket
             if not _is_cut_by_ranks(bucket, places):
                 return None
             filled.append(BucketPlaces(numel=bucket.numel, parameters=tuple(places)))
@@ -265,13 +256,13 @@ def _fill(
 
 
 def _is_cut_by_ranks(bucket: StoredBucket, places: Sequence[ParameterPlace]) -> bool:
-    """Return whether all edges inside of parameters can be those of equal shards."""
+    """Return whether all edges within parameters can be boundaries of equal shards."""
     edges = bucket.edges or frozenset()
     inside = edges - {edge for place in places for edge in (place.start, place.start + place.numel)}
     inside -= {bucket.numel}
     if not inside or bucket.padded is None:
         return True
-    shards = [  # the first cut is as long as a shard
+    shards = [  # the first cut has the length of a shard
         edge
         for edge in edges
         if edge and bucket.padded % edge == 0 and bucket.numel // edge <= len(edges)
@@ -280,7 +271,7 @@ def _is_cut_by_ranks(bucket: StoredBucket, places: Sequence[ParameterPlace]) -> 
 
 
 def _sizes(group: Sequence[Parameter], bucket_size: int | None) -> list[int]:
-    """Return the elements of the buckets that Megatron cuts, without the padding at their ends."""
+    """Return Megatron's bucket sizes in elements, without trailing padding."""
     sizes: list[int] = []
     end = 0
     for parameter in group:

@@ -1,4 +1,4 @@
-"""States of one parameter for all experts, which its model saves as one entry an expert."""
+"""Sharded entries for grouped expert weights that the model saves as one entry per expert."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,16 +13,16 @@ from moe_optim.weights.names import parameter_names, unwrapped_name
 
 
 def with_members(optimizer: Any, model_sharded_state_dict: Any) -> Any:
-    """Return the sharded state of a model in which every parameter can be found.
+    """Return a model's sharded state with an entry for every parameter.
 
-    Transformer Engine saves a single grouped weight as one entry an expert, of views, and Megatron
-    does not find the parameter itself. Here the parameter gets an entry of its own, a factory that
-    makes its experts' entries when it is saved or loaded.
+    Transformer Engine saves a single grouped weight as one entry per expert (views), in which
+    Megatron does not find the parameter itself. This adds a factory for the parameter, which builds
+    the entries of its experts on save and load.
     """
     entries = extract_sharded_tensors_and_factories(model_sharded_state_dict)[0]
     added: dict[str, ShardedTensorFactory] = {}
     for number, chunk in enumerate(optimizer.model_chunks):
-        of_chunk = entries.get(f"model{number}", entries)  # names of several chunks may be alike
+        of_chunk = entries.get(f"model{number}", entries)  # chunks may share names
         by_name = {unwrapped_name(name): entry for name, entry in _named_leaves(of_chunk)}
         present = {id(entry.data) for entry in by_name.values()}
         for param, name in parameter_names([chunk]).items():
@@ -38,7 +38,7 @@ def with_members(optimizer: Any, model_sharded_state_dict: Any) -> Any:
 
 
 def _named_leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every entry of nested dicts and lists with its own key."""
+    """Yield every leaf of nested dicts and lists with its own key."""
     if isinstance(state, dict):
         for key, value in state.items():
             yield from _named_leaves(value, str(key))

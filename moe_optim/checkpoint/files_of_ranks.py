@@ -1,7 +1,7 @@
-"""Hooks for ``--ckpt-format torch``: checksums of the files of all ranks, and their check.
+"""Hooks for ``--ckpt-format torch``: checksums of the per-rank files, and their verification.
 
-Each rank writes files of its own, and nothing that Megatron writes says when all are there. A save
-therefore begins with a checksum manifest that says it is not finished.
+Each rank writes its own files, and Megatron does not record when all are complete. A save therefore
+begins with a checksum manifest that marks the checkpoint unfinished.
 """
 
 import inspect
@@ -23,14 +23,13 @@ _CHECKPOINTING = "megatron.training.checkpointing"
 def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
     """Save a checkpoint; arguments and result are Megatron's. Every rank must call it.
 
-    Raises:
-        StateError: a file of a rank is not whole, or no checksum manifest can be written.
+    StateError if a per-rank file is incomplete, or the checksum manifest cannot be written.
     """
     return _save(original(f"{_CHECKPOINTING}:save_checkpoint"), iteration, *args, **kwargs)
 
 
 def save_checkpoint_in_loop(iteration: int, *args: Any, **kwargs: Any) -> Any:
-    """Save as :func:`save_checkpoint`, which the training loop has imported by its name."""
+    """Equivalent to :func:`save_checkpoint`, for the name that the training loop imports."""
     return _save(original("megatron.training.training:save_checkpoint"), iteration, *args, **kwargs)
 
 
@@ -47,7 +46,7 @@ def _save(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _folder_of_ranks(given: dict[str, Any]) -> Path | None:
-    """Return the folder of the files of all ranks; None in other formats."""
+    """Return the folder of the per-rank files; None for other formats."""
     from megatron.training import get_args
     from megatron.training.checkpointing import get_checkpoint_name
 
@@ -61,12 +60,10 @@ def _folder_of_ranks(given: dict[str, Any]) -> Path | None:
 
 
 def get_checkpoint_format(checkpoint_name: str, args: Any) -> Any:
-    """Return the format of a checkpoint, after a check of files of ranks; arguments are Megatron's.
+    """Return the format of a checkpoint and verify per-rank files; arguments are Megatron's.
 
-    Every rank that is connected to others must call it: they share the reading.
-
-    Raises:
-        StateError: a file of the checkpoint is missing or damaged; all of them are named.
+    Every rank of an initialized process group must call it: ranks share the reading. StateError
+    lists all missing or damaged files.
     """
     found = original(f"{_CHECKPOINTING}:_get_checkpoint_format")(checkpoint_name, args)
     if found == "torch" and installed_config() is not None and is_local(checkpoint_name):
@@ -75,7 +72,7 @@ def get_checkpoint_format(checkpoint_name: str, args: Any) -> Any:
 
 
 def _check(folder: Path) -> None:
-    if not torch.distributed.is_initialized():  # arguments alone are read: the load comes later
+    if not torch.distributed.is_initialized():  # only arguments are read; the load follows
         require_intact(folder, thorough=False)
         return
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -1,4 +1,4 @@
-"""Buffers of flat states, as ``.metadata`` describes them."""
+"""Reads the buffer layout of flat states from ``.metadata``."""
 
 import re
 
@@ -12,18 +12,18 @@ _MASTER = r"(\d+)\.dtype_(\(.*\))\.bucket_idx_(\d+)\.param"
 
 
 def flat_groups(stored: TorchDistReader) -> list[str]:
-    """Return the prefix of the keys of each data-parallel group's states, sorted."""
+    """Return the state key prefix of each data-parallel group, sorted."""
     keys = (key.partition(FLAT_STATES) for key in stored.tensors)
     return sorted({before for before, is_flat, _ in keys if is_flat})
 
 
 def bucket_key(group: str, dtype: str, buffer: int, bucket: int) -> str:
-    """Return the prefix of the keys of a bucket's states; the kind of state follows a dot."""
+    """Return the key prefix of a bucket's states; the kind of state follows a dot."""
     return f"{group}{FLAT_STATES}{buffer}.dtype_{dtype}.bucket_idx_{bucket}"
 
 
 def read_buffers(stored: TorchDistReader, group: str) -> list[StoredBuffer]:
-    """Return the buffers of a data-parallel group; none where it has none."""
+    """Return the buffers of a data-parallel group, empty if the checkpoint has none."""
     padded = _padded_sizes(stored, group)
     found: dict[int, tuple[str, dict[int, StoredBucket]]] = {}
     for key, match in _masters(stored, group):
@@ -45,16 +45,16 @@ def read_buffers(stored: TorchDistReader, group: str) -> list[StoredBuffer]:
 
 
 def lower_bits_of_masters(stored: TorchDistReader, group: str) -> str | None:
-    """Return a key under which a group keeps lower bits of masters, None where they are whole.
+    """Return a key of a group that stores only the lower bits of masters, None for whole masters.
 
-    ``--use-precision-aware-optimizer`` keeps these beside the weights.
+    ``--use-precision-aware-optimizer`` stores these beside the weights.
     """
     keys = (key for key, _ in _masters(stored, group))
     return next((key for key in keys if not stored.tensors[key].dtype.is_floating_point), None)
 
 
 def rounds_to(master: Tensor, weight: Tensor) -> bool:
-    """Return whether every master rounds to its weight, both of one shape."""
+    """Return whether every element of ``master`` rounds to ``weight``, of the same shape."""
     rounded = master.to(weight.dtype)
     return bool(((rounded == weight) | (rounded.isnan() & weight.isnan())).all())
 
@@ -67,7 +67,7 @@ def _masters(stored: TorchDistReader, group: str) -> list[tuple[str, re.Match[st
 
 
 def _padded_sizes(stored: TorchDistReader, group: str) -> dict[tuple[int, int], int]:
-    """Return the elements of each bucket of each buffer with padding, where they were saved."""
+    """Return the padded elements of each (buffer, bucket), if saved."""
     names = [key for key in stored.objects if key.startswith(f"{group}.per_bucket_numel/")]
     try:
         return {
@@ -78,4 +78,4 @@ def _padded_sizes(stored: TorchDistReader, group: str) -> dict[tuple[int, int], 
             for bucket, numel in enumerate(numels)
         }
     except (AttributeError, TypeError, ValueError):
-        return {}  # something else, which tells nothing
+        return {}  # not Megatron's format

@@ -1,7 +1,7 @@
-"""Flat states: masters and moments saved bucket by bucket, and loaded into other buckets.
+"""Flat states: masters and moments saved bucket by bucket, and loaded into another bucket layout.
 
-So they lie in ``dp_reshardable`` of torch_dist and in files of ``--ckpt-format torch``. A
-:class:`StateManifest` goes with them, by which a model of another expert layout reads them.
+torch_dist's ``dp_reshardable`` and ``--ckpt-format torch`` store states this way. The
+:class:`StateManifest` saved with them lets a model of another expert layout read them.
 """
 
 import itertools
@@ -38,37 +38,31 @@ _BUCKET_SIZES = ("per_bucket_numel", "per_bucket_numel_unpadded")
 
 @dataclass(frozen=True, eq=False)
 class ManifestRequester:
-    """The optimizer that a checkpoint is about to be loaded into."""
+    """The optimizer that a checkpoint will be loaded into."""
 
     optimizer: Any
     model: Any
-    """Sharded state of the model that the optimizer was given."""
+    """Sharded model state that was given to the optimizer."""
     is_flat: bool
-    """Whether it loads states as they lie in buckets, not by the names of parameters."""
+    """Whether it loads states by bucket rather than by parameter name."""
 
 
 _requesters: WeakValueDictionary[int, ManifestRequester] = WeakValueDictionary()
-"""Requesters by the number of their request."""
 _numbers = itertools.count()
 
 
 @dataclass
 class ManifestRequest(ShardedObject):
-    """The place of a manifest in a state to load, until :mod:`hooks` has found it.
+    """Placeholder for a manifest in a state to load, which :mod:`hooks` replaces.
 
-    It passes through Megatron, which may put the number of the optimizer in front of its key, and
-    compares requests of all ranks.
+    Megatron may prefix its key with the optimizer number, and compares requests across ranks.
     """
 
     number: int = field(default=0, compare=False)
 
     @property
     def requester(self) -> ManifestRequester:
-        """The optimizer that made it.
-
-        Raises:
-            StateError: the state was made for an earlier load, or in another process.
-        """
+        """The optimizer that made the request; StateError if that was for an earlier load."""
         found = _requesters.get(self.number)
         if found is None:
             raise StateError(
@@ -79,12 +73,12 @@ class ManifestRequest(ShardedObject):
 
     @property
     def group(self) -> str:
-        """Prefix of the keys of the states, such as ``optimizer...dp_group_idx_0``."""
+        """Key prefix of the states, such as ``optimizer...dp_group_idx_0``."""
         return self.key.partition(f".{MANIFEST}.")[0]
 
 
 def manifest_of(optimizer: Any) -> StateManifest:
-    """Return the manifest of the states of a distributed optimizer."""
+    """Return the manifest of a distributed optimizer's states."""
     places = places_of(optimizer)
     buffers = []
     for ranges, buffer in zip(optimizer.gbuf_ranges, optimizer.buffers, strict=True):
@@ -128,7 +122,7 @@ def places_of(optimizer: Any) -> dict[torch.nn.Parameter, ParameterPlace]:
 
 
 def manifest_names(chunks: Sequence[Any]) -> dict[torch.nn.Parameter, str]:
-    """Return names of parameters; those of several model chunks have a prefix each."""
+    """Return parameter names, prefixed by chunk if there are several model chunks."""
     names = parameter_names(chunks)
     if len(chunks) == 1:
         return names
@@ -140,7 +134,7 @@ def manifest_names(chunks: Sequence[Any]) -> dict[torch.nn.Parameter, str]:
 
 
 def manifest_key(optimizer: Any, manifest: StateManifest) -> str:
-    """Return the key a manifest is saved under, the same for every expert layout of a model."""
+    """Return the key that a manifest is saved under, independent of the expert layout."""
     parameters = sorted({address.parameter for address in manifest.addresses()})
     digest = crc32("\n".join(parameters).encode())
     return f"{_group_key(optimizer)}.{MANIFEST}.{digest:08x}"
@@ -153,9 +147,9 @@ def _group_key(optimizer: Any) -> str:
 def manifest_object(
     optimizer: Any, model: Any, *, is_loading: bool, is_flat: bool
 ) -> ShardedObject:
-    """Return the manifest to save, or when loading the request for one. No rank communicates.
+    """Return the manifest to save, or the request for one when loading. No rank communicates.
 
-    For ``model`` and ``is_flat`` see :class:`ManifestRequester`.
+    See :class:`ManifestRequester` for ``model`` and ``is_flat``.
     """
     manifest = manifest_of(optimizer)
     key = manifest_key(optimizer, manifest)
@@ -163,12 +157,12 @@ def manifest_object(
         return _object(optimizer, key, manifest.to_dict())
     number = next(_numbers)
     requester = ManifestRequester(optimizer, model, is_flat)
-    optimizer.requester = _requesters[number] = requester  # alive until the next request
+    optimizer.requester = _requesters[number] = requester  # kept alive until the next request
     return ManifestRequest(key, None, (1,), (0,), _replica_id(optimizer), number)
 
 
 def _replica_id(optimizer: Any) -> tuple[int, int, int]:
-    rank = optimizer.data_parallel_group.rank()  # all of a data-parallel group have a copy
+    rank = optimizer.data_parallel_group.rank()  # every rank of the group has a copy
     return optimizer.distributed_optimizer_instance_id, 0, rank
 
 
@@ -177,7 +171,7 @@ def _object(optimizer: Any, key: str, content: Any) -> ShardedObject:
 
 
 def _elements(optimizer: Any, key: str, tensor: Tensor, start: int, numel: int) -> ShardedTensor:
-    """Return an entry for elements from ``start`` on of a bucket of ``numel``."""
+    """Return an entry for the elements from ``start`` of a bucket of ``numel`` elements."""
     return ShardedTensor(
         key,
         tensor,
@@ -192,20 +186,20 @@ def _elements(optimizer: Any, key: str, tensor: Tensor, start: int, numel: int) 
 
 @dataclass(frozen=True, slots=True)
 class OwnedRange:
-    """The share of a parameter that this rank owns."""
+    """The part of a parameter that this rank owns."""
 
     param: torch.nn.Parameter
     buffer: int
     bucket: int
     start: int
-    """First element of the parameter."""
+    """First element within the parameter."""
     end: int
     local_start: int
-    """First element in this rank's shard of the bucket."""
+    """First element within this rank's shard of the bucket."""
 
 
 def owned_ranges(optimizer: Any) -> list[OwnedRange]:
-    """Return the shares of this rank, in the order of buffers, buckets and places."""
+    """Return the ranges that this rank owns, ordered by buffer, bucket and offset."""
     return [
         OwnedRange(
             param,
@@ -225,13 +219,13 @@ def owned_ranges(optimizer: Any) -> list[OwnedRange]:
 
 
 def _flat_states(optimizer: Any, param: torch.nn.Parameter) -> dict[str, Tensor]:
-    """Return this rank's share of master and moments, 1-D, without ``step``."""
+    """Return this rank's shard of master and moments, 1-D, without ``step``."""
     states = optimizer._get_main_param_and_optimizer_states(param)
     return {key: state.view(-1) for key, state in states.items() if key != "step"}
 
 
 def require_megatrons_offsets(manifest: StateManifest) -> None:
-    """Raise LayoutError if Megatron, which knows no manifest, would read flat states elsewhere."""
+    """Raise LayoutError if stock Megatron would read flat states at other offsets."""
     ends: Counter[tuple[int, int]] = Counter()
     for buffer, bucket, place in manifest.places():
         expected = pad_param_start(ends[buffer, bucket])
@@ -248,11 +242,8 @@ def require_megatrons_offsets(manifest: StateManifest) -> None:
 def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
     """Return this rank's part of ``dp_reshardable`` states. No rank communicates.
 
-    Keys, shapes and offsets are Megatron's, which refuses to save a bucket of which some rank owns
-    nothing but padding.
-
-    Raises:
-        LayoutError: parameters lie elsewhere than Megatron would have them.
+    Keys, shapes and offsets are Megatron's, which refuses buckets in which a rank owns only
+    padding. LayoutError if parameter offsets differ from Megatron's.
     """
     manifest = manifest_of(optimizer)
     require_megatrons_offsets(manifest)
@@ -298,24 +289,20 @@ def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
 
 
 def _padding(like: dict[str, Tensor], numel: int) -> dict[str, Tensor]:
-    """Return zeros for the room between parameters: a saved bucket has no holes."""
+    """Return zeros for gaps between parameters, since a saved bucket must be contiguous."""
     return {name: tensor.new_zeros(numel) for name, tensor in like.items()}
 
 
 def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> dict[str, Any]:
-    """Return requests for the share of this rank, from its places in the checkpoint.
+    """Return requests for this rank's states, at their places in the checkpoint.
 
-    Args:
-        optimizer: optimizer whose states exist already, with any values.
-        source: manifest of the checkpoint.
-        key: key of the manifest, with the prefix that Megatron has put in front.
+    ``optimizer`` has allocated states, with any values. ``source`` is the checkpoint's manifest,
+    ``key`` its key with Megatron's prefix. LayoutError if the checkpoint has other parameters or
+    experts.
 
     Returns:
-        ``ranges``: one entry a range of :func:`owned_ranges`, in its order: state name -> tensors
-        to load, of consecutive elements. The sizes of buckets, for strict loads to find.
-
-    Raises:
-        LayoutError: the checkpoint has other parameters or experts.
+        ``ranges``: one dict per range of :func:`owned_ranges`: state name -> tensors to load, of
+            consecutive elements; and the bucket sizes, which strict loads expect.
     """
     layouts = LayoutMap(source, manifest_of(optimizer), key)
     places = places_of(optimizer)
@@ -338,18 +325,18 @@ def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> dict
             ]
         ranges.append(entry)
     sizes = {name: _object(optimizer, f"{group_key}.{name}", None) for name in _BUCKET_SIZES}
-    # by names: Megatron loads objects and tensors apart, and cannot merge parts of one list
+    # a dict: Megatron loads objects and tensors separately, and cannot merge parts of a list
     return {"ranges": ranges, **sizes}
 
 
 def saved_key(group_key: str, source: StateManifest, span: BucketSpan) -> str:
-    """Return the prefix of the keys of a bucket's states in a checkpoint."""
+    """Return the key prefix of a bucket's states in a checkpoint."""
     return bucket_key(group_key, source.buffers[span.buffer].dtype, span.buffer, span.bucket)
 
 
 def load_flat_states(optimizer: Any, loaded: dict[str, Any]) -> None:
-    """Take the tensors that were loaded for the requests of :func:`flat_states_to_load`."""
-    ranges = loaded.get("ranges", [])  # Megatron's load drops a list without entries
+    """Set this rank's states to the tensors loaded for :func:`flat_states_to_load`."""
+    ranges = loaded.get("ranges", [])  # Megatron's load drops empty lists
     for one, entry in zip(owned_ranges(optimizer), ranges, strict=True):
         tensors = {name: torch.cat(parts) for name, parts in entry.items()}
         shape = optimizer._get_main_param_and_optimizer_states(one.param)["param"].shape
@@ -360,17 +347,17 @@ def load_flat_states(optimizer: Any, loaded: dict[str, Any]) -> None:
 def rearranged_states(
     states: dict[Any, Any], source: StateManifest, optimizer: Any, where: str
 ) -> dict[Any, Any]:
-    """Return legacy states with every expert where ``optimizer`` expects it.
+    """Return legacy states with experts in the order that ``optimizer`` expects.
 
     Args:
         states: result of ``get_parameter_state_dp_zero``: buffer -> dtype -> name -> [elements],
-            the buckets of a buffer one after the other without padding. Left alone.
-        source: manifest that was saved with them, or was found for them.
-        optimizer: optimizer that loads them.
+            buckets concatenated without padding. Not modified.
+        source: manifest saved with the states, or derived for them.
+        optimizer: optimizer that loads the states.
         where: source in error messages.
 
     Raises:
-        LayoutError: they are states of other parameters or experts, or shorter than they should.
+        LayoutError: states have other parameters or experts, or are truncated.
     """
     target = manifest_of(optimizer)
     layouts = LayoutMap(source, target, where)
@@ -383,7 +370,7 @@ def rearranged_states(
                     f"{where}: buffer {buffer}: {name}: expected {bounds[-1]} elements as the "
                     f"manifest says, got {tensor.numel()}. The file is damaged; load another one."
                 )
-    names = [name for held in saved[:1] for name in held]  # all frozen: none
+    names = [name for held in saved[:1] for name in held]  # empty if all are frozen
     result: dict[Any, Any] = {"buckets_coalesced": True}
     for buffer, ranges in enumerate(optimizer.gbuf_ranges):
         (dtype,) = ranges
@@ -409,17 +396,17 @@ def _tensors(by_dtype: dict[Any, dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def _bucket_starts(buffer: BufferPlaces) -> list[int]:
-    """Return the first element of each bucket of a buffer, and the end of the last one."""
+    """Return the first element of each bucket of a buffer, followed by the end of the last one."""
     return [0, *accumulate(bucket.numel for bucket in buffer.buckets)]
 
 
 def require_same_interleave(
     optimizer: Any, saved: StateManifest, where: str, *, is_flat: bool
 ) -> None:
-    """Raise LayoutError if gate and up rows alternate otherwise in a checkpoint than here."""
+    """Raise LayoutError if gate and up rows are interleaved differently in the checkpoint."""
     here = optimizer.model_chunks[0].config.moe_mlp_glu_interleave_size
     if saved.glu_interleave != here:
-        # states in whole buckets cannot be converted, and weights alone have no iteration
+        # flat states cannot be converted, and weights without states have no iteration
         alone, then = (" --weights-only", " and load that with --finetune") if is_flat else ("", "")
         raise LayoutError(
             f"{where}: --moe-mlp-glu-interleave-size: expected {here} as in this model, got "
@@ -431,9 +418,9 @@ def require_same_interleave(
 
 
 def require_same_order(optimizer: Any, saved: Any) -> None:
-    """Raise LayoutError unless states with manifest ``saved`` hold experts as ``optimizer`` does.
+    """Raise LayoutError unless ``saved`` is a manifest with ``optimizer``'s order of experts.
 
-    For states that were loaded bucket by bucket, where nothing can be moved any more.
+    For states already loaded by bucket, which cannot be rearranged.
     """
     where = "optimizer states"
     if StateManifest.from_dict(saved, where).addresses() != manifest_of(optimizer).addresses():

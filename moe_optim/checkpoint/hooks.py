@@ -2,11 +2,11 @@
 
 Before a load they check for damage and for objects that would run code, read manifests, and drop
 requests for optional entries that the checkpoint lacks. After a save they record checksums. States
-without anything of this package pass as they are.
+that this package did not produce pass unchanged.
 
-Megatron unpickles ``.metadata`` and the objects of a torch_dist checkpoint by Python's own rules:
-they may name any function, and it is called. It reads ``common.pt``, and all of ``--ckpt-format
-torch``, with ``weights_only``, which needs no check.
+Megatron unpickles ``.metadata`` and the objects of a torch_dist checkpoint without restrictions, so
+that they may call any function. It reads ``common.pt`` and ``--ckpt-format torch`` with
+``weights_only``, which needs no check.
 """
 
 import dataclasses
@@ -65,8 +65,8 @@ def save(  # noqa: PLR0913  # Megatron's
 ) -> Any:
     """Save a distributed checkpoint; arguments and result are Megatron's. Every rank must call it.
 
-    A checkpoint that is written over counts as incomplete until the new one is whole. Then its
-    checksums are recorded.
+    An overwritten checkpoint counts as incomplete until the new one is complete and its checksums
+    are recorded.
     """
     folder = Path(checkpoint_dir)
     is_ours = is_local(checkpoint_dir) and (
@@ -94,15 +94,15 @@ def save(  # noqa: PLR0913  # Megatron's
 
 
 def is_local(checkpoint_dir: str | Path) -> bool:
-    """Return whether files can be opened here; only Megatron reads ``msc://`` and the like."""
+    """Return whether files can be opened here; only Megatron reads ``msc://`` and similar URLs."""
     return "://" not in str(checkpoint_dir)
 
 
 def _save_values(sharded_state_dict: Any) -> None:
-    """Replace weights of Transformer Engine by their bf16 values, where Megatron's writers do not.
+    """Replace Transformer Engine weights by bf16 values where Megatron's writers would not.
 
-    Those do it on a GPU alone, and for block formats by kernels that not every GPU has. Others are
-    left to them: they hold the values of one weight at a time.
+    Megatron's writers convert on GPUs only, and block formats only on some of them. Other weights
+    are left to them, which convert one weight at a time.
     """
     if installed_config() is None:
         return
@@ -118,7 +118,7 @@ def _is_saved_as_it_lies(weight: Any) -> bool:
 
 
 def _request_as_objects(sharded_state_dict: Any) -> None:
-    """Have Megatron load manifests itself; they are compared when states are loaded."""
+    """Let Megatron load manifests itself; they are compared when states are loaded."""
     for state in list(_states_with_manifests(sharded_state_dict)):
         request = state[MANIFEST]
         state[MANIFEST] = ShardedObject(
@@ -143,10 +143,9 @@ def load(  # noqa: PLR0913  # Megatron's
     """Load a distributed checkpoint; arguments and result are Megatron's. Every rank must call it.
 
     Raises:
-        StateError: a file of the checkpoint is missing or damaged; all of them are named.
-        LayoutError: flat optimizer states of other parameters, or in an order that what was saved
-            with them does not show; another interleaving of gate and up; or objects that are no
-            plain data.
+        StateError: files of the checkpoint are missing or damaged; lists all of them.
+        LayoutError: flat optimizer states have other parameters, or an order that cannot be
+            derived; gate and up are interleaved differently; or objects are not plain data.
     """
     stored = None
     if not is_local(checkpoint_dir):
@@ -173,7 +172,7 @@ def load(  # noqa: PLR0913  # Megatron's
 
 
 _checked: TorchDistReader | None = None
-"""The checkpoint that :func:`load` has checked, while Megatron loads it."""
+"""The checkpoint that Megatron is loading, checked by :func:`load`."""
 
 
 @contextmanager
@@ -187,7 +186,7 @@ def _loading(stored: TorchDistReader | None) -> Iterator[None]:
 
 
 def _read_already(stored: TorchDistReader) -> dict[str, ShardedObject]:
-    """Return requests for manifests, which have been read, so that strict loads find them."""
+    """Return requests for the manifests already read, which strict loads expect."""
     rank = torch.distributed.get_rank()
     return {
         key: ShardedObject.empty_from_unique_key(key, replica_id=rank)
@@ -197,11 +196,9 @@ def _read_already(stored: TorchDistReader) -> dict[str, ShardedObject]:
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
-    """Load what is not sharded, the first that is read of a checkpoint. No rank communicates.
+    """Load the common state, the first part that is read. No rank communicates.
 
-    Raises:
-        StateError: a file of the checkpoint is missing or damaged; all of them are named.
-        LayoutError: it is no plain data.
+    StateError lists all missing or damaged files; LayoutError if the state is not plain data.
     """
     if installed_config() is None or not is_local(checkpoint_dir):
         return original(f"{_CORE}:load_common_state_dict")(checkpoint_dir)
@@ -215,7 +212,7 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
         common = original(f"{_CORE}:load_common_state_dict")(checkpoint_dir)
     except LayoutError:
         raise
-    except Exception:  # whatever damaged bytes make of themselves: say which, if it was they
+    except Exception:  # arbitrary errors of damaged files; report the file if damage is the cause
         require_intact(folder, thorough=True)
         raise
     declare_reshardable(common, stored)
@@ -225,8 +222,8 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
 def load_tensors_metadata(self: Any, checkpoint_dir: Path, metadata: Any = None) -> Any:
     """Return the tensors of a checkpoint without data; arguments and result are Megatron's.
 
-    Megatron makes an empty tensor with every property that torch keeps of one. Since strides are
-    among them (torch 2.15), which no constructor takes, all strict loads fail.
+    Megatron passes every recorded tensor property to a constructor. torch 2.15 records strides,
+    which no constructor accepts, so all strict loads would fail without this hook.
     """
     if metadata is None:
         metadata = _get_filesystem_reader(checkpoint_dir).read_metadata()
@@ -237,18 +234,18 @@ def load_tensors_metadata(self: Any, checkpoint_dir: Path, metadata: Any = None)
 
 
 def _check(folder: Path, group: Any) -> TorchDistReader:
-    """Open a checkpoint after a check for damage and for code, which ranks share."""
+    """Open a checkpoint and check it for damage and code; ranks share the work."""
     rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     thorough = config_or_bf16().check_on_load == "thorough"
     blobs = require_intact(folder, thorough=thorough, part=rank, parts=ranks)
     stored = TorchDistReader(folder, blobs)
-    common = [stored.common_key] if stored.common_key else []  # every rank will read its own copy
+    common = [stored.common_key] if stored.common_key else []  # every rank reads its own copy
     _require_plain(stored, dict.fromkeys([*common, *sorted(stored.objects)[rank::ranks]]))
     return stored
 
 
 def _require_plain(stored: TorchDistReader, names: Iterable[str]) -> None:
-    """Raise LayoutError for the first object that runs code where Megatron unpickles it."""
+    """Raise LayoutError for the first object whose unpickling would run code."""
     if config_or_bf16().trust_checkpoint_code:
         return
     for name, why in stored.foreign_objects(names, _is_passive).items():
@@ -263,19 +260,19 @@ def _require_plain(stored: TorchDistReader, names: Iterable[str]) -> None:
 def _is_passive(named: Named) -> bool:
     """Return whether a name is an enumeration or dataclass of Megatron's packages.
 
-    Only loaded modules count: nothing is imported for what a checkpoint names.
+    Considers loaded modules only: a checkpoint cannot cause an import.
     """
     found = getattr(sys.modules.get(named.module), named.name, None)
     if not isinstance(found, type):
         return False
-    # also of the class itself: a module may have others' under names of its own
+    # check the class's own module, too: modules may re-export foreign classes
     packages = {module.partition(".")[0] for module in (named.module, found.__module__)}
     is_value = issubclass(found, enum.Enum) or dataclasses.is_dataclass(found)
     return is_value and packages <= MEGATRONS_PACKAGES
 
 
 def _states_with_manifests(state: Any) -> Iterator[dict[Any, Any]]:
-    """Yield every dict in a nested state that has a manifest or a request for one."""
+    """Yield every dict in a nested state that contains a manifest or a request for one."""
     if isinstance(state, dict) and MANIFEST in state:
         yield state
     for value in state.values() if isinstance(state, dict) else state:
@@ -284,9 +281,9 @@ def _states_with_manifests(state: Any) -> Iterator[dict[Any, Any]]:
 
 
 def _fit_optional(state: Any, stored: TorchDistReader) -> None:
-    """Drop requests for optional entries that a checkpoint lacks, and fit the others to it."""
+    """Drop requests for optional entries that a checkpoint lacks; fit the others to it."""
     entries = list(state.items() if isinstance(state, dict) else enumerate(state))
-    for key, value in reversed(entries):  # so that places in a list stay true
+    for key, value in reversed(entries):  # so that list indices stay valid
         if isinstance(value, dict | list):
             _fit_optional(value, stored)
         elif not isinstance(value, OptionalShardedTensor | CalibratedEntry):
@@ -298,14 +295,14 @@ def _fit_optional(state: Any, stored: TorchDistReader) -> None:
 
 
 def _resolve(sharded_state_dict: Any, stored: TorchDistReader) -> None:
-    """Replace every request for a manifest by requests for what the checkpoint holds."""
+    """Replace manifest requests by requests for the states in the checkpoint."""
     checkpoint = stored.path
     _fit_optional(sharded_state_dict, stored)
     manifests = [key for key in stored.objects if f".{MANIFEST}." in key]
     for state in list(_states_with_manifests(sharded_state_dict)):
         request = state.pop(MANIFEST)
         requester = request.requester
-        for key in manifests[:1]:  # all say the same of this
+        for key in manifests[:1]:  # all record the same interleave
             saved = StateManifest.from_dict(stored.read_object(key), key)
             require_same_interleave(
                 requester.optimizer, saved, str(checkpoint), is_flat=requester.is_flat
@@ -323,7 +320,7 @@ def _resolve(sharded_state_dict: Any, stored: TorchDistReader) -> None:
 
 
 def _find_key(manifests: list[str], request: ManifestRequest, checkpoint: Path) -> str | None:
-    """Return the key of a data-parallel group's manifest, None in a checkpoint without any."""
+    """Return the key of a data-parallel group's manifest, None if the checkpoint has none."""
     group = request.group
     of_group = [key for key in manifests if key.startswith(f"{group}.{MANIFEST}.")]
     exact = [key for key in of_group if key.startswith(f"{request.key}/")]

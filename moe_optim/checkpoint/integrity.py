@@ -1,17 +1,17 @@
-"""Whether the files of a checkpoint are all there, and still hold what was saved.
+"""Integrity checks: the files of a checkpoint are complete and unchanged since the save.
 
-A *quick* check reads metadata and the sizes of files, a *thorough* one everything once. What they
-find depends on what was recorded when the checkpoint was saved:
+A *quick* check reads metadata and file sizes, a *thorough* one reads everything once. Coverage
+depends on what was recorded at save time:
 
-- Nothing. Keys, byte ranges, shapes and dtypes of ``.metadata`` have to fit each other and the
-  sizes of files; thorough compares every record with its CRC-32, and every tensor's archive with
-  ``.metadata``. Not found: a file of another checkpoint with the same layout, and another name of a
-  key, which is missing when it is asked for.
-- A checksum manifest (:func:`record_checksums`): also the bytes of metadata and, thorough, the
-  CRC-32 themselves. Both of the above are found, missing files of ``--ckpt-format torch``, and a
-  save of it that was killed.
-- Megatron's ``integrity.json`` (``--verify-integrity``): also, thorough, a SHA-256 of every file
-  that is loaded, which finds bits that nothing reads, such as time stamps in archives.
+- Nothing: keys, byte ranges, shapes and dtypes in ``.metadata`` must be consistent with each other
+  and with the file sizes; thorough verifies the CRC-32 of every record and compares every tensor's
+  archive with ``.metadata``. Not detected: a file of another checkpoint with the same layout, and a
+  renamed key, until it is requested.
+- Checksum manifest (:func:`record_checksums`): also verifies the metadata bytes and, thorough, the
+  CRC-32 values themselves. Detects both cases above, and missing files or a killed save of
+  ``--ckpt-format torch``.
+- Megatron's ``integrity.json`` (``--verify-integrity``): thorough also verifies the SHA-256 of
+  every loaded file, including bits that nothing reads, such as archive timestamps.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ from moe_optim.errors import StateError
 
 _CONFIG = "metadata.json"
 _BACKEND = "torch_dist"
-_COMMON = "common.pt"  # in torch_dist checkpoints of older Megatrons
+_COMMON = "common.pt"  # in torch_dist checkpoints of older Megatron versions
 _LEGACY_MODEL = "model_optim_rng.pt"
 
 _DAMAGED = "expected every file as it was saved"
@@ -56,28 +56,25 @@ _REMEDY = re.compile(rf"{_DAMAGED}.* --ckpt-step (\d+)\.")
 
 
 def checkpoint_defect(checkpoint: Path) -> str | None:
-    """Return why a checkpoint cannot be loaded, or None when it is complete: the quick check.
+    """Return why ``checkpoint``, an iteration folder, cannot be loaded, None if it is complete.
 
-    Complete means for torch_dist: ``metadata.json``, which Megatron writes when all ranks are done,
-    ``.metadata``, every file that it names, of its length, and the common state; for
-    ``--ckpt-format torch``: a model in every ``mp_rank_*`` folder, and no file cut off. No rank
-    communicates.
-
-    Args:
-        checkpoint: folder of one iteration.
+    This is the quick check. A torch_dist checkpoint is complete with ``metadata.json`` (written
+    when all ranks are done), ``.metadata``, every file that it names at full length, and the common
+    state; ``--ckpt-format torch`` with a model in every ``mp_rank_*`` folder and no truncated file.
+    No rank communicates.
     """
     return next((str(defect) for defect in _Check(Path(checkpoint)).defects()), None)
 
 
 def corrupt_files(checkpoint: Path, *, part: int = 0, parts: int = 1) -> Iterator[CorruptFile]:
-    """Yield everything that is wrong with a checkpoint: the thorough check.
+    """Yield every defect of a checkpoint: the thorough check.
 
-    Memory stays below some ``archives.BLOCK_BYTES``, beside ``.metadata``. Ranks may share the
-    bytes; each of them does the quick check.
+    Memory stays below a few ``archives.BLOCK_BYTES`` plus ``.metadata``. Ranks may split the bytes;
+    each of them runs the quick check.
 
     Args:
         checkpoint: folder of one iteration.
-        part: number of the share of bytes to read.
+        part: index of the share of bytes to read.
         parts: number of shares.
     """
     return _Check(Path(checkpoint)).defects(thorough=True, part=part, parts=parts)
@@ -86,21 +83,22 @@ def corrupt_files(checkpoint: Path, *, part: int = 0, parts: int = 1) -> Iterato
 def require_intact(
     checkpoint: Path, *, thorough: bool, part: int = 0, parts: int = 1
 ) -> Sequence[Blob]:
-    """Refuse a checkpoint with a missing or damaged file. No rank communicates.
+    """Refuse a checkpoint with missing or damaged files. No rank communicates.
 
-    Ranks that share the reading have to exchange the outcome before they go on.
+    Ranks that split the reading must exchange the outcome before they continue.
 
     Args:
         checkpoint: folder of one iteration.
-        thorough: True reads everything, False metadata and sizes alone.
-        part: number of the share of bytes to read.
+        thorough: True to read everything, False for metadata and sizes only.
+        part: index of the share of bytes to read.
         parts: number of shares.
 
     Returns:
-        The content of ``.metadata``; empty with ``--ckpt-format torch``.
+        Content of ``.metadata``; empty for ``--ckpt-format torch``.
 
     Raises:
-        StateError: names every defective file, and the newest complete checkpoint beside it.
+        StateError: files are defective; lists all of them, and the newest complete checkpoint in
+            the same folder.
     """
     check = _Check(Path(checkpoint))
     check.require_none(check.defects(thorough=thorough, part=part, parts=parts))
@@ -108,27 +106,25 @@ def require_intact(
 
 
 def is_damage(message: str) -> bool:
-    """Return whether ``message``, perhaps of another process, is :func:`require_intact`'s."""
+    """Return whether ``message``, possibly of another process, is :func:`require_intact`'s."""
     return _DAMAGED in message
 
 
 def step_beside(message: str) -> int | None:
-    """Return the iteration that a ``message`` of :func:`require_intact` says to load, if any."""
+    """Return the iteration recommended by a ``message`` of :func:`require_intact`, if any."""
     found = _REMEDY.search(message)
     return int(found[1]) if found else None
 
 
 def record_checksums(checkpoint: Path) -> None:
-    """Write the checksum manifest of a complete checkpoint. One process calls it, after all wrote.
+    """Write the checksum manifest of ``checkpoint``, a complete iteration folder.
 
-    It holds a SHA-256 of each metadata file, and one of the tables of all archives in each other
-    file: names, places and CRCs of their records. Data is not read again.
-
-    Args:
-        checkpoint: folder of one iteration.
+    One process must call this, after all writes. The manifest contains the SHA-256 of each metadata
+    file and, for every other file, of its archive tables (names, offsets and CRCs of records). Data
+    is not read again.
 
     Raises:
-        StateError: the checkpoint is not complete, or no manifest can be written there.
+        StateError: checkpoint is incomplete, or the manifest cannot be written.
     """
     checkpoint = Path(checkpoint)
     remove_record(checkpoint, CHECKSUM_MANIFEST)
@@ -143,32 +139,23 @@ def record_checksums(checkpoint: Path) -> None:
 
 
 def invalidate(checkpoint: Path) -> None:
-    """Have a torch_dist checkpoint count as incomplete from now on, since it is written over.
+    """Mark ``checkpoint``, a torch_dist iteration folder, incomplete before it is overwritten.
 
-    Megatron saves an iteration again into its old folder, whose ``metadata.json`` says meanwhile
-    that all is there. One process calls this before any rank writes.
-
-    Args:
-        checkpoint: folder of one iteration; its checksums are removed, too.
-
-    Raises:
-        StateError: a record cannot be removed.
+    One process must call this before any rank writes: the old ``metadata.json`` would declare the
+    folder complete. Also removes its checksums; StateError if a file cannot be removed.
     """
     for name in (_CONFIG, MEGATRONS_MANIFEST, CHECKSUM_MANIFEST):  # the first decides
         remove_record(Path(checkpoint), name)
 
 
 def mark_unfinished(checkpoint: Path) -> None:
-    """Have files of ranks, of ``--ckpt-format torch``, count as incomplete until the save ends.
+    """Mark ``checkpoint``, a ``--ckpt-format torch`` folder, incomplete until its save ends.
 
-    One process calls this before any rank writes: files of ranks do not say whether those of other
-    ranks are there, and belong to the same save.
-
-    Args:
-        checkpoint: folder of one iteration; made if it is not there.
+    One process must call this before any rank writes: per-rank files do not show whether those of
+    other ranks exist and belong to the same save. Creates a missing folder.
 
     Raises:
-        StateError: something else is where the checksum manifest belongs.
+        StateError: another object has the checksum manifest's name.
     """
     checkpoint.mkdir(parents=True, exist_ok=True)
     write_checksums(checkpoint, None)
@@ -183,21 +170,21 @@ def _what_to_load(checkpoint: Path) -> str:
 
 
 class _Check:
-    """One check of a checkpoint, which reads its metadata once."""
+    """One check of a checkpoint; reads its metadata once."""
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
         self.checksums = Checksums()
         self.blobs: Sequence[Blob] = ()
         self.archives: dict[str, list[Blob]] = {}
-        """Archives of each file, from its start to its end."""
+        """Archives of each file, in file order."""
         self.small: dict[str, str] = {}
-        """SHA-256 of each metadata file that was read."""
+        """SHA-256 of each metadata file read."""
 
     def defects(
         self, *, thorough: bool = False, part: int = 0, parts: int = 1
     ) -> Iterator[CorruptFile]:
-        """Yield defects, at last the one that kept others from being looked for."""
+        """Yield defects; a fatal one is last."""
         path = self.checkpoint
         try:
             if not path.is_dir():
@@ -217,7 +204,7 @@ class _Check:
             yield CorruptFile(Path(error.filename or "").name, f"cannot be read: {error.strerror}")
 
     def require_none(self, defects: Iterator[CorruptFile]) -> None:
-        """Raise StateError for defects, with a checkpoint to load instead."""
+        """Raise StateError for defects, naming a checkpoint to load instead."""
         lines = []
         for _, of_file in groupby(defects, key=lambda defect: defect.file):
             first, *more = of_file
@@ -276,7 +263,7 @@ class _Check:
                 yield CorruptFile(name, what)
 
     def _corrupt_files(self, part: int, parts: int) -> Iterator[CorruptFile]:
-        """Yield the defects of one share of the bytes; shares are about equal."""
+        """Yield the defects in one share of the bytes; shares have about equal size."""
         total = max(1, sum(blobs[-1].end for blobs in self.archives.values()))
         before = 0
         for name, blobs in self.archives.items():
@@ -290,7 +277,7 @@ class _Check:
                 yield CorruptFile(name, f"cannot be read: {error.strerror}")
 
     def _corrupt_parts(self, file: "_Archives", ours: list[Blob]) -> list[CorruptFile]:
-        """Return the defects of our share of a file; with its first blob, those of the whole."""
+        """Return the defects in our share of a file; the first share checks the whole file, too."""
         owns_file, recorded = ours[0] is file.blobs[0], self.checksums.whole.get(file.name)
         if recorded is None:
             corrupt = list(file.corrupt(ours))
@@ -315,7 +302,7 @@ def _size_defect(checkpoint: Path, name: str, expected: int | None) -> str | Non
         if expected is not None and name.endswith(".pt"):
             try:
                 Archive(file)
-            except Exception as error:  # a damaged zip makes zipfile raise nearly anything
+            except Exception as error:  # zipfile raises arbitrary errors for damaged archives
                 return reason_of(error)
     return None
 
@@ -331,15 +318,14 @@ def _require_backend(config: bytes) -> None:
 
 
 class _Archives:
-    """The archives in one file; each is opened once, for its checksums and for its table."""
+    """The archives in one file; each is opened once for both checksums and table."""
 
     def __init__(self, checkpoint: Path, name: str, blobs: Sequence[Blob]) -> None:
         self.checkpoint, self.name, self.blobs = checkpoint, name, blobs
         self._digests: dict[int, bytes] = {}
-        """SHA-256 of the table by start of the archive."""
+        """SHA-256 of the table by archive offset."""
 
     def corrupt(self, blobs: Sequence[Blob]) -> Iterator[CorruptFile]:
-        """Yield the damaged ones of some archives."""
         with open_file(self.checkpoint, self.name) as file:
             for blob in blobs:
                 try:
@@ -347,11 +333,11 @@ class _Archives:
                     archive.compare_checksums()
                     if blob.offset is not None:
                         archive.require_tensor(blob.dtype, blob.shape)
-                except Exception as error:  # a damaged zip makes zipfile raise nearly anything
+                except Exception as error:  # zipfile raises arbitrary errors for damaged archives
                     yield CorruptFile(self.name, reason_of(error), blob.name)
 
     def tables_sha256(self) -> str:
-        """Return a checksum of the tables of all of them, without those that cannot be read."""
+        """Return the checksum of all readable archive tables."""
         missing = [blob for blob in self.blobs if blob.start not in self._digests]
         if missing:
             with open_file(self.checkpoint, self.name) as file:

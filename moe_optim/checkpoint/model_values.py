@@ -1,4 +1,4 @@
-"""Values for masters from a state dict of the model: every parameter by its whole name."""
+"""Finds the values of all parameters in a model state dict, for masters."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from moe_optim.weights.te.fields import is_quantized, read_values
 _KINDS = ("weight", "bias")
 
 _Keys = dict[int | None, list[str]]
-"""Keys of one kind of a linear by expert; None: of all experts together."""
+"""Keys of one kind of a linear by expert index; None: one key for all experts."""
 
 
 def model_values_for(
@@ -29,15 +29,15 @@ def model_values_for(
 
     Args:
         model_chunks: chunks of one optimizer, in order.
-        state_dict: argument of ``reload_model_params``: the state of one chunk, or those of chunks
-            under ``model``, ``model0`` and so on. Portable experts may be in any layout, those of
-            Transformer Engine's linears in one entry or in one an expert. Left alone.
+        state_dict: argument of ``reload_model_params``: the state of one chunk, or those of several
+            under ``model``, ``model0`` and so on. Portable experts may have any layout, those of
+            Transformer Engine linears one entry or one per expert. Not modified.
 
     Returns:
-        A tensor of its parameter's shape for each, of any float dtype, on any device.
+        A tensor for each parameter, of its shape, in any float dtype, on any device.
 
     Raises:
-        LayoutError: parameters that are missing, there twice or of another shape; all are named.
+        LayoutError: parameters are missing, duplicated or of another shape; lists all of them.
     """
     state = expert_values_for_chunks(model_chunks, state_dict)
     form = next((form for form in ("model", "model_") if f"{form}0" in state), None)
@@ -69,11 +69,10 @@ def model_values_for(
 
 
 def _regroup_experts(state: dict[str, Any], chunk: torch.nn.Module) -> None:
-    """Join or split experts of ``state``, in place, as the Transformer Engine linears have them.
+    """Stack or split the experts in ``state``, in place, to match the Transformer Engine linears.
 
-    Megatron saves ``weight0`` and so on whatever the model has, so that a model with one parameter
-    for all experts does not find it. LayoutError: experts are missing, left over, there twice or of
-    another shape.
+    Megatron always saves ``weight0`` and so on, which a model with a single grouped parameter does
+    not find. LayoutError if experts are missing, left over, duplicated or of another shape.
     """
     given = _keys_by_parameter(state)
     faults: list[str] = []
@@ -99,7 +98,7 @@ def _regroup_experts(state: dict[str, Any], chunk: torch.nn.Module) -> None:
 
 
 def _keys_by_parameter(state: Mapping[str, Any]) -> dict[str, _Keys]:
-    """Return every key that may be of experts, by its name without wrappers and number."""
+    """Return every possible expert key by parameter name, without wrappers and index."""
     found: dict[str, _Keys] = {}
     for key in state:
         path, dot, last = unwrapped_name(key).rpartition(".")
@@ -113,7 +112,7 @@ def _keys_by_parameter(state: Mapping[str, Any]) -> dict[str, _Keys]:
 def _fault(
     state: Mapping[str, Any], name: str, keys: _Keys, count: int, shape: tuple[int, ...]
 ) -> str | None:
-    """Say why keys are not all experts of a linear, each once and of ``shape``."""
+    """Return why keys are not all experts of a linear, each once and of ``shape``."""
     got = {key: tuple(getattr(state[key], "shape", ())) for each in keys.values() for key in each}
     by_number = {number: got[key] for number, (key, *_) in keys.items()}
     is_once = len(got) == len(by_number)

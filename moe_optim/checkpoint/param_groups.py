@@ -1,8 +1,8 @@
-"""Parameter groups when one optimizer's state is loaded into two, or two into one.
+"""Maps parameter groups when optimizers are split or merged between save and load.
 
-Experts have an optimizer of their own where they are distributed otherwise than the rest of the
-model, so the number of optimizers changes with the expert-parallel size. Tensors are found by
-name; each group still needs the saved one that has its step, learning rate and so on.
+Experts have their own optimizer if their data-parallel group differs, so the number of optimizers
+depends on the expert-parallel size. Tensors are found by name, but each group still needs the saved
+group with its step, learning rate and so on.
 """
 
 from collections.abc import Sequence
@@ -27,19 +27,14 @@ _OF_HYBRID = frozenset(
         "pin_cpu_params",
     }
 )
-"""Group entries of ``HybridDeviceOptimizer``, Megatron's for ``--optimizer-cpu-offload``."""
+"""Group entries of Megatron's ``HybridDeviceOptimizer`` (``--optimizer-cpu-offload``)."""
 
 
 def states_by_part(state_dict: dict[Any, Any], parts: Sequence[Any]) -> dict[Any, Any]:
-    """Return a loaded state in the form of the optimizers that there are.
+    """Return a loaded state arranged for ``parts``, the current optimizers.
 
-    Args:
-        state_dict: loaded state: tensors in the form of ``parts``, everything else in the form in
-            which it was saved, of one optimizer or of several by their number. Left alone.
-        parts: optimizers that will load it.
-
-    Raises:
-        LayoutError: a parameter group has no saved counterpart.
+    Tensors in ``state_dict`` are arranged already, everything else is as saved, of one optimizer or
+    of several by index. Not modified. LayoutError if a group has no saved counterpart.
     """
     saved = [state_dict[key] for key in sorted(key for key in state_dict if isinstance(key, int))]
     saved = [part for part in (state_dict, *saved) if "optimizer" in part]
@@ -63,14 +58,10 @@ def states_by_part(state_dict: dict[Any, Any], parts: Sequence[Any]) -> dict[Any
 
 
 def with_groups_of_adam(state_dict: dict[str, Any], adam: Any) -> dict[str, Any]:
-    """Return a loaded state with groups of Adam in place of ``HybridDeviceOptimizer``'s.
+    """Return ``state_dict``, of one optimizer, with ``HybridDeviceOptimizer`` groups made Adam's.
 
-    The entries of that hold classes, among others, which would be saved again; entries of Adam
-    that it lacks get their defaults.
-
-    Args:
-        state_dict: loaded state of one optimizer. Left alone.
-        adam: optimizer that will take it.
+    Drops hybrid entries (which contain classes and would be saved again) and fills in the defaults
+    of ``adam``, the loading optimizer. Does not modify ``state_dict``.
     """
     saved = state_dict["optimizer"]
     groups = [
@@ -83,17 +74,11 @@ def with_groups_of_adam(state_dict: dict[str, Any], adam: Any) -> dict[str, Any]
 
 
 def with_rates_of(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Return a loaded state whose groups have the learning rates of ``optimizer``'s.
+    """Return ``state_dict``, of one optimizer, with the learning rates of ``optimizer``'s groups.
 
-    Megatron finds a saved group by its rates, among others, and raises KeyError where they
-    changed, with or without ``--override-opt_param-scheduler``.
-
-    Args:
-        state_dict: loaded state of one optimizer. Left alone.
-        optimizer: optimizer that will take it.
-
-    Raises:
-        LayoutError: rates changed, and Megatron's arguments do not override the saved ones.
+    Megatron matches saved groups by learning rates, among others, and raises KeyError if they
+    changed, with or without ``--override-opt_param-scheduler``. Does not modify ``state_dict``.
+    LayoutError if Megatron's arguments do not override the saved rates.
     """
     saved, groups = state_dict["optimizer"], list(state_dict["optimizer"]["param_groups"])
     fixed = [key for key in param_group_identifier_keys if key not in _RATES]
@@ -111,7 +96,7 @@ def with_rates_of(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
 def _require_override(saved: Group, wanted: Group) -> None:
     from megatron.training import global_vars
 
-    args = global_vars._GLOBAL_ARGS  # None where no script of Megatron's runs
+    args = global_vars._GLOBAL_ARGS  # None outside of Megatron's scripts
     if args is None or not args.override_opt_param_scheduler:
         raise LayoutError(
             f"optimizer: expected the learning rates that were saved, {_rates(saved)}, got "
@@ -125,7 +110,7 @@ def _rates(group: Group) -> str:
 
 
 def _find(wanted: Group, saved: Sequence[Group]) -> Group:
-    """Return the saved group with the settings of ``wanted``, whatever its rates."""
+    """Return the saved group that matches ``wanted``, ignoring its rates if necessary."""
     for free in ((), (_BY_DISTRIBUTION,), _RATES, (_BY_DISTRIBUTION, *_RATES)):
         keys = [key for key in param_group_identifier_keys if key not in free]
         found = [group for group in saved if _settings(group, keys) == _settings(wanted, keys)]

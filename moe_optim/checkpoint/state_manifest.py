@@ -1,8 +1,7 @@
-"""Manifests: where each expert lies in the flat states of a distributed optimizer.
+"""Manifests: the location of each expert in the flat states of a distributed optimizer.
 
-Megatron saves masters and moments as it holds them: bucket after bucket, parameters side by side.
-Two expert layouts fill buckets of the same size with the same experts in another order, which the
-sizes cannot tell apart. Pure: no device, no group.
+Megatron saves masters and moments bucket by bucket. Two expert layouts fill buckets of equal size
+with the same experts in different order, which sizes cannot distinguish. Pure: no device, no group.
 """
 
 import re
@@ -16,10 +15,10 @@ from moe_optim.errors import LayoutError
 MANIFEST = "moe_optim_manifest"
 """Key of manifests in states, and part of the keys they are saved under."""
 VERSION = 1
-_LISTED = 8  # of the differences that an error names
+_LISTED = 8  # differences named in an error
 _MAX_NUMEL = 2**62
 _MAX_AXES = 16
-_MAX_PIECES = 2**20  # parameters, those of each expert apart: more than any model has
+_MAX_PIECES = 2**20  # parameters, counted per expert; above any real model
 
 _EXPERTS = re.compile(
     r"(?P<experts>(?:.+\.)?experts\.)"
@@ -31,12 +30,12 @@ _DIMENSIONS = {"weight": 2, "bias": 1}  # of one expert
 
 @dataclass(frozen=True, order=True, slots=True)
 class Address:
-    """Name of a tensor that has the same content in every layout: an expert's, or a parameter."""
+    """Layout-independent name of a tensor: an expert's, or another parameter's."""
 
     parameter: str
-    """``decoder.layers.0.mlp.experts.linear_fc1.weight`` of an expert, else the name as it is."""
+    """Parameter name; ``decoder.layers.0.mlp.experts.linear_fc1.weight`` for an expert."""
     expert: int | None = None
-    """Number among the experts of a rank; None where the parameter is no expert's."""
+    """Rank-local expert index; None for other parameters."""
 
     def __str__(self) -> str:
         return (
@@ -46,7 +45,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive elements of a parameter that have one address."""
+    """Consecutive elements of a parameter with one address."""
 
     address: Address
     numel: int
@@ -57,10 +56,10 @@ class ParameterPlace:
     """A parameter in a bucket."""
 
     name: str
-    """Name in the model, without the names of wrappers."""
+    """Name in the model, without wrappers."""
     shape: tuple[int, ...]
     start: int
-    """First element, from the start of the bucket."""
+    """First element within the bucket."""
 
     @property
     def numel(self) -> int:
@@ -69,7 +68,7 @@ class ParameterPlace:
 
     @property
     def num_stacked(self) -> int | None:
-        """Number of experts side by side in it; None where it is one expert's, or no expert's."""
+        """Number of stacked experts; None for a single expert or another parameter."""
         match = _EXPERTS.fullmatch(self.name)
         if match is None or match["local"] or match["index"]:
             return None
@@ -85,14 +84,14 @@ class ParameterPlace:
         if single is not None:
             return [Piece(Address(parameter, int(single)), self.numel)]
         experts = self.num_stacked
-        if experts is None:  # of one expert, which has no number
+        if experts is None:  # a single expert without index
             return [Piece(Address(self.name), self.numel)]
         return [Piece(Address(parameter, i), self.numel // experts) for i in range(experts)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketPlaces:
-    """A bucket without the padding at its end, as it is saved."""
+    """A bucket as saved, without trailing padding."""
 
     numel: int
     parameters: tuple[ParameterPlace, ...]
@@ -103,7 +102,7 @@ class BufferPlaces:
     """A buffer."""
 
     dtype: str
-    """Dtypes of the buffer as Megatron writes them in its keys."""
+    """Buffer dtypes as in Megatron's keys."""
     buckets: tuple[BucketPlaces, ...]
 
 
@@ -118,17 +117,17 @@ class BucketSpan:
 
     @property
     def end(self) -> int:
-        """Element behind the last."""
+        """End of the span, exclusive."""
         return self.start + self.numel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateManifest:
-    """Places of all parameters in the states of one optimizer of one data-parallel group."""
+    """Places of all parameters in one optimizer's states, for one data-parallel group."""
 
     buffers: tuple[BufferPlaces, ...]
     glu_interleave: int | None
-    """Rows of the blocks in which gate and up alternate in fc1; None: all gate rows come first."""
+    """Rows per alternating gate and up block in fc1; None: all gate rows come first."""
     versions: dict[str, str]
     """Versions of the packages that wrote it."""
 
@@ -138,7 +137,7 @@ class StateManifest:
 
     @classmethod
     def from_dict(cls, saved: Any, where: str) -> "StateManifest":
-        """Undo :meth:`to_dict`; LayoutError for anything else, or a manifest of a later version."""
+        """Parse the result of :meth:`to_dict`; LayoutError for invalid data or a later version."""
         try:
             version = saved["version"]
             buffers = tuple(_buffer_from(buffer) for buffer in saved["buffers"])
@@ -174,7 +173,7 @@ class StateManifest:
                     yield buffer_id, bucket_id, place
 
     def addresses(self) -> dict[Address, BucketSpan]:
-        """Return the place of each address; LayoutError for one that occurs twice."""
+        """Return the span of each address; LayoutError for duplicates."""
         found: dict[Address, BucketSpan] = {}
         for buffer_id, bucket_id, place in self.places():
             start = place.start
@@ -230,16 +229,10 @@ def _text(value: Any) -> str:
 
 
 class LayoutMap:
-    """Maps elements of one manifest's parameters to their places in another's buckets.
+    """Maps elements of the target's parameters to spans of the source's buckets.
 
-    Args:
-        source: manifest of the checkpoint.
-        target: manifest of the model that loads it.
-        where: source in error messages.
-
-    Raises:
-        LayoutError: parameters or experts that only one of the two has, or of other sizes; all of
-            them are named.
+    ``source`` is the manifest of the checkpoint, ``target`` that of the loading model. LayoutError
+    lists all parameters and experts that are missing, left over or of another size.
     """
 
     def __init__(self, source: StateManifest, target: StateManifest, where: str) -> None:
@@ -264,7 +257,7 @@ class LayoutMap:
             )
 
     def spans(self, place: ParameterPlace, start: int, end: int) -> list[BucketSpan]:
-        """Return the source of elements ``start`` to ``end`` of a parameter of the target."""
+        """Return the source spans of elements ``start`` to ``end`` of a target parameter."""
         spans: list[BucketSpan] = []
         piece_start = 0
         for piece in place.pieces():
@@ -284,6 +277,6 @@ class LayoutMap:
 
 
 def listed(found: Sequence[str], separator: str = ", ") -> str:
-    """Join names for an error, the first few of many."""
+    """Join names for an error message, truncated to the first few."""
     shown = separator.join(found[:_LISTED])
     return shown if len(found) <= _LISTED else f"{shown} and {len(found) - _LISTED} more"

@@ -1,4 +1,4 @@
-"""Communication before the training loop walks the keys of the state that it saves."""
+"""Hook for communication that must precede Megatron's generation of a state to save."""
 
 import re
 from typing import Any
@@ -24,13 +24,13 @@ def generate_state_dict(  # noqa: PLR0913  # Megatron's
 ) -> Any:
     """Return the state to save or to load into; arguments and result are Megatron's.
 
-    Every rank must call it. Where some layers train what others keep frozen, states by name are
-    saved under keys of one layer each, which the metadata of the checkpoint declares.
+    Every rank must call it. If parameters are frozen in some layers only, states by name are saved
+    under per-layer keys, which the checkpoint's metadata declares.
     """
     synchronize_amax(model)
     if _saves_states_by_name(args, optimizer, optim_sd_kwargs or {}) and _differ_in_frozen(model):
-        # One key for all layers would be a tensor that lacks the states of frozen ones. The dict is
-        # what Megatron gives to model and optimizer, and then saves for those that load.
+        # A tensor across all layers would lack the states of frozen ones. Megatron passes this dict
+        # to model and optimizer, and saves it for loading.
         (optim_sd_kwargs or {})["metadata"]["non_homogeneous_layers"] = True
     return original("megatron.training.checkpointing:generate_state_dict")(
         args,
@@ -52,7 +52,7 @@ def _saves_states_by_name(args: Any, optimizer: Any, options: dict[str, Any]) ->
 
 
 def _differ_in_frozen(model: list[Any]) -> bool:
-    """Return whether a parameter is frozen in one layer and trained in another, of any rank."""
+    """Return whether any parameter is frozen in one layer and trained in another, across ranks."""
     names: dict[bool, set[str]] = {True: set(), False: set()}
     for chunk in model:
         for name, param in chunk.named_parameters():

@@ -1,7 +1,7 @@
-"""Flat states that were saved without a manifest: their order is shown by values, or refused.
+"""Flat states saved without a manifest: their order is derived from values, or refused.
 
-Sizes leave one of Megatron's orders, seldom more. The right one is seen in the values: masters,
-taken from where it says, round to the weights that were saved with them.
+Sizes usually leave one of Megatron's expert orders. Values identify the right one: its masters
+round to the weights saved with them.
 """
 
 import argparse
@@ -53,9 +53,9 @@ from moe_optim.errors import LayoutError
 from moe_optim.weights.managed import is_managed, storage_of
 
 _CLOSE = 0.25
-"""Sum of squares by which quantized weights may differ from their masters, of that of the masters.
-Of normally distributed weights it is 0.0007 in 8 bits, 0.012 in NVFP4, 2 for another expert's."""
-_USUAL_BUCKET = 40_000_000  # elements, of Megatron where reductions overlap
+"""Largest accepted ratio |weight - master|^2 / |master|^2 for quantized weights. For normally
+distributed weights it is 0.0007 in 8 bits, 0.012 in NVFP4, and 2 for another expert's weights."""
+_USUAL_BUCKET = 40_000_000  # elements; Megatron's default with overlapped reductions
 _WEIGHTS_ALONE = "take the weights alone (--no-load-optim)"
 _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 _WEIGHTS_FIRST = (
@@ -71,39 +71,39 @@ _SHAPING = (
     "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
-"""Arguments from which names, shapes and places of parameters follow."""
+"""Arguments that determine names, shapes and places of parameters."""
 
 type _Entry = ShardedTensor | ShardedTensorFactory
 
 
 class _NoValuesError(Exception):
-    """There are no weights to compare masters with: why, and what to do."""
+    """No weights to compare masters with; arguments are reason and remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Values:
-    """Masters, and the weights that were saved with them."""
+    """Masters, and the weights saved with them."""
 
     ranges: Iterable[tuple[ModelParameter, int, int]]
-    """Parameters to compare, with the first element and the one behind the last."""
+    """Parameters to compare, with start and end element."""
     master: Callable[[StateManifest, BucketSpan], Tensor]
     weight: Callable[[ModelParameter], Tensor]
-    """Returns the whole of a parameter; raises _NoValuesError."""
+    """Returns the whole weight; raises _NoValuesError."""
     where: str
     remedy: str
-    """Advice if they do not fit."""
+    """Advice for a mismatch."""
 
 
 def manifest_of_groups_states(
     request: ManifestRequest, stored: TorchDistReader
 ) -> tuple[str, StateManifest]:
-    """Return the manifest that the states of a group should have been saved with, and its key.
+    """Derive the manifest of a group's states; return it with its key.
 
-    Reads this rank's share of the masters, and their weights. No rank communicates.
+    Reads this rank's masters and their weights. No rank communicates.
 
     Raises:
-        LayoutError: it is of another model or of other parallel sizes, or its values show no order.
-        StateError: what is read of it is missing or damaged.
+        LayoutError: model or parallel sizes differ, or the values fit no order.
+        StateError: data to read is missing or damaged.
     """
     requester, group, where = request.requester, request.group, str(stored.path)
     optimizer = requester.optimizer
@@ -136,21 +136,11 @@ def manifest_of_groups_states(
 
 
 def manifest_of_file_states(optimizer: Any, states: Mapping[Any, Any], where: str) -> StateManifest:
-    """Return the manifest that ``--ckpt-format torch`` should have saved with whole buffers.
+    """Derive the manifest of ``--ckpt-format torch`` states, with one bucket per buffer.
 
-    Compares masters with the weights that the model holds: Megatron loads those first. No rank
-    communicates.
-
-    Args:
-        optimizer: optimizer that loads them.
-        states: result of ``get_parameter_state_dp_zero``: buffer -> dtype -> name -> [elements].
-        where: source in error messages.
-
-    Returns:
-        A manifest of whole buffers, each as one bucket.
-
-    Raises:
-        LayoutError: they are of other parameters, or their values show no order.
+    Compares masters with the model's weights, which Megatron loads first. ``states`` are as in
+    :func:`rearranged_states`. No rank communicates. LayoutError if states have other parameters, or
+    their values fit no order.
     """
     masters = _whole_masters(states, where)
     stored = [
@@ -179,15 +169,14 @@ def manifest_of_file_states(optimizer: Any, states: Mapping[Any, Any], where: st
 
 
 def holds_several_experts(manifest: StateManifest) -> bool:
-    """Return whether there are parameters that Megatron has in several orders."""
+    """Return whether any parameters have an ambiguous order."""
     return any(address.expert not in (None, 0) for address in manifest.addresses())
 
 
 def stored_buffers(stored: TorchDistReader, group: str) -> list[StoredBuffer]:
-    """Return the buffers of a data-parallel group as ``.metadata`` describes them.
+    """Return the buffers of a data-parallel group as described by ``.metadata``.
 
-    Raises:
-        LayoutError: it has none of this group, or keeps parts of masters in it.
+    LayoutError if the checkpoint has no states of this group, or only partial masters.
     """
     if (key := lower_bits_of_masters(stored, group)) is not None:
         raise LayoutError(
@@ -211,10 +200,10 @@ def _chosen(optimizer: Any, candidates: Sequence[StateManifest], values: _Values
     """Return the candidate by which every master rounds to its weight."""
     target = manifest_of(optimizer)
     if not holds_several_experts(target):
-        return candidates[0]  # Megatron has one order for everything else
+        return candidates[0]  # other parameters have only one order
     places = places_of(optimizer)
     orders: dict[tuple[BucketSpan, ...], StateManifest] = {}
-    """Candidates by where they have the ranges: some differ in others alone."""
+    """Candidates by the spans of the compared ranges; some differ only in other ranges."""
 
     def strangers(candidate: StateManifest) -> set[str]:
         layouts = LayoutMap(candidate, target, values.where)
@@ -244,7 +233,7 @@ def _chosen(optimizer: Any, candidates: Sequence[StateManifest], values: _Values
 def _trusted(
     candidates: Sequence[StateManifest], where: str, reason: str, remedy: str, *, trusts: bool
 ) -> StateManifest:
-    """Return the one order that sizes leave, if the user's configuration says that it will do."""
+    """Return the only order that fits the sizes, if the configuration permits."""
     is_single = len(candidates) == 1
     if is_single and trusts:
         return candidates[0]
@@ -265,7 +254,7 @@ def _belong_together(
     one: tuple[ModelParameter, int, int],
     values: _Values,
 ) -> bool:
-    """Return whether weights are the masters, rounded; quantized ones, whether they are close."""
+    """Return whether masters round to the weights, or are close to quantized ones."""
     param, start, end = one
     weight = values.weight(param).reshape(-1)[start:end].cpu()
     master = torch.cat([values.master(source, span) for span in spans]).cpu()
@@ -276,7 +265,7 @@ def _belong_together(
 
 
 def _parameters_of(optimizer: Any) -> list[list[Parameter]]:
-    """Return the parameters of an optimizer by model chunk, as modules register them."""
+    """Return an optimizer's parameters by model chunk, in registration order."""
     names = manifest_names(optimizer.model_chunks)
     held = {param: buffer for buffer in optimizer.buffers for param in buffer.param_index_map}
     return [
@@ -296,7 +285,6 @@ def _parameters_of(optimizer: Any) -> list[list[Parameter]]:
 
 
 def _entries_of(optimizer: Any, model: Any) -> dict[ModelParameter, _Entry]:
-    """Return the entry of each parameter in the sharded state of the model."""
     if not model:
         return {}
     entries = extract_sharded_tensors_and_factories(with_members(optimizer, model))[0]
@@ -306,7 +294,7 @@ def _entries_of(optimizer: Any, model: Any) -> dict[ModelParameter, _Entry]:
 
 
 def _parts(entry: _Entry, param: ModelParameter) -> Any:
-    """Return the tensors, nested and without values, that a parameter is stored as."""
+    """Return the tensors that a parameter is stored as, nested and without values."""
     if isinstance(entry, ShardedTensor):
         return entry
     return replace(entry, data=torch.empty(param.shape, dtype=param.dtype, device="meta")).build()
@@ -315,7 +303,6 @@ def _parts(entry: _Entry, param: ModelParameter) -> Any:
 def _require_same_tensors(
     entries: Mapping[ModelParameter, _Entry], stored: TorchDistReader
 ) -> None:
-    """Raise LayoutError if a checkpoint lacks tensors of the model, or has them in other shapes."""
     faults = {}
     for param, entry in entries.items():
         for part in nested_values([_parts(entry, param)]):
@@ -357,7 +344,6 @@ def _read_weight(
 
 
 def _held_weight(param: ModelParameter) -> Tensor:
-    """Return the value that was loaded into a parameter."""
     if not is_managed(param):
         return param.detach()
     value = storage_of(param).initial
@@ -394,14 +380,13 @@ def _laid_out_otherwise(chunks: Chunks, stored: Sequence[StoredBuffer]) -> str:
 
 
 def _remedy(stored: TorchDistReader, buffers: Sequence[StoredBuffer]) -> str:
-    """Return advice on states of an unknown order: no more than what works."""
     if differing := _differing_arguments(stored):
         return (
             f"Start with the arguments it was saved with ({listed(differing)}), or "
             f"{_WEIGHTS_ALONE}."
         )
     before_others = (bucket for buffer in buffers for bucket in buffer.buckets[:-1])
-    if (  # Megatron 0.19 then saves states by name shifted, or not at all
+    if (  # Megatron 0.19 saves such states by name with wrong offsets, or not at all
         any(bucket.padded != bucket.numel for bucket in before_others)
         or stored.arguments.get("moe_single_grouped_weight")
     ):
@@ -410,9 +395,9 @@ def _remedy(stored: TorchDistReader, buffers: Sequence[StoredBuffer]) -> str:
 
 
 def _differing_arguments(stored: TorchDistReader) -> list[str]:
-    """Return arguments that shape the model and differ from those the checkpoint was saved with.
+    """Return the model-shaping arguments that differ from those the checkpoint was saved with.
 
-    None where a checkpoint has no arguments, or where Megatron's own loop does not run.
+    Empty for checkpoints without arguments, or outside of Megatron's own training loop.
     """
     saved = stored.arguments
     loop = sys.modules.get("megatron.training.global_vars")

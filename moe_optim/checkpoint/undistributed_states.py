@@ -1,7 +1,7 @@
-"""Optimizer states that were saved without ``--use-distributed-optimizer``.
+"""Optimizer states saved without ``--use-distributed-optimizer``.
 
-They are whole and have the names of parameters, as ``fully_reshardable`` ones do, but for masters,
-which have other keys. Megatron's distributed optimizer loads no such checkpoint.
+They are unsharded and keyed by parameter name like ``fully_reshardable`` ones, except for the keys
+of masters. Megatron's distributed optimizer does not load such checkpoints.
 """
 
 from collections.abc import Mapping
@@ -16,31 +16,21 @@ _TYPE = "distrib_optim_sharding_type"
 
 
 def declare_reshardable(common: dict[str, Any], stored: TorchDistReader) -> None:
-    """Declare such states ``fully_reshardable`` in the metadata of their checkpoint.
-
-    Args:
-        common: state that is not sharded; changed.
-        stored: opened checkpoint.
-    """
+    """Declare such states ``fully_reshardable`` in ``common``, the common state of ``stored``."""
     content = common.get("content_metadata")
     if not isinstance(content, dict) or _TYPE in content or not _has_whole_masters(stored):
         return
     content[_TYPE] = "fully_reshardable"
-    states = common["optimizer"]  # of one optimizer, or of each of several
+    states = common["optimizer"]  # one optimizer's, or a dict of several
     for state in [states] if "optimizer" in states else states.values():
         state["param_state_sharding_type"] = "fully_reshardable"
 
 
 def request_masters(param_state: Mapping[Any, dict[str, Any]], stored: TorchDistReader) -> None:
-    """Request masters under the keys that such a checkpoint has for them.
+    """Rewrite the keys of master requests in ``param_state`` to those in ``stored``.
 
-    Args:
-        param_state: number of a parameter -> requests for its master and moments, as
-            ``fully_reshardable`` has them; changed.
-        stored: opened checkpoint.
-
-    Raises:
-        LayoutError: it lacks one, as those of fp32 weights.
+    ``param_state`` maps parameter index -> ``fully_reshardable`` requests, and is modified in
+    place. LayoutError if the checkpoint lacks a master, as for fp32 weights.
     """
     if not _has_whole_masters(stored):
         return

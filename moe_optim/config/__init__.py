@@ -1,4 +1,4 @@
-"""The configuration of moe_optim: one frozen value, checked when it is built."""
+"""Configuration of moe_optim: a frozen dataclass, validated on construction."""
 
 # Annotations stay objects in this file (no `from __future__ import annotations`): both the checks
 # below and Megatron's argument builder read them.
@@ -18,76 +18,70 @@ Compute = Literal[Format, "int8_per_expert", "e4m3_per_expert"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEOptimConfig:
-    """How expert weights are stored, gathered and multiplied. Built once, read-only afterwards."""
+    """Storage, gather and GEMM formats of expert weights. Read-only."""
 
     format: FormatSetting = "auto"
-    """Storage format of expert weights between two optimizer steps; masters are always fp32.
-    ``auto``: that of the weights which Transformer Engine makes with ``--fp8-param-gather`` or
-    ``--fp4-param-gather``, ``mxfp8`` for portable experts, else ``bf16``. FP8 weights with one
-    scale each (``--fp8-recipe tensorwise``) stay in Megatron's buffers."""
+    """Storage format of expert weights between optimizer steps; masters are always fp32. ``auto``:
+    format of Transformer Engine's weights with ``--fp8-param-gather`` or ``--fp4-param-gather``;
+    ``mxfp8`` for portable experts; else ``bf16``. FP8 weights with per-tensor scaling
+    (``--fp8-recipe tensorwise``) stay in Megatron's buffers."""
     compute: Compute | None = None
-    """Format of the expert products, for ``format: bf16``: bf16 primary weights, of which every
-    forward product makes a quantized copy that it reads. ``int8_per_expert`` and
-    ``e4m3_per_expert`` fake-quantize by one amax an expert: that of a calibration, or that of the
-    weights as they are. ``null`` multiplies in ``format``."""
+    """Format of the expert GEMMs, for ``format: bf16``: every forward GEMM quantizes a copy of the
+    bf16 primary weights. ``int8_per_expert`` and ``e4m3_per_expert`` fake-quantize with one amax
+    per expert, from calibration or else from the current weights. ``null``: same as ``format``."""
     expert_layout: Literal["grouped", "indexed"] = "grouped"
-    """``grouped`` keeps all local experts of a linear in one parameter [experts, rows, columns],
-    ``indexed`` keeps one parameter [rows, columns] an expert."""
+    """``grouped``: one parameter [experts, rows, columns] for all local experts of a linear;
+    ``indexed``: one parameter [rows, columns] per expert."""
     storage: Literal["portable", "transformer_engine"] = "portable"
-    """What portable experts keep quantized weights in: plain tensors, or the tensor classes of
-    Transformer Engine, whose own modules bring theirs. The products are the same."""
+    """Container of portable experts' quantized weights: plain tensors, or Transformer Engine's
+    tensor classes, which its own modules always use. The GEMMs are the same."""
     wire: Literal["quantized", "bf16"] = "quantized"
-    """What the parameter all-gather carries. ``quantized``: bytes and block scales, quantized by
-    the rank that owns them. ``bf16``: as Megatron; every rank quantizes what it received."""
+    """Content of the parameter all-gather. ``quantized``: data and block scales, quantized by the
+    owner. ``bf16``: bf16 as in Megatron; every rank quantizes what it receives."""
     layout: Literal["aligned", "stock"] = "aligned"
-    """Where buckets of quantized weights end. ``aligned``: where shards become whole block rows, if
-    that costs 1% or less, else whole scales or bytes. ``stock``: where Megatron ends them."""
+    """Bucket ends of quantized weights. ``aligned``: shards contain whole block rows if that costs
+    at most 1% padding, else whole scales or bytes. ``stock``: Megatron's bucket ends."""
     step: Literal["auto", "fused", "stock"] = "auto"
-    """Who updates masters. ``fused``: one launch a format and kind of weight, which reads gradients
-    where they lie, takes Adam's step and encodes what it has stepped. ``stock``: Megatron's code,
-    one part after the other. ``auto``: ``fused`` where kernels run, or ``offload_states`` asks for
-    it, except with ``backend: reference``, and with ``layout: stock``: its promise are Megatron's
-    bits, and the last bit of a fused norm may be another."""
+    """Implementation of the master update. ``fused``: one kernel launch per format and kind of
+    weight reads gradients in place, performs Adam's step and quantizes the result. ``stock``:
+    Megatron's code. ``auto``: ``fused`` if kernels are available or ``offload_states`` is set,
+    except with ``backend: reference`` and with ``layout: stock``, which guarantees bitwise equality
+    with Megatron (a fused norm may differ in the last bit)."""
     offload_states: float = 0.0
-    """Part of this rank's masters and moments that lies in pinned memory of the host between steps,
-    as whole shards of parameters, evenly over the layers. They pass through the GPU in chunks while
-    others are stepped. Nothing else changes, not a bit. Takes a fused step. With
-    ``--optimizer-cpu-offload`` its default is ``--optimizer-offload-fraction``."""
+    """Fraction of this rank's masters and moments kept in pinned host memory between steps, in
+    whole parameter shards, evenly over the layers. They are stepped on the GPU in chunks, with
+    copies overlapped. Results are bitwise identical. Requires a fused step. With
+    ``--optimizer-cpu-offload`` the default is ``--optimizer-offload-fraction``."""
     nonfinite: Literal["raise", "skip"] = "raise"
-    """What an Inf or NaN gradient does to the step, before any weight has moved."""
+    """Action on an Inf or NaN gradient, before any weight changes."""
     backend: Literal["auto", "reference"] = "auto"
-    """Who quantizes. ``auto``: Triton kernels where they run, else plain torch. ``reference``:
-    plain torch everywhere, with the same bytes."""
+    """Quantization backend. ``auto``: Triton kernels where available, else plain torch.
+    ``reference``: plain torch everywhere, with the same bytes."""
     fuse_wgrad_accumulation: bool = True
-    """Whether portable experts add weight gradients straight into ``main_grad``. False sends them
-    through autograd, which allocates one gradient a weight."""
+    """Whether portable experts accumulate weight gradients directly into ``main_grad``. False:
+    through autograd, which allocates one gradient per weight."""
     record_amax: bool = False
-    """Whether every requantization records the amax of each expert, which checkpoints then hold.
-    ``nvfp4`` needs these amaxes itself, and records them always."""
+    """Whether every requantization records the amax of each expert, which checkpoints then contain.
+    ``nvfp4`` always records it."""
     health_interval: int = 0
-    """Iterations from one health sample of quantized experts to the next; 0 takes none. A sample is
-    one pass over masters and weights and small all-reduces over all ranks, and nothing waits for
-    it. What it writes and warns of: see Health."""
+    """Iterations between health samples of quantized experts; 0: none. A sample reads masters and
+    weights once and performs small asynchronous all-reduces over all ranks. See Health for its
+    output."""
     save_nonfinite: bool = False
-    """Whether a checkpoint may be saved whose masters or moments hold Inf or NaN."""
+    """Whether checkpoints with Inf or NaN in masters or moments may be saved."""
     trust_unmarked_states: bool = False
-    """Whether flat optimizer states without a manifest, such as Megatron saves, load by their sizes
-    alone where no weights are given that show whose the masters are. Weights that contradict are
-    refused either way."""
+    """Whether flat optimizer states without a manifest, such as Megatron's, load by their sizes
+    alone if no weights are given to verify the order of experts. Contradicting weights are always
+    refused."""
     trust_checkpoint_code: bool = False
-    """Whether Megatron may unpickle objects of a checkpoint that name more than plain data, such as
-    a type of your own among its arguments. Whatever they name is run."""
+    """Whether Megatron may unpickle checkpoint objects that name more than plain data, such as a
+    type of your own among its arguments. Code that they name will run."""
     check_on_load: Literal["thorough", "quick"] = "thorough"
-    """What is checked before a checkpoint loads. ``thorough`` reads all of it once, shared among
-    ranks, and compares checksums; ``quick`` looks for missing and cut files."""
+    """Check before a checkpoint loads. ``thorough``: reads all of it once, shared among ranks, and
+    verifies checksums; ``quick``: detects missing and truncated files."""
 
     def __post_init__(self) -> None:
-        """Check every field once, and what does not go together.
-
-        Raises:
-            ConfigError: a field with a value that it does not take, or fields that do not go
-                together.
-        """
+        """Validate every field and their combination; raise ConfigError."""
         for name in field_names():
             _check_field(name, getattr(self, name))
         check_setup(Setup(config=self), type(self).__name__)
@@ -109,10 +103,10 @@ class MoEOptimConfig:
 
         Args:
             mapping: field name -> value, as read from a recipe.
-            where: beginning of errors, such as ``recipe.yaml: moe_optim``.
+            where: prefix of error messages, such as ``recipe.yaml: moe_optim``.
 
         Raises:
-            ConfigError: an unknown key, or a value its field does not take.
+            ConfigError: a key is unknown, or a value invalid.
         """
         for name in mapping:
             check_key(where, name, field_names())
@@ -123,10 +117,9 @@ class MoEOptimConfig:
             raise ConfigError(f"{where}{str(error).removeprefix(cls.__name__)}") from None
 
     def resolved(self, format: str) -> "MoEOptimConfig":
-        """Return the configuration with ``format`` in the place of ``auto``; others stay.
+        """Return the configuration with ``format: auto`` replaced by ``format``.
 
-        Raises:
-            ConfigError: a field that does not go with ``format``.
+        ConfigError if a field is incompatible with ``format``.
         """
         if self.format != "auto":
             return self
@@ -135,14 +128,14 @@ class MoEOptimConfig:
     def replace_from(
         self, assignments: Iterable[str], where: str = "--moe-optim-set"
     ) -> "MoEOptimConfig":
-        """Return a copy with ``key=value`` assignments applied, the last one winning.
+        """Return a copy with ``key=value`` assignments applied; the last one wins.
 
         Args:
             assignments: words of a command line, with values spelled as in a recipe.
-            where: beginning of errors.
+            where: prefix of error messages.
 
         Raises:
-            ConfigError: not an assignment, an unknown key, or a value its field does not take.
+            ConfigError: a word is not an assignment, a key is unknown, or a value invalid.
         """
         changes: dict[str, object] = {}
         for assignment in assignments:
@@ -151,18 +144,14 @@ class MoEOptimConfig:
 
 
 def field_names() -> tuple[str, ...]:
-    """Return the names of all fields, in the order of their declaration."""
+    """Return the names of all fields, in declaration order."""
     return tuple(field.name for field in fields(MoEOptimConfig))
 
 
 def check_key(where: str, key: object, known: Iterable[str], *, is_shown: bool = True) -> None:
     """Raise ConfigError unless ``key`` is one of ``known``; the message lists them.
 
-    Args:
-        where: beginning of errors.
-        key: key of the mapping.
-        known: all valid keys.
-        is_shown: whether the message repeats ``key``, which may be a line of any file.
+    ``is_shown`` permits it to repeat ``key``, which may be a line of any file.
     """
     names = list(known)
     if key not in names:
@@ -184,12 +173,12 @@ def _check_field(name: str, value: object) -> None:
 
 
 def spell(value: object) -> str:
-    """Spell a value as a recipe does: null, true, false, and text without quotes."""
+    """Format a value as in a recipe: null, true, false, and text without quotes."""
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
 def spell_values(name: str) -> list[str]:
-    """Spell out every value of a field, or the range of a number."""
+    """Return every value of a field as text, or the range of a number."""
     values = available_values(name)
     if isinstance(values, range) or _declared(name) is float:
         return [f"a number from {values[0]} to {values[-1]}"]
@@ -197,7 +186,7 @@ def spell_values(name: str) -> list[str]:
 
 
 def available_values(name: str) -> Sequence[object]:
-    """Return all values that the type of a field allows; of numbers the range or its ends."""
+    """Return all valid values of a field; for numbers the range or its bounds."""
     declared = _declared(name)
     if declared is bool:
         return True, False
@@ -216,7 +205,7 @@ def _declared(name: str) -> Any:
 
 
 def _as_number(name: str, value: object) -> object:
-    """Return a fraction that a recipe spells as text as a number, any other value as it is."""
+    """Convert text to a number for float fields; return other values unchanged."""
     if _declared(name) is not float or not isinstance(value, str):
         return value
     try:
@@ -226,7 +215,7 @@ def _as_number(name: str, value: object) -> object:
 
 
 def _takes(name: str, value: object, choices: Sequence[object]) -> bool:
-    # type included: 1 is not true
+    # types must match: 1 is not true
     if isinstance(choices, range):
         return type(value) is int and value in choices
     if _declared(name) is float:
@@ -235,7 +224,7 @@ def _takes(name: str, value: object, choices: Sequence[object]) -> bool:
 
 
 def _meant(value: object, choices: Iterable[object]) -> str | None:
-    """Return choices that contain ``value``, or else the one spelt most like it."""
+    """Return choices that contain ``value``, else the one with the closest spelling."""
     text = str(value).lower()
     texts = [choice for choice in choices if isinstance(choice, str)]
     whole = [choice for choice in texts if len(text) > 2 and text in choice]

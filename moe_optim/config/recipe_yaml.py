@@ -1,8 +1,7 @@
-"""Reads the YAML of recipes and assignments, and resolves ``${...}`` in it by OmegaConf.
+"""Parses the YAML of recipes and assignments; resolves ``${...}`` with OmegaConf.
 
-Whole numbers, ``true``, ``false`` and ``null`` are values, all else is text: ``2e-3``, ``1.10`` and
-``12:30`` reach Megatron as they were written. YAML's own rules would turn them into text, 1.1 and
-750.
+Integers, ``true``, ``false`` and ``null`` are typed, everything else is text: ``2e-3``, ``1.10``
+and ``12:30`` reach Megatron as written, where standard YAML would produce text, 1.1 and 750.
 """
 
 import re
@@ -16,11 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 from moe_optim.errors import ConfigError
 
 MAX_BYTES = 2**18
-"""Largest size of a text; the largest recipe shipped has an eightieth of it."""
+"""Limit for the size of a document; 80 times the largest shipped recipe."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Takes plain values; refuses tags and repeated keys."""
+    """Accepts plain values; refuses tags and duplicate keys."""
 
     yaml_implicit_resolvers: Any = {}
 
@@ -45,20 +44,15 @@ class _Loader(yaml.SafeLoader):
 for _tag, _pattern in {
     "bool": "true|True|TRUE|false|False|FALSE",
     "null": "null|Null|NULL|~|",
-    "int": "0|-?[1-9][0-9]{0,17}",  # only what str(int) gives back, and 64 bits hold
+    "int": "0|-?[1-9][0-9]{0,17}",  # canonical and within 64 bits
 }.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), None)
 
 
 def parse_yaml(where: str, text: str) -> Any:
-    """Return the value that ``text`` spells out.
+    """Parse ``text``, a YAML document or value, named ``where`` in errors.
 
-    Args:
-        where: name of the text in errors.
-        text: a whole document, or one value.
-
-    Raises:
-        ConfigError: it is no YAML, is too large, or has tags or repeated keys.
+    ConfigError if it is invalid or too large, or has tags or duplicate keys.
     """
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{where}: expected at most {MAX_BYTES:,} characters of YAML, got more.")
@@ -80,14 +74,10 @@ def parse_yaml(where: str, text: str) -> Any:
 
 
 def merge(where: str, *layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return sections merged, the later layer winning, with every ``${...}`` replaced.
+    """Merge ``layers``, later ones winning, and resolve every ``${...}``.
 
-    Args:
-        where: name of the layers in errors.
-        layers: {section: {key: a plain value, or a list of them}}.
-
-    Raises:
-        ConfigError: an interpolation leads nowhere, or to itself.
+    A layer is {section: {key: plain value or list of them}}. ConfigError for unresolvable or
+    circular interpolations.
     """
     try:
         resolved: Any = OmegaConf.to_container(OmegaConf.merge(*layers), resolve=True)
@@ -101,10 +91,10 @@ def merge(where: str, *layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dic
 
 
 def shorten(text: str, limit: int = 300) -> str:
-    """Return ``text`` with its middle left out if it is longer than ``limit``, for messages."""
+    """Return ``text`` with its middle elided if longer than ``limit``, for messages."""
     return text if len(text) <= limit else f"{text[: limit // 2]}...{text[-limit // 2 :]}"
 
 
 def quote(value: object) -> str:
-    """Return the representation of a user's value, which may be long, for messages."""
+    """Return the repr of a user's value, shortened, for messages."""
     return shorten(repr(value))

@@ -1,4 +1,4 @@
-"""A recipe is one run as a YAML file: its requirements, Megatron's flags, and our config."""
+"""Recipes: YAML files that define one run by requirements, Megatron's flags and our config."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from moe_optim.errors import ConfigError
 
 Scalar = bool | int | float | str | None
 Value = Scalar | list[Scalar]
-"""What a flag can take: itself alone (true), nothing at all (false, null), a value, several."""
+"""Value of a flag: bare flag (true), absent (false, null), one value, or several."""
 
 SECTIONS = ("requires", "megatron_args", "moe_optim")
 KEYS = ("base", *SECTIONS)
@@ -29,14 +29,14 @@ _MAX_COUNT = 1_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """One resolved recipe: bases merged, overrides applied, interpolations replaced."""
+    """A resolved recipe: bases merged, overrides applied, interpolations replaced."""
 
     path: Path
-    """The file it was read from."""
+    """Path of its file."""
     files: tuple[Path, ...]
-    """This file and those it is based on, the first base first."""
+    """Its file and those of its bases, the first base first."""
     requires: Mapping[str, str | int]
-    """Version specifiers, and minimum numbers; ``ranks`` is always there."""
+    """Version specifiers and minimum counts; always contains ``ranks``."""
     megatron_args: Mapping[str, Value]
     """Megatron's flags, spelled as on its command line."""
     moe_optim: MoEOptimConfig
@@ -44,7 +44,7 @@ class Recipe:
 
     @property
     def ranks(self) -> int:
-        """Processes to launch."""
+        """Number of processes to launch."""
         return int(self.requires["ranks"])
 
     def megatron_argv(self) -> list[str]:
@@ -55,7 +55,7 @@ class Recipe:
                 continue
             values = value if isinstance(value, list) else [] if value is True else [value]
             texts = [str(item) for item in values]
-            if len(texts) == 1 and texts[0].startswith("-"):  # argparse takes -1e-3 for a flag
+            if len(texts) == 1 and texts[0].startswith("-"):  # argparse would parse -1e-3 as a flag
                 argv.append(f"{flag}={texts[0]}")
             else:
                 argv += [flag, *texts]
@@ -63,18 +63,18 @@ class Recipe:
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe and the recipes it is based on.
+    """Read a recipe and its bases.
 
-    What ``${oc.env:NAME}`` reads becomes a flag's value like any other: Megatron writes its
-    arguments into logs, TensorBoard's events and checkpoints. Keep secrets out of it.
+    Values of ``${oc.env:NAME}`` become ordinary flag values, which Megatron writes into logs,
+    TensorBoard events and checkpoints; do not use it for secrets.
 
     Args:
-        path: YAML file, or if there is no such file, name of a shipped recipe.
+        path: YAML file or, if no such file exists, name of a shipped recipe.
         overrides: assignments such as ``moe_optim.format=bf16`` or
             ``megatron_args.--train-iters=20``; the last one wins.
 
     Raises:
-        ConfigError: naming the file (or the override), the key, and what was expected there.
+        ConfigError: recipe or override is invalid; names file, key and expected value.
     """
     path = find_recipe(path)
     assignments = list(overrides)
@@ -84,7 +84,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     if assignments:
         where += f" with {' '.join(map(shorten, assignments))}"
     merged = merge(where, *layers)
-    for flag, value in merged["megatron_args"].items():  # again: an interpolation can be anything
+    for flag, value in merged["megatron_args"].items():  # again: interpolations may have any value
         _check_flag(f"{where}: megatron_args", flag, value)
     return Recipe(
         path=path,
@@ -96,11 +96,11 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def unmet_requirements(recipe: Recipe, *, hardware: bool = True) -> list[str]:
-    """Return one line, with a remedy, for every requirement this machine does not meet.
+    """Return one line, with a remedy, per requirement that this machine does not meet.
 
     Args:
-        recipe: recipe to check; its ``ranks`` are no requirement.
-        hardware: whether to check GPUs; False for ranks of a launcher, perhaps on other machines.
+        recipe: recipe to check, except for its ``ranks``.
+        hardware: whether to check GPUs; False for a launcher's ranks, possibly on other machines.
     """
     requires = recipe.requires
     versions = {name: str(requires[name]) for name in VERSIONS if name in requires}
@@ -111,14 +111,9 @@ def unmet_requirements(recipe: Recipe, *, hardware: bool = True) -> list[str]:
 
 
 def check_requirements(recipe: Recipe, *, hardware: bool = True) -> None:
-    """Check that this machine meets all requirements, see :func:`unmet_requirements`.
+    """Raise ConfigError for requirements of ``recipe`` that this machine does not meet.
 
-    Args:
-        recipe: recipe to check.
-        hardware: whether to check GPUs.
-
-    Raises:
-        ConfigError: it does not; every requirement that is not met is named.
+    Lists all of them; see :func:`unmet_requirements` for ``hardware``.
     """
     if unmet := unmet_requirements(recipe, hardware=hardware):
         lines = "".join(f"\n  {line}" for line in unmet)
@@ -126,7 +121,7 @@ def check_requirements(recipe: Recipe, *, hardware: bool = True) -> None:
 
 
 def _read_layers(path: Path) -> dict[Path, dict[str, dict[str, Any]]]:
-    """Return the sections of a recipe's bases and of itself, by file, the first base first."""
+    """Return the sections of a recipe and its bases, by file, the first base first."""
     chain: list[Path] = []
     layers = []
     remedy = "Correct the path"
@@ -169,7 +164,6 @@ def _read_layer(where: str, text: str) -> tuple[dict[str, dict[str, Any]], str |
 
 
 def _read_text(path: Path, remedy: str) -> str:
-    """Return the content of a regular file of limited size."""
     try:
         if path.exists() and not path.is_file():
             why = "no regular file"
@@ -200,7 +194,7 @@ def _parse_override(text: str) -> dict[str, dict[str, Any]]:
 
 
 def _suggest(target: str) -> str:
-    """Guess the section of a key that was given without."""
+    """Guess the section of a key given without one."""
     name = target.rpartition(".")[2]
     if name in field_names():
         return f"moe_optim.{name}"
@@ -210,9 +204,9 @@ def _suggest(target: str) -> str:
 
 
 def _checked_section(where: str, section: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one section of one file, its keys known and its values of a type that fits."""
+    """Return one section of a file, after validating keys and value types."""
     values = recipe.get(section)
-    if values is None:  # absent, or all of it commented out
+    if values is None:  # absent, or empty
         return {}
     where = f"{where}: {section}"
     if not isinstance(values, dict):
@@ -249,7 +243,7 @@ def _check_flag(where: str, flag: object, value: object) -> None:
 def _checked_requires(where: str, requires: Mapping[str, Any]) -> dict[str, str | int]:
     checked: dict[str, str | int] = {"ranks": 1}
     for key, value in requires.items():
-        if value is None:  # a variant drops what its base requires
+        if value is None:  # removes a requirement of its base
             continue
         if key in COUNTS:
             if type(value) is not int or not 1 <= value <= _MAX_COUNT:
@@ -288,6 +282,6 @@ def _unmet_hardware(requires: Mapping[str, str | int]) -> list[str]:
 
 
 def _kind(value: object) -> str:
-    """Say what YAML gave, in YAML's words."""
+    """Name a value's type in YAML's terms."""
     names = {dict: "a mapping", list: "a list", type(None): "nothing"}
     return names.get(type(value), quote(value))

@@ -1,7 +1,6 @@
-"""Ways into Megatron: flags, script runner and dry run, Bridge, CPU runtime, the table of patches.
+"""Integration with Megatron: flags, script runner, dry run, Bridge, CPU runtime, patch table.
 
-A run: ``script_runner`` reads the plug-in's flags (``arguments``), a dry run lists what would be
-refused (``preflight``, ``first_iteration``), ``installation`` applies ``patches`` by ``engine``.
-``engine``, ``patches`` and ``installation`` lie below all that Megatron calls; the rest lies above
-the optimizer.
+``script_runner`` reads the plug-in's flags (``arguments``), a dry run reports all refusals
+(``preflight``, ``first_iteration``), ``installation`` applies ``patches`` through ``engine``. These
+three are below all code that Megatron calls; the others are above the optimizer.
 """

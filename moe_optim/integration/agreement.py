@@ -1,4 +1,4 @@
-"""An error of one rank is raised on all ranks: none is left waiting in a collective."""
+"""Raises an error of one rank on all ranks, so that none hangs in a collective."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +9,12 @@ from moe_optim.errors import ConfigError, LayoutError, NonFiniteError, PatchErro
 
 
 def agree(act: Callable[[], Any], group: Any) -> Any:
-    """Call ``act`` on every rank of ``group``, and raise an error of one rank on all of them.
+    """Call ``act`` and raise an error of any rank on all ranks of ``group``.
 
-    Otherwise ranks without an error would wait for the others in the next collective. Every rank
-    must call it.
+    Every rank must call it.
 
     Args:
-        act: function of this rank; it may communicate where no rank fails before another.
+        act: function of this rank; may communicate if it fails on all ranks or none.
         group: process group; None for all ranks.
 
     Returns:
@@ -28,7 +27,7 @@ def agree(act: Callable[[], Any], group: Any) -> Any:
     result = None
     try:
         result = act()
-    except Exception as raised:  # whatever it is, the others must not wait for this rank
+    except Exception as raised:  # any error: other ranks must not wait for this one
         error = raised
     errors: list[Any] = [None] * ranks
     kinds = (ConfigError, LayoutError, NonFiniteError, PatchError)

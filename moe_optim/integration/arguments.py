@@ -1,7 +1,7 @@
-"""The plug-in's flags, the configuration that they give, and Megatron's own flags parsed.
+"""Parses the plug-in's flags into its configuration, and Megatron's flags.
 
-The plug-in's flags are read from the command line itself and not from Megatron's ``args``:
-``--yaml-cfg`` replaces those after parsing, and ``--use-checkpoint-args`` overwrites some of them.
+The plug-in's flags are read from the command line rather than Megatron's ``args``, which
+``--yaml-cfg`` replaces and ``--use-checkpoint-args`` partly overwrites.
 """
 
 from argparse import Action, ArgumentParser, Namespace
@@ -17,7 +17,7 @@ FLAG = "--use-moe-grouped-optim"
 
 
 class _SwitchOn(Action):
-    """Turns the plug-in on, and Megatron's distributed optimizer, which the plug-in's extends."""
+    """Enables the plug-in and Megatron's distributed optimizer, which it extends."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
         super().__init__(option_strings, dest, nargs=0, default=False, help=help)
@@ -28,10 +28,7 @@ class _SwitchOn(Action):
 
 
 def add_moe_optim_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add the plug-in's flags to ``parser``, in a group of their own, and return it.
-
-    A parser that has them already is left alone.
-    """
+    """Add the plug-in's flags to ``parser`` unless present, as a separate group; return it."""
     if FLAG in parser._option_string_actions:
         return parser
     group = parser.add_argument_group(title="moe_optim")
@@ -44,26 +41,22 @@ def add_moe_optim_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--moe-optim-recipe",
         metavar="PATH",
-        help="Take the moe_optim section of this recipe. Its megatron_args are not read here.",
+        help="Use the moe_optim section of this recipe. Its megatron_args are ignored.",
     )
     group.add_argument(
         "--moe-optim-set",
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="Set one field of moe_optim, after the recipe. May be given several times.",
+        help="Override one field of moe_optim. May be repeated.",
     )
     return parser
 
 
 def config_from_argv(argv: Sequence[str]) -> MoEOptimConfig | None:
-    """Return the configuration that a command line gives, or None without the flag.
+    """Return the configuration given by a command line, None without ``--use-moe-grouped-optim``.
 
-    Args:
-        argv: arguments without the program name; those of Megatron are skipped.
-
-    Raises:
-        ConfigError: a recipe or a field without ``--use-moe-grouped-optim``, or either is wrong.
+    Skips Megatron's arguments. ConfigError for an invalid recipe or field, or one without the flag.
     """
     parser = add_moe_optim_arguments(ArgumentParser(allow_abbrev=False, add_help=False))
     args, _ = parser.parse_known_args(list(argv))
@@ -82,7 +75,7 @@ def config_from_argv(argv: Sequence[str]) -> MoEOptimConfig | None:
 
 
 class FlagsParser(ArgumentParser):
-    """Raises what argparse would end the process with."""
+    """Raises errors instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError."""
@@ -90,10 +83,9 @@ class FlagsParser(ArgumentParser):
 
 
 def parse_with_megatron(argv: Sequence[str]) -> Namespace:
-    """Return what Megatron's parser makes of ``argv``, unvalidated; imports Megatron.
+    """Parse ``argv`` with Megatron's parser, unvalidated; imports Megatron.
 
-    Raises:
-        ConfigError: a flag that Megatron does not have, or a value that it does not take.
+    ConfigError for unknown flags or invalid values.
     """
     from megatron.training.arguments import add_megatron_arguments
 
@@ -107,7 +99,7 @@ def parse_with_megatron(argv: Sequence[str]) -> Namespace:
 
 
 def ranks_multiple(args: Namespace) -> int:
-    """Return what the number of ranks must be a multiple of, for parsed flags of Megatron."""
+    """Return the number that must divide the world size, for parsed flags of Megatron."""
     dense = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     whole = expert_tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size

@@ -1,4 +1,4 @@
-"""Reading and changing command lines that Megatron's parser will read."""
+"""Functions that read and edit Megatron command lines."""
 
 import argparse
 import functools
@@ -17,16 +17,14 @@ DATA_FLAGS = (
     "--train-data-path",
     "--per-split-data-args-path",
 )
-"""Megatron's flags that say what to train on."""
+"""Megatron's flags that select the training data."""
 
 
 def spell_format(format: FormatSetting, argv: Sequence[str]) -> str:
-    """Return the format of the weights that Megatron's flags ask for, for messages.
+    """Return the weight format requested by ``format``, or if ``auto`` by Megatron's flags.
 
-    Args:
-        format: configured format; other than ``auto`` it is the answer.
-        argv: Megatron's flags. A checkpoint's arguments or a YAML file may still change them; a
-            model that was built knows its format itself.
+    For messages: checkpoint arguments or a YAML file may still override the flags in ``argv``, and
+    a built model records its own format.
     """
     if format != "auto":
         return format
@@ -40,7 +38,7 @@ def spell_format(format: FormatSetting, argv: Sequence[str]) -> str:
 
 
 def add_recipe(parser: argparse.ArgumentParser, example: str) -> None:
-    """Add RECIPE, and ``megatron_args``, the arguments after ``--``."""
+    """Add RECIPE, and ``megatron_args`` for the arguments after ``--``."""
     text = f"a YAML file, or a name that `moe-optim recipes` lists, such as {example}"
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help=text)
     parser.set_defaults(megatron_args=[])
@@ -48,17 +46,17 @@ def add_recipe(parser: argparse.ArgumentParser, example: str) -> None:
 
 
 def add_changes(parser: argparse.ArgumentParser, example: str) -> None:
-    """Add ``--set``, whose assignments change a recipe."""
+    """Add ``--set``, which overrides fields of a recipe."""
     text = f"change the recipe, such as {example}"
     words: Any = {"action": "extend", "nargs": "+", "default": [], "metavar": "KEY=VALUE"}
     parser.add_argument("--set", **words, help=text)
 
 
 def keep_arguments_after_dashes(parser: argparse.ArgumentParser) -> None:
-    """Put arguments after ``--`` into ``megatron_args`` untouched, and refuse unknown ones before.
+    """Store arguments after ``--`` in ``megatron_args``, and refuse unknown ones before it.
 
-    argparse before Python 3.13 gives them to a positional only when no option stands between the
-    two, and never if they look like an option of this parser.
+    Before Python 3.13, argparse passes them to a positional only if no option is in between, and
+    never if they look like an option of this parser.
     """
     parse = parser.parse_known_args
 
@@ -84,7 +82,7 @@ def flags(argv: Sequence[str]) -> list[str]:
 
 
 def options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return every flag of ``argv`` with the words that follow it up to the next one."""
+    """Return every flag of ``argv`` with the words up to the next flag."""
     found: list[tuple[str, list[str]]] = []
     for word in argv:
         if word.startswith("--"):
@@ -96,7 +94,7 @@ def options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def without_options(argv: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return ``argv`` without some flags and all words that follow each up to the next one."""
+    """Return ``argv`` without the flags in ``names`` and the words up to the next flag."""
     kept: list[str] = []
     is_kept = True
     for word in argv:
@@ -108,12 +106,12 @@ def without_options(argv: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def data_flags(argv: Sequence[str]) -> list[str]:
-    """Return the flags of ``argv`` that say what to train on."""
+    """Return the flags of ``argv`` that select the training data."""
     return [flag for flag in flags(argv) if flag in DATA_FLAGS]
 
 
 def last_value(argv: Sequence[str], flag: str) -> str | None:
-    """Return the value of ``flag`` that argparse takes: the last one."""
+    """Return the last value of ``flag``, which argparse uses."""
     value = None
     for word, following in zip(argv, [*argv[1:], ""], strict=True):
         name, equals, joined = word.partition("=")
@@ -123,7 +121,7 @@ def last_value(argv: Sequence[str], flag: str) -> str | None:
 
 
 def without(argv: Sequence[str], *, valued: Collection[str], bare: Collection[str]) -> list[str]:
-    """Return ``argv`` without flags that take one value each and flags that take none."""
+    """Return ``argv`` without the ``valued`` flags (one value each) and the ``bare`` flags."""
     kept: list[str] = []
     words = iter(argv)
     for word in words:

@@ -1,4 +1,4 @@
-"""The optimizer configuration of Megatron-Bridge: it installs the plug-in, and builds with it."""
+"""Megatron-Bridge optimizer configuration that installs the plug-in and builds its optimizer."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,30 +17,31 @@ from moe_optim.rules import Setup, check_setup
 
 @dataclass
 class MoEOptimizerConfig(OptimizerConfig):
-    """Megatron's ``OptimizerConfig`` with that of this package, for ``ConfigContainer``.
+    """Megatron's ``OptimizerConfig`` extended by this package's, for ``ConfigContainer``.
 
-    Megatron-Bridge finalizes its configuration before it builds the model, and asks the optimizer's
-    part of it to provide the optimizer afterwards. Nothing is patched for that, and nothing of
+    Megatron-Bridge finalizes its configuration before it builds the model, and afterwards calls the
+    optimizer configuration to provide the optimizer. No patch is needed for this, and nothing in
     Megatron is replaced before :meth:`finalize`.
     """
 
     moe_optim: MoEOptimConfig | Mapping[str, Any] = field(default_factory=MoEOptimConfig)
-    """Settings of the plug-in. Held as a plain dict, so that overrides
-    (``optimizer.moe_optim.format=nvfp4``) reach it: Megatron-Bridge sets fields one by one, and a
-    frozen value would refuse each."""
+    """Settings of the plug-in, stored as a plain dict: Megatron-Bridge applies overrides
+    (``optimizer.moe_optim.format=nvfp4``) field by field, which a frozen dataclass would refuse."""
 
     def __post_init__(self) -> None:
-        """Check nothing yet: recipes and overrides still change fields until :meth:`finalize`."""
+        """Defer all checks to :meth:`finalize`, since recipes and overrides still change fields."""
         if isinstance(self.moe_optim, MoEOptimConfig):
             self.moe_optim = asdict(self.moe_optim)
 
     def finalize(self) -> None:
-        """Check all fields and install the plug-in. Every rank must call it, before the model.
+        """Check all fields and install the plug-in.
+
+        Every rank must call it, before the model is built.
 
         Raises:
-            ConfigError: an unknown setting, or a value it does not take.
-            StateError: another configuration is installed already.
-            PatchError: Megatron is not the version this package was written for.
+            ConfigError: a setting is unknown or has an invalid value.
+            StateError: another configuration is installed.
+            PatchError: Megatron's version is not supported.
         """
         moe_optim_config = self._parse()
         super().__post_init__()
@@ -53,17 +54,17 @@ class MoEOptimizerConfig(OptimizerConfig):
         use_gloo_process_groups: bool = True,
         pg_collection: Any = None,
     ) -> Any:
-        """Build Megatron's optimizer, with this package's in it. Every rank must call it.
+        """Build Megatron's optimizer with this package's classes. Every rank must call it.
 
         Args:
             model_chunks: DDP-wrapped chunks, built after :meth:`finalize`.
-            config_overrides: settings of parameter groups, as Megatron's factory takes them.
+            config_overrides: parameter group settings in the format of Megatron's factory.
             use_gloo_process_groups: whether gloo groups exist for checkpoints.
-            pg_collection: process groups; None takes those of ``parallel_state``.
+            pg_collection: process groups; None for those of ``parallel_state``.
 
         Raises:
-            StateError: :meth:`finalize` was not called, or settings were changed since.
-            ConfigError: a setting of the model or the optimizer that is not supported.
+            StateError: :meth:`finalize` was not called, or settings have changed since.
+            ConfigError: a setting of the model or optimizer is not supported.
         """
         moe_optim_config = self._parse()
         if installed_config() != moe_optim_config:
@@ -91,10 +92,10 @@ class MoEOptimizerConfig(OptimizerConfig):
 
 
 def _interleaved(model_chunks: list[Any]) -> dict[str, GroupedLinear]:
-    """Return portable linears by name whose rows Megatron-Bridge sorts around checkpoints.
+    """Return portable linears, by name, whose rows Megatron-Bridge would permute for checkpoints.
 
-    It sorts the first axis of all that is named ``linear_fc1.weight...``; experts of Transformer
-    Engine have rows there, [rows, columns] each.
+    It permutes the first axis of every ``linear_fc1.weight...``, which it assumes to be rows as in
+    Transformer Engine's experts [rows, columns].
     """
     return {
         name: module
@@ -105,5 +106,5 @@ def _interleaved(model_chunks: list[Any]) -> dict[str, GroupedLinear]:
     }
 
 
-# configurations are saved as YAML with the path of their class, and read back through this list
+# configurations saved as YAML name their class, which must be on this list to be read back
 target_allowlist.add_exact(f"{MoEOptimizerConfig.__module__}.{MoEOptimizerConfig.__qualname__}")

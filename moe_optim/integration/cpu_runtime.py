@@ -1,25 +1,23 @@
-"""Runs Megatron's own training loop on a machine without a GPU, over gloo.
+"""Runs Megatron's own training loop over gloo on a machine without a GPU.
 
-Megatron 0.19 assumes CUDA in four ways, each redirected here and nowhere else:
+Megatron 0.19 assumes CUDA in four ways, all redirected here:
 
-1. ``torch.cuda.*`` calls. Streams, events, devices and counts go to ``torch.cpu``, torch's own
-   stand-in for device-agnostic code; random states go to the CPU generator; memory is what this
-   process has resident, since nothing accounts for tensors alone.
-2. ``device="cuda"`` (and device ordinals), ``Tensor.cuda()`` and pinned memory. One
-   ``TorchFunctionMode`` rewrites them on the way into torch. ``Tensor.cpu()`` and ``to("cpu")``
-   copy, as from a GPU: callers free or overwrite the source.
+1. ``torch.cuda.*`` calls. Streams, events, devices and counts map to ``torch.cpu``; random states
+to the CPU generator; memory statistics to the resident memory of the process.
+2. ``device="cuda"`` (and device ordinals), ``Tensor.cuda()`` and pinned memory. A
+``TorchFunctionMode`` rewrites them on every call into torch. ``Tensor.cpu()`` and ``to("cpu")``
+copy, as they would from a GPU: callers free or overwrite the source.
 3. Type names: the optimizer branches on ``Tensor.type() == "torch.cuda.BFloat16Tensor"``. The same
-   mode adds the missing ``cuda``.
-4. Fused optimizers (see ``optimizer/adam.py``), split sizes that are only converted on their way
-   from a GPU, and gathers of several dtypes at once. These are rows ``ADAM`` and ``CPU`` of the
-   table of patches.
+mode adds the missing ``cuda``.
+4. Fused optimizers (see ``optimizer/adam.py``), split sizes converted only when moved from a GPU,
+and all-gathers of several dtypes at once. These are rows ``ADAM`` and ``CPU`` of the patch table.
 
-Transformer Engine and apex count as absent, unless they are imported already: Megatron would step
-with their kernels. Nothing is redirected on import; :func:`install` and :func:`uninstall` must be
+Transformer Engine and apex are hidden unless already imported, since Megatron would step with their
+kernels. Importing this module redirects nothing; :func:`install` and :func:`uninstall` must be
 called from the main thread.
 
-Limit: there is one random stream where a GPU machine has two (host and device), so with dropout a
-resumed run draws other numbers than an uninterrupted one. Recipes for CPU set dropout to zero.
+Limit: a single random stream replaces the two (host and device) of a GPU machine, so with dropout a
+resumed run draws other numbers than an uninterrupted one. CPU recipes set dropout to zero.
 """
 
 import importlib
@@ -48,18 +46,18 @@ LEGACY_TYPE = torch.Tensor.type
 
 
 class _Event(torch.cpu.Event):
-    """torch.cpu's event, made with and asked for what a CUDA event is."""
+    """``torch.cpu.Event`` with the interface of a CUDA event."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
     def elapsed_time(self, _end: "_Event") -> float:
-        """Return 0 ms: no clock is kept on the CPU."""
+        """Return 0 ms: CPU events are not timed."""
         return 0.0
 
 
 class _Stream(torch.cpu.Stream):
-    """torch.cpu's stream, with the rest of the CUDA stream interface that Megatron calls."""
+    """``torch.cpu.Stream`` with the CUDA stream interface that Megatron uses."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -67,10 +65,10 @@ class _Stream(torch.cpu.Stream):
         self.device = CPU
 
     def synchronize(self) -> None:
-        """Return at once: work on the CPU is done when the call that issued it returns."""
+        """Return immediately: CPU calls complete before they return."""
 
     def record_event(self, event: _Event | None = None) -> _Event:  # type: ignore[override]
-        """Return an event that has already happened."""
+        """Return a completed event."""
         return event or _Event()
 
 
@@ -87,7 +85,7 @@ def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
 
 
 def _resident_bytes(*_: Any, **__: Any) -> int:
-    return _bytes_in("/proc/self/status", "VmRSS")  # tensors, code and all else
+    return _bytes_in("/proc/self/status", "VmRSS")  # tensors, code and everything else
 
 
 def _peak_resident_bytes(*_: Any, **__: Any) -> int:
@@ -104,7 +102,6 @@ def _bytes_in(file: str, name: str) -> int:
 
 
 def _memory_stats(*_: Any, **__: Any) -> dict[str, float]:
-    """Return the statistics of the caching allocator that Megatron reads."""
     stats: dict[str, float] = {"allocation.all.current": math.nan}  # allocations are not counted
     for kind in ("allocated_bytes", "reserved_bytes"):
         stats[f"{kind}.all.current"] = _resident_bytes()
@@ -113,7 +110,7 @@ def _memory_stats(*_: Any, **__: Any) -> dict[str, float]:
 
 
 def _nothing() -> Callable[..., None]:
-    """Return a new function that does nothing: dynamo maps each function to one rule."""
+    """Return a new no-op function, since dynamo maps each function to one rule."""
     return lambda *_, **__: None
 
 
@@ -127,7 +124,7 @@ REDIRECTS: Mapping[str, Any] = {
     "cuda.device_count": lambda: 1,
     "cuda.current_device": lambda: CPU,
     "cuda.set_device": _nothing(),
-    "cuda.get_device_capability": lambda *_: (8, 0),  # the least that --moe-grouped-gemm accepts
+    "cuda.get_device_capability": lambda *_: (8, 0),  # minimum for --moe-grouped-gemm
     "cuda.get_device_name": lambda *_: "cpu",
     "cuda.get_device_properties": _device_properties,
     "cuda.synchronize": _nothing(),
@@ -138,7 +135,7 @@ REDIRECTS: Mapping[str, Any] = {
     "cuda.default_stream": lambda *_: _THE_STREAM,
     "cuda.set_stream": _nothing(),
     "cuda.is_current_stream_capturing": lambda: False,
-    "Tensor.record_stream": _nothing(),  # checks its argument before any mode is asked
+    "Tensor.record_stream": _nothing(),  # checks its argument before any TorchFunctionMode
     "cuda.empty_cache": _nothing(),
     "cuda.memory_stats": _memory_stats,
     "cuda.memory_allocated": _resident_bytes,
@@ -155,9 +152,9 @@ REDIRECTS: Mapping[str, Any] = {
     "cuda.random.set_rng_state": _set_rng_state,
     "cuda.default_generators": dict.fromkeys((CPU, 0), torch.default_generator),
     "accelerator.is_available": lambda: False,  # data loaders then pin no memory
-    "_inductor.config.triton_disable_device_detection": True,  # else torch 2.15 asks the GPU
+    "_inductor.config.triton_disable_device_detection": True,  # else torch 2.15 queries the GPU
 }
-"""Name below ``torch`` -> its replacement while the runtime is installed."""
+"""Replacements while the runtime is installed, by name within ``torch``."""
 
 
 def _on_cpu(value: Any) -> Any:
@@ -171,13 +168,13 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _names_host(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
-    # a torch.device may be the current one, where the tensor is already
+    # a torch.device may be the tensor's current device
     device = args[1] if len(args) > 1 else (kwargs or {}).get("device")
     return isinstance(device, str) and device == "cpu"
 
 
 def _legacy_type(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Return and take type names of CUDA tensors, as ``Tensor.type`` does on a GPU."""
+    """Accept and return type names of CUDA tensors, as ``Tensor.type`` does on a GPU."""
     if dtype is None:
         return LEGACY_TYPE(tensor).replace("torch.", "torch.cuda.", 1)
     if isinstance(dtype, str):
@@ -216,11 +213,11 @@ class _CudaNamesOnCpu(TorchFunctionMode):
 def maybe_move_tensor_to_cpu(
     tensor: Any, as_numpy: bool = False, record_stream: bool = False
 ) -> Any:
-    """Return ``tensor``, which is on the host, or the array over its memory."""
+    """Return ``tensor``, already on the host, or a NumPy view of it."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-_GATHER = torch.distributed.all_gather_into_tensor  # counters of calls replace the name in torch
+_GATHER = torch.distributed.all_gather_into_tensor  # call counters replace the name in torch
 
 
 def all_gather_bytes(
@@ -229,35 +226,35 @@ def all_gather_bytes(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Gather as ``torch.distributed.all_gather_into_tensor`` does, whatever the dtype.
+    """All-gather like ``torch.distributed.all_gather_into_tensor``, as bytes.
 
     Megatron gathers the buckets of a group in one call. With virtual pipeline stages and fp32
-    parameters these are of two dtypes, and gloo puts elements of the first one's size where those
-    of the second belong, without an error. It gathers bytes correctly.
+    parameters they have two dtypes, for which gloo silently corrupts the result: it uses the
+    element size of the first tensor for all.
     """
     return _GATHER(_bytes_of(output_tensor), _bytes_of(input_tensor), group, async_op)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of the bytes of a tensor, alive as long as the tensor.
+    """Return a byte view of a tensor that lives as long as the tensor.
 
-    Otherwise a thread of gloo would free it last, which takes Python, and end a process whose
-    interpreter is shutting down.
+    If a gloo thread dropped the last reference, it would need the Python interpreter, and abort a
+    process that is shutting down.
     """
     view = _BYTES[tensor] = tensor.detach().view(torch.uint8)
     return view
 
 
 def is_inference_column_parallel_linear(module: Any) -> bool:
-    """Return False: these classes are Transformer Engine's."""
+    """Return False: the classes in question are Transformer Engine's."""
     return False
 
 
 _BYTES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Tensor -> view of its bytes."""
+"""Byte view of each gathered tensor."""
 
 _RNG_LOGGER = logging.getLogger("megatron.core.tensor_parallel.random")
-"""Warns at every random draw that the host's stream moved, which here is the only one."""
+"""Warns on every draw from the host's random stream, the only one here."""
 
 _mode: _CudaNamesOnCpu | None = None
 _saved: dict[str, Any] = {}
@@ -279,19 +276,19 @@ def is_installed() -> bool:
 
 
 def use_cpu() -> None:
-    """Let Megatron train on this machine's CPU, over gloo. A second call does nothing.
+    """Let Megatron train on this machine's CPU, over gloo. Idempotent.
 
-    Call it in every rank, before the first import of ``megatron`` and from the thread that trains.
-    From then on ``torch.cuda`` and ``device="cuda"`` mean the CPU in this process, and
-    ``torch.cuda.is_available()`` says True; so look for a GPU before the call. Where
-    ``TORCHDYNAMO_DISABLE=1`` stood in the environment when Megatron was imported, nothing was
-    compiled for a GPU, and a later call is as good.
+    Every rank must call it, before the first import of ``megatron`` and from the training thread.
+    Afterwards ``torch.cuda`` and ``device="cuda"`` mean the CPU in this process, and
+    ``torch.cuda.is_available()`` returns True; detect GPUs before the call. A later call is
+    accepted if ``TORCHDYNAMO_DISABLE=1`` was set when Megatron was imported, since nothing was
+    compiled for a GPU.
 
     Raises:
-        ConfigError: the machine has a GPU, which would be hidden.
-        StateError: Megatron was imported before, and has handed functions to torch's compiler;
-            nothing was redirected.
-        PatchError: Megatron is not the version this was written for; nothing stays redirected.
+        ConfigError: machine has a GPU, which would be hidden.
+        StateError: Megatron was imported before and passed functions to torch's compiler; nothing
+            is redirected.
+        PatchError: Megatron's version is not supported; nothing stays redirected.
     """
     global _mode, _saved_log_level, _hidden
     if _mode is not None:
@@ -303,11 +300,11 @@ def use_cpu() -> None:
         )
     _require_nothing_compiled()
     _hidden = hide_gpu_packages()
-    # jit_fuser compiles with dynamo, which costs minutes on a CPU and gains nothing there
+    # jit_fuser compiles with dynamo, which takes minutes on a CPU without benefit
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    # Megatron asks for it with tensor parallelism; it orders kernels of a GPU, and here is none
+    # required by Megatron with tensor parallelism; without effect on a CPU
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # dynamo maps torch's functions to rules when first imported, and wants each under one name
+    # on first import dynamo maps torch's functions to rules, each under a single name
     importlib.import_module("torch._dynamo")
     for name, replacement in REDIRECTS.items():
         owner, last = _owner(name)
@@ -325,23 +322,19 @@ def use_cpu() -> None:
 
 
 install = use_cpu
-"""The name inside of this package."""
+"""Name used within this package."""
 
 
 def hide_gpu_packages() -> tuple[str, ...]:
-    """Let imports of packages that run on GPUs alone fail as if they were not installed.
-
-    Returns:
-        Those that were not imported, nor hidden, before.
-    """
+    """Make imports of GPU-only packages fail; return the packages hidden by this call."""
     hidden = tuple(name for name in GPU_PACKAGES if name not in sys.modules)
     for name in hidden:
-        sys.modules[name] = None  # type: ignore[assignment]  # Python's mark for it
+        sys.modules[name] = None  # type: ignore[assignment]  # makes the import fail
     return hidden
 
 
 def _require_nothing_compiled() -> None:
-    """Raise StateError if an import of Megatron has handed functions to torch's compiler."""
+    """Raise StateError if an import of Megatron has passed functions to torch's compiler."""
     loaded = [(name, module) for name, module in sys.modules.items() if _is_megatron(name)]
     for name, module in loaded:
         for attribute, value in vars(module).items():
@@ -359,7 +352,7 @@ def _is_megatron(module: str) -> bool:
 
 
 def uninstall() -> None:
-    """Put torch and Megatron back as they were; does nothing if nothing is installed."""
+    """Restore torch and Megatron; no-op if not installed."""
     global _mode
     if _mode is None:
         return

@@ -1,4 +1,4 @@
-"""The C++ helper of Megatron's datasets, which the wheel of megatron-core ships built."""
+"""Compilation of the C++ dataset helper, which the megatron-core wheel ships prebuilt."""
 
 from importlib.util import find_spec
 
@@ -10,12 +10,10 @@ _DATASETS = "megatron.core.datasets"
 
 
 def compile_helpers() -> None:
-    """Have Megatron compile the helper where it can or has to.
+    """Compile the helper if it has a Makefile or is missing.
 
-    Megatron always calls ``make``, for which the wheel has no Makefile, and then exits.
-
-    Raises:
-        ConfigError: pybind11 is missing, without which Megatron would exit.
+    Megatron always calls ``make``, and exits if it fails, as with the wheel, which has no Makefile.
+    ConfigError if pybind11 is missing, without which Megatron would exit.
     """
     if missing := missing_for_datasets():
         raise ConfigError(f"{missing}.")

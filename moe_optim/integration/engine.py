@@ -1,4 +1,4 @@
-"""The engine that rebinds names of Megatron: idempotent, reversible, and checked before it acts."""
+"""Applies and reverts patches of Megatron: idempotent, and checked before anything changes."""
 
 import importlib
 import importlib.util
@@ -16,27 +16,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """The object at a target in some versions of megatron-core."""
+    """Expected form of a patch target, for a range of megatron-core versions."""
 
     form: str
-    """``(names, of, parameters)``, after ``static`` for a static method; ``class``; or the name of
-    a constant's type."""
+    """``(names, of, parameters)``, prefixed by ``static`` for a static method; ``class``; or the
+    type name of a constant."""
     versions: str = NEEDED["megatron-core"]
-    """A version specifier; all supported versions by default."""
+    """Version specifier; all supported versions by default."""
 
     def __str__(self) -> str:
-        """Return form and versions."""
         return f"{self.form} of megatron-core {self.versions}"
 
 
 def in_all_versions(form: str) -> tuple[Signature, ...]:
-    """Return the signatures of a target that is the same in every supported megatron-core."""
+    """Return the signature of a target that is the same in every supported megatron-core."""
     return (Signature(form=form),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """One name of Megatron, and its replacement.
+    """A name in Megatron and its replacement.
 
     Targets and replacements are written ``module:attribute`` (``module:Class.attribute`` for a
     method); nothing is imported before the patch is applied.
@@ -46,20 +45,19 @@ class Patch:
     target: str
     replacement: str
     fits: tuple[Signature, ...]
-    """Signatures that the replacement was written for; any other target is refused."""
+    """Signatures that the replacement supports; any other target is refused."""
     because: str
-    """Why no supported hook does the job."""
     remove_when: str
-    """What upstream has to offer for this patch to go."""
+    """Upstream change that makes the patch obsolete."""
     not_needed_with: tuple[str, ...] = field(default=())
     """Modules whose presence makes the patch unnecessary."""
     only_if_there: bool = False
-    """Whether a Megatron without the target does without the patch: it has not got the fault."""
+    """Whether to skip the patch if Megatron lacks the target."""
 
 
-_originals: dict[str, Any] = {}  # target -> the object that stood there
-_inherited: set[str] = set()  # targets that stood on a base class
-_holders: dict[str, set[str]] = {}  # patch id -> who needs it
+_originals: dict[str, Any] = {}  # target -> replaced object
+_inherited: set[str] = set()  # targets defined on a base class
+_holders: dict[str, set[str]] = {}  # patch id -> holders
 
 
 def resolve(path: str) -> tuple[Any, str, Any]:
@@ -73,16 +71,16 @@ def resolve(path: str) -> tuple[Any, str, Any]:
 
 
 def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
-    """Put every replacement in place; patches already applied or not needed are left alone.
+    """Apply patches; skip those already applied or not needed.
 
-    All targets are checked before the first one is rebound, so a failure changes nothing.
+    All targets are checked before the first is rebound, so a failure changes nothing.
 
     Args:
         patches: rows of the table.
-        holder: name of whoever needs them; a patch stays until all of its holders have reverted it.
+        holder: name of the user of the patches; a patch stays until all holders have reverted it.
 
     Raises:
-        PatchError: a target is gone or is not what its replacement was written for.
+        PatchError: a target is missing, or has a form that its replacement does not support.
     """
     patches = tuple(patches)
     plan, installed = [], _installed()
@@ -107,7 +105,7 @@ def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
 
 
 def revert_patches(patches: Iterable[Patch], holder: str = "") -> None:
-    """Put back the original at every target that no other holder needs."""
+    """Restore the original of every target that no other holder needs."""
     for patch in patches:
         holders = _holders.get(patch.id, set())
         holders.discard(holder)
@@ -123,22 +121,22 @@ def revert_patches(patches: Iterable[Patch], holder: str = "") -> None:
 
 
 def is_rebound(target: str) -> bool:
-    """Return whether a replacement stands at ``module:attribute`` now."""
+    """Return whether the replacement of ``module:attribute`` is applied."""
     return target in _originals
 
 
 def original(target: str) -> Any:
-    """Return the function or class of Megatron that a replacement at ``module:attribute`` calls.
+    """Return Megatron's original object at ``module:attribute``, for replacements to call.
 
-    It is the object that stood there when the patch was applied, so wrappers of others stay in
-    place; where nothing is rebound (a patched tree, a direct call), the object there now.
+    It is the object that the patch replaced, including wrappers of other packages; the current
+    object if no patch is applied (a patched tree, a direct call).
     """
     found = _originals[target] if is_rebound(target) else resolve(target)[2]
     return found.__func__ if isinstance(found, staticmethod) else found
 
 
 def patch_state(patch: Patch) -> str:
-    """Return ``applied``, ``off``, ``not needed`` or ``broken: <why>``; changes nothing."""
+    """Return ``applied``, ``off``, ``not needed`` or ``broken: <why>``, without side effects."""
     if is_rebound(patch.target):
         return "applied"
     if not _is_needed(patch):
@@ -167,14 +165,13 @@ def _is_importable(name: str) -> bool:
 
 
 def _installed() -> tuple[str, str]:
-    """Return megatron-core as errors name it, and its version."""
+    """Return megatron-core's name with version for messages, and its version."""
     package = find_package("megatron-core")
     version = package.version if package else "unknown"
     return f"megatron-core {version}", version
 
 
 def _misfit(patch: Patch, name: str, version: str) -> str | None:
-    """Return why a patch does not fit the megatron-core that is imported, or None if it does."""
     expected = f"expected {' or '.join(map(str, patch.fits))}"
     try:
         original = resolve(patch.target)[2]
@@ -207,7 +204,7 @@ def _misfit_of_class(original: type, replacement: Any, name: str) -> str | None:
 
 
 def overridden(original: type, replacement: type) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, our definition and Megatron's of every method that a subclass replaces."""
+    """Yield name, our definition and Megatron's of every method that a subclass overrides."""
     ours = replacement.__mro__[: replacement.__mro__.index(original)]
     for name in dict.fromkeys(key for cls in ours for key in vars(cls)):
         theirs = inspect.getattr_static(original, name, None)
@@ -217,10 +214,10 @@ def overridden(original: type, replacement: type) -> Iterator[tuple[str, Any, An
 
 
 def _takes_calls_of(mine: Any, theirs: Any) -> bool:
-    """Return whether ``mine`` names the same parameters, or passes on those that it does not name.
+    """Return whether ``mine`` names the same parameters as ``theirs``, or forwards the others.
 
-    Parameters that ``mine`` passes on (``*args, **kwargs``) may change from version to version. A
-    ``theirs`` that only passes on, as a wrapper does, names none to compare.
+    Forwarded parameters (``*args, **kwargs``) may change between versions. A ``theirs`` that only
+    forwards, such as a wrapper, always fits.
     """
     if isinstance(mine, staticmethod) != isinstance(theirs, staticmethod):
         return False
@@ -242,7 +239,7 @@ def _takes_calls_of(mine: Any, theirs: Any) -> bool:
 
 
 def form_of(found: Any) -> str:
-    """Return the form of an object, as :attr:`Signature.form` spells it."""
+    """Return the form of an object, in the syntax of :attr:`Signature.form`."""
     function = _function(found)
     if isinstance(function, type):
         return "class"

@@ -1,7 +1,7 @@
-"""Faults that Megatron raises only while it builds a model, or in its first iteration.
+"""Predicts errors that Megatron raises only while building a model or in the first iteration.
 
-Megatron's own builder builds a GPT on the meta device, with fake process groups: nothing is
-allocated or sent, and its own checks raise. Faults of the first iteration are a table here.
+Megatron's own builder builds a GPT on the meta device with fake process groups, so that its checks
+run without allocation or communication. Errors of the first iteration are listed in a table here.
 """
 
 import contextlib
@@ -35,16 +35,11 @@ def later_refusals(
     layer_spec: LayerSpec | None,
     config: MoEOptimConfig | None,
 ) -> Iterator[Exception]:
-    """Yield the errors of building a GPT and running it once.
+    """Yield the errors of building a GPT and running one iteration.
 
-    Models that are no MoE GPT are skipped. Nothing is built where the package of the layers is
-    missing, or ranks already communicate.
-
-    Args:
-        args: Megatron's arguments, settled.
-        model: the ``TransformerConfig`` that they give.
-        layer_spec: layers of the script's own where ``--spec`` names none; None for Megatron's.
-        config: settings of the plug-in; None without it.
+    Skips models other than MoE GPTs. Builds nothing if the package that implements the layers is
+    missing or a process group is initialized. ``layer_spec`` is the script's layer spec if
+    ``--spec`` gives none; None for Megatron's.
     """
     if args.yaml_cfg is not None or args.hybrid_layer_pattern or not args.num_experts:
         return
@@ -63,7 +58,6 @@ def later_refusals(
 
 @contextlib.contextmanager
 def _experts_of(config: MoEOptimConfig | None) -> Iterator[None]:
-    """Have Megatron build the experts of the plug-in, if there is a configuration."""
     if config is None:
         yield
         return
@@ -76,7 +70,7 @@ def _experts_of(config: MoEOptimConfig | None) -> Iterator[None]:
 
 
 def _refused_in_iterations(args: Any, model: Any) -> dict[str, bool]:
-    """Return each refusal of a forward pass -> whether these arguments meet it."""
+    """Return error message -> whether a forward pass with these arguments raises it."""
     from megatron.core.transformer.moe import moe_utils
 
     balancing = model.moe_router_load_balancing_type
@@ -131,7 +125,7 @@ def _short_groups(args: Any, model: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def schedule_refusals(args: Any) -> list[Exception]:
-    """Return the errors of the learning rate schedule, where rate and length are given."""
+    """Return the errors of the learning rate schedule, if rate and length are given."""
     from megatron.training import global_vars
     from megatron.training.training import get_optimizer_param_scheduler
 
@@ -150,7 +144,7 @@ def schedule_refusals(args: Any) -> list[Exception]:
 def _refusals_of_building(
     args: Any, model: Any, layer_spec: LayerSpec | None, rank: int
 ) -> list[Exception]:
-    """Return the errors of one rank: of the whole model, which ends at its first, and of an MLP."""
+    """Return the errors of one rank: the first of the model, and of its last MLP."""
     refusals: list[Exception] = []
     try:
         with _alone(args, rank), _OnMeta(), torch.device("meta"):
@@ -161,7 +155,7 @@ def _refusals_of_building(
                         break
                     except Exception as error:
                         refusals.append(error)
-    except Exception as error:  # sizes that do not go together, or no configuration of a GPT
+    except Exception as error:  # inconsistent sizes, or not a GPT
         refusals.append(error)
     return [error for error in refusals if not _is_of_meta(error)]
 
@@ -169,7 +163,7 @@ def _refusals_of_building(
 def _builders(
     args: Any, model: Any, layer_spec: LayerSpec | None
 ) -> Iterator[tuple[Callable[[], Any], ...]]:
-    """Yield for each model chunk the function that builds it, and one that builds its last MLP."""
+    """Yield for each model chunk a function that builds it, and one that builds its last MLP."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder, default_layer_spec
@@ -196,7 +190,7 @@ def _builders(
 
 @contextlib.contextmanager
 def _alone(args: Any, rank: int) -> Iterator[None]:
-    """Make this process a rank of the world that ``args`` need, over fake process groups."""
+    """Make this process one rank of the world described by ``args``, over fake process groups."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -230,7 +224,7 @@ def _alone(args: Any, rank: int) -> Iterator[None]:
         random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = tracker
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-        for name in os.environ.keys() - environment.keys():  # a model chooses attention there
+        for name in os.environ.keys() - environment.keys():  # set by attention layers
             del os.environ[name]
         os.environ.update(environment)
 
@@ -260,7 +254,7 @@ def _names_device(value: Any) -> bool:
 
 
 def _is_of_meta(error: Exception) -> bool:
-    """Return whether torch or Transformer Engine raised it, as meta tensors hold no values."""
+    """Return whether an error is an artifact of meta tensors, which have no values."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     in_torch = any(frame.f_code is _OnMeta.__torch_function__.__code__ for frame in frames)
     module: str = frames[-1].f_globals.get("__name__", "")
@@ -268,7 +262,7 @@ def _is_of_meta(error: Exception) -> bool:
 
 
 def _with_vocabulary(args: Any) -> Namespace:
-    """Return a copy of ``args`` with a vocabulary size, which a tokenizer may have to give."""
+    """Return a copy of ``args`` with a vocabulary size, even if only the tokenizer defines it."""
     size = args.padded_vocab_size or args.vocab_size
     padded = args.padded_vocab_size or (None if size else 128 * args.tensor_model_parallel_size)
     return Namespace(**vars(args) | {"padded_vocab_size": padded})

@@ -1,4 +1,4 @@
-"""Switches the plug-in on and off for this process, and holds its configuration."""
+"""Enables and disables the plug-in in this process; holds its configuration."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,18 +18,18 @@ _config: MoEOptimConfig | None = None
 
 
 def install(config: MoEOptimConfig | None = None) -> None:
-    """Make Megatron build portable experts, buffers, bucket groups and optimizers of this package.
+    """Make Megatron build this package's portable experts, buffers, bucket groups and optimizers.
 
-    Call it before the model is built and wrapped. A second call with an equal configuration does
-    nothing. Every rank must call it with the same configuration.
+    Every rank must call it with the same configuration, before the model is built and wrapped.
+    Repeated calls with an equal configuration are no-ops.
 
     Args:
-        config: settings of the plug-in; defaults to ``MoEOptimConfig()``.
+        config: settings of the plug-in; None for ``MoEOptimConfig()``.
 
     Raises:
-        ConfigError: ``config`` is something else.
-        StateError: another configuration is installed already.
-        PatchError: Megatron is not the version this package was written for; nothing was changed.
+        ConfigError: ``config`` has another type.
+        StateError: another configuration is installed.
+        PatchError: Megatron's version is not supported; nothing was changed.
     """
     config = MoEOptimConfig() if config is None else config
     if not isinstance(config, MoEOptimConfig):
@@ -42,13 +42,9 @@ def install(config: MoEOptimConfig | None = None) -> None:
 
 
 def install_in_patched_tree(config: MoEOptimConfig) -> None:
-    """Install in a tree that asks for this package's classes by itself: little is rebound.
+    """Install ``config`` in a patched tree, which requests this package's classes itself.
 
-    Args:
-        config: settings of the plug-in.
-
-    Raises:
-        StateError: another configuration is installed already.
+    Rebinds few names. StateError if another configuration is installed.
     """
     remedy = "Give the same flags, or drop the call of moe_optim.install()."
     needed = (*patches.ADAM, *patches.CHECKPOINTS_OF_RANKS)
@@ -72,10 +68,9 @@ def _install(config: MoEOptimConfig, needed: tuple[Patch, ...], where: str, reme
 
 
 def uninstall() -> None:
-    """Put Megatron back as it was; models and optimizers built meanwhile keep their classes.
+    """Restore Megatron; existing models and optimizers keep their classes and configuration.
 
-    They keep their configuration, too, and go on training and saving. Checkpoints load into them
-    while the plug-in is installed.
+    They still train and save, but can load checkpoints only while the plug-in is installed.
     """
     global _config
     revert_patches(reversed(patches.INSTALLED), HOLDER)
@@ -86,20 +81,19 @@ def uninstall() -> None:
 def installed_config() -> MoEOptimConfig | None:
     """Return the installed configuration, or None.
 
-    It is read where Megatron calls this package, or constructs an object of it, and passed down
-    from there.
+    Read it only where Megatron calls this package or constructs its objects, and pass it down.
     """
     return _config
 
 
 def config_or_bf16() -> MoEOptimConfig:
-    """Return the installed configuration; without one an optimizer takes bf16 weights alone."""
+    """Return the installed configuration; without one, a configuration for bf16 weights only."""
     return _config or MoEOptimConfig(format="bf16")
 
 
 @contextmanager
 def building_with(config: MoEOptimConfig) -> Iterator[None]:
-    """Let Megatron construct objects with another configuration than the installed one."""
+    """Let Megatron construct objects with ``config`` instead of the installed configuration."""
     global _config
     before, _config = _config, config
     try:

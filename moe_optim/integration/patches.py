@@ -1,4 +1,4 @@
-"""The table of every name of Megatron that moe_optim rebinds, with the reason for each."""
+"""Table of all Megatron names that moe_optim rebinds, with the reason for each."""
 
 from moe_optim.integration.engine import Patch, in_all_versions
 
@@ -14,7 +14,7 @@ DATASETS: tuple[Patch, ...] = (
         remove_when="the wheel skips the compilation of a helper that is already importable",
     ),
 )
-"""Needed to train from the megatron-core wheel, with or without the plug-in."""
+"""Required to train from the megatron-core wheel, with or without the plug-in."""
 
 ENTRY: tuple[Patch, ...] = (
     Patch(
@@ -28,10 +28,10 @@ ENTRY: tuple[Patch, ...] = (
         remove_when="pretrain() returns them or takes a callback",
     ),
 )
-"""Needed to describe a run, with or without the plug-in."""
+"""Required to describe a run, with or without the plug-in."""
 
 TRAIN: tuple[Patch, ...] = (*DATASETS, *ENTRY)
-"""Needed by ``moe-optim train``, with or without the plug-in."""
+"""Required by ``moe-optim train``, with or without the plug-in."""
 
 SCRIPT: tuple[Patch, ...] = (
     Patch(
@@ -59,8 +59,8 @@ SCRIPT: tuple[Patch, ...] = (
         remove_when="validate_yaml reads account_for_embedding_in_pipeline_split of language_model",
     ),
 )
-"""Needed by ``moe-optim run``, and by plain ``python`` after ``moe-optim enable``, with
-``--use-moe-grouped-optim`` alone; and by dry runs."""
+"""Required by dry runs and, with ``--use-moe-grouped-optim``, by ``moe-optim run`` and by plain
+``python`` after ``moe-optim enable``."""
 
 ADAM: tuple[Patch, ...] = tuple(
     Patch(
@@ -90,7 +90,7 @@ ADAM: tuple[Patch, ...] = tuple(
         ),
     )
 )
-"""Needed wherever neither Transformer Engine nor apex brings its fused optimizer."""
+"""Required without the fused optimizers of Transformer Engine and apex."""
 
 CPU: tuple[Patch, ...] = (
     Patch(
@@ -120,7 +120,7 @@ CPU: tuple[Patch, ...] = (
         remove_when="gloo gathers tensors of several dtypes at once",
     ),
 )
-"""Needed by the CPU runtime alone, besides what it redirects in torch."""
+"""Required by the CPU runtime, in addition to its redirections in torch."""
 
 EXPERTS: tuple[Patch, ...] = (
     Patch(
@@ -132,7 +132,7 @@ EXPERTS: tuple[Patch, ...] = (
         remove_when="the local spec takes its expert module from the configuration",
     ),
 )
-"""What makes Megatron build the portable experts."""
+"""Patches for portable experts."""
 
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _DDP = "megatron.core.distributed.distributed_data_parallel"
@@ -272,7 +272,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         remove_when="the training loop takes the optimizer from its configuration",
     ),
 )
-"""What makes Megatron build this package's buffers, bucket groups and optimizer."""
+"""Patches for this package's buffers, bucket groups and optimizer."""
 
 CHECKPOINTS: tuple[Patch, ...] = (
     Patch(
@@ -329,8 +329,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
         remove_when="strict loads work with torch 2.15",
     ),
 )
-"""What looks at a checkpoint before anything of it is read, and lets an optimizer of this package
-see how it was laid out."""
+"""Patches that check a checkpoint before it is read, and let the optimizer adapt to its layout."""
 
 CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = (
     *(
@@ -363,12 +362,12 @@ CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = (
         remove_when="--ckpt-format torch compares checksums of what it reads",
     ),
 )
-"""Checksums of the files of ``--ckpt-format torch`` after a save, and their check before a load."""
+"""Patches for checksums of ``--ckpt-format torch`` files, verified before a load."""
 
 CONFIGURATIONS: tuple[Patch, ...] = tuple(
     patch for patch in (*ADAM, *OPTIMIZER) if patch.target.endswith("Config.__post_init__")
 )
-"""Rows above that let configurations through which Megatron would refuse."""
+"""Patches that permit configurations which Megatron would refuse."""
 
 INSTALLED: tuple[Patch, ...] = (
     *ADAM,
@@ -377,10 +376,9 @@ INSTALLED: tuple[Patch, ...] = (
     *CHECKPOINTS,
     *CHECKPOINTS_OF_RANKS,
 )
-"""What ``install()`` applies."""
+"""Patches applied by ``install()``."""
 
 PATCHES: tuple[Patch, ...] = (
     *(*TRAIN, *SCRIPT, *ADAM, *CPU),
     *(patch for patch in INSTALLED if patch not in ADAM),
 )
-"""Every name of Megatron that this package rebinds."""

@@ -1,6 +1,7 @@
-"""The dry run: lists all faults of a command line at once, before anything is built.
+"""Dry run: reports all faults of a command line at once, before anything is built.
 
-The script runs until Megatron parses and settles its arguments, where :class:`_DryRun` takes over.
+The script runs until Megatron parses and validates its arguments, where :class:`_DryRun` takes
+over.
 """
 
 import argparse
@@ -28,19 +29,19 @@ from moe_optim.rules import Setup, refusals
 from moe_optim.screen import quiet
 
 Check = Callable[[Any], None]
-"""Reads settled arguments, and raises ConfigError for those that it refuses."""
+"""Function that checks validated arguments; raises ConfigError to refuse them."""
 
 _HOLDER = "dry run"
 _BUILDERS = {"pretrain", "DistributedDataParallel", "get_model", "setup_model_and_optimizer"}
-"""Calls after which an installation comes too late."""
+"""Calls after which an installation is too late."""
 
 
 class _CheckedError(BaseException):
-    """Ends a script whose arguments have been checked; scripts catch no BaseException."""
+    """Ends a script after the check; a BaseException, which scripts do not catch."""
 
 
 class _ArgumentError(Exception):
-    """Error with which argparse would end the process."""
+    """Replaces argparse's exit."""
 
 
 def list_faults(
@@ -51,14 +52,14 @@ def list_faults(
 ) -> list[str]:
     """Return all faults of a command line, with remedies.
 
-    Nothing is installed, allocated or communicated, and Megatron's output is dropped. Megatron's
-    own checks of arguments stop at their first fault.
+    Nothing is installed, allocated or communicated, and Megatron's output is discarded. Megatron's
+    own argument checks report only their first fault.
 
     Args:
-        run: callable that has Megatron parse and settle ``sys.argv[1:]``; it gets no further.
-        argv: the arguments in ``sys.argv[1:]``.
-        checks: further checks of settled arguments.
-        layer_spec: layers of a GPT where ``--spec`` names none; None for Megatron's.
+        run: callable in which Megatron parses and validates ``sys.argv[1:]``; it does not return.
+        argv: copy of ``sys.argv[1:]``.
+        checks: additional checks of validated arguments.
+        layer_spec: layer spec of a GPT if ``--spec`` gives none; None for Megatron's.
     """
     with quiet(), Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
         return list(dict.fromkeys(_list_faults(run, argv, checks, layer_spec)))
@@ -109,7 +110,7 @@ def _ended_itself(end: SystemExit, errors: str) -> str:
 def find_late_install(script: Path) -> str | None:
     """Return a fault if a script calls ``install()`` after the model is built, else None.
 
-    Only calls in one block are compared, in source order.
+    Compares only calls within one block, in source order.
     """
     tree = ast.parse(script.read_bytes())
     for block in _blocks(tree):
@@ -126,7 +127,7 @@ def find_late_install(script: Path) -> str | None:
 
 
 class _DryRun:
-    """Stands where Megatron parses and settles arguments, and collects faults."""
+    """Replaces Megatron's parsing and validation of arguments, and collects faults."""
 
     def __init__(
         self, argv: Sequence[str], checks: Sequence[Check], layer_spec: LayerSpec | None
@@ -136,12 +137,7 @@ class _DryRun:
         self._config: MoEOptimConfig | None = None
 
     def parse(self, parser: argparse.ArgumentParser, *, takes_unknown: bool) -> argparse.Namespace:
-        """Return arguments without faulty ones, and with misspelt ones corrected.
-
-        Args:
-            parser: the script's complete parser.
-            takes_unknown: whether the script leaves unknown flags to others.
-        """
+        """Return arguments with faulty ones removed and misspelled ones corrected."""
         argv = self._argv if takes_unknown else self._mend_names(parser, self._argv)
         args, argv, rest = self._parse_rest(parser, argv)
         if rest and not takes_unknown:
@@ -159,12 +155,10 @@ class _DryRun:
         defaults: Mapping[str, Any],
         validate: Callable[[], Any],
     ) -> NoReturn:
-        """Have Megatron settle the arguments, check them, and end the script.
+        """Let Megatron validate the arguments, check them, and end the script.
 
-        Args:
-            args: parsed arguments, which ``validate`` changes, or the sections of a YAML file.
-            defaults: attribute -> value that the script sets where none was given.
-            validate: Megatron's own checks, which return all arguments under their own names.
+        ``args`` are flat or the sections of a YAML file; ``defaults`` are set by the script;
+        ``validate`` runs Megatron's checks and returns flat arguments.
         """
         for name, value in _missing(args).items():
             if name not in defaults:
@@ -173,13 +167,13 @@ class _DryRun:
                 setattr(args, name, value)  # to check the rest
         is_settled = True
         try:
-            if "WORLD_SIZE" not in os.environ:  # no launcher: the fewest ranks that the sizes take
+            if "WORLD_SIZE" not in os.environ:  # no launcher: assume the minimum number of ranks
                 args.world_size = _fewest_ranks(args)
             args = validate()
-        except Exception as error:  # assertions, and whatever follows from values it did not expect
+        except Exception as error:  # assertions, and errors from unexpected values
             is_settled = False
             self.faults.append(_of_megatron(error))
-            if args.yaml_cfg is not None:  # it stays in its sections
+            if args.yaml_cfg is not None:  # the sections are not flattened
                 self._add("Of the rest of the file nothing is known yet.")
                 raise _CheckedError from None
         is_given = not self.faults
@@ -199,13 +193,13 @@ class _DryRun:
             revert_patches(patches, _HOLDER)
         if model is not None and is_settled:
             errors = list(later_refusals(args, model, self._layer_spec, config))
-            errors += schedule_refusals(args) if is_given else []  # else of rates nobody gave
+            errors += schedule_refusals(args) if is_given else []  # else rates may be made up
             foreseen = (error for error in errors if not isinstance(error, ConfigError))
             self.faults += [_of_megatron(error) for error in foreseen]
         raise _CheckedError
 
     def _configure(self, args: Any, *, is_settled: bool) -> tuple[Any, Any, Any]:
-        """Return the configurations of optimizer, DDP and model; None for what Megatron refuses."""
+        """Return the configurations of optimizer, DDP and model; None if Megatron refuses them."""
         from megatron.training.argument_utils import core_transformer_config_from_args
         from megatron.training.training import (
             get_megatron_ddp_config,
@@ -217,7 +211,7 @@ class _DryRun:
             try:
                 return config(args)
             except Exception as error:  # an assertion
-                if is_settled:  # else that is what it follows from
+                if is_settled:  # else a consequence of the first fault
                     self.faults.append(_of_megatron(error))
                 return None
 
@@ -233,11 +227,11 @@ class _DryRun:
         return optimizer, make(get_megatron_ddp_config), None if missing else make(read)
 
     def _check_rules(self, config: MoEOptimConfig, optimizer: Any, ddp: Any, model: Any) -> None:
-        """Collect what the plug-in refuses.
+        """Collect the plug-in's refusals.
 
-        Arguments have the fields of optimizer and DDP under the same names, and stand for them.
+        ``optimizer`` and ``ddp`` may be Megatron's arguments, which have fields of the same names.
         """
-        if model is None:  # nothing is known of weights
+        if model is None:  # weights are unknown
             config = MoEOptimConfig(format="bf16")
         setup = Setup.of_flags(config, optimizer, ddp, [] if model is None else [model])
         self.faults += [f"refused with the plug-in: {line}" for line in refusals(setup)]
@@ -259,7 +253,7 @@ class _DryRun:
                     mended.append(word)
                     is_kept = True
                 continue
-            meant = closest(flag, known, likeness=0.75)  # all begin alike
+            meant = closest(flag, known, likeness=0.75)  # all share a prefix
             remedy = f"Write {meant}, the closest one" if meant else "Remove it"
             self.faults.append(f"{flag}: no such flag. {remedy}.")
             is_kept = meant is not None
@@ -269,10 +263,9 @@ class _DryRun:
     def _parse_rest(
         self, parser: argparse.ArgumentParser, argv: list[str]
     ) -> tuple[argparse.Namespace, list[str], list[str]]:
-        """Parse, leaving out flags one by one whose values do not fit.
+        """Parse, dropping flags with invalid values one by one.
 
-        Returns:
-            The arguments, the words they were parsed from, and words that belong to no flag.
+        Returns the arguments, the words they were parsed from, and words that belong to no flag.
         """
         parser.exit_on_error = False
         parser.error = _raise  # type: ignore[method-assign]
@@ -283,7 +276,7 @@ class _DryRun:
                 self.faults.append(f"{error}. Change the value.".replace("argument ", "", 1))
                 flags = set((error.argument_name or "").split("/"))
                 shorter = without_options(argv, flags)
-                if len(shorter) == len(argv):  # about no flag: nothing more can be told
+                if len(shorter) == len(argv):  # not caused by a flag: stop here
                     raise _CheckedError from None
                 argv = shorter
             except (_ArgumentError, AssertionError) as error:
@@ -299,7 +292,6 @@ def _fewest_ranks(args: Any) -> int:
 
 
 def _missing_fields(args: Any) -> list[str]:
-    """Return fields of a GPT's configuration that a YAML file lacks."""
     from megatron.core.transformer import TransformerConfig
 
     given = vars(args.language_model).keys() | vars(args.model_parallel).keys()
@@ -307,7 +299,7 @@ def _missing_fields(args: Any) -> list[str]:
 
 
 def _missing_in_yaml(error: BaseException) -> str | None:
-    """Return the fault if Megatron looked for a name that a YAML file lacks, else None."""
+    """Return the fault if Megatron looked up a name that a YAML file lacks, else None."""
     if isinstance(error, AttributeError) and isinstance(error.obj, SimpleNamespace):
         return f"--yaml-cfg: expected {error.name} in the file, got none. Add it."
     return None
@@ -316,7 +308,7 @@ def _missing_in_yaml(error: BaseException) -> str | None:
 def _of_megatron(error: Exception) -> str:
     if missing := _missing_in_yaml(error):
         return missing
-    text, *_ = str(error).split(" when instantiating ")  # and the classes around it
+    text, *_ = str(error).split(" when instantiating ")  # drop the enclosing classes
     if "unexpected keyword argument 'k_channels'" in text:
         text = (
             "--multi-latent-attention: --transformer-impl local has no attention for it. Give "
@@ -339,12 +331,12 @@ def _raise(message: str) -> NoReturn:
 
 
 def _missing(args: argparse.Namespace) -> dict[str, int]:
-    """Return attributes that every model needs and that were not given, with values that fit.
+    """Return required attributes that were not given, with valid values.
 
-    Megatron names them one at a time.
+    Megatron itself reports only one at a time.
     """
     if args.yaml_cfg is not None or args.use_checkpoint_args or args.hybrid_layer_pattern:
-        return {}  # they come from there
+        return {}  # given there
     needed = {
         "num_layers": args.pipeline_model_parallel_size,
         "hidden_size": 128 * args.tensor_model_parallel_size,

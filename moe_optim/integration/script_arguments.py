@@ -1,4 +1,4 @@
-"""Replacements of Megatron's parser and of its checks of parsed arguments."""
+"""Replacements of Megatron's argument parser and validation."""
 
 import functools
 from argparse import ArgumentParser, Namespace
@@ -17,20 +17,20 @@ _NAMED_TWICE = ("account_for_embedding_in_pipeline_split",)
 
 
 class Observer(Protocol):
-    """Takes the place of parsing and of Megatron's checks, as a dry run does."""
+    """Intercepts parsing and validation of arguments, for a dry run."""
 
     def parse(self, parser: ArgumentParser, *, takes_unknown: bool) -> Namespace:
         """Return the parsed arguments."""
 
     def settle(self, args: Any, defaults: Mapping[str, Any], validate: Callable[[], Any]) -> Any:
-        """Return them as ``validate``, Megatron's checks, leaves them."""
+        """Return the arguments after ``validate``, Megatron's checks."""
 
 
 _observer: Observer | None = None
 
 
 def set_observer(observer: Observer | None) -> None:
-    """Have scripts of this process parse and settle arguments through ``observer``, if given."""
+    """Route argument parsing and validation in this process through ``observer``, if given."""
     global _observer
     _observer = observer
 
@@ -47,15 +47,15 @@ def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def validate_args(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType({})) -> Namespace:
-    """Settle arguments as Megatron does, and refuse what would fail while the model is built."""
+    """Validate arguments like Megatron; also refuse those that would fail during model building."""
     return _settle(args, defaults, original(f"{_ARGUMENTS}:validate_args"))
 
 
 def validate_yaml(args: Any, defaults: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Settle the contents of a ``--yaml-cfg`` file as :func:`validate_args` settles arguments.
+    """Validate a ``--yaml-cfg`` file like :func:`validate_args`.
 
-    Megatron reads ``account_for_embedding_in_pipeline_split`` beside ``language_model``, builds the
-    model from the one in it, and takes no name in both places: here the one in it counts for both.
+    Megatron reads ``account_for_embedding_in_pipeline_split`` at top level, builds the model from
+    the one in ``language_model``, and accepts no duplicates: here the latter serves both.
     """
     return _settle(args, defaults, _validate_yaml_names_once)
 
@@ -79,15 +79,10 @@ def _settle(args: Any, defaults: Mapping[str, Any], validate: Callable[..., Any]
 
 
 def require_transformer_engine(args: Any) -> None:
-    """Check that Transformer Engine can be imported if layers are to be built of it.
+    """Raise ConfigError if ``args`` select Transformer Engine's layers but it is not importable.
 
-    Megatron calls None otherwise. Layers that ``--spec`` names may do without.
-
-    Args:
-        args: settled arguments; a YAML file may leave out those that are read here.
-
-    Raises:
-        ConfigError: it cannot.
+    Megatron would call None. Layers given by ``--spec`` are exempt. ``args`` are validated; those
+    from a YAML file may lack the fields read here.
     """
     impl = getattr(args, "transformer_impl", "transformer_engine")
     is_needed = impl == "transformer_engine" and getattr(args, "spec", None) is None

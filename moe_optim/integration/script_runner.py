@@ -1,8 +1,8 @@
-"""Runs a script of Megatron-LM in this process, with the plug-in if its arguments have the flag.
+"""Runs a Megatron-LM script in this process, with the plug-in if its arguments have the flag.
 
 ``moe-optim run`` calls :func:`find_script`, :func:`prepare_imports`, and :func:`run_script` or, in
-a dry run, :func:`check_script`. For a script that Python itself runs, ``moe_optim.import_hook``
-calls :func:`before_megatron` and :func:`switch_on`.
+a dry run, :func:`check_script`. In scripts run by plain Python, ``moe_optim.import_hook`` calls
+:func:`before_megatron` and :func:`switch_on`.
 """
 
 import importlib.metadata
@@ -28,10 +28,9 @@ from moe_optim.screen import quiet
 
 
 def find_script(script: Path, megatron_lm: Path | None) -> Path:
-    """Return the path of ``script`` in the working directory, or else in the source tree.
+    """Return the path of ``script`` in the working directory, else in ``megatron_lm``.
 
-    Raises:
-        ConfigError: it is in neither.
+    ConfigError if neither contains it.
     """
     places = [script] if megatron_lm is None else [script, megatron_lm / script]
     for place in places:
@@ -43,23 +42,14 @@ def find_script(script: Path, megatron_lm: Path | None) -> Path:
 
 
 def prepare_imports(script: Path, megatron_lm: Path | None) -> Package | None:
-    """Let imports find modules as ``python SCRIPT`` does, and the source tree before all others.
+    """Set up imports as ``python SCRIPT`` would, with the source tree ``megatron_lm`` first.
 
-    ``sys.path`` starts with the script's folder and the tree; children get the tree through
-    ``PYTHONPATH``.
-
-    Args:
-        script: path of the script.
-        megatron_lm: source tree of Megatron-LM that wins over an installed megatron-core.
-
-    Returns:
-        The megatron-core that wins, or None where there is none.
-
-    Raises:
-        ConfigError: no such tree, no megatron-core in it, or another one would win.
+    Inserts the script's folder and the tree at the start of ``sys.path``; child processes get the
+    tree through ``PYTHONPATH``. Returns the megatron-core that will be imported, None without one.
+    ConfigError if the tree lacks megatron-core, or another one takes precedence.
     """
     own = str(script.resolve().parent)
-    if sys.flags.safe_path:  # nothing stands there for the program that is running
+    if sys.flags.safe_path:  # sys.path[0] is not the script's folder
         sys.path.insert(0, own)
     else:
         sys.path[0] = own
@@ -82,11 +72,7 @@ def prepare_imports(script: Path, megatron_lm: Path | None) -> Package | None:
 
 
 def require_tree(path: Path) -> Path:
-    """Return the absolute path of a source tree.
-
-    Raises:
-        ConfigError: there is no folder, or no ``megatron/core`` in it.
-    """
+    """Return the absolute ``path`` of a source tree; ConfigError without ``megatron/core``."""
     if not path.is_dir():
         raise ConfigError(
             f"{path}: expected a checkout of Megatron-LM, got no folder. Give its path."
@@ -100,21 +86,16 @@ def require_tree(path: Path) -> Path:
 
 
 def run_script(script: Path, argv: Sequence[str], *, cpu: bool) -> None:
-    """Run ``script`` as ``python SCRIPT ARGS`` does, once :func:`prepare_imports` was called.
+    """Run ``script`` like ``python SCRIPT ARGS``, after :func:`prepare_imports`.
 
-    With ``--use-moe-grouped-optim`` its parser takes the plug-in's flags and the plug-in is
-    installed before the first line of the script runs; without it, and on GPUs, nothing is
-    replaced. On the CPU the runtime replaces everything that assumes a GPU, with the flag or
-    without: ``docs/without-a-gpu.md`` lists it. Every rank must call it with the same arguments.
-
-    Args:
-        script: path of the script.
-        argv: the script's arguments, those of the plug-in among them.
-        cpu: whether to install the CPU runtime and train over gloo.
+    With ``--use-moe-grouped-optim``, its parser accepts the plug-in's flags, and the plug-in is
+    installed before the script starts; without it, nothing is replaced on GPUs. ``cpu`` installs
+    the CPU runtime, which replaces everything that assumes a GPU (``docs/without-a-gpu.md``), and
+    trains over gloo. Every rank must call it with the same arguments.
 
     Raises:
-        ConfigError: flags of the plug-in are wrong, or megatron-core is of another version.
-        PatchError: Megatron is not what the patches were written for.
+        ConfigError: flags of the plug-in are invalid, or megatron-core has another version.
+        PatchError: Megatron's version is not supported.
     """
     sys.argv = [str(script), *argv]
     _prepare(config_from_argv(argv), cpu=cpu)
@@ -122,7 +103,7 @@ def run_script(script: Path, argv: Sequence[str], *, cpu: bool) -> None:
 
 
 def before_megatron() -> None:
-    """Keep Megatron from compiling for a GPU, and from packages for GPUs, where the CPU trains."""
+    """For CPU training, disable compilation and hide GPU-only packages."""
     if FLAG in sys.argv and trains_on_cpu():
         from moe_optim.integration.cpu_runtime import hide_gpu_packages
 
@@ -133,8 +114,8 @@ def before_megatron() -> None:
 def switch_on() -> None:
     """Install the plug-in for a script that has just imported ``megatron.training``.
 
-    Without the flag among its own arguments nothing is done. A refusal ends the process with one
-    line, as it ends ``moe-optim run``.
+    No-op without the flag among the script's arguments. A refusal exits with one line, like
+    ``moe-optim run``.
     """
     try:
         config = config_from_argv(sys.argv[1:])
@@ -150,7 +131,7 @@ def switch_on() -> None:
 
 
 def meet_alone() -> None:
-    """Make a process that no launcher started the only rank, with a rendezvous at a free port."""
+    """Without a launcher, make this process the only rank, with a rendezvous at a free port."""
     if "RANK" not in os.environ:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")
@@ -164,13 +145,7 @@ def trains_on_cpu() -> bool:
 
 
 def announce(who: str, package: Package | None, *, cpu: bool) -> None:
-    """Print on the first rank which megatron-core is imported, and the device that trains.
-
-    Args:
-        who: beginning of the line.
-        package: the megatron-core that wins.
-        cpu: whether the CPU trains.
-    """
+    """Print the imported megatron-core and the training device after ``who``, on the first rank."""
     if os.environ.get("RANK", "0") == "0":
         where = "on the CPU, over gloo" if cpu else "on GPUs"
         print(f"{who}: {_describe(package)}; {where}", file=sys.stderr, flush=True)
@@ -190,7 +165,6 @@ def _describe(package: Package | None) -> str:
 
 
 def _prepare(config: MoEOptimConfig | None, *, cpu: bool) -> None:
-    """Install the plug-in, if there is a configuration, and the CPU runtime."""
     import_hook.disarm()
     if config is not None and (fault := unmet_version("megatron-core", NEEDED["megatron-core"])):
         raise ConfigError(f"{FLAG}: {fault}.")
@@ -212,14 +186,9 @@ def _prepare(config: MoEOptimConfig | None, *, cpu: bool) -> None:
 
 
 def check_script(script: Path, argv: Sequence[str], *, cpu: bool) -> list[str]:
-    """Return all faults for which :func:`run_script` would be refused, with remedies.
+    """Return all faults for which :func:`run_script` would refuse, with remedies.
 
-    The script runs until Megatron has its arguments; nothing is installed or built.
-
-    Args:
-        script: path of the script.
-        argv: the script's arguments, those of the plug-in among them.
-        cpu: whether to install the CPU runtime.
+    Runs the script until Megatron has its arguments; installs and builds nothing.
     """
     if fault := unmet_version("megatron-core", NEEDED["megatron-core"]):
         return [f"{FLAG}: {fault}."]
@@ -238,7 +207,7 @@ def check_script(script: Path, argv: Sequence[str], *, cpu: bool) -> list[str]:
 
 def _run_as_main(script: Path) -> None:
     path = str(script.absolute())
-    main = ModuleType("__main__")  # runpy would change argv[0], and take the module away after it
+    main = ModuleType("__main__")  # runpy would change argv[0], and remove the module afterwards
     main.__file__ = path
     sys.modules["__main__"] = main
     exec(compile(script.read_bytes(), path, "exec", dont_inherit=True), vars(main))

@@ -1,6 +1,6 @@
-"""The table of patches as source diffs of a checkout, which ``git apply`` puts in and takes out.
+"""The patch table as source diffs of a checkout, applied and reverted by ``git apply``.
 
-A diff names the git object of its file before and after: a file is known by all of its bytes.
+Each diff records the git object of its file before and after, which identifies the file by content.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from moe_optim.environment import NEEDED, read_core_version
 from moe_optim.errors import PatchError
 
 FOLDER = Path(__file__).with_name("megatron-lm-0.19")
-"""The diffs, ``*.patch``; each changes one file."""
+"""Folder of the diffs, ``*.patch``; each changes one file."""
 
 _HEAD = re.compile(r"^index (\w{40})\.\.(\w{40}).*\n--- .+\n\+\+\+ b/(.+)\n", re.M)
 _PATCH_ID = re.compile(r'^\+.*?replaceable\((?:\n\+)?\s*"([\w-]+)"', re.M)
@@ -23,18 +23,18 @@ _PATCH_ID = re.compile(r'^\+.*?replaceable\((?:\n\+)?\s*"([\w-]+)"', re.M)
 
 @dataclass(frozen=True, kw_only=True)
 class SourceDiff:
-    """The change of one file of a tree."""
+    """A diff of one file of a tree."""
 
     file: Path
-    """The diff itself."""
+    """Path of the diff."""
     path: str
-    """The file that it changes, relative to the tree."""
+    """Path of the changed file, relative to the tree."""
     before: str | None
-    """Git object of the file before; None if there is no such file."""
+    """Git object of the original file; None for a new file."""
     after: str
-    """Git object of the file after."""
+    """Git object of the changed file."""
     patch_ids: tuple[str, ...]
-    """Patches of the table that it stands for; none for what all of them need."""
+    """Patches of the table that it implements; empty for shared support code."""
 
     def state(self, tree: Path) -> str:
         """Return ``applied``, ``not applied``, or ``unknown source: <expected and found>``."""
@@ -52,7 +52,7 @@ class SourceDiff:
 
 
 def load_diffs(folder: Path = FOLDER) -> tuple[SourceDiff, ...]:
-    """Read every diff of a folder, sorted by the files they change; PatchError without any."""
+    """Read all diffs of a folder, sorted by changed file; PatchError if there are none."""
     diffs = []
     for file in folder.glob("*.patch"):
         text = file.read_text()
@@ -74,18 +74,10 @@ def load_diffs(folder: Path = FOLDER) -> tuple[SourceDiff, ...]:
 
 
 def apply_diffs(tree: Path, diffs: Sequence[SourceDiff], *, reverse: bool = False) -> list[str]:
-    """Put all diffs into a tree, or none, and return the changed files.
+    """Apply all diffs to a tree, or none, or revert them; return the changed files.
 
-    Diffs that are there already are left alone.
-
-    Args:
-        tree: checkout of Megatron-LM.
-        diffs: diffs to apply.
-        reverse: whether to take them out instead.
-
-    Raises:
-        PatchError: a file is neither as before nor as after, or git is missing or refuses; nothing
-            was changed.
+    Skips diffs that are already applied. PatchError if a file has unknown content, or git is
+    missing or fails; nothing was changed.
     """
     states = {diff: diff.state(tree) for diff in diffs}
     unknown = [f"{d.path}: {state}" for d, state in states.items() if state.startswith("unknown")]
@@ -106,10 +98,10 @@ def apply_diffs(tree: Path, diffs: Sequence[SourceDiff], *, reverse: bool = Fals
 
 
 def _git_apply(tree: Path, diffs: bytes, *, reverse: bool) -> None:
-    """Apply all diffs or none; git promises that of one input, not of several files."""
+    """Apply all diffs or none; git guarantees this for one input, not for several files."""
     command = ["git", "-c", "core.autocrlf=false", "apply", "--whitespace=nowarn"]
     command += ["--reverse"] if reverse else []
-    # A repository around the tree would have git take paths for its own.
+    # In an enclosing repository, git would resolve paths relative to its root.
     only_tree = {"GIT_CEILING_DIRECTORIES": str(tree.resolve().parent)}
     try:
         done = subprocess.run(

@@ -1,5 +1,5 @@
-"""Weights of a live model for inference engines, quantized as they are.
+"""Export of a live model's weights to inference engines, without dequantizing experts.
 
-Offers ``export_weights`` and the naming conventions of engines. Imports experts, buckets and
-weights.
+Entry points are ``export_weights`` and the engines' naming conventions. Imports experts, buckets
+and weights.
 """

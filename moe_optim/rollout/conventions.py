@@ -1,6 +1,6 @@
 """Names, dtypes and scales of quantized weights in inference engines, by format and convention.
 
-Read in released packages: compressed-tensors 0.20.0 (``compressors/*/base.py``), vLLM 0.33.0
+Sources: compressed-tensors 0.20.0 (``compressors/*/base.py``), vLLM 0.33.0
 (``model_executor/layers/quantization``: ``fp8.py``, ``modelopt.py`` and
 ``compressed_tensors/compressed_tensors_moe``) and SGLang 0.5.23 (``srt/layers/quantization``:
 ``fp8.py``, ``modelopt_quant.py`` and ``compressed_tensors/schemes``).
@@ -22,33 +22,33 @@ ConventionName = Literal["compressed_tensors", "modelopt", "deepseek"]
 ENGINE_FORMATS: Mapping[str, EngineFormat] = MappingProxyType(
     {
         MXFP8.name: "mxfp8",
-        MXFP8_2D.name: "mxfp8",  # the scales of 32x32 blocks, repeated for each row
-        NVFP4.name: "nvfp4",  # the scales of 16x16 blocks, repeated for each row
+        MXFP8_2D.name: "mxfp8",  # scales of 32x32 blocks, repeated per row
+        NVFP4.name: "nvfp4",  # scales of 16x16 blocks, repeated per row
         FP8_BLOCK.name: "fp8_block",
     }
 )
-"""Name of a training format -> what engines read it as."""
+"""Engine format by training format."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Convention:
-    """Suffixes in place of ``weight`` for one quantized [R, C] weight, and their meaning."""
+    """Suffixes that replace ``weight`` for a quantized [R, C] weight, with dtypes and semantics."""
 
     format: EngineFormat
     name: ConventionName
     data: str = "weight"
     """[R, C] ``float8_e4m3fn``; NVFP4: [R, C/2] ``uint8``, low nibble first."""
     scale: str = "weight_scale"
-    """Multiplies elements. MXFP8: [R, C/32] ``uint8``, exponents with a bias of 127; NVFP4:
-    [R, C/16] ``float8_e4m3fn``; FP8 blocks: [R/128, C/128] ``float32``; FP8 without blocks: [R, 1]
+    """Factor of elements. MXFP8: [R, C/32] ``uint8``, exponents with a bias of 127; NVFP4: [R,
+    C/16] ``float8_e4m3fn``; FP8 blocks: [R/128, C/128] ``float32``; per-tensor FP8: [R, 1]
     ``float32``."""
     global_scale: str | None = None
-    """``float32``, of NVFP4 alone."""
+    """``float32``, NVFP4 only."""
     divides: bool = False
-    """Whether values are divided by the global scale, which is [1] then; otherwise they are
-    multiplied by it, and it is []."""
+    """Whether values are divided by the global scale, of shape [1]; otherwise they are multiplied
+    by it, of shape []."""
     engines: tuple[str, ...]
-    """Engines that load it."""
+    """Engines that support it."""
 
     @property
     def data_dtype(self) -> torch.dtype:
@@ -57,7 +57,7 @@ class Convention:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Dtype of the scales of blocks."""
+        """Dtype of the block scales."""
         return {
             "mxfp8": torch.uint8,
             "nvfp4": torch.float8_e4m3fn,
@@ -67,7 +67,7 @@ class Convention:
 
     @property
     def scale_block(self) -> tuple[int, int]:
-        """Rows and columns that share a scale, of formats with blocks."""
+        """Rows and columns per block scale."""
         return {"mxfp8": (1, 32), "nvfp4": (1, 16), "fp8_block": (128, 128)}[self.format]
 
 
@@ -89,21 +89,21 @@ CONVENTIONS: tuple[Convention, ...] = (
     Convention(format="fp8_block", name="deepseek", scale="weight_scale_inv", engines=_BOTH),
     Convention(format="fp8_block", name="compressed_tensors", engines=_BOTH),
 )
-"""All conventions of formats with blocks; the first of a format is the default."""
+"""Conventions of blockwise formats; the first of each format is its default."""
 
 ONE_SCALE = Convention(format="fp8", name="compressed_tensors", engines=_BOTH)
-"""FP8 weights with per-tensor scaling. Every row gets the scale, so engines scale activations per
-token, and the two halves of a fused weight need not agree."""
+"""FP8 weights with per-tensor scaling. The scale is repeated per row, so that engines scale
+activations per token and the two halves of a fused weight may differ."""
 
 
 def find_convention(format: BlockScaledFormat, name: str | None = None) -> Convention:
-    """Return the convention ``name``, or the default, of a training format; else ConfigError."""
+    """Return the named or default convention of a training format; ConfigError if unknown."""
     of_format = [one for one in CONVENTIONS if one.format == ENGINE_FORMATS[format.name]]
     return choose_convention(of_format, name, format.name)
 
 
 def choose_convention(of_format: Sequence[Convention], name: str | None, format: str) -> Convention:
-    """Return the convention called ``name``, or the first; ``format`` is for the ConfigError."""
+    """Return the convention called ``name``, else the first; ``format`` is for the ConfigError."""
     found = next((one for one in of_format if name in (None, one.name)), None)
     if found is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Everything but experts, as Megatron's sharded state dict cuts it, and put together again."""
+"""Reads non-expert tensors through Megatron's sharded state dict, and reassembles them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,20 +19,20 @@ from moe_optim.weights.te.fields import is_quantized, read_values, require_memor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalPart:
-    """A part of a tensor on this rank, and the record of it for other ranks."""
+    """A part of a tensor on this rank, and its record for other ranks."""
 
     held: HeldPart
     values: Tensor
 
     def read(self) -> Tensor:
-        """Return the values, a view; those of quantized weights in bf16."""
+        """Return the values as a view; quantized weights as bf16."""
         return read_values(self.values) if is_quantized(self.values) else self.values.detach()
 
 
 def local_parts(chunk: Any) -> Iterator[LocalPart]:
-    """Yield the tensors of a chunk besides experts, under the names of checkpoints.
+    """Yield the non-expert tensors of a chunk, under checkpoint names.
 
-    An offloaded tensor, or a quantized one behind its masters, is a StateError.
+    StateError for an offloaded tensor, or a quantized one older than its masters.
     """
     state = unwrap_model(chunk).sharded_state_dict()
     kept = {
@@ -48,7 +48,7 @@ def local_parts(chunk: Any) -> Iterator[LocalPart]:
 
 def _part_of(sharded: ShardedTensor) -> LocalPart:
     values, axes, name = sharded.data, sharded.prepend_axis_num, sharded.key
-    if axes:  # Megatron keeps the number of the layer as an axis of its own
+    if axes:  # Megatron prepends the layer number as an axis
         (number,) = sharded.global_offset[:axes]
         head, layers, tail = name.partition("layers.")
         name = f"{head}{layers}{number}.{tail}"
@@ -64,13 +64,13 @@ def _part_of(sharded: ShardedTensor) -> LocalPart:
 
 
 class Wholes:
-    """Puts tensors together as their parts arrive."""
+    """Assembles tensors from their parts."""
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[Tensor, int]] = {}
 
     def add(self, held: HeldPart, values: Tensor) -> Tensor | None:
-        """Take a part; return the whole once all parts have arrived, a view where it is one."""
+        """Add a part; return the whole tensor after its last part, as a view if unsharded."""
         if held.part.shape == held.whole.shape:
             return values
         if held.name not in self._open:
@@ -89,7 +89,7 @@ class Wholes:
         return None
 
     def check_complete(self) -> None:
-        """Raise StateError where a part of some tensor is on no rank."""
+        """Raise StateError if parts of any tensor are missing."""
         if self._open:
             raise StateError(
                 f"export_weights: expected all parts of {', '.join(sorted(self._open))}, got some. "

@@ -1,4 +1,4 @@
-"""Tensors that are not experts, from Megatron's names and shapes to those of Hugging Face."""
+"""Converts non-expert tensors from Megatron's names and shapes to Hugging Face's."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -19,21 +19,21 @@ _TRAITS: Mapping[Trait, str] = {
     "expert_bias": r".*\.router\.expert_bias",
     "shared_experts": r".*\.shared_experts\..*",
 }
-"""Pattern of a name that only models with the trait have."""
+"""Patterns of names that only models with the trait have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseNames:
-    """Hugging Face's names of every tensor of one model but its experts."""
+    """Hugging Face's names of a model's non-expert tensors."""
 
     pairs: Mapping[str, NamePair]
     """Pairs by Megatron's name."""
     heads: Heads
     vocabulary: int | None = None
-    """Rows of embeddings that are words; None: all."""
+    """Unpadded rows of embeddings; None: all."""
 
     def convert(self, name: str, values: Tensor) -> dict[str, Tensor]:
-        """Return a tensor of Megatron's as those of Hugging Face, views where they can be."""
+        """Return a Megatron tensor as Hugging Face's, views where possible."""
         pair = self.pairs[name]
         if pair.hf[0] in ("model.embed_tokens.weight", "lm_head.weight"):
             values = values[: self.vocabulary]
@@ -42,10 +42,9 @@ class DenseNames:
 
 
 def find_pairs(names: Collection[str]) -> Mapping[str, NamePair]:
-    """Return the pairs of the one family that has exactly these tensors, by Megatron's name.
+    """Return the name pairs of the family with exactly these tensors, by Megatron's name.
 
-    ``names`` are those of all tensors of a model but its experts. ConfigError names the closest
-    family.
+    ``names`` are those of all non-expert tensors of a model. ConfigError names the closest family.
     """
     layers, mtp_layers = (
         {int(match[1]) for name in names if (match := pattern.match(name))} for pattern in _LAYERS
@@ -68,7 +67,7 @@ def find_pairs(names: Collection[str]) -> Mapping[str, NamePair]:
                 missing.append(pair.megatron[0])
             else:
                 found[name] = pair
-        left_over = sorted(name for name in names if name not in found)  # on all ranks alike
+        left_over = sorted(name for name in names if name not in found)  # same order on all ranks
         if not missing and not left_over:
             return found
         faults[family.name] = [f"no {n}" for n in missing] + [f"also {n}" for n in left_over]

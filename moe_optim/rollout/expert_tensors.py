@@ -1,4 +1,4 @@
-"""From the data and scale buffers of a linear of experts to the tensors of each, for engines."""
+"""Splits the data and scale buffers of an expert linear into per-expert tensors for engines."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ from moe_optim.formats.reference.nvfp4 import decoding_amax, global_encode_scale
 from moe_optim.rollout.conventions import Convention
 
 EXPORT_LAYOUTS = ("hf_per_expert", "sequential")
-"""Key layouts with a tensor for each expert, rows first."""
+"""Key layouts with one rows-first tensor per expert."""
 
-_NVFP4_UNIT = 6.0 * 448.0  # the global amax decodes to this times a scale and an element of 1
+_NVFP4_UNIT = 6.0 * 448.0  # maximum element times maximum scale
 
 
 def get_export_layout(name: str) -> KeyLayout:
-    """Return a layout that experts can be exported in; ConfigError for others."""
+    """Return a layout that supports export; ConfigError for others."""
     if name not in EXPORT_LAYOUTS:
         raise ConfigError(
             f"layout: expected one of {', '.join(EXPORT_LAYOUTS)}, which have a key for each "
@@ -28,11 +28,7 @@ def get_export_layout(name: str) -> KeyLayout:
 
 
 def patterns_of(layout: KeyLayout, linear: str, kind: str) -> tuple[KeyPattern, ...]:
-    """Return the patterns of one linear in the order of its rows.
-
-    ``linear`` is ``linear_fc1``, which holds gate and up, or ``linear_fc2``; ``kind`` is ``weight``
-    or ``bias``.
-    """
+    """Return the patterns of ``linear_fc1`` (gate and up) or ``linear_fc2``, in row order."""
     wanted = ("gate", "up") if linear == "linear_fc1" else ("down",)
     return tuple(
         pattern
@@ -49,24 +45,24 @@ def export_experts(
     interleave: int | None = None,
     name: str = "weight",
 ) -> list[list[dict[str, Tensor]]]:
-    """Return the tensors of each expert under the names of a convention, for each part of its rows.
+    """Return the tensors of each expert and row part, under a convention's names.
 
-    Data and scales are views, except interleaved rows and the scales of square blocks, which are
-    repeated for each row.
+    Data and scales are views, except for interleaved rows and the scales of square blocks, which
+    are repeated per row.
 
     Args:
         quantized: weight of the linear; only rowwise buffers are read. May be on ``meta``.
         convention: convention of its format.
-        parts: 2 for gate and up apart, else 1.
-        interleave: rows of gate that alternate with as many of up; None where they do not.
+        parts: 2 to separate gate and up, else 1.
+        interleave: rows per alternating gate and up block; None: not interleaved.
         name: name of the weight, for errors.
 
     Returns:
-        For each expert ``parts`` mappings of data, scale, and the global scale where there is one.
-        Both halves of fc1 have the global scale of their common amax.
+        ``parts`` mappings per expert, with data, scale and any global scale. Both halves of fc1
+            have the global scale of their common amax.
 
     Raises:
-        LayoutError: a block of scales lies in two parts.
+        LayoutError: a scale block spans two parts.
     """
     experts, rows, _ = quantized.shape
     block_rows, _ = convention.scale_block
@@ -77,7 +73,7 @@ def export_experts(
         convention.data: split_rows(data, parts, interleave),
         convention.scale: split_rows(scale, parts, interleave and interleave // block_rows),
     }
-    if convention.global_scale is not None:  # of each part in memory of its own, as files want it
+    if convention.global_scale is not None:  # separate memory per part, as files require
         buffers[convention.global_scale] = [
             _global_scales(quantized, convention) for _ in range(parts)
         ]
@@ -96,9 +92,9 @@ def export_expert_of_one_scale(
     parts: int = 1,
     interleave: int | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Return the tensors of one expert with per-tensor scaling, as :func:`export_experts` does.
+    """Return the tensors of an expert with per-tensor scaling, like :func:`export_experts`.
 
-    ``codes`` are [R, C] uint8, E4M3; ``scale_inv`` [1] fp32 multiplies them. Scales are copies.
+    ``codes`` are [R, C] uint8, E4M3; ``scale_inv`` is their factor, [1] fp32. Scales are copies.
     """
     data = codes.view(convention.data_dtype).unsqueeze(0)
     rows = codes.shape[0] // parts
@@ -109,7 +105,7 @@ def export_expert_of_one_scale(
 
 
 def split_rows(values: Tensor, parts: int, interleave: int | None) -> Sequence[Tensor]:
-    """Return the parts of [E, R, ...]: views, or copies where rows of two parts alternate."""
+    """Return the row parts of [E, R, ...]: views, or copies of interleaved rows."""
     if parts == 1 or interleave is None:
         return values.chunk(parts, 1)
     runs = values.view(len(values), -1, parts, interleave, *values.shape[2:])
@@ -117,12 +113,12 @@ def split_rows(values: Tensor, parts: int, interleave: int | None) -> Sequence[T
 
 
 def tensor_name(prefix: str, pattern: KeyPattern, expert: int, suffix: str) -> str:
-    """Return the whole name of one expert's tensor; ``suffix`` replaces ``weight`` or ``bias``."""
+    """Return the full name of an expert's tensor; ``suffix`` replaces ``weight`` or ``bias``."""
     return prefix + tensor_template(pattern, suffix).format(expert=expert)
 
 
 def tensor_template(pattern: KeyPattern, suffix: str) -> str:
-    """Return the name of an expert's tensor in its container, with ``{expert}`` for its number."""
+    """Return the name of an expert's tensor in its container, with the placeholder ``{expert}``."""
     return f"{pattern.template.rpartition('.')[0]}.{suffix}"
 
 
@@ -138,18 +134,18 @@ def _check_cut(rows: int, parts: int, interleave: int | None, block_rows: int, n
 
 
 def _repeated(quantized: QuantizedWeight, block_rows: int) -> Tensor:
-    """Return the scales as [E, R / block rows, ...], a view where blocks are as high."""
+    """Return the scales as [E, R / block rows, ...], a view if block heights are equal."""
     scale = quantized.rowwise_scale
     own_rows, _ = quantized.format.rowwise_block
     return scale if own_rows == block_rows else scale.repeat_interleave(own_rows // block_rows, 1)
 
 
 def _global_scales(quantized: QuantizedWeight, convention: Convention) -> Tensor:
-    """Return the global scales of all experts: what decodes, [E]; or what encoded, [E, 1]."""
+    """Return the global scales of all experts: decode scales [E], or encode scales [E, 1]."""
     amax = quantized.global_amax
     assert amax is not None, "formats with a global scale have an amax"
     if convention.divides:
         return global_encode_scale(amax.view(-1, 1))
     amax = decoding_amax(amax.view(-1))
-    # Not `amax / 2688`, which torch may compute as a product with a rounded reciprocal
+    # not `amax / 2688`, which torch may compute by a rounded reciprocal
     return torch.div(amax, torch.full_like(amax, _NVFP4_UNIT))

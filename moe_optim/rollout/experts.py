@@ -1,4 +1,4 @@
-"""The experts that a rank holds, and the tensors that each of them is exported as."""
+"""Reads a rank's experts and converts each to its exported tensors."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -39,26 +39,27 @@ from moe_optim.weights.te.tensorwise import codes_and_scale
 
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:mtp_model_layer\.)?mlp\.experts\.\w+")
 _Parts = list[dict[str, Tensor]]
-"""Tensors of one expert by what replaces ``weight`` in names, for each part of its rows."""
+"""Tensors of an expert by name suffix, per row part."""
 StoredValues = QuantizedWeight | tuple[Tensor, Tensor] | list[Tensor]
-"""Experts of a linear: quantized; codes and scale of one with per-tensor scaling; or one each."""
+"""Expert values of a linear: quantized; codes and scale with per-tensor scaling; or one tensor
+each."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedAs:
-    """Names of exported experts, the same on every rank."""
+    """Naming of exported experts, the same on every rank."""
 
     layout: KeyLayout
     convention: str | None
 
     def names(self, held: HeldExperts, expert: int) -> list[str]:
-        """Return the names of one expert's tensors, in the order in which they are exported."""
+        """Return the names of an expert's tensors, in export order."""
         return [template.format(expert=expert) for template in _templates(self, held)]
 
     def join(self, held: HeldExperts, ranks: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Return the tensors of one expert, put together from those of the parts of each rank."""
+        """Return the tensors of one expert, concatenated from each rank's parts."""
         assert held.cut_axis is not None
-        runs = 1  # of rows that each rank has a part of
+        runs = 1  # row blocks that are sharded separately
         if held.linear.endswith(LINEARS[0]) and held.interleave is None:
             runs = 2 // self._count(held)
         cut = [[piece.chunk(runs) for piece in parts] for parts in zip(*ranks, strict=True)]
@@ -68,7 +69,7 @@ class ExportedAs:
         ]
 
     def parts(self, held: HeldExperts, values: StoredValues) -> list[_Parts]:
-        """Return the tensors of each expert in ``values``, part by part; views if possible."""
+        """Return the tensors of each expert in ``values``, by part; views where possible."""
         count, interleave = self._count(held), held.interleave
         if isinstance(values, QuantizedWeight):
             convention = self.convention_of(held.format)
@@ -100,7 +101,7 @@ class ExportedAs:
         return len(patterns_of(self.layout, linear, held.kind))
 
     def prefix(self, held: HeldExperts) -> str:
-        """Return the prefix of the names of a layer's experts."""
+        """Return the name prefix of a layer's experts."""
         container = held.linear.rpartition(".")[0]
         if self.layout.name == "sequential":
             return f"{container}."
@@ -116,7 +117,7 @@ class ExportedAs:
 
 @cache
 def _infos_of(exported: ExportedAs, held: HeldExperts) -> list[list[tuple[str, TensorInfo]]]:
-    """Return the same part by part, from an export of one expert without memory."""
+    """Return suffix, shape and dtype by part, from exporting one expert on ``meta``."""
     values: StoredValues
     if held.format == "bf16":
         values = [torch.empty(held.shape, dtype=torch.bfloat16, device="meta")]
@@ -134,7 +135,7 @@ def _infos_of(exported: ExportedAs, held: HeldExperts) -> list[list[tuple[str, T
 
 @cache
 def _templates(exported: ExportedAs, held: HeldExperts) -> list[str]:
-    """Return the names of an expert's tensors, with ``{expert}`` in place of its number."""
+    """Return the names of an expert's tensors, with the placeholder ``{expert}``."""
     linear = held.linear.rpartition(".")[2]
     prefix = exported.prefix(held)
     patterns = patterns_of(exported.layout, linear, held.kind)
@@ -148,18 +149,18 @@ def _templates(exported: ExportedAs, held: HeldExperts) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExportedLinear:
-    """A linear of experts on this rank, and the record of it for other ranks."""
+    """An expert linear on this rank, and its record for other ranks."""
 
     held: HeldExperts
     linear: ExpertLinear
 
     def locate(self, expert: int) -> tuple[int, int]:
-        """Return the linear's tensor that holds an expert of the layer, and its index there."""
+        """Return the index of the tensor that contains an expert, and the expert's index in it."""
         index = expert - self.held.first
         return (0, index) if len(self._tensors) == 1 else (index, 0)
 
     def require_readable(self) -> None:
-        """Check all tensors as :meth:`require_fresh` does one."""
+        """Call :meth:`require_fresh` for all tensors."""
         for place in range(len(self._tensors)):
             self.require_fresh(place)
 
@@ -176,7 +177,7 @@ class ExportedLinear:
         return has_moved
 
     def values(self, place: int) -> StoredValues:
-        """Return the experts in one of the linear's tensors; this rank's parts of shared ones."""
+        """Return the experts in one of the linear's tensors; this rank's parts of sharded ones."""
         storage, tensor = self._storage(place), self._tensors[place]
         if storage is not None:
             return storage.quantized
@@ -197,14 +198,14 @@ class ExportedLinear:
 
 @dataclass(kw_only=True)
 class ExpertReader:
-    """Reads experts: takes a tensor apart at once, and keeps its experts until the next tensor."""
+    """Reads experts one by one; caches the split of the current tensor."""
 
     exported: ExportedAs
     _read: tuple[ExportedLinear, int] | None = None
     _experts: list[_Parts] = field(default_factory=list)
 
     def read(self, local: ExportedLinear, expert: int) -> list[Tensor]:
-        """Return one expert's tensors by its number in the layer; StateError if not readable."""
+        """Return an expert's tensors by its index in the layer; StateError if unreadable."""
         place, index = local.locate(expert)
         if local.require_fresh(place) or self._read != (local, place):
             self._experts = self.exported.parts(local.held, local.values(place))
@@ -213,13 +214,13 @@ class ExpertReader:
 
 
 def local_experts(chunk: Any) -> Iterator[ExportedLinear]:
-    """Yield the linears of experts of a chunk: weights, and biases where there are some.
+    """Yield the expert linears of a chunk: weights, and any biases.
 
     Raises:
-        ConfigError: experts have adapters, are no pairs of gate and up, are cut into parts with
-            global scales of their own, or have per-tensor scaling and elements of E5M2.
-        LayoutError: experts are cut through blocks of scales.
-        StateError: a quantized weight is not held by a bucket of this package.
+        ConfigError: experts have adapters, no gate, shards with separate global scales, or
+            per-tensor scaling of E5M2.
+        LayoutError: shard boundaries cross scale blocks.
+        StateError: a quantized weight is not in a bucket of this package.
     """
     modules = modules_by_name(chunk)
     for linear in expert_linears(chunk):
@@ -250,7 +251,7 @@ def local_experts(chunk: Any) -> Iterator[ExportedLinear]:
 
 
 def _hf_layer(path: str, config: Any) -> int | None:
-    """Return the number of a linear's layer on disk, where MTP layers come last."""
+    """Return the Hugging Face layer number of a linear, where MTP layers come last."""
     found = _LAYER.fullmatch(path)
     if found is None or (found[1] == "mtp" and config is None):
         return None
@@ -303,9 +304,9 @@ def _require_exportable(linear: ExpertLinear, path: str, config: Any) -> None:
 
 
 def _require_joinable(path: str, format: str, numel: int, axis: int, size: int) -> None:
-    """Check that parts of experts are whole blocks along the axis that is cut.
+    """Check that expert shards consist of whole blocks along the sharded axis.
 
-    ``numel`` is the length of a part: rows (axis 0) of gate and as many of up, or columns (1).
+    ``numel`` is the length of a shard: gate plus up rows (axis 0), or columns (1).
     """
     if format == "bf16":
         return

@@ -1,14 +1,13 @@
-"""Names of the weights of a model in Megatron and in Hugging Face, family by family.
+"""Weight names in Megatron and Hugging Face, by model family.
 
-Maps the names in Megatron's ``torch_dist`` checkpoints, with layer numbers
-(``decoder.layers.3.self_attention.linear_qkv.weight``), to those that transformers loads from disk
-(``model.layers.3.self_attn.q_proj.weight`` and so on), both ways, for every tensor but experts.
-Experts of a layer lie behind ``expert_prefixes``, on Hugging Face's side in the layout
-``hf_per_expert`` of :mod:`moe_optim.experts.keys.layouts`. Imports neither Megatron nor
-transformers.
+Maps non-expert names in Megatron's ``torch_dist`` checkpoints, with layer numbers
+(``decoder.layers.3.self_attention.linear_qkv.weight``), to transformers' on disk
+(``model.layers.3.self_attn.q_proj.weight`` and so on), and back. ``expert_prefixes`` gives the
+prefixes of a layer's experts, which on Hugging Face's side have the layout ``hf_per_expert`` of
+:mod:`moe_optim.experts.keys.layouts`. Imports neither Megatron nor transformers.
 
 Where Megatron's own layers and Transformer Engine's save a tensor under different names, both are
-listed. Adding a family means adding a value to :data:`FAMILIES`.
+listed. To add a family, add a value to :data:`FAMILIES`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,12 +16,12 @@ from types import MappingProxyType
 from typing import Literal
 
 Form = Literal["same", "qkv", "gate_up"]
-"""How Megatron's tensor relates to those of transformers: equal; rows of query, key and value by
-group, there apart; rows of gate, then of up, there apart."""
+"""Relation of a Megatron tensor to those of transformers: equal; query, key and value rows
+concatenated by group; gate and up rows concatenated."""
 Trait = Literal["untied", "query_lora", "no_query_lora", "expert_bias", "shared_experts"]
-"""Property that not all models of a family have."""
+"""Property of some models of a family."""
 Implementation = Literal["transformer_engine", "local"]
-"""Megatron's ``--transformer-impl``: whose layers a checkpoint is for."""
+"""Megatron's ``--transformer-impl`` of a checkpoint."""
 
 LAYOUT_OF_EXPERTS = "hf_per_expert"
 """Layout of experts in transformers' files; transformers fuses them while loading."""
@@ -30,22 +29,22 @@ LAYOUT_OF_EXPERTS = "hf_per_expert"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamePair:
-    """Names of one tensor of Megatron's on both sides."""
+    """Names of one Megatron tensor on both sides."""
 
     megatron: tuple[str, ...]
-    """Name in Transformer Engine's layers, then in Megatron's own, if that differs."""
+    """Name in Transformer Engine's layers, then in Megatron's own if different."""
     hf: tuple[str, ...]
-    """One name and those of copies; or query, key and value; or gate and up."""
+    """One name followed by those of copies; or query, key and value; or gate and up."""
     form: Form = "same"
     when: Trait | None = None
-    """The trait of the models that have it; None: all have it."""
+    """Trait of the models with this tensor; None: all models."""
 
     def megatron_name(self, implementation: Implementation) -> str:
         """Return the name in layers of one implementation."""
         return self.megatron[0 if implementation == "transformer_engine" else -1]
 
     def behind(self, megatron: str, hf: str) -> "NamePair":
-        """Return the pair with prefixes in front of its names."""
+        """Return the pair with prefixed names."""
         return replace(
             self,
             megatron=tuple(megatron + name for name in self.megatron),
@@ -59,10 +58,10 @@ class Anatomy:
 
     num_layers: int
     moe_layers: frozenset[int]
-    """Numbers of the layers with experts; the others have one dense MLP."""
+    """Numbers of the layers with experts; the others have a dense MLP."""
     traits: frozenset[Trait] = frozenset()
     mtp_layers: int = 0
-    """Layers behind these that predict further tokens (MTP), all with experts."""
+    """Number of trailing multi-token prediction (MTP) layers, all with experts."""
 
     def expert_prefixes(self) -> list[tuple[str, str]]:
         """Return :func:`expert_prefixes` of each layer with experts."""
@@ -78,29 +77,27 @@ class Anatomy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """The names of one family of models."""
+    """Names of one model family."""
 
     name: str
     """``model_type`` in ``config.json``."""
     architecture: str
-    """Class of transformers."""
+    """Class name in transformers."""
     model: tuple[NamePair, ...]
     """Tensors outside of layers."""
     layer: tuple[NamePair, ...]
-    """Tensors of every layer, behind ``decoder.layers.N.`` and ``model.layers.N.``, as the next two
-    are."""
+    """Tensors of every layer, after ``decoder.layers.N.`` and ``model.layers.N.``, as below."""
     dense: tuple[NamePair, ...]
     """Tensors of layers without experts."""
     moe: tuple[NamePair, ...]
-    """Tensors of layers with experts, but for the experts themselves."""
+    """Non-expert tensors of layers with experts."""
     mtp: tuple[NamePair, ...] = ()
-    """Tensors of MTP layers, behind ``mtp.layers.N.``, besides the layer with experts inside of
-    each; empty where no model has such layers."""
+    """Tensors of MTP layers after ``mtp.layers.N.``, besides their inner layer; may be empty."""
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
-    """Names of tensors of the model that each MTP layer has once more -> names of the copies."""
+    """Names of model tensors duplicated in each MTP layer -> names of the copies."""
 
     def pairs(self, anatomy: Anatomy) -> Iterator[NamePair]:
-        """Yield the whole names of every tensor of a model but its experts, layer by layer."""
+        """Yield the full names of every non-expert tensor of a model, layer by layer."""
         behind = range(anatomy.num_layers, anatomy.num_layers + anatomy.mtp_layers * bool(self.mtp))
         for one in (one for one in self.model if _has(anatomy, one)):
             copy = self.mtp_copies.get(one.hf[0])
@@ -125,7 +122,7 @@ def expert_prefixes(layer: int) -> tuple[str, str]:
 
 
 _INNER = "transformer_layer."
-"""Name of the layer inside of an MTP layer in sharded state dicts."""
+"""Name of the inner layer of an MTP layer in sharded state dicts."""
 
 
 def _mtp_prefix(number: int) -> str:
@@ -160,7 +157,7 @@ _FUSED_NORM = "mlp.linear_fc1.layer_norm_weight"
 _NORM = "pre_mlp_layernorm.weight"
 
 # Megatron's own layers with plain attention save the norm before experts as if it were fused into
-# the dense network that is not there (gpt_layer_specs.py, sharded_state_dict_keys_map)
+# a dense MLP (gpt_layer_specs.py, sharded_state_dict_keys_map)
 _QWEN3_MOE = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
@@ -222,7 +219,7 @@ _DEEPSEEK_V3 = Family(
             "shared_experts",
         ),
     ),
-    mtp=(  # eh_proj has the columns of embeddings before those of hidden states on both sides
+    mtp=(  # eh_proj: embedding columns precede hidden-state columns on both sides
         _same("enorm.weight", "enorm.weight"),
         _same("hnorm.weight", "hnorm.weight"),
         _same("eh_proj.weight", "eh_proj.weight"),
@@ -237,4 +234,3 @@ _DEEPSEEK_V3 = Family(
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.name: family for family in (_QWEN3_MOE, _DEEPSEEK_V3)}
 )
-"""All families, by ``model_type``."""

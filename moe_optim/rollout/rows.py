@@ -1,8 +1,7 @@
-"""Rows of query, key and value, and of gate and up: together as Megatron has them, and apart.
+"""Splits and joins Megatron's fused rows of query, key and value, and of gate and up.
 
-Megatron keeps query, key and value in one tensor, group by group: the queries of a group, then its
-key, then its value (Shoeybi et al., Megatron-LM; groups as in Ainslie et al., GQA). Rows of gate
-lie before those of up.
+Megatron stores query, key and value in one tensor by group: queries, then key, then value (Shoeybi
+et al., Megatron-LM; groups as in Ainslie et al., GQA). Gate rows precede up rows.
 """
 
 from collections.abc import Sequence
@@ -19,17 +18,17 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Sizes that tell the rows of query, key and value apart."""
+    """Sizes that determine the rows of query, key and value."""
 
     groups: int
-    """Groups of queries that share a key and a value."""
+    """Number of query groups, each with one key and value head."""
     queries: int
-    """Queries of a group."""
+    """Query heads per group."""
     size: int
-    """Rows of one head."""
+    """Rows per head."""
 
     def split(self, form: Form, values: Tensor) -> list[Tensor]:
-        """Return the tensors of transformers in a tensor of Megatron's, views where they can be."""
+        """Split a Megatron tensor into transformers' tensors, views where possible."""
         if form == "same":
             return [values]
         if form == "gate_up":
@@ -39,7 +38,7 @@ class Heads:
         return [query.flatten(0, 2), key.flatten(0, 1), value.flatten(0, 1)]
 
     def hf_shapes(self, pair: NamePair, shape: Sizes) -> tuple[Sizes, ...] | None:
-        """Return the shapes that a tensor of Megatron's comes apart into; None if it cannot."""
+        """Return the shapes after splitting a Megatron tensor, None if it cannot be split."""
         if pair.form == "same":
             return (shape,) * len(pair.hf)
         rows = shape[0] if shape else 0
@@ -48,7 +47,7 @@ class Heads:
         return tuple((part, *shape[1:]) for part in parts) if shape and sum(parts) == rows else None
 
     def megatron_shape(self, pair: NamePair, shapes: Sequence[Sizes]) -> Sizes | None:
-        """Return the shape of what tensors of transformers come to; None if they do not fit."""
+        """Return the shape after joining transformers' tensors, None if they do not fit."""
         if pair.form == "same":
             return shapes[0] if len(set(shapes)) == 1 else None
         if not all(shapes):
@@ -57,17 +56,13 @@ class Heads:
         return whole if self.hf_shapes(pair, whole) == tuple(shapes) else None
 
     def to_hf(self, pair: NamePair, values: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of transformers by name; views but for copies of a whole tensor."""
+        """Return transformers' tensors by name: views, except for duplicates."""
         if pair.form == "same":
             return {pair.hf[0]: values, **{name: values.clone() for name in pair.hf[1:]}}
         return dict(zip(pair.hf, self.split(pair.form, values), strict=True))
 
     def to_megatron(self, pair: NamePair, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the tensor of Megatron's that those of transformers are, ordered as ``pair.hf``.
-
-        Raises:
-            LayoutError: copies of one tensor differ.
-        """
+        """Join ``tensors``, ordered as ``pair.hf``; LayoutError if copies differ."""
         if pair.form == "gate_up":
             return torch.cat(list(tensors))
         if pair.form == "qkv":

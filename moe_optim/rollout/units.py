@@ -1,8 +1,8 @@
-"""Records of the weights that ranks hold, and buckets in which they travel.
+"""Records of the weights on each rank, and the buckets in which they are sent.
 
-Ranks exchange small records of what they hold, in one order for all. A *unit* is what is sent at
-once and yielded together: the tensors of one linear of one expert, or this rank's part of another
-tensor. Units of several dtypes travel one behind the other in a bucket of bytes.
+Ranks exchange small records of their weights, in a common order. A *unit* is sent and yielded
+together: the tensors of one linear of one expert, or this rank's part of another tensor. A bucket
+is a byte buffer of consecutive units, of any dtypes.
 """
 
 import re
@@ -15,41 +15,41 @@ from torch import Tensor
 
 from moe_optim.checkpoint.files.reader import TensorInfo
 
-_ALIGNMENT = 16  # bytes: any dtype may begin there
+_ALIGNMENT = 16  # bytes; valid for any dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldExperts:
-    """Experts of one linear that a rank holds: their weights, or their biases."""
+    """Experts of one linear on a rank: their weights, or their biases."""
 
     linear: str
-    """Path of the linear in the model, layers numbered over all pipeline stages."""
+    """Path of the linear in the model, with global layer numbers."""
     hf_layer: int | None
-    """Number of the layer in Hugging Face's models; None where they have no such layer."""
+    """Layer number in Hugging Face's models; None without such a layer."""
     kind: str
     """``weight`` or ``bias``."""
     first: int
-    """Number of the first expert here among all of the layer."""
+    """Index of the first local expert within the layer."""
     count: int
     shape: tuple[int, ...]
     """Shape of one whole expert: [R, C], or [R]."""
     format: str
-    """Format of the weights; ``bf16`` of biases."""
+    """Format of the weights; ``bf16`` for biases."""
     interleave: int | None = None
-    """Rows of gate that alternate with as many of up."""
+    """Rows per alternating gate and up block."""
     cut_axis: int | None = None
-    """Axis of an expert that expert tensor parallelism cuts; None where ranks have whole ones."""
+    """Axis sharded by expert tensor parallelism; None: not sharded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldPart:
-    """A part of another tensor that a rank holds, which may be all of it."""
+    """A part (possibly all) of a non-expert tensor on a rank."""
 
     name: str
-    """Name in checkpoints, with the number of the layer."""
+    """Name in checkpoints, with the layer number."""
     whole: TensorInfo
     start: tuple[int, ...]
-    """Index of the part's first element in the tensor."""
+    """Offset of the part in the tensor."""
     part: TensorInfo
 
 
@@ -58,16 +58,16 @@ HeldRecord = HeldExperts | HeldPart
 
 @dataclass(frozen=True, kw_only=True)
 class SendUnit:
-    """Tensors that are sent together, and the ranks that have them."""
+    """Tensors that are sent together."""
 
     held: HeldRecord
     expert: int | None
-    """Number among all experts of the layer; None of a part of another tensor."""
+    """Index among all experts of the layer; None for other tensors."""
     tensors: tuple[TensorInfo, ...]
     ranks: frozenset[int]
-    """Ranks that have it."""
+    """Ranks that hold it."""
     is_sent: bool
-    """False where all ranks have it, or where each keeps to its own."""
+    """False if all ranks hold it, or each yields only its own."""
 
     @cached_property
     def nbytes(self) -> int:
@@ -76,17 +76,17 @@ class SendUnit:
 
     @property
     def is_cut(self) -> bool:
-        """Whether each of its ranks has a part of an expert, to be put together."""
+        """Whether its ranks hold shards of an expert, to be joined."""
         return isinstance(self.held, HeldExperts) and self.held.cut_axis is not None
 
     @property
     def sender(self) -> int:
-        """The lowest rank that has it."""
+        """Lowest rank that holds it."""
         return min(self.ranks)
 
 
 def put_together(held_by: Mapping[int, Sequence[HeldRecord]]) -> dict[HeldRecord, frozenset[int]]:
-    """Return which ranks hold each record, in the order of the model."""
+    """Return the ranks that hold each record, in model order."""
     ranks: dict[HeldRecord, set[int]] = {}
     for rank, records in held_by.items():
         for record in records:
@@ -95,7 +95,7 @@ def put_together(held_by: Mapping[int, Sequence[HeldRecord]]) -> dict[HeldRecord
 
 
 def _in_order(held: HeldRecord) -> tuple[object, ...]:
-    """Sort weights as a model has them: numbers in names by their value."""
+    """Sort key: names in natural order, numbers by value."""
     name = held.linear if isinstance(held, HeldExperts) else held.name
     words = tuple((0, int(w), "") if w.isdigit() else (1, 0, w) for w in re.split(r"(\d+)", name))
     rest = (held.kind, held.first) if isinstance(held, HeldExperts) else ("", held.start)
@@ -103,9 +103,9 @@ def _in_order(held: HeldRecord) -> tuple[object, ...]:
 
 
 def batches(units: Sequence[SendUnit], bucket_bytes: int) -> list[list[SendUnit]]:
-    """Return units in order, grouped by what one rank sends in one bucket, or what is not sent.
+    """Group consecutive units that one rank sends in one bucket, or that are not sent.
 
-    A group that is sent or put together has at most ``bucket_bytes``, unless one unit has more.
+    A group that is sent or joined has at most ``bucket_bytes``, unless a single unit is larger.
     """
     found: list[list[SendUnit]] = []
     size = 0
@@ -130,12 +130,12 @@ def infos_of(tensors: Iterable[Tensor]) -> list[TensorInfo]:
 
 
 def bucket_nbytes(infos: Iterable[TensorInfo]) -> int:
-    """Return the bytes that tensors take in a bucket, padding included."""
+    """Return the bytes of tensors in a bucket, padding included."""
     return sum(_aligned(info.nbytes) for info in infos)
 
 
 def cut_bucket(bucket: Tensor, infos: Iterable[TensorInfo]) -> list[Tensor]:
-    """Return the place of each tensor in a bucket, views of it."""
+    """Return a view into a bucket for each tensor."""
     places, start = [], 0
     for info in infos:
         flat = bucket[start : start + info.nbytes]
@@ -145,7 +145,7 @@ def cut_bucket(bucket: Tensor, infos: Iterable[TensorInfo]) -> list[Tensor]:
 
 
 def fill_bucket(bucket: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write tensors to their places in a bucket, in as few launches as torch has for it."""
+    """Copy tensors to their places in a bucket, with as few launches as possible."""
     places = cut_bucket(bucket, infos_of(tensors))
     torch._foreach_copy_([_bytes(one) for one in places], [_bytes(one) for one in tensors])
 

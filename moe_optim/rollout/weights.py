@@ -1,4 +1,4 @@
-"""Weights of a live model for inference engines, as pairs of name and tensor."""
+"""Exports a live model's weights to inference engines, as pairs of name and tensor."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -44,46 +44,45 @@ def export_weights(
     bucket_bytes: int = BUCKET_BYTES,
     vocab_size: int | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Return name and tensor of every weight of a model, quantized experts as they are.
+    """Return name and tensor of every weight of a model, without dequantizing experts.
 
-    ``load_weights`` of vLLM's models and ``update_weights_from_tensor`` of SGLang take the pairs.
-    Quantized experts are data and scales under their global number, in the names, shapes and
-    dtypes of a convention; they decode to the values that training multiplies. Everything else is
-    in bf16; quantized dense weights are dequantized, exactly except for those with per-tensor
-    scaling, whose values bf16 rounds. Gate and up are apart, with the same global scale in NVFP4,
-    as engines that fuse them require.
+    The pairs suit ``load_weights`` of vLLM's models and SGLang's ``update_weights_from_tensor``.
+    Quantized experts are exported as data and scales, numbered globally, with a convention's names,
+    shapes and dtypes; they decode to the values used in training. All other weights are bf16:
+    quantized dense weights are dequantized, exactly unless they have per-tensor scaling, whose
+    values are rounded to bf16. Gate and up are separate, with the same global scale in NVFP4, as
+    required by engines that fuse them.
 
-    Weights that are behind their masters are gathered first. On a rank that holds an expert, its
-    tensors are views of the weight unless gate and up rows alternate. Read them before the next
-    step, and do not write to them.
+    Stale weights are gathered first. On ranks that hold an expert, its tensors are views of the
+    weight unless gate and up rows are interleaved: read them before the next step, and do not write
+    to them.
 
-    Every rank must call it with all of its chunks and exhaust the iterator: ranks exchange buckets
-    on the way.
+    Every rank must call it with all of its chunks and exhaust the iterator, which exchanges buckets
+    between ranks.
 
     Args:
         model_chunks: model chunks of this rank's pipeline stage.
-        layout: ``hf_per_expert``, the names of Hugging Face's models on disk; or ``sequential``,
-            Megatron's, for models that have no names there.
-        convention: engines' names of data and scales; None takes the first of the format in
-            ``moe_optim.rollout.conventions.CONVENTIONS``. Experts with per-tensor scaling have
+        layout: ``hf_per_expert``, the on-disk names of Hugging Face's models; or ``sequential``,
+            Megatron's, for models without such names.
+        convention: engines' names of data and scales; None for the first of the format in
+            ``moe_optim.rollout.conventions.CONVENTIONS``. Experts with per-tensor scaling use
             ``ONE_SCALE`` of that module.
-        experts: ``all`` yields every expert on every rank; ``own`` yields on each rank those it
-            holds, and sends none.
-        device: device of the tensors; None leaves them where they are.
-        bucket_bytes: bytes that are sent at once; a larger tensor goes alone.
-        vocab_size: rows of embeddings to yield, where Megatron has padded them; None: all.
+        experts: ``all`` to yield every expert on every rank; ``own`` to yield only local experts,
+            without sending any.
+        device: device of the tensors; None: unchanged.
+        bucket_bytes: size of a message in bytes; larger tensors are sent alone.
+        vocab_size: rows of embeddings to yield, without Megatron's padding; None: all.
 
     Yields:
-        Names and tensors, the same on every rank in the same order with ``experts="all"``.
+        Names and tensors; with ``experts="all"`` the same on every rank, in the same order.
 
     Raises:
-        ConfigError: no such layout or convention; a model without names in the layout; experts
-            without a gate, or cut by expert tensor parallelism into parts with scales, or global
-            scales, of their own.
-        LayoutError: gate and up, or parts of an expert on two ranks, share a block of scales; or
-            no rank has grouped experts.
-        StateError: weights are on the host, their gather would overwrite gradients that no step
-            has used, or, at any tensor, a step was taken since the call.
+        ConfigError: layout or convention is unknown; the layout has no names for the model; or
+            experts have no gate, or are sharded with separate scales or global scales.
+        LayoutError: gate and up, or expert shards of two ranks, share a scale block; or no rank has
+            grouped experts.
+        StateError: weights are on the host, their gather would overwrite unused gradients, or a
+            step was taken during the iteration.
     """
     exporter = agree(
         lambda: _Exporter.of(model_chunks, ExportedAs(get_export_layout(layout), convention)), None
@@ -108,11 +107,11 @@ def export_weights(
 
 @dataclass(frozen=True, kw_only=True)
 class _ExportOrder:
-    """Units in the order in which they are yielded; the same on every rank."""
+    """Units in export order, the same on every rank."""
 
     units: Sequence[SendUnit]
     dense: DenseNames | None
-    """None where names stay Megatron's."""
+    """None to keep Megatron's names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,18 +144,17 @@ class _Exporter:
 
     @property
     def held(self) -> list[HeldRecord]:
-        """Records of what this rank has."""
         return [*self.experts, *self.parts]
 
     def require_readable(self) -> None:
-        """Raise StateError for weights that cannot be read now, before anything is sent."""
+        """Raise StateError for unreadable weights, before anything is sent."""
         for local in self.experts.values():
             local.require_readable()
 
     def plan(
         self, everywhere: Sequence[Sequence[HeldRecord]], own: bool, vocab_size: int | None
     ) -> _ExportOrder:
-        """Return the order from what all ranks have; no rank communicates."""
+        """Return the export order, given the records of all ranks; no rank communicates."""
         ranks_of = put_together(dict(enumerate(everywhere)))
         if not any(isinstance(held, HeldExperts) for held in ranks_of):
             raise LayoutError(
@@ -193,7 +191,7 @@ class _Exporter:
     def stream(
         self, plan: _ExportOrder, device: torch.device | str | None, bucket_bytes: int
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield everything, and send on the way what not all ranks have."""
+        """Yield all weights; send those that not all ranks hold."""
         rank = dist.get_rank()
         for units in batches(plan.units, bucket_bytes):
             if units[0].is_sent:
@@ -207,12 +205,12 @@ class _Exporter:
         self.wholes.check_complete()
 
     def _read_all(self, units: Sequence[SendUnit]) -> Iterator[list[Tensor]]:
-        """Return the tensors of units of one batch that this rank holds."""
+        """Return the tensors of this rank's units in a batch."""
         is_cut = bool(units) and units[0].is_cut
         return iter(self._gather(units)) if is_cut else map(self._read, units)
 
     def _gather(self, units: Sequence[SendUnit]) -> list[list[Tensor]]:
-        """Return the tensors of units whose parts this rank and others hold, put together."""
+        """Return the tensors of sharded units, joined across ranks."""
         own = [self._read(unit) for unit in units]
         group = self.experts[units[0].held].linear.groups.expt_tp
         infos = [info for tensors in own for info in infos_of(tensors)]
@@ -228,14 +226,13 @@ class _Exporter:
         return joined
 
     def _read(self, unit: SendUnit) -> list[Tensor]:
-        """Return the tensors of a unit that this rank has."""
         if isinstance(unit.held, HeldPart):
             return [self.parts[unit.held].read()]
         assert unit.expert is not None
         return self.reader.read(self.experts[unit.held], unit.expert)
 
     def _send(self, units: Sequence[SendUnit]) -> list[list[Tensor]]:
-        """Return the tensors of units; on ranks that do not have them, views of the bucket."""
+        """Return the tensors of units, as views of the bucket on ranks that do not hold them."""
         rank, sender = dist.get_rank(), units[0].sender
         own = list(self._read_all([unit for unit in units if rank in unit.ranks]))
         bucket = self._bucket(sum(unit.nbytes for unit in units))

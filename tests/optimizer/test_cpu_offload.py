@@ -232,7 +232,7 @@ def _refused(flags: list[str], config: MoEOptimConfig) -> str:
         (replace(BF16, step="stock"), "--optimizer-cpu-offload with step: stock: "),
         (
             replace(BF16, layout="stock"),
-            "--optimizer-cpu-offload with layout: stock: Megatron's step takes states on the "
+            "--optimizer-cpu-offload with layout: stock: Megatron's step requires states on the "
             "device. Set step: fused; or leave states on the device.",
         ),
     ],

@@ -1,1 +1,1 @@
-"""Reading the files of checkpoints, from any source, without Megatron."""
+"""Readers of checkpoint files from untrusted sources, without Megatron."""

@@ -1,11 +1,11 @@
-"""Archives that ``torch.save`` wrote: their checksums, and the tensor or object in them.
+"""Archives written by ``torch.save``: checksum verification, and reading of one tensor or object.
 
-An archive is a zip of stored, not compressed, records, each with a CRC-32 that ``torch.load`` does
-not compare. A torch_dist checkpoint holds many of them in one file, one behind the other.
+An archive is a zip of uncompressed records, each with a CRC-32 that ``torch.load`` does not verify.
+A torch_dist checkpoint stores many archives back to back in one file.
 
-No archive is given to ``torch.load``, which takes one for TorchScript by its records; that is a
-program, and runs. Values are read where the table of the archive has them, into memory of the size
-that was expected; nothing is unpickled or allocated for what an archive alone says.
+``torch.load`` is not used: it runs archives that look like TorchScript. Values are read at the
+offsets in the archive's table into memory of the expected size; nothing is unpickled, and no size
+that only the archive states is allocated.
 """
 
 import os
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK_BYTES = 4 * 2**20
-"""Bytes that are read at once: the memory that checking takes."""
+"""Read size in bytes, which bounds the memory of a check."""
 PICKLE_BYTES = 16 * 2**20
-"""More than any record has, but for the bytes of a tensor: names and shapes of a whole model."""
+"""Limit for records other than tensor storage, in bytes."""
 
-_DIRECTORY = 0x10  # bit of MS-DOS; of such a record torch's reader fills in nothing, and succeeds
-_ENCRYPTED = 0x61  # bits of the flags: encrypted, a patch, strongly encrypted
-_UTF8 = 0x800  # bit of the flags: names are in UTF-8
+_DIRECTORY = 0x10  # MS-DOS attribute; torch's reader silently skips the content of such records
+_ENCRYPTED = 0x61  # flag bits: encrypted, patch, strongly encrypted
+_UTF8 = 0x800  # flag bit: names are UTF-8
 _TABLE_BYTES = 16 * 2**20
 _FIRST, _END, _END64, _LOCATOR64 = (b"PK" + code for code in (b"\3\4", b"\5\6", b"\6\6", b"\6\7"))
 _END_FORM = struct.Struct("<4s4H2IH")
@@ -41,17 +41,17 @@ _HEADER_FORM = struct.Struct("<4s22xHH")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Description of the tensor in an archive, all of which lies within its record."""
+    """Description of the tensor in an archive, verified against its record."""
 
     dtype: str
     """Dtype as torch prints it: ``torch.bfloat16``."""
     shape: Shape
     stride: Shape
     start: int
-    """Elements before its first."""
+    """Storage offset in elements."""
     record: str
     nbytes: int
-    """Bytes of the record."""
+    """Size of the record in bytes."""
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape}"
@@ -61,17 +61,13 @@ class Archive:
     """An open archive."""
 
     def __init__(self, stream: IO[bytes]) -> None:
-        """Read the table at the end of a seekable stream, which stays open.
-
-        Raises:
-            zipfile.BadZipFile: it is cut off, damaged, or not as torch writes it.
-        """
+        """Read the table at the end of a seekable stream; BadZipFile if it is damaged."""
         self.stream = stream
         count = _count_records(stream)
         stream.seek(0)
         self._table = zipfile.ZipFile(stream).infolist()
         self.records = {record.filename.partition("/")[2]: record for record in self._table}
-        """By name, without the folder that all are in."""
+        """Records by name, without the common folder."""
         are_names = len({record.filename.partition("/")[0] for record in self._table}) == 1
         is_whole = len(self.records) == len(self._table) == count
         if not (are_names and is_whole and "data.pkl" in self.records):
@@ -84,21 +80,19 @@ class Archive:
             raise zipfile.BadZipFile("records that lie over each other")
 
     def pickled(self) -> bytes:
-        """Return the pickle of the archive; BadZipFile if its CRC is another."""
+        """Return the pickle of the archive; BadZipFile for a wrong CRC."""
         return b"".join(self._blocks(self.records["data.pkl"]))
 
     def load(self) -> Any:
-        """Return the object in it, see :func:`read_pickle`; raises whatever damage leads to."""
+        """Return the object, see :func:`read_pickle`; damaged archives raise arbitrary errors."""
         return read_pickle(self.pickled())
 
     def compare_checksums(self) -> None:
-        """Read every record once, in blocks, and where torch would read it.
+        """Verify the CRC-32 of every record, and that torch's zip reader would read the same bytes.
 
-        Raises:
-            zipfile.BadZipFile: a record does not have its CRC-32, or torch's reader of zips, which
-                is another one, would read elsewhere.
+        Reads every record once, in blocks. Raises BadZipFile.
         """
-        import torch  # takes seconds, which the check of metadata can do without
+        import torch  # slow import, not needed to check metadata
 
         for record in self._table:
             for _ in self._blocks(record):
@@ -112,17 +106,16 @@ class Archive:
                 raise zipfile.BadZipFile(f"torch reads {name!r} elsewhere")
 
     def rows(self) -> list[tuple[str, int, int, int]]:
-        """Return name, place, size and CRC-32 of every record.
+        """Return name, offset, size and CRC-32 of every record.
 
-        Archives with the same rows and right CRCs hold the same.
+        Archives with equal rows and valid CRCs have equal content.
         """
         return [(row.filename, row.header_offset, row.file_size, row.CRC) for row in self._table]
 
     def describe_tensor(self) -> StoredTensor:
-        """Return the description of the one tensor in it.
+        """Return the description of the only tensor in the archive.
 
-        Raises:
-            ValueError: it holds something else, or elements are said to lie outside of the record.
+        ValueError if it holds another object, or elements outside of their record.
         """
         value = self.load()
         try:
@@ -143,7 +136,7 @@ class Archive:
         return tensor
 
     def require_tensor(self, dtype: str, shape: Shape) -> None:
-        """Raise ValueError unless it holds one tensor of a dtype and shape, and no byte more."""
+        """Raise ValueError unless the archive holds exactly one tensor of this dtype and shape."""
         tensor = self.describe_tensor()
         if (tensor.dtype, tensor.shape) != (dtype, shape):
             raise ValueError(f"expected a tensor of {dtype} {shape}, got {tensor}")
@@ -151,15 +144,15 @@ class Archive:
             raise ValueError(f"expected the bytes of {tensor}, got {tensor.nbytes} of them")
 
     def read_tensor(self, dtype: str, shape: Shape) -> "Tensor":
-        """Return the values of the one tensor in it, contiguous.
+        """Return the values of the only tensor in the archive, contiguous.
 
         Args:
             dtype: expected dtype, as torch prints it.
             shape: expected shape.
 
         Raises:
-            ValueError: it holds another tensor, or something else.
-            EOFError: it ends too early.
+            ValueError: archive holds another tensor or object.
+            EOFError: archive is cut off.
         """
         import torch
 
@@ -175,7 +168,7 @@ class Archive:
         return values.as_strided(shape, tensor.stride, tensor.start).contiguous()
 
     def _blocks(self, record: zipfile.ZipInfo) -> Iterator[bytes]:
-        """Yield the bytes of a record, and compare its CRC-32 at the end."""
+        """Yield the bytes of a record, then verify its CRC-32."""
         self.stream.seek(self._place_of(record))
         left, checksum = record.file_size, 0
         while left:
@@ -198,13 +191,13 @@ class Archive:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the first line of an error about an archive."""
+    """Return the first line of an archive error."""
     first_line = (str(error).splitlines() or [""])[0]
     return f"damaged archive: {first_line or type(error).__name__}"
 
 
 def _described(value: Any) -> StoredTensor:
-    """Return the description in the arguments of torch's functions that rebuild a tensor."""
+    """Parse the arguments of torch's ``_rebuild_*`` functions."""
     if str(value.by) == "torch._utils._rebuild_parameter":
         value = value.args[0]
     storage, start, shape, stride, _, _, *more = value.args
@@ -227,9 +220,9 @@ def _described(value: Any) -> StoredTensor:
 def _count_records(stream: IO[bytes]) -> int:
     """Return the number of records that an archive declares.
 
-    Refuse archives in which readers of zips could find different tables: they search for the end of
-    the table from the end of the file, and take its start from there, or right before it. Refuse
-    those that do not begin as a zip, which torch takes for a bare pickle.
+    Refuses archives in which different zip readers could find different tables (readers search for
+    the end record backwards, then either follow its offset or take the bytes before it), and files
+    that do not begin as a zip, which torch would read as a bare pickle.
     """
     size = stream.seek(0, os.SEEK_END)
     stream.seek(max(0, size - _END64_FORM.size - _LOCATOR64_FORM.size - _END_FORM.size))
@@ -256,7 +249,7 @@ def _count_records(stream: IO[bytes]) -> int:
 
 def _require_stored(record: zipfile.ZipInfo) -> None:
     is_storage = record.filename.split("/")[1:-1] == ["data"]
-    if not is_storage and record.file_size > PICKLE_BYTES:  # readers take these whole
+    if not is_storage and record.file_size > PICKLE_BYTES:  # readers load these whole
         raise zipfile.BadZipFile(f"record {record.filename!r} has {record.file_size:,} bytes")
     is_plain = record.compress_type == zipfile.ZIP_STORED and not record.flag_bits & _ENCRYPTED
     if not is_plain or record.file_size != record.compress_size:

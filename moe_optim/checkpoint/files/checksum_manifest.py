@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint that lie beside it: our checksum manifest, and Megatron's."""
+"""Checksum files of a checkpoint: this package's manifest and Megatron's."""
 
 import hashlib
 import json
@@ -12,9 +12,9 @@ from moe_optim.checkpoint.files.untrusted_files import open_file, parse_json, re
 from moe_optim.errors import StateError
 
 CHECKSUM_MANIFEST = "moe_optim.seal.json"
-"""Name of our checksum manifest."""
+"""File name of this package's checksum manifest."""
 MEGATRONS_MANIFEST = "integrity.json"
-"""Name of what Megatron writes with ``--verify-integrity``: checksums of whole files alone."""
+"""File name of Megatron's ``--verify-integrity`` manifest, with checksums of whole files only."""
 
 _ALGORITHM = "sha256"
 _UNFINISHED = "unfinished"
@@ -22,13 +22,13 @@ _UNFINISHED = "unfinished"
 
 @dataclass(frozen=True)
 class CorruptFile:
-    """One thing that is wrong with one file of a checkpoint."""
+    """A defect of a file in a checkpoint."""
 
     file: str
     """Name within the folder; empty for the folder itself."""
     what: str
     key: str = ""
-    """Key of the tensor or object that is damaged, where that is known."""
+    """Key of the damaged tensor or object, if known."""
 
     def __str__(self) -> str:
         name = f"{self.file} ({self.key})" if self.key else self.file
@@ -37,7 +37,7 @@ class CorruptFile:
 
 
 class DamageError(StateError):
-    """Something is wrong with a file that all else depends on."""
+    """A file that all others depend on is damaged."""
 
     def __init__(self, file: str, what: str, key: str = "") -> None:
         self.corrupt = CorruptFile(file, what, key)
@@ -46,28 +46,28 @@ class DamageError(StateError):
 
 @dataclass(frozen=True)
 class Checksums:
-    """SHA-256 in hexadecimal by name of the file."""
+    """SHA-256 in hexadecimal by file name."""
 
     whole: Mapping[str, str] = field(default_factory=dict)
-    """Checksums of all bytes of a file."""
+    """Checksums of whole files."""
     tables: Mapping[str, str] = field(default_factory=dict)
-    """Checksums of the tables of the archives in a file, see ``Archive.rows``."""
+    """Checksums of the archive tables in a file, see ``Archive.rows``."""
 
     @property
     def files(self) -> set[str]:
-        """Names of all files that were there."""
+        """Names of all recorded files."""
         return {*self.whole, *self.tables}
 
 
 def read_checksums(checkpoint: Path) -> Checksums:
-    """Return the content of both manifests; DamageError for one that cannot be read."""
+    """Return the content of both manifests; DamageError for an unreadable one."""
     own = _read(checkpoint, CHECKSUM_MANIFEST, ("whole", "tables"))
     megatrons = _read(checkpoint, MEGATRONS_MANIFEST, ("files",))
     return Checksums(whole=own["whole"] | megatrons["files"], tables=own["tables"])
 
 
 def remove_record(checkpoint: Path, name: str) -> None:
-    """Remove a file or link of a checkpoint, if it is there; StateError for something else."""
+    """Remove a file or link of a checkpoint if it exists; StateError for anything else."""
     try:
         (checkpoint / name).unlink(missing_ok=True)
     except OSError as error:
@@ -77,20 +77,15 @@ def remove_record(checkpoint: Path, name: str) -> None:
 
 
 def write_checksums(checkpoint: Path, checksums: Checksums | None) -> None:
-    """Write the checksum manifest, whole or not at all.
+    """Write the checksum manifest atomically; None marks the checkpoint unfinished.
 
-    Args:
-        checkpoint: folder of one iteration.
-        checksums: content. None: the checkpoint is being written.
-
-    Raises:
-        StateError: something else is in its place.
+    StateError if the manifest's name is taken by another object.
     """
     content: dict[str, Any] = {_UNFINISHED: True}
     if checksums is not None:
         content = {"algorithm": _ALGORITHM, "whole": checksums.whole, "tables": checksums.tables}
     partial = checkpoint / f".{CHECKSUM_MANIFEST}.partial"
-    remove_record(checkpoint, partial.name)  # it may be a link to another file
+    remove_record(checkpoint, partial.name)  # may be a link to another file
     with partial.open("x") as file:
         json.dump(content, file, indent=2)
         file.flush()

@@ -6,7 +6,7 @@ from pathlib import Path
 from moe_optim.checkpoint.files.untrusted_files import read_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
-"""The file in which Megatron records the iteration to load."""
+"""File in which Megatron records the iteration to load."""
 
 _TRACKER_BYTES = 4096
 _ITERATION_FOLDER = re.compile(r"iter_[0-9]{7,18}")
@@ -19,12 +19,12 @@ def iteration_folders(checkpoints: Path) -> list[Path]:
 
 
 def iteration_of(checkpoint: Path) -> int:
-    """Return the iteration a checkpoint folder ``iter_0000120`` was saved after."""
+    """Return the iteration number of a checkpoint folder such as ``iter_0000120``."""
     return int(checkpoint.name.removeprefix("iter_"))
 
 
 def read_tracker(checkpoints: Path) -> str | None:
-    """Return the text of the tracker file, None without one; raises as :func:`read_file` does."""
+    """Return the text of the tracker file, None without one; raises like :func:`read_file`."""
     try:
         content = read_file(checkpoints, TRACKER, _TRACKER_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -33,6 +33,6 @@ def read_tracker(checkpoints: Path) -> str | None:
 
 
 def files_of_ranks(checkpoint: Path) -> list[Path]:
-    """Return the files of all ranks of ``--ckpt-format torch``; none of another format."""
+    """Return all per-rank files of ``--ckpt-format torch``; empty for other formats."""
     is_torch_dist = any((checkpoint / name).exists() for name in ("metadata.json", ".metadata"))
     return [] if is_torch_dist else sorted(checkpoint.glob("mp_rank_*/*.pt"))

@@ -1,7 +1,7 @@
-"""Reading ``.metadata`` of a torch_dist checkpoint, and whether its parts fit together.
+"""Reads ``.metadata`` of a torch_dist checkpoint and verifies its consistency.
 
-``.metadata`` is a pickle without a checksum, and Megatron unpickles it. Only the names of torch's
-classes of metadata are allowed in it; none of them is imported, and torch is not.
+``.metadata`` is a pickle without a checksum, which Megatron unpickles. Only torch's metadata
+classes may occur in it; neither they nor torch are imported.
 """
 
 import os
@@ -28,10 +28,9 @@ from moe_optim.checkpoint.files.pickles import (
 from moe_optim.checkpoint.files.untrusted_files import SMALL_BYTES, read_file
 
 METADATA = ".metadata"
-"""Name of the file."""
 
 _DCP = "torch.distributed.checkpoint"
-_NAMES = names_of(  # torch's classes, and those that older Megatrons put beside them
+_NAMES = names_of(  # torch's classes, and those of older Megatron versions
     {
         f"{_DCP}.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
         "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
@@ -48,12 +47,12 @@ _NAMES = names_of(  # torch's classes, and those that older Megatrons put beside
 )
 _DTYPE = re.compile(r"bool|(?:u?int|b?float|complex|bits|qu?int)[0-9][0-9a-z_]*")
 
-_LARGEST_BYTES = 512 * 2**20  # of ``.metadata``: some two million pieces
+_LARGEST_BYTES = 512 * 2**20  # of ``.metadata``: about two million pieces
 MAX_AXES = 16
-"""More axes than any tensor has."""
-_MAX_CUT_AXES = 5  # layers, experts, gate and up, rows, columns: the cost doubles with each
+"""Limit for the dimensions of a tensor."""
+_MAX_CUT_AXES = 5  # layers, experts, gate/up, rows, columns; each doubles the cost
 MAX_NUMBER = 2**62
-"""More elements or bytes than any file has."""
+"""Limit for counts of elements and bytes."""
 _MAX_NAME = 4096  # characters
 
 Shape = tuple[int, ...]
@@ -68,33 +67,32 @@ class Blob:
     length: int
     key: str
     offset: Shape | None
-    """Place of a chunk in its tensor; None where it is an object."""
+    """Offset of a chunk in its tensor; None for an object."""
     shape: Shape = ()
     dtype: str = ""
     """Dtype as torch prints it: ``torch.bfloat16``."""
 
     @property
     def name(self) -> str:
-        """Key, and offset of a chunk."""
+        """Key, with the offset of a chunk."""
         return self.key if self.offset is None else f"{self.key} at {self.offset}"
 
     @property
     def corner(self) -> Shape:
-        """Index of its first element in its tensor."""
+        """Offset in its tensor; empty for an object."""
         return self.offset or ()
 
     @property
     def end(self) -> int:
-        """Byte of the file at which the next blob starts."""
+        """End offset in the file, in bytes."""
         return self.start + self.length
 
 
 def read_metadata(checkpoint: Path) -> bytes:
     """Return the bytes of ``.metadata``.
 
-    Raises:
-        FileNotFoundError: there is none.
-        OSError: it is no file of the checkpoint, or longer than what it describes.
+    FileNotFoundError if it does not exist; OSError if it is not a file of the checkpoint, or larger
+    than the files it describes.
     """
     with os.scandir(checkpoint) as entries:
         found = [entry.stat(follow_symlinks=False) for entry in entries if entry.name != METADATA]
@@ -102,15 +100,13 @@ def read_metadata(checkpoint: Path) -> bytes:
     return read_file(checkpoint, METADATA, min(max(SMALL_BYTES, described), _LARGEST_BYTES))
 
 
-@lru_cache(maxsize=1)  # a load asks twice, and 100,000 pieces take a second
+@lru_cache(maxsize=1)  # a load calls it twice, and 100,000 pieces take a second
 def read_blobs(content: bytes) -> tuple[Blob, ...]:
-    """Return the blobs that the content of ``.metadata`` names, in the order they lie in files.
+    """Return the blobs described by ``.metadata``, in file order; DamageError if inconsistent.
 
-    Every blob belongs to one key; the chunks of a tensor cover it, each element once; the blobs of
-    a file lie one behind the other from its start, and are as long as their elements at least.
-
-    Raises:
-        DamageError: it is no metadata of a checkpoint, or its parts contradict each other.
+    Verifies that every blob belongs to one key, that the chunks of a tensor cover each element
+    exactly once, and that the blobs of a file are contiguous from its start and large enough for
+    their elements.
     """
     try:
         metadata = read_pickle(content, _is_allowed)
@@ -124,12 +120,7 @@ def read_blobs(content: bytes) -> tuple[Blob, ...]:
 
 
 def checked_shape(numbers: Any) -> Shape:
-    """Return the shape of a tensor, or a place in one.
-
-    Raises:
-        TypeError: it is no tuple.
-        ValueError: no tensor has it: negative, too many axes or elements.
-    """
+    """Return a valid shape or offset; TypeError for other types, ValueError for bad numbers."""
     shape = _numbers(numbers)
     if len(shape) > MAX_AXES:
         raise ValueError(f"expected at most {MAX_AXES} axes, got {len(shape):,}")
@@ -139,12 +130,7 @@ def checked_shape(numbers: Any) -> Shape:
 
 
 def checked_name(name: Any) -> str:
-    """Return the name of a tensor, an object or a file.
-
-    Raises:
-        TypeError: it is no text.
-        ValueError: it is longer than names are, or would not show as it is.
-    """
+    """Return a valid name; TypeError unless a string, ValueError if too long or not printable."""
     text: str = _typed(name, str)
     if len(text) > _MAX_NAME or not text.isprintable():
         raise ValueError(f"a name that is none: {text[:40]!r}")
@@ -184,7 +170,7 @@ def _blobs(metadata: Any) -> list[Blob]:
 
 
 def _chunks(entries: Any) -> Iterator[tuple[tuple[str, Shape | None], tuple[Shape, str]]]:
-    """Yield key and offset of every chunk of every tensor with its shape and dtype."""
+    """Yield key and offset of every chunk of every tensor, with shape and dtype."""
     for key, entry in _typed(entries, dict).items():
         key = checked_name(key)
         if _is_a(entry, "BytesStorageMetadata"):
@@ -203,10 +189,10 @@ def _chunks(entries: Any) -> Iterator[tuple[tuple[str, Shape | None], tuple[Shap
 
 
 def _require_cover(key: str, boxes: list[tuple[Shape, Shape]], size: Shape) -> None:
-    """Refuse chunks that do not hold every element of a tensor exactly once.
+    """Refuse chunks that do not cover every element of a tensor exactly once.
 
-    A box is known by its corners with alternating signs; those of boxes side by side cancel where
-    they meet, so that the corners of the whole are left.
+    Counts the corners of all boxes with alternating signs: shared corners of adjacent boxes cancel,
+    and only the corners of the whole tensor remain.
     """
     if any(len(offset) != len(size) or len(shape) != len(size) for offset, shape in boxes):
         raise ValueError(f"{key} has {len(size)} axes, and a chunk has others")
@@ -245,7 +231,7 @@ def _require_one_behind_the_other(blobs: list[Blob]) -> None:
 
 
 def _is_a(value: Any, kind: str) -> bool:
-    """Return whether a value is of a class of that name, Megatron's of older versions included."""
+    """Return whether a value's class has this name, with or without the older prefix ``MCore``."""
     return isinstance(value, Made) and value.by.name.removeprefix("MCore") == kind
 
 

@@ -1,12 +1,12 @@
-"""Reading pickles without running anything that they name.
+"""Reads pickles without running any code that they name.
 
-Python's own unpickler, in C, reads them, with a stand-in for every class and function that a pickle
-names: calling one makes a :class:`Made`, which keeps the arguments. No code of a checkpoint runs
-and nothing is imported, and a name that is not allowed is refused before anything is made of it.
+Python's C unpickler reads them with a stand-in for every class and function: calling one makes a
+:class:`Made`, which keeps the arguments. No code of a checkpoint runs, nothing is imported, and
+names that are not allowed are refused before any object is made.
 
-A scan of the operations comes first. It refuses those that no checkpoint has, and whatever makes
-the unpickler reserve more memory than the pickle has bytes. Time is not bounded: the hash of a key
-that is a tuple of tuples may take forever, here and in Megatron.
+A first scan of the opcodes refuses those that checkpoints do not use, and those that make the
+unpickler reserve more memory than the pickle has bytes. Time is not bounded: hashing a key of
+nested tuples can take forever, here as in Megatron.
 """
 
 import gc
@@ -31,7 +31,7 @@ ITEM_BYTES = {
     )
     for name in names.split()
 }
-"""Bytes of an element, by dtype as torch prints it."""
+"""Element size in bytes, by dtype as torch prints it."""
 STORAGES = {
     "BoolStorage": "bool",
     "ByteStorage": "uint8",
@@ -46,9 +46,9 @@ STORAGES = {
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
 }
-"""Dtypes by the names that torch's typed storages have."""
+"""Dtypes by name of torch's typed storages."""
 
-_PLAIN = {  # by module: constructors of values, which do nothing else
+_PLAIN = {  # constructors of values without side effects, by module
     "builtins": "bool bytearray bytes complex dict float frozenset int list range set slice str "
     "tuple",
     "collections": "Counter OrderedDict defaultdict deque",
@@ -59,7 +59,7 @@ _PLAIN = {  # by module: constructors of values, which do nothing else
     "io": "BytesIO",
     "_io": "BytesIO",
     "signal": "Signals",
-    "_codecs": "encode",  # makes bytes, which protocol 2 lacks
+    "_codecs": "encode",  # makes bytes in protocol 2
     "numpy": "dtype ndarray",
     "numpy.core.multiarray": "_reconstruct scalar",
     "numpy._core.multiarray": "_reconstruct scalar",
@@ -74,13 +74,13 @@ _PLAIN = {  # by module: constructors of values, which do nothing else
     "torch.storage": "UntypedStorage",
 }
 MEGATRONS_PACKAGES = {"megatron", "moe_optim", "transformer_engine"}
-"""Packages whose enumerations and dataclasses are plain data."""
+"""Packages whose enumerations and dataclasses count as plain data."""
 _ENCODINGS_OF_BYTES = (("latin1",), ("latin-1",))
-_MOST_NAMES = 4096  # a stand-in takes a kilobyte
+_MOST_NAMES = 4096  # each stand-in takes 1 KiB
 
 
 class Named(type):
-    """A class, function or dtype that a pickle names; ``str`` gives ``module.name``."""
+    """A class, function or dtype named by a pickle; ``str`` gives ``module.name``."""
 
     module: str
     name: str
@@ -91,9 +91,9 @@ class Named(type):
 
 
 class Made:
-    """An object as a pickle describes it; nothing of its class has run.
+    """An object as a pickle describes it; no code of its class has run.
 
-    Items and elements that a pickle adds to it are dropped: only its class knows what they mean.
+    Items and elements that a pickle adds to it are dropped.
     """
 
     __slots__ = ("args", "state")
@@ -116,27 +116,27 @@ class Made:
 
     @property
     def by(self) -> Named:
-        """Class or function that was to make it."""
+        """Class or function that the pickle calls."""
         named: Any = type(self)
         return named
 
     def __repr__(self) -> str:
-        return f"<{self.by}>"  # arguments may hold others, and these again others
+        return f"<{self.by}>"  # arguments may be nested arbitrarily
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """A reference to what lies elsewhere in an archive, such as the bytes of a tensor."""
+    """A persistent reference, such as to the bytes of a tensor."""
 
     words: Any
 
 
 class _Items(dict[Any, Any]):
-    """An OrderedDict; it may be given attributes, as PyTorch does."""
+    """An OrderedDict that accepts attributes, which PyTorch sets."""
 
 
 def names_of(by_module: Mapping[str, str]) -> set[tuple[str, str]]:
-    """Return pairs of module and name; ``by_module`` has names with blanks between."""
+    """Return (module, name) pairs; ``by_module`` maps modules to space-separated names."""
     return {(module, name) for module, names in by_module.items() for name in names.split()}
 
 
@@ -144,7 +144,7 @@ _PLAIN_NAMES = names_of(_PLAIN)
 
 
 class ForeignNameError(ValueError):
-    """A pickle names something that is not allowed."""
+    """A pickle names a class or function that is not allowed."""
 
     def __init__(self, named: Named) -> None:
         self.named = named
@@ -154,15 +154,15 @@ class ForeignNameError(ValueError):
 def read_pickle(content: bytes, allows: Callable[[Named], bool] = lambda _: True) -> Any:
     """Return the content of a pickle: plain values, ``Named``, ``Made`` and ``Stored``.
 
-    ``torch.Size`` is a tuple and ``OrderedDict`` a dict.
+    ``torch.Size`` becomes a tuple and ``OrderedDict`` a dict.
 
     Args:
         content: pickle of protocol 2 or later.
-        allows: predicate of names that may occur.
+        allows: predicate of allowed names.
 
     Raises:
         ForeignNameError: a name is not allowed.
-        ValueError: it is cut off, or no pickle that a checkpoint has.
+        ValueError: pickle is cut off, or uses opcodes that checkpoints do not.
     """
     try:
         protocol = _scan(content)
@@ -170,23 +170,23 @@ def read_pickle(content: bytes, allows: Callable[[Named], bool] = lambda _: True
             return _Unpickler(content, protocol, allows).load()
     except ForeignNameError:
         raise
-    except Exception as error:  # a damaged pickle makes the unpickler raise nearly anything
+    except Exception as error:  # the unpickler raises arbitrary errors for damaged pickles
         said = str(error) or type(error).__name__
         raise ValueError(f"no pickle of a checkpoint: {said}") from error
 
 
 def is_plain(named: Named) -> bool:
-    """Return whether a name stands for values, containers, tensors or arrays."""
+    """Return whether a name denotes a value, container, tensor or array type."""
     return (named.module, named.name) in _PLAIN_NAMES
 
 
 def foreign_name(pickled: bytes, knows: Callable[[Named], bool] | None = None) -> str | None:
-    """Say why unpickling by Python's own rules may run code; None for plain data.
+    """Return why unpickling by Python's own rules may run code, None for plain data.
 
     Args:
         pickled: pickle of an object.
-        knows: predicate of further names that make plain data. None: names of classes of
-            Megatron's packages, which are enumerations and dataclasses; none of them is imported.
+        knows: predicate of further names that denote plain data. None: class names in Megatron's
+            packages, which are enumerations and dataclasses; none is imported.
     """
     also = knows or _is_named_as_megatrons
     try:
@@ -203,7 +203,7 @@ def _is_named_as_megatrons(named: Named) -> bool:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Pause the garbage collector, which would walk millions of values without a cycle."""
+    """Pause the garbage collector, which would traverse millions of acyclic values."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -220,7 +220,7 @@ class _Unpickler(pickle.Unpickler):
         self._names: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: D102
-        if self._has_old_names:  # of Python 2
+        if self._has_old_names:  # Python 2 names
             module, name = NAME_MAPPING.get((module, name), (module, name))
             module = IMPORT_MAPPING.get(module, module)
         if (module, name) not in self._names:
@@ -238,7 +238,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Function:
-    """A function that is carried out; without attributes that a pickle could set."""
+    """A function that is executed; its slots leave no attribute for a pickle to set."""
 
     __slots__ = ("_make", "_named")
 
@@ -250,7 +250,7 @@ class _Function:
 
 
 def _size(_: Named, numbers: Any) -> tuple[Any, ...]:
-    if not isinstance(numbers, tuple):  # of a list it would be a copy, as often as it is asked for
+    if not isinstance(numbers, tuple):  # a list would be copied on every call
         raise TypeError("torch.Size of an object that is no tuple")
     return numbers
 
@@ -260,7 +260,7 @@ def _ordered_dict(named: Named, *args: Any) -> Any:
 
 
 def _encode(named: Named, text: Any, *encoding: str) -> Any:
-    if encoding not in _ENCODINGS_OF_BYTES:  # Python would search for others, and import them
+    if encoding not in _ENCODINGS_OF_BYTES:  # Python would import other codecs
         raise ValueError("text in another encoding than that of bytes")
     return named(text, *encoding)
 
@@ -291,14 +291,14 @@ _OF_FIXED_LENGTH = re.compile(
     ),
     re.DOTALL,
 )
-"""Operations that pickles of checkpoints have, but for those below."""
+"""Runs of allowed fixed-length opcodes; ``_scan`` handles the others."""
 _TEXTS = {pickle.SHORT_BINUNICODE: 1, pickle.BINUNICODE: 4, pickle.BINUNICODE8: 8}
 _BYTES = {pickle.SHORT_BINBYTES: 1, pickle.BINBYTES: 4, pickle.BINBYTES8: 8, pickle.LONG1: 1}
-"""Bytes of the length that stands before the content."""
+"""Size of the length field in bytes, by opcode."""
 
 
 def _scan(content: bytes) -> int:
-    """Return the protocol of a pickle; ValueError where it may take more memory than its bytes."""
+    """Return the protocol; ValueError if unpickling may take more memory than the pickle's size."""
     if content[:1] != pickle.PROTO or len(content) < 2:
         raise ValueError("it does not begin with a protocol")
     at = 2
@@ -309,7 +309,7 @@ def _scan(content: bytes) -> int:
             return content[1]
         if operation == pickle.LONG_BINPUT:
             place = int.from_bytes(content[at + 1 : at + 5], "little")
-            if place > len(content):  # unpicklers reserve memory for all places before
+            if place > len(content):  # unpicklers allocate all preceding places
                 raise ValueError(f"memo place {place:,} in a pickle of {len(content):,} bytes")
             at += 5
             continue
@@ -321,4 +321,4 @@ def _scan(content: bytes) -> int:
         if at > len(content):
             raise ValueError(f"text or bytes beyond its end at byte {start:,}")
         if operation in _TEXTS:
-            content[start:at].decode()  # as Megatron's unpickler would not: half of a character
+            content[start:at].decode()  # reject invalid UTF-8, which Megatron's unpickler accepts

@@ -1,4 +1,4 @@
-"""Writing a folder that appears whole under its name, or not at all."""
+"""Atomic creation of a folder: it appears complete under its name, or not at all."""
 
 import errno
 import os
@@ -14,19 +14,19 @@ from safetensors import SafetensorError
 from moe_optim.errors import ConfigError, StateError
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""``errno`` of a full disk, or of a user who may not have more of it."""
+"""``errno`` of a full disk or an exceeded quota."""
 _PARTIAL = re.compile(r"\.partial-[0-9a-f]{8}$")
 
 
 @contextmanager
 def published(target: Path, *, needed_bytes: int) -> Iterator[Path]:
-    """Give a folder beside ``target`` to write into; it gets its name at the end.
+    """Yield a temporary folder beside ``target``; rename it to ``target`` on success.
 
     A killed process leaves ``<target>.partial-<random>``; an error removes it.
 
     Raises:
-        ConfigError: there is something at ``target`` already.
-        StateError: the disk is too small for ``needed_bytes``, or writing failed.
+        ConfigError: ``target`` exists.
+        StateError: disk has less than ``needed_bytes`` free, or a write failed.
     """
     if target.exists() or target.is_symlink():
         raise ConfigError(
@@ -54,7 +54,7 @@ def published(target: Path, *, needed_bytes: int) -> Iterator[Path]:
 
 
 def tells_of_full_disk(text: str) -> bool:
-    """Return whether an error is about a full disk, by its text: not every one has an ``errno``."""
+    """Return whether an error text reports a full disk; not every such error has an ``errno``."""
     return any(os.strerror(number) in text for number in DISK_FULL)
 
 
@@ -65,12 +65,12 @@ def _remedy(error: Exception) -> str:
 
 
 def is_partial(folder: Path) -> bool:
-    """Return whether a folder has the name of what a killed process leaves of a target."""
+    """Return whether a folder is named like the remains of a killed :func:`published`."""
     return _PARTIAL.search(folder.name) is not None
 
 
 def synchronize(folder: Path) -> None:
-    """Wait until all files are on the disk, so that a power cut leaves no short ones."""
+    """Flush all files to disk, so that a power failure leaves none truncated."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)

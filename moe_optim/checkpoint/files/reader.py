@@ -1,4 +1,4 @@
-"""The interface of all readers of checkpoints: names, shapes and dtypes, and values on demand."""
+"""Interface of all checkpoint readers: names, shapes, dtypes, and values on demand."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,54 +13,51 @@ FileFormat = Literal["torch_dist", "safetensors"]
 """Torch's distributed format as Megatron uses it, or Hugging Face's."""
 
 STATE_PREFIX = "optimizer."
-"""Prefix of the keys of masters, moments and whatever else belongs to the optimizer."""
+"""Key prefix of masters, moments and other optimizer state."""
 FLAT_STATES = ".gbuf_idx_"
-"""Part of the keys of states that are stored as whole buckets, parameters side by side."""
+"""Key part of states stored bucket by bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A stored tensor before it is read."""
+    """Metadata of a stored tensor."""
 
     shape: tuple[int, ...]
-    """Shape of the whole tensor, whatever pieces it is stored in."""
+    """Shape of the whole tensor, independent of its stored pieces."""
     dtype: torch.dtype
     """Stored dtype."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Size of the whole tensor in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Facts that a checkpoint records about itself; None where it does not."""
+    """Facts recorded in a checkpoint; None where absent."""
 
     glu_interleave: int | None = None
-    """Rows of gate and of linear blocks that alternate in fc1; 0: all gate rows come first."""
+    """Rows per alternating gate and linear block in fc1; 0: all gate rows come first."""
     layout: str | None = None
-    """Layout of the experts' keys, see :mod:`moe_optim.experts.keys.layouts`."""
+    """Layout of expert keys, see :mod:`moe_optim.experts.keys.layouts`."""
     num_experts: int | None = None
-    """Experts of every layer."""
+    """Experts per layer."""
     iteration: int | None = None
-    """Iteration after which it was saved."""
+    """Iteration of the save."""
     version: str | None = None
     """Megatron's ``checkpoint_version``."""
     optimizer_sharding: str | None = None
-    """Megatron's name for the sharding of optimizer states, such as ``fully_reshardable``."""
+    """Megatron's sharding type of optimizer states, such as ``fully_reshardable``."""
     parallel_sizes: Mapping[str, int] = field(default_factory=dict)
-    """Kind of parallelism -> number of ranks it was saved by, such as ``expert``."""
+    """Parallel sizes when saved, by kind of parallelism, such as ``expert``."""
 
 
 class CheckpointReader(Protocol):
-    """An opened checkpoint.
+    """An open checkpoint.
 
-    ``read`` returns a tensor of its own on the CPU, and reads no more of the files than the stored
-    pieces that overlap what is asked for.
-
-    Raises:
-        StateError: a file is missing, cut off or damaged.
+    ``read`` accesses only the stored pieces that overlap the requested region; it raises StateError
+    if a file is missing, cut off or damaged.
     """
 
     @property
@@ -77,21 +74,21 @@ class CheckpointReader(Protocol):
 
     @property
     def objects(self) -> Mapping[str, int]:
-        """Bytes of everything stored that is not a tensor, by name."""
+        """Size in bytes of every stored object that is not a tensor, by name."""
 
     @property
     def recorded(self) -> Recorded:
-        """Facts that the checkpoint records about itself."""
+        """Facts recorded in the checkpoint."""
 
     def read(self, name: str, first: int | None = None) -> Tensor:
-        """Return a tensor of its own on the CPU, contiguous, in the stored shape and dtype.
+        """Return a new contiguous CPU tensor, in the stored shape and dtype.
 
         Args:
-            name: one of :attr:`tensors`.
-            first: place on the first axis; the result is without that axis. None: the whole.
+            name: key in :attr:`tensors`.
+            first: index on the first axis, which the result then lacks. None: whole tensor.
         """
 
 
 def is_state(key: str) -> bool:
-    """Return whether ``key`` is the optimizer's: a master, a moment or anything else of it."""
+    """Return whether ``key`` belongs to the optimizer."""
     return key.startswith(STATE_PREFIX) or key.startswith("chained_")

@@ -1,4 +1,4 @@
-"""Reads Megatron's ``torch_dist`` checkpoints: torch's distributed format, and a common state."""
+"""Reader of Megatron's ``torch_dist`` checkpoints."""
 
 import os
 from collections import defaultdict
@@ -33,17 +33,17 @@ from moe_optim.errors import LayoutError, MoEOptimError, StateError
 
 COMMON_STATE = "common_state"
 COMMON_FILE = "common.pt"
-"""Where older Megatrons keep what others store under ``COMMON_STATE``."""
+"""File in which older Megatrons keep ``COMMON_STATE``."""
 CONFIG_FILE = "metadata.json"
 OWN_STATE = "moe_optim"
-"""Key of the common state for what is recorded where Megatron's arguments are not known."""
+"""Common-state key of facts recorded when Megatron's arguments are unknown."""
 OWN_ARGUMENTS = "arguments"
-"""Key of it for Megatron's arguments that a model was converted for."""
+"""Key within it of the Megatron arguments that a model was converted for."""
 INTERLEAVE_ARG = "moe_mlp_glu_interleave_size"
 MANIFEST_INTERLEAVE = "glu_interleave"
-"""Name of the same in manifests of optimizer states."""
+"""Name of the interleave in state manifests."""
 _BLOCK_BYTES = 8 * 2**20
-_OBJECT_BYTES = 64 * 2**20  # to change a number in one
+_OBJECT_BYTES = 64 * 2**20  # objects are small
 SIZES = {  # kind of parallelism -> Megatron's argument
     "tensor": "tensor_model_parallel_size",
     "pipeline": "pipeline_model_parallel_size",
@@ -56,24 +56,25 @@ SIZES = {  # kind of parallelism -> Megatron's argument
 
 
 class TorchDistReader:
-    """A ``torch_dist`` checkpoint under the names it was stored by.
+    """A ``torch_dist`` checkpoint under its stored names.
 
-    What is read is compared with its checksums, once; torch itself does not look at them.
+    Verifies the checksums of each archive on first access, which torch does not. All reads raise
+    StateError if a file is missing, cut off or damaged.
     """
 
     format: FileFormat = "torch_dist"
     """Format of the files."""
 
     def __init__(self, path: Path, blobs: Sequence[Blob] = ()) -> None:
-        """Read where tensors and objects lie; values stay in the files.
+        """Read the metadata of ``path``, an iteration folder; values stay in the files.
 
         Args:
             path: folder of one iteration, such as ``iter_0000160``.
-            blobs: content of ``.metadata``, where that has been read.
+            blobs: content of ``.metadata``, if already read.
 
         Raises:
-            StateError: metadata is missing or damaged, or of an unfinished checkpoint.
-            LayoutError: it is of another format.
+            StateError: metadata is missing, damaged, or of an unfinished checkpoint.
+            LayoutError: checkpoint has another format.
         """
         self.path = path
         self.config = _read_config(path)
@@ -91,14 +92,11 @@ class TorchDistReader:
                 self.tensors[name] = _tensor_info([first, *others])
 
     def read(self, name: str, first: int | None = None) -> Tensor:
-        """Return a tensor of its own on the CPU, contiguous, in the stored shape and dtype.
+        """Return a new contiguous CPU tensor, in the stored shape and dtype.
 
         Args:
-            name: one of ``tensors``.
-            first: place on the first axis; the result is without that axis. None: the whole.
-
-        Raises:
-            StateError: a file that holds some of it is missing, cut off or damaged.
+            name: key in ``tensors``.
+            first: index on the first axis, which the result then lacks. None: whole tensor.
         """
         shape = self.tensors[name].shape
         if first is None:
@@ -106,22 +104,19 @@ class TorchDistReader:
         return self.read_box(name, (first, *[0] * (len(shape) - 1)), (1, *shape[1:]))[0]
 
     def read_box(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Return a part of a tensor, of ``shape``, of its own on the CPU, in the stored dtype.
+        """Return a region of a tensor as a new CPU tensor of ``shape``, in the stored dtype.
 
         Args:
-            name: one of ``tensors``.
-            start: index of the first element of the part, one number an axis.
-            shape: shape of the part, which lies inside of the tensor.
-
-        Raises:
-            StateError: a file that holds some of it is missing, cut off or damaged.
+            name: key in ``tensors``.
+            start: index of the region's first element, one number per axis.
+            shape: shape of the region, within the tensor.
         """
         alone = (blob for blob in self.blobs[name] if (blob.offset, blob.shape) == (start, shape))
         if (blob := next(alone, None)) is not None:
             return self._load_chunk(blob)
         parts = [blob for blob in self.blobs[name] if all(_overlap(start, shape, blob))]
         for blob in parts:
-            with self._file_of(blob):  # all of them are there, before memory for them is taken
+            with self._file_of(blob):  # check all files before allocating memory
                 pass
         whole = torch.empty(shape, dtype=self.tensors[name].dtype, device="cpu")
         for blob in parts:
@@ -138,11 +133,7 @@ class TorchDistReader:
 
     @contextmanager
     def opened(self, blob: Blob) -> Iterator[Archive]:
-        """Open one ``blob``; whatever fails inside, but for our own errors, is damage.
-
-        Raises:
-            StateError: the file is missing, cut off or damaged.
-        """
+        """Open the archive of ``blob``; report every foreign error inside the context as damage."""
         with self._file_of(blob) as file:
             stream = file_range(file, blob.start, blob.length)
             try:
@@ -150,13 +141,13 @@ class TorchDistReader:
                 if blob not in self._intact:
                     archive.compare_checksums()
                     self._intact.add(blob)
-            except Exception as error:  # whatever a zip makes of damaged bytes
+            except Exception as error:  # zipfile raises arbitrary errors for damaged archives
                 raise ValueError(reason_of(error)) from error
             yield archive
 
     @contextmanager
     def _file_of(self, blob: Blob) -> Iterator[IO[bytes]]:
-        """Open the file of a blob, which is as long as it has to be, as :meth:`opened` does."""
+        """Open the file of a blob and check its length; raises like :meth:`opened`."""
         path = self.path / blob.file
         try:
             with open_file(self.path, blob.file) as file:
@@ -180,22 +171,14 @@ class TorchDistReader:
             ) from error
 
     def blocks(self, blob: Blob) -> Iterator[bytes]:
-        """Yield the bytes of one ``blob`` as they are stored, some MiB at a time.
-
-        Raises:
-            StateError: the file is missing, cut off or damaged.
-        """
+        """Yield the stored bytes of ``blob`` in blocks of a few MiB."""
         with self.opened(blob) as archive:
             archive.stream.seek(0)
             while block := archive.stream.read(_BLOCK_BYTES):
                 yield block
 
     def read_bytes(self, blob: Blob) -> bytes:
-        """Return the bytes of a ``blob``, an object, as they are stored.
-
-        Raises:
-            StateError: they are missing, damaged, or more than any object has.
-        """
+        """Return the stored bytes of ``blob``; StateError if they are too many for an object."""
         if blob.length > _OBJECT_BYTES:
             raise StateError(
                 f"{self.path}: {blob.name}: expected an object of at most {_OBJECT_BYTES:,} bytes, "
@@ -204,26 +187,19 @@ class TorchDistReader:
         return b"".join(self.blocks(blob))
 
     def read_object(self, name: str) -> Any:
-        """Return the object called ``name`` as plain data: nothing that it names is called.
-
-        Raises:
-            StateError: the file is missing, cut off or damaged.
-        """
+        """Return the object called ``name`` as plain data; code that it names does not run."""
         with self.opened(self.blobs[name][0]) as archive:
-            (value,) = archive.load()  # a list of the objects under that key
+            (value,) = archive.load()  # list of the objects with that key
         return value
 
     def foreign_objects(
         self, names: Iterable[str], knows: Callable[[Named], bool] | None = None
     ) -> dict[str, str]:
-        """Return why objects may run code where Megatron unpickles them, by name of those that may.
+        """Return the objects that may run code when Megatron unpickles them -> reason.
 
         Args:
-            names: objects to check; nothing that they name is called.
+            names: objects to check; no code that they name runs.
             knows: predicate as in :func:`foreign_name`.
-
-        Raises:
-            StateError: a file is missing or damaged.
         """
         found = {}
         for name in names:
@@ -234,19 +210,19 @@ class TorchDistReader:
 
     @cached_property
     def common_key(self) -> str | None:
-        """Name of the object that holds the common state; None in older checkpoints."""
+        """Name of the common-state object; None in older checkpoints."""
         return next((name for name in self.objects if name.partition("/")[0] == COMMON_STATE), None)
 
     @property
     def common_file(self) -> Blob | None:
-        """Where older checkpoints keep the common state; None in others."""
+        """Location of the common state in older checkpoints; None in others."""
         if self.common_key is not None or not is_file(self.path, COMMON_FILE):
             return None
         return Blob(COMMON_FILE, 0, size_of(self.path, COMMON_FILE), "the common state", None)
 
     @cached_property
     def common_state(self) -> Mapping[str, Any]:
-        """State that is the same on all ranks, as :meth:`read_object` returns it."""
+        """State that all ranks share, as :meth:`read_object` returns it."""
         if self.common_key is not None:
             state = self.read_object(self.common_key)
         elif (blob := self.common_file) is not None:
@@ -258,20 +234,13 @@ class TorchDistReader:
 
     @cached_property
     def arguments(self) -> Mapping[str, Any]:
-        """Megatron's arguments when it was saved, by name; empty where there are none.
-
-        Raises:
-            StateError: there is something else in their place.
-        """
+        """Megatron's arguments when saved, by name; empty if not recorded."""
         said = self.common_state.get("args")
         return self._checked("args", said.state if isinstance(said, Made) else said, dict) or {}
 
     @cached_property
     def model_arguments(self) -> Mapping[str, Any]:
-        """Megatron's arguments, or those that a conversion has recorded; empty without either.
-
-        Raises as :attr:`arguments` does.
-        """
+        """Megatron's arguments, else those recorded by a conversion; empty without either."""
         own = self._checked(OWN_STATE, self.common_state.get(OWN_STATE), dict) or {}
         return self.arguments or self._checked(OWN_ARGUMENTS, own.get(OWN_ARGUMENTS), dict) or {}
 
@@ -297,7 +266,7 @@ class TorchDistReader:
         )
 
     def _checked(self, name: str, value: Any, *kinds: type) -> Any:
-        """Return a value of the common state, which has to be None or of some kinds."""
+        """Return a common-state value after verifying that it is None or of an expected type."""
         is_kind = value is None or (isinstance(value, kinds) and not isinstance(value, bool))
         if is_kind and isinstance(value, str):
             is_kind = value.isprintable()
@@ -319,7 +288,7 @@ def _tensor_info(blobs: list[Blob]) -> TensorInfo:
 
 
 def _overlap(start: tuple[int, ...], shape: tuple[int, ...], blob: Blob) -> list[range]:
-    """Return, for each axis, what a box and a piece of a tensor have in common."""
+    """Return the intersection of a box and a stored piece, per axis."""
     return [
         range(max(a, b), min(a + n, b + m))
         for a, n, b, m in zip(start, shape, blob.corner, blob.shape, strict=True)
@@ -344,7 +313,6 @@ def _read_blobs(path: Path) -> Sequence[Blob]:
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
-    """Return ``metadata.json``."""
     file = path / CONFIG_FILE
     try:
         config = parse_json(read_file(path, CONFIG_FILE))

@@ -1,8 +1,7 @@
-"""Opening and reading files of a checkpoint, which may come from anywhere.
+"""Safe access to the files of a checkpoint from an untrusted source.
 
-A name may lead out of the folder of the checkpoint, through ``..`` or a link, or to a pipe that
-nobody writes to or a device without an end. A file may be larger than memory, however little of it
-the disk holds. JSON may be nested deeper than Python can follow.
+Guards against names that leave the folder (``..``, links), pipes without a writer, endless devices,
+sparse files larger than memory, and JSON nested too deeply for Python.
 """
 
 import errno
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 SMALL_BYTES = 16 * 2**20
-"""More than files have that are read whole, such as descriptions. As Python objects, JSON and
-pickles take up to 64 times their bytes."""
+"""Default limit for files read whole, in bytes. As Python objects, JSON and pickles take up to 64
+times their size."""
 _READ_AT_ONCE = 2**18
-_DIGITS = 19  # of the numbers below 2^63, and one more
+_DIGITS = 19  # of 2^63 - 1
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -30,24 +29,24 @@ _KINDS = {
 
 
 def locate(folder: Path, name: str) -> Path:
-    """Return the path of a file of a checkpoint, without links.
+    """Return the resolved path of a file of a checkpoint.
 
-    ``folder`` may be a link itself. Links within it are followed, and those of a cache of Hugging
-    Face, from ``snapshots/<revision>`` to ``blobs`` beside ``snapshots``.
+    ``folder`` may be a link. Links within it are followed, and those of a Hugging Face cache, from
+    ``snapshots/<revision>`` to ``blobs`` beside ``snapshots``.
 
     Raises:
-        FileNotFoundError: there is nothing.
-        OSError: it leads out of the folder, or is no regular file. ``strerror`` says which.
+        FileNotFoundError: file does not exist.
+        OSError: path leaves the folder, or is not a regular file; ``strerror`` says which.
     """
     return Path(_locate(folder, name))
 
 
 def _locate(folder: Path, name: str) -> str:
-    # text, not Path: called once a tensor
+    # str rather than Path for speed: called once per tensor
     try:
         root = os.path.realpath(folder, strict=True)
         path = os.path.realpath(os.path.join(root, name), strict=True)  # noqa: PTH118
-    except ValueError as error:  # zero bytes, or what no file system spells
+    except ValueError as error:  # NUL bytes, or an unencodable name
         raise _refusal("it is no name of a file", folder) from error
     above, parent = os.path.split(os.path.dirname(root))  # noqa: PTH120, PTH206
     inside = [root, f"{above}/blobs"] if parent == "snapshots" else [root]
@@ -58,8 +57,8 @@ def _locate(folder: Path, name: str) -> str:
 
 
 def open_file(folder: Path, name: str) -> BufferedReader:
-    """Open a file of a checkpoint for reading; raises as :func:`locate` does."""
-    # a link or a pipe that has come to lie there meanwhile is not followed or waited for
+    """Open a file of a checkpoint for reading; raises like :func:`locate`."""
+    # do not follow a link, or wait for a pipe, that has replaced the file meanwhile
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(_locate(folder, name), flags)
     try:
@@ -71,17 +70,15 @@ def open_file(folder: Path, name: str) -> BufferedReader:
 
 
 def given_file(path: Path) -> Path:
-    """Return a path that the user gave, wherever links lead; OSError for no regular file."""
+    """Return a path given by the user, which may link anywhere; OSError if not a regular file."""
     _require_regular(path.stat(), path)
     return path
 
 
 def read_file(folder: Path, name: str, limit: int = SMALL_BYTES) -> bytes:
-    """Return the bytes of a file of a checkpoint.
+    """Return the bytes of a file of a checkpoint; raises like :func:`locate`.
 
-    Raises:
-        FileNotFoundError: there is nothing.
-        OSError: as for :func:`locate`, or it is longer than ``limit`` bytes.
+    OSError also if it is longer than ``limit`` bytes.
     """
     with open_file(folder, name) as file:
         size = os.fstat(file.fileno()).st_size
@@ -91,12 +88,12 @@ def read_file(folder: Path, name: str, limit: int = SMALL_BYTES) -> bytes:
 
 
 def size_of(folder: Path, name: str) -> int:
-    """Return the bytes of a file of a checkpoint; raises as :func:`locate` does."""
+    """Return the size of a file in bytes; raises like :func:`locate`."""
     return locate(folder, name).stat().st_size
 
 
 def is_file(folder: Path, name: str) -> bool:
-    """Return whether a checkpoint has a file of that name, of its own."""
+    """Return whether a checkpoint contains a file of this name, not a link out of it."""
     try:
         _locate(folder, name)
     except OSError:
@@ -107,9 +104,7 @@ def is_file(folder: Path, name: str) -> bool:
 def parse_json(content: bytes) -> Any:
     """Return the content of a JSON document.
 
-    Raises:
-        ValueError: it is none, is nested deeper than Python can follow, or holds a number that
-            fits no 64 bits.
+    ValueError if it is invalid, nested too deeply, or contains a number beyond 64 bits.
     """
     try:
         return json.loads(content, parse_int=_whole_number)
@@ -118,7 +113,7 @@ def parse_json(content: bytes) -> Any:
 
 
 def file_range(file: IO[bytes], start: int, length: int) -> IO[bytes]:
-    """Return a range of an open file as a file of its own; EOFError if the file ends before it."""
+    """Return a range of an open file as a file; EOFError if the file ends before it."""
     if length > _READ_AT_ONCE:
         return cast(IO[bytes], _FileRange(file, start, length))
     file.seek(start)
@@ -129,7 +124,7 @@ def file_range(file: IO[bytes], start: int, length: int) -> IO[bytes]:
 
 
 class _FileRange(io.RawIOBase):
-    """A seekable view of ``length`` bytes from ``start``; fills buffers without a copy between."""
+    """Seekable view of ``length`` bytes from ``start``; reads into buffers without a copy."""
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:
         self._file, self._start, self._length, self._position = file, start, length, 0
