@@ -97,7 +97,7 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
-	$(VENV)/bin/python -m tools.prose --budget 390
+	$(VENV)/bin/python -m tools.prose
 
 # Lets ruff rewrite what it can.
 format: $(STAMP)

@@ -1,4 +1,4 @@
-"""Switches the plug-in on in a configuration of Megatron-Bridge.
+"""Enables the plug-in in a configuration of Megatron-Bridge.
 
 Call one of these on the ``ConfigContainer`` of your recipe, before Megatron-Bridge finalizes it:
 
@@ -12,16 +12,15 @@ import moe_optim
 
 
 def train_with_moe_optim(config: Any, **knobs: Any) -> Any:
-    """Return ``config``, changed: the plug-in's optimizer trains what the recipe builds.
+    """Return ``config``, modified to train with the plug-in's optimizer.
 
-    Weights keep the format in which the recipe keeps them; bf16 where it has no native parameter
-    gather.
+    Weights keep the recipe's format: bf16 if it has no native parameter gather.
 
     Args:
-        config: a ``ConfigContainer``.
-        knobs: of ``MoEOptimConfig``.
+        config: ``ConfigContainer`` of a recipe.
+        knobs: fields of ``MoEOptimConfig``.
     """
-    given = config.optimizer  # learning rate and all else stay
+    given = config.optimizer  # keeps the learning rate and all other fields
     fields = {f.name: getattr(given, f.name) for f in dataclasses.fields(given) if f.init}
     config.optimizer = moe_optim.MoEOptimizerConfig(
         **fields, moe_optim=moe_optim.MoEOptimConfig(**knobs)
@@ -30,13 +29,13 @@ def train_with_moe_optim(config: Any, **knobs: Any) -> Any:
 
 
 def quantize_experts(config: Any, format: str = "mxfp8_2d") -> Any:
-    """Return ``config``, changed: portable experts, their weights in ``format``, on any GPU.
+    """Return ``config``, modified to use portable experts with weights in ``format``, on any GPU.
 
-    They are layers of the local spec, which needs no Transformer Engine, and multiply in bf16.
+    The experts are layers of the local spec, which needs no Transformer Engine; GEMMs run in bf16.
 
     Args:
-        config: a ``ConfigContainer``.
-        format: of the expert weights between two steps.
+        config: ``ConfigContainer`` of a recipe.
+        format: format of the expert weights between steps.
     """
     from megatron.bridge.models.gpt_provider import local_layer_spec
 

@@ -1,9 +1,9 @@
-"""Trains a small MoE GPT and hands its weights to an engine after each round, experts quantized.
+"""Trains a small MoE GPT and passes its quantized weights to an inference engine after each round.
 
     torchrun --nproc-per-node 2 examples/rollouts.py
 
-It takes a GPU for each process, or, where there is none, the CPU. `Engine` stands for one of
-inference: what it is given is what `load_weights` of vLLM's models takes.
+Uses one GPU per process, or the CPU if there is none. `Engine` stands in for an inference engine;
+its input is that of `load_weights` of vLLM's models.
 """
 
 import torch
@@ -14,28 +14,28 @@ import moe_optim
 
 
 class Engine:
-    """Keeps what it is given, by name."""
+    """Keeps the received weights by name."""
 
     def load_weights(self, weights):
-        """Copy all weights: they are views of those that train."""
+        """Copy all weights: they are views of those in training."""
         self.weights = {name: tensor.clone() for name, tensor in weights}
 
     def describe(self):
-        """Say how many tensors of experts there are."""
+        """Return the number of expert tensors."""
         experts = [one for name, one in self.weights.items() if ".experts." in name]
         return f"{len(experts)} tensors of experts, {sum(one.nbytes for one in experts):,} bytes"
 
 
 @torch.no_grad()
 def generate(model):
-    """Return the most likely next tokens, by the model that trains, its hooks on."""
+    """Return the most likely next tokens, computed by the model in training."""
     prompt = torch.arange(16, device=torch.cuda.current_device()).view(2, 8)
     positions = torch.arange(8, device=prompt.device).expand(2, 8)
     return model(prompt, positions, None).argmax(-1)
 
 
 def main():
-    """Train, export, give the memory to the engine, take it back, generate, and train on."""
+    """Train, export, release memory for the engine, restore it, generate, and continue training."""
     torch.cuda.set_device(dist.get_node_local_rank())
     dist.init_process_group("nccl" if ON_GPUS else "gloo")
     parallel_state.initialize_model_parallel()
@@ -49,7 +49,7 @@ def main():
         losses = train(model, optimizer, range(first, first + 10))
         engine.load_weights(moe_optim.export_weights([model], layout="sequential"))
         for buffer in experts:
-            buffer.offload_to_cpu()  # their weights and gradients: the engine works meanwhile
+            buffer.offload_to_cpu()  # frees weights and gradients for the engine
         for buffer in experts:
             buffer.reload_from_cpu()
         tokens = generate(model)

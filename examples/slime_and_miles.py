@@ -4,8 +4,8 @@ With this folder on the Python path of all workers, add to the arguments of thei
 
     --custom-megatron-init-path slime_and_miles.install
 
-Both call the function once Megatron is set up, and before the model is built. Their scripts keep
-bf16 weights, so that the step is fused and nothing is quantized: docs/rollouts.md says what to add.
+Both call the function after Megatron's setup, before the model is built. Their scripts keep bf16
+weights, so the step is fused and nothing is quantized; docs/rollouts.md describes how to quantize.
 """
 
 import sys
@@ -17,9 +17,9 @@ BUILDERS = tuple(f"{name}.backends.megatron_utils.model" for name in ("slime", "
 
 
 def install(_args: Any) -> None:
-    """Have moe_optim train the model that is built next, with the knobs below."""
-    # to go on from checkpoints of stock Megatron with --optimizer-cpu-offload, which name classes
-    # of Adam: moe_optim.MoEOptimConfig(trust_checkpoint_code=True)
+    """Make moe_optim train the model that is built next, configured as below."""
+    # to resume from checkpoints of stock Megatron with --optimizer-cpu-offload, which name Adam's
+    # classes: moe_optim.MoEOptimConfig(trust_checkpoint_code=True)
     moe_optim.install(moe_optim.MoEOptimConfig())
     found = [sys.modules[name] for name in BUILDERS if name in sys.modules]
     if not found:

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/train_small_moe.py --save runs/small_moe
 
-It takes a GPU for each process, or, where there is none, the CPU.
+Uses one GPU per process, or the CPU if there is none.
 """
 
 import argparse
@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import moe_optim
 
-logging.basicConfig(level=logging.WARNING)  # Megatron says much else, if nobody was first
+logging.basicConfig(level=logging.WARNING)  # else Megatron configures verbose logging
 ON_GPUS = torch.cuda.is_available()
 if not ON_GPUS:
-    moe_optim.use_cpu()  # before the first import of megatron: later it raises
+    moe_optim.use_cpu()  # before the first import of megatron, else it raises
 
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import (
@@ -36,15 +36,16 @@ EXPERTS, VOCABULARY, LENGTH, BATCH = 4, 64, 32, 8
 
 
 def build(overlap=False):
-    """Return a new model, wrapped, and its optimizer. All ranks must call it.
+    """Return a new wrapped model and its optimizer. All ranks must call it.
 
-    With ``overlap``, the backward pass reduces gradients, and the forward pass gathers weights.
+    ``overlap`` overlaps gradient reduction with the backward pass and the parameter gather with the
+    forward pass.
     """
     model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
         num_layers=2, hidden_size=64, num_attention_heads=2,
         num_moe_experts=EXPERTS, moe_ffn_hidden_size=96, moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=True,  # as below: all experts of a layer in one weight of the plug-in
+        moe_grouped_gemm=True,  # the plug-in keeps all experts of a linear in one weight
         gated_linear_unit=True, activation_func=torch.nn.functional.silu,  # SwiGLU
         add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
         bf16=True, params_dtype=torch.bfloat16,
@@ -63,7 +64,7 @@ def build(overlap=False):
 
 
 def loss_of(model, batch):
-    """Run the model on made-up text: every token is 3 times the one before, plus 1."""
+    """Run the model on synthetic text: every token is 3 times the one before, plus 1."""
     generator = torch.Generator().manual_seed(batch * dist.get_world_size() + dist.get_rank())
     text = [torch.randint(VOCABULARY, (BATCH, 1), generator=generator)]
     for _ in range(LENGTH):
@@ -74,14 +75,14 @@ def loss_of(model, batch):
 
 
 def mean_over_ranks(loss):
-    """Return a loss as a number, the same on every rank."""
+    """Return the loss averaged over ranks, as a float."""
     loss = loss.detach().clone()
     dist.all_reduce(loss)
     return loss.item() / dist.get_world_size()
 
 
 def train(model, optimizer, steps):
-    """Train on one batch a step, and return the losses."""
+    """Train on one batch per step, and return the losses."""
     losses = []
     for step in steps:
         model.zero_grad_buffer()
@@ -96,7 +97,7 @@ def train(model, optimizer, steps):
 
 @torch.no_grad()
 def evaluate(model):
-    """Return the loss on a batch that no step trains on."""
+    """Return the loss on a held-out batch."""
     model.eval()
     loss = mean_over_ranks(loss_of(model, 1_000_000))
     model.train()
@@ -105,8 +106,8 @@ def evaluate(model):
 
 def checkpoint_state(model, optimizer, is_loading=False):
     """Return this rank's part of a checkpoint. All ranks must call it."""
-    # Megatron's own loop makes this of --dist-ckpt-optim-fully-reshardable. Without it the
-    # optimizer refuses: it has to know how masters and moments are laid out in the files.
+    # Megatron's loop derives this from --dist-ckpt-optim-fully-reshardable. The optimizer requires
+    # it: it determines the layout of masters and moments in the files.
     metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
     state = {"model": model.module.module.sharded_state_dict(metadata=metadata)}
     state["optimizer"] = optimizer.sharded_state_dict(state, is_loading, metadata=metadata)
@@ -114,7 +115,7 @@ def checkpoint_state(model, optimizer, is_loading=False):
 
 
 def main(folder):
-    """Train, save and go on; then build anew, load, go on from there, and compare."""
+    """Train, save and continue; then rebuild, load, continue from there, and compare."""
     torch.cuda.set_device(dist.get_node_local_rank())
     dist.init_process_group("nccl" if ON_GPUS else "gloo")
     parallel_state.initialize_model_parallel()
@@ -124,7 +125,7 @@ def main(folder):
     losses = train(model, optimizer, range(30))
     held_out = evaluate(model)
     folder.mkdir(parents=True, exist_ok=True)
-    dist.barrier()  # until the folder is there
+    dist.barrier()  # until the folder exists
     dist_checkpointing.save(checkpoint_state(model, optimizer), str(folder))
     went_on = train(model, optimizer, range(30, 35))
 
@@ -144,7 +145,7 @@ def main(folder):
     dist.destroy_process_group()
 
 
-# A save starts processes that import this file. Without the guard each would train, and it hangs.
+# A save starts processes that import this file; without the guard each would train and hang.
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--save", type=Path, default=Path("runs/small_moe"))

@@ -10,7 +10,7 @@ from tools.documents.blocks import BLOCKS, ROOT, blocks_in, documents, regenerat
 from tools.documents.pictures import PICTURES, is_current
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MOST_WORDS = 950
+MOST_WORDS = 1000
 DOCUMENTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in documents()}
 LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]+))?\)")
 NAMED_TEST = re.compile(r"`(tests/[\w/]*test_\w+\.py)(?:::(\w+))?`")

@@ -1,1 +1,1 @@
-"""Tools of maintainers: evidence, documents, checks. No part of the wheel."""
+"""Maintainer tools: measurements, generated documents, checks. Not in the wheel."""

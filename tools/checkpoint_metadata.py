@@ -1,6 +1,6 @@
-"""Measure reading ``.metadata``: ``python -m tools.checkpoint_metadata [CHUNKS]``.
+"""Measures reading ``.metadata``: ``python -m tools.checkpoint_metadata [CHUNKS]``.
 
-Prints CPU seconds of Python's own unpickling, of ours, and of the whole check of its parts.
+Prints CPU seconds of Python's unpickling, of ours, and of the whole check of its parts.
 """
 
 import pickle
@@ -27,7 +27,7 @@ CHUNK_BYTES = 4000
 
 
 def make_metadata(chunks: int) -> bytes:
-    """Return ``.metadata`` of tensors of 64 experts, one a chunk and file."""
+    """Return ``.metadata`` of tensors of 64 experts, one expert per chunk and file."""
     entries: dict[str, Any] = {}
     places = {}
     for layer in range(chunks // EXPERTS):

@@ -1,11 +1,11 @@
-"""Print the figures of the package's size.
+"""Prints metrics of the package's size.
 
     python -m tools.figures [lines] [training] [step] [load] [arguments] [tests] [functions]
 
-Without names all of them: lines of moe_optim; lines that training imports; functions, files and
-depth of calls of one fused step and of one load of a checkpoint, of moe_optim alone; argument lines
-that name no thing; lines of tests; the longest functions. The model is that of
-``examples/train_small_moe.py``, on one rank and a CPU.
+Without names, all: lines of moe_optim; lines that training imports; functions, files and call depth
+of one fused step and of one checkpoint load, in moe_optim only; argument lines that begin without a
+noun; lines of tests; the longest functions. The model is that of ``examples/train_small_moe.py``,
+on one rank and a CPU.
 """
 
 import argparse
@@ -30,11 +30,11 @@ PACKAGE = ROOT / "moe_optim"
 TRACED = "--traced"
 """First argument of the process that trains."""
 LONG = 60
-"""Lines of a function, without its docstring, that none should exceed."""
+"""Limit on lines of a function, without its docstring."""
 
 
 def count_lines(files: Sequence[Path]) -> int:
-    """Return the number of lines of files."""
+    """Return the total number of lines of files."""
     return sum(path.read_text(encoding="utf-8").count("\n") for path in files)
 
 
@@ -80,7 +80,7 @@ def _longest_functions() -> None:
 
 
 def _functions() -> Iterator[tuple[int, str]]:
-    """Yield lines of every function, its docstring excluded, and where it stands."""
+    """Yield the lines of every function without its docstring, and its location."""
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -91,14 +91,14 @@ def _functions() -> Iterator[tuple[int, str]]:
 
 
 class CallCounter:
-    """Counts the calls of functions of moe_optim in one thread."""
+    """Counts the calls of moe_optim functions in one thread."""
 
     def __init__(self) -> None:
         self.functions: set[tuple[str, str, int]] = set()
         self.calls = self.depth = self._now = 0
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        """Note an event of ``sys.setprofile``."""
+        """Handle an event of ``sys.setprofile``."""
         code = frame.f_code
         if event not in ("call", "return") or not code.co_filename.startswith(str(PACKAGE)):
             return
@@ -109,7 +109,7 @@ class CallCounter:
             self.depth = max(self.depth, self._now)
 
     def count(self, function: Callable[[], Any]) -> Any:
-        """Call a function and count what it runs."""
+        """Call a function and count the calls it makes."""
         sys.setprofile(self)
         try:
             return function()
@@ -117,7 +117,7 @@ class CallCounter:
             sys.setprofile(None)
 
     def figures(self) -> dict[str, int]:
-        """Return what is printed."""
+        """Return the counts to print."""
         files = {file for file, *_ in self.functions}
         numbers = {"calls": self.calls, "depth": self.depth}
         return {"functions": len(self.functions), "files": len(files), **numbers}
@@ -125,7 +125,7 @@ class CallCounter:
 
 @cache
 def run_traced() -> dict[str, dict[str, int]]:
-    """Return the figures of a process that trains, saves and loads."""
+    """Return the counts of a process that trains, saves and loads."""
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     command = [sys.executable, "-W", "ignore", "-m", *launcher, "-m", "tools.figures", TRACED]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
@@ -134,7 +134,7 @@ def run_traced() -> dict[str, dict[str, int]]:
 
 
 def trace() -> None:
-    """Train, save and load as the example does, and print the figures as JSON."""
+    """Train, save and load as the example does, and print the counts as JSON."""
     spec = importlib.util.spec_from_file_location("example", ROOT / "examples/train_small_moe.py")
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
@@ -149,7 +149,7 @@ def trace() -> None:
     modules = [name for name in sys.modules if name.partition(".")[0] == PACKAGE.name]
     found = [Path(file) for name in modules if (file := sys.modules[name].__file__)]
     training = {"lines": count_lines(found), "files": len(found)}
-    example.train(model, optimizer, range(1, 3))  # plans are made by now
+    example.train(model, optimizer, range(1, 3))  # plans are built by now
     of_step, of_load, take_step = CallCounter(), CallCounter(), optimizer.step
     optimizer.step = lambda: of_step.count(take_step)
     example.train(model, optimizer, range(3, 4))

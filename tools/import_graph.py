@@ -1,9 +1,9 @@
-"""Draw the rooms of moe_optim on their floors, and the imports between them.
+"""Draws the rooms of moe_optim by floor, and the imports between them.
 
     python -m tools.import_graph [FILE.svg | FILE.png]
 
-Boxes have the lines of a room. An arrow leads from the room that imports, and is wider the more
-files it imports from: grey downwards, orange between neighbours of a floor, red upwards.
+Boxes show the lines of a room. Arrows lead from importer to imported and widen with the number of
+file pairs: grey downwards, orange between neighbours of a floor, red upwards.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any
 from tools.rooms import FLOORS, ORDER, own_imports, room_of, sources
 
 WIDTH, HEIGHT = 17.0, 1.35
-"""Of the drawing, and of a floor, in inches."""
+"""Width of the drawing and height of a floor, in inches."""
 COLOURS = {"down": "#9aa7b5", "neighbours": "#e08a1e", "up": "#cc2222"}
 
 
@@ -27,7 +27,7 @@ def count_lines() -> Counter[str]:
 
 
 def count_imports() -> Counter[tuple[str, str]]:
-    """Return (room, imported room) -> pairs of files of which one imports the other."""
+    """Return (room, imported room) -> number of file pairs."""
     imports: Counter[tuple[str, str]] = Counter()
     for path in sources():
         for other in own_imports(path):
@@ -37,12 +37,12 @@ def count_imports() -> Counter[tuple[str, str]]:
 
 
 def place_rooms(lines: Counter[str]) -> dict[str, tuple[float, float]]:
-    """Return room -> centre of its box, the lowest floor at the bottom."""
+    """Return room -> center of its box, the lowest floor at the bottom."""
     places = {}
     for floor, line in enumerate(ORDER):
         rooms = [room for room in line.split() if room in lines]
         for number, room in enumerate(rooms):
-            shift = 0.12 * (-1) ** floor  # no column of boxes, which would hide arrows
+            shift = 0.12 * (-1) ** floor  # staggered, because columns of boxes would hide arrows
             places[room] = (WIDTH * ((number + 0.5) / len(rooms) + shift / 4), HEIGHT * floor)
     return places
 

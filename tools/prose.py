@@ -1,9 +1,9 @@
-"""Check that argument lines of docstrings begin with a noun.
+"""Checks that argument lines of docstrings begin with a noun.
 
     python -m tools.prose [--budget N] [PATH ...]
 
-Prints ``file:line: parameter: text`` for each line under ``Args:`` whose first word names no thing,
-and exits with 1 where there are more than the budget allows.
+Prints ``file:line: parameter: text`` for each line under ``Args:`` that begins with another word,
+and exits with 1 if there are more than the budget allows.
 """
 
 import argparse
@@ -24,7 +24,7 @@ their them then there these they this those to under until what whatever when wh
 who whoever whom whose why with without you your
 """
 NO_NOUNS = frozenset(_WORDS.split())
-"""First words, in lower case, behind which no thing is named."""
+"""First words, in lower case, that begin no noun phrase."""
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -37,13 +37,13 @@ class ArgumentLine(NamedTuple):
 
     path: Path
     line: int
-    """Number in the file, from 1."""
+    """Line number in the file, from 1."""
     parameter: str
     text: str
 
     @property
     def names_a_thing(self) -> bool:
-        """Whether the first word may be a noun or its article, number or adjective."""
+        """Whether the first word may begin a noun phrase."""
         words = re.findall(r"[\w'-]+", self.text)
         return not words or words[0].lower() not in NO_NOUNS
 
@@ -71,7 +71,7 @@ def _of_docstring(path: Path, first_line: int, docstring: str) -> Iterator[Argum
 
 
 def find_faults(paths: Sequence[Path] = FOLDERS) -> list[ArgumentLine]:
-    """Return the argument lines of files, and of files below folders, that name no thing."""
+    """Return the argument lines of files and folders that do not begin with a noun."""
     files = [file for path in paths for file in (sorted(path.rglob("*.py")) or [path])]
     return [one for file in files for one in argument_lines(file) if not one.names_a_thing]
 

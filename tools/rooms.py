@@ -1,4 +1,4 @@
-"""Rooms of moe_optim, the floors they are on, and what imports what, read from the source."""
+"""Rooms of moe_optim, their floors and their imports, read from the sources."""
 
 import ast
 from collections.abc import Iterator
@@ -24,8 +24,9 @@ integration
 commands
 benchmarks
 """.strip().splitlines()
-"""Rooms, one line a floor: a room imports from lower floors, and its neighbours on its own where it
-has to, but never in a circle. A file beside folders is a room of its own; ``.`` is the package."""
+"""Rooms, one line per floor: a room imports from lower floors, and from its own floor if necessary,
+without cycles. A file beside folders is a room of its own; ``.`` is the package.
+"""
 
 FLOORS = {room: floor for floor, line in enumerate(ORDER) for room in line.split()}
 
@@ -56,7 +57,7 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
     """Yield the dotted name of every module that any statement of a file imports.
 
     ``from a import b`` counts as ``a.b``, since b may be a module. ``import_module`` and
-    ``__import__`` count where they are called with a literal.
+    ``__import__`` count if called with a literal.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -76,9 +77,9 @@ def _called_name(call: ast.Call) -> str | None:
 
 @cache
 def file_of(module: str) -> Path | None:
-    """Return the file of this package that a dotted name leads to, None for other packages.
+    """Return the file of this package for a dotted name, None for other packages.
 
-    A name inside of a file leads to the file.
+    A name within a file maps to the file.
     """
     parts = module.split(".")
     while parts[0] == PACKAGE.name:

@@ -16,7 +16,6 @@ depends on what was recorded at save time:
 
 import hashlib
 import os
-import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -50,9 +49,6 @@ _CONFIG = "metadata.json"
 _BACKEND = "torch_dist"
 _COMMON = "common.pt"  # in torch_dist checkpoints of older Megatron versions
 _LEGACY_MODEL = "model_optim_rng.pt"
-
-_DAMAGED = "expected every file as it was saved"
-_REMEDY = re.compile(rf"{_DAMAGED}.* --ckpt-step (\d+)\.")
 
 
 def checkpoint_defect(checkpoint: Path) -> str | None:
@@ -103,17 +99,6 @@ def require_intact(
     check = _Check(Path(checkpoint))
     check.require_none(check.defects(thorough=thorough, part=part, parts=parts))
     return check.blobs
-
-
-def is_damage(message: str) -> bool:
-    """Return whether ``message``, possibly of another process, is :func:`require_intact`'s."""
-    return _DAMAGED in message
-
-
-def step_beside(message: str) -> int | None:
-    """Return the iteration recommended by a ``message`` of :func:`require_intact`, if any."""
-    found = _REMEDY.search(message)
-    return int(found[1]) if found else None
 
 
 def record_checksums(checkpoint: Path) -> None:
@@ -211,7 +196,10 @@ class _Check:
             lines.append(f"{first}, and {len(more)} more in it" if more else str(first))
         if lines:
             path = self.checkpoint
-            raise StateError(f"{path}: {_DAMAGED}, got: {'; '.join(lines)}. {_what_to_load(path)}")
+            raise StateError(
+                f"{path}: expected every file as it was saved, got: {'; '.join(lines)}. "
+                f"{_what_to_load(path)}"
+            )
 
     def _read_archives(self) -> dict[str, list[Blob]]:
         path = self.checkpoint

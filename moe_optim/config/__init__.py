@@ -148,17 +148,15 @@ def field_names() -> tuple[str, ...]:
     return tuple(field.name for field in fields(MoEOptimConfig))
 
 
-def check_key(where: str, key: object, known: Iterable[str], *, is_shown: bool = True) -> None:
-    """Raise ConfigError unless ``key`` is one of ``known``; the message lists them.
-
-    ``is_shown`` permits it to repeat ``key``, which may be a line of any file.
-    """
+def check_key(where: str, key: object, known: Iterable[str]) -> None:
+    """Raise ConfigError unless ``key`` is one of ``known``; the message lists them."""
     names = list(known)
     if key not in names:
         meant = _meant(key, names)
         remedy = f"Write {meant}, the closest of them" if meant else "Remove it"
-        got = quote(key) if is_shown else "another"
-        raise ConfigError(f"{where}: expected a key among {', '.join(names)}, got {got}. {remedy}.")
+        raise ConfigError(
+            f"{where}: expected a key among {', '.join(names)}, got {quote(key)}. {remedy}."
+        )
 
 
 def _check_field(name: str, value: object) -> None:

@@ -386,7 +386,7 @@ def test_objects_that_may_run_code_are_named_where_they_are_copied(checkpoint, t
     assert any(index.fqn.startswith("rng_state") for index in metadata.storage_data)
     said = "rng_state/shard_0_1: it names posix.mkdir"
     converted = "".join(capsys.readouterr().out.split("\n"))
-    assert f"may run code where Megatron unpickles it: {said}" in converted
+    assert f"may run code when Megatron unpickles it: {said}" in converted
     assert cli.main(["inspect", str(target), "--thorough", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["foreign"]["rng_state/shard_0_1"] in said
     assert cli.main(["inspect", str(target), "--thorough"]) == 0

@@ -92,7 +92,7 @@ def test_a_copy_never_replaces_anything(kind, capsys):
     else:
         path.symlink_to("nowhere")
     assert cli.main(["recipes", "copy", "quickstart_bf16"]) == 2
-    assert "expected no file, or the recipe as it is shipped" in capsys.readouterr().err
+    assert "expected no file, or the unmodified recipe" in capsys.readouterr().err
     assert list(Path().iterdir()) == [path]
     assert kind != "file" or path.read_text() == "mine"
 
@@ -100,7 +100,7 @@ def test_a_copy_never_replaces_anything(kind, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["quikstart"], "quikstart: expected the name of a shipped recipe, got another. Write one"),
+        (["quikstart"], "quikstart: expected the name of a shipped recipe, got another. Use one"),
         (["quickstart", "nowhere"], "nowhere/quickstart.yaml: expected a file to write, got no fo"),
     ],
 )

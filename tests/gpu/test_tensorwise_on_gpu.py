@@ -1,4 +1,4 @@
-"""Weights with one scale on a GPU: the bytes of the reference, and those of Transformer Engine."""
+"""Weights with per-tensor scaling on a GPU: the bytes of the reference, and those of Transformer Engine."""
 
 import math
 

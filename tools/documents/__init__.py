@@ -1,1 +1,1 @@
-"""Tables and pictures of the documents, made from the code and from results."""
+"""Generates tables and plots of the documents from the code and from measurements."""

@@ -1,4 +1,4 @@
-"""Rewrite generated tables and pictures: ``python -m tools.documents``."""
+"""Rewrite generated tables and plots: ``python -m tools.documents``."""
 
 from tools.documents.blocks import main
 

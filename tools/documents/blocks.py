@@ -1,13 +1,13 @@
-"""Tables of the documents that repeat the code or a measurement: written from it, and held to it.
+"""Generated blocks of the documents, from the code or from measurements.
 
-A document marks where one goes::
+A document marks a block::
 
     <!-- generated: knobs -->
-    ... replaced by what BLOCKS["knobs"] makes ...
+    ... replaced by the text of BLOCKS["knobs"] ...
     <!-- end -->
 
-``python -m tools.documents`` rewrites all of them, and the pictures; ``make docs`` calls
-it. ``tests/test_documents.py`` fails where rewriting would change something.
+``python -m tools.documents``, which ``make docs`` runs, rewrites all blocks and plots.
+``tests/test_documents.py`` fails if one is out of date.
 """
 
 import re
@@ -21,35 +21,33 @@ from tools.documents.results_index import measured_line, results_index
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (".", "docs", "examples", "recipes", "patches", "moe_optim")
-"""Where documents lie: beside each other at the root, and anywhere below the others."""
+"""Folders of documents: the root itself, and all levels of the others."""
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
     **CODE_TABLES,
     **MEASURED_TABLES,
     "results": results_index,
 }
-"""Name of a block -> what makes its text."""
+"""Name of a block -> function that returns its text."""
 
 _BLOCK = re.compile(r"<!-- generated: (?P<name>[a-z0-9-]+) -->\n(?P<text>.*?)<!-- end -->", re.S)
 
 
 def documents() -> Iterator[Path]:
-    """Yield every Markdown file of the repository."""
     for folder in FOLDERS:
         pattern = "*.md" if folder == "." else "**/*.md"
         yield from sorted((ROOT / folder).glob(pattern))
 
 
 def blocks_in(text: str) -> list[str]:
-    """Return the names of the blocks of a document, in their order."""
     return [match["name"] for match in _BLOCK.finditer(text)]
 
 
 def regenerated(text: str) -> str:
-    """Return a document with all of its blocks made anew.
+    """Return a document with all of its blocks regenerated.
 
     Raises:
-        KeyError: a block of a name that nothing makes.
+        KeyError: an unknown block.
     """
     return _BLOCK.sub(
         lambda match: (
@@ -60,14 +58,14 @@ def regenerated(text: str) -> str:
 
 
 def made(block: str) -> str:
-    """Return the text of a block; below a table of measured figures, what measured them."""
+    """Return the text of a block; for a table of measurements, including their source."""
     text = BLOCKS[block]()
     line = measured_line(block) if "| --- |" in text else ""
     return f"{text}\n\n{line}" if line else text
 
 
 def main() -> None:
-    """Rewrite every document and every picture that is not up to date, and name them."""
+    """Rewrite every outdated document and plot, and print their names."""
     for path in documents():
         old = path.read_text(encoding="utf-8")
         new = regenerated(old)

@@ -1,4 +1,4 @@
-"""Tables of the documents that repeat the code."""
+"""Tables of the documents that are generated from the code."""
 
 import argparse
 import ast
@@ -34,25 +34,23 @@ PATCH_GROUPS = {
     "optimizers that were built": patches.CHECKPOINTS,
     "`--ckpt-format torch`": patches.CHECKPOINTS_OF_RANKS,
 }
-"""Who needs which rows of the table of patches."""
+"""Group of patches -> rows of the patch table."""
 
 SHAPE = (1, 4096, 7168)
-"""A weight whose rows and columns are whole blocks of every format."""
+"""[E, R, C] of a weight with whole blocks in every format."""
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in lines)
 
 
 def in_markdown(text: str) -> str:
-    """Return the text of a docstring as one line of Markdown."""
+    """Return a docstring as one line of Markdown."""
     return " ".join(text.split()).replace("``", "`").replace("|", "\\|")
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the docstring that stands below each field of a class."""
     (tree,) = ast.parse(inspect.getsource(cls)).body
     docs = {}
     for field, below in zip(tree.body, tree.body[1:], strict=False):
@@ -80,16 +78,16 @@ def knobs() -> str:
 
 
 def wire_bytes(format: BlockScaledFormat | None) -> Fraction:
-    """Return the bytes that are gathered for a parameter; None is bf16."""
+    """Return the gathered bytes per parameter; None is bf16."""
     return Fraction(2) if format is None else format.gathered_bytes_per_element
 
 
 def weight_bytes(format: BlockScaledFormat | None, *, in_te: bool = False) -> Fraction:
-    """Return the bytes that a weight takes on every rank, for a parameter; None is bf16.
+    """Return the bytes per parameter of a weight on each rank; None is bf16.
 
     Args:
-        format: of the weight.
-        in_te: with the scales that Transformer Engine's classes keep, padding left out of account.
+        format: format of the weight.
+        in_te: whether to include the scales of Transformer Engine's classes, without padding.
     """
     if format is None:
         return Fraction(2)
@@ -159,11 +157,11 @@ MESH_CUTS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "over `tp` 256": {"columns": {"tp": 256}},
     "rows over `fsdp` 128, columns over `tp` 256": {"rows": {"fsdp": 128}, "columns": {"tp": 256}},
 }
-"""Cuts of a weight, as a document spells them."""
+"""Partitions of a weight, as a document spells them."""
 
 
 def mesh_maxima() -> str:
-    """What a cut asks of each format."""
+    """Maximum reductions that each format needs for a partition."""
     names = ["bf16", *FORMATS]
     rows = []
     for spelled, axes in MESH_CUTS.items():
@@ -189,7 +187,7 @@ def _maxima_cell(format: str, axes: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def mesh_buffers() -> str:
-    """What each dimension of a buffer follows."""
+    """Sharding of each dimension of a buffer."""
     names = ["rowwise_data", "columnwise_data", "rowwise_scale", "columnwise_scale", "global_amax"]
     rows = []
     for format in FORMATS.values():
@@ -214,7 +212,7 @@ def _buffer_cell(partition: Partition, name: str) -> str:
 
 
 def _moves(row: Mapping[Enum, Enum], states: type[Enum]) -> str:
-    """Spell what becomes of each state that is accepted."""
+    """Return the transitions of one event, without rejected states."""
     if set(row) == set(states) and all(before is after for before, after in row.items()):
         return "any; stays"
     became: dict[Enum, list[str]] = {}
@@ -239,7 +237,7 @@ def _state_rows(rows: Mapping[Event, Transition]) -> str:
 
 
 def row_name(event: Event) -> str:
-    """Return how a table calls an event: methods as code."""
+    """Return the name of an event in a table: methods as code."""
     return f"`{event.value}`" if "_" in event.value else event.value
 
 
@@ -265,7 +263,7 @@ def patch_rows() -> str:
 
 
 def patch_fits(patch: patches.Patch) -> str:
-    """Spell what a patch fits; with versions where they differ."""
+    """Return the versions that a patch supports, if they differ."""
     if len(patch.fits) == 1:
         return f"`{patch.fits[0].form}`"
     return "; ".join(f"`{one.form}` ({one.versions})" for one in patch.fits)
@@ -313,7 +311,7 @@ def expert_layouts() -> str:
 
 
 def conventions() -> str:
-    """Return how each convention calls a weight, the first of a format being the default."""
+    """Return the tensor names of each convention, the default of a format first."""
     every = (*CONVENTIONS, ONE_SCALE)
     dtypes = {one.data_dtype for one in every} | {one.scale_dtype for one in every}
     short = {dtype: str(dtype).removeprefix("torch.") for dtype in dtypes}
@@ -387,7 +385,7 @@ def stock_steps() -> str:
 
 
 def _flags(text: str) -> str:
-    """Return a text of a rule in Markdown: flags, settings and variables as code."""
+    """Return the text of a rule in Markdown: flags, settings and variables as code."""
     link = "Change what [makes the step Megatron's](#what-falls-back-to-megatrons-step);"
     text = text.replace("{step};", link)
     return re.sub(r"--[a-z][a-z0-9-]+\*?|\w+: \w+(?=$|[ ,;)])|NVTE_\w+(=\w+)?", r"`\g<0>`", text)

@@ -1,4 +1,4 @@
-"""Tables and sentences of the documents that quote a measurement, made from ``recipes/results``."""
+"""Tables and sentences of the documents that quote measurements in ``recipes/results``."""
 
 import json
 import shlex
@@ -30,7 +30,7 @@ STEPS = {
     "2x-h200-ep2": "2 H200, expert parallel",
     "2x-h200-ep2-overlapped": "2 H200, expert parallel, overlapped",
 }
-"""Name of a ``step-*.json`` -> how tables and pictures call it."""
+"""Suffix of ``step-*.json`` -> label in tables and plots."""
 
 STEP_ROWS = {
     "iteration": "iteration_ms",
@@ -44,7 +44,7 @@ STEP_ROWS = {
 }
 SIDES = ("stock", "plugin")
 
-PRODUCTS = {  # which GPU multiplies in the format, through Transformer Engine
+PRODUCTS = {  # format -> GPU whose Transformer Engine GEMMs support it
     "bf16": "any",
     "mxfp8": "Blackwell (not run yet)",
     "mxfp8_2d": "Blackwell (not run yet)",
@@ -64,9 +64,9 @@ FUSED_STEPS = {
     EXPERT_PARALLEL_STEP: "2 H200, Qwen3-30B-A3B's experts",
 }
 MANY_WEIGHTS = "step-h200-qwen3.json"
-"""As many weights a rank as the two GPUs have above."""
+"""Result with as many weights per rank as on the two GPUs above."""
 GRAPHED = ("step-graphed-h200.json", "step-ungraphed-h200.json")
-"""The step as a CUDA graph, and the same training without."""
+"""The step as a CUDA graph, and the same training without one."""
 TENSORWISE_STEP = "step-tensorwise-h200.json"
 TENSORWISE_KERNELS = "requantize-tensorwise-h100.json"
 SOAK = "soak-h200.json"
@@ -75,11 +75,11 @@ FLAGS_CPU = "flags-cpu.json"
 EXPERTS = "experts-h200.json"
 HEALTH = "health-h200.json"
 HEALTH_STEPS = (FUSED, "step-health-1-h200.json")
-"""The same training without samples, and with one per iteration."""
+"""The same training without health samples, and with one per iteration."""
 OFFLOAD = "offload-h200.json"
 EXPORT = "export-1x-h200.json"
 HOST_BOUND = 0.99
-"""Of a time, what the host is busy for at least where it sets the pace."""
+"""Minimum fraction of a time that the host is busy if it is the bottleneck."""
 OFFLOAD_STEPS = {
     "0": FUSED,
     "0.5": "step-offload-0.5-h200.json",
@@ -87,14 +87,14 @@ OFFLOAD_STEPS = {
 }
 """``offload_states`` -> the same training with it, on the same machine."""
 SAME_IN_STOCK = (FUSED, HEALTH_STEPS[1], OFFLOAD_STEPS["0.5"], OFFLOAD_STEPS["1"])
-"""Runs of one machine in which stock's side does the same."""
+"""Runs of one machine whose stock sides are identical."""
 STEP_TIMES = ("optimizer_ms", "iteration_ms")
 CONVERGENCE = "convergence-h200.json"
 CURVES = "formats-h200.json"
 WHOLE = 1000
-"""Iterations of the runs in it whose losses count; of shorter ones the times do."""
+"""Iterations of the runs whose losses count; shorter runs count for times only."""
 SMOOTHED = 10
-"""Iterations whose mean loss is compared: single ones differ by what their samples are."""
+"""Iterations averaged for a comparison of losses; single ones differ by their samples."""
 FUSED_ROWS = {
     "iteration": "iteration_ms",
     "of it forward and backward": "forward_backward_ms",
@@ -111,17 +111,15 @@ FUSED_ROWS = {
 
 @cache
 def read_result(name: str) -> Any:
-    """Return what a file of results holds."""
     return json.loads((RESULTS / name).read_text())
 
 
 def result_files(block: str) -> tuple[str, ...]:
-    """Return the files that a block is made from; whoever shows it links to them."""
+    """Return the files that a block is generated from, for links."""
     return RESULTS_OF.get(block, ())
 
 
 def milliseconds(value: float) -> str:
-    """Spell a time as tables do."""
     return f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
 
 
@@ -134,7 +132,6 @@ def loss_rows() -> dict[tuple[str, int], dict[str, float]]:
 
 
 def seeds() -> list[int]:
-    """Return the seeds that some format was trained with, in their order."""
     return list(dict.fromkeys(seed for _, seed in loss_rows()))
 
 
@@ -149,7 +146,7 @@ def which_format() -> str:
 
 
 def spread_of_seeds() -> float:
-    """Return by how much the loss of bf16 differs between seeds, in nats a byte."""
+    """Return the difference in bf16 loss between seeds, in nats per byte."""
     of_bf16 = [row["held_out_loss"] for (name, _), row in loss_rows().items() if name == "bf16"]
     return max(of_bf16) - min(of_bf16)
 
@@ -180,7 +177,7 @@ def losses() -> str:
 
 
 def requantize_rows(name: str, shape_set: str) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Return (format, work, shard) -> row of one set of shapes."""
+    """Return (format, work, shard) -> row, for one set of shapes."""
     return {
         (row["format"], row["work"].removesuffix(", no all-reduce"), row["shard"]): row
         for row in read_result(name)["rows"]
@@ -196,7 +193,7 @@ def fractions(
     missing: str = "",
     file: str,
 ) -> Iterator[str]:
-    """Yield the fraction of the floor for each format, for a row of a table."""
+    """Yield the fraction of the floor for each format, as cells of a table row."""
     rows = requantize_rows(file, "w1")
     for format in FORMATS:
         row = rows.get((format, work, shard), {})
@@ -204,7 +201,7 @@ def fractions(
 
 
 def host_times(shape_set: str) -> str:
-    """Return the least and the most that one launch over these shapes takes the host, in us."""
+    """Return the minimum and maximum host time of one launch over these shapes, in us."""
     rows = requantize_rows("requantize-host-h100.json", shape_set)
     times = [
         row["host_us"]
@@ -215,7 +212,7 @@ def host_times(shape_set: str) -> str:
 
 
 def requantize() -> str:
-    """Fractions of both GPUs in one cell: what the memory of one outruns shows beside the other."""
+    """Fractions of both GPUs in one cell, to compare them."""
 
     def cells(work: str, shard: str = "1/1", by: str = "ms", missing: str = "") -> list[str]:
         of_each = [
@@ -301,7 +298,7 @@ def steps_in_short() -> str:
 
 
 def gathered_twice() -> str:
-    """Return what stock gathers with expert parallelism, where it has two optimizers."""
+    """Return the bytes that stock gathers with expert parallelism, where it has two optimizers."""
     stock, ours = (read_result(EXPERT_PARALLEL_STEP)[side] for side in SIDES)
     if round(stock["gathered_bytes"] / ours["gathered_bytes"], 2) != 2:
         raise ValueError("documents say that stock gathers twice, and it does not")
@@ -432,18 +429,18 @@ def flags_beside_stock(result: str) -> str:
 
 
 def smoothed(losses: list[float]) -> list[float]:
-    """Return the means of :data:`SMOOTHED` losses in a row."""
+    """Return moving averages over :data:`SMOOTHED` losses."""
     count = len(losses) - SMOOTHED + 1
     return [mean(losses[first : first + SMOOTHED]) for first in range(count)]
 
 
 def apart(one: list[float], other: list[float]) -> list[float]:
-    """Return how far two smoothed runs are from each other, iteration by iteration."""
+    """Return the difference of two smoothed runs in each iteration."""
     return [abs(a - b) for a, b in zip(smoothed(one), smoothed(other), strict=True)]
 
 
 def distances() -> dict[str, list[float]]:
-    """Return how far the plug-in is from stock for each seed, and stock from itself between two."""
+    """Return the difference of plug-in and stock for each seed, and of stock between two seeds."""
     rows = read_result(CONVERGENCE)["rows"]
     found = {f"plug-in, seed {row['seed']}": apart(row["stock"], row["plugin"]) for row in rows}
     first, second = (row["stock"] for row in rows)
@@ -467,7 +464,7 @@ def convergence() -> str:
 
 
 def runs_by_side() -> dict[str, list[dict[str, Any]]]:
-    """Return side -> its whole runs of the recorded formats, one a seed."""
+    """Return side -> its complete runs of the recorded formats, one per seed."""
     sides: dict[str, list[dict[str, Any]]] = {}
     for row in read_result(CURVES)["rows"]:
         if row["iterations"] == WHOLE:
@@ -476,19 +473,19 @@ def runs_by_side() -> dict[str, list[dict[str, Any]]]:
 
 
 def runs_of_common_seeds() -> dict[str, list[dict[str, Any]]]:
-    """Return side -> its whole runs of the seeds that all sides have, so that means compare."""
+    """Return side -> its complete runs of the seeds that all sides have, so that means compare."""
     sides = runs_by_side()
     common = set.intersection(*({row["seed"] for row in runs} for runs in sides.values()))
     return {side: [row for row in runs if row["seed"] in common] for side, runs in sides.items()}
 
 
 def last_held_out(row: Mapping[str, Any]) -> float:
-    """Return the mean of the last five held-out losses: a single one is of few samples."""
+    """Return the mean of the last five held-out losses, since one covers few samples."""
     return mean(loss for _, loss in row["held_out"][-5:])
 
 
 def above_bf16() -> str:
-    """Return how far means of everything quantized end above bf16's, the least and the most."""
+    """Return the minimum and maximum mean loss above bf16's, with everything quantized."""
     ends = {
         side: mean(last_held_out(row) for row in runs)
         for side, runs in runs_of_common_seeds().items()
@@ -499,7 +496,7 @@ def above_bf16() -> str:
 
 
 def spread_of_stock() -> float:
-    """Return how far apart seeds of stock's FP8 blocks end."""
+    """Return the range of the final losses of stock's FP8 blocks over seeds."""
     ends = [last_held_out(row) for row in runs_by_side()["stock FP8 blocks"]]
     return max(ends) - min(ends)
 
@@ -509,14 +506,13 @@ def losses_in_short() -> str:
     return (
         f"In {WHOLE:,} iterations of a small model ([runs](recipes/results/{CURVES}), {more})\n"
         "everything quantized, stock's FP8 blocks too, ended with held-out losses "
-        f"{above_bf16()} nats a byte\nabove bf16's; seeds of stock differ by up to "
+        f"{above_bf16()} nats per byte\nabove bf16's; seeds of stock differ by up to "
         f"{spread_of_stock():.2f}."
     )
 
 
 def formats_compared() -> str:
-    """Losses of the seeds that all sides have, times of runs that had their GPUs to themselves, and
-    how far ours is from stock over all seeds that both have."""
+    """Losses over common seeds, times with exclusive GPUs, and differences of ours from stock."""
     alone = {
         row["side"]: row["figures"]["iteration_ms"]
         for row in read_result(CURVES)["rows"]
@@ -549,7 +545,7 @@ def formats_compared() -> str:
 
 
 def fake_quantization() -> str:
-    """Forward and backward of every way, and ours as a part of the fastest other."""
+    """Forward and backward times of all implementations; ours relative to the fastest other."""
     report = read_result(EXPERTS)
     rows = report["rows"]
     places = ("contiguous", "scattered")
@@ -761,7 +757,7 @@ OUTCOMES = ("passed", "failed", "error", "skipped", "by chance")
 
 
 def upstream_outcomes(name: str, ours: str = "classes") -> str:
-    """Return the table of a run of ``tools.upstream.side_by_side``."""
+    """Return the table of a ``tools.upstream.side_by_side`` run."""
     rows = []
     for file in read_result(name)["files"]:
         stock, plug_in = (
@@ -788,7 +784,7 @@ def upstream_outcomes(name: str, ours: str = "classes") -> str:
 
 
 def ten_rows(name: str) -> str:
-    """How the cases of each row went, and what its runs ended with: operations, then modules."""
+    """Outcomes and last losses of each row: operations, then modules."""
     table_rows = []
     for row_name, row in read_result(name)["rows"].items():
         passed = Counter(row["cases"].values())["passed"]
@@ -813,12 +809,12 @@ def ten_rows(name: str) -> str:
 VERSIONS = "versions-cpu.json"
 VERSIONS_GPU = "versions-h200.json"
 OLDEST_ENGINE_STEP = "step-te-2.17-h200.json"
-"""A few steps with Transformer Engine 2.17.1, attention unfused."""
+"""A short run with Transformer Engine 2.17.1, attention unfused."""
 SOURCES = "patch-sources.json"
 
 
 def versions() -> str:
-    """What of the suite ran with which versions, and each case that failed."""
+    """Outcomes of the suite by versions, and each failed case."""
     rows, failed = [], []
     for run in read_result(VERSIONS)["runs"]:
         numbers, counts = run["versions"], totals(run["files"])
@@ -838,7 +834,7 @@ def versions() -> str:
 
 
 def versions_on_gpus() -> str:
-    """What ran on a GPU with which Transformer Engine, file by file, and each case that failed."""
+    """Outcomes on a GPU by Transformer Engine version and file, and each failed case."""
     rows, failed = [], []
     for run in read_result(VERSIONS_GPU)["runs"]:
         engine = run["versions"]["transformer-engine"]
@@ -853,18 +849,17 @@ def versions_on_gpus() -> str:
 
 
 def failed_cases(label: str, run: Mapping[str, Any]) -> list[str]:
-    """Return a line for each case of a run that failed, without its reason."""
     return [f"- {label}: `{line.partition(': ')[0]}`" for line in failures(run["files"])]
 
 
 def tests_of(command: str) -> str:
-    """Return the tests that a command names; none if it ran all."""
+    """Return the tests that a command names; empty if it ran all."""
     words = shlex.split(command)[3:]
     return " ".join(words[sum(2 for word in words if word.startswith("--")) :])
 
 
 def engine_versions() -> str:
-    """Which Transformer Engine something was measured with, and on what."""
+    """Transformer Engine versions and machines of a measurement."""
     devices: dict[str, set[str]] = {}
     reports = [read_result(path.name) for path in sorted(RESULTS.glob("*.json"))]
     runs = [run for report in reports for run in report.get("runs", ()) if isinstance(run, dict)]
@@ -873,7 +868,7 @@ def engine_versions() -> str:
         if not isinstance(numbers, dict):
             continue
         version = numbers.get("te") or numbers.get("transformer-engine")
-        if version and "CPU" not in report["device"]:  # where its classes run, and no kernels
+        if version and "CPU" not in report["device"]:  # a CPU runs its classes, not its kernels
             named = report["device"]
             devices.setdefault(version, set()).update([named] if isinstance(named, str) else named)
     rows = [
@@ -884,7 +879,7 @@ def engine_versions() -> str:
 
 
 def patch_sources() -> str:
-    """What of all that is replaced differs between Megatrons, by the oldest one's side."""
+    """Differences in replaced code between Megatron versions, relative to the oldest."""
     first, *others = read_result(SOURCES)["versions"]
     rows = []
     for other in others:
@@ -907,7 +902,7 @@ KEPT_IN = {
     "tensorwise": "FP8, a scale a tensor",
     "bf16": "bf16",
 }
-"""What published recipes keep weights in -> how the table calls it, in its order."""
+"""Format of published recipes -> label in the table, in order."""
 
 
 OF_NVIDIA = ("Megatron-Bridge", "Megatron-LM", "Megatron-LM's functional tests")
@@ -927,7 +922,7 @@ def published(sources: Iterable[str] = OF_NVIDIA) -> str:
 
 
 def plan_step() -> str:
-    """What a fused step of a plan moves, at the speed that memory was found to have."""
+    """Traffic of a planned fused step, and its time at the measured memory bandwidth."""
     speed = read_result("requantize-h200.json")["copy_tb_per_s"]
     recipe = load_recipe("recipes/qwen3_30b_a3b.yaml")
     experts = plan_experts(recipe.megatron_argv(), grouped=True)
@@ -1028,4 +1023,4 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "steps-in-short": tuple(FUSED_STEPS),
     "losses-in-short": (CURVES,),
 }
-"""Block -> files of results that it is made from."""
+"""Block -> result files that it is generated from."""

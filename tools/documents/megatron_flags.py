@@ -33,7 +33,7 @@ def megatron_parser():
 
 
 def describe_flag(action):
-    """Return what a parser has to know of a flag; what argparse does by itself is left out."""
+    """Return the attributes of a flag, omitting argparse's defaults."""
     kind = _ACTIONS[type(action)]
     names = action.option_strings
     if kind == "boolean":
@@ -45,7 +45,7 @@ def describe_flag(action):
         flag |= {"nargs": action.nargs} if action.nargs is not None else {}
         if action.choices and action.type in (None, str, int, float):
             flag["choices"] = list(action.choices)
-    usual = {"true": False, "false": True}.get(kind)  # of argparse, where nothing is said
+    usual = {"true": False, "false": True}.get(kind)  # argparse's default
     if action.default is not usual and type(action.default) in PLAIN:
         flag["default"] = action.default
     return flag
@@ -57,7 +57,6 @@ def describe_flags():
 
 
 def spell_flags():
-    """Return the text of the file, a flag a line."""
     found, record = describe_flags(), json.loads(RECORD.read_text())
     versions = {importlib.metadata.version("megatron-core")}
     if record["flags"] == found:

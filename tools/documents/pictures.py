@@ -1,4 +1,4 @@
-"""Pictures of the documents, drawn from ``recipes/results``."""
+"""Plots of the documents, drawn from ``recipes/results``."""
 
 import hashlib
 import io
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parents[2] / "docs" / "images"
 STOCK, OURS, INK = "#b8c4ce", "#0f7f6c", "#26323b"
 BYTES = "#c8a45c"
-"""Of bars that stand for a format, and for neither side."""
+"""Color of bars that show a format, not a side."""
 _KEY = "Drawn from"
-"""Under which a PNG says what it was drawn from."""
+"""Metadata key of a PNG for the hash of its data."""
 
 Bars = dict[str, dict[str, float]]
 
@@ -55,7 +55,7 @@ def step_figures() -> Bars:
 
 
 def byte_figures() -> Bars:
-    """Return format -> bytes that were gathered for each parameter."""
+    """Return format -> gathered bytes per parameter."""
     rows = gather_rows()
     return {
         format: {"bytes": row["bytes_per_parameter"]}
@@ -65,7 +65,7 @@ def byte_figures() -> Bars:
 
 
 def draw_step_and_bytes(figures: Mapping[str, Bars]) -> "Figure":
-    """Draw the time of a step beside stock in the same format, and what each format gathers."""
+    """Draw the time of a step beside stock in the same format, and the gathered bytes by format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -149,7 +149,7 @@ def _draw_bytes(axes: "Axes", gathered: Bars) -> None:
 
 
 def draw_convergence(figures: Mapping[str, Any]) -> "Figure":
-    """Draw losses of both sides over each other, and how far apart they are, beside two seeds."""
+    """Draw the losses of both sides, and their difference beside that of two seeds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -184,7 +184,7 @@ def draw_convergence(figures: Mapping[str, Any]) -> "Figure":
 
 
 def draw_formats(figures: Mapping[str, Any]) -> "Figure":
-    """Draw held-out losses of all sides, means over common seeds, and where each seed has ended."""
+    """Draw held-out losses of all sides, averaged over common seeds, and final losses by seed."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -205,7 +205,7 @@ def draw_formats(figures: Mapping[str, Any]) -> "Figure":
     left.set_xlabel("iteration", color=INK)
     left.legend(frameon=False, fontsize=10)
     left.set_title(
-        "Held-out loss, nats a byte, means of two seeds", loc="left", fontsize=12, color=INK
+        "Held-out loss, nats per byte, means of two seeds", loc="left", fontsize=12, color=INK
     )
     right.invert_yaxis()
     right.grid(axis="y", color="0.92")
@@ -232,7 +232,6 @@ PICTURES: Mapping[str, Callable[[Mapping[str, Any]], "Figure"]] = {
 
 
 def figures_of_pictures() -> dict[str, Any]:
-    """Return what is drawn."""
     sides = runs_by_side()
     return {
         "steps": step_figures(),
@@ -247,14 +246,13 @@ def figures_of_pictures() -> dict[str, Any]:
 
 
 def digest() -> str:
-    """Return the hash of the figures."""
     return hashlib.sha256(json.dumps(figures_of_pictures()).encode()).hexdigest()
 
 
 def is_current(name: str) -> bool:
-    """Return whether a picture was drawn from these figures.
+    """Return whether a plot was drawn from the current data.
 
-    Not whether its bytes are those that would be drawn: these depend on the version of matplotlib.
+    Compares data, not bytes, since these depend on the version of matplotlib.
     """
     from PIL import Image
 
@@ -266,7 +264,6 @@ def is_current(name: str) -> bool:
 
 
 def write_picture(name: str) -> Path:
-    """Draw a picture and return where it lies."""
     png = io.BytesIO()
     PICTURES[name](figures_of_pictures()).savefig(png, format="png", metadata={_KEY: digest()})
     path = FOLDER / name

@@ -1,4 +1,4 @@
-"""What the pages of ``docs/api`` show, read from the sources: nothing is imported."""
+"""The names on the pages of ``docs/api``, read from the sources without importing them."""
 
 import ast
 import re
@@ -19,32 +19,29 @@ class Name:
     """One public name: a function, a class, a member of one, or a constant."""
 
     path: str
-    """Such as ``moe_optim.formats.BlockScaledFormat.block``, by the module that defines it."""
+    """Full name by defining module, such as ``moe_optim.formats.BlockScaledFormat.block``."""
     module: str
     node: Definition
     doc: str
-    """Its docstring; empty where it has none."""
     owner: ast.ClassDef | None = None
 
     @property
     def is_function(self) -> bool:
-        """Whether it is called with arguments; properties are not."""
         return isinstance(self.node, Function) and not is_property(self.node)
 
     @property
     def own_name(self) -> str:
-        """The last part of its path."""
         return self.path.rpartition(".")[2]
 
     @property
     def constructors(self) -> list[Function]:
-        """``__init__`` of a class that writes its own; records have fields instead."""
+        """``__init__`` of a class that defines it; records have fields instead."""
         members = self.node.body if isinstance(self.node, ast.ClassDef) else []
         return [m for m in members if isinstance(m, Function) and m.name == "__init__"]
 
 
 def public_names() -> Iterator[Name]:
-    """Yield everything that the pages show, members after their classes."""
+    """Yield everything that the pages document, members after their classes."""
     for page in sorted(PAGES.glob("*.md")):
         for kind, name, excluded in directives(page.read_text(encoding="utf-8")):
             if kind == "module":
@@ -54,7 +51,7 @@ def public_names() -> Iterator[Name]:
 
 
 def directives(text: str) -> Iterator[tuple[str, str, set[str]]]:
-    """Yield kind, name and members left out of every ``.. auto...::`` of a page."""
+    """Yield kind, name and excluded members of every ``.. auto...::`` directive of a page."""
     found = re.findall(r"^\.\. auto(\w+):: ([\w.]+).*\n((?:   :.*\n)*)", text, re.M)
     for kind, name, options in found:
         excluded = re.search(r":exclude-members: (.*)", options)
@@ -63,7 +60,6 @@ def directives(text: str) -> Iterator[tuple[str, str, set[str]]]:
 
 @cache
 def tree_of(module: str) -> ast.Module:
-    """Return the syntax tree of a module of this package."""
     return ast.parse(_file(module).read_text(encoding="utf-8"))
 
 
@@ -74,13 +70,13 @@ def _file(module: str) -> Path:
 
 @cache
 def definitions(module: str) -> dict[str, Definition]:
-    """Return what a module defines itself, by name; of overloads the one with a body."""
+    """Return name -> definition in a module; for overloads, the implementation."""
     return {name: node for node in tree_of(module).body for name in _names_of(node)}
 
 
 @cache
 def imports(module: str) -> dict[str, tuple[str, str | None]]:
-    """Return name -> module and, where it is not the module itself, name there; of this package."""
+    """Return name -> module and name there, None for a module itself; this package only."""
     found: dict[str, tuple[str, str | None]] = {}
     for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("moe_optim"):
@@ -93,13 +89,13 @@ def imports(module: str) -> dict[str, tuple[str, str | None]]:
 
 
 def resolve(path: str) -> tuple[str, str, Definition]:
-    """Return the module that defines a name, its name there, and its definition."""
+    """Return the defining module of a name, its name there, and its definition."""
     module, _, name = path.rpartition(".")
     return find(module, name)
 
 
 def find(module: str, name: str) -> tuple[str, str, Definition]:
-    """Return the same for a name as it stands in a module, which may have imported it."""
+    """Return the same for a name in a module that may have imported it."""
     if name in definitions(module):
         return module, name, definitions(module)[name]
     origin, other = imports(module)[name]
@@ -137,7 +133,7 @@ def _with_members(module: str, name: str, node: Definition) -> Iterator[Name]:
 
 
 def _doc_of(body: list[ast.stmt], node: ast.stmt) -> str:
-    """Return the docstring of a function or class, or the string behind an assignment."""
+    """Return the docstring of a function or class, or the string after an assignment."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return ast.get_docstring(node) or ""
     after = body[body.index(node) + 1 :][:1]
@@ -156,13 +152,12 @@ def _is_setter(node: ast.stmt) -> bool:
 
 
 def is_property(node: Function) -> bool:
-    """Whether a method is read without being called."""
     names = {ast.unparse(decorator) for decorator in node.decorator_list}
     return not names.isdisjoint({"property", "cached_property"})
 
 
 def parameters(node: Function) -> dict[str, str]:
-    """Return name -> annotation of every parameter but ``self`` and ``cls``."""
+    """Return name -> annotation of every parameter except ``self`` and ``cls``."""
     given = node.args
     every = [*given.posonlyargs, *given.args, *given.kwonlyargs]
     every += [one for one in (given.vararg, given.kwarg) if one]
@@ -174,12 +169,12 @@ def parameters(node: Function) -> dict[str, str]:
 
 
 def sections(doc: str) -> dict[str, str]:
-    """Return the sections of a Google docstring by their headings; the text is under ``""``."""
+    """Return heading -> section of a Google docstring; the text before them is under ``""``."""
     parts = re.split(r"^(Args|Attributes|Returns|Yields|Raises):\n", doc, flags=re.M)
     return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
 
 def entries(section: str) -> dict[str, str]:
-    """Return name -> text of what a section lists."""
+    """Return name -> text of the entries of a section."""
     found = re.split(r"^ {4}\*{0,2}(\w+): ", section, flags=re.M)
     return dict(zip(found[1::2], found[2::2], strict=True))

@@ -1,4 +1,4 @@
-"""What was measured, by what, where, and which document says it: one row a file of results."""
+"""Index of measurements: source, machine and documents, one row per result file."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -17,13 +17,12 @@ NAMES = {
     "megatron-bridge": "Bridge",
     "modelopt": "ModelOpt",
 }
-"""Packages whose versions are shown -> how the table calls them."""
+"""Package -> label in the table, for those whose versions are shown."""
 SPELT = {"several": "several versions; ", "in the file": "", "none": ""}
-"""What the table says in place of versions -> what is said below a block."""
+"""Version label in the table -> label below a block."""
 
 
 def results_index() -> str:
-    """Return the table of all results."""
     rows = [
         [f"[`{path.name}`]({path.name})", _shown_in(path), *_measured_by(path)]
         for path in sorted(RESULTS.glob("*.json"))
@@ -32,11 +31,11 @@ def results_index() -> str:
 
 
 def measured_line(block: str) -> str:
-    """Return where the figures of a block were measured, and whether kernels are other ones now.
+    """Return the source of the measurements of a block, and whether kernels have changed since.
 
-    Of what has a table, and comes from results; empty otherwise.
+    Empty for a block without a table or without result files.
     """
-    found: dict[str, tuple[list[str], list[str]]] = {}  # what is said -> files and devices
+    found: dict[str, tuple[list[str], list[str]]] = {}  # text -> files and devices
     for name in result_files(block):
         device, versions, commit, _ = _measured_by(RESULTS / name)
         said = f"{SPELT.get(versions, f'{versions}; ')}commit {commit}"
@@ -55,7 +54,7 @@ def measured_line(block: str) -> str:
 
 
 def _has_other_kernels(report: Any) -> bool:
-    """Return whether something in a report was measured with other kernels than those of today."""
+    """Return whether any part of a report was measured with other kernels than the current ones."""
     return any(found != _kernels_of_today() for found in _find(report, "kernels"))
 
 
@@ -65,7 +64,6 @@ def _kernels_of_today() -> str:
 
 
 def _shown_in(path: Path) -> str:
-    """Return links to the documents that name a file."""
     found = [
         one
         for one in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -76,7 +74,7 @@ def _shown_in(path: Path) -> str:
 
 
 def _measured_by(path: Path) -> list[str]:
-    """Return device, versions, commit and command; of parts where these have their own."""
+    """Return device, versions, commit and command, also of parts that record their own."""
     report = read_result(path.name)
     device, commit, commands = (
         list(dict.fromkeys(one for key in keys for one in _find(report, key)))
@@ -98,13 +96,13 @@ def _spell(versions: Mapping[str, str | None]) -> str:
 
 
 def _find(report: Any, key: str) -> Iterator[str]:
-    """Yield the texts under a key, of the whole, or of each part that has it."""
+    """Yield the texts under a key, of the whole report or of each part."""
     for found in _find_values(report, key):
         yield from [found] if isinstance(found, str) else found or ()
 
 
 def _find_dicts(report: Any, key: str) -> Iterator[Mapping[str, str | None]]:
-    """Yield the mappings under a key, likewise."""
+    """Yield the mappings under a key, of the whole report or of each part."""
     for found in _find_values(report, key):
         yield from [found] if isinstance(found, dict) else [{}] * len(found)
 

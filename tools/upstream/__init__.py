@@ -1,1 +1,1 @@
-"""Runs and measurements beside Megatron, Transformer Engine and serving engines."""
+"""Tests and measurements against Megatron, Transformer Engine and inference engines."""

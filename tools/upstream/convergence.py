@@ -1,13 +1,12 @@
-"""Trains one MoE GPT with Megatron's own optimizer and with ours, in every format, and records it.
+"""Trains one MoE GPT with Megatron's optimizer and with ours, in every format, and records losses.
 
     python -m tools.upstream.convergence --out DIR --json FILE [--iterations N] [--seeds SEED ...]
         [--at-once N] [--cpu] [SIDES ...]
 
-Each side is one use of ``moe-optim train`` on the text of Python's standard library; with GPUs,
-runs are spread over them, ``--at-once`` on each. A side that moves stops in the middle and goes on
-with another number of ranks, on GPUs of its own. Times mean something with ``--at-once 1`` alone.
-What the record has of other sides and seeds of the same number of iterations stays. Exit status: 1
-if a run fails.
+Each side is one ``moe-optim train`` on the text of Python's standard library; with GPUs, runs are
+distributed over them, ``--at-once`` on each. A moved side stops halfway and resumes with another
+number of ranks, on exclusive GPUs. Times are valid only with ``--at-once 1``. Other sides and seeds
+with the same number of iterations stay in the record. Exit status: 1 if a run fails.
 """
 
 import argparse
@@ -43,18 +42,15 @@ FP8 = (*OF_TE, "--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--fp8-param
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One way to train the model."""
-
     train: tuple[str, ...] = ()
-    """Options of ``moe-optim train``."""
     megatron: tuple[str, ...] = ()
-    """Flags of Megatron over the recipe's and :data:`LARGER`."""
+    """Megatron flags that override the recipe's and :data:`LARGER`."""
     ranks: tuple[int, ...] = (1,)
-    """Ranks of each launch: two stop at half of the iterations, save, and resume."""
+    """Ranks of each launch; with two launches, the first stops halfway and the second resumes."""
 
 
 def portable(format: str) -> Side:
-    """Return our experts in a format, which multiply in bf16 on any device."""
+    """Return the side of our portable experts in a format, with bf16 GEMMs on any device."""
     return Side(train=("--set", f"moe_optim.format={format}"))
 
 
@@ -69,28 +65,25 @@ SIDES: Mapping[str, Side] = {
         for name in ("bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block")
     },
 }
-"""Name of a side -> how it trains."""
+"""Name of a side -> its options."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What all runs have in common."""
-
     iterations: int
     out: Path
     cpu: bool
     at_once: int = 1
-    """Runs that share a GPU: above 1, times mean nothing."""
+    """Number of runs per GPU; above 1, times are not valid."""
     text: tuple[str, ...] = ()
     more: tuple[str, ...] = ()
-    """Flags of Megatron over everything else."""
+    """Megatron flags that override all others."""
 
     def folder(self, side: str, seed: int) -> Path:
-        """Return the folder of a run."""
         return self.out / f"{side.replace(' ', '-').replace(',', '')}-{seed}"
 
     def commands(self, name: str, seed: int) -> list[list[str]]:
-        """Return what trains a side, one command a launch."""
+        """Return the commands that train a side, one per launch."""
         side = SIDES[name]
         n = self.iterations
         flags = ["--train-iters", str(n), "--eval-interval", str(max(1, n // 20)), "--seed"]
@@ -107,7 +100,7 @@ class Asked:
 
 
 def train(asked: Asked, name: str, seed: int, gpus: Sequence[int]) -> dict[str, Any] | None:
-    """Train one side on the GPUs of these numbers; return what is recorded, None if it failed."""
+    """Train one side on the GPUs of these numbers; return its record, None if it failed."""
     folder = asked.folder(name, seed)
     folder.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})
@@ -151,9 +144,9 @@ def neutral(command: Sequence[str], asked: Asked) -> list[str]:
 def train_all(
     asked: Asked, runs: Sequence[tuple[str, int]], path: Path
 ) -> list[dict[str, Any] | None]:
-    """Train all runs, so many at once on each GPU, and record each as soon as it is done.
+    """Train all runs, ``at_once`` per GPU, and record each when it is done.
 
-    Those that need several GPUs share them.
+    Runs that need several GPUs share them.
     """
     gpus = [] if asked.cpu else range(len(find_gpus()))
     free: Queue[int | None] = Queue()
@@ -180,7 +173,7 @@ def train_all(
 
 
 def record(path: Path, new: Mapping[str, Any]) -> None:
-    """Write a run into the record, in the place of an earlier one of its side and seed."""
+    """Add a run to the record, replacing an earlier one of its side and seed."""
     old = json.loads(path.read_text())["rows"] if path.exists() else []
 
     def key(row: Mapping[str, Any]) -> tuple[str, int, int]:
@@ -194,7 +187,6 @@ def record(path: Path, new: Mapping[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from a command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.upstream.convergence")
     parser.add_argument("--out", type=Path, required=True, help="folder of all runs")
     parser.add_argument("--json", type=Path, required=True)

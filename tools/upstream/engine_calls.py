@@ -1,8 +1,8 @@
-"""Puts this package's kernels where Transformer Engine calls its own, argument for argument.
+"""Replaces Transformer Engine's kernels by this package's, with the same arguments.
 
-Casts of master shards into quantized weights, over ranks; and Adam over lists of tensors. What
-these kernels do not take (per-tensor scales, FSDP's shards, fp16 or 8-bit moments, CUDA graphs)
-stays Transformer Engine's. Loaded by its bare name, as ``outcome_lines`` is.
+Covers casts of master shards into quantized weights, over ranks, and Adam over lists of tensors.
+Other cases (per-tensor scales, FSDP's shards, fp16 or 8-bit moments, CUDA graphs) stay Transformer
+Engine's. Imported by its bare name, like ``outcome_lines``.
 """
 
 import os
@@ -22,7 +22,7 @@ from moe_optim.weights.te.fields import te_formats_of
 from moe_optim.weights.te.storage import TransformerEngineStorage
 
 NOTES = "MOE_OPTIM_ENGINE_NOTES"
-"""Names a file that gets a line for each call that is ours."""
+"""Variable with the path of a file that gets a line per call of our kernels."""
 
 CASTS = (
     "_cast_master_weights_to_fp8_blockwise_scaling",
@@ -32,7 +32,7 @@ CASTS = (
 
 
 def replace() -> None:
-    """Replace them in Transformer Engine's modules, for the rest of this process."""
+    """Install the replacements in Transformer Engine's modules, for the rest of this process."""
     from transformer_engine.pytorch.optimizers import fused_adam
     from transformer_engine.pytorch.tensor import utils
 
@@ -54,15 +54,15 @@ def cast(
     sharded_by_fsdp: bool = False,
     finishes_by_hand: bool = False,
 ) -> None:
-    """Cast master shards, as ``quantize_master_weights`` has it done for one kind of weights.
+    """Cast master shards, the part of ``quantize_master_weights`` for one kind of weights.
 
     Args:
-        theirs: does it for FSDP.
+        theirs: original function, called for FSDP.
         params: weight, master [n] or None, its first element in the weight, FSDP's shard or None.
-        group: ranks that own the other shards; every rank gets all scales, as it does of theirs.
+        group: ranks that own the other shards; every rank gets all scales, as in the original.
         sharded_by_fsdp: whether bytes go into FSDP's shards.
         finishes_by_hand: whether the caller derives columnwise data after a gather; if not, the
-            next product does.
+            next GEMM does.
     """
     if sharded_by_fsdp:
         theirs(params, group, sharded_by_fsdp, finishes_by_hand)
@@ -95,7 +95,7 @@ def cast(
         for name, buffer in entry.target.gathered_buffers().items()
         if "data" not in name
     ]
-    for scale in scales:  # the largest is the owner's: there are none below zero
+    for scale in scales:  # the maximum is the owner's: scales are not negative
         scale.view(torch.uint8).zero_()
     table.encode.launch()
     values = [one if one.dtype == torch.float32 else one.view(torch.uint8) for one in scales]
@@ -123,7 +123,7 @@ def step(  # noqa: PLR0913  # arguments are Transformer Engine's
     corrects_bias: int,
     weight_decay: float,
 ) -> None:
-    """Take a step of Adam over lists of gradients, parameters, moments, and perhaps masters."""
+    """Run one Adam step over lists of gradients, parameters, moments, and optionally masters."""
     gradients, params, exp_avgs, exp_avg_sqs, *masters = lists
     flat = [
         [one.detach().reshape(-1) for one in tensors]

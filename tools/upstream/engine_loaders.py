@@ -1,11 +1,11 @@
-"""Loads exported experts with the code of released engines, as far as that runs on a CPU.
+"""Loads exported experts with the code of released engines, as far as it runs on a CPU.
 
     python -m tools.upstream.engine_loaders [--vllm PATH] [--sglang PATH]
 
-PATH is a folder with the package, such as an unpacked wheel. Of each MoE method, the function that
-allocates weights is taken out of its file and called, and the mapping from names in checkpoints;
-then every exported tensor must have a place of its shape and dtype, and every place a tensor.
-Kernels are not run. compressed-tensors, which has to be installed, parses the configurations and
+PATH is a folder with the package, such as an unpacked wheel. For each MoE method, the function that
+allocates weights and the mapping of checkpoint names are extracted from its file and called; then
+every exported tensor must have a parameter of its shape and dtype, and every parameter a tensor.
+Kernels are not run. compressed-tensors, which must be installed, parses the configurations and
 decompresses, and values are compared with those of training. Exit status: 1 with any difference.
 """
 
@@ -41,7 +41,7 @@ LINEARS = {"linear_fc1": (2 * FFN, HIDDEN), "linear_fc2": (HIDDEN, FFN)}
 
 @dataclass(frozen=True)
 class Method:
-    """Where an engine allocates the experts of a convention."""
+    """Location of the code with which an engine allocates the experts of a convention."""
 
     engine: str
     file: str
@@ -64,7 +64,7 @@ _NATIVE += (
 
 
 def _sglang_fp8(block: list[int]) -> Method:
-    """Return what SGLang allocates FP8 experts with, of blocks or of rows."""
+    """Return SGLang's method for FP8 experts, blockwise or rowwise."""
     arguments = {
         "block_quant": True,
         "quant_config": SimpleNamespace(weight_block_size=block, **_DYNAMIC),
@@ -132,7 +132,7 @@ MAPPINGS = {
 
 
 def extract(path: Path, cls: str, function: str, names: dict[str, Any]) -> Callable[..., Any]:
-    """Return one method of a class, compiled by itself, with these names for all others."""
+    """Return one method of a class, compiled by itself, with ``names`` as its globals."""
     tree = ast.parse(path.read_text())
     (owner,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == cls]
     (node,) = [n for n in owner.body if isinstance(n, ast.FunctionDef) and n.name == function]
@@ -141,7 +141,7 @@ def extract(path: Path, cls: str, function: str, names: dict[str, Any]) -> Calla
     for argument in (*arguments, node.args.vararg, node.args.kwarg):
         if argument is not None:
             argument.annotation = None
-    # what a function imports of its own package is among the names already
+    # imports from its own package are among the names already
     node.body = [n for n in node.body if not isinstance(n, ast.ImportFrom)]
     scope = dict(names)
     exec(compile(ast.Module([node], []), str(path), "exec"), scope)
@@ -180,7 +180,7 @@ NAMES = {
 
 
 def allocated(method: Method, package: Path) -> dict[str, Tensor]:
-    """Return what an engine allocates for the experts, by name, filled with a byte of its own."""
+    """Return an engine's parameters of the experts, by name, filled with a marker byte."""
     create = extract(package / method.file, method.method, method.function, NAMES)
     moe = SimpleNamespace(is_act_and_mul=True, w13_num_shards=2, has_bias=False)
     weight_quant, input_quant = SimpleNamespace(strategy=2), SimpleNamespace(dynamic=True)
@@ -207,11 +207,11 @@ def allocated(method: Method, package: Path) -> dict[str, Tensor]:
 
 
 Experts = list[list[dict[str, Tensor]]]
-"""Of each expert its tensors, part by part."""
+"""Tensors of each part of each expert."""
 
 
 def quantized(linear: str, convention: Convention, parts: int) -> tuple[Experts, Tensor]:
-    """Return random experts of a linear as they are exported, and what training multiplies."""
+    """Return random exported experts of a linear, and their values in training."""
     generator = torch.Generator().manual_seed(1 + len(linear) + LINEARS[linear][0])
     weights = torch.randn((EXPERTS, *LINEARS[linear]), generator=generator)
     if convention is not ONE_SCALE:
@@ -231,7 +231,6 @@ def quantized(linear: str, convention: Convention, parts: int) -> tuple[Experts,
 
 
 def exported(convention: Convention) -> dict[str, Tensor]:
-    """Return random experts as they are exported, by name."""
     layout, found = get_export_layout("hf_per_expert"), {}
     for linear in LINEARS:
         patterns = patterns_of(layout, linear, "weight")
@@ -244,7 +243,7 @@ def exported(convention: Convention) -> dict[str, Tensor]:
 
 
 def differences(convention: Convention, method: Method, package: Path) -> Iterator[str]:
-    """Yield what an engine has no place for, or of another kind, and places that stay empty."""
+    """Yield exported tensors without a matching parameter, and parameters that stay empty."""
     places = allocated(method, package)
     file, cls, function = MAPPINGS[method.engine]
     make = extract(package / file, cls, function, NAMES)
@@ -269,7 +268,7 @@ def differences(convention: Convention, method: Method, package: Path) -> Iterat
 
 
 def decompressed_differences(convention: Convention) -> Iterator[str]:
-    """Yield where compressed-tensors decompresses other values than training multiplies."""
+    """Yield values that compressed-tensors decompresses differently than training."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
@@ -286,7 +285,6 @@ def decompressed_differences(convention: Convention) -> Iterator[str]:
 
 
 def main() -> int:
-    """Compare all conventions, and say what each engine makes of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm", type=Path)
     parser.add_argument("--sglang", type=Path)

@@ -1,4 +1,4 @@
-"""Which Transformer Engine tests are to find, and what it can hold."""
+"""The Transformer Engine that tests use, and its formats."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ def find_version(package: str = "transformer-engine") -> str | None:
 
 
 def versions_of_ranks() -> dict[str, str | None]:
-    """Return package -> the version that ranks import, of what Transformer Engine's tests need."""
+    """Return package -> version that ranks import, for packages that the tests need."""
     return {name: find_version(name) for name in ("torch", "megatron-core", "transformer-engine")}
 
 

@@ -1,6 +1,6 @@
-"""A pytest plug-in: Transformer Engine's tests call this package's kernels, and it notes which did.
+"""A pytest plug-in: makes Transformer Engine's tests call our kernels, and records the calls.
 
-Loaded by its bare name, as ``outcome_lines`` is; Pythons that a test starts get the same.
+Imported by its bare name, like ``outcome_lines``; subprocesses of a test do the same.
 """
 
 import os

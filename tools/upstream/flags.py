@@ -1,15 +1,14 @@
-"""Runs Megatron's unmodified ``pretrain_gpt.py`` with flags turned on, and compares pairs of runs.
+"""Runs Megatron's unmodified ``pretrain_gpt.py`` with flags enabled, and compares pairs of runs.
 
     python -m tools.upstream.flags --megatron-lm PATH --json FILE [--ranks N] [--at-once N]
         [--cpu] [--pairs WORDS ...]
 
-PATH is a checkout, whose script runs with the Megatron that is installed. Runs are deterministic,
-12 iterations with an evaluation every three; each pair is one with a flag and what it must equal
-in every printed digit: stock Megatron, or the plug-in without the flag. On GPUs experts are
-Transformer Engine's, in FP8 blocks if a pair does not say otherwise; with ``--cpu`` they are
-Megatron's own in bf16, and pairs that need a GPU are left out. ``--pairs`` runs those that have one
-of these words in their names. Exit status: 1 if a run prints less than it should, or a pair
-differs, in how its runs ended, too.
+PATH is a checkout, whose script runs with the installed Megatron. Runs are deterministic, 12
+iterations with an evaluation every three; each pair is a run with a flag and a reference that must
+print the same digits: stock Megatron, or the plug-in without the flag. On GPUs experts are
+Transformer Engine's, in FP8 blocks by default; with ``--cpu`` they are Megatron's own in bf16, and
+pairs that need a GPU are skipped. ``--pairs`` selects pairs by words in their names. Exit status: 1
+if a run prints too little, or if a pair differs in output or exit status.
 """
 
 import argparse
@@ -54,33 +53,29 @@ ON_CPU = shlex.split("""
 --no-rope-fusion --no-create-attention-mask-in-dataloader --distributed-backend gloo
 """)
 EAGER = {"TORCHDYNAMO_DISABLE": "1", "NVTE_TORCH_COMPILE": "0"}
-"""Small functions are run as written: compiling them takes longer than all of a run."""
+"""Disables compilation, which would take longer than a whole run."""
 ENVIRONMENT = DETERMINISTIC_ENVIRONMENT | EAGER | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-"""Algorithms that give the same bits twice; small functions run as written, uncompiled."""
+"""Deterministic algorithms, without compilation."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One run."""
-
     flags: tuple[str, ...]
-    """Beside those of every run."""
+    """Flags in addition to those of every run."""
     knobs: tuple[str, ...] | None
-    """What ``--moe-optim-set`` assigns; None trains with stock Megatron."""
+    """Assignments of ``--moe-optim-set``; None trains with stock Megatron."""
     in_bf16: bool = False
     """Whether weights stay bf16 between steps, on GPUs too."""
 
     @property
     def name(self) -> str:
-        """What the record calls it."""
         who = "stock" if self.knobs is None else " ".join(("plug-in", *self.knobs))
         return " ".join([who, *(["bf16"] if self.in_bf16 else []), *self.flags])
 
     def arguments(self, *, cpu: bool) -> list[str]:
-        """Return the arguments of the script."""
         words = [*(ON_CPU if cpu else ON_GPU), *MODEL]
         words += [] if cpu or self.in_bf16 else FP8
-        words += self.flags  # last: theirs hold
+        words += self.flags  # last: these override
         if self.knobs is not None:
             words.append("--use-moe-grouped-optim")
             words += [word for knob in self.knobs for word in ("--moe-optim-set", knob)]
@@ -88,7 +83,6 @@ class Side:
 
 
 def stock(*flags: str, in_bf16: bool = False) -> Side:
-    """Return a run of stock Megatron."""
     return Side(flags, None, in_bf16)
 
 
@@ -98,7 +92,6 @@ def plugin(*flags: str, in_bf16: bool = False, knobs: Sequence[str] = ("layout=s
 
 
 def fused(*flags: str, in_bf16: bool = False) -> Side:
-    """Return a run of the plug-in with fused steps."""
     return plugin(*flags, in_bf16=in_bf16, knobs=("step=fused",))
 
 
@@ -122,17 +115,14 @@ TENSORWISE = ("--fp8-recipe", "tensorwise")
 
 @dataclass(frozen=True)
 class Pair:
-    """Two runs that print the same."""
-
     beside: Side
     turned_on: Side
     on_cpu: bool = False
-    """Whether a CPU can run both: there are neither graphs nor Transformer Engine, and Adam of
-    Megatron's step is torch's."""
+    """Whether a CPU can run both, without graphs and Transformer Engine, and with torch's Adam."""
 
     @property
     def sides(self) -> tuple[Side, Side]:
-        """Both, the one with what is turned on last."""
+        """Both runs, the one with the flag last."""
         return self.beside, self.turned_on
 
 
@@ -189,7 +179,7 @@ PAIRS: Mapping[str, Pair] = {
         stock(*REGISTERED, in_bf16=True), plugin(*REGISTERED, in_bf16=True)
     ),
 }
-"""What is turned on -> runs with and without it."""
+"""Enabled flags -> runs with and without them."""
 
 NUMBER = r"([-+.\dE]+|nan|inf)"
 PRINTED = {
@@ -199,22 +189,19 @@ PRINTED = {
         rf"validation loss at iteration \d+ .*?lm loss value: {NUMBER} "
     ),
 }
-"""What is compared -> where the log has it."""
+"""Compared quantity -> pattern in the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What all runs have in common."""
-
     folder: Path
-    """Where the script lies, and logs go."""
     ranks: int
     cpu: bool
 
     def command(self, side: Side) -> list[str]:
-        """Return what a reader types in the folder of the script."""
+        """Return the command as typed in the folder of the script."""
         words = ["torchrun", "--nproc-per-node", str(self.ranks)]
-        if side.knobs is not None or self.cpu:  # which needs what `run` sets up
+        if side.knobs is not None or self.cpu:  # needs the setup of `run`
             words += ["--no-python", "moe-optim", "run"]
         return [*words, SCRIPT[0], *side.arguments(cpu=self.cpu)]
 
@@ -231,7 +218,7 @@ class Asked:
         return words
 
     def run(self, side: Side, number: int) -> dict[str, Any]:
-        """Train; return what is recorded: without losses if it did not print all of them."""
+        """Train and return the record, without losses if some were not printed."""
         log = self.folder / f"{number}.log"
         environment = os.environ | ENVIRONMENT | ({"MOE_OPTIM_CPU": "1"} if self.cpu else {})
         with log.open("w") as file:
@@ -253,9 +240,9 @@ class Asked:
 
 
 def is_equal(runs: Mapping[str, Mapping[str, Any]], pair: Pair) -> bool:
-    """Return whether two runs have printed the same losses, norms and evaluations, and ended alike.
+    """Return whether two runs printed the same losses, norms and evaluations, with the same exit.
 
-    Megatron itself ends with an error after the last evaluation under some flags.
+    Megatron itself exits with an error after the last evaluation under some flags.
     """
     one, other = (runs[side.name] for side in pair.sides)
     printed = all(one.get(what) and one[what] == other.get(what) for what in PRINTED)
@@ -263,7 +250,7 @@ def is_equal(runs: Mapping[str, Mapping[str, Any]], pair: Pair) -> bool:
 
 
 def chosen(words: Sequence[str], *, cpu: bool) -> dict[str, Pair]:
-    """Return the pairs that have one of the words in their names, by default all that run here."""
+    """Return the pairs with one of the words in their names; without words, all that run here."""
     return {
         name: pair
         for name, pair in PAIRS.items()
@@ -272,7 +259,6 @@ def chosen(words: Sequence[str], *, cpu: bool) -> dict[str, Pair]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from a command line; return the exit status."""
     words = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m tools.upstream.flags")
     parser.add_argument("--megatron-lm", type=Path, required=True, help="a checkout")

@@ -1,4 +1,4 @@
-"""Reads Megatron's flags out of what launches training elsewhere, without running it."""
+"""Extracts Megatron's flags from launch scripts of other projects, without running them."""
 
 import re
 import shlex
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 Flags = dict[str, list[str]]
-"""A flag with its dashes -> the words behind it; the last one of a name counts."""
+"""Flag with its dashes -> its values; the last occurrence counts."""
 
 _OPENS = re.compile(r"^\s*\w+\+?=\(")
 _SOURCE = re.compile(r"^\s*(?:source|\.)\s+\S*?([\w.-]+/[\w.-]+\.sh)")
@@ -14,12 +14,11 @@ _RECORDED = re.compile(r"^### \d+$", re.MULTILINE)
 
 
 def find_launches(checkout: Path) -> Iterator[tuple[str, Mapping[str, list[str]]]]:
-    """Yield path and flags of everything in a checkout that trains a model with experts.
+    """Yield path and flags of every launch in a checkout that trains a model with experts.
 
-    In shell scripts (``*.sh``) flags stand in arrays, ``NAME=( --flag value ... )``, of the script
-    and of what it sources; what the shell puts in, such as ``${NAME}``, stays as it is. Command
-    lines that a repository has recorded of its launchers (``*.txt``, each below ``### <number>``)
-    are read whole.
+    Shell scripts (``*.sh``) define flags in arrays, ``NAME=( --flag value ... )``, of the script
+    and of the files it sources; shell variables such as ``${NAME}`` stay unexpanded. Recorded
+    command lines of launchers (``*.txt``, each below ``### <number>``) are parsed whole.
     """
     shells = sorted(checkout.rglob("*.sh"))
     for path in [*shells, *sorted(checkout.rglob("*.txt"))]:
@@ -33,12 +32,6 @@ def find_launches(checkout: Path) -> Iterator[tuple[str, Mapping[str, list[str]]
 
 
 def _of_shell(text: str, shells: Sequence[Path]) -> Flags:
-    """Return the flags of a script.
-
-    Args:
-        text: of it.
-        shells: what it may source.
-    """
     found: Flags = {}
     for line in text.splitlines():
         if sourced := _SOURCE.match(line):
@@ -69,7 +62,7 @@ def _grouped(words: Iterable[str]) -> Flags:
 
 
 def _lines_of_arrays(text: str) -> Iterator[str]:
-    """Yield what stands between ``NAME=(`` and the ``)`` that ends it, line by line."""
+    """Yield the lines between ``NAME=(`` and its closing ``)``."""
     is_inside = False
     for line in text.splitlines():
         if not is_inside and (opened := _OPENS.match(line)):
@@ -85,5 +78,5 @@ def _lines_of_arrays(text: str) -> Iterator[str]:
 def _split(text: str) -> list[str]:
     try:
         return shlex.split(text)
-    except ValueError:  # quotes that no shell closes here
+    except ValueError:  # unbalanced quotes
         return []

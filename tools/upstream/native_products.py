@@ -1,9 +1,8 @@
-"""Transformer Engine's own expert modules on machines whose kernels it lacks: kernels in torch.
+"""Transformer Engine's expert modules with torch kernels, for machines that lack its own.
 
-Weights, modules, autograd functions, recipes and hooks stay Transformer Engine's. Replaced are what
-launches a kernel that wants a Blackwell: products (operands are read from the very fields that the
-hardware would read), casts of weights, and casts of activations, which stay bf16. So it is in the
-modules, and in the operations that Megatron's op fuser strings together.
+Weights, modules, autograd functions, recipes and hooks stay Transformer Engine's. Replaced are the
+launches of Blackwell kernels, in the modules and in the operations of Megatron's op fuser: GEMMs
+(on the same operand fields), casts of weights, and casts of activations, which stay bf16.
 """
 
 import os
@@ -24,9 +23,9 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def leave_to_torch() -> None:
-    """Have Megatron compute in torch what Transformer Engine has for a GPU alone, on a CPU.
+    """Make Megatron use torch for Transformer Engine's GPU-only functions, on a CPU.
 
-    That is Adam, norms and routers. Before anything of Megatron is built.
+    Covers Adam, norms and routers. Call it before anything of Megatron is built.
     """
     from megatron.core import optimizer, utils
     from megatron.core.optimizer import clip_grads
@@ -45,7 +44,7 @@ def leave_to_torch() -> None:
 
 
 def pretend_a_gpu() -> None:
-    """Redirect CUDA calls to the CPU, with Transformer Engine, which is imported by then."""
+    """Redirect CUDA calls to the CPU; Transformer Engine must be imported already."""
     from moe_optim.integration import cpu_runtime
 
     cpu_runtime.install()
@@ -54,14 +53,14 @@ def pretend_a_gpu() -> None:
 
 
 def _backward(loss: Tensor) -> None:
-    """Do what Megatron's schedules do: torch's own method would run with every mode left."""
+    """Run backward as Megatron's schedules do; torch's own method would leave every mode."""
     torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
         (loss,), (torch.ones_like(loss),), False, False, (), True, True
     )
 
 
 class _EveryTensorIsOnTheGpu(TorchFunctionMode):
-    """Says so to Transformer Engine's modules, which ask before they begin."""
+    """Reports every tensor as a CUDA tensor to Transformer Engine's modules."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.is_cuda.__get__:
@@ -70,11 +69,11 @@ class _EveryTensorIsOnTheGpu(TorchFunctionMode):
 
 
 def replace_kernels(*formats: BlockScaledFormat) -> None:
-    """Put torch in the place of kernels, for the rest of this process.
+    """Replace kernels by torch, for the rest of this process.
 
     Args:
-        formats: that casts of weights give where a class of tensors can hold several; by default
-            each class gives its first.
+        formats: output formats of weight casts where a tensor class supports several; by default
+            each class's first.
     """
     from transformer_engine.pytorch import quantization
     from transformer_engine.pytorch.module import fp8_padding, fp8_unpadding, grouped_linear
@@ -83,7 +82,7 @@ def replace_kernels(*formats: BlockScaledFormat) -> None:
     from transformer_engine.pytorch.tensor import float8_blockwise_tensor as fp8_block_tensor
     from transformer_engine.pytorch.tensor import float8_tensor, mxfp8_tensor, nvfp4_tensor
 
-    # Megatron's op fuser asks for it; Transformer Engine has asked for a Blackwell by now
+    # for Megatron's op fuser; Transformer Engine has already checked for Blackwell
     os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"
     for check in ("fp8", "mxfp8", "nvfp4", "fp8_block_scaling"):
         setattr(quantization, f"check_{check}_support", lambda: (True, ""))
@@ -91,7 +90,7 @@ def replace_kernels(*formats: BlockScaledFormat) -> None:
     grouped_linear._split_quantization = SimpleNamespace(_split_quantize=_split)
     grouped_linear.general_grouped_gemm = _multiply_experts
     grouped_linear.general_grouped_gemm_for_grouped_tensor = _multiply_groups
-    grouped_linear.clear_tensor_data = lambda *_: None  # of views of what others read
+    grouped_linear.clear_tensor_data = lambda *_: None  # they are views that others read
     _keep_splits_beside_tokens(grouped_linear.GroupedLinear)
     operation.is_op_fuser_grouped_tensor_path_supported = lambda *_: True
     operation.general_grouped_gemm_for_grouped_tensor = _multiply_groups
@@ -114,8 +113,6 @@ def replace_kernels(*formats: BlockScaledFormat) -> None:
 
 
 def _replace_tensorwise(module: Any) -> None:
-    """Put torch in the place of kernels for weights with one scale."""
-
     def update_quantized(_quantizer: Any, values: Tensor, weight: Any, **_: Any) -> Any:
         values = values.detach().bfloat16().float()
         scale = _quotient(448.0, values.abs().max())
@@ -145,10 +142,10 @@ def _replace_tensorwise(module: Any) -> None:
 
 
 def cast_whole_masters() -> None:
-    """Have stock cast masters in torch, of any format: whole weights on every rank.
+    """Make stock cast masters in torch, in any format: whole weights on every rank.
 
-    Megatron casts what a rank owns and gathers bytes; ranks that hold all of them already get what
-    they hold.
+    Megatron casts each rank's shard and gathers bytes; if ranks own whole weights, the gather
+    changes nothing.
     """
     import torch.distributed as dist
     from megatron.core import fp8_utils
@@ -167,14 +164,14 @@ def cast_whole_masters() -> None:
 
 
 def replace_master_casts() -> list[int]:
-    """Put torch in the place of kernels that cast masters to weights with one scale.
+    """Replace the kernels that cast masters to weights with per-tensor scaling by torch.
 
-    Transformer Engine's own functions around them stay: ranks agree on amaxes, each casts what it
-    owns and nothing else, and weights are transposed when they have been gathered, as products of
-    a Hopper read them. A gather that is left out, or a transpose that is old, then shows.
+    Transformer Engine's surrounding functions stay: ranks agree on amaxes, each casts only its
+    shard, and weights are transposed after the gather, as Hopper's GEMMs need. A skipped gather or
+    a stale transpose therefore shows.
 
     Returns:
-        How many weights were cast with them, one number a cast, as they come.
+        Number of weights of each cast, appended as casts occur.
     """
     from transformer_engine.pytorch.tensor import float8_tensor, utils
     from transformer_engine.pytorch.tensor.storage import float8_tensor_storage
@@ -216,7 +213,7 @@ def _compute_scales(  # noqa: PLR0913  # arguments are Transformer Engine's
     force_pow_2_scales: bool,
     amax_epsilon: float,
 ) -> None:
-    """Write scales and their inverses for amaxes; weights of zeros keep a scale of 1."""
+    """Write scales and their inverses for amaxes; all-zero weights keep a scale of 1."""
     assert not force_pow_2_scales and not amax_epsilon, "no recipe of these tests asks for it"
     for amax, scale, scale_inv in zip(*tensors, strict=True):
         scale.copy_(torch.where(amax > 0, _quotient(largest, amax), 1.0))
@@ -224,12 +221,12 @@ def _compute_scales(  # noqa: PLR0913  # arguments are Transformer Engine's
 
 
 def _quotient(number: float, values: Tensor) -> Tensor:
-    """Return quotients rounded once; torch multiplies a number by rounded reciprocals."""
+    """Return quotients rounded once; torch multiplies a scalar by rounded reciprocals."""
     return torch.full_like(values, number) / values
 
 
 def _cast_shard(quantizer: Any, master: Tensor, weight: Any, **_: Any) -> Any:
-    """Cast what a rank owns of a weight into its bytes, with the scale of the whole weight."""
+    """Cast a rank's shard of a weight into its bytes, with the scale of the whole weight."""
     assert weight._data.untyped_storage().nbytes(), "weights are cast while they are offloaded"
     data = (master.float() * quantizer.scale).to(torch.float8_e4m3fn).view(torch.uint8)
     weight._data.copy_(data.view(weight._data.shape))
@@ -237,7 +234,7 @@ def _cast_shard(quantizer: Any, master: Tensor, weight: Any, **_: Any) -> Any:
 
 
 def read(weight: Any, direction: str) -> Tensor:
-    """Return the values [R, C] that a product gets out of the fields of a weight, in bf16."""
+    """Return the bf16 values [R, C] that a GEMM reads from the fields of a weight."""
     kind = {cls.__name__.removesuffix("Storage") for cls in type(weight).__mro__}
     if "Float8Tensor" in kind:
         data = weight._data if direction == "rowwise" else weight._transpose.t()
@@ -277,7 +274,7 @@ def _operand(weight: Any, direction: str) -> Tensor:
 
 
 def _keep_splits_beside_tokens(linear: Any) -> None:
-    """Megatron hands them over as a list, which group products refuse."""
+    """Keep splits on the device: Megatron passes a list, which grouped GEMMs refuse."""
     forward = linear.forward
 
     def forward_with_splits(
@@ -307,7 +304,7 @@ def _multiply_experts(  # noqa: PLR0913  # arguments are Transformer Engine's
     use_bias: bool | None = False,
     **_: Any,
 ) -> tuple[Any, Any, Any]:
-    """Compute out = b @ a', as BLAS in columns: weights in TN and NN, tokens in NT.
+    """Compute out = b @ a', column-major as in BLAS: weights in TN and NN, tokens in NT.
 
     With biases, TN adds them and NT returns their gradients.
     """
@@ -331,7 +328,6 @@ def _multiply_experts(  # noqa: PLR0913  # arguments are Transformer Engine's
 def _multiply_groups(
     a: Any, b: Any, out: Any, *, layout: str = "TN", accumulate: bool = False, **_: Any
 ) -> Any:
-    """Compute the same of groups: their members, and rows of flat tokens."""
     splits = (b if layout == "NT" else out).first_dims.tolist()
     return _multiply_experts(
         _members(a, splits),
@@ -354,7 +350,7 @@ def _members(group: Any, splits: Sequence[int]) -> Any:
 
 
 class _Extension:
-    """The compiled extension, with torch for what group products call on their way."""
+    """The compiled extension, with torch for the helpers of grouped GEMMs."""
 
     def __init__(self, extension: Any, linear: Any) -> None:
         self._extension, self._linear = extension, linear
@@ -364,7 +360,9 @@ class _Extension:
 
     @staticmethod
     def split_quantize(tensor: Tensor, splits: Sequence[int], *_: Any, **__: Any) -> list[Tensor]:
-        return list(tensor.split(list(splits)))  # what 2.18 calls; later ones have a module for it
+        return list(
+            tensor.split(list(splits))
+        )  # called by 2.18; later versions have a module for it
 
     @staticmethod
     def fused_multi_row_padding(
@@ -423,9 +421,9 @@ class _Extension:
 
 
 def _scaled_swiglu(rows: Tensor, scales: Tensor, interleaved: int) -> Tensor:
-    """Return silu(gate) * linear * scale [N, F] in fp32 of rows [N, 2F].
+    """Return silu(gate) * linear * scale [N, F] in fp32, for rows [N, 2F].
 
-    Gates come first, or take turns with linear units in runs of ``interleaved``.
+    Gates come first, or alternate with linear units in runs of ``interleaved``.
     """
     runs = rows.float().view(len(rows), -1, 2, interleaved or rows.shape[1] // 2)
     gate, linear = (part.reshape(len(rows), -1) for part in runs.unbind(2))
@@ -449,7 +447,7 @@ def _cast_experts(values: Tensor, quantizer: Any) -> Any:
 
 def _quantize(quantizer: Any, tensor: Tensor) -> Any:
     weight = quantizer.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    if hasattr(weight, "_with_gemm_swizzled_scales"):  # wanted for products; these read plain ones
+    if hasattr(weight, "_with_gemm_swizzled_scales"):  # for Blackwell GEMMs; ours read plain ones
         weight._with_gemm_swizzled_scales = False
     return quantizer.update_quantized(tensor, weight)
 
@@ -477,4 +475,4 @@ def _updater(formats: Collection[BlockScaledFormat]) -> Callable[..., Any]:
 
 
 class _Flat:
-    """A weight [R, C] over the memory of another one."""
+    """A weight [R, C] that aliases the memory of another one."""

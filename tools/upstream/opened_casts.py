@@ -1,7 +1,7 @@
-"""A pytest plug-in of both sides: Transformer Engine says that this GPU has MXFP8.
+"""A pytest plug-in of both sides: makes Transformer Engine report MXFP8 support on this GPU.
 
-Its casts into MXFP8 run on a Hopper, and so do tests that multiply nothing. Loaded by its bare
-name, as ``outcome_lines`` is.
+Its MXFP8 casts run on Hopper, and so do tests without GEMMs. Imported by its bare name, like
+``outcome_lines``.
 """
 
 import pytest

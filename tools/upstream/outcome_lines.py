@@ -1,7 +1,7 @@
-"""A pytest plug-in of every rank: writes each outcome at once, and ends a case that hangs.
+"""A pytest plug-in of every rank: writes each outcome immediately, and ends a case that hangs.
 
-Loaded by its bare name (``-p outcome_lines``, this folder on the path): in the ranks, ``tests`` is
-Megatron-LM's package.
+Imported by its bare name (``-p outcome_lines``, this folder on the path), because ``tests`` is
+Megatron-LM's package in the ranks.
 """
 
 import faulthandler
@@ -65,11 +65,11 @@ def pytest_runtest_logreport(report):
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
-    session.exitstatus = 0  # a rank that ends otherwise has died, and ends the others
+    session.exitstatus = 0  # another status means that the rank died, which ends the others
 
 
 def _watch(seconds):
-    # a thread of C: it ends the process also where a collective holds the interpreter
+    # a C thread: ends the process even if a collective holds the interpreter
     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
 
@@ -78,7 +78,6 @@ def _write(case, **line):
 
 
 def _reason(report):
-    """Return the first line of what went wrong."""
     if isinstance(report.longrepr, tuple):  # path, line and reason of a skip
         return report.longrepr[2].partition("\n")[0]
     crash = getattr(report.longrepr, "reprcrash", None)

@@ -1,11 +1,11 @@
-"""Says what became of everything that moe_optim replaces, from one version of Megatron to another.
+"""Compares everything that moe_optim replaces between versions of Megatron.
 
     python -m tools.upstream.patch_sources PATH [PATH ...] [--json FILE]
 
-Each PATH holds a folder ``megatron``: a checkout, or an unpacked wheel. Compared are signatures,
-and bodies without docstrings, comments and layout; of a class the methods that its replacement
-overrides. A body that changed is to be read: signatures alone do not say that a replacement still
-does what Megatron's does. Exit status: 1 if a signature changed, or a target is gone.
+Each PATH contains a folder ``megatron``: a checkout, or an unpacked wheel. Compares signatures, and
+bodies without docstrings, comments and layout; for a class, the methods that its replacement
+overrides. Review a changed body: equal signatures do not prove that a replacement still matches.
+Exit status: 1 if a signature changed, or a target is gone.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from moe_optim.environment import find_package
 
 ROOT = Path(__file__).parents[2]
 Target = tuple[str, str]
-"""Signature, and a fingerprint of the body."""
+"""Signature and fingerprint of the body."""
 
 
 def fingerprint(function: Any) -> str:
-    """Return what changes with the code of a function, and with nothing else of its text."""
+    """Return a fingerprint that changes with the code of a function, but not with its text."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
@@ -41,7 +41,7 @@ def fingerprint(function: Any) -> str:
 
 
 def list_targets() -> Iterator[tuple[str, Target]]:
-    """Yield name, signature and fingerprint of every target in the Megatron that is imported."""
+    """Yield name, signature and fingerprint of every target in the imported Megatron."""
     from moe_optim.integration import cpu_runtime  # noqa: F401 - imports what torch has first
     from moe_optim.integration.engine import form_of, overridden, resolve
     from moe_optim.integration.patches import PATCHES
@@ -63,7 +63,7 @@ def list_targets() -> Iterator[tuple[str, Target]]:
 
 
 def ask(path: Path) -> dict[str, Any]:
-    """Return version and targets of the Megatron in a folder, imported by another process."""
+    """Return version and targets of the Megatron in a folder, imported in a subprocess."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(path.resolve())])}
     command = [sys.executable, "-P", __file__, "--list"]  # a checkout has a package `tests`, too
     done = subprocess.run(
@@ -75,7 +75,7 @@ def ask(path: Path) -> dict[str, Any]:
 
 
 def changes(old: Mapping[str, Sequence[str]], new: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return name -> ``new``, ``gone``, ``signature`` or ``body``, of what is not as it was."""
+    """Return name -> ``new``, ``gone``, ``signature`` or ``body``, for targets that differ."""
     absent = ("gone", "")
     found = {}
     for name in {**old, **new}:
@@ -92,7 +92,6 @@ def changes(old: Mapping[str, Sequence[str]], new: Mapping[str, Sequence[str]]) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from a command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.upstream.patch_sources")
     parser.add_argument("paths", nargs="*", type=Path, help="the first is what others differ from")
     parser.add_argument("--json", type=Path)

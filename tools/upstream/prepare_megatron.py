@@ -1,6 +1,6 @@
-"""A pytest plug-in of every rank: what upstream's tests take for granted and is not here.
+"""A pytest plug-in of every rank: provides what upstream's tests assume and this machine lacks.
 
-Loaded by its bare name, as ``outcome_lines`` is.
+Imported by its bare name, like ``outcome_lines``.
 """
 
 import gc
@@ -17,9 +17,9 @@ _DOWNLOAD = "tests.test_utils.python_scripts.download_unit_tests_dataset"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests():
-    # none of these tests reads data; the module wants packages that nothing else does
+    # no test reads data; the module needs packages that nothing else does
     sys.modules[_DOWNLOAD] = SimpleNamespace(download_and_extract_asset=lambda **_: None)
-    if find_spec(_GRADIENTS) is None:  # apex's, which the arguments of some tests take for granted
+    if find_spec(_GRADIENTS) is None:  # apex's, which the arguments of some tests require
         sys.modules[_GRADIENTS] = SimpleNamespace(
             wgrad_gemm_accum_fp32=_accumulate, wgrad_gemm_accum_fp16=_accumulate
         )
@@ -33,7 +33,9 @@ def _accumulate(tokens, output_grad, main_grad):
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
-    """Free the groups of a case: gloo keeps threads and sockets for each, Megatron drops none."""
+    """Destroy the process groups of a case: gloo keeps threads and sockets, and Megatron drops no
+    group.
+    """
     import torch.distributed as dist
 
     if os.environ.get("MOE_OPTIM_CPU") and dist.is_initialized():
@@ -52,7 +54,7 @@ def _run_on_cpu():
     cpu_runtime.install()
     from megatron.core import optimizer
 
-    adam = optimizer.Adam  # torch's wants a rate, which cases without a step do not give
+    adam = optimizer.Adam  # torch's requires a rate, which cases without a step omit
     optimizer.Adam = lambda *args, lr=None, **kwargs: adam(*args, lr=lr or 0.0, **kwargs)
     start = torch.distributed.init_process_group
     torch.distributed.init_process_group = lambda backend, **kwargs: start("gloo", **kwargs)

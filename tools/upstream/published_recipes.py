@@ -1,14 +1,14 @@
-"""Says which published recipes pass the checks of moe_optim, and which flag the others fail at.
+"""Reports which published recipes pass the checks of moe_optim, and which flags others fail on.
 
     python -m tools.upstream.published_recipes [--bridge PATH] [--megatron-lm PATH]
         [--launches PATH ...] [--json FILE] [--totals FILE]
 
 ``--bridge`` is a folder with the unpacked package ``megatron/bridge``, by default
 ``MEGATRON_BRIDGE_PATH``; ``--megatron-lm`` a checkout with ``examples/moe_recipes`` and
-``tests/functional_tests``, by default ``MEGATRON_LM_PATH``; ``--launches`` checkouts of what
-launches Megatron, such as slime and miles, each called by the name of its folder. Nothing is built,
-and neither a GPU nor Transformer Engine is needed. The knob ``format`` is what the recipe keeps its
-weights in, and ``auto`` where that is none of ours. Exit status: 1 if a recipe could not be read.
+``tests/functional_tests``, by default ``MEGATRON_LM_PATH``; ``--launches`` checkouts of projects
+that launch Megatron, such as slime and miles, named by their folders. Builds nothing, and needs
+neither a GPU nor Transformer Engine. The knob ``format`` is the recipe's format, or ``auto`` if
+that is not one of ours. Exit status: 1 if a recipe could not be read.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from tools.upstream.launches import find_launches
 from tools.upstream.stand_in_imports import StandIn, find_bridge, standing_in
 
 FAMILIES = ("deepseek", "glm_moe_dsa", "gpt_oss", "kimi", "nemotronh", "qwen", "qwen_vl")
-"""Of ``perf_recipes``, those with experts."""
+"""Families of ``perf_recipes`` with experts."""
 
 BRIDGE = "megatron.bridge"
 REAL = tuple(
@@ -60,7 +60,7 @@ REAL = tuple(
         "utils.cuda_graph",
     )
 )
-"""Modules of Megatron-Bridge that say what a recipe sets."""
+"""Modules of Megatron-Bridge that define settings of recipes."""
 
 STATES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 DTYPES = {
@@ -69,33 +69,31 @@ DTYPES = {
     "fp16": torch.float16,
     "fp8": torch.uint8,
 }
-"""Of optimizer states -> as Megatron settles them."""
+"""Dtype of optimizer states in flags -> torch dtype."""
 
 FORMATS = {"mxfp8": "mxfp8", "blockwise": "fp8_block", "nvfp4": "nvfp4"}
-"""Recipe of Transformer Engine -> the knob ``format``."""
+"""Recipe of Transformer Engine -> knob ``format``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What becomes of one recipe."""
-
     source: str
     family: str
     name: str
     kept: str = ""
-    """What weights are kept in between steps: a recipe of Transformer Engine, or bf16."""
+    """Format of weights between steps: a recipe of Transformer Engine, or bf16."""
     refused: tuple[str, ...] = ()
-    """Every setting that the plug-in refuses."""
     unread: str = ""
-    """Why the recipe could not be read."""
 
 
 # Configurations
 
 
 def settled(cls: type, values: Mapping[str, Any]) -> Any:
-    """Return a configuration with ``values`` for the fields it has, without the checks of Megatron,
-    which want its versions, GPUs and Transformer Engine."""
+    """Return a configuration with ``values`` for its fields, without Megatron's checks.
+
+    The checks require its versions, GPUs and Transformer Engine.
+    """
     made = object.__new__(cls)
     for field in dataclasses.fields(cls):
         missing = field.default_factory is dataclasses.MISSING
@@ -106,21 +104,19 @@ def settled(cls: type, values: Mapping[str, Any]) -> Any:
 
 
 def full_iteration(impl: str | None, scope: Any) -> str:
-    """Return ``cuda_graph_impl`` as Megatron settles it: recipes still write a scope of old."""
+    """Return ``cuda_graph_impl`` as Megatron derives it from the deprecated scope."""
     scopes = scope if isinstance(scope, list) else [scope]
     names = {getattr(one, "name", one) for one in scopes}
     return "full_iteration" if impl == "local" and "full_iteration" in names else impl or "none"
 
 
 def kept_in(model: Any) -> str:
-    """Return what weights are kept in between steps."""
     if model.fp8 and model.fp8_param:
         return str(getattr(model.fp8_recipe, "value", model.fp8_recipe))
     return str(model.fp4_recipe) if model.fp4 and model.fp4_param else "bf16"
 
 
 def judge(optimizer: Any, ddp: Any, model: Any, **identity: str) -> Answer:
-    """Ask the plug-in about three configurations."""
     kept = kept_in(model)
     config = MoEOptimConfig(format=FORMATS.get(kept, "auto"))
     lines = refusals(Setup.of_flags(config, optimizer, ddp, [model]))
@@ -129,7 +125,7 @@ def judge(optimizer: Any, ddp: Any, model: Any, **identity: str) -> Answer:
 
 
 def answered(read: Callable[[], tuple[Any, Any, Any]], **identity: str) -> Answer:
-    """Judge what ``read`` returns, or say why it could not."""
+    """Judge the result of ``read``, or record why it failed."""
     try:
         return judge(*read(), **identity)
     except Exception as error:  # one broken recipe must not hide the others
@@ -140,15 +136,15 @@ def answered(read: Callable[[], tuple[Any, Any, Any]], **identity: str) -> Answe
 
 
 def bridge_answers(folder: Path, families: Sequence[str] = FAMILIES) -> list[Answer]:
-    """Answer for every recipe of some families of ``perf_recipes``."""
+    """Return the results for every recipe of some families of ``perf_recipes``."""
 
     class Model(StandIn):
-        """A model's provider; what a recipe leaves alone is Megatron's default."""
+        """A model provider; unset fields are Megatron's defaults."""
 
         UNSET = {**vars(settled(MLATransformerConfig, {})), "vocab_size": 131072}
 
     class FromHub(StandIn):
-        """A converter, which would download what its model is."""
+        """A converter, which would download the model's configuration."""
 
         def __getattr__(self, name: str) -> Any:
             return Model
@@ -186,7 +182,7 @@ def _recipes_in(module: Any) -> dict[str, Callable[[], Any]]:
 
 
 def _settle_bridge(config: Any) -> tuple[Any, Any, Any]:
-    """Return optimizer, DDP and model as Megatron-Bridge would hand them to Megatron."""
+    """Return optimizer, DDP and model configurations as Megatron-Bridge would pass them."""
     mixed = config.mixed_precision
     if isinstance(mixed, str):
         precision = importlib.import_module(f"{BRIDGE}.training.mixed_precision")
@@ -210,7 +206,7 @@ TRAINING = {"--train-iters", "--train-samples"}
 
 
 def megatron_lm_answers(checkout: Path) -> list[Answer]:
-    """Answer for every file of ``examples/moe_recipes``."""
+    """Return the results for every file of ``examples/moe_recipes``."""
     folder = checkout / "examples/moe_recipes"
     return [
         answered(
@@ -224,7 +220,7 @@ def megatron_lm_answers(checkout: Path) -> list[Answer]:
 
 
 def functional_test_answers(checkout: Path) -> list[Answer]:
-    """Answer for every file of ``tests/functional_tests`` that trains a model with experts."""
+    """Return the results for every file of ``tests/functional_tests`` that trains experts."""
     folder = checkout / "tests/functional_tests/test_cases"
     paths = sorted(folder.rglob("model_config.yaml"))
     found = {path: _read_yaml(path).get("MODEL_ARGS") or {} for path in paths}
@@ -249,8 +245,8 @@ def _read_yaml(path: Path) -> Any:
 
 
 def _settle_arguments(given: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Return optimizer, DDP and model that arguments ask for, the plug-in's flag among them."""
-    values = _arguments({**given, "use_distributed_optimizer": True})  # as it implies
+    """Return optimizer, DDP and model configurations for arguments, with the plug-in enabled."""
+    values = _arguments({**given, "use_distributed_optimizer": True})  # implied
     values |= {
         "cuda_graph_impl": full_iteration(values["cuda_graph_impl"], given.get("cuda_graph_scope")),
         "fp8_param": values["fp8_param_gather"],
@@ -262,14 +258,14 @@ def _settle_arguments(given: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     return optimizer, ddp, model
 
 
-# What launches Megatron elsewhere
+# Launch scripts of other projects
 
 OF_LAUNCHERS = {"bf16": True}
-"""What slime and miles give Megatron where their command line does not."""
+"""Arguments that slime and miles set by default."""
 
 
 def launch_answers(checkout: Path) -> list[Answer]:
-    """Answer for every script of a checkout, and every command line it has recorded."""
+    """Return the results for every script and recorded command line of a checkout."""
     return [
         answered(
             lambda flags=flags: _settle_launch(flags),
@@ -292,7 +288,7 @@ def _settle_launch(flags: Mapping[str, Sequence[str]]) -> tuple[Any, Any, Any]:
 
 
 def _typed(action: argparse.Action, words: Sequence[str]) -> Any:
-    """Return what the parser would make of the words; a variable of a shell stays text."""
+    """Return the parsed value of the words; a shell variable stays text."""
     make: Any = action.type or str
     try:
         values = [make(word) for word in words]
@@ -302,10 +298,10 @@ def _typed(action: argparse.Action, words: Sequence[str]) -> Any:
 
 
 def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Megatron's arguments with what a file gives, under the names they have once parsed.
+    """Return Megatron's arguments with the values of a file, under their parsed names.
 
-    They are not parsed: examples of another Megatron have values, and flags, that the installed one
-    does not take. Such flags are passed over.
+    They are not parsed, because examples of other Megatron versions contain values that the
+    installed parser rejects. Unknown flags are ignored.
     """
     parser = _megatron_parser()
     found = {action.dest: action.default for action in parser._actions}
@@ -324,12 +320,12 @@ def _megatron_parser() -> argparse.ArgumentParser:
     return parser
 
 
-# What is shown
+# Output
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Total:
-    """What becomes of all recipes of one source that keep weights in one format."""
+    """Summary of the recipes of one source in one format."""
 
     source: str
     kept: str
@@ -337,16 +333,14 @@ class Total:
     passing: int
     unread: int
     settings: Mapping[str, int]
-    """Refused setting, without what explains it -> recipes that have it."""
+    """Refused setting, without its explanation -> number of recipes."""
 
     @property
     def refused(self) -> int:
-        """Recipes that some setting is refused of."""
         return self.recipes - self.passing - self.unread
 
 
 def totals(answers: Iterable[Answer]) -> list[Total]:
-    """Count, by source and by what weights are kept in."""
     kinds: dict[tuple[str, str], list[Answer]] = {}
     for one in answers:
         kinds.setdefault((one.source, one.kept), []).append(one)
@@ -364,12 +358,11 @@ def totals(answers: Iterable[Answer]) -> list[Total]:
 
 
 def _counted(flags: Iterable[str]) -> dict[str, int]:
-    """Return how often each flag is refused, without what explains it, the most frequent first."""
+    """Return refused flag, without its explanation -> count, most frequent first."""
     return dict(Counter(flag.partition(" (")[0] for flag in flags).most_common())
 
 
 def show(answers: Sequence[Answer], console: Console) -> None:
-    """Print how many pass, what the others fail at, and which could not be read."""
     table = Table(title="Published recipes with --use-moe-grouped-optim")
     for column in ("source", "weights kept in"):
         table.add_column(column)
@@ -390,7 +383,6 @@ def show(answers: Sequence[Answer], console: Console) -> None:
 
 
 def versions(bridge: Path | None, checkouts: Mapping[str, Path]) -> dict[str, str | None]:
-    """Return what was read: the release of Megatron-Bridge, the commit of each checkout."""
     found: dict[str, str | None] = {"megatron-core": importlib.metadata.version("megatron-core")}
     if bridge:
         infos = bridge.glob("megatron_bridge-*.dist-info")
@@ -404,7 +396,6 @@ def versions(bridge: Path | None, checkouts: Mapping[str, Path]) -> dict[str, st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from a command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.upstream.published_recipes")
     parser.add_argument("--bridge", type=Path, default=find_bridge())
     parser.add_argument("--megatron-lm", type=Path, default=os.environ.get("MEGATRON_LM_PATH"))

@@ -1,9 +1,8 @@
-"""A pytest plug-in of both sides: runs on this machine what Transformer Engine has for Blackwell.
+"""A pytest plug-in of both sides: runs Transformer Engine's Blackwell code on this machine.
 
-Loaded by its bare name, as ``outcome_lines`` is, after ``prepare_megatron``. Products and casts are
-torch's, see ``tools/upstream/native_products.py``; attention, norms and dense layers are
-Megatron's local ones, in bf16.
-On a CPU ``TRANSFORMER_ENGINE_PATH`` says where Transformer Engine lies.
+Imported by its bare name, like ``outcome_lines``, after ``prepare_megatron``. GEMMs and casts are
+torch's, see ``tools/upstream/native_products.py``; attention, norms and dense layers are Megatron's
+local ones, in bf16. On a CPU, ``TRANSFORMER_ENGINE_PATH`` is the folder of Transformer Engine.
 """
 
 import os
@@ -14,7 +13,7 @@ import pytest
 _SAID_BY_MODULES = ("_BLACKWELL_AVAILABLE", "_FP8_AVAILABLE", "_NVFP4_AVAILABLE")
 _SPEC = "get_gpt_layer_with_transformer_engine_spec"
 
-if os.environ.get("MOE_OPTIM_CPU"):  # here: the CPU runtime hides it unless it is imported by then
+if os.environ.get("MOE_OPTIM_CPU"):  # here, because the CPU runtime hides it afterwards
     sys.path += os.environ["TRANSFORMER_ENGINE_PATH"].split(os.pathsep)
     import transformer_engine.pytorch  # noqa: F401
 
@@ -54,7 +53,7 @@ def _without_fused_norms(parse_args):
 
 
 def _keep_dense_layers_local():
-    """Only experts are Transformer Engine's, and only they accumulate gradients themselves."""
+    """Restrict Transformer Engine, and its gradient accumulation, to experts."""
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
     from megatron.core.models.backends import LocalSpecProvider

@@ -1,11 +1,11 @@
-"""Runs the tests of the ten rows of Transformer Engine's experts, and records what they trained.
+"""Runs the tests of the ten rows of Transformer Engine's experts, and records their losses.
 
     python -m tools.upstream.rows --json FILE [--gpus] [-n WORKERS] [--rest]
 
-All cases of ``tests/weights/te/test_rows.py``, extended ones too. Without ``--gpus`` on a CPU,
-where TRANSFORMER_ENGINE_PATH names Transformer Engine. The record is written after every case: of a
-run that was cut off it says what has not run, and --rest runs what has not passed into it. Exit
-status: 1 if a case fails, or none passes.
+Runs all cases of ``tests/weights/te/test_rows.py``, including extended ones; without ``--gpus`` on
+a CPU, with Transformer Engine at TRANSFORMER_ENGINE_PATH. The record is written after every case
+and lists cases that have not run; --rest runs those that have not passed. Exit status: 1 if a case
+fails, or none passes.
 """
 
 import argparse
@@ -31,32 +31,30 @@ TESTS = Path(__file__).parents[2] / "tests" / "weights" / "te" / "test_rows.py"
 
 @dataclass
 class Row:
-    """How the cases of one row went, and what its runs gave."""
-
     cases: dict[str, str] = field(default_factory=dict)
     """Case -> passed, failed, skipped or not run."""
     failures: dict[str, str] = field(default_factory=dict)
-    """Case -> the first line of what it says."""
+    """Case -> first line of its failure."""
     runs: list[dict[str, Any]] = field(default_factory=list)
-    """Each launch: its settings, and losses and gradient norms of every step on rank 0."""
+    """Settings of each launch, with losses and gradient norms of every step on rank 0."""
 
 
 def split_case(id: str) -> tuple[str, str]:
-    """Return a case without its file, and its row, which is one of its arguments."""
+    """Return a case without its file, and its row, one of its arguments."""
     case = id.partition("::")[2]
     arguments = case.partition("[")[2].removesuffix("]").split("-")
     return case, next(one for one in arguments if ", " in one)
 
 
 class ByRow(LoadScopeScheduling):
-    """Gives one worker all cases of a row, which share runs."""
+    """Assigns all cases of a row, which share runs, to one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         return split_case(nodeid)[1]
 
 
 class Recorder:
-    """A plug-in of pytest: writes the record whenever it hears of a case."""
+    """A pytest plug-in that writes the record after every event."""
 
     def __init__(self, path: Path, report: dict[str, Any], rows: Mapping[str, Row]) -> None:
         self.path = path
@@ -64,26 +62,21 @@ class Recorder:
         self.rows: defaultdict[str, Row] = defaultdict(Row, rows)
 
     def outcomes(self) -> set[str]:
-        """Return how cases went, of all rows."""
         return {outcome for row in self.rows.values() for outcome in row.cases.values()}
 
     def rest(self) -> list[str]:
-        """Return the cases that have not passed."""
         cases = [one for row in self.rows.values() for one in row.cases.items()]
         return [case for case, outcome in cases if outcome != "passed"]
 
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> ByRow:
-        """Return what spreads cases over workers."""
         return ByRow(config, log)
 
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
-        """Note all cases, before the first one runs."""
         for case, row in map(split_case, ids):
             self.rows[row].cases.setdefault(case, "not run")
         self._write()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note how a case went, and what it launched."""
         case, name = split_case(report.nodeid)
         row = self.rows[name]
         if report.when == "call" or not report.passed:
@@ -107,7 +100,6 @@ class Recorder:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from a command line; return the exit status."""
     words = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m tools.upstream.rows")
     parser.add_argument("--json", type=Path, required=True)

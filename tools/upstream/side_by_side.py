@@ -2,12 +2,11 @@
 
     python -m tools.upstream.side_by_side --megatron-lm PATH [--ranks N] [--json FILE] ...
 
-PATH is a checkout, or a folder with its ``tests/unit_tests``; Megatron itself is the one installed.
-So with ``--transformer-engine PATH`` and Transformer Engine's ``tests/pytorch``, which need GPUs:
-this package's kernels then stand where it calls its own.
-A case counts if it passes without the plug-in, and has to pass with it then. A case that stock
-skips, fails, or passes by chance is listed with its reason. Exit status: 1 with a difference that
-nobody has explained, or without any case that counts.
+PATH is a checkout, or a folder with its ``tests/unit_tests``; Megatron itself is the installed one.
+``--transformer-engine PATH`` does the same for Transformer Engine's ``tests/pytorch``, which need
+GPUs, with this package's kernels in place of its own. A case counts if it passes without the
+plug-in, and must then pass with it. Cases that stock skips, fails, or passes by chance are listed
+with the reason. Exit status: 1 with an unexplained difference, or without any case that counts.
 """
 
 import argparse
@@ -40,20 +39,16 @@ WORST_LAST = ("passed", "skipped", "failed", "error", "died")
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Cases that run with one configuration of the plug-in."""
-
     file: str
-    """Below ``tests/unit_tests``, or ``tests/pytorch`` of Transformer Engine."""
+    """Path below ``tests/unit_tests``, or ``tests/pytorch`` of Transformer Engine."""
     knobs: str = ""
-    """What ``MoEOptimConfig`` is given."""
     keyword: str = ""
-    """What ``pytest -k`` selects; empty for all."""
     replaced: Literal["never", "on cpus", "always"] = "never"
-    """Where torch computes products and casts of Transformer Engine, on both sides."""
+    """Condition for computing Transformer Engine's GEMMs and casts in torch, on both sides."""
     of: str = "megatron-lm"
-    """Whose file it is: that, or "transformer-engine"."""
+    """Owner of the file: "megatron-lm" or "transformer-engine"."""
     opened: bool = False
-    """Whether both sides run what Transformer Engine keeps for Blackwell and a Hopper can do."""
+    """Whether both sides run Blackwell-only tests that Hopper supports."""
 
 
 SELECTIONS = (  # the longest first
@@ -83,7 +78,7 @@ SELECTIONS = (  # the longest first
     ),
     Selection(file="test_partial_cast.py", of="transformer-engine", opened=True),
 )
-"""What runs by default, in one place."""
+"""Selections that run by default."""
 
 CHANCE = {
     # Its first finish_grad_sync() marks a reduction as finished that starts later; the last one
@@ -92,7 +87,7 @@ CHANCE = {
         "reads gradients on one stream while another reduces them"
     ),
 }
-"""Cases that stock passes or fails by chance -> why. Listed, never counted."""
+"""Cases that stock passes or fails by chance -> reason. Listed, never counted."""
 
 EXPLAINED = {
     "transformer/moe/test_moe_single_grouped_weight_numerics.py::"
@@ -101,7 +96,7 @@ EXPLAINED = {
         "asks Megatron's buffer for its own map of packed NVFP4 bytes; these weights lie in buffers"
     ),
 }
-"""Cases that count and end otherwise with the plug-in -> why that is no defect."""
+"""Cases that count but differ with the plug-in -> why that is no defect."""
 
 SIDES: Mapping[str, tuple[str, ...]] = {
     "stock": ("outcome_lines", "prepare_megatron"),
@@ -113,15 +108,15 @@ ENGINE_SIDES: Mapping[str, tuple[str, ...]] = {
     "stock": ("outcome_lines",),
     "plug-in": ("outcome_lines", "engine_with_moe_optim"),
 }
-"""The same of Transformer Engine's files, whose tests start their ranks themselves."""
+"""The same for Transformer Engine's files, whose tests start their ranks themselves."""
 
 MANAGED = "ManagedBucket.open_gather"
-"""Runs where a managed bucket gathers its weights from masters, and nowhere else."""
+"""Function that runs only where a managed bucket gathers its weights from masters."""
 
 
 @dataclass
 class Case:
-    """How one case went on one side: the worst of all ranks."""
+    """Outcome of one case on one side: the worst of all ranks."""
 
     outcome: str = "passed"
     reason: str = ""
@@ -130,7 +125,7 @@ class Case:
     """Functions of moe_optim that it ran."""
 
     def note(self, outcome: str, reason: str) -> None:
-        """Take an outcome if it is worse than what is known."""
+        """Keep an outcome if it is worse than the current one."""
         if WORST_LAST.index(outcome) > WORST_LAST.index(self.outcome):
             self.outcome, self.reason = outcome, reason
 
@@ -140,10 +135,7 @@ _MISSING = Case(outcome="died", reason="never reached")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One selection on one side."""
-
     tests: Path
-    """The folder ``unit_tests``, or ``pytorch``."""
     selection: Selection
     side: str
     plugins: Sequence[str]
@@ -155,7 +147,7 @@ class Job:
 
 
 def run(job: Job) -> dict[str, Case]:
-    """Run a selection to its end, starting again after every case in which a rank dies or hangs."""
+    """Run a selection to its end, restarting after every case in which a rank dies or hangs."""
     cases: dict[str, Case] = {}
     for attempt in range(job.restarts + 1):
         logs = job.logs / job.selection.file.replace("/", ".") / job.side / str(attempt)
@@ -178,7 +170,7 @@ def _launch(job: Job, logs: Path, done: Collection[str]) -> RankFailure | None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "root"
         root.mkdir()
-        (root / "tests").symlink_to(job.tests.parent.resolve())  # and no Megatron of a checkout
+        (root / "tests").symlink_to(job.tests.parent.resolve())  # without the checkout's Megatron
         tests = root / "tests" / job.tests.name
         entry = [sys.executable, "-m", "pytest", str(tests / job.selection.file)]
         entry += ["-c", os.devnull, "--rootdir", str(tests), "-sq"]
@@ -196,7 +188,7 @@ def _launch(job: Job, logs: Path, done: Collection[str]) -> RankFailure | None:
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "PYTEST_DEBUG_TEMPROOT": folder,  # ranks of a side share folders, sides do not
             "MOE_OPTIM_SET": job.selection.knobs,
-            "PET_STANDALONE": "1",  # torchrun of a test takes a free port: others run beside it
+            "PET_STANDALONE": "1",  # a free port for torchrun, since others run in parallel
         }
         result = launch(
             entry,
@@ -211,7 +203,7 @@ def _launch(job: Job, logs: Path, done: Collection[str]) -> RankFailure | None:
 
 
 def _read(logs: Path) -> tuple[dict[str, Case], Counter[str], dict[int, str]]:
-    """Return the cases of all ranks, how many ranks ended each, and where a rank stopped."""
+    """Return all cases, the number of ranks that ended each, and where a rank stopped."""
     cases: dict[str, Case] = {}
     ended_by: Counter[str] = Counter()
     stopped_in: dict[int, str] = {}
@@ -220,7 +212,9 @@ def _read(logs: Path) -> tuple[dict[str, Case], Counter[str], dict[int, str]]:
         for path in logs.glob("rank*.jsonl")
         for line in path.read_text().splitlines()
     ]
-    for rank, line in sorted(lines, key=lambda one: one[1]["at"]):  # the first to fail says why
+    for rank, line in sorted(
+        lines, key=lambda one: one[1]["at"]
+    ):  # the first failure is the reason
         name = line["case"]
         case = cases.setdefault(name, Case())
         case.note(line["outcome"], line.get("reason", ""))
@@ -242,14 +236,12 @@ def _how_it_ended(failure: RankFailure, timeout_s: float) -> str:
 
 @dataclass
 class Comparison:
-    """One selection on both sides."""
-
     selection: Selection
     stock: dict[str, Case]
     plug_in: dict[str, Case]
 
     def counted(self) -> list[str]:
-        """Return the cases that pass without the plug-in, and not by chance."""
+        """Return the cases that pass without the plug-in, except by chance."""
         return [
             name
             for name, case in self.stock.items()
@@ -257,29 +249,29 @@ class Comparison:
         ]
 
     def not_counted(self) -> list[str]:
-        """Return the cases that stock skips, fails, never reached or passes by chance."""
+        """Return the cases that stock skips, fails, never reaches or passes by chance."""
         counted = set(self.counted())
         return [name for name in {**self.stock, **self.plug_in} if name not in counted]
 
     def differences(self) -> dict[str, Case]:
-        """Return what the plug-in made of the cases that count, where it is not a pass."""
+        """Return the counted cases that do not pass with the plug-in."""
         found = {name: self.plug_in.get(name, _MISSING) for name in self.counted()}
         return {name: case for name, case in found.items() if case.outcome != "passed"}
 
     def unexplained(self) -> dict[str, Case]:
-        """Return those of the differences that nobody has explained."""
+        """Return the differences that are not in :data:`EXPLAINED`."""
         found = self.differences().items()
         return {name: case for name, case in found if name not in EXPLAINED}
 
     def ran(self, *functions: str) -> int:
-        """Return how many cases that count ran any of ``functions``, or anything of ours."""
+        """Return the number of counted cases that ran any of ``functions``, or any of ours."""
         ran = [set(self.plug_in[name].ran) for name in self.counted() if name in self.plug_in]
         return sum(bool(of_case & {*functions} if functions else of_case) for of_case in ran)
 
 
 def compare(jobs: Sequence[Job], at_once: int = 1) -> list[Comparison]:
-    """Run jobs, two sides of each selection in a row, some at once; return one result a pair."""
-    if at_once > 1:  # the launcher wants the main thread of a process
+    """Run jobs, ``at_once`` in parallel, and return one result per pair of consecutive jobs."""
+    if at_once > 1:  # the launcher needs the main thread of a process
         with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
             results = list(pool.map(run, jobs))
     else:
@@ -289,7 +281,6 @@ def compare(jobs: Sequence[Job], at_once: int = 1) -> list[Comparison]:
 
 
 def show(comparisons: Sequence[Comparison], console: Console) -> None:
-    """Print counts, cases that stock cannot run, and differences."""
     table = Table(
         "file", "stock", "with the plug-in", "counted", "in our code", "managed", "differ"
     )
@@ -315,13 +306,12 @@ def show(comparisons: Sequence[Comparison], console: Console) -> None:
 
 
 def exit_status(comparisons: Sequence[Comparison]) -> int:
-    """Return 0 if cases counted and none of them differs without an explanation."""
+    """Return 0 if there are counted cases and no unexplained differences."""
     is_same = not any(one.unexplained() for one in comparisons)
     return 0 if is_same and any(one.counted() for one in comparisons) else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line says; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.upstream.side_by_side")
     parser.add_argument("--megatron-lm", type=Path, help="folder with tests/")
     parser.add_argument("--transformer-engine", type=Path, help="the same of its sources")

@@ -1,11 +1,10 @@
-"""Trains a small model for many iterations, with saves and evaluations, and looks for what grows.
+"""Trains a small model for many iterations, with saves and evaluations, to find resource leaks.
 
     python -m tools.upstream.soak --out DIR --json FILE [--iterations N] [--cpu]
 
-One use of ``moe-optim train``: FP8 blocks through Transformer Engine on GPUs, portable MXFP8 on
-CPUs. While it runs, its processes are asked for memory and open files once a second. What the
-second quarter of the run showed stands beside what the last one did. Exit status: 1 if a figure
-grew by more than is allowed here, or the run failed.
+Runs ``moe-optim train``: FP8 blocks through Transformer Engine on GPUs, portable MXFP8 on CPUs.
+Samples memory and open files of its processes once per second, and compares the second quarter of
+the run with the last. Exit status: 1 if a metric grew by more than its limit, or the run failed.
 """
 
 import argparse
@@ -35,13 +34,13 @@ ALLOWED: Mapping[str, float] = {
     "open files": 1.0,
     "threads": 1.0,
 }
-"""Figure -> the last quarter's median, divided by the second quarter's, at most."""
+"""Metric -> maximum ratio of the medians of the last and the second quarter."""
 
 Samples = dict[str, list[float]]
 
 
 def command_of(folder: Path, iterations: int, *, cpu: bool) -> list[str]:
-    """Return what trains: 40 evaluations and 20 saves, whatever the number of iterations."""
+    """Return the training command, with 40 evaluations and 20 saves for any iterations."""
     side = () if cpu else FP8_BLOCKS.train
     command = ["moe-optim", "train", str(RECIPE), "--out", str(folder), *side]
     command += ["--cpu"] if cpu else ["--ranks", "1"]
@@ -51,7 +50,7 @@ def command_of(folder: Path, iterations: int, *, cpu: bool) -> list[str]:
 
 
 def train(command: Sequence[str], log: Path) -> Samples | None:
-    """Train, and return what its processes had, once a second; None if it failed."""
+    """Train, and return samples of its processes, one per second; None if it failed."""
     samples: Samples = {"resident, bytes": [], "open files": [], "threads": []}
     argv = [sys.executable, "-m", "moe_optim.commands.cli.main", *command[1:]]
     with log.open("w") as file, subprocess.Popen(argv, stdout=file, stderr=file) as launcher:
@@ -63,7 +62,7 @@ def train(command: Sequence[str], log: Path) -> Samples | None:
 
 
 def look_at(launcher: int) -> dict[str, float]:
-    """Return figures of the ranks, which are the largest processes: each the worst rank's."""
+    """Return the maximum of each metric over the ranks, which are the largest processes."""
     found: list[tuple[int, int, int]] = []
     with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
         for process in psutil.Process(launcher).children(recursive=True):
@@ -77,13 +76,11 @@ def look_at(launcher: int) -> dict[str, float]:
 
 
 def quarters(values: Sequence[float]) -> tuple[float, float]:
-    """Return the medians of the second and of the last quarter."""
     n = len(values)
     return median(values[n // 4 : n // 2]), median(values[3 * n // 4 :])
 
 
 def logged(run: Run) -> Iterator[tuple[str, list[float]]]:
-    """Yield what Megatron has logged of iterations, as far as it has."""
     tags = {"iteration, ms": ("iteration-time", 1e3)}
     tags["allocated on the GPU, bytes"] = ("mem-allocated-bytes", 1.0)
     for figure, (tag, unit) in tags.items():
@@ -92,7 +89,6 @@ def logged(run: Run) -> Iterator[tuple[str, list[float]]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from a command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.upstream.soak")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--json", type=Path, required=True)

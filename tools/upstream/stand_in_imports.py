@@ -1,8 +1,8 @@
-"""Lets modules of a package that is unpacked in a folder be imported without what they import.
+"""Imports modules of an unpacked package with stand-ins for their dependencies.
 
 Recipes of Megatron-Bridge are functions that set fields of configurations. Their modules import
-models, Transformer Engine and converters of Hugging Face checkpoints all the same; of all that they
-only set attributes, or build an object to set them on.
+models, Transformer Engine and Hugging Face converters, but only set attributes on them or
+instantiate them.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def find_bridge() -> Path | None:
-    """Return the folder of ``MEGATRON_BRIDGE_PATH`` that holds Megatron-Bridge, if one does."""
+    """Return the folder of ``MEGATRON_BRIDGE_PATH`` that contains Megatron-Bridge, or None."""
     folders = map(Path, filter(None, os.environ.get("MEGATRON_BRIDGE_PATH", "").split(":")))
     return next((folder for folder in folders if (folder / "megatron/bridge").is_dir()), None)
 
@@ -32,9 +32,9 @@ class _AnyCall(type):
 
 
 class StandIn(metaclass=_AnyCall):
-    """Takes any argument and attribute; what nobody has set is None, and any call builds another.
+    """Accepts any argument and attribute; unset attributes are None, any call returns another one.
 
-    A name in ``UNSET`` has a value before anybody sets it.
+    ``UNSET`` contains attributes with another initial value.
     """
 
     UNSET: Mapping[str, Any] = {}
@@ -59,7 +59,7 @@ class _Loader(Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module every name that is asked of it: a class of its own."""
+        """Make every name of the module resolve to a new class."""
 
         def find(name: str) -> type[StandIn]:
             if name.startswith("__"):
@@ -77,7 +77,7 @@ class _Loader(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds the real modules of one package in a folder, and stand-ins of its others."""
+    """Finds the real modules of one package in a folder, and stand-ins for all others."""
 
     def __init__(self, folder: Path, package: str, real: Collection[str], loader: Loader) -> None:
         self._folder, self._package, self._real, self._loader = folder, package, real, loader
@@ -96,19 +96,19 @@ class _Finder(MetaPathFinder):
 
 
 class _Absent(MetaPathFinder):
-    """Finds what no other finder does."""
+    """Finds stand-ins for modules that no other finder finds."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        if name.partition(".")[0] in sys.stdlib_module_names:  # which Python looks for in vain
+        if name.partition(".")[0] in sys.stdlib_module_names:  # optional modules of Python itself
             return None
         return ModuleSpec(name, self._loader, is_package=True)
 
 
 class _Hidden(MetaPathFinder):
-    """Finds stand-ins of some packages, installed or not."""
+    """Finds stand-ins for some packages, installed or not."""
 
     def __init__(self, packages: Collection[str], loader: Loader) -> None:
         self._packages, self._loader = packages, loader
@@ -127,17 +127,17 @@ def standing_in(
     bases: Mapping[str, type[StandIn]],
     hidden: Collection[str] = (),
 ) -> Iterator[None]:
-    """Let ``package`` be imported from ``folder``; whatever it lacks is a stand-in meanwhile.
+    """Make ``package`` importable from ``folder`` within the context, with stand-ins for missing
+    modules.
 
-    What was imported before stays real, unless it is hidden, and nothing of what is imported within
-    stays.
+    Modules imported before stay real unless hidden; imports within the context are undone.
 
     Args:
-        folder: what would be on Python's path.
-        package: whose modules are stand-ins, apart from those named in ``real``.
-        real: modules of it, and packages with all that is in them.
-        bases: name of a class, or of a module or package -> of what its stand-ins are made.
-        hidden: packages that are stand-ins even where they are installed.
+        folder: folder that contains the package.
+        package: package whose modules are stand-ins, except those in ``real``.
+        real: modules of the package, and subpackages with all their modules.
+        bases: name of a class, module or package -> base class of its stand-ins.
+        hidden: packages that are stand-ins even if installed.
     """
     loader = _Loader(bases)
     first = [_Finder(folder, package, real, loader), _Hidden(hidden, loader)]

@@ -5,11 +5,10 @@
     python -m tools.upstream.versions --here [--json FILE] [TESTS ...]
 
 ``--megatron-core`` is a release, or the path of a checkout; TESTS are files or folders, by default
-all. What the record has of other files of the same versions stays, so that a suite can be run in
-parts. With ``--transformer-engine`` it is built, and the tests that use GPUs run instead of the
-others. With ``--here`` nothing is installed: the environment that asks runs the tests as it is,
-with what TRANSFORMER_ENGINE_PATH names; those that use GPUs, where there are some. Exit status: 1
-if a case fails.
+all. The record keeps other files of the same versions, so that a suite can be run in parts.
+``--transformer-engine`` builds it and runs the GPU tests instead of the others. ``--here`` installs
+nothing and runs the tests in the current environment, with Transformer Engine at
+TRANSFORMER_ENGINE_PATH; only the GPU tests if there are GPUs. Exit status: 1 if a case fails.
 """
 
 import argparse
@@ -41,33 +40,29 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "torch": ("2.11.0", "2.13.0", "2.15.0"),
     "transformer-engine": ("2.17.1", "2.18.0", "2.20.2"),
 }
-"""Versions that people have, the oldest first; 0.20.0 is what a checkout of main calls itself."""
+"""Common versions, oldest first; 0.20.0 is the version of a checkout of main."""
 
 BESIDE = ("triton", "numpy", "torchao")
-"""What else the suite builds on."""
+"""Other packages whose versions are recorded."""
 
 ALL = ["tests"]
 
 OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "skipped"}
-"""What pytest writes into a case -> how it went."""
+"""Element of pytest's XML report -> outcome."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is installed."""
-
     torch: str
     megatron_core: str
-    """A release, or the path of a checkout."""
     transformer_engine: str | None
 
     @property
     def checkout(self) -> Path | None:
-        """The folder of a checkout, or None for a release."""
         return Path(self.megatron_core) if os.sep in self.megatron_core else None
 
     def command(self, tests: Sequence[str]) -> str:
-        """Return what runs these tests with these versions, on any machine."""
+        """Return the command that runs these tests with these versions."""
         core = self.checkout.name if self.checkout else self.megatron_core
         words = ["python", "-m", "tools.upstream.versions", "--torch", self.torch]
         words += ["--megatron-core", core]
@@ -76,7 +71,7 @@ class Wanted:
         return shlex.join([*words, *([] if list(tests) == ALL else tests)])
 
     def requirements(self) -> list[str]:
-        """Return what the project file asks for, with these versions in place of its own."""
+        """Return the requirements of the project file with these versions."""
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         extras = project["optional-dependencies"]
         own = [*project["dependencies"], *extras["megatron"], *extras["dev"]]
@@ -88,25 +83,23 @@ class Wanted:
 
 @dataclass
 class Outcomes:
-    """How the cases of one file went."""
-
     commit: str | None
     passed: int = 0
     failed: int = 0
     skipped: int = 0
     failures: dict[str, str] = field(default_factory=dict)
-    """Case -> the first line of what it says."""
+    """Case -> first line of its failure."""
 
 
 def make_environment(folder: Path, wanted: Wanted) -> Path:
-    """Install everything into a new environment, unless it is there; return its Python."""
+    """Install everything into a new environment unless it exists; return its Python."""
     python = folder / "bin" / "python"
     if python.exists():
         return python
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     subprocess.run([*pip, *wanted.requirements()], check=True)
-    if wanted.transformer_engine:  # built against the torch that is there
+    if wanted.transformer_engine:  # built against the installed torch
         engine = f"transformer-engine[pytorch]=={wanted.transformer_engine}"
         subprocess.run([*pip, "--no-build-isolation", engine], check=True)
     subprocess.run([*pip, "--no-deps", "-e", str(ROOT)], check=True)
@@ -116,7 +109,6 @@ def make_environment(folder: Path, wanted: Wanted) -> Path:
 def run_suite(
     python: Path, tests: Sequence[str], environment: Mapping[str, str], *, gpus: bool
 ) -> dict[str, Outcomes]:
-    """Run tests with a Python, and return file -> how its cases went."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -130,7 +122,7 @@ def run_suite(
 
 
 def read_report(report: Path) -> dict[str, Outcomes]:
-    """Return file -> how its cases went, of pytest's own report (``xunit1``)."""
+    """Return file -> outcomes from pytest's XML report (``xunit1``)."""
     files: dict[str, Outcomes] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         name = case.get("file") or case.get("classname") or case.get("name", "")
@@ -145,7 +137,7 @@ def read_report(report: Path) -> dict[str, Outcomes]:
 
 
 def installed(python: Path) -> dict[str, str]:
-    """Return the versions in an environment of what the suite builds on."""
+    """Return package -> version of the suite's dependencies in an environment."""
     names = (*KNOWN, *BESIDE)
     program = (
         "import importlib.metadata as m, json, sys\n"
@@ -159,7 +151,7 @@ def installed(python: Path) -> dict[str, str]:
 
 
 def check_versions(found: Mapping[str, str], wanted: Wanted) -> None:
-    """Exit where an environment that was there holds another release than is wanted."""
+    """Exit if an existing environment contains another release than ``wanted``."""
     releases = {"torch": wanted.torch, "transformer-engine": wanted.transformer_engine}
     if wanted.checkout is None:
         releases["megatron-core"] = wanted.megatron_core
@@ -172,13 +164,12 @@ def check_versions(found: Mapping[str, str], wanted: Wanted) -> None:
 
 
 def device() -> str:
-    """Return what the suite runs on: GPUs, or the CPU."""
     names = [gpu.name for gpu in find_gpus()]
     return ", ".join(names) or describe_cpu()
 
 
 def describe_source(wanted: Wanted) -> str:
-    """Return where megatron-core comes from: the index, or a commit."""
+    """Return the source of megatron-core: the index, or a commit."""
     if wanted.checkout is None:
         return "wheel"
     asked = ["git", "-C", str(wanted.checkout), "log", "-1", "--format=%h of %cs"]
@@ -187,7 +178,7 @@ def describe_source(wanted: Wanted) -> str:
 
 
 def record(path: Path, run: Mapping[str, Any]) -> None:
-    """Write a run into the record; files of the same versions that it did not run are kept."""
+    """Add a run to the record, keeping files of the same versions that it did not run."""
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
     what = ("versions", "source", "python", "device")
     others = [one for one in runs if any(one[key] != run[key] for key in what)]
@@ -204,12 +195,11 @@ def record(path: Path, run: Mapping[str, Any]) -> None:
 
 
 def order(run: Mapping[str, Any]) -> list[str]:
-    """Return what runs are sorted by: the versions of what is known by several."""
+    """Return the sort key of a run: its versions of the packages in :data:`KNOWN`."""
     return [run["versions"].get(name, "") for name in KNOWN]
 
 
 def totals(files: Mapping[str, Mapping[str, Any]]) -> Counter[str]:
-    """Return how many cases of all files went how."""
     counts: Counter[str] = Counter()
     for of_file in files.values():
         counts.update({outcome: of_file[outcome] for outcome in ("passed", "failed", "skipped")})
@@ -217,24 +207,21 @@ def totals(files: Mapping[str, Mapping[str, Any]]) -> Counter[str]:
 
 
 def failures(files: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for each case that failed."""
     for file, of_file in files.items():
         for case, reason in of_file["failures"].items():
             yield f"{file}::{case}: {reason}"
 
 
 def run_there(python: Path, wanted: Wanted, tests: Sequence[str]) -> dict[str, Any]:
-    """Run tests in an environment of its own, and return what is recorded."""
     numbers = installed(python)
     check_versions(numbers, wanted)
-    # what another Megatron on the path would hide is the one to be tested
+    # test the installed Megatron, not another one on the path
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     found = run_suite(python, tests, environment, gpus=bool(wanted.transformer_engine))
     return describe_run(numbers, describe_source(wanted), wanted.command(tests), found)
 
 
 def run_here(tests: Sequence[str]) -> dict[str, Any]:
-    """Run tests in the environment that asks, and return what is recorded."""
     found = run_suite(Path(sys.executable), tests, os.environ, gpus=bool(find_gpus()))
     numbers = {name: version for name in (*KNOWN, *BESIDE) if (version := find_version(name))}
     core = find_package("megatron-core")
@@ -249,7 +236,6 @@ def run_here(tests: Sequence[str]) -> dict[str, Any]:
 def describe_run(
     numbers: Mapping[str, str], source: str, command: str, found: Mapping[str, Outcomes]
 ) -> dict[str, Any]:
-    """Return the record of a run."""
     return {
         "versions": numbers,
         "source": source,
@@ -262,7 +248,6 @@ def describe_run(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from a command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.upstream.versions")
     parser.add_argument("--torch", default="2.11.0")
     parser.add_argument("--megatron-core", default="0.19.2", help="a release, or a checkout's path")

@@ -1,11 +1,10 @@
-"""A pytest plug-in that installs moe_optim, and notes what of it each case ran.
+"""A pytest plug-in that installs moe_optim, and records which of its functions each case ran.
 
-Loaded by its bare name, as ``outcome_lines`` is; ``MOE_OPTIM_SET`` holds assignments of knobs.
+Imported by its bare name, like ``outcome_lines``; ``MOE_OPTIM_SET`` contains assignments of knobs.
 
-Upstream's tests import classes from the modules that define them, where install() leaves them
-alone. What install() and the first optimizer replace elsewhere is therefore replaced in the test
-modules, too: a case then takes what a model is built of, and loads and saves as training does.
-Megatron itself is patched by the package and nobody else.
+Upstream's tests import classes from their defining modules, which install() does not patch. This
+plug-in therefore replaces the same names in the test modules, so that cases build models, load and
+save as training does. Only the package itself patches Megatron.
 """
 
 import gc
@@ -16,7 +15,7 @@ from types import FunctionType
 
 import pytest
 
-_TOOL = 4  # of sys.monitoring; free of uses by convention
+_TOOL = 4  # tool id of sys.monitoring; unused by convention
 _NOT_REPLACED = {"get-megatron-optimizer"}  # refuses other optimizers, which some cases build
 _ran: set[str] = set()
 _replaced: dict[int, object] = {}
@@ -36,10 +35,10 @@ def pytest_load_initial_conftests():
             _replaced[id(resolve(patch.target)[2])] = resolve(patch.replacement)[2]
     assignments = os.environ.get("MOE_OPTIM_SET", "").split()
     moe_optim.install(moe_optim.MoEOptimConfig().replace_from(assignments, "MOE_OPTIM_SET"))
-    # cases ask the local spec, which ignores it, for grouped experts that ours refuse: with GELU,
-    # initialized on the CPU
+    # cases request grouped experts of the local spec, which ignores it; ours refuse GELU and
+    # initialization on the CPU
     revert_patches(patches.EXPERTS, HOLDER)
-    # guards a user's run; a case compares a quantized model with a bf16 one in the same process
+    # meant for training; a case compares quantized and bf16 models in one process
     requirements.check_setup = lambda *_: None
 
 
@@ -64,7 +63,7 @@ def pytest_runtest_makereport(item, call):
 
 
 def _listen():
-    """Have every call of a function of moe_optim noted, stand-ins of a GPU left out."""
+    """Record every call of a moe_optim function, except those that replace apex or CUDA."""
     import moe_optim
     from moe_optim.integration import cpu_runtime
     from moe_optim.optimizer import adam

@@ -39,8 +39,8 @@ class CorruptFile:
 class DamageError(StateError):
     """A file that all others depend on is damaged."""
 
-    def __init__(self, file: str, what: str, key: str = "") -> None:
-        self.corrupt = CorruptFile(file, what, key)
+    def __init__(self, file: str, what: str) -> None:
+        self.corrupt = CorruptFile(file, what)
         super().__init__(str(self.corrupt))
 
 

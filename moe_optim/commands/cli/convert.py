@@ -1,10 +1,9 @@
-"""Read a torch_dist or safetensors checkpoint, a layer at a time, and write it anew.
+"""Convert a torch_dist or safetensors checkpoint, one layer at a time.
 
---to converts a whole Qwen3-MoE or DeepSeek-V3: names, shapes and configuration, of weights alone.
---experts converts nothing but the layout of experts: everything else keeps its name, and masters
-and moments come along, by name where they were flat. Checksums that SRC has (torch_dist) are
-compared on the way. DST appears when it is complete. Megatron, transformers and a GPU are not
-needed.
+--to converts the weights of a whole Qwen3-MoE or DeepSeek-V3 model: names, shapes and
+configuration. --experts converts only the layout of experts: every other tensor keeps its name,
+and masters and moments are converted too, by name if they were flat. Checksums in SRC (torch_dist)
+are verified. DST appears when it is complete. Megatron, transformers and a GPU are not needed.
 """
 
 import argparse
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from moe_optim.commands.conversion.model_plan import ModelPlan
     from moe_optim.rollout.families import Implementation
 
-# What imports torch is imported where it is needed: it takes seconds.
+# Modules that import torch, which takes seconds, are imported locally.
 
 FORMATS = ("safetensors", "torch_dist")
 TARGETS = ("hf", "megatron")
@@ -39,34 +38,34 @@ HELP = "write a checkpoint for transformers or for Megatron, or change its exper
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
-    add("source", type=Path, metavar="SRC", help="a checkpoint; of a run's, the newest is taken")
-    add("target", type=Path, metavar="DST", help="a folder that does not exist yet")
+    add("source", type=Path, metavar="SRC", help="checkpoint, or run folder, whose newest is used")
+    add("target", type=Path, metavar="DST", help="output folder; must not exist")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--to",
         choices=TARGETS,
         metavar="SIDE",
-        help=f"the whole model, of {' or '.join(TARGETS)}: hf is what transformers loads, megatron "
-        "what --load takes",
+        help=f"convert the whole model, to {' or '.join(TARGETS)}: hf for transformers, megatron "
+        "for --load",
     )
     what.add_argument(
         "--experts",
         choices=LAYOUTS,
         metavar="LAYOUT",
-        help=f"the expert layout alone, of {', '.join(LAYOUTS)}",
+        help=f"convert only the expert layout, to {', '.join(LAYOUTS)}",
     )
     add(
         "--glu-interleave",
         type=whole_number,
         metavar="N",
-        help="rows of gate and of up blocks that alternate in DST, 0: all of gate first (default: "
-        "as SRC for Megatron's layouts, else 0)",
+        help="rows of alternating gate and up blocks in DST, 0 for all gate rows first (default: "
+        "that of SRC for Megatron's layouts, else 0)",
     )
     add(
         "--source-glu-interleave",
         type=whole_number,
         metavar="N",
-        help="the same of SRC, where it is not recorded (default: 0)",
+        help="the same for SRC, if it is not recorded (default: 0)",
     )
     _add_model_options(parser.add_argument_group("with --to"))
     _add_layout_options(parser.add_argument_group("with --experts"))
@@ -79,13 +78,13 @@ def _add_model_options(group: "argparse._ArgumentGroup") -> None:
         "--tokenizer",
         type=Path,
         metavar="DIR",
-        help="pass the tokenizer files of this folder on to DST, and the special tokens of its "
-        "config.json (--to hf)",
+        help="folder of tokenizer files to copy to DST, with the special tokens of its config.json "
+        "(--to hf)",
     )
     add(
         "--transformer-impl",
         choices=SIDES,
-        help=f"whose layers will load DST, as Megatron's flag: {' or '.join(SIDES)} (--to "
+        help=f"Megatron's --transformer-impl that will load DST: {' or '.join(SIDES)} (--to "
         f"megatron; default: {SIDES[0]})",
     )
 
@@ -97,42 +96,40 @@ def _add_layout_options(group: "argparse._ArgumentGroup") -> None:
         choices=LAYOUTS,
         dest="source_layout",
         metavar="LAYOUT",
-        help="how SRC keeps its experts, where several layouts fit or none is recorded",
+        help="expert layout of SRC, if it is not recorded or several match",
     )
-    add("--format", choices=FORMATS, help=f"of {', '.join(FORMATS)}; default: that of SRC")
+    add(
+        "--format",
+        choices=FORMATS,
+        help=f"file format: {', '.join(FORMATS)} (default: that of SRC)",
+    )
     add(
         "--weights-only",
         action="store_true",
-        help="leave masters, moments and all other state of the optimizer out",
+        help="omit masters, moments and all other optimizer state",
     )
 
 
 def add_naming(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what a checkpoint does not."""
+    """Add the options for facts that a checkpoint does not record."""
     add = parser.add_argument
     add(
         "--rename",
         action="append",
         default=[],
         metavar="FROM=TO",
-        help="keys of the first checkpoint that begin with FROM begin with TO; may be repeated",
+        help="replace the key prefix FROM of the first checkpoint by TO; may be repeated",
     )
     add(
         "--num-experts",
         type=_number_above_zero,
         metavar="N",
-        help="how many experts a layer has, where it does not tell (layout legacy)",
+        help="experts per layer, if the checkpoint does not record it (layout legacy)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, and print what was done.
-
-    Raises:
-        ConfigError: the options contradict each other or the checkpoint, or DST exists.
-        LayoutError: SRC does not hold a complete model, experts and states, or DST cannot.
-        StateError: SRC is damaged, or the disk too small.
-    """
+    """Convert, and print a summary."""
     _refuse_mixed(args)
     began = time.perf_counter()
     convert = _convert_model if args.to else _convert_layout
@@ -154,8 +151,8 @@ def _refuse_mixed(args: argparse.Namespace) -> None:
             "--tokenizer": args.to != "hf" and args.tokenizer,
             "--transformer-impl": args.to != "megatron" and args.transformer_impl,
         },
-        expected=f"{asked}: expected options that it has",
-        remedy="Leave it out: `moe-optim convert --help` says what goes with what.",
+        expected=f"{asked}: expected only its own options",
+        remedy="Remove it: `moe-optim convert --help` lists the options of each.",
     )
 
 
@@ -196,7 +193,7 @@ def _absent_layers(side: "Implementation", *, is_latent: bool) -> list[str]:
     remedy = "which is not here: without it convert with --transformer-impl local"
     if is_latent:
         remedy = "which latent attention needs"
-    return [f"These flags start a run where Transformer Engine is, {remedy}."]
+    return [f"These flags start a run with Transformer Engine, {remedy}."]
 
 
 def _convert_layout(args: argparse.Namespace, began: float) -> list[str]:
@@ -235,12 +232,12 @@ def _summary(plan: "ConversionPlan", args: argparse.Namespace, began: float) -> 
     if plan.stored is not None and plan.objects:
         foreign = plan.stored.foreign_objects(plan.objects)
         lines += [
-            f"Copied as it is, and may run code where Megatron unpickles it: {name}: {why}"
+            f"Copied unchanged, may run code when Megatron unpickles it: {name}: {why}"
             for name, why in foreign.items()
         ]
     if plan.format == "torch_dist":
         lines.append("torch_dist stores grouped, indexed and sequential experts alike.")
-    why = "--weights-only" if args.weights_only else "safetensors holds tensors alone"
+    why = "--weights-only" if args.weights_only else "safetensors stores only tensors"
     return lines + _left_out(plan, why)
 
 
@@ -255,14 +252,14 @@ def _speed(count: int, nbytes: int, began: float) -> str:
 
 def _left_out(plan: "ConversionPlan | ModelPlan", why: str) -> list[str]:
     tensors = sum(name in plan.view.tensors for name in plan.left_out)
-    parts = [f"{tensors} tensors of the optimizer"] if tensors else []
+    parts = [f"{tensors} optimizer tensors"] if tensors else []
     if objects := len(plan.left_out) - tensors:
         parts.append(f"{objects} objects, such as arguments and random states")
-    return [f"Left out: {' and '.join(parts)} ({why})."] if parts else []
+    return [f"Omitted: {' and '.join(parts)} ({why})."] if parts else []
 
 
 def whole_number(text: str) -> int:
-    """Return the number that an option gives; a type for argparse."""
+    """Parse a nonnegative integer option; an argparse ``type``."""
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"expected a whole number, got '{text}'")
     return int(text)

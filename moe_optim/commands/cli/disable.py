@@ -1,10 +1,10 @@
-"""Remove the file that `moe-optim enable` wrote; nothing else was changed."""
+"""Remove the file that `moe-optim enable` wrote; it changed nothing else."""
 
 import argparse
 
 from moe_optim.commands.console.site_file import disable, site_file
 
-HELP = "remove the file that `moe-optim enable` wrote; nothing else was changed"
+HELP = "remove the file that `moe-optim enable` wrote"
 
 
 def run(_args: argparse.Namespace) -> int:

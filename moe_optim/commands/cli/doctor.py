@@ -1,8 +1,8 @@
-"""Show what is installed, which formats run here and what to mend.
+"""Show installed packages, supported formats and remedies for problems.
 
-Shows versions and places of everything moe_optim builds on, how each format runs on this machine,
-and the state of every patch. Exits with 1 when something needed is missing or broken, and names the
-line that mends it.
+Shows versions and paths of everything moe_optim builds on, how each format runs on this machine,
+and the state of every patch. Exits with 1 if something required is missing or broken, and names the
+command that repairs it.
 """
 
 import argparse
@@ -36,24 +36,24 @@ from moe_optim.screen import quiet, results_console
 Report = dict[str, Any]
 
 _IMPORTED = {**MODULES, "transformer-engine": "transformer_engine.pytorch"}
-"""Package -> the module that does not import where the package is broken."""
+"""Package -> module whose import fails if the package is broken."""
 _RECIPES = {
     "fp8": "tensorwise",
     "fp8_block_scaling": "blockwise",
     "mxfp8": "mxfp8",
     "nvfp4": "nvfp4",
 }
-"""What Transformer Engine calls its recipes -> what Megatron's flags call them."""
+"""Name of a recipe in Transformer Engine -> its name in Megatron's flags."""
 _NATIVE = {"product": "native product", "because": "grouped bf16 GEMM of torch"}
 _EMULATED = {
     "product": "emulated product",
     "because": "stored in low precision, multiplied in bf16",
 }
-"""How portable experts multiply weights of a format."""
+"""GEMMs of portable experts in a format without a native kernel."""
 _STYLES = {"ok": "green", "applied": "green", "missing": "red", "unfit": "red", "broken": "red"}
 
 
-HELP = "show what is installed, which formats run here and what to mend"
+HELP = "show installed packages, supported formats, and remedies for problems"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; return 1 when something needed is missing or broken."""
+    """Print the report; return 1 if something required is missing or broken."""
     with Console(stderr=True).status("Importing what is installed ..."):
         report = examine()
     if args.json:
@@ -73,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> Report:
-    """Return the report as JSON-ready values; imports what is installed, which takes seconds.
+    """Return the report as JSON-ready values; importing the packages takes seconds.
 
-    ``ok`` is true exactly when ``problems``, one line each, is empty.
+    ``ok`` is true exactly when ``problems``, a list of lines, is empty.
     """
     with quiet():
         packages = {name: _examine_package(name) for name in ("python", *MODULES)}
@@ -105,7 +105,7 @@ def examine() -> Report:
 
 
 def _examine_package(name: str) -> Report:
-    """Describe one package; ``problem`` says what to do about one that is needed.
+    """Describe one package; ``problem`` contains the remedy if it is required.
 
     ``state`` is ``ok``, ``absent`` (and optional), ``missing``, ``unfit`` or ``broken``.
     """
@@ -131,7 +131,6 @@ def _examine_package(name: str) -> Report:
 
 
 def _note(name: str, package: Package | None) -> str:
-    """Return what the version alone does not say."""
     if name == "apex" and package is None and (folder := find_folder("apex")):
         return f"{folder} is the unrelated apex of the package index, not NVIDIA's"
     if name == "pybind11" and package is None:
@@ -156,20 +155,20 @@ def _failure(name: str) -> str | None:
     module = _IMPORTED[name]
     try:
         importlib.import_module(module)
-    except Exception as error:  # a broken extension raises whatever it likes
+    except Exception as error:  # a broken extension may raise anything
         return f"importing {module} raised {type(error).__name__}: {error}. Install it again"
     return None
 
 
 def _native_products() -> list[str]:
-    """Return the recipes whose GEMMs Transformer Engine says that this GPU has."""
+    """Return the recipes for which Transformer Engine reports GEMMs on this GPU."""
     engine = importlib.import_module(_IMPORTED["transformer-engine"])
     asked = {name: getattr(engine, f"is_{name}_available", None) for name in _RECIPES}
     return [_RECIPES[name] for name, available in asked.items() if available and available()]
 
 
 def _examine_patches() -> list[dict[str, str]]:
-    from moe_optim.integration.engine import patch_state  # only where Megatron is
+    from moe_optim.integration.engine import patch_state  # needs Megatron
     from moe_optim.integration.patches import PATCHES
 
     return [
@@ -203,21 +202,21 @@ def _render(report: Report) -> RenderableType:
     if report["patches"]:
         parts.append(
             _table(
-                ("patch", "what, why (off: it fits, and is put in place on demand)"),
+                ("patch", "target, reason (off: compatible, applied on demand)"),
                 _patch_rows(report["patches"]),
             )
         )
     if report["ok"]:
-        parts.append(Text("Everything needed is here.", "green"))
+        parts.append(Text("All requirements are met.", "green"))
     parts += [Text.assemble(("error: ", "bold red"), problem) for problem in report["problems"]]
     return Group(*parts)
 
 
 def _spell_native(report: Report) -> str:
     if report["native_products"]:
-        return f"{', '.join(report['native_products'])}, which its experts take"
+        return f"{', '.join(report['native_products'])}, which its experts use"
     if report["packages"]["transformer-engine"]["state"] != "ok":
-        return "none, as it is not here"
+        return "none, as it is not installed"
     return "none on this machine" if report["gpus"] else "none, as there is no GPU"
 
 

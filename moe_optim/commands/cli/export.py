@@ -1,10 +1,10 @@
-"""Write a checkpoint that vLLM and SGLang load, its experts quantized.
+"""Write a checkpoint with quantized experts for vLLM and SGLang.
 
-Reads a torch_dist or safetensors checkpoint, a layer at a time, quantizes its experts as training
-does, from their masters where there are some, and writes safetensors under the names of Hugging
-Face, with the quantization_config of engines. Everything but experts keeps its dtype. Models of
-torch_dist are those that convert --to hf takes. DST appears when it is complete. Megatron and a GPU
-are not needed.
+Reads a torch_dist or safetensors checkpoint, one layer at a time, and quantizes its experts as
+training does, from masters if it contains them. Writes safetensors with Hugging Face names and the
+quantization_config that engines read. Other tensors keep their dtype. torch_dist models are limited
+to those that convert --to hf supports. DST appears when it is complete. Megatron and a GPU are not
+needed.
 """
 
 import argparse
@@ -23,61 +23,60 @@ from moe_optim.spelling import spell_bytes
 if TYPE_CHECKING:
     from moe_optim.commands.export.export_plan import ExportPlan, ExportRequest
 
-# What imports torch is imported where it is needed: it takes seconds.
+# Modules that import torch, which takes seconds, are imported locally.
 
 CONVENTIONS = ("compressed_tensors", "modelopt", "deepseek")
 
 
-HELP = "write a checkpoint that vLLM and SGLang load, its experts quantized"
+HELP = "write a checkpoint with quantized experts for vLLM and SGLang"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
-    add("source", type=Path, metavar="SRC", help="a checkpoint; of a run's, the newest is taken")
-    add("target", type=Path, metavar="DST", help="a folder that does not exist yet")
-    add("--format", choices=FORMATS, required=True, help=f"of {', '.join(FORMATS)}")
+    add("source", type=Path, metavar="SRC", help="checkpoint, or run folder, whose newest is used")
+    add("target", type=Path, metavar="DST", help="output folder; must not exist")
+    add(
+        "--format",
+        choices=FORMATS,
+        required=True,
+        help=f"format of the experts: {', '.join(FORMATS)}",
+    )
     add(
         "--convention",
         choices=CONVENTIONS,
-        help="how data and scales are called (default: compressed_tensors for MXFP8, modelopt for "
+        help="names of data and scales (default: compressed_tensors for MXFP8, modelopt for "
         "NVFP4, deepseek for FP8 blocks)",
     )
     add(
         "--config",
         type=Path,
         metavar="FILE",
-        help="config.json of the model (default: what SRC says)",
+        help="config.json of the model (default: that of SRC)",
     )
     add(
         "--tokenizer",
         type=Path,
         metavar="DIR",
-        help="pass the tokenizer files of this folder on to DST (default: those beside SRC)",
+        help="folder of tokenizer files to copy to DST (default: that of SRC)",
     )
     add(
         "--from",
         choices=LAYOUTS,
         dest="source_layout",
         metavar="LAYOUT",
-        help="how SRC keeps its experts, where several layouts fit or none is recorded",
+        help="expert layout of SRC, if it is not recorded or several match",
     )
     add(
         "--source-glu-interleave",
         type=whole_number,
         metavar="N",
-        help="rows of gate and of up blocks that alternate in SRC, where it is not recorded",
+        help="rows of alternating gate and up blocks in SRC, if it is not recorded",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export, and print what was done.
-
-    Raises:
-        ConfigError: the options contradict each other or the checkpoint, or DST exists.
-        LayoutError: SRC does not hold complete experts, or the format cannot hold them.
-        StateError: SRC is damaged, or the disk too small.
-    """
+    """Export, and print a summary."""
     from moe_optim.commands.export.export import export_checkpoint
     from moe_optim.commands.export.export_plan import plan_export
 
@@ -118,7 +117,7 @@ def _summary(plan: "ExportPlan", args: argparse.Namespace, seconds: float) -> li
     ]
     if not plan.reads_masters:
         lines.append(
-            "Weights that were quantized in training and dequantized for the checkpoint may come "
-            "out with other scales. Export a checkpoint with masters for the bytes of training."
+            "Weights that were quantized in training and dequantized for the checkpoint may get "
+            "other scales. Export a checkpoint with masters to get the bytes of training."
         )
     return lines

@@ -1,8 +1,8 @@
-"""Show what a checkpoint holds, and whether it is whole.
+"""Show the contents of a checkpoint, and check that it is complete.
 
-Shows format, experts and their layout, optimizer state, amaxes, and what else a torch_dist or
-safetensors checkpoint says about itself; of --ckpt-format torch, whether its files are whole. No
-other values are read. Exits with 1 if it is not whole, with 2 if it cannot be read.
+Shows format, experts and their layout, optimizer state, amaxes, and other metadata of a torch_dist
+or safetensors checkpoint. For --ckpt-format torch, checks only that the files are complete. Exits
+with 1 if the checkpoint is incomplete, with 2 if it cannot be read.
 """
 
 import argparse
@@ -29,35 +29,35 @@ INCOMPLETE = 1
 _AMAX = re.compile(r"(?P<linear>linear_fc[12])\.(?P<kind>weight_amax|calibrated_amax)$")
 _AMAX_KINDS = {"weight_amax": "recorded", "calibrated_amax": "calibrated"}
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""Dtypes as the table spells them."""
+"""Dtype -> abbreviation in the table."""
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 Report = dict[str, Any]
 
 
-HELP = "show what a checkpoint holds, and whether it is whole"
+HELP = "show the contents of a checkpoint, and check that it is complete"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CKPT", help="a checkpoint; of a run, the newest")
+    add(
+        "checkpoint",
+        type=Path,
+        metavar="CKPT",
+        help="checkpoint, or run folder, whose newest is used",
+    )
     add("--json", action="store_true", help="print the report as JSON")
     add(
         "--thorough",
         action="store_true",
-        help="also read all of what Megatron saved for its checksums",
+        help="also read all files and verify their checksums",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; return 1 when the checkpoint is not whole.
-
-    Raises:
-        LayoutError: it is no checkpoint.
-        StateError: its metadata is missing or damaged.
-    """
+    """Print the report; return 1 if the checkpoint is incomplete."""
     from moe_optim.checkpoint.files.folders import files_of_ranks
     from moe_optim.commands.conversion.opening import newest_checkpoint
 
@@ -81,7 +81,7 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
     from moe_optim.commands.export.stored import find_quantized
 
     reader, recorded = view.reader, view.recorded
-    is_safetensors = reader.format == "safetensors"  # sizes were compared when it was opened
+    is_safetensors = reader.format == "safetensors"  # opening it has compared sizes
     checked = "every byte" if thorough else "metadata and sizes"
     if is_safetensors:
         checked = "headers and sizes"
@@ -120,7 +120,7 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
 
 
 def _examine_files(path: Path, files: list[Path], *, thorough: bool) -> Report:
-    """Return what is seen of ``--ckpt-format torch`` from outside: no file of a rank is loaded."""
+    """Check the files of ``--ckpt-format torch`` without unpickling any."""
     return {
         "path": str(path),
         "format": "torch",
@@ -145,7 +145,7 @@ def _dtypes_of_states(view: "LayerView", states: list[str]) -> dict[str, list[st
 
 
 def _flat_states(view: "LayerView") -> Report | None:
-    """Say whether flat states can be read by parameter: sizes tell, values are not read."""
+    """Report whether flat states can be read by parameter, from sizes alone."""
     from moe_optim.checkpoint.files.torch_dist import TorchDistReader
     from moe_optim.commands.conversion.flat_groups import doubt_of_flat_states
     from moe_optim.commands.conversion.flat_states import has_flat_states
@@ -166,7 +166,7 @@ def _defects(path: Path, *, thorough: bool) -> list[str]:
 
 
 def _foreign_objects(view: "LayerView") -> dict[str, str]:
-    """Say which objects may run code where Megatron unpickles them, and what they name."""
+    """Return object -> globals that may run code when Megatron unpickles it."""
     from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 
     reader = view.reader
@@ -174,9 +174,9 @@ def _foreign_objects(view: "LayerView") -> dict[str, str]:
 
 
 def _amaxes(view: "LayerView") -> list[Report]:
-    """Describe the amaxes of experts, those of all layers together; reads them, a few bytes each.
+    """Summarize the amaxes of the experts of all layers; reads a few bytes for each.
 
-    ``none`` counts experts without one: those of weights that are not quantized.
+    ``none`` counts experts without an amax, whose weights are not quantized.
     """
     values: dict[tuple[str, str], list[float]] = {}
     for key in view.tensors:
@@ -247,7 +247,7 @@ def _print(report: Report) -> None:
 
 
 def _together(faults: list[str]) -> Iterator[str]:
-    """Yield the first of those that differ in numbers of layers and experts alone, with a count."""
+    """Yield one fault of each group that differs only in layer and expert numbers, with a count."""
     alike = Counter(_NUMBER.sub("*", fault) for fault in faults)
     for fault in faults:
         more = alike.pop(_NUMBER.sub("*", fault), 0) - 1

@@ -1,7 +1,7 @@
-"""Put the plug-in into a checkout of Megatron-LM as source diffs, by git apply.
+"""Add the plug-in to a checkout of Megatron-LM as source diffs, with git apply.
 
-With the diffs of patches/megatron-lm-0.19 a checkout of core_v0.19.0 takes
---use-moe-grouped-optim by itself. A tree of any other source is refused.
+With the diffs of patches/megatron-lm-0.19, a checkout of core_v0.19.0 accepts
+--use-moe-grouped-optim itself. Any other source tree is refused.
 """
 
 import argparse
@@ -13,14 +13,14 @@ from moe_optim.integration.source_diffs import SourceDiff, apply_diffs, load_dif
 _NOT_APPLIED, _UNKNOWN = 1, 2
 
 _ACTIONS = {
-    "check": "say of each diff whether it is applied, and change nothing; exits with 0 if all are, "
-    "1 if not, 2 if the source is not known",
-    "apply": "put all diffs into the tree, or none",
-    "revert": "take all diffs out of the tree, which is then as it was, to the byte",
+    "check": "show whether each diff is applied, and change nothing; exits with 0 if all are, 1 if "
+    "not, 2 if the source is unknown",
+    "apply": "apply all diffs to the tree, or none",
+    "revert": "remove all diffs from the tree, which restores every byte",
 }
 
 
-HELP = "put the plug-in into a checkout of Megatron-LM as source diffs"
+HELP = "add the plug-in to a checkout of Megatron-LM as source diffs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,16 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, text in _ACTIONS.items():
         action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
         action.add_argument(
-            "tree", type=Path, metavar="PATH", help="a checkout, the folder of pretrain_gpt.py"
+            "tree", type=Path, metavar="PATH", help="checkout, the folder of pretrain_gpt.py"
         )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what is asked for and return the exit code.
-
-    Raises:
-        MoEOptimError: PATH is no checkout, or of another source; nothing was changed.
-    """
+    """Apply, revert or check the diffs and return the exit code."""
     tree = require_tree(args.tree)
     diffs = load_diffs()
     if args.action == "check":

@@ -1,10 +1,9 @@
-"""Show what the expert weights of a recipe cost, format by format, without a GPU.
+"""Show the cost of a recipe's expert weights in each format, without a GPU.
 
-Lays out the expert weights as a run would, of the pipeline stage with most of them, and shows
-memory, gathered bytes and launches of every format, beside Megatron's own, and which format to
-take. Of the recipe it reads megatron_args, expert_layout, storage and who takes steps: step,
-layout, backend. Megatron need not be installed. Arguments after `--` go to Megatron's parser, over
-the recipe's.
+Lays out the expert weights of the pipeline stage with most of them as a run would. Shows memory,
+gathered bytes and kernel launches for each format and for stock Megatron, and recommends a format.
+Reads megatron_args, expert_layout, storage, step, layout and backend from the recipe. Megatron need
+not be installed. Arguments after `--` are passed to Megatron's parser and override the recipe's.
 """
 
 import argparse
@@ -14,7 +13,7 @@ from moe_optim.commands.console.pictures import picture_path
 from moe_optim.commands.plan.report import STDOUT, STEP
 from moe_optim.integration.argv import add_changes, add_recipe
 
-HELP = "show what the expert weights of a recipe cost, format by format, without a GPU"
+HELP = "show the cost of a recipe's expert weights in each format, without a GPU"
 USAGE = "moe-optim plan RECIPE [options] [-- MEGATRON ARGS]"
 
 
@@ -27,28 +26,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         metavar="N",
-        help="how many there are in all (default: the recipe's ranks, and from the fewest that "
-        f"hold the model on, {STEP} times as many each, while a batch has samples for all)",
+        help="total numbers of GPUs (default: the recipe's ranks, and the minimum for the model "
+        f"times powers of {STEP}, up to the batch size)",
     )
     add(
         "--gpu-memory",
         type=_positive,
         metavar="GIB",
-        help="memory of a GPU: also say whether the experts fit, and what they leave",
+        help="memory of a GPU: also show whether the experts fit, and the rest",
     )
     add(
         "--bandwidth",
         type=_positive,
         metavar="GB/S",
-        help="bus bandwidth of an all-gather between expert data parallel ranks, as nccl-tests "
-        "print it: also show how long the parameter all-gather takes, by itself",
+        help="bus bandwidth of an all-gather over expert data parallel ranks, as in nccl-tests: "
+        "also show the time of the parameter all-gather, without overlap",
     )
     add(
         "--memory-bandwidth",
         type=_positive,
         metavar="TB/S",
-        help="terabytes that the memory of a GPU reads and writes in a second: also show how long "
-        "a fused step takes at that speed (`python -m benchmarks requantize` measures it)",
+        help="memory bandwidth of a GPU in TB/s: also show the time of a fused step at that "
+        "bandwidth (`python -m benchmarks requantize` measures it)",
     )
     add("--details", action="store_true", help="also show padding, cut blocks and a fused step")
     add_changes(parser, "moe_optim.expert_layout=indexed")
@@ -56,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=picture_path,
         metavar="FILE",
-        help="also draw bytes against GPUs: .png, .svg, .pdf or .jpg",
+        help="plot of bytes against GPUs to write: .png, .svg, .pdf or .jpg",
     )
     add(
         "--json",
@@ -64,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=STDOUT,
         metavar="FILE",
-        help="write the rows, with the parts they consist of, to FILE, or print them as JSON",
+        help="write the rows and their components to FILE, or print them as JSON",
     )
 
 
@@ -79,7 +78,7 @@ def _positive(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, write the files asked for, and print the tables or JSON."""
+    """Plan, write the requested files, and print the tables or JSON."""
     from moe_optim.commands.plan.report import plan
 
     return plan(args)

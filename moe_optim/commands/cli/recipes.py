@@ -1,7 +1,6 @@
 """List the recipes that are installed with moe_optim.
 
-`train`, `plan` and `python -m benchmarks step` take their names where they take the path of a
-recipe.
+`train`, `plan` and `python -m benchmarks step` accept their names in place of a path.
 """
 
 import argparse
@@ -17,32 +16,28 @@ from moe_optim.errors import ConfigError
 from moe_optim.integration.argv import spell_format
 from moe_optim.screen import print_table, results_console
 
-HELP = "list the shipped recipes, or copy one to change it"
+HELP = "list the shipped recipes, or copy one for editing"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.set_defaults(action=None)
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    text = "copy a recipe, with those it is based on, and replace no file"
+    text = "copy a recipe and its base recipes, without overwriting files"
     copy = actions.add_parser("copy", help=text, description=text, allow_abbrev=False)
-    copy.add_argument("name", metavar="NAME", help="one of those that `moe-optim recipes` lists")
+    copy.add_argument("name", metavar="NAME", help="name listed by `moe-optim recipes`")
     copy.add_argument(
         "folder",
         type=Path,
         nargs="?",
         default=Path(),
         metavar="DIR",
-        help="an existing folder that gets the files (default: this one)",
+        help="existing folder for the files (default: the current one)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """List or copy.
-
-    Raises:
-        ConfigError: no such recipe, or a file that would be replaced; nothing was written.
-    """
+    """List or copy."""
     if args.action == "copy":
         _copy(args.name, args.folder)
     else:
@@ -52,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _list() -> None:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("name", no_wrap=True)  # of which a half is none
+    table.add_column("name", no_wrap=True)  # half a name is useless
     for header, width in {"ranks": 5, "needs": 8, "expert weights": 9, "what": 8}.items():
         table.add_column(header, overflow="fold", min_width=width)
     for name, path in shipped_recipes().items():
@@ -71,7 +66,6 @@ def _needs(recipe: Recipe) -> str:
 
 
 def _first_sentence(path: Path) -> str:
-    """Return the first sentence of the comment that a recipe begins with."""
     lines = re.match(r"(?:#.*\n)*", path.read_text())
     text = re.sub(r"\s*\n?# ?", " ", lines[0] if lines else "").strip()
     return re.split(r"(?<=\.)\s", text, maxsplit=1)[0]
@@ -81,7 +75,7 @@ def _copy(name: str, folder: Path) -> None:
     shipped = shipped_recipes()
     if name not in shipped:
         raise ConfigError(
-            f"{name}: expected the name of a shipped recipe, got another. Write one of "
+            f"{name}: expected the name of a shipped recipe, got another. Use one of "
             f"{', '.join(shipped)}."
         )
     contents = {folder / file.name: file.read_bytes() for file in load_recipe(shipped[name]).files}
@@ -94,12 +88,12 @@ def _copy(name: str, folder: Path) -> None:
 
 
 def _holds(path: Path, content: bytes) -> bool:
-    """Return whether a file is there with this content; ConfigError where something else is."""
+    """Return whether a file exists with this content; ConfigError if its content differs."""
     if not path.is_symlink() and not path.exists():
         return False
     if path.is_file() and path.read_bytes() == content:
         return True
     raise ConfigError(
-        f"{path}: expected no file, or the recipe as it is shipped, got another. Name another "
+        f"{path}: expected no file, or the unmodified recipe, got another file. Name another "
         "folder, or move the file away."
     )

@@ -1,25 +1,25 @@
-"""Read a run folder and write a report of it.
+"""Write a report of a run folder.
 
-The report is one HTML page that needs nothing else, with its pictures as PNGs beside it. The run
-may still be going on.
+The report is one self-contained HTML page, with its plots also as PNGs. The run may still be in
+progress.
 """
 
 import argparse
 from pathlib import Path
 
-HELP = "make a page of a run: losses, health of experts, time, what it was"
+HELP = "write a report of a run: losses, expert health, time, configuration"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder to write to (default: RUN/report)"
+        "--out", type=Path, metavar="DIR", help="output folder (default: RUN/report)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page and print where it is."""
+    """Write the page and print its path."""
     from moe_optim.commands.report.run_report import report
 
     return report(args.run, args.out)

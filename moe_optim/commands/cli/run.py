@@ -1,8 +1,8 @@
 """Run SCRIPT in this process as `python SCRIPT ARGS` does.
 
 With --use-moe-grouped-optim among ARGS it trains with the grouped optimizer; without it, on a
-machine with a GPU, nothing is replaced. Without a GPU it trains on the CPU, over gloo: then
-torch.cuda is redirected and eight names of Megatron are replaced, with the flag or without. It is
+machine with a GPU, nothing is replaced. On a machine without a GPU it trains on the CPU over gloo,
+with or without the flag: torch.cuda is redirected and eight names of Megatron are replaced. It runs
 one rank; for several: torchrun [...] --no-python moe-optim run SCRIPT ARGS.
 """
 
@@ -34,24 +34,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--megatron-lm",
         type=Path,
         metavar="PATH",
-        help="a checkout of Megatron-LM that wins over an installed megatron-core; SCRIPT is "
-        "looked for there too",
+        help="checkout of Megatron-LM that overrides an installed megatron-core, and is also "
+        "searched for SCRIPT",
     )
     add(
         "--recipe",
         type=Path,
         metavar="RECIPE",
-        help="give SCRIPT all of a recipe: its megatron_args, --use-moe-grouped-optim and its "
-        "section moe_optim; ARGS win. A YAML file, or a name that `moe-optim recipes` lists",
+        help="recipe to pass to SCRIPT: its megatron_args, --use-moe-grouped-optim and its section "
+        "moe_optim; ARGS override it. A YAML file, or a name listed by `moe-optim recipes`",
     )
     add(
         "--dry-run",
         action="store_true",
-        help="run SCRIPT only until its arguments are parsed, and list everything that is wrong "
-        "with them; exits with 0 if nothing is, else with 2. Without a launcher it assumes as many "
-        "ranks as the parallel sizes need, or WORLD_SIZE",
+        help="run SCRIPT until its arguments are parsed, and list every error in them; exits with "
+        "0 if there are none, else with 2. Without a launcher it assumes WORLD_SIZE ranks, or the "
+        "minimum for the parallel sizes",
     )
-    add("script", type=Path, metavar="SCRIPT", help="a script that calls Megatron's pretrain()")
+    add("script", type=Path, metavar="SCRIPT", help="script that calls Megatron's pretrain()")
     add(
         "script_args",
         nargs=argparse.REMAINDER,
@@ -62,14 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the script to its end; what it exits with or raises passes through.
-
-    Raises:
-        MoEOptimError: the script or the source tree cannot be used, or the plug-in refuses; in a
-            dry run, with everything that is wrong.
-    """
+    """Run the script to its end; its exit status and exceptions pass through."""
     if args.megatron_lm is not None:
-        require_tree(args.megatron_lm)  # else it is the script that seems to be missing
+        require_tree(args.megatron_lm)  # else the script would be reported missing
     script = find_script(args.script, args.megatron_lm)
     package = prepare_imports(script, args.megatron_lm)
     argv = args.script_args
@@ -77,13 +72,13 @@ def run(args: argparse.Namespace) -> int:
         recipe = load_recipe(args.recipe)
         check_requirements(recipe, hardware=False)
         ours = [FLAG, "--moe-optim-recipe", str(recipe.path)]
-        argv = [*recipe.megatron_argv(), *ours, *argv]  # of a flag given twice, the last one counts
+        argv = [*recipe.megatron_argv(), *ours, *argv]  # the last occurrence of a flag counts
     meet_alone()
     cpu = trains_on_cpu()
     announce("moe-optim run", package, cpu=cpu)
     if args.dry_run:
         raise_faults(f"{script}: arguments", check_script(script, argv, cpu=cpu))
-        print("moe-optim run: nothing is wrong with the arguments")
+        print("moe-optim run: the arguments are valid")
         return 0
     run_script(script, argv, cpu=cpu)
     return 0

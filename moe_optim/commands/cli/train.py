@@ -1,6 +1,6 @@
 """Train a MoE GPT with Megatron and the grouped optimizer on this machine.
 
-Arguments after `--` go to Megatron as they are, over the recipe's.
+Arguments after `--` are passed to Megatron unchanged and override the recipe's.
 """
 
 import argparse
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
     add_recipe(parser, "quickstart")
-    add("--out", type=Path, metavar="DIR", help="folder of the run (default: runs/<recipe name>)")
+    add("--out", type=Path, metavar="DIR", help="run folder (default: runs/<recipe name>)")
     add_changes(parser, "moe_optim.format=bf16")
     add(
         "--formats",
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         choices=get_args(Format),
         metavar="FORMAT",
-        help="train a run a format, in folders of their names below --out, and compare them: "
+        help="train one run per format, in subfolders of --out, and compare them: "
         f"{', '.join(get_args(Format))}",
     )
     add(
@@ -36,22 +36,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=Path,
         metavar="PATH",
-        help="files or folders to train on, byte by byte (default: Python's standard library; of a "
-        "resumed run, what it began with)",
+        help="files or folders to train on as bytes (default: Python's standard library; for a "
+        "resumed run, its own)",
     )
     add("--resume", action="store_true", help="continue from the newest complete checkpoint")
-    add("--ranks", type=int, metavar="N", help="processes to start (default: the recipe's)")
+    add("--ranks", type=int, metavar="N", help="number of processes (default: the recipe's)")
     add("--cpu", action="store_true", help="train on the CPU even if there are GPUs")
     add(
         "--stock",
         action="store_true",
-        help="with Megatron's own optimizer and experts, to compare with: of the recipe, its "
-        "megatron_args alone",
+        help="train with Megatron's own optimizer and experts, for comparison: uses only the "
+        "megatron_args of the recipe",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, and return the exit code: 0 done, 1 failed, 128 + n stopped by signal n."""
+    """Train, and return the exit code: 0 success, 1 failure, 128 + n stopped by signal n."""
     if args.formats:
         from moe_optim.commands.report.formats import train_formats
 

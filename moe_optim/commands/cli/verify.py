@@ -1,7 +1,7 @@
-"""Compare all tensors of two checkpoints of any format, a layer at a time.
+"""Compare all tensors of two checkpoints of any format, one layer at a time.
 
-Experts are compared in one layout and order of rows, bit by bit. Exits with 0 if they are equal,
-with 1 if not or if states could not be compared, with 2 if one cannot be read.
+Experts are compared bitwise in one layout and row order. Exits with 0 if all tensors are equal,
+with 1 if some differ or states could not be compared, with 2 if a checkpoint cannot be read.
 """
 
 import argparse
@@ -27,30 +27,24 @@ if TYPE_CHECKING:
 
 DIFFERENT = 1  # or not known to be equal
 SHOWN = 20
-"""Differences that the table lists; the JSON has all."""
+"""Maximum number of differences in the table; the JSON contains all."""
 
 
-HELP = "compare two checkpoints bit by bit, up to the layout of their experts"
+HELP = "compare two checkpoints bitwise, across expert layouts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
-    add("a", type=Path, metavar="A", help="a checkpoint; of a run's, the newest is taken")
-    add("b", type=Path, metavar="B", help="another")
-    add("--json", action="store_true", help="print everything found as JSON")
-    add("--weights-only", action="store_true", help="leave optimizer states out")
+    add("a", type=Path, metavar="A", help="checkpoint, or run folder, whose newest is used")
+    add("b", type=Path, metavar="B", help="checkpoint to compare with")
+    add("--json", action="store_true", help="print all results as JSON")
+    add("--weights-only", action="store_true", help="ignore optimizer states")
     add_naming(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, print what differs, and return 1 if anything does or was left out unasked.
-
-    Raises:
-        ConfigError: a rename fits nothing.
-        LayoutError: experts of one side are not complete.
-        StateError: a side cannot be read.
-    """
+    """Compare, print the differences, and return 1 if any exist or states were skipped unasked."""
     from moe_optim.commands.conversion.comparison import (
         compare_checkpoints,
         find_side,
@@ -74,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _by_name(view: "LayerView") -> "LayerView":
-    """Return a checkpoint with flat states by name, as they are where that is not certain."""
+    """Return the checkpoint with flat states shown by name, unchanged if that is uncertain."""
     from moe_optim.commands.conversion.flat_states import states_by_name
     from moe_optim.commands.conversion.layer_view import LayerView
 
@@ -84,7 +78,7 @@ def _by_name(view: "LayerView") -> "LayerView":
 
 
 def _spell_json(found: "Comparison") -> str:
-    """Return what was found as JSON, which has no infinity: null stands for it."""
+    """Return the result as JSON, with null for infinity."""
     report = asdict(found) | {"equal": found.equal}
     for one in report["differences"]:
         if one["largest"] == math.inf:
@@ -100,7 +94,7 @@ def _print(found: "Comparison") -> None:
     if found.equal is None:
         console.print(
             f"no difference in {found.tensors:,} tensors, {size}, but not all were compared: "
-            "--weights-only leaves states out",
+            "--weights-only ignores states",
             style="yellow",
         )
         return

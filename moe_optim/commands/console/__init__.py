@@ -1,1 +1,1 @@
-"""Shared by the commands: files, pictures, provenance and progress."""
+"""Files, plots, provenance and progress bars, shared by the commands."""

@@ -1,4 +1,4 @@
-"""Opening a checkpoint for a command, and the bar that shows bytes done."""
+"""Opens checkpoints for commands and shows the progress of bytes processed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def open_reader(path: Path) -> "CheckpointReader":
-    """Open a checkpoint of either format; print on stderr if another path was taken.
+    """Open a checkpoint of either format; print its path on stderr if it differs from ``path``.
 
     Raises:
-        StateError: nothing is there, or it is damaged.
-        LayoutError: it is no checkpoint.
+        StateError: the path does not exist, or the checkpoint is damaged.
+        LayoutError: the path is not a checkpoint.
     """
     from moe_optim.commands.conversion.opening import open_checkpoint
 
@@ -28,17 +28,17 @@ def open_reader(path: Path) -> "CheckpointReader":
 
 
 def say_which_was_taken(path: Path, taken: Path) -> None:
-    """Print on stderr which checkpoint was taken, if it is not the given path."""
+    """Print the path of the opened checkpoint on stderr, if it differs from the given one."""
     if taken != path:
         console = Console(stderr=True, markup=False, highlight=False)
         console.print(f"{path}: taking its newest checkpoint, {taken.name}", soft_wrap=True)
 
 
 def open_view(path: Path, renames: Sequence[str] = ()) -> "LayerView":
-    """Open a checkpoint under the keys of state dicts; raises as :func:`open_reader` does.
+    """Open a checkpoint under state-dict keys; raises as :func:`open_reader` does.
 
     Raises:
-        ConfigError: a rename is not ``FROM=TO``, or fits nothing.
+        ConfigError: a rename is not ``FROM=TO``, or matches nothing.
     """
     from moe_optim.commands.conversion.layer_view import LayerView, parse_renames
 
@@ -47,7 +47,7 @@ def open_view(path: Path, renames: Sequence[str] = ()) -> "LayerView":
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr, on a terminal alone; yields a function that adds bytes done."""
+    """Show a progress bar on stderr if it is a terminal; yields a function that adds bytes."""
     console = Console(stderr=True)
     with Progress(
         *Progress.get_default_columns()[:2],

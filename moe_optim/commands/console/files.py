@@ -1,4 +1,4 @@
-"""Writing files whole or not at all, and explaining a full disk."""
+"""Writes files atomically and explains a full disk."""
 
 import contextlib
 import os
@@ -11,10 +11,10 @@ from moe_optim.errors import ConfigError
 
 
 def require_writable(*paths: Path | None) -> None:
-    """Refuse files that could not be written, before the work whose results go there.
+    """Refuse unwritable output paths before the work starts.
 
     Raises:
-        ConfigError: a folder is missing or may not be written in, or a path is a folder itself.
+        ConfigError: a folder is missing or not writable, or a path is itself a folder.
     """
     for path in filter(None, paths):
         folder = path.absolute().parent
@@ -30,9 +30,9 @@ def require_writable(*paths: Path | None) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content``; a crash or a full disk leaves the old file."""
+    """Replace ``path`` by ``content``; after a crash or a full disk the old file remains."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)  # whatever lies there, a link to another file included
+    partial.unlink(missing_ok=True)  # any leftover, also a link
     try:
         with full_disk_explained(path, f"writing {path.name}"), partial.open("xb") as file:
             file.write(content)
@@ -45,7 +45,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def full_disk_explained(path: Path, doing: str) -> Iterator[None]:
-    """Tell in an ``OSError`` about a full disk which file system is full, and the remedy."""
+    """Add the file system and the remedy to an ``OSError`` about a full disk."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A hash of what GPUs execute: Triton kernels and their tuned numbers, whatever they are called."""
+"""A hash of the code that GPUs execute: Triton kernels and their tuned constants."""
 
 import ast
 import hashlib
@@ -10,21 +10,21 @@ Definition = ast.FunctionDef | ast.expr
 
 
 def kernel_sources() -> dict[str, str]:
-    """Return the source of every file of ``moe_optim/kernels``, by its path there."""
+    """Return path -> source of every file of ``moe_optim/kernels``."""
     folder = Path(__file__).parents[2] / "kernels"
     paths = sorted(folder.rglob("*.py"))
     return {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in paths}
 
 
 def hash_kernels(sources: Mapping[str, str]) -> str:
-    """Return 12 digits that change with the code of a kernel or with a tuned number.
+    """Return 12 hex digits that change with the code of a kernel or with a tuned constant.
 
-    Functions under ``triton.jit`` and module-level values with a number in them count, each with
-    what it refers to. Names, comments, docstrings, order and files do not, nor does host code: a
-    kernel that is renamed or moved keeps its hash.
+    The hash covers functions under ``triton.jit``, module-level values that contain a number, and
+    everything these refer to. It ignores names, comments, docstrings, order, files and host code,
+    so a renamed or moved kernel keeps its hash.
 
     Args:
-        sources: file -> Python; a name defined in two files has to mean the same in both.
+        sources: file -> Python source; a name defined in two files must mean the same in both.
     """
     definitions: dict[str, Definition] = {}
     for source in sources.values():
@@ -55,7 +55,7 @@ def _is_jit(decorator: ast.expr) -> bool:
 
 
 def _counts(definition: Definition) -> bool:
-    """Return whether a definition counts where no kernel refers to it."""
+    """Return whether a definition is hashed even if no kernel refers to it."""
     constants = (node.value for node in ast.walk(definition) if isinstance(node, ast.Constant))
     is_tuned = any(isinstance(constant, int | float) for constant in constants)
     return isinstance(definition, ast.FunctionDef) or is_tuned
@@ -80,7 +80,7 @@ class _Canonical(ast.NodeTransformer):
                 self._locals.setdefault(node.id, f"local{len(self._locals)}")
 
     def text(self, definition: Definition) -> str:
-        """Return the canonical text of a definition, which is left alone."""
+        """Return the canonical text of a definition, which is not modified."""
         tree = ast.parse(ast.unparse(definition))
         if isinstance(definition, ast.FunctionDef):
             function = tree.body[0]

@@ -1,4 +1,4 @@
-"""Pictures that commands draw."""
+"""File types and encoding of plots."""
 
 import argparse
 import io
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KINDS = (".png", ".svg", ".pdf", ".jpg", ".jpeg")
-"""Suffixes of pictures that can be drawn."""
+"""Supported suffixes."""
 
 
 def picture_path(text: str) -> Path:
-    """Return the path of a picture; a type for argparse.
+    """Parse the path of a plot; an argparse ``type``.
 
     Raises:
-        argparse.ArgumentTypeError: the name has another suffix than :data:`KINDS`.
+        argparse.ArgumentTypeError: the suffix is not in :data:`KINDS`.
     """
     path = Path(text)
     if path.suffix.lower() not in KINDS:
@@ -27,17 +27,17 @@ def picture_path(text: str) -> Path:
 
 
 def plain(text: str) -> str:
-    """Escape the signs of matplotlib's mathematics."""
+    """Escape matplotlib's mathtext characters."""
     return text.replace("$", r"\$")
 
 
 def picture_of(figure: "Figure", path: Path) -> bytes:
-    """Return a figure as the content of a picture of the kind that ``path`` ends in."""
+    """Encode a figure in the file type of ``path``'s suffix."""
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix[1:].lower())
     return picture.getvalue()
 
 
 def png_of(figure: "Figure") -> bytes:
-    """Return a figure as the content of a PNG."""
+    """Encode a figure as PNG."""
     return picture_of(figure, Path("figure.png"))

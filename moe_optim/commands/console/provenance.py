@@ -1,4 +1,4 @@
-"""Which code measured or planned something, on which machine."""
+"""Code version and machine of a measurement or plan."""
 
 import os
 import platform
@@ -12,21 +12,21 @@ from moe_optim.environment import find_gpus, find_versions
 
 
 def begin_report(command: str, *, on_gpu: bool, ranks: int = 1) -> dict[str, Any]:
-    """Return the head of a report of measured figures, for those who measure again.
+    """Return the header of a measurement report.
 
     Args:
-        command: command that measures the same.
-        on_gpu: whether GPUs measure, or the CPU.
-        ranks: number of ranks that measure, each with a GPU of its own.
+        command: command that repeats the measurement.
+        on_gpu: whether the measurement runs on GPUs or on the CPU.
+        ranks: number of measuring ranks, one per GPU.
 
     Returns:
-        ``command``, ``commit``, ``device`` and ``versions``, for JSON; of GPUs also ``kernels``.
+        ``command``, ``commit``, ``device`` and ``versions``, for JSON; on GPUs also ``kernels``.
     """
     return {"command": command, **describe_environment(on_gpu=on_gpu, ranks=ranks)}
 
 
 def describe_environment(*, on_gpu: bool, ranks: int = 1) -> dict[str, Any]:
-    """Return ``commit``, ``device`` and ``versions``; for GPUs also :func:`kernels`."""
+    """Return ``commit``, ``device`` and ``versions``; on GPUs also :func:`kernels`."""
     return {
         "commit": commit(),
         "device": _describe_gpus(ranks) if on_gpu else describe_cpu(),
@@ -36,7 +36,7 @@ def describe_environment(*, on_gpu: bool, ranks: int = 1) -> dict[str, Any]:
 
 
 def kernels(*, on_gpu: bool) -> dict[str, str]:
-    """Return ``{"kernels": hash of their code}`` for a report of a GPU, else an empty dict."""
+    """Return ``{"kernels": hash}`` on a GPU, else an empty dict."""
     return {"kernels": hash_kernels(kernel_sources())} if on_gpu else {}
 
 
@@ -47,12 +47,12 @@ def _describe_gpus(count: int) -> str:
 
 
 def describe_cpu() -> str:
-    """Return the kind of this CPU and its number of cores."""
+    """Return the CPU model and number of cores."""
     return f"{platform.machine()} CPU, {os.cpu_count()} cores"
 
 
 def commit() -> str | None:
-    """Return the commit of this checkout, ``-dirty`` if it was changed; None without git."""
+    """Return the commit of this checkout, with ``-dirty`` if it was modified; None without git."""
     commit = _git("rev-parse", "--short", "HEAD")
     return f"{commit}-dirty" if commit and _git("status", "--porcelain") else commit
 

@@ -1,6 +1,6 @@
-"""The file that ``moe-optim enable`` writes into the environment's packages, and removes again.
+"""The file that ``moe-optim enable`` writes into site-packages and ``disable`` removes.
 
-Python runs the line of such a file, ``*.pth``, whenever it starts, before it looks for the program.
+Python executes the line of such a ``*.pth`` file at startup, before it opens the script.
 """
 
 import contextlib
@@ -16,24 +16,24 @@ CONTENT = _MARK + (
     b"import sys; '--use-moe-grouped-optim' in sys.orig_argv and "
     b"__import__('moe_optim.import_hook', fromlist=['arm']).arm()\n"
 )
-"""``sys.argv`` does not exist yet. Without the flag nothing more is imported."""
+"""``sys.argv`` is not set yet. Without the flag, only ``sys`` is imported."""
 
 
 def site_file() -> Path:
-    """Return the path of the file in this environment, whether it exists or not."""
+    """Return the path of the file in this environment, existing or not."""
     return Path(sysconfig.get_path("purelib")) / "moe_optim_enable.pth"
 
 
 def is_enabled() -> bool:
-    """Return whether plain ``python`` of this environment takes the plug-in's flags."""
+    """Return whether plain ``python`` of this environment accepts the plug-in's flags."""
     return _content() == CONTENT
 
 
 def enable() -> bool:
-    """Write the file and return True, or False if it was there already.
+    """Write the file and return True, or False if it already exists.
 
     Raises:
-        ConfigError: the folder cannot be written in, or another's file has the name.
+        ConfigError: the folder is not writable, or a foreign file has this name.
     """
     if _own_content() == CONTENT:
         return False
@@ -43,10 +43,10 @@ def enable() -> bool:
 
 
 def disable() -> bool:
-    """Remove the file and return True, or False if there was none.
+    """Remove the file and return True, or False if it does not exist.
 
     Raises:
-        ConfigError: the file cannot be removed, or is another's.
+        ConfigError: the file cannot be removed, or is foreign.
     """
     if _own_content() is None:
         return False
@@ -62,7 +62,7 @@ def _content() -> bytes | None:
 
 
 def _own_content() -> bytes | None:
-    """Return the content of the file; that of another version of this package counts as ours."""
+    """Return the content of the file if any version of this package wrote it."""
     content = _content()
     if content is None or content.startswith(_MARK):
         return content

@@ -1,1 +1,1 @@
-"""From one layout of experts to another, and comparisons across them."""
+"""Converts checkpoints between expert layouts and file formats, and compares them."""

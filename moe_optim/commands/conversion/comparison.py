@@ -1,4 +1,4 @@
-"""Comparing two checkpoints element by element, whatever layouts their experts are stored in."""
+"""Compares two checkpoints element by element, across expert layouts."""
 
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -21,49 +21,51 @@ from moe_optim.experts.keys.conversion import convert_expert_set
 from moe_optim.experts.keys.layouts import ExpertSet, get_layout
 
 GROUPED = get_layout("grouped")
-"""The layout in which experts are compared."""
+"""Layout in which experts are compared."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A tensor, or one expert's part of it, that is not the same on both sides."""
+    """A tensor, or one expert's slice of it, that differs between the sides."""
 
     name: str
-    """Name of the tensor, in layout ``grouped`` for experts."""
+    """Key of the tensor, in layout ``grouped`` for experts."""
     what: str
     """``values``, ``dtype``, ``shape``, ``only in A`` or ``only in B``."""
     expert: int | None = None
     """Number of the expert within its layer; None for other tensors."""
     differing: int = 0
-    """Elements whose bits differ, out of ``elements``."""
+    """Number of elements whose bits differ."""
     elements: int = 0
-    """Elements of the expert, or of the tensor."""
+    """Number of elements of the expert or tensor."""
     first: tuple[int, ...] = ()
-    """Index of the first that differs, within the expert where there is one."""
+    """Index of the first differing element, within the expert if there is one."""
     largest: float | None = None
-    """Largest absolute difference of values that are numbers on both sides; exact for integers."""
+    """Largest absolute difference of values that are not NaN on either side; exact for integers."""
     detail: str = ""
-    """Both shapes or dtypes, where these differ."""
+    """Both shapes or dtypes, if they differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedCheckpoint:
-    """A checkpoint with its experts found."""
+    """A checkpoint and its experts."""
 
     view: LayerView
     """View of the checkpoint."""
     interleave: int
-    """Rows of gate that alternate with as many of up; 0: all gate rows first."""
+    """GLU interleave: number of gate rows that alternate with as many up rows; 0 puts all gate rows
+    first.
+    """
     sets: dict[str, ExpertSet]
-    """Experts by prefix."""
+    """Prefix -> experts."""
     others: tuple[str, ...]
-    """Keys of tensors that are not experts."""
+    """Keys of all other tensors."""
 
     def read(self, prefix: str) -> dict[str, Tensor]:
-        """Return the set at ``prefix`` in layout ``grouped``, all gate rows before the up rows.
+        """Return the experts at ``prefix`` in layout ``grouped``, all gate rows before the up rows.
 
-        On the CPU, by key: weights [E, 2F, H] and [E, H, F], biases [E, 2F] and [E, H], in the
+        CPU tensors by key: weights [E, 2F, H] and [E, H, F], biases [E, 2F] and [E, H], in the
         dtype of the checkpoint.
         """
         one = self.sets[prefix]
@@ -79,22 +81,22 @@ Side = ComparedCheckpoint
 
 @dataclass
 class Comparison:
-    """Outcome of a comparison so far."""
+    """Result of a comparison."""
 
     tensors: int = 0
-    """Number of compared tensors, in the layout that is shown."""
+    """Number of compared tensors, in layout ``grouped``."""
     nbytes: int = 0
-    """Bytes of these, on one side."""
+    """Bytes of the compared tensors on one side."""
     differences: list[Difference] = field(default_factory=list)
-    """All differences, in the order of the keys."""
+    """All differences, in key order."""
     notes: list[str] = field(default_factory=list)
-    """Sentences about parts that were not compared, and why."""
+    """Sentences on what was not compared, and why."""
     skipped: list[str] = field(default_factory=list)
-    """Keys of tensors of both sides that were not compared: flat states in other places."""
+    """Keys of flat states that were not compared because the bucket layouts differ."""
 
     @property
     def equal(self) -> bool | None:
-        """Whether all tensors are the same; None where only skipped ones could differ."""
+        """Whether all tensors are equal; None if only skipped ones could differ."""
         if self.differences:
             return False
         return None if self.skipped else True
@@ -103,16 +105,16 @@ class Comparison:
 def find_side(
     view: LayerView, *, num_experts: int | None, weights_only: bool
 ) -> ComparedCheckpoint:
-    """Return a checkpoint with its experts found; no value is read.
+    """Find the experts of a checkpoint without reading tensor values.
 
     Args:
         view: view of the checkpoint.
-        num_experts: experts of every layer; None where keys and shapes tell.
-        weights_only: whether everything of the optimizer is left out.
+        num_experts: experts per layer; None if keys and shapes determine it.
+        weights_only: whether to skip optimizer state.
 
     Raises:
-        LayoutError: experts are not complete.
-        ConfigError: the checkpoint records a layout of experts that does not exist.
+        LayoutError: experts are incomplete.
+        ConfigError: the checkpoint records an unknown expert layout.
     """
     kept = [key for key in view.tensors if not (weights_only and is_state(key))]
     quantized = any(".experts." in key and is_quantized(view.tensors[key]) for key in kept)
@@ -129,22 +131,22 @@ def find_side(
 def compare_checkpoints(
     a: ComparedCheckpoint, b: ComparedCheckpoint, report: BytesDone
 ) -> Comparison:
-    """Compare all tensors of two checkpoints, holding one layer of each at a time.
+    """Compare all tensors of two checkpoints, one layer of each in memory at a time.
 
     Args:
-        a: one of them, named A in differences.
-        b: the other.
-        report: progress callback; takes the bytes of A compared since its last call.
+        a: checkpoint named A in differences.
+        b: checkpoint named B.
+        report: progress callback; receives the bytes of A compared since its last call.
 
     Raises:
-        LayoutError: rows of experts are interleaved in an order that cannot be told.
+        LayoutError: the interleaving of expert rows is ambiguous.
         StateError: a file cannot be read.
     """
     result = Comparison()
     objects = [len(side.view.reader.objects) for side in (a, b)]
     if any(objects):
         result.notes.append(
-            f"Objects that are no tensors were not compared: {objects[0]} in A and {objects[1]} in "
+            f"Objects other than tensors were not compared: {objects[0]} in A and {objects[1]} in "
             "B, such as arguments and random states."
         )
     sizes = [side.view.recorded.parallel_sizes.get("expert tensor", 1) for side in (a, b)]
@@ -212,7 +214,7 @@ def _compare_tensor(
 
 
 def _have_one_dtype(key: str, left: Tensor, right: Tensor, result: Comparison) -> bool:
-    """Count a compared tensor, and record dtypes that differ."""
+    """Count a compared tensor; record a difference in dtype."""
     result.tensors += 1
     result.nbytes += left.nbytes
     if left.dtype == right.dtype:
@@ -223,7 +225,7 @@ def _have_one_dtype(key: str, left: Tensor, right: Tensor, result: Comparison) -
 
 
 def compare_values(name: str, left: Tensor, right: Tensor) -> Difference | None:
-    """Return where the bits of two tensors differ, or None where all are the same.
+    """Compare two tensors bitwise; return None if they are equal.
 
     Args:
         name: name of the tensor, for the result.
@@ -250,21 +252,20 @@ def compare_values(name: str, left: Tensor, right: Tensor) -> Difference | None:
 
 
 def _largest_gap(left: Tensor, right: Tensor) -> float | None:
-    """Return the largest absolute difference of values that are numbers; None if there are none."""
+    """Return the largest absolute difference of values that are not NaN; None if there are none."""
     if not left.is_floating_point() and left.dtype != torch.bool:  # doubles hold 53 bits
         some, others = left.numpy(), right.numpy()
         gaps = np.maximum(some, others) - np.minimum(some, others)
-        return int(gaps.view(f"u{gaps.itemsize}").max())  # what wraps around is right unsigned
+        return int(gaps.view(f"u{gaps.itemsize}").max())  # unsigned: differences may wrap around
     gaps_of_floats = (left.double() - right.double()).abs()
     gaps_of_floats = gaps_of_floats[~gaps_of_floats.isnan()]
     return float(gaps_of_floats.max()) if gaps_of_floats.numel() else None
 
 
 def flat_states_differ(a: LayerView, b: LayerView) -> bool:
-    """Return whether states lie in buckets on one side, and not or in others on the other.
+    """Return whether the sides store states in different buckets, or only one of them in buckets.
 
-    False where ``a`` or ``b`` has no states at all. Dtypes may differ: moments of any dtype lie in
-    the same places.
+    False if ``a`` or ``b`` has no states. Dtypes may differ, since they do not affect the layout.
     """
     flat = [
         {key: info.shape for key, info in view.tensors.items() if FLAT_STATES in key}

@@ -1,4 +1,4 @@
-"""Converting a checkpoint: a set of experts is read, converted and written before the next."""
+"""Executes a conversion one set of experts at a time."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,15 +32,15 @@ from moe_optim.errors import LayoutError, StateError
 def convert_checkpoint(
     plan: ConversionPlan, target: Path, report: BytesDone = lambda _: None
 ) -> None:
-    """Carry out a plan; ``target`` appears when everything is written.
+    """Execute a plan; ``target`` appears when everything is written.
 
-    A torch_dist checkpoint becomes a folder that ``--load`` takes: one ``iter_*`` folder, or
-    ``release`` where no iteration is recorded, and Megatron's tracker file.
+    A torch_dist checkpoint becomes a folder for ``--load``: one ``iter_*`` folder, or ``release``
+    if no iteration is recorded, and Megatron's tracker file.
 
     Args:
-        plan: plan of :func:`~moe_optim.commands.conversion.conversion_plan.plan_conversion`.
-        target: path that does not exist yet.
-        report: progress callback; takes the bytes converted since its last call.
+        plan: result of :func:`~moe_optim.commands.conversion.conversion_plan.plan_conversion`.
+        target: output path; must not exist.
+        report: progress callback; receives the bytes converted since its last call.
 
     Raises:
         ConfigError: ``target`` exists.
@@ -76,7 +76,7 @@ def _write_torch_dist(
     for part in plan.experts:
         names = {plan.view.places[key].name for key in part.sources}
         if stored is not None and plan.copies_experts and names <= stored.tensors.keys():
-            for name in sorted(names - copied):  # of all layers, where they are stored as one
+            for name in sorted(names - copied):  # of all layers, if stacked
                 writer.copy(stored, name)
                 report(stored.tensors[name].nbytes)
             copied |= names
@@ -98,7 +98,7 @@ def _write_torch_dist(
 def _write_expert_tensor(
     plan: ConversionPlan, writer: TorchDistWriter, key: str, tensor: torch.Tensor
 ) -> None:
-    """Write one tensor of one layer where the source has it, or by itself."""
+    """Write one tensor of one layer, stacked with other layers if the source stacks it."""
     place = plan.view.places.get(key) if plan.view.reader.format == "torch_dist" else None
     if place is not None and place.layer is not None:
         whole = plan.view.reader.tensors[place.name]
@@ -130,7 +130,7 @@ def _copy_objects(
 def _changed(
     plan: ConversionPlan, stored: TorchDistReader, name: str, read: Callable[[], bytes]
 ) -> bytes | None:
-    """Return an object with the result's interleave and entries; None where nothing changes."""
+    """Return an object with the new interleave and entries; None if nothing changes."""
     is_common = name in (stored.common_key, COMMON_FILE)
     key = None
     if plan.source_interleave != plan.target_interleave:
@@ -152,7 +152,7 @@ def _changed(
         ) from error
     if changed is None:
         raise LayoutError(
-            f"{plan.view.reader.path}: expected {key} in what it says about itself, to change it "
+            f"{plan.view.reader.path}: expected {key} in its metadata, to change it "
             f"to {plan.target_interleave}, got none. Convert with --format safetensors."
         )
     return changed

@@ -1,4 +1,4 @@
-"""Plan of converting the experts of a checkpoint to another layout; everything else stays."""
+"""Plans the conversion of a checkpoint's experts to another layout; other tensors are kept."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -25,47 +25,47 @@ from moe_optim.experts.keys.layouts import ExpertSet, KeyLayout, get_layout
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionRequest:
-    """Options of a conversion; None where they follow from the checkpoint."""
+    """Options of a conversion; None derives the value from the checkpoint."""
 
     to: KeyLayout
-    """Layout of the result's experts."""
+    """Expert layout of the result."""
     source_layout: KeyLayout | None = None
-    """Layout to read experts in, where several fit."""
+    """Expert layout of the source, where several match."""
     glu_interleave: int | None = None
-    """Rows of gate that alternate with as many of up in the result; 0: all gate rows first."""
+    """GLU interleave of the result; 0 puts all gate rows first."""
     source_glu_interleave: int | None = None
-    """The same for the source, where it is not recorded."""
+    """GLU interleave of the source, if it is not recorded."""
     format: FileFormat | None = None
     """File format of the result."""
     weights_only: bool = False
-    """Whether masters, moments and everything else of the optimizer is left out."""
+    """Whether to drop all optimizer state."""
     num_experts: int | None = None
-    """Experts of every layer, where keys and shapes do not tell."""
+    """Experts per layer, if keys and shapes do not determine it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionPlan(FilePlan):
-    """Experts of all layers and their states first, then the tensors that are kept as they are."""
+    """Experts of all layers and their states, then all other tensors."""
 
     objects: tuple[str, ...]
-    """Objects that are kept."""
+    """Keys of objects to copy."""
     to: KeyLayout
-    """Layout of the result's experts."""
+    """Expert layout of the result."""
     target_interleave: int
-    """Rows of gate that alternate with as many of up in the result; 0: all gate rows first."""
+    """GLU interleave of the result; 0 puts all gate rows first."""
     format: FileFormat
     """File format of the result."""
     common_entries: Mapping[str, Any] = field(default_factory=dict)
-    """Entries of Megatron's common state that change."""
+    """Changed entries of Megatron's common state."""
 
     @property
     def sets(self) -> tuple[ExpertSet, ...]:
-        """The experts of all layers, then their states, as they are stored."""
+        """The stored experts of all layers, then their states."""
         return tuple(part.experts for part in self.parts if part.experts is not None)
 
     @property
     def stored(self) -> TorchDistReader | None:
-        """The files of a ``torch_dist`` checkpoint, from which bytes can be copied."""
+        """Reader of a ``torch_dist`` source, from which bytes can be copied; else None."""
         reader = self.view.reader
         if isinstance(reader, NamedStates):
             return reader.stored
@@ -73,7 +73,7 @@ class ConversionPlan(FilePlan):
 
     @property
     def copies_experts(self) -> bool:
-        """Whether experts are stored afterwards as they were before, byte for byte."""
+        """Whether stored experts stay the same, byte for byte."""
         formats = {self.view.reader.format, self.format}
         return formats == {"torch_dist"} and self.source_interleave == self.target_interleave
 
@@ -85,13 +85,13 @@ class ConversionPlan(FilePlan):
 
     @property
     def disk_bytes(self) -> int:
-        """An upper bound of the bytes that are written, with headers."""
+        """Upper bound of the bytes written, with headers."""
         copied = sum(map(len, self.stored.blobs.values())) if self.stored is not None else 0
         made = sum(one.num_experts * len(self.to.patterns) for one in self.sets)
         return self.total_bytes + BLOB_BYTES * (copied + made + len(self.others) + 16)
 
     def convert(self, part: Part) -> dict[str, Tensor]:
-        """Read a ``part``; return experts in the layout :attr:`to`, another tensor as it is."""
+        """Read a ``part``; return experts in layout :attr:`to`, other tensors unchanged."""
         tensors, one = self.read(part), part.experts
         interleaves = self.source_interleave, self.target_interleave
         if one is None or (one.layout == self.to and interleaves[0] == interleaves[1]):
@@ -106,15 +106,15 @@ class ConversionPlan(FilePlan):
 
 
 def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPlan:
-    """Return the plan, without reading a value.
+    """Return the plan without reading tensor values.
 
     Args:
         view: view of the source.
         request: options of the conversion.
 
     Raises:
-        ConfigError: the request contradicts itself or what the checkpoint records.
-        LayoutError: experts or their states are not complete, or cannot be converted.
+        ConfigError: the request contradicts itself or the checkpoint.
+        LayoutError: experts or their states are incomplete, or cannot be converted.
     """
     reader = view.reader
     format = request.format or reader.format
@@ -135,7 +135,7 @@ def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPl
     _check_states(view, sets)
     source_interleave = known_interleave(view, request.source_glu_interleave)
     target_interleave = request.glu_interleave
-    if target_interleave is None:  # Megatron's layouts keep theirs, others have none
+    if target_interleave is None:  # only Megatron's layouts keep it
         target_interleave = source_interleave if to.name in STORED_ALIKE else 0
     entries: Mapping[str, Any] = {}
     if isinstance(reader, NamedStates) and format == "torch_dist":
@@ -185,7 +185,6 @@ def _refuse_flat_states(view: LayerView) -> None:
 
 
 def _check_states(view: LayerView, sets: list[ExpertSet]) -> None:
-    """Refuse a layer that has some kinds of states and lacks others; frozen layers have none."""
     path, by_prefix = view.reader.path, {one.prefix: one for one in sets}
     weights = {prefix for prefix in by_prefix if not is_state(prefix)}
     states = [prefix for prefix in by_prefix if prefix.startswith(STATE)]

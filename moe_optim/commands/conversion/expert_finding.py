@@ -1,4 +1,4 @@
-"""The experts of a checkpoint: which keys they have, and in which order their rows are."""
+"""Finds the experts of a checkpoint, their keys and row order."""
 
 from collections.abc import Collection, Iterable, Mapping
 
@@ -12,7 +12,7 @@ from moe_optim.experts.keys.finding import find_expert_sets, survey_expert_sets
 from moe_optim.experts.keys.layouts import ExpertSet, KeyLayout, get_layout
 
 STORED = "experts.experts."
-"""Part of the names under which ``torch_dist`` stores what experts have besides weights."""
+"""Part of the ``torch_dist`` names of expert tensors other than weights."""
 
 
 def find_experts(
@@ -22,13 +22,13 @@ def find_experts(
     layout: KeyLayout | None = None,
     num_experts: int | None = None,
 ) -> list[ExpertSet]:
-    """Return the experts of every layer, states included.
+    """Return the experts of every layer, including states.
 
-    ``layout`` None takes the recorded one, or any that fits.
+    ``layout`` None means the recorded layout, or any that matches.
 
     Raises:
         ConfigError: another layout is recorded.
-        LayoutError: they are not complete, or fit several layouts.
+        LayoutError: experts are incomplete, or match several layouts.
     """
     try:
         return find_expert_sets(
@@ -42,21 +42,21 @@ def find_experts(
 
 
 def require_experts(view: LayerView, sets: Collection[ExpertSet], tensors: int) -> None:
-    """Raise LayoutError if no experts were found among so many tensors."""
+    """Raise LayoutError if ``sets`` is empty; ``tensors`` is the number of tensors searched."""
     if not sets:
         raise LayoutError(
             f"{view.reader.path}: expected weights of gated experts, got none among {tensors:,} "
-            "tensors. `moe-optim inspect` shows what there is."
+            "tensors. `moe-optim inspect` lists its contents."
         )
 
 
 def is_quantized(info: TensorInfo) -> bool:
-    """Return whether elements are codes, meaningless without their scales."""
+    """Return whether elements are codes that need scales."""
     return info.dtype.itemsize == 1 and info.dtype != torch.bool
 
 
 def refuse_quantized(view: LayerView, keys: Iterable[str]) -> None:
-    """Raise one LayoutError if any of ``keys`` holds codes of a quantized weight."""
+    """Raise one LayoutError if any of ``keys`` contains codes of a quantized weight."""
     found = [key for key in keys if is_quantized(view.tensors[key])]
     if found:
         info = view.tensors[found[0]]
@@ -71,7 +71,7 @@ def refuse_quantized(view: LayerView, keys: Iterable[str]) -> None:
 def survey_experts(
     view: LayerView, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> tuple[list[ExpertSet], list[str]]:
-    """Return the complete experts of every layer, and faults; ``shapes`` replaces stored ones."""
+    """Return the complete experts of every layer, and faults; ``shapes`` overrides stored ones."""
     return survey_expert_sets(
         _shapes(view, view.tensors) if shapes is None else shapes,
         layouts=source_layouts(view, None),
@@ -80,12 +80,12 @@ def survey_experts(
 
 
 def _said_experts(view: LayerView) -> int | None:
-    """Return the experts of a layer that the checkpoint or its ``config.json`` names."""
+    """Return the experts per layer recorded in the checkpoint or its ``config.json``."""
     return view.recorded.num_experts or configured_experts(view.reader)
 
 
 def _shapes(view: LayerView, keys: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Return shapes by key, without states of routers beside frozen experts, which have none."""
+    """Return shapes by key, without states of routers beside stateless frozen experts."""
     found = {key: STATE_KIND.match(key) for key in keys if STORED not in key}
     trained = {
         module
@@ -108,7 +108,7 @@ def without_experts(keys: Iterable[str], sets: Iterable[ExpertSet]) -> tuple[str
 
 
 def source_layouts(view: LayerView, given: KeyLayout | None) -> list[KeyLayout] | None:
-    """Return the layouts that experts may have (None: any); ConfigError if not ``given``."""
+    """Return the candidate layouts (None: any); ConfigError if ``given`` is not one."""
     if view.reader.format == "torch_dist":
         if given and given.name not in STORED_ALIKE:
             raise ConfigError(
@@ -126,7 +126,7 @@ def source_layouts(view: LayerView, given: KeyLayout | None) -> list[KeyLayout] 
 
 
 def known_interleave(view: LayerView, given: int | None) -> int:
-    """Return the GLU interleave, given or recorded, else 0; ConfigError where the two differ."""
+    """Return the given or recorded GLU interleave, else 0; ConfigError if the two differ."""
     recorded = view.recorded.glu_interleave
     if given is not None and recorded is not None and given != recorded:
         raise ConfigError(
@@ -137,7 +137,7 @@ def known_interleave(view: LayerView, given: int | None) -> int:
 
 
 def check_row_order(view: LayerView, interleave: int) -> None:
-    """Raise LayoutError for rows that alternate within each expert-tensor-parallel rank's part.
+    """Raise LayoutError for rows interleaved within each expert-tensor-parallel rank's shard.
 
     Megatron stores the first half of the rows of all ranks, then the second half of all.
     """

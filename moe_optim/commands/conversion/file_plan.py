@@ -1,4 +1,4 @@
-"""Plan of rewriting a checkpoint part by part, and the writing of files that all plans share."""
+"""Plans the rewriting of a checkpoint part by part; shared by all conversions."""
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,61 +21,60 @@ from moe_optim.experts.keys.layouts import ExpertSet
 from moe_optim.rollout.families import NamePair
 
 BLOB_BYTES = 4096
-"""Upper bound of what ``torch.save`` writes besides the elements of a tensor."""
+"""Upper bound of the overhead of ``torch.save`` per tensor."""
 BytesDone = Callable[[int], None]
-"""Progress callback; takes the number of bytes converted since the last call."""
+"""Progress callback; receives the bytes converted since its last call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Tensors that are read, converted and written together: one tensor, or a layer's experts."""
+    """Tensors that are converted together: one tensor, or the experts of a layer."""
 
     sources: tuple[str, ...]
     """Keys to read."""
     experts: ExpertSet | None = None
-    """None for a tensor that is not an expert's."""
+    """Experts of the part; None for any other tensor."""
     pair: NamePair | None = None
-    """Names on both sides of a tensor that gets another name."""
+    """Names of a renamed tensor on both sides."""
     target: str = ""
-    """Name in the result, or the prefix of the experts there."""
+    """Name in the result, or prefix of the experts there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilePlan:
-    """A checkpoint and the parts of it that are rewritten, one part in memory at a time."""
+    """A checkpoint and its parts, one of which is in memory at a time."""
 
     view: LayerView
-    """The source."""
     parts: tuple[Part, ...]
-    """In the order in which they are written."""
+    """Parts in the order in which they are written."""
     source_interleave: int
-    """Rows of gate that alternate with as many of up in the source; 0: all gate rows first."""
+    """GLU interleave of the source; 0 puts all gate rows first."""
     left_out: tuple[str, ...] = ()
-    """Tensors and objects that the result does not have."""
+    """Keys of tensors and objects that the result omits."""
 
     @property
     def experts(self) -> tuple[Part, ...]:
-        """Parts that are the experts of a layer."""
+        """Parts that contain the experts of a layer."""
         return tuple(part for part in self.parts if part.experts is not None)
 
     @property
     def others(self) -> tuple[Part, ...]:
-        """Parts that are not experts."""
+        """All other parts."""
         return tuple(part for part in self.parts if part.experts is None)
 
     @property
     def num_tensors(self) -> int:
-        """Number of tensors that are read."""
+        """Number of tensors read."""
         return sum(len(part.sources) for part in self.parts)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of everything that is converted, without headers."""
+        """Bytes converted, without headers."""
         return sum(map(self.part_bytes, self.parts))
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of the largest layer of experts, which bounds what is held at once."""
+        """Bytes of the largest layer of experts, an upper bound of the memory used."""
         return max(map(self.part_bytes, self.experts), default=0)
 
     def part_bytes(self, part: Part) -> int:
@@ -87,11 +86,11 @@ class FilePlan:
         return {key: self.view.read(key) for key in part.sources}
 
     def convert(self, part: Part) -> dict[str, Tensor]:
-        """Read a part and return what is written for it, by name."""
+        """Read a part and return its output tensors by name."""
         return self.read(part)
 
     def files(self) -> Iterator[list[Part]]:
-        """Yield the parts file by file: each layer of experts alone, then the others in groups."""
+        """Yield the parts of each file: each layer of experts alone, then the others in groups."""
         yield from ([part] for part in self.experts)
         yield from self.grouped(self.others)
 
@@ -112,10 +111,10 @@ class FilePlan:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch copy with one thread inside.
+    """Limit torch to one thread.
 
-    A conversion waits for memory and disks; more threads add nothing to that. Where other processes
-    want the cores, each row copy waits for the slowest thread: 50 times as long on two busy cores.
+    A conversion is bound by memory and disks, so more threads add nothing. On busy cores each row
+    copy waits for the slowest thread: 50 times as long on two busy cores.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -143,7 +142,7 @@ def write_safetensors(
 def torch_dist_checkpoint(
     folder: Path, iteration: int | None
 ) -> Iterator[tuple[Path, TorchDistWriter]]:
-    """Give the folder and the writer of one checkpoint in what Megatron's ``--load`` takes.
+    """Yield the folder and the writer of one checkpoint for Megatron's ``--load``.
 
     The folder is ``iter_*``, or ``release`` without an iteration; the tracker file names it.
     """
@@ -157,12 +156,12 @@ def torch_dist_checkpoint(
 
 
 def write_common_state(writer: TorchDistWriter, iteration: int, own: Mapping[str, Any]) -> None:
-    """Write the common state of a checkpoint that did not come from Megatron.
+    """Write the common state of a checkpoint that Megatron did not save.
 
-    ``own`` lies where Megatron does not look for its arguments.
+    ``own`` is stored under a key that Megatron does not read.
     """
     state = {
-        "checkpoint_version": 3.0,  # as Megatron writes; it tells the order of QKV rows
+        "checkpoint_version": 3.0,  # as in Megatron; implies the order of QKV rows
         "iteration": iteration,
         OWN_STATE: dict(own),
     }
@@ -170,7 +169,7 @@ def write_common_state(writer: TorchDistWriter, iteration: int, own: Mapping[str
 
 
 def saved(value: Any) -> bytes:
-    """Return what ``torch_dist`` stores for an object."""
+    """Return the ``torch_dist`` encoding of an object."""
     content = io.BytesIO()
     torch.save([value], content)
     return content.getvalue()

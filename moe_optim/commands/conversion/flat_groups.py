@@ -1,6 +1,6 @@
-"""Which parameters each group of flat states has, and the orders that their sizes leave.
+"""Parameters of each group of flat states, and their possible orders given the sizes.
 
-Reads ``.metadata`` and the arguments saved with a checkpoint, no values.
+Reads ``.metadata`` and the saved arguments, no tensor values.
 """
 
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ class FlatGroup:
     name: str
     """Prefix of its keys."""
     parameters: tuple[Parameter, ...]
-    """In registration order, experts numbered from 0 in each group."""
+    """Parameters in registration order; experts are numbered from 0 in each group."""
     first_expert: int
     candidates: tuple[StateManifest, ...]
 
 
 def doubt_of_flat_states(stored: TorchDistReader) -> str | None:
-    """Return why flat states cannot be read by name, from sizes alone; None if these fit."""
+    """Return why flat states cannot be read by name, judged by sizes; None if the sizes match."""
     try:
         read_groups(stored)
     except LayoutError as error:
@@ -43,7 +43,7 @@ def doubt_of_flat_states(stored: TorchDistReader) -> str | None:
 
 
 def read_groups(stored: TorchDistReader) -> list[FlatGroup]:
-    """Return the data-parallel groups with the orders that sizes leave; LayoutError if none."""
+    """Return the data-parallel groups with the orders that sizes permit; LayoutError if none."""
     where, sizes = stored.path, stored.recorded.parallel_sizes
     if not stored.arguments:
         raise refusal(where, "Megatron's arguments beside them", "none")
@@ -110,18 +110,18 @@ def _shares(
 
 
 def _is_parameter(key: str) -> bool:
-    """Tell trained tensors from amaxes and biases of routing."""
+    """Return whether a key is a trained tensor, not an amax or a routing bias."""
     return "experts.experts." not in key and not key.endswith(".router.expert_bias")
 
 
 def num_layers_of(stored: TorchDistReader) -> int | None:
-    """Return the number of layers that the saved arguments name, if they do."""
+    """Return the number of layers in the saved arguments, or None."""
     layers = stored.arguments.get("num_layers")
     return layers if type(layers) is int and layers > 0 else None
 
 
 def refusal(where: Path, expected: str, got: str) -> LayoutError:
-    """Return the error for flat states whose places are not certain."""
+    """Return the error for flat states whose layout is uncertain."""
     return LayoutError(
         f"{where}: expected flat optimizer states that can be told apart by parameter: "
         f"{expected}, got {got}. Load it at its own sizes and save with "

@@ -1,9 +1,9 @@
-"""Flat states of stock Megatron, read by the names of their parameters.
+"""Shows flat states of stock Megatron by parameter name.
 
-Stock Megatron does not record what lies where in a bucket. The arguments saved with a checkpoint
-say how parameters were shared and laid out, and sizes and edges of what is stored leave one order
-of experts, seldom more. An order is certain when every master, taken from where the order puts it,
-rounds to the weight saved beside it. Otherwise nothing is read.
+Stock Megatron does not record the layout of its buckets. The saved arguments determine how
+parameters were sharded and laid out; stored sizes and offsets usually leave one order of experts.
+An order is accepted if every master, read at the offset it implies, rounds to the weight saved
+beside it. Otherwise nothing is read.
 """
 
 import re
@@ -32,20 +32,20 @@ from moe_optim.commands.conversion.flat_groups import FlatGroup, num_layers_of, 
 from moe_optim.commands.conversion.layer_view import STATE, LayerView, state_kind
 
 _Shown = tuple[str, int | None]
-"""Key of a parameter with its layer, and number of an expert among all; None: not of an expert."""
+"""Parameter key including the layer, and global expert number, None for other parameters."""
 
 _HYPER = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+\.(\w+)/.*")
-"""Key of an object that a data-parallel group keeps: number of its optimizer, name."""
+"""Key of an object of a data-parallel group: number of its optimizer, name."""
 _OF_BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded", MANIFEST)
 _BY_NAME = "fully_reshardable"
 _PLAIN = (bool, int, float, str, type(None))
 _MOST_VALUES, _DEEPEST = 100_000, 10
-"""More than hyper-parameters have; what has more has another purpose."""
+"""Limits above any hyper-parameters; larger objects are refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StatePlace:
-    """Where the states of a parameter, or of one expert of one, lie."""
+    """Location of the states of a parameter, or of one expert of it."""
 
     group: str
     dtype: str
@@ -53,26 +53,25 @@ class _StatePlace:
 
 
 class NamedStates:
-    """A ``torch_dist`` checkpoint that shows its flat states as if they had been saved by name.
+    """A ``torch_dist`` checkpoint that shows its flat states as if saved by name.
 
-    It is a :class:`~moe_optim.checkpoint.files.reader.CheckpointReader`. States are called
-    ``optimizer.state.exp_avg.`` and so on, followed by the name of the weight, whose shape they
-    have. Objects are those that Megatron saves beside such states.
+    Implements :class:`~moe_optim.checkpoint.files.reader.CheckpointReader`. States are named
+    ``optimizer.state.exp_avg.`` and so on, followed by the name of the weight, and have its shape.
+    Objects are those that Megatron saves beside such states.
     """
 
     format: FileFormat = "torch_dist"
 
     def __init__(self, stored: TorchDistReader) -> None:
-        """Find out what lies where: reads all masters and all weights, one at a time.
+        """Determine the layout: reads all masters and all weights, one at a time.
 
         Raises:
-            LayoutError: it is not certain; the message says why, and what to do.
+            LayoutError: the layout is uncertain; the message states the reason and the remedy.
             StateError: a file is missing or damaged.
         """
         groups = read_groups(stored)
         view = LayerView(stored, num_layers=num_layers_of(stored))
         self.stored = stored
-        """Reader of the files."""
         self._places: dict[tuple[str, int | None], list[_StatePlace]] = {}
         found = [one for group in groups for one in _places_by_values(stored, view, group).items()]
         for (shown, _), place in sorted(found, key=lambda one: one[0][1] or 0):  # by expert
@@ -99,12 +98,12 @@ class NamedStates:
         return self.stored.recorded
 
     def read(self, name: str, first: int | None = None) -> Tensor:
-        """Return a tensor, or what lies at place ``first`` of its first axis."""
+        """Return a tensor, or index ``first`` of its first axis."""
         if name in self._weights:
             return self.stored.read(name, first)
         kind, _, weight = name.removeprefix(STATE).partition(".")
         shape = self.tensors[name].shape
-        if (weight, None) in self._places:  # of one layer, or of none
+        if (weight, None) in self._places:  # single or no layer
             whole = self._read((weight, None), kind).view(shape)
             return whole if first is None else whole[first].clone()
         if first is not None:
@@ -119,12 +118,12 @@ class NamedStates:
 
 
 def has_flat_states(stored: TorchDistReader) -> bool:
-    """Return whether a checkpoint keeps its states by bucket."""
+    """Return whether a checkpoint stores states by bucket."""
     return bool(flat_groups(stored))
 
 
 def states_by_name(reader: CheckpointReader) -> CheckpointReader:
-    """Return a checkpoint with its states by name, also where they are flat.
+    """Return a checkpoint with its states by name, converting flat ones.
 
     Raises as :class:`NamedStates` does.
     """
@@ -136,7 +135,7 @@ def states_by_name(reader: CheckpointReader) -> CheckpointReader:
 def _places_by_values(
     stored: TorchDistReader, view: LayerView, group: FlatGroup
 ) -> dict[_Shown, _StatePlace]:
-    """Return where each parameter and expert of a group lies, in the one order that values fit."""
+    """Return the location of each parameter and expert, in the one order whose values match."""
     fitting, got = choose_by_values(
         [_places_of(group, candidate) for candidate in group.candidates],
         lambda found: _strangers(stored, view, found),
@@ -174,18 +173,19 @@ def _strangers(
 
 
 def _read(stored: TorchDistReader, place: _StatePlace, kind: str) -> Tensor:
-    """Return states of one kind, 1-D."""
     span = place.span
     key = f"{bucket_key(place.group, place.dtype, span.buffer, span.bucket)}.{kind}"
     return stored.read_box(key, (span.start,), (span.numel,))
 
 
 def named_common_entries(stored: TorchDistReader) -> Mapping[str, Any]:
-    """Return the entries of Megatron's common state that differ where states are by name.
+    """Return the entries of Megatron's common state that differ if states are saved by name.
 
-    Beside flat states each data-parallel group has an object with the hyper-parameters of its
-    optimizer; beside states by name they lie in the common state, the same for all ranks. There
-    must be some, in numbers and text and equal on all ranks, or LayoutError is raised.
+    Flat states come with an object of optimizer hyper-parameters per data-parallel group; states by
+    name have them in the common state, equal on all ranks.
+
+    Raises:
+        LayoutError: hyper-parameters are missing, differ between ranks, or are not plain values.
     """
     optimizers: dict[int | None, dict[str, Any]] = defaultdict(dict)
     for name in sorted(stored.objects):
@@ -216,9 +216,9 @@ def named_common_entries(stored: TorchDistReader) -> Mapping[str, Any]:
 
 
 def _plain(stored: TorchDistReader, name: str, value: Any) -> Any:
-    """Return a value of numbers and text; LayoutError of anything else, or of very many."""
+    """Return a plain value of numbers and text; LayoutError for anything else."""
     waiting, is_plain = [(0, value)], True
-    for _ in range(_MOST_VALUES):  # what refers to itself or is shared counts whenever it is met
+    for _ in range(_MOST_VALUES):  # shared and cyclic values count each time
         if not (waiting and is_plain):
             break
         depth, one = waiting.pop()

@@ -1,4 +1,4 @@
-"""Weights published in FP8 blocks, as DeepSeek-V3's are, read as bf16 values."""
+"""Reads weights published in FP8 blocks, such as DeepSeek-V3's, as bf16."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,24 +11,25 @@ from moe_optim.checkpoint.files.reader import CheckpointReader, FileFormat, Reco
 from moe_optim.errors import ConfigError, LayoutError
 
 SCALE = "_scale_inv"
-"""Suffix of the name of a weight's scales, one per block, which multiply its elements."""
+"""Suffix of the name of a weight's scales, one per block; dequantization multiplies by them."""
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 """DeepSeek publishes the first, Qwen the next two; ``scale_fmt: ue8m0`` may store bare exponents.
-Each is exact in fp32."""
+All are exact in fp32.
+"""
 
 
 class DequantizedBlocks:
-    """A checkpoint whose FP8 weights are shown in bf16, and their scales not at all.
+    """A checkpoint that shows its FP8 weights as bf16 and hides their scales.
 
-    It is a :class:`~moe_optim.checkpoint.files.reader.CheckpointReader`. A value is element times
-    scale in fp32, rounded to bf16, as in DeepSeek's own conversion.
+    Implements :class:`~moe_optim.checkpoint.files.reader.CheckpointReader`. A value is element
+    times scale in fp32, rounded to bf16, as in DeepSeek's own conversion.
     """
 
     def __init__(self, stored: CheckpointReader, block: tuple[int, int]) -> None:
-        """Check names and shapes of E4M3 weights [R, C] and their scales, one for each ``block``.
+        """Check names and shapes of E4M3 weights [R, C] and their scales, one per ``block``.
 
         Raises:
-            LayoutError: a weight has no scales, or they are of another shape or type.
+            LayoutError: a weight has no scales, or scales of the wrong shape or dtype.
         """
         self._stored, self._block = stored, block
         tensors = dict(stored.tensors)
@@ -54,7 +55,7 @@ class DequantizedBlocks:
         return self._stored.recorded
 
     def read(self, name: str, first: int | None = None) -> Tensor:
-        """Return a tensor, or what lies at place ``first`` of its first axis."""
+        """Return a tensor, or index ``first`` of its first axis."""
         if self._stored.tensors[name].dtype != torch.float8_e4m3fn:
             return self._stored.read(name, first)
         scale = self._stored.read(name + SCALE).float()
@@ -81,7 +82,7 @@ class DequantizedBlocks:
 
 
 def block_of(quantization: Any, where: str) -> tuple[int, int]:
-    """Return rows and columns of a block from ``quantization_config``; ConfigError of others."""
+    """Return [rows, columns] of a block from ``quantization_config``; ConfigError for others."""
     said = quantization if isinstance(quantization, dict) else {}
     given = said.get("weight_block_size")
     block = [n for n in given if type(n) is int and n > 0] if isinstance(given, list) else []

@@ -1,9 +1,9 @@
-"""A checkpoint shown with one entry per layer, under the keys of state dicts.
+"""A checkpoint shown with one entry per layer, under state-dict keys.
 
-Megatron's ``torch_dist`` stores the experts of all layers as one tensor where layers are alike,
-``decoder.layers.mlp.experts.experts.linear_fc1.weight`` of [layers, E, 2F, H], and otherwise one
-per layer, ``decoder.layers.3.mlp.experts.experts.linear_fc1.weight``. Both are shown in the layout
-``grouped``, as ``decoder.layers.3.mlp.experts.linear_fc1.weight``; states keep their prefix.
+Megatron's ``torch_dist`` stacks the experts of all layers if these have the same shapes,
+``decoder.layers.mlp.experts.experts.linear_fc1.weight`` of [layers, E, 2F, H], and otherwise stores
+one tensor per layer, ``decoder.layers.3.mlp.experts.experts.linear_fc1.weight``. Both are shown in
+layout ``grouped``, as ``decoder.layers.3.mlp.experts.linear_fc1.weight``; states keep their prefix.
 """
 
 import re
@@ -16,36 +16,36 @@ from moe_optim.checkpoint.files.reader import CheckpointReader, Recorded, Tensor
 from moe_optim.errors import ConfigError, LayoutError
 
 STORED_ALIKE = ("grouped", "indexed", "sequential")
-"""Layouts of Megatron, which ``torch_dist`` stores alike."""
+"""Megatron's layouts, which are identical in ``torch_dist``."""
 STATE = "optimizer.state."
-"""Prefix of the key of a master or a moment; the kind of state and the parameter's key follow."""
+"""Key prefix of masters and moments, followed by the kind of state and the parameter's key."""
 _STORED = re.compile(r"(?P<head>.*\bexperts\.)experts\.(?P<tail>linear_fc[12]\.(weight|bias))")
 _STACKED = re.compile(r"(?P<head>.*\blayers\.)(?P<tail>[^0-9].*)")
 STATE_KIND = re.compile(r"optimizer\.state\.([^.]+)\.")
 _IN_BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\..*\.gbuf_idx_\d+\..*\.([^.]+)")
 """Key of all masters, or of one kind of moment, of a bucket."""
 _AXES = {"weight": 3, "bias": 2}
-_MAX_LAYERS = 4096  # more than any model has: what claims more is shown as it is stored
+_MAX_LAYERS = 4096  # above any model; larger stacks are shown as stored
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a shown tensor is stored."""
+    """Stored location of a tensor."""
 
     name: str
     layer: int | None = None
-    """Index along the first axis; None: the whole tensor."""
+    """Index along the first axis; None for the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """Replaces the prefix ``old`` of keys by ``new``, behind the prefix of states too."""
+    """Replaces the key prefix ``old`` by ``new``, after the prefix of states if there is one."""
 
     old: str
     new: str
 
     def __call__(self, key: str) -> str:
-        """Return the key, renamed if the prefix fits."""
+        """Return the key, renamed if the prefix matches."""
         state = STATE_KIND.match(key)
         prefix = state[0] if state else ""
         rest = key.removeprefix(prefix)
@@ -53,7 +53,7 @@ class Rename:
 
 
 class LayerView:
-    """A checkpoint under the keys that its experts have in state dicts."""
+    """A checkpoint under the state-dict keys of its experts."""
 
     def __init__(
         self,
@@ -62,17 +62,17 @@ class LayerView:
         *,
         num_layers: int | None = None,
     ) -> None:
-        """Read no values; each key takes the first rename that fits.
+        """Index the keys without reading values; the first matching rename applies to each key.
 
         Args:
             reader: open checkpoint.
-            renames: renames in the order in which they are tried.
-            num_layers: layers of the model, if known. Then all tensors that ``torch_dist`` stores
-                for all layers as one are shown by layer, not only those of experts.
+            renames: renames in order of precedence.
+            num_layers: layers of the model, if known. Then all stacked tensors are shown by layer,
+                not only those of experts.
 
         Raises:
-            ConfigError: a rename fits no key.
-            LayoutError: two tensors come to have the same key.
+            ConfigError: a rename matches no key.
+            LayoutError: two tensors get the same key.
         """
         self.reader = reader
         self.renames = tuple(renames)
@@ -101,11 +101,11 @@ class LayerView:
         return self.reader.recorded
 
     def nbytes(self, keys: Iterable[str]) -> int:
-        """Return the bytes of the tensors of ``keys``."""
+        """Return the total bytes of the tensors of ``keys``."""
         return sum(self.tensors[key].nbytes for key in keys)
 
     def read(self, key: str) -> Tensor:
-        """Return a copy of the tensor shown as ``key``, on the CPU, in its shape and dtype there.
+        """Return a copy of the tensor shown as ``key``, on the CPU, in its shown shape and dtype.
 
         Errors are those of the reader's ``read``.
         """
@@ -114,13 +114,13 @@ class LayerView:
 
 
 def state_kind(key: str) -> str | None:
-    """Return the kind of state that a key holds: ``param`` (masters), a moment, or None."""
+    """Return the kind of state of a key: ``param`` (masters), a moment, or None."""
     found = STATE_KIND.match(key) or _IN_BUCKET.fullmatch(key)
     return found[1] if found else None
 
 
 def stored_key(shown: str) -> str:
-    """Return the name in ``torch_dist`` of a tensor of experts that is shown as ``shown``."""
+    """Return the ``torch_dist`` name of the expert tensor shown as ``shown``."""
     head, _, tail = shown.rpartition("experts.")
     return f"{head}experts.experts.{tail}"
 
@@ -149,7 +149,7 @@ def _show(reader: CheckpointReader, num_layers: int | None) -> list[tuple[str, P
 
 
 def parse_renames(texts: Sequence[str]) -> tuple[Rename, ...]:
-    """Parse options ``FROM=TO``; ConfigError for text of another form."""
+    """Parse options ``FROM=TO``; ConfigError for any other form."""
     renames = []
     for text in texts:
         old, equals, new = text.partition("=")

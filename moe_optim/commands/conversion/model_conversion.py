@@ -1,4 +1,4 @@
-"""Converting a whole model: a tensor, or the experts of a layer, at a time."""
+"""Converts a whole model, one tensor or one layer of experts at a time."""
 
 import json
 from collections.abc import Iterator
@@ -27,13 +27,13 @@ from moe_optim.rollout.families import LAYOUT_OF_EXPERTS
 
 
 def convert_model(plan: ModelPlan, target: Path, report: BytesDone = lambda _: None) -> None:
-    """Carry out a plan; ``target`` appears when everything is written.
+    """Execute a plan; ``target`` appears when everything is written.
 
-    For transformers it has safetensors, ``config.json`` and tokenizer files; for Megatron a folder
-    ``release`` of weights alone, and the tracker file, as ``--load`` takes them.
+    For transformers, writes safetensors, ``config.json`` and tokenizer files; for Megatron's
+    ``--load``, a folder ``release`` with weights only, and the tracker file.
 
     Raises:
-        ConfigError: ``target`` exists, or the folder of the tokenizer has no tokenizer.
+        ConfigError: ``target`` exists, or the tokenizer folder contains no tokenizer.
         StateError: a file of the source or of the tokenizer is damaged, or the disk is full.
     """
     needed = plan.total_bytes + BLOB_BYTES * (plan.num_tensors + 16)
@@ -76,7 +76,7 @@ def _write_megatron(plan: ModelPlan, folder: Path, report: BytesDone) -> None:
 def _write_tensor(
     plan: ModelPlan, writer: TorchDistWriter, part: Part, name: str, tensor: Tensor
 ) -> Iterator[str]:
-    """Write a tensor where Megatron looks for it: in that of all layers where these are alike.
+    """Write a tensor under Megatron's name, stacked if the model is.
 
     Returns the keys of extra states beside it.
     """
@@ -95,11 +95,11 @@ def _write_tensor(
 
 
 def _extra_states(stored: str, layers: tuple[int, int] | None, experts: int) -> Iterator[str]:
-    """Yield the keys of the ``_extra_state`` objects that may lie beside a stored tensor.
+    """Yield the keys of the ``_extra_state`` objects that may accompany a stored tensor.
 
-    Megatron's linears and Transformer Engine's modules save one each: scales of delayed FP8, else
-    nothing. A strict load fails where one is missing and ignores one too many, so every module that
-    may have one gets an empty one. ``layers`` are the number of the layer and of all layers.
+    Megatron's linears and Transformer Engine's modules save one each, with the scales of delayed
+    FP8 or empty. A strict load fails if one is missing and ignores extra ones, so every module that
+    may have one gets an empty one. ``layers`` is the layer number and the number of layers.
     """
     if stored.startswith(("embedding.", "output_layer.")) or ".mlp.router." in stored:
         return

@@ -1,7 +1,7 @@
-"""Plan of converting a whole model between Megatron's ``torch_dist`` and what transformers loads.
+"""Plans the conversion of a whole model between Megatron's ``torch_dist`` and transformers.
 
-Every tensor of one side must be one of the other: names come from
-:mod:`moe_optim.rollout.families`.
+Every tensor of one side must map to one of the other; :mod:`moe_optim.rollout.families` defines the
+names.
 """
 
 import re
@@ -47,12 +47,12 @@ class ModelRequest:
 
     to: Target
     transformer_impl: Implementation = "transformer_engine"
-    """Layers that will load the result in Megatron."""
+    """Layer implementation that will load the result in Megatron."""
     glu_interleave: int = 0
-    """Rows of gate and up that alternate in experts written for Megatron."""
+    """GLU interleave of experts written for Megatron."""
     source_glu_interleave: int | None = None
     tokenizer: Path | None = None
-    """Folder whose tokenizer files are passed on."""
+    """Folder of tokenizer files to copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,18 +64,18 @@ class ModelPlan(FilePlan):
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of the largest part, which bounds what is held at once."""
+        """Bytes of the largest part, an upper bound of the memory used."""
         return max(map(self.part_bytes, self.parts))
 
     def part_bytes(self, part: Part) -> int:
-        """Return the bytes of a part, read or written, whichever are more."""
+        """Return the bytes of a part, the larger of read and written."""
         nbytes = self.view.nbytes(part.sources)
         if part.pair is None or part.pair.form != "same":
             return nbytes
         return max(nbytes, len(part.pair.hf) * self.view.nbytes(part.sources[:1]))  # copies
 
     def files(self) -> Iterator[list[Part]]:
-        """Yield the parts in their order, in groups no larger than the largest part."""
+        """Yield the parts in order, in groups no larger than the largest part."""
         return self.grouped(self.parts)
 
     def convert(self, part: Part) -> dict[str, Tensor]:
@@ -99,12 +99,12 @@ class ModelPlan(FilePlan):
 
 
 def plan_model(reader: CheckpointReader, request: ModelRequest) -> ModelPlan:
-    """Return the plan, without reading a value.
+    """Return the plan without reading tensor values.
 
     Raises:
-        ConfigError: the other side has no such model, or the checkpoint does not say which it is.
-        LayoutError: tensors are missing, left over, there under two names, or of wrong shapes: all
-            of them are named.
+        ConfigError: the other side has no such model, or the checkpoint does not identify it.
+        LayoutError: tensors are missing, left over, duplicated, or of wrong shapes; the message
+            lists all of them.
     """
     require_format(reader, request.to)
     reader = dequantized(reader)
@@ -119,7 +119,7 @@ def plan_model(reader: CheckpointReader, request: ModelRequest) -> ModelPlan:
     parts = [*_tensor_parts(view, model, request, faults)]
     parts += _expert_parts(view, model, request, kept, faults)
     taken = {key for part in parts for key in part.sources}
-    if not faults:  # else what is left over belongs to what is missing
+    if not faults:  # else tensors are left over because others are missing
         faults += [f"{key}: left over" for key in kept if key not in taken]
     faults += _interleave_faults(parts, source_interleave, request)
     faults += _uneven_faults(parts, view)
@@ -147,7 +147,7 @@ def plan_model(reader: CheckpointReader, request: ModelRequest) -> ModelPlan:
 
 
 def _has_no_meaning(key: str) -> bool:
-    """Tell an amax of experts, which is no part of the model, from an adapter's tensor."""
+    """Return whether a key is an amax of experts; an adapter's tensor is not."""
     _, stored, remainder = key.rpartition(STORED)
     return bool(stored) and not is_of_adapter(remainder)
 
@@ -225,7 +225,7 @@ def _interleave_faults(parts: list[Part], source: int, request: ModelRequest) ->
 
 
 def _uneven_faults(parts: list[Part], view: LayerView) -> list[str]:
-    """Return tensors that differ in shape or dtype from those of the same name in other layers."""
+    """Return tensors whose shape or dtype differs from the same tensor in other layers."""
     first: dict[str, str] = {}
     faults = []
     for part in parts:
@@ -241,6 +241,6 @@ def _uneven_faults(parts: list[Part], view: LayerView) -> list[str]:
 
 
 def _place(part: Part) -> tuple[int, bool]:
-    """Sort tensors outside layers first, then by layer, experts last."""
+    """Sort key: tensors outside layers first, then by layer, experts last."""
     key = part.sources[0].partition("layers.")[2].partition(".")[0]
     return (int(key) if key.isdigit() else -1), part.pair is None

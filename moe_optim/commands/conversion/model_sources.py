@@ -1,4 +1,4 @@
-"""Which model a checkpoint holds, from what was saved beside its tensors."""
+"""Identifies the model of a checkpoint from the files saved beside its tensors."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -29,14 +29,14 @@ _TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-_TOKENIZER_BYTES = 64 * 2**20  # several times the longest file there is
+_TOKENIZER_BYTES = 64 * 2**20  # several times the longest known file
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""Keys of the number of experts of a layer."""
+"""Keys of the number of experts per layer."""
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def require_format(reader: CheckpointReader, to: Literal["hf", "megatron"]) -> None:
-    """Raise ConfigError where a checkpoint already is what it is to become."""
+    """Raise ConfigError if a checkpoint already is in the target format."""
     wanted = "torch_dist" if to == "hf" else "safetensors"
     if reader.format != wanted:
         raise ConfigError(
@@ -49,7 +49,7 @@ def read_model(reader: CheckpointReader) -> Model:
     """Return the model of a checkpoint.
 
     Raises:
-        ConfigError: nothing tells which it is, or the other side has no such model.
+        ConfigError: nothing identifies it, or the other side has no such model.
         StateError: ``config.json`` is damaged.
     """
     if not isinstance(reader, TorchDistReader):
@@ -61,14 +61,14 @@ def read_model(reader: CheckpointReader) -> Model:
     arguments = reader.model_arguments
     if not arguments:
         raise ConfigError(
-            f"{reader.path}: expected Megatron's arguments in what was saved with the checkpoint, "
+            f"{reader.path}: expected Megatron's arguments saved with the checkpoint, "
             "got none. Convert it with what trained it, such as Megatron-Bridge."
         )
     return model_from_arguments(arguments, str(reader.path))
 
 
 def dequantized(reader: CheckpointReader) -> CheckpointReader:
-    """Return a reader of bf16 values where a ``config.json`` says that weights are FP8 blocks.
+    """Return a reader of bf16 values if ``config.json`` declares FP8 blocks.
 
     Other quantization is a ConfigError, missing or misshapen scales are a LayoutError.
     """
@@ -82,7 +82,7 @@ def dequantized(reader: CheckpointReader) -> CheckpointReader:
 
 
 def require_promised_layers(model: Model, reader: CheckpointReader) -> None:
-    """Raise ConfigError where ``config.json`` counts MTP layers and no tensor is of one."""
+    """Raise ConfigError if ``config.json`` counts MTP layers whose tensors are missing."""
     own, further = model.anatomy.num_layers, model.anatomy.mtp_layers
     behind = tuple(f"model.layers.{layer}." for layer in range(own, own + further))
     if reader.format == "torch_dist" or not behind:
@@ -98,7 +98,7 @@ def require_promised_layers(model: Model, reader: CheckpointReader) -> None:
 
 
 def folder_of(reader: CheckpointReader) -> Path:
-    """Return the folder that a checkpoint lies in."""
+    """Return the folder of a checkpoint."""
     return reader.path if reader.path.is_dir() else reader.path.parent
 
 
@@ -122,12 +122,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def configured_experts(reader: CheckpointReader) -> int | None:
-    """Return the experts of a layer that ``config.json`` beside safetensors names, if it does."""
+    """Return the experts per layer from ``config.json`` beside safetensors, or None."""
     folder = folder_of(reader)
     if reader.format != "safetensors" or not (folder / CONFIG).is_file():
         return None
     config = read_config(folder)
-    of_text = config.get("text_config")  # of models that also see
+    of_text = config.get("text_config")  # multimodal models
     config |= of_text if isinstance(of_text, dict) else {}
     numbers = (config.get(name) for name in _NUM_EXPERTS)
     return next((one for one in numbers if type(one) is int and one > 0), None)
@@ -136,7 +136,7 @@ def configured_experts(reader: CheckpointReader) -> int | None:
 def read_tokenizer(folder: Path) -> dict[str, bytes]:
     """Return the tokenizer files of a folder, by name; ConfigError if there are none.
 
-    Links within a cache of Hugging Face are followed; a link out of the folder is a StateError.
+    Links within a Hugging Face cache are followed; a link out of the folder is a StateError.
     """
     names = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
     if not names:
@@ -151,8 +151,8 @@ def read_tokenizer(folder: Path) -> dict[str, bytes]:
         except OSError as error:
             raise StateError(
                 f"{folder / name}: expected a file of a tokenizer, got: {error.strerror}. Copy "
-                "what it stands for into the folder, or give the folder of a snapshot in a cache "
-                "of Hugging Face."
+                "the target of the link into the folder, or give a snapshot folder of a Hugging "
+                "Face cache."
             ) from error
     return found
 

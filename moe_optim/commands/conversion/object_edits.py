@@ -1,4 +1,4 @@
-"""Changing a number or a few entries in an object of a checkpoint, without unpickling it."""
+"""Edits a number or a few entries of a saved object without unpickling it."""
 
 import io
 import pickle
@@ -11,10 +11,10 @@ from moe_optim.checkpoint.files.archives import Archive
 
 
 def replace_int(blob: bytes, key: str, value: int | None) -> bytes | None:
-    """Return a ``torch.save`` archive with another number behind a string key, or None without it.
+    """Return a ``torch.save`` archive with another int after a string key, or None without the key.
 
-    The key stands before an int or None wherever it occurs. Nothing else changes, objects of
-    unknown classes included.
+    Replaces the int or None after every occurrence of the key. All other bytes of the pickle stay
+    the same, including objects of unknown classes.
 
     Raises:
         ValueError: the pickle in ``blob`` cannot be read.
@@ -32,18 +32,18 @@ def replace_int(blob: bytes, key: str, value: int | None) -> bytes | None:
 
 
 def replace_entries(blob: bytes, entries: Mapping[str, Any]) -> bytes:
-    """Return a ``torch.save`` archive of a dict, or of a list with one, with other ``entries``.
+    """Return a ``torch.save`` archive of a dict, or of a list with one, with updated ``entries``.
 
-    Nothing else changes, objects of unknown classes included.
+    Everything else stays the same, including objects of unknown classes.
 
     Args:
         blob: archive.
         entries: key -> plain value (numbers, text, None, and lists, tuples and dicts of these).
 
     Raises:
-        ValueError: the archive cannot be read, or holds something else.
+        ValueError: the archive cannot be read, or contains another object.
     """
-    code = b"".join(  # puts each into the dict on top of the stack: between PROTO and STOP
+    code = b"".join(  # sets items of the dict on top of the stack, between PROTO and STOP
         pickle.dumps(key, protocol=2)[2:-1] + pickle.dumps(value, protocol=2)[2:-1] + b"s"
         for key, value in entries.items()
     )
@@ -73,7 +73,7 @@ def _with_pickle(blob: bytes, change: Callable[[bytes], bytes]) -> bytes:
 
 
 def _splice(pickled: bytes, key: str, value: int | None) -> tuple[bytes, bool]:
-    """Return a pickle with ``value`` behind each ``key``, and whether there was one."""
+    """Return a pickle with ``value`` after each ``key``, and whether the key occurred."""
     code = pickle.dumps(value, protocol=2)[2:-1]  # between PROTO and STOP
     parts, copied, awaits = [], 0, False
     operations = list(pickletools.genops(pickled))

@@ -1,4 +1,4 @@
-"""Opening a checkpoint of either format, wherever a path leads to it."""
+"""Opens a checkpoint of either format from any path that identifies it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,20 +13,20 @@ from moe_optim.commands.conversion.safetensors_files import SafetensorsReader, i
 from moe_optim.errors import LayoutError, StateError
 
 CHECKPOINTS = "checkpoints"
-"""Folder of a run that checkpoints lie in."""
-_MOST_DIGITS = 18  # of an iteration
+"""Subfolder of a run that contains its checkpoints."""
+_MOST_DIGITS = 18  # maximum of an iteration
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
-    """Open a checkpoint of either format; its ``path`` says which one of several was taken.
+    """Open a checkpoint of either format; its ``path`` is the one selected.
 
     Args:
-        path: torch_dist folder; the folder above, whose tracker file names the newest; the folder
-            of a run, which has ``checkpoints`` in it; a safetensors file, or a folder of them.
+        path: torch_dist folder; its parent, whose tracker file names the newest; the folder of a
+            run, which contains ``checkpoints``; a safetensors file, or a folder of them.
 
     Raises:
-        StateError: nothing is there, it is damaged, or a killed command has left it.
-        LayoutError: something else is there.
+        StateError: the path does not exist, is damaged, or was left by a killed command.
+        LayoutError: the path is not a checkpoint.
     """
     path = newest_checkpoint(path)
     with _readable(path):
@@ -37,7 +37,7 @@ def newest_checkpoint(path: Path) -> Path:
     """Return the path itself, or the newest checkpoint of a run or of a folder of checkpoints.
 
     Raises:
-        StateError: nothing is there, or what the tracker file names is not there.
+        StateError: the path, or the checkpoint named by the tracker file, does not exist.
     """
     with _readable(path):
         if not path.exists():
@@ -67,9 +67,9 @@ def _open(path: Path) -> CheckpointReader:
         return SafetensorsReader(path)
     if files_of_ranks(path):
         raise LayoutError(
-            f"{path}: expected a checkpoint of the whole model, got one file a rank, as "
+            f"{path}: expected a checkpoint of the whole model, got one file per rank, as "
             "--ckpt-format torch writes it. `moe-optim inspect` checks it; for everything else, "
-            "have a run write it anew (--ckpt-convert-format torch_dist --ckpt-convert-save DIR), "
+            "let a run convert it (--ckpt-convert-format torch_dist --ckpt-convert-save DIR), "
             "and give DIR/torch_dist."
         )
     names = sorted(entry.name for entry in path.iterdir())[:5] if path.is_dir() else [path.name]

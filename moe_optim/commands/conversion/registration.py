@@ -1,8 +1,8 @@
-"""In which order Megatron's modules register their parameters, by the names these are stored under.
+"""Registration order of Megatron's parameters, by their stored names.
 
-Flat states lie in the reverse of that order. It is read from ``__init__`` of the modules of
-Megatron 0.19.2: ``GPTModel``, ``TransformerLayer``, ``SelfAttention``, ``MLASelfAttention``,
-``MLP`` and ``MoELayer``. Whoever goes by it has to see that values fit. Pure.
+Flat states are in the reverse of that order. It follows ``__init__`` of the modules of Megatron
+0.19.2: ``GPTModel``, ``TransformerLayer``, ``SelfAttention``, ``MLASelfAttention``, ``MLP`` and
+``MoELayer``. Callers must verify it against values.
 """
 
 import re
@@ -44,7 +44,7 @@ _NETWORK = (
     "mlp.shared_experts.linear_fc2.weight",
 )
 _FUSED = ("input_layernorm.weight", *_ATTENTION, *_NETWORK)
-# layers of Megatron itself store the first norm as if it were part of what lies behind it
+# Megatron's local layers store the first norm as part of the next module
 _APART = (
     "input_layernorm.weight",
     _INPUT_NORM,
@@ -59,14 +59,14 @@ _LAST = (
 
 
 def registration_order(names: Iterable[str], transformer_impl: str) -> list[str] | None:
-    """Return names of parameters in the order in which a model registers them.
+    """Return parameter names in the order in which a model registers them.
 
     Args:
-        names: as ``torch_dist`` stores them, layers told apart, experts in the layout ``grouped``.
+        names: parameter names in ``torch_dist``, one per layer, experts in layout ``grouped``.
         transformer_impl: Megatron's argument.
 
     Returns:
-        None where a name is of a module that is not known here.
+        Ordered names; None if one belongs to an unknown module.
     """
     within = _APART if transformer_impl == "local" else _FUSED
     places: dict[str, tuple[int, int, int]] = {}

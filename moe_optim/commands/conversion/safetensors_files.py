@@ -1,4 +1,4 @@
-"""Reads and writes safetensors: one file, or a folder of them with Hugging Face's index."""
+"""Reads and writes safetensors: one file, or a folder with Hugging Face's index."""
 
 import json
 import re
@@ -22,7 +22,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 _LAYOUT, _INTERLEAVE = "moe_optim.layout", "moe_optim.glu_interleave"
 _NUM_EXPERTS, _ITERATION = "moe_optim.num_experts", "iteration"
-_DIGITS = 18  # of a number, at most
+_DIGITS = 18  # maximum of a number
 _SHARD = re.compile(r"(?P<stem>.*-)(?P<number>\d{5})-of-(?P<total>\d{5})\.safetensors")
 _INDEX_BYTES = 32 * 2**20  # twice those of models with 100,000 expert tensors and as many scales
 
@@ -48,7 +48,7 @@ _DTYPES = {
 
 
 class SafetensorsReader:
-    """A safetensors file, or all those of a folder; files are opened where they are needed."""
+    """A safetensors file, or all of those in a folder; files are opened on demand."""
 
     format: FileFormat = "safetensors"
     """File format."""
@@ -60,13 +60,13 @@ class SafetensorsReader:
             path: safetensors file, or folder with an index or any number of such files.
 
         Raises:
-            StateError: a file is missing, cut off or damaged, or lies outside of the folder.
-            LayoutError: two files hold the same tensor, or a type is unknown.
+            StateError: a file is missing, truncated or damaged, or is outside of the folder.
+            LayoutError: two files contain the same tensor, or a dtype is unknown.
         """
         self.path = path
         self.tensors: dict[str, TensorInfo] = {}
         self.objects: Mapping[str, int] = {}
-        self._files: dict[str, str] = {}  # by tensor, its file within the folder
+        self._files: dict[str, str] = {}  # tensor -> file name
         metadata: dict[str, str] = {}
         expected = _indexed_files(path)
         for file in sorted(set(expected.values())) if expected else _files(path):
@@ -102,10 +102,10 @@ class SafetensorsReader:
 
         Args:
             name: name of a tensor.
-            first: index along the first axis; return only this slice, without that axis.
+            first: index along the first axis; returns only this slice, without that axis.
 
         Raises:
-            StateError: its file is missing, cut off or damaged.
+            StateError: its file is missing, truncated or damaged.
         """
         with _opened(self.path, self._files[name]) as opened:
             whole = first is None
@@ -114,10 +114,10 @@ class SafetensorsReader:
 
 
 class SafetensorsWriter:
-    """Writes files as they come, and at the end numbers them and writes the index."""
+    """Writes files one by one, then numbers them and writes the index."""
 
     def __init__(self, folder: Path, recorded: Recorded) -> None:
-        """Begin in a ``folder`` that exists; every file gets what is ``recorded``."""
+        """Start in an existing ``folder``; every file contains ``recorded`` as metadata."""
         self._folder = folder
         notes = {
             _LAYOUT: recorded.layout,
@@ -134,20 +134,20 @@ class SafetensorsWriter:
         """Write one file.
 
         Args:
-            tensors: CPU tensors by name, of any shapes and dtypes; copied only where they are not
-                contiguous or share memory.
+            tensors: CPU tensors by name, of any shapes and dtypes; copied only if not contiguous or
+                if they share memory.
         """
         contiguous = {name: _own_memory(tensor) for name, tensor in tensors.items()}
         file = self._file(len(self._names))
-        file.touch(exist_ok=False)  # with the rights that files of this folder have
+        file.touch(exist_ok=False)  # with the default permissions of this folder
         rights = stat.S_IMODE(file.stat().st_mode)
         save_file(contiguous, file, metadata=self._metadata)
-        file.chmod(rights)  # save_file has put a file there that nobody else may read
+        file.chmod(rights)  # save_file wrote a file readable only by its owner
         self._names.append(list(tensors))
         self._bytes += sum(tensor.nbytes for tensor in tensors.values())
 
     def finish(self) -> None:
-        """Give the files their names and write the index."""
+        """Rename the files to their final names and write the index."""
         count = len(self._names)
         weight_map: dict[str, str] = {}
         for number, names in enumerate(self._names):
@@ -165,7 +165,7 @@ class SafetensorsWriter:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Return whether a path looks like safetensors, whole or not."""
+    """Return whether a path looks like safetensors, complete or not."""
     if path.is_dir():
         return (path / INDEX_FILE).exists() or any(path.glob(f"*{SUFFIX}"))
     return path.suffix == SUFFIX
@@ -180,7 +180,7 @@ def _own_memory(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _opened(path: Path, name: str) -> Iterator[Any]:
-    """Open a file of a folder, or with an empty name the file that ``path`` is itself."""
+    """Open a file of a folder, or ``path`` itself if ``name`` is empty."""
     try:
         file = locate(path, name) if name else given_file(path)
         with safe_open(file, framework="pt", device="cpu") as opened:
@@ -189,11 +189,11 @@ def _opened(path: Path, name: str) -> Iterator[Any]:
         raise StateError(
             f"{path / name}: expected a safetensors file, got none. The checkpoint is not complete."
         ) from error
-    except (SafetensorError, OSError, MemoryError) as error:  # of a file that is mapped whole
+    except (SafetensorError, OSError, MemoryError) as error:  # from mapping the whole file
         said = error.strerror if isinstance(error, OSError) else error
         raise StateError(
             f"{path / name}: expected safetensors, got: {said or error}. "
-            "The file is cut off, damaged or something else: fetch or write it again."
+            "The file is truncated, damaged or of another type: fetch or write it again."
         ) from error
 
 
@@ -208,7 +208,7 @@ def _info(file: Path, name: str, entry: Any) -> TensorInfo:
 
 
 def _require_all_shards(path: Path, names: list[str]) -> None:
-    """Check numbered files where no index names them."""
+    """Check that numbered files without an index are complete."""
     shards: dict[tuple[str, str], set[int]] = {}
     for name in names:
         if found := _SHARD.fullmatch(name):
@@ -229,7 +229,7 @@ def _files(path: Path) -> list[str]:
 
 
 def _indexed_files(path: Path) -> dict[str, str]:
-    """Return the file of each tensor from the index, if there is one."""
+    """Return tensor -> file from the index, if there is one."""
     index = path / INDEX_FILE
     try:
         names = parse_json(read_file(path, INDEX_FILE, _INDEX_BYTES))["weight_map"]
@@ -240,7 +240,7 @@ def _indexed_files(path: Path) -> dict[str, str]:
         said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise StateError(
             f"{index}: expected JSON with a weight_map, got {said}. "
-            "The file is cut off or damaged: fetch or write it again."
+            "The file is truncated or damaged: fetch or write it again."
         ) from error
 
 

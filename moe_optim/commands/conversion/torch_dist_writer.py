@@ -1,7 +1,7 @@
-"""Writes ``torch_dist`` checkpoints piece by piece, holding one tensor at a time.
+"""Writes ``torch_dist`` checkpoints chunk by chunk, one tensor in memory at a time.
 
-torch's own ``FileSystemWriter`` keeps every tensor of a file until the file is closed; so pieces
-are written here, and described by torch's own classes.
+torch's ``FileSystemWriter`` keeps every tensor of a file until the file is closed; this writer does
+not, and describes its chunks with torch's metadata classes.
 """
 
 import json
@@ -28,15 +28,15 @@ from moe_optim.checkpoint.files.reader import TensorInfo
 from moe_optim.checkpoint.files.torch_dist import CONFIG_FILE, TorchDistReader
 
 FILE_BYTES = 4 * 2**30
-"""Length at which the next file begins."""
+"""Size at which the writer starts the next file."""
 _CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
 
 class TorchDistWriter:
-    """Writes the pieces of tensors and objects in the order they come; a context manager."""
+    """Writes chunks of tensors and objects in call order; a context manager."""
 
     def __init__(self, folder: Path) -> None:
-        """Begin in a ``folder`` that exists."""
+        """Start in an existing ``folder``."""
         self._folder = folder
         self._file: BinaryIO | None = None
         self._files = 0
@@ -54,14 +54,13 @@ class TorchDistWriter:
     def write_chunk(
         self, key: str, of: TensorInfo, offsets: tuple[int, ...], chunk: Tensor
     ) -> None:
-        """Write one piece of a tensor.
+        """Write one chunk of a tensor.
 
         Args:
             key: key of the tensor.
-            of: shape and dtype of the whole tensor, to which further pieces belong.
-            offsets: index of the piece's first element in the tensor.
-            chunk: contiguous tensor of any shape within the whole and of its dtype, alone in its
-                memory.
+            of: shape and dtype of the whole tensor.
+            offsets: index of the chunk's first element in the tensor.
+            chunk: contiguous tensor of any shape within the whole, of its dtype, in its own memory.
 
         Raises:
             OSError: writing failed; the disk may be full.
@@ -69,18 +68,18 @@ class TorchDistWriter:
         file, start = self._begin()
         try:
             torch.save(chunk, file)
-        except RuntimeError as error:  # raised while it closes, over what the disk said
+        except RuntimeError as error:  # raised by close(), hiding the disk's error
             raise OSError(error.__context__ or error) from error
         self._take_chunk(key, of, offsets, tuple(chunk.shape))
         self._end(key, offsets, start)
 
     def write_whole(self, key: str, tensor: Tensor) -> None:
-        """Write a ``tensor`` under ``key`` as one piece, as :meth:`write_chunk` does."""
+        """Write a ``tensor`` under ``key`` as one chunk, as :meth:`write_chunk` does."""
         info = TensorInfo(tuple(tensor.shape), tensor.dtype)
         self.write_chunk(key, info, (0,) * tensor.dim(), tensor)
 
     def copy(self, reader: TorchDistReader, key: str) -> None:
-        """Copy all pieces of the tensor or object ``key`` of a ``reader`` as they are."""
+        """Copy all chunks of the tensor or object ``key`` from ``reader`` unchanged."""
         for blob in reader.blobs[key]:
             file, start = self._begin()
             for block in reader.blocks(blob):
@@ -99,7 +98,7 @@ class TorchDistWriter:
         self._end(key, None, start)
 
     def finish(self, config: Mapping[str, Any] | None = None) -> None:
-        """Write ``.metadata``, then ``metadata.json`` from ``config`` or as Megatron writes it."""
+        """Write ``.metadata``, then ``metadata.json`` from ``config`` or in Megatron's form."""
         self._close()
         entries: dict[str, Any] = {key: BytesStorageMetadata() for key in self._objects}
         for key, info in self._tensors.items():
@@ -122,7 +121,7 @@ class TorchDistWriter:
         self._chunks[key].append(box)
 
     def _begin(self) -> tuple[BinaryIO, int]:
-        """Return the file to write into, and where its next piece starts."""
+        """Return the current file and the offset of its next chunk."""
         if self._file is not None and self._file.tell() >= FILE_BYTES:
             self._close()
         if self._file is None:

@@ -1,1 +1,1 @@
-"""Quantized experts on disk, from checkpoints of any layout, for engines that read safetensors."""
+"""Exports checkpoints of any layout as safetensors with quantized experts for inference engines."""

@@ -1,4 +1,4 @@
-"""``quantization_config`` in ``config.json`` of exported weights, by convention."""
+"""``quantization_config`` of exported weights, by convention."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,14 +24,14 @@ _SCHEMES: dict[str, tuple[str, Arguments, Arguments | None]] = {
         {"num_bits": 8, "strategy": "token"},
     ),
 }
-"""Format -> its name in compressed-tensors, and the arguments of weights and activations."""
+"""Format -> its name in compressed-tensors, arguments of weights, arguments of activations."""
 
 
 def quantization_config(convention: Convention, unquantized: Sequence[str]) -> dict[str, Any]:
-    """Return the configuration from which engines know a checkpoint's format.
+    """Return the ``quantization_config`` by which engines recognize a format.
 
-    The engine quantizes activations on the fly; those of NVFP4 stay in bf16, since their global
-    scale takes a calibration. ``unquantized`` are paths of modules, without ``.weight``.
+    Engines quantize activations on the fly, except for NVFP4: its activations stay bf16, since
+    their global scale needs a calibration. ``unquantized`` lists module paths, without ``.weight``.
     """
     if convention.name == "deepseek":
         return {

@@ -1,4 +1,4 @@
-"""Carrying out an export: a layer of experts is read, quantized and written before the next."""
+"""Executes an export one layer of experts at a time."""
 
 import json
 from pathlib import Path
@@ -17,18 +17,17 @@ from moe_optim.commands.export.engine_config import quantization_config
 from moe_optim.commands.export.export_plan import ExportPlan
 from moe_optim.errors import ConfigError
 
-_HEADER_BYTES = 512  # upper bound of what a tensor has in headers and in the index
+_HEADER_BYTES = 512  # upper bound per tensor in headers and index
 
 
 def export_checkpoint(plan: ExportPlan, target: Path, report: BytesDone = lambda _: None) -> None:
-    """Carry out a plan; ``target`` appears when everything is written.
+    """Execute a plan; ``target`` appears when everything is written.
 
-    It holds safetensors with their index, ``config.json`` with a ``quantization_config``, and files
-    of a tokenizer where there are some. At most the experts of one layer are in memory, as they are
-    stored and quantized.
+    Writes safetensors with an index, ``config.json`` with a ``quantization_config``, and tokenizer
+    files if there are any. Peak memory is the experts of one layer, stored and quantized.
 
     Raises:
-        ConfigError: ``target`` exists, or a folder named for its tokenizer has none.
+        ConfigError: ``target`` exists, or the tokenizer folder contains no tokenizer.
         StateError: a file of the source or of the tokenizer is damaged, or the disk is full.
     """
     tensors = sum(8 * one.experts.num_experts for one in plan.experts if one.experts is not None)
@@ -48,7 +47,7 @@ def export_checkpoint(plan: ExportPlan, target: Path, report: BytesDone = lambda
 
 
 def _read_tokenizer(plan: ExportPlan) -> dict[str, bytes]:
-    """Return the files of the tokenizer that was named, or that lies beside the weights."""
+    """Return the files of the given tokenizer, or of the one beside the weights."""
     try:
         return read_tokenizer(plan.request.tokenizer or folder_of(plan.view.reader))
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Plan of exporting a checkpoint with quantized experts, made before a value is read."""
+"""Plans an export with quantized experts without reading tensor values."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -30,49 +30,49 @@ from moe_optim.rollout.conventions import Convention, find_convention
 from moe_optim.rollout.expert_tensors import export_experts, patterns_of, split_rows, tensor_name
 
 MASTERS = f"{STATE}param."
-"""Prefix of the names of masters that are stored by name."""
+"""Key prefix of masters that are stored by name."""
 _GROUPED, _TARGET = get_layout("grouped"), get_layout("hf_per_expert")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """Options of an export; None where they follow from the checkpoint."""
+    """Options of an export; None derives the value from the checkpoint."""
 
     format: BlockScaledFormat
     convention: Convention
     source_layout: KeyLayout | None = None
     source_glu_interleave: int | None = None
     tokenizer: Path | None = None
-    """Folder whose tokenizer files are passed on."""
+    """Folder of tokenizer files to copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportPlan(FilePlan):
-    """Experts of all layers, from masters where all have them; and the tensors beside them."""
+    """Experts of all layers, from masters if every expert has one, and all other tensors."""
 
     model: ModelPlan | None
-    """Names Megatron's tensors for Hugging Face; None where they have those names."""
+    """Mapping to Hugging Face names; None if the tensors already have them."""
     request: ExportRequest
     config: Mapping[str, Any]
     """``config.json`` of the model, without ``quantization_config``."""
 
     @property
     def reads_masters(self) -> bool:
-        """Whether experts are quantized from masters, as training quantizes them."""
+        """Whether experts are quantized from masters, as in training."""
         return all(part.sources[0].startswith(MASTERS) for part in self.experts)
 
     @property
     def kept_interleave(self) -> int | None:
-        """Interleave of the rows that are quantized, so that blocks hold what they do in training.
+        """GLU interleave of the quantized rows, so that blocks are those of training.
 
-        None where a block of the engine would hold gate and up rows: these are told apart before.
+        None if a block of the engine would mix gate and up rows: they are separated first.
         """
         fits = self.source_interleave % self.request.convention.scale_block[0] == 0
         return self.source_interleave if self.source_interleave and fits else None
 
     @property
     def unquantized(self) -> list[str]:
-        """Paths of the linears that stay in high precision, sorted."""
+        """Sorted paths of the linears that stay in high precision."""
         named = [
             (name, self.view.tensors[part.sources[0]])
             for part in self.others
@@ -85,7 +85,7 @@ class ExportPlan(FilePlan):
         )
 
     def convert(self, part: Part) -> dict[str, Tensor]:
-        """Read a part; quantize experts one by one, and name other tensors as Hugging Face does."""
+        """Read a part; quantize experts one by one, and rename other tensors."""
         if part.experts is None:
             return self.read(part) if self.model is None else self.model.convert(part)
         tensors = self.read(part)
@@ -106,7 +106,7 @@ class ExportPlan(FilePlan):
     def _export(
         self, experts: ExpertSet, prefix: str, expert: int, linear: str, one: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of one linear of one expert, [1, R, C] and maybe a bias [1, R]."""
+        """Yield the tensors of one linear of one expert, [1, R, C] and optionally a bias [1, R]."""
         stem = f"{experts.prefix}{linear}"
         values = one[f"{stem}.weight"].float()
         if not values.isfinite().all():
@@ -136,16 +136,16 @@ class ExportPlan(FilePlan):
 def plan_export(
     reader: CheckpointReader, request: ExportRequest, config: Path | None = None
 ) -> ExportPlan:
-    """Return the plan, without reading a value.
+    """Return the plan without reading tensor values.
 
-    Megatron's tensors are named by its arguments in the checkpoint; those of a checkpoint in
-    safetensors keep their names, which must be Hugging Face's. ``config`` None takes the
-    ``config.json`` of the checkpoint.
+    Megatron tensors are renamed according to the arguments saved in the checkpoint; safetensors
+    must already have Hugging Face names. ``config`` None means the ``config.json`` of the
+    checkpoint.
 
     Raises:
-        ConfigError: there is no configuration, no name for a tensor of Megatron's, or the request
-            contradicts the checkpoint.
-        LayoutError: experts are not complete, or do not fit the format.
+        ConfigError: there is no configuration, a Megatron tensor has no Hugging Face name, or the
+            request contradicts the checkpoint.
+        LayoutError: experts are incomplete, or do not fit the format.
     """
     plan_source = _plan_torch_dist if reader.format == "torch_dist" else _plan_safetensors
     plan = plan_source(reader, request, None if config is None else _given_config(config))
@@ -198,7 +198,7 @@ def _plan_safetensors(
 def _from_masters(
     view: LayerView, request: ExportRequest, weights: tuple[Part, ...] | list[Part]
 ) -> list[Part]:
-    """Return parts that read masters, if those of all experts are stored by name; else weights."""
+    """Return parts that read masters if those of all experts are stored by name, else weights."""
     keys = [key for key in view.tensors if key.startswith(MASTERS)]
     sets = find_experts(view, keys, layout=request.source_layout)
     masters = {one.prefix.removeprefix(MASTERS): one for one in sets}
@@ -222,7 +222,7 @@ def _given_config(path: Path) -> dict[str, Any]:
 
 
 def _require_fits(plan: ExportPlan) -> None:
-    """Raise LayoutError for rows that cannot alternate, and shapes that the format cannot hold."""
+    """Raise LayoutError for rows that cannot be interleaved, and shapes that do not fit."""
     stored = [part.experts for part in plan.experts if part.experts is not None]
     interleave = plan.source_interleave or None
     raise_faults([fault for one in stored for fault in interleave_faults(one, interleave)])
@@ -244,7 +244,7 @@ def _check_shapes(format: BlockScaledFormat, ffn: int, hidden: int, where: str =
 
 
 def _advise(ffn: int, hidden: int) -> str:
-    """Return what else to export experts of this size as, and the beginning of what to train."""
+    """Return a sentence on other formats for experts of this size, up to "train with a"."""
     fitting = []
     for format in FORMATS.values():
         try:

@@ -1,4 +1,4 @@
-"""Weights that files hold quantized for engines, found by their names, types and shapes."""
+"""Finds weights in safetensors that are already quantized, by name, dtype and shape."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,41 +11,41 @@ from moe_optim.rollout.conventions import CONVENTIONS, Convention
 
 Tensors = Mapping[str, TensorInfo]
 _OF_ACTIVATIONS = ("input_scale", "input_global_scale")
-"""Scales of activations that a calibration leaves beside a weight."""
+"""Suffixes of activation scales that a calibration stores beside a weight."""
 _SCALES_OF_ANY = {name for one in CONVENTIONS for name in (one.scale, one.global_scale) if name}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredWeight:
-    """One weight as a convention stores it."""
+    """One quantized weight in a convention."""
 
     shape: tuple[int, int]
-    """[R, C] of its values."""
+    """[R, C] of the dequantized values."""
     nbytes: int
     """Bytes of data and scales together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredWeights:
-    """All weights of a checkpoint that are quantized in one format."""
+    """All quantized weights of a checkpoint, in one format."""
 
     conventions: tuple[Convention, ...]
-    """All conventions that store weights so, at least one."""
+    """All conventions that match, at least one."""
     weights: Mapping[str, StoredWeight]
-    """Weights by name, which ends in ``.weight``."""
+    """Name, ending in ``.weight`` -> weight."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of the whole checkpoint, each quantized weight as one [R, C] and no scales."""
+    """Shapes of all tensors: each quantized weight as one [R, C], scales omitted."""
     faults: tuple[str, ...]
-    """Data and scales that are missing, or do not fit each other."""
+    """Data and scales that are missing or inconsistent."""
 
     @property
     def format(self) -> str:
-        """Format in engines."""
+        """Name of the format in engines."""
         return self.conventions[0].format
 
 
 def find_quantized(tensors: Tensors) -> StoredWeights | None:
-    """Return what is quantized for engines, None where no weight is whole in any convention."""
+    """Return the quantized weights, or None if no weight is complete in any convention."""
     found = [(one, dict(_whole(one, tensors))) for one in CONVENTIONS]
     most = max(len(weights) for _, weights in found)
     if not most:
@@ -71,13 +71,13 @@ def find_quantized(tensors: Tensors) -> StoredWeights | None:
 
 
 def _suffixes(convention: Convention) -> list[str]:
-    """Return the endings of the names of data and scales, data first."""
+    """Return the name suffixes of data and scales, data first."""
     names = convention.data, convention.scale, convention.global_scale
     return [f".{name}" for name in names if name]
 
 
 def _whole(convention: Convention, tensors: Tensors) -> Iterator[tuple[str, StoredWeight]]:
-    """Yield the weights whose data and scales are there in fitting types and shapes."""
+    """Yield the weights whose data and scales have consistent dtypes and shapes."""
     end, *ends = _suffixes(convention)
     for name, data in tensors.items():
         if not name.endswith(end) or data.dtype != convention.data_dtype or len(data.shape) != 2:
@@ -96,7 +96,7 @@ def _shape_of(convention: Convention, data: TensorInfo) -> tuple[int, int]:
 
 
 def _allowed_scales(convention: Convention, shape: tuple[int, int]) -> list[list[TensorInfo]]:
-    """Return the forms that each scale of a weight may have, the convention's own first."""
+    """Return the accepted forms of each scale of a weight, the convention's own first."""
     blocks = tuple(-(-n // size) for n, size in zip(shape, convention.scale_block, strict=True))
     dtypes = SCALE_DTYPES if convention.format == "fp8_block" else (convention.scale_dtype,)
     allowed = [[TensorInfo(blocks, dtype) for dtype in dtypes]]
@@ -106,7 +106,7 @@ def _allowed_scales(convention: Convention, shape: tuple[int, int]) -> list[list
 
 
 def _is_otherwise(convention: Convention, tensors: Tensors, stem: str) -> bool:
-    """Return whether a weight is quantized in another format than the convention's."""
+    """Return whether a weight is quantized in a format other than the convention's."""
     data = [tensors.get(f"{stem}.{name}") for name in {one.data for one in CONVENTIONS}]
     kinds = {one.dtype for one in data if one is not None and one.dtype.itemsize == 1}
     scales = {name for name in _SCALES_OF_ANY if f"{stem}.{name}" in tensors}
@@ -117,11 +117,10 @@ def _is_otherwise(convention: Convention, tensors: Tensors, stem: str) -> bool:
     scale, weight = tensors.get(f"{stem}.weight_scale"), tensors.get(f"{stem}.weight")
     if scale is None or weight is None or weight.dtype != torch.float8_e4m3fn:
         return False
-    return scale.shape in ((), (1,), (*weight.shape[:1], 1))  # of a tensor, or of its rows
+    return scale.shape in ((), (1,), (*weight.shape[:1], 1))  # per tensor, or per row
 
 
 def _faults(convention: Convention, tensors: Tensors, whole: set[str]) -> Iterator[str]:
-    """Yield what is wrong with each weight that is not whole."""
     end, *ends = _suffixes(convention)
     stems = {
         name.rpartition(".")[0]

@@ -1,1 +1,1 @@
-"""Model families that transformers loads: names, shapes and configurations on both sides."""
+"""Model families of transformers: names, shapes and configurations on both sides."""

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: arguments of Megatron's, and ``DeepseekV3Config`` of transformers."""
+"""DeepSeek-V3: Megatron arguments and transformers' ``DeepseekV3Config``."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from moe_optim.commands.hugging_face.values import MOST_LAYERS, Values, kind_fau
 from moe_optim.rollout.families import Trait
 
 _LATENT_NORM_EPSILON = 1e-6  # fixed in the norms of q and kv in transformers' DeepseekV3Attention
-_EXPERTS_PER_GROUP = 2  # DeepseekV3TopkRouter chooses groups by the scores of so many experts
+_EXPERTS_PER_GROUP = 2  # scores per group that DeepseekV3TopkRouter sums
 
 _YARN = (  # Megatron's argument, key of rope_scaling, Megatron's default
     ("rotary_scaling_factor", "factor", 1.0),
@@ -21,11 +21,11 @@ _YARN = (  # Megatron's argument, key of rope_scaling, Megatron's default
     ("mscale_all_dim", "mscale_all_dim", 0.0),
 )
 WITHOUT_FLAG = frozenset({"original_max_position_embeddings", "beta_fast", "beta_slow"})
-"""Arguments of Megatron 0.19 that no flag sets."""
+"""Megatron 0.19 arguments that no flag sets."""
 
 
 def _mscale(factor: float, mscale: float) -> float:
-    """Scale attention as Peng et al., YaRN (2023), section 3.4."""
+    """Return the attention scale of YaRN (Peng et al., 2023, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

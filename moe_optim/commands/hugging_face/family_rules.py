@@ -1,4 +1,4 @@
-"""How Megatron's arguments and ``config.json`` correspond: what a family defines, and all share."""
+"""Correspondence of Megatron arguments and ``config.json`` keys, per family and shared."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ UNTIED = "untie_embeddings_and_output_weights"
 
 @dataclass(frozen=True, slots=True)
 class SharedValue:
-    """An argument of Megatron's and a key of ``config.json`` with the same value."""
+    """A Megatron argument and a ``config.json`` key with the same value."""
 
     argument: str
     key: str
@@ -25,25 +25,25 @@ class FamilyRules:
 
     family: str
     shared: tuple[SharedValue, ...]
-    """Shared values, those of all families included."""
+    """Shared values, including those of all families."""
     optional: frozenset[str]
     """Arguments and keys that may be None."""
     argument_kinds: Mapping[str, ValueKind]
-    """Kinds of further arguments that are read."""
+    """Kinds of the other arguments that are read."""
     config_kinds: Mapping[str, ValueKind]
-    """Kinds of further keys that are read."""
+    """Kinds of the other keys that are read."""
     arguments: Allowed
-    """Values of other arguments that transformers can compute."""
+    """Values of other arguments that transformers supports."""
     config: Allowed
-    """Values of other keys that Megatron can compute."""
+    """Values of other keys that Megatron supports."""
     defaults: Values
-    """transformers' defaults of keys that published configurations leave out."""
+    """transformers' defaults of keys that published configurations omit."""
     argument_faults: Callable[[Values], list[str]]
-    """Returns what else transformers cannot compute; called with values of the right kinds."""
+    """Returns further arguments that transformers does not support; receives checked kinds."""
     config_faults: Callable[[Values], list[str]]
-    """Returns what else Megatron cannot compute."""
+    """Returns further keys that Megatron does not support."""
     more_arguments: Callable[[Values], dict[str, Any]]
-    """Returns the arguments that are not shared, from all that were given."""
+    """Returns the arguments that are not shared, from all given ones."""
     arguments_of: Callable[[Values], dict[str, Any]]
     """Returns the arguments that are not shared, from a configuration."""
     config_of: Callable[[Values], dict[str, Any]]
@@ -110,18 +110,18 @@ DEFAULTS: Values = {
 
 
 def is_untied(given: Values) -> bool:
-    """Return whether the output layer has weights of its own."""
+    """Return whether the output layer has its own weights."""
     return given.get(UNTIED) is True
 
 
 def layer_freq(has_experts: Iterable[bool]) -> int | list[int]:
-    """Return ``moe_layer_freq``: 1 where all layers have experts, which Megatron then stacks."""
+    """Return ``moe_layer_freq``: 1 if all layers have experts, which Megatron then stacks."""
     marks = [int(one) for one in has_experts]
     return 1 if all(marks) else marks
 
 
 def layers_with_experts(freq: int | list[int], num_layers: int) -> list[bool]:
-    """Return for each layer whether it has experts, as Megatron reads ``moe_layer_freq``."""
+    """Return whether each layer has experts, by Megatron's rules for ``moe_layer_freq``."""
     if isinstance(freq, int):
         return [layer % freq == 0 for layer in range(num_layers)]
     return [mark == 1 for mark in freq]

@@ -1,7 +1,7 @@
-"""A model as Megatron's arguments and transformers' ``config.json`` describe it, both ways.
+"""Translates a model between Megatron arguments and transformers' ``config.json``.
 
-A model that one side computes and the other does not is refused with all differences at once: one
-that loads and gives other logits is worse than none. Imports neither Megatron nor transformers.
+A model that only one side supports is refused with all differences listed, since a checkpoint that
+loads but computes other logits is worse than none. Imports neither Megatron nor transformers.
 """
 
 from collections.abc import Mapping
@@ -30,37 +30,37 @@ _RULES = {family.family: family for family in (QWEN3_MOE, DEEPSEEK_V3)}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """A model as both sides describe it."""
+    """A model in the terms of both sides."""
 
     family: Family
     anatomy: Anatomy
     arguments: Mapping[str, Any]
-    """Megatron's arguments that the family determines."""
+    """Megatron arguments determined by the family."""
     config: Mapping[str, Any]
     """``config.json`` without dtype and special tokens."""
 
     @property
     def heads(self) -> Heads:
-        """Sizes of attention heads; 0 rows each where attention is latent."""
+        """Sizes of attention heads; 0 rows each for latent attention."""
         groups, heads = self.arguments["num_query_groups"], self.arguments["num_attention_heads"]
         return Heads(groups, heads // groups, self.arguments.get("kv_channels", 0))
 
     @property
     def num_experts(self) -> int:
-        """Number of experts of a layer."""
+        """Number of experts per layer."""
         return int(self.arguments["num_experts"])
 
     @property
     def is_stacked(self) -> bool:
-        """Whether Megatron stores the tensors of all layers as one, since all are alike."""
+        """Whether Megatron stacks the tensors of all layers, which all have the same shapes."""
         return bool(self.arguments["moe_layer_freq"] == 1)
 
 
 def model_from_arguments(given: Values, where: str) -> Model:
-    """Return the model that Megatron trained, by the arguments saved at ``where``.
+    """Return the model for the Megatron arguments saved at ``where``.
 
     Raises:
-        ConfigError: transformers has no model that computes the same; all differences are named.
+        ConfigError: transformers has no equivalent model; the message lists all differences.
     """
     family = DEEPSEEK_V3 if given.get("multi_latent_attention") is True else QWEN3_MOE
     kinds = {**{one.argument: one.kind for one in family.shared}, **family.argument_kinds}
@@ -73,10 +73,10 @@ def model_from_arguments(given: Values, where: str) -> Model:
 
 
 def model_from_config(given: Values, where: str) -> Model:
-    """Return the model that the ``config.json`` at ``where`` describes.
+    """Return the model for the ``config.json`` at ``where``.
 
     Raises:
-        ConfigError: Megatron has no model that computes the same; all differences are named.
+        ConfigError: Megatron has no equivalent model; the message lists all differences.
     """
     kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in _RULES:
@@ -101,11 +101,11 @@ _WITHOUT_ENGINE = (
     "--no-masked-softmax-fusion",
     "--no-gradient-accumulation-fusion",
 )
-"""Megatron's flags that turn off what needs Transformer Engine or apex."""
+"""Megatron flags that disable what needs Transformer Engine or apex."""
 
 
 def megatron_flags(model: Model, impl: str) -> list[str]:
-    """Return Megatron's flags that build a model, for one ``--transformer-impl``."""
+    """Return the Megatron flags that build a model with this ``--transformer-impl``."""
     flags = ["--swiglu", "--disable-bias-linear", "--normalization", "RMSNorm", "--qk-layernorm"]
     flags += ["--position-embedding-type", "rope"]
     for name, value in model.arguments.items():
@@ -113,13 +113,13 @@ def megatron_flags(model: Model, impl: str) -> list[str]:
         is_said = name != "num_query_groups" or model.arguments.get("group_query_attention")
         if value is None or value is False or name in WITHOUT_FLAG or not is_said:
             continue
-        if isinstance(value, float) and value.is_integer():  # the parser takes no 10000.0
+        if isinstance(value, float) and value.is_integer():  # the parser rejects 10000.0
             value = int(value)
         flags += [f"--{flag}", *([] if value is True else [str(value).replace(" ", "")])]
     flags += ["--transformer-impl", impl]
     if impl == "local":
         return [*flags, *_WITHOUT_ENGINE]
-    plain_latent = model.arguments.get("rope_type") == "rope"  # Megatron fuses no others' positions
+    plain_latent = model.arguments.get("rope_type") == "rope"  # Megatron fuses RoPE only for these
     return [*flags, "--no-rope-fusion"] if plain_latent else flags
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: arguments of Megatron's, and ``Qwen3MoeConfig`` of transformers."""
+"""Qwen3-MoE: Megatron arguments and transformers' ``Qwen3MoeConfig``."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Checks of arguments and configurations, which come from untrusted files.
+"""Validates arguments and configurations from untrusted files.
 
 Functions return faults, one line each, instead of raising.
 """
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 ValueKind = Literal["count", "number", "flag", "layers"]
-"""A whole number from 1; a finite number; true or false; a list of layer numbers."""
+"""Positive integer, finite number, bool, or list of layer numbers."""
 
 _LARGEST = 2**40
 MOST_LAYERS = 4096
-"""More than any model has."""
+"""Upper limit on layers, above any real model."""
 
 Values = Mapping[str, Any]
 Allowed = Mapping[str, tuple[Any, ...]]
@@ -21,7 +21,7 @@ Allowed = Mapping[str, tuple[Any, ...]]
 def kind_faults(
     given: Values, kinds: Mapping[str, ValueKind], optional: Iterable[str]
 ) -> list[str]:
-    """Return values that are missing or of another kind; ``optional`` ones may be None."""
+    """Return values that are missing or of the wrong kind; ``optional`` ones may be None."""
     optional = set(optional)
     values = {name: given.get(name) for name in kinds}
     return [
@@ -32,7 +32,7 @@ def kind_faults(
 
 
 def unlike(given: Values, allowed: Allowed) -> list[str]:
-    """Return values that are not allowed; a missing one is."""
+    """Return values that are not allowed; a missing value is allowed."""
     return [
         f"{name}: expected {values[0]}, got {_spell(given[name])}"
         for name, values in allowed.items()
@@ -41,7 +41,7 @@ def unlike(given: Values, allowed: Allowed) -> list[str]:
 
 
 def freq_faults(freq: Any, num_layers: int) -> list[str]:
-    """Return why Megatron's ``moe_layer_freq`` does not tell which layers have experts."""
+    """Return why Megatron's ``moe_layer_freq`` is invalid."""
     is_pattern = isinstance(freq, list) and len(freq) == num_layers
     if (type(freq) is int and freq > 0) or (
         is_pattern and all(type(x) is int and x in (0, 1) for x in freq)
@@ -61,7 +61,7 @@ def _is_kind(value: Any, kind: ValueKind) -> bool:
 
 
 def _equal(value: Any, allowed: Any) -> bool:
-    """Compare as JSON has it: true is not 1."""
+    """Compare as JSON does: true is not 1."""
     is_flag = isinstance(value, bool) or isinstance(allowed, bool)
     return value is allowed if is_flag else bool(type(value) in _PLAIN and value == allowed)
 

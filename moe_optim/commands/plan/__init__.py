@@ -1,1 +1,1 @@
-"""Figures, tables and picture of ``moe-optim plan``."""
+"""Numbers, tables and plot of ``moe-optim plan``."""

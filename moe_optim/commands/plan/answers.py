@@ -1,4 +1,4 @@
-"""Answers of a plan: which format to take and why, and whether it fits a GPU."""
+"""Recommendation of a plan: format, reason, and whether the weights fit a GPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,44 +16,45 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Formats that the weights of a recipe can be kept in."""
+    """Formats that a recipe's weights can be kept in."""
 
     own: str
-    """The recipe's format."""
+    """Format of the recipe."""
     candidates: tuple[str, ...]
-    """Empty where its flags keep weights that this package does not manage."""
+    """Formats to choose from; empty if the recipe's weights are not managed by this package."""
     why: str
-    """Reason for these candidates."""
 
 
 def find_choice(recipe: Recipe, argv: Sequence[str], experts: PlannedExperts) -> Choice:
-    """Return the formats that a recipe can choose without becoming another model.
+    """Return the formats that a recipe can use without becoming a different model.
 
-    Weights in 4 bits are another model than those in 8: neither is proposed for the other.
+    4-bit and 8-bit weights give different models: neither is proposed in place of the other.
     """
     own = spell_format(recipe.moe_optim.format, argv)
     if is_native(experts.args):
         bits = "fp8" if "--fp8-param-gather" in argv else "fp4"
-        default = {"fp8": "delayed", "fp4": "nvfp4"}[bits]  # Megatron's
+        default = {"fp8": "delayed", "fp4": "nvfp4"}[bits]  # Megatron's default
         flag = f"--{bits}-recipe {last_value(argv, f'--{bits}-recipe') or default}"
         if flag not in NATIVE_FORMATS:
             return Choice(own=own, candidates=(), why=f"weights of {flag} stay Megatron's")
-        return Choice(own=own, candidates=NATIVE_FORMATS[flag], why=f"that {flag} can have")
+        return Choice(own=own, candidates=NATIVE_FORMATS[flag], why=f"that {flag} supports")
     if not experts.is_portable:
         return Choice(own=own, candidates=(), why="its flags keep bf16 weights")
     bits_of = {name: format.element_bits for name, format in FORMATS.items()}
     wanted = bits_of.get(own, 8)
     names = tuple(name for name, bits in bits_of.items() if bits == wanted)
     return Choice(
-        own=own, candidates=names, why=f"of {wanted} bits, which portable experts run on any GPU"
+        own=own,
+        candidates=names,
+        why=f"with {wanted} bits, which portable experts support on any GPU",
     )
 
 
 def recommend(choice: Choice, rows: Sequence[PlanRow], gpu_memory: float | None) -> str:
-    """Return which format to take, why, and whether it fits a GPU of so many GiB."""
+    """Return the recommended format, the reason, and whether it fits ``gpu_memory`` GiB."""
     if not choice.candidates:
         return (
-            f"Recommended: none of these as the recipe stands, as {choice.why}. Add "
+            f"Recommended: none of these for this recipe, as {choice.why}. Add "
             "--fp8-recipe blockwise --fp8-param-gather for fp8_block on Hopper, or "
             "--fp8-recipe mxfp8 --fp8-param-gather on Blackwell."
         )
@@ -67,15 +68,15 @@ def recommend(choice: Choice, rows: Sequence[PlanRow], gpu_memory: float | None)
     among = "the only format" if len(choice.candidates) == 1 else "the least memory of formats"
     said = (
         f"Recommended: {name}, {among} {choice.why}. At {gpus:,} GPU{'s' * (gpus != 1)} its "
-        f"experts take {spell_bytes(best['total_bytes_per_rank'])} a rank, "
+        f"experts use {spell_bytes(best['total_bytes_per_rank'])} per rank, "
         f"{_against(best['against_stock_bf16_bytes'], 'stock bf16')}"
     )
     if best["against_stock_bytes"] is not None:
         said += f" and {_against(best['against_stock_bytes'], f'stock {name}')}"
-    said += f"; the all-gather carries {gathered:.2f} of stock bf16's bytes."
+    said += f"; the all-gather transfers {gathered:.2f} of stock bf16's bytes."
     if name != choice.own:
         said += (
-            f" The recipe has {choice.own}, which continues a run of it: for a new one add "
+            f" The recipe uses {choice.own}; keep it to resume a run, for a new one add "
             f"--set moe_optim.format={name}."
         )
     if gpu_memory is None:
@@ -83,7 +84,7 @@ def recommend(choice: Choice, rows: Sequence[PlanRow], gpu_memory: float | None)
     left = bytes_left(best["total_bytes_per_rank"], gpu_memory)
     if left < 0:
         return (
-            f"{said} It does not fit {gpu_memory:g} GiB: {spell_bytes(-left)} are missing. Take "
+            f"{said} It does not fit {gpu_memory:g} GiB: {spell_bytes(-left)} are missing. Use "
             "more GPUs, or more expert or pipeline parallelism."
         )
     return (
@@ -93,7 +94,7 @@ def recommend(choice: Choice, rows: Sequence[PlanRow], gpu_memory: float | None)
 
 
 def bytes_left(total: int, gpu_memory: float) -> float:
-    """Return the bytes that experts leave of a GPU with so many GiB; below 0 they do not fit."""
+    """Return the bytes left on a GPU of ``gpu_memory`` GiB; negative if experts do not fit."""
     return gpu_memory * GIB - float(total)
 
 

@@ -1,6 +1,6 @@
-"""Sizes that each rank owns of a bucket, for all ranks at once.
+"""Shard sizes of a bucket for all ranks at once.
 
-Vectors over ranks, so that a bucket of 100,000 ranks is counted as fast as one of two.
+Vectorized over ranks, so that 100,000 ranks are counted as fast as two.
 """
 
 from collections.abc import Sequence
@@ -17,18 +17,18 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockRowCounts:
-    """Block rows of a bucket by the rank that owns them, in whole or in part."""
+    """Block rows owned by each rank of a bucket, whole or in part."""
 
     whole: Counts
-    """[dp_size] int64: block rows that lie entirely in the shard of a rank."""
+    """[dp_size] int64: block rows that are entirely in the shard of a rank."""
     has_cut: NDArray[np.bool_]
-    """[dp_size] bool: whether a rank owns a part of some block row, and others the rest of it."""
+    """[dp_size] bool: whether a rank owns only a part of some block row."""
 
 
 def count_owned(slots: Sequence[Slot], bucket_numel: int, dp_size: int) -> Counts:
-    """Return the number of elements of parameters in the shard of each rank, [dp_size] int64.
+    """Return the number of parameter elements in the shard of each rank, [dp_size] int64.
 
-    Each rank owns an equal part of the bucket; gaps between ``slots`` are padding.
+    Shards are equal parts of the bucket; gaps between ``slots`` are padding.
     """
     edges = _Edges(slots, bucket_numel, dp_size)
     return np.diff(edges.before([slot.numel for slot in edges.slots]) + edges.offset)
@@ -37,7 +37,7 @@ def count_owned(slots: Sequence[Slot], bucket_numel: int, dp_size: int) -> Count
 def count_block_rows(
     format: BlockScaledFormat, slots: Sequence[Slot], bucket_numel: int, dp_size: int
 ) -> BlockRowCounts:
-    """Count whole and cut block rows of a format; other arguments as of :func:`count_owned`."""
+    """Count whole and cut block rows; other arguments are those of :func:`count_owned`."""
     edges = _Edges(slots, bucket_numel, dp_size)
     block_rows = [-(-slot.shape[1] // format.block_row_height) for slot in edges.slots]
     before = edges.before(
@@ -59,7 +59,7 @@ def count_block_rows(
 
 
 class _Edges:
-    """Where the edges between shards lie among the parameters of a bucket."""
+    """Positions of the shard edges among the parameters of a bucket."""
 
     def __init__(self, slots: Sequence[Slot], bucket_numel: int, dp_size: int) -> None:
         self.slots = sorted(slots, key=lambda slot: slot.start)
@@ -67,15 +67,15 @@ class _Edges:
         starts = np.array([slot.start for slot in self.slots], dtype=np.int64)
         numels = np.array([slot.numel for slot in self.slots], dtype=np.int64)
         self.index = np.maximum(np.searchsorted(starts, edges, side="right") - 1, 0)
-        """The last parameter that begins at each edge or before."""
+        """Index of the last parameter that begins at or before each edge."""
         self.offset: Counts = np.clip(edges - starts[self.index], 0, numels[self.index])
-        """Elements of it before the edge."""
+        """Elements of that parameter before the edge."""
 
     def of_each(self, values: Sequence[int]) -> Counts:
-        """Return the value of each edge's parameter."""
+        """Return the value of the parameter at each edge."""
         return np.asarray(np.array(values, dtype=np.int64)[self.index])
 
     def before(self, sizes: Sequence[int]) -> Counts:
-        """Return the sum of the sizes of all parameters before each edge's."""
+        """Return the total size of all parameters before the one at each edge."""
         total = np.array(sizes, dtype=np.int64)
         return np.asarray((total.cumsum() - total)[self.index])

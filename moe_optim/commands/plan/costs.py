@@ -1,9 +1,8 @@
 """Costs of expert weights per rank, counted on the layouts that a run would use.
 
-Everything is exact and follows from shapes: buffers from ``plan_buffers``, buckets from Megatron's
-own layout, maxima from ``plan_exchange``. Not counted are the tables that kernels read (addresses,
-tiles, slots of their own), what an allocator rounds up, and what Megatron's own casts allocate
-while they run.
+All counts are exact and follow from shapes: buffers from ``plan_buffers``, buckets from Megatron's
+layout, exchanged maxima from ``plan_exchange``. Excluded are kernel tables (addresses, tiles,
+slots), allocator rounding, and temporary allocations of Megatron's own casts.
 """
 
 from collections import Counter
@@ -29,25 +28,26 @@ STOCK_BF16, STOCK_MXFP8, STOCK_NVFP4, STOCK_FP8_BLOCK = STOCKS = (
     "stock nvfp4",
     "stock fp8_block",
 )
-"""Megatron's own: bf16 weights in a parameter buffer, trained without FP8; MXFP8 weights whose
-gather passes through the gradient memory in bf16; FP8 blocks and NVFP4, whose rowwise data lies in
-a parameter buffer."""
+"""Stock Megatron: bf16 weights in a parameter buffer, trained without FP8; MXFP8 weights gathered
+in bf16 through the gradient memory; FP8 blocks and NVFP4 with rowwise data in a parameter buffer.
+"""
 ROWS = (*FORMATS, *STOCKS)
-"""Formats of a plan's rows, for each number of GPUs."""
+"""Formats of the rows of a plan, for each number of GPUs."""
 
 BUFFERS = tuple(f"{way}_{kind}" for way in DIRECTIONS for kind in ("data", "scale"))
 WEIGHTS = (*BUFFERS, "global_amax", "storage_scales", "parameter_buffer", "exchange")
 OPTIMIZER = ("masters", "moments")
 PARTS = (*WEIGHTS, "gradients", *OPTIMIZER, "gradient_copies")
-"""Parts of a rank's bytes. The first five are fields of ``QuantizedWeight``; storage scales are
-those that Transformer Engine's GEMMs read, padded and repeated; the buffer is Megatron's; the
-exchange holds the maxima that ranks reduce; copies of gradients are made by a step."""
+"""Components of a rank's bytes. The first five are fields of ``QuantizedWeight``; storage scales
+are the padded, replicated ones that Transformer Engine's GEMMs read; the parameter buffer is
+Megatron's; the exchange holds the maxima that ranks reduce; gradient copies are made by a step.
+"""
 
 STEP_FIGURES = (
     *("norm_bytes_per_rank", "update_bytes_per_rank"),
     *("step_bytes_per_parameter", "step_floor_ms"),
 )
-"""Figures of a fused step in a row."""
+"""Numbers of a fused step in a row."""
 
 PlanRow = dict[str, Any]
 
@@ -56,32 +56,33 @@ class Costs(NamedTuple):
     """Costs of one bucket, or of all buckets of a rank."""
 
     parts: Mapping[str, int]
-    """Bytes by name, some of :data:`PARTS`; masters and moments follow from :attr:`owned`."""
+    """Component of :data:`PARTS` -> bytes; masters and moments follow from :attr:`owned`."""
     gathered: int
-    """Bytes of the gather on each rank, its own part included."""
+    """Bytes of the gather on each rank, including its own shard."""
     maxima: int
-    """fp32 values that ranks reduce with MAX before they encode; each rank holds them all."""
+    """fp32 values that ranks reduce with MAX before encoding; each rank holds all of them."""
     cuts_blocks: bool
     numel: int
-    """Elements, padding included."""
+    """Elements, including padding."""
     owned: Counts
-    """[dp_size] int64: elements of weights whose masters each rank has."""
+    """[dp_size] int64: weight elements whose masters each rank owns."""
     launches: Counts | None
-    """[dp_size] int64: kernels that quantize, find maxima, or derive buffers; None: not counted."""
+    """[dp_size] int64: launches that quantize, compute maxima, or derive buffers; None: unknown."""
 
 
 def norm_bytes(numel: int, *, grad_bytes: int) -> int:
-    """Return the bytes that the norm of ``numel`` gradients reads at least."""
+    """Return the minimum bytes read by the norm of ``numel`` gradients."""
     return numel * grad_bytes
 
 
 def step_bytes(
     format: BlockScaledFormat, numel: int, *, grad_bytes: int, moment_bytes: int
 ) -> Fraction:
-    """Return the bytes that a fused step of Adam, encoding included, reads and writes at least.
+    """Return the minimum bytes that a fused Adam step, including encoding, reads and writes.
 
-    Gradients are read, masters and both moments (``moment_bytes`` together) read and written,
-    gathered buffers written. Masters are read twice where an amax of the expert precedes the codes.
+    The step reads gradients, reads and writes masters and both moments (``moment_bytes`` together),
+    and writes gathered buffers. It reads masters twice if the codes depend on an amax of the
+    expert.
     """
     masters = _MASTER * (3 if format.has_global_amax else 2)
     return numel * (grad_bytes + masters + 2 * moment_bytes + format.gathered_bytes_per_element)
@@ -96,33 +97,35 @@ def plan_rows(
     memory_tb_per_s: float | None = None,
     network_gb_per_s: float | None = None,
 ) -> Iterator[PlanRow]:
-    """Yield a row for every format, and those of Megatron's own, at each number of GPUs.
+    """Yield a row for every format, managed and stock, at each number of GPUs.
 
-    Bytes are of the rank with most masters. ``weight_bytes_per_rank`` has all buffers of the
-    weights and exchanged maxima, ``gradient_bytes_per_rank`` gradients in their own dtype,
-    ``optimizer_bytes_per_rank`` masters and two moments, ``step_memory_bytes_per_rank`` fp32 copies
-    that Megatron's step makes of bf16 gradients. ``total_bytes_per_rank`` is the sum;
-    ``against_stock_bf16_bytes`` and ``against_stock_bytes`` are the sum less that of stock, in bf16
-    and in the same format, where stock has it. ``gathered_bytes_per_step`` is what a rank holds
-    after the gather, its own slice included, and ``gather_ms`` the time at the bus bandwidth of
-    collectives. ``launches_per_step`` leaves out copies and fills. ``norm_bytes_per_rank`` and
-    ``update_bytes_per_rank`` are what a fused step reads and writes at least,
-    ``step_bytes_per_parameter`` that of the update, ``step_floor_ms`` the time of both at the speed
-    of memory; None where no fused step is taken. ``padding_fraction`` is the part of all buckets
-    without weights, ``shard_imbalance`` the largest number of owned elements over the mean.
+    Bytes are those of the rank with most masters. Keys of a row:
+
+    - ``weight_bytes_per_rank``: all buffers of the weights, and exchanged maxima
+    - ``gradient_bytes_per_rank``: gradients in their own dtype
+    - ``optimizer_bytes_per_rank``: masters and two moments
+    - ``step_memory_bytes_per_rank``: fp32 copies that Megatron's step makes of bf16 gradients
+    - ``total_bytes_per_rank``: sum of the above
+    - ``against_stock_bf16_bytes``, ``against_stock_bytes``: total minus that of stock in bf16, and
+    in
+      the same format if stock supports it
+    - ``gathered_bytes_per_step``: bytes after the gather, including the rank's own shard
+    - ``gather_ms``: time of the gather at the bus bandwidth
+    - ``launches_per_step``: kernel launches, without copies and fills
+    - ``norm_bytes_per_rank``, ``update_bytes_per_rank``: minimum traffic of a fused step
+    - ``step_bytes_per_parameter``: the latter per parameter
+    - ``step_floor_ms``: time of both at the memory bandwidth; None without a fused step
+    - ``padding_fraction``: part of all buckets without weights
+    - ``shard_imbalance``: largest number of owned elements over the mean
 
     Args:
         experts: experts of one pipeline stage.
         gpus: total numbers of GPUs.
         is_fused: whether steps of quantized weights are fused.
-        offload_states: part of their masters and moments on the host. The chunks of it that pass
-            through the device, and the time of their copies, are not counted.
-        memory_tb_per_s: terabytes that memory reads and writes in a second; None: no time.
-        network_gb_per_s: bus bandwidth of an all-gather, in gigabytes a second; None: no time.
-
-    Raises:
-        ConfigError: a number of GPUs that cannot be cut as the flags say.
-        LayoutError: a weight that a format cannot hold.
+        offload_states: fraction of their masters and moments on the host. Staging chunks on the
+            device, and the time of copies, are not counted.
+        memory_tb_per_s: memory bandwidth in TB/s; None omits times.
+        network_gb_per_s: bus bandwidth of an all-gather in GB/s; None omits times.
     """
     for count in gpus:
         buckets = experts.buckets(count)
@@ -161,12 +164,12 @@ def plan_rows(
 def _memory(
     name: str, total: Costs, experts: PlannedExperts, on_host: float, *, is_fused: bool
 ) -> PlanRow:
-    """Return what lies in the memory of the rank with most masters.
+    """Return the memory of the rank with most masters.
 
-    A precision-aware Adam keeps 2 bytes of the master of a bf16 weight: what fp32 has beyond bf16
+    A precision-aware Adam keeps 2 bytes of the master of a bf16 weight: the fp32 remainder
     (``store_param_remainders``), or fp16 by ``--main-params-dtype``; and it reads bf16 gradients
-    (``_copy_model_grads_to_main_grads``). Quantized weights are made of fp32, and
-    ``--optimizer-cpu-offload`` has another Adam.
+    (``_copy_model_grads_to_main_grads``). Quantized weights have fp32 masters, and
+    ``--optimizer-cpu-offload`` uses another Adam.
     """
     most = int(total.owned.max())
     here = most - int(on_host * most)
@@ -189,9 +192,9 @@ def _memory(
 
 
 def _traffic(total: Costs, used: int, dp_size: int, network_gb_per_s: float | None) -> PlanRow:
-    """Return what travels and is launched.
+    """Return gathered bytes, their time, and launches.
 
-    An all-gather over n ranks takes (n - 1) / n of its bytes at its bus bandwidth.
+    An all-gather over n ranks transfers (n - 1) / n of its bytes at its bus bandwidth.
     """
     gather_ms = None
     if network_gb_per_s is not None:
@@ -207,7 +210,6 @@ def _traffic(total: Costs, used: int, dp_size: int, network_gb_per_s: float | No
 
 
 def _path_of(name: str, total: Costs) -> str:
-    """Return how weights get to other ranks."""
     if name in FORMATS:
         return "partial amax" if total.cuts_blocks else "aligned"
     return "bf16 wire" if name in (STOCK_BF16, STOCK_MXFP8) else "by weight"
@@ -216,7 +218,7 @@ def _path_of(name: str, total: Costs) -> str:
 def _step(
     format: BlockScaledFormat | None, most: int, experts: PlannedExperts, tb_per_s: float | None
 ) -> PlanRow:
-    """Return what a fused step of ``most`` elements moves; None of any other step."""
+    """Return the traffic of a fused step of ``most`` elements, None values without one."""
     if format is None:
         return dict.fromkeys(STEP_FIGURES)
     grad_bytes = experts.grad_bytes
@@ -256,7 +258,7 @@ def _quantized_costs(
     )
     block_rows = count_block_rows(format, slots, numel, dp_size)
     owned = count_owned(slots, numel, dp_size)
-    # As LaunchTable.num_launches and FinishTable: amaxes of experts, whole rows, cut ones twice
+    # as in LaunchTable.num_launches and FinishTable: expert amaxes, whole rows, cut rows twice
     derives = format.is_2d or experts.in_te
     launches = (block_rows.whole > 0).astype(np.int64) + 2 * block_rows.has_cut + int(derives)
     if format.has_global_amax:
@@ -273,12 +275,10 @@ def _quantized_costs(
 
 
 def _data_bytes(format: BlockScaledFormat, slots: Sequence[Slot]) -> int:
-    """Return the bytes of the data of one direction."""
     return sum(prod(format.data_shape(slot.shape, "rowwise")) for slot in slots)
 
 
 def _storage_scale_bytes(format: BlockScaledFormat, slots: Sequence[Slot]) -> dict[str, int]:
-    """Return the bytes of the padded scales of each direction."""
     return {
         f"{way}_scale": sum(
             experts * prod(format.storage_scale_shape(rows, cols, way)) * format.scale_itemsize
@@ -289,12 +289,12 @@ def _storage_scale_bytes(format: BlockScaledFormat, slots: Sequence[Slot]) -> di
 
 
 def _stock_costs(format: BlockScaledFormat | None, bucket: PlannedBucket, grad_bytes: int) -> Costs:
-    """Count Megatron's distributed optimizer, without this package; bf16 where there is no format.
+    """Count stock Megatron's distributed optimizer; bf16 if ``format`` is None.
 
-    Quantized weights lie in Transformer Engine's storage, padded scales and all. Those of MXFP8
-    are quantized after the gather, each expert by itself; the gather has the memory of the
-    gradients, as with ``--reuse-grad-buf-for-mxfp8-param-ag``. Others are quantized before it, and
-    their rowwise data is the parameter buffer; what is launched for that is not counted.
+    Quantized weights are Transformer Engine tensors with padded scales. MXFP8 is quantized after
+    the gather, each expert separately; the gather reuses the gradient memory
+    (``--reuse-grad-buf-for-mxfp8-param-ag``). Other formats are quantized before the gather, with
+    the rowwise data as the parameter buffer; their launches are not counted.
     """
     slots, numel, dp_size = bucket.slots, bucket.stock_numel, bucket.dp_size
     experts = sum(slot.shape[0] for slot in slots)
@@ -323,7 +323,7 @@ def _stock_costs(format: BlockScaledFormat | None, bucket: PlannedBucket, grad_b
 
 
 def _total(costs: Sequence[tuple[Costs, int]]) -> Costs:
-    """Return the costs of all buckets from those of each kind and their number."""
+    """Return the sum over buckets, given the costs and number of each kind."""
     parts: Counter[str] = Counter()
     for one, number in costs:
         for name, count in one.parts.items():

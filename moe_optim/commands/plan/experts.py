@@ -1,9 +1,8 @@
-"""The expert weights of a run that is not there: shapes, ranks and buckets from Megatron's flags.
+"""Expert weights of a planned run: shapes, ranks and buckets from Megatron's flags.
 
-One pipeline stage is planned, the one with most experts, and of several such stages the first:
-Megatron cuts only the first model chunk of the first stage into buckets. Biases of experts are left
-out, and so is what else Megatron puts into the buckets of bf16 experts where all ranks hold the
-same ones.
+Covers one pipeline stage, the first of those with most experts: Megatron divides only the first
+model chunk of the first stage into buckets. Excludes biases of experts, and other parameters in the
+buckets of bf16 experts where all ranks hold the same experts.
 """
 
 import argparse
@@ -31,10 +30,10 @@ _MOMENTS = MappingProxyType(
         "fp8": ("torch.uint8", 1),
     }
 )
-"""Dtype of moments in Megatron's flags -> dtype in torch, and its bytes."""
+"""Moment dtype in Megatron's flags -> torch dtype and bytes per element."""
 
 MOST_EXPERTS = MOST_RANKS = 2**20
-"""Many times those of any run; larger plans would take minutes and overflow counts of bytes."""
+"""Limit far above any run; larger plans would take minutes and overflow byte counts."""
 _MOST_WIDTH = 2**18
 _RANKS = (1, MOST_RANKS)
 _LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -57,71 +56,70 @@ _LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "num_distributed_optimizer_instances": _RANKS,
     }
 )
-"""Least and most of the flags that are counts."""
+"""Flag that is a count -> minimum and maximum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedBucket:
-    """Parameters of one bucket as Megatron lays them, whatever their storage. A hashable value."""
+    """Parameters of one bucket in Megatron's layout, independent of storage. Hashable."""
 
     slots: tuple[Slot, ...]
     dp_size: int
-    """Ranks that own an equal part of it each."""
+    """Number of ranks that own equal shards of the bucket."""
     stock_numel: int
-    """Elements up to where Megatron ends the bucket."""
+    """End of the bucket in stock Megatron, in elements."""
     divisor: int
-    """Megatron pads the end of a bucket to a multiple of it."""
+    """Divisor of the bucket's end."""
 
     @property
     def used(self) -> int:
-        """Elements of parameters."""
+        """Elements of parameters, without padding."""
         return sum(slot.numel for slot in self.slots)
 
     def aligned_end(self, format: BlockScaledFormat) -> BucketEnd:
-        """Return where the bucket ends with ``layout: aligned``."""
+        """Return the end of the bucket with ``layout: aligned``."""
         return aligned_end(format, self.slots, dp_size=self.dp_size, divisor=self.divisor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedExperts:
-    """Expert weights of the pipeline stage that holds most of them."""
+    """Expert weights of the pipeline stage with most of them."""
 
     args: argparse.Namespace
-    """Megatron's flags."""
     weights: tuple[tuple[str, WeightShape], ...]
-    """Name of each linear of one layer, and [experts, rows, columns] of one rank."""
+    """Name of each linear of one layer, and [experts, rows, columns] on one rank."""
     chunks: tuple[int, ...]
     """MoE layers of each model chunk of the stage."""
     stage: int
     grouped: bool
     """Whether all experts of a linear are one parameter."""
     in_te: bool
-    """Whether quantized weights lie in tensors of Transformer Engine."""
+    """Whether quantized weights are Transformer Engine tensors."""
 
     @property
     def layers(self) -> int:
-        """MoE layers of the stage."""
+        """Number of MoE layers of the stage."""
         return sum(self.chunks)
 
     @property
     def is_portable(self) -> bool:
-        """Whether the modules are portable experts, and not Transformer Engine's."""
+        """Whether the modules are portable experts, not Transformer Engine's."""
         return bool(self.args.transformer_impl == "local")
 
     @property
     def optimizer(self) -> argparse.Namespace:
-        """The flags with dtypes of moments as torch spells them, as in ``OptimizerConfig``."""
+        """The flags with torch names of moment dtypes, as in ``OptimizerConfig``."""
         dtypes = {name: _MOMENTS[getattr(self.args, name)][0] for name in _MOMENT_FLAGS}
         return argparse.Namespace(**(vars(self.args) | dtypes))
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of both moments of an element."""
+        """Bytes per element of both moments."""
         return sum(_MOMENTS[getattr(self.args, name)][1] for name in _MOMENT_FLAGS)
 
     @property
     def grad_bytes(self) -> int:
-        """Bytes of a gradient in the buffer, whose dtype ``validate_args`` sets."""
+        """Bytes per element of a gradient in the buffer, by ``validate_args``."""
         return 2 if self.args.grad_reduce_in_bf16 or self.args.main_grads_dtype == "bf16" else 4
 
     @property
@@ -130,7 +128,7 @@ class PlannedExperts:
         return ranks_multiple(self.args)
 
     def expert_dp_size(self, gpus: int) -> int:
-        """Return the number of ranks that share the masters of an expert; ConfigError if uneven."""
+        """Return the expert-data-parallel size; ConfigError if the sizes do not divide ``gpus``."""
         if gpus > MOST_RANKS:
             raise ConfigError(
                 f"--gpus: expected at most {MOST_RANKS:,}, got {gpus}. Give fewer, or smaller "
@@ -138,8 +136,8 @@ class PlannedExperts:
             )
         if gpus < 1 or gpus % self.gpus_multiple:
             raise ConfigError(
-                f"--gpus: expected multiples of {self.gpus_multiple}, which the parallel sizes of "
-                f"megatron_args take, got {gpus}. Give another number, or change them after `--`."
+                f"--gpus: expected multiples of {self.gpus_multiple}, which the parallel sizes in "
+                f"megatron_args need, got {gpus}. Give another number, or change them after `--`."
             )
         args = self.args
         copy = (
@@ -150,7 +148,7 @@ class PlannedExperts:
         return int(gpus // copy // args.num_distributed_optimizer_instances)
 
     def buckets(self, gpus: int) -> Counter[PlannedBucket]:
-        """Return the buckets of one rank, with the number of each kind; ConfigError as above."""
+        """Return bucket -> count on one rank; ConfigError as above."""
         args, dp_size = self.args, self.expert_dp_size(gpus)
         divisor = bucket_divisor(dp_size, high_busbw=args.ddp_pad_buckets_for_high_nccl_busbw)
         dense_dp = gpus // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
@@ -178,19 +176,20 @@ _MOMENT_FLAGS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def is_native(args: argparse.Namespace) -> bool:
-    """Return whether modules of Transformer Engine keep quantized weights."""
+    """Return whether Transformer Engine modules hold the quantized weights."""
     return args.transformer_impl != "local" and bool(args.fp8_param_gather or args.fp4_param_gather)
 
 
 def plan_experts(
     argv: Sequence[str], *, grouped: bool, stores_in_te: bool = False
 ) -> PlannedExperts:
-    """Read what a run with Megatron's flags would hold; nothing is built.
+    """Read Megatron's flags and return the experts of a run; builds nothing.
 
-    ``grouped`` experts of a linear are one parameter; ``stores_in_te`` is of portable experts.
+    ``grouped`` makes all experts of a linear one parameter; ``stores_in_te`` applies to portable
+    experts.
 
     Raises:
-        ConfigError: a flag is missing, does not fit the others, or has effects not planned.
+        ConfigError: a flag is missing, contradicts others, or has an effect that is not planned.
     """
     args = parse_flags(argv)
     _require(args)
@@ -221,7 +220,7 @@ def _expert_tensor(args: argparse.Namespace) -> int:
 
 
 def _require(args: argparse.Namespace) -> None:
-    """Raise ConfigError for the first flag without which there is nothing to plan."""
+    """Raise ConfigError for the first missing required flag."""
     needed: dict[str, Any] = {
         "--num-layers": args.num_layers,
         "--hidden-size": args.hidden_size,
@@ -238,9 +237,9 @@ def _require(args: argparse.Namespace) -> None:
 
 
 def _refuse(args: argparse.Namespace) -> None:
-    """Raise ConfigError for what would change the figures, or what no run with experts takes."""
+    """Raise ConfigError for flags that would change the numbers, or that experts do not support."""
     refused = {
-        "--ddp-num-buckets, which counts parameters that are no experts (give --ddp-bucket-size)": (
+        "--ddp-num-buckets, which counts other parameters too (use --ddp-bucket-size)": (
             args.ddp_num_buckets is not None
         ),
         "--heterogeneous-layers-config-*": (
@@ -250,7 +249,7 @@ def _refuse(args: argparse.Namespace) -> None:
         "--hybrid-layer-pattern": args.hybrid_layer_pattern is not None,
         "--moe-latent-size": args.moe_latent_size is not None,
         "--mtp-use-repeated-layer": args.mtp_use_repeated_layer,
-        f"--optimizer {args.optimizer} (give adam)": args.optimizer != "adam",
+        f"--optimizer {args.optimizer} (use adam)": args.optimizer != "adam",
         "--overlap-param-gather-with-optimizer-step": (
             args.overlap_param_gather_with_optimizer_step
         ),
@@ -259,13 +258,12 @@ def _refuse(args: argparse.Namespace) -> None:
     }
     refuse(
         refused,
-        expected="megatron_args: expected flags whose effect is planned",
+        expected="megatron_args: expected flags that a plan supports",
         remedy="Leave them out of the plan.",
     )
 
 
 def _check_counts(args: argparse.Namespace) -> None:
-    """Raise ConfigError for a size that nothing can be made of, or that no run has."""
     for name, (least, most) in _LIMITS.items():
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
         if value is not None and not least <= value <= most:

@@ -1,9 +1,8 @@
-"""Megatron's flags, read as its own parser reads them, without importing it.
+"""Megatron's flags, parsed without importing Megatron.
 
-Importing it would take most of the time that a plan needs. ``megatron_flags.json`` lists the flags
-of the versions of megatron-core that it names: numbers of values, types, choices and defaults.
-Where another version is installed, or something is wrong with the flags, Megatron's own parser is
-asked.
+The import would dominate the time of a plan. ``megatron_flags.json`` records the flags of the
+megatron-core versions that it names: nargs, types, choices and defaults. Megatron's own parser is
+used if another version is installed, or if the flags have errors.
 """
 
 import argparse
@@ -21,8 +20,9 @@ from moe_optim.errors import ConfigError
 from moe_optim.integration.arguments import FlagsParser, parse_with_megatron
 
 RECORD = Path(__file__).with_name("megatron_flags.json")
-"""Written by ``make docs``, from the parser of the megatron-core that is installed there; a version
-is added to the others where its flags are the same."""
+"""Written by ``make docs`` from the parser of the installed megatron-core; versions with the same
+flags share a record.
+"""
 
 _ACTIONS: Mapping[str, Any] = MappingProxyType(
     {
@@ -35,7 +35,7 @@ _ACTIONS: Mapping[str, Any] = MappingProxyType(
 
 
 def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
-    """Return what Megatron's parser makes of ``argv``, unvalidated; ConfigError where it fails."""
+    """Return the namespace that Megatron's parser gives, unvalidated; ConfigError on errors."""
     installed = find_package("megatron-core")
     if installed is None or is_recorded(installed):
         try:
@@ -47,25 +47,25 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def is_recorded(installed: Package) -> bool:
-    """Return whether the record has the flags of this megatron-core, a release."""
+    """Return whether the record covers this megatron-core release."""
     return installed.version in _read_record()["versions"] and not installed.checkout
 
 
 def _layer_pattern(text: str) -> int | list[int]:
-    """Return a number, or the list that an expression such as ``([0]*3+[1]*58)`` stands for."""
+    """Parse a number, or a list expression such as ``([0]*3+[1]*58)``."""
     if "[" not in text:
         return int(text)
     try:
         pattern: int | list[int] = _evaluate(ast.parse(text, mode="eval").body)
-    except (SyntaxError, RecursionError, MemoryError) as error:  # of too many brackets
+    except (SyntaxError, RecursionError, MemoryError) as error:  # too many brackets
         raise ValueError(f"expected lists and numbers, got {text[:60]}") from error
     return pattern
 
 
 def _evaluate(node: ast.expr) -> Any:
-    """Return the value of lists, numbers, sums and products; ValueError of anything else.
+    """Evaluate lists, numbers, sums and products; ValueError for anything else.
 
-    Lists are cut to one element more than any model has layers.
+    Lists are truncated one element above the limit on layers.
     """
     match node:
         case ast.Constant(value=int() as number):
@@ -90,7 +90,7 @@ def _cut(value: Any) -> Any:
 TYPES: Mapping[str, Callable[[str], Any]] = MappingProxyType(
     {"int": int, "float": float, "str": str, "bool": bool, "moe_freq_type": _layer_pattern}
 )
-"""Types of values by the name they have in Megatron; all others stay text."""
+"""Type name in Megatron -> converter; all other types stay text."""
 
 
 @functools.cache

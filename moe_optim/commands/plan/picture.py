@@ -1,4 +1,4 @@
-"""The picture of a plan: memory against the number of GPUs, weights and all-gather by format."""
+"""The plot of a plan: memory against the number of GPUs, weights and all-gather by format."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLORS = {"mxfp8": "#0072b2", "mxfp8_2d": "#d55e00", "nvfp4": "#009e73", "fp8_block": "#aa4499"}
-"""Color of a format and of stock in the same format; stock bf16 is black."""
+"""Color of a format, managed and stock; stock bf16 is black."""
 _TOTAL = "total_bytes_per_rank"
 
 
 def draw_plan(report: Mapping[str, Any], path: Path) -> bytes:
-    """Draw a plan; return a picture of the kind that ``path`` ends in."""
+    """Draw a plan and encode it in the file type of ``path``'s suffix."""
     from matplotlib.figure import Figure
 
     rows: Sequence[Mapping[str, Any]] = report["rows"]
@@ -46,7 +46,7 @@ def draw_plan(report: Mapping[str, Any], path: Path) -> bytes:
 
 
 def _look(name: str) -> tuple[str, bool]:
-    """Return the color of a row, and whether it is Megatron's own."""
+    """Return the color of a row, and whether it is stock."""
     return _COLORS.get(name.removeprefix("stock "), "black"), name.startswith("stock ")
 
 
@@ -60,7 +60,7 @@ def _draw_memory(
         values = [row[_TOTAL] / unit for row in rows if row["format"] == name]
         color, is_stock = _look(name)
         label = f"{name}: {values[-1]:#.3g}"
-        line, width = ("x--", 1.2) if is_stock else ("o-", 5)  # stock's on top of ours
+        line, width = ("x--", 1.2) if is_stock else ("o-", 5)  # stock is drawn on top
         alpha = 1 if is_stock else 0.4
         axes.plot(gpus, values, line, linewidth=width, color=color, alpha=alpha, label=label)
     if gpu_memory is not None:

@@ -1,4 +1,4 @@
-"""The report of a plan: as JSON and as a picture, which are written first, and as tables."""
+"""The report of a plan: JSON and plot, written first, and tables."""
 
 import argparse
 import json
@@ -17,15 +17,15 @@ from moe_optim.screen import print_table, results_console
 if TYPE_CHECKING:
     from moe_optim.commands.plan.experts import PlannedExperts
 
-# What imports numpy is imported where it is needed, as the parser of all commands reads this file.
+# Modules that import numpy are imported locally, because the parser imports this module.
 
 STEP, MOST_STEPS = 4, 5
-"""Default numbers of GPUs: each so many times the last, and so many of them."""
+"""Default numbers of GPUs: ratio of successive numbers, and how many."""
 STDOUT = Path("-")
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Plan, write the files asked for, and print the tables or JSON; return the exit code."""
+    """Plan, write the requested files, print the tables or JSON, and return the exit code."""
     recipe = load_recipe(args.recipe, args.set)
     if (fewest := min(args.gpus or [1])) < 1:
         raise ConfigError(f"--gpus: expected 1 or more, got {fewest}.")
@@ -46,12 +46,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
-    """Return the content of the JSON file.
-
-    Raises:
-        ConfigError: the recipe, a flag or a number of GPUs cannot be planned.
-        LayoutError: a weight that a format cannot hold.
-    """
+    """Return the content of the JSON file."""
     from moe_optim.commands.plan.answers import find_choice, recommend
     from moe_optim.commands.plan.costs import plan_rows
     from moe_optim.commands.plan.experts import plan_experts
@@ -69,7 +64,7 @@ def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         raise ConfigError(f"{recipe.path}: {error}") from error
     config = config_with_flags(config, experts.optimizer)
     gpus = sorted(set(args.gpus or default_gpus(experts, recipe.ranks)))
-    # where no weight is quantized Adam may hold masters, and such rows are stock's
+    # Adam may hold masters if no weight is quantized; such rows are stock's
     setup = Setup(config=config, optimizer=experts.optimizer, masters_of_adam=False)
     reason = why_stock_step(setup)
     if reason and (config.offload_states or experts.args.optimizer_cpu_offload):
@@ -122,7 +117,7 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
 
 
 def default_gpus(experts: "PlannedExperts", ranks: int) -> list[int]:
-    """Return some numbers that hold the model and that a batch has samples for, and ``ranks``."""
+    """Return numbers of GPUs that fit the model and the batch size, including ``ranks``."""
     from moe_optim.commands.plan.experts import MOST_RANKS
 
     args, fewest = experts.args, experts.gpus_multiple
@@ -156,7 +151,7 @@ def _describe(experts: "PlannedExperts", layout: str) -> str:
     pipeline = experts.args.pipeline_model_parallel_size
     stage = "all" if pipeline == 1 else f"stage {experts.stage} of {pipeline}, with"
     return (
-        f"{stage} {experts.layers} MoE layers, {count} experts a rank of {first} and {second}, "
+        f"{stage} {experts.layers} MoE layers, {count} experts per rank of {first} and {second}, "
         f"{layout}"
     )
 

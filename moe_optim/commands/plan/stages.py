@@ -1,7 +1,7 @@
 """MoE layers of each model chunk of each pipeline stage, by Megatron's rules.
 
-The counts of ``get_num_layers_to_build``, ``get_transformer_layer_offset`` and
-``PipelineParallelLayerLayout``; tests compare them with those.
+Equal to ``get_num_layers_to_build``, ``get_transformer_layer_offset`` and
+``PipelineParallelLayerLayout``; tests compare them.
 """
 
 import argparse
@@ -12,15 +12,18 @@ from moe_optim.commands.hugging_face.values import MOST_LAYERS
 from moe_optim.errors import ConfigError
 
 _REPEATED = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
-"""``(ab|)*2`` and ``t*4`` of a layout, in the order in which they are written out."""
-_MOST_LETTERS, _MOST_DIGITS = 16 * MOST_LAYERS, 9  # of a layout written out, of a number in it
+"""Repetitions in a layout, ``(ab|)*2`` and ``t*4``, in the order of their expansion."""
+_MOST_LETTERS, _MOST_DIGITS = (
+    16 * MOST_LAYERS,
+    9,
+)  # limits of an expanded layout, and of a number in it
 _KINDS = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
 
 
 def count_moe_layers(args: argparse.Namespace) -> list[tuple[int, ...]]:
-    """Return the MoE layers of each chunk, for each stage; ConfigError if layers cannot be cut so.
+    """Return the MoE layers of each chunk for each stage; ConfigError if they do not divide.
 
-    An MTP layer is as the last layer is.
+    An MTP layer is of the same kind as the last layer.
     """
     pattern = _moe_pattern(args.moe_layer_freq, args.num_layers)
     further = args.mtp_num_layers or 0
@@ -31,9 +34,9 @@ def count_moe_layers(args: argparse.Namespace) -> list[tuple[int, ...]]:
 
 
 def _take(pattern: Sequence[int], layers: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return the MoE layers among those of each chunk of each stage.
+    """Return the number of MoE layers in each chunk of each stage.
 
-    Layers are numbered chunk by chunk, and in a chunk by stage.
+    Layers are numbered chunk by chunk, and within a chunk by stage.
     """
     found: list[list[int]] = [[] for _ in layers]
     first = 0
@@ -45,7 +48,7 @@ def _take(pattern: Sequence[int], layers: Sequence[Sequence[int]]) -> list[tuple
 
 
 def _even_layers(args: argparse.Namespace) -> list[list[int]]:
-    """Return the decoder layers of each chunk of each stage, where no layout is given."""
+    """Return the decoder layers of each chunk of each stage without a layout."""
     pipeline, virtual = args.pipeline_model_parallel_size, _virtual_stages(args)
     embedding = args.account_for_embedding_in_pipeline_split
     loss = args.account_for_loss_in_pipeline_split
@@ -77,7 +80,6 @@ def _even_layers(args: argparse.Namespace) -> list[list[int]]:
 
 
 def _virtual_stages(args: argparse.Namespace) -> int:
-    """Return the model chunks of a stage."""
     pipeline = args.pipeline_model_parallel_size
     virtual: int = args.num_virtual_stages_per_pipeline_rank or 1
     flag = "--num-virtual-stages-per-pipeline-rank"
@@ -139,7 +141,7 @@ def _write_out(text: str) -> str:
 def _fault_of_layout(
     parts: Sequence[str], pipeline: int, num_layers: int, further: int
 ) -> str | None:
-    """Return why Megatron refuses the parts of a layout."""
+    """Return Megatron's reason to refuse the parts of a layout."""
     layers = "".join(parts)
     if unknown := set(layers) - _KINDS.keys():
         known = ", ".join(f"{letter} ({kind})" for letter, kind in _KINDS.items())
@@ -160,7 +162,7 @@ def _fault_of_layout(
 
 
 def _moe_pattern(freq: int | list[int], num_layers: int) -> list[int]:
-    """Return 1 for every layer with experts and 0 for every other, by ``--moe-layer-freq``."""
+    """Return 1 for each layer with experts, else 0, by ``--moe-layer-freq``."""
     expected = None
     if isinstance(freq, int):
         if freq >= 1:
@@ -183,7 +185,7 @@ def _moe_pattern(freq: int | list[int], num_layers: int) -> list[int]:
 
 
 def check_divides(whole: str, number: int, part: str, divisor: int) -> None:
-    """Raise ConfigError unless ``divisor``, of the flag ``part``, divides ``number``."""
+    """Raise ConfigError unless ``divisor``, named ``part``, divides ``number``."""
     if number % divisor:
         raise ConfigError(
             f"megatron_args: expected {part} to divide {whole} {number}, got {divisor}. Change one "

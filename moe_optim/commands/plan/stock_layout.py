@@ -1,7 +1,7 @@
-"""Megatron's own layout of a buffer: where parameters begin and buckets end.
+"""Stock Megatron's layout of a buffer: offsets of parameters and ends of buckets.
 
-What ``DistributedOptimizer._compute_per_buffer_param_layout`` gives for parameters without shared
-embeddings, of sizes alone, so that a plan needs no Megatron; tests hold the two against each other.
+Equal to ``DistributedOptimizer._compute_per_buffer_param_layout`` for parameters without shared
+embeddings, computed from sizes without Megatron; tests compare the two.
 """
 
 from collections.abc import Sequence
@@ -12,31 +12,31 @@ from moe_optim.buckets.layout import START, Slot
 from moe_optim.formats import round_up
 
 _END, _END_FOR_HIGH_BANDWIDTH = 128, 2**16
-"""Buckets end at such multiples, the latter with ``--ddp-pad-buckets-for-high-nccl-busbw``."""
+"""Divisors of bucket ends, the latter with ``--ddp-pad-buckets-for-high-nccl-busbw``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StockBucket:
-    """Parameters of one bucket, and the elements up to where Megatron ends it."""
+    """Parameters of one bucket, and its end in stock Megatron in elements."""
 
     slots: tuple[Slot, ...]
     numel: int
 
 
 def bucket_divisor(dp_size: int, *, high_busbw: bool) -> int:
-    """Return what Megatron pads the end of a bucket of ``dp_size`` ranks to."""
+    """Return the divisor of bucket ends for ``dp_size`` ranks."""
     return lcm(dp_size, _END, _END_FOR_HIGH_BANDWIDTH if high_busbw else 1)
 
 
 def lay_buckets(
     params: Sequence[tuple[str, tuple[int, int, int]]], bucket_numel: int | None, divisor: int
 ) -> list[StockBucket]:
-    """Return the buckets of a buffer, the first one of what the backward pass reaches first.
+    """Return the buckets of a buffer, in the order of the backward pass.
 
     Args:
-        params: name and [E, R, C] of each parameter, in the order of the model.
-        bucket_numel: elements from which on a bucket is full; None makes one bucket.
-        divisor: multiple that buckets end at, see :func:`bucket_divisor`.
+        params: name and [E, R, C] of each parameter, in model order.
+        bucket_numel: minimum elements of a full bucket; None makes one bucket.
+        divisor: divisor of bucket ends, see :func:`bucket_divisor`.
     """
     buckets: list[StockBucket] = []
     slots: list[Slot] = []

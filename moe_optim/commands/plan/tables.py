@@ -1,6 +1,6 @@
-"""The tables of a plan: groups of columns, side by side where a terminal is wide enough.
+"""The tables of a plan: column groups, side by side if the terminal is wide enough.
 
-Each group is less than 60 columns wide, and no number is ever cut.
+Each group is less than 60 columns wide, and no number is truncated.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,31 +16,30 @@ from moe_optim.spelling import spell_bytes, spell_count, spell_difference
 NOTHING = "-"
 
 LEGEND = {
-    "weights": "data and scales of both directions, as stored",
+    "weights": "stored data and scales of both directions",
     "grads": "the gradient buffer (main_grad)",
-    "optimizer": "main params, exp_avg and exp_avg_sq; main params take 4 bytes, and 2 in stock "
-    "bf16 with --use-precision-aware-optimizer",
+    "optimizer": "main params of 4 bytes, exp_avg and exp_avg_sq; with "
+    "--use-precision-aware-optimizer, main params of stock bf16 use 2 bytes",
     "step": "fp32 copies that a step makes of bf16 gradients",
-    "total": "their sum, of expert weights alone: dense weights and activations come on top",
-    "vs bf16, vs stock": "total, less that of stock Megatron in bf16, or in the same format",
-    "all-gather": "what a rank holds of a parameter all-gather, its own shard included",
-    "of bf16": "as a part of what stock bf16 gathers",
-    "kernels": "launches of a step that quantize, find maxima or derive copies; - is not counted",
+    "total": "sum of the above for expert weights; excludes dense weights and activations",
+    "vs bf16, vs stock": "total minus that of stock Megatron in bf16, or in the same format",
+    "all-gather": "bytes of a parameter all-gather on each rank, including its own shard",
+    "of bf16": "fraction of the bytes that stock bf16 gathers",
+    "kernels": "launches per step that quantize, compute maxima or derive copies; -: not counted",
 }
 DETAILS = {
-    "max/mean": "elements that ranks own",
-    "path": "aligned: no block lies on two ranks. partial amax: some do, and ranks exchange "
-    "maxima. bf16 wire: weights travel in bf16. by weight: Megatron quantizes one weight after the "
-    "other",
-    "amaxes": "fp32 maxima that ranks reduce before they encode",
-    "norm, update": "bytes that a fused step of experts reads and writes at least, for the "
-    "gradient norm and for Adam with the quantization; nvfp4 reads masters once more",
+    "max/mean": "imbalance of elements owned by ranks",
+    "path": "aligned: no block spans two ranks. partial amax: some do, and ranks exchange maxima. "
+    "bf16 wire: weights are gathered in bf16. by weight: Megatron quantizes weights one by one",
+    "amaxes": "fp32 maxima that ranks reduce before encoding",
+    "norm, update": "minimum bytes that a fused step of experts reads and writes, for the gradient "
+    "norm and for Adam with quantization; nvfp4 reads masters twice",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One figure of each row."""
+    """One column of a table."""
 
     header: str
     width: int
@@ -48,7 +47,7 @@ class Column:
     spell: Callable[[Any], str] = str
 
     def cell(self, row: PlanRow) -> str:
-        """Return the figure of a row as text."""
+        """Return the cell of a row as text."""
         return NOTHING if row[self.key] is None else self.spell(row[self.key])
 
 
@@ -56,7 +55,7 @@ _FORMAT = Column("format", 15, "format")
 
 
 def legend(report: Mapping[str, Any], *, details: bool) -> str:
-    """Return the meaning of the columns that are shown."""
+    """Return the legend of the shown columns."""
     words = {**LEGEND, **(DETAILS if details else {})}
     if not _copies_gradients(report["rows"]):
         del words["step"]
@@ -66,7 +65,7 @@ def legend(report: Mapping[str, Any], *, details: bool) -> str:
 def build_tables(
     title: str, report: Mapping[str, Any], rows: Sequence[PlanRow], width: int, *, details: bool
 ) -> Iterator[Table]:
-    """Yield tables of the rows of one number of GPUs, each as wide as ``width`` allows."""
+    """Yield tables of the rows of one number of GPUs, each at most ``width`` wide."""
     groups = _groups(report, rows, details=details)
     while groups:
         columns = groups.pop(0)

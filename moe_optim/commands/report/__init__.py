@@ -1,1 +1,1 @@
-"""The report of a run as a page, and the comparison of several runs."""
+"""HTML reports of one run and of several."""

@@ -31,20 +31,15 @@ HEADER: Mapping[str, str] = {
     "weight_bytes": "weights MiB",
     "peak_bytes": "peak MiB",
 }
-"""Figure -> heading of its column. None: the run has not recorded it."""
+"""Key -> column heading. A value of None was not recorded."""
 
 
 def compare(paths: Sequence[Path], out: Path) -> int:
-    """Write a page, its pictures and ``compare.json``, print the table, and return 0.
+    """Write a page, its plots and ``compare.json``, print the table, and return 0.
 
     Args:
         paths: run folders, at least two.
-        out: folder to write to; created.
-
-    Raises:
-        ConfigError: fewer than two runs, or one twice, or ``out`` is the folder of a run or of its
-            report.
-        LayoutError: there is no run in a folder.
+        out: output folder; created.
     """
     if len(paths) < 2 or len({path.resolve() for path in paths}) < len(paths):
         given = ", ".join(map(str, paths))
@@ -84,10 +79,10 @@ def compare(paths: Sequence[Path], out: Path) -> int:
 
 
 def figures_of(name: str, run: Run) -> dict[str, Any]:
-    """Return the figures of a run, see :data:`HEADER`.
+    """Return the numbers of a run, see :data:`HEADER`.
 
-    The training loss is the mean of its last twentieth, times are medians, bytes those of rank 0:
-    gathered in a step, and of weights. Peak memory is that of the last rank, on GPUs alone.
+    The training loss is the mean of the last twentieth, times are medians, gathered bytes per step
+    and weight bytes are those of rank 0. Peak memory is that of the last rank, on GPUs only.
     """
     train, held_out = run.curves.train, run.curves.validation
     last = [point.value for point in train[-max(1, len(train) // 20) :]]

@@ -11,15 +11,13 @@ from moe_optim.screen import results_console
 
 
 def train_formats(args: argparse.Namespace) -> int:
-    """Train a run per format in folders of their names, then compare them; return the exit code.
+    """Train one run per format, in folders named by format, then compare; return the exit code.
 
-    All formats are checked against the recipe before the first run; a run that fails ends it.
+    All formats are checked against the recipe before the first run; the first failure ends the
+    command.
 
     Args:
         args: arguments of ``moe-optim train``, with ``formats`` set.
-
-    Raises:
-        ConfigError: a format twice, one of them set by ``--set``, or one that the recipe refuses.
     """
     formats = args.formats
     if len(set(formats)) < len(formats) or len(formats) < 2:

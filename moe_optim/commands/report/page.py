@@ -1,4 +1,4 @@
-"""Renders a page and writes it with its pictures."""
+"""Renders a page and writes it with its plots."""
 
 import base64
 from collections.abc import Sequence
@@ -17,16 +17,15 @@ class Picture:
     """File name without suffix."""
     png: bytes
     alt: str
-    """Description, for those who cannot see it."""
 
     @property
     def url(self) -> str:
-        """The picture itself, as a page holds it."""
+        """Data URL of the PNG."""
         return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
 
 
 def render(template: str, **context: Any) -> str:
-    """Return the page of a template; everything in ``context`` is escaped."""
+    """Render a template; every value of ``context`` is escaped."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -39,7 +38,7 @@ def render(template: str, **context: Any) -> str:
 
 
 def write_page(folder: Path, html: str, pictures: Sequence[Picture]) -> Path:
-    """Write ``index.html`` and every picture as a file beside it; return the former."""
+    """Write ``index.html`` and every plot as a file beside it; return the path of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     for picture in pictures:
         write_atomically(folder / f"{picture.name}.png", picture.png)

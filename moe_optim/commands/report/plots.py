@@ -1,4 +1,4 @@
-"""Draws pictures of runs as PNGs, legible at the width of a phone: about five inches wide."""
+"""Plots of runs as PNGs, about five inches wide, legible on a phone."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -43,12 +43,12 @@ def plot_loss(curves: Curves, unit: str) -> bytes:
 def plot_curves(
     curves: Mapping[str, Sequence[Point]], label: str, *, smooth: bool = False
 ) -> bytes:
-    """Draw scalars over iterations, one line each, named where there are several.
+    """Draw scalars over iterations, one line each, with a legend for several.
 
     Args:
-        curves: points by name; any of them may be empty.
+        curves: points by name; may be empty.
         label: name of the values, with their unit.
-        smooth: whether to draw means of neighbours.
+        smooth: whether to draw moving averages.
     """
     figure, axes = _new()
     for points in curves.values():
@@ -80,12 +80,12 @@ def plot_curves(
 
 
 def plot_heat_map(sample: Sample, label: str, *, logarithmic: bool = False) -> bytes:
-    """Draw a figure of every expert: a row for each linear, a column for each expert.
+    """Draw one value per expert: a row per linear, a column per expert.
 
     Args:
-        sample: figures to draw.
+        sample: values to draw.
         label: name of the values.
-        logarithmic: whether colours go by magnitude; zeros have the lowest.
+        logarithmic: whether the color scale is logarithmic; zeros get the lowest color.
     """
     rows, values, scale = len(sample.layers), sample.values, None
     figure, axes = _new(min(12.0, 1.3 + 0.22 * rows))
@@ -106,7 +106,7 @@ def plot_heat_map(sample: Sample, label: str, *, logarithmic: bool = False) -> b
 def plot_bars(values: Mapping[str, float], label: str) -> bytes:
     """Draw a bar for each value, the first at the top."""
     figure, axes = _new(0.9 + 0.28 * len(values))
-    places = range(len(values))  # shortened names may be alike
+    places = range(len(values))  # shortened names may coincide
     bars = axes.barh(places, list(values.values()), color="tab:blue", height=0.65)
     axes.set_yticks(places, [_named(name) for name in values])
     texts = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values.values()]
@@ -119,5 +119,5 @@ def plot_bars(values: Mapping[str, float], label: str) -> bytes:
 
 
 def _named(name: str) -> str:
-    """Shorten a name to draw from its front; the ends of paths tell them apart."""
+    """Shorten a name at its front; paths differ at their ends."""
     return plain(name if len(name) <= _MOST_LETTERS else f"…{name[1 - _MOST_LETTERS :]}")

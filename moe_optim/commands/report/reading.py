@@ -23,7 +23,7 @@ _BY_EXPERT = "/by_expert"
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One figure of every expert, at the last iteration whose health was sampled."""
+    """One value per expert, at the last sampled iteration."""
 
     iteration: int
     layers: tuple[str, ...]
@@ -33,14 +33,13 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Results of a run; whatever it has not left is empty."""
+    """Results of a run; anything not recorded is empty."""
 
     name: str
     path: Path
     model: Mapping[str, Any]
-    """``model.json``."""
     summary: Mapping[str, Any]
-    """``summary.json``, which unfinished runs lack."""
+    """``summary.json``; empty for an unfinished run."""
     events: Events
 
     def points(self, tag: str) -> tuple[Point, ...]:
@@ -72,13 +71,13 @@ class Run:
         }
 
     def layers_with(self, figure: str) -> list[str]:
-        """Return the linears, or layers, that have a figure of every expert, as they come."""
+        """Return the linears, or layers, with a value per expert, in recorded order."""
         end = f"/{figure}{_BY_EXPERT}"
         tags = (tag for tag in self.events.tensors if tag.startswith(TAGS) and tag.endswith(end))
         return [tag.removeprefix(TAGS).removesuffix(end) for tag in tags]
 
     def sample(self, figure: str) -> Sample | None:
-        """Return the last values of a figure of health, or None."""
+        """Return the last sample of a health metric, or None."""
         layers = self.layers_with(figure)
         if not layers:
             return None
@@ -90,9 +89,9 @@ class Run:
         return Sample(iteration=iteration, layers=tuple(layers), values=table)
 
     def health_warnings(self) -> list[str]:
-        """Return a sentence for each figure above its threshold, or NaN, in the last sample.
+        """Return a sentence for each health metric above its threshold, or NaN, in the last sample.
 
-        Empty if the format is not known, as of a run that left events alone.
+        Empty if the format is unknown, as for a run that left only events.
         """
         if self.format not in FORMATS:
             return []
@@ -117,10 +116,10 @@ def read_run(path: Path) -> Run:
     """Read the results of a run, which may be unfinished.
 
     Args:
-        path: a run folder of ``moe-optim train``, or a folder with TensorBoard events of Megatron.
+        path: run folder of ``moe-optim train``, or folder of Megatron's TensorBoard events.
 
     Raises:
-        LayoutError: there are no events with a training loss, or a file has no names and values.
+        LayoutError: there are no events with a training loss, or a JSON file is not an object.
     """
     folder = RunFolder(path)
     of_events = folder.tensorboard if folder.tensorboard.is_dir() else path
@@ -154,7 +153,7 @@ def require_no_run(out: Path, *, own: Path | None = None) -> None:
 
     Args:
         out: folder of the page.
-        own: run whose report the page is, if it is one.
+        own: run whose report the page is, or None.
 
     Raises:
         ConfigError: ``out`` is the folder of a run, or of the report of another one.

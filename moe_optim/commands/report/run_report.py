@@ -1,4 +1,4 @@
-"""Writes the report of one run: losses, health of its experts, time, and what the run was."""
+"""Writes the report of one run: losses, expert health, time and configuration."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from moe_optim.commands.train.run_folder import RunFolder
 from moe_optim.formats.health_figures import TAGS
 from moe_optim.screen import results_console
 
-HEAT_MAPS = {  # figure of health -> label, and whether colours go by magnitude
+HEAT_MAPS = {  # health metric -> label, and whether its color scale is logarithmic
     "amax": ("largest magnitude", True),
     "error": ("relative error of the quantized weight", False),
     "flushed": ("share flushed to zero", False),
@@ -29,11 +29,7 @@ def report(path: Path, out: Path | None = None) -> int:
 
     Args:
         path: run folder.
-        out: folder of the report; ``report`` in the run folder if None.
-
-    Raises:
-        ConfigError: ``out`` is the folder of a run, or of the report of another one.
-        LayoutError: there is no run in the folder.
+        out: output folder; None for ``report`` in the run folder.
     """
     out = out or RunFolder(path).report
     require_no_run(out, own=path)
@@ -43,7 +39,7 @@ def report(path: Path, out: Path | None = None) -> int:
 
 
 def build_page(run: Run) -> tuple[str, list[Picture]]:
-    """Return the report of a run as HTML, and its pictures."""
+    """Return the report of a run as HTML, and its plots."""
     layers = run.layers_with("amax")
     health, tokens = run.sample("amax"), run.sample("tokens")
     times = {name: ms for name, ms in run.times.items() if math.isfinite(ms) and ms > 0}
@@ -83,7 +79,7 @@ def build_page(run: Run) -> tuple[str, list[Picture]]:
 
 
 def _curves(run: Run, name: str, label: str, tags: dict[str, str]) -> list[Picture]:
-    """Return one picture of scalars, {legend: tag}; none if the run has logged none of them."""
+    """Return one plot of scalars, {legend: tag}; empty if the run logged none of them."""
     curves = {legend: points for legend, tag in tags.items() if (points := run.points(tag))}
     if not curves:
         return []
@@ -92,7 +88,7 @@ def _curves(run: Run, name: str, label: str, tags: dict[str, str]) -> list[Pictu
 
 
 def _heat_maps(run: Run) -> Iterator[Picture]:
-    """Draw the figures of the last sample that are not zero everywhere."""
+    """Draw the metrics of the last sample that are not all zero."""
     for figure, (label, logarithmic) in HEAT_MAPS.items():
         sample = run.sample(figure)
         if sample is not None and (sample.values > 0).any():
@@ -102,7 +98,7 @@ def _heat_maps(run: Run) -> Iterator[Picture]:
 
 
 def _trend(run: Run, layers: list[str], figure: str, label: str) -> list[Picture]:
-    """Draw a figure over iterations, of at most eight layers; none before the second sample."""
+    """Draw a metric over iterations, at most eight layers; empty before the second sample."""
     tags = {layer: f"{TAGS}{layer}/{figure}" for layer in layers}
     if not any(len(run.points(tag)) > 1 for tag in tags.values()):
         return []

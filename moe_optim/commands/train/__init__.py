@@ -1,1 +1,1 @@
-"""Training a GPT from a recipe: dataset, ranks and results."""
+"""Trains a GPT from a recipe: dataset, ranks and results."""

@@ -1,8 +1,8 @@
-"""Builds byte-level Megatron datasets of plain files: one token a byte, 256 ends a document.
+"""Builds byte-level Megatron datasets from plain files: one token per byte, 256 ends a document.
 
-A dataset is built once for a list of files (their paths, sizes and modification times) and then
-reused: ``ROOT/bytes-<fingerprint>/`` with ``train``, ``validation`` and ``test`` as ``.bin`` and
-``.idx``, and ``dataset.json``. It is built under another name and renamed when it is complete.
+A dataset is built once per list of files (paths, sizes and modification times) and then reused:
+``ROOT/bytes-<fingerprint>/`` contains ``train``, ``validation`` and ``test`` as ``.bin`` and
+``.idx``, and ``dataset.json``. It is built under a temporary name and renamed when complete.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from moe_optim.screen import quiet
 
 END_OF_DOCUMENT = 256
 VOCABULARY_SIZE = 257
-"""All bytes and the end of a document, which Megatron's NullTokenizer puts last."""
+"""All bytes, and the end of a document, which Megatron's NullTokenizer puts last."""
 
-_FORMAT_VERSION = 1  # of the split, the tokens and the files: a change makes other datasets
+_FORMAT_VERSION = 1  # of split, tokens and files; changing it rebuilds datasets
 _TOKEN_BYTES = 2  # uint16, the smallest indexed dtype that holds 257 values
 _CHUNK_BYTES = 16 * 2**20
 _FACTS = ("documents", "bytes", "byte_entropy")
@@ -39,9 +39,9 @@ class ByteDataset:
     folder: Path
     documents: Mapping[Split, int]
     bytes: Mapping[Split, int]
-    """Text bytes; a split has one token more for each of its documents."""
+    """Text bytes of each split; every document adds one token."""
     byte_entropy: float
-    """Unigram entropy of the validation bytes in nats a byte: the loss of knowing nothing else."""
+    """Unigram entropy of the validation bytes in nats per byte: the loss without context."""
 
     def tokens(self, split: Split) -> int:
         """Return the number of tokens of a split."""
@@ -62,7 +62,7 @@ class ByteDataset:
         ]
 
     def require_sequence_length(self, sequence_length: int) -> None:
-        """Raise ConfigError if some split cannot fill a single sample."""
+        """Raise ConfigError if a split is shorter than one sample."""
         for split in SPLITS:
             if self.tokens(split) <= sequence_length:
                 raise ConfigError(
@@ -73,15 +73,15 @@ class ByteDataset:
 
 
 def prepare_dataset(files: Sequence[TextFile], root: Path) -> tuple[ByteDataset, bool]:
-    """Return the dataset of ``files`` below ``root`` and whether it had to be built.
+    """Return the dataset of ``files`` below ``root``, and whether it was built.
 
     Args:
-        files: text, from :func:`find_text` or :func:`standard_library_text`; not empty.
+        files: nonempty result of :func:`find_text` or :func:`standard_library_text`.
         root: folder of all datasets; created.
 
     Raises:
         ConfigError: a file can no longer be read.
-        OSError: the disk is full; nothing of the dataset is left.
+        OSError: the disk is full; the partial dataset is removed.
     """
     root.mkdir(parents=True, exist_ok=True)
     parts = [(str(file.path.resolve()), file.name, file.size, file.mtime_ns) for file in files]
@@ -96,7 +96,7 @@ def prepare_dataset(files: Sequence[TextFile], root: Path) -> tuple[ByteDataset,
         facts["files"] = [str(file.path) for file in files]
         (partial / "dataset.json").write_text(json.dumps(facts, indent=1) + "\n")
         synchronize(partial)
-        if _load(folder) is None:  # another process may have built it meanwhile
+        if _load(folder) is None:  # unless another process has built it meanwhile
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
     finally:
@@ -105,7 +105,7 @@ def prepare_dataset(files: Sequence[TextFile], root: Path) -> tuple[ByteDataset,
 
 
 def _load(folder: Path) -> ByteDataset | None:
-    """Read a finished dataset; None if there is none or its files are damaged."""
+    """Read a finished dataset; None if it is missing or damaged."""
     try:
         facts = json.loads((folder / "dataset.json").read_text())
         dataset = ByteDataset(folder=folder, **{key: facts[key] for key in _FACTS})
@@ -132,10 +132,10 @@ def _write(files: Sequence[TextFile], folder: Path) -> ByteDataset:
 
 
 def _write_split(spans: Sequence[Span], prefix: Path) -> npt.NDArray[np.int64]:
-    """Write one document a span and return the count of each byte: [256] int64."""
+    """Write one document per span and return the count of each byte: [256] int64."""
     import torch
 
-    with quiet():  # Megatron's remarks on the absence of GPUs, TE and apex
+    with quiet():  # hides Megatron's warnings about missing GPUs, TE and apex
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     counts = np.zeros(256, dtype=np.int64)
@@ -146,14 +146,14 @@ def _write_split(spans: Sequence[Span], prefix: Path) -> npt.NDArray[np.int64]:
                 end = min(start + _CHUNK_BYTES, span.end)
                 text = _read(span.file.path, start, end)
                 counts += np.bincount(text, minlength=256)
-                # Megatron shuffles items, so the end of a document is never one alone.
+                # Megatron shuffles items, so an item never consists of the document end alone.
                 tokens = np.full(len(text) + (end == span.end), END_OF_DOCUMENT, dtype=np.uint16)
                 tokens[: len(text)] = text
                 builder.add_item(torch.from_numpy(tokens))
             builder.end_document()
         builder.finalize(str(prefix.with_suffix(".idx")))
     finally:
-        with contextlib.suppress(OSError):  # on a full disk the first error is the one that counts
+        with contextlib.suppress(OSError):  # on a full disk the first error counts
             builder.data_file.close()
     return counts
 

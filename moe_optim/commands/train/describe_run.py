@@ -1,4 +1,4 @@
-"""Describes the model and the optimizer of a run in ``model.json``."""
+"""Writes ``model.json``, a description of the model and optimizer of a run."""
 
 import json
 from dataclasses import asdict
@@ -56,7 +56,7 @@ def setup_model_and_optimizer(
 def describe_model(model: list[Any], optimizer: Any) -> dict[str, Any]:
     """Return optimizer class, storage format, and parameters of the whole model.
 
-    A parameter is counted once, however many ranks hold a copy of it. Every rank must call it.
+    Replicated parameters count once. Every rank must call it.
     """
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     classes = {type(part).__name__ for part in parts}
@@ -85,7 +85,7 @@ def describe_model(model: list[Any], optimizer: Any) -> dict[str, Any]:
 def _is_counted_here(param: torch.nn.Parameter) -> bool:
     if getattr(param, "allreduce", True):
         copy = mpu.get_data_parallel_rank(with_context_parallel=True)
-    else:  # an expert's copies are spread over ranks of its own
+    else:  # copies of experts are on other ranks
         copy = mpu.get_expert_data_parallel_rank()
     is_first_copy = copy == 0 and param_is_not_tensor_parallel_duplicate(
         param, mpu.get_tensor_model_parallel_group(), mpu.get_expert_tensor_parallel_group()

@@ -1,4 +1,4 @@
-"""Reads the event files of a run, those of all its launches as one."""
+"""Reads the event files of all launches of a run as one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,34 +14,32 @@ _TEXT = "/text_summary"
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One scalar of an event file."""
+    """One scalar event."""
 
     iteration: int
     value: float
     time: float
-    """Seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Events:
-    """Content of event files; every tag has one value an iteration, by iteration."""
+    """Merged content of event files; every tag has one value per iteration, in order."""
 
     scalars: Mapping[str, tuple[Point, ...]]
     tensors: Mapping[str, tuple[tuple[int, "np.ndarray"], ...]]
-    """Iteration and value."""
+    """Tag -> pairs of iteration and value."""
     texts: Mapping[str, str]
-    """Last text of each tag, such as Megatron's arguments by name."""
+    """Tag -> last text, such as Megatron's arguments by name."""
 
 
 def read_events(folder: Path, *, tensors: str | None = None) -> Events:
-    """Read the event files of all launches; where two launches overlap, the later one counts.
+    """Read the event files of all launches; on overlap, the later launch wins.
 
-    A launch that starts at iteration n replaces everything at and after n of those before it,
-    whether it was resumed there or began again.
+    A launch that starts at iteration n replaces the events of earlier launches from n on.
 
     Args:
         folder: folder of the event files.
-        tensors: prefix of the tensors' tags to read; None reads neither tensors nor texts.
+        tensors: tag prefix of tensors to read; None reads neither tensors nor texts.
     """
     launches = [_read(path, tensors) for path in folder.glob("events.out.tfevents.*")]
     launches.sort(
@@ -68,8 +66,9 @@ def read_events(folder: Path, *, tensors: str | None = None) -> Events:
 def _read(path: Path, tensors: str | None) -> Events:
     """Return the events of one launch.
 
-    Megatron writes its loss on the test text under the validation tag too, after the validation
-    losses of the same iteration: the first value of an iteration is the one to keep.
+    Megatron logs the test loss under the validation tag too, after the validation losses of the
+    same
+    iteration: only the first value of an iteration is kept.
     """
     from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
         EventAccumulator,

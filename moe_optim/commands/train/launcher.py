@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this machine by torch's elastic agent, as ``torchrun`` does."""
+"""Starts the ranks of a run on this machine with torch's elastic agent, as ``torchrun`` does."""
 
 import contextlib
 import os
@@ -22,13 +22,13 @@ _LOST_PEER = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
-    """The rank that failed first."""
+    """The first rank that failed."""
 
     rank: int
     exit_code: int
-    """Negative: number of the signal that ended the rank."""
+    """Exit code; negative: signal number."""
     reason: str
-    """Recorded error, ``Type: message``; empty if the rank recorded none."""
+    """Recorded error, ``Type: message``; may be empty."""
     logs: Path
     """Folder with ``stdout.log`` and ``stderr.log`` of the rank."""
 
@@ -45,13 +45,13 @@ class RankFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchResult:
-    """End of a launch; all ranks have ended."""
+    """Result of a launch whose ranks have all ended."""
 
     logs: Path
     """Folder with ``<rank>/stdout.log`` and ``<rank>/stderr.log``."""
     failure: RankFailure | None = None
     stopped_by: signal.Signals | None = None
-    """Signal that this process was stopped with."""
+    """Signal that stopped this process."""
 
 
 def launch(
@@ -62,13 +62,13 @@ def launch(
     environment: Mapping[str, str],
     is_shown: bool = True,
 ) -> LaunchResult:
-    """Run a command as ranks of one machine until all have ended, or the first has failed.
+    """Run a command as ranks on one machine until all end or one fails.
 
-    A failed rank, and a signal to this process, end all other ranks.
+    A failed rank, or a signal to this process, ends all other ranks.
 
     Args:
-        command: program and arguments of a rank. Rank and world size are in its environment, as
-            torchrun sets them.
+        command: program and arguments of a rank. Rank and world size are environment variables, as
+            under torchrun.
         ranks: number of processes.
         logs: folder of the logs of all launches; created.
         environment: variables set for every rank.
@@ -107,12 +107,12 @@ def launch(
 
 
 def _is_heard(number: signal.Signals) -> bool:
-    """Return False for a signal that ``nohup`` or a shell has this process ignore."""
+    """Return False for a signal that ``nohup`` or a shell has set to be ignored."""
     return signal.getsignal(number) != signal.SIG_IGN
 
 
 def _first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> RankFailure:
-    """Return the failure that came first; a rank that lost its peer is a consequence."""
+    """Return the earliest failure; ranks that lost a peer failed as a consequence."""
 
     def reason(failure: ProcessFailure) -> str:
         recorded = failure.error_file_data["message"]
@@ -128,7 +128,7 @@ def _first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> RankFa
 
 
 def rank_environment(ranks: int, *, cpu: bool) -> dict[str, str]:
-    """Return the variables that Megatron's ranks need on one machine."""
+    """Return the environment variables that Megatron's ranks need on one machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     common = {"OMP_NUM_THREADS": str(max(1, (cores or 1) // ranks)), "PYTHONUNBUFFERED": "1"}
     if cpu:
@@ -145,7 +145,7 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
 @contextlib.contextmanager
 def _changed_process(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set variables, which ranks inherit; undo that and the agent's signal handlers afterwards."""
+    """Set variables for ranks to inherit; restore them and the signal handlers afterwards."""
     before = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     os.environ.update(environment)

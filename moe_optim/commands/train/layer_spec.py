@@ -1,4 +1,4 @@
-"""The layers a GPT is built from: Megatron's own choice, with a norm for sequence parallelism."""
+"""Megatron's layer spec of a GPT, with a norm that supports sequence parallelism."""
 
 import copy
 from dataclasses import fields, is_dataclass
@@ -10,15 +10,15 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 
 class SequenceParallelNorm:
-    """torch's LayerNorm or RMSNorm, each tensor-parallel rank for its part of the sequence.
+    """torch's LayerNorm or RMSNorm, applied to the rank's part of the sequence.
 
-    Megatron's local layers take apex's fused norm, and torch's where there is no apex; it refuses
-    sequence parallelism for the latter because nobody sums the weight gradients. Megatron sums them
-    for every parameter marked ``sequence_parallel``, as these are.
+    Megatron's local layers use apex's fused norm, or torch's if apex is missing; it refuses
+    sequence parallelism with the latter, assuming that weight gradients are not summed. Megatron
+    does sum them for every parameter marked ``sequence_parallel``, as these are.
     """
 
     def __new__(cls, config: Any, hidden_size: int, **kwargs: Any) -> Any:
-        """Build the norm; arguments are those of ``WrappedTorchNorm``, which it stands for."""
+        """Build the norm; arguments are those of ``WrappedTorchNorm``, which it replaces."""
         without = copy.copy(config)
         without.sequence_parallel = False
         norm: torch.nn.Module = WrappedTorchNorm(without, hidden_size, **kwargs)
@@ -28,9 +28,9 @@ class SequenceParallelNorm:
 
 
 def layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Any:
-    """Return what one stage of the model is built from.
+    """Return the layer spec of one pipeline stage.
 
-    ``vp_stage`` is the index of the model chunk on this pipeline rank; None if it has one.
+    ``vp_stage`` is the index of the model chunk on this pipeline rank; None for a single chunk.
     """
     spec = default_layer_spec(config, vp_stage)
     if config.transformer.sequence_parallel:
@@ -39,7 +39,6 @@ def layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Any:
 
 
 def _replace(spec: Any, old: type, new: type) -> None:
-    """Put ``new`` wherever a specification, or one below it, names ``old``."""
     for field in fields(spec):
         value = getattr(spec, field.name)
         if value is old:

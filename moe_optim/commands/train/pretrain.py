@@ -1,8 +1,8 @@
-"""One rank of ``moe-optim train``: a GPT from Megatron's specs through Megatron's own ``pretrain``.
+"""One rank of ``moe-optim train``: a GPT from Megatron's specs, trained by Megatron's ``pretrain``.
 
 Started by torchrun as ``python -m moe_optim.commands.train.pretrain MEGATRON_ARGS``, with
-``MOE_OPTIM_CPU=1`` on machines without a GPU. Megatron is imported inside functions: the CPU
-runtime must be installed first, and checkpoint workers import this module again.
+``MOE_OPTIM_CPU=1`` on machines without a GPU. Functions import Megatron locally, because the CPU
+runtime must be installed first and checkpoint workers import this module again.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
     """Sum the token losses of a micro-batch.
 
     Args:
-        loss_mask: [B, S] float, 1 where a token counts.
+        loss_mask: [B, S] float, 1 for tokens that count.
         losses: [B, S] cross entropy in nats.
 
     Returns:
@@ -56,12 +56,12 @@ def forward_step(
 
     Args:
         batches: batches; None on stages that read no data, see :func:`is_data_read_here`.
-        model: one model chunk; Megatron has given it the output of the stage before.
+        model: model chunk; Megatron has set its input from the previous stage.
         return_schedule_plan: whether Megatron runs the layers itself, overlapped.
 
     Returns:
-        Token losses [B, S] on the last stage, hidden states elsewhere, or the schedule that gives
-        them; and the function that sums the losses.
+        Token losses [B, S] on the last stage, hidden states on others, or the schedule that
+        computes them; and the function that sums the losses.
     """
     names = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
     batch: dict[str, Any] = dict.fromkeys(names)
@@ -81,9 +81,9 @@ def forward_step(
 def is_data_read_here(vp_stage: int | None) -> bool:
     """Return whether a model chunk of this rank reads batches.
 
-    The first pipeline stage needs tokens and the last needs labels; a mask made by the data loader
-    is needed by every stage. All tensor-parallel ranks read: samples depend on the data-parallel
-    rank alone, so they read the same ones and have nothing to send to each other.
+    The first pipeline stage needs tokens, the last needs labels, and every stage needs a mask made
+    by the data loader. All tensor-parallel ranks read the same samples, which depend only on the
+    data-parallel rank, so none is broadcast.
     """
     from megatron.training import get_args
     from megatron.training.utils import is_first_or_last_pipeline_stage
@@ -129,14 +129,14 @@ build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank
 
 
 def refuse_unsupported(args: Namespace) -> None:
-    """Refuse flags that this entry would silently treat differently from ``pretrain_gpt.py``."""
+    """Refuse flags that would behave differently than in ``pretrain_gpt.py``."""
     check_setup(Setup(config=MoEOptimConfig(), args=args), "moe-optim train")
 
 
 def check(argv: Sequence[str]) -> list[str]:
-    """Return every fault of a run's flags, a sentence each.
+    """Return every fault of a run's flags, one sentence each.
 
-    ``argv``, Megatron's and moe_optim's flags, replaces ``sys.argv``: Megatron parses that.
+    ``argv``, Megatron's and moe_optim's flags, replaces ``sys.argv``, which Megatron parses.
     """
     if os.environ.get("MOE_OPTIM_CPU") == "1":
         cpu_runtime.install()
@@ -151,9 +151,9 @@ def check(argv: Sequence[str]) -> list[str]:
 
 
 def train(argv: Sequence[str]) -> None:
-    """Build the model and run Megatron's training loop to its end, with everything it does there.
+    """Build the model and run Megatron's training loop to its end.
 
-    ``argv``, Megatron's and moe_optim's flags, replaces ``sys.argv``: Megatron parses that.
+    ``argv``, Megatron's and moe_optim's flags, replaces ``sys.argv``, which Megatron parses.
     """
     sys.argv = [sys.argv[0], *argv]
     moe_optim_config = config_from_argv(argv)
@@ -192,9 +192,9 @@ def train(argv: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Run one rank, or with ``--check`` before its flags print what is wrong with them, as JSON.
+    """Run one rank; with a leading ``--check``, print the faults of its flags as JSON instead.
 
-    An error is recorded where torch's elastic agent reads it.
+    Errors are recorded for torch's elastic agent.
     """
     if sys.argv[1:2] == ["--check"]:
         print(json.dumps(check(sys.argv[2:])))

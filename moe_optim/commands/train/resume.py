@@ -1,4 +1,4 @@
-"""Finds the newest complete checkpoint of a run, and points Megatron at it."""
+"""Finds the newest complete checkpoint of a run and points Megatron's tracker file at it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,11 @@ from moe_optim.errors import StateError
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Checkpoint that a run continues from."""
+    """Checkpoint to resume from."""
 
     iteration: int
     notes: tuple[str, ...]
-    """A sentence for each skipped checkpoint, and for a corrected tracker file."""
+    """One sentence per skipped checkpoint, and one for a corrected tracker file."""
 
 
 def find_resume_point(checkpoints: Path) -> ResumePoint:
@@ -38,8 +38,8 @@ def find_resume_point(checkpoints: Path) -> ResumePoint:
             return ResumePoint(iteration, (*notes, *_correct_tracker(checkpoints, iteration)))
         notes.append(f"skipped the incomplete checkpoint {checkpoint.name}: {defect}")
     raise StateError(
-        f"--resume: {checkpoints} holds no complete checkpoint "
-        f"({'; '.join(notes) or 'it holds none at all'}). "
+        f"--resume: {checkpoints} contains no complete checkpoint "
+        f"({'; '.join(notes) or 'there are none'}). "
         "Start a new run without --resume in another folder with --out."
     )
 

@@ -1,4 +1,4 @@
-"""One use of ``moe-optim train``: everything from the text on the disk to the summary."""
+"""The whole of ``moe-optim train``, from the text on disk to the summary."""
 
 import argparse
 import json
@@ -37,21 +37,16 @@ from moe_optim.screen import fail, results_console
 if TYPE_CHECKING:
     from moe_optim.commands.train.launcher import LaunchResult, RankFailure
 
-# Modules that import torch are imported after the first lines are on the screen: it takes seconds.
+# Modules that import torch, which takes seconds, are imported after the first output.
 
 RANK_MODULE = "moe_optim.commands.train.pretrain"
 _FOLDER_FLAGS = ("--save", "--tensorboard-dir", "--data-cache-path")
-_CPU_DEFAULTS = ("--num-workers", "0")  # loader processes would take the cores from the ranks
+_CPU_DEFAULTS = ("--num-workers", "0")  # loader processes would compete with the ranks for cores
 _LITTLE_FREE_BYTES = 2**26
 
 
 def train(args: argparse.Namespace) -> int:
-    """Train, and return the exit code: 0 done, 1 failed, 128 + n stopped by signal n.
-
-    Raises:
-        MoEOptimError: the recipe, the run folder or the text cannot be used.
-        OSError: a file cannot be written.
-    """
+    """Train, and return the exit code: 0 success, 1 failure, 128 + n stopped by signal n."""
     recipe = load_recipe(args.recipe, args.set)
     check_requirements(recipe)
     _check_arguments(args, recipe)
@@ -67,7 +62,7 @@ def train(args: argparse.Namespace) -> int:
 
 
 def _check_arguments(args: argparse.Namespace, recipe: Recipe) -> None:
-    """Refuse Megatron flags that would pull the run folder or the dataset apart."""
+    """Refuse Megatron flags that would move parts of the run folder or the dataset."""
     if args.stock and (changed := _changed_fields(args.set)):
         raise ConfigError(
             f"--set moe_optim.{changed[0]}: expected no config of the plug-in with --stock, which "
@@ -88,18 +83,17 @@ def _check_arguments(args: argparse.Namespace, recipe: Recipe) -> None:
     if args.resume and "--load" in given:
         raise ConfigError("--load: --resume loads from the run folder itself. Drop one of the two.")
     if args.text and (data := data_flags(given)):
-        raise ConfigError(f"--text and {data[0]} both say what to train on. Drop one of the two.")
+        raise ConfigError(f"--text and {data[0]} both set the training data. Drop one of the two.")
 
 
 def _changed_fields(assignments: Sequence[str]) -> list[str]:
-    """Return the fields of ``moe_optim`` that ``--set`` names."""
     keys = [assignment.partition("=")[0] for assignment in assignments]
     return [key.removeprefix("moe_optim.") for key in keys if key.startswith("moe_optim.")]
 
 
 @dataclass(frozen=True)
 class _Training:
-    """Arguments of the command, and where results go."""
+    """Arguments and output folder of one training command."""
 
     args: argparse.Namespace
     recipe: Recipe
@@ -107,7 +101,7 @@ class _Training:
     console: Console
 
     def run(self) -> int:
-        """Do everything in order."""
+        """Run every stage in order."""
         weights = "Megatron's own optimizer"
         if not self.args.stock:
             format = spell_format(self.recipe.moe_optim.format, self.megatron_argv)
@@ -120,7 +114,9 @@ class _Training:
         began = time.monotonic()
         result = self._launch(dataset, cpu)
         if result.stopped_by is not None:
-            self._say(f"stopped by {result.stopped_by.name}; no rank is left. {self._way_on()}")
+            self._say(
+                f"stopped by {result.stopped_by.name}; all ranks have ended. {self._way_on()}"
+            )
             return 128 + result.stopped_by
         if result.failure is not None:
             return self._report_failure(result.failure)
@@ -138,12 +134,12 @@ class _Training:
 
     @property
     def ranks(self) -> int:
-        """Processes to start."""
+        """Number of processes."""
         return self.args.ranks or self.recipe.ranks
 
     @property
     def megatron_argv(self) -> list[str]:
-        """The recipe's flags and the user's own, which win."""
+        """The recipe's flags, then the user's, which override them."""
         return [*self.recipe.megatron_argv(), *self.args.megatron_args]
 
     def _say(self, line: str) -> None:
@@ -157,13 +153,13 @@ class _Training:
             return True
         if self.ranks > gpus:
             raise ConfigError(
-                f"ranks: expected at most one a GPU, got {self.ranks} for {gpus} GPUs. "
+                f"ranks: expected at most one per GPU, got {self.ranks} for {gpus} GPUs. "
                 "Use --ranks, or --cpu."
             )
         return False
 
     def _check_flags(self, cpu: bool) -> None:
-        """Refuse flags that no rank could start with, all of them at once."""
+        """Refuse flags with which no rank could start, listing all of them."""
         from moe_optim.commands.train.launcher import python_command, rank_environment
 
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(self.ranks)}
@@ -174,13 +170,13 @@ class _Training:
             text=True,
             check=False,
         )
-        if done.returncode == 0:  # else the check itself failed, and the ranks will say why
+        if done.returncode == 0:  # else the check itself failed, and the ranks will report why
             raise_faults(f"{self.recipe.path} and flags after --", json.loads(done.stdout))
 
     def _resume_point(self) -> int:
         step = last_value(self.megatron_argv, CKPT_STEP)
         if step is not None and step.isdigit():
-            self._say(f"resume: from the checkpoint of iteration {step}, as {CKPT_STEP} says")
+            self._say(f"resume: from the checkpoint of iteration {step}, as given by {CKPT_STEP}")
             return int(step)
         point = find_resume_point(self.folder.checkpoints)
         for note in (*point.notes, f"from the checkpoint of iteration {point.iteration}"):
@@ -188,7 +184,7 @@ class _Training:
         return point.iteration
 
     def _prepare_dataset(self) -> ByteDataset | None:
-        """Build or find the dataset; None where Megatron's flags name another one."""
+        """Build or reuse the dataset; None if Megatron's flags name another one."""
         if data_flags(self.megatron_argv):
             return None
         files = find_text(self.args.text) if self.args.text else standard_library_text()
@@ -208,13 +204,14 @@ class _Training:
         return dataset
 
     def _launch(self, dataset: ByteDataset | None, cpu: bool) -> "LaunchResult":
-        """Train; the arguments are recorded unless a resumed run leaves no newer checkpoint."""
+        """Train; record the arguments unless a resumed run leaves no newer checkpoint."""
         from moe_optim.commands.train.launcher import launch, python_command, rank_environment
 
         if not self.args.resume:
             write_record(self.folder, self.args, self.megatron_argv)
         before = newest_complete_checkpoint(self.folder.checkpoints)
-        shutil.rmtree(self.folder.index_cache, ignore_errors=True)  # may be cut off: a full disk
+        # the index may be truncated after a full disk
+        shutil.rmtree(self.folder.index_cache, ignore_errors=True)
         with full_disk_explained(self.folder.path, "starting the ranks"):
             result = launch(
                 python_command(RANK_MODULE, *self._rank_arguments(dataset, cpu)),
@@ -227,7 +224,7 @@ class _Training:
         return result
 
     def _rank_arguments(self, dataset: ByteDataset | None, cpu: bool) -> list[str]:
-        """Return the command line of every rank; the user's own flags come last and win."""
+        """Return the command line of every rank; the user's flags come last and override."""
         folder = RunFolder(self.folder.path.resolve())
         argv = [*_CPU_DEFAULTS] if cpu else []
         argv += self.recipe.megatron_argv()
@@ -249,9 +246,9 @@ class _Training:
     def _report_failure(self, failure: "RankFailure") -> int:
         lines = [failure.sentence(), f"Logs: {failure.logs}"]
         if (free := free_bytes(self.folder.path)) < _LITTLE_FREE_BYTES:
-            lines.append(f"The disk is full, or nearly: {free / 2**20:.1f} MiB are free.")
+            lines.append(f"The disk is almost full: {free / 2**20:.1f} MiB are free.")
         if "OptimizerParamScheduler" in failure.reason:
-            lines.append(f"{OVERRIDE_SCHEDULE} takes another schedule than the checkpoint's.")
+            lines.append(f"{OVERRIDE_SCHEDULE} overrides the schedule of the checkpoint.")
         return fail("\n  ".join([*lines, self._way_on()]))
 
     def _way_on(self) -> str:
@@ -261,7 +258,7 @@ class _Training:
         return f"Continue from iteration {iteration}: {self._resume_command()}"
 
     def _longer(self, iterations: int) -> str:
-        """Return the command that trains twice as long; its schedule is not the checkpoint's."""
+        """Return the command that trains twice as long, with a new learning-rate schedule."""
         samples = last_value(self.megatron_argv, "--train-samples")
         length = ["--train-iters", str(2 * iterations)]
         if samples is not None:  # Megatron takes one of the two
@@ -269,7 +266,7 @@ class _Training:
         return f"{self._resume_command()} -- {shlex.join([*length, OVERRIDE_SCHEDULE])}"
 
     def _resume_command(self) -> str:
-        """Return the command that continues this run, which takes over --set, --text and flags."""
+        """Return the command that resumes this run, which inherits --set, --text and flags."""
         args = self.args
         words = ["moe-optim", "train", str(args.recipe)]
         words += ["--out", str(args.out)] if args.out else []

@@ -5,13 +5,13 @@
     RUN/checkpoints/      Megatron's torch_dist checkpoints and its tracker file
     RUN/logs/             stdout.log and stderr.log of every rank and launch
     RUN/tensorboard/      event files of every launch
-    RUN/arguments.json    what the run was started with; a resumed run takes it over
+    RUN/arguments.json    arguments of the run, inherited by a resumed run
     RUN/index_cache/      Megatron's sample index of the dataset; rebuilt by every launch
     RUN/model.json        description of the model that rank 0 trained
-    RUN/summary.json      written last: a run that has it has finished
+    RUN/summary.json      written last, when the run has finished
     RUN/loss.png
-    RUN/report/           written by `moe-optim report`: index.html and its pictures
-    RUN/.lock             held by the launcher while the run lives
+    RUN/report/           written by `moe-optim report`: index.html and its plots
+    RUN/.lock             held by the launcher during the run
 """
 
 import argparse
@@ -38,12 +38,12 @@ _OF_ONE_LOAD = (
     "--no-load-optim",
     "--no-load-rng",
 )
-"""Megatron's flags about a checkpoint that is loaded once."""
+"""Megatron flags that apply to a single load of a checkpoint."""
 _RATES = ("--lr", "--min-lr", "--decoupled-lr", "--decoupled-min-lr")
 
 
 class RunFolder:
-    """Paths of one run; nothing is created."""
+    """Paths of one run; creates nothing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,17 +59,17 @@ class RunFolder:
 
     @property
     def is_taken(self) -> bool:
-        """Whether a run has left something here."""
+        """Whether the folder contains results of a run."""
         left = self.checkpoints, self.tensorboard, self.model, self.summary
         return any(path.exists() for path in left)
 
 
 @contextlib.contextmanager
 def claim(path: Path, *, resume: bool) -> Iterator[RunFolder]:
-    """Create a run folder and hold its lock, which keeps every other run out.
+    """Create a run folder and hold its lock, which excludes other runs.
 
     Raises:
-        StateError: another run holds the folder; or the folder holds results, and ``resume`` is
+        StateError: another run holds the folder; or the folder contains results, and ``resume`` is
             not set.
         ConfigError: ``path`` cannot be a folder.
     """
@@ -93,7 +93,7 @@ def claim(path: Path, *, resume: bool) -> Iterator[RunFolder]:
         held += iteration_folders(folder.checkpoints)
         if held and not resume:
             raise StateError(
-                f"{path}: already holds a run ({held[0].relative_to(path)}). Continue it with "
+                f"{path}: already contains a run ({held[0].relative_to(path)}). Continue it with "
                 "--resume, or start a new one in another folder with --out."
             )
         yield folder
@@ -101,16 +101,16 @@ def claim(path: Path, *, resume: bool) -> Iterator[RunFolder]:
 
 @dataclass(frozen=True)
 class Record:
-    """Arguments that a run was started with, for a resumed run to take over."""
+    """Arguments of a run, inherited when it is resumed."""
 
     set: list[str]
     megatron_args: list[str]
     text: list[str] | None
-    """Absolute paths of ``--text``, none for the standard library; None for Megatron's data."""
+    """Absolute paths of ``--text``, empty for the standard library; None for Megatron's data."""
 
 
 def write_record(folder: RunFolder, args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Record the arguments of a launch; ``argv`` are all of its flags for Megatron."""
+    """Record the arguments of a launch; ``argv`` contains all of its Megatron flags."""
     text = None if data_flags(argv) else [str(path.absolute()) for path in args.text]
     kept = without_options(args.megatron_args, _OF_ONE_LOAD)
     record = Record(set=args.set, megatron_args=kept, text=text)
@@ -118,7 +118,7 @@ def write_record(folder: RunFolder, args: argparse.Namespace, argv: Sequence[str
 
 
 def read_record(folder: RunFolder) -> Record | None:
-    """Return the arguments that the run was started with; None if they were not recorded.
+    """Return the arguments of the run; None if they were not recorded.
 
     Raises:
         StateError: the record is damaged.
@@ -138,11 +138,7 @@ def read_record(folder: RunFolder) -> Record | None:
 
 
 def inherit(args: argparse.Namespace, folder: RunFolder, record: Record) -> argparse.Namespace:
-    """Return ``args`` with those that the run was started with; what is given anew wins.
-
-    Raises:
-        ConfigError: the run began to train on other data.
-    """
+    """Return ``args`` completed by the recorded arguments; new values override them."""
     data = data_flags(args.megatron_args)
     given = [str(path.absolute()) for path in args.text]
     if (record.text is not None and data) or (given and given != record.text):
@@ -162,7 +158,7 @@ def inherit(args: argparse.Namespace, folder: RunFolder, record: Record) -> argp
 
 
 def _given_anew(args: argparse.Namespace) -> set[str]:
-    """Return Megatron's flags that ``args`` set, and those that they exclude."""
+    """Return the Megatron flags set by ``args``, and those that they exclude."""
     found = {*flags(args.megatron_args)}
     found |= {one.partition("=")[0].removeprefix("megatron_args.") for one in args.set}
     for unit, other in (("iters", "samples"), ("samples", "iters")):
@@ -172,15 +168,12 @@ def _given_anew(args: argparse.Namespace) -> set[str]:
 
 
 def refuse_other_rates(old: Sequence[str], new: Sequence[str], *, stock: bool) -> None:
-    """Refuse a learning rate by which Megatron 0.19 would not find its saved optimizer state.
+    """Refuse a learning rate for which Megatron 0.19 would not find its saved optimizer state.
 
     Args:
-        old: flags for Megatron that the run was started with.
-        new: flags for Megatron now.
-        stock: whether Megatron's own optimizer loads the state, which no flag helps.
-
-    Raises:
-        ConfigError: a rate differs.
+        old: recorded Megatron flags of the run.
+        new: current Megatron flags.
+        stock: whether Megatron's own optimizer loads the state; no flag helps then.
     """
     for flag in _RATES:
         before, now = last_value(old, flag), last_value(new, flag)

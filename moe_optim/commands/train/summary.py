@@ -1,4 +1,4 @@
-"""Results of a finished run: its curves read back, ``summary.json`` and ``loss.png``."""
+"""Results of a finished run: curves, ``summary.json`` and ``loss.png``."""
 
 import json
 import re
@@ -53,15 +53,11 @@ def write_summary(
     Args:
         folder: folder of the run.
         world_size: number of ranks.
-        seconds: wall-clock time of this launch, imports included.
+        seconds: wall-clock time of this launch, including imports.
         command: command line of this launch.
-        resumed_from: iteration that this launch began after.
-        byte_entropy: nats a byte of the validation text; None for Megatron's data.
-        last_log: log of the last rank, with the loss on the test text.
-
-    Raises:
-        LayoutError: the run left no training loss, or no complete description of the model.
-        OSError: the disk is full.
+        resumed_from: iteration that this launch resumed from.
+        byte_entropy: nats per byte of the validation text; None for Megatron's data.
+        last_log: log of the last rank, which contains the test loss.
     """
     try:
         model = json.loads(folder.model.read_text())
@@ -100,7 +96,7 @@ def write_summary(
 
 
 def _iterations_per_second(curve: Sequence[Point], start: int) -> float | None:
-    """Return the speed after iteration ``start``, evaluations and saves included."""
+    """Return the speed after iteration ``start``, including evaluations and saves."""
     launch = [point for point in curve if point.iteration > start]
     if len(launch) < 2 or launch[-1].time <= launch[0].time:
         return None
@@ -108,9 +104,9 @@ def _iterations_per_second(curve: Sequence[Point], start: int) -> float | None:
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """Return the mean of each loss and its neighbours, about a twentieth of the curve in all.
+    """Return the centered moving average over about a twentieth of the curve.
 
-    The window is centred and shrinks towards both ends.
+    The window shrinks towards both ends.
     """
     reach = len(losses) // 40
     result = []
@@ -122,7 +118,7 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 
 def loss_unit(summary: Mapping[str, Any]) -> str:
-    """Return the unit of losses: tokens are bytes where a summary has their entropy."""
+    """Return the unit of losses: nats per byte if the summary contains a byte entropy."""
     return "nats/byte" if summary.get("byte_entropy") is not None else "nats/token"
 
 
@@ -161,7 +157,7 @@ def draw_curves(axes: "Axes", curves: Curves) -> None:
 def print_summary(
     summary: Mapping[str, Any], folder: RunFolder, longer: str, console: Console
 ) -> None:
-    """Print losses, speed, paths of the results, and ``longer``, the command that trains on."""
+    """Print losses, speed, paths of the results, and the command ``longer``."""
     table = Table(title="Training finished", title_justify="left", show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

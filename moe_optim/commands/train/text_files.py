@@ -1,4 +1,4 @@
-"""Finds the text to train on and divides it into training, validation and test text."""
+"""Finds the training text and splits it into training, validation and test text."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 _TRAIN_END, _VALIDATION_END = 0.96, 0.98
-_LEAST_HELD_OUT_SHARE = 0.005  # of all bytes, for a split by whole files to stand
+_LEAST_HELD_OUT_SHARE = 0.005  # minimum share of bytes for a split by whole files
 _NO_TEXT_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
@@ -24,9 +24,8 @@ class TextFile:
 
     path: Path
     name: str
-    """Path below the given folder; decides the split, which is then the same everywhere."""
+    """Path below the given folder; determines the split."""
     size: int
-    """Bytes."""
     mtime_ns: int
 
 
@@ -52,12 +51,12 @@ def standard_library_text() -> list[TextFile]:
 
 
 def find_text(paths: Sequence[Path]) -> list[TextFile]:
-    """Return all files that ``paths`` name or hold, each once, in a fixed order.
+    """Return all files named by or below ``paths``, each once, in a fixed order.
 
     Hidden and empty files, and ``__pycache__``, are skipped in folders.
 
     Raises:
-        ConfigError: a path does not exist, cannot be read, or has no text.
+        ConfigError: a path does not exist, cannot be read, or contains no text.
     """
     found: dict[Path, TextFile] = {}
     for path in paths:
@@ -96,10 +95,10 @@ def _describe(path: Path, name: str) -> TextFile:
 
 
 def split_text(files: Sequence[TextFile]) -> dict[Split, list[Span]]:
-    """Divide ``files`` into 96% training, 2% validation and 2% test text, always the same way.
+    """Split ``files`` deterministically into 96% training, 2% validation and 2% test text.
 
-    Whole files go to a split by a hash of their names, if that leaves at least 0.5% of the bytes
-    to both held-out splits; otherwise every file is cut at 96% and 98% of its bytes.
+    Whole files are assigned by a hash of their names if that leaves at least 0.5% of the bytes to
+    each held-out split; otherwise every file is cut at 96% and 98% of its bytes.
     """
     by_file: dict[Split, list[Span]] = {split: [] for split in SPLITS}
     for file in files:

@@ -55,8 +55,7 @@ def test_the_summary_says_what_was_done(convert, source, tmp_path):
     assert lines[1].startswith(f"{tensors} tensors, ")
     assert "MB/s; peak memory" in lines[1]
     assert lines[2] == (
-        "Left out: 2 objects, such as arguments and random states "
-        "(safetensors holds tensors alone)."
+        "Omitted: 2 objects, such as arguments and random states (safetensors stores only tensors)."
     )
 
 
@@ -81,7 +80,7 @@ def test_states_that_are_left_out_are_counted(convert, source, tmp_path):
     code, lines, _ = convert(source, tmp_path / "out", *words)
     count = len(STATES) * (2 * LAYERS + 2)
     assert code == 0
-    assert lines[-1].startswith(f"Left out: {count} tensors of the optimizer and 2 objects")
+    assert lines[-1].startswith(f"Omitted: {count} optimizer tensors and 2 objects")
     assert lines[-1].endswith("(--weights-only).")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert not [key for key in index["weight_map"] if key.startswith("optimizer.")]
@@ -115,13 +114,13 @@ def test_a_whole_model_goes_to_hugging_face_and_back(family, convert, tmp_path):
     assert (code, err) == (0, "")
     architecture = {"qwen3_moe": "Qwen3MoeForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
     assert lines[0].startswith(f"{tmp_path / 'hf'}: {architecture[family]}, 2 layers, ")
-    assert lines[-1].startswith("Left out: 2 objects")
+    assert lines[-1].startswith("Omitted: 2 objects")
     assert (tmp_path / "hf" / "config.json").is_file()
     code, lines, _ = convert(tmp_path / "hf", tmp_path / "back", "--to", "megatron")
     assert code == 0
     assert lines[2].startswith("Megatron's flags: --swiglu --disable-bias-linear")
     assert " --transformer-impl transformer_engine" in lines[2]
-    assert lines[3].startswith("These flags start a run where Transformer Engine is, which ")
+    assert lines[3].startswith("These flags start a run with Transformer Engine, which ")
     assert ("convert with --transformer-impl local" in lines[3]) == (family == "qwen3_moe")
     assert cli.main(["verify", str(source), str(tmp_path / "back")]) == 0
 
@@ -148,11 +147,11 @@ def test_what_converts_the_layout_of_experts_alone_is_called_so(convert, source,
 
 
 REFUSED = {
-    "--to hf: expected options that it has, got --from; --format; --weights-only; --rename": [
+    "--to hf: expected only its own options, got --from; --format; --weights-only; --rename": [
         *("--to", "hf", "--from", "hf", "--format", "safetensors", "--weights-only"),
         *("--rename", "a=b"),
     ],
-    "--experts hf: expected options that it has, got --tokenizer; --transformer-impl": [
+    "--experts hf: expected only its own options, got --tokenizer; --transformer-impl": [
         *("--experts", "hf", "--tokenizer", ".", "--transformer-impl", "local")
     ],
     ".*: expected safetensors for --to megatron, got torch_dist": ["--to", "megatron"],

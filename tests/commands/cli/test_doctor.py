@@ -102,7 +102,7 @@ def test_every_format_says_how_its_products_are_computed(report):
 @pytest.mark.parametrize(
     ("gpus", "recipes", "said"),
     [
-        ((H100,), ["tensorwise", "blockwise"], "tensorwise, blockwise, which its experts take"),
+        ((H100,), ["tensorwise", "blockwise"], "tensorwise, blockwise, which its experts use"),
         ((), [], "none, as there is no GPU"),
     ],
 )

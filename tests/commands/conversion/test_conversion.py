@@ -398,7 +398,7 @@ def test_a_disk_that_is_too_small_is_found_before_writing(source, tmp_path, monk
 
 def test_a_source_that_cannot_record_an_interleave_keeps_its_own(tmp_path):
     source = write_torch_dist(tmp_path / "source", stored_tensors(), {"iteration": 1})
-    with pytest.raises(LayoutError, match="expected moe_mlp_glu_interleave_size in what it says"):
+    with pytest.raises(LayoutError, match="expected moe_mlp_glu_interleave_size in its metadata"):
         convert(source, tmp_path / "out", "grouped", glu_interleave=4)
     assert names_in(tmp_path) == ["source"]
 

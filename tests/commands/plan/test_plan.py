@@ -357,16 +357,16 @@ def advice(argv, *, gpu_memory=None, gpus=2, **knobs):
 def test_portable_experts_are_told_the_format_of_as_many_bits_with_the_least_memory():
     local = argv(SMALL | {"--transformer-impl": "local", "--moe-grouped-gemm": True})
     said = advice(local, format="mxfp8")
-    assert said.startswith("Recommended: mxfp8_2d, the least memory of formats of 8 bits")
+    assert said.startswith("Recommended: mxfp8_2d, the least memory of formats with 8 bits")
     assert said.endswith(
-        "The recipe has mxfp8, which continues a run of it: for a new one add "
+        "The recipe uses mxfp8; keep it to resume a run, for a new one add "
         "--set moe_optim.format=mxfp8_2d."
     )
     row, bf16 = (row_of(plan_experts(local, grouped=True), 2, n) for n in ("mxfp8_2d", STOCK_BF16))
     saved = bf16["total_bytes_per_rank"] - row["total_bytes_per_rank"]
-    assert f"At 2 GPUs its experts take {spell_bytes(row['total_bytes_per_rank'])} a rank" in said
+    assert f"At 2 GPUs its experts use {spell_bytes(row['total_bytes_per_rank'])} per rank" in said
     assert f"{spell_bytes(saved)} less than stock bf16" in said
-    assert advice(local, format="nvfp4").startswith("Recommended: nvfp4, the only format of 4 bits")
+    assert "the only format with 4 bits" in advice(local, format="nvfp4")
     for gpu_memory, fits in ((80, "fits 80 GiB and leaves"), (0.001, "does not fit 0.001 GiB:")):
         left = spell_bytes(abs(gpu_memory * 2**30 - row["total_bytes_per_rank"]))
         assert f"{fits} {left}" in advice(local, gpu_memory=gpu_memory, format="mxfp8")
@@ -377,8 +377,8 @@ def test_native_weights_are_told_what_their_recipe_can_have_and_others_what_to_a
         ({"--fp8-recipe": "blockwise", "--fp8-param-gather": True}, "fp8_block, the only format"),
         ({"--fp8-recipe": "mxfp8", "--fp8-param-gather": True}, "mxfp8_2d, the least memory of"),
         ({"--fp4-recipe": "nvfp4", "--fp4-param-gather": True}, "nvfp4, the only format that"),
-        ({}, "none of these as the recipe stands, as its flags keep bf16 weights. Add"),
-        ({"--fp8-param-gather": True}, "none of these as the recipe stands, as weights of"),
+        ({}, "none of these for this recipe, as its flags keep bf16 weights. Add"),
+        ({"--fp8-param-gather": True}, "none of these for this recipe, as weights of"),
     ):
         assert advice(argv(SMALL | flags)).startswith(f"Recommended: {said}")
 
@@ -565,7 +565,7 @@ def test_json_holds_every_row_with_the_same_keys(recipe, capsys):
     }
     assert (report["step"], report["bandwidth_gb_per_s"]) == ("fused", None)
     assert report["rows"] == list(plan_rows(experts_of(num_experts=8, grouped=False), [2, 4]))
-    assert "8 experts a rank of [192, 128] and [128, 96], indexed" in report["planned"]
+    assert "8 experts per rank of [192, 128] and [128, 96], indexed" in report["planned"]
     memory = ("weight", "gradient", "optimizer", "step_memory", "total", "norm", "update")
     for row in report["rows"]:
         assert row["parts"].keys() == set(PARTS)

@@ -94,8 +94,8 @@ SAID = {
     "hardware": "device NVIDIA H100",
     "command, escaped": "moe-optim train quickstart --out <runs>",
     "speed": "2.50 iterations/s",
-    "when health was looked at": "At iteration 40, the last that was sampled.",
-    "whose tokens": "Of the iterations between the last two samples, up to iteration 40.",
+    "when health was looked at": "Last sample, at iteration 40.",
+    "whose tokens": "Iterations between the last two samples, up to iteration 40.",
 }
 
 

@@ -69,7 +69,7 @@ def test_the_report_shows_what_was_trained_and_where(run_folder, capsys):
     assert str(run_folder / "report" / "index.html") in capsys.readouterr().out
     page = (run_folder / "report" / "index.html").read_text()
     core = f"megatron-core {find_package('megatron-core').version}"
-    for text in ("layers.1.fc2", "At iteration 4, the last", core, "CPU, "):
+    for text in ("layers.1.fc2", "Last sample, at iteration 4", core, "CPU, "):
         assert text in page
     assert (run_folder / "report" / "error.png").is_file()
 
@@ -88,7 +88,7 @@ def test_what_the_quickstart_leaves_converts_with_masters_and_moments(run_folder
 
 def test_a_second_run_in_the_same_folder_is_refused(run_folder, capsys):
     assert train(run_folder) == 2
-    assert "already holds a run" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
 
 
 def test_the_dataset_is_there_for_the_next_run(run_folder):

@@ -75,7 +75,7 @@ def test_the_tracker_is_mended_to_the_newest_whole_checkpoint(checkpoints, said)
 
 
 def test_no_checkpoint_at_all_is_an_error_by_name(tmp_path):
-    with pytest.raises(StateError, match="--resume: .* no complete checkpoint .*none at all"):
+    with pytest.raises(StateError, match="--resume: .* no complete checkpoint .*there are none"):
         find_resume_point(tmp_path)
 
 

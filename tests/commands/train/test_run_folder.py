@@ -43,7 +43,7 @@ def test_results_are_never_overwritten_without_resume(tmp_path, leftover):
     path.parent.mkdir(exist_ok=True)
     path.write_text("{}")
     with (
-        pytest.raises(StateError, match=rf"already holds a run \({leftover}.*--resume.*--out"),
+        pytest.raises(StateError, match=rf"already contains a run \({leftover}.*--resume.*--out"),
         claim(tmp_path, resume=False),
     ):
         pass

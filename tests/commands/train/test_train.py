@@ -76,7 +76,7 @@ def test_a_run_leaves_everything_and_is_not_overwritten(command, run):
 
     code, _, errors = command()
     assert code == 2
-    assert errors.startswith(f"error: {run}: already holds a run (summary.json)")
+    assert errors.startswith(f"error: {run}: already contains a run (summary.json)")
 
 
 def test_the_user_has_the_last_word_on_the_ranks_command_line(command, run):
@@ -219,7 +219,7 @@ def test_a_failed_rank_ends_in_one_message_with_the_way_on(command, run):
 
 def test_the_way_on_takes_another_schedule_where_that_was_the_fault(command, run, monkeypatch):
     monkeypatch.setenv("FAKE_ERROR", "AssertionError: OptimizerParamScheduler: class input value")
-    assert f"  {OVERRIDE} takes another schedule" in command(behaviour="error")[2]
+    assert f"  {OVERRIDE} overrides the schedule" in command(behaviour="error")[2]
 
 
 def test_all_wrong_flags_are_refused_at_once_before_a_rank_starts(command, run, monkeypatch):
@@ -241,7 +241,7 @@ def test_a_disk_that_fills_up_while_training_is_named(command, text, tmp_path):
     with small_disk(tmp_path / "disk", "4m") as disk:
         code, _, errors = command(behaviour="full", out=disk / "a")
         assert code == 1
-        assert "The disk is full, or nearly: 0.0 MiB are free." in errors
+        assert "The disk is almost full: 0.0 MiB are free." in errors
         assert not (disk / "a" / "summary.json").exists()
 
 
@@ -265,7 +265,7 @@ REFUSED = {
     "--yaml-cfg: expected flags, got a file": ((), ("--yaml-cfg", "x.yaml")),
     "--tensorboard-dir: the run folder": ((), ("--tensorboard-dir=x",)),
     "--load: --resume loads from": (("--resume",), ("--load", "x")),
-    "no complete checkpoint (it holds none at all)": (("--resume",), ()),
+    "no complete checkpoint (there are none)": (("--resume",), ()),
     "--text and --mock-data both": ((), ("--mock-data",)),
     "text: expected more than 100000 bytes": ((), ("--seq-length", "100000")),
     "--text missing: expected a file": (("--text", "missing"), ()),

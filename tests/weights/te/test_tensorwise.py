@@ -1,4 +1,4 @@
-"""Weights with one scale: every rank casts what it owns, with the amax of the whole weight."""
+"""Weights with per-tensor scaling: every rank casts what it owns, with the amax of the whole weight."""
 
 from types import SimpleNamespace
 

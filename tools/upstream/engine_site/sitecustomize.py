@@ -1,4 +1,4 @@
-"""Python runs this when it starts, where this folder is on its path: for what a test starts."""
+"""Imported by Python at startup if this folder is on its path; used for subprocesses of tests."""
 
 import engine_calls
 
