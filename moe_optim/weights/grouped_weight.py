@@ -44,7 +44,7 @@ class GroupedWeight(Tensor):
 
     @property
     def storage_handle(self) -> Tensor:
-        """Handle of the storage in compiled graphs, see :func:`handle_of`."""
+        """Handle of the storage in compiled graphs, see ``weights.traced.handle_of``."""
         storage = self.quantized_storage
         return storage.handle if isinstance(storage, TracedStorage) else handle_of(storage)
 

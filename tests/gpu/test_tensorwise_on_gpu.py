@@ -1,4 +1,4 @@
-"""Weights with per-tensor scaling on a GPU: the bytes of the reference, and those of Transformer Engine."""
+"""Weights with per-tensor scaling on a GPU: bytes of the reference, and of Transformer Engine."""
 
 import math
 

@@ -199,7 +199,7 @@ class TorchDistReader:
 
         Args:
             names: objects to check; no code that they name runs.
-            knows: predicate as in :func:`foreign_name`.
+            knows: predicate as in ``foreign_name``.
         """
         found = {}
         for name in names:

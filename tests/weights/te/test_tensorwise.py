@@ -1,4 +1,4 @@
-"""Weights with per-tensor scaling: every rank casts what it owns, with the amax of the whole weight."""
+"""Weights with per-tensor scaling: ranks cast what they own, with the amax of the whole weight."""
 
 from types import SimpleNamespace
 
