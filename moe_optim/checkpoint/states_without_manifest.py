@@ -220,7 +220,7 @@ def _chosen(optimizer: Any, candidates: Sequence[StateManifest], values: _Values
     try:
         fitting, got = choose_by_values(candidates, strangers)
     except _NoValuesError as error:
-        trusts = optimizer.knobs.trust_unmarked_states
+        trusts = optimizer.moe_optim_config.trust_unmarked_states
         return _trusted(candidates, values.where, *error.args, trusts=trusts)
     if len(orders) == 1:
         return fitting[0]

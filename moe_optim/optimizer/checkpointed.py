@@ -44,13 +44,13 @@ class CheckpointedOptimizer(DistributedOptimizer):
     support any number of buckets, and one parameter for all experts.
 
     Attributes:
-        knobs: plug-in configuration at construction.
+        moe_optim_config: plug-in configuration at construction.
         requester: owner of the pending manifest request, while a checkpoint is loaded.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.knobs = config_or_bf16()
+        self.moe_optim_config = config_or_bf16()
         self.requester: ManifestRequester | None = None
         self._gathers_by_name = False
         # Applied until uninstall(): only the replacement finds the entries that this requests.
@@ -127,7 +127,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
                 "fully_sharded_model_space; give one of the two, or --no-load-optim where it is a "
                 "checkpoint that names none."
             )
-        if not is_loading and not self.knobs.save_nonfinite:
+        if not is_loading and not self.moe_optim_config.save_nonfinite:
             check_masters(self, _NOT_SAVED, with_moments=True)
         state = super().sharded_state_dict(
             model_sharded_state_dict, is_loading, sharding_type, metadata
@@ -198,7 +198,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
         Raises:
             NonFiniteError: a master or moment is Inf or NaN, and ``save_nonfinite`` is not set.
         """
-        if not self.knobs.save_nonfinite:
+        if not self.moe_optim_config.save_nonfinite:
             check_masters(self, _NOT_SAVED, with_moments=True)
         super().save_parameter_state(filename)
 

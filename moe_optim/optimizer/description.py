@@ -134,7 +134,9 @@ def describe(model_chunks: Sequence[Any], optimizer: Any) -> Description:
     managed = managed_buckets(buckets)
     others = [bucket for bucket in buckets if getattr(bucket, "managed", None) is None]
     bucketed = {param for bucket in buckets for param in bucket.params_list}
-    layouts = (part.knobs.layout for part in parts if isinstance(part, CheckpointedOptimizer))
+    layouts = (
+        part.moe_optim_config.layout for part in parts if isinstance(part, CheckpointedOptimizer)
+    )
     high_busbw = any(c.ddp_config.pad_buckets_for_high_nccl_busbw for c in model_chunks)
     return Description(
         optimizer=", ".join(sorted({type(part).__name__ for part in parts})),

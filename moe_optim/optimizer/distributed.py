@@ -61,10 +61,11 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
         groups = [group for _, group in self._placed_groups]
         self._groups = [group for group in groups if isinstance(group, GroupedBucketGroup)]
         self._managed_groups = [group for group in self._groups if group.managed]
-        if self.knobs.offload_states:  # excludes masters held by Adam
+        if self.moe_optim_config.offload_states:  # excludes masters held by Adam
             masters = [m for group in self.shard_fp32_from_float16_groups for m in group]
             self.host_states = HostStates(
-                [master for master in masters if master is not None], self.knobs.offload_states
+                [master for master in masters if master is not None],
+                self.moe_optim_config.offload_states,
             )
         for bucket in self._buckets:
             self._check_shards(bucket)

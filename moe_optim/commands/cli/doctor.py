@@ -33,7 +33,7 @@ from moe_optim.environment import (
 )
 from moe_optim.screen import quiet, results_console
 
-Report = dict[str, Any]
+Findings = dict[str, Any]
 
 _IMPORTED = {**MODULES, "transformer-engine": "transformer_engine.pytorch"}
 """Package -> module whose import fails if the package is broken."""
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report["ok"] else 1
 
 
-def examine() -> Report:
+def examine() -> Findings:
     """Return the report as JSON-ready values; importing the packages takes seconds.
 
     ``ok`` is true exactly when ``problems``, a list of lines, is empty.
@@ -104,13 +104,13 @@ def examine() -> Report:
     }
 
 
-def _examine_package(name: str) -> Report:
+def _examine_package(name: str) -> Findings:
     """Describe one package; ``problem`` contains the remedy if it is required.
 
     ``state`` is ``ok``, ``absent`` (and optional), ``missing``, ``unfit`` or ``broken``.
     """
     package, needed = find_package(name), NEEDED.get(name)
-    entry: Report = {
+    entry: Findings = {
         "version": package.version if package else None,
         "path": package.path if package else None,
         "checkout": package.checkout if package else False,
@@ -183,7 +183,7 @@ def _examine_patches() -> list[dict[str, str]]:
     ]
 
 
-def _render(report: Report) -> RenderableType:
+def _render(report: Findings) -> RenderableType:
     own = report["moe_optim"]
     formats = [(name, *entry.values()) for name, entry in report["formats"].items()]
     enabled = (
@@ -212,7 +212,7 @@ def _render(report: Report) -> RenderableType:
     return Group(*parts)
 
 
-def _spell_native(report: Report) -> str:
+def _spell_native(report: Findings) -> str:
     if report["native_products"]:
         return f"{', '.join(report['native_products'])}, which its experts use"
     if report["packages"]["transformer-engine"]["state"] != "ok":
@@ -220,13 +220,13 @@ def _spell_native(report: Report) -> str:
     return "none on this machine" if report["gpus"] else "none, as there is no GPU"
 
 
-def _package_rows(packages: dict[str, Report]) -> Iterator[tuple[str, ...]]:
+def _package_rows(packages: dict[str, Findings]) -> Iterator[tuple[str, ...]]:
     for name, entry in packages.items():
         where = "\n".join(filter(None, (entry["path"], entry["note"])))
         yield name, entry["version"] or "", entry["state"], where or "optional"
 
 
-def _gpu_rows(gpus: list[Report]) -> Iterator[tuple[str, ...]]:
+def _gpu_rows(gpus: list[Findings]) -> Iterator[tuple[str, ...]]:
     if not gpus:
         yield "none", "", "training runs on the CPU, over gloo"
     for gpu in gpus:
