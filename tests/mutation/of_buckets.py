@@ -120,7 +120,7 @@ MUTANTS = (
     ),
     _mutant(
         BUCKET,
-        "        self._has_initial = True  # as of weights that were given other tensors\n",
+        "        self._has_initial = True  # weights may have been replaced\n",
         "",
         "test_managed_bucket.py::"
         "test_initial_values_that_came_with_other_tensors_are_dropped_by_the_next_gather",
