@@ -388,7 +388,9 @@ def _flags(text: str) -> str:
     """Return the text of a rule in Markdown: flags, settings and variables as code."""
     link = "Change what [makes the step Megatron's](#what-falls-back-to-megatrons-step);"
     text = text.replace("{step};", link)
-    return re.sub(r"--[a-z][a-z0-9-]+\*?|\w+: \w+(?=$|[ ,;)])|NVTE_\w+(=\w+)?", r"`\g<0>`", text)
+    settings = "|".join(field_names())
+    code = rf"--[a-z][a-z0-9-]+\*?|\b(?:{settings}): \w+(?=$|[ ,;)])|NVTE_\w+(?:=\w+)?"
+    return re.sub(code, r"`\g<0>`", text)
 
 
 CODE_TABLES: Mapping[str, Callable[[], str]] = {
