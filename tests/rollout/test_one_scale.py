@@ -1,4 +1,4 @@
-"""Experts with one scale a weight are exported as what their quantizer made of them, or refused."""
+"""Experts with per-tensor scaling are exported as what their quantizer made of them, or refused."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -108,7 +108,7 @@ def weight_bytes(format: BlockScaledFormat | None, *, in_te: bool = False) -> Fr
 def formats() -> str:
     return table(
         [
-            *("format", "element", "elements a scale", "scale", "columnwise copy"),
+            *("format", "element", "elements per scale", "scale", "columnwise copy"),
             *("gathered", "weight, portable", "weight, Transformer Engine"),
         ],
         [
@@ -132,7 +132,7 @@ def _format_row(format: BlockScaledFormat) -> list[str]:
     }
     scale = scales[format.scale_encoding]
     if format.has_global_amax:
-        scale += "; and one fp32 amax an expert"
+        scale += "; and one fp32 amax per expert"
     return [
         f"`{format.name}`",
         f"{format.element.upper()}, {format.element_bits} bits",
@@ -328,7 +328,7 @@ def conventions() -> str:
             f"`{one.scale}` {short[one.scale_dtype]} {scales}",
             f"`{one.global_scale}` {of_global[one.divides]}" if one.global_scale else "",
         ]
-        name = "one scale a weight" if one is ONE_SCALE else f"`{one.format}`"
+        name = "per-tensor scaling" if one is ONE_SCALE else f"`{one.format}`"
         rows.append([name, f"`{one.name}`", *tensors, ", ".join(one.engines)])
     header = ["format", "convention", "elements", "scales", "global scale", "read by"]
     return table(header, rows)

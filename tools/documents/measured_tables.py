@@ -525,7 +525,7 @@ def formats_compared() -> str:
         cells.append(f"{alone[side]:.0f}" if side in alone else "")
         of_bytes = [runs[0]["figures"][key] for key in ("weight_bytes", "peak_bytes")]
         rows.append([side, *cells, *(f"{count / 2**20:,.0f}" for count in of_bytes)])
-    header = ["", "held-out", "test", "ms an iteration", "weights, MiB", "peak, MiB"]
+    header = ["", "held-out", "test", "ms per iteration", "weights, MiB", "peak, MiB"]
     seeds = [row["seed"] for row in runs]
     stock, ours = (
         {row["seed"]: last_held_out(row) for row in runs_by_side()[side]}
@@ -927,7 +927,7 @@ def plan_step() -> str:
     recipe = load_recipe("recipes/qwen3_30b_a3b.yaml")
     experts = plan_experts(recipe.megatron_argv(), grouped=True)
     return table(
-        ["format", "norm", "update", "bytes a parameter", f"at {speed:.2f} TB/s"],
+        ["format", "norm", "update", "bytes per parameter", f"at {speed:.2f} TB/s"],
         (
             [
                 f"`{row['format']}`",

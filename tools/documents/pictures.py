@@ -40,7 +40,7 @@ Bars = dict[str, dict[str, float]]
 ON_ONE = {
     "1 H200": FUSED,
     "the same, as a CUDA graph": GRAPHED[0],
-    "1 H200, one scale a weight": TENSORWISE_STEP,
+    "1 H200, per-tensor scaling": TENSORWISE_STEP,
 }
 
 
