@@ -106,7 +106,7 @@ def _draw_steps(axes: "Axes", steps: Bars) -> None:
                 weight=weight,
                 color=INK,
             )
-    _label(axes, list(steps), "optimizer.step(), FP8; in blocks where nothing else is said")
+    _label(axes, list(steps), "optimizer.step(), blockwise FP8 unless noted")
     axes.set_xlim(0, 1.14 * widest)
     axes.legend(
         handles=[axes.patches[0], axes.patches[1]],
@@ -159,7 +159,7 @@ def draw_convergence(figures: Mapping[str, Any]) -> "Figure":
     for row in figures["losses"]:
         left.plot(row["stock"], color=STOCK, linewidth=4, label=f"stock, seed {row['seed']}")
         left.plot(row["plugin"], color=OURS, linewidth=1, label=f"plug-in, seed {row['seed']}")
-    left.set_title("Loss, nats a token", loc="left", fontsize=12, color=INK)
+    left.set_title("Loss, nats per token", loc="left", fontsize=12, color=INK)
     for (name, values), color in zip(
         figures["distances"].items(), (OURS, "#6fb7a8", STOCK), strict=True
     ):
@@ -173,7 +173,7 @@ def draw_convergence(figures: Mapping[str, Any]) -> "Figure":
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=10)
     figure.suptitle(
-        "300 clipped steps in FP8 blocks: the plug-in is nearer to stock than another seed is",
+        "300 clipped steps in FP8 blocks: the plug-in is closer to stock than another seed",
         x=0.012,
         ha="left",
         fontsize=13,
@@ -209,7 +209,7 @@ def draw_formats(figures: Mapping[str, Any]) -> "Figure":
     )
     right.invert_yaxis()
     right.grid(axis="y", color="0.92")
-    right.set_title("Mean of the last five, a point a seed", loc="left", fontsize=12, color=INK)
+    right.set_title("Mean of the last five, one point per seed", loc="left", fontsize=12, color=INK)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     return figure
