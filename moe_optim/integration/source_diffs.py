@@ -94,7 +94,17 @@ def apply_diffs(tree: Path, diffs: Sequence[SourceDiff], *, reverse: bool = Fals
     changed = [diff for diff, state in states.items() if state == waiting]
     if changed:
         _git_apply(tree, b"".join(diff.file.read_bytes() for diff in changed), reverse=reverse)
+        unchanged = [diff.path for diff in changed if diff.state(tree) == waiting]
+        if unchanged:
+            raise PatchError(
+                f"{tree}: expected git to change {', '.join(map(str, unchanged))}, got no change. "
+                "Run the command outside of git hooks, in a path without colons."
+            )
     return [diff.path for diff in changed]
+
+
+_OTHER_TREE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
+"""Variables, set in git hooks, that make git apply diffs to another tree."""
 
 
 def _git_apply(tree: Path, diffs: bytes, *, reverse: bool) -> None:
@@ -102,12 +112,13 @@ def _git_apply(tree: Path, diffs: bytes, *, reverse: bool) -> None:
     command = ["git", "-c", "core.autocrlf=false", "apply", "--whitespace=nowarn"]
     command += ["--reverse"] if reverse else []
     # In an enclosing repository, git would resolve paths relative to its root.
-    only_tree = {"GIT_CEILING_DIRECTORIES": str(tree.resolve().parent)}
+    environment = {name: os.environ[name] for name in os.environ if name not in _OTHER_TREE}
+    environment["GIT_CEILING_DIRECTORIES"] = str(tree.resolve().parent)
     try:
         done = subprocess.run(
             command,
             cwd=tree,
-            env=os.environ | only_tree,
+            env=environment,
             input=diffs,
             capture_output=True,
             check=False,

@@ -37,7 +37,10 @@ class RankFailure:
         if self.exit_code >= 0:
             reason = self.reason or "its log tells why"
             return f"rank {self.rank} ended with exit code {self.exit_code}: {reason}"
-        ended = f"rank {self.rank} was ended by {signal.Signals(-self.exit_code).name}"
+        number = -self.exit_code
+        known = number in set(signal.Signals)  # real-time signals have no names
+        name = signal.Signals(number).name if known else f"signal {number}"
+        ended = f"rank {self.rank} was ended by {name}"
         if self.exit_code == -signal.SIGKILL:
             return f"{ended}: killed from outside, or out of memory"
         return f"{ended}: {self.reason or 'its log tells why'}"
@@ -93,7 +96,7 @@ def launch(
         ),
     )
     program, *arguments = command
-    failures, stopped_by = {}, None
+    failures, stopped_by, is_unrecorded = {}, None, False
     with _changed_process(environment):
         try:
             elastic_launch(config, program)(*arguments)
@@ -101,8 +104,12 @@ def launch(
             failures = error.failures
         except SignalException as stop:
             stopped_by = stop.sigval
+        except (ValueError, KeyError, TypeError):  # a rank recorded its error on a full disk
+            is_unrecorded = True
     newest = max(logs.glob("launch_*"), key=lambda path: path.stat().st_mtime) / "attempt_0"
     failure = _first_failure(failures, newest) if failures else None
+    if is_unrecorded:
+        failure = RankFailure(rank=0, exit_code=1, reason="", logs=newest / "0")
     return LaunchResult(logs=newest, failure=failure, stopped_by=stopped_by)
 
 

@@ -5,6 +5,7 @@ Started by torchrun as ``python -m moe_optim.commands.train.pretrain MEGATRON_AR
 runtime must be installed first and checkpoint workers import this module again.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from moe_optim import import_hook
@@ -196,19 +198,20 @@ def main() -> None:
 
     Errors are recorded for torch's elastic agent.
     """
+    if sys.platform == "linux":  # a rank must not outlive the launcher that holds the run folder
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if sys.argv[1:2] == ["--check"]:
         print(json.dumps(check(sys.argv[2:])))
         return
-    if sys.platform == "linux":  # a rank must not outlive the launcher that holds the run folder
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     recorder = get_error_handler()
     recorder.initialize()
     try:
         train(sys.argv[1:])
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
-    except Exception as error:
-        recorder.record_exception(error)
+    except (Exception, CheckpointException) as error:  # the latter derives from BaseException
+        with contextlib.suppress(OSError):  # a full disk, say
+            recorder.record_exception(error)
         if isinstance(error, MoEOptimError):
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:

@@ -77,7 +77,8 @@ def claim(path: Path, *, resume: bool) -> Iterator[RunFolder]:
     try:
         with full_disk_explained(path, "creating the run folder"):
             path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+            (path / ".lock").touch()
+    except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
         raise ConfigError(
             f"--out {path}: expected a folder, got: {error.strerror}. Choose another."
         ) from error
