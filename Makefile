@@ -120,7 +120,7 @@ python:
 	@sh -c "$$FIND_PYTHON"
 
 # The stamp is written last, so that an interrupted set-up is done again.
-$(STAMP): pyproject.toml moe_optim/version.py
+$(STAMP): pyproject.toml $(wildcard moe_optim/version.py)
 	@if ! $(VENV)/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; \
 	then \
 	    python=$$(sh -c "$$FIND_PYTHON") || exit 1; \
