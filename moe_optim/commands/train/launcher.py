@@ -96,7 +96,7 @@ def launch(
         ),
     )
     program, *arguments = command
-    failures, stopped_by, is_unrecorded = {}, None, False
+    failures, stopped_by = {}, None
     with _changed_process(environment):
         try:
             elastic_launch(config, program)(*arguments)
@@ -104,12 +104,8 @@ def launch(
             failures = error.failures
         except SignalException as stop:
             stopped_by = stop.sigval
-        except (ValueError, KeyError, TypeError):  # a rank recorded its error on a full disk
-            is_unrecorded = True
     newest = max(logs.glob("launch_*"), key=lambda path: path.stat().st_mtime) / "attempt_0"
     failure = _first_failure(failures, newest) if failures else None
-    if is_unrecorded:
-        failure = RankFailure(rank=0, exit_code=1, reason="", logs=newest / "0")
     return LaunchResult(logs=newest, failure=failure, stopped_by=stopped_by)
 
 

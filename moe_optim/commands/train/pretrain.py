@@ -5,7 +5,6 @@ Started by torchrun as ``python -m moe_optim.commands.train.pretrain MEGATRON_AR
 runtime must be installed first and checkpoint workers import this module again.
 """
 
-import contextlib
 import ctypes
 import json
 import os
@@ -15,6 +14,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -210,8 +210,10 @@ def main() -> None:
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     except (Exception, CheckpointException) as error:  # the latter derives from BaseException
-        with contextlib.suppress(OSError):  # a full disk, say
+        try:
             recorder.record_exception(error)
+        except OSError:  # on a full disk: the agent cannot parse a part of a record
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).unlink(missing_ok=True)
         if isinstance(error, MoEOptimError):
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
