@@ -1,6 +1,6 @@
 """Measures reading ``.metadata``: ``python -m tools.checkpoint_metadata [CHUNKS]``.
 
-Prints CPU seconds of Python's unpickling, of ours, and of the whole check of its parts.
+Prints the CPU seconds of Python's unpickler, of ours, and of the complete check.
 """
 
 import pickle

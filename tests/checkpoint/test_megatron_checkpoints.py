@@ -36,8 +36,8 @@ def sharded_experts(
 
     Args:
         values: by stored key, [layers, E, R, C]; of them this rank has its share of the experts.
-        rank: of expert parallelism.
-        ranks: of expert parallelism.
+        rank: expert-parallel rank.
+        ranks: number of expert-parallel ranks.
         stacked: whether all layers share a key, as where they are alike.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor

@@ -386,7 +386,7 @@ def test_memory_that_was_freed_is_not_read_by_a_graph():
     compiled(linear.weight)
     bucket, data = bind(linear.storage), ParamData([linear.storage])
     data.resize_(0)
-    for weights in (Weights.FRESH, Weights.OFFLOADED):  # whoever has freed it
+    for weights in (Weights.FRESH, Weights.OFFLOADED):  # for every reason to free it
         bucket.is_now(weights)
         with pytest.raises(StateError, match=r"offloaded.*reload_from_cpu"):
             compiled(linear.weight)

@@ -175,7 +175,7 @@ def flat_cuts(draw):
 @settings(max_examples=60)
 @given(weight=flat_cuts(), data=st.data())
 def test_shards_of_a_bucket_are_a_cut_of_experts_and_then_of_rows(weight, data):
-    """What is exchanged, what layouts call whole block rows, and which bytes a rank gathers."""
+    """Exchanged maxima, whole block rows, and gathered bytes agree with the bucket layouts."""
     format, shape, cut_experts, factors = weight
     cut_rows = data.draw(st.sampled_from(factors)) if cut_experts == shape[0] else 1
     dp_size = cut_experts * cut_rows

@@ -512,7 +512,7 @@ def losses_in_short() -> str:
 
 
 def formats_compared() -> str:
-    """Losses over common seeds, times with exclusive GPUs, and differences of ours from stock."""
+    """Losses over common seeds, times on exclusive GPUs, and differences from stock."""
     alone = {
         row["side"]: row["figures"]["iteration_ms"]
         for row in read_result(CURVES)["rows"]

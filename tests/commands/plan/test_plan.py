@@ -326,7 +326,7 @@ def test_differences_are_those_of_totals_and_a_gather_takes_its_bytes_of_others(
 
 
 def test_blocks_lie_on_one_rank_where_the_path_says_aligned():
-    """Each rank an expert and more: no maxima but those of experts. A hundred ranks cut blocks."""
+    """Ranks with whole experts exchange only amaxes per expert; a hundred ranks cut blocks."""
     for name, format in FORMATS.items():
         few, many = (row_of(experts_of(), gpus, name) for gpus in (2, 96))
         assert (few["path"], many["path"]) == ("aligned", "partial amax")

@@ -49,7 +49,7 @@ def measure(
     """Return sums and amaxes, on the CPU, of one shard of each weight.
 
     Args:
-        format: what the buffers are in; they are whole on every shard.
+        format: format of the buffers, which are complete on every shard.
         masters: [E, R, C] each.
         cuts: where shards meet, as parts of a weight; rounded to whole bytes.
         shard: which of them.
