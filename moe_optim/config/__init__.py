@@ -52,6 +52,16 @@ class MoEOptimConfig:
     whole parameter shards, evenly over the layers. They are stepped on the GPU in chunks, with
     copies overlapped. Results are bitwise identical. Requires a fused step. With
     ``--optimizer-cpu-offload`` the default is ``--optimizer-offload-fraction``."""
+    muon_gate_up: Literal["together", "apart"] = "together"
+    """Matrices that Muon orthogonalizes in a gated fc1. ``together``: gate and up as one matrix, as
+    in Megatron; ``apart``: one matrix each, contiguous or interleaved."""
+    muon_iteration: Literal["auto", "fp16", "gram"] = "auto"
+    """Newton-Schulz iteration. ``auto``: precision of ``--muon-fp32-matmul-prec``, bf16 by default;
+    ``fp16``: fp16, with 3 more bits of mantissa; ``gram``: fp16, iterating the Gram matrix, with
+    fewer operations for matrices far from square."""
+    muon_workspace_mib: int = 1024
+    """Device memory of the Newton-Schulz iteration in MiB. Matrices pass through it in batches; at
+    least one matrix must fit."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """Action on an Inf or NaN gradient, before any weight changes."""
     backend: Literal["auto", "reference"] = "auto"
