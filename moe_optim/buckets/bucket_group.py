@@ -307,6 +307,15 @@ def partition_buckets(
     return groups
 
 
+def partition_buckets_of_optimizer(
+    buffers: list[_ParamAndGradBuffer],  # noqa: ARG001  # signature of Megatron's function
+    force_single_bucket_group: bool = False,  # noqa: ARG001
+    reduce_scatter_with_fp32_accumulation: bool = False,  # noqa: ARG001
+) -> list[_ParamAndGradBucketGroup]:
+    """Return no bucket groups: the distributed optimizer makes its own, and does not use them."""
+    return []
+
+
 def _last_registration(placed: tuple[_ParamAndGradBuffer, _ParamAndGradBucket]) -> int:
     """Return the highest registration index in a bucket, counted over buffers of one dtype."""
     buffer, bucket = placed

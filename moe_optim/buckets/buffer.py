@@ -11,6 +11,7 @@ from megatron.core.optimizer.param_layout import PerBufferParamLayout
 from torch import Tensor
 
 from moe_optim.buckets.layout import Slot, aligned_end
+from moe_optim.buckets.matrix_buffers import holds_matrices, matrix_param_layout
 from moe_optim.buckets.managed_bucket import ManagedBucket, require_gradient_memory
 from moe_optim.buckets.offload import ParamData
 from moe_optim.buckets.states import Event
@@ -65,16 +66,20 @@ class AlignedDistributedOptimizer:
         ddp_config: Any,
         param_indices: list[int] | None = None,
     ) -> PerBufferParamLayout:
-        """Lay out one buffer, with bucket ends from :func:`align_buckets` if managed."""
+        """Lay out one buffer: whole matrices for Muon, else :func:`align_buckets` if managed."""
+        divisor = param_layout.bucket_end_divisor(
+            data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw
+        )
+        if params and holds_matrices(params[0]):
+            return matrix_param_layout(
+                params, bucket_size, data_parallel_world_size, divisor, param_indices
+            )
         layout = original(_LAYOUT)(
             params, bucket_size, data_parallel_world_size, ddp_config, param_indices
         )
         managed = bool(params) and all(is_managed(param) for param in params)
         if not managed or config_or_bf16().layout == "stock":
             return layout
-        divisor = param_layout.bucket_end_divisor(
-            data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw
-        )
         return align_buckets(layout, data_parallel_world_size, divisor)
 
 

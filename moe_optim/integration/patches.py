@@ -218,6 +218,27 @@ OPTIMIZER: tuple[Patch, ...] = (
         because="no flag gives MXFP8 weights of Transformer Engine square blocks",
         remove_when="--fp8-recipe has a value for MXFP8 with square blocks",
     ),
+    *(
+        Patch(
+            id=f"group-params:{module.rpartition('.')[2]}",
+            target=f"{module}:group_params_for_buffers",
+            replacement="moe_optim.buckets.matrix_buffers:group_params_for_buffers",
+            fits=in_all_versions("(params, grad_reduce_in_fp32)"),
+            because="matrices of Muon share buffers with Adam's parameters unless they are tagged",
+            remove_when="the optimizer tells DistributedDataParallel which parameters share a buffer",
+        )
+        for module in (_DDP, "megatron.core.optimizer.distrib_optimizer")
+    ),
+    Patch(
+        id="optimizer-buckets",
+        target="megatron.core.optimizer.distrib_optimizer:partition_buckets",
+        replacement="moe_optim.buckets.bucket_group:partition_buckets_of_optimizer",
+        fits=in_all_versions(
+            "(buffers, force_single_bucket_group, reduce_scatter_with_fp32_accumulation)"
+        ),
+        because="it accepts one quantized buffer, and its result is never used",
+        remove_when="the optimizer takes the groups of DistributedDataParallel",
+    ),
     Patch(
         id="param-layout",
         target=(

@@ -31,7 +31,7 @@ from moe_optim.weights.te.fields import is_tensorwise
 NORMS = (None, *sorted(SEPARATE_GRAD_NORM_GROUPS))
 """Gradient norms: the main norm, then the groups whose norm Megatron computes separately."""
 
-_MAIN_GRAD, (_EXP_AVG, _EXP_AVG_SQ) = attrgetter("main_grad"), map(itemgetter, MOMENTS)
+_MAIN_GRAD = attrgetter("main_grad")
 _NORM_ATTRIBUTES = (
     *("shared", "tensor_model_parallel", "allreduce", "is_gtp_weight_remat"),
     "grad_norm_group",
@@ -218,12 +218,17 @@ class AddressBook:
 
 
 def find_moments(inner: Any) -> list[Tensor]:
-    """Return the moments that Adam currently holds."""
-    states = inner.state.values()
+    """Return the moments that an inner optimizer currently holds."""
+    states, names = inner.state.values(), state_names(inner)
     try:
-        return [*map(_EXP_AVG, states), *map(_EXP_AVG_SQ, states)]
+        return list(chain.from_iterable(map(itemgetter(name), states) for name in names))
     except KeyError:  # before the first step
-        return [state[name] for state in states for name in MOMENTS if name in state]
+        return [state[name] for state in states for name in names if name in state]
+
+
+def state_names(inner: Any) -> tuple[str, ...]:
+    """Return the names of an inner optimizer's states: Adam's moments or Muon's momentum."""
+    return getattr(inner, "state_names", MOMENTS)
 
 
 def is_decoupled(inner: Any) -> bool:

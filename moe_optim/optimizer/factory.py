@@ -14,6 +14,7 @@ from moe_optim.integration import patches
 from moe_optim.integration.engine import apply_patches, is_rebound, original, revert_patches
 from moe_optim.integration.installation import building_with, config_or_bf16
 from moe_optim.optimizer.description import describe
+from moe_optim.optimizer.muon_factory import build_muon
 from moe_optim.optimizer.requirements import check_model
 from moe_optim.optimizer.step import runs_on_kernels, this_device
 from moe_optim.rules import Setup, check_setup, config_with_flags, remarks
@@ -67,14 +68,19 @@ def get_megatron_optimizer(
     try:
         stock = original(_FACTORY) if is_rebound(_FACTORY) else _core_factory
         with building_with(moe_optim_config):
-            optimizer = stock(
-                config,
-                model_chunks,
-                config_overrides=config_overrides,
-                use_gloo_process_groups=use_gloo_process_groups,
-                pg_collection=pg_collection,
-                dump_param_to_param_group_map=dump_param_to_param_group_map,
-            )
+            if config.optimizer == "muon":  # Megatron's own factory ignores the path, too
+                optimizer = build_muon(
+                    config, model_chunks, config_overrides, use_gloo_process_groups, pg_collection
+                )
+            else:
+                optimizer = stock(
+                    config,
+                    model_chunks,
+                    config_overrides=config_overrides,
+                    use_gloo_process_groups=use_gloo_process_groups,
+                    pg_collection=pg_collection,
+                    dump_param_to_param_group_map=dump_param_to_param_group_map,
+                )
     finally:
         revert_patches(construction, _HOLDER)
     can_capture = not optimizer.is_fused or _can_be_captured(optimizer)

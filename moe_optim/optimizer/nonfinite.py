@@ -10,8 +10,7 @@ from torch import Tensor
 
 from moe_optim.errors import NonFiniteError
 from moe_optim.experts.module import first_experts
-from moe_optim.optimizer.adam import MOMENTS
-from moe_optim.optimizer.address_book import gradient_of, owned_masters
+from moe_optim.optimizer.address_book import gradient_of, owned_masters, state_names
 from moe_optim.weights.names import global_parameter_names
 
 MOST_NAMED = 8
@@ -56,7 +55,7 @@ def check_masters(
     Every rank must call it. ``remedy`` ends the message; ``only`` selects parameters.
     """
     found: list[str] = []
-    kinds = ("master", *MOMENTS) if with_moments else ("master",)
+    kinds = ("master", *state_names(optimizer.optimizer)) if with_moments else ("master",)
     describers = {kind: describer(optimizer.model_chunks, f"non-finite {kind}") for kind in kinds}
     for param, master in owned_masters(optimizer):
         if master is None or not only(param):

@@ -189,7 +189,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
         ):
             self._tables, self._tables_generation = {}, 0  # in case the new plan is refused
             self._tables = self._plan_tables()
-            self.encoded = [bucket for bucket in self._buckets if self._tables[bucket].members]
+            self.encoded = [bucket for bucket in self._buckets if self._planned[bucket][1]]
             self._cast = self._plan_cast()
             self.book.tensorwise = None if self._cast is None else self._cast.fields
             self._tables_generation = self.book.check_states()  # planning creates moments
@@ -357,11 +357,12 @@ class SteppedOptimizer(CheckpointedOptimizer):
 
     def read_hyper(self) -> None:
         """Copy the next step's hyperparameters to the device. Call :meth:`plan_update` first."""
-        groups = self.optimizer.param_groups
-        rows = [hyper_of(group).row() for group in groups]
         # small pageable copies are staged at once, without a sync
-        hyper = torch.tensor(rows, dtype=torch.float32, device="cpu").view_as(self._hyper)
-        self._hyper.copy_(hyper, non_blocking=True)
+        rows = torch.tensor(self._hyper_rows(), dtype=torch.float32, device="cpu")
+        self._hyper.copy_(rows.view_as(self._hyper), non_blocking=True)
+
+    def _hyper_rows(self) -> list[list[float]]:
+        return [hyper_of(group).row() for group in self.optimizer.param_groups]
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -1,0 +1,249 @@
+"""Muon for the masters of a distributed optimizer, whose shards hold whole matrices.
+
+Muon (Jordan, 2024; Liu et al., arXiv:2502.16982) replaces the momentum of a matrix by its nearest
+semi-orthogonal matrix, computed by a Newton-Schulz iteration. A rank owns whole matrices, so an
+update needs no other rank, except for matrices that tensor parallelism cuts.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError
+from moe_optim.formats.reference.muon import MuonHyper, Orthogonalization
+from moe_optim.kernels.matrices import MatrixRows, qkv_rows
+
+MOMENTUM = "momentum_buffer"
+"""Name of Muon's state, as in emerging-optimizers."""
+_GATED = re.compile(r"(?:^|\.)linear_fc1\.weight\d*$")
+_EXPERT = re.compile(r"(?:^|\.)experts\.")
+_SECOND = re.compile(r"(?:^|\.)linear_fc2\.weight\d*$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MuonSettings:
+    """Settings of Muon, from Megatron's flags and the plug-in's configuration."""
+
+    orthogonalization: Orthogonalization
+    nesterov: bool
+    tp_mode: Literal["blockwise", "duplicated", "distributed"]
+    splits_qkv: bool
+    splits_gate_up: bool
+    iteration: Literal["auto", "fp16", "gram"]
+    workspace_bytes: int
+
+    @classmethod
+    def of(cls, optimizer: Any, config: MoEOptimConfig) -> "MuonSettings":
+        """Return the settings of Megatron's ``OptimizerConfig`` and the plug-in's configuration.
+
+        Raises:
+            ConfigError: a setting has an unsupported value.
+        """
+        return cls(
+            orthogonalization=Orthogonalization(
+                coefficient_type=optimizer.muon_coefficient_type,
+                num_steps=optimizer.muon_num_ns_steps,
+                scale_mode=optimizer.muon_scale_mode,
+                extra_scale_factor=optimizer.muon_extra_scale_factor,
+                precision=optimizer.muon_fp32_matmul_prec,
+            ),
+            nesterov=optimizer.muon_nesterov,
+            tp_mode=optimizer.muon_tp_mode,
+            splits_qkv=optimizer.muon_split_qkv,
+            splits_gate_up=config.muon_gate_up == "apart",
+            iteration=config.muon_iteration,
+            workspace_bytes=config.muon_workspace_mib << 20,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the iteration."""
+        return self.orthogonalization.dtype if self.iteration == "auto" else torch.float16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MatrixWeight:
+    """Parameter whose matrices Muon updates: one matrix [R, C], or one per expert [E, R, C]."""
+
+    name: str
+    shape: tuple[int, int]
+    """Rows and columns on this rank, [R, C]."""
+    split: tuple[int, ...]
+    """Rows of each matrix within a period of rows, for weights that hold several matrices; empty
+    for one matrix."""
+    is_expert: bool
+    """Whether expert tensor parallelism, rather than tensor parallelism, cuts the weight."""
+    partition_dim: int | None
+    """Dimension that tensor parallelism cuts and Muon treats as one; None if each rank's part is a
+    matrix of its own."""
+    group: dist.ProcessGroup | None
+    """Tensor-parallel group of :attr:`partition_dim`."""
+
+    @property
+    def numel(self) -> int:
+        """Elements per weight."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def rows(self) -> tuple[MatrixRows, ...]:
+        """Rows of each matrix."""
+        return qkv_rows(self.shape[0], self.split or (self.shape[0],))
+
+    def whole_shape(self, rows: MatrixRows) -> tuple[int, int]:
+        """Return the shape of a matrix over all tensor-parallel ranks."""
+        shape = [rows.rows, self.shape[1]]
+        if self.partition_dim is not None and self.group is not None:
+            shape[self.partition_dim] *= self.group.size()
+        return shape[0], shape[1]
+
+
+def is_muon_matrix(param: torch.nn.Parameter) -> bool:
+    """Return whether Muon updates a parameter: by Megatron's rule, or as a stack of experts."""
+    if getattr(param, "is_embedding_or_output_parameter", False):
+        return False
+    return param.dim() == 2 or (param.dim() == 3 and hasattr(param, "quantized_storage"))
+
+
+def describe_weight(
+    param: torch.nn.Parameter, name: str, model: Any, settings: MuonSettings, groups: Any
+) -> MatrixWeight:
+    """Return the matrices of a parameter.
+
+    Args:
+        param: parameter for which :func:`is_muon_matrix` holds.
+        name: unwrapped name of the parameter.
+        model: Megatron's ``TransformerConfig`` of its chunk.
+        settings: settings of Muon.
+        groups: process groups ``tp`` and ``expt_tp``.
+    """
+    is_expert = bool(_EXPERT.search(name)) and "shared" not in name
+    group = groups.expt_tp if is_expert else groups.tp
+    dim = None if settings.tp_mode == "blockwise" else _partition_dim(param, name, group)
+    return MatrixWeight(
+        name=name,
+        shape=(int(param.shape[-2]), int(param.shape[-1])),
+        split=_split(param, name, model, settings, is_expert=is_expert),
+        is_expert=is_expert,
+        partition_dim=dim,
+        group=group,
+    )
+
+
+def _partition_dim(param: torch.nn.Parameter, name: str, group: Any) -> int | None:
+    if param.dim() == 3:  # rows of fc1 and columns of fc2 are cut
+        return None if group is None or group.size() == 1 else int(bool(_SECOND.search(name)))
+    dim = getattr(param, "partition_dim", None)
+    return None if dim == -1 else dim
+
+
+def _split(
+    param: torch.nn.Parameter, name: str, model: Any, settings: MuonSettings, *, is_expert: bool
+) -> tuple[int, ...]:
+    rows = int(param.shape[-2])
+    if settings.splits_qkv and getattr(param, "is_qkv", False):
+        return tuple(param.qkv_split_shapes)
+    if settings.splits_gate_up and model.gated_linear_unit and _GATED.search(name):
+        interleave = model.moe_mlp_glu_interleave_size if is_expert else None
+        return (interleave or rows // 2,) * 2
+    return ()
+
+
+class Muon(torch.optim.Optimizer):
+    """Groups and momentum of masters, which are flat shards of whole matrices.
+
+    The distributed optimizer's fused step updates them. :meth:`step` serves ``step: stock``: it
+    runs Megatron's ``TensorParallelMuon`` on two-dimensional views of masters and momentum.
+
+    Attributes:
+        weights: description of the parameter of each master; set by the distributed optimizer.
+        make_stock: constructor of Megatron's optimizer, from parameter groups.
+    """
+
+    state_names = (MOMENTUM,)
+
+    def __init__(
+        self, params: Any, *, lr: float, momentum: float, weight_decay: float, make_stock: Any
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.weights: dict[Tensor, MatrixWeight] = {}
+        self.make_stock: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = make_stock
+
+    def initialize_state(self, master: Tensor) -> None:
+        """Create a zero momentum for a master, [n] fp32."""
+        self.state[master][MOMENTUM] = torch.zeros_like(master.detach())
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every master that has a gradient with Megatron's optimizer.
+
+        Raises:
+            ConfigError: emerging-optimizers is not installed.
+        """
+        if closure is not None:
+            raise ConfigError("Muon.step: expected no closure, got one. Call step() without it.")
+        groups = []
+        for group in self.param_groups:
+            group["step"] = int(group.get("step", 0)) + 1
+            views = [view for master in group["params"] for view in self._view(master)]
+            groups.append({**group, "params": [view for view, _ in views]})
+            groups[-1]["momenta"] = [momentum for _, momentum in views]
+        momenta = [one for group in groups for one in group.pop("momenta")]
+        params = [one for group in groups for one in group["params"]]
+        if not params:
+            return
+        stock = self.make_stock([group for group in groups if group["params"]])
+        for view, momentum in zip(params, momenta, strict=True):
+            stock.state[view][MOMENTUM] = momentum
+        stock.step()
+
+    def _view(self, master: Tensor) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+        """Yield every matrix of a master as a parameter with a gradient, and its momentum."""
+        if master.grad is None:
+            return
+        if MOMENTUM not in self.state[master]:
+            self.initialize_state(master)
+        weight = self.weights[master]
+        held = (master.detach(), master.grad, self.state[master][MOMENTUM])
+        for matrix, gradient, momentum in zip(
+            *(tensor.view(-1, *weight.shape) for tensor in held), strict=True
+        ):
+            view: Any = torch.nn.Parameter(matrix)
+            view.grad = gradient
+            view.partition_dim, view.expert_tp = weight.partition_dim, weight.is_expert
+            view.is_qkv, view.qkv_split_shapes = bool(weight.split), list(weight.split)
+            yield view, momentum
+
+
+def hyper_of(group: dict[str, Any], scale: float, extra_scale_factor: float) -> MuonHyper:
+    """Return the hyperparameters of a parameter group, for matrices of one scale."""
+    return MuonHyper(
+        lr=float(group["lr"]),
+        momentum=float(group["momentum"]),
+        weight_decay=float(group["weight_decay"]),
+        scale=scale,
+        extra_scale_factor=extra_scale_factor,
+    )
+
+
+def tag_roles(model_chunks: Sequence[Any], split_of: Callable[[Any], list[int]]) -> None:
+    """Mark QKV weights, as Megatron does before it builds Muon.
+
+    Args:
+        model_chunks: DDP-wrapped chunks.
+        split_of: rows of queries, gates, keys and values per query group, from a
+            ``TransformerConfig``.
+    """
+    for chunk in model_chunks:
+        split = None
+        for name, param in chunk.named_parameters():
+            if not param.requires_grad or "linear_qkv.weight" not in name or param.dim() != 2:
+                continue
+            split = split_of(chunk.config) if split is None else split
+            if param.shape[0] % sum(split) == 0:
+                param.is_qkv, param.qkv_split_shapes = True, split

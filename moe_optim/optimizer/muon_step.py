@@ -1,0 +1,513 @@
+"""The step of matrices that Muon updates: momentum, iteration in batches, update and encoding."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_optim.errors import ConfigError
+from moe_optim.kernels.direction_table import DirectedState, DirectedUpdates
+from moe_optim.kernels.matrices import MatrixRows, MatrixShard
+from moe_optim.kernels.member_table import MemberTable
+from moe_optim.kernels.momentum import Momentum, Pack, Piece, Unpack
+from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
+from moe_optim.kernels.plan import Call, Plan
+from moe_optim.optimizer.muon import MatrixWeight, MuonSettings
+
+ALIGNMENT = 128
+"""Elements that tensors in the workspace start at multiples of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MuonState:
+    """Whole weights of one parameter that a rank owns, and every tensor that their step uses."""
+
+    weight: MatrixWeight
+    master: Tensor
+    """Master weights, [n] fp32."""
+    gradient: Tensor
+    """Reduced gradient, [n] fp32 or bf16."""
+    momentum: Tensor
+    """Momentum, [n] fp32."""
+    group: int
+    """Row of the hyperparameters."""
+    norm: int
+    """Index of the clip factor."""
+    copy: Tensor | None
+    """Copy of the new masters, [n] fp32 or bf16, or None."""
+
+    @property
+    def count(self) -> int:
+        """Number of weights."""
+        return self.master.numel() // self.weight.numel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Matrices of one shape that are iterated together."""
+
+    rows: tuple[int, ...]
+    """Indices into ``MatrixWeight.rows``."""
+    shape: tuple[int, int]
+    """Rows and columns of a matrix on this rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MuonTable(Plan):
+    """Step of all matrices of one optimizer. Build it once with :meth:`build`.
+
+    A launch updates the momentum of all matrices at once. Then chunks of weights pass through the
+    workspace one after another: their directions are normalized and packed, orthogonalized in
+    batches of equal shapes, and applied to the masters, which are encoded in the same launch.
+    """
+
+    momentum: Momentum
+    chunks: tuple[Plan, ...]
+    """One plan per chunk of weights."""
+    updates: DirectedUpdates
+    precision: str
+    """Precision of fp32 GEMMs."""
+    num_batches: int
+    """Number of batches over all chunks."""
+    stage: None = None
+    """Placeholder: states are never staged."""
+
+    @property
+    def written(self) -> set[bool]:
+        """Nonempty once a step has written masters, until the caller clears it."""
+        return self.updates.written
+
+    def launch(self) -> None:
+        """Step all masters, without a device synchronization. Tensor-parallel ranks must call it.
+
+        Every rank of the tensor-parallel groups must call it if matrices are cut.
+        """
+        with fp32_matmul_precision(self.precision):
+            Plan.launch(self)
+
+    @classmethod
+    def build(
+        cls,
+        states: Sequence[MuonState],
+        settings: MuonSettings,
+        hyper: Tensor,
+        clips: Tensor,
+        workspace: Tensor,
+        *,
+        members: Sequence[MemberTable] = (),
+        backend: Any = "auto",
+    ) -> "MuonTable":
+        """Plan the step of ``states``.
+
+        Args:
+            states: weights that this rank owns; may be empty.
+            settings: settings of Muon.
+            hyper: hyperparameters, [num_groups, HYPER_FIELDS] fp32, stored by reference.
+            clips: clip factors, [num_norms] fp32, stored by reference.
+            workspace: memory that matrices pass through, [bytes] uint8 on the device of the
+                states, of at least :func:`smallest_workspace`.
+            members: tables whose sources are masters of some of the states.
+            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
+
+        Raises:
+            ConfigError: a weight does not fit into the workspace.
+            LayoutError: states with inconsistent tensors.
+        """
+        ordered = sorted(states, key=lambda one: one.weight.partition_dim is not None)
+        shards = [_shard(state) for state in ordered]
+        momentum = Momentum.build(shards, hyper, clips, nesterov=settings.nesterov, backend=backend)
+        updates = DirectedUpdates.build(
+            [_directed(state) for state in ordered],
+            hyper,
+            clips,
+            members=members,
+            backend=backend,
+        )
+        planner = _Planner(
+            settings=settings,
+            states=tuple(ordered),
+            shards=tuple(shards),
+            momentum=momentum,
+            updates=updates,
+            hyper=hyper,
+            clips=clips,
+            workspace=workspace,
+            backend=backend,
+        )
+        chunks = tuple(planner.plan())
+        calls: list[Call] = [momentum.launch, *planner.reductions()]
+        calls += [chunk.launch for chunk in chunks]
+        calls += updates.finish.calls
+        return cls(
+            device=hyper.device,
+            calls=tuple(calls),
+            momentum=momentum,
+            chunks=chunks,
+            updates=updates,
+            precision=settings.orthogonalization.precision,
+            num_batches=planner.num_batches,
+        )
+
+
+def _shard(state: MuonState) -> MatrixShard:
+    weight = state.weight
+    return MatrixShard(
+        parameter=weight.name,
+        gradient=state.gradient,
+        momentum=state.momentum,
+        shape=(state.count, *weight.shape),
+        rows=weight.rows,
+        group=state.group,
+        norm=state.norm,
+    )
+
+
+def _directed(state: MuonState) -> DirectedState:
+    return DirectedState(
+        parameter=state.weight.name,
+        master=state.master,
+        group=state.group,
+        norm=state.norm,
+        weight=state.copy,
+    )
+
+
+@contextmanager
+def fp32_matmul_precision(precision: str) -> Iterator[None]:
+    """Set torch's precision of fp32 GEMMs in a block."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+# Chunks
+
+
+def batches_of(weight: MatrixWeight) -> list[Batch]:
+    """Return the batches that the matrices of a weight belong to, by shape."""
+    by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, rows in enumerate(weight.rows):
+        by_shape[rows.rows, weight.shape[1]].append(index)
+    return [Batch(rows=tuple(rows), shape=shape) for shape, rows in by_shape.items()]
+
+
+def is_in_order(weight: MatrixWeight) -> bool:
+    """Return whether the packed matrices of a weight are the weight: equal blocks of its rows."""
+    return len(batches_of(weight)) == 1 and all(rows.groups == 1 for rows in weight.rows)
+
+
+def chunk_numel(weight: MatrixWeight, count: int, settings: MuonSettings) -> int:
+    """Return the elements of the iteration's dtype that ``count`` weights need in the workspace."""
+    batches = batches_of(weight)
+    total = 0
+    if not is_in_order(weight):
+        total += count * weight.numel * torch.float32.itemsize // settings.dtype.itemsize
+    for batch in batches:
+        total += _batch_numel(weight, batch, count, settings)
+    return total + (4 * len(batches) + 2) * ALIGNMENT
+
+
+def _batch_numel(weight: MatrixWeight, batch: Batch, count: int, settings: MuonSettings) -> int:
+    number = count * len(batch.rows)
+    rows, cols = batch.shape
+    numel = number * rows * cols
+    gathered = _is_duplicated(weight, settings)
+    if gathered:
+        assert weight.partition_dim is not None and weight.group is not None
+        numel *= 1 + 2 * weight.group.size()
+        whole = list(batch.shape)
+        whole[weight.partition_dim] *= weight.group.size()
+        rows, cols = whole
+    return numel + scratch_numel(
+        number, rows, cols, form=_form(weight, settings), transpose=_transpose(weight, settings)
+    )
+
+
+def smallest_workspace(weights: Sequence[MatrixWeight], settings: MuonSettings) -> int:
+    """Return the bytes of workspace that the largest weight needs."""
+    needs = [chunk_numel(weight, 1, settings) for weight in weights]
+    return max(needs, default=0) * settings.dtype.itemsize
+
+
+def workspace_for(
+    counts: Sequence[tuple[MatrixWeight, int]], settings: MuonSettings, device: torch.device
+) -> Tensor:
+    """Allocate the workspace: what all weights need at once, at most the configured bytes.
+
+    Raises:
+        ConfigError: a weight needs more than the configured bytes.
+    """
+    least = smallest_workspace([weight for weight, _ in counts], settings)
+    most = settings.workspace_bytes
+    if least > most:
+        weight = max((one for one, _ in counts), key=lambda one: chunk_numel(one, 1, settings))
+        raise ConfigError(
+            f"muon_workspace_mib: expected at least {-(-least >> 20) + 1} for {weight.name} of "
+            f"{list(weight.shape)}, got {most >> 20}. Set muon_workspace_mib to that or more."
+        )
+    of_class: dict[Any, int] = defaultdict(int)
+    first: dict[Any, MatrixWeight] = {}
+    for weight, count in counts:
+        of_class[_class_of(weight)] += count
+        first.setdefault(_class_of(weight), weight)
+    all_at_once = max(
+        (chunk_numel(first[kind], count, settings) for kind, count in of_class.items()), default=0
+    )
+    numel = min(most, all_at_once * settings.dtype.itemsize)
+    return torch.empty(numel, dtype=torch.uint8, device=device)
+
+
+def _class_of(weight: MatrixWeight) -> tuple[Any, ...]:
+    return weight.shape, weight.split, weight.partition_dim, weight.group
+
+
+def _form(weight: MatrixWeight, settings: MuonSettings) -> Any:
+    return "plain" if settings.iteration != "gram" or _is_reduced(weight, settings) else "gram"
+
+
+def _is_cut(weight: MatrixWeight) -> bool:
+    return weight.partition_dim is not None
+
+
+def _is_duplicated(weight: MatrixWeight, settings: MuonSettings) -> bool:
+    """Return whether every tensor-parallel rank orthogonalizes whole matrices."""
+    return _is_cut(weight) and settings.tp_mode == "duplicated"
+
+
+def _is_reduced(weight: MatrixWeight, settings: MuonSettings) -> bool:
+    """Return whether tensor-parallel ranks sum Gram matrices of their parts."""
+    return _is_cut(weight) and settings.tp_mode == "distributed"
+
+
+def _transpose(weight: MatrixWeight, settings: MuonSettings) -> bool | None:
+    """Return which side is iterated: the uncut one if Gram matrices are summed."""
+    return weight.partition_dim == 0 if _is_reduced(weight, settings) else None
+
+
+class _Space:
+    """Allocator of tensors in the workspace."""
+
+    def __init__(self, workspace: Tensor, dtype: torch.dtype) -> None:
+        usable = workspace.numel() // dtype.itemsize * dtype.itemsize
+        self._memory = workspace[:usable].view(dtype)
+        self._end = 0
+
+    def take(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the next tensor of a shape, in the iteration's dtype by default."""
+        width = 1 if dtype is None else dtype.itemsize // self._memory.dtype.itemsize
+        start, numel = self._end, prod(shape) * width
+        self._end = -(-(start + numel) // ALIGNMENT) * ALIGNMENT
+        return self._memory[start : start + numel].view(dtype or self._memory.dtype).view(shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Part:
+    """Weights ``first`` to ``last`` of a state."""
+
+    state: int
+    first: int
+    last: int
+
+    @property
+    def count(self) -> int:
+        return self.last - self.first
+
+
+@dataclass(kw_only=True, eq=False)
+class _Planner:
+    settings: MuonSettings
+    states: tuple[MuonState, ...]
+    shards: tuple[MatrixShard, ...]
+    momentum: Momentum
+    updates: DirectedUpdates
+    hyper: Tensor
+    clips: Tensor
+    workspace: Tensor
+    backend: Any
+    num_batches: int = field(default=0)
+
+    def reductions(self) -> Iterator[Call]:
+        """Yield the sums over ranks of the squares of matrices that tensor parallelism cuts."""
+        starts = [0, *accumulate(one.count * len(one.weight.rows) for one in self.states)]
+        cut = [index for index, one in enumerate(self.states) if _is_cut(one.weight)]
+        by_group: dict[Any, list[int]] = defaultdict(list)
+        for index in cut:
+            by_group[self.states[index].weight.group].append(index)
+        for group, indices in by_group.items():
+            for index in indices:
+                squares = self.momentum.squares[starts[index] : starts[index + 1]]
+                yield partial(dist.all_reduce, squares, group=group)
+
+    def plan(self) -> Iterator[Plan]:
+        """Yield one plan per chunk."""
+        by_class: dict[Any, list[int]] = defaultdict(list)
+        for index, state in enumerate(self.states):
+            if state.count:
+                by_class[_class_of(state.weight)].append(index)
+        for indices in by_class.values():
+            weight = self.states[indices[0]].weight
+            for parts in self._cut(weight, indices):
+                yield self._plan_chunk(weight, parts)
+
+    def _cut(self, weight: MatrixWeight, indices: Sequence[int]) -> Iterator[list[_Part]]:
+        """Yield the parts of each chunk of weights of one class, of about equal sizes."""
+        total = sum(self.states[index].count for index in indices)
+        most = self._most(weight, total)
+        chunks = -(-total // most)
+        ends = [total * (number + 1) // chunks for number in range(chunks)]
+        start = 0
+        for first, last in zip([0, *ends], ends, strict=False):
+            parts, at = [], 0
+            for index in indices:
+                count = self.states[index].count
+                low, high = max(first, at), min(last, at + count)
+                if low < high:
+                    parts.append(_Part(state=index, first=low - at, last=high - at))
+                at += count
+            start = last
+            yield parts
+        assert start == total
+
+    def _most(self, weight: MatrixWeight, total: int) -> int:
+        """Return the number of weights that fit into the workspace at once."""
+        room = self.workspace.numel() // self.settings.dtype.itemsize
+        low, high = 1, total
+        while low < high:
+            middle = (low + high + 1) // 2
+            if chunk_numel(weight, middle, self.settings) <= room:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _plan_chunk(self, weight: MatrixWeight, parts: Sequence[_Part]) -> Plan:
+        space = _Space(self.workspace, self.settings.dtype)
+        count = sum(part.count for part in parts)
+        batches = batches_of(weight)
+        calls: list[Call] = []
+        results: list[tuple[Batch, Tensor]] = []
+        for batch in batches:
+            made, result = self._plan_batch(weight, batch, parts, space)
+            calls += made
+            results.append((batch, result))
+        if is_in_order(weight):
+            ((_, direction),) = results
+        else:
+            direction = space.take(count, *weight.shape, dtype=torch.float32)
+            for batch, result in results:
+                calls += self._unpack(weight, batch, parts, result, direction).calls
+        flat, numel, at = direction.reshape(-1), weight.numel, 0
+        pieces = []
+        for part in parts:
+            end = at + part.count * numel
+            pieces.append((part.state, part.first * numel, part.last * numel, flat[at:end]))
+            at = end
+        calls += self.updates.plan(pieces).calls
+        return Plan(device=self.hyper.device, calls=tuple(calls))
+
+    def _unpack(
+        self,
+        weight: MatrixWeight,
+        batch: Batch,
+        parts: Sequence[_Part],
+        result: Tensor,
+        direction: Tensor,
+    ) -> Plan:
+        return Unpack.build(
+            result,
+            [self._piece(part, batch) for part in parts],
+            direction.view(-1),
+            scale=scale_of(weight, batch.rows[0], self.settings),
+            backend=self.backend,
+        )
+
+    def _piece(self, part: _Part, batch: Batch) -> Piece:
+        return Piece(
+            shard=self.shards[part.state], first=part.first, last=part.last, rows=batch.rows
+        )
+
+    def _plan_batch(
+        self, weight: MatrixWeight, batch: Batch, parts: Sequence[_Part], space: _Space
+    ) -> tuple[list[Call], Tensor]:
+        """Return the calls that orthogonalize a batch, and its result on this rank, [B, M, N]."""
+        settings, how = self.settings, self.settings.orthogonalization
+        self.num_batches += 1
+        number = sum(part.count for part in parts) * len(batch.rows)
+        packed = space.take(number, *batch.shape)
+        pack = Pack.build(
+            [self._piece(part, batch) for part in parts],
+            self.momentum,
+            packed,
+            self.hyper,
+            self.clips,
+            nesterov=settings.nesterov,
+            backend=self.backend,
+        )
+        calls: list[Call] = [*pack.calls]
+        whole = packed
+        if _is_duplicated(weight, settings):
+            made, whole = _gather(weight, packed, space)
+            calls += made
+        form, transpose = _form(weight, settings), _transpose(weight, settings)
+        scratch = space.take(
+            scratch_numel(number, *whole.shape[1:], form=form, transpose=transpose)
+        )
+        iteration = NewtonSchulz.build(
+            whole,
+            scratch,
+            coefficients=how.coefficients(),
+            form=form,
+            transpose=transpose,
+            reduce=partial(dist.all_reduce, group=weight.group)
+            if _is_reduced(weight, settings)
+            else None,
+            backend=self.backend,
+        )
+        calls += iteration.calls
+        result = iteration.result
+        if whole is not packed:
+            assert weight.partition_dim is not None and weight.group is not None
+            size = batch.shape[weight.partition_dim]
+            own = result.narrow(weight.partition_dim + 1, weight.group.rank() * size, size)
+            calls.append(partial(packed.copy_, own))
+            result = packed
+        return calls, result
+
+
+def _gather(weight: MatrixWeight, packed: Tensor, space: _Space) -> tuple[list[Call], Tensor]:
+    """Return the calls that put tensor-parallel parts of matrices together, and the result."""
+    assert weight.partition_dim is not None and weight.group is not None
+    ranks = weight.group.size()
+    parts = space.take(ranks, *packed.shape)
+    shape = list(packed.shape)
+    shape[weight.partition_dim + 1] *= ranks
+    whole = space.take(*shape)
+    targets = whole.unflatten(weight.partition_dim + 1, (ranks, -1))
+    return [
+        partial(dist.all_gather_into_tensor, parts, packed, group=weight.group),
+        partial(targets.copy_, parts.movedim(0, weight.partition_dim + 1)),
+    ], whole
+
+
+# Scales
+
+
+def scale_of(weight: MatrixWeight, index: int, settings: MuonSettings) -> float:
+    """Return the scale of the update of the matrix ``weight.rows[index]``."""
+    return settings.orthogonalization.scale(*weight.whole_shape(weight.rows[index]))
+
+
+def common_scale_of(weight: MatrixWeight, settings: MuonSettings) -> float:
+    """Return the scale that is left to the update: 1 if unpacking scales each matrix by its own."""
+    return scale_of(weight, 0, settings) if is_in_order(weight) else 1.0
