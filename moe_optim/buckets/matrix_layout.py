@@ -16,7 +16,7 @@ shards empty; ``MatrixLayout.padding`` reports it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from heapq import heapify, heappop, heappush, merge
 from itertools import accumulate
@@ -438,8 +438,8 @@ def _balanced(chunk: Sequence[MatrixWeight], bucket: _Bucket, costs: Sequence[fl
     """Return the bucket that balances best with the costs of the buckets before it.
 
     Of single matrices, the shard with the most cost goes to the rank with the least. So costs of
-    ranks never differ by more than they differ in some bucket. Weights of several matrices lie at
-    the beginning of the bucket or at its end, whichever has the least cost of a rank.
+    ranks never differ by more than they differ in some bucket. Other buckets are mirrored if that
+    lowers the highest cost of a rank.
     """
     if all(weight.count == 1 for weight in chunk):
         own = bucket.costs(chunk)
@@ -449,16 +449,20 @@ def _balanced(chunk: Sequence[MatrixWeight], bucket: _Bucket, costs: Sequence[fl
             shard: (rank - shard) * bucket.shard_numel
             for shard, rank in zip(shards, ranks, strict=True)
         }
-        moved = tuple(start + moves[start // bucket.shard_numel] for start in bucket.starts)
-        return _Bucket(bucket.dp_size, bucket.shard_numel, moved)
-    sizes = {weight.matrix_numel for weight in chunk}
-    if len(sizes) > 1 or bucket.shard_numel % (step := lcm(START, *sizes)):
+        return replace(
+            bucket,
+            starts=tuple(start + moves[start // bucket.shard_numel] for start in bucket.starts),
+        )
+    if any(weight.numel % START for weight in chunk):
         return bucket
-    ends = (start + weight.numel for start, weight in zip(bucket.starts, chunk, strict=True))
-    shift = (bucket.numel - max(ends)) // step * step
-    moved = tuple(start + shift for start in bucket.starts)
-    choices = [bucket, _Bucket(bucket.dp_size, bucket.shard_numel, moved)]
+    mirrored = replace(
+        bucket,
+        starts=tuple(
+            bucket.numel - start - weight.numel
+            for start, weight in zip(bucket.starts, chunk, strict=True)
+        ),
+    )
     return min(
-        choices,
+        (bucket, mirrored),
         key=lambda one: max(map(sum, zip(costs, one.costs(chunk), strict=True))),
     )
