@@ -27,3 +27,10 @@ TENSORWISE_FIELDS = 5
 SPAN_FIELDS = 4
 """Columns of a span to fake-quantize: addresses of values and gradients, elements, first element of
 the result."""
+MATRIX_FIELDS = 8
+"""Columns of a matrix: addresses of the first gradient and momentum, elements of a group of rows,
+elements between two groups, row of the hyper-parameters, index of the clip factor, address of the
+packed matrix, index of the sum of squares."""
+MATRIX_PART_FIELDS = 5
+"""Columns of a part of a matrix: matrix, first element, its distance in memory from the first
+element of the matrix, elements, slot."""

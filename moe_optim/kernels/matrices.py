@@ -1,0 +1,218 @@
+"""Matrices that Muon orthogonalizes: rows of a weight, and the weights that a rank owns."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_optim.errors import LayoutError
+from moe_optim.kernels.cutting import grid
+from moe_optim.kernels.plan import require_flat
+
+LARGEST = 2**31 - 1
+"""Largest number of elements of one weight, whose offsets are int32 in kernels."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatrixRows:
+    """Rows of a weight [R, C] that form one matrix, in order: groups at equal distances."""
+
+    first: int
+    """First row."""
+    span: int
+    """Consecutive rows in a group."""
+    stride: int
+    """Rows from the beginning of one group to the next."""
+    groups: int
+    """Number of groups."""
+
+    @classmethod
+    def of(cls, rows: int) -> "MatrixRows":
+        """Return all ``rows`` rows of a weight."""
+        return cls(first=0, span=rows, stride=rows, groups=1)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.span * self.groups
+
+    def indices(self) -> Tensor:
+        """Return the rows of the weight in the order of the matrix, [rows] int64 on the CPU."""
+        groups, rows = grid(range(self.groups), range(self.span)).unbind(1)
+        return self.first + groups * self.stride + rows
+
+    def view(self, weights: Tensor) -> Tensor:
+        """Return the matrix of each weight as a view, [count, groups, span, C].
+
+        Args:
+            weights: values of the weights, [count, R, C], contiguous.
+        """
+        count, rows, cols = weights.shape
+        return weights.as_strided(
+            (count, self.groups, self.span, cols),
+            (rows * cols, self.stride * cols, cols, 1),
+            weights.storage_offset() + self.first * cols,
+        )
+
+
+def gate_and_up(rows: int, interleave: int | None) -> tuple[MatrixRows, MatrixRows]:
+    """Return the rows of gate and up in a weight of both, [rows, C].
+
+    Args:
+        rows: rows of the weight.
+        interleave: rows of a block, if blocks of gate and up alternate, gate first; None if all
+            rows of gate precede those of up.
+
+    Raises:
+        LayoutError: rows that are not whole pairs of blocks.
+    """
+    span = rows // 2 if interleave is None else interleave
+    if span < 1 or rows % (2 * span):
+        block = "2 parts" if interleave is None else f"pairs of blocks of {interleave} rows"
+        raise LayoutError(
+            f"gate and up: expected a number of rows that is whole {block}, got {rows}. "
+            "Orthogonalize the weight as one matrix, or set the interleave size with which it was "
+            "built."
+        )
+    gate, up = (
+        MatrixRows(first=first, span=span, stride=2 * span, groups=rows // (2 * span))
+        for first in (0, span)
+    )
+    return gate, up
+
+
+def qkv_rows(rows: int, split: Sequence[int]) -> tuple[MatrixRows, ...]:
+    """Return the rows of query, key and value in a weight of all three, [rows, C].
+
+    The weight holds query groups one after the other, as in Megatron's SelfAttention: each has
+    ``split[0]`` rows of the query, ``split[1]`` of the key, and so on.
+
+    Raises:
+        LayoutError: rows that are not whole query groups.
+    """
+    stride = sum(split)
+    if not split or min(split) < 1 or rows < 1 or rows % stride:
+        raise LayoutError(
+            f"query, key and value: expected rows in multiples of the sum of a positive split, got "
+            f"{rows} rows and the split {list(split)}. Pass the rows of one query group per part, "
+            "or orthogonalize the weight as one matrix."
+        )
+    firsts = [sum(split[:part]) for part in range(len(split))]
+    return tuple(
+        MatrixRows(first=first, span=span, stride=stride, groups=rows // stride)
+        for first, span in zip(firsts, split, strict=True)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MatrixShard:
+    """Whole weights of one parameter that a rank owns."""
+
+    parameter: str
+    """Name, for errors."""
+    gradient: Tensor
+    """Reduced gradient, [n] fp32 or bf16, contiguous."""
+    momentum: Tensor
+    """Momentum, [n] fp32, contiguous."""
+    shape: tuple[int, int, int]
+    """Number of weights, and rows and columns of each; their product is n."""
+    rows: tuple[MatrixRows, ...]
+    """Matrices of each weight, disjoint, which together cover its rows."""
+    group: int
+    """Row of the hyper-parameters."""
+    norm: int
+    """Index of the clip factor."""
+
+    @property
+    def num_matrices(self) -> int:
+        """Matrices of all weights."""
+        return self.shape[0] * len(self.rows)
+
+    def check(self) -> None:
+        """Raise LayoutError unless tensors and rows have the stated shapes."""
+        where = f"Muon: {self.parameter}"
+        count, rows, cols = self.shape
+        if min(self.shape) < 1 or rows * cols > LARGEST:
+            raise LayoutError(
+                f"{where}: expected weights of 1 to {LARGEST} elements, got {count} of {rows} x "
+                f"{cols}. Leave the parameter to the scalar optimizer."
+            )
+        device, numel = self.momentum.device, count * rows * cols
+        dtypes = [torch.float32, torch.bfloat16]
+        require_flat(f"{where}: gradient", self.gradient, numel, dtypes, device)
+        require_flat(f"{where}: momentum", self.momentum, numel, dtypes[:1], device)
+        self._check_rows(where)
+
+    def _check_rows(self, where: str) -> None:
+        wanted = torch.arange(self.shape[1], device="cpu")
+        are_filled = all(min(one.span, one.groups) >= 1 for one in self.rows) and self.rows
+        held = torch.cat([one.indices() for one in self.rows]) if are_filled else wanted[:0]
+        if not torch.equal(held.sort().values, wanted):
+            raise LayoutError(
+                f"{where}: expected matrices that together contain each of {self.shape[1]} rows "
+                f"once, got {list(self.rows)}. Use MatrixRows.of, gate_and_up or qkv_rows."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Piece:
+    """Consecutive weights of a shard, and the matrices of each to take."""
+
+    shard: MatrixShard
+    first: int
+    """First weight."""
+    last: int
+    """End (exclusive) of the weights."""
+    rows: int | None = None
+    """Index into ``shard.rows``; None for all matrices of each weight, in their order."""
+    start: int = 0
+    """Index of the shard's first matrix in :attr:`Momentum.squares`."""
+
+    @property
+    def taken(self) -> range:
+        """Indices into ``shard.rows``."""
+        if self.rows is None:
+            return range(len(self.shard.rows))
+        return range(self.rows, self.rows + 1)
+
+    @property
+    def num_matrices(self) -> int:
+        """Matrices of the piece."""
+        return (self.last - self.first) * len(self.taken)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its weights, those of other matrices included."""
+        return (self.last - self.first) * self.shard.shape[1] * self.shard.shape[2]
+
+    def view(self, values: Tensor, rows: int) -> Tensor:
+        """Return matrix ``rows`` of each weight as a view, [count, groups, span, C].
+
+        Args:
+            values: elements of the weights, [numel], contiguous.
+            rows: index into ``shard.rows``.
+        """
+        shape = (self.last - self.first, *self.shard.shape[1:])
+        return self.shard.rows[rows].view(values.view(shape))
+
+    def check(self, where: str, shape: tuple[int, int]) -> None:
+        """Raise LayoutError unless weights and matrices exist, the latter of the given shape."""
+        shard = self.shard
+        if not 0 <= self.first <= self.last <= shard.shape[0]:
+            raise LayoutError(
+                f"{where}: expected weights from 0 to {shard.shape[0]} of {shard.parameter}, got "
+                f"{self.first} to {self.last}. Cut pieces within one shard."
+            )
+        if self.rows is not None and not 0 <= self.rows < len(shard.rows):
+            raise LayoutError(
+                f"{where}: expected a matrix from 0 to {len(shard.rows) - 1} of "
+                f"{shard.parameter}, got {self.rows}. Pass an index into the shard's rows."
+            )
+        for rows in self.taken:
+            got = (shard.rows[rows].rows, shard.shape[2])
+            if got != shape:
+                raise LayoutError(
+                    f"{where}: expected matrices of {list(shape)}, got {list(got)} of "
+                    f"{shard.parameter}. Put matrices of equal shapes into one batch."
+                )

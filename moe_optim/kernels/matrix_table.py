@@ -1,0 +1,128 @@
+"""Tables of matrices as kernels read them, and parts of matrices, one per program."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_optim.kernels.cutting import cut_ranges, grid, int64
+from moe_optim.kernels.matrices import Piece
+from moe_optim.kernels.plan import ALIGNMENT
+
+_GRADIENT, _MOMENTUM, _SPAN, _GAP, _, _, _PACKED, _ = range(8)
+"""Columns of MATRIX_FIELDS."""
+
+
+class PartKind(NamedTuple):
+    """Properties that all parts of a launch share."""
+
+    gradient_size: int
+    """Bytes of an element of the gradient."""
+    contiguous: bool
+    """Whether every part lies within one group of rows."""
+    aligned: bool
+    """Whether every part begins, and every group ends, at multiples of the widest access."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MatrixTable:
+    """Matrices of several pieces, in the order of the pieces."""
+
+    rows: Tensor
+    """Rows of MATRIX_FIELDS, see ``fields``, [num_matrices, MATRIX_FIELDS] int64 on the CPU."""
+    numels: Tensor
+    """Elements of each matrix, [num_matrices] int64 on the CPU."""
+    gradient_sizes: Tensor
+    """Bytes of an element of each gradient, [num_matrices] int64 on the CPU."""
+
+    @classmethod
+    def of_state(cls, pieces: Sequence[Piece], packed: Tensor | None = None) -> "MatrixTable":
+        """Describe gradients and momentum, and the batch [B, M, N] that they are packed into."""
+        shards = [one.shard for one in pieces]
+        gradients = [one.gradient.data_ptr() for one in shards]
+        momenta = [one.momentum.data_ptr() for one in shards]
+        sizes = [one.gradient.element_size() for one in shards]
+        firsts = [one.first for one in pieces]
+        return cls._of(pieces, gradients, sizes, momenta, 4, firsts, packed)
+
+    @classmethod
+    def of_weights(cls, pieces: Sequence[Piece], weights: Tensor, packed: Tensor) -> "MatrixTable":
+        """Describe a batch, and the elements of the pieces' weights, [n], in place of momentum."""
+        ends = int64([0, *(one.numel for one in pieces)]).cumsum(0)[:-1]
+        size = weights.element_size()
+        places = (weights.data_ptr() + ends * size).tolist()
+        nothing = [0] * len(pieces)
+        return cls._of(pieces, nothing, nothing, places, size, nothing, packed)
+
+    @classmethod
+    def _of(
+        cls,
+        pieces: Sequence[Piece],
+        gradients: Sequence[int],
+        gradient_sizes: Sequence[int],
+        places: Sequence[int],
+        place_size: int,
+        firsts: Sequence[int],
+        packed: Tensor | None,
+    ) -> "MatrixTable":
+        tables = [torch.empty((0, 10), dtype=torch.int64, device="cpu")]
+        columns = zip(pieces, gradients, gradient_sizes, places, firsts, strict=True)
+        for piece, gradient, gradient_size, place, first in columns:
+            shard, (_, rows, cols) = piece.shard, piece.shard.shape
+            weight, taken = grid(range(piece.last - piece.first), piece.taken).unbind(1)
+            of_rows = int64([[one.first, one.span, one.stride, one.groups] for one in shard.rows])
+            begin, span, stride, groups = of_rows[taken].unbind(1)
+            offset = ((weight + first) * rows + begin) * cols
+            gap = torch.where(groups > 1, (stride - span) * cols, 0)
+            square = piece.start + (weight + piece.first) * len(shard.rows) + taken
+            constant = [torch.full_like(offset, one) for one in (shard.group, shard.norm, 0)]
+            tables.append(
+                torch.stack(
+                    [
+                        gradient + offset * gradient_size,
+                        place + offset * place_size,
+                        span * cols,
+                        gap,
+                        *constant,
+                        square,
+                        span * groups * cols,
+                        torch.full_like(offset, gradient_size),
+                    ],
+                    1,
+                )
+            )
+        table = torch.cat(tables)
+        if packed is not None:
+            nbytes = packed.shape[1] * packed.shape[2] * packed.element_size()
+            table[:, _PACKED] = packed.data_ptr() + torch.arange(len(table), device="cpu") * nbytes
+        return cls(rows=table[:, :8].contiguous(), numels=table[:, 8], gradient_sizes=table[:, 9])
+
+    def cut(self, length: int) -> tuple[dict[PartKind, Tensor], Tensor]:
+        """Cut matrices into parts of ``length`` elements, in the order of the matrix.
+
+        Returns:
+            Rows of MATRIX_PART_FIELDS by kind, int64 on the CPU, and the bounds of matrices among
+            the slots of parts, [num_matrices + 1] int64.
+        """
+        which, numbers, bounds = cut_ranges(self.numels, length)
+        of_part = self.rows[which]
+        span, gap = of_part[:, _SPAN], of_part[:, _GAP]
+        first = numbers * length
+        count = (self.numels[which] - first).clamp(max=length)
+        place = first + first // span * gap
+        slot = torch.arange(len(which), device="cpu")
+        parts = torch.stack([which, first, place, count, slot], 1)
+
+        contiguous = (gap == 0) | (first // span == (first + count - 1) // span)
+        steps = torch.where(contiguous, place, span | gap)
+        addresses = of_part[:, _GRADIENT] | of_part[:, _MOMENTUM] | of_part[:, _PACKED]
+        aligned = (addresses | steps) % ALIGNMENT == 0
+        kinds = torch.stack([self.gradient_sizes[which], contiguous, aligned], 1)
+        of_kind: dict[PartKind, Tensor] = {}
+        for kind in kinds.unique(dim=0):
+            size, is_contiguous, is_aligned = kind.tolist()
+            key = PartKind(size, bool(is_contiguous), bool(is_aligned))
+            of_kind[key] = parts[(kinds == kind).all(1)]
+        return of_kind, bounds

@@ -1,0 +1,430 @@
+"""Plans of a Muon step around the iteration: momentum, packing into batches, unpacking."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moe_optim.errors import LayoutError
+from moe_optim.kernels.matrices import MatrixShard, Piece
+from moe_optim.kernels.matrix_table import MatrixTable
+from moe_optim.kernels.plan import Backend, BoundKernel, Call, Plan, require_flat, takes_kernels
+from moe_optim.kernels.tuning import (
+    MOMENTUM_LANES,
+    MOMENTUM_PART,
+    MOMENTUM_TILE,
+    PACK_PART,
+    PACK_TILE,
+)
+from moe_optim.places import Places
+
+SMALLEST_NORM = 1e-7
+"""Smallest norm that a matrix is divided by, as in emerging-optimizers 0.3.0."""
+
+_PACKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Momentum(Plan):
+    """Plan that updates momentum in place and sums the squares of directions. See :meth:`build`.
+
+    A launch computes, with ``momentum`` the first and ``1 - momentum`` the second column of a
+    shard's row of hyper-parameters::
+
+        g = clip * gradient
+        m = lerp(m, g, 1 - momentum)
+        u = lerp(g, m, momentum)      without Nesterov: m
+
+    It writes ``m`` and the sums of ``u^2``. A negative clip factor skips the update of ``m``. Bits
+    depend on the values and the shape of each matrix only, on a GPU as on a CPU.
+    """
+
+    shards: tuple[MatrixShard, ...]
+    """All shards."""
+    squares: Tensor
+    """Sum of squares of each matrix, [num_matrices] fp64, by shard, weight, and rows."""
+    starts: tuple[int, ...]
+    """Index of the first matrix of each shard."""
+
+    @classmethod
+    def build(
+        cls,
+        shards: Sequence[MatrixShard],
+        hyper: Tensor,
+        clips: Tensor,
+        *,
+        nesterov: bool,
+        backend: Backend = "auto",
+    ) -> "Momentum":
+        """Plan the update of shards on the device of the hyper-parameters, without copying.
+
+        Args:
+            shards: whole weights, any number.
+            hyper: [num_groups, HYPER_FIELDS] fp32, read at every launch.
+            clips: factors of gradients, [num_norms] fp32, read at every launch.
+            nesterov: whether the direction is Nesterov's.
+            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
+
+        Raises:
+            LayoutError: shards whose tensors or rows do not have the promised shape.
+        """
+        device = hyper.device
+        for shard in shards:
+            shard.check()
+            _check_indices(shard, hyper, clips)
+        starts, total = [], 0
+        for shard in shards:
+            starts.append(total)
+            total += shard.num_matrices
+        squares = torch.zeros(total, dtype=torch.float64, device=device)
+        pieces = [
+            Piece(shard=shard, first=0, last=shard.shape[0], start=start)
+            for shard, start in zip(shards, starts, strict=True)
+        ]
+        calls: tuple[Call, ...] = tuple(
+            partial(_update, piece, hyper, clips, squares, nesterov) for piece in pieces
+        )
+        if takes_kernels(backend, device, e4m3=False):
+            calls = tuple(_bind_momentum(pieces, hyper, clips, squares, nesterov))
+        return cls(
+            device=device,
+            calls=calls,
+            places=Places(_state_of(pieces, gradients=True)),
+            shards=tuple(shards),
+            squares=squares,
+            starts=tuple(starts),
+        )
+
+    def piece(
+        self, shard: int, first: int = 0, last: int | None = None, rows: int | None = None
+    ) -> Piece:
+        """Return weights ``first`` to ``last`` of the shard with index ``shard``.
+
+        ``rows`` selects one matrix of each weight; None takes all.
+        """
+        of = self.shards[shard]
+        end = of.shape[0] if last is None else last
+        return Piece(shard=of, first=first, last=end, rows=rows, start=self.starts[shard])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Pack(Plan):
+    """Plan that writes directions, divided by their norms, to a batch. See :meth:`build`."""
+
+    pieces: tuple[Piece, ...]
+    """Matrices of the batch, in order."""
+    squares: Tensor
+    """Sums of squares, [num_squares] fp64, read at every launch."""
+    packed: Tensor
+    """Batch, [B, M, N]."""
+
+    @classmethod
+    def build(
+        cls,
+        pieces: Sequence[Piece],
+        squares: Tensor,
+        packed: Tensor,
+        hyper: Tensor,
+        clips: Tensor,
+        *,
+        nesterov: bool,
+        backend: Backend = "auto",
+    ) -> "Pack":
+        """Plan what a launch writes after that of :class:`Momentum`.
+
+        With ``m`` the updated momentum::
+
+            u = lerp(clip * gradient, m, momentum)      without Nesterov: m
+            x = u / max(sqrt(sum of u^2), 1e-7)
+
+        Args:
+            pieces: matrices of one shape, from :meth:`Momentum.piece`, whose gradients still hold
+                what the momentum was updated with.
+            squares: :attr:`Momentum.squares`.
+            packed: batch that is written, [B, M, N] bf16, fp16 or fp32, contiguous: matrix b is the
+                b-th of the pieces.
+            hyper: as for :class:`Momentum`.
+            clips: as for :class:`Momentum`.
+            nesterov: as for :class:`Momentum`.
+            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
+
+        Raises:
+            LayoutError: matrices of other shapes or another number than the batch has.
+        """
+        device = hyper.device
+        _check_batch("pack", pieces, packed, device)
+        require_flat("pack: squares", squares, squares.numel(), [torch.float64], device)
+        for piece in pieces:
+            piece.shard.check()
+            _check_indices(piece.shard, hyper, clips)
+        calls: tuple[Call, ...] = (partial(_pack, pieces, squares, packed, hyper, clips, nesterov),)
+        if takes_kernels(backend, device, e4m3=False):
+            calls = tuple(_bind_pack(pieces, squares, packed, hyper, clips, nesterov))
+        return cls(
+            device=device,
+            calls=calls,
+            places=Places([packed, *_state_of(pieces, gradients=nesterov)]),
+            pieces=tuple(pieces),
+            squares=squares,
+            packed=packed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Unpack(Plan):
+    """Plan that copies a batch to rows of weights. See :meth:`build`."""
+
+    pieces: tuple[Piece, ...]
+    """Matrices of the batch, in order."""
+    packed: Tensor
+    """Batch, [B, M, N]."""
+    weights: Tensor
+    """Elements of all weights of the pieces, [n]."""
+
+    @classmethod
+    def build(
+        cls,
+        packed: Tensor,
+        pieces: Sequence[Piece],
+        weights: Tensor,
+        *,
+        backend: Backend = "auto",
+    ) -> "Unpack":
+        """Plan the inverse of :class:`Pack`'s permutation of rows.
+
+        Args:
+            packed: batch, [B, M, N] bf16, fp16 or fp32, contiguous.
+            pieces: matrices of the batch, as they were packed.
+            weights: elements that are written, [n] of the batch's dtype, contiguous: the weights of
+                the pieces, one piece after the other. Rows of other matrices are not written.
+            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
+
+        Raises:
+            LayoutError: matrices or weights that the tensors do not have.
+        """
+        device = packed.device
+        _check_batch("unpack", pieces, packed, device)
+        numel = sum(one.numel for one in pieces)
+        require_flat("unpack: weights", weights, numel, [packed.dtype], device)
+        calls: tuple[Call, ...] = (partial(_unpack, packed, pieces, weights),)
+        if takes_kernels(backend, device, e4m3=False):
+            calls = tuple(_bind_unpack(packed, pieces, weights))
+        return cls(
+            device=device,
+            calls=calls,
+            places=Places([packed, weights]),
+            pieces=tuple(pieces),
+            packed=packed,
+            weights=weights,
+        )
+
+
+def _check_indices(shard: MatrixShard, hyper: Tensor, clips: Tensor) -> None:
+    if shard.momentum.device != hyper.device:
+        raise LayoutError(
+            f"Muon: {shard.parameter}: expected tensors on {hyper.device}, where the "
+            f"hyper-parameters are, got {shard.momentum.device}. Move them to one device."
+        )
+    for what, index, length in (
+        ("row of the hyper-parameters", shard.group, len(hyper)),
+        ("clip factor", shard.norm, len(clips)),
+    ):
+        if not 0 <= index < length:
+            raise LayoutError(
+                f"Muon: {shard.parameter}: expected a {what} from 0 to {length - 1}, got {index}. "
+                "Pass a longer table, or the shard another index."
+            )
+
+
+def _check_batch(where: str, pieces: Sequence[Piece], packed: Tensor, device: torch.device) -> None:
+    count = sum(one.num_matrices for one in pieces)
+    has_shape = packed.dim() == 3 and len(packed) == count and packed.is_contiguous()
+    if not has_shape or packed.dtype not in _PACKED_DTYPES or packed.device != device:
+        raise LayoutError(
+            f"{where}: expected a batch [{count}, M, N] bf16, fp16 or fp32 on {device}, "
+            f"contiguous, got {list(packed.shape)} {packed.dtype} on {packed.device} with strides "
+            f"{list(packed.stride())}. Pass one entry per matrix of the pieces."
+        )
+    for index, piece in enumerate(pieces):
+        piece.check(f"{where}: pieces[{index}]", (packed.shape[1], packed.shape[2]))
+
+
+def _state_of(pieces: Sequence[Piece], *, gradients: bool) -> Iterator[Tensor]:
+    for piece in pieces:
+        yield piece.shard.momentum
+        if gradients:
+            yield piece.shard.gradient
+
+
+def _bind_momentum(
+    pieces: Sequence[Piece], hyper: Tensor, clips: Tensor, squares: Tensor, nesterov: bool
+) -> Iterator[BoundKernel]:
+    from moe_optim.kernels.momentum_kernel import add_squares_kernel, momentum_kernel
+
+    table = MatrixTable.of_state(pieces)
+    parts, bounds = table.cut(MOMENTUM_PART)
+    matrices = table.rows.to(squares.device)
+    sums = torch.zeros(int(bounds[-1]), dtype=torch.float64, device=squares.device)
+    for kind, rows in parts.items():
+        yield BoundKernel(
+            momentum_kernel,
+            len(rows),
+            matrices,
+            rows.to(squares.device),
+            hyper,
+            clips,
+            sums,
+            GRADIENT_FP32=kind.gradient_size == torch.float32.itemsize,
+            NESTEROV=nesterov,
+            CONTIGUOUS=kind.contiguous,
+            ALIGNED=kind.aligned,
+            TILE=MOMENTUM_TILE.numel,
+            num_warps=MOMENTUM_TILE.num_warps,
+        )
+    if len(squares):
+        yield BoundKernel(
+            add_squares_kernel,
+            len(squares),
+            bounds.to(squares.device),
+            sums,
+            squares,
+            LANES=MOMENTUM_LANES,
+            num_warps=1,
+        )
+
+
+def _bind_pack(
+    pieces: Sequence[Piece],
+    squares: Tensor,
+    packed: Tensor,
+    hyper: Tensor,
+    clips: Tensor,
+    nesterov: bool,
+) -> Iterator[BoundKernel]:
+    from moe_optim.kernels.momentum_kernel import pack_kernel
+
+    table = MatrixTable.of_state(pieces, packed)
+    parts, _ = table.cut(PACK_PART)
+    matrices = table.rows.to(packed.device)
+    for kind, rows in parts.items():
+        yield BoundKernel(
+            pack_kernel,
+            len(rows),
+            matrices,
+            rows.to(packed.device),
+            hyper,
+            clips,
+            squares,
+            packed,
+            GRADIENT_FP32=kind.gradient_size == torch.float32.itemsize,
+            NESTEROV=nesterov,
+            CONTIGUOUS=kind.contiguous,
+            ALIGNED=kind.aligned,
+            TILE=PACK_TILE.numel,
+            num_warps=PACK_TILE.num_warps,
+        )
+
+
+def _bind_unpack(packed: Tensor, pieces: Sequence[Piece], weights: Tensor) -> Iterator[BoundKernel]:
+    from moe_optim.kernels.momentum_kernel import unpack_kernel
+
+    table = MatrixTable.of_weights(pieces, weights, packed)
+    parts, _ = table.cut(PACK_PART)
+    matrices = table.rows.to(packed.device)
+    for kind, rows in parts.items():
+        yield BoundKernel(
+            unpack_kernel,
+            len(rows),
+            matrices,
+            rows.to(packed.device),
+            packed,
+            CONTIGUOUS=kind.contiguous,
+            ALIGNED=kind.aligned,
+            TILE=PACK_TILE.numel,
+            num_warps=PACK_TILE.num_warps,
+        )
+
+
+def _update(piece: Piece, hyper: Tensor, clips: Tensor, squares: Tensor, nesterov: bool) -> None:
+    shard = piece.shard
+    row, clip = hyper[shard.group], clips[shard.norm]
+    if not clip < 0:
+        shard.momentum.lerp_(shard.gradient.float() * clip, row[1])
+    direction = _direction(shard, slice(None), row, clip, nesterov)
+    results = squares[piece.start : piece.start + shard.num_matrices].view(shard.shape[0], -1)
+    for index in piece.taken:
+        for weight, matrix in enumerate(piece.view(direction, index)):
+            results[weight, index] = sum_squares_in_order(matrix.reshape(-1))
+
+
+def _direction(
+    shard: MatrixShard, owned: slice, row: Tensor, clip: Tensor, nesterov: bool
+) -> Tensor:
+    """Return the direction of the elements ``owned``, which aliases momentum without Nesterov."""
+    momentum = shard.momentum[owned]
+    if not nesterov:
+        return momentum
+    return (shard.gradient[owned].float() * clip).lerp(momentum, row[0])
+
+
+def sum_squares_in_order(values: Tensor) -> Tensor:
+    """Return the fp64 sum of squares of a matrix, [n] fp32, added in the order of the kernels.
+
+    Parts of MOMENTUM_PART elements are summed, then their sums. Each time lane i adds elements i,
+    i + lanes, ..., then neighbouring lanes are added, and neighbouring sums of lanes.
+    """
+    squares = values.double().square_()
+    parts = _pad(squares, MOMENTUM_PART).view(-1, MOMENTUM_PART)
+    sums = _add_lanes(parts, MOMENTUM_TILE.numel)
+    return _add_lanes(_pad(sums, MOMENTUM_LANES)[None], MOMENTUM_LANES)[0]
+
+
+def _pad(values: Tensor, length: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, -len(values) % length))
+
+
+def _add_lanes(values: Tensor, lanes: int) -> Tensor:
+    """Return the sum of each row of [rows, n * lanes]."""
+    first, *others = values.view(len(values), -1, lanes).unbind(1)
+    total = first.clone()
+    for one in others:
+        total += one
+    while total.shape[1] > 1:
+        total = total[:, 0::2] + total[:, 1::2]
+    return total[:, 0]
+
+
+def _pack(
+    pieces: Sequence[Piece],
+    squares: Tensor,
+    packed: Tensor,
+    hyper: Tensor,
+    clips: Tensor,
+    nesterov: bool,
+) -> None:
+    batches = packed.split([one.num_matrices for one in pieces])
+    for piece, batch in zip(pieces, batches, strict=True):
+        shard = piece.shard
+        row, clip = hyper[shard.group], clips[shard.norm]
+        numel = shard.shape[1] * shard.shape[2]
+        owned = slice(piece.first * numel, piece.last * numel)
+        direction = _direction(shard, owned, row, clip, nesterov)
+        per_weight = squares[piece.start : piece.start + shard.num_matrices]
+        per_weight = per_weight.view(shard.shape[0], -1)[piece.first : piece.last]
+        targets = batch.unflatten(0, (piece.last - piece.first, len(piece.taken))).unbind(1)
+        for index, target in zip(piece.taken, targets, strict=True):
+            norms = per_weight[:, index].sqrt().float().clamp_min(SMALLEST_NORM)
+            matrices = piece.view(direction, index) / norms[:, None, None, None]
+            target.copy_(matrices.reshape(target.shape))
+
+
+def _unpack(packed: Tensor, pieces: Sequence[Piece], weights: Tensor) -> None:
+    batches = packed.split([one.num_matrices for one in pieces])
+    flat = weights.split([one.numel for one in pieces])
+    for piece, batch, values in zip(pieces, batches, flat, strict=True):
+        sources = batch.unflatten(0, (piece.last - piece.first, len(piece.taken))).unbind(1)
+        for index, source in zip(piece.taken, sources, strict=True):
+            target = piece.view(values, index)
+            target.copy_(source.reshape(target.shape))
