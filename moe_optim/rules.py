@@ -8,10 +8,11 @@ optimizer factory, ``moe-optim plan`` and the documents use this table.
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
+from moe_optim.environment import find_folder
 from moe_optim.errors import ConfigError
 
 Effect = Literal["refuse", "stock step", "warn", "note"]
@@ -28,6 +29,25 @@ NATIVE_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 ``format: auto`` first."""
 TENSORWISE_RECIPE = "--fp8-recipe tensorwise"
 """Recipe whose weights stay in Megatron's buffers; requires ``format: auto``."""
+OPTIMIZERS = ("adam", "muon")
+"""Supported values of ``--optimizer``, as Megatron's validation leaves them."""
+MUON_VALUES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "muon_coefficient_type": (
+            "simple",
+            "quintic",
+            "polar_express",
+            "cans",
+            "aol",
+            "deepseekv4",
+        ),
+        "muon_fp32_matmul_prec": ("medium", "high", "highest"),
+        "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
+        "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
+    }
+)
+"""Field of Megatron's ``OptimizerConfig`` -> values with which Muon trains. Megatron's parser takes
+any coefficient type, and ``low``, which torch refuses as a precision of products."""
 _CHANGED_BYTES = (  # recipe, Transformer Engine variable, values
     ("--fp8-recipe blockwise", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES", ("1",)),
     ("--fp4-recipe nvfp4", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", ("1",)),
@@ -78,7 +98,8 @@ class Setup:
     stock_reason: str | None = None
     """Reason for Megatron's step, agreed by all ranks; None before that."""
     args: Any = None
-    """Megatron's arguments under ``moe-optim train``."""
+    """Megatron's arguments, under ``moe-optim train`` and for remarks on flags that its
+    configurations do not contain."""
 
     @classmethod
     def of_flags(cls, config: Any, optimizer: Any, ddp: Any, models: Sequence[Any]) -> "Setup":
@@ -109,6 +130,11 @@ class Setup:
                 *(["auto"] if tensorwise else []),
             ],
         )
+
+    @property
+    def has_muon(self) -> bool:
+        """Whether Muon steps the matrices, and Adam all else."""
+        return bool(self.optimizer.optimizer == "muon")
 
     @property
     def offload_states(self) -> float:
@@ -159,12 +185,14 @@ SCOPES: Mapping[str, Callable[[Setup], bool]] = MappingProxyType(
     {
         "any configuration": lambda _: True,
         "any run": lambda s: s.optimizer is not None,
+        "Muon": lambda s: s.optimizer is not None and s.has_muon,
         "any model": lambda s: bool(s.models),
         "quantized weights": lambda s: s.optimizer is not None and s.quantized,
         "tensorwise weights": lambda s: s.optimizer is not None and s.tensorwise,
         "portable experts": lambda s: bool(s.portable),
         "Megatron-Bridge": lambda s: bool(s.linears),
         "moe-optim train": lambda s: s.args is not None,
+        "Muon's arguments": lambda s: s.args is not None and s.args.optimizer == "muon",
     }
 )
 """Scope of a rule -> whether a setup is within it, and known in sufficient detail."""
@@ -269,6 +297,17 @@ _SHARDS = (
     "a whole weight"
 )
 
+_OTHER_OPTIMIZERS = {
+    "adaptive_muon": "no step here keeps the second moment of its orthogonalized updates",
+    "soap": "no step here keeps its preconditioners",
+    "lion": "no step here has its sign of a momentum",
+}
+
+
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
     *_rules("any configuration", "refuse",
@@ -288,12 +327,17 @@ RULES: tuple[Rule, ...] = (
         ("--use-megatron-fsdp", lambda s: s.ddp is not None and s.ddp.use_megatron_fsdp,
          "it has its own buffers and shards", "Remove it"),
         ("an optimizer without --use-distributed-optimizer",
-         lambda s: s.optimizer.optimizer == "adam" and not s.optimizer.use_distributed_optimizer,
+         lambda s: s.optimizer.optimizer in OPTIMIZERS
+         and not s.optimizer.use_distributed_optimizer,
          "masters are sharded by Megatron's distributed optimizer",
          "Set use_distributed_optimizer (the plug-in's flag implies it)"),
-        ("--optimizer other than adam",
-         lambda s: s.optimizer.optimizer != "adam" and f"--optimizer {s.optimizer.optimizer}",
-         "only Adam is supported", "Give --optimizer adam"),
+        *((f"--optimizer {name}", lambda s, name=name: s.optimizer.optimizer == name, reason,
+           "Give --optimizer muon, or --optimizer adam")
+          for name, reason in _OTHER_OPTIMIZERS.items()),
+        ("--optimizer other than adam and muon",
+         lambda s: s.optimizer.optimizer not in (*OPTIMIZERS, *_OTHER_OPTIMIZERS)
+         and f"--optimizer {s.optimizer.optimizer}",
+         "only Adam and Muon are supported", "Give --optimizer adam, or --optimizer muon"),
         ("--optimizer-cpu-offload with step: stock",
          lambda s: s.optimizer.optimizer_cpu_offload and s.config.step == "stock",
          "states on the host require a fused step", "Set step: fused, or remove the flag"),
@@ -320,6 +364,67 @@ RULES: tuple[Rule, ...] = (
          lambda s: s.offload_states and _without_fusing(s, _offload(s)),
          "Megatron's step requires states on the device",
          "{step}; or leave states on the device"),
+    ),
+    *_rules("Muon", "refuse",
+        ("use_layer_wise_distributed_optimizer",
+         lambda s: s.optimizer.use_layer_wise_distributed_optimizer,
+         "Megatron's layer-wise optimizer has its own buffers, shards and checkpoints",
+         "Clear it and set use_distributed_optimizer once Megatron has validated its arguments "
+         "(the plug-in's flag does)"),
+        ("--muon-scalar-optimizer other than adam",
+         lambda s: s.optimizer.muon_scalar_optimizer != "adam"
+         and f"--muon-scalar-optimizer {s.optimizer.muon_scalar_optimizer}",
+         "embeddings, norms, biases and heads take Adam's step", "Give adam"),
+        *((f"another {_flag(name)}",
+           lambda s, name=name, known=known: getattr(s.optimizer, name) not in known
+           and f"{_flag(name)} {getattr(s.optimizer, name)}",
+           f"expected {', '.join(known[:-1])} or {known[-1]}", "Give one of them")
+          for name, known in MUON_VALUES.items()),
+        ("--muon-num-ns-steps below 1", lambda s: s.optimizer.muon_num_ns_steps < 1,
+         "an update without an iteration is not orthogonal", "Give 1 or more"),
+        ("--use-precision-aware-optimizer with Muon",
+         lambda s: s.optimizer.use_precision_aware_optimizer,
+         "it sets dtypes of Adam's moments, and Megatron takes it with Adam alone", "Remove it"),
+        ("offload_states, or --optimizer-cpu-offload, with Muon",
+         lambda s: (s.optimizer.optimizer_cpu_offload or s.config.offload_states)
+         and f"{_offload(s)} with Muon",
+         "batches of whole matrices need their momentum on the device",
+         "Leave states on the device"),
+        ("--optimizer-cuda-graph with Muon", lambda s: s.optimizer.optimizer_cuda_graph,
+         "no graph captures the iteration over batches of matrices", "Remove it"),
+        ("--fp16 with Muon", lambda s: s.optimizer.fp16,
+         "Megatron's own Muon refuses it, and a fused step does not unscale gradients",
+         "Give --bf16"),
+        ("--num-distributed-optimizer-instances above 1 with Muon",
+         lambda s: s.ddp is not None and s.ddp.num_distributed_optimizer_instances > 1,
+         "a matrix has one owner among all data-parallel ranks, and Megatron's layer-wise "
+         "optimizer refuses it, too", "Remove it"),
+        ("shards of weights with Muon",
+         lambda s: next(filter(None, map(_weight_shards, s.models)), None),
+         "a matrix would be spread over ranks beside tensor parallelism", "Remove it"),
+        ("--fp8-param-gather with --fp8-recipe tensorwise and Muon", lambda s: s.tensorwise,
+         "Megatron's buffers hold these weights, and their shards cut matrices",
+         "Drop --fp8-param-gather, or give another recipe"),
+        ("muon_iteration other than auto with --muon-fp32-matmul-prec other than medium",
+         lambda s: s.config.muon_iteration != "auto"
+         and s.optimizer.muon_fp32_matmul_prec != "medium"
+         and f"muon_iteration: {s.config.muon_iteration} with --muon-fp32-matmul-prec "
+         f"{s.optimizer.muon_fp32_matmul_prec}",
+         "both set the precision of the iteration", "Give medium, or set muon_iteration: auto"),
+        ("muon_iteration: gram with --muon-tp-mode distributed",
+         lambda s: s.config.muon_iteration == "gram"
+         and s.optimizer.muon_tp_mode == "distributed",
+         "the Gram form iterates whole matrices",
+         "Give --muon-tp-mode duplicated, or set muon_iteration: fp16"),
+        ("muon_gate_up: apart, or muon_iteration other than auto, without a fused step",
+         lambda s: (changed := _changed_muon(s.config, "muon_gate_up", "muon_iteration"))
+         and _without_fusing(s, changed),
+         "Megatron's own Muon has neither", "{step}; or leave these settings at their defaults"),
+        ("Megatron's own Muon without emerging-optimizers",
+         lambda s: find_folder("emerging_optimizers") is None
+         and _without_fusing(s, "--optimizer muon"),
+         "Megatron's own step calls emerging-optimizers, which cannot be imported",
+         "Run pip install 'moe_optim[muon]'; or change that: {step}"),
     ),
     *_rules("any model", "refuse",
         ("--qk-clip", _of("models", lambda m: m.qk_clip),
@@ -451,7 +556,8 @@ RULES: tuple[Rule, ...] = (
          "a fused step counts by group", "Call moe_optim.install() before the optimizer is built",
          "optimizer"),
         ("masters on a device without kernels",
-         lambda s: s.config.step == "auto" and not s.has_kernels and not s.offload_states,
+         lambda s: s.config.step == "auto" and not s.has_kernels and not s.offload_states
+         and not s.has_muon,
          "kernels require Triton and compute capability 8.9 or newer",
          "Set step: fused, which runs in plain torch there", "optimizer"),
     ),
@@ -477,6 +583,16 @@ RULES: tuple[Rule, ...] = (
         ("--optimizer-cpu-offload with --optimizer-offload-fraction 0",
          lambda s: s.optimizer.optimizer_cpu_offload and not s.offload_states,
          "nothing is on the host", "Give a fraction above 0, or drop the flag"),
+        ("muon_gate_up, muon_iteration or muon_workspace_mib without Muon",
+         lambda s: not s.has_muon
+         and (changed := _changed_muon(s.config)) and f"{changed} without Muon",
+         "without effect", "Give --optimizer muon, or leave these settings at their defaults"),
+    ),
+    *_rules("Muon's arguments", "note",
+        ("--no-use-layer-wise-param-layout",
+         lambda s: not getattr(s.args, "use_layer_wise_param_layout", True),  # YAML may lack it
+         "it lays out buffers of Megatron's layer-wise optimizer, which is not built",
+         "Nothing has to be changed"),
     ),
     *_rules("any run", "note",
         ("--reuse-grad-buf-for-mxfp8-param-ag",
@@ -537,6 +653,28 @@ def _unused_compute(setup: Setup) -> str | None:
 def _without_fusing(setup: Setup, flag: str) -> str | None:
     reason = why_stock_step(setup) or setup.stock_reason
     return reason and f"{flag} with {reason}"
+
+
+def _changed_muon(config: Any, *names: str) -> str | None:
+    """Return Muon's settings in ``config`` that differ from their defaults; None if none does.
+
+    ``names`` are the settings to look at; none for all.
+    """
+    changed = [
+        f"{one.name}: {value}"
+        for one in fields(config)
+        if (one.name in names if names else one.name.startswith("muon_"))
+        if (value := getattr(config, one.name)) != one.default
+    ]
+    return " and ".join(changed) or None
+
+
+def _weight_shards(model: Any) -> str | None:
+    sizes = {
+        "--tensor-parallel-num-weight-shards": model.gtp_weight_remat_size,
+        "--expert-tensor-parallel-num-weight-shards": model.expert_gtp_weight_remat_size,
+    }
+    return next((f"{flag} with Muon" for flag, size in sizes.items() if size > 1), None)
 
 
 def _offload(setup: Setup) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
+from moe_optim import rules
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.rules import RULES, Setup, check_setup, refusals, remarks, why_stock_step
@@ -24,6 +25,7 @@ PORTABLE |= {"add_bias_linear": False, "bf16": True, "params_dtype": torch.bfloa
 BF16, MXFP8 = {"format": "bf16"}, {"format": "mxfp8"}
 CUT = {"expert_tensor_parallel_size": 2}
 FP16_MASTERS = {"main_params_dtype": torch.float16}
+MUON = {"optimizer": "muon"}
 Settings = dict[str, Any]
 
 TRAINS: dict[str, tuple[Settings, Settings]] = {  # Megatron's settings, the plug-in's
@@ -52,6 +54,30 @@ TRAINS: dict[str, tuple[Settings, Settings]] = {  # Megatron's settings, the plu
     "offload of less than nothing": (OFFLOAD | {"optimizer_offload_fraction": -0.5}, BF16),
     "stock, loss scale": (NATIVE | {"loss_scale": 8.0}, MXFP8),
     "fused, precision-aware": (AWARE, BF16 | {"step": "fused"}),
+    "Muon": (MUON, BF16),
+    "Muon, native": (MUON | NATIVE, MXFP8),
+    "Muon, portable": (MUON | PORTABLE, {"format": "nvfp4"}),
+    "Muon, stock": (MUON, BF16 | {"step": "stock"}),
+    "Muon, every value of its own": (
+        MUON
+        | {"muon_coefficient_type": "deepseekv4", "muon_scale_mode": "unit_rms_norm"}
+        | {"muon_fp32_matmul_prec": "highest", "muon_tp_mode": "distributed"}
+        | {"muon_num_ns_steps": 1},
+        BF16,
+    ),
+    "Muon, gate and up apart": (MUON, BF16 | {"muon_gate_up": "apart"}),
+    "Muon, the Gram form": (
+        MUON | {"muon_tp_mode": "duplicated"},
+        BF16 | {"muon_iteration": "gram", "muon_workspace_mib": 64},
+    ),
+    "Muon, fp16 over ranks": (
+        MUON | {"muon_tp_mode": "distributed"},
+        BF16 | {"muon_iteration": "fp16"},
+    ),
+    "Muon, gate and up apart in plain torch": (
+        MUON,
+        BF16 | {"muon_gate_up": "apart", "backend": "reference", "step": "fused"},
+    ),
 }
 
 REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -> as above
@@ -61,6 +87,64 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
         BF16,
     ),
     "--optimizer sgd:": ({"optimizer": "sgd"}, BF16),
+    "an optimizer without --use-distributed-optimizer: masters": (
+        MUON | {"use_distributed_optimizer": False},
+        BF16,
+    ),
+    "--optimizer adaptive_muon: no step here": ({"optimizer": "adaptive_muon"}, BF16),
+    "--optimizer soap: no step here": ({"optimizer": "soap"}, BF16),
+    "--optimizer lion: no step here": ({"optimizer": "lion"}, BF16),
+    "--optimizer dist_muon: only Adam and Muon": ({"optimizer": "dist_muon"}, BF16),
+    "use_layer_wise_distributed_optimizer:": (
+        MUON | {"use_layer_wise_distributed_optimizer": True},
+        BF16,
+    ),
+    "--muon-scalar-optimizer lion:": (MUON | {"muon_scalar_optimizer": "lion"}, BF16),
+    "--muon-coefficient-type custom: expected simple, quintic,": (
+        MUON | {"muon_coefficient_type": "custom"},
+        BF16,
+    ),
+    "--muon-fp32-matmul-prec low: expected medium, high or highest": (
+        MUON | {"muon_fp32_matmul_prec": "low"},
+        BF16,
+    ),
+    "--muon-scale-mode none:": (MUON | {"muon_scale_mode": "none"}, BF16),
+    "--muon-tp-mode gathered:": (MUON | {"muon_tp_mode": "gathered"}, BF16),
+    "--muon-num-ns-steps below 1:": (MUON | {"muon_num_ns_steps": 0}, BF16),
+    "--use-precision-aware-optimizer with Muon:": (MUON | AWARE, BF16 | {"step": "fused"}),
+    "offload_states: 0.5 with Muon:": (MUON, BF16 | {"offload_states": 0.5}),
+    "--optimizer-cpu-offload with Muon:": (
+        MUON | {"optimizer_cpu_offload": True, "bf16": True},
+        BF16,
+    ),
+    "--optimizer-cuda-graph with Muon:": (MUON | {"optimizer_cuda_graph": True}, BF16),
+    "--fp16 with Muon:": (MUON | {"fp16": True}, BF16),
+    "--num-distributed-optimizer-instances above 1 with Muon:": (
+        MUON | {"num_distributed_optimizer_instances": 2},
+        BF16,
+    ),
+    "--tensor-parallel-num-weight-shards with Muon:": (MUON | {"gtp_weight_remat_size": 2}, BF16),
+    "--expert-tensor-parallel-num-weight-shards with Muon:": (
+        MUON | {"expert_gtp_weight_remat_size": 2},
+        BF16,
+    ),
+    "--fp8-param-gather with --fp8-recipe tensorwise and Muon:": (MUON | TENSORWISE, {}),
+    "muon_iteration: fp16 with --muon-fp32-matmul-prec highest:": (
+        MUON | {"muon_fp32_matmul_prec": "highest"},
+        BF16 | {"muon_iteration": "fp16"},
+    ),
+    "muon_iteration: gram with --muon-tp-mode distributed:": (
+        MUON | {"muon_tp_mode": "distributed"},
+        BF16 | {"muon_iteration": "gram"},
+    ),
+    "muon_gate_up: apart and muon_iteration: fp16 with step: stock:": (
+        MUON,
+        BF16 | {"muon_gate_up": "apart", "muon_iteration": "fp16", "step": "stock"},
+    ),
+    "muon_gate_up: apart with backend: reference:": (
+        MUON,
+        BF16 | {"muon_gate_up": "apart", "backend": "reference"},
+    ),
     "--overlap-param-gather-with-optimizer-step:": (
         {"overlap_param_gather_with_optimizer_step": True},
         BF16,
@@ -219,7 +303,24 @@ def _tell() -> dict[str, list[str]]:
         check_setup(two, "moe_optim")
     told["two"] = str(error.value).splitlines()
     told["remarks"] = remarks(setup_of(OFFLOAD, BF16), "note")
+    told |= _tell_without_emerging_optimizers()
     return told
+
+
+def _tell_without_emerging_optimizers() -> dict[str, list[str]]:
+    """Return what Muon is told if the package that Megatron's own step calls is missing."""
+    find, rules.find_folder = rules.find_folder, lambda module: None
+    try:
+        return {
+            case: refusals(setup_of(MUON, BF16 | config))
+            for case, config in {
+                "Megatron's own Muon": {"step": "stock"},
+                "Megatron's layout": {"layout": "stock"},
+                "Muon's fused step": {},
+            }.items()
+        }
+    finally:
+        rules.find_folder = find
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +338,18 @@ def test_what_is_refused_is_told_by_what_the_user_has_set(told, beginning):
     """Before anything is built, and nothing else is told."""
     (line,) = told[beginning]
     assert line.startswith(beginning) and line.endswith(".")
+
+
+def test_megatrons_own_muon_needs_emerging_optimizers(told):
+    """A fused step does not, and what is installed is not refused ("Muon, stock" trains)."""
+    for case, found in (
+        ("Megatron's own Muon", "step: stock"),
+        ("Megatron's layout", "layout: stock"),
+    ):
+        (line,) = told[case]
+        assert line.startswith(f"--optimizer muon with {found}: Megatron's own step calls emerging")
+        assert "pip install 'moe_optim[muon]'" in line and line.endswith("Set step: fused.")
+    assert told["Muon's fused step"] == []
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
@@ -300,6 +413,7 @@ def test_steps_are_fused_unless_a_setting_asks_for_megatrons_bits_or_for_no_kern
 
 
 BUILT = SimpleNamespace(
+    optimizer="adam",
     fp16=False,
     loss_scale=None,
     exp_avg_dtype=torch.float32,
@@ -319,9 +433,47 @@ def test_an_optimizer_that_was_built_can_make_steps_megatrons():
     assert why_stock_step(replace(setup, adam="AdamW")).startswith("AdamW, which counts steps")
 
 
+def test_a_fused_step_of_muon_needs_no_kernels():
+    """What else makes a step Megatron's does so with Muon, too."""
+    muon = SimpleNamespace(**vars(BUILT) | MUON)
+    setup = Setup(config=MoEOptimConfig(), optimizer=muon, masters_of_adam=False, has_kernels=False)
+    assert why_stock_step(setup) is None
+    for setting, value in (("step", "stock"), ("layout", "stock"), ("backend", "reference")):
+        config = MoEOptimConfig(**{setting: value})
+        assert why_stock_step(replace(setup, config=config)) == f"{setting}: {value}"
+
+
+def _warn() -> list[list[str]]:
+    settings = {"muon_iteration": "gram", "muon_workspace_mib": 64}
+    return [
+        remarks(setup_of(flags, BF16 | config), "warn")
+        for flags, config in (({}, settings), (MUON, settings), ({}, {}))
+    ]
+
+
+def test_settings_of_muon_without_it_are_warned_of():
+    (line,), *others = run_ranks(1, _warn)[0]
+    assert line.startswith(
+        "muon_iteration: gram and muon_workspace_mib: 64 without Muon: without e"
+    )
+    assert others == [[], []]
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_megatrons_layout_flag_is_remarked_on_with_muon(optimizer):
+    """A YAML file may lack the field."""
+    args = SimpleNamespace(optimizer=optimizer, use_layer_wise_param_layout=False)
+    lines = remarks(Setup(config=MoEOptimConfig(), args=args), "note")
+    assert [line.partition(": ")[0] for line in lines] == (
+        ["--no-use-layer-wise-param-layout"] if optimizer == "muon" else []
+    )
+    without = Setup(config=MoEOptimConfig(), args=SimpleNamespace(optimizer=optimizer))
+    assert remarks(without, "note") == []
+
+
 @pytest.mark.parametrize("name", ["context_parallel_size", "sft", "fim_data"])
 def test_moe_optim_train_refuses_what_it_would_do_otherwise(name):
-    flags = {"context_parallel_size": 1, "sft": False, "fim_data": False}
+    flags = {"context_parallel_size": 1, "sft": False, "fim_data": False, "optimizer": "adam"}
     flags["dataloader_inter_document_masking"] = False
     setup = Setup(config=MoEOptimConfig(), args=SimpleNamespace(**flags))
     assert refusals(setup) == []

@@ -14,6 +14,8 @@ from moe_optim.config.recipes import load_recipe
 from moe_optim.errors import ConfigError
 
 FLAG = "--use-moe-grouped-optim"
+MUON_NAMES = ("muon", "dist_muon")
+"""Values of ``--optimizer`` that select Muon."""
 
 
 class _SwitchOn(Action):
@@ -51,6 +53,22 @@ def add_moe_optim_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Override one field of moe_optim. May be repeated.",
     )
     return parser
+
+
+def extend_distributed_optimizer(settings: Any) -> None:
+    """Let Muon extend Megatron's distributed optimizer rather than its layer-wise optimizer.
+
+    Megatron's validation turns ``use_distributed_optimizer`` off for Muon. Here Muon is a
+    distributed optimizer: buffers and checkpoints follow that flag. No-op for other optimizers.
+
+    Args:
+        settings: Megatron's validated arguments or its ``OptimizerConfig``, modified in place.
+            ``dist_muon``, a deprecated name of Muon, becomes ``muon``.
+    """
+    if settings.optimizer in MUON_NAMES:
+        settings.optimizer = "muon"
+        settings.use_distributed_optimizer = True
+        settings.use_layer_wise_distributed_optimizer = False
 
 
 def config_from_argv(argv: Sequence[str]) -> MoEOptimConfig | None:

@@ -10,7 +10,13 @@ from megatron.training.config.instantiate_utils import target_allowlist
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
-from moe_optim.integration.installation import install, installed_config
+from moe_optim.integration.arguments import MUON_NAMES, extend_distributed_optimizer
+from moe_optim.integration.installation import (
+    Optimizer,
+    install,
+    installed_config,
+    installed_optimizer,
+)
 from moe_optim.optimizer.factory import get_megatron_optimizer
 from moe_optim.rules import Setup, check_setup
 
@@ -36,7 +42,8 @@ class MoEOptimizerConfig(OptimizerConfig):
     def finalize(self) -> None:
         """Check all fields and install the plug-in.
 
-        Every rank must call it, before the model is built.
+        Every rank must call it, before the model is built. Muon (``muon``, ``dist_muon``) becomes a
+        distributed optimizer; Megatron-Bridge then sets ``ddp.use_distributed_optimizer``, too.
 
         Raises:
             ConfigError: a setting is unknown or has an invalid value.
@@ -44,8 +51,9 @@ class MoEOptimizerConfig(OptimizerConfig):
             PatchError: Megatron's version is not supported.
         """
         moe_optim_config = self._parse()
+        extend_distributed_optimizer(self)
         super().__post_init__()
-        install(moe_optim_config)
+        install(moe_optim_config, optimizer=self._of_matrices())
 
     def provide(
         self,
@@ -67,10 +75,11 @@ class MoEOptimizerConfig(OptimizerConfig):
             ConfigError: a setting of the model or optimizer is not supported.
         """
         moe_optim_config = self._parse()
-        if installed_config() != moe_optim_config:
+        expected = moe_optim_config, self._of_matrices()
+        if (installed := (installed_config(), installed_optimizer())) != expected:
             raise StateError(
-                f"MoEOptimizerConfig.provide: expected {moe_optim_config} to be installed, got "
-                f"{installed_config()}. Call finalize() when the configuration is complete, and "
+                f"MoEOptimizerConfig.provide: expected {expected} to be installed, got "
+                f"{installed}. Call finalize() when the configuration is complete, and "
                 "build the model after it."
             )
         check_setup(
@@ -84,6 +93,9 @@ class MoEOptimizerConfig(OptimizerConfig):
             use_gloo_process_groups=use_gloo_process_groups,
             pg_collection=pg_collection,
         )
+
+    def _of_matrices(self) -> Optimizer:
+        return "muon" if self.optimizer in MUON_NAMES else "adam"
 
     def _parse(self) -> MoEOptimConfig:
         if isinstance(self.moe_optim, MoEOptimConfig):

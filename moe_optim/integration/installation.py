@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import Literal, get_args
 
 from moe_optim import import_hook
 from moe_optim.config import MoEOptimConfig
@@ -14,21 +15,30 @@ HOLDER = "the plug-in"
 OPTIMIZERS = "optimizers that were built"
 """Holders of patches: the installation, and optimizers, which outlive the call that built them."""
 
+Optimizer = Literal["adam", "muon"]
+"""Optimizer of the matrices; Adam steps all else."""
+
+_UNINSTALL = "Call moe_optim.uninstall() first."
+
 _config: MoEOptimConfig | None = None
+_optimizer: Optimizer | None = None
+"""None: not installed, or by a flag, before Megatron has parsed its arguments."""
 
 
-def install(config: MoEOptimConfig | None = None) -> None:
+def install(config: MoEOptimConfig | None = None, *, optimizer: Optimizer = "adam") -> None:
     """Make Megatron build this package's portable experts, buffers, bucket groups and optimizers.
 
-    Every rank must call it with the same configuration, before the model is built and wrapped.
-    Repeated calls with an equal configuration are no-ops.
+    Every rank must call it with the same arguments, before the model is built and wrapped.
+    Repeated calls with equal arguments are no-ops.
 
     Args:
         config: settings of the plug-in; None for ``MoEOptimConfig()``.
+        optimizer: value of ``OptimizerConfig.optimizer`` from which the optimizer will be built.
+            With ``muon``, buffers are laid out such that every matrix has one owner.
 
     Raises:
-        ConfigError: ``config`` has another type.
-        StateError: another configuration is installed.
+        ConfigError: ``config`` has another type, or ``optimizer`` is neither ``adam`` nor ``muon``.
+        StateError: another configuration or optimizer is installed.
         PatchError: Megatron's version is not supported; nothing was changed.
     """
     config = MoEOptimConfig() if config is None else config
@@ -37,21 +47,42 @@ def install(config: MoEOptimConfig | None = None) -> None:
             f"install: expected a MoEOptimConfig, got {config!r}. Write "
             'install(MoEOptimConfig(format="mxfp8")).'
         )
+    if optimizer not in get_args(Optimizer):
+        raise ConfigError(
+            f"install: optimizer: expected adam or muon, got {optimizer!r}. Write "
+            'install(config, optimizer="muon").'
+        )
     import_hook.disarm()
-    _install(config, patches.INSTALLED, "install", "Call moe_optim.uninstall() first.")
+    _install(config, patches.INSTALLED, "install", _UNINSTALL, optimizer)
+
+
+def install_by_flag(config: MoEOptimConfig) -> None:
+    """Install ``config`` before Megatron has parsed its arguments.
+
+    :func:`set_optimizer` must follow. StateError if another configuration is installed.
+    """
+    import_hook.disarm()
+    _install(config, patches.INSTALLED, "install", _UNINSTALL)
 
 
 def install_in_patched_tree(config: MoEOptimConfig) -> None:
     """Install ``config`` in a patched tree, which requests this package's classes itself.
 
-    Rebinds few names. StateError if another configuration is installed.
+    Rebinds few names; :func:`set_optimizer` must follow. StateError if another configuration is
+    installed.
     """
     remedy = "Give the same flags, or drop the call of moe_optim.install()."
     needed = (*patches.ADAM, *patches.CHECKPOINTS_OF_RANKS)
     _install(config, needed, "--use-moe-grouped-optim", remedy)
 
 
-def _install(config: MoEOptimConfig, needed: tuple[Patch, ...], where: str, remedy: str) -> None:
+def _install(
+    config: MoEOptimConfig,
+    needed: tuple[Patch, ...],
+    where: str,
+    remedy: str,
+    optimizer: Optimizer | None = None,
+) -> None:
     global _config
     if _config is not None and _config != config:
         old, new = asdict(_config), asdict(config)
@@ -63,8 +94,31 @@ def _install(config: MoEOptimConfig, needed: tuple[Patch, ...], where: str, reme
             f"{where}: expected the configuration that is installed, with {expected}, got {got}. "
             f"{remedy}"
         )
+    if optimizer is not None:
+        _check_optimizer(optimizer, where, remedy)
     apply_patches(needed, HOLDER)
     _config = config
+    if optimizer is not None:
+        set_optimizer(optimizer)
+
+
+def set_optimizer(optimizer: Optimizer) -> None:
+    """Record the optimizer in Megatron's validated arguments, before the model is built.
+
+    StateError if :func:`install` named the other one.
+    """
+    global _optimizer
+    remedy = f'Call moe_optim.install(config, optimizer="{optimizer}"), or give the other.'
+    _check_optimizer(optimizer, "--optimizer", remedy)
+    _optimizer = optimizer
+
+
+def _check_optimizer(optimizer: Optimizer, where: str, remedy: str) -> None:
+    if _optimizer not in (None, optimizer):
+        raise StateError(
+            f"{where}: expected the optimizer that is installed, {_optimizer}, got {optimizer}. "
+            f"{remedy}"
+        )
 
 
 def uninstall() -> None:
@@ -72,10 +126,10 @@ def uninstall() -> None:
 
     They still train and save, but can load checkpoints only while the plug-in is installed.
     """
-    global _config
+    global _config, _optimizer
     revert_patches(reversed(patches.INSTALLED), HOLDER)
     revert_patches(patches.CHECKPOINTS, OPTIMIZERS)
-    _config = None
+    _config = _optimizer = None
 
 
 def installed_config() -> MoEOptimConfig | None:
@@ -84,6 +138,14 @@ def installed_config() -> MoEOptimConfig | None:
     Read it only where Megatron calls this package or constructs its objects, and pass it down.
     """
     return _config
+
+
+def installed_optimizer() -> Optimizer:
+    """Return the optimizer of the matrices, ``adam`` if none is installed.
+
+    Read it only where Megatron calls this package or constructs its objects, and pass it down.
+    """
+    return _optimizer or "adam"
 
 
 def config_or_bf16() -> MoEOptimConfig:

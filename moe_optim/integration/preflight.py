@@ -177,12 +177,13 @@ class _DryRun:
                 self._add("Of the rest of the file nothing is known yet.")
                 raise _CheckedError from None
         is_given = not self.faults
-        for check in self._checks:
+        config = self._config or installed_config()
+        own = [] if config is None else [script_arguments.make_muon_distributed]
+        for check in (*own, *self._checks):
             try:
                 check(args)
             except ConfigError as error:
                 self.faults.append(str(error))
-        config = self._config or installed_config()
         patches = () if config is None else CONFIGURATIONS
         apply_patches(patches, _HOLDER)
         try:

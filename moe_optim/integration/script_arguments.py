@@ -1,14 +1,21 @@
 """Replacements of Megatron's argument parser and validation."""
 
 import functools
+import os
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from moe_optim.errors import ConfigError
-from moe_optim.integration.arguments import add_moe_optim_arguments
+from moe_optim.integration.arguments import (
+    add_moe_optim_arguments,
+    extend_distributed_optimizer,
+)
 from moe_optim.integration.engine import original
+from moe_optim.integration.installation import installed_config, set_optimizer
+from moe_optim.rules import Setup, remarks
 from moe_optim.weights.te.recipe import import_error
 
 _ARGUMENTS = "megatron.training.arguments"
@@ -74,8 +81,59 @@ def _settle(args: Any, defaults: Mapping[str, Any], validate: Callable[..., Any]
     if _observer is not None:
         return _observer.settle(args, defaults, validate)
     settled = validate()
+    if installed_config() is not None:
+        settle_optimizer(settled)
     require_transformer_engine(settled)
     return settled
+
+
+def settle_optimizer(args: Any) -> None:
+    """Make Muon a distributed optimizer in validated arguments, and record who owns the matrices.
+
+    Call it after :func:`install_by_flag` and before the model is built.
+
+    Args:
+        args: Megatron's validated arguments, modified in place. Those from a YAML file may lack
+            fields of flags.
+
+    Raises:
+        ConfigError: the arguments do not suit a distributed optimizer; Megatron's validation has
+            skipped these checks for Muon.
+        StateError: ``install()`` named another optimizer.
+    """
+    make_muon_distributed(args)
+    set_optimizer("muon" if args.optimizer == "muon" else "adam")
+    if os.environ.get("RANK", "0") == "0":
+        for remark in remarks(Setup(config=installed_config(), args=args), "note"):
+            print(f"moe_optim: {remark}", file=sys.stderr, flush=True)
+
+
+def make_muon_distributed(args: Any) -> None:
+    """Make Muon a distributed optimizer in validated arguments, as for :func:`settle_optimizer`."""
+    extend_distributed_optimizer(args)
+    if args.optimizer != "muon":
+        return
+    if getattr(args, "freeze_all_layers", False):
+        args.use_distributed_optimizer = False  # as in Megatron's validation: nothing is stepped
+    if not getattr(args, "use_gloo_process_groups", True):
+        _check_checkpoints_without_gloo(args)
+
+
+def _check_checkpoints_without_gloo(args: Any) -> None:
+    if not args.use_dist_ckpt:
+        raise ConfigError(
+            "--disable-gloo-process-groups: expected --ckpt-format torch_dist, as others collect "
+            f"states over gloo, got {args.ckpt_format}. Give torch_dist, or remove the flag."
+        )
+    if (
+        args.dist_ckpt_optim_fully_reshardable
+        and args.distrib_optim_fully_reshardable_mem_efficient
+    ):
+        raise ConfigError(
+            "--disable-gloo-process-groups: expected no "
+            "--distrib-optim-fully-reshardable-mem-efficient, which collects states over gloo, got "
+            "both. Remove one of them."
+        )
 
 
 def require_transformer_engine(args: Any) -> None:

@@ -182,7 +182,7 @@ def _prepare(config: MoEOptimConfig | None, *, cpu: bool) -> None:
         apply_patches(DATASETS, "run")
         if config is not None:
             apply_patches(SCRIPT, "run")
-            installation.install(config)
+            installation.install_by_flag(config)
 
 
 def check_script(script: Path, argv: Sequence[str], *, cpu: bool) -> list[str]:

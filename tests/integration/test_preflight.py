@@ -67,7 +67,7 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
         but("--optimizer", "sgd", "--moe-apply-probs-on-input",
             "--moe-router-topk", "1", "--moe-router-pre-softmax"),
         [
-            "refused with the plug-in: --optimizer sgd: only Adam is supported. Give --opt",
+            "refused with the plug-in: --optimizer sgd: only Adam and Muon are supported. Give --opt",
             "refused with the plug-in: --moe-apply-probs-on-input",
         ],
     ),

@@ -115,7 +115,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {  # change -> beginnings o
         {"optimizer": "sgd", "language_model__moe_apply_probs_on_input": True,
          "language_model__moe_router_topk": 1, "language_model__moe_router_pre_softmax": True},
         [
-            "refused with the plug-in: --optimizer sgd: only Adam is supported. Give --opt",
+            "refused with the plug-in: --optimizer sgd: only Adam and Muon are supported. Give --opt",
             "refused with the plug-in: --moe-apply-probs-on-input",
         ],
     ),

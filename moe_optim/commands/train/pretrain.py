@@ -166,7 +166,7 @@ def train(argv: Sequence[str]) -> None:
         sys.argv += ["--distributed-backend", "gloo"]
     apply_patches(patches.TRAIN)
     if moe_optim_config is not None:
-        installation.install(moe_optim_config)
+        installation.install_by_flag(moe_optim_config)
 
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
@@ -177,9 +177,14 @@ def train(argv: Sequence[str]) -> None:
     from megatron.training.arguments import parse_and_validate_args
 
     from moe_optim.commands.train.layer_spec import layer_spec
-    from moe_optim.integration.script_arguments import require_transformer_engine
+    from moe_optim.integration.script_arguments import (
+        require_transformer_engine,
+        settle_optimizer,
+    )
 
     args = parse_and_validate_args(extra_args_provider=add_moe_optim_arguments)
+    if moe_optim_config is not None:
+        settle_optimizer(args)
     refuse_unsupported(args)
     require_transformer_engine(args)
     model_config = gpt_config_from_args(args)
