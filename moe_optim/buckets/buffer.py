@@ -70,7 +70,7 @@ class AlignedDistributedOptimizer:
         divisor = param_layout.bucket_end_divisor(
             data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw
         )
-        if params and holds_matrices(params[0]):
+        if holds_matrices(params):
             return matrix_param_layout(
                 params, bucket_size, data_parallel_world_size, divisor, param_indices
             )

@@ -16,8 +16,11 @@ from moe_optim.buckets.matrix_layout import (
     iteration_cost,
     lay_out_matrices,
 )
+from moe_optim.integration.engine import original
+from moe_optim.integration.installation import installed_optimizer
 
 logger = logging.getLogger(__name__)
+_GROUPING = "megatron.core.distributed.distributed_data_parallel:group_params_for_buffers"
 
 
 def is_muon_matrix(param: torch.nn.Parameter) -> bool:
@@ -45,6 +48,23 @@ def tag_matrices(params: Iterable[torch.nn.Parameter]) -> None:
             tag = f"{param.shape[1]}x{param.shape[2]}"
         tagged: Any = param
         tagged.is_managed_by_layer_wise_optimizer = tag
+
+
+def group_params_for_buffers(
+    params: list[torch.nn.Parameter], grad_reduce_in_fp32: bool
+) -> dict[Any, tuple[list[torch.nn.Parameter], list[int]]]:
+    """Group parameters by buffer as Megatron does, with Muon's matrices apart from the others."""
+    if installed_optimizer() == "muon":
+        tag_matrices(params)
+    groups: dict[Any, tuple[list[torch.nn.Parameter], list[int]]] = original(_GROUPING)(
+        params, grad_reduce_in_fp32
+    )
+    return groups
+
+
+def holds_matrices(params: Sequence[torch.nn.Parameter]) -> bool:
+    """Return whether the parameters of a buffer are Muon's matrices."""
+    return bool(params) and bool(getattr(params[0], "is_managed_by_layer_wise_optimizer", False))
 
 
 def matrix_param_layout(

@@ -103,13 +103,6 @@ class MatrixWeight:
         return shape[0], shape[1]
 
 
-def is_muon_matrix(param: torch.nn.Parameter) -> bool:
-    """Return whether Muon updates a parameter: by Megatron's rule, or as a stack of experts."""
-    if getattr(param, "is_embedding_or_output_parameter", False):
-        return False
-    return param.dim() == 2 or (param.dim() == 3 and hasattr(param, "quantized_storage"))
-
-
 def describe_weight(
     param: torch.nn.Parameter, name: str, model: Any, settings: MuonSettings, groups: Any
 ) -> MatrixWeight:

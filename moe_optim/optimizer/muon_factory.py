@@ -12,9 +12,10 @@ from megatron.core.optimizer import emerging_optimizers
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from moe_optim.buckets.matrix_buffers import holds_matrices, is_muon_matrix
 from moe_optim.errors import StateError
 from moe_optim.optimizer.chained import GroupedChainedOptimizer
-from moe_optim.optimizer.muon import MOMENTUM, Muon, is_muon_matrix, tag_roles
+from moe_optim.optimizer.muon import MOMENTUM, Muon, tag_roles
 from moe_optim.optimizer.muon_distributed import MuonDistributedOptimizer
 from moe_optim.weights.names import parameter_names
 
@@ -142,7 +143,7 @@ class _Builder:
         """Return the buffers of a part by chunk; raise StateError if some hold both kinds."""
         name = "expert_parallel_buffers" if is_expert else "buffers"
         found = {
-            number: [buffer for buffer in getattr(chunk, name) if _is_muons(buffer) is is_muon]
+            number: [buffer for buffer in getattr(chunk, name) if holds_matrices(buffer.params) is is_muon]
             for number, chunk in enumerate(self.chunks)
         }
         for buffers in found.values():
@@ -159,11 +160,6 @@ class _Builder:
                 "whole matrices, got a model that was wrapped for Adam. Call "
                 'moe_optim.install(optimizer="muon") before the model is wrapped with DDP.'
             )
-
-
-def _is_muons(buffer: Any) -> bool:
-    first: torch.nn.Parameter | None = next(iter(buffer.params), None)
-    return bool(getattr(first, "is_managed_by_layer_wise_optimizer", False))
 
 
 def create_momenta(inner: Any, config: Any = None) -> None:  # noqa: ARG001  # Megatron's signature

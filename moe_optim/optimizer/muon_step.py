@@ -15,9 +15,9 @@ from torch import Tensor
 
 from moe_optim.errors import ConfigError
 from moe_optim.kernels.direction_table import DirectedState, DirectedUpdates
-from moe_optim.kernels.matrices import MatrixRows, MatrixShard
+from moe_optim.kernels.matrices import MatrixShard, Piece
 from moe_optim.kernels.member_table import MemberTable
-from moe_optim.kernels.momentum import Momentum, Pack, Piece, Unpack
+from moe_optim.kernels.momentum import Momentum, Pack, Unpack
 from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
 from moe_optim.kernels.plan import Call, Plan
 from moe_optim.optimizer.muon import MatrixWeight, MuonSettings
@@ -54,8 +54,10 @@ class MuonState:
 class Batch:
     """Matrices of one shape that are iterated together."""
 
-    rows: tuple[int, ...]
-    """Indices into ``MatrixWeight.rows``."""
+    rows: int | None
+    """Index into ``MatrixWeight.rows``; None for all matrices of each weight."""
+    number: int
+    """Matrices per weight."""
     shape: tuple[int, int]
     """Rows and columns of a matrix on this rank."""
 
@@ -134,7 +136,6 @@ class MuonTable(Plan):
         planner = _Planner(
             settings=settings,
             states=tuple(ordered),
-            shards=tuple(shards),
             momentum=momentum,
             updates=updates,
             hyper=hyper,
@@ -195,11 +196,11 @@ def fp32_matmul_precision(precision: str) -> Iterator[None]:
 
 
 def batches_of(weight: MatrixWeight) -> list[Batch]:
-    """Return the batches that the matrices of a weight belong to, by shape."""
-    by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for index, rows in enumerate(weight.rows):
-        by_shape[rows.rows, weight.shape[1]].append(index)
-    return [Batch(rows=tuple(rows), shape=shape) for shape, rows in by_shape.items()]
+    """Return the batches that the matrices of a weight belong to: one if all have one shape."""
+    shapes = [(rows.rows, weight.shape[1]) for rows in weight.rows]
+    if len(set(shapes)) == 1:
+        return [Batch(rows=None, number=len(shapes), shape=shapes[0])]
+    return [Batch(rows=index, number=1, shape=shape) for index, shape in enumerate(shapes)]
 
 
 def is_in_order(weight: MatrixWeight) -> bool:
@@ -212,14 +213,15 @@ def chunk_numel(weight: MatrixWeight, count: int, settings: MuonSettings) -> int
     batches = batches_of(weight)
     total = 0
     if not is_in_order(weight):
-        total += count * weight.numel * torch.float32.itemsize // settings.dtype.itemsize
+        width = torch.float32.itemsize // settings.dtype.itemsize  # of unpacked and scaled batches
+        total += 2 * count * weight.numel * width
     for batch in batches:
         total += _batch_numel(weight, batch, count, settings)
     return total + (4 * len(batches) + 2) * ALIGNMENT
 
 
 def _batch_numel(weight: MatrixWeight, batch: Batch, count: int, settings: MuonSettings) -> int:
-    number = count * len(batch.rows)
+    number = count * batch.number
     rows, cols = batch.shape
     numel = number * rows * cols
     gathered = _is_duplicated(weight, settings)
@@ -328,7 +330,6 @@ class _Part:
 class _Planner:
     settings: MuonSettings
     states: tuple[MuonState, ...]
-    shards: tuple[MatrixShard, ...]
     momentum: Momentum
     updates: DirectedUpdates
     hyper: Tensor
@@ -406,7 +407,8 @@ class _Planner:
         else:
             direction = space.take(count, *weight.shape, dtype=torch.float32)
             for batch, result in results:
-                calls += self._unpack(weight, batch, parts, result, direction).calls
+                scaled = space.take(*result.shape, dtype=torch.float32)
+                calls += self._unpack(weight, batch, parts, result, scaled, direction)
         flat, numel, at = direction.reshape(-1), weight.numel, 0
         pieces = []
         for part in parts:
@@ -422,20 +424,18 @@ class _Planner:
         batch: Batch,
         parts: Sequence[_Part],
         result: Tensor,
+        scaled: Tensor,
         direction: Tensor,
-    ) -> Plan:
-        return Unpack.build(
-            result,
-            [self._piece(part, batch) for part in parts],
-            direction.view(-1),
-            scale=scale_of(weight, batch.rows[0], self.settings),
-            backend=self.backend,
-        )
+    ) -> Iterator[Call]:
+        """Yield the calls that write a scaled batch to the rows of its weights."""
+        pieces = [self._piece(part, batch) for part in parts]
+        yield partial(scaled.copy_, result)
+        yield partial(scaled.mul_, scale_of(weight, batch.rows or 0, self.settings))
+        unpack = Unpack.build(scaled, pieces, direction.view(-1), backend=self.backend)
+        yield from unpack.calls
 
     def _piece(self, part: _Part, batch: Batch) -> Piece:
-        return Piece(
-            shard=self.shards[part.state], first=part.first, last=part.last, rows=batch.rows
-        )
+        return self.momentum.piece(part.state, part.first, part.last, batch.rows)
 
     def _plan_batch(
         self, weight: MatrixWeight, batch: Batch, parts: Sequence[_Part], space: _Space
@@ -443,11 +443,11 @@ class _Planner:
         """Return the calls that orthogonalize a batch, and its result on this rank, [B, M, N]."""
         settings, how = self.settings, self.settings.orthogonalization
         self.num_batches += 1
-        number = sum(part.count for part in parts) * len(batch.rows)
+        number = sum(part.count for part in parts) * batch.number
         packed = space.take(number, *batch.shape)
         pack = Pack.build(
             [self._piece(part, batch) for part in parts],
-            self.momentum,
+            self.momentum.squares,
             packed,
             self.hyper,
             self.clips,
