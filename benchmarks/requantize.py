@@ -205,7 +205,7 @@ def _step(case: Case, group: "ProcessGroup | None", moments: Literal["fp32", "bf
         floor_bytes=step_bytes(
             case.format, sum(case.owned), grad_bytes=4, moment_bytes=2 * dtype.itemsize
         ),
-        launches=sum(one.constants.get("STEP", True) for one in table.update.kernels),
+        launches=sum(one.constants["RULE"] != "none" for one in table.update.kernels),
     )
     cast = _te_cast(case, entries, group)
     if cast is None:

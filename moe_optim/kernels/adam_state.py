@@ -1,11 +1,14 @@
 """Tensors of one parameter shard that an Adam step reads and writes."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
+from moe_optim.formats.reference.adam import step_into
+from moe_optim.kernels.update import Rule
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -37,6 +40,36 @@ class AdamState:
         """Return all tensors that a step reads or writes, not copies: [n] each, fp32 or bf16."""
         held = (self.master, self.gradient, self.exp_avg, self.exp_avg_sq)
         return held if self.weight is None else (*held, self.weight)
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Gradient and both moments, [n] each."""
+        return self.gradient, self.exp_avg, self.exp_avg_sq
+
+    def update(self, rule: Rule, hyper: Tensor, clip: Tensor) -> None:
+        """Step the shard in plain torch.
+
+        Args:
+            rule: ``adamw`` or ``adam``, with decoupled or coupled weight decay.
+            hyper: row of hyper-parameters, [HYPER_FIELDS] fp32.
+            clip: clip factor, fp32 scalar. A negative factor skips the update.
+        """
+        step_into(  # .data: as with kernels, version counters count only other writes
+            *(self.master.data, *self.inputs), hyper=hyper, clip=clip, decoupled=rule == "adamw"
+        )
+
+    def piece(self, first: int, last: int, there: Sequence[Tensor]) -> "AdamState":
+        """Return elements ``first`` to ``last``, with master and moments replaced by ``there``."""
+        here = slice(first, last)
+        return replace(
+            self,
+            master=there[0],
+            gradient=self.gradient[here],
+            exp_avg=there[1],
+            exp_avg_sq=there[2],
+            weight=None if self.weight is None else self.weight[here],
+            on_host=None,
+        )
 
     @property
     def element_bytes(self) -> int:

@@ -15,11 +15,12 @@ DESCRIPTOR_FIELDS = 15
 TILE_FIELDS = 4
 """Columns of a tile: descriptor, first row, first column, and a slot or a part."""
 STATE_FIELDS = 6
-"""Columns of a row of states: addresses of the gradient and both moments, row of the
-hyper-parameters, index of the clip factor, address of the weight or 0."""
+"""Columns of a row of states: addresses of the gradient and both moments, or of the direction and 0
+twice; row of the hyper-parameters, index of the clip factor, address of the weight or 0."""
 HYPER_FIELDS = 9
 """Columns of a row of hyper-parameters: beta1, 1 - beta1, beta2, 1 - beta2, the bias corrections of
-both moments, eps, weight decay, negative learning rate."""
+both moments, eps, weight decay, negative learning rate. Of a direction: momentum, 1 - momentum,
+-(weight decay * learning rate), negative learning rate, scale, extra scale factor."""
 NORM_FIELDS = 4
 """Columns of a part of a norm: address of a cache line, first and end element, slot."""
 TENSORWISE_FIELDS = 5

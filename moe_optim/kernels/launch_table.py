@@ -155,16 +155,16 @@ class LaunchTable:
             yield self._bind(self.cut_tiles, len(self.cut_tiles), aligned=self.aligned, CUT=True)
 
     def bind_whole(
-        self, *states: Tensor, aligned: bool | None = None, **of_step: bool
+        self, *states: Tensor, aligned: bool | None = None, **of_update: str
     ) -> BoundKernel:
-        """Return the kernel that encodes whole block rows, after an Adam step if given ``states``.
+        """Return the kernel that encodes whole block rows, after an update if given ``states``.
 
-        ``states`` are states, hyper-parameters and clip factors, ``of_step`` the dtype flags of
-        gradients and moments, and the kind of weight decay. ``aligned`` includes the states.
+        ``states`` are states, hyper-parameters and clip factors, ``of_update`` the constants of the
+        rule, see ``update_tile``. ``aligned`` includes the states.
         """
         aligned = self.aligned if aligned is None else aligned
         return self._bind(
-            self.tiles, self.num_tiles, *states, aligned=aligned, CUT=False, **of_step
+            self.tiles, self.num_tiles, *states, aligned=aligned, CUT=False, **of_update
         )
 
     def _bind(
@@ -174,7 +174,7 @@ class LaunchTable:
         *states: Tensor,
         aligned: bool,
         CUT: bool,
-        **of_step: bool,
+        **of_update: str,
     ) -> BoundKernel:
         from moe_optim.kernels.requantize_blocks import requantize_blocks_kernel
         from moe_optim.kernels.requantize_mxfp8 import requantize_mxfp8_kernel
@@ -199,8 +199,7 @@ class LaunchTable:
             ALIGNED=aligned,
             CUT=CUT,
             ZERO=self.zeroes,
-            STEP=bool(states),
-            **(of_step or {"GRADIENT_FP32": False, "MOMENTS_FP32": False, "DECOUPLED": False}),
+            **(of_update or {"RULE": "none", "GRADIENT": "none", "MOMENTS": "none"}),
             num_warps=self.tile.num_warps,
             registers=self.tile.registers,
         )

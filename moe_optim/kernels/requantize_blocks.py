@@ -5,7 +5,6 @@
 import triton
 import triton.language as tl
 
-from moe_optim.kernels.adam import STATE_FIELDS, load_tile, read_state, step_tile
 from moe_optim.kernels.encode import (
     amax,
     e8m0_reciprocal,
@@ -31,6 +30,7 @@ from moe_optim.kernels.tiles import (
     is_owned,
     zero_gap,
 )
+from moe_optim.kernels.update_tile import STATE_FIELDS, load_tile, read_state, update_tile
 
 AMAX_SLOTS = tl.constexpr(_AMAX_SLOTS)
 
@@ -70,7 +70,7 @@ def requantize_blocks_kernel(
     tiles,  # [num_programs, 4] int32: descriptor, first row, first column, slot
     amaxes,  # [num_slots] fp32
     num_tiles,
-    states,  # [num_members, STATE_FIELDS] int64, see fields.py; None without a step
+    states,  # [num_members, STATE_FIELDS] int64, see fields.py; None without an update
     hyper,  # [num_groups, HYPER_FIELDS] fp32, or None
     clips,  # [num_norms] fp32, or None
     FORMAT: tl.constexpr,
@@ -82,16 +82,15 @@ def requantize_blocks_kernel(
     ALIGNED: tl.constexpr,
     CUT: tl.constexpr,
     ZERO: tl.constexpr,
-    STEP: tl.constexpr,
-    GRADIENT_FP32: tl.constexpr,
-    MOMENTS_FP32: tl.constexpr,
-    DECOUPLED: tl.constexpr,
+    RULE: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    MOMENTS: tl.constexpr,
 ):
     """Requantize one tile [BLOCK, TILE_COLS] of one member, or zero one tile of a gap.
 
     Grid (num_programs,): member tiles first. Blocks at the edges of a weight may be partial. CUT
-    tiles use the maxima of all ranks, and write every scale but only owned data. STEP first applies
-    an Adam step to the masters, which are then the sources; not for formats with a global amax.
+    tiles use the maxima of all ranks, and write every scale but only owned data. A RULE
+    first updates the masters, which are then the sources; not for formats with a global amax.
     """
     program = tl.program_id(0).to(tl.int64)
     tile = tiles + 4 * program
@@ -101,7 +100,7 @@ def requantize_blocks_kernel(
     slots = amaxes + tl.load(tile + 3)
     if program < num_tiles:
         state = None
-        if STEP:
+        if RULE != "none":
             state = states + tl.load(tile).to(tl.int64) * STATE_FIELDS
         _requantize_tile(
             member,
@@ -121,10 +120,9 @@ def requantize_blocks_kernel(
             state,
             hyper,
             clips,
-            STEP,
-            GRADIENT_FP32,
-            MOMENTS_FP32,
-            DECOUPLED,
+            RULE,
+            GRADIENT,
+            MOMENTS,
         )
     elif ZERO:
         zero_gap(member, first_col)
@@ -149,10 +147,9 @@ def _requantize_tile(
     state,
     hyper,
     clips,
-    STEP: tl.constexpr,
-    GRADIENT_FP32: tl.constexpr,
-    MOMENTS_FP32: tl.constexpr,
-    DECOUPLED: tl.constexpr,
+    RULE: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    MOMENTS: tl.constexpr,
 ):
     DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
     SCALE: tl.constexpr = tl.float32 if FORMAT == "fp8_block" else tl.uint8
@@ -177,8 +174,8 @@ def _requantize_tile(
     blocks_inside = blocks * BLOCK < cols - first_col if MASKED or CUT else None
 
     read = None
-    if STEP:
-        read = read_state(state, hyper, clips, first, GRADIENT_FP32, MOMENTS_FP32, ALIGNED)
+    if RULE != "none":
+        read = read_state(state, hyper, clips, first, RULE, GRADIENT, MOMENTS, ALIGNED)
     # A few rows at a time: four tensors of a whole block do not fit in registers.
     held = ()
     largest = tl.zeros((TILE_COLS // BLOCK,), dtype=tl.float32)
@@ -186,8 +183,8 @@ def _requantize_tile(
         rows = number * HELD_ROWS + tl.arange(0, HELD_ROWS)[:, None]
         places = rows * cols + columns
         mask = _inside(member, row, first_col, rows, columns, height, cols, MASKED, CUT)
-        if STEP:
-            weight = step_tile(source, places, mask, read, DECOUPLED)
+        if RULE != "none":
+            weight = update_tile(source, places, mask, read, RULE)
         else:
             weight = load_tile(source + places, mask)
         weight = round_to_bf16(weight)

@@ -5,7 +5,6 @@
 import triton
 import triton.language as tl
 
-from moe_optim.kernels.adam import STATE_FIELDS, load_tile, read_state, step_tile
 from moe_optim.kernels.encode import (
     amax,
     e8m0_reciprocal,
@@ -25,6 +24,7 @@ from moe_optim.kernels.tiles import (
     is_owned,
     zero_gap,
 )
+from moe_optim.kernels.update_tile import STATE_FIELDS, load_tile, read_state, update_tile
 
 BLOCK = tl.constexpr(32)
 
@@ -35,7 +35,7 @@ def requantize_mxfp8_kernel(
     tiles,  # [num_programs, 4] int32: descriptor, first row, first column, slot
     amaxes,  # [num_slots] fp32
     num_tiles,
-    states,  # [num_members, STATE_FIELDS] int64, see fields.py; None without a step
+    states,  # [num_members, STATE_FIELDS] int64, see fields.py; None without an update
     hyper,  # [num_groups, HYPER_FIELDS] fp32, or None
     clips,  # [num_norms] fp32, or None
     TILE_COLS: tl.constexpr,
@@ -44,10 +44,9 @@ def requantize_mxfp8_kernel(
     ALIGNED: tl.constexpr,
     CUT: tl.constexpr,
     ZERO: tl.constexpr,
-    STEP: tl.constexpr,
-    GRADIENT_FP32: tl.constexpr,
-    MOMENTS_FP32: tl.constexpr,
-    DECOUPLED: tl.constexpr,
+    RULE: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    MOMENTS: tl.constexpr,
 ):
     """Requantize one tile [32, TILE_COLS] of one member, or zero one tile of a gap.
 
@@ -60,8 +59,8 @@ def requantize_mxfp8_kernel(
 
     Grid (num_programs,): member tiles first. Rows and columns are multiples of 32, so a block never
     straddles two tiles, and neither partial maxima nor atomics are needed. CUT tiles use the maxima
-    of all ranks, and write every scale but only owned data. STEP first applies an Adam step to the
-    masters, which are then the sources.
+    of all ranks, and write every scale but only owned data. A RULE first updates the masters,
+    which are then the sources.
     """
     program = tl.program_id(0).to(tl.int64)
     tile = tiles + 4 * program
@@ -71,7 +70,7 @@ def requantize_mxfp8_kernel(
     slots = amaxes + tl.load(tile + 3)
     if program < num_tiles:
         state = None
-        if STEP:
+        if RULE != "none":
             state = states + tl.load(tile).to(tl.int64) * STATE_FIELDS
         _requantize_tile(
             member,
@@ -87,10 +86,9 @@ def requantize_mxfp8_kernel(
             state,
             hyper,
             clips,
-            STEP,
-            GRADIENT_FP32,
-            MOMENTS_FP32,
-            DECOUPLED,
+            RULE,
+            GRADIENT,
+            MOMENTS,
         )
     elif ZERO:
         zero_gap(member, first_col)
@@ -111,10 +109,9 @@ def _requantize_tile(
     state,
     hyper,
     clips,
-    STEP: tl.constexpr,
-    GRADIENT_FP32: tl.constexpr,
-    MOMENTS_FP32: tl.constexpr,
-    DECOUPLED: tl.constexpr,
+    RULE: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    MOMENTS: tl.constexpr,
 ):
     DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
     # Hint no more data alignment than the elements of a 16-byte read: reads and writes then share a
@@ -151,9 +148,9 @@ def _requantize_tile(
         inside = None
         data_mask = None
         scale_mask = None
-    if STEP:
-        read = read_state(state, hyper, clips, first, GRADIENT_FP32, MOMENTS_FP32, ALIGNED)
-        weight = step_tile(source, places, data_mask, read, DECOUPLED)
+    if RULE != "none":
+        read = read_state(state, hyper, clips, first, RULE, GRADIENT, MOMENTS, ALIGNED)
+        weight = update_tile(source, places, data_mask, read, RULE)
     else:
         weight = load_tile(source + places, data_mask)
     weight = round_to_bf16(weight)

@@ -1,6 +1,6 @@
 """Optimizer step: Adam over shards of any kind, fused with encoding of whole blocks."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_optim.errors import LayoutError
 from moe_optim.kernels import staging
 from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.member_table import MemberTable
-from moe_optim.kernels.plan import Backend, Call, Plan, takes_kernels
+from moe_optim.kernels.plan import Backend, Call, Plan
 from moe_optim.kernels.staging import Copies, Stage, StagedRange
-from moe_optim.kernels.update import Shard, Updates
+from moe_optim.kernels.tuning import RANGE_PART
+from moe_optim.kernels.update import Shard, Updates, match_members
 from moe_optim.places import Places
 
 
@@ -97,13 +97,19 @@ class StepTable(Plan):
         for state in states:
             state.check()
         owned = [state for state in states if state.master.numel()]
-        shards = list(_match(owned, members, backend))
+        tables = [] if members is None else [members]
+        shards = list(match_members(owned, tables, backend))
         written: set[bool] = set()
         updates = Updates(
-            hyper=hyper, clips=clips, members=members, decoupled=decoupled, written=written
+            rule="adamw" if decoupled else "adam",
+            hyper=hyper,
+            clips=clips,
+            amax=next((one.amax for table in tables for one in table.launches), None),
+            encodes_amaxes=members is None or not members.exchange.numel(),
+            written=written,
         )
-        update = updates.plan([shard for shard in shards if not shard.is_staged])
-        stage, chunks = _cut_chunks([shard for shard in shards if shard.is_staged], updates)
+        update = updates.plan([shard for shard in shards if not _is_staged(shard.state)])
+        stage, chunks = _cut_chunks([one for one in shards if _is_staged(one.state)], updates)
         calls: list[Call] = []
         unshared = Plan(device=hyper.device, calls=())
         if members is not None:
@@ -140,41 +146,38 @@ def _step_in_chunks(stage: Stage, update: Plan, chunks: Sequence[Chunk], unshare
             unshared.launch()
 
 
-def _match(
-    owned: Sequence[AdamState], members: MemberTable | None, backend: Backend
-) -> Iterator[Shard]:
-    """Yield the states of members, with their entries, then all other states."""
-    runs = {state.master.device: takes_kernels(backend, state.master.device) for state in owned}
-    launched = {one.master.data_ptr(): one for one in owned if runs[one.master.device]}
-    for launch in () if members is None else members.launches:
-        slots = iter(launch.amax_slots)
-        found = [launched.pop(entry.source.data_ptr(), None) for entry, _ in launch.planned]
-        missing = []
-        for (entry, exchange), state in zip(launch.planned, found, strict=True):
-            named = {expert: next(slots) for expert in entry.owned_experts}
-            planned = entry, replace(exchange, experts=named)
-            if state is None:
-                missing.append(entry.parameter)
-            else:
-                yield Shard(state=state, planned=planned, launch=launch)
-        if missing:
-            raise LayoutError(
-                f"{', '.join(missing)}: expected states whose masters are the sources of the "
-                "members, got none for these. Name every master, and take one backend for both."
-            )
-    yield from (Shard(state=state) for state in launched.values())
-    for state in owned:
-        if not runs[state.master.device]:
-            yield Shard(state=state, has_kernels=False)
+def _is_staged(state: AdamState) -> bool:
+    """Return whether a state is copied to the device for its step."""
+    return state.on_host is not None and state.master.numel() >= staging.SMALLEST
+
+
+def _ends_of(shard: Shard[AdamState]) -> list[int]:
+    """Return the elements at which chunks may end, at whole blocks or experts, and its end."""
+    numel = shard.state.master.numel()
+    length = staging.CHUNK_BYTES // shard.state.element_bytes
+    length = max(1, length // RANGE_PART) * RANGE_PART
+    if shard.planned is None:
+        return [*range(length, numel, length), numel]
+    entry, _ = shard.planned
+    block_row = entry.target.format.block_row_height * entry.target.shape[2]
+    length = max(1, length // block_row) * block_row
+    ends: list[int] = []
+    for part in entry.owned_parts():
+        base = part.base - entry.start
+        if not entry.target.format.has_global_amax:
+            first = (part.low // length + 1) * length
+            ends += range(base + first, base + part.high, length)
+        ends.append(base + part.high)
+    return ends
 
 
 def _cut_chunks(
-    through: Sequence[Shard], updates: Updates
+    through: Sequence[Shard[AdamState]], updates: Updates
 ) -> tuple[Stage | None, tuple[Chunk, ...]]:
     """Return the stage and the chunks of staged shards."""
     if not through:
         return None, ()
-    packed = staging.pack((one.ends(), one.state.element_bytes) for one in through)
+    packed = staging.pack((_ends_of(one), one.state.element_bytes) for one in through)
 
     def needed(piece: StagedRange) -> list[tuple[int, torch.dtype]]:
         state = through[piece.shard].state
@@ -196,6 +199,7 @@ def _cut_chunks(
                 (home[piece.first : piece.last], away)
                 for home, away in zip(here, there, strict=True)
             ]
-            shards.append(shard.piece(piece.first, piece.last, there))
+            state = shard.state.piece(piece.first, piece.last, there)
+            shards.append(shard.piece(piece.first, state))
         chunks.append(Chunk(copies=copies, slot=slot, update=updates.plan(shards)))
     return stage, tuple(chunks)

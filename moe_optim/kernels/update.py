@@ -1,123 +1,139 @@
-"""Update of shards on the device: Adam over flat ranges, and over blocks encoded with it."""
+"""Update of shards on the device, over flat ranges and over blocks that it then encodes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from itertools import chain
+from types import MappingProxyType
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from moe_optim.formats.reference.adam import step_into
-from moe_optim.kernels import staging
-from moe_optim.kernels.adam_state import AdamState
+from moe_optim.errors import LayoutError
+from moe_optim.formats import BlockScaledFormat
 from moe_optim.kernels.cutting import int64
+from moe_optim.kernels.exchange import Exchange
 from moe_optim.kernels.launch_table import LaunchTable, Planned, amax_part_length
 from moe_optim.kernels.member_table import MemberTable
-from moe_optim.kernels.plan import ALIGNMENT, BoundKernel, Call, Plan
-from moe_optim.kernels.tuning import ADAM_PART, ADAM_TILE, STEP_TILES
+from moe_optim.kernels.plan import ALIGNMENT, Backend, BoundKernel, Call, Plan, takes_kernels
+from moe_optim.kernels.table_entry import TableEntry
+from moe_optim.kernels.tuning import RANGE_PART, RANGE_TILE, UPDATE_TILES
+
+Rule = Literal["adamw", "adam", "direction"]
+"""Rule: Adam with decoupled or coupled weight decay, or a step along a given direction."""
+
+_DTYPES: Mapping[torch.dtype | None, str] = MappingProxyType(
+    {None: "none", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+)
+"""Dtypes as kernels name them."""
+
+
+class OwnedState(Protocol):
+    """Owned elements of one parameter, with their masters."""
+
+    @property
+    def parameter(self) -> str:
+        """Parameter name, for errors."""
+
+    @property
+    def master(self) -> Tensor:
+        """Master weights, [n] fp32."""
+
+
+class UpdatedState(OwnedState, Protocol):
+    """Tensors that an update of one rule reads and writes."""
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Gradient and both moments, or the direction; [n] each, the moments in one dtype."""
+
+    @property
+    def weight(self) -> Tensor | None:
+        """Copy of the new masters, [n] fp32 or bf16, or None."""
+
+    @property
+    def group(self) -> int:
+        """Row of the hyper-parameters."""
+
+    @property
+    def norm(self) -> int:
+        """Index of the clip factor."""
+
+    def update(self, rule: Rule, hyper: Tensor, clip: Tensor) -> None:
+        """Update the masters in plain torch, with a row of hyper-parameters and a clip factor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Shard:
+class Shard[State: OwnedState]:
     """State, and the member entry of its master if kernels encode it."""
 
-    state: AdamState
+    state: State
     planned: Planned | None = None
     """Entry, with the amax slots of all its experts."""
     launch: LaunchTable | None = None
     """Requantization that contains the entry."""
     has_kernels: bool = True
-    """Whether kernels step the shard rather than plain torch."""
+    """Whether kernels update the shard rather than plain torch."""
 
-    @property
-    def is_staged(self) -> bool:
-        """Whether the shard is copied to the device for its step."""
-        return self.state.on_host is not None and self.state.master.numel() >= staging.SMALLEST
-
-    def ends(self) -> list[int]:
-        """Return the elements at which chunks may end, at whole blocks or experts, and its end."""
-        numel = self.state.master.numel()
-        length = staging.CHUNK_BYTES // self.state.element_bytes
-        length = max(1, length // ADAM_PART) * ADAM_PART
-        if self.planned is None:
-            return [*range(length, numel, length), numel]
-        entry, _ = self.planned
-        block_row = entry.target.format.block_row_height * entry.target.shape[2]
-        length = max(1, length // block_row) * block_row
-        ends: list[int] = []
-        for part in entry.owned_parts():
-            base = part.base - entry.start
-            if not entry.target.format.has_global_amax:
-                first = (part.low // length + 1) * length
-                ends += range(base + first, base + part.high, length)
-            ends.append(base + part.high)
-        return ends
-
-    def piece(self, first: int, last: int, there: Sequence[Tensor]) -> "Shard":
-        """Return elements ``first`` to ``last``, with master and moments replaced by ``there``."""
-        here, state, planned = slice(first, last), self.state, self.planned
+    def piece[Part: OwnedState](self, first: int, state: Part) -> "Shard[Part]":
+        """Return the elements from ``first`` on whose state is ``state``."""
+        planned = self.planned
         if planned is not None:
             entry, exchange = planned
-            planned = replace(entry, source=there[0], start=entry.start + first), exchange
-        state = replace(
-            state,
-            master=there[0],
-            gradient=state.gradient[here],
-            exp_avg=there[1],
-            exp_avg_sq=there[2],
-            weight=None if state.weight is None else state.weight[here],
-            on_host=None,
-        )
-        return replace(self, state=state, planned=planned)
+            planned = replace(entry, source=state.master, start=entry.start + first), exchange
+        return Shard(state=state, planned=planned, launch=self.launch, has_kernels=self.has_kernels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Updates:
-    """Planner of updates that share hyper-parameters."""
+    """Planner of updates that share a rule and its hyper-parameters."""
 
+    rule: Rule
     hyper: Tensor
     clips: Tensor
-    members: MemberTable | None
-    decoupled: bool
+    amax: Tensor | None
+    """Slots that the exchanges of all members name, fp32, or None without members."""
+    encodes_amaxes: bool = True
+    """Whether formats with a global amax are encoded rather than left to an exchange."""
     written: set[bool]
 
-    def plan(self, shards: Sequence[Shard]) -> Plan:
-        """Plan the step of shards in place, and the encoding that needs no other rank."""
+    def plan(self, shards: "Sequence[Shard[UpdatedState]]") -> Plan:
+        """Plan the update of shards in place, and the encoding that needs no other rank."""
         ranges = _Ranges()
-        of_launch: dict[LaunchTable, list[tuple[Planned, AdamState]]] = {}
+        of_format: dict[BlockScaledFormat, list[_Member]] = {}
         for shard in shards:
             if shard.launch is not None and shard.planned is not None:
-                of_launch.setdefault(shard.launch, []).append((shard.planned, shard.state))
+                member = _Member(*shard.planned, shard.state, shard.launch)
+                of_format.setdefault(shard.launch.format, []).append(member)
             elif shard.has_kernels:
                 ranges.add(shard.state, 0, 0, shard.state.master.numel())
         encode: list[Call] = []
-        for launch, group in of_launch.items():
-            if launch.format.has_global_amax:
-                encode += self._encode_last(launch, group, ranges)
-        stepped = [
+        for format, group in of_format.items():
+            if format.has_global_amax:
+                encode += self._encode_last(group, ranges)
+        updated = [
             kernel
-            for launch, group in of_launch.items()
-            if not launch.format.has_global_amax
-            for kernel in self._step_members(launch, group, ranges)
+            for format, group in of_format.items()
+            if not format.has_global_amax
+            for kernel in self._update_members(format, group, ranges)
         ]
-        kernels: list[Call] = [*self._step_ranges(ranges), *stepped]
+        kernels: list[Call] = [*self._update_ranges(ranges), *updated]
         if kernels:
             kernels.append(partial(self.written.add, True))
-        others = [partial(self._step, shard.state) for shard in shards if not shard.has_kernels]
+        others = [partial(self._update, shard.state) for shard in shards if not shard.has_kernels]
         return Plan(device=self.hyper.device, calls=(*kernels, *encode, *others))
 
-    def _step_ranges(self, ranges: "_Ranges") -> Iterator[BoundKernel]:
+    def _update_ranges(self, ranges: "_Ranges") -> Iterator[BoundKernel]:
         """Yield one launch per kind of range; amax parts match those of a requantization."""
-        from moe_optim.kernels.adam_kernel import adam_kernel
+        from moe_optim.kernels.update_ranges import update_ranges_kernel
 
-        launches = () if self.members is None else self.members.launches
-        amaxes = launches[0].amax if launches else self.hyper  # placeholder, not written
+        amaxes = self.hyper if self.amax is None else self.amax  # placeholder, not written
         for kind, table in ranges.kinds.items():
             columns = (table.states, table.masters, table.parts)
             states, masters, parts = (int64(rows).to(self.hyper.device) for rows in columns)
             yield BoundKernel(
-                adam_kernel,
+                update_ranges_kernel,
                 len(parts),
                 states,
                 masters,
@@ -125,40 +141,35 @@ class Updates:
                 self.hyper,
                 self.clips,
                 amaxes,
-                TILE=ADAM_TILE.cols,
-                GRADIENT_FP32=kind.gradient == torch.float32,
-                MOMENTS_FP32=kind.moments == torch.float32,
-                DECOUPLED=self.decoupled,
+                TILE=RANGE_TILE.cols,
+                **self._constants(kind.dtypes),
                 ALIGNED=kind.aligned,
-                WEIGHTS={None: "none", torch.bfloat16: "bf16", torch.float32: "fp32"}[kind.weight],
+                WEIGHTS=_DTYPES[kind.weight],
                 AMAX=kind.finds_amax,
-                num_warps=ADAM_TILE.num_warps,
+                num_warps=RANGE_TILE.num_warps,
             )
 
-    def _step_members(
-        self,
-        launch: LaunchTable,
-        group: Sequence[tuple[Planned, AdamState]],
-        ranges: "_Ranges",
+    def _update_members(
+        self, format: BlockScaledFormat, group: "Sequence[_Member]", ranges: "_Ranges"
     ) -> Iterator[BoundKernel]:
-        """Yield launches that step and encode whole blocks, and add the rest to ``ranges``."""
-        by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[tuple[Planned, AdamState]]] = {}
-        for (entry, exchange), state in group:
-            for part in entry.owned_parts():
-                base = entry.start - part.base
+        """Yield launches that update and encode whole blocks, and add the rest to ``ranges``."""
+        by_dtypes: dict[_Dtypes, list[_Member]] = {}
+        for member in group:
+            state = member.state
+            for part in member.entry.owned_parts():
+                base = member.entry.start - part.base
                 ranges.add(state, base, part.low, part.first_whole)
                 ranges.add(state, base, part.end_whole, part.high)
-            dtypes = (state.gradient.dtype, state.exp_avg.dtype)
-            by_dtypes.setdefault(dtypes, []).append(((entry, exchange), state))
-        for (gradients, moments), members in by_dtypes.items():
-            planned = [one for one, _ in members]
-            tile = STEP_TILES[launch.format.name, moments]
-            table = LaunchTable.build(planned, launch.amax, tile=tile)
+            by_dtypes.setdefault(_Dtypes.of(state), []).append(member)
+        for dtypes, members in by_dtypes.items():
+            planned = [(one.entry, one.exchange) for one in members]
+            tile = UPDATE_TILES[format.name, dtypes.moments]
+            table = LaunchTable.build(planned, members[0].launch.amax, tile=tile)
             rows = int64(
                 [
-                    _row(state, entry.start - part.base)
-                    for (entry, _), state in members
-                    for part in entry.owned_parts()
+                    _row(one.state, one.entry.start - part.base)
+                    for one in members
+                    for part in one.entry.owned_parts()
                 ]
             )
             if table.num_tiles:
@@ -167,46 +178,60 @@ class Updates:
                     self.hyper,
                     self.clips,
                     aligned=table.aligned and not bool((rows[:, :3] % ALIGNMENT).any()),
-                    GRADIENT_FP32=gradients == torch.float32,
-                    MOMENTS_FP32=moments == torch.float32,
-                    DECOUPLED=self.decoupled,
+                    **self._constants(dtypes),
                 )
 
-    def _encode_last(
-        self,
-        launch: LaunchTable,
-        group: Sequence[tuple[Planned, AdamState]],
-        ranges: "_Ranges",
-    ) -> Iterator[BoundKernel]:
+    def _encode_last(self, group: "Sequence[_Member]", ranges: "_Ranges") -> Iterator[BoundKernel]:
         """Add experts to ``ranges``, which computes their amax, and yield the encoding launches."""
-        for (entry, exchange), state in group:
+        for entry, exchange, state, _ in group:
             for expert, part in zip(entry.owned_experts, entry.owned_parts(), strict=True):
                 base = entry.start - part.base
                 ranges.add(state, base, part.low, part.high, exchange.experts[expert])
-        if self.members is None or self.members.exchange.numel():
+        if self.amax is None or not self.encodes_amaxes:
             return  # some amaxes need other ranks
-        planned = [one for one, _ in group]
-        is_all = [entry for entry, _ in planned] == [entry for entry, _ in launch.planned]
-        table = launch if is_all else LaunchTable.build(planned, launch.amax)
-        yield from table.bind_encoding()
+        launch = group[0].launch
+        planned = [(one.entry, one.exchange) for one in group]
+        is_all = [one.entry for one in group] == [entry for entry, _ in launch.planned]
+        if not is_all or launch.amax is not self.amax:
+            launch = LaunchTable.build(planned, self.amax)
+        yield from launch.bind_encoding()
 
-    def _step(self, state: AdamState) -> None:
-        step_into(  # .data: as with kernels, version counters count only other writes
-            *(state.master.data, state.gradient, state.exp_avg, state.exp_avg_sq),
-            hyper=self.hyper[state.group],
-            clip=self.clips[state.norm],
-            decoupled=self.decoupled,
-        )
+    def _constants(self, dtypes: "_Dtypes") -> dict[str, str]:
+        gradient, moments = (_DTYPES[one] for one in dtypes)
+        return {"RULE": self.rule, "GRADIENT": gradient, "MOMENTS": moments}
+
+    def _update(self, state: UpdatedState) -> None:
+        state.update(self.rule, self.hyper[state.group], self.clips[state.norm])
         self.written.add(True)
         if state.weight is not None:
             state.weight.copy_(state.master)
 
 
+class _Member(NamedTuple):
+    """Entry whose blocks are encoded, with its maxima and its state."""
+
+    entry: TableEntry
+    exchange: Exchange
+    state: UpdatedState
+    launch: LaunchTable
+
+
+class _Dtypes(NamedTuple):
+    """Dtypes of the inputs of an update."""
+
+    gradient: torch.dtype
+    moments: torch.dtype | None
+
+    @classmethod
+    def of(cls, state: UpdatedState) -> "_Dtypes":
+        gradient, *moments = (one.dtype for one in state.inputs)
+        return cls(gradient, moments[0] if moments else None)
+
+
 class _Kind(NamedTuple):
     """Properties that all ranges of a launch share."""
 
-    gradient: torch.dtype
-    moments: torch.dtype
+    dtypes: _Dtypes
     weight: torch.dtype | None
     finds_amax: bool
     aligned: bool
@@ -229,7 +254,7 @@ class _Ranges:
     def __init__(self) -> None:
         self.kinds: dict[_Kind, _RangeTable] = {}
 
-    def add(self, state: AdamState, base: int, first: int, last: int, slot: int = -1) -> None:
+    def add(self, state: UpdatedState, base: int, first: int, last: int, slot: int = -1) -> None:
         """Add elements ``first`` to ``last``, counted from ``base`` elements before a shard.
 
         ``slot`` is the first of ``AMAX_SLOTS`` for the parts of the range, negative for no amax.
@@ -239,15 +264,14 @@ class _Ranges:
         row = _row(state, base)
         master = state.master.data_ptr() - base * state.master.element_size()
         kind = _Kind(
-            gradient=state.gradient.dtype,
-            moments=state.exp_avg.dtype,
+            dtypes=_Dtypes.of(state),
             weight=None if state.weight is None else state.weight.dtype,
             finds_amax=slot >= 0,
             aligned=not (master | row[0] | row[1] | row[2] | row[5]) % ALIGNMENT and not first % 16,
         )
         table = self.kinds.setdefault(kind, _RangeTable())
         # amax parts match those of a requantization, which never writes the other slots
-        length = amax_part_length(last - first) if kind.finds_amax else ADAM_PART
+        length = amax_part_length(last - first) if kind.finds_amax else RANGE_PART
         for number, start in enumerate(range(first, last, length)):
             part = [len(table.states), start, min(last, start + length), slot + number]
             table.parts.append(part)
@@ -255,12 +279,38 @@ class _Ranges:
         table.masters.append(master)
 
 
-def _row(state: AdamState, base: int) -> list[int]:
+def _row(state: UpdatedState, base: int) -> list[int]:
     """Return the state row of a shard, with addresses ``base`` elements before its first."""
-    columns = [
-        tensor.data_ptr() - base * tensor.element_size()
-        for tensor in (state.gradient, state.exp_avg, state.exp_avg_sq)
-    ]
+    columns = [one.data_ptr() - base * one.element_size() for one in state.inputs]
+    columns += [0] * (3 - len(columns))
     weight = state.weight
     place = 0 if weight is None else weight.data_ptr() - base * weight.element_size()
     return [*columns, state.group, state.norm, place]
+
+
+def match_members[State: OwnedState](
+    owned: Sequence[State], tables: Sequence[MemberTable], backend: Backend
+) -> Iterator[Shard[State]]:
+    """Yield the states of members, with their entries, then all other states."""
+    runs = {state.master.device: takes_kernels(backend, state.master.device) for state in owned}
+    launched = {one.master.data_ptr(): one for one in owned if runs[one.master.device]}
+    for launch in chain.from_iterable(table.launches for table in tables):
+        slots = iter(launch.amax_slots)
+        found = [launched.pop(entry.source.data_ptr(), None) for entry, _ in launch.planned]
+        missing = []
+        for (entry, exchange), state in zip(launch.planned, found, strict=True):
+            named = {expert: next(slots) for expert in entry.owned_experts}
+            planned = entry, replace(exchange, experts=named)
+            if state is None:
+                missing.append(entry.parameter)
+            else:
+                yield Shard(state=state, planned=planned, launch=launch)
+        if missing:
+            raise LayoutError(
+                f"{', '.join(missing)}: expected states whose masters are the sources of the "
+                "members, got none for these. Name every master, and take one backend for both."
+            )
+    yield from (Shard(state=state) for state in launched.values())
+    for state in owned:
+        if not runs[state.master.device]:
+            yield Shard(state=state, has_kernels=False)

@@ -44,19 +44,20 @@ def sizes_of(gradient, moments, weight):
 
 def sizes_in(constants):
     """Return the same of the dtypes that a kernel is compiled for."""
-    gradient, moments = (4 if constants[name] else 2 for name in ("GRADIENT_FP32", "MOMENTS_FP32"))
-    return sizes_of(gradient, moments, {"none": 0, "bf16": 2, "fp32": 4}[constants["WEIGHTS"]])
+    nbytes = {"none": 0, "bf16": 2, "fp32": 4}
+    return sizes_of(*(nbytes[constants[name]] for name in ("GRADIENT", "MOMENTS", "WEIGHTS")))
 
 
 def ranges_of(plan):
     """Return arguments and constants of the launches over flat ranges."""
-    kernels = [one for one in plan.kernels if one.kernel.__name__ == "adam_kernel"]
+    kernels = [one for one in plan.kernels if one.kernel.__name__ == "update_ranges_kernel"]
     return [(one.arguments, one.constants) for one in kernels]
 
 
 def members_of(plan, *, step):
     """Return arguments and constants of the launches over members, which step first or do not."""
-    kernels = [one for one in plan.kernels if one.constants.get("STEP") is step]
+    members = [one for one in plan.kernels if one.kernel.__name__.startswith("requantize")]
+    kernels = [one for one in members if (one.constants["RULE"] != "none") is step]
     return [(one.arguments, one.constants | {"WEIGHTS": "none"}) for one in kernels]
 
 

@@ -124,8 +124,8 @@ MUTANTS = (
     ),
     Mutant(  # a chunk is encoded from the beginning of its shard
         "kernels/update.py",
-        "planned = replace(entry, source=there[0], start=entry.start + first), exchange",
-        "planned = replace(entry, source=there[0], start=entry.start), exchange",
+        "planned = replace(entry, source=state.master, start=entry.start + first), exchange",
+        "planned = replace(entry, source=state.master, start=entry.start), exchange",
         ("tests/kernels/test_chunks.py::test_chunks_leave_no_trace",),
     ),
     Mutant(  # what lies before a gradient in its cache line is summed with it

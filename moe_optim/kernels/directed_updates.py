@@ -1,0 +1,162 @@
+"""Last launch of a Muon step: decay, update and encoding of masters in one pass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from moe_optim.errors import LayoutError
+from moe_optim.kernels.directed_state import DirectedPiece, DirectedState
+from moe_optim.kernels.exchange import AMAX_SLOTS
+from moe_optim.kernels.member_table import MemberTable
+from moe_optim.kernels.plan import Backend, Plan
+from moe_optim.kernels.update import Shard, Updates, match_members
+from moe_optim.places import Places
+
+Piece = tuple[int, int, int, Tensor]
+"""Index of a state, first and end element in it, and their direction, [end - first]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DirectedUpdates:
+    """Steps of masters along directions that the caller computes, in any number of pieces.
+
+    Build it once with :meth:`build`, then a plan of each set of pieces with :meth:`plan`. Launching
+    plans that together cover every element once, in any order, and then :attr:`finish` completes
+    the step. The caller fills hyper-parameters and clip factors first.
+    """
+
+    states: tuple[DirectedState, ...]
+    """All states."""
+    shards: tuple[Shard[DirectedState], ...]
+    """States in the same order, with the member entries of those that kernels encode."""
+    updates: Updates
+    """Planner of the pieces."""
+    finish: Plan
+    """Encoding after all pieces of what kernels do not encode; empty if they encode everything."""
+    written: set[bool] = field(default_factory=set)
+    """Nonempty once a step has written masters, until the caller clears it."""
+
+    @classmethod
+    def build(
+        cls,
+        states: Sequence[DirectedState],
+        hyper: Tensor,
+        clips: Tensor,
+        *,
+        members: Sequence[MemberTable] = (),
+        backend: Backend = "auto",
+    ) -> "DirectedUpdates":
+        """Check the states, and match them with the members that they are the masters of.
+
+        Args:
+            states: all owned states; may be empty.
+            hyper: [num_groups, HYPER_FIELDS] fp32 on the device of the states, stored by reference;
+                for the columns of a direction see ``fields``.
+            clips: [num_norms] fp32, stored by reference. A negative factor skips the update, and
+                encodes the unchanged masters again.
+            members: tables whose sources are masters of some of the states, without shared blocks
+                or experts.
+            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
+
+        Raises:
+            LayoutError: states with inconsistent tensors, masters of members without a state, or
+                members with blocks or experts that several ranks share.
+        """
+        for state in states:
+            state.check()
+        for table in members:
+            _refuse_cuts(table)
+        owned = [state for state in states if state.master.numel()]
+        matched = {id(one.state): one for one in match_members(owned, members, backend)}
+        shards, num_slots = _number_slots(
+            [matched.get(id(state), Shard(state=state)) for state in states]
+        )
+        written: set[bool] = set()
+        amax = torch.zeros(num_slots, dtype=torch.float32, device=hyper.device)
+        updates = Updates(
+            rule="direction",
+            hyper=hyper,
+            clips=clips,
+            amax=amax if num_slots else None,
+            written=written,
+        )
+        calls = [call for table in members for call in table.encode_unshared.calls]
+        return cls(
+            states=tuple(states),
+            shards=tuple(shards),
+            updates=updates,
+            finish=Plan(device=hyper.device, calls=tuple(calls)),
+            written=written,
+        )
+
+    def plan(self, pieces: Sequence[Piece]) -> Plan:
+        """Return the update of some pieces, and on the kernel path their encoding.
+
+        Elements outside of the pieces are neither read nor written.
+
+        Args:
+            pieces: index of a state, first and end element in it, and their direction, [end -
+                first] bf16, fp16 or fp32, contiguous, stored by reference. A piece of a member
+                consists of whole block rows; for formats with a global amax, of whole experts.
+
+        Raises:
+            LayoutError: a piece outside its state, one that cuts a block row or an expert, or an
+                unsupported direction.
+        """
+        shards = [self._shard_of(*piece) for piece in pieces]
+        tensors = [one for index, *_ in pieces for one in self.states[index].tensors()]
+        tensors += [direction for *_, direction in pieces]
+        plan = self.updates.plan([shard for shard in shards if shard.state.master.numel()])
+        return replace(plan, places=Places(tensors))
+
+    def _shard_of(
+        self, index: int, first: int, last: int, direction: Tensor
+    ) -> Shard[DirectedPiece]:
+        shard = self.shards[index]
+        piece = shard.piece(first, shard.state.piece(first, last, direction))
+        if piece.planned is not None:
+            entry, _ = piece.planned
+            rows, cols = entry.target.shape[1:]
+            by_expert = entry.target.format.has_global_amax
+            for part in entry.owned_parts():
+                whole = part.low == part.first_whole and part.high == part.end_whole
+                if not whole or (by_expert and part.high - part.low < rows * cols):
+                    unit = "experts" if by_expert else "block rows"
+                    raise LayoutError(
+                        f"{entry.parameter}: expected a piece of whole {unit} of "
+                        f"{entry.target.format.name} {list(entry.target.shape)}, got elements "
+                        f"{entry.start} to {entry.end}. Let pieces begin and end with experts."
+                    )
+        return piece
+
+
+def _refuse_cuts(table: MemberTable) -> None:
+    shared = [
+        entry.parameter
+        for entry, exchange in zip(table.entries, table.exchanges, strict=True)
+        if exchange.size
+    ]
+    if shared:
+        raise LayoutError(
+            f"{', '.join(shared)}: expected whole blocks and experts on every rank, got some that "
+            "ranks share. Place the boundaries of shards between experts."
+        )
+
+
+def _number_slots(
+    shards: Sequence[Shard[DirectedState]],
+) -> tuple[list[Shard[DirectedState]], int]:
+    """Give every expert that needs an amax slots in one tensor; return the shards and its size."""
+    numbered, num_slots = [], 0
+    for shard in shards:
+        if shard.planned is not None and shard.planned[0].target.format.has_global_amax:
+            entry, exchange = shard.planned
+            experts = entry.owned_experts
+            slots = range(num_slots, num_slots + AMAX_SLOTS * len(experts), AMAX_SLOTS)
+            named = dict(zip(experts, slots, strict=True))
+            shard = replace(shard, planned=(entry, replace(exchange, experts=named)))
+            num_slots += AMAX_SLOTS * len(experts)
+        numbered.append(shard)
+    return numbered, num_slots
