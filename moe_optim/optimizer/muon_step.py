@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_optim.errors import ConfigError
-from moe_optim.kernels.direction_table import DirectedState, DirectedUpdates
+from moe_optim.kernels.directed_state import DirectedState
+from moe_optim.kernels.directed_updates import DirectedUpdates
 from moe_optim.kernels.matrices import MatrixShard, Piece
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.momentum import Momentum, Pack, Unpack
