@@ -110,9 +110,9 @@ def describe_layout(layout: MatrixLayout) -> str:
     spread = max(costs) / mean if mean else 1.0
     matrices = sum(weight.count for weight in layout.weights)
     return (
-        f"moe_optim: muon: {matrices} matrices of {len(layout.weights)} parameters in "
-        f"{len(layout.buckets)} buckets for {layout.dp_size} ranks, {layout.padding:.1%} padding, "
-        f"cost of the busiest rank {spread:.2f} of the mean"
+        f"moe_optim: muon: layout of {matrices} matrices: buckets {len(layout.buckets)}, ranks "
+        f"{layout.dp_size}, padding {layout.padding:.1%}, highest cost of a rank {spread:.2f} of "
+        "the mean"
     )
 
 

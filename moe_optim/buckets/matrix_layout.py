@@ -33,7 +33,7 @@ SINGLE_PADDING = Fraction(1, 9)
 MOST_GROWTH = 3
 """Maximum length of a shard in least lengths, for shard boundaries between matrices."""
 TOLERANCE = 1 / 32
-"""Cost above the mean that a rank may have to save padding."""
+"""Part of the highest cost of a rank by which it may grow to save padding."""
 TRIES = 16
 """Shard lengths that are tried between the least and the longest."""
 
@@ -277,16 +277,15 @@ def _cannot_own_whole(chunk: Sequence[MatrixWeight], shards: _Shards) -> LayoutE
 def _pack_singles(chunk: Sequence[MatrixWeight], shards: _Shards) -> _Bucket:
     """Return the bucket with the shortest tried shards on which costs balance.
 
-    Costs balance if no rank has more than it has without a bound of the length, or than the mean
-    plus ``TOLERANCE``, and if ranks differ by one matrix at most. Where no length up to the mean
-    plus the largest matrix allows that, the bucket with the least cost of a rank.
+    Costs balance if the highest cost of a rank is within ``TOLERANCE`` of that without a bound of
+    the length, and ranks differ by one matrix at most. Where no length up to the mean plus the
+    largest matrix allows that, memory goes first: the bucket has the lowest highest cost.
     """
     sizes = [round_up(weight.numel, START) for weight in chunk]
     empty = [(0.0, 0, rank) for rank in range(shards.count)]
     by_cost_alone = _fill(chunk, sum(sizes), empty)
     assert by_cost_alone is not None
-    total = sum(weight.cost for weight in chunk)
-    most = max(max(_costs(chunk, by_cost_alone, shards)), (1 + TOLERANCE) * total / shards.count)
+    most = (1 + TOLERANCE) * max(_costs(chunk, by_cost_alone, shards))
     largest = max(weight.cost for weight in chunk)
     best: tuple[float, list[tuple[int, int]]] | None = None
     for shard_numel in _lengths(sizes, _least_shard(chunk, shards), shards):

@@ -14,6 +14,8 @@ from triton import JITFunction
 from moe_optim import kernels
 from moe_optim.formats import DIRECTIONS, FORMATS, QuantizedWeight
 from moe_optim.kernels.adam_state import AdamState
+from moe_optim.kernels.directed_state import DirectedState
+from moe_optim.kernels.directed_updates import DirectedUpdates
 from moe_optim.kernels.exchange import plan_exchange
 from moe_optim.kernels.fake import find_table
 from moe_optim.kernels.fields import HYPER_FIELDS
@@ -124,6 +126,45 @@ def test_every_step_compiles(format, moments, gradients, decoupled, capability, 
         asm = compile_kernel(bound, capability).asm
         assert asm["cubin"]
         assert "div.approx.ftz.f32" in asm["ptx"]
+
+
+def kernels_of_direction(format, directions):
+    """Return what a GPU would launch for a step along a direction: quantized and dense weights."""
+    numel = SHAPE[0] * SHAPE[1] * SHAPE[2]
+    weights = (None, torch.zeros(96, dtype=torch.bfloat16), torch.zeros(96))
+    states = [
+        DirectedState(
+            parameter="fc",
+            master=torch.zeros(numel if weight is None else 96),
+            weight=weight,
+        )
+        for weight in weights
+    ]
+    target = QuantizedWeight.empty(format, SHAPE)
+    entry = TableEntry(parameter="fc", source=states[0].master, target=target)
+    updates = DirectedUpdates.build(
+        states, torch.zeros(1, HYPER_FIELDS), torch.ones(1), members=[MemberTable.build([entry])]
+    )
+    pieces = [
+        (index, 0, one.master.numel(), torch.zeros(one.master.numel(), dtype=directions))
+        for index, one in enumerate(states)
+    ]
+    return updates.plan(pieces).kernels
+
+
+@FOR_EVERY_GPU
+@for_dtypes("directions", MORE_DTYPES)
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_every_step_along_a_direction_compiles(format, directions, capability, monkeypatch):
+    """Differences round once and products before; nothing flushes what is subnormal."""
+    plan_kernels(monkeypatch)
+    seen = list(kernels_of_direction(format, directions))
+    assert len(seen) == (4 if format.has_global_amax else 3)
+    for bound in seen:
+        asm = compile_kernel(bound, capability).asm
+        assert asm["cubin"] and "ftz" not in asm["ptx"]
+        if bound.constants["RULE"] == "direction":
+            assert "fma.rn.f32" in asm["ptx"] and "ld.global.v4.b32" in asm["ptx"]
 
 
 @FOR_EVERY_GPU

@@ -1,0 +1,285 @@
+"""Steps along directions in pieces are steps of whole weights, which are then encoded."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_optim.errors import LayoutError
+from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, NVFP4, QuantizedWeight
+from moe_optim.kernels.directed_state import DirectedState
+from moe_optim.kernels.directed_updates import DirectedUpdates
+from moe_optim.kernels.fields import HYPER_FIELDS
+from moe_optim.kernels.member_table import MemberTable, TableEntry
+from tests.kernels.conftest import BLACKWELL
+from tests.support.bytes import assert_bytes_equal, assert_values_equal
+from tests.support.inputs import poisoned
+from tests.support.ptx.launches import emulate, plan_kernels
+from tests.support.steps.directing import ROWS, Directing, stepped
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+
+
+def weights_of(format):
+    """Return shapes and formats of weights that are read in every way: with masks and without."""
+    ragged = (2, 136, 72) if format is FP8_BLOCK else (2, 64, 96)
+    return [((3, 128, 128), format), (ragged, format), ((2, 32, 40), torch.bfloat16)]
+
+
+# Kernels
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@EVERY_FORMAT
+def test_kernels_step_and_encode_pieces_as_the_whole(format, dtype, launches):
+    run = Directing(weights_of(format), directions=dtype)
+    for seed in (0, 100):
+        run.step(run.directions(seed), seed)
+        run.assert_equal_to_the_oracle()
+    assert launches and not run.updates.finish.calls
+
+
+@EVERY_FORMAT
+def test_kernels_leave_experts_outside_of_the_pieces_alone(format, launches):
+    """Masters and every byte of the gathered buffers."""
+    run = Directing(weights_of(format)[:1])
+    (state,), (target,), (before,) = run.states, run.targets, run.masters
+    numel = state.master.numel() // 3
+    (direction,) = run.directions(0)
+    run.updates.plan([(0, numel, 2 * numel, direction[numel : 2 * numel])]).launch()
+    whole = Directing(weights_of(format)[:1])
+    whole.step([direction], seed=0)
+    for expert, ours in enumerate((False, True, False)):
+        here = slice(expert * numel, (expert + 1) * numel)
+        want = whole.states[0].master if ours else before
+        assert_values_equal(state.master[here], want[here], what=f"expert {expert}")
+        filled = whole.targets[0] if ours else poisoned(format, (3, 128, 128))
+        for name, buffer in target.gathered_buffers().items():
+            want = filled.gathered_buffers()[name][expert]
+            assert_bytes_equal(buffer[expert], want, what=f"expert {expert} {name}")
+
+
+@pytest.mark.parametrize("format", [FP8_BLOCK, NVFP4, torch.float32], ids=str)
+def test_kernels_keep_subnormals(format, launches):
+    """As masters, as directions, as what is added to a master, and as results."""
+    run = Directing([((1, 128, 128), format)])
+    run.masters[0].copy_(torch.linspace(-3e-38, 3e-38, 128 * 128))
+    run.states[0].master.copy_(run.masters[0])
+    direction = torch.linspace(2e-38, -1e-38, 128 * 128).bfloat16()
+    run.step([direction], seed=0)
+    tiny = run.masters[0].abs()
+    assert ((tiny > 0) & (tiny < 2.0**-126)).sum() > 1000
+    run.assert_equal_to_the_oracle()
+
+
+# Plain torch
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_plain_torch_steps_and_encodes_pieces_as_the_whole(data):
+    formats = [*FORMATS.values(), torch.bfloat16, torch.float32]
+    sizes = st.integers(1, 3)
+    shapes = st.builds(lambda e, r, c: (e, 32 * r, 32 * c), sizes, sizes, sizes)
+    weights = data.draw(
+        st.lists(st.tuples(shapes, st.sampled_from(formats)), min_size=1, max_size=4)
+    )
+    dtype = data.draw(st.sampled_from([*DTYPES.values()]))
+    run = Directing(weights, directions=dtype, num_tables=data.draw(st.integers(1, 3)))
+    for seed in (0, 100):
+        run.step(run.directions(seed), data.draw(st.integers(0, 99)))
+        run.assert_equal_to_the_oracle()
+
+
+# Both
+
+
+@pytest.fixture(params=["kernels", "plain torch"])
+def backend(request, monkeypatch):
+    """Have launches run as on a GPU, or have none."""
+    if request.param == "kernels":
+        emulate(monkeypatch, BLACKWELL)
+
+
+@EVERY_FORMAT
+def test_a_negative_clip_moves_nothing_and_encodes_again(format, backend):
+    run = Directing([((2, 128, 128), format), ((1, 32, 32), torch.bfloat16)])
+    run.clips.fill_(-1)
+    before = [one.clone() for one in run.masters]
+    run.step(run.directions(0), seed=0)
+    run.assert_equal_to_the_oracle()
+    for state, master in zip(run.states, before, strict=True):
+        assert_bytes_equal(state.master, master)
+
+
+def test_a_plan_reads_hyper_parameters_and_clip_factors_anew(backend):
+    run = Directing([((1, 128, 128), FP8_BLOCK)])
+    (direction,) = run.directions(0)
+    plan = run.updates.plan([(0, 0, 128 * 128, direction)])
+    want = run.masters[0]
+    for row, clip in ((ROWS[0], 1.0), (ROWS[1], 0.0), (ROWS[0], -1.0), (ROWS[0], 0.5)):
+        run.hyper[0, : len(row)] = torch.tensor(row)
+        run.clips.fill_(clip)
+        plan.launch()
+        want = want if clip < 0 else stepped(want, direction, row)
+        assert_values_equal(run.states[0].master, want, what=f"{row}, clip {clip}")
+
+
+def test_a_launch_reports_that_masters_were_written(backend):
+    run = Directing([((1, 128, 128), FP8_BLOCK)])
+    plan = run.updates.plan(run.cut(run.directions(0), seed=0))
+    assert not run.updates.written
+    plan.launch()
+    assert run.updates.written == {True}
+
+
+@pytest.fixture
+def with_kernels(monkeypatch):
+    """Tables have launches, whatever the device: they are read here, and not launched."""
+    plan_kernels(monkeypatch)
+
+
+def test_weights_of_one_format_share_a_launch_whatever_their_tables(with_kernels):
+    """And their directions one dtype; experts that need an amax share a second one."""
+    shape, wide = (4, 128, 128), (2, 128, 256)
+    for format, num_launches in ((FP8_BLOCK, 1), (MXFP8, 1), (NVFP4, 2)):
+        run = Directing([(shape, format), (wide, format), (shape, format)], num_tables=3)
+        plan = run.updates.plan(run.cut(run.directions(0), seed=1))
+        assert len(plan.kernels) == num_launches
+
+
+def test_a_plan_notices_when_a_tensor_has_moved(with_kernels):
+    run = Directing([((1, 128, 128), FP8_BLOCK), ((1, 32, 32), torch.bfloat16)])
+    pieces = run.cut(run.directions(0), seed=1)
+    plan = run.updates.plan(pieces)
+    used = [one for state in run.states for one in state.tensors()]
+    for tensor in [*used, *(direction for *_, direction in pieces)]:
+        assert not plan.has_moved
+        here = tensor.data
+        tensor.data = here.clone()
+        assert plan.has_moved
+        tensor.data = here
+
+
+def test_no_piece_and_empty_states_launch_nothing(with_kernels):
+    state = DirectedState(parameter="fc", master=torch.zeros(0))
+    updates = DirectedUpdates.build([state], torch.zeros(1, HYPER_FIELDS), torch.ones(1))
+    assert not updates.plan([]).calls
+    assert not updates.plan([(0, 0, 0, torch.zeros(0))]).calls
+    assert not updates.finish.calls
+
+
+# What is refused
+
+
+def build(*states, members=()):
+    return DirectedUpdates.build(
+        states, torch.zeros(1, HYPER_FIELDS), torch.ones(1), members=members
+    )
+
+
+def state_of(numel=64, **others):
+    return DirectedState(**{"parameter": "fc1", "master": torch.zeros(numel)} | others)
+
+
+OFFLOADED = torch.zeros(64)
+OFFLOADED.untyped_storage().resize_(0)
+BAD_STATES = {
+    "a master in bf16": {"master": torch.zeros(64).bfloat16()},
+    "a master with strides": {"master": torch.zeros(128)[::2]},
+    "an offloaded master": {"master": OFFLOADED},
+    "a weight in fp16": {"weight": torch.zeros(64).half()},
+    "a longer weight": {"weight": torch.zeros(65)},
+    "a weight elsewhere": {"weight": torch.zeros(64, device="meta")},
+}
+
+
+@pytest.mark.parametrize("others", BAD_STATES.values(), ids=BAD_STATES)
+def test_states_that_do_not_fit_are_refused_by_name(others):
+    build(state_of())
+    with pytest.raises(LayoutError, match=r"^fc1: .*expected .* got "):
+        build(state_of(**others))
+
+
+BAD_PIECES = {
+    "before the shard": (-32, 32, torch.zeros(64)),
+    "after the shard": (32, 96, torch.zeros(64)),
+    "backwards": (64, 32, torch.zeros(0)),
+    "a shorter direction": (0, 64, torch.zeros(63)),
+    "a direction in two dimensions": (0, 64, torch.zeros(8, 8)),
+    "a direction with strides": (0, 64, torch.zeros(128)[::2]),
+    "a direction in fp64": (0, 64, torch.zeros(64).double()),
+    "a direction elsewhere": (0, 64, torch.zeros(64, device="meta")),
+}
+
+
+@pytest.mark.parametrize("piece", BAD_PIECES.values(), ids=BAD_PIECES)
+def test_pieces_that_do_not_fit_are_refused_by_name(piece):
+    updates = build(state_of())
+    updates.plan([(0, 0, 64, torch.zeros(64))])
+    with pytest.raises(LayoutError, match=r"^fc1: .*expected .* got "):
+        updates.plan([(0, *piece)])
+
+
+@pytest.mark.parametrize(
+    ("format", "unit", "length"),
+    [
+        (FP8_BLOCK, "block rows", 64 * 128),
+        (MXFP8, "block rows", 16 * 128),
+        (NVFP4, "experts", 16 * 128),
+    ],
+    ids=["fp8_block", "mxfp8", "nvfp4"],
+)
+def test_pieces_that_cut_what_is_encoded_at_once_are_refused_by_name(
+    format, unit, length, with_kernels
+):
+    run = Directing([((2, 128, 128), format)])
+    for first, last in ((0, length), (length, 128 * 128)):
+        with pytest.raises(LayoutError, match=rf"^fc0: expected a piece of whole {unit}"):
+            run.updates.plan([(0, first, last, torch.zeros(last - first))])
+
+
+def members_of(format, *, end, start=0, cuts=()):
+    """Return a table of a range of a weight [2, 64, 64], and its master."""
+    master = torch.zeros(end - start)
+    entry = TableEntry(
+        parameter="fc1",
+        source=master,
+        target=QuantizedWeight.empty(format, (2, 64, 64)),
+        start=start,
+        cuts=cuts,
+    )
+    return MemberTable.build([entry]), master
+
+
+@pytest.mark.parametrize("format", [MXFP8, NVFP4], ids=["mxfp8", "nvfp4"])
+def test_blocks_and_experts_of_several_ranks_are_refused_by_name(format, backend):
+    """Cuts between experts are not."""
+    whole, master = members_of(format, end=4096, cuts=(4096,))
+    build(state_of(master=master), members=[whole])
+    cut = 64 * 32 if format is NVFP4 else 64 * 40
+    shared, master = members_of(format, end=cut, cuts=(cut,))
+    with pytest.raises(LayoutError, match=r"^fc1: expected whole blocks and experts"):
+        build(state_of(master=master), members=[whole, shared])
+
+
+def test_a_range_of_experts_is_stepped_where_it_lies(backend):
+    """The rank of the second expert writes its bytes alone."""
+    table, master = members_of(MXFP8, start=4096, end=8192, cuts=(4096,))
+    master.fill_(1.0)
+    target = table.entries[0].target
+    for buffer in target.buffers().values():
+        buffer.view(torch.uint8).fill_(0xA5)
+    updates = build(state_of(master=master), members=[table])
+    updates.plan([(0, 0, 4096, torch.zeros(4096))]).launch()
+    updates.finish.launch()
+    for buffer in target.gathered_buffers().values():
+        first, second = buffer.view(torch.uint8)
+        assert (first == 0xA5).all() and (second != 0xA5).all()
+
+
+def test_members_whose_masters_have_no_state_are_refused_by_name(with_kernels):
+    table, _ = members_of(MXFP8, end=8192)
+    with pytest.raises(LayoutError, match=r"^fc1: expected states whose masters"):
+        build(state_of(), members=[table])
