@@ -11,8 +11,8 @@ from megatron.core.optimizer.param_layout import PerBufferParamLayout
 from torch import Tensor
 
 from moe_optim.buckets.layout import Slot, aligned_end
-from moe_optim.buckets.matrix_buffers import holds_matrices, matrix_param_layout
 from moe_optim.buckets.managed_bucket import ManagedBucket, require_gradient_memory
+from moe_optim.buckets.matrix_buffers import holds_matrices, matrix_param_layout
 from moe_optim.buckets.offload import ParamData
 from moe_optim.buckets.states import Event
 from moe_optim.errors import ConfigError, StateError

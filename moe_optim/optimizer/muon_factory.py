@@ -143,7 +143,11 @@ class _Builder:
         """Return the buffers of a part by chunk; raise StateError if some hold both kinds."""
         name = "expert_parallel_buffers" if is_expert else "buffers"
         found = {
-            number: [buffer for buffer in getattr(chunk, name) if holds_matrices(buffer.params) is is_muon]
+            number: [
+                buffer
+                for buffer in getattr(chunk, name)
+                if holds_matrices(buffer.params) is is_muon
+            ]
             for number, chunk in enumerate(self.chunks)
         }
         for buffers in found.values():

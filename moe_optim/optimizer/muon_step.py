@@ -1,7 +1,7 @@
 """The step of matrices that Muon updates: momentum, iteration in batches, update and encoding."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial

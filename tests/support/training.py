@@ -74,8 +74,11 @@ def pretrain(
         os.environ["MOE_OPTIM_CPU"] = "1"
         cpu_runtime.install()
     _shrink_mock_data()
-    if config is not None:
-        (installation.install if optimizer else install_experts)(config)
+    if config is not None and optimizer:
+        installation.install(config, optimizer="muon" if "muon" in flags else "adam")
+        _settle_optimizer()
+    elif config is not None:
+        install_experts(config)
     record = Record()
     built = _watch(record, after_step, after_setup)
     # --exit-interval ends the loop with sys.exit(0)
@@ -90,6 +93,22 @@ def pretrain(
     if observe is not None:
         record.extra = observe(*built)
     return record
+
+
+def _settle_optimizer() -> None:
+    """Let Muon be a distributed optimizer, as --use-moe-grouped-optim does."""
+    from megatron.training import arguments
+
+    from moe_optim.integration.script_arguments import settle_optimizer
+
+    stock = arguments.parse_and_validate_args
+
+    def parse(*args: Any, **kwargs: Any) -> Any:
+        parsed = stock(*args, **kwargs)
+        settle_optimizer(parsed)
+        return parsed
+
+    arguments.parse_and_validate_args = parse
 
 
 def install_experts(config: MoEOptimConfig) -> None:
