@@ -82,12 +82,13 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
 
     def _check_owned(self, param: torch.nn.Parameter, master: Tensor) -> None:
         weight, start = self.matrices[param], self._get_model_param_range_map(param)["param"].start
-        if start % weight.numel or master.numel() % weight.numel:
+        end = start + master.numel()
+        if start % weight.numel or end % weight.numel:
             raise LayoutError(
                 f"{weight.name}: expected shards of whole matrices {list(weight.shape)}, got "
-                f"elements {start} to {start + master.numel()} on data-parallel rank "
-                f'{self.data_parallel_group.rank()}. Call moe_optim.install(optimizer="muon") before '
-                "the model is wrapped with DDP."
+                f"elements {start} to {end} on data-parallel rank "
+                f"{self.data_parallel_group.rank()}. Call "
+                'moe_optim.install(optimizer="muon") before the model is wrapped with DDP.'
             )
 
     def make_moments(self) -> None:

@@ -496,7 +496,7 @@ def _gather(weight: MatrixWeight, packed: Tensor, space: _Space) -> tuple[list[C
     whole = space.take(*shape)
     targets = whole.unflatten(weight.partition_dim + 1, (ranks, -1))
     return [
-        partial(dist.all_gather_into_tensor, parts, packed, group=weight.group),
+        partial(dist.all_gather_into_tensor, parts.view(-1), packed.view(-1), group=weight.group),
         partial(targets.copy_, parts.movedim(0, weight.partition_dim + 1)),
     ], whole
 
