@@ -108,12 +108,11 @@ def test_wires_layouts_and_workspaces_agree(format: str):
 
 def _shapes_of_gate_and_up(flags: list[str], config: MoEOptimConfig) -> Any:
     def count(_model: Any, optimizer: Any) -> dict[str, list[int]]:
-        weights = {
+        return {
             weight.name: [rows.rows for rows in weight.rows]
             for part in optimizer.chained_optimizers
             for weight in getattr(part, "matrices", {}).values()
         }
-        return weights
 
     return pretrain([*RUN, *flags], config, observe=count)
 
