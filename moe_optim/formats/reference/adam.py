@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_optim.formats.reference.fma import fma
+
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
@@ -87,18 +89,8 @@ def step_into(
 
 
 def _fma(factor: Tensor, values: Tensor, addend: Tensor) -> Tensor:
-    """Return ``factor * values + addend``, rounded once.
-
-    The product of two fp32 numbers is exact in fp64. The sum is rounded to odd, to avoid double
-    rounding.
-    """
-    product, addend = factor.double() * values.double(), addend.double()
-    total = product + addend
-    added = total - product
-    lost = (product - (total - added)) + (addend - added)
-    even = total.view(torch.int64) % 2 == 0
-    odd = torch.nextafter(total, torch.copysign(torch.full_like(lost, torch.inf), lost))
-    return _flush(torch.where(even & (lost.abs() > 0), odd, total).float())
+    """Return ``factor * values + addend``, rounded once, with subnormals flushed."""
+    return _flush(fma(factor, values, addend))
 
 
 def _flush(values: Tensor) -> Tensor:
