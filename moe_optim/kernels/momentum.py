@@ -37,8 +37,8 @@ class Momentum(Plan):
         m = lerp(m, g, 1 - momentum)
         u = lerp(g, m, momentum)      without Nesterov: m
 
-    It writes ``m`` and the sums of ``u^2``. A negative clip factor skips the update of ``m``. Bits
-    depend on the values and the shape of each matrix only, on a GPU as on a CPU.
+    It writes ``m`` and the sums of ``u^2``. With a negative clip factor ``u`` is ``m``, which does
+    not change. Bits depend on the values and the shape of each matrix only, on a GPU as on a CPU.
     """
 
     shards: tuple[MatrixShard, ...]
@@ -136,7 +136,7 @@ class Pack(Plan):
 
         With ``m`` the updated momentum::
 
-            u = lerp(clip * gradient, m, momentum)      without Nesterov: m
+            u = lerp(clip * gradient, m, momentum)      without Nesterov or with a negative clip: m
             x = u / max(sqrt(sum of u^2), 1e-7)
 
         Args:
@@ -145,9 +145,9 @@ class Pack(Plan):
             squares: :attr:`Momentum.squares`.
             packed: batch that is written, [B, M, N] bf16, fp16 or fp32, contiguous: matrix b is the
                 b-th of the pieces.
-            hyper: as for :class:`Momentum`.
-            clips: as for :class:`Momentum`.
-            nesterov: as for :class:`Momentum`.
+            hyper: table that the momentum was updated with.
+            clips: factors that the gradients were multiplied with.
+            nesterov: whether the direction is Nesterov's.
             backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
 
         Raises:
@@ -159,6 +159,12 @@ class Pack(Plan):
         for piece in pieces:
             piece.shard.check()
             _check_indices(piece.shard, hyper, clips)
+            if not 0 <= piece.start <= len(squares) - piece.shard.num_matrices:
+                raise LayoutError(
+                    f"pack: squares: expected those of {piece.shard.num_matrices} matrices of "
+                    f"{piece.shard.parameter} from {piece.start} on, got {len(squares)} in all. "
+                    "Pass the squares of the Momentum that made the piece."
+                )
         calls: tuple[Call, ...] = (partial(_pack, pieces, squares, packed, hyper, clips, nesterov),)
         if takes_kernels(backend, device, e4m3=False):
             calls = tuple(_bind_pack(pieces, squares, packed, hyper, clips, nesterov))
@@ -362,9 +368,9 @@ def _update(piece: Piece, hyper: Tensor, clips: Tensor, squares: Tensor, nestero
 def _direction(
     shard: MatrixShard, owned: slice, row: Tensor, clip: Tensor, nesterov: bool
 ) -> Tensor:
-    """Return the direction of the elements ``owned``, which aliases momentum without Nesterov."""
+    """Return the direction of the elements ``owned``, which may alias momentum."""
     momentum = shard.momentum[owned]
-    if not nesterov:
+    if not nesterov or clip < 0:
         return momentum
     return (shard.gradient[owned].float() * clip).lerp(momentum, row[0])
 

@@ -50,8 +50,9 @@ def momentum_kernel(
         m = lerp(m, g, 1 - momentum)
         u = lerp(g, m, momentum)      without Nesterov: m
 
-    Grid (num_parts,). A negative clip factor skips the second line. Lane i adds the squares of
-    elements i, i + TILE, ... of the part in this order, then neighbouring lanes are added.
+    Grid (num_parts,). With a negative clip factor u is m, which does not change. Lane i adds the
+    squares of elements i, i + TILE, ... of the part in this order, then neighbouring lanes are
+    added.
     """
     part = parts + tl.program_id(0).to(tl.int64) * PART_FIELDS
     row = matrices + tl.load(part) * MATRIX_FIELDS
@@ -83,7 +84,7 @@ def _step(state, places, mask, squares, NESTEROV: tl.constexpr):
     tl.store(momentum + places, new, mask=mask)
     direction = new
     if NESTEROV:
-        direction = _lerp(g, new, decay)
+        direction = tl.where(clip < 0, old, _lerp(g, new, decay))
     if mask is not None:
         direction = tl.where(mask, direction, 0.0)
     wide = direction.to(tl.float64)
@@ -131,7 +132,7 @@ def pack_kernel(
         u = lerp(clip * gradient, m, momentum)      without Nesterov: m, the updated momentum
         x = u / max(sqrt(sum of u^2), 1e-7)
 
-    Grid (num_parts,).
+    Grid (num_parts,). With a negative clip factor u is m.
     """
     part = parts + tl.program_id(0).to(tl.int64) * PART_FIELDS
     row = matrices + tl.load(part) * MATRIX_FIELDS
@@ -161,7 +162,8 @@ def _divide(state, places, target, mask, norm, NESTEROV: tl.constexpr):
     clip, decay, _ = factors
     direction = load_tile(momentum + places, mask)
     if NESTEROV:
-        direction = _lerp(_clipped(load_tile(gradient + places, mask), clip), direction, decay)
+        g = _clipped(load_tile(gradient + places, mask), clip)
+        direction = tl.where(clip < 0, direction, _lerp(g, direction, decay))
     values = tl.div_rn(direction, norm)
     tl.store(target, values.to(target.dtype.element_ty), mask=mask)
 
