@@ -300,7 +300,7 @@ _SHARDS = (
 _OTHER_OPTIMIZERS = {
     "adaptive_muon": "no step here keeps the second moment of its orthogonalized updates",
     "soap": "no step here keeps its preconditioners",
-    "lion": "no step here has its sign of a momentum",
+    "lion": "no step here applies the sign of a momentum",
 }
 
 
@@ -424,7 +424,7 @@ RULES: tuple[Rule, ...] = (
          lambda s: find_folder("emerging_optimizers") is None
          and _without_fusing(s, "--optimizer muon"),
          "Megatron's own step calls emerging-optimizers, which cannot be imported",
-         "Run pip install 'moe_optim[muon]'; or change that: {step}"),
+         "{step}; or run pip install 'moe_optim[muon]'"),
     ),
     *_rules("any model", "refuse",
         ("--qk-clip", _of("models", lambda m: m.qk_clip),
