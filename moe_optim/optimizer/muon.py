@@ -140,7 +140,7 @@ def _split(
 ) -> tuple[int, ...]:
     rows = int(param.shape[-2])
     if settings.splits_qkv and getattr(param, "is_qkv", False):
-        return tuple(param.qkv_split_shapes)
+        return tuple(getattr(param, "qkv_split_shapes", ()))
     if settings.splits_gate_up and model.gated_linear_unit and _GATED.search(name):
         interleave = model.moe_mlp_glu_interleave_size if is_expert else None
         return (interleave or rows // 2,) * 2

@@ -23,7 +23,13 @@ from moe_optim.optimizer.muon import (
     describe_weight,
     hyper_of,
 )
-from moe_optim.optimizer.muon_step import MuonState, MuonTable, common_scale_of, workspace_for
+from moe_optim.optimizer.muon_step import (
+    MuonState,
+    MuonTable,
+    allocate_workspace,
+    check_workspace,
+    common_scale_of,
+)
 from moe_optim.weights.names import parameter_names
 
 
@@ -58,6 +64,7 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
         self.settings = MuonSettings.of(config, self.moe_optim_config)
         self.matrices: dict[torch.nn.Parameter, MatrixWeight] = {}
         self._rows: list[tuple[int, float]] = []
+        self._workspace: Tensor | None = None
         if self.is_stub_optimizer:
             return
         names = parameter_names(self.model_chunks)
@@ -69,11 +76,7 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
         for param, master in owned_masters(self):
             self._check_owned(param, master)
         self.optimizer.weights = {m: self.matrices[p] for p, m in owned_masters(self)}
-        counts = [
-            (self.matrices[param], master.numel() // self.matrices[param].numel)
-            for param, master in owned_masters(self)
-        ]
-        self._workspace = workspace_for(counts, self.settings, self._clips.device)
+        check_workspace(self.matrices.values(), self.settings)
 
     @property
     def optimizer_state_keys(self) -> tuple[str, ...]:
@@ -96,6 +99,11 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
         for _, master in owned_masters(self):
             if MOMENTUM not in self.optimizer.state[master]:
                 self.optimizer.initialize_state(master)
+
+    def offload_to_cpu(self) -> None:
+        """Move masters and momenta to the host, and free the workspace."""
+        self._tables, self._tables_generation, self._workspace = {}, 0, None
+        super().offload_to_cpu()
 
     def _plan_tables(self) -> dict[ManagedBucket | None, Any]:
         """Return one table of all matrices, under None."""
@@ -120,6 +128,8 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
             for (param, master), key in zip(owned, keys, strict=True)
             if master.numel()
         ]
+        if self._workspace is None:
+            self._workspace = allocate_workspace(states, self.settings, self._clips.device)
         self._planned = {bucket: self._plan_bucket(bucket) for bucket in self._buckets}
         members = [table for _, table in self._planned.values() if table is not None]
         table = MuonTable.build(
