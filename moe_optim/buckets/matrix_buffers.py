@@ -1,0 +1,130 @@
+"""Megatron's buffers of matrices that Muon steps: which parameters, which buffer, which places."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from math import lcm, prod
+from typing import Any
+
+import torch
+from megatron.core.optimizer.param_layout import PerBufferParamLayout
+from megatron.core.utils import log_single_rank
+
+from moe_optim.buckets.layout import START
+from moe_optim.buckets.matrix_layout import (
+    MatrixLayout,
+    MatrixWeight,
+    iteration_cost,
+    lay_out_matrices,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def is_muon_matrix(param: torch.nn.Parameter) -> bool:
+    """Return whether Muon steps ``param``: a matrix [R, C], or the matrices of experts [E, R, C].
+
+    Embeddings and output layers are Adam's, by Megatron's rule, and so are 3-D weights without
+    experts, such as those of convolutions. Linears of experts set ``allreduce`` on their weights.
+    """
+    if getattr(param, "is_embedding_or_output_parameter", False):
+        return False
+    holds_experts = hasattr(param, "quantized_storage") or hasattr(param, "allreduce")
+    return param.dim() == 2 or (param.dim() == 3 and holds_experts)
+
+
+def tag_matrices(params: Iterable[torch.nn.Parameter]) -> None:
+    """Set ``is_managed_by_layer_wise_optimizer``, so that Megatron's buffers separate parameters.
+
+    Adam's parameters get False, matrices [R, C] True, and matrices of experts [E, R, C] the string
+    ``RxC``: weights of one shape share a buffer, whose shards are whole matrices without padding.
+    """
+    for param in params:
+        tag: bool | str = is_muon_matrix(param)
+        if tag and param.dim() == 3:
+            # Megatron's BufferKey hashes the tag and compares it, and all else tests its truth.
+            tag = f"{param.shape[1]}x{param.shape[2]}"
+        tagged: Any = param
+        tagged.is_managed_by_layer_wise_optimizer = tag
+
+
+def matrix_param_layout(
+    params: list[torch.nn.Parameter],
+    bucket_size: int | None,
+    dp_size: int,
+    divisor: int,
+    param_indices: list[int] | None = None,
+) -> PerBufferParamLayout:
+    """Return the layout of a buffer in which every matrix lies inside one shard, and log it.
+
+    Args:
+        params: parameters of the buffer in the order of the forward pass, [R, C] or [E, R, C].
+        bucket_size: minimum number of elements of a bucket; None for one bucket.
+        dp_size: number of data-parallel ranks.
+        divisor: divisor of the length of a bucket, a multiple of ``dp_size``.
+        param_indices: Megatron's indices of ``params``, passed through.
+
+    Raises:
+        LayoutError: no rank can own some matrix whole.
+    """
+    backward = params[::-1]
+    layout = lay_out_matrices(
+        [_matrix_weight(param, len(params) - 1 - index) for index, param in enumerate(backward)],
+        dp_size=dp_size,
+        bucket_numel=bucket_size,
+        unit=lcm(_shard_unit(params), divisor // dp_size),
+    )
+    log_single_rank(logger, logging.INFO, describe_layout(layout))
+    return PerBufferParamLayout(
+        param_index_map=dict(zip(backward, layout.places, strict=True)),
+        bucket_indices=list(layout.buckets),
+        per_bucket_numel_unpadded=list(layout.numel_unpadded),
+        param_indices=param_indices if param_indices is not None else [],
+        num_optimizer_shards=dp_size,
+    )
+
+
+def describe_layout(layout: MatrixLayout) -> str:
+    """Return a line with the number of buckets, the padding and the balance of a layout."""
+    costs = layout.costs_by_rank()
+    mean = sum(costs) / len(costs)
+    spread = max(costs) / mean if mean else 1.0
+    matrices = sum(weight.count for weight in layout.weights)
+    return (
+        f"moe_optim: muon: layout of {matrices} matrices: buckets {len(layout.buckets)}, ranks "
+        f"{layout.dp_size}, padding {layout.padding:.1%}, highest cost of a rank {spread:.2f} of "
+        "the mean"
+    )
+
+
+def _matrix_weight(param: torch.nn.Parameter, index: int) -> MatrixWeight:
+    storage = getattr(param, "quantized_storage", None)
+    count, rows, cols = (1, *param.shape) if param.dim() == 2 else param.shape
+    return MatrixWeight(
+        name=f"parameter {index}" if storage is None else storage.name,
+        count=count,
+        rows=rows,
+        cols=cols,
+        cost=iteration_cost(rows, cols),
+    )
+
+
+def _shard_unit(params: Sequence[torch.nn.Parameter]) -> int:
+    """Return a number of elements such that shards of multiples of it have whole scales.
+
+    Scales of other weights are reduced over all ranks instead of gathered, so those with edge
+    blocks do not count.
+    """
+    storages = [getattr(param, "quantized_storage", None) for param in params]
+    blocks = {
+        prod(storage.format.rowwise_block)
+        for storage in storages
+        if storage is not None and _has_whole_blocks(storage)
+    }
+    return lcm(START, *blocks)
+
+
+def _has_whole_blocks(storage: Any) -> bool:
+    _, *dims = storage.shape
+    return not any(
+        dim % block for dim, block in zip(dims, storage.format.rowwise_block, strict=True)
+    )

@@ -1,0 +1,170 @@
+"""Buffers of Muon's matrices: who steps which parameter, and layouts that Megatron takes."""
+
+import logging
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
+
+from moe_optim.buckets.layout import Slot, plan_buffers, side_by_side
+from moe_optim.buckets.matrix_buffers import is_muon_matrix, matrix_param_layout, tag_matrices
+from moe_optim.buckets.matrix_layout import iteration_cost, lay_out_matrices
+from moe_optim.errors import LayoutError
+from moe_optim.formats import FORMATS
+from tests.support.states.buckets import make_params
+
+BUSBW = 1 << 16
+
+
+def parameter(*shape, **attributes):
+    param = torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+    for name, value in attributes.items():
+        setattr(param, name, value)
+    return param
+
+
+def expert(*shape, **attributes):
+    """Return a weight of experts, to which its linear has given ``allreduce``."""
+    return parameter(*shape, allreduce=False, **attributes)
+
+
+# Which parameters
+
+
+@pytest.mark.parametrize(
+    ("param", "expected"),
+    [
+        (parameter(8, 4), True),
+        (parameter(8, 4, is_embedding_or_output_parameter=False), True),
+        (parameter(8, 4, is_embedding_or_output_parameter=True), False),
+        (parameter(8), False),
+        (expert(4), False),
+        (expert(8, 4), True),
+        (expert(2, 8, 4), True),
+        (parameter(2, 8, 4, allreduce=True), True),
+        (parameter(8, 1, 4), False),
+        (parameter(), False),
+        (expert(2, 2, 8, 4), False),
+    ],
+    ids=lambda value: str(tuple(value.shape)) if isinstance(value, torch.Tensor) else str(value),
+)
+def test_muon_steps_matrices_that_are_neither_embeddings_nor_filters(param, expected):
+    assert is_muon_matrix(param) is expected
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_muon_steps_quantized_weights_of_experts(format):
+    (param,) = make_params(format, side_by_side([(2, 128, 256)]))
+    assert is_muon_matrix(param)
+
+
+def test_megatron_separates_matrices_of_experts_by_shape():
+    norm, embedding = parameter(64), parameter(100, 64, is_embedding_or_output_parameter=True)
+    dense = [parameter(64, 32), parameter(32, 64)]
+    wide = [expert(4, 64, 32), expert(2, 64, 32)]
+    tall = [expert(4, 32, 64)]
+    params = [embedding, norm, *dense, *wide, *tall]
+    tag_matrices(params)
+    assert [param.is_managed_by_layer_wise_optimizer for param in params] == [
+        *(False, False, True, True),
+        *("64x32", "64x32", "32x64"),
+    ]
+    groups = group_params_for_buffers(params, grad_reduce_in_fp32=True)
+    buffers = [members for members, _ in groups.values()]
+    assert [[id(one) for one in members] for members in buffers] == [
+        [id(one) for one in members] for members in ([embedding, norm], dense, wide, tall)
+    ]
+    assert [bool(key.is_managed_by_layer_wise_optimizer) for key in groups] == [False] + 3 * [True]
+
+
+# Layouts
+
+
+shapes = st.one_of(
+    st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    st.tuples(st.integers(1, 9), st.just(16), st.just(64)),
+)
+
+
+@given(
+    shapes=st.lists(shapes, min_size=1, max_size=12),
+    dp_size=st.integers(1, 8),
+    bucket_size=st.none() | st.integers(1, 10_000),
+)
+def test_megatrons_constructor_finds_every_parameter_in_the_bucket_that_comes_next(
+    shapes, dp_size, bucket_size
+):
+    """Buckets are numbered in the order of the backward pass, without gaps, and divide."""
+    params = [parameter(*shape) for shape in shapes]
+    divisor = 128 * dp_size
+    layout = matrix_param_layout(params, bucket_size, dp_size, divisor, list(range(len(params))))
+    numbers = [layout.param_index_map[param][2] for param in params[::-1]]
+    assert numbers[0] == 0
+    assert all(after - before in (0, 1) for before, after in pairwise(numbers))
+    assert len(layout.bucket_indices) == len(layout.per_bucket_numel_unpadded) == numbers[-1] + 1
+    for start, end in layout.bucket_indices:
+        assert start % divisor == end % divisor == 0
+    for param in params:
+        first, last, number = layout.param_index_map[param]
+        start, end = layout.bucket_indices[number]
+        shard_numel = (end - start) // dp_size
+        count = param.shape[0] if param.dim() == 3 else 1
+        assert last - first == param.numel()
+        for matrix in range(count):
+            head = first - start + matrix * (param.numel() // count)
+            tail = head + param.numel() // count - 1
+            assert head // shard_numel == tail // shard_numel < dp_size
+    assert sum(layout.per_bucket_numel_unpadded) == sum(param.numel() for param in params)
+    assert layout.param_indices == list(range(len(params)))
+    assert layout.num_optimizer_shards == dp_size
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("divisor", [3 * 128, 3 * BUSBW], ids=["", "busbw"])
+def test_every_shard_of_quantized_matrices_has_whole_bytes_and_scales(format, divisor):
+    """So scales are gathered with the data, none is reduced over all ranks."""
+    shapes = [(1, 128, 256), (1, 384, 128), (1, 128, 128), (5, 256, 256), (4, 256, 256)]
+    params = make_params(format, side_by_side(shapes))
+    layout = matrix_param_layout(params, None, 3, divisor)
+    ((_, numel),) = layout.bucket_indices
+    slots = [
+        Slot(name="", start=layout.param_index_map[param][0], shape=shape)
+        for param, shape in zip(params, shapes, strict=True)
+    ]
+    buffers = plan_buffers(format, slots, numel, 3)
+    assert all(buffer.is_sliced or buffer.name == "global_amax" for buffer in buffers)
+
+
+def test_the_layout_is_logged_once_with_padding_and_balance(caplog):
+    """3 matrices on 2 ranks: 4 places, and the busiest rank has 2 of 1.5."""
+    with caplog.at_level(logging.INFO):
+        matrix_param_layout([expert(3, 64, 64)], None, 2, 128)
+    assert caplog.messages == [
+        "moe_optim: muon: layout of 3 matrices: buckets 1, ranks 2, padding 33.3%, highest cost of "
+        "a rank 1.33 of the mean"
+    ]
+
+
+def test_costs_are_those_of_an_iteration_on_one_matrix():
+    """Two matrices [8, 64] and two [32, 16] of the same size: each rank has one of both."""
+    params = [parameter(8, 64), parameter(8, 64), parameter(32, 16), parameter(32, 16)]
+    layout = matrix_param_layout(params, None, 2, 128)
+    assert iteration_cost(8, 64) < iteration_cost(32, 16)
+    ranks = [layout.param_index_map[param][0] // 1024 for param in params]
+    assert sorted(ranks[:2]) == sorted(ranks[2:]) == [0, 1]
+
+
+def test_errors_name_the_weight_or_its_number_in_the_model():
+    with pytest.raises(LayoutError, match="muon: parameter 1: .*64 of .24, 40."):
+        matrix_param_layout([parameter(8, 8), expert(64, 24, 40)], None, 8, BUSBW)
+    (named,) = make_params(FORMATS["fp8_block"], side_by_side([(64, 24, 40)], name="layers.3.fc"))
+    with pytest.raises(LayoutError, match=r"muon: layers\.3\.fc0: "):
+        matrix_param_layout([named], None, 8, BUSBW)
+
+
+def test_no_parameters_have_an_empty_layout():
+    assert matrix_param_layout([], None, 2, 128).bucket_indices == []
+    assert lay_out_matrices([], dp_size=2, bucket_numel=None).buckets == ()

@@ -1,0 +1,332 @@
+"""No matrix crosses a shard, for any weights; padding and balance are within their bounds."""
+
+from dataclasses import replace
+from itertools import pairwise
+from math import lcm
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+
+from moe_optim.buckets.matrix_layout import (
+    MatrixLayout,
+    MatrixWeight,
+    iteration_cost,
+    lay_out_matrices,
+)
+from moe_optim.buckets.matrix_packing import GROUPED_PADDING, SINGLE_PADDING, TOLERANCE
+from moe_optim.errors import LayoutError
+
+MODELS = {  # matrices [R, C] of a layer that are not experts'
+    "qwen3-30b-a3b": ((5120, 2048), (2048, 4096), (128, 2048)),
+    "deepseek-v3": ((1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)),
+}
+
+
+def weight(count, rows, cols, cost=None, name="weight"):
+    cost = iteration_cost(rows, cols) if cost is None else cost
+    return MatrixWeight(name=name, count=count, rows=rows, cols=cols, cost=cost)
+
+
+def up(value, multiple):
+    return -(-value // multiple) * multiple
+
+
+sizes = st.integers(1, 40)
+dp_sizes = st.integers(1, 9)
+bucket_numels = st.none() | st.integers(1, 20_000)
+units = st.sampled_from([64, 128, 192, 1024])
+singles = st.builds(weight, st.just(1), sizes, sizes)
+any_weights = st.lists(st.builds(weight, st.integers(1, 12), sizes, sizes), min_size=1, max_size=12)
+
+
+@st.composite
+def uniform_weights(draw, unit):
+    """Weights of several matrices of one shape, of a multiple of the unit."""
+    rows = draw(st.integers(1, 4))
+    counts = draw(st.lists(st.integers(2, 20), min_size=1, max_size=12))
+    return [weight(count, rows, unit) for count in counts]
+
+
+def members(layout, bucket):
+    """Return the indices of the weights of a bucket."""
+    return [index for index, place in enumerate(layout.places) if place[2] == bucket]
+
+
+def shard_numel(layout, bucket):
+    start, end = layout.buckets[bucket]
+    return (end - start) // layout.dp_size
+
+
+def costs_of(layout, bucket):
+    """Return the cost of each rank in one bucket."""
+    costs = [0] * layout.dp_size
+    for index in members(layout, bucket):
+        for rank, owned in enumerate(layout.owners(index)):
+            costs[rank] += len(owned) * layout.weights[index].cost
+    return costs
+
+
+def check_valid(layout: MatrixLayout, unit: int) -> None:
+    """Check all of Megatron's invariants, and that every matrix lies inside one shard."""
+    assert [start for start, _ in layout.buckets] == [0, *(end for _, end in layout.buckets[:-1])]
+    assert all((end - start) % (layout.dp_size * unit) == 0 for start, end in layout.buckets)
+    numbers = [number for _, _, number in layout.places]
+    assert numbers[0] == 0
+    assert numbers[-1] == len(layout.buckets) - 1
+    assert all(after - before in (0, 1) for before, after in pairwise(numbers))
+    for (_, end), (start, _) in pairwise(sorted(place[:2] for place in layout.places)):
+        assert end <= start
+    for index, (one, (start, end, number)) in enumerate(
+        zip(layout.weights, layout.places, strict=True)
+    ):
+        bucket_start, bucket_end = layout.buckets[number]
+        assert bucket_start <= start < end == start + one.numel <= bucket_end
+        assert start % 64 == 0
+        shard = shard_numel(layout, number)
+        owners = []
+        for matrix in range(one.count):
+            first = start - bucket_start + matrix * one.matrix_numel
+            owners.append(first // shard)
+            assert (first + one.matrix_numel - 1) // shard == owners[-1]
+        owned = layout.owners(index)
+        assert [rank for rank, matrices in enumerate(owned) for _ in matrices] == owners
+        assert [matrix for matrices in owned for matrix in matrices] == list(range(one.count))
+    for number, unpadded in enumerate(layout.numel_unpadded):
+        assert unpadded == sum(layout.weights[index].numel for index in members(layout, number))
+
+
+# Validity
+
+
+@given(weights=any_weights, dp_size=dp_sizes, bucket_numel=bucket_numels, unit=units)
+def test_no_matrix_crosses_a_shard_boundary(weights, dp_size, bucket_numel, unit):
+    """Of any shapes and counts in one buffer, unless they are refused."""
+    try:
+        layout = lay_out_matrices(weights, dp_size=dp_size, bucket_numel=bucket_numel, unit=unit)
+    except LayoutError:
+        assert dp_size > 1
+        assert any(one.count > 1 and one.matrix_numel % unit for one in weights) or (
+            len({one.matrix_numel for one in weights if one.count > 1}) > 1
+        )
+        return
+    check_valid(layout, unit)
+    used = sum(one.numel for one in weights)
+    assert layout.padding == (layout.buckets[-1][1] - used) / used
+
+
+@given(data=st.data(), dp_size=dp_sizes, bucket_numel=bucket_numels, unit=units)
+def test_experts_of_one_shape_among_single_matrices_always_have_a_layout(
+    data, dp_size, bucket_numel, unit
+):
+    weights = data.draw(uniform_weights(unit)) + data.draw(st.lists(singles, max_size=12))
+    weights = data.draw(st.permutations(weights))
+    check_valid(
+        lay_out_matrices(weights, dp_size=dp_size, bucket_numel=bucket_numel, unit=unit), unit
+    )
+
+
+@given(weights=any_weights, dp_size=dp_sizes, bucket_numel=bucket_numels)
+def test_the_layout_does_not_depend_on_the_unit_of_costs(weights, dp_size, bucket_numel):
+    scaled = [replace(one, cost=one.cost * 2.0**-40) for one in weights]
+    try:
+        layout = lay_out_matrices(weights, dp_size=dp_size, bucket_numel=bucket_numel)
+    except LayoutError:
+        with pytest.raises(LayoutError):
+            lay_out_matrices(scaled, dp_size=dp_size, bucket_numel=bucket_numel)
+        return
+    again = lay_out_matrices(scaled, dp_size=dp_size, bucket_numel=bucket_numel)
+    assert (layout.places, layout.buckets) == (again.places, again.buckets)
+
+
+# Padding
+
+
+@given(weights=any_weights, dp_size=dp_sizes, bucket_numel=bucket_numels, unit=units)
+def test_padding_of_every_bucket_but_the_last_is_bounded(weights, dp_size, bucket_numel, unit):
+    try:
+        layout = lay_out_matrices(weights, dp_size=dp_size, bucket_numel=bucket_numel, unit=unit)
+    except LayoutError:
+        return
+    for number, (start, end) in enumerate(layout.buckets[:-1]):
+        are_grouped = all(weights[index].count > 1 for index in members(layout, number))
+        part = GROUPED_PADDING if are_grouped else SINGLE_PADDING
+        used = layout.numel_unpadded[number]
+        assert bucket_numel is not None
+        assert used >= bucket_numel
+        assert end - start - used <= part * used + dp_size * unit
+
+
+@given(data=st.data(), dp_size=dp_sizes, bucket_numel=bucket_numels, unit=units)
+def test_no_rank_owns_more_matrices_of_one_shape_than_the_mean_rounded_up(
+    data, dp_size, bucket_numel, unit
+):
+    """The least possible, in every bucket; so is its padding: shards have no other elements."""
+    weights = data.draw(uniform_weights(unit))
+    layout = lay_out_matrices(weights, dp_size=dp_size, bucket_numel=bucket_numel, unit=unit)
+    for number in range(len(layout.buckets)):
+        indices = members(layout, number)
+        most = -(-sum(weights[index].count for index in indices) // dp_size)
+        owned = [layout.owners(index) for index in indices]
+        assert max(sum(len(ranges[rank]) for ranges in owned) for rank in range(dp_size)) == most
+        assert shard_numel(layout, number) == most * weights[0].matrix_numel
+
+
+@given(
+    weights=st.lists(singles, min_size=1, max_size=40),
+    dp_size=dp_sizes,
+    bucket_numel=bucket_numels,
+    unit=units,
+)
+def test_shards_of_single_matrices_are_no_longer_than_the_mean_and_the_largest(
+    weights, dp_size, bucket_numel, unit
+):
+    """Whatever the costs."""
+    layout = lay_out_matrices(weights, dp_size=dp_size, bucket_numel=bucket_numel, unit=unit)
+    for number in range(len(layout.buckets)):
+        padded = [up(weights[index].numel, 64) for index in members(layout, number)]
+        assert shard_numel(layout, number) <= up(-(-sum(padded) // dp_size) + max(padded), unit)
+
+
+@given(weights=any_weights, bucket_numel=bucket_numels, unit=units)
+def test_one_rank_has_no_padding_but_alignment(weights, bucket_numel, unit):
+    layout = lay_out_matrices(weights, dp_size=1, bucket_numel=bucket_numel, unit=unit)
+    for number, (start, end) in enumerate(layout.buckets):
+        padded = [up(weights[index].numel, 64) for index in members(layout, number)]
+        assert end - start == up(sum(padded), unit)
+
+
+def test_a_matrix_that_dominates_its_bucket_is_paid_for_by_every_rank():
+    weights = [weight(1, 1000, 64), weight(1, 1, 64)]
+    layout = lay_out_matrices(weights, dp_size=4, bucket_numel=None)
+    assert layout.padding == (4 * 64_000 - 64_064) / 64_064
+
+
+def test_layers_join_a_bucket_until_their_experts_divide_among_the_ranks():
+    """16 experts for 12 ranks: three layers are 48 experts."""
+    layout = lay_out_matrices([weight(16, 64, 64)] * 9, dp_size=12, bucket_numel=1024)
+    assert layout.padding == 0
+    assert [number for _, _, number in layout.places] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_what_is_left_joins_the_last_bucket_where_that_takes_less_memory():
+    """62 and 2 matrices for 4 ranks have 64 and 4 places in two buckets, 64 in one."""
+    layer, rest = weight(62, 64, 64), weight(2, 64, 64)
+    joined = lay_out_matrices([layer, rest], dp_size=4, bucket_numel=layer.numel)
+    assert [number for _, _, number in joined.places] == [0, 0]
+    assert joined.padding == 0
+    alone = lay_out_matrices([layer, layer], dp_size=4, bucket_numel=layer.numel)
+    assert [number for _, _, number in alone.places] == [0, 1]
+
+
+# Balance
+
+
+def greedy_costs(costs, dp_size):
+    """Return the cost of each rank if each next largest goes to the rank with the least."""
+    loads = [0] * dp_size
+    for cost in sorted(costs, reverse=True):
+        loads[loads.index(min(loads))] += cost
+    return loads
+
+
+@given(
+    numels=st.lists(st.integers(1, 60), min_size=1, max_size=60),
+    dp_size=dp_sizes,
+    bucket_numel=bucket_numels,
+)
+def test_costs_like_sizes_balance_as_without_a_bound_of_the_length(numels, dp_size, bucket_numel):
+    """In each bucket within 1/32 of a largest-first schedule, itself at most 4/3 of the optimum;
+    over all buckets ranks differ by one matrix at most."""
+    weights = [weight(1, numel, 64, cost=numel) for numel in numels]
+    layout = lay_out_matrices(weights, dp_size=dp_size, bucket_numel=bucket_numel)
+    for number in range(len(layout.buckets)):
+        costs = costs_of(layout, number)
+        greedy = greedy_costs([numels[index] for index in members(layout, number)], dp_size)
+        assert max(costs) <= (1 + TOLERANCE) * max(greedy)
+    total = layout.costs_by_rank()
+    assert total == [
+        sum(own)
+        for own in zip(
+            *(costs_of(layout, number) for number in range(len(layout.buckets))), strict=True
+        )
+    ]
+    assert max(total) - min(total) <= max(numels)
+
+
+@pytest.mark.parametrize("shapes", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("dp_size", [2, 3, 8, 12, 32, 64, 128])
+def test_no_rank_of_a_real_model_costs_more_than_in_megatrons_layout(shapes, dp_size):
+    """Nor is there more padding, where it is above what every bucket may have."""
+    weights = [weight(1, *shape) for _ in range(48) for shape in shapes]
+    bucket_numel = max(40_000_000, 1_000_000 * dp_size)
+    layout = lay_out_matrices(weights, dp_size=dp_size, bucket_numel=bucket_numel)
+    check_valid(layout, 64)
+    params = [torch.nn.Parameter(torch.empty(one.rows, one.cols, device="meta")) for one in weights]
+    stock = LayerWiseDistributedOptimizer._compute_per_buffer_param_layout(
+        params[::-1], bucket_numel, dp_size, DistributedDataParallelConfig()
+    )
+    theirs = replace(
+        layout,
+        places=tuple(stock.param_index_map[param] for param in params),
+        buckets=tuple(stock.bucket_indices),
+        numel_unpadded=tuple(stock.per_bucket_numel_unpadded),
+    )
+    assert max(layout.costs_by_rank()) <= max(theirs.costs_by_rank())
+    assert layout.padding <= max(theirs.padding, SINGLE_PADDING)
+
+
+def test_buckets_of_experts_take_turns_in_which_rank_has_fewer():
+    """17 matrices on 2 ranks in every bucket: each rank has 9 in half of the buckets."""
+    weights = [weight(17, 8, 8, cost=1)] * 8
+    layout = lay_out_matrices(weights, dp_size=2, bucket_numel=17 * 64)
+    assert len(layout.buckets) == 8
+    assert layout.costs_by_rank() == [68, 68]
+
+
+# Cost
+
+
+@given(rows=sizes, cols=sizes)
+def test_the_cost_of_an_iteration_counts_symmetric_products_by_half(rows, cols):
+    """The operations of each product of X <- aX + (bA + cA^2)X with A = XX^T, multiply and add."""
+    m, n = sorted((rows, cols))
+    gram, square, product = 2 * m * n * m, 2 * m * m * m, 2 * m * m * n
+    assert iteration_cost(rows, cols) == gram / 2 + square / 2 + product
+
+
+# Refusals
+
+
+def test_experts_that_no_rank_can_own_whole_are_refused_with_what_to_set():
+    """64 matrices of 960 elements: a shard of whole ones is a multiple of 122880."""
+    experts = weight(64, 24, 40, name="layers.0.fc1")
+    with pytest.raises(
+        LayoutError,
+        match=r"layers\.0\.fc1: .*8192 elements, got 64 of \[24, 40\].*no rank can own whole.*"
+        "expert_layout: indexed",
+    ):
+        lay_out_matrices([experts], dp_size=8, bucket_numel=None, unit=8192)
+    indexed = [weight(1, 24, 40)] * 64
+    check_valid(lay_out_matrices(indexed, dp_size=8, bucket_numel=None, unit=8192), 8192)
+
+
+def test_a_length_that_is_no_multiple_of_the_unit_still_holds_whole_matrices():
+    """Matrices of 96 elements begin at multiples of 64 in pairs only."""
+    layout = lay_out_matrices([weight(8, 8, 12)] * 3, dp_size=4, bucket_numel=None)
+    check_valid(layout, 64)
+    assert shard_numel(layout, 0) == lcm(64, 96) * 3
+    assert layout.padding == 0
+
+
+def test_a_unit_of_other_than_whole_starts_is_refused():
+    with pytest.raises(LayoutError, match="multiple of 64 elements, got 96"):
+        lay_out_matrices([weight(1, 8, 8)], dp_size=2, bucket_numel=None, unit=96)
+
+
+def test_no_weights_take_no_buckets():
+    layout = lay_out_matrices([], dp_size=2, bucket_numel=None)
+    assert (layout.places, layout.buckets, layout.padding) == ((), (), 0.0)
