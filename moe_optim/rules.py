@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from moe_optim.environment import find_folder
+from moe_optim.environment import find_package
 from moe_optim.errors import ConfigError
 
 Effect = Literal["refuse", "stock step", "warn", "note"]
@@ -421,7 +421,7 @@ RULES: tuple[Rule, ...] = (
          and _without_fusing(s, changed),
          "Megatron's own Muon has neither", "{step}; or leave these settings at their defaults"),
         ("Megatron's own Muon without emerging-optimizers",
-         lambda s: find_folder("emerging_optimizers") is None
+         lambda s: find_package("emerging-optimizers") is None
          and _without_fusing(s, "--optimizer muon"),
          "Megatron's own step calls emerging-optimizers, which cannot be imported",
          "{step}; or run pip install 'moe_optim[muon]'"),
