@@ -2,17 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from moe_optim.errors import ConfigError, LayoutError
-from moe_optim.kernels import plan, products
-from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
-from moe_optim.kernels.plan import BoundKernel
-from moe_optim.kernels.products import Polynomial, Product
-from moe_optim.kernels.tuning import ProductTile
 from tests.support.bytes import assert_bytes_equal
-from tests.support.newton_schulz import QUINTIC, distance, iterate, orthogonalize, random_matrices
+from tests.support.newton_schulz import QUINTIC, iterate, orthogonalize, random_matrices
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((1, 1, 1), (3, 5, 7), (2, 64, 96), (2, 96, 64), (3, 128, 40), (1, 33, 33))
