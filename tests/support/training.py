@@ -182,7 +182,9 @@ def _watch(
 def _record_state(record: Record, model: list[Any], optimizer: Any) -> None:
     parts = optimizer.chained_optimizers
     record.classes = {type(part).__name__ for part in parts}
-    if record.classes == {"Float16OptimizerWithFloat16Params"}:
+    if "LayerWiseDistributedOptimizer" in record.classes or record.classes == {
+        "Float16OptimizerWithFloat16Params"
+    }:
         return  # it shards nothing
     names = {param: name for name, param in named_parameters(model)}
     for part in parts:
