@@ -67,7 +67,7 @@ class Experts:
 
 QWEN3 = Experts(count=128, hidden=2048, ffn=768)
 """One layer of Qwen3-30B-A3B."""
-SMALL = Experts(count=4, hidden=256, ffn=128)
+SMALL = Experts(count=2, hidden=256, ffn=128)
 LAYERS = 8
 """Layers whose gather is planned."""
 
