@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks import convert, experts_report, gather, requantize_report, step
 from benchmarks.export import command as export
+from benchmarks.muon import command as muon
 from benchmarks.offload import command as offload
 from moe_optim.commands.cli.main import run_command
 
@@ -17,6 +18,7 @@ KINDS = {
     "offload": offload,
     "export": export,
     "experts": experts_report,
+    "muon": muon,
 }
 """Benchmark -> module that adds its options and runs it."""
 

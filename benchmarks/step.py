@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,6 +29,7 @@ from moe_optim.integration.argv import (
     flags,
     last_value,
     spell_format,
+    without_options,
 )
 from moe_optim.screen import fail, print_table, results_console
 
@@ -43,6 +44,9 @@ DETERMINISTIC_ARGUMENTS = ("--deterministic-mode", "--clip-grad", "0")
 """Disables clipping: its norm is summed in bucket order, which differs between the sides."""
 CLIP_GRAD = 1.0
 """Megatron's default."""
+OPTIMIZERS = ("adam", "muon")
+QUANTIZED_WEIGHTS = ("--fp8-param-gather", "--fp4-param-gather")
+"""Flags that stock's side leaves out with Muon, whose weights are then bf16."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -68,6 +72,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--rounds", type=int, default=2, metavar="N", help="processes per side (default 2)")
     add("--ranks", type=int, metavar="N", help="ranks (default: the recipe's)")
     add_changes(parser, "moe_optim.layout=stock")
+    optimizers = "optimizer of both sides; stock Muon's weights are bf16 (default: the recipe's)"
+    add("--optimizer", choices=OPTIMIZERS, help=optimizers)
     repeats = "use only deterministic algorithms on both sides, and no clipping"
     add("--deterministic", action="store_true", help=repeats)
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
@@ -182,6 +188,7 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
 def megatron_argv(args: argparse.Namespace, recipe: Recipe, side: str) -> list[str]:
     """Return the command line of a rank, equal for both sides except for the plug-in's flags."""
     argv = [*recipe.megatron_argv(), *(DETERMINISTIC_ARGUMENTS if args.deterministic else ())]
+    argv += ["--optimizer", args.optimizer] if args.optimizer else []
     argv += [
         *args.megatron_args,
         *missing_data(args, recipe),
@@ -190,12 +197,19 @@ def megatron_argv(args: argparse.Namespace, recipe: Recipe, side: str) -> list[s
     ]
     argv += ["--eval-iters", "0", "--timing-log-level", "0"]
     argv += ["--log-interval", "1"]  # logging synchronizes the device after every iteration
+    if side == "stock" and optimizer_of(argv) == "muon":
+        argv = without_options(argv, QUANTIZED_WEIGHTS)
     if side == "plugin":
         argv += ["--use-moe-grouped-optim"]
         for name in field_names():
             value = json.dumps(getattr(recipe.moe_optim, name))  # JSON is YAML too
             argv += ["--moe-optim-set", f"{name}={value}"]
     return argv
+
+
+def optimizer_of(argv: Sequence[str]) -> str:
+    """Return the optimizer of a command line, ``muon`` by its deprecated name, too."""
+    return (last_value(argv, "--optimizer") or "adam").removeprefix("dist_")
 
 
 def missing_data(args: argparse.Namespace, recipe: Recipe) -> list[str]:
@@ -217,13 +231,14 @@ def _report(
     from benchmarks.step_rank import WARM_UP
     from moe_optim.commands.console.provenance import begin_report
 
-    argv = megatron_argv(args, recipe, "stock")
+    argv = megatron_argv(args, recipe, "plugin")
     ranks = args.ranks or recipe.ranks
     return {
         **begin_report(_command(args), on_gpu=torch.cuda.is_available(), ranks=ranks),
         "workload": {
             "recipe": str(recipe.path),
             "format": spell_format(recipe.moe_optim.format, argv),
+            "optimizer": optimizer_of(argv),
             "portable_experts": last_value(argv, "--transformer-impl") == "local",
             "clip_grad": float(last_value(argv, "--clip-grad") or CLIP_GRAD),
             "ranks": ranks,
@@ -241,6 +256,7 @@ def _command(args: argparse.Namespace) -> str:
     words += ["--iterations", str(args.iterations), "--rounds", str(args.rounds)]
     words += ["--ranks", str(args.ranks)] if args.ranks else []
     words += ["--set", *args.set] if args.set else []
+    words += ["--optimizer", args.optimizer] if args.optimizer else []
     words += ["--deterministic"] if args.deterministic else []
     words += ["--json", str(args.json)] if args.json else []
     words += ["--", *args.megatron_args] if args.megatron_args else []

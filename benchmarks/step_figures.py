@@ -29,7 +29,7 @@ PARTS = {
     "grad_copy_ms": Figure("gradients to masters", "in fp32, of what this rank owns"),
     "grad_norm_ms": Figure("gradient norm", "over all ranks; the host waits for it"),
     "inner_step_ms": Figure(
-        "Adam", "the inner optimizer's step; a fused one scales gradients and encodes weights, too"
+        "inner step", "Adam's and Muon's; a fused one scales gradients and encodes weights, too"
     ),
     "requantize_ms": Figure(
         "requantize",
@@ -175,13 +175,15 @@ def title_of(report: dict[str, Any]) -> str:
     """Return the title of a report."""
     work = report["workload"]
     equal = "the same losses" if report["losses_equal"] else f"losses differ: {_why_losses(work)}"
-    return f"{work['recipe']}, {work['format']}, {work['ranks']} x {report['device']}; {equal}"
+    how = f"{work['format']}, {work.get('optimizer', 'adam')}"
+    return f"{work['recipe']}, {how}, {work['ranks']} x {report['device']}; {equal}"
 
 
 def _why_losses(work: Mapping[str, Any]) -> str:
     """Return whether losses of both sides should be equal, and if not, why."""
     reasons = []
-    if work["portable_experts"] and work["format"] != "bf16":
+    is_bf16 = work["portable_experts"] or work.get("optimizer", "adam") == "muon"
+    if is_bf16 and work["format"] != "bf16":
         reasons.append("stock has experts in bf16")
     if work["clip_grad"]:
         reasons.append("norms that clip are summed in another order (--clip-grad 0 leaves them)")

@@ -18,6 +18,7 @@ WEIGHTS = ("requantize", "gather", "post_processing")
 """Parts between the inner optimizer's step and weights ready for GEMMs."""
 
 _OF_OPTIMIZER = {  # method -> part
+    "allgather_params": "gather",  # of LayerWiseDistributedOptimizer
     "_copy_model_grads_to_main_grads": "grad_copy",
     "_copy_main_params_to_model_params": "requantize",
     "_copy_main_params_to_param_buffer": "requantize",
@@ -117,11 +118,11 @@ def instrument(parts: Parts, model_chunks: Iterable[Any], optimizer: Any) -> Non
     if hasattr(optimizer, "find_norms"):  # fused step, which reads gradients in place
         parts.wrap(optimizer, "find_norms", "grad_norm")
     parts.wrap(optimizer, "step", "optimizer")
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for one in _links_of(optimizer):
         for method, name in _OF_OPTIMIZER.items():
             if hasattr(one, method):
                 parts.wrap(one, method, name)
-        if not one.is_stub_optimizer:
+        if not hasattr(one, "chained_optimizers") and not one.is_stub_optimizer:
             if getattr(optimizer, "is_fused", False):  # Adam's step is not a separate function
                 parts.wrap(one, "update_masters", "inner_step")
             else:
@@ -136,6 +137,14 @@ def instrument(parts: Parts, model_chunks: Iterable[Any], optimizer: Any) -> Non
     managed = [group for group in groups if getattr(group, "managed", False)]
     if managed:
         _instrument_plugin(parts, managed)
+
+
+def _links_of(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizers of a chain, of chains within it, and these chains themselves."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        yield one
+        if hasattr(one, "chained_optimizers"):
+            yield from _links_of(one)
 
 
 def _instrument_gather(parts: Parts, group: Any) -> None:

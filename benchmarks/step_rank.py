@@ -143,7 +143,8 @@ def count_bytes(parts: Parts) -> dict[str, int]:
     def counting(key: str, collective: Callable[..., Any]) -> Callable[..., Any]:
         def count_and_run(*args: Any, **kwargs: Any) -> Any:
             if parts.innermost in WEIGHTS:
-                counts[key] += args[0].numel() * args[0].element_size()
+                results = [args[0]] if isinstance(args[0], torch.Tensor) else args[0]
+                counts[key] += sum(one.numel() * one.element_size() for one in results)
             return collective(*args, **kwargs)
 
         return count_and_run
@@ -151,6 +152,7 @@ def count_bytes(parts: Parts) -> dict[str, int]:
     upstream.dist_all_gather_func = counting("gathered", upstream.dist_all_gather_func)
     # Counts only our calls: Megatron holds its own reference.
     dist.all_gather_into_tensor = counting("gathered", dist.all_gather_into_tensor)
+    dist.all_gather = counting("gathered", dist.all_gather)  # stock Muon's, of uneven shards
     dist.all_reduce = counting("reduced", dist.all_reduce)
     return counts
 

@@ -41,13 +41,17 @@ def nothing() -> None:
     """Restore nothing between repetitions."""
 
 
-def median_ms(works: Sequence[Work], device: str, restore: Work = nothing) -> list[float]:
+def median_ms(
+    works: Sequence[Work], device: str, restore: Work = nothing, repeats: int | None = None
+) -> list[float]:
     """Return the median time of each work in ms. They alternate, to share clock conditions.
 
     ``device`` is ``cuda`` or ``cpu``; ``restore`` is called before each repetition, untimed.
+    ``repeats`` defaults to ``REPEATS``.
     """
     marks: list[list[tuple[Mark, Mark]]] = [[] for _ in works]
-    for _ in range(WARM_UP + REPEATS):  # queue all repetitions before synchronizing
+    # queue all repetitions before synchronizing
+    for _ in range(WARM_UP + (REPEATS if repeats is None else repeats)):
         for work, own in zip(works, marks, strict=True):
             restore()
             _hold_back(device)
@@ -56,6 +60,29 @@ def median_ms(works: Sequence[Work], device: str, restore: Work = nothing) -> li
             own.append((start, Mark(device)))
     wait(device)
     return [statistics.median(end.ms_since(start) for start, end in own[WARM_UP:]) for own in marks]
+
+
+def median_part_ms(
+    parts: Sequence[tuple[str, Work]], device: str, repeats: int | None = None
+) -> dict[str, float]:
+    """Return the median time of each part of a work in ms, within the whole of it.
+
+    ``parts`` are names and calls in their order; calls of one name are added up. ``repeats``
+    defaults to ``REPEATS``.
+    """
+    marks: list[list[Mark]] = []
+    for _ in range(WARM_UP + (REPEATS if repeats is None else repeats)):
+        _hold_back(device)
+        marks.append([Mark(device)])
+        for _, work in parts:
+            work()
+            marks[-1].append(Mark(device))
+    wait(device)
+    times: dict[str, list[float]] = {name: [0.0] * len(marks) for name, _ in parts}
+    for number, own in enumerate(marks):
+        for (name, _), start, end in zip(parts, own, own[1:], strict=False):
+            times[name][number] += end.ms_since(start)
+    return {name: statistics.median(values[WARM_UP:]) for name, values in times.items()}
 
 
 def host_us(work: Work, device: str, restore: Work = nothing, repeats: int | None = None) -> float:

@@ -41,12 +41,13 @@ class MatrixLayout:
     buckets: tuple[tuple[int, int], ...]
     """Start and end of each bucket."""
     numel_unpadded: tuple[int, ...]
-    """Elements of the weights of each bucket, Megatron's ``per_bucket_numel_unpadded``."""
+    """End of the last weight within each bucket, Megatron's ``per_bucket_numel_unpadded``: what
+    checkpoints hold of a bucket, gaps between its weights included."""
 
     @property
     def padding(self) -> float:
         """Padding of all buckets, as a part of the elements of their weights."""
-        used = sum(self.numel_unpadded)
+        used = sum(weight.numel for weight in self.weights)
         return (self.buckets[-1][1] - used) / used if used else 0.0
 
     def owners(self, index: int) -> tuple[range, ...]:
@@ -99,8 +100,8 @@ def lay_out_matrices(
         for start in bucket.starts
     ]
     unpadded = [0] * len(buckets)
-    for (_, number), weight in zip(starts, weights, strict=True):
-        unpadded[number] += weight.numel
+    for (start, number), weight in zip(starts, weights, strict=True):
+        unpadded[number] = max(unpadded[number], start + weight.numel - ends[number])
     return MatrixLayout(
         weights=tuple(weights),
         dp_size=dp_size,

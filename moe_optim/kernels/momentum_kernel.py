@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from moe_optim.kernels import fields
-from moe_optim.kernels.adam import load_tile
+from moe_optim.kernels.update_tile import load_tile
 
 HYPER_FIELDS = tl.constexpr(fields.HYPER_FIELDS)
 MATRIX_FIELDS = tl.constexpr(fields.MATRIX_FIELDS)

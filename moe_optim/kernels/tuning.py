@@ -43,13 +43,14 @@ UPDATE_TILES: Mapping[tuple[str, torch.dtype | None], Tile] = MappingProxyType(
         ("mxfp8_2d", torch.bfloat16): Tile(cols=128, num_warps=4, registers=168),
         ("fp8_block", torch.float32): Tile(cols=128, num_warps=8, rows=64),
         ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=4, rows=32),
-        ("mxfp8", None): Tile(cols=128, num_warps=4),
-        ("mxfp8_2d", None): Tile(cols=128, num_warps=4),
-        ("fp8_block", None): Tile(cols=128, num_warps=8, rows=64),
+        ("mxfp8", None): Tile(cols=256, num_warps=4),
+        ("mxfp8_2d", None): Tile(cols=256, num_warps=4),
+        ("fp8_block", None): Tile(cols=256, num_warps=8, rows=64),
     }
 )
-"""Tiles with a fused update, by format and moment dtype, None for a direction; measured on H200.
-With 168 registers per thread, three programs of four warps fit in 65,536 registers."""
+"""Tiles with a fused update, by format and moment dtype, measured on H200; None for a direction,
+measured on H100. With 168 registers per thread, three programs of four warps fit in 65,536
+registers."""
 
 RANGE_TILE = Tile(cols=1024, num_warps=8)
 """Elements of a flat range that one program updates at a time."""

@@ -22,6 +22,7 @@ from moe_optim.kernels.momentum import Momentum, Pack, Unpack
 from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
 from moe_optim.kernels.plan import Call, Plan
 from moe_optim.optimizer.muon import MatrixWeight, MuonSettings
+from moe_optim.places import Places
 
 ALIGNMENT = 128
 """Elements that tensors in the workspace start at multiples of."""
@@ -74,7 +75,7 @@ class MuonTable(Plan):
 
     momentum: Momentum
     chunks: tuple[Plan, ...]
-    """One plan per chunk of weights."""
+    """One plan per chunk of weights, with its directions, [count, R, C], as its only place."""
     updates: DirectedUpdates
     precision: str
     """Precision of fp32 GEMMs."""
@@ -414,7 +415,7 @@ class _Planner:
             pieces.append((part.state, part.first * numel, part.last * numel, flat[at:end]))
             at = end
         calls += self.updates.plan(pieces).calls
-        return Plan(device=self.hyper.device, calls=tuple(calls))
+        return Plan(device=self.hyper.device, calls=tuple(calls), places=Places([direction]))
 
     def _unpack(
         self,

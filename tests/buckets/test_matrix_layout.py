@@ -96,7 +96,8 @@ def check_valid(layout: MatrixLayout, unit: int) -> None:
         assert [rank for rank, matrices in enumerate(owned) for _ in matrices] == owners
         assert [matrix for matrices in owned for matrix in matrices] == list(range(one.count))
     for number, unpadded in enumerate(layout.numel_unpadded):
-        assert unpadded == sum(layout.weights[index].numel for index in members(layout, number))
+        last = max(layout.places[index][1] for index in members(layout, number))
+        assert unpadded == last - layout.buckets[number][0]
 
 
 # Validity
@@ -154,7 +155,7 @@ def test_padding_of_every_bucket_but_the_last_is_bounded(weights, dp_size, bucke
     for number, (start, end) in enumerate(layout.buckets[:-1]):
         are_grouped = all(weights[index].count > 1 for index in members(layout, number))
         part = GROUPED_PADDING if are_grouped else SINGLE_PADDING
-        used = layout.numel_unpadded[number]
+        used = sum(weights[index].numel for index in members(layout, number))
         assert bucket_numel is not None
         assert used >= bucket_numel
         assert end - start - used <= part * used + dp_size * unit

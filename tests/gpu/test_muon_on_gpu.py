@@ -94,7 +94,7 @@ def test_the_update_follows_the_direction_to_the_bit():
     before = state.master.clone()
     table = step([state])
     (chunk,) = table.chunks
-    direction = chunk.places.tensors[-1]
+    (direction,) = chunk.places.tensors
     hyper = table.updates.updates.hyper[0].cpu()
     expected = before.cpu()
     apply_into(expected, direction.cpu().view(-1), hyper=hyper, clip=torch.tensor(1.0))

@@ -24,7 +24,7 @@ EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def weights_of(format):
     """Return shapes and formats of weights that are read in every way: with masks and without."""
     ragged = (2, 136, 72) if format is FP8_BLOCK else (2, 64, 96)
-    return [((3, 128, 128), format), (ragged, format), ((2, 32, 40), torch.bfloat16)]
+    return [((3, 128, 256), format), (ragged, format), ((2, 32, 40), torch.bfloat16)]
 
 
 # Kernels
@@ -54,7 +54,7 @@ def test_kernels_leave_experts_outside_of_the_pieces_alone(format, launches):
         here = slice(expert * numel, (expert + 1) * numel)
         want = whole.states[0].master if ours else before
         assert_values_equal(state.master[here], want[here], what=f"expert {expert}")
-        filled = whole.targets[0] if ours else poisoned(format, (3, 128, 128))
+        filled = whole.targets[0] if ours else poisoned(format, (3, 128, 256))
         for name, buffer in target.gathered_buffers().items():
             want = filled.gathered_buffers()[name][expert]
             assert_bytes_equal(buffer[expert], want, what=f"expert {expert} {name}")

@@ -185,7 +185,7 @@ def _record_state(record: Record, model: list[Any], optimizer: Any) -> None:
     names = {param: name for name, param in named_parameters(model)}
     for param, name in names.items():
         record.weights |= weight_bytes(name, param)
-    if record.classes == {"Float16OptimizerWithFloat16Params"}:
+    if record.classes & {"LayerWiseDistributedOptimizer", "Float16OptimizerWithFloat16Params"}:
         return  # it shards nothing
     for part in parts:
         if part.is_stub_optimizer:

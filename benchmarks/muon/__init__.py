@@ -1,0 +1,1 @@
+"""``python -m benchmarks muon``: Muon's step of expert weights, beside stock."""

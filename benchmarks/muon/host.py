@@ -1,0 +1,119 @@
+"""Measures the host time of Muon steps of many matrices, each expert a parameter of its own.
+
+Matrices are small, so that thousands fit, and the workspace is smaller in proportion: chunks are
+as many as those of the layer's experts in the default workspace.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from benchmarks.muon.cases import (
+    PLUGIN,
+    STOCK,
+    Experts,
+    Iteration,
+    Row,
+    settings_of,
+)
+from benchmarks.muon.step import FusedStep, States, stock_step
+from benchmarks.timing import host_us, release, wait
+
+if TYPE_CHECKING:
+    import torch
+
+WORK = "host time of a step"
+MATRICES_PER_EXPERT = 3
+
+
+def measure(
+    real: Experts,
+    small: Experts,
+    sizes: Sequence[int],
+    format: str,
+    iteration: Iteration,
+    device: str,
+    repeats: int,
+) -> Iterator[Row]:
+    """Yield a row of stock and one of ours per number of matrices.
+
+    Args:
+        real: experts whose number of chunks a step shall have.
+        small: experts whose shapes matrices have.
+        sizes: numbers of matrices, of gate, up and fc2, in increasing order.
+        format: format of the weights.
+        iteration: ``muon_iteration``.
+        device: ``cuda`` or ``cpu``.
+        repeats: repetitions; stock's step is timed once if it is that of more matrices than the
+            first number, after a warm-up with that one.
+    """
+    for index, size in enumerate(sizes):
+        experts = replace(small, count=size // MATRICES_PER_EXPERT)
+        states = States.draw(experts, device)
+        step = stock_step(experts, states)
+        if index == 0:
+            stock_ms = host_us(step, device, repeats=repeats) / 1e3
+        else:
+            wait(device)
+            began = time.perf_counter()
+            step()
+            stock_ms = 1e3 * (time.perf_counter() - began)
+        yield _row(STOCK, None, experts, stock_ms, stock_ms)
+        del step
+        fused = _fused_step(real, experts, states, format, iteration)
+        ms = host_us(fused.table.launch, device, repeats=repeats) / 1e3
+        row = _row(PLUGIN, format, experts, ms, stock_ms)
+        yield replace(row, launches=fused.num_launches, chunks=len(fused.table.chunks))
+        del fused, states
+        release(device)
+
+
+def _row(way: str, format: str | None, experts: Experts, ms: float, stock_ms: float) -> Row:
+    return Row(
+        case="host",
+        work=WORK,
+        way=way,
+        format=format,
+        matrices=experts.matrices(apart=True),
+        parameters=experts.parameters,
+        host_ms=round(ms, 4),
+        of_stock=None if way == STOCK else round(ms / stock_ms, 5),
+    )
+
+
+def _fused_step(
+    real: Experts, experts: Experts, states: States, format: str, iteration: Iteration
+) -> FusedStep:
+    from moe_optim.formats import FORMATS
+
+    settings = settings_of(iteration, apart=True)
+    nbytes = workspace_bytes(real, experts, iteration)
+    return FusedStep.build(
+        [weight for weight in experts.weights(apart=True) for _ in range(experts.count)],
+        States(
+            masters=_by_expert(states.masters, experts),
+            gradients=_by_expert(states.gradients, experts),
+            momenta=_by_expert(states.momenta, experts),
+        ),
+        replace(settings, workspace_bytes=nbytes),
+        FORMATS.get(format),
+    )
+
+
+def _by_expert(tensors: Sequence["torch.Tensor"], experts: Experts) -> "tuple[torch.Tensor, ...]":
+    return tuple(one for tensor in tensors for one in tensor.view(experts.count, -1))
+
+
+def workspace_bytes(real: Experts, small: Experts, iteration: Iteration) -> int:
+    """Return the workspace that takes as many of ``small`` as the default one takes of ``real``."""
+    from moe_optim.optimizer.muon_step import chunk_numel
+
+    settings = settings_of(iteration, apart=True)
+    needed = 0
+    for mine, other in zip(real.weights(apart=True), small.weights(apart=True), strict=True):
+        room, count = settings.workspace_bytes // settings.dtype.itemsize, 1
+        while chunk_numel(mine, count + 1, settings) <= room:
+            count += 1
+        needed = max(needed, chunk_numel(other, count, settings))
+    return needed * settings.dtype.itemsize
