@@ -27,6 +27,7 @@ SMALL = {
     "MOMENTUM_LANES": LANES,
     "PACK_TILE": FlatTile(numel=TILE, num_warps=1),
     "PACK_PART": PART,
+    "_CHUNK": 1000,
 }
 
 
