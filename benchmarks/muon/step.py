@@ -296,8 +296,8 @@ class FusedStep:
         from moe_optim.optimizer.muon_step import (
             MuonState,
             MuonTable,
+            allocate_workspace,
             common_scale_of,
-            workspace_for,
         )
 
         device = states.masters[0].device
@@ -328,7 +328,6 @@ class FusedStep:
                 _entry(format, one.master, (one.count, *one.weight.shape)) for one in of_table
             ]
             members.append(MemberTable.build(entries))
-        counts = [(one.weight, one.count) for one in of_table]
         clips = torch.ones(1, dtype=torch.float32, device=device)
         with recorded_plans() as recorded:
             table = MuonTable.build(
@@ -336,7 +335,7 @@ class FusedStep:
                 settings,
                 hyper,
                 clips,
-                workspace_for(counts, settings, device),
+                allocate_workspace(of_table, settings, device),
                 members=members,
             )
         return cls(table=table, parts=parts_of(table, recorded))

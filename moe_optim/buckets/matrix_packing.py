@@ -111,7 +111,8 @@ def pack_chunks(
 ) -> list[tuple[list[MatrixWeight], PackedBucket]]:
     """Return consecutive weights and their buckets, each as short as its padding permits.
 
-    What is left at the end joins the last bucket if that takes less memory.
+    What is left at the end joins the last bucket if it has more padding than others may have, and
+    takes less memory there.
     """
     packed: list[tuple[list[MatrixWeight], PackedBucket]] = []
     chunk: list[MatrixWeight] = []
@@ -131,13 +132,13 @@ def pack_chunks(
     if not chunk:
         return packed
     alone = _pack(chunk, shards)
-    if packed and (alone is None or alone.numel > _most_numel(chunk, shards)):
-        joined = packed[-1][0] + chunk
-        together = _pack(joined, shards)
-        if together and (alone is None or together.numel < packed[-1][1].numel + alone.numel):
-            return [*packed[:-1], (joined, together)]
     if alone is None:
         raise _cannot_own_whole(chunk, shards)
+    if packed and alone.numel > _most_numel(chunk, shards):
+        joined = packed[-1][0] + chunk
+        together = _pack(joined, shards)
+        if together is not None and together.numel < packed[-1][1].numel + alone.numel:
+            return [*packed[:-1], (joined, together)]
     return [*packed, (chunk, alone)]
 
 
@@ -297,21 +298,13 @@ def _shards_of_whole(grouped: Sequence[MatrixWeight], least: int, shards: Shards
     most = MOST_GROWTH * least
     # A weight longer than two shards has two boundaries inside.
     long = [weight.matrix_numel for weight in grouped if weight.numel > 2 * most]
-    base = lcm(shards.unit, *long)
-    sizes = sorted({weight.matrix_numel for weight in grouped})
-    if least % base == 0:
-        yield least
-    steps = {lcm(base, size) for size in sizes} | {lcm(base, *sizes)}
-    multiples = [range(round_up(least, step), most + 1, step) for step in sorted(steps)]
-    rounded = [
-        (round_up(count * size, base) for count in range(-(-least // size), most // size + 1))
-        for size in sizes
+    unit = lcm(shards.unit, *long)
+    yield least  # weights that lie inside one shard need no boundary
+    multiples = [
+        (round_up(count * size, unit) for count in range(-(-least // size), most // size + 1))
+        for size in sorted({weight.matrix_numel for weight in grouped})
     ]
-    last = least
-    for length in merge(*multiples, *rounded):
-        if last < length <= most:
-            yield length
-            last = length
+    yield from (length for length in merge(*multiples) if length <= most)
 
 
 def _lay_side_by_side(

@@ -23,6 +23,8 @@ from moe_optim.places import Places
 SMALLEST_NORM = 1e-7
 """Smallest norm that a matrix is divided by, as in emerging-optimizers 0.3.0."""
 
+_CHUNK = 1 << 20
+"""Elements whose fp64 squares plain torch holds at a time, or one matrix."""
 _PACKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -361,8 +363,10 @@ def _update(piece: Piece, hyper: Tensor, clips: Tensor, squares: Tensor, nestero
     direction = _direction(shard, slice(None), row, clip, nesterov)
     results = squares[piece.start : piece.start + shard.num_matrices].view(shard.shape[0], -1)
     for index in piece.taken:
-        for weight, matrix in enumerate(piece.view(direction, index)):
-            results[weight, index] = sum_squares_in_order(matrix.reshape(-1))
+        matrices = piece.view(direction, index).flatten(1)
+        chunk = max(1, _CHUNK // matrices.shape[1])
+        sums = [sum_squares_in_order(some) for some in matrices.split(chunk)]
+        results[:, index] = torch.cat(sums)
 
 
 def _direction(
@@ -375,20 +379,23 @@ def _direction(
     return (shard.gradient[owned].float() * clip).lerp(momentum, row[0])
 
 
-def sum_squares_in_order(values: Tensor) -> Tensor:
-    """Return the fp64 sum of squares of a matrix, [n] fp32, added in the order of the kernels.
+def sum_squares_in_order(matrices: Tensor) -> Tensor:
+    """Return the fp64 sum of squares of each matrix, added in the order of the kernels.
 
     Parts of MOMENTUM_PART elements are summed, then their sums. Each time lane i adds elements i,
     i + lanes, ..., then neighbouring lanes are added, and neighbouring sums of lanes.
+
+    Args:
+        matrices: fp32 elements of each matrix, [count, n].
     """
-    squares = values.double().square_()
-    parts = _pad(squares, MOMENTUM_PART).view(-1, MOMENTUM_PART)
-    sums = _add_lanes(parts, MOMENTUM_TILE.numel)
-    return _add_lanes(_pad(sums, MOMENTUM_LANES)[None], MOMENTUM_LANES)[0]
+    squares = _pad(matrices.double().square_(), MOMENTUM_PART)
+    parts = _add_lanes(squares.view(-1, MOMENTUM_PART), MOMENTUM_TILE.numel)
+    return _add_lanes(_pad(parts.view(len(matrices), -1), MOMENTUM_LANES), MOMENTUM_LANES)
 
 
 def _pad(values: Tensor, length: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, -len(values) % length))
+    """Append zeros to rows, up to a multiple of ``length``."""
+    return torch.nn.functional.pad(values, (0, -values.shape[1] % length))
 
 
 def _add_lanes(values: Tensor, lanes: int) -> Tensor:

@@ -20,8 +20,9 @@ Form = Literal["plain", "gram"]
 Coefficients = tuple[float, float, float]
 """Coefficients (a, b, c) of a step."""
 
-GRAM_RESTART = 2
-"""Step before which the Gram form computes X and X X^T anew, because rounding errors grow."""
+GRAM_SPAN = 3
+"""Steps of the Gram form between two restarts, which compute X and X X^T anew. Rounding errors of
+X X^T grow with every step: without a restart after step 5, ten steps in fp16 end in NaN."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NUM_SQUARES = {"plain": 2, "gram": 4}
@@ -162,15 +163,15 @@ def _iterate_gram(
 
     With R = X X^T and W = a I + b R + c R R, X becomes W X and R becomes W R W. Factors W are
     multiplied with each other, and with X before a restart and in the end (Gram Newton-Schulz,
-    Dao-AILab).
+    Dao-AILab). The first restart is at step 2, the next ones GRAM_SPAN steps later.
     """
     x = next(views)
     steps: list[Step] = []
     for index, (a, b, c) in enumerate(coefficients):
-        if starts := index in (0, GRAM_RESTART):
+        if starts := not index or _restarts(index):
             steps.append(Product(left=x, right=x.mT, out=gram, is_symmetric=True))
         steps.append(Polynomial(squares=gram, out=factor, a=a, b=b, c=c))
-        ends = index + 1 in (GRAM_RESTART, len(coefficients))
+        ends = index + 1 == len(coefficients) or _restarts(index + 1)
         if not ends:
             steps.append(Product(left=gram, right=factor, out=spare, is_symmetric=True))
             steps.append(Product(left=factor, right=spare, out=gram, is_symmetric=True))
@@ -184,6 +185,10 @@ def _iterate_gram(
             steps.append(Product(left=total, right=x, out=new))
             x = new
     return steps, x
+
+
+def _restarts(index: int) -> bool:
+    return index % GRAM_SPAN == GRAM_SPAN - 1
 
 
 def _pad(numel: int) -> int:

@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_optim.checkpoint.state_kinds import MOMENTUM
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.formats.reference.muon import MuonHyper, Orthogonalization
 from moe_optim.kernels.matrices import MatrixRows, qkv_rows
 
-MOMENTUM = "momentum_buffer"
-"""Name of Muon's state, as in emerging-optimizers."""
 _GATED = re.compile(r"(?:^|\.)linear_fc1\.weight\d*$")
 _EXPERT = re.compile(r"(?:^|\.)experts\.")
 _SECOND = re.compile(r"(?:^|\.)linear_fc2\.weight\d*$")

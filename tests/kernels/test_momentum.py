@@ -17,7 +17,7 @@ from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import normal_weights, wide_range_weights, with_specials
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-TILE, PART, LANES = 32, 128, 4
+TILE, PART, LANES = 128, 256, 4
 DECAYS = (0.95, 0.3, 0.5)
 """Momenta on both sides of a half, from which lerp begins at the other end."""
 
@@ -27,6 +27,7 @@ SMALL = {
     "MOMENTUM_LANES": LANES,
     "PACK_TILE": FlatTile(numel=TILE, num_warps=1),
     "PACK_PART": PART,
+    "_CHUNK": 1000,
 }
 
 
@@ -67,15 +68,21 @@ def shard_of(rows, shape, dtype=FP32, *, group=0, offset=0, seed=0, draw=normal_
 
 def shards_of(draw=normal_weights):
     """Whole weights, halves, blocks shorter and longer than a part, at even and odd addresses."""
+    shards = [
+        ((MatrixRows.of(5),), (3, 5, 208), FP32, 0, 0),
+        ((MatrixRows.of(4),), (2, 4, 64), BF16, 1, 0),
+        (gate_and_up(16, 2), (2, 16, 48), BF16, 1, 0),
+        (gate_and_up(32, 8), (1, 32, 64), FP32, 2, 0),
+        (gate_and_up(12, None), (2, 12, 81), FP32, 0, 1),
+        (gate_and_up(36, 9), (1, 36, 65), BF16, 1, 0),
+        (qkv_rows(18, (4, 1, 1)), (1, 18, 72), BF16, 2, 0),
+        (qkv_rows(12, (2, 1, 1)), (2, 12, 35), FP32, 1, 3),
+        (qkv_rows(12, (2, 1, 1)), (2, 12, 37), FP32, 2, 0),
+        ((MatrixRows.of(1),), (1, 1, 1), FP32, 0, 0),
+    ]
     return [
-        shard_of((MatrixRows.of(5),), (3, 5, 48), seed=1, draw=draw),
-        shard_of((MatrixRows.of(4),), (2, 4, 32), BF16, group=1, seed=2, draw=draw),
-        shard_of(gate_and_up(16, 2), (2, 16, 16), BF16, group=1, seed=3, draw=draw),
-        shard_of(gate_and_up(32, 8), (1, 32, 16), group=2, seed=4, draw=draw),
-        shard_of(gate_and_up(12, None), (2, 12, 31), offset=1, seed=5, draw=draw),
-        shard_of(qkv_rows(18, (4, 1, 1)), (1, 18, 20), BF16, group=2, seed=6, draw=draw),
-        shard_of(qkv_rows(12, (2, 1, 1)), (2, 12, 7), group=1, offset=3, seed=7, draw=draw),
-        shard_of((MatrixRows.of(1),), (1, 1, 1), seed=8, draw=draw),
+        shard_of(rows, shape, dtype, group=group, offset=offset, seed=seed, draw=draw)
+        for seed, (rows, shape, dtype, group, offset) in enumerate(shards)
     ]
 
 

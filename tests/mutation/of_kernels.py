@@ -122,8 +122,8 @@ MUTANTS = (
     ),
     Mutant(  # weights find their amaxes in each other's slots
         "kernels/directed_updates.py",
-        "            num_slots += AMAX_SLOTS * len(experts)\n",
-        "",
+        "slots = range(num_slots, num_slots + AMAX_SLOTS * len(experts), AMAX_SLOTS)",
+        "slots = range(0, AMAX_SLOTS * len(experts), AMAX_SLOTS)",
         DIRECTED,
     ),
     Mutant(  # pieces end inside a block row

@@ -15,11 +15,14 @@ QUINTIC = (
 )
 """Coefficients of Megatron's default iteration."""
 
+DEEPSEEK = ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2
+"""Coefficients of DeepSeek-V4, ten steps."""
+
 
 def random_matrices(shape, dtype, device="cpu", seed=0):
     """Return matrices of Frobenius norm 1."""
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=generator)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
     return (values / values.norm(dim=(1, 2), keepdim=True)).to(device, dtype)
 
 
@@ -32,6 +35,11 @@ def iterate(x, coefficients, *, transpose=None):
         factor = torch.baddbmm(gram, gram, gram, alpha=c, beta=b)
         x = torch.baddbmm(x, factor, x, beta=a)
     return (x.mT if transpose else x).contiguous()
+
+
+def iterate_exactly(x, coefficients):
+    """Return the iteration in fp64, [B, M, N] on the device of ``x``."""
+    return iterate(x.double(), coefficients)
 
 
 def orthogonalize(x, coefficients=QUINTIC, **options):
