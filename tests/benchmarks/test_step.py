@@ -97,9 +97,7 @@ def test_both_sides_run_the_same_but_for_the_plug_in(deterministic):
     )
 
 
-@pytest.mark.parametrize(
-    ("chosen", "given"), [("muon", []), (None, ["--optimizer", "dist_muon"])]
-)
+@pytest.mark.parametrize(("chosen", "given"), [("muon", []), (None, ["--optimizer", "dist_muon"])])
 def test_stock_muon_has_bf16_weights_and_the_plug_in_quantized_ones(chosen, given):
     """Megatron's own Muon gathers bf16; products are in FP8 on both sides."""
     args = argparse.Namespace(
