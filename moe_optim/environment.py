@@ -26,6 +26,7 @@ MODULES: Mapping[str, str] = MappingProxyType(
         "megatron-core": "megatron.core",
         "transformer-engine": "transformer_engine",
         "apex": "apex.optimizers",  # `apex` alone may be an unrelated web toolkit
+        "emerging-optimizers": "emerging_optimizers",
         "triton": "triton",
         "pybind11": "pybind11",
     }

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from moe_optim.environment import find_folder
+from moe_optim.environment import find_package
 from moe_optim.errors import ConfigError
 
 Effect = Literal["refuse", "stock step", "warn", "note"]
@@ -300,7 +300,7 @@ _SHARDS = (
 _OTHER_OPTIMIZERS = {
     "adaptive_muon": "no step here keeps the second moment of its orthogonalized updates",
     "soap": "no step here keeps its preconditioners",
-    "lion": "no step here has its sign of a momentum",
+    "lion": "no step here applies the sign of a momentum",
 }
 
 
@@ -403,7 +403,7 @@ RULES: tuple[Rule, ...] = (
          lambda s: next(filter(None, map(_weight_shards, s.models)), None),
          "a matrix would be spread over ranks beside tensor parallelism", "Remove it"),
         ("--fp8-param-gather with --fp8-recipe tensorwise and Muon", lambda s: s.tensorwise,
-         "Megatron's buffers hold these weights, and their shards cut matrices",
+         "no step of Muon quantizes weights with per-tensor scaling",
          "Drop --fp8-param-gather, or give another recipe"),
         ("muon_iteration other than auto with --muon-fp32-matmul-prec other than medium",
          lambda s: s.config.muon_iteration != "auto"
@@ -421,10 +421,10 @@ RULES: tuple[Rule, ...] = (
          and _without_fusing(s, changed),
          "Megatron's own Muon has neither", "{step}; or leave these settings at their defaults"),
         ("Megatron's own Muon without emerging-optimizers",
-         lambda s: find_folder("emerging_optimizers") is None
+         lambda s: find_package("emerging-optimizers") is None
          and _without_fusing(s, "--optimizer muon"),
          "Megatron's own step calls emerging-optimizers, which cannot be imported",
-         "Run pip install 'moe_optim[muon]'; or change that: {step}"),
+         "{step}; or run pip install 'moe_optim[muon]'"),
     ),
     *_rules("any model", "refuse",
         ("--qk-clip", _of("models", lambda m: m.qk_clip),

@@ -1,8 +1,8 @@
 """Megatron's buffers of matrices that Muon steps: which parameters, which buffer, which places."""
 
 import logging
-from collections.abc import Iterable, Sequence
-from math import lcm, prod
+from collections.abc import Iterable
+from math import lcm
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ def matrix_param_layout(
         [_matrix_weight(param, len(params) - 1 - index) for index, param in enumerate(backward)],
         dp_size=dp_size,
         bucket_numel=bucket_size,
-        unit=lcm(_shard_unit(params), divisor // dp_size),
+        unit=lcm(START, divisor // dp_size),
     )
     log_single_rank(logger, logging.INFO, describe_layout(layout))
     return PerBufferParamLayout(
@@ -125,26 +125,4 @@ def _matrix_weight(param: torch.nn.Parameter, index: int) -> MatrixWeight:
         rows=rows,
         cols=cols,
         cost=iteration_cost(rows, cols),
-    )
-
-
-def _shard_unit(params: Sequence[torch.nn.Parameter]) -> int:
-    """Return a number of elements such that shards of multiples of it have whole scales.
-
-    Scales of other weights are reduced over all ranks instead of gathered, so those with edge
-    blocks do not count.
-    """
-    storages = [getattr(param, "quantized_storage", None) for param in params]
-    blocks = {
-        prod(storage.format.rowwise_block)
-        for storage in storages
-        if storage is not None and _has_whole_blocks(storage)
-    }
-    return lcm(START, *blocks)
-
-
-def _has_whole_blocks(storage: Any) -> bool:
-    _, *dims = storage.shape
-    return not any(
-        dim % block for dim, block in zip(dims, storage.format.rowwise_block, strict=True)
     )

@@ -20,6 +20,7 @@ from megatron.core.optimizer.param_layout import pad_param_start
 from torch import Tensor
 
 from moe_optim.checkpoint.flat_buffers import bucket_key
+from moe_optim.checkpoint.state_kinds import MOMENTUM
 from moe_optim.checkpoint.state_manifest import (
     MANIFEST,
     BucketPlaces,
@@ -242,11 +243,13 @@ def require_megatrons_offsets(manifest: StateManifest) -> None:
 def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
     """Return this rank's part of ``dp_reshardable`` states. No rank communicates.
 
-    Keys, shapes and offsets are Megatron's, which refuses buckets in which a rank owns only
-    padding. LayoutError if parameter offsets differ from Megatron's.
+    Keys, shapes and offsets are Megatron's, except for Muon: no distributed optimizer of Megatron
+    asks for its states, so they can lie elsewhere, and a rank may own only gaps between matrices.
+    LayoutError if parameter offsets of other optimizers differ from Megatron's.
     """
     manifest = manifest_of(optimizer)
-    require_megatrons_offsets(manifest)
+    if MOMENTUM not in optimizer.optimizer_state_keys:
+        require_megatrons_offsets(manifest)
     group_key = _group_key(optimizer)
     rank = optimizer.data_parallel_group.rank()
     state: dict[Any, Any] = {
@@ -254,6 +257,10 @@ def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
         for name in _BUCKET_SIZES
     }
     owned = owned_ranges(optimizer)
+    nothing = {
+        name: torch.zeros(0, device=torch.cuda.current_device())
+        for name in ("param", *optimizer.optimizer_state_keys)
+    }
     for buffer, places in enumerate(manifest.buffers):
         (dtype,) = optimizer.gbuf_ranges[buffer]
         state[buffer] = {dtype: []}
@@ -271,8 +278,9 @@ def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
                     entries.append((at, _padding(tensors, one.local_start - at)))
                 entries.append((one.local_start, tensors))
                 at = one.local_start + one.end - one.start
-            if entries and end > at:
-                entries.append((at, _padding(entries[-1][1], end - at)))
+            if end > at:
+                like = entries[-1][1] if entries else nothing
+                entries.append((at, _padding(like, end - at)))
             key = bucket_key(group_key, places.dtype, buffer, bucket)
             state[buffer][dtype].append(
                 [
@@ -332,6 +340,11 @@ def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> dict
 def saved_key(group_key: str, source: StateManifest, span: BucketSpan) -> str:
     """Return the key prefix of a bucket's states in a checkpoint."""
     return bucket_key(group_key, source.buffers[span.buffer].dtype, span.buffer, span.bucket)
+
+
+def are_flat(loaded: dict[Any, Any]) -> bool:
+    """Return whether states were loaded for :func:`flat_states_to_load`."""
+    return any(name in loaded for name in _BUCKET_SIZES)
 
 
 def load_flat_states(optimizer: Any, loaded: dict[str, Any]) -> None:

@@ -37,13 +37,23 @@ from moe_optim.checkpoint.flat_states import (
     require_same_interleave,
 )
 from moe_optim.checkpoint.integrity import invalidate, record_checksums, require_intact
+from moe_optim.checkpoint.state_kinds import MOMENTUM, require_same_optimizer, state_kinds
 from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest
 from moe_optim.checkpoint.states_without_manifest import manifest_of_groups_states
-from moe_optim.checkpoint.undistributed_states import declare_reshardable, request_masters
+from moe_optim.checkpoint.undistributed_states import (
+    declare_reshardable,
+    flat_group_beside,
+    request_whole_states,
+    require_same_momenta,
+)
 from moe_optim.errors import LayoutError
 from moe_optim.integration.agreement import agree
 from moe_optim.integration.engine import original
-from moe_optim.integration.installation import config_or_bf16, installed_config
+from moe_optim.integration.installation import (
+    config_or_bf16,
+    installed_config,
+    installed_optimizer,
+)
 from moe_optim.weights.te.fields import is_tensorwise, read_values, te_formats_of
 
 _ACCOUNTED = "moe_optim_accounted"
@@ -299,7 +309,11 @@ def _resolve(sharded_state_dict: Any, stored: TorchDistReader) -> None:
     checkpoint = stored.path
     _fit_optional(sharded_state_dict, stored)
     manifests = [key for key in stored.objects if f".{MANIFEST}." in key]
-    for state in list(_states_with_manifests(sharded_state_dict)):
+    requesting = list(_states_with_manifests(sharded_state_dict))
+    if requesting:
+        is_muon = installed_optimizer() == "muon"
+        require_same_optimizer(state_kinds(stored.tensors), str(checkpoint), is_muon=is_muon)
+    for state in requesting:
         request = state.pop(MANIFEST)
         requester = request.requester
         for key in manifests[:1]:  # all record the same interleave
@@ -308,7 +322,7 @@ def _resolve(sharded_state_dict: Any, stored: TorchDistReader) -> None:
                 requester.optimizer, saved, str(checkpoint), is_flat=requester.is_flat
             )
         if not requester.is_flat:
-            request_masters(state["param_state"], stored)
+            _request_by_name(state, request, stored)
             continue
         own = _find_key(manifests, request, checkpoint)
         key, saved = (
@@ -317,6 +331,21 @@ def _resolve(sharded_state_dict: Any, stored: TorchDistReader) -> None:
             else manifest_of_groups_states(request, stored)
         )
         state["param_state"] = flat_states_to_load(requester.optimizer, saved, key)
+
+
+def _request_by_name(
+    state: dict[Any, Any], request: ManifestRequest, stored: TorchDistReader
+) -> None:
+    """Fit requests by name to the keys in a checkpoint, and to flat states of stock beside them."""
+    optimizer = request.requester.optimizer
+    group = flat_group_beside(stored, request.group)
+    if group is None or MOMENTUM in optimizer.optimizer_state_keys:
+        request_whole_states(state["param_state"], stored)
+        require_same_momenta(state["param_state"], stored)
+        return
+    beside = dataclasses.replace(request, key=f"{group}.{MANIFEST}.none")
+    key, saved = manifest_of_groups_states(beside, stored)
+    state["param_state"] = flat_states_to_load(optimizer, saved, key)
 
 
 def _find_key(manifests: list[str], request: ManifestRequest, checkpoint: Path) -> str | None:

@@ -10,6 +10,8 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
+from moe_optim.checkpoint.state_kinds import MOMENTUM, require_same_optimizer
+from moe_optim.checkpoint.state_manifest import MANIFEST
 from moe_optim.errors import LayoutError
 
 Group = dict[str, Any]
@@ -36,12 +38,14 @@ def states_by_part(state_dict: dict[Any, Any], parts: Sequence[Any]) -> dict[Any
     Tensors in ``state_dict`` are arranged already, everything else is as saved, of one optimizer or
     of several by index. Not modified. LayoutError if a group has no saved counterpart.
     """
-    saved = [state_dict[key] for key in sorted(key for key in state_dict if isinstance(key, int))]
-    saved = [part for part in (state_dict, *saved) if "optimizer" in part]
+    saved = _saved_parts(state_dict)
     in_form = "optimizer" in state_dict if len(parts) == 1 else "optimizer" not in state_dict
-    if not saved or (len(saved) == len(parts) and in_form):
+    groups = _groups_of(saved)
+    steps = [group["step"] for group in groups if "step" in group]
+    have_steps = len(steps) in (0, len(groups))  # stock's Muon counts none
+    if not saved or (len(saved) == len(parts) and in_form and have_steps):
         return state_dict
-    groups = [group for part in saved for group in part["optimizer"]["param_groups"]]
+    groups = [{"step": steps[0], **group} if steps else group for group in groups]
     made = {}
     for number, part in enumerate(parts):
         held = state_dict if len(parts) == 1 else state_dict.get(number, {})
@@ -55,6 +59,61 @@ def states_by_part(state_dict: dict[Any, Any], parts: Sequence[Any]) -> dict[Any
             **{key: value for key, value in held.items() if key == "param_state"},
         }
     return made[0] if len(parts) == 1 else made
+
+
+def _saved_parts(state_dict: dict[Any, Any]) -> list[dict[Any, Any]]:
+    """Return the saved states of each optimizer."""
+    saved = [state_dict[key] for key in sorted(key for key in state_dict if isinstance(key, int))]
+    return [part for part in (state_dict, *saved) if "optimizer" in part]
+
+
+def _groups_of(saved: Sequence[dict[Any, Any]]) -> list[Group]:
+    return [group for part in saved for group in part["optimizer"]["param_groups"]]
+
+
+def require_groups_of(state_dict: dict[Any, Any], *, is_muon: bool) -> None:
+    """Raise LayoutError unless the optimizer of this run saved the parameter groups."""
+    groups = _groups_of(_saved_parts(state_dict))
+    kinds = {name for group in groups for name in ("momentum", "betas") if name in group}
+    kinds = {MOMENTUM if name == "momentum" else name for name in kinds}
+    require_same_optimizer(kinds, "optimizer", is_muon=is_muon)
+
+
+def as_layer_wise(state_dict: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a state to save with the parts of Megatron's chain for Muon; not modified.
+
+    Megatron has one Muon for all matrices, whose groups count no steps, and one optimizer for the
+    rest. Here experts with their own data-parallel group have optimizers of their own, whose groups
+    and states join those of the others. States without Muon are returned as they are.
+    """
+    parts = [state_dict[key] for key in sorted(key for key in state_dict if isinstance(key, int))]
+    if not any(map(_holds_muon, parts)):
+        return state_dict
+    kinds = [[part for part in parts if _holds_muon(part) is is_muon] for is_muon in (True, False)]
+    return {number: _joined(alike) for number, alike in enumerate(filter(None, kinds))}
+
+
+def _joined(parts: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
+    """Return the state to save of optimizers of one kind, by name, as of one of them."""
+    groups = [
+        {name: value for name, value in group.items() if name != "step" or "momentum" not in group}
+        for group in _groups_of(parts)
+    ]
+    states = {
+        f"{number}.{key}": entry
+        for number, part in enumerate(parts)
+        for key, entry in (part["param_state"] or {}).items()  # None where another rank saves them
+    }
+    return {
+        **parts[0],
+        "optimizer": {**parts[0]["optimizer"], "param_groups": groups},
+        "param_state": states,
+        **{f"{MANIFEST}.{number}": part[MANIFEST] for number, part in enumerate(parts[1:], 1)},
+    }
+
+
+def _holds_muon(part: dict[Any, Any]) -> bool:
+    return any("momentum" in group for group in part["optimizer"]["param_groups"])
 
 
 def with_groups_of_adam(state_dict: dict[str, Any], adam: Any) -> dict[str, Any]:

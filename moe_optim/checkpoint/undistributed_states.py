@@ -1,49 +1,146 @@
-"""Optimizer states saved without ``--use-distributed-optimizer``.
+"""Optimizer states that Megatron saves whole: without ``--use-distributed-optimizer``, or of Muon.
 
-They are unsharded and keyed by parameter name like ``fully_reshardable`` ones, except for the keys
-of masters. Megatron's distributed optimizer does not load such checkpoints.
+They are keyed by parameter name like ``fully_reshardable`` ones, except for the keys of masters,
+and for the number of their optimizer where ``dp_reshardable`` is the sharding type:
+
+    optimizer.state.fp32_param.NAME
+    chained_0.optimizer.state.momentum_buffer.NAME
+
+Muon's layer-wise optimizer steps the matrices. Where it lays out buffers, the other parameters have
+a distributed optimizer, whose states are flat beside them. Megatron's distributed optimizer loads
+none of these checkpoints.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
+from moe_optim.checkpoint.flat_buffers import flat_groups
+from moe_optim.checkpoint.state_kinds import MOMENTUM
+from moe_optim.checkpoint.state_manifest import listed
 from moe_optim.errors import LayoutError
 
-_MASTER, _WHOLE_MASTER = "optimizer.state.param.", "optimizer.state.fp32_param."
-_TYPE = "distrib_optim_sharding_type"
+_MASTER, _WHOLE_MASTER = "param", "fp32_param"
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[^.]+)\.(?P<name>.+)")
+_GROUPS = r"chained_{}\.optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*"
+SHARDING_TYPE, BY_NAME = "distrib_optim_sharding_type", "fully_reshardable"
+"""Key of the sharding type in Megatron's metadata, and its value for states by name."""
+_STATE_TYPE = "param_state_sharding_type"
+
+Requests = dict[str, Any]
+"""Sharded entries of one parameter, by kind of state."""
 
 
 def declare_reshardable(common: dict[str, Any], stored: TorchDistReader) -> None:
-    """Declare such states ``fully_reshardable`` in ``common``, the common state of ``stored``."""
+    """Declare such states ``fully_reshardable`` in ``common``, the common state of ``stored``.
+
+    Adds parameter groups of a distributed optimizer beside a layer-wise one, saved as objects.
+    """
     content = common.get("content_metadata")
-    if not isinstance(content, dict) or _TYPE in content or not _has_whole_masters(stored):
+    if not isinstance(content, dict) or not _has_whole_masters(stored):
         return
-    content[_TYPE] = "fully_reshardable"
+    content[SHARDING_TYPE] = BY_NAME
     states = common["optimizer"]  # one optimizer's, or a dict of several
-    for state in [states] if "optimizer" in states else states.values():
-        state["param_state_sharding_type"] = "fully_reshardable"
+    for number, state in [(0, states)] if "optimizer" in states else states.items():
+        state[_STATE_TYPE] = BY_NAME
+        if "optimizer" not in state:
+            pattern = re.compile(_GROUPS.format(number))
+            keys = (key for key in stored.objects if pattern.fullmatch(key))
+            state |= {"optimizer": stored.read_object(key) for key in keys}
 
 
-def request_masters(param_state: Mapping[Any, dict[str, Any]], stored: TorchDistReader) -> None:
-    """Rewrite the keys of master requests in ``param_state`` to those in ``stored``.
+def with_keys_of_layer_wise(param_state: Mapping[Any, Requests]) -> dict[Any, Requests]:
+    """Return ``fully_reshardable`` entries with the keys of Megatron's layer-wise optimizer."""
+    before, after = (f"optimizer.state.{kind}." for kind in (_MASTER, _WHOLE_MASTER))
+    return {
+        index: {
+            kind: replace(entry, key=entry.key.replace(before, after, 1))
+            for kind, entry in states.items()
+        }
+        for index, states in param_state.items()
+    }
+
+
+def request_whole_states(param_state: Mapping[Any, Requests], stored: TorchDistReader) -> None:
+    """Rewrite the keys of requests in ``param_state`` to those in ``stored``.
 
     ``param_state`` maps parameter index -> ``fully_reshardable`` requests, and is modified in
     place. LayoutError if the checkpoint lacks a master, as for fp32 weights.
     """
     if not _has_whole_masters(stored):
         return
+    found = {}
+    for key in stored.tensors:
+        if match := _STATE.fullmatch(key):
+            found[_kind(match), match["name"]] = key
     for states in param_state.values():
-        name = states["param"].key.removeprefix(_MASTER)
-        key = f"{_WHOLE_MASTER}{name}"
-        if key not in stored.tensors:
-            raise LayoutError(
-                f"{stored.path}: expected {key}, got none: without --use-distributed-optimizer "
-                "Megatron saves masters of bf16 and fp16 weights alone. Load with --no-load-optim."
-            )
-        states["param"] = replace(states["param"], key=key)
+        for kind, request in states.items():
+            match = _STATE.fullmatch(request.key)
+            assert match is not None
+            key = found.get((_kind(match), match["name"]))
+            if key is None and kind == _MASTER:
+                raise LayoutError(
+                    f"{stored.path}: expected optimizer.state.{_WHOLE_MASTER}.{match['name']}, got "
+                    "none: without --use-distributed-optimizer Megatron saves masters of bf16 and "
+                    "fp16 weights alone. Load with --no-load-optim."
+                )
+            states[kind] = replace(request, key=key or request.key)
+
+
+def require_same_momenta(param_state: Mapping[Any, Requests], stored: TorchDistReader) -> None:
+    """Raise LayoutError if ``stored`` lacks a momentum that is requested, or has another shape."""
+    faults = []
+    for states in param_state.values():
+        for part in _parts(states[MOMENTUM]) if MOMENTUM in states else ():
+            info = stored.tensors.get(part.key)
+            if info is None:
+                faults.append(f"{part.key} is missing")
+            elif info.shape != tuple(part.global_shape):
+                shapes = f"{list(info.shape)}, expected {list(part.global_shape)}"
+                faults.append(f"{part.key} is {shapes}")
+    if faults:
+        raise LayoutError(
+            f"{stored.path}: expected the momentum of this model's matrices, got another: "
+            f"{listed(sorted(set(faults)))}. Start with the model that the checkpoint was saved "
+            "from, or take the weights alone (--no-load-optim)."
+        )
+
+
+def flat_group_beside(stored: TorchDistReader, group_key: str) -> str | None:
+    """Return the key prefix of flat states beside whole ones, None if there are none.
+
+    Args:
+        stored: checkpoint.
+        group_key: prefix without the number of an optimizer, as by name.
+    """
+    if not _has_whole_masters(stored):
+        return None
+    alike = (group for group in flat_groups(stored) if group.endswith(f".{group_key}"))
+    return next(alike, None)
+
+
+def _parts(request: Any) -> list[Any]:
+    """Return the tensors that a request loads, without values."""
+    if not isinstance(request, ShardedTensorFactory):
+        return [request]
+    return list(nested_values([replace(request, data=_like(request.data)).build()]))
+
+
+def _like(data: Any) -> Any:
+    return torch.empty(data.shape, dtype=data.dtype, device="meta")
+
+
+def _kind(match: re.Match[str]) -> str:
+    return _MASTER if match["kind"] == _WHOLE_MASTER else match["kind"]
 
 
 def _has_whole_masters(stored: TorchDistReader) -> bool:
-    return any(key.startswith(_WHOLE_MASTER) for key in stored.tensors)
+    return any(
+        match["kind"] == _WHOLE_MASTER for key in stored.tensors if (match := _STATE.match(key))
+    )

@@ -75,11 +75,12 @@ class MoEOptimizerConfig(OptimizerConfig):
             ConfigError: a setting of the model or optimizer is not supported.
         """
         moe_optim_config = self._parse()
-        expected = moe_optim_config, self._of_matrices()
-        if (installed := (installed_config(), installed_optimizer())) != expected:
+        optimizer, installed = self._of_matrices(), installed_config()
+        if (installed, installed_optimizer()) != (moe_optim_config, optimizer):
+            got = None if installed is None else f"{installed} with {installed_optimizer()}"
             raise StateError(
-                f"MoEOptimizerConfig.provide: expected {expected} to be installed, got "
-                f"{installed}. Call finalize() when the configuration is complete, and "
+                f"MoEOptimizerConfig.provide: expected {moe_optim_config} with {optimizer} to be "
+                f"installed, got {got}. Call finalize() when the configuration is complete, and "
                 "build the model after it."
             )
         check_setup(

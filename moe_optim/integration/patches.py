@@ -224,8 +224,8 @@ OPTIMIZER: tuple[Patch, ...] = (
             target=f"{module}:group_params_for_buffers",
             replacement="moe_optim.buckets.matrix_buffers:group_params_for_buffers",
             fits=in_all_versions("(params, grad_reduce_in_fp32)"),
-            because="matrices of Muon share buffers with Adam's parameters unless they are tagged",
-            remove_when="the optimizer tells DistributedDataParallel which parameters share a buffer",
+            because="Muon's matrices share buffers with other parameters unless they are tagged",
+            remove_when="an optimizer chooses which parameters share a buffer",
         )
         for module in (_DDP, "megatron.core.optimizer.distrib_optimizer")
     ),

@@ -120,7 +120,7 @@ def make_muon_distributed(args: Any) -> None:
 
 
 def _check_checkpoints_without_gloo(args: Any) -> None:
-    if not args.use_dist_ckpt:
+    if args.ckpt_format == "torch":
         raise ConfigError(
             "--disable-gloo-process-groups: expected --ckpt-format torch_dist, as others collect "
             f"states over gloo, got {args.ckpt_format}. Give torch_dist, or remove the flag."

@@ -43,7 +43,7 @@ class AdamState:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """Gradient and both moments, [n] each."""
+        """Gradient and both moments, [n] each, fp32 or bf16."""
         return self.gradient, self.exp_avg, self.exp_avg_sq
 
     def update(self, rule: Rule, hyper: Tensor, clip: Tensor) -> None:
@@ -59,7 +59,13 @@ class AdamState:
         )
 
     def piece(self, first: int, last: int, there: Sequence[Tensor]) -> "AdamState":
-        """Return elements ``first`` to ``last``, with master and moments replaced by ``there``."""
+        """Return elements ``first`` to ``last``, with master and moments elsewhere.
+
+        Args:
+            first: first element, counted in the shard.
+            last: end element (exclusive).
+            there: master and both moments of these elements, [last - first] each, in their dtypes.
+        """
         here = slice(first, last)
         return replace(
             self,

@@ -82,7 +82,7 @@ class DirectedPiece(DirectedState):
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """Direction, [n]."""
+        """Direction, [n] bf16, fp16 or fp32."""
         return (self.direction,)
 
     def update(self, rule: Rule, hyper: Tensor, clip: Tensor) -> None:

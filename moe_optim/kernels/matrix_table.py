@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from moe_optim.kernels.cutting import cut_ranges, grid, int64
+from moe_optim.kernels.fields import MATRIX_FIELDS
 from moe_optim.kernels.matrices import Piece
 from moe_optim.kernels.plan import ALIGNMENT
 
-_GRADIENT, _MOMENTUM, _SPAN, _GAP, _, _, _PACKED, _ = range(8)
+_GRADIENT, _MOMENTUM, _SPAN, _GAP, _, _, _PACKED, _ = range(MATRIX_FIELDS)
 """Columns of MATRIX_FIELDS."""
 
 
@@ -40,64 +41,37 @@ class MatrixTable:
     @classmethod
     def of_state(cls, pieces: Sequence[Piece], packed: Tensor | None = None) -> "MatrixTable":
         """Describe gradients and momentum, and the batch [B, M, N] that they are packed into."""
-        shards = [one.shard for one in pieces]
-        gradients = [one.gradient.data_ptr() for one in shards]
-        momenta = [one.momentum.data_ptr() for one in shards]
-        sizes = [one.gradient.element_size() for one in shards]
-        firsts = [one.first for one in pieces]
-        return cls._of(pieces, gradients, sizes, momenta, 4, firsts, packed)
+        tables = [
+            _describe(
+                one,
+                gradient=_Memory(one.shard.gradient.data_ptr(), one.shard.gradient.element_size()),
+                momentum=_Memory(one.shard.momentum.data_ptr(), one.shard.momentum.element_size()),
+                first=one.first,
+            )
+            for one in pieces
+        ]
+        return cls._join(tables, packed)
 
     @classmethod
     def of_weights(cls, pieces: Sequence[Piece], weights: Tensor, packed: Tensor) -> "MatrixTable":
         """Describe a batch, and the elements of the pieces' weights, [n], in place of momentum."""
-        ends = int64([0, *(one.numel for one in pieces)]).cumsum(0)[:-1]
-        size = weights.element_size()
-        places = (weights.data_ptr() + ends * size).tolist()
-        nothing = [0] * len(pieces)
-        return cls._of(pieces, nothing, nothing, places, size, nothing, packed)
+        tables, place, size = [], weights.data_ptr(), weights.element_size()
+        for one in pieces:
+            memory = _Memory(place, size)
+            tables.append(_describe(one, gradient=_Memory(0, 0), momentum=memory, first=0))
+            place += one.numel * size
+        return cls._join(tables, packed)
 
     @classmethod
-    def _of(
-        cls,
-        pieces: Sequence[Piece],
-        gradients: Sequence[int],
-        gradient_sizes: Sequence[int],
-        places: Sequence[int],
-        place_size: int,
-        firsts: Sequence[int],
-        packed: Tensor | None,
-    ) -> "MatrixTable":
-        tables = [torch.empty((0, 10), dtype=torch.int64, device="cpu")]
-        columns = zip(pieces, gradients, gradient_sizes, places, firsts, strict=True)
-        for piece, gradient, gradient_size, place, first in columns:
-            shard, (_, rows, cols) = piece.shard, piece.shard.shape
-            weight, taken = grid(range(piece.last - piece.first), piece.taken).unbind(1)
-            of_rows = int64([[one.first, one.span, one.stride, one.groups] for one in shard.rows])
-            begin, span, stride, groups = of_rows[taken].unbind(1)
-            offset = ((weight + first) * rows + begin) * cols
-            gap = torch.where(groups > 1, (stride - span) * cols, 0)
-            square = piece.start + (weight + piece.first) * len(shard.rows) + taken
-            constant = [torch.full_like(offset, one) for one in (shard.group, shard.norm, 0)]
-            tables.append(
-                torch.stack(
-                    [
-                        gradient + offset * gradient_size,
-                        place + offset * place_size,
-                        span * cols,
-                        gap,
-                        *constant,
-                        square,
-                        span * groups * cols,
-                        torch.full_like(offset, gradient_size),
-                    ],
-                    1,
-                )
-            )
-        table = torch.cat(tables)
+    def _join(cls, tables: Sequence[Tensor], packed: Tensor | None) -> "MatrixTable":
+        nothing = torch.empty((0, MATRIX_FIELDS + 2), dtype=torch.int64, device="cpu")
+        table = torch.cat([nothing, *tables])
         if packed is not None:
             nbytes = packed.shape[1] * packed.shape[2] * packed.element_size()
             table[:, _PACKED] = packed.data_ptr() + torch.arange(len(table), device="cpu") * nbytes
-        return cls(rows=table[:, :8].contiguous(), numels=table[:, 8], gradient_sizes=table[:, 9])
+        numels, sizes = table[:, MATRIX_FIELDS:].unbind(1)
+        rows = table[:, :MATRIX_FIELDS].contiguous()
+        return cls(rows=rows, numels=numels, gradient_sizes=sizes)
 
     def cut(self, length: int) -> tuple[dict[PartKind, Tensor], Tensor]:
         """Cut matrices into parts of ``length`` elements, in the order of the matrix.
@@ -126,3 +100,34 @@ class MatrixTable:
             key = PartKind(size, bool(is_contiguous), bool(is_aligned))
             of_kind[key] = parts[(kinds == kind).all(1)]
         return of_kind, bounds
+
+
+class _Memory(NamedTuple):
+    address: int
+    size: int
+    """Bytes of an element."""
+
+
+def _describe(piece: Piece, *, gradient: _Memory, momentum: _Memory, first: int) -> Tensor:
+    """Return the rows of a piece, not packed yet, with numel and size of a gradient behind each.
+
+    ``first`` is the place of the piece's first weight in both memories.
+    """
+    shard, (_, rows, cols) = piece.shard, piece.shard.shape
+    weight, taken = grid(range(piece.last - piece.first), piece.taken).unbind(1)
+    of_rows = int64([[one.first, one.span, one.stride, one.groups] for one in shard.rows])
+    begin, span, stride, groups = of_rows[taken].unbind(1)
+    offset = ((first + weight) * rows + begin) * cols
+    columns = [
+        gradient.address + offset * gradient.size,
+        momentum.address + offset * momentum.size,
+        span * cols,
+        torch.where(groups > 1, (stride - span) * cols, 0),
+        torch.full_like(offset, shard.group),
+        torch.full_like(offset, shard.norm),
+        torch.zeros_like(offset),
+        piece.start + (piece.first + weight) * len(shard.rows) + taken,
+        span * groups * cols,
+        torch.full_like(offset, gradient.size),
+    ]
+    return torch.stack(columns, 1)

@@ -23,6 +23,8 @@ from moe_optim.places import Places
 SMALLEST_NORM = 1e-7
 """Smallest norm that a matrix is divided by, as in emerging-optimizers 0.3.0."""
 
+_CHUNK = 1 << 20
+"""Elements whose fp64 squares plain torch holds at a time, or one matrix."""
 _PACKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -37,8 +39,8 @@ class Momentum(Plan):
         m = lerp(m, g, 1 - momentum)
         u = lerp(g, m, momentum)      without Nesterov: m
 
-    It writes ``m`` and the sums of ``u^2``. A negative clip factor skips the update of ``m``. Bits
-    depend on the values and the shape of each matrix only, on a GPU as on a CPU.
+    It writes ``m`` and the sums of ``u^2``. With a negative clip factor ``u`` is ``m``, which does
+    not change. Bits depend on the values and the shape of each matrix only, on a GPU as on a CPU.
     """
 
     shards: tuple[MatrixShard, ...]
@@ -136,7 +138,7 @@ class Pack(Plan):
 
         With ``m`` the updated momentum::
 
-            u = lerp(clip * gradient, m, momentum)      without Nesterov: m
+            u = lerp(clip * gradient, m, momentum)      without Nesterov or with a negative clip: m
             x = u / max(sqrt(sum of u^2), 1e-7)
 
         Args:
@@ -145,9 +147,9 @@ class Pack(Plan):
             squares: :attr:`Momentum.squares`.
             packed: batch that is written, [B, M, N] bf16, fp16 or fp32, contiguous: matrix b is the
                 b-th of the pieces.
-            hyper: as for :class:`Momentum`.
-            clips: as for :class:`Momentum`.
-            nesterov: as for :class:`Momentum`.
+            hyper: table that the momentum was updated with.
+            clips: factors that the gradients were multiplied with.
+            nesterov: whether the direction is Nesterov's.
             backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
 
         Raises:
@@ -159,6 +161,12 @@ class Pack(Plan):
         for piece in pieces:
             piece.shard.check()
             _check_indices(piece.shard, hyper, clips)
+            if not 0 <= piece.start <= len(squares) - piece.shard.num_matrices:
+                raise LayoutError(
+                    f"pack: squares: expected those of {piece.shard.num_matrices} matrices of "
+                    f"{piece.shard.parameter} from {piece.start} on, got {len(squares)} in all. "
+                    "Pass the squares of the Momentum that made the piece."
+                )
         calls: tuple[Call, ...] = (partial(_pack, pieces, squares, packed, hyper, clips, nesterov),)
         if takes_kernels(backend, device, e4m3=False):
             calls = tuple(_bind_pack(pieces, squares, packed, hyper, clips, nesterov))
@@ -355,34 +363,39 @@ def _update(piece: Piece, hyper: Tensor, clips: Tensor, squares: Tensor, nestero
     direction = _direction(shard, slice(None), row, clip, nesterov)
     results = squares[piece.start : piece.start + shard.num_matrices].view(shard.shape[0], -1)
     for index in piece.taken:
-        for weight, matrix in enumerate(piece.view(direction, index)):
-            results[weight, index] = sum_squares_in_order(matrix.reshape(-1))
+        matrices = piece.view(direction, index).flatten(1)
+        chunk = max(1, _CHUNK // matrices.shape[1])
+        sums = [sum_squares_in_order(some) for some in matrices.split(chunk)]
+        results[:, index] = torch.cat(sums)
 
 
 def _direction(
     shard: MatrixShard, owned: slice, row: Tensor, clip: Tensor, nesterov: bool
 ) -> Tensor:
-    """Return the direction of the elements ``owned``, which aliases momentum without Nesterov."""
+    """Return the direction of the elements ``owned``, which may alias momentum."""
     momentum = shard.momentum[owned]
-    if not nesterov:
+    if not nesterov or clip < 0:
         return momentum
     return (shard.gradient[owned].float() * clip).lerp(momentum, row[0])
 
 
-def sum_squares_in_order(values: Tensor) -> Tensor:
-    """Return the fp64 sum of squares of a matrix, [n] fp32, added in the order of the kernels.
+def sum_squares_in_order(matrices: Tensor) -> Tensor:
+    """Return the fp64 sum of squares of each matrix, added in the order of the kernels.
 
     Parts of MOMENTUM_PART elements are summed, then their sums. Each time lane i adds elements i,
     i + lanes, ..., then neighbouring lanes are added, and neighbouring sums of lanes.
+
+    Args:
+        matrices: fp32 elements of each matrix, [count, n].
     """
-    squares = values.double().square_()
-    parts = _pad(squares, MOMENTUM_PART).view(-1, MOMENTUM_PART)
-    sums = _add_lanes(parts, MOMENTUM_TILE.numel)
-    return _add_lanes(_pad(sums, MOMENTUM_LANES)[None], MOMENTUM_LANES)[0]
+    squares = _pad(matrices.double().square_(), MOMENTUM_PART)
+    parts = _add_lanes(squares.view(-1, MOMENTUM_PART), MOMENTUM_TILE.numel)
+    return _add_lanes(_pad(parts.view(len(matrices), -1), MOMENTUM_LANES), MOMENTUM_LANES)
 
 
 def _pad(values: Tensor, length: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, -len(values) % length))
+    """Append zeros to rows, up to a multiple of ``length``."""
+    return torch.nn.functional.pad(values, (0, -values.shape[1] % length))
 
 
 def _add_lanes(values: Tensor, lanes: int) -> Tensor:

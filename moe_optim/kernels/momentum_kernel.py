@@ -10,21 +10,21 @@ import triton
 import triton.language as tl
 
 from moe_optim.kernels import fields
-from moe_optim.kernels.adam import load_tile
+from moe_optim.kernels.update_tile import load_tile
 
 HYPER_FIELDS = tl.constexpr(fields.HYPER_FIELDS)
 MATRIX_FIELDS = tl.constexpr(fields.MATRIX_FIELDS)
-PART_FIELDS = tl.constexpr(fields.MATRIX_PART_FIELDS)
+MATRIX_PART_FIELDS = tl.constexpr(fields.MATRIX_PART_FIELDS)
 
 # Columns of a matrix.
-GRADIENT = tl.constexpr(0)
-MOMENTUM = tl.constexpr(1)
+GRADIENT_ADDRESS = tl.constexpr(0)
+MOMENTUM_ADDRESS = tl.constexpr(1)
 SPAN = tl.constexpr(2)
 GAP = tl.constexpr(3)
-GROUP = tl.constexpr(4)
-CLIP = tl.constexpr(5)
-PACKED = tl.constexpr(6)
-SQUARE = tl.constexpr(7)
+HYPER_ROW = tl.constexpr(4)
+CLIP_INDEX = tl.constexpr(5)
+PACKED_ADDRESS = tl.constexpr(6)
+SQUARE_INDEX = tl.constexpr(7)
 
 SMALLEST_NORM = tl.constexpr(1e-7)
 
@@ -32,7 +32,7 @@ SMALLEST_NORM = tl.constexpr(1e-7)
 @triton.jit
 def momentum_kernel(
     matrices,  # [num_matrices, MATRIX_FIELDS] int64, see fields.py
-    parts,  # [num_parts, PART_FIELDS] int64
+    parts,  # [num_parts, MATRIX_PART_FIELDS] int64
     hyper,  # [num_groups, HYPER_FIELDS] fp32: momentum, 1 - momentum, ...
     clips,  # [num_norms] fp32
     sums,  # [num_slots] fp64
@@ -50,30 +50,31 @@ def momentum_kernel(
         m = lerp(m, g, 1 - momentum)
         u = lerp(g, m, momentum)      without Nesterov: m
 
-    Grid (num_parts,). A negative clip factor skips the second line. Lane i adds the squares of
-    elements i, i + TILE, ... of the part in this order, then neighbouring lanes are added.
+    Grid (num_parts,). With a negative clip factor u is m, which does not change. Lane i adds the
+    squares of elements i, i + TILE, ... of the part in this order, then neighbouring lanes are
+    added.
     """
-    part = parts + tl.program_id(0).to(tl.int64) * PART_FIELDS
+    part = parts + tl.program_id(0).to(tl.int64) * MATRIX_PART_FIELDS
     row = matrices + tl.load(part) * MATRIX_FIELDS
     where = _read_places(part, row, CONTIGUOUS, ALIGNED)
     gradient = _gradient(row, GRADIENT_FP32, ALIGNED)
-    momentum = _pointer(row + MOMENTUM, tl.float32, 16, ALIGNED)
+    momentum = _memory_at(row + MOMENTUM_ADDRESS, tl.float32, 16, ALIGNED)
     state = (gradient, momentum, _read_factors(row, hyper, clips))
     count = tl.load(part + 3).to(tl.int32)
     whole = count - count % TILE
     squares = tl.zeros((TILE,), dtype=tl.float64)
     for start in range(0, whole, TILE):  # unmasked: widest accesses
         places = _places(where, start, CONTIGUOUS, TILE)
-        squares = _step(state, places, None, squares, NESTEROV)
+        squares = _update_tile(state, places, None, squares, NESTEROV)
     if whole < count:
         inside = tl.arange(0, TILE) < count - whole
         places = _places(where, whole, CONTIGUOUS, TILE)
-        squares = _step(state, places, inside, squares, NESTEROV)
+        squares = _update_tile(state, places, inside, squares, NESTEROV)
     tl.store(sums + tl.load(part + 4), _add_neighbours(squares, TILE))
 
 
 @triton.jit
-def _step(state, places, mask, squares, NESTEROV: tl.constexpr):
+def _update_tile(state, places, mask, squares, NESTEROV: tl.constexpr):
     """Update a tile of momentum, and return the squares with those of the direction added."""
     gradient, momentum, factors = state
     clip, decay, rest = factors
@@ -83,10 +84,8 @@ def _step(state, places, mask, squares, NESTEROV: tl.constexpr):
     tl.store(momentum + places, new, mask=mask)
     direction = new
     if NESTEROV:
-        direction = _lerp(g, new, decay)
-    if mask is not None:
-        direction = tl.where(mask, direction, 0.0)
-    wide = direction.to(tl.float64)
+        direction = tl.where(clip < 0, old, _lerp(g, new, decay))
+    wide = direction.to(tl.float64)  # zero outside the mask
     return squares + wide * wide  # exact squares: FMA or not, same bits
 
 
@@ -113,7 +112,7 @@ def add_squares_kernel(
 @triton.jit
 def pack_kernel(
     matrices,  # [num_matrices, MATRIX_FIELDS] int64, see fields.py
-    parts,  # [num_parts, PART_FIELDS] int64
+    parts,  # [num_parts, MATRIX_PART_FIELDS] int64
     hyper,  # [num_groups, HYPER_FIELDS] fp32: momentum, 1 - momentum, ...
     clips,  # [num_norms] fp32
     squares,  # [num_squares] fp64
@@ -131,17 +130,17 @@ def pack_kernel(
         u = lerp(clip * gradient, m, momentum)      without Nesterov: m, the updated momentum
         x = u / max(sqrt(sum of u^2), 1e-7)
 
-    Grid (num_parts,).
+    Grid (num_parts,). With a negative clip factor u is m.
     """
-    part = parts + tl.program_id(0).to(tl.int64) * PART_FIELDS
+    part = parts + tl.program_id(0).to(tl.int64) * MATRIX_PART_FIELDS
     row = matrices + tl.load(part) * MATRIX_FIELDS
     where = _read_places(part, row, CONTIGUOUS, ALIGNED)
     gradient = _gradient(row, GRADIENT_FP32, ALIGNED)
-    momentum = _pointer(row + MOMENTUM, tl.float32, 16, ALIGNED)
+    momentum = _memory_at(row + MOMENTUM_ADDRESS, tl.float32, 16, ALIGNED)
     state = (gradient, momentum, _read_factors(row, hyper, clips))
     multiple: tl.constexpr = 16 if packed.dtype.element_ty == tl.float32 else 8
     target = _packed(part, row, packed, multiple, ALIGNED)  # four elements, as of momentum
-    norm = tl.sqrt(tl.load(squares + tl.load(row + SQUARE))).to(tl.float32)
+    norm = tl.sqrt(tl.load(squares + tl.load(row + SQUARE_INDEX))).to(tl.float32)
     norm = tl.where(norm < SMALLEST_NORM, SMALLEST_NORM, norm)  # keeps NaN
     count = tl.load(part + 3).to(tl.int32)
     whole = count - count % TILE
@@ -161,26 +160,27 @@ def _divide(state, places, target, mask, norm, NESTEROV: tl.constexpr):
     clip, decay, _ = factors
     direction = load_tile(momentum + places, mask)
     if NESTEROV:
-        direction = _lerp(_clipped(load_tile(gradient + places, mask), clip), direction, decay)
+        g = _clipped(load_tile(gradient + places, mask), clip)
+        direction = tl.where(clip < 0, direction, _lerp(g, direction, decay))
     values = tl.div_rn(direction, norm)
     tl.store(target, values.to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def unpack_kernel(
-    matrices,  # [num_matrices, MATRIX_FIELDS] int64, see fields.py; MOMENTUM: the weight's rows
-    parts,  # [num_parts, PART_FIELDS] int64
+    matrices,  # [num_matrices, MATRIX_FIELDS] int64: weights in place of momentum
+    parts,  # [num_parts, MATRIX_PART_FIELDS] int64
     packed,  # [num_matrices, M, N], for its dtype
     CONTIGUOUS: tl.constexpr,
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Copy one part of a packed matrix to its rows of the weight; grid (num_parts,)."""
-    part = parts + tl.program_id(0).to(tl.int64) * PART_FIELDS
+    part = parts + tl.program_id(0).to(tl.int64) * MATRIX_PART_FIELDS
     row = matrices + tl.load(part) * MATRIX_FIELDS
     where = _read_places(part, row, CONTIGUOUS, ALIGNED)
     source = _packed(part, row, packed, 16, ALIGNED)
-    target = _pointer(row + MOMENTUM, packed.dtype.element_ty, 16, ALIGNED)
+    target = _memory_at(row + MOMENTUM_ADDRESS, packed.dtype.element_ty, 16, ALIGNED)
     count = tl.load(part + 3).to(tl.int32)
     whole = count - count % TILE
     lanes = tl.arange(0, TILE)
@@ -217,27 +217,29 @@ def _places(where, start, CONTIGUOUS: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def _read_factors(row, hyper, clips):
     """Return the clip factor, the momentum and 1 - momentum of a matrix."""
-    hyper += tl.load(row + GROUP) * HYPER_FIELDS
-    return tl.load(clips + tl.load(row + CLIP)), tl.load(hyper), tl.load(hyper + 1)
+    hyper += tl.load(row + HYPER_ROW) * HYPER_FIELDS
+    return tl.load(clips + tl.load(row + CLIP_INDEX)), tl.load(hyper), tl.load(hyper + 1)
 
 
 @triton.jit
 def _gradient(row, FP32: tl.constexpr, ALIGNED: tl.constexpr):
     """Return the pointer to the gradient; each thread holds four elements, as of momentum."""
-    return _pointer(row + GRADIENT, tl.float32 if FP32 else tl.bfloat16, 16 if FP32 else 8, ALIGNED)
+    return _memory_at(
+        row + GRADIENT_ADDRESS, tl.float32 if FP32 else tl.bfloat16, 16 if FP32 else 8, ALIGNED
+    )
 
 
 @triton.jit
 def _packed(part, row, packed, MULTIPLE: tl.constexpr, ALIGNED: tl.constexpr):
     """Return the pointer to the first packed element of a part."""
-    memory = _pointer(row + PACKED, packed.dtype.element_ty, 1, False) + tl.load(part + 1)
+    memory = _memory_at(row + PACKED_ADDRESS, packed.dtype.element_ty, 1, False) + tl.load(part + 1)
     if ALIGNED:
         memory = tl.multiple_of(memory, MULTIPLE)
     return memory
 
 
 @triton.jit
-def _pointer(address, DTYPE: tl.constexpr, MULTIPLE: tl.constexpr, ALIGNED: tl.constexpr):
+def _memory_at(address, DTYPE: tl.constexpr, MULTIPLE: tl.constexpr, ALIGNED: tl.constexpr):
     """Load the pointer stored at an address."""
     memory = tl.load(address).to(tl.pointer_type(DTYPE))
     if ALIGNED:

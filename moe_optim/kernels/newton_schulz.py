@@ -1,34 +1,240 @@
+"""Newton-Schulz iteration over batches of matrices, as Muon orthogonalizes them."""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, cycle
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from moe_optim.kernels.plan import Plan
+from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.kernels.plan import ALIGNMENT, Backend, Call, Plan, require_flat
+from moe_optim.kernels.products import Polynomial, Product, Step, serves_products
+from moe_optim.places import Places
 
+Form = Literal["plain", "gram"]
+"""Form of the iteration: ``plain`` multiplies X at every step, ``gram`` works on X X^T."""
 
-def scratch_numel(batch, rows, cols, *, form="plain", transpose=None):
-    m = min(rows, cols) if transpose is None else (cols if transpose else rows)
-    return 2 * batch * m * m + batch * rows * cols
+Coefficients = tuple[float, float, float]
+"""Coefficients (a, b, c) of a step."""
+
+GRAM_SPAN = 3
+"""Steps of the Gram form between two restarts, which compute X and X X^T anew. Rounding errors of
+X X^T grow with every step: without a restart after step 5, ten steps in fp16 end in NaN."""
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_NUM_SQUARES = {"plain": 2, "gram": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class NewtonSchulz(Plan):
+    """Plan that orthogonalizes a batch of matrices. See :meth:`build`.
+
+    On GPUs of compute capability 9.0, kernels multiply matrices of bf16 and fp16 whose rows and
+    columns are multiples of 8. Their symmetric products are symmetric to the bit, and the result of
+    a matrix depends neither on the number of matrices nor on its position among them. Everything
+    else runs ``torch.baddbmm``, for fp32 with TF32 if the caller allows it at launch.
+    """
+
     x: Tensor
+    """Normalized matrices, [B, M, N] bf16, fp16 or fp32; a launch overwrites them."""
     result: Tensor
+    """Orthogonalized matrices after a launch, [B, M, N]; ``x`` itself, or part of scratch."""
 
     @classmethod
     def build(
-        cls, x, scratch, *, coefficients, form="plain", transpose=None, reduce=None, backend="auto"
-    ):
-        def run():
-            t = x.size(-2) > x.size(-1) if transpose is None else transpose
-            X = x.mT if t else x
-            for a, b, c in coefficients:
-                A = X @ X.mT
-                if reduce:
-                    reduce(A)
-                B = torch.baddbmm(A, A, A, alpha=c, beta=b)
-                X = torch.baddbmm(X, B, X, alpha=1.0, beta=a)
-            x.copy_(X.mT if t else X)
+        cls,
+        x: Tensor,
+        scratch: Tensor,
+        *,
+        coefficients: Sequence[Coefficients],
+        form: Form = "plain",
+        transpose: bool | None = None,
+        reduce: Callable[[Tensor], object] | None = None,
+        backend: Backend = "auto",
+    ) -> "NewtonSchulz":
+        """Plan an iteration, without copying.
 
-        return cls(device=x.device, calls=(run,), x=x, result=x)
+        A step computes A = X X^T, B = b A + c A A, and X = a X + B X; transposed, A = X^T X and
+        X = a X + X B. A, B and X are rounded to the dtype of ``x``, as in emerging-optimizers.
+        Kernels compute B = a I + b A + c A A and X = B X instead, which reads X once less.
+
+        Args:
+            x: normalized matrices, [B, M, N] bf16, fp16 or fp32, contiguous and not empty.
+            scratch: flat memory, [n] of the same dtype and device, contiguous, of
+                :func:`scratch_numel` elements or more.
+            coefficients: (a, b, c) of each step, at least one.
+            form: ``plain``, or ``gram``, which has fewer products with X and for which bf16 is too
+                coarse.
+            transpose: whether A is X^T X, by default if a matrix has more rows than columns.
+            reduce: function that sums A, [B, m, m], over ranks in place, where each holds a slice
+                of every matrix; with ``plain`` only.
+            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
+
+        Raises:
+            LayoutError: tensors of another shape or dtype, that are not contiguous, or too small.
+            ConfigError: an unknown form or backend, no coefficients, or ``reduce`` with ``gram``.
+        """
+        _check_options(form, coefficients, reduce)
+        _check_matrices(x)
+        batch, rows, cols = x.shape
+        is_tall = rows > cols if transpose is None else transpose
+        needed = scratch_numel(batch, rows, cols, form=form, transpose=transpose)
+        length = max(needed, scratch.numel())
+        require_flat("newton schulz: scratch", scratch, length, [x.dtype], x.device)
+
+        takes = serves_products(backend, x, scratch) and all(c for _, _, c in coefficients)
+        other, *squares = _carve(scratch, x.shape, form, is_tall)
+        views = _view_wide(x, other, is_tall, takes)
+        if form == "plain":
+            steps, last = _iterate_plain(views, *squares, coefficients, folds=takes)
+        else:
+            steps, last = _iterate_gram(views, *squares, coefficients)
+        calls = list(_make_calls(steps, reduce, takes))
+        result, spare = (x, other) if last.data_ptr() == x.data_ptr() else (other, x)
+        if is_tall and not takes:
+            calls.append(partial(spare.copy_, last.mT))
+            result = spare
+        return cls(
+            device=x.device, calls=tuple(calls), places=Places([x, scratch]), x=x, result=result
+        )
+
+
+def scratch_numel(
+    batch: int, rows: int, cols: int, *, form: Form, transpose: bool | None = None
+) -> int:
+    """Return the elements of scratch that a batch of matrices needs, [batch, rows, cols].
+
+    They hold the matrices once more, and two batches of squares as large as A, or four with
+    ``gram``.
+    """
+    is_tall = rows > cols if transpose is None else transpose
+    side = cols if is_tall else rows
+    return _pad(batch * rows * cols) + _NUM_SQUARES[form] * _pad(batch * side * side)
+
+
+def _view_wide(x: Tensor, other: Tensor, is_tall: bool, takes: bool) -> Iterator[Tensor]:
+    """Yield the wide matrices of ``x``, then the memory of every new X.
+
+    Plain torch transposes tall matrices in the end rather than in every product, since a CPU rounds
+    products by their layouts: so their bits are those of emerging-optimizers.
+    """
+    if not is_tall:
+        return cycle((x, other))
+    if takes:
+        return cycle((x.mT, other.mT))
+    shape = x.mT.shape
+    return chain((x.mT,), cycle((other.view(shape), x.view(shape))))
+
+
+def _iterate_plain(
+    views: Iterator[Tensor],
+    gram: Tensor,
+    factor: Tensor,
+    coefficients: Sequence[Coefficients],
+    *,
+    folds: bool,
+) -> tuple[list[Step], Tensor]:
+    """Return all steps, and the tensor that holds the result."""
+    x = next(views)
+    steps: list[Step] = []
+    for a, b, c in coefficients:
+        new = next(views)
+        steps += [
+            Product(left=x, right=x.mT, out=gram, is_symmetric=True, is_gram=True),
+            Polynomial(squares=gram, out=factor, a=a if folds else 0.0, b=b, c=c),
+            Product(left=factor, right=x, out=new, plus=0.0 if folds else a),
+        ]
+        x = new
+    return steps, x
+
+
+def _iterate_gram(
+    views: Iterator[Tensor],
+    gram: Tensor,
+    factor: Tensor,
+    total: Tensor,
+    spare: Tensor,
+    coefficients: Sequence[Coefficients],
+) -> tuple[list[Step], Tensor]:
+    """Return all steps, and the tensor that holds the result.
+
+    With R = X X^T and W = a I + b R + c R R, X becomes W X and R becomes W R W. Factors W are
+    multiplied with each other, and with X before a restart and in the end (Gram Newton-Schulz,
+    Dao-AILab). The first restart is at step 2, the next ones GRAM_SPAN steps later.
+    """
+    x = next(views)
+    steps: list[Step] = []
+    for index, (a, b, c) in enumerate(coefficients):
+        if starts := not index or _restarts(index):
+            steps.append(Product(left=x, right=x.mT, out=gram, is_symmetric=True))
+        steps.append(Polynomial(squares=gram, out=factor, a=a, b=b, c=c))
+        ends = index + 1 == len(coefficients) or _restarts(index + 1)
+        if not ends:
+            steps.append(Product(left=gram, right=factor, out=spare, is_symmetric=True))
+            steps.append(Product(left=factor, right=spare, out=gram, is_symmetric=True))
+        if starts:
+            factor, total = total, factor
+        else:
+            steps.append(Product(left=total, right=factor, out=spare, is_symmetric=True))
+            total, spare = spare, total
+        if ends:
+            new = next(views)
+            steps.append(Product(left=total, right=x, out=new))
+            x = new
+    return steps, x
+
+
+def _restarts(index: int) -> bool:
+    return index % GRAM_SPAN == GRAM_SPAN - 1
+
+
+def _pad(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+def _carve(scratch: Tensor, shape: torch.Size, form: Form, is_tall: bool) -> Iterator[Tensor]:
+    """Cut scratch into another batch of the matrices, and the batches of squares."""
+    batch, side = shape[0], shape[2] if is_tall else shape[1]
+    start = 0
+    for part in [shape] + [torch.Size((batch, side, side))] * _NUM_SQUARES[form]:
+        yield scratch[start : start + part.numel()].view(part)
+        start += _pad(part.numel())
+
+
+def _check_options(form: str, coefficients: Sequence[Coefficients], reduce: object) -> None:
+    if form not in get_args(Form):
+        raise ConfigError(
+            f"newton schulz: form: expected {' or '.join(get_args(Form))}, got '{form}'. Write "
+            "plain, which every dtype serves."
+        )
+    if not coefficients:
+        raise ConfigError(
+            "newton schulz: coefficients: expected (a, b, c) of at least one step, got none. Pass "
+            "one triple for each step."
+        )
+    if reduce is not None and form == "gram":
+        raise ConfigError(
+            "newton schulz: form: expected plain where ranks sum A, got 'gram'. Write plain, or "
+            "gather the matrices whole."
+        )
+
+
+def _check_matrices(x: Tensor) -> None:
+    if x.dim() != 3 or not x.numel() or not x.is_contiguous() or x.dtype not in _DTYPES:
+        raise LayoutError(
+            f"newton schulz: x: expected [B, M, N] {' or '.join(map(str, _DTYPES))}, contiguous "
+            f"and not empty, got {list(x.shape)} {x.dtype} with strides {list(x.stride())}. Pass a "
+            "batch of whole matrices."
+        )
+
+
+def _make_calls(
+    steps: Sequence[Step], reduce: Callable[[Tensor], object] | None, takes: bool
+) -> Iterator[Call]:
+    for step in steps:
+        yield step.bind() if takes else step.call_torch()
+        if reduce is not None and step.is_gram:
+            yield partial(reduce, step.out)

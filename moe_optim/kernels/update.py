@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -141,12 +141,12 @@ class Updates:
                 self.hyper,
                 self.clips,
                 amaxes,
+                num_warps=RANGE_TILE.num_warps,
                 TILE=RANGE_TILE.cols,
-                **self._constants(kind.dtypes),
                 ALIGNED=kind.aligned,
                 WEIGHTS=_DTYPES[kind.weight],
                 AMAX=kind.finds_amax,
-                num_warps=RANGE_TILE.num_warps,
+                **self._constants(kind.dtypes),
             )
 
     def _update_members(
@@ -196,7 +196,7 @@ class Updates:
             launch = LaunchTable.build(planned, self.amax)
         yield from launch.bind_encoding()
 
-    def _constants(self, dtypes: "_Dtypes") -> dict[str, str]:
+    def _constants(self, dtypes: "_Dtypes") -> dict[str, Any]:
         gradient, moments = (_DTYPES[one] for one in dtypes)
         return {"RULE": self.rule, "GRADIENT": gradient, "MOMENTS": moments}
 

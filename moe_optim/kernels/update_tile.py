@@ -38,7 +38,7 @@ def apply_direction(direction, master, hyper):
     Each difference is one ``fma.rn.f32``, which keeps subnormals. ``direction`` and ``master`` are
     fp32; ``hyper`` is a row of scalars.
     """
-    minus_decay, minus_lr, scale, extra = hyper
+    _, _, minus_decay, minus_lr, scale, extra, _, _, _ = hyper
     if minus_decay != 0.0:  # 0 times infinity is NaN, and -0 plus 0 is 0
         master = tl.fma(minus_decay, master, master)
     return tl.fma(minus_lr, direction * scale * extra, master)
@@ -76,35 +76,28 @@ def read_state(
 ):
     """Return the state that all updates of one program share.
 
-    It consists of the clip factor, pointers to element ``first`` (int64) of the gradient and both
-    moments, or of the direction, and the hyper-parameters. ``state`` points to a row of states,
+    It consists of pointers to element ``first`` (int64) of the gradient or direction and of both
+    moments, the clip factor, and the hyper-parameters. ``state`` points to a row of states,
     ``hyper`` and ``clips`` to whole tables. ALIGNED hints that all tensors start at multiples of 16
-    bytes.
+    bytes. The compiler drops what the rule does not use.
     """
     gradient = typed_pointer(state + GRADIENT_PLACE, first, GRADIENT, ALIGNED)
-    if RULE == "direction":
-        inputs = (gradient,)
-    else:
-        exp_avg = typed_pointer(state + EXP_AVG_PLACE, first, MOMENTS, ALIGNED)
-        exp_avg_sq = typed_pointer(state + EXP_AVG_SQ_PLACE, first, MOMENTS, ALIGNED)
-        inputs = (gradient, exp_avg, exp_avg_sq)
+    exp_avg = typed_pointer(state + EXP_AVG_PLACE, first, MOMENTS, ALIGNED)
+    exp_avg_sq = typed_pointer(state + EXP_AVG_SQ_PLACE, first, MOMENTS, ALIGNED)
     clip = tl.load(clips + tl.load(state + CLIP))
     hyper += tl.load(state + GROUP) * HYPER_FIELDS
-    if RULE == "direction":
-        row = (tl.load(hyper + 2), tl.load(hyper + 3), tl.load(hyper + 4), tl.load(hyper + 5))
-    else:
-        row = (
-            tl.load(hyper),
-            tl.load(hyper + 1),
-            tl.load(hyper + 2),
-            tl.load(hyper + 3),
-            tl.load(hyper + 4),
-            tl.load(hyper + 5),
-            tl.load(hyper + 6),
-            tl.load(hyper + 7),
-            tl.load(hyper + 8),
-        )
-    return clip, inputs, row
+    row = (
+        tl.load(hyper),
+        tl.load(hyper + 1),
+        tl.load(hyper + 2),
+        tl.load(hyper + 3),
+        tl.load(hyper + 4),
+        tl.load(hyper + 5),
+        tl.load(hyper + 6),
+        tl.load(hyper + 7),
+        tl.load(hyper + 8),
+    )
+    return gradient, exp_avg, exp_avg_sq, clip, row
 
 
 @triton.jit
@@ -115,8 +108,8 @@ def update_tile(source, places, mask, state, RULE: tl.constexpr):
     :func:`read_state`. The result is zero outside ``mask``. A negative clip factor skips the
     update.
     """
-    clip, inputs, hyper = state
-    g = load_tile(inputs[0] + places, mask).to(tl.float32)
+    gradient, exp_avg, exp_avg_sq, clip, hyper = state
+    g = load_tile(gradient + places, mask).to(tl.float32)
     p = load_tile(source + places, mask).to(tl.float32)
     # a negative factor skips the update; masters are encoded again
     if RULE == "direction":
@@ -124,7 +117,6 @@ def update_tile(source, places, mask, state, RULE: tl.constexpr):
             p = apply_direction(g, p, hyper)
         tl.store(source + places, p, mask=mask)
     else:
-        _, exp_avg, exp_avg_sq = inputs
         m = load_tile(exp_avg + places, mask).to(tl.float32)
         v = load_tile(exp_avg_sq + places, mask).to(tl.float32)
         if clip >= 0:

@@ -15,10 +15,15 @@ from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapp
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
-from moe_optim.checkpoint.param_groups import states_by_part
+from moe_optim.checkpoint.param_groups import (
+    as_layer_wise,
+    require_groups_of,
+    states_by_part,
+)
+from moe_optim.checkpoint.undistributed_states import BY_NAME, SHARDING_TYPE
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import NonFiniteError
-from moe_optim.integration.installation import config_or_bf16
+from moe_optim.integration.installation import config_or_bf16, installed_optimizer
 from moe_optim.optimizer.address_book import NORMS
 from moe_optim.optimizer.graphed import GraphedStep
 from moe_optim.optimizer.nonfinite import name_culprits
@@ -244,7 +249,10 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             NonFiniteError: the last step of a CUDA graph found non-finite gradients.
         """
         self._hear_of_last_step()
-        return super().sharded_state_dict(*args, **kwargs)
+        state = super().sharded_state_dict(*args, **kwargs)
+        is_by_name = (kwargs.get("metadata") or {}).get(SHARDING_TYPE) == BY_NAME
+        is_loading = kwargs.get("is_loading", len(args) > 1 and args[1])
+        return as_layer_wise(state) if is_by_name and not is_loading else state
 
     def state_dict(self) -> Any:
         """Return groups with step counts. Every rank must call it; raises as the above."""
@@ -264,8 +272,13 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         return step if isinstance(step, GraphedStep) else None
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load the states of one or several optimizers."""
+        """Load the states of one or several optimizers.
+
+        Raises:
+            LayoutError: another optimizer saved them, or a parameter group has no counterpart.
+        """
         if isinstance(state_dict, dict):
+            require_groups_of(state_dict, is_muon=installed_optimizer() == "muon")
             state_dict = states_by_part(state_dict, self.chained_optimizers)
         super().load_state_dict(state_dict)
         if graphed := self._graphed_step:

@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_optim.checkpoint.expert_entries import with_members
 from moe_optim.checkpoint.flat_states import (
     ManifestRequester,
+    are_flat,
     flat_states_to_load,
     flat_states_to_save,
     load_flat_states,
@@ -174,6 +175,13 @@ class CheckpointedOptimizer(DistributedOptimizer):
             )
         finally:
             self._gathers_by_name = False
+
+    def load_parameter_state_from_fully_reshardable(self, state_dict: Any) -> None:
+        """Load states by name, or flat ones that lay beside the names of other parameters."""
+        if are_flat(state_dict):
+            load_flat_states(self, state_dict)
+        else:
+            super().load_parameter_state_from_fully_reshardable(state_dict)
 
     def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
         """Gather all states on the first rank, with their manifest."""

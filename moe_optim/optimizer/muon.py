@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_optim.checkpoint.state_kinds import MOMENTUM
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.formats.reference.muon import MuonHyper, Orthogonalization
 from moe_optim.kernels.matrices import MatrixRows, qkv_rows
 
-MOMENTUM = "momentum_buffer"
-"""Name of Muon's state, as in emerging-optimizers."""
 _GATED = re.compile(r"(?:^|\.)linear_fc1\.weight\d*$")
 _EXPERT = re.compile(r"(?:^|\.)experts\.")
 _SECOND = re.compile(r"(?:^|\.)linear_fc2\.weight\d*$")
@@ -140,7 +139,7 @@ def _split(
 ) -> tuple[int, ...]:
     rows = int(param.shape[-2])
     if settings.splits_qkv and getattr(param, "is_qkv", False):
-        return tuple(param.qkv_split_shapes)
+        return tuple(getattr(param, "qkv_split_shapes", ()))
     if settings.splits_gate_up and model.gated_linear_unit and _GATED.search(name):
         interleave = model.moe_mlp_glu_interleave_size if is_expert else None
         return (interleave or rows // 2,) * 2

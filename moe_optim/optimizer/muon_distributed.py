@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from moe_optim.buckets.managed_bucket import ManagedBucket
+from moe_optim.checkpoint.state_kinds import MOMENTUM
+from moe_optim.checkpoint.undistributed_states import with_keys_of_layer_wise
 from moe_optim.errors import LayoutError
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.optimizer.address_book import (
@@ -17,13 +19,18 @@ from moe_optim.optimizer.address_book import (
 )
 from moe_optim.optimizer.distributed import GroupedDistributedOptimizer
 from moe_optim.optimizer.muon import (
-    MOMENTUM,
     MatrixWeight,
     MuonSettings,
     describe_weight,
     hyper_of,
 )
-from moe_optim.optimizer.muon_step import MuonState, MuonTable, common_scale_of, workspace_for
+from moe_optim.optimizer.muon_step import (
+    MuonState,
+    MuonTable,
+    allocate_workspace,
+    check_workspace,
+    common_scale_of,
+)
 from moe_optim.weights.names import parameter_names
 
 
@@ -58,6 +65,7 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
         self.settings = MuonSettings.of(config, self.moe_optim_config)
         self.matrices: dict[torch.nn.Parameter, MatrixWeight] = {}
         self._rows: list[tuple[int, float]] = []
+        self._workspace: Tensor | None = None
         if self.is_stub_optimizer:
             return
         names = parameter_names(self.model_chunks)
@@ -69,25 +77,27 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
         for param, master in owned_masters(self):
             self._check_owned(param, master)
         self.optimizer.weights = {m: self.matrices[p] for p, m in owned_masters(self)}
-        counts = [
-            (self.matrices[param], master.numel() // self.matrices[param].numel)
-            for param, master in owned_masters(self)
-        ]
-        self._workspace = workspace_for(counts, self.settings, self._clips.device)
+        check_workspace(self.matrices.values(), self.settings)
 
     @property
     def optimizer_state_keys(self) -> tuple[str, ...]:
         """Names of the states of a master besides itself."""
         return (MOMENTUM,)
 
+    def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> Any:
+        """Return states keyed by parameter name, under the keys of Megatron's layer-wise Muon."""
+        states = super().sharded_param_state_fully_reshardable(*args, **kwargs)
+        return states and with_keys_of_layer_wise(states)
+
     def _check_owned(self, param: torch.nn.Parameter, master: Tensor) -> None:
         weight, start = self.matrices[param], self._get_model_param_range_map(param)["param"].start
-        if start % weight.numel or master.numel() % weight.numel:
+        end = start + master.numel()
+        if start % weight.numel or end % weight.numel:
             raise LayoutError(
                 f"{weight.name}: expected shards of whole matrices {list(weight.shape)}, got "
-                f"elements {start} to {start + master.numel()} on data-parallel rank "
-                f'{self.data_parallel_group.rank()}. Call moe_optim.install(optimizer="muon") before '
-                "the model is wrapped with DDP."
+                f"elements {start} to {end} on data-parallel rank "
+                f"{self.data_parallel_group.rank()}. Call "
+                'moe_optim.install(optimizer="muon") before the model is wrapped with DDP.'
             )
 
     def make_moments(self) -> None:
@@ -95,6 +105,11 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
         for _, master in owned_masters(self):
             if MOMENTUM not in self.optimizer.state[master]:
                 self.optimizer.initialize_state(master)
+
+    def offload_to_cpu(self) -> None:
+        """Move masters and momenta to the host, and free the workspace."""
+        self._tables, self._tables_generation, self._workspace = {}, 0, None
+        super().offload_to_cpu()
 
     def _plan_tables(self) -> dict[ManagedBucket | None, Any]:
         """Return one table of all matrices, under None."""
@@ -119,6 +134,8 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
             for (param, master), key in zip(owned, keys, strict=True)
             if master.numel()
         ]
+        if self._workspace is None:
+            self._workspace = allocate_workspace(states, self.settings, self._clips.device)
         self._planned = {bucket: self._plan_bucket(bucket) for bucket in self._buckets}
         members = [table for _, table in self._planned.values() if table is not None]
         table = MuonTable.build(

@@ -13,9 +13,10 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from moe_optim.buckets.matrix_buffers import holds_matrices, is_muon_matrix
+from moe_optim.checkpoint.state_kinds import MOMENTUM
 from moe_optim.errors import StateError
 from moe_optim.optimizer.chained import GroupedChainedOptimizer
-from moe_optim.optimizer.muon import MOMENTUM, Muon, tag_roles
+from moe_optim.optimizer.muon import Muon, tag_roles
 from moe_optim.optimizer.muon_distributed import MuonDistributedOptimizer
 from moe_optim.weights.names import parameter_names
 

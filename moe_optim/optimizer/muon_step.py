@@ -1,7 +1,7 @@
 """The step of matrices that Muon updates: momentum, iteration in batches, update and encoding."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +22,7 @@ from moe_optim.kernels.momentum import Momentum, Pack, Unpack
 from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
 from moe_optim.kernels.plan import Call, Plan
 from moe_optim.optimizer.muon import MatrixWeight, MuonSettings
+from moe_optim.places import Places
 
 ALIGNMENT = 128
 """Elements that tensors in the workspace start at multiples of."""
@@ -74,7 +75,7 @@ class MuonTable(Plan):
 
     momentum: Momentum
     chunks: tuple[Plan, ...]
-    """One plan per chunk of weights."""
+    """One plan per chunk of weights, with its directions, [count, R, C], as its only place."""
     updates: DirectedUpdates
     precision: str
     """Precision of fp32 GEMMs."""
@@ -115,13 +116,12 @@ class MuonTable(Plan):
             settings: settings of Muon.
             hyper: hyperparameters, [num_groups, HYPER_FIELDS] fp32, stored by reference.
             clips: clip factors, [num_norms] fp32, stored by reference.
-            workspace: memory that matrices pass through, [bytes] uint8 on the device of the
-                states, of at least :func:`smallest_workspace`.
+            workspace: memory that matrices pass through, [bytes] uint8 on the device of the states,
+                from :func:`allocate_workspace` after :func:`check_workspace`.
             members: tables whose sources are masters of some of the states.
             backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
 
         Raises:
-            ConfigError: a weight does not fit into the workspace.
             LayoutError: states with inconsistent tensors.
         """
         ordered = sorted(states, key=lambda one: one.weight.partition_dim is not None)
@@ -237,38 +237,36 @@ def _batch_numel(weight: MatrixWeight, batch: Batch, count: int, settings: MuonS
     )
 
 
-def smallest_workspace(weights: Sequence[MatrixWeight], settings: MuonSettings) -> int:
-    """Return the bytes of workspace that the largest weight needs."""
-    needs = [chunk_numel(weight, 1, settings) for weight in weights]
-    return max(needs, default=0) * settings.dtype.itemsize
-
-
-def workspace_for(
-    counts: Sequence[tuple[MatrixWeight, int]], settings: MuonSettings, device: torch.device
-) -> Tensor:
-    """Allocate the workspace: what all weights need at once, at most the configured bytes.
-
-    Raises:
-        ConfigError: a weight needs more than the configured bytes.
-    """
-    least = smallest_workspace([weight for weight, _ in counts], settings)
-    most = settings.workspace_bytes
-    if least > most:
-        weight = max((one for one, _ in counts), key=lambda one: chunk_numel(one, 1, settings))
+def check_workspace(weights: Iterable[MatrixWeight], settings: MuonSettings) -> None:
+    """Raise ConfigError if a weight needs more than the configured bytes of workspace."""
+    needs = {chunk_numel(weight, 1, settings): weight for weight in weights}
+    least = max(needs, default=0)
+    if least * settings.dtype.itemsize > settings.workspace_bytes:
+        weight, mib = needs[least], -(-least * settings.dtype.itemsize >> 20)
         raise ConfigError(
-            f"muon_workspace_mib: expected at least {-(-least >> 20) + 1} for {weight.name} of "
-            f"{list(weight.shape)}, got {most >> 20}. Set muon_workspace_mib to that or more."
+            f"muon_workspace_mib: expected at least {mib} for {weight.name} of "
+            f"{list(weight.shape)}, got {settings.workspace_bytes >> 20}. Set "
+            f"moe_optim.muon_workspace_mib={mib}, or more."
         )
-    of_class: dict[Any, int] = defaultdict(int)
-    first: dict[Any, MatrixWeight] = {}
-    for weight, count in counts:
-        of_class[_class_of(weight)] += count
-        first.setdefault(_class_of(weight), weight)
-    all_at_once = max(
-        (chunk_numel(first[kind], count, settings) for kind, count in of_class.items()), default=0
-    )
-    numel = min(most, all_at_once * settings.dtype.itemsize)
-    return torch.empty(numel, dtype=torch.uint8, device=device)
+
+
+def allocate_workspace(
+    states: Sequence[MuonState], settings: MuonSettings, device: torch.device
+) -> Tensor:
+    """Allocate what all weights of a class need at once, at most the configured bytes.
+
+    Returns:
+        Memory for :meth:`MuonTable.build`, [bytes] uint8 on ``device``.
+    """
+    counts: dict[Any, int] = defaultdict(int)
+    weights: dict[Any, MatrixWeight] = {}
+    for state in states:
+        kind = _class_of(state.weight)
+        counts[kind] += state.count
+        weights[kind] = state.weight
+    numel = max((chunk_numel(weights[kind], counts[kind], settings) for kind in counts), default=0)
+    nbytes = min(settings.workspace_bytes, numel * settings.dtype.itemsize)
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _class_of(weight: MatrixWeight) -> tuple[Any, ...]:
@@ -417,7 +415,7 @@ class _Planner:
             pieces.append((part.state, part.first * numel, part.last * numel, flat[at:end]))
             at = end
         calls += self.updates.plan(pieces).calls
-        return Plan(device=self.hyper.device, calls=tuple(calls))
+        return Plan(device=self.hyper.device, calls=tuple(calls), places=Places([direction]))
 
     def _unpack(
         self,
@@ -496,7 +494,7 @@ def _gather(weight: MatrixWeight, packed: Tensor, space: _Space) -> tuple[list[C
     whole = space.take(*shape)
     targets = whole.unflatten(weight.partition_dim + 1, (ranks, -1))
     return [
-        partial(dist.all_gather_into_tensor, parts, packed, group=weight.group),
+        partial(dist.all_gather_into_tensor, parts.view(-1), packed.view(-1), group=weight.group),
         partial(targets.copy_, parts.movedim(0, weight.partition_dim + 1)),
     ], whole
 

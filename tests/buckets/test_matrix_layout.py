@@ -12,14 +12,12 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from moe_optim.buckets.matrix_layout import (
-    GROUPED_PADDING,
-    SINGLE_PADDING,
-    TOLERANCE,
     MatrixLayout,
     MatrixWeight,
     iteration_cost,
     lay_out_matrices,
 )
+from moe_optim.buckets.matrix_packing import GROUPED_PADDING, SINGLE_PADDING, TOLERANCE
 from moe_optim.errors import LayoutError
 
 MODELS = {  # matrices [R, C] of a layer that are not experts'
@@ -48,7 +46,7 @@ any_weights = st.lists(st.builds(weight, st.integers(1, 12), sizes, sizes), min_
 @st.composite
 def uniform_weights(draw, unit):
     """Weights of several matrices of one shape, of a multiple of the unit."""
-    rows = draw(st.integers(1, 4))
+    rows = draw(st.integers(1, 8))
     counts = draw(st.lists(st.integers(2, 20), min_size=1, max_size=12))
     return [weight(count, rows, unit) for count in counts]
 
@@ -98,7 +96,8 @@ def check_valid(layout: MatrixLayout, unit: int) -> None:
         assert [rank for rank, matrices in enumerate(owned) for _ in matrices] == owners
         assert [matrix for matrices in owned for matrix in matrices] == list(range(one.count))
     for number, unpadded in enumerate(layout.numel_unpadded):
-        assert unpadded == sum(layout.weights[index].numel for index in members(layout, number))
+        last = max(layout.places[index][1] for index in members(layout, number))
+        assert unpadded == last - layout.buckets[number][0]
 
 
 # Validity
@@ -156,7 +155,7 @@ def test_padding_of_every_bucket_but_the_last_is_bounded(weights, dp_size, bucke
     for number, (start, end) in enumerate(layout.buckets[:-1]):
         are_grouped = all(weights[index].count > 1 for index in members(layout, number))
         part = GROUPED_PADDING if are_grouped else SINGLE_PADDING
-        used = layout.numel_unpadded[number]
+        used = sum(weights[index].numel for index in members(layout, number))
         assert bucket_numel is not None
         assert used >= bucket_numel
         assert end - start - used <= part * used + dp_size * unit
@@ -220,7 +219,8 @@ def test_what_is_left_joins_the_last_bucket_where_that_takes_less_memory():
     joined = lay_out_matrices([layer, rest], dp_size=4, bucket_numel=layer.numel)
     assert [number for _, _, number in joined.places] == [0, 0]
     assert joined.padding == 0
-    alone = lay_out_matrices([layer, layer], dp_size=4, bucket_numel=layer.numel)
+    within = weight(61, 64, 64)  # 64 places alone, and 60 more in one bucket, within the bound
+    alone = lay_out_matrices([layer, within], dp_size=4, bucket_numel=layer.numel)
     assert [number for _, _, number in alone.places] == [0, 1]
 
 
@@ -279,6 +279,34 @@ def test_no_rank_of_a_real_model_costs_more_than_in_megatrons_layout(shapes, dp_
     )
     assert max(layout.costs_by_rank()) <= max(theirs.costs_by_rank())
     assert layout.padding <= max(theirs.padding, SINGLE_PADDING)
+
+
+def test_memory_of_matrices_with_little_cost_is_balanced_too():
+    """48 layers of DeepSeek-V3 on 64 ranks: by cost alone, 16 ranks would hold everything but the
+    48 output projections, and half of the memory would be padding."""
+    weights = [weight(1, *shape) for _ in range(48) for shape in MODELS["deepseek-v3"]]
+    layout = lay_out_matrices(weights, dp_size=64, bucket_numel=None)
+    assert layout.padding <= 0.05
+    greedy = greedy_costs([one.cost for one in weights], 64)
+    assert max(layout.costs_by_rank()) <= (1 + TOLERANCE) * max(greedy)
+
+
+def test_matrices_without_cost_are_placed_by_size():
+    """Equal costs: the largest goes first, so that two small ones lie beside it."""
+    weights = [weight(1, rows, 64, cost=0) for rows in (1, 1, 2)]
+    assert lay_out_matrices(weights, dp_size=2, bucket_numel=None).padding == 0
+
+
+def test_single_matrices_go_to_ranks_without_experts():
+    """Two experts lie on the first of four ranks, which has room for one matrix more."""
+    weights = [weight(2, 1, 64, cost=1), *[weight(1, 1, 64, cost=1)] * 4]
+    layout = lay_out_matrices(weights, dp_size=4, bucket_numel=None, unit=192)
+    assert layout.costs_by_rank() == [2, 2, 1, 1]
+
+
+def test_two_experts_are_owned_by_two_ranks_of_many():
+    layout = lay_out_matrices([weight(2, 64, 64)], dp_size=8, bucket_numel=None)
+    assert [len(owned) for owned in layout.owners(0)] == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
 def test_buckets_of_experts_take_turns_in_which_rank_has_fewer():

@@ -95,7 +95,20 @@ def _configure() -> dict[str, Any]:
     found["amaxes"] = _outcome(lambda: config.provide(model_chunks=with_amaxes))
     config.provide(model_chunks=chunks(32, "indexed"))
     config.provide(model_chunks=chunks(None, "grouped"))
-    found["provided"] = built
+    found["provided"] = list(built)
+    config.optimizer = "muon"
+    found["another optimizer"] = _outcome(config.finalize)
+    found["provide for another"] = _outcome(lambda: config.provide(model_chunks=chunks()))
+    for name in ("muon", "dist_muon"):
+        moe_optim.uninstall()
+        muon = make(optimizer=name, moe_optim=NVFP4, use_layer_wise_distributed_optimizer=True)
+        for _ in range(2):
+            muon.finalize()
+        flags = muon.optimizer, muon.use_distributed_optimizer
+        flags += (muon.use_layer_wise_distributed_optimizer,)
+        found[name] = *flags, installation.installed_optimizer()
+        muon.provide(model_chunks=chunks(None, "grouped"))
+    found["provided to Muon"] = built[2:]
 
     with safe_yaml_representers():
         stored = yaml.safe_dump(ConfigContainerBase._convert_value_to_dict(config))
@@ -128,6 +141,24 @@ def test_a_model_that_was_not_built_under_these_knobs_gets_no_optimizer(configur
     refusal = configured["provide before finalize"]
     assert refusal.startswith("StateError: MoEOptimizerConfig.provide: expected MoEOptimConfig(")
     assert "got None. Call finalize()" in refusal
+    refusal = configured["provide for another"]
+    assert " with muon to be installed, got MoEOptimConfig(" in refusal
+    assert " with adam. Call finalize()" in refusal
+
+
+@pytest.mark.parametrize("name", ["muon", "dist_muon"])
+def test_muon_becomes_a_distributed_optimizer_when_it_is_finalized(configured, name):
+    """Under both names; Megatron-Bridge then turns on the distributed optimizer of DDP, too."""
+    assert configured[name] == ("muon", True, False, "muon")
+    assert configured["provided to Muon"] == ["an optimizer"] * 2
+
+
+def test_another_optimizer_than_the_installed_one_is_refused(configured):
+    refusal = configured["another optimizer"]
+    assert refusal.startswith(
+        "StateError: install: expected the optimizer that is installed, adam,"
+    )
+    assert refusal.endswith("got muon. Call moe_optim.uninstall() first.")
 
 
 def test_interleaved_experts_are_refused_where_they_are_the_first_axis(configured):

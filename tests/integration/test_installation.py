@@ -143,6 +143,44 @@ def test_one_configuration_at_a_time():
     in_one_rank(_use_several_configurations)
 
 
+def _use_several_optimizers() -> None:
+    assert installation.installed_optimizer() == "adam"
+    installation.install(MXFP8, optimizer="muon")
+    installation.install(MXFP8, optimizer="muon")
+    assert installation.installed_optimizer() == "muon"
+    with pytest.raises(StateError, match=r"installed, muon, got adam\. .*uninstall\(\) first"):
+        installation.install(MXFP8)
+    with pytest.raises(
+        StateError, match=r'got adam\. Call moe_optim.install\(config, optimizer="ad'
+    ):
+        installation.set_optimizer("adam")
+    assert installation.installed_optimizer() == "muon"
+    installation.uninstall()
+    assert installation.installed_optimizer() == "adam"
+    with pytest.raises(ConfigError, match="optimizer: expected adam or muon, got 'sgd'"):
+        installation.install(MXFP8, optimizer="sgd")
+    assert installation.installed_config() is None
+
+
+def test_one_optimizer_at_a_time():
+    """``install()`` means Adam unless it says otherwise, and ``uninstall()`` forgets it."""
+    in_one_rank(_use_several_optimizers)
+
+
+def _install_by_flag() -> None:
+    installation.install_by_flag(MXFP8)
+    assert (installation.installed_config(), installation.installed_optimizer()) == (MXFP8, "adam")
+    installation.set_optimizer("muon")
+    installation.set_optimizer("muon")  # Megatron may validate more than once
+    assert installation.installed_optimizer() == "muon"
+    installation.install_by_flag(MXFP8)
+    assert installation.installed_optimizer() == "muon"
+
+
+def test_a_flag_installs_before_the_optimizer_is_known():
+    in_one_rank(_install_by_flag)
+
+
 def _fail_to_install() -> list[str]:
     broken = Patch(
         id="broken",

@@ -37,6 +37,33 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
     "nothing": (but(), []),
     "nothing, stock": (RUN, []),
     "sharing gradient memory": (but("--reuse-grad-buf-for-mxfp8-param-ag"), []),
+    "nothing, Muon": (but("--optimizer", "muon", "--muon-nesterov"), []),
+    "nothing, Muon's deprecated name": (but("--optimizer", "dist_muon"), []),
+    "nothing, Muon with overlap": (
+        but("--optimizer", "muon", "--overlap-grad-reduce", "--overlap-param-gather",
+            "--no-use-layer-wise-param-layout", "--dist-ckpt-optim-fully-reshardable"),
+        [],
+    ),
+    "settings of Muon": (
+        but("--optimizer", "muon", "--muon-scalar-optimizer", "lion",
+            "--muon-coefficient-type", "newton", "--optimizer-cuda-graph"),
+        [
+            "refused with the plug-in: --muon-scalar-optimizer lion",
+            "refused with the plug-in: --muon-coefficient-type newton: expected simple, quintic, p",
+            "refused with the plug-in: --optimizer-cuda-graph with Muon",
+        ],
+    ),
+    "flags of Adam's moments with Muon": (
+        but("--optimizer", "muon", "--use-precision-aware-optimizer"),
+        [
+            "Megatron: --use-precision-aware-optimizer only supported with adam",
+            "refused with the plug-in: --use-precision-aware-optimizer with Muon",
+        ],
+    ),
+    "Muon's files of ranks without gloo": (
+        but("--optimizer", "muon", "--disable-gloo-process-groups", "--ckpt-format", "torch"),
+        ["--disable-gloo-process-groups: expected --ckpt-format torch_dist, as others collect sta"],
+    ),
     "misspelt": (
         but("--num-expert", "4", "--use-moe-groped-optim", without=("--num-experts", *PLUGIN)),
         [
@@ -67,7 +94,7 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
         but("--optimizer", "sgd", "--moe-apply-probs-on-input",
             "--moe-router-topk", "1", "--moe-router-pre-softmax"),
         [
-            "refused with the plug-in: --optimizer sgd: only Adam and Muon are supported. Give --opt",
+            "refused with the plug-in: --optimizer sgd: only Adam and Muon are supported. Giv",
             "refused with the plug-in: --moe-apply-probs-on-input",
         ],
     ),

@@ -111,11 +111,21 @@ def test_a_file_trains_as_the_command_line_that_it_stands_for(file, tmp_path):
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {  # change -> beginnings of all faults
     "nothing": ({}, []),
     "sharing": ({SHARE: True}, []),
+    "Muon": ({"optimizer": "muon"}, []),
+    "Muon alone": (
+        {"optimizer": "dist_muon", "use_distributed_optimizer": False,
+         "overlap_param_gather": False},
+        [],
+    ),
+    "settings of Muon": (
+        {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
+        ["refused with the plug-in: --muon-scalar-optimizer lion: "],
+    ),
     "refused by the plug-in": (
         {"optimizer": "sgd", "language_model__moe_apply_probs_on_input": True,
          "language_model__moe_router_topk": 1, "language_model__moe_router_pre_softmax": True},
         [
-            "refused with the plug-in: --optimizer sgd: only Adam and Muon are supported. Give --opt",
+            "refused with the plug-in: --optimizer sgd: only Adam and Muon are supported. Giv",
             "refused with the plug-in: --moe-apply-probs-on-input",
         ],
     ),

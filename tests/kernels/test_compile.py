@@ -22,7 +22,9 @@ from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.health import HealthEntry, HealthTable
 from moe_optim.kernels.launch_table import LaunchTable, own_slots
+from moe_optim.kernels.matrices import MatrixRows, MatrixShard, gate_and_up
 from moe_optim.kernels.member_table import MemberTable
+from moe_optim.kernels.momentum import Momentum, Pack, Unpack
 from moe_optim.kernels.norm import NormInput, NormTable
 from moe_optim.kernels.plan import BoundKernel
 from moe_optim.kernels.step_table import StepTable
@@ -273,6 +275,62 @@ def test_the_cast_to_one_scale_compiles(capability, monkeypatch):
     assert "cvt.rn.satfinite.e4m3x2" in texts["cast_kernel"]
 
 
+def kernels_of_momentum(gradients, packed, monkeypatch, *, nesterov):
+    """Return what a GPU would launch around the iteration of Muon: for whole weights, and for gate
+    and up in blocks that are shorter than a part."""
+    plan_kernels(monkeypatch)
+    count, rows, cols = SHAPE
+    numel = count * rows * cols
+    hyper, clips = torch.zeros(1, HYPER_FIELDS), torch.ones(1)
+    seen = []
+    for matrices in ((MatrixRows.of(rows),), gate_and_up(rows, 8)):
+        shard = MatrixShard(
+            parameter="fc",
+            gradient=torch.zeros(numel, dtype=gradients),
+            momentum=torch.zeros(numel),
+            shape=SHAPE,
+            rows=matrices,
+            group=0,
+            norm=0,
+        )
+        plan = Momentum.build([shard], hyper, clips, nesterov=nesterov)
+        pieces = [plan.piece(0)]
+        batch = torch.zeros(plan.squares.numel(), matrices[0].rows, cols, dtype=packed)
+        pack = Pack.build(pieces, plan.squares, batch, hyper, clips, nesterov=nesterov)
+        unpack = Unpack.build(batch, pieces, torch.zeros(numel, dtype=packed))
+        seen += [*plan.kernels, *pack.kernels, *unpack.kernels]
+    return seen
+
+
+@FOR_EVERY_GPU
+@pytest.mark.parametrize("nesterov", [True, False], ids=["nesterov", "plain"])
+@pytest.mark.parametrize(
+    ("gradients", "packed"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+        (torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
+def test_what_surrounds_the_iteration_of_muon_compiles(
+    gradients, packed, nesterov, capability, monkeypatch
+):
+    """Whole tiles are read by accesses of 16 bytes; nothing is flushed, roots and quotients are
+    rounded to nearest, and so are clipped gradients before they are added to anything."""
+    bound = kernels_of_momentum(gradients, packed, monkeypatch, nesterov=nesterov)
+    assert len(bound) == 8
+    for one in bound:
+        asm, name = compile_kernel(one, capability).asm, one.kernel.__name__
+        assert asm["cubin"] and "ftz" not in asm["ptx"]
+        if name == "pack_kernel":
+            assert "div.rn.f32" in asm["ptx"] and "sqrt.rn.f64" in asm["ptx"]
+        if name == "momentum_kernel" or (name == "pack_kernel" and nesterov):
+            assert "mul.rn.f32" in asm["ptx"]
+        if name != "add_squares_kernel":
+            assert one.constants["ALIGNED"] and "ld.global.v4.b32" in asm["ptx"]
+
+
 def kernels_written():
     """Yield the name of every kernel of the package; what else Triton compiles they call."""
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
@@ -286,6 +344,8 @@ def test_every_kernel_that_is_written_is_compiled_here(monkeypatch):
     seen = {call[0].kernel for call in calls_of_fake_quantization(torch.float32, monkeypatch)}
     seen |= {bound.kernel for bound in kernels_of_norm(monkeypatch, count_zeros=True)}
     seen |= {bound.kernel for bound in kernels_of_tensorwise(monkeypatch)}
+    around_muon = kernels_of_momentum(torch.float32, torch.bfloat16, monkeypatch, nesterov=True)
+    seen |= {bound.kernel for bound in around_muon}
     for format in FORMATS.values():
         seen |= {bound.kernel for bound in kernels_of_health(format, monkeypatch)}
         steps = kernels_of_step(format, torch.float32, torch.float32, decoupled=True)

@@ -1,12 +1,14 @@
 """Steps along directions in pieces are steps of whole weights, which are then encoded."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_optim.errors import LayoutError
-from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, NVFP4, QuantizedWeight
+from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, NVFP4, QuantizedWeight, reference
 from moe_optim.kernels.directed_state import DirectedState
 from moe_optim.kernels.directed_updates import DirectedUpdates
 from moe_optim.kernels.fields import HYPER_FIELDS
@@ -24,7 +26,7 @@ EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def weights_of(format):
     """Return shapes and formats of weights that are read in every way: with masks and without."""
     ragged = (2, 136, 72) if format is FP8_BLOCK else (2, 64, 96)
-    return [((3, 128, 128), format), (ragged, format), ((2, 32, 40), torch.bfloat16)]
+    return [((3, 128, 256), format), (ragged, format), ((2, 32, 40), torch.bfloat16)]
 
 
 # Kernels
@@ -54,7 +56,7 @@ def test_kernels_leave_experts_outside_of_the_pieces_alone(format, launches):
         here = slice(expert * numel, (expert + 1) * numel)
         want = whole.states[0].master if ours else before
         assert_values_equal(state.master[here], want[here], what=f"expert {expert}")
-        filled = whole.targets[0] if ours else poisoned(format, (3, 128, 128))
+        filled = whole.targets[0] if ours else poisoned(format, (3, 128, 256))
         for name, buffer in target.gathered_buffers().items():
             want = filled.gathered_buffers()[name][expert]
             assert_bytes_equal(buffer[expert], want, what=f"expert {expert} {name}")
@@ -132,6 +134,22 @@ def test_a_launch_reports_that_masters_were_written(backend):
     assert not run.updates.written
     plan.launch()
     assert run.updates.written == {True}
+
+
+def test_what_no_kernel_can_encode_is_encoded_after_all_pieces(launches):
+    """Such as data whose neighbours in a row are two bytes apart."""
+    target = QuantizedWeight.empty(FP8_BLOCK, (2, 128, 128))
+    apart = torch.zeros(2, 128, 256, dtype=torch.uint8).view(target.rowwise_data.dtype)[..., ::2]
+    target = replace(target, rowwise_data=apart)
+    master = torch.linspace(-1, 1, 2 * 128 * 128)
+    table = MemberTable.build([TableEntry(parameter="fc1", source=master, target=target)])
+    updates = build(state_of(master=master), members=[table])
+    updates.plan([(0, 0, master.numel(), torch.ones(master.numel()))]).launch()
+    updates.finish.launch()
+    assert launches == ["update_ranges_kernel"] and updates.finish.calls
+    want = reference.quantize(master.view(2, 128, 128), FP8_BLOCK)
+    for name, buffer in target.gathered_buffers().items():
+        assert_bytes_equal(buffer, want.gathered_buffers()[name], what=name)
 
 
 @pytest.fixture

@@ -9,6 +9,10 @@ STEP = (
     "tests/kernels/test_step_table.py::test_every_part_of_an_expert_has_a_slot_of_its_own_for_its_amax",
     "tests/kernels/test_step_table.py::test_dropped_moments_are_freed_where_launches_know_their_addresses",
 )
+DIRECTED = (
+    "tests/kernels/test_directed_updates.py::test_kernels_step_and_encode_pieces_as_the_whole",
+    "tests/kernels/test_directed_updates.py::test_pieces_that_cut_what_is_encoded_at_once_are_refused_by_name",
+)
 REQUANTIZE = ("tests/kernels/test_requantize.py::test_whole_weights_are_the_references",)
 NORM = ("tests/kernels/test_norm.py::test_sums_of_tensors_of_many_sizes",)
 AMAX = ("tests/kernels/test_amax.py",)
@@ -115,6 +119,18 @@ MUTANTS = (
         "return [*columns, state.group, state.norm, place]",
         "return [*columns, state.norm, state.group, place]",
         STEP,
+    ),
+    Mutant(  # weights find their amaxes in each other's slots
+        "kernels/directed_updates.py",
+        "slots = range(num_slots, num_slots + AMAX_SLOTS * len(experts), AMAX_SLOTS)",
+        "slots = range(0, AMAX_SLOTS * len(experts), AMAX_SLOTS)",
+        DIRECTED,
+    ),
+    Mutant(  # pieces end inside a block row
+        "kernels/directed_updates.py",
+        "whole = part.low == part.first_whole and part.high == part.end_whole",
+        "whole = part.low == part.first_whole",
+        DIRECTED,
     ),
     Mutant(  # a table that watches some tensors looks at all
         "kernels/step_table.py",

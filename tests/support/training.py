@@ -182,9 +182,11 @@ def _watch(
 def _record_state(record: Record, model: list[Any], optimizer: Any) -> None:
     parts = optimizer.chained_optimizers
     record.classes = {type(part).__name__ for part in parts}
-    if record.classes == {"Float16OptimizerWithFloat16Params"}:
-        return  # it shards nothing
     names = {param: name for name, param in named_parameters(model)}
+    for param, name in names.items():
+        record.weights |= weight_bytes(name, param)
+    if record.classes & {"LayerWiseDistributedOptimizer", "Float16OptimizerWithFloat16Params"}:
+        return  # it shards nothing
     for part in parts:
         if part.is_stub_optimizer:
             continue
@@ -197,8 +199,6 @@ def _record_state(record: Record, model: list[Any], optimizer: Any) -> None:
                 record.masters[name] = master.clone()
                 state = part.optimizer.state[master]
                 record.moments[name] = {key: state[key].clone() for key in sorted(state)}
-    for param, name in names.items():
-        record.weights |= weight_bytes(name, param)
 
 
 def named_parameters(model: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -17,12 +17,6 @@ from moe_optim.config.recipes import load_recipe
 from moe_optim.formats import FORMATS
 from moe_optim.spelling import spell_bytes
 from tools.documents.code_tables import table, weight_bytes, wire_bytes
-from tools.documents.muon_tables import (
-    muon_in_short,
-    muon_iterations,
-    muon_step,
-    muon_training,
-)
 from tools.upstream.patch_sources import changes
 from tools.upstream.side_by_side import CHANCE, Case, Comparison, Selection
 from tools.upstream.versions import KNOWN, failures, totals
@@ -97,8 +91,6 @@ SAME_IN_STOCK = (FUSED, HEALTH_STEPS[1], OFFLOAD_STEPS["0.5"], OFFLOAD_STEPS["1"
 STEP_TIMES = ("optimizer_ms", "iteration_ms")
 CONVERGENCE = "convergence-h200.json"
 CURVES = "formats-h200.json"
-MUON = "muon-h100.json"
-MUON_TRAINING = "step-muon-2x-h100-qwen3.json"
 WHOLE = 1000
 """Iterations of the runs whose losses count; shorter runs count for times only."""
 SMOOTHED = 10
@@ -967,10 +959,6 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "export-cost": export_cost,
     "offload-cost": offload_cost,
     "offload-training": offload_training,
-    "muon-in-short": lambda: muon_in_short(read_result(MUON), read_result(MUON_TRAINING)),
-    "muon-iterations": lambda: muon_iterations(read_result(MUON)),
-    "muon-step": lambda: muon_step(read_result(MUON)),
-    "muon-training": lambda: muon_training(read_result(MUON_TRAINING)),
     "plan-step": plan_step,
     "patch-sources": patch_sources,
     "published": published,
@@ -1011,10 +999,6 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "export-cost": (EXPORT,),
     "offload-cost": (OFFLOAD,),
     "offload-training": tuple(OFFLOAD_STEPS.values()),
-    "muon-in-short": (MUON, MUON_TRAINING),
-    "muon-iterations": (MUON,),
-    "muon-step": (MUON,),
-    "muon-training": (MUON_TRAINING,),
     "plan-step": ("requantize-h200.json",),
     "patch-sources": (SOURCES,),
     "published": (PUBLISHED,),

@@ -38,6 +38,7 @@ from rich.table import Table
 
 from moe_optim.commands.console.provenance import commit
 from moe_optim.config import MoEOptimConfig
+from moe_optim.integration.arguments import extend_distributed_optimizer
 from moe_optim.rules import Setup, refusals
 from tools.upstream.launches import find_launches
 from tools.upstream.stand_in_imports import StandIn, find_bridge, standing_in
@@ -192,6 +193,7 @@ def _settle_bridge(config: Any) -> tuple[Any, Any, Any]:
     model, optimizer, ddp = config.model, config.optimizer, config.ddp
     ddp.use_megatron_fsdp = ddp.use_megatron_fsdp or config.dist.use_megatron_fsdp
     optimizer.use_distributed_optimizer |= ddp.use_distributed_optimizer
+    extend_distributed_optimizer(optimizer)  # as MoEOptimizerConfig.finalize
     model.cuda_graph_impl = full_iteration(model.cuda_graph_impl, model.cuda_graph_scope)
     overlap = config.comm_overlap
     if overlap is not None and overlap.overlap_param_gather_with_optimizer_step:
@@ -255,6 +257,7 @@ def _settle_arguments(given: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     }
     kinds = (OptimizerConfig, DistributedDataParallelConfig, MLATransformerConfig)
     optimizer, ddp, model = (settled(kind, values) for kind in kinds)
+    extend_distributed_optimizer(optimizer)
     return optimizer, ddp, model
 
 

@@ -133,6 +133,8 @@ def _examine_package(name: str) -> Findings:
 def _note(name: str, package: Package | None) -> str:
     if name == "apex" and package is None and (folder := find_folder("apex")):
         return f"{folder} is the unrelated apex of the package index, not NVIDIA's"
+    if name == "emerging-optimizers" and package is None:
+        return "Megatron's own step of Muon calls it: pip install 'moe_optim[muon]'"
     if name == "pybind11" and package is None:
         return "a checkout of Megatron-LM, as --megatron-lm gives one, compiles a helper with it"
     if name != "megatron-core" or package is None:

@@ -33,6 +33,9 @@ in bf16 through the gradient memory; FP8 blocks and NVFP4 with rowwise data in a
 """
 ROWS = (*FORMATS, *STOCKS)
 """Formats of the rows of a plan, for each number of GPUs."""
+MUON_ROWS = (*FORMATS, STOCK_BF16)
+"""The same with Muon. Stock's layer-wise optimizer gathers bf16, whatever the weights are kept in.
+"""
 
 BUFFERS = tuple(f"{way}_{kind}" for way in DIRECTIONS for kind in ("data", "scale"))
 WEIGHTS = (*BUFFERS, "global_amax", "storage_scales", "parameter_buffer", "exchange")
@@ -103,7 +106,7 @@ def plan_rows(
 
     - ``weight_bytes_per_rank``: all buffers of the weights, and exchanged maxima
     - ``gradient_bytes_per_rank``: gradients in their own dtype
-    - ``optimizer_bytes_per_rank``: masters and two moments
+    - ``optimizer_bytes_per_rank``: masters and two moments, or Muon's momentum
     - ``step_memory_bytes_per_rank``: fp32 copies that Megatron's step makes of bf16 gradients
     - ``total_bytes_per_rank``: sum of the above
     - ``against_stock_bf16_bytes``, ``against_stock_bytes``: total minus that of stock in bf16, and
@@ -111,10 +114,11 @@ def plan_rows(
       the same format if stock supports it
     - ``gathered_bytes_per_step``: bytes after the gather, including the rank's own shard
     - ``gather_ms``: time of the gather at the bus bandwidth
-    - ``launches_per_step``: kernel launches, without copies and fills
+    - ``launches_per_step``: kernel launches, without copies and fills; not counted with Muon
     - ``norm_bytes_per_rank``, ``update_bytes_per_rank``: minimum traffic of a fused step
     - ``step_bytes_per_parameter``: the latter per parameter
-    - ``step_floor_ms``: time of both at the memory bandwidth; None without a fused step
+    - ``step_floor_ms``: time of both at the memory bandwidth; None without a fused step, and
+      with Muon
     - ``padding_fraction``: part of all buckets without weights
     - ``shard_imbalance``: largest number of owned elements over the mean
 
@@ -128,11 +132,12 @@ def plan_rows(
         network_gb_per_s: bus bandwidth of an all-gather in GB/s; None omits times.
     """
     for count in gpus:
-        buckets = experts.buckets(count)
-        used = sum(bucket.used * number for bucket, number in buckets.items())
+        shared = None if experts.has_muon else experts.buckets(count)
         dp_size = experts.expert_dp_size(count)
         rows: dict[str, PlanRow] = {}
-        for name in ROWS:
+        for name in MUON_ROWS if experts.has_muon else ROWS:
+            buckets = shared or experts.matrix_buckets(count, FORMATS.get(name))
+            used = sum(bucket.used * number for bucket, number in buckets.items())
             total = _total([(_costs_of(name, one, experts), n) for one, n in buckets.items()])
             format = FORMATS.get(name)
             on_host = offload_states if format is not None else 0.0
@@ -145,7 +150,7 @@ def plan_rows(
                 **_traffic(total, used, dp_size, network_gb_per_s),
                 "path": _path_of(name, total),
                 **_step(
-                    format if is_fused else None,
+                    format if is_fused and not experts.has_muon else None,
                     int(total.owned.max()),
                     experts,
                     None if on_host else memory_tb_per_s,
@@ -231,7 +236,8 @@ def _step(
 
 def _costs_of(name: str, bucket: PlannedBucket, experts: PlannedExperts) -> Costs:
     if name in FORMATS:
-        return _quantized_costs(FORMATS[name], bucket, experts)
+        costs = _quantized_costs(FORMATS[name], bucket, experts)
+        return costs._replace(launches=None) if experts.has_muon else costs
     return _stock_costs(FORMATS.get(name.removeprefix("stock ")), bucket, experts.grad_bytes)
 
 
@@ -242,7 +248,7 @@ def _quantized_costs(
     slots, dp_size = bucket.slots, bucket.dp_size
     for slot in slots:
         format.check_shape(slot.shape, slot.name)
-    numel = bucket.aligned_end(format).numel
+    numel = bucket.numel(format)
     gathered = {one.name: one.nbytes for one in plan_buffers(format, slots, numel, dp_size)}
     parts = dict(gathered)
     if format.columnwise_copy == "transposed":

@@ -7,19 +7,22 @@ buckets of bf16 experts where all ranks hold the same experts.
 
 import argparse
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from moe_optim.buckets.layout import BucketEnd, Slot, aligned_end
+from moe_optim.buckets.layout import Slot, aligned_end
 from moe_optim.commands.hugging_face.values import MOST_LAYERS
 from moe_optim.commands.plan.flags import parse_flags
+from moe_optim.commands.plan.matrix_buckets import lay_layer_wise_buckets, lay_matrix_buckets
 from moe_optim.commands.plan.stages import check_divides, count_moe_layers
 from moe_optim.commands.plan.stock_layout import bucket_divisor, lay_buckets
 from moe_optim.errors import ConfigError, refuse
 from moe_optim.formats import BlockScaledFormat
-from moe_optim.integration.arguments import ranks_multiple
+from moe_optim.integration.arguments import extend_distributed_optimizer, ranks_multiple
+from moe_optim.rules import OPTIMIZERS
 
 WeightShape = tuple[int, int, int]
 _MOMENTS = MappingProxyType(
@@ -67,18 +70,23 @@ class PlannedBucket:
     dp_size: int
     """Number of ranks that own equal shards of the bucket."""
     stock_numel: int
-    """End of the bucket in stock Megatron, in elements."""
+    """End of the bucket in stock Megatron, in elements; of matrices that Muon steps, the end."""
     divisor: int
     """Divisor of the bucket's end."""
+    holds_matrices: bool = False
+    """Whether every matrix lies inside one shard."""
 
     @property
     def used(self) -> int:
         """Elements of parameters, without padding."""
         return sum(slot.numel for slot in self.slots)
 
-    def aligned_end(self, format: BlockScaledFormat) -> BucketEnd:
-        """Return the end of the bucket with ``layout: aligned``."""
-        return aligned_end(format, self.slots, dp_size=self.dp_size, divisor=self.divisor)
+    def numel(self, format: BlockScaledFormat) -> int:
+        """Return the end of the bucket, of Adam's weights with ``layout: aligned``."""
+        if self.holds_matrices:
+            return self.stock_numel
+        end = aligned_end(format, self.slots, dp_size=self.dp_size, divisor=self.divisor)
+        return end.numel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +121,15 @@ class PlannedExperts:
         return argparse.Namespace(**(vars(self.args) | dtypes))
 
     @property
+    def has_muon(self) -> bool:
+        """Whether Muon steps the experts."""
+        return bool(self.args.optimizer == "muon")
+
+    @property
     def moment_bytes(self) -> int:
-        """Bytes per element of both moments."""
+        """Bytes per element of both moments, or of Muon's momentum in fp32."""
+        if self.has_muon:
+            return 4
         return sum(_MOMENTS[getattr(self.args, name)][1] for name in _MOMENT_FLAGS)
 
     @property
@@ -149,12 +164,52 @@ class PlannedExperts:
 
     def buckets(self, gpus: int) -> Counter[PlannedBucket]:
         """Return bucket -> count on one rank; ConfigError as above."""
-        args, dp_size = self.args, self.expert_dp_size(gpus)
-        divisor = bucket_divisor(dp_size, high_busbw=args.ddp_pad_buckets_for_high_nccl_busbw)
+        dp_size, divisor = self.expert_dp_size(gpus), self._divisor(gpus)
+        return Counter(
+            PlannedBucket(
+                slots=bucket.slots, dp_size=dp_size, stock_numel=bucket.numel, divisor=divisor
+            )
+            for params, full in self._chunks(gpus)
+            for bucket in lay_buckets(params, full, divisor)
+        )
+
+    def matrix_buckets(self, gpus: int, format: BlockScaledFormat | None) -> Counter[PlannedBucket]:
+        """Return bucket -> count on one rank, of matrices that Muon steps.
+
+        Args:
+            gpus: total number of GPUs.
+            format: format of the weights; None for stock Megatron's Muon with bf16 weights.
+
+        Raises:
+            ConfigError: as above.
+            LayoutError: no rank can own some matrix whole.
+        """
+        dp_size, divisor = self.expert_dp_size(gpus), self._divisor(gpus)
+        lay = (
+            lay_layer_wise_buckets if format is None else partial(lay_matrix_buckets, format=format)
+        )
+        return Counter(
+            PlannedBucket(
+                slots=bucket.slots,
+                dp_size=dp_size,
+                stock_numel=bucket.numel,
+                divisor=divisor,
+                holds_matrices=True,
+            )
+            for params, full in self._chunks(gpus)
+            for bucket in lay(params, dp_size=dp_size, bucket_numel=full, divisor=divisor)
+        )
+
+    def _divisor(self, gpus: int) -> int:
+        high_busbw = self.args.ddp_pad_buckets_for_high_nccl_busbw
+        return bucket_divisor(self.expert_dp_size(gpus), high_busbw=high_busbw)
+
+    def _chunks(self, gpus: int) -> Iterator[tuple[list[tuple[str, WeightShape]], int | None]]:
+        """Yield parameters and bucket size of each model chunk; None for one bucket."""
+        args = self.args
         dense_dp = gpus // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
         # As resolve_ddp_bucket_size of Megatron's training
         full = args.ddp_bucket_size or max(40_000_000, 1_000_000 * dense_dp)
-        found: Counter[PlannedBucket] = Counter()
         for chunk, layers in enumerate(self.chunks):
             is_cut = chunk == 0 and self.stage == 0 and args.overlap_grad_reduce
             params = [
@@ -163,13 +218,7 @@ class PlannedExperts:
                 for name, shape in self.weights
                 for _ in range(1 if self.grouped else shape[0])
             ]
-            found.update(
-                PlannedBucket(
-                    slots=bucket.slots, dp_size=dp_size, stock_numel=bucket.numel, divisor=divisor
-                )
-                for bucket in lay_buckets(params, full if is_cut else None, divisor)
-            )
-        return found
+            yield params, full if is_cut else None
 
 
 _MOMENT_FLAGS = ("exp_avg_dtype", "exp_avg_sq_dtype")
@@ -192,6 +241,7 @@ def plan_experts(
         ConfigError: a flag is missing, contradicts others, or has an effect that is not planned.
     """
     args = parse_flags(argv)
+    extend_distributed_optimizer(args)
     _require(args)
     _refuse(args)
     _check_counts(args)
@@ -249,7 +299,7 @@ def _refuse(args: argparse.Namespace) -> None:
         "--hybrid-layer-pattern": args.hybrid_layer_pattern is not None,
         "--moe-latent-size": args.moe_latent_size is not None,
         "--mtp-use-repeated-layer": args.mtp_use_repeated_layer,
-        f"--optimizer {args.optimizer} (use adam)": args.optimizer != "adam",
+        f"--optimizer {args.optimizer} (use adam or muon)": args.optimizer not in OPTIMIZERS,
         "--overlap-param-gather-with-optimizer-step": (
             args.overlap_param_gather_with_optimizer_step
         ),

@@ -50,7 +50,7 @@ def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     from moe_optim.commands.plan.answers import find_choice, recommend
     from moe_optim.commands.plan.costs import plan_rows
     from moe_optim.commands.plan.experts import plan_experts
-    from moe_optim.rules import Setup, config_with_flags, why_stock_step
+    from moe_optim.rules import Setup, check_setup, config_with_flags, why_stock_step
 
     argv = [*recipe.megatron_argv(), *args.megatron_args]
     config = recipe.moe_optim
@@ -67,6 +67,8 @@ def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     # Adam may hold masters if no weight is quantized; such rows are stock's
     setup = Setup(config=config, optimizer=experts.optimizer, masters_of_adam=False)
     reason = why_stock_step(setup)
+    if experts.has_muon:
+        check_setup(setup, str(recipe.path))
     if reason and (config.offload_states or experts.args.optimizer_cpu_offload):
         raise ConfigError(
             f"{recipe.path}: states on the host: expected a fused step, got {reason}. Remove that, "
@@ -89,7 +91,7 @@ def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         "commit": commit(),
         "planned": _describe(experts, config.expert_layout),
         "recommended": recommend(find_choice(recipe, argv, experts), of_advised, args.gpu_memory),
-        "step": "fused" if reason is None else f"stock, not estimated: {reason}",
+        "step": _describe_step(experts, reason),
         "gpu_memory_gib": args.gpu_memory,
         "bandwidth_gb_per_s": args.bandwidth,
         "memory_bandwidth_tb_per_s": args.memory_bandwidth,
@@ -152,8 +154,16 @@ def _describe(experts: "PlannedExperts", layout: str) -> str:
     stage = "all" if pipeline == 1 else f"stage {experts.stage} of {pipeline}, with"
     return (
         f"{stage} {experts.layers} MoE layers, {count} experts per rank of {first} and {second}, "
-        f"{layout}"
+        f"{layout}{', Muon' * experts.has_muon}"
     )
+
+
+def _describe_step(experts: "PlannedExperts", reason: str | None) -> str:
+    if reason is not None:
+        return f"stock, not estimated: {reason}"
+    if experts.has_muon:
+        return "fused, not estimated: Muon's iteration takes time for arithmetic, not for bytes"
+    return "fused"
 
 
 def _count(number: int, what: str) -> str:

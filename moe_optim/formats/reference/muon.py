@@ -125,7 +125,8 @@ def _lerp(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
     """Return ``torch.lerp`` with a scalar weight, which begins at the nearer of both ends.
 
     The formula is that of aten/src/ATen/native/Lerp.h. Below a weight of a half it is ``start +
-    weight * (end - start)``, else ``end + (weight - 1) * (end - start)``.
+    weight * (end - start)``, else ``end + (weight - 1) * (end - start)``. At a weight of exactly 1
+    the sign of a zero may differ, which in torch depends on the place of the element.
     """
     if weight.abs() < 0.5:
         return fma(weight, end - start, start)

@@ -213,10 +213,13 @@ def _normalize(x: Tensor, group: ProcessGroup | None) -> Tensor:
         squares = (x * x).sum((-2, -1), keepdim=True)
         dist.all_reduce(squares, group=group)
         norm = squares.sqrt()
-    return x / norm.clamp_min(EPS)
+    normalized: Tensor = x / norm.clamp_min(EPS)
+    return normalized
 
 
-def _step(x: Tensor, coefficients: tuple[float, float, float], group: ProcessGroup | None) -> Tensor:
+def _step(
+    x: Tensor, coefficients: tuple[float, float, float], group: ProcessGroup | None
+) -> Tensor:
     # baddbmm and addmm may take different kernels, so that a batch of one is not a matrix
     multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
     a, b, c = coefficients

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 KEYS = {"ok", "problems", "moe_optim", "packages", "gpus", "formats", "native_products", "patches"}
 PACKAGES = {"python", "torch", "megatron-core", "transformer-engine", "apex", "triton", "pybind11"}
+PACKAGES |= {"emerging-optimizers"}
 PACKAGE_KEYS = {"version", "path", "checkout", "needed", "state", "note", "problem"}
 PATCH_KEYS = {"id", "state", "target", "because", "remove_when"}
 H100 = Gpu(name="NVIDIA H100", sm=90, memory_gib=79.6)
@@ -192,6 +193,13 @@ def test_half_a_checkout_is_an_error(tmp_path, monkeypatch):
     fake_package(tmp_path, "megatron.core", version="0.19.2")
     monkeypatch.syspath_prepend(tmp_path)
     assert "Keep one of the two" in doctor._failure("megatron-core")
+
+
+def test_what_megatrons_own_muon_calls_may_be_absent(light):
+    hide(light, "emerging_optimizers")
+    entry = doctor.examine()["packages"]["emerging-optimizers"]
+    assert (entry["state"], entry["problem"]) == ("absent", None)
+    assert entry["note"] == ("Megatron's own step of Muon calls it: pip install 'moe_optim[muon]'")
 
 
 def test_the_unrelated_apex_is_not_taken_for_nvidias(light, tmp_path):

@@ -1,0 +1,38 @@
+"""Kinds of states in a checkpoint, by which an optimizer recognizes those of another one."""
+
+import re
+from collections.abc import Collection, Iterable
+
+from moe_optim.checkpoint.files.reader import FLAT_STATES
+from moe_optim.errors import LayoutError
+
+MOMENTUM = "momentum_buffer"
+"""Name of Muon's state, as in emerging-optimizers."""
+_BY_NAME = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[^.]+)\..+")
+_FLAT = re.compile(rf".*{re.escape(FLAT_STATES)}\d+\..*\.bucket_idx_\d+\.(?P<kind>[^.]+)")
+
+
+def state_kinds(keys: Iterable[str]) -> set[str]:
+    """Return the kinds of states among the keys of a checkpoint, such as ``exp_avg``."""
+    found = (_FLAT.fullmatch(key) or _BY_NAME.fullmatch(key) for key in keys)
+    return {match["kind"] for match in found if match is not None}
+
+
+def require_same_optimizer(kinds: Collection[str], where: str, *, is_muon: bool) -> None:
+    """Raise LayoutError for states of Adam in a run with Muon, and for those of Muon without it.
+
+    Args:
+        kinds: kinds of the saved states; none if no optimizer was saved.
+        where: source in error messages.
+        is_muon: whether this run steps matrices with Muon.
+    """
+    if not kinds or is_muon == (MOMENTUM in kinds):
+        return
+    wanted, got = "Muon's", "Adam's alone"
+    if not is_muon:
+        wanted, got = "Adam's", "Muon's"
+    raise LayoutError(
+        f"{where}: expected {wanted} optimizer states, got {got} ({', '.join(sorted(kinds))}): one "
+        "optimizer cannot go on from states of the other. Give the --optimizer that the checkpoint "
+        "was saved with, or take the weights alone (--no-load-optim)."
+    )

@@ -1,0 +1,158 @@
+"""Momentum, packing and unpacking on a GPU give the bits of plain torch on a CPU."""
+
+import math
+
+import pytest
+import torch
+
+from moe_optim.kernels.fields import HYPER_FIELDS
+from moe_optim.kernels.matrices import MatrixRows, MatrixShard, gate_and_up, qkv_rows
+from moe_optim.kernels.momentum import Momentum, Pack, Unpack
+from tests.support.bytes import assert_bytes_equal, assert_values_equal
+from tests.support.inputs import normal_weights, wide_range_weights, with_specials
+from tests.support.steps.launches import assert_neither_allocates_nor_waits
+
+pytestmark = pytest.mark.gpu
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+BOTH = pytest.mark.parametrize("nesterov", [True, False], ids=["nesterov", "plain"])
+SHARDS = (
+    ((MatrixRows.of(96),), (3, 96, 1000), FP32, 0, 0),
+    ((MatrixRows.of(768),), (2, 768, 512), BF16, 1, 0),
+    (gate_and_up(256, 32), (2, 256, 208), BF16, 1, 0),
+    (gate_and_up(512, 64), (1, 512, 1024), FP32, 1, 0),
+    (gate_and_up(128, None), (2, 128, 333), FP32, 0, 1),
+    (gate_and_up(1004, 251), (1, 1004, 333), BF16, 0, 0),
+    (qkv_rows(384, (64, 16, 16)), (1, 384, 320), BF16, 2, 0),
+    (qkv_rows(96, (4, 1, 1)), (1, 96, 77), BF16, 2, 3),
+)
+"""Rows, shape, dtype of the gradient, group, and elements before the first: parts lie within one
+group of rows, or in several, at even and odd addresses."""
+
+
+def wide_with_specials(*shape, seed):
+    return with_specials(wide_range_weights(*shape, seed=seed, exponents=(-145, 60)), every=9973)
+
+
+def shards_on(device, draw=normal_weights):
+    made = []
+    for seed, (rows, shape, dtype, group, offset) in enumerate(SHARDS):
+        numel = math.prod(shape)
+        gradient, momentum = (draw(1, numel + offset, seed=2 * seed + one)[0] for one in range(2))
+        made.append(
+            MatrixShard(
+                parameter=f"weight {seed}",
+                gradient=gradient.to(device, dtype)[offset:],
+                momentum=momentum.to(device)[offset:],
+                shape=shape,
+                rows=rows,
+                group=group,
+                norm=group,
+            )
+        )
+    return made
+
+
+def tables_on(device, clips=(0.7, 1.0, 1.5)):
+    hyper = torch.full((3, HYPER_FIELDS), math.nan)
+    hyper[:, 0] = torch.tensor([0.95, 0.3, 0.5])
+    hyper[:, 1] = 1 - hyper[:, 0]
+    return hyper.to(device), torch.tensor(clips, device=device)
+
+
+def batches_of(plan, tables, nesterov):
+    """Yield all matrices of one shape, packed, and unpacked into weights."""
+    for index, shard in enumerate(plan.shards):
+        for rows in range(len(shard.rows)):
+            for dtype in (BF16, FP16, FP32):
+                piece = plan.piece(index, rows=rows)
+                shape = (piece.num_matrices, shard.rows[rows].rows, shard.shape[2])
+                packed = torch.full(shape, math.nan, dtype=dtype, device=plan.device)
+                weights = torch.full((piece.numel,), -1.0, dtype=dtype, device=plan.device)
+                Pack.build([piece], plan.squares, packed, *tables, nesterov=nesterov).launch()
+                Unpack.build(packed, [piece], weights).launch()
+                yield packed
+                yield weights
+
+
+@BOTH
+@pytest.mark.parametrize("clips", [(0.7, 1.0, 1.5), (1.0, -1.0, 2.0**-3)], ids=["all", "skipped"])
+@pytest.mark.parametrize("draw", [normal_weights, wide_with_specials], ids=["normal", "wide"])
+def test_a_launch_gives_the_bits_of_a_cpu(draw, clips, nesterov):
+    """Momentum, sums of squares, batches and weights."""
+    got, want = (
+        Momentum.build(shards_on(device, draw), *tables_on(device, clips), nesterov=nesterov)
+        for device in ("cuda", "cpu")
+    )
+    assert got.kernels and not want.kernels
+    got.launch()
+    want.launch()
+    for one, other in zip(got.shards, want.shards, strict=True):
+        assert_values_equal(one.momentum.cpu(), other.momentum, what=one.parameter)
+    assert_values_equal(got.squares.cpu(), want.squares, what="squares")
+    pairs = zip(
+        batches_of(got, tables_on("cuda", clips), nesterov),
+        batches_of(want, tables_on("cpu", clips), nesterov),
+        strict=True,
+    )
+    for number, (one, other) in enumerate(pairs):
+        assert_values_equal(one.cpu(), other, what=f"batch {number}")
+
+
+@BOTH
+def test_launches_allocate_nothing_and_do_not_wait(nesterov):
+    tables = tables_on("cuda")
+    plan = Momentum.build(shards_on("cuda"), *tables, nesterov=nesterov)
+    assert_neither_allocates_nor_waits(plan.launch)
+    packed = torch.empty(3, 96, 1000, dtype=BF16, device="cuda")
+    pieces = [plan.piece(0)]
+    pack = Pack.build(pieces, plan.squares, packed, *tables, nesterov=nesterov)
+    assert_neither_allocates_nor_waits(pack.launch)
+    weights = torch.empty(packed.numel(), dtype=BF16, device="cuda")
+    assert_neither_allocates_nor_waits(Unpack.build(packed, pieces, weights).launch)
+
+
+def test_a_captured_graph_updates_with_new_gradients_and_factors():
+    hyper, clips = tables_on("cuda")
+    shards, copies = shards_on("cuda"), shards_on("cpu")
+    plan = Momentum.build(shards, hyper, clips, nesterov=True)
+    want = Momentum.build(copies, *(one.cpu() for one in (hyper, clips)), nesterov=True)
+    plan.launch()
+    want.launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.launch()
+    for shard, copy in zip(shards, copies, strict=True):
+        shard.gradient.mul_(2)
+        copy.gradient.mul_(2)
+    graph.replay()
+    want.launch()
+    assert_bytes_equal(plan.squares.cpu(), want.squares)
+
+
+@pytest.mark.usefixtures("alone")
+def test_weights_of_more_than_two_to_the_31_elements_together():
+    shape = (3, 1 << 15, 1 << 15)
+    rows = gate_and_up(shape[1], 1 << 10)
+    momentum = torch.full((math.prod(shape),), 2.0, device="cuda")
+    gradient = torch.ones(momentum.numel(), dtype=BF16, device="cuda")
+    shard = MatrixShard(
+        parameter="large",
+        gradient=gradient,
+        momentum=momentum,
+        shape=shape,
+        rows=rows,
+        group=0,
+        norm=0,
+    )
+    hyper, clips = tables_on("cuda", (1.0,))
+    hyper[0, :2] = 0.5
+    plan = Momentum.build([shard], hyper, clips, nesterov=False)
+    plan.launch()
+    assert (momentum == 1.5).all()
+    assert plan.squares.tolist() == [1.5**2 * (1 << 29)] * 6
+    packed = torch.empty(2, shape[1] // 2, shape[2], dtype=BF16, device="cuda")
+    pieces = [plan.piece(0, first=2)]
+    Pack.build(pieces, plan.squares, packed, hyper, clips, nesterov=False).launch()
+    norm = torch.tensor(1.5 * math.sqrt(1 << 29))
+    assert (packed == (1.5 / norm).bfloat16().cuda()).all()

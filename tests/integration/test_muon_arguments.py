@@ -1,0 +1,213 @@
+"""Muon in Megatron's arguments: with the plug-in it is a distributed optimizer, as Adam is."""
+
+import contextlib
+import io
+import os
+import sys
+import types
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optim.errors import MoEOptimError
+from tests.support.ranks import run_ranks
+from tests.support.training import MODEL, OVERLAP
+from tests.support.training_runs.scripts import copy_diffed_files, needs_diffed_files
+
+pytest.importorskip("megatron.core")
+
+PLUGIN = ["--use-moe-grouped-optim", "--moe-optim-set", "format=mxfp8"]
+ALONE = [word for word in MODEL if word != "--use-distributed-optimizer"]
+RUN = ["--train-iters", "2", "--eval-interval", "2"]
+GIVEN = {  # flags of a run
+    "with --use-distributed-optimizer": MODEL,
+    "without it": ALONE,
+    "with overlap": [*MODEL, *OVERLAP],
+    "without it, with overlap": [*ALONE, *OVERLAP],
+    "fully reshardable": [*MODEL, "--dist-ckpt-optim-fully-reshardable"],
+    "files of ranks": [*MODEL, "--ckpt-format", "torch"],
+    "without gloo": [*MODEL, "--disable-gloo-process-groups"],
+    "frozen": [*MODEL, "--freeze-all-layers"],
+    "Megatron's older layout": [*MODEL, "--no-use-layer-wise-param-layout"],
+}
+SCRIPT = """
+from megatron.training.arguments import parse_and_validate_args
+args = parse_and_validate_args()
+"""
+
+
+def _run_script(script: Path, argv: list[str]) -> Namespace:
+    """Return the arguments of a script that `moe-optim run` runs."""
+    from moe_optim.integration.script_runner import run_script
+
+    run_script(script, argv, cpu=True)
+    return sys.modules["__main__"].args  # type: ignore[no-any-return]
+
+
+def _train(_script: Path, argv: list[str]) -> Namespace:
+    """Return the arguments with which `moe-optim train` starts Megatron's training loop."""
+    import megatron.training
+
+    from moe_optim.commands.train import pretrain
+
+    given: list[Namespace] = []
+    megatron.training.pretrain = lambda *_: given.append(megatron.training.get_args())
+    os.environ["MOE_OPTIM_CPU"] = "1"
+    pretrain.train(argv)
+    return given[0]
+
+
+def _run_patched_tree(_script: Path, argv: list[str]) -> Namespace:
+    """Return the arguments of Megatron's own code with the source diffs in it."""
+    from moe_optim.integration import cpu_runtime
+    from moe_optim.integration.patched_tree import HOOK
+    from moe_optim.integration.source_diffs import apply_diffs, load_diffs
+
+    cpu_runtime.install()
+    name = "megatron.training.arguments"
+    tree = copy_diffed_files(_script.parent / f"tree of {os.getpid()}")
+    apply_diffs(tree, load_diffs())
+    for module in (HOOK, name):
+        path = tree / f"{module.replace('.', '/')}.py"
+        sys.modules[module] = types.ModuleType(module)
+        exec(compile(path.read_bytes(), path, "exec"), vars(sys.modules[module]))
+    sys.argv = ["script", *argv]
+    return sys.modules[name].parse_and_validate_args()  # type: ignore[no-any-return]
+
+
+HOOKS = {"run": _run_script, "train": _train, "patched tree": _run_patched_tree}
+
+
+def _settle(hook: str, script: Path, argv: list[str]) -> dict[str, Any]:
+    """Return what arguments, configurations and installation become."""
+    from megatron.training.training import (
+        get_megatron_ddp_config,
+        get_megatron_optimizer_config,
+    )
+
+    from moe_optim.integration.installation import installed_optimizer
+
+    args = HOOKS[hook](script, argv)
+    settled = {name: str(value) for name, value in vars(args).items()}
+    config, _ = get_megatron_optimizer_config(args)
+    return {
+        "arguments": settled,
+        "optimizer": config.optimizer,
+        "distributed": (config.use_distributed_optimizer, get_megatron_ddp_config(args)
+                        .use_distributed_optimizer),
+        "layer-wise": config.use_layer_wise_distributed_optimizer,
+        "installed": installed_optimizer(),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory) -> Path:
+    path: Path = tmp_path_factory.mktemp("script") / "pretrain_mine.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def settle(hook: str, script: Path, given: str, optimizer: str) -> dict[str, Any]:
+    argv = [*GIVEN[given], *RUN, *PLUGIN, "--optimizer", optimizer]
+    (found,) = run_ranks(1, _settle, hook, script, argv)
+    return found  # type: ignore[no-any-return]
+
+
+CASES = [
+    *(("run", given) for given in GIVEN),
+    *(("train", given) for given in ("with --use-distributed-optimizer", "without it")),
+    *(
+        pytest.param("patched tree", given, marks=needs_diffed_files)
+        for given in ("with --use-distributed-optimizer", "without it", "frozen")
+    ),
+]
+
+
+@pytest.mark.parametrize(("hook", "given"), CASES)
+def test_arguments_of_muon_are_those_of_adam_but_for_the_name(script, hook, given):
+    """All of them, so that buffers and checkpoints take the same ways; also its deprecated name."""
+    adam = settle(hook, script, given, "adam")
+    for name in ("muon", "dist_muon"):
+        muon = settle(hook, script, given, name)
+        ours, theirs = muon["arguments"], adam["arguments"]
+        differing = {key for key in ours | theirs if ours.get(key) != theirs.get(key)}
+        assert differing == {"optimizer"} and ours["optimizer"] == muon["optimizer"] == "muon"
+        assert muon["distributed"] == adam["distributed"] == (given != "frozen",) * 2
+        assert muon["layer-wise"] is False
+        assert (muon["installed"], adam["installed"]) == ("muon", "adam")
+
+
+def _outcome(hook: str, script: Path, argv: list[str], first: str | None) -> str:
+    """Return the refusal of a run whose script has called ``install()`` for ``first``."""
+    from moe_optim.config import MoEOptimConfig
+    from moe_optim.integration.installation import install
+
+    if first is not None:
+        install(MoEOptimConfig(format="mxfp8"), optimizer=first)  # type: ignore[arg-type]
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        try:
+            HOOKS[hook](script, argv)
+        except MoEOptimError as error:
+            return f"{type(error).__name__}: {error}"
+    return told.getvalue()
+
+
+WITHOUT_GLOO = [*MODEL, "--disable-gloo-process-groups"]
+MEMORY = ["--dist-ckpt-optim-fully-reshardable", "--distrib-optim-fully-reshardable-mem-efficient"]
+REFUSED = {  # flags, optimizer of install() -> what is told
+    "files of ranks without gloo": (
+        [*WITHOUT_GLOO, "--ckpt-format", "torch"],
+        None,
+        "ConfigError: --disable-gloo-process-groups: expected --ckpt-format torch_dist",
+    ),
+    "collecting states without gloo": (
+        [*WITHOUT_GLOO, *MEMORY],
+        None,
+        "ConfigError: --disable-gloo-process-groups: expected no --distrib-optim-fully-reshardab",
+    ),
+    "installed for Adam": (
+        MODEL,
+        "adam",
+        "StateError: --optimizer: expected the optimizer that is installed, adam, got muon. Call "
+        'moe_optim.install(config, optimizer="muon")',
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "first", "told"), REFUSED.values(), ids=REFUSED)
+def test_what_megatron_checks_for_a_distributed_optimizer_alone_is_checked(
+    script, flags, first, told
+):
+    """Its validation takes Muon for another optimizer, and skips these."""
+    argv = [*flags, *RUN, *PLUGIN, "--optimizer", "muon"]
+    assert run_ranks(1, _outcome, "run", script, argv, first)[0].startswith(told)
+
+
+def test_an_installation_for_muon_takes_its_flag(script):
+    argv = [*MODEL, *RUN, *PLUGIN, "--optimizer", "muon"]
+    (said,) = run_ranks(1, _outcome, "run", script, argv, "muon")
+    assert "Error" not in said
+
+
+@pytest.mark.parametrize("hook", ["run", "train"])
+def test_a_flag_without_effect_is_remarked_on(script, hook):
+    argv = [*MODEL, *RUN, *PLUGIN, "--optimizer", "muon", "--no-use-layer-wise-param-layout"]
+    (said,) = run_ranks(1, _outcome, hook, script, argv, None)
+    assert said.count("moe_optim: --no-use-layer-wise-param-layout: ") == 1
+
+
+def _parse_stock(argv: list[str]) -> tuple[str, bool, bool]:
+    """Return what Megatron makes of Muon in a run of `moe-optim train` without the flag."""
+    args = _train(Path(), argv)
+    return (
+        args.optimizer,
+        args.use_distributed_optimizer,
+        args.use_layer_wise_distributed_optimizer,
+    )
+
+
+def test_without_the_flag_muon_is_megatrons():
+    (found,) = run_ranks(1, _parse_stock, [*MODEL, *RUN, "--optimizer", "muon"])
+    assert found == ("muon", False, True)

@@ -1,0 +1,142 @@
+"""Rows of a weight that form a matrix: gate and up, query, key and value, or all of them."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_optim.errors import LayoutError
+from moe_optim.kernels.matrices import MatrixRows, MatrixShard, Piece, gate_and_up, qkv_rows
+from tests.support.bytes import assert_bytes_equal
+
+COLS = 3
+small = st.integers(1, 5)
+
+
+def weights_of(rows, count=2):
+    """Whole numbers, all different."""
+    return torch.arange(count * rows * COLS, dtype=torch.float32).view(count, rows, COLS)
+
+
+def matrix_of(rows, weights):
+    view = rows.view(weights)
+    assert view.untyped_storage().data_ptr() == weights.untyped_storage().data_ptr()
+    return view.flatten(1, 2)
+
+
+def shard_of(shape=(2, 6, COLS), rows=None, *, numel=None, device="cpu", **tensors):
+    count = shape[0] * shape[1] * shape[2] if numel is None else numel
+    given = {"gradient": torch.zeros(count), "momentum": torch.zeros(count, device=device)}
+    held = (MatrixRows.of(shape[1]),) if rows is None else rows
+    state = given | tensors
+    return MatrixShard(parameter="fc1", shape=shape, rows=held, group=0, norm=0, **state)
+
+
+@given(small)
+def test_all_rows_are_the_weight(rows):
+    weights = weights_of(rows)
+    whole = MatrixRows.of(rows)
+    assert_bytes_equal(matrix_of(whole, weights), weights)
+    assert whole.rows == rows
+
+
+@given(small)
+def test_gate_is_the_first_half_and_up_the_second(half):
+    weights = weights_of(2 * half)
+    gate, up = (matrix_of(one, weights) for one in gate_and_up(2 * half, None))
+    assert_bytes_equal(torch.cat([gate, up], 1), weights)
+
+
+@given(small, small)
+def test_interleaved_gate_and_up_alternate_in_blocks(interleave, blocks):
+    """Stacked block by block, they are the weight again."""
+    weights = weights_of(2 * blocks * interleave)
+    gate, up = (matrix_of(one, weights) for one in gate_and_up(weights.shape[1], interleave))
+    pairs = zip(gate.split(interleave, 1), up.split(interleave, 1), strict=True)
+    assert_bytes_equal(torch.cat([block for pair in pairs for block in pair], 1), weights)
+
+
+@given(small, st.lists(small, min_size=1, max_size=4))
+def test_query_key_and_value_are_megatrons_split(groups, split):
+    """``view(groups, sum(split), -1).split(split, dim=1)``, of every weight."""
+    weights = weights_of(groups * sum(split))
+    for weight, index in zip(weights, range(2), strict=True):
+        parts = weight.view(groups, sum(split), -1).split(split, dim=1)
+        for part, rows in zip(parts, qkv_rows(len(weight), split), strict=True):
+            assert_bytes_equal(matrix_of(rows, weights)[index], part.reshape(-1, COLS))
+
+
+@given(small, st.lists(small, min_size=1, max_size=4))
+def test_indices_are_the_rows_that_a_view_shows(groups, split):
+    weights = weights_of(groups * sum(split))
+    for rows in qkv_rows(groups * sum(split), split):
+        assert_bytes_equal(matrix_of(rows, weights), weights[:, rows.indices()])
+        assert len(rows.indices()) == rows.rows
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: gate_and_up(7, None), "whole 2 parts, got 7"),
+        (lambda: gate_and_up(0, None), "whole 2 parts, got 0"),
+        (lambda: gate_and_up(24, 8), "pairs of blocks of 8 rows, got 24"),
+        (lambda: gate_and_up(24, 0), "pairs of blocks of 0 rows, got 24"),
+        (lambda: qkv_rows(13, (4, 1, 1)), r"got 13 rows and the split \[4, 1, 1\]"),
+        (lambda: qkv_rows(0, (4, 1, 1)), "got 0 rows"),
+        (lambda: qkv_rows(12, (5, 0, 1)), r"a positive split, got 12 rows and the split \[5, 0"),
+        (lambda: qkv_rows(12, ()), r"the split \[\]"),
+    ],
+)
+def test_rows_that_cannot_be_cut_are_refused(make, says):
+    with pytest.raises(LayoutError, match=f"expected .*{says}"):
+        make()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [gate_and_up(12, None), gate_and_up(12, 3), qkv_rows(12, (2, 1, 1)), (MatrixRows.of(12),)],
+)
+def test_a_shard_whose_matrices_cover_its_rows_passes(rows):
+    shard = shard_of((2, 12, COLS), rows)
+    shard.check()
+    assert shard.num_matrices == 2 * len(rows)
+
+
+@pytest.mark.parametrize(
+    ("shard", "says"),
+    [
+        (lambda: shard_of(rows=gate_and_up(6, None)[:1]), "each of 6 rows once, got"),
+        (lambda: shard_of(rows=(MatrixRows.of(6), MatrixRows.of(6))), "each of 6 rows once"),
+        (lambda: shard_of(rows=(MatrixRows.of(7),)), "each of 6 rows once"),
+        (lambda: shard_of(rows=()), r"each of 6 rows once, got \[\]"),
+        (lambda: shard_of(rows=(MatrixRows(first=0, span=0, stride=1, groups=1),)), "once, got"),
+        (lambda: shard_of(numel=35), r"gradient: expected \[36\] .*, got \[35\]"),
+        (lambda: shard_of(gradient=torch.zeros(36, dtype=torch.float16)), "gradient: .*float16"),
+        (lambda: shard_of(momentum=torch.zeros(36, dtype=torch.bfloat16)), "momentum: .*bfloat16"),
+        (lambda: shard_of(device="meta"), "gradient: expected .* on meta, .* on cpu"),
+        (lambda: shard_of((0, 6, COLS)), "got 0 of 6 x 3"),
+        (
+            lambda: shard_of((1, 2**16, 2**15), numel=1),
+            "2147483647 elements, got 1 of 65536 x 32768",
+        ),
+    ],
+)
+def test_a_shard_of_another_shape_is_refused_by_its_parameter(shard, says):
+    with pytest.raises(LayoutError, match=rf"^Muon: fc1.*: .*{says}"):
+        shard().check()
+
+
+@pytest.mark.parametrize(
+    ("piece", "says"),
+    [
+        ({"first": 0, "last": 3}, "weights from 0 to 2 of fc1, got 0 to 3"),
+        ({"first": 2, "last": 1}, "weights from 0 to 2 of fc1, got 2 to 1"),
+        ({"first": 0, "last": 1, "rows": 3}, "a matrix from 0 to 2 of fc1, got 3"),
+        ({"first": 0, "last": 1}, r"matrices of \[4, 3\], got \[1, 3\] of fc1"),
+    ],
+)
+def test_a_piece_of_other_matrices_is_refused(piece, says):
+    """Query, key and value differ in shape, so that they do not fit into one batch."""
+    shard = shard_of((2, 6, COLS), qkv_rows(6, (4, 1, 1)))
+    with pytest.raises(LayoutError, match=f"^pack: expected {says}"):
+        Piece(shard=shard, **piece).check("pack", (4, COLS))

@@ -1,0 +1,240 @@
+"""The Newton-Schulz iteration over a batch of matrices, without a GPU."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.kernels import newton_schulz_kernel, plan, products
+from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
+from moe_optim.kernels.products import Polynomial, Product
+from moe_optim.kernels.tuning import ProductTile
+from tests.support.bytes import assert_bytes_equal
+from tests.support.interpreter import interpret
+from tests.support.newton_schulz import (
+    DEEPSEEK,
+    QUINTIC,
+    distance,
+    iterate,
+    iterate_exactly,
+    orthogonalize,
+    random_matrices,
+)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SHAPES = ((1, 1, 1), (3, 5, 7), (2, 64, 96), (2, 96, 64), (3, 128, 40), (1, 33, 33))
+WIDE_TILE = ProductTile(rows=16, cols=32, inner=16, num_warps=1, num_stages=1)
+SQUARE_TILE = ProductTile(rows=16, cols=16, inner=16, num_warps=1, num_stages=1)
+SIDES = st.integers(1, 6).map(lambda count: 8 * count)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Have plans take kernels that the interpreter runs, in small tiles; their names."""
+    monkeypatch.setattr(products, "is_hopper", lambda device: True)
+    monkeypatch.setattr(products, "count_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(products, "PRODUCT_TILES", {True: WIDE_TILE, False: WIDE_TILE})
+    monkeypatch.setattr(products, "POLYNOMIAL_TILE", SQUARE_TILE)
+    monkeypatch.setattr(plan, "runs_triton", lambda device: True)
+    return interpret(monkeypatch, newton_schulz_kernel)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+def test_the_reference_is_the_batched_iteration_of_emerging_optimizers_to_the_bit(
+    dtype, shape, num_steps
+):
+    x = random_matrices(shape, dtype)
+    want = iterate(x, QUINTIC[:num_steps])
+    built, got = orthogonalize(x.clone(), QUINTIC[:num_steps])
+    assert built.x.shape == built.result.shape and built.result.is_contiguous()
+    assert_bytes_equal(got, want)
+
+
+@pytest.mark.parametrize("shape", [(2, 24, 40), (2, 40, 24), (2, 32, 32)], ids=str)
+@pytest.mark.parametrize("transpose", [False, True])
+def test_either_side_is_contracted_where_asked(shape, transpose):
+    x = random_matrices(shape, torch.float32)
+    _, got = orthogonalize(x.clone(), QUINTIC, transpose=transpose)
+    assert_bytes_equal(got, iterate(x, QUINTIC, transpose=transpose))
+    assert distance(got, iterate_exactly(x, QUINTIC)) < 2e-5
+
+
+@pytest.mark.parametrize("shape", [(2, 24, 40), (2, 40, 24), (1, 32, 32)], ids=str)
+@pytest.mark.parametrize("num_steps", range(1, 10))
+def test_the_gram_form_is_the_iteration_in_exact_arithmetic(shape, num_steps):
+    """For every number of steps, with none to three restarts."""
+    coefficients = DEEPSEEK[:num_steps]
+    x = random_matrices(shape, torch.float32)
+    _, got = orthogonalize(x.clone(), coefficients, form="gram")
+    assert distance(got, iterate_exactly(x, coefficients)) < 1e-4
+
+
+@pytest.mark.parametrize("coefficients", [QUINTIC, DEEPSEEK], ids=["quintic", "deepseekv4"])
+def test_the_gram_form_in_fp16_is_closer_than_the_iteration_in_bf16(coefficients):
+    """Noise, and singular values from 1 down to a thousandth."""
+    noise = random_matrices((2, 64, 96), torch.float64)
+    left, _, right = torch.linalg.svd(noise, full_matrices=False)
+    spread = left * torch.logspace(0, -3, 64, dtype=torch.float64) @ right
+    x = torch.cat([noise, spread / spread.norm(dim=(1, 2), keepdim=True)]).bfloat16()
+    want = iterate_exactly(x, coefficients)
+    _, in_bf16 = orthogonalize(x.clone(), coefficients)
+    _, in_fp16 = orthogonalize(x.half(), coefficients, form="gram")
+    for index in range(len(x)):
+        one = slice(index, index + 1)
+        assert distance(in_fp16[one], want[one]) < distance(in_bf16[one], want[one])
+
+
+@pytest.mark.parametrize("shape", [(2, 24, 40), (2, 40, 24)], ids=str)
+def test_slices_whose_gram_matrices_are_summed_iterate_as_the_whole(shape):
+    """Cut in two along the longer side, one step after another, as tensor parallelism does."""
+    x = random_matrices(shape, torch.float32)
+    axis = 1 if shape[1] > shape[2] else 2
+    halves = [half.contiguous() for half in x.chunk(2, axis)]
+    for step in QUINTIC:
+        grams = [half.mT @ half if axis == 1 else half @ half.mT for half in halves]
+        halves = [
+            orthogonalize(half, [step], transpose=axis == 1, reduce=partial(sum_grams, grams))[1]
+            for half in halves
+        ]
+    assert distance(torch.cat(halves, axis), iterate_exactly(x, QUINTIC)) < 2e-5
+
+
+def sum_grams(grams, gram):
+    """Stand for an all-reduce: one of the matrices is that of this rank."""
+    assert any(torch.equal(gram, one) for one in grams)
+    gram.copy_(sum(grams))
+
+
+def whole_numbers(*shape, seed=0, low=-2, high=3):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high, shape, generator=generator).half()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
+@given(batch=st.integers(1, 3), rows=SIDES, cols=SIDES, is_tall=st.booleans())
+@example(batch=2, rows=72, cols=8, is_tall=False)
+def test_products_of_whole_numbers_are_exact(launches, batch, rows, cols, is_tall):
+    """Tiles that stick out of the matrix, several per program; neighbours stay as they are."""
+    x = whole_numbers(batch, rows, cols)
+    wide = x.mT if is_tall else x
+    side = wide.shape[1]
+    gram, factor = (torch.full((batch, side, side), math.nan).half() for _ in range(2))
+    out = torch.full_like(x, math.nan)
+    for step in (
+        Product(left=wide, right=wide.mT, out=gram, is_symmetric=True),
+        Polynomial(squares=gram, out=factor, a=3.0, b=-0.5, c=2.0**-12),
+        Product(left=gram, right=wide, out=out.mT if is_tall else out),
+    ):
+        step.bind()()
+    exact = wide.double() @ wide.double().mT
+    assert_bytes_equal(gram, exact.half(), what="gram")
+    want = 3.0 * torch.eye(side) - 0.5 * exact + 2.0**-12 * exact @ exact
+    assert_bytes_equal(factor, want.half(), what="polynomial")
+    want = exact @ wide.double()
+    assert_bytes_equal(out, (want.mT if is_tall else want).half(), what="product")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=5)
+@given(side=SIDES, seed=st.integers(0, 9))
+def test_symmetric_products_are_mirrored_where_factors_do_not_commute(launches, side, seed):
+    """The upper triangle is that of the transposed product."""
+    left, right = (whole_numbers(2, side, side, seed=one) for one in (seed, seed + 10))
+    left, right = left + left.mT, right + right.mT
+    out = torch.full_like(left, math.nan)
+    Product(left=left, right=right, out=out, is_symmetric=True).bind()()
+    lower = (left.double() @ right.double()).tril()
+    assert_bytes_equal(out, (lower + lower.tril(-1).mT).half())
+
+
+@pytest.mark.parametrize("form", ["plain", "gram"])
+@pytest.mark.parametrize("shape", [(2, 24, 72), (2, 72, 24), (1, 40, 56)], ids=str)
+def test_kernels_iterate(launches, shape, form):
+    """Three launches a step; the sums of the interpreter are not those of a GPU."""
+    x = random_matrices(shape, torch.float16)
+    built, got = orthogonalize(x.clone(), QUINTIC, form=form)
+    assert len(launches) == len(built.calls) == {"plain": 15, "gram": 18}[form]
+    assert built.kernels == built.calls
+    assert distance(got, iterate_exactly(x, QUINTIC)) < 4e-3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": (2, 24, 20)},
+        {"shape": (2, 20, 24)},
+        {"dtype": torch.float32},
+        {"coefficients": [(1.5, -0.5, 0.0)]},
+        {"backend": "reference"},
+    ],
+    ids=str,
+)
+def test_what_kernels_do_not_serve_goes_to_torch(launches, change):
+    given = {"shape": (2, 24, 40), "dtype": torch.float16, "coefficients": QUINTIC} | change
+    x = random_matrices(given.pop("shape"), given.pop("dtype"))
+    coefficients = given.pop("coefficients")
+    built, got = orthogonalize(x.clone(), coefficients, **given)
+    assert not built.kernels and not launches
+    assert_bytes_equal(got, iterate(x, coefficients))
+
+
+@pytest.mark.parametrize("beside", ["x", "scratch"])
+def test_memory_that_tma_cannot_read_goes_to_torch(launches, beside):
+    x = random_matrices((2, 24, 40), torch.float16)
+    numel = scratch_numel(2, 24, 40, form="plain")
+    offsets = {name: int(name == beside) for name in ("x", "scratch")}
+    memory = torch.zeros(x.numel() + 1, dtype=x.dtype)[offsets["x"] :][: x.numel()].view(x.shape)
+    scratch = torch.zeros(numel + 1, dtype=x.dtype)[offsets["scratch"] :]
+    built = NewtonSchulz.build(memory.copy_(x), scratch, coefficients=QUINTIC)
+    built.launch()
+    assert not built.kernels
+    assert_bytes_equal(built.result.clone(), iterate(x, QUINTIC))
+
+
+def test_a_plan_iterates_whatever_x_holds_at_launch_and_notices_moves():
+    built, _ = orthogonalize(random_matrices((2, 24, 40), torch.float32), QUINTIC[:3])
+    other = random_matrices((2, 24, 40), torch.float32, seed=1)
+    built.x.copy_(other)
+    built.launch()
+    assert_bytes_equal(built.result.clone(), iterate(other, QUINTIC[:3]))
+    assert not built.has_moved
+    built.x.data = built.x.clone()
+    assert built.has_moved
+
+
+@pytest.mark.parametrize(
+    ("what", "x", "change"),
+    [
+        ("x: expected", torch.zeros(4, 4), {}),
+        ("x: expected", torch.zeros(1, 4, 0), {}),
+        ("x: expected", torch.zeros(1, 4, 6).mT, {}),
+        ("x: expected", torch.zeros(1, 4, 4, dtype=torch.float64), {}),
+        ("scratch: expected", torch.zeros(1, 4, 4), {"scratch": torch.zeros(47)}),
+        ("scratch: expected", torch.zeros(1, 4, 4), {"scratch": torch.zeros(48).half()}),
+        ("scratch: expected", torch.zeros(1, 4, 4), {"scratch": torch.zeros(2, 48)}),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(what, x, change):
+    given = {"scratch": torch.zeros(48, dtype=x.dtype), "coefficients": QUINTIC} | change
+    with pytest.raises(LayoutError, match=f"newton schulz: {what}"):
+        NewtonSchulz.build(x, **given)
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("form: expected plain or gram, got 'cubic'", {"form": "cubic"}),
+        ("coefficients: expected", {"coefficients": []}),
+        ("form: expected plain where ranks sum", {"form": "gram", "reduce": torch.Tensor.zero_}),
+        ("backend: expected", {"backend": "cuda"}),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(what, change):
+    x, scratch = torch.zeros(1, 4, 4), torch.zeros(80)
+    with pytest.raises(ConfigError, match=what):
+        NewtonSchulz.build(x, scratch, **({"coefficients": QUINTIC} | change))

@@ -1,0 +1,165 @@
+"""Training with Muon through Megatron's own loop: what must hold to the bit."""
+
+import shlex
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moe_optim.config import MoEOptimConfig
+from tests.support.ranks import run_ranks
+from tests.support.states.masters import assert_weights_come_from_masters
+from tests.support.training import OVERLAP, Record, assert_same_run, assert_same_tensors, pretrain
+from tests.support.training_runs.stock_muon import gather_uneven_parts
+
+pytestmark = pytest.mark.slow
+
+RUN = ["--optimizer", "muon", "--train-iters", "5", "--eval-interval", "2"]
+BF16 = MoEOptimConfig(format="bf16", expert_layout="indexed", step="stock")
+"""One parameter per expert, as stock's Muon needs."""
+EP2 = ["--expert-model-parallel-size", "2"]
+TP2 = shlex.split("--tensor-model-parallel-size 2 --sequence-parallel")
+OTHER = shlex.split("""
+--muon-nesterov --muon-scale-mode unit_rms_norm --muon-num-ns-steps 3 --muon-no-split-qkv
+--muon-coefficient-type polar_express --muon-extra-scale-factor 0.2 --muon-momentum 0.4
+""")
+CLASSES = {"MuonDistributedOptimizer", "GroupedDistributedOptimizer"}
+
+
+def _train(flags: list[str], config: MoEOptimConfig, is_ours: bool = True) -> Record:
+    gather_uneven_parts()
+    check = assert_weights_come_from_masters if is_ours and config.step != "stock" else None
+    return pretrain([*RUN, *flags], config, optimizer=is_ours, observe=check)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param([*OVERLAP, *EP2], id="overlaps, expert parallel"),
+        pytest.param([*OTHER, "--muon-fp32-matmul-prec", "high"], id="other settings, in fp32"),
+        pytest.param([*TP2, "--muon-tp-mode", "duplicated"], id="tensor parallel, duplicated"),
+        pytest.param(
+            [*TP2, "--muon-tp-mode", "distributed"],
+            id="tensor parallel, distributed",
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
+            [*TP2, "--muon-tp-mode", "blockwise", "--expert-tensor-parallel-size", "1"],
+            id="tensor parallel, blockwise",
+            marks=pytest.mark.extended,
+        ),
+    ],
+)
+def test_stock_step_equals_megatrons_muon(flags: list[str]):
+    """With bf16 weights and no clipping, losses and weights on 2 ranks are stock's to the bit."""
+    stock = run_ranks(2, _train, flags, BF16, False)
+    ours = run_ranks(2, _train, flags, BF16)
+    for rank in range(2):
+        assert stock[rank].classes == {"Float16OptimizerWithFloat16Params"}
+        assert ours[rank].classes == CLASSES
+        assert len(ours[rank].losses) == 5
+        assert ours[rank].losses == stock[rank].losses
+        assert ours[rank].validation_losses == stock[rank].validation_losses
+        assert_same_tensors(ours[rank].weights, stock[rank].weights, what=f"rank {rank}")
+
+
+def test_stock_step_equals_replicated_muon():
+    """Without --use-distributed-optimizer, stock steps every matrix on every rank; here a matrix
+    has one owner, and the bits are the same."""
+    flags = ["--use-distributed-optimizer"]
+    stock = run_ranks(2, _train_replicated, flags)
+    ours = run_ranks(2, _train, [], BF16)
+    for rank in range(2):
+        assert ours[rank].losses == stock[rank].losses
+        assert_same_tensors(ours[rank].weights, stock[rank].weights, what=f"rank {rank}")
+
+
+def _train_replicated(without: list[str]) -> Record:
+    return pretrain(RUN, BF16, optimizer=False, without=without)
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        "nvfp4",
+        "fp8_block",
+        pytest.param("mxfp8", marks=pytest.mark.extended),
+        pytest.param("mxfp8_2d", marks=pytest.mark.extended),
+    ],
+)
+def test_wires_layouts_and_workspaces_agree(format: str):
+    """Quantized bytes and bf16 on the wire, one weight for all experts and one for each, one batch
+    and many: losses, and the bytes of every weight, are the same on 2 ranks, which evaluate between
+    steps and overlap gathers."""
+    base = MoEOptimConfig(format=format)
+    configs = {
+        "bf16 wire": replace(base, wire="bf16"),
+        "indexed": replace(base, expert_layout="indexed"),
+        "small workspace": replace(base, muon_workspace_mib=1),
+    }
+    expected = run_ranks(2, _train, OVERLAP, base)
+    for what, config in configs.items():
+        for rank, record in enumerate(run_ranks(2, _train, OVERLAP, config)):
+            assert record.losses == expected[rank].losses, what
+            assert record.validation_losses == expected[rank].validation_losses, what
+            if what != "indexed":
+                assert_same_run(record, expected[rank], what=f"{what}, rank {rank}")
+
+
+def _shapes_of_gate_and_up(flags: list[str], config: MoEOptimConfig) -> Any:
+    def count(_model: Any, optimizer: Any) -> dict[str, list[int]]:
+        return {
+            weight.name: [rows.rows for rows in weight.rows]
+            for part in optimizer.chained_optimizers
+            for weight in getattr(part, "matrices", {}).values()
+        }
+
+    return pretrain([*RUN, *flags], config, observe=count)
+
+
+def test_gate_and_up_are_orthogonalized_apart_on_request():
+    """An fc1 of 192 rows is one matrix, or two of 96 whose rows alternate in blocks of 32; other
+    weights are unchanged, but for queries, keys and values, which are always apart."""
+    together, apart = (
+        run_ranks(
+            2,
+            _shapes_of_gate_and_up,
+            ["--moe-mlp-glu-interleave-size", "32"],
+            MoEOptimConfig(format="fp8_block", muon_gate_up=choice),
+        )[0]
+        for choice in ("together", "apart")
+    )
+    fc1 = [name for name in together.extra if "linear_fc1" in name]
+    assert fc1
+    assert all(together.extra[name] == [192] and apart.extra[name] == [96, 96] for name in fc1)
+    others = together.extra.keys() - set(fc1)
+    assert {name: together.extra[name] for name in others} == {
+        name: apart.extra[name] for name in others
+    }
+    assert [64, 64, 64] in together.extra.values()  # queries, keys and values
+    assert apart.losses[2] != together.losses[2]
+
+
+def _owned(flags: list[str], config: MoEOptimConfig) -> Any:
+    def owned(_model: Any, optimizer: Any) -> dict[str, tuple[int, float]]:
+        return {
+            weight.name: (master.numel() // weight.numel, float(master.numel() % weight.numel))
+            for part in optimizer.chained_optimizers
+            for master, weight in getattr(part.optimizer, "weights", {}).items()
+        }
+
+    return pretrain([*RUN, *flags, "--train-iters", "1"], config, observe=owned).extra
+
+
+def test_each_matrix_has_one_owner():
+    """On 3 ranks every rank owns whole matrices, and together they own each one once."""
+    of_ranks = run_ranks(3, _owned, ["--global-batch-size", "3"], MoEOptimConfig(format="mxfp8"))
+    counts: dict[str, int] = {}
+    for owned in of_ranks:
+        for name, (count, rest) in owned.items():
+            assert rest == 0
+            counts[name] = counts.get(name, 0) + count
+    assert {name for name, count in counts.items() if count == 4} == {
+        name for name in counts if "experts" in name
+    }
+    assert all(count in (1, 4) for count in counts.values())

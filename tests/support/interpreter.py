@@ -1,0 +1,41 @@
+"""Triton's interpreter: kernels that use tensor cores and TMA, launched on the CPU.
+
+It multiplies fp16 and fp32, not bf16, and says nothing of the order of a sum.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import triton
+import triton.experimental.gluon  # imports the library's functions, which are replaced later
+from triton.language import standard
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from moe_optim.kernels.plan import BoundKernel
+
+
+def interpret(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[str]:
+    """Have launches of a module's kernels run on the CPU; return their names, as they come."""
+    seen: list[str] = []
+    for library in (module, triton.language, standard):
+        for name, function in vars(library).copy().items():
+            if isinstance(function, JITFunction):
+                monkeypatch.setattr(library, name, InterpretedFunction(function.fn))
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)  # int() of an array of one element, which numpy 2.5 refuses
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_with_index)
+
+    def launch(self: BoundKernel, *given: Any) -> None:
+        seen.append(self.kernel.fn.__name__)
+        self.kernel[self.grid](*self.arguments, *given, **self.constants, **self.options)
+
+    monkeypatch.setattr(BoundKernel, "__call__", launch)
+    return seen

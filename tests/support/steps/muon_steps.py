@@ -1,0 +1,116 @@
+"""Steps of Muon over made-up weights, and the same steps by emerging-optimizers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from emerging_optimizers.orthogonalized_optimizers import Muon as OneAtATime
+from torch import Tensor
+
+from moe_optim.formats.reference.muon import Orthogonalization
+from moe_optim.kernels.fields import HYPER_FIELDS
+from moe_optim.kernels.member_table import MemberTable
+from moe_optim.optimizer.muon import MatrixWeight, MuonSettings, hyper_of
+from moe_optim.optimizer.muon_step import (
+    MuonState,
+    MuonTable,
+    allocate_workspace,
+    common_scale_of,
+)
+
+GROUP: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+DEFAULTS = MuonSettings(
+    orthogonalization=Orthogonalization(),
+    nesterov=False,
+    tp_mode="blockwise",
+    splits_qkv=True,
+    splits_gate_up=False,
+    iteration="auto",
+    workspace_bytes=1 << 30,
+)
+
+
+def weight_of(rows: int, cols: int, split: tuple[int, ...] = (), name: str = "w") -> MatrixWeight:
+    """Return a weight that no tensor parallelism cuts."""
+    return MatrixWeight(
+        name=name,
+        shape=(rows, cols),
+        split=split,
+        is_expert=False,
+        partition_dim=None,
+        group=None,
+    )
+
+
+def make_states(
+    weights: Sequence[tuple[MatrixWeight, int]], seed: int = 0, device: str = "cpu"
+) -> list[MuonState]:
+    """Return random states: a weight, and how many of it, each."""
+    made = torch.Generator().manual_seed(seed)
+    states = []
+    for index, (weight, count) in enumerate(weights):
+        master, gradient, momentum = (
+            (torch.randn(count * weight.numel, generator=made) * scale).to(device)
+            for scale in (0.1, 1e-3, 1e-3)
+        )
+        states.append(
+            MuonState(
+                weight=weight,
+                master=master,
+                gradient=gradient,
+                momentum=momentum,
+                group=index,
+                norm=0,
+                copy=master.bfloat16(),
+            )
+        )
+    return states
+
+
+def step(
+    states: Sequence[MuonState],
+    settings: MuonSettings = DEFAULTS,
+    clip: float = 1.0,
+    members: Sequence[MemberTable] = (),
+) -> MuonTable:
+    """Step states in place with one table, and return it."""
+    how = settings.orthogonalization
+    device = states[0].master.device if states else torch.device("cpu")
+    hyper = torch.zeros(max(len(states), 1), HYPER_FIELDS, device=device)
+    for state in states:
+        scale = common_scale_of(state.weight, settings)
+        row = hyper_of(GROUP, scale, how.extra_scale_factor).row()
+        hyper[state.group, : len(row)] = torch.tensor(row)
+    workspace = allocate_workspace(states, settings, device)
+    clips = torch.full((1,), clip, device=device)
+    table = MuonTable.build(states, settings, hyper, clips, workspace, members=members)
+    table.launch()
+    return table
+
+
+def expected_step(state: MuonState, settings: MuonSettings, clip: float) -> tuple[Tensor, Tensor]:
+    """Step every matrix apart with emerging-optimizers; return masters and momenta."""
+    how, (rows, cols) = settings.orthogonalization, state.weight.shape
+    masters, gradients, momenta = (
+        one.clone().view(-1, rows, cols) for one in (state.master, state.gradient, state.momentum)
+    )
+    for number in range(state.count):
+        for of_matrix in state.weight.rows:
+            taken = of_matrix.indices()
+            matrix = torch.nn.Parameter(masters[number, taken])
+            matrix.grad = gradients[number, taken] * clip
+            stock = OneAtATime(
+                [matrix],
+                **GROUP,
+                nesterov=settings.nesterov,
+                fp32_matmul_prec=how.precision,
+                coefficient_type=how.coefficient_type,  # type: ignore[arg-type]
+                num_ns_steps=how.num_steps,
+                scale_mode=how.scale_mode,
+                extra_scale_factor=how.extra_scale_factor,
+            )
+            stock.state[matrix]["momentum_buffer"] = momenta[number, taken]
+            stock.step()
+            masters[number, taken] = matrix.detach()
+            momenta[number, taken] = stock.state[matrix]["momentum_buffer"]
+    return masters.view(-1), momenta.view(-1)
