@@ -1,7 +1,7 @@
 """Megatron's buffers of matrices that Muon steps: which parameters, which buffer, which places."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import lcm
 from typing import Any
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
+from moe_optim.formats.reference.muon import apply_into
 from moe_optim.kernels.plan import require_flat
 from moe_optim.kernels.update import Rule
 
@@ -94,30 +95,4 @@ class DirectedPiece(DirectedState):
             clip: clip factor, fp32 scalar. A negative factor skips the step.
         """
         # .data: as with kernels, version counters count only other writes
-        _apply_into(self.master.data, self.direction, hyper=hyper, clip=clip)
-
-
-def _apply_into(master: Tensor, direction: Tensor, *, hyper: Tensor, clip: Tensor) -> None:
-    """Move a master along a direction in place; the formula is in ``update_tile``."""
-    if clip < 0:
-        return
-    minus_decay, minus_lr, scale, extra = hyper[2:6]
-    p = master
-    if minus_decay != 0:
-        p = _fma(minus_decay, p, p)
-    master.copy_(_fma(minus_lr, direction.float() * scale * extra, p))
-
-
-def _fma(factor: Tensor, values: Tensor, addend: Tensor) -> Tensor:
-    """Return ``factor * values + addend``, rounded once.
-
-    The product of two fp32 numbers is exact in fp64. The sum is rounded to odd, to avoid double
-    rounding.
-    """
-    product, addend = factor.double() * values.double(), addend.double()
-    total = product + addend
-    added = total - product
-    lost = (product - (total - added)) + (addend - added)
-    even = total.view(torch.int64) % 2 == 0
-    odd = torch.nextafter(total, torch.copysign(torch.full_like(lost, torch.inf), lost))
-    return torch.where(even & (lost.abs() > 0), odd, total).float()
+        apply_into(self.master.data, self.direction, hyper=hyper[:6], clip=clip)
