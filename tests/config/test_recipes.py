@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
 QUICKSTARTS = [path for path in SHIPPED if path.stem.startswith("quickstart")]
-MODELS = [path for path in SHIPPED if path.stem.startswith(("qwen", "deepseek", "gpt"))]
+MODELS = [path for path in SHIPPED if path.stem.startswith(("qwen", "deepseek", "gpt", "kimi"))]
 """Real ones, of sizes that were not run."""
 
 
@@ -454,8 +454,9 @@ def _list_faults_with_transformer_engine():
     for path in MODELS:
         recipe = load_recipe(path)
         os.environ["WORLD_SIZE"] = str(recipe.ranks)
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
         argv = [*recipe.megatron_argv(), "--use-moe-grouped-optim"]
+        is_overlapped = "--overlap-moe-expert-parallel-comm" in argv
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32" if is_overlapped else "1"
         sys.argv = ["script", *argv]
         found[path.stem] = list_faults(parse, argv, refuse_unsupported)
     return found
