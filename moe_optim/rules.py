@@ -392,7 +392,7 @@ RULES: tuple[Rule, ...] = (
          "Leave states on the device"),
         ("--optimizer-cuda-graph with --muon-tp-mode duplicated or distributed",
          lambda s: s.optimizer.optimizer_cuda_graph and s.optimizer.muon_tp_mode != "blockwise"
-         and any(model.tensor_model_parallel_size > 1 for model in s.models),
+         and any(max(m.tensor_model_parallel_size, _expert_tp(m)) > 1 for m in s.models),
          "ranks would have to replay their collectives together", "Give blockwise, or drop it"),
         ("--fp16 with Muon", lambda s: s.optimizer.fp16,
          "Megatron's own Muon refuses it, and a fused step does not unscale gradients",
