@@ -13,8 +13,8 @@ from tests.support.training_runs.stock_muon import gather_uneven_parts
 pytestmark = pytest.mark.slow
 
 FLAGS = shlex.split("""
---train-iters 1 --eval-interval 2 --clip-grad 1000 --tensor-model-parallel-size 2 --sequence-parallel
---expert-tensor-parallel-size 1
+--train-iters 1 --eval-interval 2 --clip-grad 1000
+--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1
 """)
 """One data-parallel rank of dense weights, and two of experts."""
 BF16 = MoEOptimConfig(format="bf16", expert_layout="indexed", step="stock")

@@ -131,6 +131,10 @@ class Orthogonalization:
         ``spectral``: sqrt(max(rows, cols)) (arXiv:2502.16982). ``unit_rms_norm``: sqrt(rows / cols)
         (arXiv:2502.07529). ``shape_scaling``: sqrt(max(1, rows / cols)), as in Keller Jordan's
         Muon. A matrix that tensor parallelism cuts has the scale of the whole matrix.
+
+        Args:
+            rows: number of rows of the whole matrix.
+            cols: number of its columns.
         """
         squares = {
             "spectral": max(rows, cols),
@@ -148,7 +152,7 @@ def orthogonalize(
     dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Return the Newton-Schulz result of one matrix or a batch, unscaled, in fp32.
+    """Return the Newton-Schulz result of one matrix or a batch, unscaled, fp32 in the shape of x.
 
     Args:
         x: matrices, fp32 [R, C] or [B, R, C], each divided by its own norm first.
@@ -186,7 +190,7 @@ def orthogonalize_sharded(
 
     Args:
         x: slice of each matrix, fp32 [R, C] or [B, R, C], of equal shape on all ranks.
-        how: as in :func:`orthogonalize`.
+        how: settings, as in :func:`orthogonalize`.
         partition_dim: dimension of a matrix that is cut: 0 for rows, 1 for columns; None for
             whole matrices.
         mode: ``duplicated`` gathers the matrix and iterates on every rank; ``distributed``
