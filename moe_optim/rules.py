@@ -404,9 +404,6 @@ RULES: tuple[Rule, ...] = (
         ("shards of weights with Muon",
          lambda s: next(filter(None, map(_weight_shards, s.models)), None),
          "a matrix would be spread over ranks beside tensor parallelism", "Remove it"),
-        ("--fp8-param-gather with --fp8-recipe tensorwise and Muon", lambda s: s.tensorwise,
-         "no step of Muon quantizes weights with per-tensor scaling",
-         "Drop --fp8-param-gather, or give another recipe"),
         ("muon_iteration other than auto with --muon-fp32-matmul-prec other than medium",
          lambda s: s.config.muon_iteration != "auto"
          and s.optimizer.muon_fp32_matmul_prec != "medium"

@@ -133,7 +133,6 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
         MUON | {"expert_gtp_weight_remat_size": 2},
         BF16,
     ),
-    "--fp8-param-gather with --fp8-recipe tensorwise and Muon:": (MUON | TENSORWISE, {}),
     "muon_iteration: fp16 with --muon-fp32-matmul-prec highest:": (
         MUON | {"muon_fp32_matmul_prec": "highest"},
         BF16 | {"muon_iteration": "fp16"},

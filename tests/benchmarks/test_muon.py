@@ -162,6 +162,9 @@ def test_operations_are_counted_product_by_product():
     # Q begins twice; 5 polynomials, 3 times two products for the Gram matrix, 3 for Q
     with_gram = 2 * (gram // 2 + apply) + (5 + 6 + 3) * square // 2
     assert fewest_operations(batches, 5, "gram") == 6 * with_gram
+    # it begins a third time at the sixth step
+    of_six = 3 * (gram // 2 + apply) + (6 + 6 + 3) * square // 2
+    assert fewest_operations(batches, 6, "gram") == 6 * of_six
     assert fewest_operations(batches, 1, "gram") == 6 * (gram // 2 + square // 2 + apply)
 
 

@@ -13,10 +13,15 @@ from moe_optim.config import MoEOptimConfig
 from tests.support.bytes import assert_bytes_equal
 from tests.support.training import Record, pretrain
 
-RUN = ("--optimizer muon --train-iters 6 --eval-interval 100 --global-batch-size 6 "
-    "--override-opt_param-scheduler").split()  # fmt: skip
+_RUN = "--train-iters 6 --eval-interval 100 --global-batch-size 6 --override-opt_param-scheduler"
 BY_NAME = "--dist-ckpt-optim-fully-reshardable"
 SAVED_AT = 3
+
+
+def command_line(flags: Sequence[str]) -> list[str]:
+    """Return the flags of a run of six iterations, with Muon unless ``flags`` name an optimizer."""
+    muon = [] if "--optimizer" in flags else ["--optimizer", "muon"]
+    return [*_RUN.split(), *muon, *flags]
 
 
 class Journey(NamedTuple):
@@ -36,7 +41,7 @@ def train_and_save(
     """Train, and save after iteration 3 into ``folder/flat``, and by name into ``folder/named``.
 
     Args:
-        flags: added to RUN.
+        flags: added to those of :func:`command_line`.
         config: None for stock Megatron.
         folder: folder of both checkpoints.
         without: words of the command line to leave out.
@@ -53,7 +58,7 @@ def train_and_save(
 
     if config is None:
         prepare_stock(is_laid_out=is_laid_out)
-    return pretrain([*RUN, *flags], config, after_step=save_twice, without=without)
+    return pretrain(command_line(flags), config, after_step=save_twice, without=without)
 
 
 def load_and_save(
@@ -77,7 +82,7 @@ def load_and_save(
 
     if config is None:
         prepare_stock(is_laid_out=True)
-    return pretrain([*RUN, *flags], config, after_setup=travel)
+    return pretrain(command_line(flags), config, after_setup=travel)
 
 
 def _keep_scheduler() -> list[Any]:
