@@ -49,8 +49,8 @@ SCRIPT: tuple[Patch, ...] = (
         fits=in_all_versions("(args, defaults)"),
         because="Muon turns off the distributed optimizer, and layers of a Transformer Engine that "
         "is not there end in a TypeError",
-        remove_when="Muon is a distributed optimizer in Megatron, which asks for Transformer Engine "
-        "before it builds layers of it",
+        remove_when="Megatron's Muon is a distributed optimizer, and Transformer Engine is asked "
+        "for before its layers are built",
     ),
     Patch(
         id="script-yaml",
