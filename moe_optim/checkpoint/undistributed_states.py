@@ -50,8 +50,9 @@ def declare_reshardable(common: dict[str, Any], stored: TorchDistReader) -> None
         state[_STATE_TYPE] = BY_NAME
         if "optimizer" not in state:
             pattern = re.compile(_GROUPS.format(number))
-            keys = (key for key in stored.objects if pattern.fullmatch(key))
-            state |= {"optimizer": stored.read_object(key) for key in keys}
+            groups = next((key for key in stored.objects if pattern.fullmatch(key)), None)
+            if groups is not None:  # the same in all data-parallel groups
+                state["optimizer"] = stored.read_object(groups)
 
 
 def with_keys_of_layer_wise(param_state: Mapping[Any, Requests]) -> dict[Any, Requests]:
@@ -74,22 +75,17 @@ def request_whole_states(param_state: Mapping[Any, Requests], stored: TorchDistR
     """
     if not _has_whole_masters(stored):
         return
-    found = {}
-    for key in stored.tensors:
-        if match := _STATE.fullmatch(key):
-            found[_kind(match), match["name"]] = key
+    found = {_address(key): key for key in stored.tensors if _STATE.fullmatch(key)}
     for states in param_state.values():
         for kind, request in states.items():
-            match = _STATE.fullmatch(request.key)
-            assert match is not None
-            key = found.get((_kind(match), match["name"]))
-            if key is None and kind == MASTER:
+            address = _address(request.key)
+            if address not in found and kind == MASTER:
                 raise LayoutError(
-                    f"{stored.path}: expected optimizer.state.{WHOLE_MASTER}.{match['name']}, got "
+                    f"{stored.path}: expected optimizer.state.{WHOLE_MASTER}.{address[1]}, got "
                     "none: without --use-distributed-optimizer Megatron saves masters of bf16 and "
                     "fp16 weights alone. Load with --no-load-optim."
                 )
-            states[kind] = replace(request, key=key or request.key)
+            states[kind] = replace(request, key=found.get(address, request.key))
 
 
 def require_same_momenta(param_state: Mapping[Any, Requests], stored: TorchDistReader) -> None:
@@ -135,8 +131,11 @@ def _like(data: Any) -> Any:
     return torch.empty(data.shape, dtype=data.dtype, device="meta")
 
 
-def _kind(match: re.Match[str]) -> str:
-    return MASTER if match["kind"] == WHOLE_MASTER else match["kind"]
+def _address(key: str) -> tuple[str, str]:
+    """Return kind of state and parameter name of a key, the same for both names of masters."""
+    match = _STATE.fullmatch(key)
+    assert match is not None
+    return MASTER if match["kind"] == WHOLE_MASTER else match["kind"], match["name"]
 
 
 def _has_whole_masters(stored: TorchDistReader) -> bool:

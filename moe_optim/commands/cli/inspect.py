@@ -305,9 +305,11 @@ def _optimizer_facts(state: Report) -> Iterator[tuple[str, str]]:
 
 
 def _experts_tables(experts: list[Report]) -> Iterator[tuple[str, Table]]:
+    from moe_optim.commands.conversion.layer_view import STATE_KIND
+
     groups: dict[str, dict[tuple[Any, ...], list[Report]]] = {}
     for one in experts:
-        prefix = one["prefix"].removeprefix(f"optimizer.state.{one['holds']}.")
+        prefix = STATE_KIND.sub("", one["prefix"], count=1)
         alike = ("holds", "layout", "experts", "hidden", "ffn", "biases", "dtype")
         rows = groups.setdefault(_LAYER.sub("*", prefix), {})
         rows.setdefault(tuple(one[name] for name in alike), []).append(one)

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from moe_optim.checkpoint.files.reader import FLAT_STATES, FileFormat, is_state
-from moe_optim.checkpoint.state_kinds import MOMENTUM, WHOLE_MASTER
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
+from moe_optim.checkpoint.state_kinds import MOMENTUM, WHOLE_MASTER
 from moe_optim.commands.conversion.expert_finding import (
     check_row_order,
     find_experts,

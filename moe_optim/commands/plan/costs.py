@@ -103,7 +103,7 @@ def plan_rows(
 
     - ``weight_bytes_per_rank``: all buffers of the weights, and exchanged maxima
     - ``gradient_bytes_per_rank``: gradients in their own dtype
-    - ``optimizer_bytes_per_rank``: masters and two moments
+    - ``optimizer_bytes_per_rank``: masters and two moments, or Muon's momentum
     - ``step_memory_bytes_per_rank``: fp32 copies that Megatron's step makes of bf16 gradients
     - ``total_bytes_per_rank``: sum of the above
     - ``against_stock_bf16_bytes``, ``against_stock_bytes``: total minus that of stock in bf16, and
@@ -114,7 +114,8 @@ def plan_rows(
     - ``launches_per_step``: kernel launches, without copies and fills
     - ``norm_bytes_per_rank``, ``update_bytes_per_rank``: minimum traffic of a fused step
     - ``step_bytes_per_parameter``: the latter per parameter
-    - ``step_floor_ms``: time of both at the memory bandwidth; None without a fused step
+    - ``step_floor_ms``: time of both at the memory bandwidth; None without a fused step, and for
+      Muon, whose steps are bound by products of matrices
     - ``padding_fraction``: part of all buckets without weights
     - ``shard_imbalance``: largest number of owned elements over the mean
 
@@ -145,7 +146,7 @@ def plan_rows(
                 **_traffic(total, used, dp_size, network_gb_per_s),
                 "path": _path_of(name, total),
                 **_step(
-                    format if is_fused else None,
+                    format if is_fused and not experts.has_muon else None,
                     int(total.owned.max()),
                     experts,
                     None if on_host else memory_tb_per_s,
@@ -174,6 +175,7 @@ def _memory(
     most = int(total.owned.max())
     here = most - int(on_host * most)
     aware = name == STOCK_BF16 and experts.args.use_precision_aware_optimizer
+    aware = aware and not experts.has_muon
     master_bytes = 2 if aware and not experts.args.optimizer_cpu_offload else _MASTER
     copies = experts.grad_bytes < 4 and not (is_fused if name in FORMATS else aware)
     parts = {**dict.fromkeys(PARTS, 0), **total.parts} | {

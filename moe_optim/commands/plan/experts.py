@@ -16,10 +16,10 @@ from moe_optim.buckets.layout import BucketEnd, Slot, aligned_end
 from moe_optim.commands.hugging_face.values import MOST_LAYERS
 from moe_optim.commands.plan.flags import parse_flags
 from moe_optim.commands.plan.stages import check_divides, count_moe_layers
-from moe_optim.commands.plan.stock_layout import bucket_divisor, lay_buckets
+from moe_optim.commands.plan.stock_layout import bucket_divisor, lay_buckets, lay_matrices
 from moe_optim.errors import ConfigError, refuse
 from moe_optim.formats import BlockScaledFormat
-from moe_optim.integration.arguments import ranks_multiple
+from moe_optim.integration.arguments import MUON_NAMES, ranks_multiple
 
 WeightShape = tuple[int, int, int]
 _MOMENTS = MappingProxyType(
@@ -70,6 +70,8 @@ class PlannedBucket:
     """End of the bucket in stock Megatron, in elements."""
     divisor: int
     """Divisor of the bucket's end."""
+    holds_matrices: bool = False
+    """Whether every matrix lies inside one shard, as Muon needs; then no layout moves the end."""
 
     @property
     def used(self) -> int:
@@ -78,6 +80,8 @@ class PlannedBucket:
 
     def aligned_end(self, format: BlockScaledFormat) -> BucketEnd:
         """Return the end of the bucket with ``layout: aligned``."""
+        if self.holds_matrices:
+            return BucketEnd(numel=self.stock_numel, unit="block_row")
         return aligned_end(format, self.slots, dp_size=self.dp_size, divisor=self.divisor)
 
 
@@ -113,8 +117,15 @@ class PlannedExperts:
         return argparse.Namespace(**(vars(self.args) | dtypes))
 
     @property
+    def has_muon(self) -> bool:
+        """Whether Muon steps the experts."""
+        return self.args.optimizer in MUON_NAMES
+
+    @property
     def moment_bytes(self) -> int:
-        """Bytes per element of both moments."""
+        """Bytes per element of both moments, or of Muon's momentum in fp32."""
+        if self.has_muon:
+            return 4
         return sum(_MOMENTS[getattr(self.args, name)][1] for name in _MOMENT_FLAGS)
 
     @property
@@ -163,11 +174,21 @@ class PlannedExperts:
                 for name, shape in self.weights
                 for _ in range(1 if self.grouped else shape[0])
             ]
+            bucket_numel = full if is_cut else None
+            buckets = (
+                lay_matrices(params, bucket_numel, dp_size, divisor)
+                if self.has_muon
+                else lay_buckets(params, bucket_numel, divisor)
+            )
             found.update(
                 PlannedBucket(
-                    slots=bucket.slots, dp_size=dp_size, stock_numel=bucket.numel, divisor=divisor
+                    slots=bucket.slots,
+                    dp_size=dp_size,
+                    stock_numel=bucket.numel,
+                    divisor=divisor,
+                    holds_matrices=self.has_muon,
                 )
-                for bucket in lay_buckets(params, full if is_cut else None, divisor)
+                for bucket in buckets
             )
         return found
 
@@ -249,7 +270,9 @@ def _refuse(args: argparse.Namespace) -> None:
         "--hybrid-layer-pattern": args.hybrid_layer_pattern is not None,
         "--moe-latent-size": args.moe_latent_size is not None,
         "--mtp-use-repeated-layer": args.mtp_use_repeated_layer,
-        f"--optimizer {args.optimizer} (use adam)": args.optimizer != "adam",
+        f"--optimizer {args.optimizer} (use adam or muon)": (
+            args.optimizer not in ("adam", *MUON_NAMES)
+        ),
         "--overlap-param-gather-with-optimizer-step": (
             args.overlap_param_gather_with_optimizer_step
         ),

@@ -18,7 +18,7 @@ NOTHING = "-"
 LEGEND = {
     "weights": "stored data and scales of both directions",
     "grads": "the gradient buffer (main_grad)",
-    "optimizer": "main params of 4 bytes, exp_avg and exp_avg_sq; with "
+    "optimizer": "main params of 4 bytes, exp_avg and exp_avg_sq, or Muon's momentum; with "
     "--use-precision-aware-optimizer, main params of stock bf16 use 2 bytes",
     "step": "fp32 copies that a step makes of bf16 gradients",
     "total": "sum of the above for expert weights; excludes dense weights and activations",

@@ -1,6 +1,7 @@
 """A plan costs what the real thing costs: buffers, launches and maxima of ranks that are built."""
 
 import json
+from collections import Counter, defaultdict
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from benchmarks import requantize
 from benchmarks.cases import Case
 from moe_optim.buckets.buffer import AlignedDistributedOptimizer
 from moe_optim.buckets.layout import Slot
+from moe_optim.buckets.matrix_buffers import matrix_param_layout
 from moe_optim.buckets.states import Event
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.plan import experts as planned_experts
@@ -663,3 +665,41 @@ def test_speeds_and_memory_are_positive_numbers(recipe, capsys):
                 cli.main(["plan", str(recipe), option, speed])
             expected = f"{option}: expected a number above 0, got '{speed}'"
             assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "indexed"])
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_muon_is_planned_with_whole_matrices_and_one_momentum(grouped, dp_size):
+    """Buckets are those of a run, and a rank has eight bytes per element of master and momentum."""
+    linears = [
+        GroupedLinear(
+            EXPERTS,
+            *shape,
+            format=FORMATS["mxfp8"],
+            expert_layout="grouped" if grouped else "indexed",
+        )
+        for _ in range(LAYERS)
+        for shape in ((2 * FFN, HIDDEN), (HIDDEN, FFN))
+    ]
+    buffers = defaultdict(list)
+    for param in (param for linear in linears for param in linear.parameters()):
+        buffers[tuple(param.shape) if grouped else None].append(param)
+    divisor = bucket_end_divisor(dp_size, False)
+    wanted = Counter(
+        end - start
+        for params in buffers.values()
+        for start, end in matrix_param_layout(params, BUCKET_SIZE, dp_size, divisor).bucket_indices
+    )
+    experts = experts_of(grouped=grouped, optimizer="muon")
+    buckets = experts.buckets(dp_size)
+    assert wanted == Counter(
+        {numel: sum(n for b, n in buckets.items() if b.stock_numel == numel) for numel in wanted}
+    )
+    for bucket in buckets:
+        shard = bucket.stock_numel // dp_size
+        for slot in bucket.slots:
+            assert not any(cut % prod(slot.shape[1:]) for cut in slot.cuts(shard))
+    row = row_of(experts, dp_size, "mxfp8")
+    most = row["shard_imbalance"] * LAYERS * EXPERTS * 3 * FFN * HIDDEN / dp_size
+    assert row["optimizer_bytes_per_rank"] == pytest.approx(8 * most)
+    assert row["step_floor_ms"] is None
