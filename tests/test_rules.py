@@ -3,7 +3,7 @@
 import os
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -492,3 +492,12 @@ def test_the_table_is_well_formed():
     for rule in RULES:
         assert (rule.remedy[0].isupper() or rule.remedy.startswith("{step};")) and rule.reason
         assert not rule.remedy.endswith(".") and not rule.reason.endswith(".")
+
+
+def test_values_of_muon_are_those_that_its_step_has():
+    """A rule names each, since rules import no formats."""
+    from moe_optim.formats.reference import muon, newton_schulz
+
+    assert set(rules.MUON_VALUES["muon_coefficient_type"]) == set(muon.COEFFICIENTS)
+    assert set(rules.MUON_VALUES["muon_scale_mode"]) == set(get_args(newton_schulz.ScaleMode))
+    assert set(rules.MUON_VALUES["muon_fp32_matmul_prec"]) == set(get_args(newton_schulz.Precision))

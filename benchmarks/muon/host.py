@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 WORK = "host time of a step"
+GRAPH = f"{PLUGIN}, as a graph"
+"""Way of a step that one graph replays."""
 MATRICES_PER_EXPERT = 3
 
 
@@ -55,6 +57,10 @@ def measure(
         ms = host_us(fused.table.launch, on.device, repeats=on.repeats) / 1e3
         row = _row(PLUGIN, format, experts, ms, stock_ms)
         yield replace(row, launches=fused.num_launches, chunks=len(fused.table.chunks))
+        if device == "cuda":
+            ms = host_us(_captured(fused).replay, device, repeats=repeats) / 1e3
+            row = _row(GRAPH, format, experts, ms, stock_ms)
+            yield replace(row, launches=1, chunks=len(fused.table.chunks))
         del fused, states
         release(on.device)
 
@@ -71,6 +77,16 @@ def _time_stock(experts: Experts, states: States, on: Machine, *, is_first: bool
     began = time.perf_counter()
     step()
     return 1e3 * (time.perf_counter() - began)
+
+
+def _captured(fused: FusedStep) -> "torch.cuda.CUDAGraph":
+    """Return the step as --optimizer-cuda-graph replays it."""
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fused.table.launch()
+    return graph
 
 
 def _row(way: str, format: str | None, experts: Experts, ms: float, stock_ms: float) -> Row:

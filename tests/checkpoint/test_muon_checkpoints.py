@@ -1,4 +1,4 @@
-"""Checkpoints of Muon: masters and momentum go with their matrices, to any size, layout and owner."""
+"""Checkpoints of Muon: masters and momentum go with their matrices to any size and layout."""
 
 import shutil
 from pathlib import Path

@@ -35,7 +35,7 @@ from moe_optim.kernels.step_table import StepTable
 from moe_optim.optimizer.address_book import state_names
 from moe_optim.optimizer.muon_step import MuonTable
 from moe_optim.weights.grouped_weight import GradientNote, GroupedWeight
-from tests.support.bytes import assert_same_tensors
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.modules import serving
 from tests.support.states import making_room
 
@@ -650,7 +650,7 @@ class LifeCycle:
             MuonTable.launch = launch
 
     def _params_of(self, part: Any) -> list[Any]:
-        return [param for group in part.model_float16_groups for param in group]
+        return [param for buffer in part.buffers for param in buffer.params]
 
     def nonfinite(self, of: int) -> None:
         """Step on a gradient that is NaN: no norm may miss it, and nothing moves."""
@@ -956,7 +956,8 @@ class LifeCycle:
                     assert torch.equal(real[name], buffer), f"{name} of a weight"
         for part in self.optimizer.chained_optimizers:
             for number, owned, master in self._masters_of(part):
-                assert torch.equal(master, expected.masters[number].flatten()[owned]), "a master"
+                wanted = expected.masters[number].flatten()[owned]
+                assert_bytes_equal(master, wanted, what=f"master of layer {number}")
         for group in self._managed_groups():
             if not expected.is_offloaded and not expected.must_zero:
                 contents = {bucket.state.gradients for bucket in group.managed}
