@@ -117,7 +117,12 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
         MUON | {"optimizer_cpu_offload": True, "bf16": True},
         BF16,
     ),
-    "--optimizer-cuda-graph with Muon:": (MUON | {"optimizer_cuda_graph": True}, BF16),
+    "--optimizer-cuda-graph with --muon-tp-mode duplicated": (
+        MUON
+        | {"optimizer_cuda_graph": True, "muon_tp_mode": "duplicated"}
+        | {"tensor_model_parallel_size": 2},
+        BF16,
+    ),
     "--fp16 with Muon:": (MUON | {"fp16": True}, BF16),
     "--num-distributed-optimizer-instances above 1 with Muon:": (
         MUON | {"num_distributed_optimizer_instances": 2},

@@ -63,7 +63,8 @@ def build_muon(
     by_part: dict[Part, list[dict[str, Any]]] = defaultdict(list)
     for group in param_groups:
         by_part[group.get("optimizer", "muon"), group["is_expert_parallel"]].append(group)
-    parts = sorted(by_part, key=lambda part: (part[1], part[0] != "muon"))
+    # no rank trains a parameter: one optimizer without masters, as Megatron's factory builds
+    parts = sorted(by_part, key=lambda part: (part[1], part[0] != "muon")) or [("adam", False)]
     return GroupedChainedOptimizer([builder.build(part, by_part[part]) for part in parts])
 
 

@@ -91,7 +91,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
         self._norm_generation = 0
         self._tables: dict[ManagedBucket | None, StepTable] = {}
         self._tables_generation = 0
-        self._planned: dict[ManagedBucket, tuple[int, MemberTable | None]] = {}
+        self._planned: dict[ManagedBucket, tuple[tuple[int, int, int], MemberTable | None]] = {}
         self._cast: TensorwiseCast | None = None
         self._plans = 0
         self.encoded: list[ManagedBucket] = []
@@ -197,9 +197,13 @@ class SteppedOptimizer(CheckpointedOptimizer):
         self._is_planned = True
         return self._plans
 
-    def _plan_bucket(self, bucket: ManagedBucket) -> tuple[int, MemberTable | None]:
+    def _plan_bucket(
+        self, bucket: ManagedBucket
+    ) -> tuple[tuple[int, int, int], MemberTable | None]:
         generation = self.book.check_bucket(bucket)
-        return generation, bucket.plan_step(generation)
+        members = bucket.plan_step(generation)
+        # a bucket that has forgotten its masters does not tell whether they moved since
+        return (generation, *bucket.plan_number), members
 
     def _plan_tables(self) -> dict[ManagedBucket | None, StepTable]:
         """Return one table per managed bucket, and one for all other parameters under None."""

@@ -34,11 +34,16 @@ SETTINGS: list[dict[str, Any]] = [
     {"wire": "quantized", "overlap": False, "format": "nvfp4", "step": "fused"},
     {"wire": "bf16", "overlap": True, "step": "fused"},
     {"wire": "quantized", "overlap": True, "step": "fused", "offload_states": 1},
+    {"wire": "quantized", "overlap": True, "step": "fused", "optimizer": "muon"},
+    {"wire": "bf16", "overlap": True, "step": "fused", "optimizer": "muon and adam"},
+    {"wire": "quantized", "overlap": False, "format": "nvfp4", "optimizer": "muon and adam"},
 ]
 NAMES = (
     *("quantized, overlap", "quantized", "bf16, overlap", "bf16"),
     *("quantized, overlap, fused", "quantized, fused", "bf16, overlap, fused"),
     "quantized, overlap, fused, states on the host",
+    *("muon, quantized, overlap, fused", "muon and adam, bf16, overlap, fused"),
+    "muon and adam, quantized",
 )
 SEEDS = st.integers(0, 99)
 
@@ -277,10 +282,20 @@ def test_no_order_of_calls_mixes_weights_and_gradients(options: dict[str, Any]):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("format", ["mxfp8", "mxfp8_2d", "nvfp4"])
-def test_no_order_of_calls_mixes_slices_of_two_ranks(format: str):
-    """Each encodes its own with a step, and what they share of a block after an exchange."""
-    options = {"wire": "quantized", "format": format, "step": "fused"}
+@pytest.mark.parametrize(
+    ("format", "optimizer"),
+    [
+        ("mxfp8", "adam"),
+        ("mxfp8_2d", "adam"),
+        ("nvfp4", "adam"),
+        ("mxfp8", "muon"),
+        ("nvfp4", "muon and adam"),
+    ],
+)
+def test_no_order_of_calls_mixes_slices_of_two_ranks(format: str, optimizer: str):
+    """Each encodes its own with a step, and what they share of a block after an exchange; with
+    Muon, ranks own different numbers of whole matrices."""
+    options = {"wire": "quantized", "format": format, "step": "fused", "optimizer": optimizer}
     steps = run_ranks(2, _drive, STEPS // 15, options, timeout_s=max(180, STEPS // 15))
     assert min(steps) >= STEPS // 15
 
@@ -370,6 +385,9 @@ TRACES: dict[str, Trace] = {  # mostly as hypothesis shrank them
         ("rewrite_masters", {"seed": 0}),
         ("rollout", {"seed": 0}),
     ],
+    "masters that moved while weights were away": [*TRAIN, ("make_room", {}), *TRAIN],
+    "a momentum that was replaced": [*TRAIN, ("exchange", {"what": "exp_avg"}), *TRAIN],
+    "a step that loses momentum": [*TRAIN, *TRAIN],
     "a fused step that fails": [
         *TRAIN[:2],
         ("failing_step", {"part": 1, "moved": True}),
@@ -447,7 +465,7 @@ def test_what_shows_a_bug_shows_nothing_without_it():
     assert run_ranks(1, _replay, runs) == [sum(len(trace) for _, trace in runs)]
 
 
-BRIEF = ("bf16, overlap", "quantized, overlap, fused")
+BRIEF = ("bf16, overlap", "quantized, overlap, fused", "muon and adam, bf16, overlap, fused")
 """Settings that are no repeat of others on two ranks."""
 
 

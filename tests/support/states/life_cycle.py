@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,16 +23,26 @@ from moe_optim.errors import NonFiniteError, StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import get_format, reference
 from moe_optim.formats.reference.adam import Hyper, step_into
+from moe_optim.formats.reference.muon import (
+    MuonHyper,
+    Orthogonalization,
+    apply_into,
+    momentum_into,
+    orthogonalize,
+)
 from moe_optim.kernels import staging
 from moe_optim.kernels.step_table import StepTable
+from moe_optim.optimizer.address_book import state_names
+from moe_optim.optimizer.muon_step import MuonTable
 from moe_optim.weights.grouped_weight import GradientNote, GroupedWeight
-from tests.support.bytes import assert_same_tensors
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.modules import serving
 from tests.support.states import making_room
 
 EXPERTS, WIDTH, TOKENS = 3, 32, 8  # two ranks cut the second expert, inside of a block
 QUANTIZED = (0, 2)  # layers, of which the last has an optimizer of its own
 LR, WEIGHT_DECAY = 1e-2, 0.1
+MUON_MOMENTUM, MUON_FACTOR = 0.9, 0.1  # a factor that keeps weights small over thousands of steps
 DROP_GRADIENTS = {"zero", "paged_stash_fallback"}
 NEED_GRADIENTS = DROP_GRADIENTS | {
     *("micro", "step", "skip", "save", "load"),
@@ -128,6 +139,85 @@ class ReferenceAdam:
         self.state = state
 
 
+class ReferenceMuon:
+    """Muon of square matrices, one after another: the one of a fused step, or Megatron's.
+
+    A fused step sums the squares of a norm in fp64.
+    """
+
+    def __init__(self, masters: list[torch.nn.Parameter], is_fused: bool) -> None:
+        self.masters, self.is_fused = masters, is_fused
+        self.how = Orthogonalization(extra_scale_factor=MUON_FACTOR)
+        self.state: dict[int, Tensor] = {}
+        """Momentum by number of the master."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step masters whose ``grad`` is there."""
+        hyper = torch.tensor(
+            MuonHyper(
+                lr=LR,
+                momentum=MUON_MOMENTUM,
+                weight_decay=WEIGHT_DECAY,
+                scale=self.how.scale(WIDTH, WIDTH),
+                extra_scale_factor=MUON_FACTOR,
+            ).row()
+        )
+        one = torch.ones(())
+        for number, master in enumerate(self.masters):
+            if master.grad is None:
+                continue
+            momentum = self.state.setdefault(number, torch.zeros_like(master))
+            direction = momentum_into(master.grad, momentum, hyper=hyper, clip=one, nesterov=True)
+            for matrix, along in zip(
+                master.view(-1, WIDTH, WIDTH), direction.view(-1, WIDTH, WIDTH), strict=True
+            ):
+                result = self._iterate(along) if self.is_fused else orthogonalize(along, self.how)
+                apply_into(matrix, result, hyper=hyper, clip=one)
+
+    def _iterate(self, direction: Tensor) -> Tensor:
+        norm = direction.double().square().sum().sqrt().float().clamp_min(1e-7)
+        x = (direction / norm).bfloat16()[None]
+        for a, b, c in self.how.coefficients():
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x[0].float()
+
+    def state_dict(self) -> dict[int, Tensor]:
+        """Return the momenta, not copies."""
+        return self.state
+
+    def load_state_dict(self, state: dict[int, Tensor]) -> None:
+        """Take momenta."""
+        self.state = state
+
+
+class Both:
+    """Muon of the experts, and Adam of the dense layer."""
+
+    def __init__(self, muon: ReferenceMuon, adam: Any) -> None:
+        self.muon, self.adam = muon, adam
+
+    @property
+    def state(self) -> list[Any]:
+        """One entry per master that has been stepped."""
+        return [*self.muon.state, *self.adam.state]
+
+    def step(self) -> None:
+        """Step masters whose ``grad`` is there."""
+        self.muon.step()
+        self.adam.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states, not copies."""
+        return {"muon": self.muon.state_dict(), "adam": self.adam.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take states."""
+        self.muon.load_state_dict(state["muon"])
+        self.adam.load_state_dict(state["adam"])
+
+
 @dataclass
 class Expected:
     """What the real thing must hold, in plain torch."""
@@ -196,6 +286,8 @@ class LifeCycle:
         compute: format of the products of bf16 experts.
         step: who updates masters.
         offload_states: part of masters and moments that lies on the host.
+        optimizer: ``adam``, or ``muon`` for all matrices, or ``muon and adam``, which leaves the
+            dense one to Adam.
     """
 
     def __init__(
@@ -206,6 +298,7 @@ class LifeCycle:
         compute: str | None = None,
         step: str = "stock",
         offload_states: float = 0.0,
+        optimizer: str = "adam",
     ) -> None:
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -222,7 +315,11 @@ class LifeCycle:
         knobs: dict[str, Any] = {"wire": wire, "layout": layout, "step": step}
         knobs["offload_states"] = offload_states
         staging.SMALLEST, staging.CHUNK_BYTES = 2, 20_000  # some of each weight in a chunk
-        moe_optim.install(MoEOptimConfig(format=format, compute=compute, **knobs))
+        self.has_muon = optimizer != "adam"
+        moe_optim.install(
+            MoEOptimConfig(format=format, compute=compute, **knobs),
+            optimizer="muon" if self.has_muon else "adam",
+        )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         config = TransformerConfig(
             num_layers=1, hidden_size=WIDTH, num_attention_heads=1, bf16=True
@@ -238,14 +335,16 @@ class LifeCycle:
         layers = make_layers(format, compute)
         layers[2].weight.allreduce = False  # a second optimizer, as experts have at EP above 1
         layers[2].weight.grad_norm_group = "mtp"  # and a norm of its own
+        if optimizer == "muon and adam":
+            layers[1].weight.is_embedding_or_output_parameter = True
         self.tripping: int | None = None
         for index, layer in enumerate(layers):  # before DDP and buffers register theirs
             layer.weight.register_hook(Tripwire(self, index))
         self.layers = layers
         self.ddp = DistributedDataParallel(config, ddp_config, make_model(config, layers))
         self.optimizer = self.build_optimizer()
-        assert len(self.optimizer.chained_optimizers) == 2
         self.params = [layer.weight for layer in layers]
+        assert len(self.parts) == (3 if optimizer == "muon and adam" else 2)
         self.expected = self._expect(format, compute)
         self.saved: Any = None
 
@@ -257,7 +356,10 @@ class LifeCycle:
 
         return moe_optim.get_megatron_optimizer(
             OptimizerConfig(
-                optimizer="adam",
+                optimizer="muon" if self.has_muon else "adam",
+                muon_momentum=MUON_MOMENTUM,
+                muon_nesterov=True,
+                muon_extra_scale_factor=MUON_FACTOR,
                 lr=LR,
                 min_lr=LR,
                 weight_decay=WEIGHT_DECAY,
@@ -270,6 +372,12 @@ class LifeCycle:
             [self.ddp],
         )
 
+    @property
+    def parts(self) -> list[Any]:
+        """Optimizers, the one of the last layer after the others."""
+        parts: list[Any] = self.optimizer.chained_optimizers
+        return parts
+
     def _expect(self, format: str, compute: str | None) -> Expected:
         layers = make_layers(format, compute)
         masters = []
@@ -281,12 +389,22 @@ class LifeCycle:
                 else weight.detach()
             )
             masters.append(torch.nn.Parameter(initial.float()))
-        adam: Any = ReferenceAdam(masters)
-        if not self.is_fused:
-            adam = torch.optim.AdamW(masters, lr=LR, weight_decay=WEIGHT_DECAY, eps=1e-8)
-        expected = Expected(layers=layers, masters=masters, adam=adam, gradients=[])
+        expected = Expected(
+            layers=layers, masters=masters, adam=self._expected_optimizer(masters), gradients=[]
+        )
         self._zero_expected(expected)
         return expected
+
+    def _expected_optimizer(self, masters: list[torch.nn.Parameter]) -> Any:
+        adam: Callable[[list[torch.nn.Parameter]], Any] = ReferenceAdam
+        if not self.is_fused:
+            adam = partial(torch.optim.AdamW, lr=LR, weight_decay=WEIGHT_DECAY, eps=1e-8)
+        if not self.has_muon:
+            return adam(masters)
+        if len(self.parts) == 2:
+            return ReferenceMuon(masters, self.is_fused)
+        experts = [masters[number] for number in QUANTIZED]
+        return Both(ReferenceMuon(experts, self.is_fused), adam([masters[1]]))
 
     # --- what a loop does -----------------------------------------------------------------------
 
@@ -443,11 +561,12 @@ class LifeCycle:
         """Step with something that raises before or after the masters of a part move.
 
         What raises is a hook of torch's, or the kernels of a bucket of a fused step, whose dense
-        masters come later.
+        masters come later; those of Muon are stepped together.
         """
+        part = len(self.parts) - 1 if part else 0
         if self._steps_on_spent_gradients() or not self._can_step():
             return
-        parts = self.optimizer.chained_optimizers
+        parts = self.parts
         fails = self._failing_kernels if self.is_fused else self._failing_hook
         with fails(part, moved):
             try:
@@ -458,7 +577,7 @@ class LifeCycle:
                 raise AssertionError("nothing has tripped")
         done = [param for one in parts[:part] for param in self._params_of(one)]
         of_part = self._params_of(parts[part])
-        if self.is_fused:
+        if self.is_fused and not self.has_muon:
             mine = (n for n, p in enumerate(self.params) if any(p is q for q in of_part))
             counted = tuple(mine) if moved else ()
             of_part = [param for param in of_part if isinstance(param, GroupedWeight)]
@@ -469,10 +588,12 @@ class LifeCycle:
         was_stale = set() if self.expected.is_in_flight else self.expected.stale
         self._spent()
         self.expected.content, self.expected.must_zero = Gradients.SPENT, True
-        stepped = {part * 2} | ({0} if self.overlap else set())
+        failed = 2 if part else 0  # the quantized layer of the part
+        stepped = {failed} | ({0} if self.overlap else set())
         # Dense weights follow with the next whole step, as Megatron's do
+        written = [*done, *(of_part if moved and self.has_muon and self.is_fused else [])]
         self._write_expected_weights(
-            lambda param: any(param is one for one in done), quantized={0, part * 2}
+            lambda param: any(param is one for one in written), quantized={0, failed}
         )
         self.expected.stale = stepped | (was_stale if self.overlap else was_stale - {0})
 
@@ -488,6 +609,10 @@ class LifeCycle:
 
     @contextmanager
     def _failing_kernels(self, part: int, moved: bool) -> Iterator[None]:
+        if self.has_muon:
+            with self._failing_table(self.parts[part], moved):
+                yield
+            return
         launch, tables = StepTable.launch, []
 
         def failing(table: Any) -> None:
@@ -505,8 +630,27 @@ class LifeCycle:
         finally:
             StepTable.launch = launch
 
+    @contextmanager
+    def _failing_table(self, part: Any, moved: bool) -> Iterator[None]:
+        """Let the step of Muon's matrices of a part raise before or after all of them."""
+        launch = MuonTable.launch
+
+        def failing(table: Any) -> None:
+            if table not in part._tables.values():
+                launch(table)
+                return
+            if moved:
+                launch(table)
+            raise Tripped
+
+        MuonTable.launch = failing
+        try:
+            yield
+        finally:
+            MuonTable.launch = launch
+
     def _params_of(self, part: Any) -> list[Any]:
-        return [param for group in part.model_float16_groups for param in group]
+        return [param for buffer in part.buffers for param in buffer.params]
 
     def nonfinite(self, of: int) -> None:
         """Step on a gradient that is NaN: no norm may miss it, and nothing moves."""
@@ -737,9 +881,10 @@ class LifeCycle:
                     inner.state[master] = _copy(state)
             else:
                 for state in inner.state.values():
-                    state[what] = state[what].clone()
+                    for name in {what} & {*state_names(inner)} or {*state_names(inner)}:
+                        state[name] = state[name].clone()
             kept = {id(value) for state in inner.state.values() for value in state.values()}
-            for left in (state[name] for state in before for name in MOMENTS):
+            for left in (state[name] for state in before for name in state_names(inner)):
                 if id(left) not in kept:
                     left.fill_(torch.nan)
 
@@ -811,7 +956,8 @@ class LifeCycle:
                     assert torch.equal(real[name], buffer), f"{name} of a weight"
         for part in self.optimizer.chained_optimizers:
             for number, owned, master in self._masters_of(part):
-                assert torch.equal(master, expected.masters[number].flatten()[owned]), "a master"
+                wanted = expected.masters[number].flatten()[owned]
+                assert_bytes_equal(master, wanted, what=f"master of layer {number}")
         for group in self._managed_groups():
             if not expected.is_offloaded and not expected.must_zero:
                 contents = {bucket.state.gradients for bucket in group.managed}

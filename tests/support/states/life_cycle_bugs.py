@@ -27,6 +27,7 @@ from moe_optim.kernels.step_table import StepTable
 from moe_optim.optimizer import address_book
 from moe_optim.optimizer.chained import GroupedChainedOptimizer
 from moe_optim.optimizer.distributed import GroupedDistributedOptimizer
+from moe_optim.optimizer.muon_step import MuonTable
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import WeightStorage
 
@@ -354,6 +355,23 @@ def failed_steps_have_encoded() -> None:
     GroupedDistributedOptimizer.update_masters = update_masters
 
 
+def forgotten_masters_have_not_moved() -> None:
+    """A step trusts plans of a bucket that does not know any more where its masters are."""
+    ManagedBucket.plan_number = property(lambda self: (0, 0))
+
+
+def momentum_is_not_kept() -> None:
+    """A step of Muon starts from momentum zero."""
+    stock = MuonTable.launch
+
+    def launch(self: MuonTable) -> None:
+        for shard in self.momentum.shards:
+            shard.momentum.zero_()
+        stock(self)
+
+    MuonTable.launch = launch
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bug:
     """What puts a bug back, and where it can show."""
@@ -362,15 +380,20 @@ class Bug:
     wire: str = "quantized"
     step: str = "stock"
     ranks: int = 1
+    optimizer: str = "adam"
 
     @property
     def options(self) -> dict[str, str]:
         """Of the life cycle."""
-        return {"wire": self.wire, "step": self.step}
+        return {"wire": self.wire, "step": self.step, "optimizer": self.optimizer}
 
 
 def _fused(put_back: Callable[[], None], ranks: int = 1) -> Bug:
     return Bug(put_back=put_back, step="fused", ranks=ranks)
+
+
+def _muon(put_back: Callable[[], None], wire: str = "quantized") -> Bug:
+    return Bug(put_back=put_back, wire=wire, step="fused", optimizer="muon and adam")
 
 
 BUGS = {
@@ -400,6 +423,11 @@ BUGS = {
     "an evaluation of one rank's slices": _fused(encoded_weights_are_read, ranks=2),
     "masters by hand after a step": _fused(masters_count_no_writes),
     "a look of an earlier step": _fused(looks_outlive_their_step),
+    "masters that moved while weights were away": _muon(
+        forgotten_masters_have_not_moved, wire="bf16"
+    ),
+    "a momentum that was replaced": _muon(replaced_moments_are_written),
+    "a step that loses momentum": _muon(momentum_is_not_kept),
     "a fused step that fails": _fused(failed_steps_have_encoded),
 }
 """By name."""
