@@ -112,12 +112,12 @@ def flat_group_beside(stored: TorchDistReader, group_key: str) -> str | None:
 
     Args:
         stored: checkpoint.
-        group_key: prefix without the number of an optimizer, as by name.
+        group_key: prefix without the number of an optimizer, as by name; returned as it is for a
+            data-parallel group that the checkpoint lacks.
     """
-    if not _has_whole_masters(stored):
-        return None
-    alike = (group for group in flat_groups(stored) if group.endswith(f".{group_key}"))
-    return next(alike, None)
+    groups = flat_groups(stored) if _has_whole_masters(stored) else []
+    alike = (group for group in groups if group.endswith(f".{group_key}"))
+    return next(alike, group_key) if groups else None
 
 
 def _parts(request: Any) -> list[Any]:

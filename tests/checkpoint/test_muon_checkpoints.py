@@ -240,6 +240,12 @@ def _go_on(flags: list[str]) -> Record:
     return pretrain(command_line(flags), GROUPED)
 
 
+@pytest.mark.extended
+def test_flat_states_of_adam_beside_stocks_muon_keep_their_tensor_parallel_size(stocks, tmp_path):
+    with pytest.raises(AssertionError, match="tensor_model_parallel_size=1, here 2"):
+        travel(2, TENSOR_PARALLEL, GROUPED, [stocks[0] / "flat"], tmp_path)
+
+
 def test_other_momentum_is_refused(ours, tmp_path):
     """Of other shapes, whose keys, shapes and remedy the error names."""
     narrow = ["--moe-ffn-hidden-size", "64"]
