@@ -5,6 +5,7 @@ semi-orthogonal matrix, computed by a Newton-Schulz iteration. A rank owns whole
 update needs no other rank, except for matrices that tensor parallelism cuts.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class MuonSettings:
         Raises:
             ConfigError: a setting has an unsupported value.
         """
+        _check_numbers(optimizer)
         return cls(
             orthogonalization=Orthogonalization(
                 coefficient_type=optimizer.muon_coefficient_type,
@@ -64,6 +66,20 @@ class MuonSettings:
     def dtype(self) -> torch.dtype:
         """Dtype of the iteration."""
         return self.orthogonalization.dtype if self.iteration == "auto" else torch.float16
+
+
+def _check_numbers(optimizer: Any) -> None:
+    momentum, factor = optimizer.muon_momentum, optimizer.muon_extra_scale_factor
+    if not 0 <= momentum < 1:
+        raise ConfigError(
+            f"--muon-momentum {momentum}: expected 0 or more, and less than 1, at which a gradient "
+            "would never count. Give 0.95, Megatron's default, or another such number."
+        )
+    if not 0 < factor < math.inf:
+        raise ConfigError(
+            f"--muon-extra-scale-factor {factor}: expected a positive, finite number, got one with "
+            "which no step descends. Give 1.0, Megatron's default, or another such number."
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

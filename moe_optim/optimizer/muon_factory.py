@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from moe_optim.buckets.matrix_buffers import holds_matrices, is_muon_matrix
 from moe_optim.checkpoint.state_kinds import MOMENTUM
 from moe_optim.errors import StateError
+from moe_optim.integration.installation import installed_optimizer
 from moe_optim.optimizer.chained import GroupedChainedOptimizer
 from moe_optim.optimizer.muon import Muon, tag_roles
 from moe_optim.optimizer.muon_distributed import MuonDistributedOptimizer
@@ -48,8 +49,10 @@ def build_muon(
         pg_collection: process groups; None uses ``parallel_state``.
 
     Raises:
+        ConfigError: a setting of Muon has an unsupported value.
         StateError: the model was wrapped for another optimizer.
     """
+    require_wrapped_for(config.optimizer, model_chunks)
     if config_overrides is None:
         config_overrides = core_optimizer.get_standard_config_overrides(config)
     core_optimizer.check_config_overrides_consistency(config, config_overrides)
@@ -142,9 +145,9 @@ class _Builder:
         }
 
     def _buffers(self, is_muon: bool, is_expert: bool) -> dict[int, list[Any]]:
-        """Return the buffers of a part by chunk; raise StateError if some hold both kinds."""
+        """Return the buffers of a part by chunk."""
         name = "expert_parallel_buffers" if is_expert else "buffers"
-        found = {
+        return {
             number: [
                 buffer
                 for buffer in getattr(chunk, name)
@@ -152,19 +155,38 @@ class _Builder:
             ]
             for number, chunk in enumerate(self.chunks)
         }
-        for buffers in found.values():
-            for buffer in buffers:
-                self._check_alone(buffer, is_muon)
-        return found
 
-    def _check_alone(self, buffer: Any, is_muon: bool) -> None:
-        other = next((p for p in buffer.params if is_muon_matrix(p) is not is_muon), None)
-        if other is not None:
-            name = parameter_names(self.chunks)[other]
+
+def require_wrapped_for(optimizer: str, model_chunks: Sequence[Any]) -> None:
+    """Raise StateError unless DDP has wrapped the chunks for ``muon``, or for another optimizer.
+
+    Muon needs its matrices in buffers of their own, whose shards hold whole matrices.
+    """
+    is_muon = optimizer == "muon"
+    if is_muon and installed_optimizer() != "muon":  # nor would checkpoints load
+        raise StateError(
+            '--optimizer muon: expected moe_optim.install(config, optimizer="muon"), got an '
+            "installation for Adam, or none. Call it before the model is wrapped with DDP."
+        )
+    buffers = (
+        buffer
+        for chunk in model_chunks
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    )
+    for buffer in buffers:
+        are_alone = holds_matrices(buffer.params)
+        for param in buffer.params:
+            if (is_muon and is_muon_matrix(param)) is are_alone:
+                continue
+            name = parameter_names(model_chunks)[param]
+            if is_muon:
+                needed, got = "matrices of Muon in buffers of their own", "another optimizer"
+            else:
+                needed, got = "buffers for all parameters alike", "Muon"
             raise StateError(
-                f"{name}: expected matrices of Muon in buffers of their own, whose shards hold "
-                "whole matrices, got a model that was wrapped for Adam. Call "
-                'moe_optim.install(optimizer="muon") before the model is wrapped with DDP.'
+                f"{name}: expected {needed}, as --optimizer {optimizer} needs, got a model that "
+                f"was wrapped for {got}. Call moe_optim.install(config, "
+                f'optimizer="{optimizer}") before the model is wrapped with DDP.'
             )
 
 

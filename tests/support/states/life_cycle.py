@@ -150,23 +150,24 @@ class ReferenceMuon:
         self.how = Orthogonalization(extra_scale_factor=MUON_FACTOR)
         self.state: dict[int, Tensor] = {}
         """Momentum by number of the master."""
+        hyper = MuonHyper(
+            lr=LR,
+            momentum=MUON_MOMENTUM,
+            weight_decay=WEIGHT_DECAY,
+            scale=self.how.scale(WIDTH, WIDTH),
+            extra_scale_factor=MUON_FACTOR,
+        )
+        self.hyper = dict.fromkeys(range(len(masters)), hyper)
+        """Hyperparameters by number of the master."""
 
     @torch.no_grad()
     def step(self) -> None:
         """Step masters whose ``grad`` is there."""
-        hyper = torch.tensor(
-            MuonHyper(
-                lr=LR,
-                momentum=MUON_MOMENTUM,
-                weight_decay=WEIGHT_DECAY,
-                scale=self.how.scale(WIDTH, WIDTH),
-                extra_scale_factor=MUON_FACTOR,
-            ).row()
-        )
         one = torch.ones(())
         for number, master in enumerate(self.masters):
             if master.grad is None:
                 continue
+            hyper = torch.tensor(self.hyper[number].row())
             momentum = self.state.setdefault(number, torch.zeros_like(master))
             direction = momentum_into(master.grad, momentum, hyper=hyper, clip=one, nesterov=True)
             for matrix, along in zip(
