@@ -57,8 +57,8 @@ def measure(
         ms = host_us(fused.table.launch, on.device, repeats=on.repeats) / 1e3
         row = _row(PLUGIN, format, experts, ms, stock_ms)
         yield replace(row, launches=fused.num_launches, chunks=len(fused.table.chunks))
-        if device == "cuda":
-            ms = host_us(_captured(fused).replay, device, repeats=repeats) / 1e3
+        if on.device == "cuda":
+            ms = host_us(_captured(fused).replay, on.device, repeats=on.repeats) / 1e3
             row = _row(GRAPH, format, experts, ms, stock_ms)
             yield replace(row, launches=1, chunks=len(fused.table.chunks))
         del fused, states
