@@ -5,6 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks.muon.cases import PLUGIN, STOCK, Row
+from benchmarks.muon.host import GRAPH
 from benchmarks.muon.iteration import ONE_AT_A_TIME, WAYS
 from benchmarks.muon.step import STOCK_CAST, STOCK_STEP, WHOLE
 from benchmarks.step_figures import FIGURES
@@ -58,8 +59,8 @@ def result(formats=("fp8_block", "nvfp4")):
     """Return what ``python -m benchmarks muon`` writes, with figures that are easy to divide."""
     host = [
         row("host", "host time of a step", way, matrices=matrices, host_ms=ms)
-        for matrices, pair in ((384, (320.0, 1.6)), (12_288, (10_000.0, 4.0)))
-        for way, ms in zip((STOCK, PLUGIN), pair, strict=True)
+        for matrices, times in ((384, (320.0, 1.6, 0.02)), (12_288, (10_000.0, 4.0, 0.02)))
+        for way, ms in zip((STOCK, PLUGIN, GRAPH), times, strict=True)
     ]
     gather = [
         row(
@@ -104,15 +105,12 @@ def cells(text):
 
 def test_the_table_in_short_has_stock_ours_and_their_ratio():
     found = cells(muon_in_short(result(), training()))
-    assert found["Newton-Schulz of 384 matrices (plug-in, gram, fp16), ms"] == [
-        "200.0",
-        "14.0",
-        "0.07",
-    ]
+    assert found["Newton-Schulz of 384 matrices, ms"] == ["200.0", "18.0", "0.09"]
     whole = found["the whole step of these experts into `fp8_block`, ms"]
     assert whole == ["320.0", "22.0", "0.07"]
     assert found["the host, busy in a step of 384 matrices, ms"] == ["320.0", "1.6", "0.01"]
-    assert found["the host, busy in a step of 12,288 matrices, ms"] == ["10000.0", "4.0", "0.00"]
+    assert found["the host, busy in a step of 12,288 matrices, ms"] == ["10000.0", "4.0", "4e-04"]
+    assert found["the same with `--optimizer-cuda-graph`"] == ["10000.000", "0.020", "2e-06"]
     assert found["`optimizer.step()` in training, ms"] == ["2000.0", "100.0", "0.05"]
     assert found["bytes gathered per parameter"] == ["2.00", "1.00", "0.50"]
 

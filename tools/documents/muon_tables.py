@@ -65,7 +65,7 @@ def muon_in_short(report: Report, training: Report) -> str:
         of_stock, graphed = (
             pick(host, way=way, matrices=matrices)["host_ms"] for way in (STOCK, GRAPH)
         )
-        rows.append(_pair("the same with `--optimizer-cuda-graph`", of_stock, graphed))
+        rows.append(_pair("the same with `--optimizer-cuda-graph`", of_stock, graphed, digits=3))
     sides = (training[key]["optimizer_ms"] for key in (STOCK, _PLUGIN_KEY))
     rows.append(_pair("`optimizer.step()` in training, ms", *sides))
     ranks = gather[0]["data_parallel"]
@@ -86,7 +86,9 @@ def _whole_stock(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _pair(label: str, stock: float, plugin: float, digits: int = 1) -> list[str]:
-    return [label, f"{stock:.{digits}f}", f"{plugin:.{digits}f}", f"{plugin / stock:.2f}"]
+    share = plugin / stock
+    of_stock = f"{share:.2f}" if share >= 0.005 else f"{share:.0e}"
+    return [label, f"{stock:.{digits}f}", f"{plugin:.{digits}f}", of_stock]
 
 
 def muon_iterations(report: Report) -> str:
