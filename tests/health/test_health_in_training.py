@@ -35,7 +35,10 @@ RUNS = {  # format, ranks, knobs that differ, flags
     "whole matrices that Muon steps": ("mxfp8", 2, {"step": "fused"}, MUON),
     "a step that a graph replays": ("fp8_block", 1, {"step": "fused"}, GRAPH),
 }
-EVERY_RUN = pytest.mark.parametrize("run", RUNS)
+EXTENDED = "whole matrices that Muon steps"
+EVERY_RUN = pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=[pytest.mark.extended] * (run == EXTENDED)) for run in RUNS]
+)
 
 
 def train(format: str, knobs: dict[str, Any], flags: list[str]) -> dict[str, Any]:
