@@ -124,6 +124,9 @@ RUNS = {
         {"format": "mxfp8", "expert_layout": "indexed"},
         True,
     ),
+    "Muon, gathers overlapped": pytest.param(
+        ([*OVERLAP, "--optimizer", "muon"], {"format": "mxfp8"}, False), marks=pytest.mark.extended
+    ),
     "gathers overlapped, bf16 weights": pytest.param(
         (OVERLAP, {"format": "bf16", "compute": "mxfp8"}, False), marks=pytest.mark.extended
     ),

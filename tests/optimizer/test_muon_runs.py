@@ -63,6 +63,7 @@ def test_stock_step_equals_megatrons_muon(flags: list[str]):
         assert_same_tensors(ours[rank].weights, stock[rank].weights, what=f"rank {rank}")
 
 
+@pytest.mark.extended
 def test_stock_step_equals_replicated_muon():
     """Without --use-distributed-optimizer, stock steps every matrix on every rank; here a matrix
     has one owner, and the bits are the same."""
@@ -82,7 +83,7 @@ def _train_replicated(without: list[str]) -> Record:
     "format",
     [
         "nvfp4",
-        "fp8_block",
+        pytest.param("fp8_block", marks=pytest.mark.extended),
         pytest.param("mxfp8", marks=pytest.mark.extended),
         pytest.param("mxfp8_2d", marks=pytest.mark.extended),
     ],
@@ -93,9 +94,8 @@ def test_wires_layouts_and_workspaces_agree(format: str):
     steps and overlap gathers."""
     base = MoEOptimConfig(format=format)
     configs = {
-        "bf16 wire": replace(base, wire="bf16"),
+        "bf16 wire, small workspace": replace(base, wire="bf16", muon_workspace_mib=1),
         "indexed": replace(base, expert_layout="indexed"),
-        "small workspace": replace(base, muon_workspace_mib=1),
     }
     expected = run_ranks(2, _train, OVERLAP, base)
     for what, config in configs.items():

@@ -5,7 +5,7 @@ export begins. The oracle quantizes whole masters, names and cuts by itself.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -37,6 +37,7 @@ class Setup:
     model: dict[str, Any] = field(default_factory=dict)
     virtual_chunks: int = 1
     export: dict[str, Any] = field(default_factory=dict)
+    optimizer: Literal["adam", "muon"] = "adam"
 
 
 def build(setup):
@@ -55,7 +56,7 @@ def build(setup):
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**setup.sizes)
     moe_optim.uninstall()
-    moe_optim.install(MoEOptimConfig(**setup.knobs))
+    moe_optim.install(MoEOptimConfig(**setup.knobs), optimizer=setup.optimizer)
     model_parallel_cuda_manual_seed(1)
     sizes = {
         name: setup.sizes.get(name, 1)
@@ -99,7 +100,8 @@ def build(setup):
         )
         chunks.append(DistributedDataParallel(config, buffers, Float16Module(config, gpt)))
     settings = OptimizerConfig(
-        lr=0.1, min_lr=0.1, bf16=True, use_distributed_optimizer=True, clip_grad=0.0,
+        optimizer=setup.optimizer, lr=0.1, min_lr=0.1, bf16=True,
+        use_distributed_optimizer=True, clip_grad=0.0,
         overlap_param_gather=setup.ddp.get("overlap_param_gather", False),
     )  # fmt: skip
     return chunks, moe_optim.get_megatron_optimizer(settings, chunks)
@@ -256,6 +258,9 @@ SETUPS = {
     ),
     "a parameter an expert, bf16 on the wire": Setup(
         knobs={"format": "mxfp8_2d", "expert_layout": "indexed", "wire": "bf16", "layout": "stock"},
+    ),
+    "matrices of Muon": Setup(
+        {"expert_model_parallel_size": 2}, {"format": "fp8_block"}, optimizer="muon"
     ),
     "bf16 experts": Setup({"expert_model_parallel_size": 2}, {"format": "bf16"}),
 }

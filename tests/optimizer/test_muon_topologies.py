@@ -1,0 +1,182 @@
+"""Muon in the topologies and models that Adam trains: each matrix is stepped by one rank, whole."""
+
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from moe_optim.config import MoEOptimConfig
+from tests.support.ranks import run_ranks
+from tests.support.states import given_values
+from tests.support.states.masters import assert_weights_come_from_masters
+from tests.support.training import OVERLAP, assert_same_run, pretrain
+from tests.support.training_runs.stock_muon import gather_uneven_parts
+
+pytestmark = pytest.mark.slow
+
+RUN = shlex.split("""
+--optimizer muon --train-iters 3 --eval-interval 2 --clip-grad 1.0 --log-num-zeros-in-grad
+""")
+PP2 = "--pipeline-model-parallel-size 2"
+EP2 = "--expert-model-parallel-size 2"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --moe-ffn-hidden-size 128"
+VIRTUAL = f"{PP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2"
+SHARED = "--moe-shared-expert-intermediate-size 96"
+RUNS: dict[str, tuple[int, str, str]] = {  # ranks, format, flags
+    "experts over 2 ranks, twice": (4, "fp8_block", EP2),
+    "virtual stages": (2, "mxfp8", VIRTUAL),
+    "more ranks than matrices": (8, "mxfp8", "--num-layers 1 --global-batch-size 8"),
+    "stages of experts": (4, "mxfp8", f"{PP2} {EP2}"),
+    "cut experts, distributed": (2, "mxfp8", f"{TP2} --muon-tp-mode distributed"),
+    "cut dense weights, duplicated": (
+        4,
+        "fp8_block",
+        f"{TP2} --expert-tensor-parallel-size 1 {EP2} --muon-tp-mode duplicated",
+    ),
+    "shared experts, cut": (2, "mxfp8", f"{TP2} {SHARED} --muon-tp-mode duplicated"),
+    "shared experts with a gate": (2, "nvfp4", f"{SHARED} --moe-shared-expert-gate"),
+    "next tokens": (2, "mxfp8", f"--mtp-num-layers 1 {EP2}"),
+    "a dense layer first": (2, "mxfp8", f"--moe-layer-freq [0,1] {PP2}"),
+    "one group of queries": (2, "mxfp8", "--group-query-attention --num-query-groups 1"),
+    "gates in attention": (2, "mxfp8", "--attention-output-gate --qk-layernorm"),
+    "gradients reduced in bf16": (2, "mxfp8", "--grad-reduce-in-bf16"),
+    "two learning rates": (2, "mxfp8", "--decoupled-lr 1e-3 --decoupled-min-lr 1e-4"),
+    "decayed norms": (2, "mxfp8", "--apply-wd-to-qk-layernorm --qk-layernorm"),
+}
+BRIEF = ("experts over 2 ranks, twice", "virtual stages")
+
+
+def _train(flags: list[str], format: str, without: list[str]) -> Any:
+    return pretrain(
+        [*RUN, *OVERLAP, *flags],
+        MoEOptimConfig(format=format, step="fused"),
+        observe=assert_weights_come_from_masters,
+        without=without,
+    )
+
+
+def _assert_trains(ranks: int, format: str, flags: list[str], without: list[str]) -> None:
+    records = run_ranks(ranks, _train, flags, format, without)
+    assert "MuonDistributedOptimizer" in records[0].classes
+    last = records[-1].losses
+    assert sorted(last) == [1, 2, 3]
+    assert last[3] < last[1]
+    for record in records:
+        assert record.norms == records[0].norms  # all ranks clip alike
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.extended] * (name not in BRIEF)) for name in RUNS],
+)
+def test_weights_of_all_ranks_come_from_masters(name: str):
+    """Every quantized byte on every rank is that of the whole masters; losses fall."""
+    ranks, format, flags = RUNS[name]
+    _assert_trains(ranks, format, shlex.split(flags), [])
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("word", "flags"),
+    [
+        ("--untie-embeddings-and-output-weights", ""),
+        ("--untie-embeddings-and-output-weights", PP2),
+        ("--disable-bias-linear", ""),
+    ],
+    ids=["tied embeddings", "tied over stages", "biases"],
+)
+def test_embeddings_and_biases_are_adams(word: str, flags: str):
+    _assert_trains(2, "mxfp8", shlex.split(flags), [word])
+
+
+# Frozen parameters
+
+
+def _is_matrix(name: str, param: Any) -> bool:
+    return param.dim() > 1 and "embedding" not in name and "output_layer" not in name
+
+
+FROZEN: dict[str, tuple[str, Callable[[Any, str, Any], bool], list[int]]] = {
+    "experts": ("", lambda _, name, __: "experts" in name, [3, 3]),
+    "experts with ranks of their own": (EP2, lambda _, name, __: "experts" in name, [3, 3]),
+    "all but experts": ("", lambda _, name, __: "experts" not in name, [2, 2]),
+    "one linear of experts": ("", lambda _, name, __: "experts.linear_fc1" in name, [4, 4]),
+    "all that Adam steps": ("", lambda _, name, param: not _is_matrix(name, param), [5, 5]),
+    "all matrices": ("", lambda _, name, param: _is_matrix(name, param), []),
+    "matrices of a stage": (
+        PP2,
+        lambda model, name, param: model.pre_process and _is_matrix(name, param),
+        [0, 5],
+    ),
+    "a stage": (PP2, lambda model, _, __: model.pre_process, [0, 5]),
+}
+"""Flags, whether a parameter of a model is frozen, and the matrices' parameters on each rank."""
+
+
+def _train_frozen(flags: list[str], name: str, step: Any) -> tuple[Any, int | None]:
+    _, is_frozen, _ = FROZEN[name]
+    before: dict[str, Any] = {}
+
+    def freeze(model: Any) -> None:
+        for parameter, param in model.named_parameters():
+            param.requires_grad_(not is_frozen(model, parameter, param))
+
+    def keep(model: list[Any], _: Any) -> None:
+        before.update(
+            (name, param.detach().float().clone()) for name, param in model[0].named_parameters()
+        )
+
+    def count(model: list[Any], optimizer: Any) -> int | None:
+        for parameter, param in model[0].named_parameters():
+            moved = not before[parameter].equal(param.detach().float())
+            assert moved is param.requires_grad, parameter
+        counts = [
+            len(part.matrices) for part in optimizer.chained_optimizers if hasattr(part, "matrices")
+        ]
+        return sum(counts) if counts else None
+
+    given_values.when_built(freeze)
+    record = pretrain(
+        [*RUN, *flags],
+        MoEOptimConfig(format="mxfp8", step=step),
+        observe=count,
+        after_setup=keep,
+    )
+    return record.losses, record.extra
+
+
+@pytest.mark.parametrize("step", ["fused", pytest.param("stock", marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.extended] * (name != "matrices of a stage"))
+        for name in FROZEN
+    ],
+)
+def test_what_is_frozen_stays_and_all_else_moves(name: str, step: str):
+    """Ranks without a matrix, and models without a parameter for one of both optimizers, train."""
+    flags, _, matrices = FROZEN[name]
+    found = run_ranks(2, _train_frozen, shlex.split(flags), name, step)
+    assert [count for _, count in found if count is not None] == matrices
+    assert sorted(found[-1][0]) == [1, 2, 3]
+
+
+# Evaluation
+
+
+def _train_with_evaluations(interval: str, step: Any) -> Any:
+    gather_uneven_parts()
+    flags = [*RUN, *OVERLAP, "--train-iters", "4", "--eval-interval", interval]
+    return pretrain(flags, MoEOptimConfig(format="nvfp4", step=step))
+
+
+@pytest.mark.parametrize("step", ["fused", pytest.param("stock", marks=pytest.mark.extended)])
+def test_an_evaluation_changes_no_bit_of_a_run(step: str):
+    """Between any two steps, with gathers behind the next forward pass."""
+    often = run_ranks(2, _train_with_evaluations, "1", step)
+    never = run_ranks(2, _train_with_evaluations, "1000", step)
+    for rank in range(2):
+        assert len(often[rank].validation_losses) > len(never[rank].validation_losses)
+        never[rank].validation_losses = often[rank].validation_losses
+        assert_same_run(often[rank], never[rank], what=f"rank {rank}")
