@@ -186,11 +186,6 @@ def _outcome(hook: str, script: Path, argv: list[str], first: str | None) -> str
 WITHOUT_GLOO = [*MODEL, "--disable-gloo-process-groups"]
 MEMORY = ["--dist-ckpt-optim-fully-reshardable", "--distrib-optim-fully-reshardable-mem-efficient"]
 REFUSED = {  # flags, optimizer of install() -> what is told
-    "a graph of the step": (
-        [*MODEL, "--optimizer-cuda-graph"],
-        None,
-        "ConfigError: moe_optim: --optimizer-cuda-graph with Muon: no graph captures the iteratio",
-    ),
     "states on the host": (
         [*MODEL, "--moe-optim-set", "offload_states=0.5"],
         None,

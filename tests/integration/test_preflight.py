@@ -46,11 +46,10 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
     ),
     "settings of Muon": (
         but("--optimizer", "muon", "--muon-scalar-optimizer", "lion",
-            "--muon-coefficient-type", "newton", "--optimizer-cuda-graph"),
+            "--muon-coefficient-type", "newton"),
         [
             "refused with the plug-in: --muon-scalar-optimizer lion",
             "refused with the plug-in: --muon-coefficient-type newton: expected simple, quintic, p",
-            "refused with the plug-in: --optimizer-cuda-graph with Muon",
         ],
     ),
     "flags of Adam's moments with Muon": (
