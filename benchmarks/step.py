@@ -109,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
     require_writable(args.json, args.out)
     if args.ranks is not None and args.ranks < 1:
         raise ConfigError(f"--ranks: expected 1 or more, got {args.ranks}.")
+    _check_muon(args, recipe)
     names = {(number, side): f"{number}-{side}" for number in range(args.rounds) for side in SIDES}
     _require_new(args.logs, names.values())
     if missing := missing_data(args, recipe):
@@ -130,6 +131,19 @@ def run(args: argparse.Namespace) -> int:
         args.out.write_bytes(draw(report, args.out))
     print_table(results_console(), table_of(report))
     return 0
+
+
+def _check_muon(args: argparse.Namespace, recipe: Recipe) -> None:
+    """Raise ConfigError if stock Muon would gather shards of several sizes over gloo."""
+    import torch
+
+    ranks = args.ranks or recipe.ranks
+    on_gloo = ranks > 1 and not torch.cuda.is_available()
+    if on_gloo and optimizer_of(megatron_argv(args, recipe, "stock")) == "muon":
+        raise ConfigError(
+            f"--optimizer muon: expected GPUs or one rank, got {ranks} ranks on a CPU: stock Muon "
+            "gathers shards of several sizes, which gloo does not. Give --ranks 1."
+        )
 
 
 def _require_new(logs: Path | None, names: Collection[str]) -> None:

@@ -140,11 +140,10 @@ def instrument(parts: Parts, model_chunks: Iterable[Any], optimizer: Any) -> Non
 
 
 def _links_of(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers of a chain, of chains within it, and these chains themselves."""
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        yield one
-        if hasattr(one, "chained_optimizers"):
-            yield from _links_of(one)
+    """Yield an optimizer and, where it is a chain, everything that is chained in it."""
+    yield optimizer
+    for one in getattr(optimizer, "chained_optimizers", ()):
+        yield from _links_of(one)
 
 
 def _instrument_gather(parts: Parts, group: Any) -> None:

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/train_small_moe.py --save runs/small_moe
 
-Uses one GPU per process, or the CPU if there is none.
+Uses one GPU per process, or the CPU if there is none. With ``--optimizer muon``, Muon steps the
+matrices and Adam all else.
 """
 
 import argparse
@@ -35,11 +36,11 @@ from megatron.core.transformer.module import Float16Module
 EXPERTS, VOCABULARY, LENGTH, BATCH = 4, 64, 32, 8
 
 
-def build(overlap=False):
+def build(overlap=False, optimizer="adam"):
     """Return a new wrapped model and its optimizer. All ranks must call it.
 
     ``overlap`` overlaps gradient reduction with the backward pass and the parameter gather with the
-    forward pass.
+    forward pass. ``optimizer`` is the one that ``moe_optim.install`` was called with.
     """
     model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
@@ -58,8 +59,9 @@ def build(overlap=False):
     )  # fmt: skip
     model = DistributedDataParallel(config, buffers, Float16Module(config, gpt))
     settings = OptimizerConfig(
-        lr=3e-3, bf16=True, use_distributed_optimizer=True, overlap_param_gather=overlap
-    )
+        optimizer=optimizer, lr=3e-3, bf16=True,
+        use_distributed_optimizer=True, overlap_param_gather=overlap,
+    )  # fmt: skip
     return model, moe_optim.get_megatron_optimizer(settings, [model])
 
 
@@ -114,14 +116,15 @@ def checkpoint_state(model, optimizer, is_loading=False):
     return state
 
 
-def main(folder):
+def main(folder, name):
     """Train, save and continue; then rebuild, load, continue from there, and compare."""
     torch.cuda.set_device(dist.get_node_local_rank())
     dist.init_process_group("nccl" if ON_GPUS else "gloo")
     parallel_state.initialize_model_parallel()
-    moe_optim.install(moe_optim.MoEOptimConfig(format="mxfp8"))  # before the model is built
+    config = moe_optim.MoEOptimConfig(format="mxfp8")
+    moe_optim.install(config, optimizer=name)  # before the model is built
 
-    model, optimizer = build()
+    model, optimizer = build(optimizer=name)
     losses = train(model, optimizer, range(30))
     held_out = evaluate(model)
     folder.mkdir(parents=True, exist_ok=True)
@@ -129,7 +132,7 @@ def main(folder):
     dist_checkpointing.save(checkpoint_state(model, optimizer), str(folder))
     went_on = train(model, optimizer, range(30, 35))
 
-    model, optimizer = build()
+    model, optimizer = build(optimizer=name)
     template = checkpoint_state(model, optimizer, is_loading=True)
     state = dist_checkpointing.load(template, str(folder))
     model.module.module.load_state_dict(state["model"])
@@ -149,4 +152,6 @@ def main(folder):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--save", type=Path, default=Path("runs/small_moe"))
-    main(parser.parse_args().save)
+    parser.add_argument("--optimizer", choices=["adam", "muon"], default="adam")
+    given = parser.parse_args()
+    main(given.save, given.optimizer)

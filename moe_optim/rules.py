@@ -390,8 +390,10 @@ RULES: tuple[Rule, ...] = (
          and f"{_offload(s)} with Muon",
          "batches of whole matrices need their momentum on the device",
          "Leave states on the device"),
-        ("--optimizer-cuda-graph with Muon", lambda s: s.optimizer.optimizer_cuda_graph,
-         "no graph captures the iteration over batches of matrices", "Remove it"),
+        ("--optimizer-cuda-graph with --muon-tp-mode duplicated or distributed",
+         lambda s: s.optimizer.optimizer_cuda_graph and s.optimizer.muon_tp_mode != "blockwise"
+         and any(max(m.tensor_model_parallel_size, _expert_tp(m)) > 1 for m in s.models),
+         "ranks would have to replay their collectives together", "Give blockwise, or drop it"),
         ("--fp16 with Muon", lambda s: s.optimizer.fp16,
          "Megatron's own Muon refuses it, and a fused step does not unscale gradients",
          "Give --bf16"),
@@ -402,9 +404,6 @@ RULES: tuple[Rule, ...] = (
         ("shards of weights with Muon",
          lambda s: next(filter(None, map(_weight_shards, s.models)), None),
          "a matrix would be spread over ranks beside tensor parallelism", "Remove it"),
-        ("--fp8-param-gather with --fp8-recipe tensorwise and Muon", lambda s: s.tensorwise,
-         "no step of Muon quantizes weights with per-tensor scaling",
-         "Drop --fp8-param-gather, or give another recipe"),
         ("muon_iteration other than auto with --muon-fp32-matmul-prec other than medium",
          lambda s: s.config.muon_iteration != "auto"
          and s.optimizer.muon_fp32_matmul_prec != "medium"

@@ -3,7 +3,7 @@
 import os
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -117,7 +117,12 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
         MUON | {"optimizer_cpu_offload": True, "bf16": True},
         BF16,
     ),
-    "--optimizer-cuda-graph with Muon:": (MUON | {"optimizer_cuda_graph": True}, BF16),
+    "--optimizer-cuda-graph with --muon-tp-mode duplicated": (
+        MUON
+        | {"optimizer_cuda_graph": True, "muon_tp_mode": "duplicated"}
+        | {"tensor_model_parallel_size": 2},
+        BF16,
+    ),
     "--fp16 with Muon:": (MUON | {"fp16": True}, BF16),
     "--num-distributed-optimizer-instances above 1 with Muon:": (
         MUON | {"num_distributed_optimizer_instances": 2},
@@ -128,7 +133,6 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
         MUON | {"expert_gtp_weight_remat_size": 2},
         BF16,
     ),
-    "--fp8-param-gather with --fp8-recipe tensorwise and Muon:": (MUON | TENSORWISE, {}),
     "muon_iteration: fp16 with --muon-fp32-matmul-prec highest:": (
         MUON | {"muon_fp32_matmul_prec": "highest"},
         BF16 | {"muon_iteration": "fp16"},
@@ -488,3 +492,12 @@ def test_the_table_is_well_formed():
     for rule in RULES:
         assert (rule.remedy[0].isupper() or rule.remedy.startswith("{step};")) and rule.reason
         assert not rule.remedy.endswith(".") and not rule.reason.endswith(".")
+
+
+def test_values_of_muon_are_those_that_its_step_has():
+    """A rule names each, since rules import no formats."""
+    from moe_optim.formats.reference import muon, newton_schulz
+
+    assert set(rules.MUON_VALUES["muon_coefficient_type"]) == set(muon.COEFFICIENTS)
+    assert set(rules.MUON_VALUES["muon_scale_mode"]) == set(get_args(newton_schulz.ScaleMode))
+    assert set(rules.MUON_VALUES["muon_fp32_matmul_prec"]) == set(get_args(newton_schulz.Precision))

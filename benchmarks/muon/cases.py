@@ -139,24 +139,22 @@ def fewest_operations(
     """Return the operations of an iteration that computes half of each symmetric product.
 
     A step of the plain form takes m^2 n for X X^T, m^3 for A A and 2 m^2 n for B X. The Gram form
-    with one restart computes X X^T and Q X twice; a step takes one symmetric product of squares for
-    the polynomial, two to advance the Gram matrix unless X is computed next, and one to accumulate
-    Q unless it is the first since.
+    computes X X^T and Q X at every start; a step takes one symmetric product of squares for the
+    polynomial, two to advance the Gram matrix unless X is computed next, and one to accumulate Q
+    unless it is the first since.
     """
+    from moe_optim.kernels.newton_schulz import GRAM_SPAN
+
+    starts = 1 + sum(index % GRAM_SPAN == GRAM_SPAN - 1 for index in range(1, steps))
     total = 0
     for number, short, long in _by_side(batches):
         if iteration != "gram":
             one = steps * (3 * short**2 * long + short**3)
         else:
-            starts = 1 if steps <= GRAM_RESTART else 2
             squares = steps + 3 * (steps - starts)
             one = starts * 3 * short**2 * long + squares * short**3
         total += number * one
     return total
-
-
-GRAM_RESTART = 2
-"""Step before which the Gram form computes X anew."""
 
 
 def _by_side(batches: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -4,10 +4,10 @@ import argparse
 import shlex
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from rich.table import Table
 
@@ -17,7 +17,6 @@ from benchmarks.muon.cases import (
     QWEN3,
     SMALL,
     SMALL_HOST_MATRICES,
-    Experts,
     Iteration,
     Row,
 )
@@ -26,11 +25,12 @@ from moe_optim.commands.console.files import require_writable
 from moe_optim.errors import ConfigError
 from moe_optim.screen import print_table, results_console
 
+if TYPE_CHECKING:
+    from benchmarks.muon.floors import Machine
+
 FORMATS = ("fp8_block", "bf16", "mxfp8", "mxfp8_2d", "nvfp4")
 """Formats of the weights, the first of which the host time is measured with."""
 REPEATS = 7
-MATRICES = Experts(count=0, hidden=256, ffn=128)
-"""Shapes of the matrices whose host time is measured."""
 _TIMES = {
     "ms": "ms",
     "host_ms": "host ms",
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     """
     import torch
 
-    from benchmarks.muon.floors import Speeds, product_operations_per_ms
+    from benchmarks.muon.floors import Machine, product_operations_per_ms
     from benchmarks.timing import release
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,8 +112,13 @@ def run(args: argparse.Namespace) -> int:
     operations = product_operations_per_ms(device)
     release(device)
     report["product_tflop_per_s"] = round(operations / 1e9, 3)
-    speeds = Speeds(bytes_per_ms=copy_speed(report), operations_per_ms=operations)
-    fill_report(report, map(asdict, _rows(args, speeds, device)), args.json, _progress)
+    on = Machine(
+        device=device,
+        repeats=args.repeat,
+        bytes_per_ms=copy_speed(report),
+        operations_per_ms=operations,
+    )
+    fill_report(report, map(asdict, _rows(args, on)), args.json, _progress)
     console = results_console()
     for table in _tables(report):
         print_table(console, table)
@@ -130,26 +135,24 @@ def _require_stock() -> None:
         ) from error
 
 
-def _rows(args: argparse.Namespace, speeds: Any, device: str) -> Iterator[Row]:
+def _rows(args: argparse.Namespace, on: "Machine") -> Iterator[Row]:
     from benchmarks.muon import gather, host, iteration, step
     from benchmarks.timing import release
 
     experts, sizes = (SMALL, SMALL_HOST_MATRICES) if args.small else (QWEN3, HOST_MATRICES)
     for case in args.case:
         if case in ("apart", "together"):
-            yield from iteration.measure(case, experts, speeds, device, args.repeat)
+            yield from iteration.measure(case, experts, on)
         elif case == "step":
-            with _group(device) as group:
-                yield from step.measure(
-                    experts, args.format, args.iteration, speeds, device, args.repeat, group
-                )
+            with _group(on.device) as group:
+                yield from step.measure(experts, args.format, args.iteration, on, group)
         elif case == "host":
-            yield from host.measure(
-                experts, MATRICES, sizes, args.format[0], args.iteration, device, args.repeat
-            )
+            small = replace(SMALL, count=0)
+            format = args.format[0]
+            yield from host.measure(experts, small, sizes, format, args.iteration, on)
         else:
             yield from gather.measure(experts, args.format)
-        release(device)
+        release(on.device)
 
 
 def _group(device: str) -> AbstractContextManager[Any]:

@@ -14,9 +14,12 @@ _FP32, _BF16 = 4, 2  # bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Speeds:
-    """Speeds measured in the same run."""
+class Machine:
+    """Measured machine: its speeds in the same run, and how often work is repeated."""
 
+    device: str
+    """``cuda`` or ``cpu``."""
+    repeats: int
     bytes_per_ms: float
     """Bytes read plus written by a plain copy, per ms."""
     operations_per_ms: float
@@ -28,9 +31,7 @@ def product_operations_per_ms(device: str) -> float:
     import torch
 
     side = PRODUCT_SIDE[device]
-    left, right = (
-        torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2)
-    )
+    left, right = (torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2))
     out = torch.empty_like(left)
     (time_ms,) = median_ms([lambda: torch.mm(left, right, out=out)], device)
     return 2 * side**3 / time_ms

@@ -17,6 +17,7 @@ from benchmarks.muon.cases import (
     Row,
     settings_of,
 )
+from benchmarks.muon.floors import Machine
 from benchmarks.muon.step import FusedStep, States, stock_step
 from benchmarks.timing import host_us, release, wait
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 WORK = "host time of a step"
+GRAPH = f"{PLUGIN}, as a graph"
+"""Way of a step that one graph replays."""
 MATRICES_PER_EXPERT = 3
 
 
@@ -33,8 +36,7 @@ def measure(
     sizes: Sequence[int],
     format: str,
     iteration: Iteration,
-    device: str,
-    repeats: int,
+    on: Machine,
 ) -> Iterator[Row]:
     """Yield a row of stock and one of ours per number of matrices.
 
@@ -44,29 +46,47 @@ def measure(
         sizes: numbers of matrices, of gate, up and fc2, in increasing order.
         format: format of the weights.
         iteration: ``muon_iteration``.
-        device: ``cuda`` or ``cpu``.
-        repeats: repetitions; stock's step is timed once if it is that of more matrices than the
-            first number, after a warm-up with that one.
+        on: machine.
     """
     for index, size in enumerate(sizes):
         experts = replace(small, count=size // MATRICES_PER_EXPERT)
-        states = States.draw(experts, device)
-        step = stock_step(experts, states)
-        if index == 0:
-            stock_ms = host_us(step, device, repeats=repeats) / 1e3
-        else:
-            wait(device)
-            began = time.perf_counter()
-            step()
-            stock_ms = 1e3 * (time.perf_counter() - began)
+        states = States.draw(experts, on.device)
+        stock_ms = _time_stock(experts, states, on, is_first=index == 0)
         yield _row(STOCK, None, experts, stock_ms, stock_ms)
-        del step
         fused = _fused_step(real, experts, states, format, iteration)
-        ms = host_us(fused.table.launch, device, repeats=repeats) / 1e3
+        ms = host_us(fused.table.launch, on.device, repeats=on.repeats) / 1e3
         row = _row(PLUGIN, format, experts, ms, stock_ms)
         yield replace(row, launches=fused.num_launches, chunks=len(fused.table.chunks))
+        if on.device == "cuda":
+            ms = host_us(_captured(fused).replay, on.device, repeats=on.repeats) / 1e3
+            row = _row(GRAPH, format, experts, ms, stock_ms)
+            yield replace(row, launches=1, chunks=len(fused.table.chunks))
         del fused, states
-        release(device)
+        release(on.device)
+
+
+def _time_stock(experts: Experts, states: States, on: Machine, *, is_first: bool) -> float:
+    """Return the host time of stock's step in ms: the median of several, or that of one.
+
+    A step of thousands of matrices takes seconds, and the first number has warmed it up.
+    """
+    step = stock_step(experts, states)
+    if is_first:
+        return host_us(step, on.device, repeats=on.repeats) / 1e3
+    wait(on.device)
+    began = time.perf_counter()
+    step()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def _captured(fused: FusedStep) -> "torch.cuda.CUDAGraph":
+    """Return the step as --optimizer-cuda-graph replays it."""
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fused.table.launch()
+    return graph
 
 
 def _row(way: str, format: str | None, experts: Experts, ms: float, stock_ms: float) -> Row:

@@ -14,11 +14,13 @@ from benchmarks.muon.cases import (
     plain_operations,
     settings_of,
 )
-from benchmarks.muon.floors import Speeds
+from benchmarks.muon.floors import Machine
 from benchmarks.timing import host_us, median_ms, release
 
 if TYPE_CHECKING:
     import torch
+
+    from moe_optim.kernels.newton_schulz import NewtonSchulz
 
 ONE_AT_A_TIME = "emerging-optimizers, one at a time"
 WAYS: dict[str, tuple[Literal["auto", "reference"], Iteration]] = {
@@ -68,58 +70,65 @@ class Matrices:
         return worst
 
 
-def measure(
-    case: str, experts: Experts, speeds: Speeds, device: str, repeats: int
-) -> Iterator[Row]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Taken:
+    """Measurements of one way of iterating."""
+
+    ms: float
+    host_ms: float
+    distance: float
+
+
+def measure(case: str, experts: Experts, on: Machine) -> Iterator[Row]:
     """Yield a row of stock, one matrix at a time, and one of every way of iterating batches.
 
     Stock's call normalizes and casts each matrix, too; batches are packed normalized, which the
     step's row of packing times.
     """
-    shapes = experts.batches(apart=case == "apart")
-    matrices = Matrices.draw(shapes, device)
-    make = partial(_row, case, shapes, speeds, experts.parameters)
-    loop = _one_at_a_time(matrices.batches)
-    distance = matrices.distance(
-        [_first_of_stock(batch) for batch in matrices.batches],
-    )
-    (stock_ms,) = median_ms([loop], device, repeats=repeats)
-    host_ms = host_us(loop, device, repeats=repeats) / 1e3
-    yield make(ONE_AT_A_TIME, "auto", stock_ms, host_ms, stock_ms, distance)
+    matrices = Matrices.draw(experts.batches(apart=case == "apart"), on.device)
+    stock = _measure_stock(matrices, on)
+    yield _row(case, experts, on, ONE_AT_A_TIME, "auto", stock, stock)
     for way, (backend, iteration) in WAYS.items():
-        ms, host_ms, distance = _measure_batches(matrices, backend, iteration, device, repeats)
-        yield make(way, iteration, ms, host_ms, stock_ms, distance)
-        release(device)
+        taken = _measure_batches(matrices, backend, iteration, on)
+        yield _row(case, experts, on, way, iteration, taken, stock)
+        release(on.device)
 
 
 def _row(
     case: str,
-    shapes: Sequence[tuple[int, int, int]],
-    speeds: Speeds,
-    parameters: int,
+    experts: Experts,
+    on: Machine,
     way: str,
     iteration: Iteration,
-    ms: float,
-    host_ms: float,
-    stock_ms: float,
-    distance: float,
+    taken: Taken,
+    stock: Taken,
 ) -> Row:
-    steps = settings_of(iteration, apart=False).orthogonalization.num_steps
-    floor = fewest_operations(shapes, steps, iteration) / speeds.operations_per_ms
+    apart = case == "apart"
+    batches = experts.batches(apart=apart)
+    steps = settings_of(iteration, apart=apart).orthogonalization.num_steps
+    floor = fewest_operations(batches, steps, iteration) / on.operations_per_ms
     return Row(
         case=case,
         work=WORK,
         way=way,
-        matrices=sum(number for number, _, _ in shapes),
-        parameters=parameters,
-        ms=round(ms, 4),
-        host_ms=round(host_ms, 4),
+        matrices=experts.matrices(apart=apart),
+        parameters=experts.parameters,
+        ms=round(taken.ms, 4),
+        host_ms=round(taken.host_ms, 4),
         floor_ms=round(floor, 4),
-        of_floor=round(floor / ms, 3),
-        tflop_per_s=round(plain_operations(shapes, steps) / ms / 1e9, 2),
-        of_stock=round(ms / stock_ms, 4),
-        distance=float(f"{distance:.3g}"),
+        of_floor=round(floor / taken.ms, 3),
+        tflop_per_s=round(plain_operations(batches, steps) / taken.ms / 1e9, 2),
+        of_stock=round(taken.ms / stock.ms, 4),
+        distance=float(f"{taken.distance:.3g}"),
     )
+
+
+def _measure_stock(matrices: Matrices, on: Machine) -> Taken:
+    loop = _one_at_a_time(matrices.batches)
+    distance = matrices.distance([_first_of_stock(batch) for batch in matrices.batches])
+    (ms,) = median_ms([loop], on.device, repeats=on.repeats)
+    host_ms = host_us(loop, on.device, repeats=on.repeats) / 1e3
+    return Taken(ms=ms, host_ms=host_ms, distance=distance)
 
 
 def _one_at_a_time(batches: Sequence["torch.Tensor"]) -> Callable[[], None]:
@@ -161,33 +170,17 @@ def _measure_batches(
     matrices: Matrices,
     backend: Literal["auto", "reference"],
     iteration: Iteration,
-    device: str,
-    repeats: int,
-) -> tuple[float, float, float]:
-    """Return device time, host time and distance of iterations of all batches."""
+    on: Machine,
+) -> Taken:
+    """Time iterations of all batches, each of which is one plan; they share scratch."""
     import torch
 
-    from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
-
-    settings = settings_of(iteration, apart=False)
-    form: Literal["plain", "gram"] = "gram" if iteration == "gram" else "plain"
+    dtype = settings_of(iteration, apart=False).dtype
     normalized = [
-        (batch / batch.norm(dim=(1, 2), keepdim=True)).to(settings.dtype)
-        for batch in matrices.batches
+        (batch / batch.norm(dim=(1, 2), keepdim=True)).to(dtype) for batch in matrices.batches
     ]
     inputs = [torch.empty_like(one) for one in normalized]
-    needed = max(scratch_numel(*one.shape, form=form) for one in inputs)
-    scratch = torch.empty(needed, dtype=settings.dtype, device=device)
-    plans = [
-        NewtonSchulz.build(
-            x,
-            scratch,
-            coefficients=settings.orthogonalization.coefficients(),
-            form=form,
-            backend=backend,
-        )
-        for x in inputs
-    ]
+    plans = _plan(inputs, backend, iteration)
 
     def fill() -> None:
         for x, source in zip(inputs, normalized, strict=True):
@@ -198,14 +191,31 @@ def _measure_batches(
             plan.launch()
 
     distance = matrices.distance([_first_of(plan, fill) for plan in plans])
-    (ms,) = median_ms([launch], device, fill, repeats)
-    return ms, host_us(launch, device, fill, repeats) / 1e3, distance
+    (ms,) = median_ms([launch], on.device, fill, on.repeats)
+    host_ms = host_us(launch, on.device, fill, on.repeats) / 1e3
+    return Taken(ms=ms, host_ms=host_ms, distance=distance)
 
 
-def _first_of(plan: Any, fill: Callable[[], None]) -> "torch.Tensor":
-    """Return the first results of one batch; scratch is shared, so they are copied at once."""
-    first: torch.Tensor
+def _plan(
+    inputs: Sequence["torch.Tensor"], backend: Literal["auto", "reference"], iteration: Iteration
+) -> "list[NewtonSchulz]":
+    import torch
+
+    from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
+
+    settings = settings_of(iteration, apart=False)
+    form: Literal["plain", "gram"] = "gram" if iteration == "gram" else "plain"
+    needed = max(scratch_numel(*one.shape, form=form) for one in inputs)
+    scratch = torch.empty(needed, dtype=settings.dtype, device=inputs[0].device)
+    coefficients = settings.orthogonalization.coefficients()
+    return [
+        NewtonSchulz.build(x, scratch, coefficients=coefficients, form=form, backend=backend)
+        for x in inputs
+    ]
+
+
+def _first_of(plan: "NewtonSchulz", fill: Callable[[], None]) -> "torch.Tensor":
+    """Return copies of the first results of a batch, which the next launch overwrites."""
     fill()
     plan.launch()
-    first = plan.result[:CHECKED].float()
-    return first.clone()
+    return plan.result[:CHECKED].float()

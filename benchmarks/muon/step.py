@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from benchmarks.muon.cases import (
     plain_operations,
     settings_of,
 )
-from benchmarks.muon.floors import Speeds, momentum_bytes, pack_bytes, update_bytes
+from benchmarks.muon.floors import Machine, momentum_bytes, pack_bytes, update_bytes
 from benchmarks.timing import host_us, median_ms, median_part_ms, release
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from moe_optim.kernels.member_table import TableEntry
     from moe_optim.kernels.plan import Plan
     from moe_optim.optimizer.muon import MatrixWeight, MuonSettings
-    from moe_optim.optimizer.muon_step import MuonTable
+    from moe_optim.optimizer.muon_step import MuonState, MuonTable
 
 WHOLE = "whole step"
 STOCK_STEP, STOCK_CAST = "step, one matrix at a time", "cast of the masters"
@@ -85,29 +85,25 @@ def measure(
     experts: Experts,
     formats: Sequence[str],
     iteration: Iteration,
-    speeds: Speeds,
-    device: str,
-    repeats: int,
+    on: Machine,
     group: "ProcessGroup | None",
 ) -> Iterator[Row]:
     """Yield rows of stock's step, with its cast into each format that it has, and of ours.
 
     Gate and up are matrices of their own on both sides. ``group`` is a process group of this rank,
-    over which Transformer Engine casts; None leaves its casts out.
+    over which Transformer Engine casts; None leaves its casts out. Where stock has no cast, our
+    whole step is compared with its step alone.
     """
     stock_ms = {}
-    states = States.draw(experts, device)
-    step = stock_step(experts, states)
-    for row in _stock_rows(experts, states, step, formats, device, repeats, group):
+    for row in _stock_rows(experts, formats, on, group):
         stock_ms[row.work, row.format] = row.ms
         yield row
-    step, states = None, None  # type: ignore[assignment]
-    release(device)
+    release(on.device)
     for name in formats:
         of_stock = stock_ms.get((WHOLE, name), stock_ms[STOCK_STEP, None])
         assert of_stock is not None
-        yield from _plugin_rows(experts, name, iteration, speeds, of_stock, device, repeats)
-        release(device)
+        yield from _plugin_rows(experts, name, iteration, on, of_stock)
+        release(on.device)
 
 
 # Stock
@@ -147,17 +143,13 @@ def stock_step(experts: Experts, states: States, *, apart: bool = True) -> Calla
 
 
 def _stock_rows(
-    experts: Experts,
-    states: States,
-    step: Callable[[], object],
-    formats: Sequence[str],
-    device: str,
-    repeats: int,
-    group: "ProcessGroup | None",
+    experts: Experts, formats: Sequence[str], on: Machine, group: "ProcessGroup | None"
 ) -> Iterator[Row]:
+    states = States.draw(experts, on.device)
+    step = stock_step(experts, states)
 
     def row(work: str, format: str | None, run: Callable[[], object]) -> Row:
-        (ms,) = median_ms([run], device, repeats=repeats)
+        (ms,) = median_ms([run], on.device, repeats=on.repeats)
         return Row(
             case="step",
             work=work,
@@ -166,7 +158,7 @@ def _stock_rows(
             matrices=experts.matrices(apart=True),
             parameters=experts.parameters,
             ms=round(ms, 4),
-            host_ms=round(host_us(run, device, repeats=repeats) / 1e3, 4),
+            host_ms=round(host_us(run, on.device, repeats=on.repeats) / 1e3, 4),
         )
 
     yield row(STOCK_STEP, None, step)
@@ -181,7 +173,7 @@ def _stock_rows(
 
         yield row(STOCK_CAST, name, cast)
         yield row(WHOLE, name, step_and_cast)
-        release(device)
+        release(on.device)
 
 
 def _stock_cast(
@@ -290,51 +282,26 @@ class FusedStep:
         """Plan the step of weights, one parameter per tensor of ``states``; None is bf16."""
         import torch
 
-        from moe_optim.kernels.fields import HYPER_FIELDS
         from moe_optim.kernels.member_table import MemberTable
-        from moe_optim.optimizer.muon import hyper_of
-        from moe_optim.optimizer.muon_step import (
-            MuonState,
-            MuonTable,
-            allocate_workspace,
-            common_scale_of,
-        )
+        from moe_optim.optimizer.muon_step import MuonTable, allocate_workspace, common_scale_of
 
         device = states.masters[0].device
-        group = {"lr": LEARNING_RATE, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
         scales = [common_scale_of(weight, settings) for weight in weights]
         distinct = list(dict.fromkeys(scales))
-        hyper = torch.zeros(len(distinct), HYPER_FIELDS, dtype=torch.float32, device=device)
-        for index, scale in enumerate(distinct):
-            row = hyper_of(group, scale, 1.0).row()
-            hyper[index, : len(row)] = torch.tensor(row, dtype=torch.float32, device=device)
-        of_table = [
-            MuonState(
-                weight=weight,
-                master=master,
-                gradient=gradient,
-                momentum=momentum,
-                group=distinct.index(scale),
-                norm=0,
-                copy=torch.empty_like(master, dtype=torch.bfloat16) if format is None else None,
-            )
-            for weight, scale, master, gradient, momentum in zip(
-                weights, scales, states.masters, states.gradients, states.momenta, strict=True
-            )
-        ]
+        groups = [distinct.index(scale) for scale in scales]
+        of_table = list(_muon_states(weights, states, groups, copied=format is None))
         members = []
         if format is not None:
             entries = [
                 _entry(format, one.master, (one.count, *one.weight.shape)) for one in of_table
             ]
             members.append(MemberTable.build(entries))
-        clips = torch.ones(1, dtype=torch.float32, device=device)
         with recorded_plans() as recorded:
             table = MuonTable.build(
                 of_table,
                 settings,
-                hyper,
-                clips,
+                _hyper(distinct, device),
+                torch.ones(1, dtype=torch.float32, device=device),
                 allocate_workspace(of_table, settings, device),
                 members=members,
             )
@@ -346,70 +313,94 @@ class FusedStep:
         return sum(len(plan.calls) for _, plan in self.parts)
 
 
+def _muon_states(
+    weights: Sequence["MatrixWeight"], states: States, groups: Sequence[int], *, copied: bool
+) -> "Iterator[MuonState]":
+    import torch
+
+    from moe_optim.optimizer.muon_step import MuonState
+
+    for weight, group, master, gradient, momentum in zip(
+        weights, groups, states.masters, states.gradients, states.momenta, strict=True
+    ):
+        yield MuonState(
+            weight=weight,
+            master=master,
+            gradient=gradient,
+            momentum=momentum,
+            group=group,
+            norm=0,
+            copy=torch.empty_like(master, dtype=torch.bfloat16) if copied else None,
+        )
+
+
+def _hyper(scales: Sequence[float], device: "torch.device") -> "torch.Tensor":
+    """Return hyperparameters with one row per scale, as the distributed optimizer fills them."""
+    import torch
+
+    from moe_optim.kernels.fields import HYPER_FIELDS
+    from moe_optim.optimizer.muon import hyper_of
+
+    group = {"lr": LEARNING_RATE, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
+    rows = [hyper_of(group, scale, 1.0).row() for scale in scales]
+    filled = [row + [0.0] * (HYPER_FIELDS - len(row)) for row in rows]
+    return torch.tensor(filled, dtype=torch.float32, device=device)
+
+
 def _plugin_rows(
-    experts: Experts,
-    name: str,
-    iteration: Iteration,
-    speeds: Speeds,
-    stock_ms: float,
-    device: str,
-    repeats: int,
+    experts: Experts, name: str, iteration: Iteration, on: Machine, stock_ms: float
 ) -> Iterator[Row]:
     """Yield the whole step in one format, and its parts as timed within whole steps."""
     from moe_optim.formats import FORMATS
     from moe_optim.optimizer.muon_step import fp32_matmul_precision
 
     format, settings = FORMATS.get(name), settings_of(iteration, apart=True)
-    step = FusedStep.build(
-        experts.weights(apart=True), States.draw(experts, device), settings, format
-    )
+    states = States.draw(experts, on.device)
+    step = FusedStep.build(experts.weights(apart=True), states, settings, format)
     launch = step.table.launch
-    (ms,) = median_ms([launch], device, repeats=repeats)
+    (ms,) = median_ms([launch], on.device, repeats=on.repeats)
     with fp32_matmul_precision(step.table.precision):
-        parts = median_part_ms(
-            [(part, plan.launch) for part, plan in step.parts], device, repeats
-        )
-    batches = experts.batches(apart=True)
-    steps = settings.orthogonalization.num_steps
-    operations = fewest_operations(batches, steps, iteration)
-    numel = experts.parameters
-    floors = {
-        MOMENTUM_PART: momentum_bytes(numel) / speeds.bytes_per_ms,
-        PACK: pack_bytes(numel) / speeds.bytes_per_ms,
-        ITERATION: operations / speeds.operations_per_ms,
-        UPDATE: float(update_bytes(format, numel)) / speeds.bytes_per_ms,
-    }
-
-    def row(work: str, ms: float, floor: float | None, **figures: Any) -> Row:
-        return Row(
-            case="step",
-            work=work,
-            way=PLUGIN,
-            format=name,
-            matrices=experts.matrices(apart=True),
-            parameters=numel,
-            ms=round(ms, 4),
-            floor_ms=None if floor is None else round(floor, 4),
-            of_floor=None if floor is None or not ms else round(floor / ms, 3),
-            **figures,
-        )
-
-    yield row(
-        WHOLE,
-        ms,
-        sum(floors.values()),
-        host_ms=round(host_us(launch, device, repeats=repeats) / 1e3, 4),
+        launches = [(part, plan.launch) for part, plan in step.parts]
+        parts = median_part_ms(launches, on.device, on.repeats)
+    floors = _floors(experts, format, iteration, on)
+    whole = _plugin_row(experts, name, WHOLE, ms, sum(floors.values()))
+    yield replace(
+        whole,
+        host_ms=round(host_us(launch, on.device, repeats=on.repeats) / 1e3, 4),
         of_stock=round(ms / stock_ms, 4),
         launches=step.num_launches,
         chunks=len(step.table.chunks),
     )
-    for part in PARTS:
-        if part in parts:
-            rate = plain_operations(batches, steps) / parts[part] / 1e9
-            is_iteration = part == ITERATION
-            yield row(
-                part,
-                parts[part],
-                floors.get(part),
-                tflop_per_s=round(rate, 2) if is_iteration else None,
-            )
+    operations = plain_operations(experts.batches(apart=True), settings.orthogonalization.num_steps)
+    for part in (one for one in PARTS if one in parts):
+        row = _plugin_row(experts, name, part, parts[part], floors.get(part))
+        rate = round(operations / parts[part] / 1e9, 2)
+        yield replace(row, tflop_per_s=rate) if part == ITERATION else row
+
+
+def _plugin_row(experts: Experts, name: str, work: str, ms: float, floor: float | None) -> Row:
+    return Row(
+        case="step",
+        work=work,
+        way=PLUGIN,
+        format=name,
+        matrices=experts.matrices(apart=True),
+        parameters=experts.parameters,
+        ms=round(ms, 4),
+        floor_ms=None if floor is None else round(floor, 4),
+        of_floor=None if floor is None else round(floor / ms, 3),
+    )
+
+
+def _floors(
+    experts: Experts, format: "BlockScaledFormat | None", iteration: Iteration, on: Machine
+) -> dict[str, float]:
+    """Return the lower bound of each part in ms; unpacking is a part that need not be."""
+    numel, batches = experts.parameters, experts.batches(apart=True)
+    steps = settings_of(iteration, apart=True).orthogonalization.num_steps
+    return {
+        MOMENTUM_PART: momentum_bytes(numel) / on.bytes_per_ms,
+        PACK: pack_bytes(numel) / on.bytes_per_ms,
+        ITERATION: fewest_operations(batches, steps, iteration) / on.operations_per_ms,
+        UPDATE: float(update_bytes(format, numel)) / on.bytes_per_ms,
+    }

@@ -15,6 +15,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
 
 from moe_optim.buckets.gather import fill_slices, start_gather
 from moe_optim.buckets.managed_bucket import ManagedBucket, require_gradient_memory
+from moe_optim.buckets.matrix_buffers import holds_matrices
 from moe_optim.buckets.states import Event, Gradients, Weights
 from moe_optim.errors import StateError
 from moe_optim.integration.engine import original
@@ -286,21 +287,24 @@ def partition_buckets(
     """Partition the buckets of a model chunk into groups, each all managed or all unmanaged.
 
     Megatron adds all bf16 buckets to the group of the last quantized bucket, which delays their
-    gather. Here every bucket communicates on its own, in the order of the backward pass. With
-    ``force_single_bucket_group`` managed and other buckets form one group each.
+    gather, and allows one buffer of quantized weights. Here every bucket communicates on its own,
+    in the order of the backward pass. With ``force_single_bucket_group`` buckets form one group
+    per optimizer and kind. Unmanaged buckets of a single optimizer are grouped by Megatron.
     """
-    if not any(buffer.managed for buffer in buffers):
+    kinds = [(buffer.managed, holds_matrices(buffer.params)) for buffer in buffers]
+    if len({is_muons for _, is_muons in kinds}) < 2 and not any(managed for managed, _ in kinds):
         groups = original(_PARTITION)(
             buffers, force_single_bucket_group, reduce_scatter_with_fp32_accumulation
         )
+    elif force_single_bucket_group:
+        of_kind: dict[tuple[bool, bool], list[Any]] = {kind: [] for kind in sorted(kinds)}
+        for kind, buffer in zip(kinds, buffers, strict=True):
+            of_kind[kind] += [(buffer, bucket) for bucket in buffer.buckets]
+        groups = [_make_group(placed) for placed in of_kind.values() if placed]
     else:
         placed = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
-        if force_single_bucket_group:
-            halves = [[one for one in placed if one[0].managed is kind] for kind in (False, True)]
-            groups = [_make_group(half) for half in halves if half]
-        else:
-            placed.sort(key=_last_registration, reverse=True)
-            groups = [_make_group([one]) for one in placed]
+        placed.sort(key=_last_registration, reverse=True)
+        groups = [_make_group([one]) for one in placed]
     for buffer in buffers:
         mine = {id(bucket) for bucket in buffer.buckets}
         buffer.groups = [g for g in groups if any(id(bucket) in mine for bucket in g.buckets)]

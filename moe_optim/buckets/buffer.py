@@ -17,7 +17,7 @@ from moe_optim.buckets.offload import ParamData
 from moe_optim.buckets.states import Event
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.integration.engine import original
-from moe_optim.integration.installation import config_or_bf16
+from moe_optim.integration.installation import config_or_bf16, installed_optimizer
 from moe_optim.weights.grouped_weight import GradientNote
 from moe_optim.weights.managed import is_managed, storage_of
 
@@ -132,9 +132,9 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             )
         if self.managed and not ddp_config.use_distributed_optimizer:
             raise ConfigError(
-                f"moe_optim: expected --use-distributed-optimizer, since {params_with_names[0][1]} "
-                "is quantized, got a model that is wrapped without it. Give the flag, or set "
-                "format: bf16."
+                "moe_optim: expected --use-distributed-optimizer, since "
+                f"{params_with_names[0][1]} is quantized, got a model that is wrapped without it. "
+                f"{_how_to_distribute()}, or set format: bf16."
             )
         if not self.managed:
             super().__init__(
@@ -260,6 +260,16 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         for bucket in self.buckets:
             bucket.managed.state.record(Event.RELOAD)
             bucket.managed.forget_masters()  # plans hold addresses
+
+
+def _how_to_distribute() -> str:
+    if installed_optimizer() == "adam":
+        return "Give the flag"
+    return (
+        "Megatron's validation clears it for Muon: in validated arguments set "
+        "use_distributed_optimizer and clear use_layer_wise_distributed_optimizer, as "
+        "--use-moe-grouped-optim does"
+    )
 
 
 def _note_gradients(weight: Any) -> None:

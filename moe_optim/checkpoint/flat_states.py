@@ -258,7 +258,7 @@ def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
     }
     owned = owned_ranges(optimizer)
     nothing = {
-        name: torch.zeros(0, device=torch.cuda.current_device())
+        name: torch.zeros(0, dtype=torch.float32, device=torch.cuda.current_device())
         for name in ("param", *optimizer.optimizer_state_keys)
     }
     for buffer, places in enumerate(manifest.buffers):

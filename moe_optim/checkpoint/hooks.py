@@ -343,8 +343,8 @@ def _request_by_name(
         request_whole_states(state["param_state"], stored)
         require_same_momenta(state["param_state"], stored)
         return
-    beside = dataclasses.replace(request, key=f"{group}.{MANIFEST}.none")
-    key, saved = manifest_of_groups_states(beside, stored)
+    request.key = f"{group}.{MANIFEST}.none"
+    key, saved = manifest_of_groups_states(request, stored)
     state["param_state"] = flat_states_to_load(optimizer, saved, key)
 
 

@@ -74,8 +74,8 @@ def _groups_of(saved: Sequence[dict[Any, Any]]) -> list[Group]:
 def require_groups_of(state_dict: dict[Any, Any], *, is_muon: bool) -> None:
     """Raise LayoutError unless the optimizer of this run saved the parameter groups."""
     groups = _groups_of(_saved_parts(state_dict))
-    kinds = {name for group in groups for name in ("momentum", "betas") if name in group}
-    kinds = {MOMENTUM if name == "momentum" else name for name in kinds}
+    kinds_of = {"momentum": MOMENTUM, "betas": "exp_avg"}
+    kinds = {kind for group in groups for name, kind in kinds_of.items() if name in group}
     require_same_optimizer(kinds, "optimizer", is_muon=is_muon)
 
 

@@ -8,6 +8,8 @@ from moe_optim.errors import LayoutError
 
 MOMENTUM = "momentum_buffer"
 """Name of Muon's state, as in emerging-optimizers."""
+MASTER, WHOLE_MASTER = MASTERS = ("param", "fp32_param")
+"""Names of masters: in distributed optimizers, and in all others of Megatron."""
 _BY_NAME = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[^.]+)\..+")
 _FLAT = re.compile(rf".*{re.escape(FLAT_STATES)}\d+\..*\.bucket_idx_\d+\.(?P<kind>[^.]+)")
 

@@ -22,11 +22,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_buffers import flat_groups
-from moe_optim.checkpoint.state_kinds import MOMENTUM
+from moe_optim.checkpoint.state_kinds import MASTER, MOMENTUM, WHOLE_MASTER
 from moe_optim.checkpoint.state_manifest import listed
 from moe_optim.errors import LayoutError
 
-_MASTER, _WHOLE_MASTER = "param", "fp32_param"
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[^.]+)\.(?P<name>.+)")
 _GROUPS = r"chained_{}\.optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*"
 SHARDING_TYPE, BY_NAME = "distrib_optim_sharding_type", "fully_reshardable"
@@ -51,13 +50,14 @@ def declare_reshardable(common: dict[str, Any], stored: TorchDistReader) -> None
         state[_STATE_TYPE] = BY_NAME
         if "optimizer" not in state:
             pattern = re.compile(_GROUPS.format(number))
-            keys = (key for key in stored.objects if pattern.fullmatch(key))
-            state |= {"optimizer": stored.read_object(key) for key in keys}
+            groups = next((key for key in stored.objects if pattern.fullmatch(key)), None)
+            if groups is not None:  # the same in all data-parallel groups
+                state["optimizer"] = stored.read_object(groups)
 
 
 def with_keys_of_layer_wise(param_state: Mapping[Any, Requests]) -> dict[Any, Requests]:
     """Return ``fully_reshardable`` entries with the keys of Megatron's layer-wise optimizer."""
-    before, after = (f"optimizer.state.{kind}." for kind in (_MASTER, _WHOLE_MASTER))
+    before, after = (f"optimizer.state.{kind}." for kind in (MASTER, WHOLE_MASTER))
     return {
         index: {
             kind: replace(entry, key=entry.key.replace(before, after, 1))
@@ -75,22 +75,17 @@ def request_whole_states(param_state: Mapping[Any, Requests], stored: TorchDistR
     """
     if not _has_whole_masters(stored):
         return
-    found = {}
-    for key in stored.tensors:
-        if match := _STATE.fullmatch(key):
-            found[_kind(match), match["name"]] = key
+    found = {_address(key): key for key in stored.tensors if _STATE.fullmatch(key)}
     for states in param_state.values():
         for kind, request in states.items():
-            match = _STATE.fullmatch(request.key)
-            assert match is not None
-            key = found.get((_kind(match), match["name"]))
-            if key is None and kind == _MASTER:
+            address = _address(request.key)
+            if address not in found and kind == MASTER:
                 raise LayoutError(
-                    f"{stored.path}: expected optimizer.state.{_WHOLE_MASTER}.{match['name']}, got "
+                    f"{stored.path}: expected optimizer.state.{WHOLE_MASTER}.{address[1]}, got "
                     "none: without --use-distributed-optimizer Megatron saves masters of bf16 and "
                     "fp16 weights alone. Load with --no-load-optim."
                 )
-            states[kind] = replace(request, key=key or request.key)
+            states[kind] = replace(request, key=found.get(address, request.key))
 
 
 def require_same_momenta(param_state: Mapping[Any, Requests], stored: TorchDistReader) -> None:
@@ -117,12 +112,12 @@ def flat_group_beside(stored: TorchDistReader, group_key: str) -> str | None:
 
     Args:
         stored: checkpoint.
-        group_key: prefix without the number of an optimizer, as by name.
+        group_key: prefix without the number of an optimizer, as by name; returned as it is for a
+            data-parallel group that the checkpoint lacks.
     """
-    if not _has_whole_masters(stored):
-        return None
-    alike = (group for group in flat_groups(stored) if group.endswith(f".{group_key}"))
-    return next(alike, None)
+    groups = flat_groups(stored) if _has_whole_masters(stored) else []
+    alike = (group for group in groups if group.endswith(f".{group_key}"))
+    return next(alike, group_key) if groups else None
 
 
 def _parts(request: Any) -> list[Any]:
@@ -136,11 +131,14 @@ def _like(data: Any) -> Any:
     return torch.empty(data.shape, dtype=data.dtype, device="meta")
 
 
-def _kind(match: re.Match[str]) -> str:
-    return _MASTER if match["kind"] == _WHOLE_MASTER else match["kind"]
+def _address(key: str) -> tuple[str, str]:
+    """Return kind of state and parameter name of a key, the same for both names of masters."""
+    match = _STATE.fullmatch(key)
+    assert match is not None
+    return MASTER if match["kind"] == WHOLE_MASTER else match["kind"], match["name"]
 
 
 def _has_whole_masters(stored: TorchDistReader) -> bool:
     return any(
-        match["kind"] == _WHOLE_MASTER for key in stored.tensors if (match := _STATE.match(key))
+        match["kind"] == WHOLE_MASTER for key in stored.tensors if (match := _STATE.match(key))
     )

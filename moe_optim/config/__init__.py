@@ -5,6 +5,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from moe_optim.config.recipe_yaml import merge, parse_yaml, quote
@@ -14,6 +15,8 @@ from moe_optim.rules import Setup, check_setup
 Format = Literal["bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"]
 FormatSetting = Literal["auto", Format]
 Compute = Literal[Format, "int8_per_expert", "e4m3_per_expert"]
+_LEAST: Mapping[str, int] = MappingProxyType({"muon_workspace_mib": 1})
+"""Smallest value of numbers that are not from 0 on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,7 +202,7 @@ def available_values(name: str) -> Sequence[object]:
     if declared is bool:
         return True, False
     if declared is int:
-        return range(1_000_001)
+        return range(_LEAST.get(name, 0), 1_000_001)
     if declared is float:
         return 0, 1
     if type(None) in get_args(declared):  # Literal[...] | None

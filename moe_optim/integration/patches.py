@@ -47,8 +47,10 @@ SCRIPT: tuple[Patch, ...] = (
         target="megatron.training.arguments:validate_args",
         replacement="moe_optim.integration.script_arguments:validate_args",
         fits=in_all_versions("(args, defaults)"),
-        because="layers of a Transformer Engine that is not there end in a TypeError",
-        remove_when="Megatron asks for Transformer Engine before it builds layers of it",
+        because="Muon turns off the distributed optimizer, and layers of a Transformer Engine that "
+        "is not there end in a TypeError",
+        remove_when="Megatron's Muon is a distributed optimizer, and Transformer Engine is asked "
+        "for before its layers are built",
     ),
     Patch(
         id="script-yaml",

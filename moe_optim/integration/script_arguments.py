@@ -15,7 +15,7 @@ from moe_optim.integration.arguments import (
 )
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_config, set_optimizer
-from moe_optim.rules import Setup, remarks
+from moe_optim.rules import Setup, check_setup, remarks
 from moe_optim.weights.te.recipe import import_error
 
 _ARGUMENTS = "megatron.training.arguments"
@@ -98,14 +98,20 @@ def settle_optimizer(args: Any) -> None:
 
     Raises:
         ConfigError: the arguments do not suit a distributed optimizer; Megatron's validation has
-            skipped these checks for Muon.
+            skipped these checks for Muon. Or Muon does not support one of them.
         StateError: ``install()`` named another optimizer.
     """
     make_muon_distributed(args)
+    if args.optimizer == "muon" and args.use_distributed_optimizer and not _is_of_file(args):
+        check_setup(Setup(config=installed_config(), optimizer=args), "moe_optim")
     set_optimizer("muon" if args.optimizer == "muon" else "adam")
     if os.environ.get("RANK", "0") == "0":
         for remark in remarks(Setup(config=installed_config(), args=args), "note"):
             print(f"moe_optim: {remark}", file=sys.stderr, flush=True)
+
+
+def _is_of_file(args: Any) -> bool:
+    return getattr(args, "yaml_cfg", None) is not None or hasattr(args, "language_model")
 
 
 def make_muon_distributed(args: Any) -> None:

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).with_name("megatron-lm-0.19")
 """Folder of the diffs, ``*.patch``; each changes one file."""
 
 _HEAD = re.compile(r"^index (\w{40})\.\.(\w{40}).*\n--- .+\n\+\+\+ b/(.+)\n", re.M)
-_PATCH_ID = re.compile(r'^\+.*?replaceable\((?:\n\+)?\s*"([\w-]+)"', re.M)
+_PATCH_ID = re.compile(r'^\+.*?replaceable\((?:\n\+)?\s*"([\w:-]+)"', re.M)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,9 +89,9 @@ class NewtonSchulz(Plan):
         other, *squares = _carve(scratch, x.shape, form, is_tall)
         views = _view_wide(x, other, is_tall, takes)
         if form == "plain":
-            steps, last = _iterate_plain(views, *squares, coefficients, folds=takes)
+            steps, last = _iterate_plain(views, squares, coefficients, folds=takes)
         else:
-            steps, last = _iterate_gram(views, *squares, coefficients)
+            steps, last = _iterate_gram(views, squares, coefficients)
         calls = list(_make_calls(steps, reduce, takes))
         result, spare = (x, other) if last.data_ptr() == x.data_ptr() else (other, x)
         if is_tall and not takes:
@@ -131,13 +131,13 @@ def _view_wide(x: Tensor, other: Tensor, is_tall: bool, takes: bool) -> Iterator
 
 def _iterate_plain(
     views: Iterator[Tensor],
-    gram: Tensor,
-    factor: Tensor,
+    squares: Sequence[Tensor],
     coefficients: Sequence[Coefficients],
     *,
     folds: bool,
 ) -> tuple[list[Step], Tensor]:
     """Return all steps, and the tensor that holds the result."""
+    gram, factor = squares
     x = next(views)
     steps: list[Step] = []
     for a, b, c in coefficients:
@@ -153,10 +153,7 @@ def _iterate_plain(
 
 def _iterate_gram(
     views: Iterator[Tensor],
-    gram: Tensor,
-    factor: Tensor,
-    total: Tensor,
-    spare: Tensor,
+    squares: Sequence[Tensor],
     coefficients: Sequence[Coefficients],
 ) -> tuple[list[Step], Tensor]:
     """Return all steps, and the tensor that holds the result.
@@ -165,6 +162,7 @@ def _iterate_gram(
     multiplied with each other, and with X before a restart and in the end (Gram Newton-Schulz,
     Dao-AILab). The first restart is at step 2, the next ones GRAM_SPAN steps later.
     """
+    gram, factor, total, spare = squares
     x = next(views)
     steps: list[Step] = []
     for index, (a, b, c) in enumerate(coefficients):

@@ -93,7 +93,8 @@ def polynomial_kernel(
     sums = addend.load([matrix, row, col]).reshape(TILE_ROWS, TILE_ROWS).to(tl.float32) * (b / c)
     for start in tl.range(0, rows, TILE_INNER):
         sums = _add_product(sums, squares, squares, matrix, row, col, start, False, True)
-    is_diagonal = _distance_below(row, col, TILE_ROWS) == 0
+    places = tl.arange(0, TILE_ROWS)
+    is_diagonal = places[:, None] + (row - col) == places[None, :]
     _store_symmetric(out, sums * c + tl.where(is_diagonal, a, 0.0), matrix, row, col, rows)
 
 
@@ -153,17 +154,12 @@ def _add_product(
 
 
 @triton.jit
-def _distance_below(row, col, SIZE: tl.constexpr):
-    """Return how far below the diagonal each element of a square lies."""
-    places = tl.arange(0, SIZE)
-    return places[:, None] - places[None, :] + (row - col)
-
-
-@triton.jit
 def _store_symmetric(out, sums, matrix, row, col, rows):
     """Store a square on or below the diagonal, and mirrored; drop one above, without a branch."""
     values = sums.to(out.dtype)
-    values = tl.where(_distance_below(row, col, values.shape[0]) >= 0, values, values.T)
+    places = tl.arange(0, values.shape[0])
+    is_below = places[:, None] + (row - col) >= places[None, :]
+    values = tl.where(is_below, values, values.T)
     outside = tl.where(col <= row, 0, rows)
     _store(out, values, matrix, row + outside, col)
     _store(out, values.T, matrix, col + outside, row)

@@ -9,10 +9,16 @@ from megatron.core import optimizer as core_optimizer
 from megatron.core.utils import log_single_rank
 
 from moe_optim.buckets.bucket_group import GroupedBucketGroup, bucket_groups
+from moe_optim.errors import StateError
 from moe_optim.health.monitor import HealthMonitor
 from moe_optim.integration import patches
 from moe_optim.integration.engine import apply_patches, is_rebound, original, revert_patches
-from moe_optim.integration.installation import building_with, config_or_bf16
+from moe_optim.integration.installation import (
+    building_with,
+    config_or_bf16,
+    installed_config,
+    installed_optimizer,
+)
 from moe_optim.optimizer.description import describe
 from moe_optim.optimizer.muon_factory import build_muon, require_wrapped_for
 from moe_optim.optimizer.requirements import check_model
@@ -57,10 +63,14 @@ def get_megatron_optimizer(
 
     Raises:
         ConfigError: a flag is not supported; the message names it.
-        StateError: the model holds quantized weights that were wrapped before ``install()``.
+        StateError: the model holds quantized weights that were wrapped before ``install()``, or was
+            wrapped for another optimizer.
         PatchError: this version of Megatron is not supported.
     """
     setup = check_model(config, model_chunks, config_or_bf16())
+    is_adopted = _is_adopted(model_chunks)
+    if not is_adopted:
+        _check_optimizer(config.optimizer)
     moe_optim_config = config_with_flags(setup.config, config)
     config = _without_replaced_flags(config, setup)
     construction = [patch for patch in patches.OPTIMIZER if patch.id in _CLASSES]
@@ -91,8 +101,7 @@ def get_megatron_optimizer(
         optimizer, moe_optim_config.health_interval, moe_optim_config.backend
     )
     optimizer.observers.append(optimizer.health)
-    groups = list(bucket_groups(model_chunks))
-    if groups and not any(isinstance(group, GroupedBucketGroup) for group in groups):
+    if is_adopted:
         _log("adopted a bf16 model that was wrapped before install(): layout stock, wire bf16")
     for remark in remarks(setup, "note"):
         _log(remark)
@@ -102,6 +111,23 @@ def get_megatron_optimizer(
         _log_host_states(optimizer, moe_optim_config.offload_states)
     _log(f"{describe(model_chunks, optimizer)}; config: {moe_optim_config.changes()}")
     return optimizer
+
+
+def _is_adopted(model_chunks: list[Any]) -> bool:
+    """Return whether a model was wrapped before ``install()``; False without parameters."""
+    groups = list(bucket_groups(model_chunks))
+    return bool(groups) and not any(isinstance(group, GroupedBucketGroup) for group in groups)
+
+
+def _check_optimizer(name: str) -> None:
+    """Raise StateError if buffers are laid out for an optimizer other than ``name``."""
+    expected = installed_optimizer()
+    if installed_config() is not None and name != expected:
+        raise StateError(
+            f"OptimizerConfig.optimizer: expected {expected}, which moe_optim is installed for and "
+            f"buffers are laid out for, got {name}. Give {expected} here, or call "
+            f'moe_optim.install(config, optimizer="{name}") before the model is wrapped with DDP.'
+        )
 
 
 def _log(text: str, level: int = logging.INFO) -> None:

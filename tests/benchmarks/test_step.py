@@ -9,6 +9,7 @@ import pytest
 from benchmarks import __main__ as benchmark
 from benchmarks import step as bench_step
 from benchmarks.step_figures import FIGURES, PARTS, Measured, merge, summarize
+from moe_optim.commands.cli import main as cli
 from moe_optim.config.recipes import load_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
@@ -74,7 +75,10 @@ def test_losses_are_equal_only_if_all_runs_agree():
 def test_both_sides_run_the_same_but_for_the_plug_in(deterministic):
     """Determinism is a matter of both: the flags stand before the user's, which then win."""
     args = argparse.Namespace(
-        deterministic=deterministic, iterations=6, megatron_args=["--clip-grad", "2"]
+        deterministic=deterministic,
+        iterations=6,
+        optimizer=None,
+        megatron_args=["--clip-grad", "2"],
     )
     recipe = load_recipe(RECIPE, [])
     stock, plugin = (bench_step.megatron_argv(args, recipe, side) for side in ("stock", "plugin"))
@@ -91,6 +95,46 @@ def test_both_sides_run_the_same_but_for_the_plug_in(deterministic):
         if deterministic
         else {}
     )
+
+
+@pytest.mark.parametrize(("chosen", "given"), [("muon", []), (None, ["--optimizer", "dist_muon"])])
+def test_stock_muon_has_bf16_weights_and_the_plug_in_quantized_ones(chosen, given):
+    """Megatron's own Muon gathers bf16; products are in FP8 on both sides."""
+    args = argparse.Namespace(
+        deterministic=False, iterations=6, optimizer=chosen, megatron_args=given
+    )
+    recipe = load_recipe(RECIPE.parent / "hopper_fp8_block.yaml", [])
+    stock, plugin = (bench_step.megatron_argv(args, recipe, side) for side in ("stock", "plugin"))
+    assert "--fp8-param-gather" in plugin
+    assert "--fp8-param-gather" not in stock
+    assert [word for word in plugin if word != "--fp8-param-gather"][: len(stock)] == stock
+    for argv in (stock, plugin):
+        assert bench_step.optimizer_of(argv) == "muon"
+        assert {"--use-distributed-optimizer", "--fp8-format"} <= set(argv)
+
+
+def test_stock_muon_on_several_cpu_ranks_is_refused_before_training(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = ["step", str(RECIPE), "--optimizer", "muon", "--ranks", "2"]
+    assert benchmark.main(words) == cli.BAD_INPUT
+    message = "error: --optimizer muon: expected GPUs or one rank, got 2 ranks on a CPU"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_muon_trains_on_both_sides_and_each_part_of_its_step_is_timed(tmp_path):
+    pytest.importorskip("emerging_optimizers")
+    path = tmp_path / "step.json"
+    options = ["--rounds", "1", "--iterations", "6", "--ranks", "1", "--optimizer", "muon"]
+    small = ["--seq-length", "32", "--global-batch-size", "4"]
+    words = ["step", str(RECIPE), *options, "--json", str(path), "--", *small]
+    assert benchmark.main(words) == 0
+    report = json.loads(path.read_text())
+    assert report["workload"]["optimizer"] == "muon"
+    for side in ("stock", "plugin"):
+        assert [len(losses) for losses in report["losses"][side]] == [6]
+        assert report[side]["optimizer_ms"] >= report[side]["inner_step_ms"] > 0
+        assert report[side]["optimizer_host_ms"] > 0
 
 
 def test_what_is_in_no_part_is_a_figure_of_its_own_so_that_all_add_up():

@@ -147,6 +147,28 @@ def test_all_optimizers_of_a_chain_and_all_bucket_groups_are_seen(clock):
     }
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_chain_within_a_chain_is_seen_as_are_its_own_gathers(clock, others):
+    """Stock Muon's optimizer is a chain itself, alone or beside Adam's."""
+    parts, layer_wise = Parts(), chain_of(clock)
+    inner_step, layer_wise.allgather_params = layer_wise.step, work(clock, 7)
+    chain = layer_wise
+    if others:
+        chain = SimpleNamespace(
+            chained_optimizers=[layer_wise, optimizer_of(clock, 0)],
+            get_grad_norm=layer_wise.get_grad_norm,
+            step=inner_step,
+        )
+
+    instrument(parts, [chunk_of([Group(clock)])], chain)
+    with parts.recorded(clock.mark) as recording:
+        chain.step()
+        layer_wise.allgather_params()
+    own = recording.own_ms()
+    assert own["grad_copy"] == 101
+    assert (own["inner_step"], own["requantize"], own["gather"]) == (202, 404, 7)
+
+
 @pytest.fixture
 def collectives(monkeypatch):
     """Collectives that do nothing; what is rebound is put back."""
@@ -154,6 +176,7 @@ def collectives(monkeypatch):
 
     monkeypatch.setattr(upstream, "dist_all_gather_func", lambda *_, **__: None)
     monkeypatch.setattr(dist, "all_gather_into_tensor", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "all_gather", lambda *_, **__: None)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     return upstream
 
@@ -169,9 +192,10 @@ def test_bytes_are_those_that_make_weights(collectives):
         with parts.part("gather"):
             collectives.dist_all_gather_func(weights, weights, group=None)
             dist.all_gather_into_tensor(weights.view(torch.uint8), weights.view(torch.uint8))
+            dist.all_gather([weights[:7], weights[7:]], weights[:7])  # stock Muon's
         with parts.part("requantize"):
             dist.all_reduce(maxima, dist.ReduceOp.MAX)
-    assert counts == {"gathered": 2 * 20, "reduced": 12}
+    assert counts == {"gathered": 3 * 20, "reduced": 12}
 
 
 @pytest.mark.usefixtures("collectives")

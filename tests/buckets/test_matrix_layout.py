@@ -291,6 +291,14 @@ def test_memory_of_matrices_with_little_cost_is_balanced_too():
     assert max(layout.costs_by_rank()) <= (1 + TOLERANCE) * max(greedy)
 
 
+def test_shards_are_longer_where_costs_would_not_balance_otherwise():
+    """Shards of 4 rows hold 6 + 5 and 5, those of 6 rows 6 and 5 + 5."""
+    weights = [weight(1, rows, 64, cost=cost) for rows, cost in ((1, 6), (3, 5), (3, 5))]
+    layout = lay_out_matrices(weights, dp_size=2, bucket_numel=None)
+    assert sorted(layout.costs_by_rank()) == [6, 10]
+    assert shard_numel(layout, 0) == 6 * 64
+
+
 def test_matrices_without_cost_are_placed_by_size():
     """Equal costs: the largest goes first, so that two small ones lie beside it."""
     weights = [weight(1, rows, 64, cost=0) for rows in (1, 1, 2)]

@@ -53,6 +53,7 @@ REFUSED = {  # field, value -> what the message must say
     "misspelt wire": ("wire", "quantised", "expected quantized or bf16, got 'quantised'"),
     "misspelt layout": ("layout", "align", "expected aligned or stock, got 'align'."),
     "misspelt step": ("step", "fusion", "expected auto or fused or stock, got 'fusion'."),
+    "no workspace": ("muon_workspace_mib", 0, "expected a number from 1 to 1000000, got 0. Write"),
     "negative interval": (
         "health_interval",
         -1,

@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
 QUICKSTARTS = [path for path in SHIPPED if path.stem.startswith("quickstart")]
-MODELS = [path for path in SHIPPED if path.stem.startswith(("qwen", "deepseek", "gpt"))]
+MODELS = [path for path in SHIPPED if path.stem.startswith(("qwen", "deepseek", "gpt", "kimi"))]
 """Real ones, of sizes that were not run."""
 
 
@@ -356,9 +356,9 @@ def test_a_quickstart_asks_for_nothing_this_machine_lacks(path):
 
 
 def test_variants_of_the_quickstart_differ_only_where_their_name_says():
-    quickstart, bf16, ep2 = (
+    quickstart, bf16, ep2, muon = (
         load_recipe(ROOT / "recipes" / f"quickstart{suffix}.yaml")
-        for suffix in ("", "_bf16", "_ep2")
+        for suffix in ("", "_bf16", "_ep2", "_muon")
     )
     assert (quickstart.ranks, quickstart.moe_optim.format) == (2, "mxfp8")
     assert bf16.moe_optim.format == "bf16"
@@ -366,6 +366,11 @@ def test_variants_of_the_quickstart_differ_only_where_their_name_says():
     assert ep2.ranks == 4
     assert ep2.megatron_args == {**quickstart.megatron_args, "--expert-model-parallel-size": 2}
     assert ep2.moe_optim == quickstart.moe_optim
+    added = {f: v for f, v in muon.megatron_args.items() if f not in quickstart.megatron_args}
+    assert muon.megatron_args == {**quickstart.megatron_args, **added}
+    assert added["--optimizer"] == "muon"
+    assert all(flag == "--optimizer" or flag.startswith("--muon-") for flag in added)
+    assert muon.moe_optim == quickstart.moe_optim
 
 
 @pytest.fixture(scope="module")
@@ -394,8 +399,12 @@ FORMAT_FLAGS = {  # format -> flag, and what it has to be for that format
 }
 
 
+ENDS = {"nvfp4": ("nvfp4",), "fp8_block": ("fp8_block", "deepseek_v4_flash", "kimi_k2")}
+"""Format -> ends of the names of its recipes; others are in MXFP8."""
+
+
 def format_of(path):
-    return next((name for name in ("nvfp4", "fp8_block") if path.stem.endswith(name)), "mxfp8")
+    return next((name for name, ends in ENDS.items() if path.stem.endswith(ends)), "mxfp8")
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
@@ -454,8 +463,9 @@ def _list_faults_with_transformer_engine():
     for path in MODELS:
         recipe = load_recipe(path)
         os.environ["WORLD_SIZE"] = str(recipe.ranks)
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
         argv = [*recipe.megatron_argv(), "--use-moe-grouped-optim"]
+        is_overlapped = "--overlap-moe-expert-parallel-comm" in argv
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32" if is_overlapped else "1"
         sys.argv = ["script", *argv]
         found[path.stem] = list_faults(parse, argv, refuse_unsupported)
     return found

@@ -65,8 +65,10 @@ def check_small_moe(said):
 
 
 @pytest.mark.slow
-def test_the_script_trains_saves_and_resumes_on_two_cpu_ranks(tmp_path):
-    check_small_moe(run_script("train_small_moe.py", 2, "--save", tmp_path / "checkpoint"))
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_the_script_trains_saves_and_resumes_on_two_cpu_ranks(tmp_path, optimizer):
+    flags = ["--save", tmp_path / "checkpoint", "--optimizer", optimizer]
+    check_small_moe(run_script("train_small_moe.py", 2, *flags))
 
 
 @pytest.mark.gpu

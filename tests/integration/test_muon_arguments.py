@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from moe_optim.errors import MoEOptimError
+from tests.integration.test_yaml import write_yaml
 from tests.support.ranks import run_ranks
 from tests.support.training import MODEL, OVERLAP
 from tests.support.training_runs.scripts import copy_diffed_files, needs_diffed_files
@@ -139,6 +141,33 @@ def test_arguments_of_muon_are_those_of_adam_but_for_the_name(script, hook, give
         assert (muon["installed"], adam["installed"]) == ("muon", "adam")
 
 
+def _settle_file(script: Path, optimizer: str) -> dict[str, Any]:
+    """Return what a patched tree makes of a file, and of which optimizer it is installed for."""
+    from moe_optim.integration.installation import installed_optimizer
+
+    file = script.parent / f"{optimizer}.yaml"
+    write_yaml(file, [*RUN, "--distributed-backend", "gloo"])
+    contents = yaml.safe_load(file.read_text())
+    contents |= {"optimizer": optimizer, "use_distributed_optimizer": optimizer == "adam"}
+    file.write_text(yaml.safe_dump(contents))
+    args = _run_patched_tree(script, ["--yaml-cfg", str(file), *PLUGIN])
+    return {
+        "optimizer": args.optimizer,
+        "distributed": args.use_distributed_optimizer,
+        "layer-wise": getattr(args, "use_layer_wise_distributed_optimizer", False),
+        "installed": installed_optimizer(),
+    }
+
+
+@needs_diffed_files
+def test_a_file_is_settled_in_a_patched_tree(script):
+    for name in ("adam", "muon", "dist_muon"):
+        (found,) = run_ranks(1, _settle_file, script, name)
+        settled = name.removeprefix("dist_")
+        want = {"optimizer": settled, "distributed": True, "layer-wise": False}
+        assert found == want | {"installed": settled}
+
+
 def _outcome(hook: str, script: Path, argv: list[str], first: str | None) -> str:
     """Return the refusal of a run whose script has called ``install()`` for ``first``."""
     from moe_optim.config import MoEOptimConfig
@@ -157,6 +186,16 @@ def _outcome(hook: str, script: Path, argv: list[str], first: str | None) -> str
 WITHOUT_GLOO = [*MODEL, "--disable-gloo-process-groups"]
 MEMORY = ["--dist-ckpt-optim-fully-reshardable", "--distrib-optim-fully-reshardable-mem-efficient"]
 REFUSED = {  # flags, optimizer of install() -> what is told
+    "a graph of the step": (
+        [*MODEL, "--optimizer-cuda-graph"],
+        None,
+        "ConfigError: moe_optim: --optimizer-cuda-graph with Muon: no graph captures the iteratio",
+    ),
+    "states on the host": (
+        [*MODEL, "--moe-optim-set", "offload_states=0.5"],
+        None,
+        "ConfigError: moe_optim: offload_states: 0.5 with Muon: batches of whole matrices need th",
+    ),
     "files of ranks without gloo": (
         [*WITHOUT_GLOO, "--ckpt-format", "torch"],
         None,
@@ -180,7 +219,8 @@ REFUSED = {  # flags, optimizer of install() -> what is told
 def test_what_megatron_checks_for_a_distributed_optimizer_alone_is_checked(
     script, flags, first, told
 ):
-    """Its validation takes Muon for another optimizer, and skips these."""
+    """Its validation takes Muon for another optimizer, and skips these. What Muon does not support
+    is refused, too, before a model is built."""
     argv = [*flags, *RUN, *PLUGIN, "--optimizer", "muon"]
     assert run_ranks(1, _outcome, "run", script, argv, first)[0].startswith(told)
 
@@ -196,6 +236,37 @@ def test_a_flag_without_effect_is_remarked_on(script, hook):
     argv = [*MODEL, *RUN, *PLUGIN, "--optimizer", "muon", "--no-use-layer-wise-param-layout"]
     (said,) = run_ranks(1, _outcome, hook, script, argv, None)
     assert said.count("moe_optim: --no-use-layer-wise-param-layout: ") == 1
+
+
+def _train_without_hooks(format: str) -> str:
+    """Return the refusal where a script installs the plug-in, and Megatron validates alone."""
+    from moe_optim.commands.train import pretrain
+    from moe_optim.config import MoEOptimConfig
+    from moe_optim.integration import cpu_runtime
+    from moe_optim.integration.installation import install
+
+    cpu_runtime.install()
+    os.environ["MOE_OPTIM_CPU"] = "1"
+    install(MoEOptimConfig(format=format), optimizer="muon")  # type: ignore[arg-type]
+    try:
+        pretrain.train([*MODEL, *RUN, "--optimizer", "muon"])
+    except MoEOptimError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+LEFT_ON = {  # where: quantized weights cannot be wrapped without a distributed optimizer
+    "mxfp8": "Megatron's validation clears it for Muon: in validated arguments set use_distributed_"
+    "optimizer and clear use_layer_wise_distributed_optimizer, as --use-moe-grouped-optim does, or",
+    "bf16": "\n  use_layer_wise_distributed_optimizer: Megatron's layer-wise optimizer has its own "
+    "buffers, shards and checkpoints. Clear it and set use_distributed_optimizer once Megatron has",
+}
+
+
+@pytest.mark.parametrize("format", LEFT_ON)
+def test_a_layer_wise_optimizer_that_a_script_leaves_on_is_refused_by_name(format):
+    (told,) = run_ranks(1, _train_without_hooks, format)
+    assert told.startswith("ConfigError: moe_optim: expected ") and LEFT_ON[format] in told
 
 
 def _parse_stock(argv: list[str]) -> tuple[str, bool, bool]:

@@ -116,7 +116,7 @@ def whole_numbers(*shape, seed=0, low=-2, high=3):
     return torch.randint(low, high, shape, generator=generator).half()
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=5)
 @given(batch=st.integers(1, 3), rows=SIDES, cols=SIDES, is_tall=st.booleans())
 @example(batch=2, rows=72, cols=8, is_tall=False)
 def test_products_of_whole_numbers_are_exact(launches, batch, rows, cols, is_tall):

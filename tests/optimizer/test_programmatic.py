@@ -58,6 +58,34 @@ def test_a_bf16_model_that_was_wrapped_before_is_adopted_to_the_bit():
         assert_same_run(ours, stock, what="adopted")
 
 
+def _train_with_other(installed: str, format: str) -> str:
+    """Build the other optimizer than that for which buffers are laid out."""
+    from megatron.training import training as megatron_training
+
+    stock = megatron_training.get_megatron_optimizer_config
+
+    def other(args: Any) -> Any:
+        optimizer_config, overrides = stock(args)
+        optimizer_config.optimizer = "adam" if installed == "muon" else "muon"
+        return optimizer_config, overrides
+
+    megatron_training.get_megatron_optimizer_config = other
+    with pytest.raises(StateError) as error:
+        pretrain(["--optimizer", installed], MoEOptimConfig(format=format))  # type: ignore[arg-type]
+    return str(error.value)
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "bf16"])
+@pytest.mark.parametrize(("installed", "given"), [("adam", "muon"), ("muon", "adam")])
+def test_an_optimizer_for_which_buffers_are_not_laid_out_is_refused(installed, given, format):
+    (message,) = run_ranks(1, _train_with_other, installed, format)
+    assert message == (
+        f"OptimizerConfig.optimizer: expected {installed}, which moe_optim is installed for and "
+        f"buffers are laid out for, got {given}. Give {installed} here, or call "
+        f'moe_optim.install(config, optimizer="{given}") before the model is wrapped with DDP.'
+    )
+
+
 def _quantized_in_stock_buffers(flags: list[str]) -> str:
     """Experts of ours under Megatron's DDP: the model was built, but install() came too late."""
     with pytest.raises(StateError) as error:

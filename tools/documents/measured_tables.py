@@ -17,6 +17,12 @@ from moe_optim.config.recipes import load_recipe
 from moe_optim.formats import FORMATS
 from moe_optim.spelling import spell_bytes
 from tools.documents.code_tables import table, weight_bytes, wire_bytes
+from tools.documents.muon_tables import (
+    muon_in_short,
+    muon_iterations,
+    muon_step,
+    muon_training,
+)
 from tools.upstream.patch_sources import changes
 from tools.upstream.side_by_side import CHANCE, Case, Comparison, Selection
 from tools.upstream.versions import KNOWN, failures, totals
@@ -90,6 +96,9 @@ SAME_IN_STOCK = (FUSED, HEALTH_STEPS[1], OFFLOAD_STEPS["0.5"], OFFLOAD_STEPS["1"
 """Runs of one machine whose stock sides are identical."""
 STEP_TIMES = ("optimizer_ms", "iteration_ms")
 CONVERGENCE = "convergence-h200.json"
+MUON_CONVERGENCE = "convergence-muon-h100.json"
+MUON = "muon-h100.json"
+MUON_TRAINING = "step-muon-2x-h200-qwen3.json"
 CURVES = "formats-h200.json"
 WHOLE = 1000
 """Iterations of the runs whose losses count; shorter runs count for times only."""
@@ -439,21 +448,21 @@ def apart(one: list[float], other: list[float]) -> list[float]:
     return [abs(a - b) for a, b in zip(smoothed(one), smoothed(other), strict=True)]
 
 
-def distances() -> dict[str, list[float]]:
+def distances(name: str = CONVERGENCE) -> dict[str, list[float]]:
     """Return the difference of plug-in and stock for each seed, and of stock between two seeds."""
-    rows = read_result(CONVERGENCE)["rows"]
+    rows = read_result(name)["rows"]
     found = {f"plug-in, seed {row['seed']}": apart(row["stock"], row["plugin"]) for row in rows}
     first, second = (row["stock"] for row in rows)
     return found | {"stock, other seed": apart(first, second)}
 
 
-def convergence() -> str:
-    *ours, of_seeds = distances().values()
+def convergence(name: str = CONVERGENCE) -> str:
+    *ours, of_seeds = distances(name).values()
     if any(mean(one) >= mean(of_seeds) for one in ours):
         raise ValueError("documents say that seeds differ by more than optimizers, and they do not")
     rows = [
         [str(row["seed"]), *(f"{smoothed(row[side])[-1]:.4f}" for side in SIDES)]
-        for row in read_result(CONVERGENCE)["rows"]
+        for row in read_result(name)["rows"]
     ]
     said = " and ".join(f"{mean(one):.4f}" for one in ours)
     return (
@@ -959,6 +968,11 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "export-cost": export_cost,
     "offload-cost": offload_cost,
     "offload-training": offload_training,
+    "muon-convergence": lambda: convergence(MUON_CONVERGENCE),
+    "muon-in-short": lambda: muon_in_short(read_result(MUON), read_result(MUON_TRAINING)),
+    "muon-iterations": lambda: muon_iterations(read_result(MUON)),
+    "muon-step": lambda: muon_step(read_result(MUON)),
+    "muon-training": lambda: muon_training(read_result(MUON_TRAINING)),
     "plan-step": plan_step,
     "patch-sources": patch_sources,
     "published": published,
@@ -999,6 +1013,11 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "export-cost": (EXPORT,),
     "offload-cost": (OFFLOAD,),
     "offload-training": tuple(OFFLOAD_STEPS.values()),
+    "muon-convergence": (MUON_CONVERGENCE,),
+    "muon-in-short": (MUON, MUON_TRAINING),
+    "muon-iterations": (MUON,),
+    "muon-step": (MUON,),
+    "muon-training": (MUON_TRAINING,),
     "plan-step": ("requantize-h200.json",),
     "patch-sources": (SOURCES,),
     "published": (PUBLISHED,),

@@ -3,7 +3,7 @@
 import hashlib
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from tools.documents.measured_tables import (
     CONVERGENCE,
     FUSED,
     GRAPHED,
+    MUON_CONVERGENCE,
     SMOOTHED,
     STEPS,
     TENSORWISE_STEP,
@@ -149,6 +150,20 @@ def _draw_bytes(axes: "Axes", gathered: Bars) -> None:
 
 
 def draw_convergence(figures: Mapping[str, Any]) -> "Figure":
+    """Draw the losses of 300 steps with Adam."""
+    title = "300 clipped steps in FP8 blocks: the plug-in is closer to stock than another seed"
+    return _draw_losses(figures["losses"], figures["distances"], title)
+
+
+def draw_muon_convergence(figures: Mapping[str, Any]) -> "Figure":
+    """Draw the losses of 300 steps with Muon, whose weights are bf16 in stock."""
+    title = "300 steps of Muon: the plug-in in FP8 blocks is closer to stock than another seed"
+    return _draw_losses(figures["muon_losses"], figures["muon_distances"], title)
+
+
+def _draw_losses(
+    rows: Sequence[Mapping[str, Any]], distances: Mapping[str, Any], title: str
+) -> "Figure":
     """Draw the losses of both sides, and their difference beside that of two seeds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -156,13 +171,11 @@ def draw_convergence(figures: Mapping[str, Any]) -> "Figure":
     figure = Figure(figsize=(11.5, 4.6), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    for row in figures["losses"]:
+    for row in rows:
         left.plot(row["stock"], color=STOCK, linewidth=4, label=f"stock, seed {row['seed']}")
         left.plot(row["plugin"], color=OURS, linewidth=1, label=f"plug-in, seed {row['seed']}")
     left.set_title("Loss, nats per token", loc="left", fontsize=12, color=INK)
-    for (name, values), color in zip(
-        figures["distances"].items(), (OURS, "#6fb7a8", STOCK), strict=True
-    ):
+    for (name, values), color in zip(distances.items(), (OURS, "#6fb7a8", STOCK), strict=True):
         right.plot(values, color=color, linewidth=2, label=name)
     right.set_yscale("log")
     right.set_title(
@@ -173,7 +186,7 @@ def draw_convergence(figures: Mapping[str, Any]) -> "Figure":
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=10)
     figure.suptitle(
-        "300 clipped steps in FP8 blocks: the plug-in is closer to stock than another seed",
+        title,
         x=0.012,
         ha="left",
         fontsize=13,
@@ -226,6 +239,7 @@ def _label(axes: "Axes", names: list[str], title: str) -> None:
 
 PICTURES: Mapping[str, Callable[[Mapping[str, Any]], "Figure"]] = {
     "convergence.png": draw_convergence,
+    "convergence-muon.png": draw_muon_convergence,
     "formats.png": draw_formats,
     "step-and-bytes.png": draw_step_and_bytes,
 }
@@ -238,6 +252,8 @@ def figures_of_pictures() -> dict[str, Any]:
         "bytes": byte_figures(),
         "losses": read_result(CONVERGENCE)["rows"],
         "distances": distances(),
+        "muon_losses": read_result(MUON_CONVERGENCE)["rows"],
+        "muon_distances": distances(MUON_CONVERGENCE),
         "held_out": {
             side: [row["held_out"] for row in runs] for side, runs in runs_of_common_seeds().items()
         },

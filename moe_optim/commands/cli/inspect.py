@@ -133,6 +133,7 @@ def _examine_files(path: Path, files: list[Path], *, thorough: bool) -> Report:
 
 
 def _dtypes_of_states(view: "LayerView", states: list[str]) -> dict[str, list[str]]:
+    from moe_optim.checkpoint.state_kinds import MASTERS
     from moe_optim.commands.conversion.layer_view import state_kind
 
     found: dict[str, set[str]] = {}
@@ -140,7 +141,7 @@ def _dtypes_of_states(view: "LayerView", states: list[str]) -> dict[str, list[st
         if (kind := state_kind(key)) is not None:
             dtype = str(view.tensors[key].dtype).removeprefix("torch.")
             found.setdefault(kind, set()).add(dtype)
-    kinds = sorted(found, key=lambda kind: (kind != "param", kind))
+    kinds = sorted(found, key=lambda kind: (kind not in MASTERS, kind))
     return {kind: sorted(found[kind]) for kind in kinds}
 
 
@@ -304,9 +305,11 @@ def _optimizer_facts(state: Report) -> Iterator[tuple[str, str]]:
 
 
 def _experts_tables(experts: list[Report]) -> Iterator[tuple[str, Table]]:
+    from moe_optim.commands.conversion.layer_view import STATE_KIND
+
     groups: dict[str, dict[tuple[Any, ...], list[Report]]] = {}
     for one in experts:
-        prefix = one["prefix"].removeprefix(f"optimizer.state.{one['holds']}.")
+        prefix = STATE_KIND.sub("", one["prefix"], count=1)
         alike = ("holds", "layout", "experts", "hidden", "ffn", "biases", "dtype")
         rows = groups.setdefault(_LAYER.sub("*", prefix), {})
         rows.setdefault(tuple(one[name] for name in alike), []).append(one)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moe_optim.checkpoint.files.reader import FLAT_STATES, FileFormat, is_state
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
+from moe_optim.checkpoint.state_kinds import MOMENTUM, WHOLE_MASTER
 from moe_optim.commands.conversion.expert_finding import (
     check_row_order,
     find_experts,
@@ -17,7 +18,7 @@ from moe_optim.commands.conversion.expert_finding import (
 )
 from moe_optim.commands.conversion.file_plan import BLOB_BYTES, FilePlan, Part
 from moe_optim.commands.conversion.flat_states import NamedStates, named_common_entries
-from moe_optim.commands.conversion.layer_view import STATE, STATE_KIND, STORED_ALIKE, LayerView
+from moe_optim.commands.conversion.layer_view import STATE_KIND, STORED_ALIKE, LayerView
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.experts.keys.conversion import convert_expert_set
 from moe_optim.experts.keys.layouts import ExpertSet, KeyLayout, get_layout
@@ -187,12 +188,12 @@ def _refuse_flat_states(view: LayerView) -> None:
 def _check_states(view: LayerView, sets: list[ExpertSet]) -> None:
     path, by_prefix = view.reader.path, {one.prefix: one for one in sets}
     weights = {prefix for prefix in by_prefix if not is_state(prefix)}
-    states = [prefix for prefix in by_prefix if prefix.startswith(STATE)]
-    found = [STATE_KIND.match(key) for key in view.tensors] if states else []
-    kinds = sorted({match[1] for match in found if match})
-    trained = {prefix[match.end() :] for prefix in states if (match := STATE_KIND.match(prefix))}
+    found = {prefix: match for prefix in by_prefix if (match := STATE_KIND.match(prefix))}
+    states, trained = list(found), {prefix[match.end() :] for prefix, match in found.items()}
+    heads = _heads_of_states(view) if states else {}
+    kinds = sorted(heads)
     expected = {
-        f"{STATE}{kind}.{name}": name for kind in kinds for name in weights if name in trained
+        f"{head}{name}": name for head in heads.values() for name in weights if name in trained
     }
     faults = [f"no {prefix}" for prefix in expected if prefix not in by_prefix]
     faults += [f"{prefix} without weights" for prefix in states if prefix not in expected]
@@ -206,6 +207,19 @@ def _check_states(view: LayerView, sets: list[ExpertSet]) -> None:
             f"{path}: expected {' and '.join(kinds)} of a layer's experts or none, got "
             f"{'; '.join(faults)}. Convert with --weights-only."
         )
+
+
+def _heads_of_states(view: LayerView) -> dict[str, str]:
+    """Return the key prefix of each kind of state that experts have, by kind.
+
+    Beside states of Muon, those of Adam belong to other parameters.
+    """
+    matches = (match for key in view.tensors if (match := STATE_KIND.match(key)))
+    heads = {match[1]: match[0] for match in matches}
+    if MOMENTUM not in heads:
+        return heads
+    of_muon = heads[MOMENTUM].removesuffix(f"{MOMENTUM}.")
+    return {kind: f"{of_muon}{kind}." for kind in (WHOLE_MASTER, MOMENTUM)}
 
 
 def _check_interleaves(plan: ConversionPlan) -> None:

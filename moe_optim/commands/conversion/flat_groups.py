@@ -11,6 +11,7 @@ from moe_optim.checkpoint.derived_manifest import Parameter, derive_manifests
 from moe_optim.checkpoint.files.reader import is_state
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_buffers import flat_groups, lower_bits_of_masters, read_buffers
+from moe_optim.checkpoint.state_kinds import MOMENTUM, state_kinds
 from moe_optim.checkpoint.state_manifest import StateManifest, listed
 from moe_optim.commands.conversion.layer_view import LayerView
 from moe_optim.commands.conversion.registration import registration_order
@@ -47,6 +48,8 @@ def read_groups(stored: TorchDistReader) -> list[FlatGroup]:
     where, sizes = stored.path, stored.recorded.parallel_sizes
     if not stored.arguments:
         raise refusal(where, "Megatron's arguments beside them", "none")
+    if MOMENTUM in state_kinds(stored.tensors):
+        raise refusal(where, "states of Adam alone", f"Muon's ({MOMENTUM}), laid out otherwise")
     cut = [f"{name} {sizes[name]}" for name in _UNCUT if sizes.get(name, 1) > 1]
     if cut:
         raise refusal(where, "no parallel sizes but data and expert", ", ".join(cut))

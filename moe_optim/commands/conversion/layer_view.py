@@ -21,7 +21,7 @@ STATE = "optimizer.state."
 """Key prefix of masters and moments, followed by the kind of state and the parameter's key."""
 _STORED = re.compile(r"(?P<head>.*\bexperts\.)experts\.(?P<tail>linear_fc[12]\.(weight|bias))")
 _STACKED = re.compile(r"(?P<head>.*\blayers\.)(?P<tail>[^0-9].*)")
-STATE_KIND = re.compile(r"optimizer\.state\.([^.]+)\.")
+STATE_KIND = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.")
 _IN_BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\..*\.gbuf_idx_\d+\..*\.([^.]+)")
 """Key of all masters, or of one kind of moment, of a bucket."""
 _AXES = {"weight": 3, "bias": 2}
@@ -114,7 +114,7 @@ class LayerView:
 
 
 def state_kind(key: str) -> str | None:
-    """Return the kind of state of a key: ``param`` (masters), a moment, or None."""
+    """Return the kind of state of a key: masters, a moment or momentum, or None."""
     found = STATE_KIND.match(key) or _IN_BUCKET.fullmatch(key)
     return found[1] if found else None
 

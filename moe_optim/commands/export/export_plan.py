@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_optim import ops
 from moe_optim.checkpoint.files.reader import CheckpointReader, is_state
+from moe_optim.checkpoint.state_kinds import MASTERS
 from moe_optim.commands.conversion.expert_finding import (
     check_row_order,
     find_experts,
@@ -18,7 +19,7 @@ from moe_optim.commands.conversion.expert_finding import (
     without_experts,
 )
 from moe_optim.commands.conversion.file_plan import FilePlan, Part
-from moe_optim.commands.conversion.layer_view import STATE, LayerView
+from moe_optim.commands.conversion.layer_view import STATE_KIND, LayerView, state_kind
 from moe_optim.commands.conversion.model_plan import ModelPlan, ModelRequest, plan_model
 from moe_optim.commands.conversion.model_sources import CONFIG, folder_of, read_config
 from moe_optim.errors import ConfigError, LayoutError, StateError
@@ -29,8 +30,6 @@ from moe_optim.formats import FORMATS, BlockScaledFormat
 from moe_optim.rollout.conventions import Convention, find_convention
 from moe_optim.rollout.expert_tensors import export_experts, patterns_of, split_rows, tensor_name
 
-MASTERS = f"{STATE}param."
-"""Key prefix of masters that are stored by name."""
 _GROUPED, _TARGET = get_layout("grouped"), get_layout("hf_per_expert")
 
 
@@ -59,7 +58,7 @@ class ExportPlan(FilePlan):
     @property
     def reads_masters(self) -> bool:
         """Whether experts are quantized from masters, as in training."""
-        return all(part.sources[0].startswith(MASTERS) for part in self.experts)
+        return all(state_kind(part.sources[0]) in MASTERS for part in self.experts)
 
     @property
     def kept_interleave(self) -> int | None:
@@ -199,9 +198,9 @@ def _from_masters(
     view: LayerView, request: ExportRequest, weights: tuple[Part, ...] | list[Part]
 ) -> list[Part]:
     """Return parts that read masters if those of all experts are stored by name, else weights."""
-    keys = [key for key in view.tensors if key.startswith(MASTERS)]
+    keys = [key for key in view.tensors if state_kind(key) in MASTERS and STATE_KIND.match(key)]
     sets = find_experts(view, keys, layout=request.source_layout)
-    masters = {one.prefix.removeprefix(MASTERS): one for one in sets}
+    masters = {STATE_KIND.sub("", one.prefix, count=1): one for one in sets}
     found = [masters.get(part.experts.prefix) for part in weights if part.experts is not None]
     if None in found:
         return list(weights)

@@ -18,19 +18,36 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, cycle, islice, repeat
 from types import MappingProxyType
-from typing import Literal, cast, get_args
+from typing import Any, Literal, Protocol, cast, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from moe_optim.errors import ConfigError
+from moe_optim.errors import ConfigError, LayoutError
 
 type Coefficients = tuple[tuple[float, float, float], ...]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 Precision = Literal["medium", "high", "highest"]
 TensorParallelMode = Literal["duplicated", "distributed"]
+
+
+class Group(Protocol):
+    """What the iteration calls of a ``torch.distributed.ProcessGroup``."""
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        ...
+
+    def rank(self) -> int:
+        """Return the number of this rank."""
+        ...
+
+    def allreduce(self, tensors: list[Tensor], /) -> Any:
+        """Add up tensors over all ranks, in place."""
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> Any:
+        """Gather one tensor of each rank."""
+
 
 EPS = 1e-7
 """Smallest Frobenius norm that a matrix is divided by."""
@@ -146,7 +163,7 @@ def orthogonalize(
     *,
     transpose: bool | None = None,
     dtype: torch.dtype | None = None,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
 ) -> Tensor:
     """Return the Newton-Schulz result of one matrix or a batch, unscaled, in fp32.
 
@@ -178,7 +195,7 @@ def orthogonalize_sharded(
     *,
     partition_dim: int | None,
     mode: TensorParallelMode,
-    group: ProcessGroup,
+    group: Group,
 ) -> Tensor:
     """Return this rank's slice of the result of matrices that tensor parallelism cuts, in fp32.
 
@@ -186,7 +203,7 @@ def orthogonalize_sharded(
 
     Args:
         x: slice of each matrix, fp32 [R, C] or [B, R, C], of equal shape on all ranks.
-        how: as in :func:`orthogonalize`.
+        how: coefficients, number of steps and precision; scales are not applied.
         partition_dim: dimension of a matrix that is cut: 0 for rows, 1 for columns; None for
             whole matrices.
         mode: ``duplicated`` gathers the matrix and iterates on every rank; ``distributed``
@@ -196,36 +213,39 @@ def orthogonalize_sharded(
     _check("tensor-parallel mode", mode, get_args(TensorParallelMode))
     if partition_dim is None:
         return orthogonalize(x, how)
+    if partition_dim not in (0, 1):
+        raise LayoutError(
+            f"Muon's partition_dim: expected 0 or 1 or None, got {partition_dim}. Pass the "
+            "dimension of a matrix that is cut, None for whole matrices."
+        )
     if mode == "distributed":
         return orthogonalize(x, how, transpose=partition_dim == 0, group=group)
     x = x.contiguous()
     slices = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(slices, x, group)
+    group.allgather([slices], [x]).wait()
     dim = partition_dim - 2
     return orthogonalize(torch.cat(slices, dim), how).chunk(group.size(), dim)[group.rank()]
 
 
-def _normalize(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def _normalize(x: Tensor, group: Group | None) -> Tensor:
     """Divide each matrix by its Frobenius norm, which bounds its singular values by 1."""
     if group is None:
         norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     else:
         squares = (x * x).sum((-2, -1), keepdim=True)
-        dist.all_reduce(squares, group=group)
+        group.allreduce([squares]).wait()
         norm = squares.sqrt()
     normalized: Tensor = x / norm.clamp_min(EPS)
     return normalized
 
 
-def _step(
-    x: Tensor, coefficients: tuple[float, float, float], group: ProcessGroup | None
-) -> Tensor:
+def _step(x: Tensor, coefficients: tuple[float, float, float], group: Group | None) -> Tensor:
     # baddbmm and addmm may take different kernels, so that a batch of one is not a matrix
     multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
     a, b, c = coefficients
     gram = x @ x.mT
     if group is not None:
-        dist.all_reduce(gram, group=group)
+        group.allreduce([gram]).wait()
     polynomial = multiply_add(gram, gram, gram, beta=b, alpha=c)
     return multiply_add(x, polynomial, x, beta=a)
 

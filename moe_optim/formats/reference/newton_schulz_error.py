@@ -150,7 +150,7 @@ def _is_stable(how: Orthogonalization, largest: float, u: float) -> bool:
     """
     exact, rounded = largest, largest * (1 + u)
     for a, b, c in how.coefficients():
-        s = torch.linspace(0, 1, 1001, dtype=torch.float64)
+        s = torch.linspace(0, 1, 1001, dtype=torch.float64, device="cpu")
         exact = _polynomial(a, b, c, s * exact).abs().amax().item()
         s = s * rounded
         gram = s.square()

@@ -7,11 +7,12 @@ from safetensors.torch import load_file
 
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.commands.export.export import export_checkpoint
-from moe_optim.commands.export.export_plan import MASTERS, ExportRequest, plan_export
+from moe_optim.commands.export.export_plan import ExportRequest, plan_export
 from moe_optim.formats import get_format
 from moe_optim.rollout.conventions import find_convention
 from tests.support.checkpoints.hf_checkpoints import write_megatron
 
+MASTERS = "optimizer.state.param."
 LAYERS, EXPERTS, HIDDEN, FFN = 2, 3, 128, 256
 FC1 = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
 FC2 = "decoder.layers.mlp.experts.experts.linear_fc2.weight"

@@ -71,7 +71,7 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
         read = load_recipe(path, overrides)
         training.MODEL[:], config, quantized = read.megatron_argv(), read.moe_optim, []
     if is_ours:
-        installation.install(config)
+        installation.install(config, optimizer="muon" if "muon" in flags else "adam")
     native_products.replace_kernels(*([get_format(format)] if format in FORMATS else []))
     stocks_casts = native_products.replace_master_casts() if is_theirs else []
 

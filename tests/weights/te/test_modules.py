@@ -56,6 +56,7 @@ UNTRAINED = ("--lr", "0", "--min-lr", "0", "--weight-decay", "0")
 CUT = ("--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "2")
 CUT += ("--sequence-parallel", "--moe-ffn-hidden-size", "128")
 APART = ("--expert-model-parallel-size", "2")
+MUON = ("--optimizer", "muon")
 SINGLE = {"experts": {"moe_single_grouped_weight": True}}
 GIVEN = ("before", "after")
 EXPERT = re.compile(r"layers\.(\d+)\..*(linear_fc\d)\.weight(\d*)")
@@ -110,6 +111,9 @@ LEFT = {  # weights with one scale, which Megatron gathers
     "left, fused": Run("tensorwise", (), (("step", "fused"),)),
     "left, resumed": Run("tensorwise", (), (("step", "stock"),), "left"),
     "left, fused, resumed": Run("tensorwise", (*OVERLAP,), (("step", "fused"),), "left, fused"),
+    "left, Muon": Run("tensorwise", MUON, (("step", "fused"),)),
+    "left, Muon, stock": Run("tensorwise", (*MUON, *OVERLAP), (("step", "stock"),)),
+    "left, Muon, resumed": Run("tensorwise", (*MUON, *OVERLAP), (("step", "fused"),), "left, Muon"),
 }
 ELSEWHERE = {}  # the same, after a load at other parallel sizes, by step
 if RANKS == 2:
@@ -322,13 +326,13 @@ def test_a_fused_step_casts_them_itself(found):
     casts = {name: [rank["stocks_casts"] for rank in found[name].ranks] for name in LEFT}
     assert all(of_rank == of_ranks[0] for of_ranks in casts.values() for of_rank in of_ranks)
     [once] = casts["left, fused, resumed"][0]
-    for name in casts.keys() & {"left, fused", "left, fused, cut"}:
+    for name in casts.keys() & {"left, fused", "left, fused, cut", "left, Muon"}:
         assert casts[name][0] == []
-    assert casts["left"][0] == casts["stock"][0] == [once] * 4
+    assert casts["left"][0] == casts["stock"][0] == casts["left, Muon, stock"][0] == [once] * 4
     assert casts["left, resumed"][0] == [once] * 3
 
 
-@pytest.mark.parametrize("name", ["left", "left, fused"])
+@pytest.mark.parametrize("name", ["left", "left, fused", "left, Muon"])
 def test_weights_that_are_left_to_megatron_resume_to_the_bit(name, found):
     assert found[f"{name}, resumed"].losses == later(found[name].losses)
 

@@ -1,0 +1,257 @@
+"""Checkpoints of Muon: masters and momentum go with their matrices to any size and layout."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optim.config import MoEOptimConfig
+from tests.support.checkpoints.muon_journeys import (
+    BY_NAME,
+    Journey,
+    assert_same_states,
+    command_line,
+    load_and_save,
+    open_saved,
+    train_and_save,
+)
+from tests.support.ranks import run_ranks
+from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
+
+pytestmark = pytest.mark.slow
+
+GROUPED = MoEOptimConfig(format="bf16")
+INDEXED = MoEOptimConfig(format="bf16", expert_layout="indexed")
+STOCK_STEP = MoEOptimConfig(format="bf16", expert_layout="indexed", step="stock")
+EXPERT_PARALLEL = ["--expert-model-parallel-size", "2"]
+TENSOR_PARALLEL = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+UNDISTRIBUTED = ("--use-distributed-optimizer",)
+
+
+# Resume
+
+DENSE_FIRST = ["--moe-layer-freq", "([0]*1+[1]*1)"]
+"""Two matrices of other shapes, so that shards end in gaps between matrices."""
+SMALL_BUCKETS = [*OVERLAP, "--ddp-bucket-size", "10000"]
+"""A bucket of one matrix, which the second rank owns."""
+
+
+def _train(flags: list[str]) -> Record:
+    flags = command_line([*DENSE_FIRST, "--train-iters", "4", *flags])
+    return pretrain(flags, MoEOptimConfig(format="mxfp8"), observe=_gaps)
+
+
+def _gaps(_model: list[Any], optimizer: Any) -> tuple[int, int]:
+    """Return the elements of all saved buckets that belong to no matrix, and how many of this
+    rank's shards have no matrix in front of the last one."""
+    gaps = empty = 0
+    for muon in (part for part in optimizer.chained_optimizers if hasattr(part, "matrices")):
+        rank, ranks = muon.data_parallel_group.rank(), muon.data_parallel_group.size()
+        for buffer, ranges in zip(muon.buffers, muon.gbuf_ranges, strict=True):
+            for bucket, held in zip(buffer.buckets, next(iter(ranges.values())), strict=True):
+                gaps += bucket.numel_unpadded - sum(param.numel() for param in bucket.params_list)
+                start = rank * bucket.grad_data.numel() // ranks
+                empty += not held["param_map"] and start < bucket.numel_unpadded
+    return gaps, empty
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, SMALL_BUCKETS),
+        pytest.param(3, [], marks=pytest.mark.extended),
+        pytest.param(3, [BY_NAME], marks=pytest.mark.extended),
+        pytest.param(2, [BY_NAME, *SMALL_BUCKETS, *EXPERT_PARALLEL], marks=pytest.mark.extended),
+        pytest.param(2, ["--ckpt-format", "torch", *SMALL_BUCKETS], marks=pytest.mark.extended),
+    ],
+    ids=[
+        "dp_reshardable, a rank with padding alone",
+        "dp_reshardable, gaps",
+        "by name, gaps",
+        "by name, experts apart",
+        "torch",
+    ],
+)
+def test_resume_continues_to_the_bit(ranks: int, flags: list[str], tmp_path: Path):
+    """Losses, masters, momentum and weights, where ranks own gaps between matrices."""
+    folder = str(tmp_path)
+    whole = run_ranks(ranks, _train, flags)
+    run_ranks(ranks, _train, [*flags, "--save", folder, "--exit-interval", "2"])
+    rest = run_ranks(ranks, _train, [*flags, "--load", folder])
+    assert whole[0].extra[0] > 0
+    assert any(record.extra[1] for record in whole) is (ranks == 2)
+    for rank in range(ranks):
+        assert set(rest[rank].losses) == {3, 4}
+        whole[rank].losses = {step: whole[rank].losses[step] for step in rest[rank].losses}
+        rest[rank].validation_losses = whole[rank].validation_losses
+        assert_same_run(rest[rank], whole[rank], what=f"rank {rank}")
+
+
+# Ours, at other sizes
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory) -> tuple[Path, Record]:
+    """Return a folder of checkpoints of two ranks with experts apart, and what the first saw."""
+    folder = tmp_path_factory.mktemp("ours")
+    record = run_ranks(2, train_and_save, EXPERT_PARALLEL, GROUPED, folder)[0]
+    return folder, record
+
+
+def travel(
+    ranks: int, flags: list[str], config: MoEOptimConfig | None, sources: list[Path], to: Path
+) -> Record:
+    """Load every source and save it by name, compare the states with those saved by name where it
+    came from, and return what a run saw that went on from the last."""
+    journeys = [Journey(source, to / str(index)) for index, source in enumerate(sources)]
+    record: Record = run_ranks(ranks, load_and_save, flags, config, journeys)[0]
+    for journey in journeys:
+        assert_same_states(journey.target, journey.source.parent / "named")
+        shutil.rmtree(journey.target)
+    assert set(record.losses) == {4, 5, 6}
+    return record
+
+
+def test_experts_apart_change_their_layout_and_go_on_to_the_bit(ours, tmp_path):
+    """From grouped weights to indexed ones, by name and bucket by bucket."""
+    folder, want = ours
+    sources = [folder / "named", folder / "flat"]
+    got = travel(2, EXPERT_PARALLEL, INDEXED, sources, tmp_path)
+    assert got.losses == {step: want.losses[step] for step in (4, 5, 6)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "config"),
+    [
+        (3, SMALL_BUCKETS, GROUPED),
+        pytest.param(1, [], INDEXED, marks=pytest.mark.extended),
+        pytest.param(2, TENSOR_PARALLEL, INDEXED, marks=pytest.mark.extended),
+        pytest.param(
+            2,
+            [*TENSOR_PARALLEL, *EXPERT_PARALLEL, "--expert-tensor-parallel-size", "1"],
+            MoEOptimConfig(format="mxfp8"),
+            marks=pytest.mark.extended,
+        ),
+    ],
+    ids=["3 ranks", "1 rank", "experts cut", "dense weights cut"],
+)
+def test_states_by_name_arrive_at_other_sizes(ours, ranks, flags, config, tmp_path):
+    travel(ranks, flags, config, [ours[0] / "named"], tmp_path)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_flat_states_arrive_at_other_numbers_of_ranks(ranks, tmp_path):
+    run_ranks(2, train_and_save, [], GROUPED, tmp_path)
+    travel(ranks, SMALL_BUCKETS, INDEXED, [tmp_path / "flat"], tmp_path / "anew")
+
+
+# Stock's
+
+
+@pytest.fixture(scope="module")
+def stocks(tmp_path_factory) -> tuple[Path, Record]:
+    """Return a folder of checkpoints of stock's Muon with the buffers of ``pretrain_gpt.py``, and
+    what the first of two ranks saw."""
+    folder = tmp_path_factory.mktemp("stock")
+    return folder, run_ranks(2, train_and_save, [], None, folder)[0]
+
+
+def test_checkpoints_of_stock_are_gone_on_from_to_the_bit(stocks, tmp_path):
+    """Layer-wise states beside flat ones of Adam, and all by name."""
+    folder, want = stocks
+    assert want.classes == {"LayerWiseDistributedOptimizer", "DistributedOptimizer"}
+    got = travel(2, [], STOCK_STEP, [folder / "named", folder / "flat"], tmp_path)
+    assert got.classes == {"MuonDistributedOptimizer", "GroupedDistributedOptimizer"}
+    assert got.losses == {step: want.losses[step] for step in (4, 5, 6)}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("ranks", "flags", "config"),
+    [(3, [], GROUPED), (2, EXPERT_PARALLEL, MoEOptimConfig(format="mxfp8"))],
+    ids=["3 ranks", "experts apart"],
+)
+def test_checkpoints_of_stock_arrive_at_other_sizes(stocks, ranks, flags, config, tmp_path):
+    folder, _ = stocks
+    travel(ranks, flags, config, [folder / "named", folder / "flat"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "without",
+    [pytest.param((), marks=pytest.mark.extended), UNDISTRIBUTED],
+    ids=["layer-wise alone", "replicated"],
+)
+def test_states_that_stock_saves_whole_are_gone_on_from_to_the_bit(without, stocks, tmp_path):
+    """Adam's, too: of stock's layer-wise optimizer without a layout, and of no distributed one."""
+    want = run_ranks(2, train_and_save, [], None, tmp_path, without, False)[0]
+    shutil.rmtree(tmp_path / "named")
+    (tmp_path / "named").symlink_to(stocks[0] / "named")  # the same values under other keys
+    assert want.losses == stocks[1].losses
+    got = travel(2, [], STOCK_STEP, [tmp_path / "flat"], tmp_path / "anew")
+    assert got.losses == {step: want.losses[step] for step in (4, 5, 6)}
+
+
+@pytest.mark.parametrize(
+    "flags", [EXPERT_PARALLEL, pytest.param([], marks=pytest.mark.extended)], ids=["2", "1"]
+)
+def test_states_by_name_load_in_stock(flags, ours, tmp_path):
+    """Where expert parallelism is, or is not, on both sides: else stock loads not even its own."""
+    folder, want = ours
+    if not flags:
+        folder = tmp_path / "ours"
+        want = run_ranks(2, train_and_save, flags, GROUPED, folder)[0]
+    got = travel(2, flags, None, [folder / "named"], tmp_path / "anew")
+    assert got.classes == {"LayerWiseDistributedOptimizer", "DistributedOptimizer"}
+    assert got.losses[4] == want.losses[4]  # Newton-Schulz of several matrices rounds otherwise
+
+
+# Refusals
+
+
+def _refusal(*args: Any) -> str:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(2, load_and_save, *args)
+    (line,) = {one for one in str(caught.value).splitlines() if "LayoutError: " in one}
+    return line
+
+
+ADAM = ["--optimizer", "adam"]
+
+
+@pytest.mark.parametrize(
+    "form", ["flat", pytest.param("named", marks=pytest.mark.extended)], ids="{}".format
+)
+def test_states_of_adam_and_of_muon_are_told_apart(form, ours, tmp_path):
+    """One sentence, before anything is loaded; --no-load-optim takes the weights."""
+    run_ranks(2, train_and_save, ADAM, GROUPED, tmp_path)
+    adams = Journey(tmp_path / form, tmp_path / "anew")
+    line = _refusal([], GROUPED, [adams])
+    assert "expected Muon's optimizer states, got Adam's alone (exp_avg, exp_avg_sq, param)" in line
+    assert "--no-load-optim" in line
+    line = _refusal(ADAM, GROUPED, [Journey(ours[0] / form, tmp_path / "anew")])
+    assert "expected Adam's optimizer states, got Muon's" in line
+    loaded = run_ranks(2, _go_on, ["--no-load-optim", "--load", str(adams.source)])[0]
+    assert set(loaded.losses) == {4, 5, 6}
+
+
+def _go_on(flags: list[str]) -> Record:
+    return pretrain(command_line(flags), GROUPED)
+
+
+@pytest.mark.extended
+def test_flat_states_of_adam_beside_stocks_muon_keep_their_tensor_parallel_size(stocks, tmp_path):
+    with pytest.raises(AssertionError, match="tensor_model_parallel_size=1, here 2"):
+        travel(2, TENSOR_PARALLEL, GROUPED, [stocks[0] / "flat"], tmp_path)
+
+
+def test_other_momentum_is_refused(ours, tmp_path):
+    """Of other shapes, whose keys, shapes and remedy the error names."""
+    narrow = ["--moe-ffn-hidden-size", "64"]
+    line = _refusal(narrow, GROUPED, [Journey(ours[0] / "named", tmp_path)])
+    assert "expected the momentum of this model's matrices, got another" in line
+    key = "optimizer.state.momentum_buffer.decoder.layers.mlp.experts.experts.linear_fc2.weight"
+    assert f"{key} is [2, 4, 64, 96], expected [2, 4, 64, 64]" in line
+    assert "--no-load-optim" in line
+    assert key in open_saved(ours[0] / "named").tensors
