@@ -39,7 +39,8 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
 
     Shards of all buckets end at matrices, so each matrix has one owner, and each owner has whole
     blocks of quantized weights. Norms, decisions, gathers and checkpoints are those of the base
-    class; the state ``momentum_buffer`` takes the place of Adam's moments.
+    class; the state ``momentum_buffer`` takes the place of Adam's moments. A step updates momentum
+    before it moves any master, so one that fails in between has counted its gradients in momentum.
 
     Attributes:
         settings: settings of Muon.

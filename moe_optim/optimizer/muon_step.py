@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from math import prod
@@ -148,12 +148,13 @@ class MuonTable(Plan):
         calls: list[Call] = [momentum.launch, *planner.reductions()]
         calls += [chunk.launch for chunk in chunks]
         calls += updates.finish.calls
+        # no tensors of states, so that moving them frees their memory: callers track their places
         return cls(
             device=hyper.device,
             calls=tuple(calls),
-            momentum=momentum,
+            momentum=replace(momentum, shards=(), places=Places(())),
             chunks=chunks,
-            updates=updates,
+            updates=replace(updates, states=(), shards=()),
             precision=settings.orthogonalization.precision,
             num_batches=planner.num_batches,
         )

@@ -10,7 +10,7 @@ from moe_optim.config import MoEOptimConfig
 from tests.support.ranks import run_ranks
 from tests.support.states import given_values
 from tests.support.states.masters import assert_weights_come_from_masters
-from tests.support.training import OVERLAP, assert_same_run, pretrain
+from tests.support.training import OVERLAP, assert_same_run, assert_same_tensors, pretrain
 from tests.support.training_runs.stock_muon import gather_uneven_parts
 
 pytestmark = pytest.mark.slow
@@ -180,3 +180,28 @@ def test_an_evaluation_changes_no_bit_of_a_run(step: str):
         assert len(often[rank].validation_losses) > len(never[rank].validation_losses)
         never[rank].validation_losses = often[rank].validation_losses
         assert_same_run(often[rank], never[rank], what=f"rank {rank}")
+
+
+# Buckets
+
+
+def _train_in_buckets(flags: list[str]) -> Any:
+    return pretrain([*RUN, "--clip-grad", "0", *OVERLAP, *flags], MoEOptimConfig(format="mxfp8"))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--ddp-bucket-size 20000",
+        "--ddp-num-buckets 3",
+        "--ddp-pad-buckets-for-high-nccl-busbw",
+    ],
+)
+def test_places_of_matrices_change_no_bit(flags: str):
+    """More buckets and more padding give some matrices another owner, and the same losses and
+    weights."""
+    expected = run_ranks(2, _train_in_buckets, [])
+    for rank, record in enumerate(run_ranks(2, _train_in_buckets, shlex.split(flags))):
+        assert record.losses == expected[rank].losses
+        assert_same_tensors(record.weights, expected[rank].weights, what=f"rank {rank}")

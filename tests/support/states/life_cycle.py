@@ -168,13 +168,22 @@ class ReferenceMuon:
             if master.grad is None:
                 continue
             hyper = torch.tensor(self.hyper[number].row())
-            momentum = self.state.setdefault(number, torch.zeros_like(master))
-            direction = momentum_into(master.grad, momentum, hyper=hyper, clip=one, nesterov=True)
+            direction = self._accumulate(number, master.grad)
             for matrix, along in zip(
                 master.view(-1, WIDTH, WIDTH), direction.view(-1, WIDTH, WIDTH), strict=True
             ):
                 result = self._iterate(along) if self.is_fused else orthogonalize(along, self.how)
                 apply_into(matrix, result, hyper=hyper, clip=one)
+
+    @torch.no_grad()
+    def accumulate(self, master: torch.nn.Parameter, gradient: Tensor) -> None:
+        """Update the momentum alone."""
+        self._accumulate([one is master for one in self.masters].index(True), gradient)
+
+    def _accumulate(self, number: int, gradient: Tensor) -> Tensor:
+        momentum = self.state.setdefault(number, torch.zeros_like(self.masters[number]))
+        hyper = torch.tensor(self.hyper[number].row())
+        return momentum_into(gradient, momentum, hyper=hyper, clip=torch.ones(()), nesterov=True)
 
     def _iterate(self, direction: Tensor) -> Tensor:
         norm = direction.double().square().sum().sqrt().float().clamp_min(1e-7)
@@ -208,6 +217,10 @@ class Both:
         """Step masters whose ``grad`` is there."""
         self.muon.step()
         self.adam.step()
+
+    def accumulate(self, master: torch.nn.Parameter, gradient: Tensor) -> None:
+        """Update the momentum of a matrix alone."""
+        self.muon.accumulate(master, gradient)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states, not copies."""
@@ -585,6 +598,8 @@ class LifeCycle:
         else:
             counted = ()
         self._step_expected([*done, *(of_part if moved else [])], counted)
+        if self.is_fused and self.has_muon and not moved:
+            self._accumulate_expected(of_part)
         # A step lets a gather finish before anything can fail
         was_stale = set() if self.expected.is_in_flight else self.expected.stale
         self._spent()
@@ -597,6 +612,14 @@ class LifeCycle:
             lambda param: any(param is one for one in written), quantized={0, failed}
         )
         self.expected.stale = stepped | (was_stale if self.overlap else was_stale - {0})
+
+    def _accumulate_expected(self, params: list[Any]) -> None:
+        expected = self.expected
+        for param, master, total in zip(
+            self.params, expected.masters, expected.gradients, strict=True
+        ):
+            if any(param is one for one in params):
+                expected.adam.accumulate(master, total[0].view_as(master))
 
     @contextmanager
     def _failing_hook(self, part: int, moved: bool) -> Iterator[None]:
@@ -633,7 +656,7 @@ class LifeCycle:
 
     @contextmanager
     def _failing_table(self, part: Any, moved: bool) -> Iterator[None]:
-        """Let the step of Muon's matrices of a part raise before or after all of them."""
+        """Let the step of Muon's matrices of a part raise after all, or after their momentum."""
         launch = MuonTable.launch
 
         def failing(table: Any) -> None:
@@ -642,6 +665,8 @@ class LifeCycle:
                 return
             if moved:
                 launch(table)
+            else:
+                table.momentum.launch()
             raise Tripped
 
         MuonTable.launch = failing

@@ -27,7 +27,7 @@ from moe_optim.kernels.step_table import StepTable
 from moe_optim.optimizer import address_book
 from moe_optim.optimizer.chained import GroupedChainedOptimizer
 from moe_optim.optimizer.distributed import GroupedDistributedOptimizer
-from moe_optim.optimizer.muon_step import MuonTable
+from moe_optim.optimizer.muon_distributed import MuonDistributedOptimizer
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import WeightStorage
 
@@ -362,14 +362,14 @@ def forgotten_masters_have_not_moved() -> None:
 
 def momentum_is_not_kept() -> None:
     """A step of Muon starts from momentum zero."""
-    stock = MuonTable.launch
+    stock = MuonDistributedOptimizer.launch
 
-    def launch(self: MuonTable) -> None:
-        for shard in self.momentum.shards:
-            shard.momentum.zero_()
-        stock(self)
+    def launch(self: MuonDistributedOptimizer, clips: torch.Tensor) -> None:
+        for state in self.optimizer.state.values():
+            state["momentum_buffer"].zero_()
+        stock(self, clips)
 
-    MuonTable.launch = launch
+    MuonDistributedOptimizer.launch = launch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
