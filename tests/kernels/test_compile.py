@@ -13,6 +13,7 @@ from triton import JITFunction
 
 from moe_optim import kernels
 from moe_optim.formats import DIRECTIONS, FORMATS, QuantizedWeight
+from moe_optim.kernels import products
 from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.directed_state import DirectedState
 from moe_optim.kernels.directed_updates import DirectedUpdates
@@ -25,6 +26,7 @@ from moe_optim.kernels.launch_table import LaunchTable, own_slots
 from moe_optim.kernels.matrices import MatrixRows, MatrixShard, gate_and_up
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.momentum import Momentum, Pack, Unpack
+from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
 from moe_optim.kernels.norm import NormInput, NormTable
 from moe_optim.kernels.plan import BoundKernel
 from moe_optim.kernels.step_table import StepTable
@@ -331,6 +333,31 @@ def test_what_surrounds_the_iteration_of_muon_compiles(
             assert one.constants["ALIGNED"] and "ld.global.v4.b32" in asm["ptx"]
 
 
+def kernels_of_iteration(dtype, monkeypatch, *, form, rows=256, cols=384):
+    """Return what a GPU would launch to orthogonalize matrices."""
+    plan_kernels(monkeypatch)
+    monkeypatch.setattr(products, "is_hopper", lambda device: True)
+    monkeypatch.setattr(products, "count_multiprocessors", lambda device: 132)
+    matrices = torch.zeros(2, rows, cols, dtype=dtype)
+    scratch = torch.zeros(scratch_numel(2, rows, cols, form=form), dtype=dtype)
+    steps = ((3.4445, -4.775, 2.0315),) * 3
+    return NewtonSchulz.build(matrices, scratch, coefficients=steps, form=form).kernels
+
+
+@for_dtypes("dtype", {"bf16": torch.bfloat16, "fp16": torch.float16})
+@pytest.mark.parametrize("form", ["plain", "gram"])
+@FOR_EVERY_GPU
+def test_the_iteration_of_muon_compiles(dtype, form, capability, monkeypatch):
+    """Wide and tall matrices: every product runs on tensor cores."""
+    bound = kernels_of_iteration(dtype, monkeypatch, form=form)
+    tall = kernels_of_iteration(dtype, monkeypatch, form=form, rows=384, cols=256)
+    assert len(bound) == len(tall) == (9 if form == "plain" else 10)
+    variants = {(one.kernel.__name__, str(one.constants)): one for one in (*bound, *tall)}
+    for one in variants.values():
+        asm = compile_kernel(one, capability).asm
+        assert asm["cubin"] and ("mma" in asm["ptx"])
+
+
 def kernels_written():
     """Yield the name of every kernel of the package; what else Triton compiles they call."""
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
@@ -346,6 +373,8 @@ def test_every_kernel_that_is_written_is_compiled_here(monkeypatch):
     seen |= {bound.kernel for bound in kernels_of_tensorwise(monkeypatch)}
     around_muon = kernels_of_momentum(torch.float32, torch.bfloat16, monkeypatch, nesterov=True)
     seen |= {bound.kernel for bound in around_muon}
+    iteration = kernels_of_iteration(torch.bfloat16, monkeypatch, form="plain")
+    seen |= {bound.kernel for bound in iteration}
     for format in FORMATS.values():
         seen |= {bound.kernel for bound in kernels_of_health(format, monkeypatch)}
         steps = kernels_of_step(format, torch.float32, torch.float32, decoupled=True)

@@ -8,6 +8,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_optim.kernels import plan
 from moe_optim.kernels.plan import BoundKernel
@@ -35,11 +36,14 @@ def compile_kernel(bound: BoundKernel, capability: int, *given: Any) -> Any:
     """
     arguments = zip(bound.kernel.arg_names, (*bound.arguments, *given), strict=False)
     signature = {name: _type_of(value) for name, value in arguments}
-    signature |= dict.fromkeys(bound.constants, "constexpr")
+    names = set(bound.kernel.arg_names)
+    constants = {name: value for name, value in bound.constants.items() if name in names}
+    options = {name: value for name, value in bound.constants.items() if name not in names}
+    signature |= dict.fromkeys(constants, "constexpr")
     absent = {name: None for name, type in signature.items() if type == "constexpr"}
-    source = ASTSource(bound.kernel, signature, absent | dict(bound.constants))
+    source = ASTSource(bound.kernel, signature, absent | constants)
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=bound.options)
+    return triton.compile(source, target=target, options=bound.options | options)
 
 
 def _type_of(value: Any) -> str:
@@ -47,6 +51,8 @@ def _type_of(value: Any) -> str:
         return "constexpr"
     if isinstance(value, float):
         return "fp32"
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
     return TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
 
 
