@@ -807,6 +807,7 @@ class LifeCycle:
         """Give gradient memory away; what was in it is lost."""
         if self.expected.is_offloaded:
             return
+        self._wait_for_threads()
         self.ddp.offload_grad_buffers()
         if self.shares_memory:
             self._landed()
@@ -846,9 +847,20 @@ class LifeCycle:
 
     def send_all_away(self) -> None:
         """Have all weights on the host, and no gradients, by what verl calls for it."""
+        self._wait_for_threads()
         making_room.send_away_as_verl([self.ddp])
         self._landed()
         self.expected.is_away = self.expected.is_offloaded = self.expected.is_with_verl = True
+
+    def _wait_for_threads(self) -> None:
+        """Wait for what is in flight of unmanaged groups, before their memory is freed.
+
+        Threads of gloo would write into it; on a GPU its stream keeps the order.
+        """
+        for group in (*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups):
+            for handle in (group.param_gather_handle, group.grad_reduce_handle):
+                if not group.managed and handle is not None:
+                    handle.wait()
 
     def rest(self) -> None:
         """Have masters and moments on the host and back, by Megatron's calls."""
