@@ -75,7 +75,7 @@ def pretrain(
         cpu_runtime.install()
     _shrink_mock_data()
     if config is not None and optimizer:
-        installation.install(config, optimizer="muon" if "muon" in flags else "adam")
+        installation.install(config, **({"optimizer": "muon"} if "muon" in flags else {}))
         _settle_optimizer()
     elif config is not None:
         install_experts(config)

@@ -143,11 +143,15 @@ class Orthogonalization:
         return tuple(islice(cycle(steps), self.num_steps))
 
     def scale(self, rows: int, cols: int) -> float:
-        """Return the factor of a result [rows, cols], without the extra scale factor.
+        """Return the factor of a result, without the extra scale factor.
 
         ``spectral``: sqrt(max(rows, cols)) (arXiv:2502.16982). ``unit_rms_norm``: sqrt(rows / cols)
         (arXiv:2502.07529). ``shape_scaling``: sqrt(max(1, rows / cols)), as in Keller Jordan's
-        Muon. A matrix that tensor parallelism cuts has the scale of the whole matrix.
+        Muon.
+
+        Args:
+            rows: rows of the matrix; if tensor parallelism cuts it, of the whole one.
+            cols: columns, likewise.
         """
         squares = {
             "spectral": max(rows, cols),
@@ -177,6 +181,9 @@ def orthogonalize(
         group: process group whose ranks hold the matrix in slices of the columns, or with
             ``transpose`` of the rows. The squared norm and each Gram matrix are summed over it;
             every rank must call.
+
+    Returns:
+        Result, fp32 with the shape of ``x``, not aliasing it.
     """
     if transpose is None:
         transpose = x.size(-2) > x.size(-1)
@@ -209,6 +216,9 @@ def orthogonalize_sharded(
         mode: ``duplicated`` gathers the matrix and iterates on every rank; ``distributed``
             iterates on slices and sums the Gram matrices, whichever side is smaller.
         group: ranks that hold the slices, in their order.
+
+    Returns:
+        Slice of the result, fp32 with the shape of ``x``.
     """
     _check("tensor-parallel mode", mode, get_args(TensorParallelMode))
     if partition_dim is None:

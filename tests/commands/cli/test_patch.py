@@ -37,7 +37,7 @@ def test_check_says_of_each_diff_whether_it_is_applied_and_exits_accordingly(tre
     assert patch("check", tree) == 1
     out = capsys.readouterr().out.splitlines()
     assert [line.rpartition(": ")[2] for line in out] == ["not applied"] * len(DIFFS)
-    assert f"{VICTIM} (param-layout): not applied" in out
+    assert any(line.startswith(f"{VICTIM} (") and "param-layout" in line for line in out)
     patch("apply", tree)
     capsys.readouterr()
     assert patch("check", tree) == 0
