@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from moe_optim.formats import FORMATS, QuantizedWeight, get_format, reference
-from moe_optim.formats.reference.muon import Orthogonalization, apply_into, orthogonalize
+from moe_optim.formats.reference.muon import (
+    Orthogonalization,
+    apply_into,
+    error_bound,
+    orthogonalize,
+)
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.table_entry import TableEntry
 from tests.support.bytes import assert_bytes_equal
@@ -22,8 +27,8 @@ FORMS = {
     "gram": replace(DEFAULTS, iteration="gram"),
     "fp32": replace(DEFAULTS, orthogonalization=Orthogonalization(precision="highest")),
 }
-BOUNDS = {"bf16": 0.03, "fp16": 0.006, "gram": 0.01, "fp32": 1e-4}
-"""Distances from the iteration in fp64, as parts of the update."""
+LARGEST = {"bf16": 0.03, "fp16": 0.006, "gram": 0.01, "fp32": 1e-4}
+"""Largest distances from the iteration in fp64, as parts of the update, for Gaussian matrices."""
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -44,7 +49,11 @@ def test_masters_move_along_the_orthogonalized_momentum(form: str, shape: tuple[
     decayed = before.cpu().double() * (1 - 0.02 * 0.1)
     got = decayed.view_as(exact) - state.master.cpu().double().view_as(exact)
     for number in range(3):
-        assert (got[number] - moved[number]).norm() <= BOUNDS[form] * moved[number].norm()
+        error = (got[number] - moved[number]).norm() / moved[number].norm()
+        assert error <= LARGEST[form]
+        if form in ("bf16", "fp16"):
+            matrix = momentum.view(3, *shape)[number]
+            assert error <= error_bound(how, settings.dtype, matrix, is_folded=True) < 0.3
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)

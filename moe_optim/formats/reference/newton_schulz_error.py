@@ -15,7 +15,9 @@ _GROWTH = 1.5
 """Growth of the largest singular value by rounding up to which first order describes the error."""
 
 
-def error_bound(how: Orthogonalization, dtype: torch.dtype, x: Tensor) -> float:
+def error_bound(
+    how: Orthogonalization, dtype: torch.dtype, x: Tensor, *, is_folded: bool = False
+) -> float:
     """Return a bound of ||computed - exact||_F / ||exact||_F for one matrix.
 
     ``exact`` is the iteration without rounding on the same normalized matrix, as
@@ -60,6 +62,7 @@ def error_bound(how: Orthogonalization, dtype: torch.dtype, x: Tensor) -> float:
         how: coefficients and number of steps.
         dtype: dtype of the iterates, bf16 or fp16.
         x: matrix before normalization, fp32 [R, C], not zero.
+        is_folded: whether W = a I + B is rounded in place of B, and X' = W X, as kernels compute.
     """
     rows, cols = sorted(x.shape)
     normalized = x / torch.linalg.vector_norm(x).clamp_min(EPS)
@@ -72,7 +75,9 @@ def error_bound(how: Orthogonalization, dtype: torch.dtype, x: Tensor) -> float:
     total = 0.0
     steps = zip(reversed(how.coefficients()), reversed(spectra[:-1]), strict=True)
     for coefficients, spectrum in steps:
-        total += _error_of_step(coefficients, spectrum, cols, dtype, gains.abs().amax(0))
+        total += _error_of_step(
+            coefficients, spectrum, cols, dtype, gains.abs().amax(0), is_folded=is_folded
+        )
         gains *= _divided_differences(coefficients, spectrum)
     initial = _rounding(spectra[0], rows * cols, dtype)
     total += _gain(gains.abs().amax(0), spectra[0], cols) * initial
@@ -85,6 +90,8 @@ def _error_of_step(
     cols: int,
     dtype: torch.dtype,
     gains: Tensor,
+    *,
+    is_folded: bool,
 ) -> float:
     """Return the bound of what one step's errors become in the result, in the Frobenius norm.
 
@@ -94,12 +101,15 @@ def _error_of_step(
         cols: number of columns.
         dtype: dtype of the iterates.
         gains: gains of the steps that follow, fp64 [rows, rows + 1].
+        is_folded: as for :func:`error_bound`.
     """
     a, b, c = coefficients
     rows = s.numel()
     gram = s.square()
     polynomial = gram * (b + c * gram)
     result = s * (a + polynomial)
+    if is_folded:
+        polynomial = a + polynomial
     of_gram = _rounding(gram, rows * rows, dtype) + _accumulation(cols) * s.norm().item() ** 2
     of_polynomial = _rounding(polynomial, rows * rows, dtype)
     of_polynomial += abs(c) * _accumulation(rows) * gram.norm().item() ** 2
