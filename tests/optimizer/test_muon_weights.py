@@ -1,0 +1,43 @@
+"""Matrices of a parameter, as Muon sees them."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+from moe_optim.formats.reference.newton_schulz import TensorParallelMode
+from moe_optim.optimizer.muon import MatrixWeight, describe_weight
+from tests.support.steps.muon_steps import DEFAULTS
+
+GROUPS = SimpleNamespace(
+    tp=SimpleNamespace(size=lambda: 2), expt_tp=SimpleNamespace(size=lambda: 2)
+)
+CUT = "decoder.layers.0.self_attention.linear_q_up_proj.weight"
+COPIED = "decoder.layers.0.self_attention.linear_q_down_proj.weight"
+
+
+def _describe(name: str, mode: TensorParallelMode, *, is_cut: bool) -> MatrixWeight:
+    param: Any = torch.nn.Parameter(torch.empty(64, 32, device="meta"))
+    # Transformer Engine marks every weight so, and Megatron corrects it for copies
+    set_tensor_model_parallel_attributes(param, True, 0, 1)
+    if not is_cut:
+        param.tensor_model_parallel = False
+    settings = replace(DEFAULTS, tp_mode=mode)
+    return describe_weight(param, name, SimpleNamespace(gated_linear_unit=True), settings, GROUPS)
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "distributed"])
+def test_a_weight_that_every_tensor_parallel_rank_holds_whole_is_one_matrix(
+    mode: TensorParallelMode,
+):
+    """A down projection of latent attention is not stacked with its copies, which would divide its
+    update by the square root of their number."""
+    copied, cut = _describe(COPIED, mode, is_cut=False), _describe(CUT, mode, is_cut=True)
+    (rows,) = copied.rows
+    assert copied.partition_dim is None
+    assert copied.whole_shape(rows) == (64, 32)
+    assert cut.partition_dim == 0
+    assert cut.whole_shape(rows) == (128, 32)
