@@ -124,7 +124,7 @@ class MuonTable(Plan):
         Raises:
             LayoutError: states with inconsistent tensors.
         """
-        ordered = sorted(states, key=lambda one: one.weight.partition_dim is not None)
+        ordered = sorted(states, key=lambda one: _is_cut(one.weight))
         shards = [_shard(state) for state in ordered]
         momentum = Momentum.build(shards, hyper, clips, nesterov=settings.nesterov, backend=backend)
         updates = DirectedUpdates.build(
@@ -279,7 +279,9 @@ def _form(weight: MatrixWeight, settings: MuonSettings) -> Any:
 
 
 def _is_cut(weight: MatrixWeight) -> bool:
-    return weight.partition_dim is not None
+    """Return whether several ranks hold parts; Megatron marks whole weights of one rank, too."""
+    is_alone = weight.group is None or weight.group.size() == 1
+    return weight.partition_dim is not None and not is_alone
 
 
 def _is_duplicated(weight: MatrixWeight, settings: MuonSettings) -> bool:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,7 +10,9 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 
 from moe_optim.formats.reference.newton_schulz import TensorParallelMode
 from moe_optim.optimizer.muon import MatrixWeight, describe_weight
-from tests.support.steps.muon_steps import DEFAULTS
+from moe_optim.optimizer.muon_step import chunk_numel
+from tests.support.bytes import assert_bytes_equal
+from tests.support.steps.muon_steps import DEFAULTS, make_states, step, weight_of
 
 GROUPS = SimpleNamespace(
     tp=SimpleNamespace(size=lambda: 2), expt_tp=SimpleNamespace(size=lambda: 2)
@@ -41,3 +43,26 @@ def test_a_weight_that_every_tensor_parallel_rank_holds_whole_is_one_matrix(
     assert copied.whole_shape(rows) == (64, 32)
     assert cut.partition_dim == 0
     assert cut.whole_shape(rows) == (128, 32)
+
+
+class OneRank:
+    """Process group of this rank alone, in which no collective runs."""
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return 1
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "distributed"])
+def test_one_tensor_parallel_rank_cuts_nothing(mode: TensorParallelMode):
+    """Experts that expert tensor parallelism of size 1 leaves whole take the room and the iteration
+    of whole matrices, in either expert layout, without a collective."""
+    settings = replace(DEFAULTS, tp_mode=mode)
+    whole = weight_of(32, 64)
+    alone = replace(whole, partition_dim=0, group=cast(Any, OneRank()))
+    assert chunk_numel(alone, 3, settings) == chunk_numel(whole, 3, settings)
+    expected = make_states([(whole, 3)])
+    step(expected, settings)
+    states = [replace(state, weight=alone) for state in make_states([(whole, 3)])]
+    step(states, settings)
+    assert_bytes_equal(states[0].master, expected[0].master, what="master")
