@@ -219,7 +219,8 @@ def chunk_numel(weight: MatrixWeight, count: int, settings: MuonSettings) -> int
         total += 2 * count * weight.numel * width
     for batch in batches:
         total += _batch_numel(weight, batch, count, settings)
-    return total + (4 * len(batches) + 2) * ALIGNMENT
+    most_tensors = 5 * len(batches) + 1  # each may end behind a multiple of ALIGNMENT
+    return total + most_tensors * ALIGNMENT
 
 
 def _batch_numel(weight: MatrixWeight, batch: Batch, count: int, settings: MuonSettings) -> int:

@@ -1,6 +1,6 @@
 """Matrices of a parameter, as Muon sees them."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,8 +9,9 @@ import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
 from moe_optim.formats.reference.newton_schulz import TensorParallelMode
+from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.optimizer.muon import MatrixWeight, describe_weight
-from moe_optim.optimizer.muon_step import chunk_numel
+from moe_optim.optimizer.muon_step import MuonTable, allocate_workspace, chunk_numel
 from tests.support.bytes import assert_bytes_equal
 from tests.support.steps.muon_steps import DEFAULTS, make_states, step, weight_of
 
@@ -45,12 +46,19 @@ def test_a_weight_that_every_tensor_parallel_rank_holds_whole_is_one_matrix(
     assert cut.whole_shape(rows) == (128, 32)
 
 
-class OneRank:
-    """Process group of this rank alone, in which no collective runs."""
+@dataclass(frozen=True)
+class Ranks:
+    """Process group, of which a plan reads the size and this rank."""
+
+    count: int
 
     def size(self) -> int:
         """Return the number of ranks."""
-        return 1
+        return self.count
+
+    def rank(self) -> int:
+        """Return this rank."""
+        return 0
 
 
 @pytest.mark.parametrize("mode", ["duplicated", "distributed"])
@@ -59,10 +67,28 @@ def test_one_tensor_parallel_rank_cuts_nothing(mode: TensorParallelMode):
     of whole matrices, in either expert layout, without a collective."""
     settings = replace(DEFAULTS, tp_mode=mode)
     whole = weight_of(32, 64)
-    alone = replace(whole, partition_dim=0, group=cast(Any, OneRank()))
+    alone = replace(whole, partition_dim=0, group=cast(Any, Ranks(1)))
     assert chunk_numel(alone, 3, settings) == chunk_numel(whole, 3, settings)
     expected = make_states([(whole, 3)])
     step(expected, settings)
     states = [replace(state, weight=alone) for state in make_states([(whole, 3)])]
     step(states, settings)
     assert_bytes_equal(states[0].master, expected[0].master, what="master")
+
+
+@pytest.mark.parametrize(("split", "cols"), [((4, 4, 6, 4), 129), ((2, 1, 1, 1), 1)])
+@pytest.mark.parametrize("partition_dim", [0, 1])
+def test_a_workspace_has_room_for_matrices_of_any_size(
+    split: tuple[int, ...], cols: int, partition_dim: int
+):
+    """Of queries, gates, keys and values, gathered from two ranks; each tensor in the workspace
+    ends just behind a multiple of its alignment."""
+    settings = replace(DEFAULTS, tp_mode="duplicated")
+    group = cast(Any, Ranks(2))
+    weight = replace(weight_of(sum(split), cols, split), partition_dim=partition_dim, group=group)
+    states = make_states([(weight, 1)])
+    workspace = allocate_workspace(states, settings, torch.device("cpu"))
+    table = MuonTable.build(
+        states, settings, torch.zeros(1, HYPER_FIELDS), torch.ones(1), workspace
+    )
+    assert table.num_batches == len(split)
