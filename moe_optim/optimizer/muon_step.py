@@ -117,7 +117,7 @@ class MuonTable(Plan):
             hyper: hyperparameters, [num_groups, HYPER_FIELDS] fp32, stored by reference.
             clips: clip factors, [num_norms] fp32, stored by reference.
             workspace: memory that matrices pass through, [bytes] uint8 on the device of the states,
-                from :func:`allocate_workspace` after :func:`check_workspace`.
+                of :func:`needed_bytes` or more, after :func:`check_workspace`.
             members: tables whose sources are masters of some of the states.
             backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
 
@@ -252,23 +252,43 @@ def check_workspace(weights: Iterable[MatrixWeight], settings: MuonSettings) -> 
         )
 
 
-def allocate_workspace(
-    states: Sequence[MuonState], settings: MuonSettings, device: torch.device
-) -> Tensor:
-    """Allocate what all weights of a class need at once, at most the configured bytes.
+def needed_bytes(weights: Iterable[tuple[MatrixWeight, int]], settings: MuonSettings) -> int:
+    """Return the bytes that all weights of a class need at once, at most the configured ones.
 
-    Returns:
-        Memory for :meth:`MuonTable.build`, [bytes] uint8 on ``device``.
+    Args:
+        weights: each weight, and its number.
+        settings: settings of Muon.
     """
     counts: dict[Any, int] = defaultdict(int)
-    weights: dict[Any, MatrixWeight] = {}
-    for state in states:
-        kind = _class_of(state.weight)
-        counts[kind] += state.count
-        weights[kind] = state.weight
-    numel = max((chunk_numel(weights[kind], counts[kind], settings) for kind in counts), default=0)
-    nbytes = min(settings.workspace_bytes, numel * settings.dtype.itemsize)
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    of_kind: dict[Any, MatrixWeight] = {}
+    for weight, count in weights:
+        kind = _class_of(weight)
+        counts[kind] += count
+        of_kind[kind] = weight
+    numel = max((chunk_numel(of_kind[kind], counts[kind], settings) for kind in counts), default=0)
+    return min(settings.workspace_bytes, numel * settings.dtype.itemsize)
+
+
+class Workspace:
+    """Memory that the matrices of all optimizers of a chain pass through, one after another."""
+
+    def __init__(self) -> None:
+        self._nbytes = 0
+        self._memory: Tensor | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        """Let :meth:`allocated` have ``nbytes`` or more. Call before it."""
+        self._nbytes = max(self._nbytes, nbytes)
+
+    def allocated(self, device: torch.device) -> Tensor:
+        """Return the memory, [bytes] uint8 on ``device``, the same until it is freed."""
+        if self._memory is None:
+            self._memory = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
+        return self._memory
+
+    def free(self) -> None:
+        """Drop the memory, which lives on in the plans that use it."""
+        self._memory = None
 
 
 def _class_of(weight: MatrixWeight) -> tuple[Any, ...]:

@@ -163,3 +163,21 @@ def test_each_matrix_has_one_owner():
         name for name in counts if "experts" in name
     }
     assert all(count in (1, 4) for count in counts.values())
+
+
+def _workspaces(flags: list[str], config: MoEOptimConfig) -> Any:
+    def count(_model: Any, optimizer: Any) -> tuple[int, int]:
+        parts = [part for part in optimizer.chained_optimizers if hasattr(part, "matrices")]
+        chunks = [chunk for part in parts for chunk in part._tables[None].chunks]
+        memory = [one.untyped_storage() for chunk in chunks for one in chunk.places.tensors]
+        return len(parts), sum({one.data_ptr(): one.nbytes() for one in memory}.values())
+
+    return pretrain([*RUN, *flags, "--train-iters", "2"], config, observe=count).extra
+
+
+def test_dense_matrices_and_experts_share_a_workspace():
+    """The knob bounds the memory of both optimizers together."""
+    config = MoEOptimConfig(format="mxfp8", muon_workspace_mib=4)
+    for parts, nbytes in run_ranks(2, _workspaces, [*EP2, "--hidden-size", "256"], config):
+        assert parts == 2
+        assert 2 << 20 < nbytes <= 4 << 20

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from moe_optim.formats.reference.newton_schulz import TensorParallelMode
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.optimizer.muon import MatrixWeight, describe_weight
-from moe_optim.optimizer.muon_step import MuonTable, allocate_workspace, chunk_numel
+from moe_optim.optimizer.muon_step import MuonTable, chunk_numel, needed_bytes
 from tests.support.bytes import assert_bytes_equal
 from tests.support.steps.muon_steps import DEFAULTS, make_states, step, weight_of
 
@@ -87,7 +87,7 @@ def test_a_workspace_has_room_for_matrices_of_any_size(
     group = cast(Any, Ranks(2))
     weight = replace(weight_of(sum(split), cols, split), partition_dim=partition_dim, group=group)
     states = make_states([(weight, 1)])
-    workspace = allocate_workspace(states, settings, torch.device("cpu"))
+    workspace = torch.empty(needed_bytes([(weight, 1)], settings), dtype=torch.uint8)
     table = MuonTable.build(
         states, settings, torch.zeros(1, HYPER_FIELDS), torch.ones(1), workspace
     )
