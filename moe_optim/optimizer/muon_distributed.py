@@ -72,15 +72,17 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
             return
         names = parameter_names(self.model_chunks)
         models = {param: c.config for c in self.model_chunks for param in c.parameters()}
-        for param in flat_params(self):
-            self.matrices[param] = describe_weight(
-                param, names[param], models[param], self.settings, groups
-            )
+        described = {
+            param: describe_weight(param, names[param], models[param], self.settings, groups)
+            for buffer in self.buffers
+            for param in buffer.params
+        }
+        check_workspace(described.values(), self.settings)  # on every rank, not on owners alone
+        self.matrices = {param: described[param] for param in flat_params(self)}
         for param, master in owned_masters(self):
             self._check_owned(param, master)
         weights = {master: self.matrices[param] for param, master in owned_masters(self)}
         self.optimizer.weights = weights
-        check_workspace(self.matrices.values(), self.settings)
         counted = [(weight, master.numel() // weight.numel) for master, weight in weights.items()]
         self._workspace.reserve(needed_bytes(counted, self.settings))
 

@@ -181,3 +181,15 @@ def test_dense_matrices_and_experts_share_a_workspace():
     for parts, nbytes in run_ranks(2, _workspaces, [*EP2, "--hidden-size", "256"], config):
         assert parts == 2
         assert 2 << 20 < nbytes <= 4 << 20
+
+
+def test_a_matrix_that_does_not_fit_is_refused_on_every_rank():
+    """Not by its owner alone, for which the others would wait."""
+    flags = [*RUN, "--hidden-size", "256", "--num-layers", "1"]
+    config = MoEOptimConfig(format="mxfp8", muon_workspace_mib=1)
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(2, pretrain, flags, config)
+    _, *of_ranks = str(caught.value).split("--- rank")
+    assert len(of_ranks) == 2
+    for told in of_ranks:
+        assert "ConfigError: muon_workspace_mib: expected at least 4 for decoder.layers.0" in told
