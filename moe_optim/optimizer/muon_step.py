@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -124,7 +124,8 @@ class MuonTable(Plan):
         Raises:
             LayoutError: states with inconsistent tensors.
         """
-        ordered = sorted(states, key=lambda one: _is_cut(one.weight))
+        groups = list(dict.fromkeys([None, *(_group_of(one.weight) for one in states)]))
+        ordered = sorted(states, key=lambda one: groups.index(_group_of(one.weight)))
         shards = [_shard(state) for state in ordered]
         momentum = Momentum.build(shards, hyper, clips, nesterov=settings.nesterov, backend=backend)
         updates = DirectedUpdates.build(
@@ -305,6 +306,11 @@ def _is_cut(weight: MatrixWeight) -> bool:
     return weight.partition_dim is not None and not is_alone
 
 
+def _group_of(weight: MatrixWeight) -> dist.ProcessGroup | None:
+    """Return the ranks that hold parts of a weight; None if it is whole."""
+    return weight.group if _is_cut(weight) else None
+
+
 def _is_duplicated(weight: MatrixWeight, settings: MuonSettings) -> bool:
     """Return whether every tensor-parallel rank orthogonalizes whole matrices."""
     return _is_cut(weight) and settings.tp_mode == "duplicated"
@@ -362,16 +368,16 @@ class _Planner:
     num_batches: int = field(default=0)
 
     def reductions(self) -> Iterator[Call]:
-        """Yield the sums over ranks of the squares of matrices that tensor parallelism cuts."""
-        starts = [0, *accumulate(one.count * len(one.weight.rows) for one in self.states)]
-        cut = [index for index, one in enumerate(self.states) if _is_cut(one.weight)]
-        by_group: dict[Any, list[int]] = defaultdict(list)
-        for index in cut:
-            by_group[self.states[index].weight.group].append(index)
-        for group, indices in by_group.items():
-            for index in indices:
-                squares = self.momentum.squares[starts[index] : starts[index + 1]]
-                yield partial(dist.all_reduce, squares, group=group)
+        """Yield the sums over ranks of the squares of matrices, one per tensor-parallel group.
+
+        States of one group follow one another.
+        """
+        start = 0
+        for group, members in groupby(self.states, lambda one: _group_of(one.weight)):
+            end = start + sum(one.count * len(one.weight.rows) for one in members)
+            if group is not None:
+                yield partial(dist.all_reduce, self.momentum.squares[start:end], group=group)
+            start = end
 
     def plan(self) -> Iterator[Plan]:
         """Yield one plan per chunk."""

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
 from moe_optim.formats.reference.newton_schulz import TensorParallelMode
@@ -51,6 +52,7 @@ class Ranks:
     """Process group, of which a plan reads the size and this rank."""
 
     count: int
+    name: str = "tp"
 
     def size(self) -> int:
         """Return the number of ranks."""
@@ -92,3 +94,21 @@ def test_a_workspace_has_room_for_matrices_of_any_size(
         states, settings, torch.zeros(1, HYPER_FIELDS), torch.ones(1), workspace
     )
     assert table.num_batches == len(split)
+
+
+def test_ranks_exchange_the_norms_of_all_their_matrices_at_once():
+    """One sum for each tensor-parallel group, however many weights it cuts; none for whole ones."""
+    settings = replace(DEFAULTS, tp_mode="duplicated")
+    weights = [weight_of(32, 64)]
+    for name in ("tp", "expt_tp", "tp", "expt_tp"):
+        weights += [replace(weights[0], partition_dim=0, group=cast(Any, Ranks(2, name)))]
+    states = make_states([(weight, 3) for weight in weights])
+    nbytes = needed_bytes([(weight, 3) for weight in weights], settings)
+    hyper = torch.zeros(len(states), HYPER_FIELDS)
+    workspace = torch.empty(nbytes, dtype=torch.uint8)
+    table = MuonTable.build(states, settings, hyper, torch.ones(1), workspace)
+    reductions = [call for call in table.calls if getattr(call, "func", None) is dist.all_reduce]
+    (first,), (second,) = (cast(Any, call).args for call in reductions)
+    assert len(first) == len(second) == 6
+    assert first.untyped_storage().data_ptr() == table.momentum.squares.untyped_storage().data_ptr()
+    assert len(table.momentum.squares) == 15
