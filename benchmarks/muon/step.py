@@ -283,7 +283,7 @@ class FusedStep:
         import torch
 
         from moe_optim.kernels.member_table import MemberTable
-        from moe_optim.optimizer.muon_step import MuonTable, allocate_workspace, common_scale_of
+        from moe_optim.optimizer.muon_step import MuonTable, common_scale_of, needed_bytes
 
         device = states.masters[0].device
         scales = [common_scale_of(weight, settings) for weight in weights]
@@ -296,13 +296,14 @@ class FusedStep:
                 _entry(format, one.master, (one.count, *one.weight.shape)) for one in of_table
             ]
             members.append(MemberTable.build(entries))
+        nbytes = needed_bytes([(one.weight, one.count) for one in of_table], settings)
         with recorded_plans() as recorded:
             table = MuonTable.build(
                 of_table,
                 settings,
                 _hyper(distinct, device),
                 torch.ones(1, dtype=torch.float32, device=device),
-                allocate_workspace(of_table, settings, device),
+                torch.empty(nbytes, dtype=torch.uint8, device=device),
                 members=members,
             )
         return cls(table=table, parts=parts_of(table, recorded))

@@ -20,6 +20,8 @@ from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_optimizer
 
 logger = logging.getLogger(__name__)
+_NEITHER = ("is_embedding_or_output_parameter", "holds_biases")
+"""Attributes of two-dimensional parameters that are no matrices."""
 _GROUPING = "megatron.core.distributed.distributed_data_parallel:group_params_for_buffers"
 
 
@@ -27,9 +29,10 @@ def is_muon_matrix(param: torch.nn.Parameter) -> bool:
     """Return whether Muon steps ``param``: a matrix [R, C], or the matrices of experts [E, R, C].
 
     Embeddings and output layers are Adam's, by Megatron's rule, and so are 3-D weights without
-    experts, such as those of convolutions. Linears of experts set ``allreduce`` on their weights.
+    experts, such as those of convolutions, and biases of experts [E, R]. Linears of experts set
+    ``allreduce`` on their weights.
     """
-    if getattr(param, "is_embedding_or_output_parameter", False):
+    if any(getattr(param, name, False) for name in _NEITHER):
         return False
     holds_experts = hasattr(param, "quantized_storage") or hasattr(param, "allreduce")
     return param.dim() == 2 or (param.dim() == 3 and holds_experts)

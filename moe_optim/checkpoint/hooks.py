@@ -311,8 +311,13 @@ def _resolve(sharded_state_dict: Any, stored: TorchDistReader) -> None:
     manifests = [key for key in stored.objects if f".{MANIFEST}." in key]
     requesting = list(_states_with_manifests(sharded_state_dict))
     if requesting:
-        is_muon = installed_optimizer() == "muon"
-        require_same_optimizer(state_kinds(stored.tensors), str(checkpoint), is_muon=is_muon)
+        keys = (state[MANIFEST].requester.optimizer.optimizer_state_keys for state in requesting)
+        require_same_optimizer(
+            state_kinds(stored.tensors),
+            str(checkpoint),
+            is_muon=installed_optimizer() == "muon",
+            has_matrices=any(MOMENTUM in held for held in keys),
+        )
     for state in requesting:
         request = state.pop(MANIFEST)
         requester = request.requester

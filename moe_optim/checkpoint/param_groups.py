@@ -71,12 +71,14 @@ def _groups_of(saved: Sequence[dict[Any, Any]]) -> list[Group]:
     return [group for part in saved for group in part["optimizer"]["param_groups"]]
 
 
-def require_groups_of(state_dict: dict[Any, Any], *, is_muon: bool) -> None:
-    """Raise LayoutError unless the optimizer of this run saved the parameter groups."""
+def require_groups_of(state_dict: dict[Any, Any], parts: Sequence[Any], *, is_muon: bool) -> None:
+    """Raise LayoutError unless the optimizer of this run, ``parts``, saved the groups."""
     groups = _groups_of(_saved_parts(state_dict))
     kinds_of = {"momentum": MOMENTUM, "betas": "exp_avg"}
     kinds = {kind for group in groups for name, kind in kinds_of.items() if name in group}
-    require_same_optimizer(kinds, "optimizer", is_muon=is_muon)
+    own = (part.optimizer.param_groups for part in parts if part.optimizer is not None)
+    has_matrices = any("momentum" in group for groups in own for group in groups)
+    require_same_optimizer(kinds, "optimizer", is_muon=is_muon, has_matrices=has_matrices)
 
 
 def as_layer_wise(state_dict: dict[Any, Any]) -> dict[Any, Any]:

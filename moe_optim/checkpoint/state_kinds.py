@@ -20,15 +20,19 @@ def state_kinds(keys: Iterable[str]) -> set[str]:
     return {match["kind"] for match in found if match is not None}
 
 
-def require_same_optimizer(kinds: Collection[str], where: str, *, is_muon: bool) -> None:
+def require_same_optimizer(
+    kinds: Collection[str], where: str, *, is_muon: bool, has_matrices: bool
+) -> None:
     """Raise LayoutError for states of Adam in a run with Muon, and for those of Muon without it.
 
     Args:
         kinds: kinds of the saved states; none if no optimizer was saved.
         where: source in error messages.
-        is_muon: whether this run steps matrices with Muon.
+        is_muon: whether this is a run with Muon.
+        has_matrices: whether Muon steps any parameter of this rank. Where all matrices are frozen,
+            a run with Muon has the states of Adam alone.
     """
-    if not kinds or is_muon == (MOMENTUM in kinds):
+    if not kinds or is_muon == (MOMENTUM in kinds) or (is_muon and not has_matrices):
         return
     wanted, got = "Muon's", "Adam's alone"
     if not is_muon:

@@ -129,7 +129,9 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         if bias:
             for bias_name, shape in self._bias_shapes().items():
                 values = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-                self.register_parameter(bias_name, torch.nn.Parameter(values))
+                biases: Any = torch.nn.Parameter(values)
+                biases.holds_biases = True  # [E, R] is no matrix for Muon
+                self.register_parameter(bias_name, biases)
 
     def _bias_shapes(self) -> dict[str, tuple[int, ...]]:
         experts, rows, _ = self.shape

@@ -278,7 +278,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             LayoutError: another optimizer saved them, or a parameter group has no counterpart.
         """
         if isinstance(state_dict, dict):
-            require_groups_of(state_dict, is_muon=installed_optimizer() == "muon")
+            is_muon = installed_optimizer() == "muon"
+            require_groups_of(state_dict, self.chained_optimizers, is_muon=is_muon)
             state_dict = states_by_part(state_dict, self.chained_optimizers)
         super().load_state_dict(state_dict)
         if graphed := self._graphed_step:

@@ -146,6 +146,8 @@ def describe_weight(
 def _partition_dim(param: torch.nn.Parameter, name: str, group: Any) -> int | None:
     if param.dim() == 3:  # rows of fc1 and columns of fc2 are cut
         return None if group is None or group.size() == 1 else int(bool(_SECOND.search(name)))
+    if getattr(param, "tensor_model_parallel", None) is False:  # every rank has a copy
+        return None
     dim = getattr(param, "partition_dim", None)
     return None if dim == -1 else dim
 

@@ -27,9 +27,10 @@ from moe_optim.optimizer.muon import (
 from moe_optim.optimizer.muon_step import (
     MuonState,
     MuonTable,
-    allocate_workspace,
+    Workspace,
     check_workspace,
     common_scale_of,
+    needed_bytes,
 )
 from moe_optim.weights.names import parameter_names
 
@@ -54,31 +55,36 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
             optimizer: :class:`~moe_optim.optimizer.muon.Muon` over the parameters, or None.
             config: Megatron's ``OptimizerConfig``.
             *args: remaining arguments of Megatron's class.
-            **kwargs: remaining arguments of Megatron's class, and ``groups``: process groups ``tp``
-                and ``expt_tp``.
+            **kwargs: remaining arguments of Megatron's class, ``groups``: process groups ``tp``
+                and ``expt_tp``, and ``workspace``, which the optimizers of a chain share.
 
         Raises:
             ConfigError: a matrix does not fit into the workspace, or a setting is not supported.
             LayoutError: a shard ends inside a matrix.
         """
         groups = kwargs.pop("groups")
+        self._workspace: Workspace = kwargs.pop("workspace")
         super().__init__(optimizer, config, *args, **kwargs)
         self.settings = MuonSettings.of(config, self.moe_optim_config)
         self.matrices: dict[torch.nn.Parameter, MatrixWeight] = {}
         self._rows: list[tuple[int, float]] = []
-        self._workspace: Tensor | None = None
         if self.is_stub_optimizer:
             return
         names = parameter_names(self.model_chunks)
         models = {param: c.config for c in self.model_chunks for param in c.parameters()}
-        for param in flat_params(self):
-            self.matrices[param] = describe_weight(
-                param, names[param], models[param], self.settings, groups
-            )
+        described = {
+            param: describe_weight(param, names[param], models[param], self.settings, groups)
+            for buffer in self.buffers
+            for param in buffer.params
+        }
+        check_workspace(described.values(), self.settings)  # on every rank, not on owners alone
+        self.matrices = {param: described[param] for param in flat_params(self)}
         for param, master in owned_masters(self):
             self._check_owned(param, master)
-        self.optimizer.weights = {m: self.matrices[p] for p, m in owned_masters(self)}
-        check_workspace(self.matrices.values(), self.settings)
+        weights = {master: self.matrices[param] for param, master in owned_masters(self)}
+        self.optimizer.weights = weights
+        counted = [(weight, master.numel() // weight.numel) for master, weight in weights.items()]
+        self._workspace.reserve(needed_bytes(counted, self.settings))
 
     @property
     def optimizer_state_keys(self) -> tuple[str, ...]:
@@ -109,7 +115,8 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
 
     def offload_to_cpu(self) -> None:
         """Move masters and momenta to the host, and free the workspace."""
-        self._tables, self._tables_generation, self._workspace = {}, 0, None
+        self._tables, self._tables_generation = {}, 0
+        self._workspace.free()
         super().offload_to_cpu()
 
     def _plan_tables(self) -> dict[ManagedBucket | None, Any]:
@@ -135,8 +142,6 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
             for (param, master), key in zip(owned, keys, strict=True)
             if master.numel()
         ]
-        if self._workspace is None:
-            self._workspace = allocate_workspace(states, self.settings, self._clips.device)
         self._planned = {bucket: self._plan_bucket(bucket) for bucket in self._buckets}
         members = [table for _, table in self._planned.values() if table is not None]
         table = MuonTable.build(
@@ -144,7 +149,7 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
             self.settings,
             self._hyper,
             self._clips,
-            self._workspace,
+            self._workspace.allocated(self._clips.device),
             members=members,
             backend=self.moe_optim_config.backend,
         )

@@ -19,6 +19,7 @@ from moe_optim.integration.installation import installed_optimizer
 from moe_optim.optimizer.chained import GroupedChainedOptimizer
 from moe_optim.optimizer.muon import Muon, tag_roles
 from moe_optim.optimizer.muon_distributed import MuonDistributedOptimizer
+from moe_optim.optimizer.muon_step import Workspace
 from moe_optim.weights.names import parameter_names
 
 Part = tuple[str, bool]
@@ -80,6 +81,7 @@ class _Builder:
             given, chunks, use_gloo
         )
         self.use_gloo = use_gloo
+        self.workspace = Workspace()
 
     def build(self, part: Part, param_groups: list[dict[str, Any]]) -> Any:
         """Return the distributed optimizer of a part."""
@@ -122,6 +124,7 @@ class _Builder:
             None,
             create_momenta,
             groups=self.groups,
+            workspace=self.workspace,
             **arguments,
         )
         optimizer.grad_stats_parallel_group = self.of_ranks["intra_dist_opt_group"]

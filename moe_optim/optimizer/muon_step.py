@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -117,14 +117,15 @@ class MuonTable(Plan):
             hyper: hyperparameters, [num_groups, HYPER_FIELDS] fp32, stored by reference.
             clips: clip factors, [num_norms] fp32, stored by reference.
             workspace: memory that matrices pass through, [bytes] uint8 on the device of the states,
-                from :func:`allocate_workspace` after :func:`check_workspace`.
+                of :func:`needed_bytes` or more, after :func:`check_workspace`.
             members: tables whose sources are masters of some of the states.
             backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
 
         Raises:
             LayoutError: states with inconsistent tensors.
         """
-        ordered = sorted(states, key=lambda one: one.weight.partition_dim is not None)
+        groups = list(dict.fromkeys([None, *(_group_of(one.weight) for one in states)]))
+        ordered = sorted(states, key=lambda one: groups.index(_group_of(one.weight)))
         shards = [_shard(state) for state in ordered]
         momentum = Momentum.build(shards, hyper, clips, nesterov=settings.nesterov, backend=backend)
         updates = DirectedUpdates.build(
@@ -219,7 +220,8 @@ def chunk_numel(weight: MatrixWeight, count: int, settings: MuonSettings) -> int
         total += 2 * count * weight.numel * width
     for batch in batches:
         total += _batch_numel(weight, batch, count, settings)
-    return total + (4 * len(batches) + 2) * ALIGNMENT
+    most_tensors = 5 * len(batches) + 1  # each may end behind a multiple of ALIGNMENT
+    return total + most_tensors * ALIGNMENT
 
 
 def _batch_numel(weight: MatrixWeight, batch: Batch, count: int, settings: MuonSettings) -> int:
@@ -251,23 +253,43 @@ def check_workspace(weights: Iterable[MatrixWeight], settings: MuonSettings) -> 
         )
 
 
-def allocate_workspace(
-    states: Sequence[MuonState], settings: MuonSettings, device: torch.device
-) -> Tensor:
-    """Allocate what all weights of a class need at once, at most the configured bytes.
+def needed_bytes(weights: Iterable[tuple[MatrixWeight, int]], settings: MuonSettings) -> int:
+    """Return the bytes that all weights of a class need at once, at most the configured ones.
 
-    Returns:
-        Memory for :meth:`MuonTable.build`, [bytes] uint8 on ``device``.
+    Args:
+        weights: each weight, and its number.
+        settings: settings of Muon.
     """
     counts: dict[Any, int] = defaultdict(int)
-    weights: dict[Any, MatrixWeight] = {}
-    for state in states:
-        kind = _class_of(state.weight)
-        counts[kind] += state.count
-        weights[kind] = state.weight
-    numel = max((chunk_numel(weights[kind], counts[kind], settings) for kind in counts), default=0)
-    nbytes = min(settings.workspace_bytes, numel * settings.dtype.itemsize)
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    of_kind: dict[Any, MatrixWeight] = {}
+    for weight, count in weights:
+        kind = _class_of(weight)
+        counts[kind] += count
+        of_kind[kind] = weight
+    numel = max((chunk_numel(of_kind[kind], counts[kind], settings) for kind in counts), default=0)
+    return min(settings.workspace_bytes, numel * settings.dtype.itemsize)
+
+
+class Workspace:
+    """Memory that the matrices of all optimizers of a chain pass through, one after another."""
+
+    def __init__(self) -> None:
+        self._nbytes = 0
+        self._memory: Tensor | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        """Let :meth:`allocated` have ``nbytes`` or more. Call before it."""
+        self._nbytes = max(self._nbytes, nbytes)
+
+    def allocated(self, device: torch.device) -> Tensor:
+        """Return the memory, [bytes] uint8 on ``device``, the same until it is freed."""
+        if self._memory is None:
+            self._memory = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
+        return self._memory
+
+    def free(self) -> None:
+        """Drop the memory, which lives on in the plans that use it."""
+        self._memory = None
 
 
 def _class_of(weight: MatrixWeight) -> tuple[Any, ...]:
@@ -279,7 +301,14 @@ def _form(weight: MatrixWeight, settings: MuonSettings) -> Any:
 
 
 def _is_cut(weight: MatrixWeight) -> bool:
-    return weight.partition_dim is not None
+    """Return whether several ranks hold parts; Megatron marks whole weights of one rank, too."""
+    is_alone = weight.group is None or weight.group.size() == 1
+    return weight.partition_dim is not None and not is_alone
+
+
+def _group_of(weight: MatrixWeight) -> dist.ProcessGroup | None:
+    """Return the ranks that hold parts of a weight; None if it is whole."""
+    return weight.group if _is_cut(weight) else None
 
 
 def _is_duplicated(weight: MatrixWeight, settings: MuonSettings) -> bool:
@@ -339,16 +368,16 @@ class _Planner:
     num_batches: int = field(default=0)
 
     def reductions(self) -> Iterator[Call]:
-        """Yield the sums over ranks of the squares of matrices that tensor parallelism cuts."""
-        starts = [0, *accumulate(one.count * len(one.weight.rows) for one in self.states)]
-        cut = [index for index, one in enumerate(self.states) if _is_cut(one.weight)]
-        by_group: dict[Any, list[int]] = defaultdict(list)
-        for index in cut:
-            by_group[self.states[index].weight.group].append(index)
-        for group, indices in by_group.items():
-            for index in indices:
-                squares = self.momentum.squares[starts[index] : starts[index + 1]]
-                yield partial(dist.all_reduce, squares, group=group)
+        """Yield the sums over ranks of the squares of matrices, one per tensor-parallel group.
+
+        States of one group follow one another.
+        """
+        start = 0
+        for group, members in groupby(self.states, lambda one: _group_of(one.weight)):
+            end = start + sum(one.count * len(one.weight.rows) for one in members)
+            if group is not None:
+                yield partial(dist.all_reduce, self.momentum.squares[start:end], group=group)
+            start = end
 
     def plan(self) -> Iterator[Plan]:
         """Yield one plan per chunk."""

@@ -13,6 +13,7 @@ from moe_optim.buckets.layout import Slot, plan_buffers, side_by_side
 from moe_optim.buckets.matrix_buffers import is_muon_matrix, matrix_param_layout, tag_matrices
 from moe_optim.buckets.matrix_layout import iteration_cost, lay_out_matrices
 from moe_optim.errors import LayoutError
+from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import FORMATS
 from tests.support.states.buckets import make_params
 
@@ -59,6 +60,14 @@ def test_muon_steps_matrices_that_are_neither_embeddings_nor_filters(param, expe
 def test_muon_steps_quantized_weights_of_experts(format):
     (param,) = make_params(format, side_by_side([(2, 128, 256)]))
     assert is_muon_matrix(param)
+
+
+@pytest.mark.parametrize("expert_layout", ["grouped", "indexed"])
+def test_muon_steps_no_bias_of_experts(expert_layout):
+    """Neither one vector per expert, nor all of them as [E, R]."""
+    linear = GroupedLinear(4, 128, 256, format=None, bias=True, expert_layout=expert_layout)
+    assert linear.biases()
+    assert not any(map(is_muon_matrix, linear.biases()))
 
 
 def test_megatron_separates_matrices_of_experts_by_shape():

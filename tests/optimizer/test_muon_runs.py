@@ -163,3 +163,33 @@ def test_each_matrix_has_one_owner():
         name for name in counts if "experts" in name
     }
     assert all(count in (1, 4) for count in counts.values())
+
+
+def _workspaces(flags: list[str], config: MoEOptimConfig) -> Any:
+    def count(_model: Any, optimizer: Any) -> tuple[int, int]:
+        parts = [part for part in optimizer.chained_optimizers if hasattr(part, "matrices")]
+        chunks = [chunk for part in parts for chunk in part._tables[None].chunks]
+        memory = [one.untyped_storage() for chunk in chunks for one in chunk.places.tensors]
+        return len(parts), sum({one.data_ptr(): one.nbytes() for one in memory}.values())
+
+    return pretrain([*RUN, *flags, "--train-iters", "2"], config, observe=count).extra
+
+
+def test_dense_matrices_and_experts_share_a_workspace():
+    """The knob bounds the memory of both optimizers together."""
+    config = MoEOptimConfig(format="mxfp8", muon_workspace_mib=4)
+    for parts, nbytes in run_ranks(2, _workspaces, [*EP2, "--hidden-size", "256"], config):
+        assert parts == 2
+        assert 2 << 20 < nbytes <= 4 << 20
+
+
+def test_a_matrix_that_does_not_fit_is_refused_on_every_rank():
+    """Not by its owner alone, for which the others would wait."""
+    flags = [*RUN, "--hidden-size", "256", "--num-layers", "1"]
+    config = MoEOptimConfig(format="mxfp8", muon_workspace_mib=1)
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(2, pretrain, flags, config)
+    _, *of_ranks = str(caught.value).split("--- rank")
+    assert len(of_ranks) == 2
+    for told in of_ranks:
+        assert "ConfigError: muon_workspace_mib: expected at least 4 for decoder.layers.0" in told

@@ -51,9 +51,17 @@ def _train(flags: list[str], format: str, without: list[str]) -> Any:
     return pretrain(
         [*RUN, *OVERLAP, *flags],
         MoEOptimConfig(format=format, step="fused"),
-        observe=assert_weights_come_from_masters,
+        observe=_assert_is_as_it_should,
         without=without,
     )
+
+
+def _assert_is_as_it_should(model: list[Any], optimizer: Any) -> None:
+    assert_weights_come_from_masters(model, optimizer)
+    parts = [part for part in optimizer.chained_optimizers if hasattr(part, "matrices")]
+    names = [weight.name for part in parts for weight in part.matrices.values()]
+    assert names
+    assert not any("embedding" in name or "bias" in name for name in names)
 
 
 def _assert_trains(ranks: int, format: str, flags: list[str], without: list[str]) -> None:

@@ -14,8 +14,8 @@ from moe_optim.optimizer.muon import MatrixWeight, MuonSettings, hyper_of
 from moe_optim.optimizer.muon_step import (
     MuonState,
     MuonTable,
-    allocate_workspace,
     common_scale_of,
+    needed_bytes,
 )
 
 GROUP: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
@@ -81,7 +81,8 @@ def step(
         scale = common_scale_of(state.weight, settings)
         row = hyper_of(GROUP, scale, how.extra_scale_factor).row()
         hyper[state.group, : len(row)] = torch.tensor(row)
-    workspace = allocate_workspace(states, settings, device)
+    nbytes = needed_bytes([(state.weight, state.count) for state in states], settings)
+    workspace = torch.empty(nbytes, dtype=torch.uint8, device=device)
     clips = torch.full((1,), clip, device=device)
     table = MuonTable.build(states, settings, hyper, clips, workspace, members=members)
     table.launch()

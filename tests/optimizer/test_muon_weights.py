@@ -1,0 +1,114 @@
+"""Matrices of a parameter, as Muon sees them."""
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+from moe_optim.formats.reference.newton_schulz import TensorParallelMode
+from moe_optim.kernels.fields import HYPER_FIELDS
+from moe_optim.optimizer.muon import MatrixWeight, describe_weight
+from moe_optim.optimizer.muon_step import MuonTable, chunk_numel, needed_bytes
+from tests.support.bytes import assert_bytes_equal
+from tests.support.steps.muon_steps import DEFAULTS, make_states, step, weight_of
+
+GROUPS = SimpleNamespace(
+    tp=SimpleNamespace(size=lambda: 2), expt_tp=SimpleNamespace(size=lambda: 2)
+)
+CUT = "decoder.layers.0.self_attention.linear_q_up_proj.weight"
+COPIED = "decoder.layers.0.self_attention.linear_q_down_proj.weight"
+
+
+def _describe(name: str, mode: TensorParallelMode, *, is_cut: bool) -> MatrixWeight:
+    param: Any = torch.nn.Parameter(torch.empty(64, 32, device="meta"))
+    # Transformer Engine marks every weight so, and Megatron corrects it for copies
+    set_tensor_model_parallel_attributes(param, True, 0, 1)
+    if not is_cut:
+        param.tensor_model_parallel = False
+    settings = replace(DEFAULTS, tp_mode=mode)
+    return describe_weight(param, name, SimpleNamespace(gated_linear_unit=True), settings, GROUPS)
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "distributed"])
+def test_a_weight_that_every_tensor_parallel_rank_holds_whole_is_one_matrix(
+    mode: TensorParallelMode,
+):
+    """A down projection of latent attention is not stacked with its copies, which would divide its
+    update by the square root of their number."""
+    copied, cut = _describe(COPIED, mode, is_cut=False), _describe(CUT, mode, is_cut=True)
+    (rows,) = copied.rows
+    assert copied.partition_dim is None
+    assert copied.whole_shape(rows) == (64, 32)
+    assert cut.partition_dim == 0
+    assert cut.whole_shape(rows) == (128, 32)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Process group, of which a plan reads the size and this rank."""
+
+    count: int
+    name: str = "tp"
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self.count
+
+    def rank(self) -> int:
+        """Return this rank."""
+        return 0
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "distributed"])
+def test_one_tensor_parallel_rank_cuts_nothing(mode: TensorParallelMode):
+    """Experts that expert tensor parallelism of size 1 leaves whole take the room and the iteration
+    of whole matrices, in either expert layout, without a collective."""
+    settings = replace(DEFAULTS, tp_mode=mode)
+    whole = weight_of(32, 64)
+    alone = replace(whole, partition_dim=0, group=cast(Any, Ranks(1)))
+    assert chunk_numel(alone, 3, settings) == chunk_numel(whole, 3, settings)
+    expected = make_states([(whole, 3)])
+    step(expected, settings)
+    states = [replace(state, weight=alone) for state in make_states([(whole, 3)])]
+    step(states, settings)
+    assert_bytes_equal(states[0].master, expected[0].master, what="master")
+
+
+@pytest.mark.parametrize(("split", "cols"), [((4, 4, 6, 4), 129), ((2, 1, 1, 1), 1)])
+@pytest.mark.parametrize("partition_dim", [0, 1])
+def test_a_workspace_has_room_for_matrices_of_any_size(
+    split: tuple[int, ...], cols: int, partition_dim: int
+):
+    """Of queries, gates, keys and values, gathered from two ranks; each tensor in the workspace
+    ends just behind a multiple of its alignment."""
+    settings = replace(DEFAULTS, tp_mode="duplicated")
+    group = cast(Any, Ranks(2))
+    weight = replace(weight_of(sum(split), cols, split), partition_dim=partition_dim, group=group)
+    states = make_states([(weight, 1)])
+    workspace = torch.empty(needed_bytes([(weight, 1)], settings), dtype=torch.uint8)
+    table = MuonTable.build(
+        states, settings, torch.zeros(1, HYPER_FIELDS), torch.ones(1), workspace
+    )
+    assert table.num_batches == len(split)
+
+
+def test_ranks_exchange_the_norms_of_all_their_matrices_at_once():
+    """One sum for each tensor-parallel group, however many weights it cuts; none for whole ones."""
+    settings = replace(DEFAULTS, tp_mode="duplicated")
+    weights = [weight_of(32, 64)]
+    for name in ("tp", "expt_tp", "tp", "expt_tp"):
+        weights += [replace(weights[0], partition_dim=0, group=cast(Any, Ranks(2, name)))]
+    states = make_states([(weight, 3) for weight in weights])
+    nbytes = needed_bytes([(weight, 3) for weight in weights], settings)
+    hyper = torch.zeros(len(states), HYPER_FIELDS)
+    workspace = torch.empty(nbytes, dtype=torch.uint8)
+    table = MuonTable.build(states, settings, hyper, torch.ones(1), workspace)
+    reductions = [call for call in table.calls if getattr(call, "func", None) is dist.all_reduce]
+    (first,), (second,) = (cast(Any, call).args for call in reductions)
+    assert len(first) == len(second) == 6
+    assert first.untyped_storage().data_ptr() == table.momentum.squares.untyped_storage().data_ptr()
+    assert len(table.momentum.squares) == 15
