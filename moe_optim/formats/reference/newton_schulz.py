@@ -109,7 +109,7 @@ class Orthogonalization:
     """Settings of the Newton-Schulz iteration and of the scale of its result."""
 
     coefficient_type: str = "quintic"
-    """Key of :data:`COEFFICIENTS`."""
+    """Key of ``COEFFICIENTS``."""
     num_steps: int = 5
     """Number of iterations, at least 1."""
     scale_mode: ScaleMode = "spectral"
