@@ -225,8 +225,8 @@ def _entry(
 def recorded_plans() -> Iterator[Recorded]:
     """Record the plans of each part of all :class:`MuonTable` built in the block."""
     from moe_optim.kernels.directed_updates import DirectedUpdates
-    from moe_optim.kernels.momentum import Pack, Unpack
     from moe_optim.kernels.newton_schulz import NewtonSchulz
+    from moe_optim.kernels.packing import Pack, Unpack
 
     recorded: Recorded = []
 

@@ -18,8 +18,9 @@ from moe_optim.kernels.directed_state import DirectedState
 from moe_optim.kernels.directed_updates import DirectedUpdates
 from moe_optim.kernels.matrices import MatrixShard, Piece
 from moe_optim.kernels.member_table import MemberTable
-from moe_optim.kernels.momentum import Momentum, Pack, Unpack
+from moe_optim.kernels.momentum import Momentum
 from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
+from moe_optim.kernels.packing import Pack, Unpack
 from moe_optim.kernels.plan import Call, Plan
 from moe_optim.optimizer.muon import MatrixWeight, MuonSettings
 from moe_optim.places import Places

@@ -7,7 +7,8 @@ import torch
 
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.matrices import MatrixRows, MatrixShard, gate_and_up, qkv_rows
-from moe_optim.kernels.momentum import Momentum, Pack, Unpack
+from moe_optim.kernels.momentum import Momentum
+from moe_optim.kernels.packing import Pack, Unpack
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import normal_weights, wide_range_weights, with_specials
 from tests.support.steps.launches import assert_neither_allocates_nor_waits

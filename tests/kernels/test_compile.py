@@ -25,9 +25,10 @@ from moe_optim.kernels.health import HealthEntry, HealthTable
 from moe_optim.kernels.launch_table import LaunchTable, own_slots
 from moe_optim.kernels.matrices import MatrixRows, MatrixShard, gate_and_up
 from moe_optim.kernels.member_table import MemberTable
-from moe_optim.kernels.momentum import Momentum, Pack, Unpack
+from moe_optim.kernels.momentum import Momentum
 from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
 from moe_optim.kernels.norm import NormInput, NormTable
+from moe_optim.kernels.packing import Pack, Unpack
 from moe_optim.kernels.plan import BoundKernel
 from moe_optim.kernels.step_table import StepTable
 from moe_optim.kernels.table_entry import TableEntry

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_optim.errors import LayoutError
-from moe_optim.kernels import momentum as plans
+from moe_optim.kernels import momentum, packing
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.matrices import MatrixRows, MatrixShard, gate_and_up, qkv_rows
-from moe_optim.kernels.momentum import Momentum, Pack, Unpack
+from moe_optim.kernels.momentum import Momentum
+from moe_optim.kernels.packing import Pack, Unpack
 from moe_optim.kernels.tuning import FlatTile
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import normal_weights, wide_range_weights, with_specials
@@ -35,7 +36,7 @@ SMALL = {
 def small_tiles(monkeypatch):
     """Matrices of several parts and tiles at sizes that are soon run."""
     for name, value in SMALL.items():
-        monkeypatch.setattr(plans, name, value)
+        monkeypatch.setattr(packing if name.startswith("PACK") else momentum, name, value)
 
 
 BOTH = pytest.mark.parametrize("nesterov", [True, False], ids=["nesterov", "plain"])

@@ -1,0 +1,238 @@
+"""Plans around the iteration of a Muon step: packing directions into batches, and unpacking."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moe_optim.errors import LayoutError
+from moe_optim.kernels.matrices import Piece
+from moe_optim.kernels.matrix_table import MatrixTable
+from moe_optim.kernels.momentum import check_indices, direction_of, tensors_of
+from moe_optim.kernels.plan import Backend, BoundKernel, Call, Plan, require_flat, takes_kernels
+from moe_optim.kernels.tuning import PACK_PART, PACK_TILE
+from moe_optim.places import Places
+
+SMALLEST_NORM = 1e-7
+"""Smallest norm that a matrix is divided by, as in emerging-optimizers 0.3.0."""
+
+_PACKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Pack(Plan):
+    """Plan that writes directions, divided by their norms, to a batch. See :meth:`build`."""
+
+    pieces: tuple[Piece, ...]
+    """Matrices of the batch, in order."""
+    squares: Tensor
+    """Sums of squares, [num_squares] fp64, read at every launch."""
+    packed: Tensor
+    """Batch, [B, M, N]."""
+
+    @classmethod
+    def build(
+        cls,
+        pieces: Sequence[Piece],
+        squares: Tensor,
+        packed: Tensor,
+        hyper: Tensor,
+        clips: Tensor,
+        *,
+        nesterov: bool,
+        backend: Backend = "auto",
+    ) -> "Pack":
+        """Plan what a launch writes after that of :class:`Momentum`.
+
+        With ``m`` the updated momentum::
+
+            u = lerp(clip * gradient, m, momentum)      without Nesterov or with a negative clip: m
+            x = u / max(sqrt(sum of u^2), 1e-7)
+
+        Args:
+            pieces: matrices of one shape, from :meth:`Momentum.piece`, whose gradients still hold
+                what the momentum was updated with.
+            squares: :attr:`Momentum.squares`.
+            packed: batch that is written, [B, M, N] bf16, fp16 or fp32, contiguous: matrix b is the
+                b-th of the pieces.
+            hyper: table that the momentum was updated with.
+            clips: factors that the gradients were multiplied with.
+            nesterov: whether the direction is Nesterov's.
+            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
+
+        Raises:
+            LayoutError: matrices of other shapes or another number than the batch has.
+        """
+        device = hyper.device
+        _check_batch("pack", pieces, packed, device)
+        require_flat("pack: squares", squares, squares.numel(), [torch.float64], device)
+        for piece in pieces:
+            piece.shard.check()
+            check_indices(piece.shard, hyper, clips)
+            if not 0 <= piece.start <= len(squares) - piece.shard.num_matrices:
+                raise LayoutError(
+                    f"pack: squares: expected those of {piece.shard.num_matrices} matrices of "
+                    f"{piece.shard.parameter} from {piece.start} on, got {len(squares)} in all. "
+                    "Pass the squares of the Momentum that made the piece."
+                )
+        calls: tuple[Call, ...] = (partial(_pack, pieces, squares, packed, hyper, clips, nesterov),)
+        if takes_kernels(backend, device, e4m3=False):
+            calls = tuple(_bind_pack(pieces, squares, packed, hyper, clips, nesterov))
+        return cls(
+            device=device,
+            calls=calls,
+            places=Places([packed, *tensors_of(pieces, gradients=nesterov)]),
+            pieces=tuple(pieces),
+            squares=squares,
+            packed=packed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Unpack(Plan):
+    """Plan that copies a batch to rows of weights. See :meth:`build`."""
+
+    pieces: tuple[Piece, ...]
+    """Matrices of the batch, in order."""
+    packed: Tensor
+    """Batch, [B, M, N]."""
+    weights: Tensor
+    """Elements of all weights of the pieces, [n]."""
+
+    @classmethod
+    def build(
+        cls,
+        packed: Tensor,
+        pieces: Sequence[Piece],
+        weights: Tensor,
+        *,
+        backend: Backend = "auto",
+    ) -> "Unpack":
+        """Plan the inverse of :class:`Pack`'s permutation of rows.
+
+        Args:
+            packed: batch, [B, M, N] bf16, fp16 or fp32, contiguous.
+            pieces: matrices of the batch, as they were packed.
+            weights: elements that are written, [n] of the batch's dtype, contiguous: the weights of
+                the pieces, one piece after the other. Rows of other matrices are not written.
+            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
+
+        Raises:
+            LayoutError: matrices or weights that the tensors do not have.
+        """
+        device = packed.device
+        _check_batch("unpack", pieces, packed, device)
+        numel = sum(one.numel for one in pieces)
+        require_flat("unpack: weights", weights, numel, [packed.dtype], device)
+        calls: tuple[Call, ...] = (partial(_unpack, packed, pieces, weights),)
+        if takes_kernels(backend, device, e4m3=False):
+            calls = tuple(_bind_unpack(packed, pieces, weights))
+        return cls(
+            device=device,
+            calls=calls,
+            places=Places([packed, weights]),
+            pieces=tuple(pieces),
+            packed=packed,
+            weights=weights,
+        )
+
+
+def _check_batch(where: str, pieces: Sequence[Piece], packed: Tensor, device: torch.device) -> None:
+    count = sum(one.num_matrices for one in pieces)
+    has_shape = packed.dim() == 3 and len(packed) == count and packed.is_contiguous()
+    if not has_shape or packed.dtype not in _PACKED_DTYPES or packed.device != device:
+        raise LayoutError(
+            f"{where}: expected a batch [{count}, M, N] bf16, fp16 or fp32 on {device}, "
+            f"contiguous, got {list(packed.shape)} {packed.dtype} on {packed.device} with strides "
+            f"{list(packed.stride())}. Pass one entry per matrix of the pieces."
+        )
+    for index, piece in enumerate(pieces):
+        piece.check(f"{where}: pieces[{index}]", (packed.shape[1], packed.shape[2]))
+
+
+def _bind_pack(
+    pieces: Sequence[Piece],
+    squares: Tensor,
+    packed: Tensor,
+    hyper: Tensor,
+    clips: Tensor,
+    nesterov: bool,
+) -> Iterator[BoundKernel]:
+    from moe_optim.kernels.momentum_kernel import pack_kernel
+
+    table = MatrixTable.of_state(pieces, packed)
+    parts, _ = table.cut(PACK_PART)
+    matrices = table.rows.to(packed.device)
+    for kind, rows in parts.items():
+        yield BoundKernel(
+            pack_kernel,
+            len(rows),
+            matrices,
+            rows.to(packed.device),
+            hyper,
+            clips,
+            squares,
+            packed,
+            GRADIENT_FP32=kind.gradient_size == torch.float32.itemsize,
+            NESTEROV=nesterov,
+            CONTIGUOUS=kind.contiguous,
+            ALIGNED=kind.aligned,
+            TILE=PACK_TILE.numel,
+            num_warps=PACK_TILE.num_warps,
+        )
+
+
+def _bind_unpack(packed: Tensor, pieces: Sequence[Piece], weights: Tensor) -> Iterator[BoundKernel]:
+    from moe_optim.kernels.momentum_kernel import unpack_kernel
+
+    table = MatrixTable.of_weights(pieces, weights, packed)
+    parts, _ = table.cut(PACK_PART)
+    matrices = table.rows.to(packed.device)
+    for kind, rows in parts.items():
+        yield BoundKernel(
+            unpack_kernel,
+            len(rows),
+            matrices,
+            rows.to(packed.device),
+            packed,
+            CONTIGUOUS=kind.contiguous,
+            ALIGNED=kind.aligned,
+            TILE=PACK_TILE.numel,
+            num_warps=PACK_TILE.num_warps,
+        )
+
+
+def _pack(
+    pieces: Sequence[Piece],
+    squares: Tensor,
+    packed: Tensor,
+    hyper: Tensor,
+    clips: Tensor,
+    nesterov: bool,
+) -> None:
+    batches = packed.split([one.num_matrices for one in pieces])
+    for piece, batch in zip(pieces, batches, strict=True):
+        shard = piece.shard
+        row, clip = hyper[shard.group], clips[shard.norm]
+        numel = shard.shape[1] * shard.shape[2]
+        owned = slice(piece.first * numel, piece.last * numel)
+        direction = direction_of(shard, owned, row, clip, nesterov)
+        per_weight = squares[piece.start : piece.start + shard.num_matrices]
+        per_weight = per_weight.view(shard.shape[0], -1)[piece.first : piece.last]
+        targets = batch.unflatten(0, (piece.last - piece.first, len(piece.taken))).unbind(1)
+        for index, target in zip(piece.taken, targets, strict=True):
+            norms = per_weight[:, index].sqrt().float().clamp_min(SMALLEST_NORM)
+            matrices = piece.view(direction, index) / norms[:, None, None, None]
+            target.copy_(matrices.reshape(target.shape))
+
+
+def _unpack(packed: Tensor, pieces: Sequence[Piece], weights: Tensor) -> None:
+    batches = packed.split([one.num_matrices for one in pieces])
+    flat = weights.split([one.numel for one in pieces])
+    for piece, batch, values in zip(pieces, batches, flat, strict=True):
+        sources = batch.unflatten(0, (piece.last - piece.first, len(piece.taken))).unbind(1)
+        for index, source in zip(piece.taken, sources, strict=True):
+            target = piece.view(values, index)
+            target.copy_(source.reshape(target.shape))
