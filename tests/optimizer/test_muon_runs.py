@@ -106,6 +106,20 @@ def test_wires_layouts_and_workspaces_agree(format: str):
                 assert_same_run(record, expected[rank], what=f"{what}, rank {rank}")
 
 
+def _train_with_biases(config: MoEOptimConfig) -> dict[int, float]:
+    return pretrain(RUN, config, without=["--disable-bias-linear"]).losses
+
+
+@pytest.mark.extended
+def test_layouts_agree_where_experts_have_biases():
+    """Biases of all experts in one parameter [E, R] are Adam's, as those of each expert are."""
+    grouped = MoEOptimConfig(format="mxfp8")
+    expected = run_ranks(2, _train_with_biases, grouped)
+    got = run_ranks(2, _train_with_biases, replace(grouped, expert_layout="indexed"))
+    assert len(expected[1]) == 5
+    assert got[1] == expected[1]
+
+
 def _shapes_of_gate_and_up(flags: list[str], config: MoEOptimConfig) -> Any:
     def count(_model: Any, optimizer: Any) -> dict[str, list[int]]:
         return {
