@@ -394,6 +394,9 @@ RULES: tuple[Rule, ...] = (
          lambda s: s.optimizer.optimizer_cuda_graph and s.optimizer.muon_tp_mode != "blockwise"
          and any(max(m.tensor_model_parallel_size, _expert_tp(m)) > 1 for m in s.models),
          "ranks would have to replay their collectives together", "Give blockwise, or drop it"),
+        ("--moe-single-grouped-bias with Muon",
+         lambda s: any(model.moe_single_grouped_bias for model in s.models),
+         "biases of all experts in one parameter would count as a matrix", "Remove it"),
         ("--fp16 with Muon", lambda s: s.optimizer.fp16,
          "Megatron's own Muon refuses it, and a fused step does not unscale gradients",
          "Give --bf16"),
@@ -582,6 +585,11 @@ RULES: tuple[Rule, ...] = (
         ("--optimizer-cpu-offload with --optimizer-offload-fraction 0",
          lambda s: s.optimizer.optimizer_cpu_offload and not s.offload_states,
          "nothing is on the host", "Give a fraction above 0, or drop the flag"),
+        ("--muon-coefficient-type cans with --muon-fp32-matmul-prec medium",
+         lambda s: s.has_muon and s.optimizer.muon_coefficient_type == "cans"
+         and s.optimizer.muon_fp32_matmul_prec == "medium",
+         "in bf16 it diverges on matrices of low rank, as of experts with few tokens",
+         "Give --muon-fp32-matmul-prec high, or another type"),
         ("muon_gate_up, muon_iteration or muon_workspace_mib without Muon",
          lambda s: not s.has_muon
          and (changed := _changed_muon(s.config)) and f"{changed} without Muon",

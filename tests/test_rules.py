@@ -123,6 +123,7 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
         | {"tensor_model_parallel_size": 2},
         BF16,
     ),
+    "--moe-single-grouped-bias with Muon:": (MUON | {"moe_single_grouped_bias": True}, BF16),
     "--fp16 with Muon:": (MUON | {"fp16": True}, BF16),
     "--num-distributed-optimizer-instances above 1 with Muon:": (
         MUON | {"num_distributed_optimizer_instances": 2},
@@ -449,18 +450,19 @@ def test_a_fused_step_of_muon_needs_no_kernels():
 
 def _warn() -> list[list[str]]:
     settings = {"muon_iteration": "gram", "muon_workspace_mib": 64}
-    return [
-        remarks(setup_of(flags, BF16 | config), "warn")
-        for flags, config in (({}, settings), (MUON, settings), ({}, {}))
-    ]
+    cans = MUON | {"muon_coefficient_type": "cans"}
+    in_fp32 = cans | {"muon_fp32_matmul_prec": "high"}
+    cases = (({}, settings), (cans, {}), (MUON, settings), (in_fp32, {}), ({}, {}))
+    return [remarks(setup_of(flags, BF16 | config), "warn") for flags, config in cases]
 
 
-def test_settings_of_muon_without_it_are_warned_of():
-    (line,), *others = run_ranks(1, _warn)[0]
-    assert line.startswith(
+def test_settings_of_muon_are_warned_of_where_they_have_no_effect_or_a_bad_one():
+    (unused,), (diverging,), *others = run_ranks(1, _warn)[0]
+    assert unused.startswith(
         "muon_iteration: gram and muon_workspace_mib: 64 without Muon: without e"
     )
-    assert others == [[], []]
+    assert diverging.startswith("--muon-coefficient-type cans with --muon-fp32-matmul-prec medium")
+    assert others == [[], [], []]
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])

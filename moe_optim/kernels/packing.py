@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
+from moe_optim.formats.reference.muon import EPS
 from moe_optim.kernels.matrices import Piece
 from moe_optim.kernels.matrix_table import MatrixTable
 from moe_optim.kernels.momentum import check_indices, direction_of, tensors_of
 from moe_optim.kernels.plan import Backend, BoundKernel, Call, Plan, require_flat, takes_kernels
 from moe_optim.kernels.tuning import PACK_PART, PACK_TILE
 from moe_optim.places import Places
-
-SMALLEST_NORM = 1e-7
-"""Smallest norm that a matrix is divided by, as in emerging-optimizers 0.3.0."""
 
 _PACKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -223,7 +221,7 @@ def _pack(
         per_weight = per_weight.view(shard.shape[0], -1)[piece.first : piece.last]
         targets = batch.unflatten(0, (piece.last - piece.first, len(piece.taken))).unbind(1)
         for index, target in zip(piece.taken, targets, strict=True):
-            norms = per_weight[:, index].sqrt().float().clamp_min(SMALLEST_NORM)
+            norms = per_weight[:, index].sqrt().float().clamp_min(EPS)
             matrices = piece.view(direction, index) / norms[:, None, None, None]
             target.copy_(matrices.reshape(target.shape))
 

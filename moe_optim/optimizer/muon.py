@@ -19,7 +19,7 @@ from moe_optim.checkpoint.state_kinds import MOMENTUM
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.formats.reference.muon import MuonHyper, Orthogonalization
-from moe_optim.kernels.matrices import MatrixRows, qkv_rows
+from moe_optim.kernels.matrices import MatrixRows, gate_and_up, qkv_rows
 
 _GATED = re.compile(r"(?:^|\.)linear_fc1\.weight\d*$")
 _EXPERT = re.compile(r"(?:^|\.)experts\.")
@@ -108,6 +108,8 @@ class MatrixWeight:
     @property
     def rows(self) -> tuple[MatrixRows, ...]:
         """Rows of each matrix."""
+        if len(self.split) == 2:
+            return gate_and_up(self.shape[0], self.split[0])
         return qkv_rows(self.shape[0], self.split or (self.shape[0],))
 
     def whole_shape(self, rows: MatrixRows) -> tuple[int, int]:
