@@ -101,7 +101,7 @@ def _error_of_step(
         cols: number of columns.
         dtype: dtype of the iterates.
         gains: gains of the steps that follow, fp64 [rows, rows + 1].
-        is_folded: as for :func:`error_bound`.
+        is_folded: whether W is rounded in place of B, as for :func:`error_bound`.
     """
     a, b, c = coefficients
     rows = s.numel()
