@@ -11,7 +11,8 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 
 from moe_optim.formats.reference.newton_schulz import TensorParallelMode
 from moe_optim.kernels.fields import HYPER_FIELDS
-from moe_optim.optimizer.muon import MatrixWeight, describe_weight
+from moe_optim.kernels.matrices import MatrixRows, gate_and_up, qkv_rows
+from moe_optim.optimizer.muon import MatrixWeight, MuonSettings, describe_weight
 from moe_optim.optimizer.muon_step import MuonTable, chunk_numel, needed_bytes
 from tests.support.bytes import assert_bytes_equal
 from tests.support.steps.muon_steps import DEFAULTS, make_states, step, weight_of
@@ -45,6 +46,47 @@ def test_a_weight_that_every_tensor_parallel_rank_holds_whole_is_one_matrix(
     assert copied.whole_shape(rows) == (64, 32)
     assert cut.partition_dim == 0
     assert cut.whole_shape(rows) == (128, 32)
+
+
+# Several matrices in one weight
+
+GLU = SimpleNamespace(gated_linear_unit=True, moe_mlp_glu_interleave_size=8)
+APART = replace(DEFAULTS, splits_gate_up=True)
+
+
+def _rows_of(name: str, settings: MuonSettings, **attributes: Any) -> tuple[MatrixRows, ...]:
+    param: Any = torch.nn.Parameter(torch.empty(64, 32, device="meta"))
+    for attribute, value in attributes.items():
+        setattr(param, attribute, value)
+    return describe_weight(param, name, GLU, settings, GROUPS).rows
+
+
+@pytest.mark.parametrize(
+    ("name", "interleave"),
+    [
+        ("decoder.layers.0.mlp.experts.linear_fc1.weight", 8),
+        ("decoder.layers.0.mlp.experts.linear_fc1.weight3", 8),
+        ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", None),
+        ("decoder.layers.0.mlp.linear_fc1.weight", None),
+    ],
+)
+def test_gate_and_up_of_routed_experts_alone_alternate_in_blocks(name: str, interleave: int | None):
+    """And only where they are to be apart: Megatron interleaves neither dense nor shared ones."""
+    assert _rows_of(name, APART) == gate_and_up(64, interleave)
+    assert _rows_of(name, DEFAULTS) == (MatrixRows.of(64),)
+    assert _rows_of(name.replace("fc1", "fc2"), APART) == (MatrixRows.of(64),)
+
+
+def test_query_key_and_value_are_apart_unless_the_flag_keeps_them_together():
+    """In the order of Megatron's split; --muon-no-split-qkv makes them one matrix."""
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    qkv = {"is_qkv": True, "qkv_split_shapes": [16, 12, 4]}
+    assert _rows_of(name, DEFAULTS, **qkv) == qkv_rows(64, [16, 12, 4])
+    assert _rows_of(name, replace(DEFAULTS, splits_qkv=False), **qkv) == (MatrixRows.of(64),)
+    assert _rows_of(name, DEFAULTS) == (MatrixRows.of(64),)
+
+
+# Tensor parallelism
 
 
 @dataclass(frozen=True)
@@ -97,18 +139,25 @@ def test_a_workspace_has_room_for_matrices_of_any_size(
 
 
 def test_ranks_exchange_the_norms_of_all_their_matrices_at_once():
-    """One sum for each tensor-parallel group, however many weights it cuts; none for whole ones."""
+    """One sum for each tensor-parallel group, however many weights it cuts and matrices these hold;
+    none for whole ones."""
     settings = replace(DEFAULTS, tp_mode="duplicated")
     weights = [weight_of(32, 64)]
     for name in ("tp", "expt_tp", "tp", "expt_tp"):
-        weights += [replace(weights[0], partition_dim=0, group=cast(Any, Ranks(2, name)))]
+        split = (4, 2, 2) if name == "tp" else ()
+        group = cast(Any, Ranks(2, name))
+        weights += [replace(weights[0], split=split, partition_dim=0, group=group)]
     states = make_states([(weight, 3) for weight in weights])
     nbytes = needed_bytes([(weight, 3) for weight in weights], settings)
     hyper = torch.zeros(len(states), HYPER_FIELDS)
     workspace = torch.empty(nbytes, dtype=torch.uint8)
     table = MuonTable.build(states, settings, hyper, torch.ones(1), workspace)
     reductions = [call for call in table.calls if getattr(call, "func", None) is dist.all_reduce]
-    (first,), (second,) = (cast(Any, call).args for call in reductions)
-    assert len(first) == len(second) == 6
-    assert first.untyped_storage().data_ptr() == table.momentum.squares.untyped_storage().data_ptr()
-    assert len(table.momentum.squares) == 15
+    squares = table.momentum.squares
+    places = {}
+    for call in reductions:
+        ((summed,), group) = cast(Any, call).args, cast(Any, call).keywords["group"]
+        assert summed.untyped_storage().data_ptr() == squares.untyped_storage().data_ptr()
+        places[group.name] = summed.storage_offset(), len(summed)
+    assert places == {"tp": (3, 18), "expt_tp": (21, 6)}
+    assert len(squares) == 27

@@ -18,7 +18,11 @@ from moe_optim.optimizer.muon_step import (
     needed_bytes,
 )
 
-GROUP: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+GROUPS: tuple[dict[str, Any], ...] = (
+    {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1},
+    {"lr": 0.05, "momentum": 0.7, "weight_decay": 0.3},
+)
+"""Rates of states, which take turns."""
 DEFAULTS = MuonSettings(
     orthogonalization=Orthogonalization(),
     nesterov=False,
@@ -79,7 +83,7 @@ def step(
     hyper = torch.zeros(max(len(states), 1), HYPER_FIELDS, device=device)
     for state in states:
         scale = common_scale_of(state.weight, settings)
-        row = hyper_of(GROUP, scale, how.extra_scale_factor).row()
+        row = hyper_of(_rates_of(state), scale, how.extra_scale_factor).row()
         hyper[state.group, : len(row)] = torch.tensor(row)
     nbytes = needed_bytes([(state.weight, state.count) for state in states], settings)
     workspace = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -87,6 +91,10 @@ def step(
     table = MuonTable.build(states, settings, hyper, clips, workspace, members=members)
     table.launch()
     return table
+
+
+def _rates_of(state: MuonState) -> dict[str, Any]:
+    return GROUPS[state.group % len(GROUPS)]
 
 
 def expected_step(state: MuonState, settings: MuonSettings, clip: float) -> tuple[Tensor, Tensor]:
@@ -102,7 +110,7 @@ def expected_step(state: MuonState, settings: MuonSettings, clip: float) -> tupl
             matrix.grad = gradients[number, taken] * clip
             stock = OneAtATime(
                 [matrix],
-                **GROUP,
+                **_rates_of(state),
                 nesterov=settings.nesterov,
                 fp32_matmul_prec=how.precision,
                 coefficient_type=how.coefficient_type,  # type: ignore[arg-type]
