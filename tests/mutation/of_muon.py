@@ -29,12 +29,6 @@ MUTANTS = (
         "    row, clip = hyper[shard.norm], clips[shard.norm]\n    if not clip < 0:\n",
         MOMENTUM,
     ),
-    Mutant(  # and so in kernels
-        "kernels/matrix_table.py",
-        "torch.full_like(offset, shard.group),",
-        "torch.full_like(offset, shard.norm),",
-        ("tests/kernels/test_momentum.py::test_kernels_give_plain_torchs_bits",),
-    ),
     Mutant(  # Nesterov's direction looks back at the momentum before the step
         "kernels/momentum.py",
         "    if not clip < 0:\n"
@@ -57,12 +51,6 @@ MUTANTS = (
         "norms = per_weight[:, 0].sqrt()",
         PACKING,
     ),
-    Mutant(  # weights of a second chunk are divided by the norms of the first ones
-        "kernels/packing.py",
-        "per_weight.view(shard.shape[0], -1)[piece.first : piece.last]",
-        "per_weight.view(shard.shape[0], -1)[: piece.last - piece.first]",
-        ("tests/optimizer/test_muon_step.py::test_batches_and_owners_do_not_change_bits",),
-    ),
     Mutant(  # value, key and query in the rows of query, key and value
         "kernels/matrices.py",
         "firsts = [sum(split[:part]) for part in range(len(split))]",
@@ -75,17 +63,14 @@ MUTANTS = (
         "interleave = None",
         ROWS,
     ),
-    Mutant(  # dense layers interleave gate and up, too
+    Mutant(  # experts are put together from the ranks that cut dense weights
         "optimizer/muon.py",
-        "interleave = model.moe_mlp_glu_interleave_size if is_expert else None",
-        "interleave = model.moe_mlp_glu_interleave_size",
-        ROWS,
-    ),
-    Mutant(  # queries, keys and values have the scale of the weight that holds them
-        "optimizer/muon_step.py",
-        "settings.orthogonalization.scale(*weight.whole_shape(weight.rows[index]))",
-        "settings.orthogonalization.scale(*weight.shape)",
-        STEP,
+        "group = groups.expt_tp if is_expert else groups.tp",
+        "group = groups.tp",
+        (
+            "tests/optimizer/test_muon_weights.py::"
+            "test_ranks_of_experts_cut_routed_experts_and_the_others_all_else",
+        ),
     ),
     Mutant(  # keys and values have the scale of queries
         "optimizer/muon_step.py",
@@ -93,38 +78,16 @@ MUTANTS = (
         "scale_of(weight, 0, self.settings)",
         STEP,
     ),
-    Mutant(  # a rank divides its part of a matrix by the norm of the part
-        "optimizer/muon_step.py",
-        "            if group is not None:\n"
-        "                yield partial(dist.all_reduce, self.momentum.squares",
-        "            if False:\n"
-        "                yield partial(dist.all_reduce, self.momentum.squares",
-        SUMS,
-    ),
     Mutant(  # of weights that hold several matrices the last norms are not summed
         "optimizer/muon_step.py",
         "sum(one.count * len(one.weight.rows) for one in members)",
         "sum(one.count for one in members)",
         SUMS,
     ),
-    Mutant(  # the norms of the first group are summed over the ranks of every group
-        "optimizer/muon_step.py",
-        "            start = end\n\n    def plan(",
-        "\n    def plan(",
-        SUMS,
-    ),
     Mutant(  # every rank keeps the result of the first one's part
         "optimizer/muon_step.py",
         "weight.group.rank() * size, size)",
         "0, size)",
-        RANKS,
-    ),
-    Mutant(  # ranks iterate their own parts of matrices, and sum no Gram matrices
-        "optimizer/muon_step.py",
-        "            reduce=partial(dist.all_reduce, group=weight.group)\n"
-        "            if _is_reduced(weight, settings)\n"
-        "            else None,\n",
-        "",
         RANKS,
     ),
     Mutant(  # masters move at the rate of the group that has the number of the clip factor
@@ -173,12 +136,6 @@ MUTANTS = (
             "tests/buckets/test_matrix_buffers.py::"
             "test_buffers_are_apart_where_muon_is_installed[muon]",
         ),
-    ),
-    Mutant(  # momentum is neither saved nor loaded
-        "optimizer/muon_distributed.py",
-        "        return (MOMENTUM,)\n",
-        "        return ()\n",
-        ("tests/checkpoint/test_muon_checkpoints.py::test_states_by_name_load_in_stock",),
     ),
     Mutant(  # masters of stock's layer-wise optimizer are looked for, and momentum is not
         "checkpoint/undistributed_states.py",

@@ -44,9 +44,9 @@ BY_SHAPE = Orthogonalization(scale_mode="unit_rms_norm", extra_scale_factor=0.2,
 def test_a_step_is_that_of_emerging_optimizers(
     split: tuple[int, ...], cols: int, nesterov: bool, how: Orthogonalization, clip: float
 ):
-    """Of two groups with other rates. Momentum is equal to the bit. Masters differ by a small part
-    of the update where the norm of a matrix, summed in fp64 here and in fp32 there, rounds
-    differently."""
+    """Of two groups with other rates and clip factors. Momentum is equal to the bit. Masters differ
+    by a small part of the update where the norm of a matrix, summed in fp64 here and in fp32 there,
+    rounds differently."""
     chosen = replace(DEFAULTS, orthogonalization=how, nesterov=nesterov)
     states = make_states([(weight_of(64, cols, split), 3), (weight_of(64, cols, split), 1)])
     expected = [expected_step(state, chosen, clip) for state in states]

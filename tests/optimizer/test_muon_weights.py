@@ -105,6 +105,32 @@ class Ranks:
         return 0
 
 
+@pytest.mark.parametrize("mode", ["blockwise", "duplicated", "distributed"])
+@pytest.mark.parametrize(
+    ("name", "group", "dim"),
+    [
+        ("decoder.layers.0.mlp.experts.linear_fc1.weight", "expt_tp", 0),
+        ("decoder.layers.0.mlp.experts.linear_fc2.weight", "expt_tp", 1),
+        ("decoder.layers.0.mlp.experts.linear_fc2.weight3", "expt_tp", 1),
+        ("decoder.layers.0.mlp.shared_experts.linear_fc2.weight", "tp", 1),
+        ("decoder.layers.0.mlp.linear_fc1.weight", "tp", 0),
+    ],
+)
+def test_ranks_of_experts_cut_routed_experts_and_the_others_all_else(
+    mode: TensorParallelMode, name: str, group: str, dim: int
+):
+    """All experts in one parameter, whose dimension nobody has marked, or each in its own; blocks
+    of ``blockwise`` are matrices of their own."""
+    groups = SimpleNamespace(tp=Ranks(4, "tp"), expt_tp=Ranks(2, "expt_tp"))
+    is_stacked = name.split(".")[-3] == "experts" and name.endswith("weight")
+    param: Any = torch.nn.Parameter(torch.empty(*[3] * is_stacked, 64, 32, device="meta"))
+    if not is_stacked:
+        set_tensor_model_parallel_attributes(param, True, dim, 1)
+    weight = describe_weight(param, name, GLU, replace(DEFAULTS, tp_mode=mode), groups)
+    assert weight.group == getattr(groups, group)
+    assert weight.partition_dim == (None if mode == "blockwise" else dim)
+
+
 @pytest.mark.parametrize("mode", ["duplicated", "distributed"])
 def test_one_tensor_parallel_rank_cuts_nothing(mode: TensorParallelMode):
     """Experts that expert tensor parallelism of size 1 leaves whole take the room and the iteration
@@ -133,9 +159,27 @@ def test_a_workspace_has_room_for_matrices_of_any_size(
     states = make_states([(weight, 1)])
     workspace = torch.empty(needed_bytes([(weight, 1)], settings), dtype=torch.uint8)
     table = MuonTable.build(
-        states, settings, torch.zeros(1, HYPER_FIELDS), torch.ones(1), workspace
+        states, settings, torch.zeros(1, HYPER_FIELDS), torch.ones(2), workspace
     )
     assert table.num_batches == len(split)
+
+
+def test_matrices_that_other_ranks_share_are_gathered_apart():
+    """Dense weights and experts of one shape are two batches, each of its own ranks."""
+    settings = replace(DEFAULTS, tp_mode="duplicated")
+    groups = [cast(Any, Ranks(2, name)) for name in ("tp", "expt_tp")]
+    weights = [replace(weight_of(32, 64), partition_dim=0, group=group) for group in groups]
+    states = make_states([(weight, 3) for weight in weights])
+    nbytes = needed_bytes([(weight, 3) for weight in weights], settings)
+    workspace = torch.empty(nbytes, dtype=torch.uint8)
+    hyper = torch.zeros(2, HYPER_FIELDS)
+    table = MuonTable.build(states, settings, hyper, torch.ones(2), workspace)
+    assert [
+        cast(Any, call).keywords["group"]
+        for chunk in table.chunks
+        for call in chunk.calls
+        if getattr(call, "func", None) is dist.all_gather_into_tensor
+    ] == groups
 
 
 def test_ranks_exchange_the_norms_of_all_their_matrices_at_once():
@@ -151,7 +195,7 @@ def test_ranks_exchange_the_norms_of_all_their_matrices_at_once():
     nbytes = needed_bytes([(weight, 3) for weight in weights], settings)
     hyper = torch.zeros(len(states), HYPER_FIELDS)
     workspace = torch.empty(nbytes, dtype=torch.uint8)
-    table = MuonTable.build(states, settings, hyper, torch.ones(1), workspace)
+    table = MuonTable.build(states, settings, hyper, torch.ones(2), workspace)
     reductions = [call for call in table.calls if getattr(call, "func", None) is dist.all_reduce]
     squares = table.momentum.squares
     places = {}

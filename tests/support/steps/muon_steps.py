@@ -23,6 +23,8 @@ GROUPS: tuple[dict[str, Any], ...] = (
     {"lr": 0.05, "momentum": 0.7, "weight_decay": 0.3},
 )
 """Rates of states, which take turns."""
+OF_NORMS = (0.5, 1.0)
+"""Parts of a clip factor by norm; states take turns, from the last one on."""
 DEFAULTS = MuonSettings(
     orthogonalization=Orthogonalization(),
     nesterov=False,
@@ -64,7 +66,7 @@ def make_states(
                 gradient=gradient,
                 momentum=momentum,
                 group=index,
-                norm=0,
+                norm=(index + 1) % 2,
                 copy=master.bfloat16(),
             )
         )
@@ -87,7 +89,7 @@ def step(
         hyper[state.group, : len(row)] = torch.tensor(row)
     nbytes = needed_bytes([(state.weight, state.count) for state in states], settings)
     workspace = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    clips = torch.full((1,), clip, device=device)
+    clips = torch.tensor([clip * factor for factor in OF_NORMS], device=device)
     table = MuonTable.build(states, settings, hyper, clips, workspace, members=members)
     table.launch()
     return table
@@ -107,7 +109,7 @@ def expected_step(state: MuonState, settings: MuonSettings, clip: float) -> tupl
         for of_matrix in state.weight.rows:
             taken = of_matrix.indices()
             matrix = torch.nn.Parameter(masters[number, taken])
-            matrix.grad = gradients[number, taken] * clip
+            matrix.grad = gradients[number, taken] * (clip * OF_NORMS[state.norm])
             stock = OneAtATime(
                 [matrix],
                 **_rates_of(state),
