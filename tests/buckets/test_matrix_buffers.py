@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
 
+from moe_optim.buckets import matrix_buffers
 from moe_optim.buckets.layout import Slot, plan_buffers, side_by_side
 from moe_optim.buckets.matrix_buffers import is_muon_matrix, matrix_param_layout, tag_matrices
 from moe_optim.buckets.matrix_layout import iteration_cost, lay_out_matrices
@@ -87,6 +88,18 @@ def test_megatron_separates_matrices_of_experts_by_shape():
         [id(one) for one in members] for members in ([embedding, norm], dense, wide, tall)
     ]
     assert [bool(key.is_managed_by_layer_wise_optimizer) for key in groups] == [False] + 3 * [True]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_buffers_are_apart_where_muon_is_installed(optimizer, monkeypatch):
+    """Where Adam steps everything, embeddings, norms and matrices share one, as in Megatron."""
+    monkeypatch.setattr(matrix_buffers, "installed_optimizer", lambda: optimizer)
+    adams = [parameter(100, 64, is_embedding_or_output_parameter=True), parameter(64)]
+    matrices = [parameter(64, 32), parameter(32, 64)]
+    groups = matrix_buffers.group_params_for_buffers([*adams, *matrices], True)
+    buffers = [[id(one) for one in members] for members, _ in groups.values()]
+    apart = [[id(one) for one in adams], [id(one) for one in matrices]]
+    assert buffers == (apart if optimizer == "muon" else [[*apart[0], *apart[1]]])
 
 
 # Layouts

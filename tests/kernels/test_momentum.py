@@ -54,7 +54,7 @@ def place(values, dtype, offset):
     return memory[first : first + values.numel()].copy_(values.view(-1))
 
 
-def shard_of(rows, shape, dtype=FP32, *, group=0, offset=0, seed=0, draw=normal_weights):
+def shard_of(rows, shape, dtype=FP32, *, group=0, norm=0, offset=0, seed=0, draw=normal_weights):
     gradient, momentum = (draw(*shape, seed=2 * seed + one) for one in range(2))
     return MatrixShard(
         parameter="fc1",
@@ -63,12 +63,15 @@ def shard_of(rows, shape, dtype=FP32, *, group=0, offset=0, seed=0, draw=normal_
         shape=shape,
         rows=rows,
         group=group,
-        norm=group,
+        norm=norm,
     )
 
 
 def shards_of(draw=normal_weights):
-    """Whole weights, halves, blocks shorter and longer than a part, at even and odd addresses."""
+    """Whole weights, halves, blocks shorter and longer than a part, at even and odd addresses.
+
+    No group has the number of its clip factor.
+    """
     shards = [
         ((MatrixRows.of(5),), (3, 5, 208), FP32, 0, 0),
         ((MatrixRows.of(4),), (2, 4, 64), BF16, 1, 0),
@@ -82,7 +85,16 @@ def shards_of(draw=normal_weights):
         ((MatrixRows.of(1),), (1, 1, 1), FP32, 0, 0),
     ]
     return [
-        shard_of(rows, shape, dtype, group=group, offset=offset, seed=seed, draw=draw)
+        shard_of(
+            rows,
+            shape,
+            dtype,
+            group=group,
+            norm=(group + 1) % 3,
+            offset=offset,
+            seed=seed,
+            draw=draw,
+        )
         for seed, (rows, shape, dtype, group, offset) in enumerate(shards)
     ]
 

@@ -9,9 +9,10 @@ from tests.mutation import runner
 from tests.mutation.of_buckets import MUTANTS as OF_BUCKETS
 from tests.mutation.of_checkpoints import MUTANTS as OF_CHECKPOINTS
 from tests.mutation.of_kernels import MUTANTS as OF_KERNELS
+from tests.mutation.of_muon import MUTANTS as OF_MUON
 from tests.mutation.of_optimizer import MUTANTS as OF_OPTIMIZER
 
-ALL = (*OF_BUCKETS, *OF_CHECKPOINTS, *OF_KERNELS, *OF_OPTIMIZER)
+ALL = (*OF_BUCKETS, *OF_CHECKPOINTS, *OF_KERNELS, *OF_MUON, *OF_OPTIMIZER)
 
 
 def main() -> int:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_optim.errors import ConfigError
@@ -23,6 +23,7 @@ from tests.support.steps.muon_steps import (
 
 SPLITS = [(), (16, 8, 8), (16, 16)]
 """One matrix; queries, keys and values; alternating gate and up: of 64 rows, in periods of 32."""
+BY_SHAPE = Orthogonalization(scale_mode="unit_rms_norm", extra_scale_factor=0.2, num_steps=3)
 
 
 @settings(max_examples=12)
@@ -34,16 +35,18 @@ SPLITS = [(), (16, 8, 8), (16, 16)]
         [
             Orthogonalization(),
             Orthogonalization(coefficient_type="deepseekv4", num_steps=10, precision="high"),
-            Orthogonalization(scale_mode="unit_rms_norm", extra_scale_factor=0.2, num_steps=3),
+            BY_SHAPE,
         ]
     ),
     clip=st.sampled_from([1.0, 0.3]),
 )
+@example(split=(16, 8, 8), cols=32, nesterov=False, how=BY_SHAPE, clip=1.0)
 def test_a_step_is_that_of_emerging_optimizers(
     split: tuple[int, ...], cols: int, nesterov: bool, how: Orthogonalization, clip: float
 ):
-    """Momentum is equal to the bit. Masters differ by a small part of the update where the norm of
-    a matrix, summed in fp64 here and in fp32 there, rounds differently."""
+    """Of two groups with other rates and clip factors. Momentum is equal to the bit. Masters differ
+    by a small part of the update where the norm of a matrix, summed in fp64 here and in fp32 there,
+    rounds differently."""
     chosen = replace(DEFAULTS, orthogonalization=how, nesterov=nesterov)
     states = make_states([(weight_of(64, cols, split), 3), (weight_of(64, cols, split), 1)])
     expected = [expected_step(state, chosen, clip) for state in states]

@@ -18,7 +18,13 @@ from moe_optim.optimizer.muon_step import (
     needed_bytes,
 )
 
-GROUP: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+GROUPS: tuple[dict[str, Any], ...] = (
+    {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1},
+    {"lr": 0.05, "momentum": 0.7, "weight_decay": 0.3},
+)
+"""Rates of states, which take turns."""
+OF_NORMS = (0.5, 1.0)
+"""Parts of a clip factor by norm; states take turns, from the last one on."""
 DEFAULTS = MuonSettings(
     orthogonalization=Orthogonalization(),
     nesterov=False,
@@ -60,7 +66,7 @@ def make_states(
                 gradient=gradient,
                 momentum=momentum,
                 group=index,
-                norm=0,
+                norm=(index + 1) % 2,
                 copy=master.bfloat16(),
             )
         )
@@ -79,14 +85,18 @@ def step(
     hyper = torch.zeros(max(len(states), 1), HYPER_FIELDS, device=device)
     for state in states:
         scale = common_scale_of(state.weight, settings)
-        row = hyper_of(GROUP, scale, how.extra_scale_factor).row()
+        row = hyper_of(_rates_of(state), scale, how.extra_scale_factor).row()
         hyper[state.group, : len(row)] = torch.tensor(row)
     nbytes = needed_bytes([(state.weight, state.count) for state in states], settings)
     workspace = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    clips = torch.full((1,), clip, device=device)
+    clips = torch.tensor([clip * factor for factor in OF_NORMS], device=device)
     table = MuonTable.build(states, settings, hyper, clips, workspace, members=members)
     table.launch()
     return table
+
+
+def _rates_of(state: MuonState) -> dict[str, Any]:
+    return GROUPS[state.group % len(GROUPS)]
 
 
 def expected_step(state: MuonState, settings: MuonSettings, clip: float) -> tuple[Tensor, Tensor]:
@@ -99,10 +109,10 @@ def expected_step(state: MuonState, settings: MuonSettings, clip: float) -> tupl
         for of_matrix in state.weight.rows:
             taken = of_matrix.indices()
             matrix = torch.nn.Parameter(masters[number, taken])
-            matrix.grad = gradients[number, taken] * clip
+            matrix.grad = gradients[number, taken] * (clip * OF_NORMS[state.norm])
             stock = OneAtATime(
                 [matrix],
-                **GROUP,
+                **_rates_of(state),
                 nesterov=settings.nesterov,
                 fp32_matmul_prec=how.precision,
                 coefficient_type=how.coefficient_type,  # type: ignore[arg-type]

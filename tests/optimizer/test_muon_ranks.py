@@ -1,0 +1,64 @@
+"""A step of matrices that two tensor-parallel ranks cut is that of the whole matrices."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_optim.formats.reference.muon import Orthogonalization
+from moe_optim.formats.reference.newton_schulz import TensorParallelMode
+from moe_optim.optimizer.muon_step import MuonState
+from tests.support.bytes import assert_bytes_equal
+from tests.support.ranks import run_ranks
+from tests.support.steps.muon_steps import DEFAULTS, expected_step, make_states, step, weight_of
+
+ROWS, COLS, COUNT = 64, 96, 3
+SPLITS = [(), (16, 8, 8), (16, 16)]
+"""One matrix; queries, keys and values; alternating gate and up: periods of half of the rows."""
+SETTINGS = replace(
+    DEFAULTS,
+    orthogonalization=Orthogonalization(precision="highest", scale_mode="unit_rms_norm"),
+    nesterov=True,
+)
+
+
+def _own(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return this rank's half of rows or columns of all weights, [n]."""
+    halves = values.view(COUNT, ROWS, COLS).chunk(2, dim + 1)
+    return halves[dist.get_rank()].reshape(-1)
+
+
+def _own_part(state: MuonState, dim: int) -> MuonState:
+    rows, cols = (ROWS // 2, COLS) if dim == 0 else (ROWS, COLS // 2)
+    return replace(
+        state,
+        weight=replace(state.weight, shape=(rows, cols), partition_dim=dim, group=dist.group.WORLD),
+        master=_own(state.master, dim),
+        gradient=_own(state.gradient, dim),
+        momentum=_own(state.momentum, dim),
+        copy=None,
+    )
+
+
+def _step_parts(mode: TensorParallelMode, dim: int) -> int:
+    """Compare a step of this rank's parts, next to a weight that is not cut, with the whole."""
+    dist.init_process_group("gloo")
+    settings = replace(SETTINGS, tp_mode=mode)
+    whole = make_states([(weight_of(ROWS, COLS, split), COUNT) for split in SPLITS])
+    expected = [expected_step(state, settings, clip=0.5) for state in whole]
+    (uncut,) = make_states([(weight_of(ROWS, COLS), 1)])
+    parts = [_own_part(state, dim) for state in whole]
+    step([parts[0], replace(uncut, group=0), *parts[1:]], settings, clip=0.5)
+    for state, part, (master, momentum) in zip(whole, parts, expected, strict=True):
+        assert_bytes_equal(part.momentum, _own(momentum, dim), what="momentum")
+        moved = (_own(master, dim) - _own(state.master, dim)).norm()
+        assert (part.master - _own(master, dim)).norm() <= 1e-4 * moved
+    return len(parts)
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "distributed"])
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+def test_parts_of_matrices_move_as_the_whole_ones(mode: TensorParallelMode, dim: int):
+    """In fp32, whose sums depend on their order: momentum to the bit, masters but for rounding."""
+    assert run_ranks(2, _step_parts, mode, dim) == [len(SPLITS)] * 2
