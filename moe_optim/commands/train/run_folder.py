@@ -23,7 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moe_optim.checkpoint.files.folders import iteration_folders
+from moe_optim.checkpoint.files.untrusted_files import parse_json
 from moe_optim.commands.console.files import full_disk_explained, write_atomically
+from moe_optim.commands.console.json_forms import find_misfit
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.integration.argv import data_flags, flags, last_value, without_options
 
@@ -127,13 +129,15 @@ def read_record(folder: RunFolder) -> Record | None:
     if not folder.arguments.is_file():
         return None
     try:
-        record = Record(**json.loads(folder.arguments.read_text()))
-        if not all(isinstance(w, str) for w in [*record.set, *record.megatron_args]):
-            raise TypeError
+        content = parse_json(folder.arguments.read_bytes())
+        record = Record(**content)
+        misfit = find_misfit(content, dict.fromkeys(("set", "megatron_args", "text"), [str]))
+        if misfit or None in (record.set, record.megatron_args):
+            raise TypeError(misfit or "null")
     except (ValueError, TypeError) as error:
         raise StateError(
-            f"{folder.arguments}: expected the arguments of the run, got something else. Remove "
-            "the file, and give all arguments that the run was started with."
+            f"{folder.arguments}: expected the arguments of the run, got something else: "
+            f"{error}. Remove the file, and give all arguments that the run was started with."
         ) from error
     return record
 

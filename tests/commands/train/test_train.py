@@ -195,7 +195,15 @@ def test_a_resume_does_not_change_to_other_data(command, run, began_with, tmp_pa
 def test_a_damaged_record_of_arguments_is_one_message(command, run):
     write_checkpoint(run / "checkpoints", 4)
     record = run / "arguments.json"
-    for harm in ("[", '{"set": []}', '{"set": [1], "megatron_args": [], "text": null}'):
+    for harm in (
+        "[",
+        "[" * 100_000,
+        '{"set": []}',
+        '{"set": [1], "megatron_args": [], "text": null}',
+        '{"set": "abc", "megatron_args": [], "text": null}',
+        '{"set": [], "megatron_args": null, "text": null}',
+        '{"set": [], "megatron_args": [], "text": [1]}',
+    ):
         record.write_text(harm)
         code, _, errors = command("--resume")
         assert code == 2
