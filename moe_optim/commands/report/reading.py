@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.checkpoint.files.untrusted_files import parse_json, read_file
 from moe_optim.commands.console.json_forms import find_misfit
 from moe_optim.commands.train.events import TRAIN_TAG, VALIDATION_TAG, Events, Point, read_events
@@ -175,15 +176,17 @@ def _read(path: Path, form: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_no_run(out: Path, *, own: Path | None = None) -> None:
-    """Refuse to write a page over the files of a run or of its report.
+    """Refuse to write a page over the files of a run or of its report, or where it cannot be.
 
     Args:
         out: folder of the page.
         own: run whose report the page is, or None.
 
     Raises:
-        ConfigError: ``out`` is the folder of a run, or of the report of another one.
+        ConfigError: ``out`` is the folder of a run, or of the report of another one; or it is not
+            writable.
     """
+    require_writable(out, expected="a folder")
     out = out.resolve()
     is_report = RunFolder(out.parent).report == out and RunFolder(out.parent).is_taken
     if RunFolder(out).is_taken or (is_report and (own is None or own.resolve() != out.parent)):
