@@ -30,7 +30,7 @@ def require_writable(
     Args:
         paths: paths to write; None is skipped. The folder of a file must exist; folders are
             created with their parents, or except for a new one written into.
-        expected: what a path is going to be.
+        expected: kind of output that the paths name.
 
     Raises:
         ConfigError: something else is there, or a folder is missing or not writable.

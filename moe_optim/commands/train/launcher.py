@@ -164,7 +164,7 @@ def _changed_process(environment: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silenced_agent() -> Iterator[None]:
-    """Keep the log of torch's elastic agent off the terminal; the result of a launch says as much."""
+    """Keep the log of torch's elastic agent off the terminal; the result of a launch has it all."""
     logger, nowhere = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
     before, logger.propagate = logger.propagate, False
     logger.addHandler(nowhere)  # without any handler, Python itself prints warnings
