@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from moe_optim.commands.console.files import require_writable
+from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.experts.keys.layouts import LAYOUTS
 from moe_optim.screen import results_console

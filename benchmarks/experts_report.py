@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.row_report import begin_rows, copy_speed, fill_report, machine, table_of_rows
-from moe_optim.commands.console.files import require_writable
+from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.errors import ConfigError
 from moe_optim.screen import print_table, results_console
 

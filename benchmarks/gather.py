@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from rich.table import Table
 
 from benchmarks.cases import SHAPE_SETS, ShapeSet
-from moe_optim.commands.console.files import require_writable
+from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.config import Format
 from moe_optim.errors import ConfigError
 from moe_optim.formats import round_up

@@ -15,7 +15,7 @@ from benchmarks import tensorwise
 from benchmarks.cases import SHAPE_SETS, TENSORWISE, Case, OneScaleCase
 from benchmarks.requantize import Row, measure
 from benchmarks.row_report import begin_rows, copy_speed, fill_report, machine, table_of_rows
-from moe_optim.commands.console.files import require_writable
+from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.config import Format
 from moe_optim.errors import ConfigError
 from moe_optim.screen import print_table, results_console

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.step_figures import SIDES, Measured, meanings, merge, summarize, table_of
-from moe_optim.commands.console.files import require_writable
+from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.commands.console.pictures import picture_path
 from moe_optim.config import field_names
 from moe_optim.config.recipes import Recipe, check_requirements, load_recipe

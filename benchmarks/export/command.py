@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.cases import MODELS
 from benchmarks.requantize_report import FORMATS
 from benchmarks.row_report import begin_rows, machine, table_of_rows
-from moe_optim.commands.console.files import require_writable
+from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.errors import ConfigError
 from moe_optim.screen import print_table, results_console
 from moe_optim.spelling import spell_bytes

@@ -21,7 +21,7 @@ from benchmarks.muon.cases import (
     Row,
 )
 from benchmarks.row_report import begin_rows, copy_speed, fill_report, machine, table_of_rows
-from moe_optim.commands.console.files import require_writable
+from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.errors import ConfigError
 from moe_optim.screen import print_table, results_console
 

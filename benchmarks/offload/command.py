@@ -14,7 +14,7 @@ from benchmarks.offload.measure import Row, link_bytes_per_ms, measure
 from benchmarks.requantize_report import FORMATS
 from benchmarks.row_report import begin_rows, fill_report, machine, table_of_rows
 from benchmarks.timing import release
-from moe_optim.commands.console.files import require_writable
+from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.screen import print_table, results_console
 from moe_optim.spelling import spell_bytes
 

@@ -19,7 +19,7 @@ MAX_BYTES = 2**18
 
 
 class _Loader(yaml.SafeLoader):
-    """Accepts plain values; refuses tags and duplicate keys."""
+    """Accepts plain values; refuses tags, merge keys and duplicate keys."""
 
     yaml_implicit_resolvers: Any = {}
 
@@ -31,6 +31,12 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
         for key, _ in node.value:
+            if key.value == "<<":
+                raise yaml.MarkedYAMLError(
+                    problem="a merge key (<<), and those are not taken: write out the keys that it "
+                    "merges, or name a recipe that holds them as `base`",
+                    problem_mark=key.start_mark,
+                )
             name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else key
             if name in seen:
                 raise yaml.MarkedYAMLError(
@@ -52,7 +58,7 @@ for _tag, _pattern in {
 def parse_yaml(where: str, text: str) -> Any:
     """Parse ``text``, a YAML document or value, named ``where`` in errors.
 
-    ConfigError if it is invalid or too large, or has tags or duplicate keys.
+    ConfigError if it is invalid or too large, or has tags, merge keys or duplicate keys.
     """
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{where}: expected at most {MAX_BYTES:,} characters of YAML, got more.")
@@ -66,6 +72,8 @@ def parse_yaml(where: str, text: str) -> Any:
     except yaml.reader.ReaderError as error:
         line = f" line {text.count(chr(10), 0, error.position) + 1}:"
         problem = "a character that it does not take"
+    except (ValueError, OverflowError):  # of chr()
+        problem = "an escape beyond \\U0010FFFF, the last character"
     except RecursionError:
         problem = "values nested too deep"
     raise ConfigError(

@@ -25,6 +25,7 @@ KEYS = ("base", *SECTIONS)
 VERSIONS = ("python", "torch", "megatron-core", "transformer-engine", "apex")
 COUNTS = ("sm", "gpus", "ranks")
 _MAX_COUNT = 1_000_000
+_NO_WORD = re.compile("[\0\ud800-\udfff]")  # characters that no command line can carry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,7 +195,9 @@ def _parse_override(text: str) -> dict[str, dict[str, Any]]:
 
 
 def _suggest(target: str) -> str:
-    """Guess the section of a key given without one."""
+    """Guess the section of a key given without one, or the form of a key of a section."""
+    if (section := target.rstrip(".")) in SECTIONS:
+        return f"{section}.{'--FLAG' if section == 'megatron_args' else 'KEY'}"
     name = target.rpartition(".")[2]
     if name in field_names():
         return f"moe_optim.{name}"
@@ -228,6 +231,12 @@ def _check_flag(where: str, flag: object, value: object) -> None:
         raise ConfigError(
             f"{where}: expected one of Megatron's flags with its leading dashes, got "
             f"{quote(flag)}. Write --{shorten(str(flag)).lstrip('-').replace('_', '-')}."
+        )
+    values = value if isinstance(value, list) else [value]
+    if any(isinstance(one, str) and _NO_WORD.search(one) for one in values):
+        raise ConfigError(
+            f"{where}: {shorten(str(flag))}: expected text that a command line can carry, without "
+            f"NUL or unpaired surrogates, got {quote(value)}. Remove them."
         )
     if isinstance(value, list):
         if all(type(item) in (int, float, str) for item in value):

@@ -135,6 +135,7 @@ class _DryRun:
         self.faults: list[str] = []
         self._argv, self._checks, self._layer_spec = list(argv), checks, layer_spec
         self._config: MoEOptimConfig | None = None
+        self._dropped: set[str] = set()  # flags with invalid values
 
     def parse(self, parser: argparse.ArgumentParser, *, takes_unknown: bool) -> argparse.Namespace:
         """Return arguments with faulty ones removed and misspelled ones corrected."""
@@ -163,7 +164,8 @@ class _DryRun:
         for name, value in _missing(args).items():
             if name not in defaults:
                 flag = f"--{name.replace('_', '-')}"
-                self.faults.append(f"{flag}: expected a value, got none. Give the flag.")
+                if flag not in self._dropped:
+                    self.faults.append(f"{flag}: expected a value, got none. Give the flag.")
                 setattr(args, name, value)  # to check the rest
         is_settled = True
         try:
@@ -280,6 +282,7 @@ class _DryRun:
                 if len(shorter) == len(argv):  # not caused by a flag: stop here
                     raise _CheckedError from None
                 argv = shorter
+                self._dropped |= flags
             except (_ArgumentError, AssertionError) as error:
                 self.faults.append(f"{error}.")
                 raise _CheckedError from None

@@ -183,6 +183,10 @@ REFUSED_OVERRIDES = {
     "unknown knob": ("moe_optim.fromat=bf16", "expected a key among format"),
     "flag with section, without dashes": ("megatron_args.lr=1", "Write --lr."),
     "flag that no command line can carry": ("megatron_args.--a\0=1", "expected one of Megatron's"),
+    "section without key": ("moe_optim=3", "Write moe_optim.KEY=3."),
+    "section and dot alone": ("requires.=3", "Write requires.KEY=3."),
+    "flags without flag": ("megatron_args", "Write megatron_args.--FLAG=VALUE."),
+    "NUL": ('megatron_args.--a="\\0"', "--a: expected text that a command line can carry"),
     "half a list": ("megatron_args.--a=[", "expected YAML"),
     "mapping": ("megatron_args.--a={b: 1}", "expected true, false, a value"),
 }
@@ -211,6 +215,17 @@ HOSTILE = {  # what a section holds -> what the message must say
     "alias of nothing": ("--a: *b", "line 2: expected YAML, got: found undefined alias"),
     "list for a key": ("[a]: 1", "line 2: expected YAML, got: found unhashable key"),
     "reference to itself": ("--a: ${megatron_args.--a}", "--a: expected an interpolation that re"),
+    "merge key": ("<<: {--a: 1}", "line 2: expected YAML, got: a merge key (<<)"),
+    "NUL in a value": ('--a: "b\\0"', "--a: expected text that a command line can carry, without"),
+    "NUL in a list": ('--a: [1, "b\\0"]', "--a: expected text that a command line can carry"),
+    "lone surrogate": ('--a: "\\ud800"', "--a: expected text that a command line can carry"),
+    "byte of no text": ('--a: "\\udcff"', "--a: expected text that a command line can carry"),
+    "NUL from elsewhere": (
+        '--a: "${megatron_args.--b}"\n  --b: "\\0"',
+        "expected text that a command line can carry",
+    ),
+    "no character": ('--a: "\\U00110000"', "expected YAML, got: an escape beyond \\U0010FFFF"),
+    "beyond an int": ('--a: "\\UFFFFFFFF"', "expected YAML, got: an escape beyond \\U0010FFFF"),
     "NUL in a flag": ('"--a\\0": b', "expected one of Megatron's flags"),
 }
 

@@ -75,6 +75,14 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
         but("--lr", "fast", "--train-iters", "2.5", "--ckpt-format", "zip"),
         ["--lr: invalid float value", "--train-iters: invalid int", "--ckpt-format: invalid choic"],
     ),
+    "values of flags that must be given": (
+        but("--hidden-size", "wide", "--micro-batch-size=", "--seq-length"),
+        [
+            "--hidden-size: invalid int value: 'wide'. Change the value.",
+            "--micro-batch-size: invalid int value: ''. Change the value.",
+            "--seq-length: expected one argument. Change the value.",
+        ],
+    ),
     "a word of no flag": (["more", *but()], ["more: belongs to no flag. Remove it."]),
     "missing": (
         but(without=("--hidden-size", "--num-layers", "--seq-length", "--micro-batch-size")),

@@ -1,4 +1,7 @@
-"""Atomic creation of a folder: it appears complete under its name, or not at all."""
+"""Atomic creation of a folder: it appears complete under its name, or not at all.
+
+Also checks output paths before the work starts.
+"""
 
 import errno
 import os
@@ -8,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from safetensors import SafetensorError
 
@@ -18,6 +22,40 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _PARTIAL = re.compile(r"\.partial-[0-9a-f]{8}$")
 
 
+def require_writable(
+    *paths: Path | None, expected: Literal["a file", "a folder", "a new folder"] = "a file"
+) -> None:
+    """Refuse output paths that cannot be written, before the work starts; creates nothing.
+
+    Args:
+        paths: paths to write; None is skipped. The folder of a file must exist; folders are
+            created with their parents, or except for a new one written into.
+        expected: kind of output that the paths name.
+
+    Raises:
+        ConfigError: something else is there, or a folder is missing or not writable.
+    """
+    for path in filter(None, paths):
+        found = _obstacle(path, expected)
+        if found is not None:
+            raise ConfigError(f"{path}: expected {expected} to write, got {found}. Name another.")
+
+
+def _obstacle(path: Path, expected: str) -> str | None:
+    is_folder = os.path.isdir(path)  # noqa: PTH112  # pathlib raises in a folder not to be entered
+    if is_folder and expected != "a folder":
+        return "a folder"
+    if os.path.lexists(path) and not is_folder and expected != "a file":
+        return "a file"
+    folder = path.absolute() if is_folder else path.absolute().parent
+    if expected != "a file":
+        folder = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    if not os.path.isdir(folder):  # noqa: PTH112
+        return f"no folder {folder}"
+    is_writable = os.access(folder, os.W_OK | os.X_OK)
+    return None if is_writable else f"no permission to write in {folder}"
+
+
 @contextmanager
 def published(target: Path, *, needed_bytes: int) -> Iterator[Path]:
     """Yield a temporary folder beside ``target``; rename it to ``target`` on success.
@@ -25,13 +63,10 @@ def published(target: Path, *, needed_bytes: int) -> Iterator[Path]:
     A killed process leaves ``<target>.partial-<random>``; an error removes it.
 
     Raises:
-        ConfigError: ``target`` exists.
+        ConfigError: ``target`` exists, or its folder is not writable.
         StateError: disk has less than ``needed_bytes`` free, or a write failed.
     """
-    if target.exists() or target.is_symlink():
-        raise ConfigError(
-            f"{target}: expected nothing there yet, got a file or folder. Name another."
-        )
+    require_writable(target, expected="a new folder")
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
     try:
         partial.mkdir(parents=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from moe_optim.commands.console.files import require_writable, write_atomically
+from moe_optim.checkpoint.files.publishing import require_writable
+from moe_optim.commands.console.files import write_atomically
 from moe_optim.config.recipes import Recipe, load_recipe
 from moe_optim.config.shipped_recipes import shipped_recipes
 from moe_optim.errors import ConfigError

@@ -7,26 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_optim.checkpoint.files.publishing import DISK_FULL
-from moe_optim.errors import ConfigError
-
-
-def require_writable(*paths: Path | None) -> None:
-    """Refuse unwritable output paths before the work starts.
-
-    Raises:
-        ConfigError: a folder is missing or not writable, or a path is itself a folder.
-    """
-    for path in filter(None, paths):
-        folder = path.absolute().parent
-        if path.is_dir():
-            found = "a folder"
-        elif not folder.is_dir():
-            found = f"no folder {folder}"
-        elif not os.access(folder, os.W_OK | os.X_OK):
-            found = f"no permission to write in {folder}"
-        else:
-            continue
-        raise ConfigError(f"{path}: expected a file to write, got {found}. Name another.")
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -8,7 +8,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_optim.commands.console.files import require_writable, write_atomically
+from moe_optim.checkpoint.files.publishing import require_writable
+from moe_optim.commands.console.files import write_atomically
 from moe_optim.commands.console.provenance import commit
 from moe_optim.config.recipes import Recipe, load_recipe
 from moe_optim.errors import ConfigError

@@ -87,7 +87,7 @@ def figures_of(name: str, run: Run) -> dict[str, Any]:
     train, held_out = run.curves.train, run.curves.validation
     last = [point.value for point in train[-max(1, len(train) // 20) :]]
     rank0 = run.model.get("rank0") or {}
-    weights = [part["weight_bytes"] for part in rank0.get("weights") or ()]
+    weights = [part.get("weight_bytes") or 0 for part in rank0.get("weights") or ()]
     gathered = [rank0.get(key) or 0 for key in ("gathered_bytes", "other_gathered_bytes")]
     times = [point.value for point in run.points("iteration-time")]
     peak = [point.value for point in run.points("mem-max-allocated-bytes")]

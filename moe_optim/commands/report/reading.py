@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.checkpoint.files.untrusted_files import parse_json, read_file
+from moe_optim.commands.console.json_forms import find_misfit
 from moe_optim.commands.train.events import TRAIN_TAG, VALIDATION_TAG, Events, Point, read_events
 from moe_optim.commands.train.run_folder import RunFolder
 from moe_optim.commands.train.summary import Curves, loss_unit
@@ -19,6 +21,28 @@ from moe_optim.formats import FORMATS
 from moe_optim.formats.health_figures import TAGS, THRESHOLDS, warn_of
 
 _BY_EXPERT = "/by_expert"
+_MODEL = {
+    "format": str,
+    "optimizer": str,
+    "parameters": int,
+    "quantized_parameters": int,
+    "rank0": {
+        "step": str,
+        "gathered_bytes": int,
+        "other_gathered_bytes": int,
+        "weights": [{"weight_bytes": int}],
+    },
+    "environment": {"device": str, "commit": str, "versions": dict},
+}
+_SUMMARY = {
+    "test_loss": float,
+    "byte_entropy": float,
+    "iterations_per_second": float,
+    "seconds": float,
+    "world_size": int,
+    "resumed_from": int,
+    "command": str,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +143,8 @@ def read_run(path: Path) -> Run:
         path: run folder of ``moe-optim train``, or folder of Megatron's TensorBoard events.
 
     Raises:
-        LayoutError: there are no events with a training loss, or a JSON file is not an object.
+        LayoutError: there are no events with a training loss, or a JSON file is not an object or
+            has values of other types.
     """
     folder = RunFolder(path)
     of_events = folder.tensorboard if folder.tensorboard.is_dir() else path
@@ -130,11 +155,11 @@ def read_run(path: Path) -> Run:
             "in them, got none. Name a folder that `moe-optim train` has written, or Megatron's "
             "--tensorboard-dir."
         )
-    model, summary = _read(folder.model), _read(folder.summary)
+    model, summary = _read(folder.model, _MODEL), _read(folder.summary, _SUMMARY)
     return Run(name=path.resolve().name, path=path, model=model, summary=summary, events=events)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, form: Mapping[str, Any]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
@@ -145,19 +170,23 @@ def _read(path: Path) -> dict[str, Any]:
         raise LayoutError(
             f"{path}: expected names and values as JSON, got something else. Remove the file."
         ) from error
+    if misfit := find_misfit(content, form):
+        raise LayoutError(f"{path}: {misfit}. Correct it, or remove the file.")
     return content
 
 
 def require_no_run(out: Path, *, own: Path | None = None) -> None:
-    """Refuse to write a page over the files of a run or of its report.
+    """Refuse to write a page over the files of a run or of its report, or where it cannot be.
 
     Args:
         out: folder of the page.
         own: run whose report the page is, or None.
 
     Raises:
-        ConfigError: ``out`` is the folder of a run, or of the report of another one.
+        ConfigError: ``out`` is the folder of a run, or of the report of another one; or it is not
+            writable.
     """
+    require_writable(out, expected="a folder")
     out = out.resolve()
     is_report = RunFolder(out.parent).report == out and RunFolder(out.parent).is_taken
     if RunFolder(out).is_taken or (is_report and (own is None or own.resolve() != out.parent)):

@@ -1,6 +1,7 @@
 """Starts the ranks of a run on this machine with torch's elastic agent, as ``torchrun`` does."""
 
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -97,7 +98,7 @@ def launch(
     )
     program, *arguments = command
     failures, stopped_by = {}, None
-    with _changed_process(environment):
+    with _changed_process(environment), _silenced_agent():
         try:
             elastic_launch(config, program)(*arguments)
         except ChildFailedError as error:
@@ -159,3 +160,16 @@ def _changed_process(environment: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _silenced_agent() -> Iterator[None]:
+    """Keep the log of torch's elastic agent off the terminal; the result of a launch has it all."""
+    logger, nowhere = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
+    before, logger.propagate = logger.propagate, False
+    logger.addHandler(nowhere)  # without any handler, Python itself prints warnings
+    try:
+        yield
+    finally:
+        logger.propagate = before
+        logger.removeHandler(nowhere)

@@ -23,7 +23,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moe_optim.checkpoint.files.folders import iteration_folders
+from moe_optim.checkpoint.files.publishing import require_writable
+from moe_optim.checkpoint.files.untrusted_files import parse_json
 from moe_optim.commands.console.files import full_disk_explained, write_atomically
+from moe_optim.commands.console.json_forms import find_misfit
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.integration.argv import data_flags, flags, last_value, without_options
 
@@ -66,22 +69,23 @@ class RunFolder:
 
 @contextlib.contextmanager
 def claim(path: Path, *, resume: bool) -> Iterator[RunFolder]:
-    """Create a run folder and hold its lock, which excludes other runs.
+    """Create a run folder, unless it is resumed, and hold its lock, which excludes other runs.
 
     Raises:
         StateError: another run holds the folder; or the folder contains results, and ``resume`` is
-            not set.
-        ConfigError: ``path`` cannot be a folder.
+            not set; or ``resume`` is set, and the folder does not exist.
+        ConfigError: ``path`` cannot be a folder, or is not writable.
     """
     folder = RunFolder(path)
-    try:
-        with full_disk_explained(path, "creating the run folder"):
-            path.mkdir(parents=True, exist_ok=True)
-            (path / ".lock").touch()
-    except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        raise ConfigError(
-            f"--out {path}: expected a folder, got: {error.strerror}. Choose another."
-        ) from error
+    if resume and not path.is_dir():
+        raise StateError(
+            f"--resume: expected the folder of a run, got no folder {path}. Name that of the run "
+            "with --out, or start a new one without --resume."
+        )
+    require_writable(path, expected="a folder")
+    with full_disk_explained(path, "creating the run folder"):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / ".lock").touch()
     with (path / ".lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,13 +131,15 @@ def read_record(folder: RunFolder) -> Record | None:
     if not folder.arguments.is_file():
         return None
     try:
-        record = Record(**json.loads(folder.arguments.read_text()))
-        if not all(isinstance(w, str) for w in [*record.set, *record.megatron_args]):
-            raise TypeError
+        content = parse_json(folder.arguments.read_bytes())
+        record = Record(**content)
+        misfit = find_misfit(content, dict.fromkeys(("set", "megatron_args", "text"), [str]))
+        if misfit or None in (record.set, record.megatron_args):
+            raise TypeError(misfit or "null")
     except (ValueError, TypeError) as error:
         raise StateError(
-            f"{folder.arguments}: expected the arguments of the run, got something else. Remove "
-            "the file, and give all arguments that the run was started with."
+            f"{folder.arguments}: expected the arguments of the run, got something else: "
+            f"{error}. Remove the file, and give all arguments that the run was started with."
         ) from error
     return record
 

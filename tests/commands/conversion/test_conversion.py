@@ -381,7 +381,7 @@ def test_a_disk_that_fills_up_is_named_and_nothing_is_left(asked, source, tmp_pa
 
 def test_what_is_there_already_is_not_overwritten(source, tmp_path):
     (tmp_path / "out").mkdir()
-    with pytest.raises(ConfigError, match="out: expected nothing there yet"):
+    with pytest.raises(ConfigError, match="out: expected a new folder to write, got a folder"):
         convert(source, tmp_path / "out", "hf", format="safetensors")
     assert names_in(tmp_path) == ["out"]
 

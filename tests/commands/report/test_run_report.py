@@ -16,11 +16,19 @@ from matplotlib.text import Text
 
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.console import pictures
+from moe_optim.commands.report.comparison import figures_of
 from moe_optim.commands.report.page import render
 from moe_optim.commands.report.reading import read_run
 from moe_optim.commands.report.run_report import build_page
 from moe_optim.formats.health_figures import THRESHOLDS, Sum
-from tests.support.training_runs.report_runs import LOSSES, SUMMARY, loads_at, look_at, write_run
+from tests.support.training_runs.report_runs import (
+    LOSSES,
+    MODEL,
+    SUMMARY,
+    loads_at,
+    look_at,
+    write_run,
+)
 
 
 class Reader(HTMLParser):
@@ -197,6 +205,65 @@ def test_a_damaged_file_is_refused_by_name(name, content, tmp_path, capsys):
     (run / name).write_text(content)
     assert cli.main(["report", str(run)]) == 2
     assert f"{name}: expected names and values as JSON" in capsys.readouterr().err
+
+
+MISTYPED = {  # beginning of the fault -> file, a change of its content
+    "format: expected text, got 8": ("model", {"format": 8}),
+    "optimizer: expected text, got ['Adam']": ("model", {"optimizer": ["Adam"]}),
+    "parameters: expected a whole number, got '2,000'": ("model", {"parameters": "2,000"}),
+    "quantized_parameters: expected a whole number, got 1.5": (
+        "model",
+        {"quantized_parameters": 1.5},
+    ),
+    "rank0: expected names and values, got [1]": ("model", {"rank0": [1]}),
+    "rank0: step: expected text, got True": ("model", {"rank0": {"step": True}}),
+    "rank0: gathered_bytes: expected a whole number, got '1 MB'": (
+        "model",
+        {"rank0": {"gathered_bytes": "1 MB"}},
+    ),
+    "rank0: weights: expected a list, got 3": ("model", {"rank0": {"weights": 3}}),
+    "rank0: weights: 1: expected names and values, got None": (
+        "model",
+        {"rank0": {"weights": [{"weight_bytes": 1}, None]}},
+    ),
+    "rank0: weights: 0: weight_bytes: expected a whole number, got 'much'": (
+        "model",
+        {"rank0": {"weights": [{"weight_bytes": "much"}]}},
+    ),
+    "environment: expected names and values, got 'here'": ("model", {"environment": "here"}),
+    "environment: versions: expected names and values, got 'new'": (
+        "model",
+        {"environment": {"versions": "new"}},
+    ),
+    "test_loss: expected a number, got '0.2'": ("summary", {"test_loss": "0.2"}),
+    "byte_entropy: expected a number, got True": ("summary", {"byte_entropy": True}),
+    "iterations_per_second: expected a number, got 'fast'": (
+        "summary",
+        {"iterations_per_second": "fast"},
+    ),
+    "seconds: expected a number, got [30]": ("summary", {"seconds": [30]}),
+    "world_size: expected a whole number, got {}": ("summary", {"world_size": {}}),
+    "resumed_from: expected a whole number, got '4'": ("summary", {"resumed_from": "4"}),
+    "command: expected text, got ['moe-optim']": ("summary", {"command": ["moe-optim"]}),
+}
+
+
+@pytest.mark.parametrize("fault", MISTYPED)
+def test_a_value_of_another_type_is_refused_by_file_and_key(fault, tmp_path, capsys):
+    name, change = MISTYPED[fault]
+    content = {"model": MODEL, "summary": SUMMARY}[name] | change
+    run = write_run(tmp_path / "run", LOSSES, **{name: content})
+    for words in (["report"], ["compare", str(write_run(tmp_path / "other", LOSSES))]):
+        assert cli.main([*words, str(run), "--out", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {run / name}.json: {fault}. Correct it, or remove the fil")
+        assert error.count("\n") == 1
+
+
+def test_a_weight_without_its_bytes_counts_none(tmp_path):
+    model = MODEL | {"rank0": {"weights": [{}, {"weight_bytes": 3}]}}
+    run = read_run(write_run(tmp_path / "run", LOSSES, model=model))
+    assert figures_of("run", run)["weight_bytes"] == 3
 
 
 def test_figures_that_a_run_has_not_recorded_may_be_null(tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 
@@ -66,6 +67,20 @@ def test_the_rank_that_failed_first_is_named_not_those_that_lost_it(tmp_path):
 def test_a_rank_without_a_recorded_error_refers_to_its_log(tmp_path):
     failure = start(tmp_path, command=[sys.executable, "-c", "raise SystemExit(3)"]).failure
     assert "ended with exit code 3: its log tells why" in failure.sentence()
+
+
+def test_a_failure_is_told_by_the_result_alone(tmp_path):
+    """torch's elastic agent logs nothing on the terminal."""
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from moe_optim.commands.train.launcher import launch\n"
+        "command = [sys.executable, '-c', 'raise SystemExit(3)']\n"
+        f"result = launch(command, ranks=2, logs=Path({str(tmp_path)!r}), environment={{}})\n"
+        "print(result.failure.exit_code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "3\n")
+    assert "elastic" not in done.stderr
 
 
 def test_killing_one_rank_ends_all_and_says_which(tmp_path):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from moe_optim.commands.train.run_folder import claim
+from moe_optim.commands.train.run_folder import RunFolder, claim, read_record
 from moe_optim.errors import ConfigError, StateError
 
 
@@ -49,6 +49,13 @@ def test_results_are_never_overwritten_without_resume(tmp_path, leftover):
         pass
     with claim(tmp_path, resume=True):
         pass
+
+
+def test_a_value_of_another_type_in_the_record_is_named(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.arguments.write_text('{"set": [], "megatron_args": ["--lr", 1], "text": null}')
+    with pytest.raises(StateError, match="something else: megatron_args: 1: expected text, got 1."):
+        read_record(folder)
 
 
 @pytest.mark.parametrize("out", ["file", "file/below"])

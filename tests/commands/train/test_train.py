@@ -195,7 +195,15 @@ def test_a_resume_does_not_change_to_other_data(command, run, began_with, tmp_pa
 def test_a_damaged_record_of_arguments_is_one_message(command, run):
     write_checkpoint(run / "checkpoints", 4)
     record = run / "arguments.json"
-    for harm in ("[", '{"set": []}', '{"set": [1], "megatron_args": [], "text": null}'):
+    for harm in (
+        "[",
+        "[" * 100_000,
+        '{"set": []}',
+        '{"set": [1], "megatron_args": [], "text": null}',
+        '{"set": "abc", "megatron_args": [], "text": null}',
+        '{"set": [], "megatron_args": null, "text": null}',
+        '{"set": [], "megatron_args": [], "text": [1]}',
+    ):
         record.write_text(harm)
         code, _, errors = command("--resume")
         assert code == 2
@@ -265,7 +273,6 @@ REFUSED = {
     "--yaml-cfg: expected flags, got a file": ((), ("--yaml-cfg", "x.yaml")),
     "--tensorboard-dir: the run folder": ((), ("--tensorboard-dir=x",)),
     "--load: --resume loads from": (("--resume",), ("--load", "x")),
-    "no complete checkpoint (there are none)": (("--resume",), ()),
     "--text and --mock-data both": ((), ("--mock-data",)),
     "text: expected more than 100000 bytes": ((), ("--seq-length", "100000")),
     "--text missing: expected a file": (("--text", "missing"), ()),
@@ -279,6 +286,23 @@ def test_arguments_that_cannot_work_are_refused_before_a_rank_starts(command, ru
     assert code == 2
     assert message in errors
     assert not (run / "logs").exists()
+
+
+def test_a_resume_of_a_folder_that_does_not_exist_leaves_none_behind(command, run):
+    code, _, errors = command("--resume")
+    assert code == 2
+    assert errors == (
+        f"error: --resume: expected the folder of a run, got no folder {run}. Name that of the run "
+        "with --out, or start a new one without --resume.\n"
+    )
+    assert not run.parent.exists()
+
+
+def test_a_resume_of_a_folder_without_checkpoints_is_refused(command, run):
+    run.mkdir(parents=True)
+    code, _, errors = command("--resume")
+    assert code == 2
+    assert "no complete checkpoint (there are none)" in errors
 
 
 def test_the_run_folder_is_named_after_the_recipe_by_default(monkeypatch, tmp_path):
