@@ -153,17 +153,18 @@ def test_an_error_of_ours_is_one_line_and_exits_with_2(run_as, capsys, error):
     assert capsys.readouterr().err == "error: run.yaml: expected this, got that.\n"
 
 
-def test_what_the_system_refuses_is_one_line_with_its_file_and_exits_with_1(tmp_path, capfd):
-    """A folder that is a file, and a full disk behind stdout."""
+def test_a_page_is_not_written_where_a_file_is(tmp_path, capfd):
+    """Nor below one; the run is not read, and nothing is created."""
     run, file = write_run(tmp_path / "run"), tmp_path / "file"
     file.write_text("")
-    refused = {
-        f"{file}: File exists": ["report", run, "--out", file],
-        f"{file}/below: Not a directory": ["report", run, "--out", file / "below"],
-    }
-    for said, words in refused.items():
-        assert cli.main(list(map(str, words))) == 1
-        assert capfd.readouterr().err.startswith(f"error: {said}")
+    for out, found in ((file, "a file"), (file / "below", f"no folder {file}")):
+        assert cli.main(["report", str(run), "--out", str(out)]) == 2
+        told = capfd.readouterr().err
+        assert told.startswith(f"error: {out}: expected a folder to write, got {found}")
+
+
+def test_what_the_system_refuses_is_one_line_and_exits_with_1():
+    """A full disk behind stdout."""
     command = [sys.executable, "-m", "moe_optim.commands.cli.main", "recipes"]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
