@@ -1,4 +1,4 @@
-"""Measures the host time of Muon steps of many matrices, each expert a parameter of its own.
+"""Measures the host time of Muon steps of many matrices, one parameter per expert.
 
 Matrices are small, so that thousands fit, and the workspace is smaller in proportion: chunks are
 as many as those of the layer's experts in the default workspace.

@@ -178,7 +178,7 @@ def _cannot_own_whole(chunk: Sequence[MatrixWeight], shards: Shards) -> LayoutEr
         f"muon: {worst.name}: expected matrices that {shards.count} ranks can own whole, in shards "
         f"of multiples of {shards.unit} elements, got {worst.count} of [{worst.rows}, "
         f"{worst.cols}], matrices that no rank can own whole. Set expert_layout: indexed, which "
-        "gives each expert a parameter of its own."
+        "gives one parameter per expert."
     )
 
 

@@ -155,7 +155,7 @@ def test_symmetric_products_are_mirrored_where_factors_do_not_commute(launches, 
 @pytest.mark.parametrize("form", ["plain", "gram"])
 @pytest.mark.parametrize("shape", [(2, 24, 72), (2, 72, 24), (1, 40, 56)], ids=str)
 def test_kernels_iterate(launches, shape, form):
-    """Three launches a step; the sums of the interpreter are not those of a GPU."""
+    """A step takes three launches; the interpreter's sums differ from a GPU's."""
     x = random_matrices(shape, torch.float16)
     built, got = orthogonalize(x.clone(), QUINTIC, form=form)
     assert len(launches) == len(built.calls) == {"plain": 15, "gram": 18}[form]

@@ -54,7 +54,7 @@ class Directing:
             weights: shapes, [E, R, C], and formats, or dtypes of dense weights.
             directions: dtype of the directions.
             num_tables: number of tables, which take the quantized weights in turn.
-            device: where all of it lies.
+            device: device of all tensors.
         """
         self.shapes = [shape for shape, _ in weights]
         self.hyper = torch.zeros(len(ROWS), HYPER_FIELDS)
