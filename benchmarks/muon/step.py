@@ -88,7 +88,7 @@ def measure(
     on: Machine,
     group: "ProcessGroup | None",
 ) -> Iterator[Row]:
-    """Yield rows of stock's step, with its cast into each format that it has, and of ours.
+    """Yield rows of stock's step, with its cast per supported format, and of ours.
 
     Gate and up are matrices of their own on both sides. ``group`` is a process group of this rank,
     over which Transformer Engine casts; None leaves its casts out. Where stock has no cast, our
@@ -353,14 +353,14 @@ def _plugin_rows(
 ) -> Iterator[Row]:
     """Yield the whole step in one format, and its parts as timed within whole steps."""
     from moe_optim.formats import FORMATS
-    from moe_optim.optimizer.muon_step import fp32_matmul_precision
+    from moe_optim.formats.reference.newton_schulz import matmul_precision
 
     format, settings = FORMATS.get(name), settings_of(iteration, apart=True)
     states = States.draw(experts, on.device)
     step = FusedStep.build(experts.weights(apart=True), states, settings, format)
     launch = step.table.launch
     (ms,) = median_ms([launch], on.device, repeats=on.repeats)
-    with fp32_matmul_precision(step.table.precision):
+    with matmul_precision(step.table.precision):
         launches = [(part, plan.launch) for part, plan in step.parts]
         parts = median_part_ms(launches, on.device, on.repeats)
     floors = _floors(experts, format, iteration, on)

@@ -187,8 +187,9 @@ class Muon(torch.optim.Optimizer):
         self.make_stock: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = make_stock
 
     def initialize_state(self, master: Tensor) -> None:
-        """Create a zero momentum for a master, [n] fp32."""
-        self.state[master][MOMENTUM] = torch.zeros_like(master.detach())
+        """Create a zero momentum for a master, [n] fp32, unless it has one."""
+        if MOMENTUM not in self.state[master]:
+            self.state[master][MOMENTUM] = torch.zeros_like(master.detach())
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -218,8 +219,7 @@ class Muon(torch.optim.Optimizer):
         """Yield every matrix of a master as a parameter with a gradient, and its momentum."""
         if master.grad is None:
             return
-        if MOMENTUM not in self.state[master]:
-            self.initialize_state(master)
+        self.initialize_state(master)
         weight = self.weights[master]
         held = (master.detach(), master.grad, self.state[master][MOMENTUM])
         for matrix, gradient, momentum in zip(

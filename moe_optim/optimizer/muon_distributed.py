@@ -110,8 +110,7 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
     def make_moments(self) -> None:
         """Create missing momenta."""
         for _, master in owned_masters(self):
-            if MOMENTUM not in self.optimizer.state[master]:
-                self.optimizer.initialize_state(master)
+            self.optimizer.initialize_state(master)
 
     def offload_to_cpu(self) -> None:
         """Move masters and momenta to the host, and free the workspace."""

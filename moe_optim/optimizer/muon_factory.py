@@ -13,7 +13,6 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from moe_optim.buckets.matrix_buffers import holds_matrices, is_muon_matrix
-from moe_optim.checkpoint.state_kinds import MOMENTUM
 from moe_optim.errors import StateError
 from moe_optim.integration.installation import installed_optimizer
 from moe_optim.optimizer.chained import GroupedChainedOptimizer
@@ -197,8 +196,7 @@ def create_momenta(inner: Any, config: Any = None) -> None:  # noqa: ARG001  # M
     """Create the missing momenta of an inner optimizer."""
     for group in inner.param_groups:
         for master in group["params"]:
-            if MOMENTUM not in inner.state[master]:
-                inner.initialize_state(master)
+            inner.initialize_state(master)
 
 
 def make_stock(

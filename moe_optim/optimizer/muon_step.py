@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_optim.errors import ConfigError
+from moe_optim.formats.reference.newton_schulz import Precision, matmul_precision
 from moe_optim.kernels.directed_state import DirectedState
 from moe_optim.kernels.directed_updates import DirectedUpdates
 from moe_optim.kernels.matrices import MatrixShard, Piece
@@ -78,7 +78,7 @@ class MuonTable(Plan):
     chunks: tuple[Plan, ...]
     """One plan per chunk of weights, with its directions, [count, R, C], as its only place."""
     updates: DirectedUpdates
-    precision: str
+    precision: Precision
     """Precision of fp32 GEMMs."""
     num_batches: int
     """Number of batches over all chunks."""
@@ -95,7 +95,7 @@ class MuonTable(Plan):
 
         Every rank of the tensor-parallel groups must call it if matrices are cut.
         """
-        with fp32_matmul_precision(self.precision):
+        with matmul_precision(self.precision):
             Plan.launch(self)
 
     @classmethod
@@ -183,17 +183,6 @@ def _directed(state: MuonState) -> DirectedState:
         norm=state.norm,
         weight=state.copy,
     )
-
-
-@contextmanager
-def fp32_matmul_precision(precision: str) -> Iterator[None]:
-    """Set torch's precision of fp32 GEMMs in a block."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 # Chunks

@@ -151,7 +151,7 @@ class Orthogonalization:
 
         Args:
             rows: rows of the matrix; if tensor parallelism cuts it, of the whole one.
-            cols: columns, likewise.
+            cols: columns of the matrix; if tensor parallelism cuts it, of the whole one.
         """
         squares = {
             "spectral": max(rows, cols),
@@ -188,7 +188,7 @@ def orthogonalize(
     if transpose is None:
         transpose = x.size(-2) > x.size(-1)
     iterate = _normalize(x.mT if transpose else x, group)
-    with _matmul_precision(how.precision):
+    with matmul_precision(how.precision):
         iterate = iterate.to(dtype or how.dtype)
         for coefficients in how.coefficients():
             iterate = _step(iterate, coefficients, group)
@@ -261,7 +261,8 @@ def _step(x: Tensor, coefficients: tuple[float, float, float], group: Group | No
 
 
 @contextmanager
-def _matmul_precision(precision: Precision) -> Iterator[None]:
+def matmul_precision(precision: Precision) -> Iterator[None]:
+    """Set torch's precision of fp32 GEMMs in a block."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
