@@ -26,7 +26,7 @@ from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
 from moe_optim.weights.storage import WeightStorage
 
 Wire = Literal["quantized", "bf16"]
-_DTYPES = {1: torch.uint8, 4: torch.float32}
+_DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

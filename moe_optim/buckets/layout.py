@@ -124,7 +124,7 @@ class BufferPlan:
     name: str
     """Field of ``QuantizedWeight``."""
     itemsize: int
-    """Bytes per entry: 1 for a code, 4 for fp32."""
+    """Bytes per entry: 1 for a code, 2 for bf16, 4 for fp32."""
     numel: int
     """Number of entries, padding included."""
     starts: tuple[int, ...]

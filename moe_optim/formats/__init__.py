@@ -6,7 +6,7 @@ A *buffer* is one tensor of a quantized weight (data or scales, rowwise or colum
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 Direction = Literal["rowwise", "columnwise"]
 """Block direction: ``rowwise`` for the forward GEMM, ``columnwise`` for the dgrad."""
-Element = Literal["e4m3", "e2m1"]
-"""Element encoding: four exponent and three mantissa bits, or two and one."""
-ScaleEncoding = Literal["e8m0", "e4m3", "power_of_two"]
+Element = Literal["e4m3", "e2m1", "int4"]
+"""Element encoding: four exponent and three mantissa bits, two and one, or integers -8 to 7."""
+ScaleEncoding = Literal["e8m0", "e4m3", "power_of_two", "fp32", "bf16"]
 """Scale encoding, see :attr:`BlockScaledFormat.scale_encoding`."""
-ColumnwiseCopy = Literal["quantized", "shared", "transposed"]
+ColumnwiseCopy = Literal["quantized", "shared", "transposed", "none"]
 """Origin of the columnwise buffer, see :attr:`BlockScaledFormat.columnwise_copy`."""
 
 DIRECTIONS: tuple[Direction, ...] = ("rowwise", "columnwise")
@@ -39,18 +39,21 @@ class BlockScaledFormat:
     name: str
     """Name in recipes and checkpoints."""
     element: Element
-    """Element encoding; ``e2m1`` packs two elements per byte, low nibble first."""
+    """Element encoding. ``e2m1`` and ``int4`` pack two elements per byte, low nibble first; nibble
+    n of ``int4`` is n - 8."""
     data_max: float
-    """Largest finite magnitude of an element."""
+    """Largest finite magnitude that scales bring an element to."""
     rowwise_block: tuple[int, int]
     """Rows and columns that share one rowwise scale."""
     columnwise_copy: ColumnwiseCopy
     """``quantized``: from the master with its own scales. ``shared``: the rowwise bytes themselves.
-    ``transposed``: the rowwise elements and scales, transposed to [C, R]."""
+    ``transposed``: the rowwise elements and scales, transposed to [C, R]. ``none``: row-only
+    storage; both GEMMs read the rowwise values, as inference engines do."""
     scale_encoding: ScaleEncoding
-    """``e8m0`` and ``e4m3`` are bytes, ``power_of_two`` is fp32."""
+    """``e8m0`` and ``e4m3`` are bytes, ``power_of_two`` and ``fp32`` are fp32."""
     dimension_multiple: int
-    """Divisor of rows and columns; 1 if edge blocks may be partial."""
+    """Divisor of columns, and of rows unless storage is row-only; 1 if edge blocks may be
+    partial."""
     has_global_amax: bool = False
     """Whether every expert has an fp32 amax besides its block scales."""
 
@@ -67,32 +70,47 @@ class BlockScaledFormat:
     @property
     def scale_itemsize(self) -> int:
         """Bytes per scale."""
-        return 4 if self.scale_encoding == "power_of_two" else 1
+        return {"e8m0": 1, "e4m3": 1, "bf16": 2, "power_of_two": 4, "fp32": 4}[self.scale_encoding]
 
     @property
     def scale_dtype(self) -> "torch.dtype":
-        """Dtype of the scale buffers: uint8 codes, or fp32."""
+        """Dtype of the scale buffers: uint8 codes, bf16 or fp32."""
         import torch
 
-        return torch.float32 if self.scale_encoding == "power_of_two" else torch.uint8
+        return {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}[self.scale_itemsize]
 
     @property
     def is_2d(self) -> bool:
         """Whether one square block serves both directions."""
-        return self.columnwise_copy != "quantized"
+        return self.rowwise_block[0] == self.rowwise_block[1]
+
+    @property
+    def is_row_only(self) -> bool:
+        """Whether only the rowwise direction is stored, and GEMMs of both directions read it."""
+        return self.columnwise_copy == "none"
+
+    @property
+    def block_length(self) -> int:
+        """Elements of a row, or of a column, that share one scale."""
+        return self.rowwise_block[1]
 
     @property
     def block_row_height(self) -> int:
-        """Rows of a *block row*, the lowest strip of whole blocks of both directions.
+        """Rows of a *block row*, the lowest strip of whole blocks of all stored directions.
 
         The last block row of a weight may be lower if edge blocks may be partial.
         """
-        return max(self.rowwise_block)
+        return 1 if self.is_row_only else self.block_length
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        """Directions that are stored."""
+        return ("rowwise",) if self.is_row_only else DIRECTIONS
 
     @property
     def gathered_directions(self) -> tuple[Direction, ...]:
-        """Directions that are gathered; the other one is derived from them exactly."""
-        return ("rowwise",) if self.is_2d else DIRECTIONS
+        """Directions that are gathered; the other one, if stored, is derived from them exactly."""
+        return DIRECTIONS if self.columnwise_copy == "quantized" else ("rowwise",)
 
     @property
     def data_bytes_per_element(self) -> Fraction:
@@ -117,7 +135,7 @@ class BlockScaledFormat:
     def block(self, direction: Direction) -> tuple[int, int]:
         """Return the rows and columns of a [R, C] weight that share one scale of ``direction``."""
         rows, cols = self.rowwise_block
-        return (rows, cols) if direction == "rowwise" else (cols, rows)
+        return (cols, rows) if direction == "columnwise" and not self.is_row_only else (rows, cols)
 
     def transposes(self, direction: Direction) -> bool:
         """Return whether the data buffer of ``direction`` is stored as [C, R]."""
@@ -127,9 +145,10 @@ class BlockScaledFormat:
     def buffer_names(self) -> tuple[str, ...]:
         """Fields of ``QuantizedWeight`` with their own buffer."""
         names = ["rowwise_data", "rowwise_scale"]
-        if self.columnwise_copy != "shared":
+        if self.columnwise_copy in ("quantized", "transposed"):
             names.append("columnwise_data")
-        names.append("columnwise_scale")
+        if not self.is_row_only:
+            names.append("columnwise_scale")
         if self.has_global_amax:
             names.append("global_amax")
         return tuple(names)
@@ -146,9 +165,10 @@ class BlockScaledFormat:
             )
         experts, rows, cols = shape
         multiple = self.dimension_multiple
-        if rows % multiple or cols % multiple:
+        if cols % multiple or (rows % multiple and not self.is_row_only):
+            what = "columns" if self.is_row_only else "rows and columns"
             raise LayoutError(
-                f"{name}: {self.name} needs rows and columns divisible by {multiple}, got "
+                f"{name}: {self.name} needs {what} divisible by {multiple}, got "
                 f"[{rows}, {cols}]. Pad moe_ffn_hidden_size or hidden_size to a multiple of "
                 f"{multiple}, or keep this weight in bf16."
             )
@@ -183,11 +203,11 @@ class BlockScaledFormat:
         """
         if self.transposes(direction):
             rows, cols = cols, rows
-        if self.scale_encoding == "power_of_two":  # one fp32 per block, only the last dim is padded
+        if self.scale_itemsize == 4:  # one fp32 per block, only the last dim is padded
             block_rows, block_cols = self.rowwise_block
             return _ceil_div(rows, block_rows), round_up(_ceil_div(cols, block_cols), 4)
         # GEMMs that read byte scales need one for each line of a 1-D block.
-        length = max(self.rowwise_block)
+        length = self.block_length
         if direction == "columnwise" and not self.transposes(direction):
             return round_up(_ceil_div(rows, length), 4), round_up(cols, 128)
         return round_up(rows, 128), round_up(_ceil_div(cols, length), 4)
@@ -198,8 +218,8 @@ class BlockScaledFormat:
         The axes are those of the data buffer as stored. For ``mxfp8_2d`` columnwise these are the
         axes of the *rowwise* scales, because its data is not transposed.
         """
-        length = max(self.rowwise_block)
-        if not self.is_2d or self.scale_encoding == "power_of_two":
+        length = self.block_length
+        if not self.is_2d or self.scale_itemsize == 4:
             return 1, 1
         if direction == "columnwise" and not self.transposes(direction):
             return 1, length
@@ -247,9 +267,35 @@ FP8_BLOCK = BlockScaledFormat(
     dimension_multiple=1,
 )
 """E4M3 with one fp32 power-of-two scale per 128x128 elements."""
+FP8_BLOCK_FP32 = replace(FP8_BLOCK, name="fp8_block_fp32", scale_encoding="fp32")
+"""E4M3 with one fp32 scale per 128x128 elements, of any mantissa."""
+MXFP8_ROWS = replace(MXFP8, name="mxfp8_rows", columnwise_copy="none")
+"""The rowwise half of MXFP8."""
+MXFP4 = replace(MXFP8_ROWS, name="mxfp4", element="e2m1", data_max=6.0)
+"""E2M1, two per byte, with one E8M0 scale per 32 elements of a row."""
+NVFP4_ROWS = replace(NVFP4, name="nvfp4_rows", rowwise_block=(1, 16), columnwise_copy="none")
+"""E2M1, two per byte, with one E4M3 scale per 16 elements of a row and one fp32 amax per expert."""
+INT4 = BlockScaledFormat(
+    name="int4",
+    element="int4",
+    data_max=7.0,
+    rowwise_block=(1, 32),
+    columnwise_copy="none",
+    scale_encoding="bf16",
+    dimension_multiple=32,
+)
+"""Integers -8 to 7, two per byte, with one bf16 scale per 32 elements of a row."""
+INT4_G128 = replace(INT4, name="int4_g128", rowwise_block=(1, 128), dimension_multiple=128)
+"""As ``int4``, with one scale per 128 elements of a row."""
 
 FORMATS: Mapping[str, BlockScaledFormat] = MappingProxyType(
-    {format.name: format for format in (MXFP8, MXFP8_2D, NVFP4, FP8_BLOCK)}
+    {
+        format.name: format
+        for format in (
+            *(MXFP8, MXFP8_2D, NVFP4, FP8_BLOCK, FP8_BLOCK_FP32),
+            *(MXFP8_ROWS, MXFP4, NVFP4_ROWS, INT4, INT4_G128),
+        )
+    }
 )
 """Every block-scaled format by name. ``bf16`` is not included: it has neither blocks nor scales."""
 
@@ -285,9 +331,10 @@ class QuantizedWeight:
     rowwise_scale: "Tensor"
     """Rowwise dequantization factors, of ``format.scale_shape`` and ``format.scale_dtype``."""
     columnwise_data: "Tensor"
-    """Columnwise data, uint8, [E, R, C] or transposed; the memory of ``rowwise_data`` if shared."""
+    """Columnwise data, uint8, [E, R, C] or transposed; ``rowwise_data`` if shared or row-only."""
     columnwise_scale: "Tensor"
-    """Columnwise dequantization factors, of ``format.scale_shape`` and ``format.scale_dtype``."""
+    """Columnwise dequantization factors, of ``format.scale_shape`` and ``format.scale_dtype``;
+    ``rowwise_scale`` if storage is row-only."""
     global_amax: "Tensor | None" = None
     """Amax per expert, [E] fp32, for formats with a global amax, else None."""
 
@@ -301,7 +348,7 @@ class QuantizedWeight:
         import torch
 
         self.format.check_shape(self.shape, name="QuantizedWeight.shape")
-        for direction in DIRECTIONS:
+        for direction in self.format.directions:
             data_shape = self.format.data_shape(self.shape, direction)
             self._check_buffer(f"{direction}_data", data_shape, torch.uint8)
             scale_shape = self.format.scale_shape(self.shape, direction)
@@ -313,13 +360,15 @@ class QuantizedWeight:
                 f"QuantizedWeight.global_amax: {self.format.name} has none, got a tensor. "
                 f"Leave it out."
             )
-        if self.format.columnwise_copy == "shared" and not _same_memory(
-            self.rowwise_data, self.columnwise_data
-        ):
-            raise LayoutError(
-                f"QuantizedWeight.columnwise_data: {self.format.name} shares one data buffer, got "
-                f"a second one. Pass rowwise_data for both directions."
-            )
+        for kind in ("data", "scale"):
+            rowwise, columnwise = f"rowwise_{kind}", f"columnwise_{kind}"
+            if columnwise not in self.format.buffer_names and not _same_memory(
+                getattr(self, rowwise), getattr(self, columnwise)
+            ):
+                raise LayoutError(
+                    f"QuantizedWeight.{columnwise}: {self.format.name} has one {kind} buffer for "
+                    f"both directions, got a second one. Pass {rowwise} for both."
+                )
 
     @classmethod
     def empty(
@@ -345,27 +394,17 @@ class QuantizedWeight:
 
         checked = format.check_shape(shape, name)
 
-        def data(direction: Direction) -> "Tensor":
-            size = format.data_shape(checked, direction)
-            return torch.empty(size, dtype=torch.uint8, device=device)
-
-        def scale(direction: Direction) -> "Tensor":
+        def allocate(name: str) -> "Tensor":
+            direction: Direction = "columnwise" if name.startswith("columnwise") else "rowwise"
+            if name == "global_amax":
+                return torch.empty(checked[:1], dtype=torch.float32, device=device)
+            if name.endswith("_data"):
+                size = format.data_shape(checked, direction)
+                return torch.empty(size, dtype=torch.uint8, device=device)
             size = format.scale_shape(checked, direction)
             return torch.empty(size, dtype=format.scale_dtype, device=device)
 
-        rowwise_data = data("rowwise")
-        shared = format.columnwise_copy == "shared"
-        return cls(
-            format=format,
-            shape=checked,
-            rowwise_data=rowwise_data,
-            rowwise_scale=scale("rowwise"),
-            columnwise_data=rowwise_data if shared else data("columnwise"),
-            columnwise_scale=scale("columnwise"),
-            global_amax=torch.empty(checked[:1], dtype=torch.float32, device=device)
-            if format.has_global_amax
-            else None,
-        )
+        return cls.of_buffers(format, checked, map(allocate, format.buffer_names))
 
     @classmethod
     def of_buffers(
@@ -378,6 +417,7 @@ class QuantizedWeight:
         """
         fields = dict(zip(format.buffer_names, buffers, strict=True))
         fields.setdefault("columnwise_data", fields["rowwise_data"])
+        fields.setdefault("columnwise_scale", fields["rowwise_scale"])
         experts, rows, cols = shape
         return cls(format=format, shape=(experts, rows, cols), **fields)
 

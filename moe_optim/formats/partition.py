@@ -11,7 +11,7 @@ from math import prod
 from typing import Literal, get_args
 
 from moe_optim.errors import ConfigError, LayoutError
-from moe_optim.formats import DIRECTIONS, BlockScaledFormat, get_format
+from moe_optim.formats import BlockScaledFormat, get_format
 
 Dimension = Literal["experts", "rows", "columns"]
 """Dimension of a weight [E, R, C] that a mesh axis can cut."""
@@ -253,10 +253,10 @@ def _layouts(
         yield "data", DIMENSIONS, (1, 1, 1)
         return
     transposed: tuple[Dimension, ...] = ("experts", "columns", "rows")
-    for direction in DIRECTIONS:
+    for direction in format.directions:
         dimensions = transposed if format.transposes(direction) else DIMENSIONS
         yield f"{direction}_data", dimensions, (1, 1, format.elements_per_byte)
-    for direction in DIRECTIONS:
+    for direction in format.directions:
         height, width = format.block(direction)
         if format.is_2d and direction == "columnwise":  # the transpose of the rowwise scales
             yield f"{direction}_scale", transposed, (1, width, height)

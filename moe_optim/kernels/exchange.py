@@ -71,4 +71,4 @@ def plan_exchange(
 
 def block_row_slots(format: BlockScaledFormat, cols: int) -> int:
     """Return the number of maxima of a block row: C columns and C runs, or one per square block."""
-    return -(-cols // format.rowwise_block[1]) if format.is_2d else 2 * cols
+    return 2 * cols if len(format.gathered_directions) == 2 else -(-cols // format.block_length)

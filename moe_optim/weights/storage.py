@@ -209,8 +209,10 @@ class WeightStorage(ABC):
         held, both = self.quantized, dict(buffers)
         for name, buffer in buffers.items():
             buffer.copy_(getattr(held, name))
-        if "rowwise_data" in buffers and self.format.columnwise_copy == "shared":
-            both["columnwise_data"] = buffers["rowwise_data"]
+        for kind in ("data", "scale"):  # fields that share memory stay shared
+            rowwise, columnwise = f"rowwise_{kind}", f"columnwise_{kind}"
+            if rowwise in buffers and columnwise not in self.format.buffer_names:
+                both[columnwise] = buffers[rowwise]
         self.laid_out = replace(held, **both)  # type: ignore[arg-type]
         self.bucket, self.state = bucket, bucket.state
 
@@ -347,15 +349,8 @@ class PortableStorage(WeightStorage):
     def expert(self, index: int) -> "PortableStorage":
         """Return a storage [1, R, C] over the buffers of expert ``index``, sharing memory."""
         whole, one = self.quantized, slice(index, index + 1)
-        view = QuantizedWeight(
-            format=whole.format,
-            shape=(1, *whole.shape[1:]),
-            rowwise_data=whole.rowwise_data[one],
-            rowwise_scale=whole.rowwise_scale[one],
-            columnwise_data=whole.columnwise_data[one],
-            columnwise_scale=whole.columnwise_scale[one],
-            global_amax=None if whole.global_amax is None else whole.global_amax[one],
-        )
+        buffers = (buffer[one] for buffer in whole.buffers().values())
+        view = QuantizedWeight.of_buffers(whole.format, (1, *whole.shape[1:]), buffers)
         expert = PortableStorage.viewing(view, f"{self.name}{index}", self.backend)
         expert._whole = (self, index)
         if self.recorded_amax is not None:

@@ -10,7 +10,9 @@ from torch import Tensor
 from moe_optim import library
 from moe_optim.errors import LayoutError
 from moe_optim.formats import (
+    FORMATS,
     FP8_BLOCK,
+    FP8_BLOCK_FP32,
     MXFP8,
     MXFP8_2D,
     NVFP4,
@@ -18,7 +20,7 @@ from moe_optim.formats import (
     QuantizedWeight,
     get_format,
 )
-from moe_optim.formats.reference import fp8_block, mxfp8, nvfp4
+from moe_optim.formats.reference import fp8_block, mxfp8, nvfp4, rows
 from moe_optim.formats.reference.dequantizing import dequantize, dequantize_bf16
 from moe_optim.formats.reference.finish import derive_into, expand_scale_into
 
@@ -39,6 +41,8 @@ _QUANTIZERS: Mapping[BlockScaledFormat, Callable[[Tensor, QuantizedWeight], None
             MXFP8_2D: mxfp8.quantize_2d_into,
             NVFP4: nvfp4.quantize_into,
             FP8_BLOCK: fp8_block.quantize_into,
+            FP8_BLOCK_FP32: fp8_block.quantize_into,
+            **{format: rows.quantize_into for format in FORMATS.values() if format.is_row_only},
         }
     )
 )

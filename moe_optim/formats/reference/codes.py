@@ -2,13 +2,18 @@
 
 E4M3: sign, four exponent bits of bias 7, three mantissa bits; no Inf, 0x7F and 0xFF are NaN.
 E2M1: sign, two exponent bits, one mantissa bit; 0, 0.5, 1, 1.5, 2, 3, 4, 6, no Inf, no NaN.
+INT4: nibble n is n - 8, as in compressed-tensors' ``pack_to_int32``.
 E8M0: byte b is the power of two 2^(b - 127); no zero, 0xFF is NaN.
 """
 
+from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
+
+from moe_optim.formats import Element
 
 E4M3_NAN = 0x7F
 """Code of every NaN, of either sign."""
@@ -64,14 +69,22 @@ def encode_e2m1(value: Tensor, *, has_nan: bool = True) -> Tensor:
     return code.masked_fill_(value.isnan(), 7) if has_nan else code
 
 
-def pack_e2m1(code: Tensor) -> Tensor:
+def encode_int4(value: Tensor) -> Tensor:
+    """Return the nearest integer of every fp32 value plus 8, uint8, ties to even, one per byte.
+
+    Integers saturate at -8 and 7, Inf included; NaN gives 7.
+    """
+    return value.nan_to_num(nan=7.0).clamp(-8.0, 7.0).round().add(8.0).to(torch.uint8)
+
+
+def pack_nibbles(code: Tensor) -> Tensor:
     """Return two codes per byte, even columns in low nibbles: [..., C] -> [..., C/2] uint8."""
     pairs = code.contiguous().view(torch.int16)  # even column | odd column << 8
     return (pairs | (pairs >> 4)).to(torch.uint8)
 
 
-def unpack_e2m1(data: Tensor) -> Tensor:
-    """Return one code per byte: [..., C/2] -> [..., C] uint8. Inverts :func:`pack_e2m1`."""
+def unpack_nibbles(data: Tensor) -> Tensor:
+    """Return one code per byte: [..., C/2] -> [..., C] uint8. Inverts :func:`pack_nibbles`."""
     return torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2)
 
 
@@ -79,8 +92,23 @@ def decode_e2m1(data: Tensor) -> Tensor:
     """Return the fp32 values of packed codes: [..., C/2] uint8 -> [..., C]."""
     values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=data.device)
     table = torch.cat((values, -values))
-    codes = unpack_e2m1(data)
+    codes = unpack_nibbles(data)
     return table.index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+def decode_int4(data: Tensor) -> Tensor:
+    """Return the fp32 integers of packed codes: [..., C/2] uint8 -> [..., C]."""
+    return unpack_nibbles(data).float() - 8.0
+
+
+def decode(element: Element, data: Tensor) -> Tensor:
+    """Return the fp32 values of the codes in uint8 bytes [..., B], along the last dimension."""
+    return _DECODERS[element](data)
+
+
+_DECODERS: Mapping[Element, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"e4m3": decode_e4m3, "e2m1": decode_e2m1, "int4": decode_int4}
+)
 
 
 def _e4m3_codes(value: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from moe_optim.formats import (
     get_format,
 )
 from moe_optim.formats.reference.blocks import CHUNK_NUMEL, transpose_into
-from moe_optim.formats.reference.codes import decode_e2m1, decode_e4m3, decode_e8m0
+from moe_optim.formats.reference.codes import decode, decode_e4m3, decode_e8m0
 from moe_optim.formats.reference.nvfp4 import decoding_amax
 
 _NVFP4_UNIT = 1.0 / (6.0 * 448.0)
@@ -26,8 +26,9 @@ _NVFP4_UNIT = 1.0 / (6.0 * 448.0)
 def dequantize(q: QuantizedWeight, direction: Direction = "rowwise") -> Tensor:
     """Return the values of the buffers of ``direction``.
 
-    Exact for E4M3 data, whose scales are powers of two, except that magnitudes of 2^128 and above
-    (weights from 2^128 - 2^123 round up to it) give Inf. NVFP4 values are ``element * ((block scale
+    Exact for scales that are powers of two, except that magnitudes of 2^128 and above (weights from
+    2^128 - 2^123 round up to it) give Inf, and for INT4; products with fp32 scales are rounded to
+    fp32. NVFP4 values are ``element * ((block scale
     * global amax) * fl(1/2688))``, each product rounded to fp32, as in TE. An amax below 2688 /
     FLT_MAX, 1.3 * 2^-117, counts as that value, as when encoding; TE dequantizes such experts to
     smaller values.
@@ -55,7 +56,7 @@ def _dequantize(
     format: BlockScaledFormat,
     direction: Direction,
 ) -> Tensor:
-    values = decode_e4m3(data) if format.element == "e4m3" else decode_e2m1(data)
+    values = decode(format.element, data)
     factors = _scale_values(scale, format, direction, global_amax).float()
     values = values * _expand(factors, format, direction, values.shape)
     return values.transpose(1, 2).contiguous() if format.transposes(direction) else values
@@ -73,9 +74,9 @@ def dequantize_bf16(
     """Return ``dequantize(...).bfloat16()``, several times faster.
 
     Values are equal for all scales that quantization produces, and for all others that bf16
-    represents: every E8M0 code, and every fp32 power of two from 2^-133 to 2^127. Other fp32 scales
-    of FP8 blocks are rounded to bf16 first and may differ. NaN stays NaN, with unspecified payload
-    and sign.
+    represents: every E8M0 code, and every fp32 power of two from 2^-133 to 2^127. Where a format
+    has powers of two, other fp32 scales are rounded to bf16 first and may differ. NaN stays NaN,
+    with unspecified payload and sign.
 
     Args:
         data: uint8 buffer of ``direction``, as stored: of ``format.data_shape``.
@@ -107,7 +108,7 @@ def dequantize_bf16(
     if not out.numel():
         return out
     factors = _scale_values(scale, format, direction, global_amax)
-    if format.element == "e4m3":  # powers of two: same product, and bf16 is faster
+    if format.scale_encoding == "power_of_two":  # same product, and bf16 is faster
         factors = factors.bfloat16()
     values = torch.empty(stored_shape, dtype=out.dtype, device=out.device) if transposed else out
     _decode_into(data, values, format.element)
@@ -154,13 +155,13 @@ def _scale_values(
 ) -> Tensor:
     """Return the factors of elements, along the axes of the data buffer as stored.
 
-    E8M0 gives bf16, which is exact; other scales give fp32.
+    E8M0 and bf16 scales give bf16, which is exact; others give fp32.
     """
-    if format.is_2d and direction == "columnwise" and not format.transposes(direction):
+    if format.columnwise_copy == "shared" and direction == "columnwise":
         scale = scale.transpose(1, 2)  # scales of shared data are stored transposed
     if format.scale_encoding == "e8m0":
         return decode_e8m0(scale)
-    if format.scale_encoding == "power_of_two":
+    if format.scale_encoding != "e4m3":
         return scale
     if global_amax is None:
         raise LayoutError(f"dequantize: {format.name} needs global_amax [{len(scale)}], got None.")
@@ -211,7 +212,7 @@ def _decode_table(element: Element, wide: bool, device: torch.device) -> Tensor:
     if wide:
         pairs = torch.arange(65536, dtype=torch.int32, device="cpu").to(torch.uint16)
         codes = pairs.view(torch.uint8)
-    decoded = decode_e4m3(codes) if element == "e4m3" else decode_e2m1(codes.unsqueeze(1))
+    decoded = decode(element, codes.unsqueeze(1))
     bits = decoded.bfloat16().flatten()
     width = {1: torch.int16, 2: torch.int32, 4: torch.int64}[
         bits.numel() // (65536 if wide else 256)

@@ -9,9 +9,9 @@ from moe_optim.formats.reference.blocks import transpose_into
 def derive_into(q: QuantizedWeight) -> None:
     """Write the columnwise buffers of ``q`` that follow from its rowwise ones, in place.
 
-    Does nothing for 1-D formats, which gather both directions.
+    Does nothing for formats that gather every direction they store.
     """
-    if not q.format.is_2d:
+    if q.format.gathered_directions == q.format.directions:
         return
     if q.format.columnwise_copy == "transposed":
         packed = q.format.elements_per_byte == 2

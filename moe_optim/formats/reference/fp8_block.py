@@ -1,10 +1,10 @@
-"""FP8 blocks: E4M3 data, one fp32 power of two per 128x128 elements, columnwise transposed."""
+"""FP8 blocks: E4M3 data, one fp32 scale per 128x128 elements, columnwise transposed."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_optim.formats import FP8_BLOCK, QuantizedWeight
+from moe_optim.formats import BlockScaledFormat, QuantizedWeight
 from moe_optim.formats.reference.blocks import (
     amax_of_columns,
     amax_of_runs,
@@ -32,27 +32,32 @@ def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
     rowwise_scale = out.rowwise_scale.view(-1, cols // BLOCK)
     for part, weight in chunks(master, BLOCK):  # [n, 128, C]
         bits, finite = magnitude_bits(weight)
-        scale = encode_scale(as_magnitude(amax_of_runs(amax_of_columns(bits), BLOCK)))
+        amax = as_magnitude(amax_of_runs(amax_of_columns(bits), BLOCK))
+        scale = encode_scale(amax, out.format)
         rowwise_scale[part] = scale.reciprocal()
-        # The product is exact in bf16, except where E4M3 rounds to zero.
-        scaled = weight.mul_(spread(scale.bfloat16(), BLOCK))
-        encode_e4m3_(data[part], scaled, saturate=not finite)
+        if out.format.scale_encoding == "power_of_two":
+            scale = scale.bfloat16()  # exact products, except where E4M3 rounds to zero
+        encode_e4m3_(data[part], weight * spread(scale, BLOCK), saturate=not finite)
 
 
-def encode_scale(amax: Tensor) -> Tensor:
-    """Return the power of two, fp32, that encodes the weights of a block; its inverse is stored.
+def encode_scale(amax: Tensor, format: BlockScaledFormat) -> Tensor:
+    """Return the fp32 factor that encodes the weights of a block; its inverse is stored.
 
-    It is the largest one up to 448 / amax, at most 2^127; 1 for an amax of zero, Inf or NaN.
+    It is 448 / amax rounded to nearest, at most FLT_MAX, or the largest power of two up to that if
+    ``format`` stores powers of two; 1 for an amax of zero, Inf or NaN. As in Transformer Engine's
+    ``compute_scale_from_amax``.
     """
-    power = encode_tensor_scale(amax).view(torch.int32) & 0x7F800000
-    return power.view(torch.float32)
+    scale = encode_tensor_scale(amax)
+    if format.scale_encoding == "fp32":
+        return scale
+    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def _quantize_padded_into(master: Tensor, out: QuantizedWeight) -> None:
     """Quantize with zero padding, which changes no amax, and crop the result."""
     _, rows, cols = master.shape
     padded_master = pad(master, (0, -cols % BLOCK, 0, -rows % BLOCK))
-    padded = QuantizedWeight.empty(FP8_BLOCK, padded_master.shape, device=master.device)
+    padded = QuantizedWeight.empty(out.format, padded_master.shape, device=master.device)
     quantize_into(padded_master, padded)
     out.rowwise_data.copy_(padded.rowwise_data[:, :rows, :cols])
     out.rowwise_scale.copy_(padded.rowwise_scale)

@@ -12,7 +12,7 @@ from moe_optim.formats.reference.blocks import (
     magnitude_bits,
     spread,
 )
-from moe_optim.formats.reference.codes import decode_e4m3, encode_e2m1, encode_e4m3, pack_e2m1
+from moe_optim.formats.reference.codes import decode_e4m3, encode_e2m1, encode_e4m3, pack_nibbles
 
 BLOCK = 16
 FP32_MAX = torch.finfo(torch.float32).max
@@ -44,7 +44,7 @@ def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
     rowwise_data = out.rowwise_data.view(-1, BLOCK, cols // 2)
     for part, weight in chunks(master, BLOCK):
         scaled = weight * spread(factor[part], BLOCK)  # [n, 16, C]
-        rowwise_data[part] = pack_e2m1(encode_e2m1(scaled, has_nan=not all_finite))
+        rowwise_data[part] = pack_nibbles(encode_e2m1(scaled, has_nan=not all_finite))
 
 
 def global_encode_scale(global_amax: Tensor) -> Tensor:

@@ -18,12 +18,12 @@ def pad_part(part: Tensor, start: tuple[int, int], format: BlockScaledFormat) ->
     """Return a part rounded to bf16, zero-padded to the edges of the blocks that it touches.
 
     ``start`` is the first row and column of ``part`` [E, r, c] in the weight. The result [E, R',
-    C'] starts at :func:`padded_start`; R' and C' are multiples of a block row.
+    C'] starts at :func:`padded_start`; R' is a multiple of a block row, C' of a block.
     """
-    length = format.block_row_height
-    top, left = (first % length for first in start)
+    height, length = format.block_row_height, format.block_length
+    top, left = start[0] % height, start[1] % length
     experts, rows, cols = part.shape
-    shape = (experts, round_up(top + rows, length), round_up(left + cols, length))
+    shape = (experts, round_up(top + rows, height), round_up(left + cols, length))
     padded = torch.zeros(shape, dtype=torch.bfloat16, device=part.device)
     padded[:, top : top + rows, left : left + cols] = part
     return padded
@@ -31,8 +31,8 @@ def pad_part(part: Tensor, start: tuple[int, int], format: BlockScaledFormat) ->
 
 def padded_start(start: tuple[int, int], format: BlockScaledFormat) -> tuple[int, int]:
     """Return the first row and column of a padded part, counted in the weight."""
-    row, col = (first // format.block_row_height * format.block_row_height for first in start)
-    return row, col
+    height, length = format.block_row_height, format.block_length
+    return start[0] // height * height, start[1] // length * length
 
 
 def part_maxima(padded: Tensor, format: BlockScaledFormat) -> dict[str, Tensor]:
@@ -42,17 +42,17 @@ def part_maxima(padded: Tensor, format: BlockScaledFormat) -> dict[str, Tensor]:
     direction, and [E, 1, 1] for ``global_amax``, if the format has one.
     """
     experts, rows, cols = padded.shape
-    height = format.block_row_height
+    height, length = format.block_row_height, format.block_length
     amaxes = block_amaxes(padded.view(-1, height, cols), format)
-    if format.is_2d:
-        blocks = amaxes.view(experts, rows // height, cols // height)
+    if len(format.gathered_directions) == 1:
+        blocks = amaxes.view(experts, rows // height, cols // length)
         found = {"rowwise_scale": blocks}
         if format.has_global_amax:
             found["global_amax"] = blocks.amax((1, 2), keepdim=True)
         return found
     columns, runs = amaxes[:, :cols], amaxes[:, cols:]
     return {
-        "rowwise_scale": runs.reshape(experts, rows, cols // height),
+        "rowwise_scale": runs.reshape(experts, rows, cols // length),
         "columnwise_scale": columns.reshape(experts, rows // height, cols),
     }
 
@@ -64,7 +64,7 @@ def encode_padded(
     experts, rows, cols = padded.shape
     block_rows = padded.view(-1, format.block_row_height, cols)
     blocks = maxima["rowwise_scale"].reshape(len(block_rows), -1)
-    if not format.is_2d:
+    if "columnwise_scale" in maxima:
         blocks = torch.cat([maxima["columnwise_scale"].reshape(len(block_rows), -1), blocks], 1)
     global_amax = maxima.get("global_amax", padded.new_zeros(experts, 1, 1, dtype=torch.float32))
     of_block_rows = global_amax.expand(experts, rows // format.block_row_height, 1).reshape(-1, 1)

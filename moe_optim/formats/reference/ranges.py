@@ -1,8 +1,8 @@
 """Quantization of a range of a weight, which may end inside a block: maxima first, then codes.
 
 A *block row* is a strip of ``format.block_row_height`` rows. Its maxima fill one row of *slots*:
-for 1-D formats the C columnwise blocks, then the C / 32 rowwise blocks of each row; for 2-D formats
-the ceil(C / block) blocks. Slots of several ranks combine by MAX.
+for formats that quantize both directions the C columnwise blocks, then the C / 32 rowwise blocks of
+each row; for others the ceil(C / block) blocks. Slots of several ranks combine by MAX.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight
-from moe_optim.formats.reference import fp8_block, mxfp8, nvfp4
+from moe_optim.formats.reference import mxfp8
 from moe_optim.formats.reference.blocks import as_magnitude, magnitude_bits
-from moe_optim.formats.reference.codes import e8m0_reciprocal, encode_e2m1, encode_e4m3, pack_e2m1
+from moe_optim.formats.reference.codes import e8m0_reciprocal, encode_e4m3
+from moe_optim.formats.reference.scales import encode_elements, encode_scales
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -54,8 +55,8 @@ def block_amaxes(values: Tensor, format: BlockScaledFormat) -> Tensor:
     """Return the amax of every block, ignoring NaN: [n, block_row_height, C] -> [n, slots] fp32."""
     magnitudes = as_magnitude(magnitude_bits(values)[0])
     columns = magnitudes.amax(1)
-    length = max(format.rowwise_block)
-    if format.is_2d:
+    length = format.block_length
+    if len(format.gathered_directions) == 1:
         columns = pad(columns, (0, -columns.shape[1] % length))
         return columns.view(columns.shape[0], -1, length).amax(2)
     runs = magnitudes.view(*values.shape[:2], -1, length).amax(3)
@@ -71,8 +72,8 @@ def encode_block_rows(
     fp32, 0-dim, or [n, 1] for block rows of several experts.
     """
     count, height, cols = values.shape
-    length = max(format.rowwise_block)
-    if not format.is_2d:
+    length = format.block_length
+    if len(format.gathered_directions) == 2:
         codes = mxfp8.scale_code(amaxes.bfloat16().view(torch.int16))
         columns, runs = codes[:, None, :cols], codes[:, cols:].view(count, height, cols // length)
         along_rows = e8m0_reciprocal(runs).repeat_interleave(length, 2)
@@ -82,26 +83,10 @@ def encode_block_rows(
             "columnwise_data": encode_e4m3(values * e8m0_reciprocal(columns)),
             "columnwise_scale": columns,
         }
-    scale, factor = _scale_and_factor(format, amaxes, global_amax)
-    scaled = values * factor.repeat_interleave(length, 1)[:, None, :cols]
-    packed = format.element == "e2m1"
-    data = pack_e2m1(encode_e2m1(scaled)) if packed else encode_e4m3(scaled)
+    scale, factor = encode_scales(format, amaxes, global_amax)
+    factor = factor.repeat_interleave(length, 1)[:, None, :cols]
+    data = encode_elements(format, values, factor)
     return {"rowwise_data": data, "rowwise_scale": scale[:, None]}
-
-
-def _scale_and_factor(
-    format: BlockScaledFormat, amaxes: Tensor, global_amax: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the stored scales of 2-D blocks, and the fp32 factors of their weights."""
-    if format.scale_encoding == "e8m0":
-        code = mxfp8.scale_code(amaxes.bfloat16().view(torch.int16))
-        return code, e8m0_reciprocal(code).float()
-    if format.scale_encoding == "power_of_two":
-        factor = fp8_block.encode_scale(amaxes)
-        return factor.reciprocal(), factor
-    global_encode = nvfp4.global_encode_scale(global_amax)
-    code = encode_e4m3(nvfp4.block_scale(amaxes, global_encode))
-    return code, nvfp4.encode_factor(code, global_encode)
 
 
 def partial_amax_into(

@@ -14,8 +14,8 @@ from moe_optim.formats.reference.codes import (
     encode_e2m1,
     encode_e4m3,
     encode_e4m3_,
-    pack_e2m1,
-    unpack_e2m1,
+    pack_nibbles,
+    unpack_nibbles,
 )
 from tests.formats.reference import scalar_oracle
 from tests.support.bytes import assert_bytes_equal
@@ -163,8 +163,8 @@ def test_every_e4m3_code_survives_decoding_and_encoding():
 
 
 def test_e2m1_low_nibble_is_the_even_column():
-    packed = pack_e2m1(torch.tensor([[0x1, 0x2, 0xF, 0x8]], dtype=torch.uint8))
+    packed = pack_nibbles(torch.tensor([[0x1, 0x2, 0xF, 0x8]], dtype=torch.uint8))
     assert packed.tolist() == [[0x21, 0x8F]]
-    assert unpack_e2m1(packed).tolist() == [[0x1, 0x2, 0xF, 0x8]]
+    assert unpack_nibbles(packed).tolist() == [[0x1, 0x2, 0xF, 0x8]]
     assert decode_e2m1(packed).tolist() == [[0.5, 1.0, -6.0, 0.0]]
     assert decode_e2m1(packed).signbit().tolist() == [[False, False, True, True]]

@@ -20,7 +20,7 @@ import torch
 
 from moe_optim.formats import FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
 from moe_optim.formats.reference import quantize
-from moe_optim.formats.reference.codes import E2M1_VALUES, decode_e4m3, unpack_e2m1
+from moe_optim.formats.reference.codes import E2M1_VALUES, decode_e4m3, unpack_nibbles
 from moe_optim.formats.reference.fp8_block import encode_scale
 from tests.support.bytes import assert_bytes_equal
 from tests.support.number_formats.independent_sources import import_source
@@ -92,7 +92,7 @@ def torchao_nvfp4(weight):
     scale, data = nvfp4.nvfp4_quantize(weight, 16, per_expert)
     scale = scale.view(torch.uint8).view(len(weight), -1, 16, weight.shape[2] // 16)
     assert (scale == scale[:, :, :1]).all(), "the rows of a block do not share their amax"
-    return scale[:, :, 0], unpack_e2m1(data)
+    return scale[:, :, 0], unpack_nibbles(data)
 
 
 def modelopt_nvfp4(weight):
@@ -103,7 +103,7 @@ def modelopt_nvfp4(weight):
     for blocks in to_blocks(weight, (16, 16)):
         tensor, scale, _ = quantizer.quantize(blocks, 256)
         scales.append(scale.view(torch.uint8).view(rows // 16, cols // 16))
-        tiles = unpack_e2m1(tensor._quantized_data).view(rows // 16, cols // 16, 16, 16)
+        tiles = unpack_nibbles(tensor._quantized_data).view(rows // 16, cols // 16, 16, 16)
         codes.append(tiles.transpose(1, 2).reshape(rows, cols))
     return torch.stack(scales), torch.stack(codes)
 
@@ -330,7 +330,7 @@ def test_nvfp4_rounds_every_element_like_torchao_and_modelopt(source):
     ours = quantize(weight, NVFP4)
     scale, codes = source(weight)
     assert_bytes_equal(scale, ours.rowwise_scale, what="scale")
-    assert_bytes_equal(codes, unpack_e2m1(ours.rowwise_data), what="codes")
+    assert_bytes_equal(codes, unpack_nibbles(ours.rowwise_data), what="codes")
 
 
 @pytest.mark.parametrize("exponent", [-60, 0, 60])
@@ -345,7 +345,7 @@ def test_nvfp4_equals_torchao_where_the_global_scale_is_a_power_of_two(exponent)
     ours = quantize(weight, NVFP4)
     scale, codes = torchao_nvfp4(weight)
     assert_bytes_equal(scale, ours.rowwise_scale, what="scale")
-    assert_bytes_equal(codes, unpack_e2m1(ours.rowwise_data), what="codes")
+    assert_bytes_equal(codes, unpack_nibbles(ours.rowwise_data), what="codes")
 
 
 NVFP4_TIES = {  # -> source, its smallest scale code, weights, how many scales and codes differ
@@ -375,7 +375,7 @@ def test_nvfp4_differs_from_torchao_and_modelopt_at_ties_only(
     """
     weight = sharing_amax(NVFP4_WEIGHTS[weights]())
     q = quantize(weight, NVFP4)
-    ours = unpack_e2m1(q.rowwise_data)
+    ours = unpack_nibbles(q.rowwise_data)
     scale, codes = source(weight)
     amax = to_blocks(weight, (16, 16)).abs().amax(2).view(scale.shape).double()
     global_amax = q.global_amax.double().view(-1, 1, 1)

@@ -1,0 +1,69 @@
+"""Scales and codes of blocks, given their maxima: the formula of each encoding, once.
+
+Formats in rows, with ``amax`` of a block and ``w`` rounded to bf16::
+
+    mxfp8_rows   scale = E8M0 of amax / 448, rounded up     code = E4M3 of w / scale
+    mxfp4        scale = E8M0 of amax / 6, rounded up       code = E2M1 of w / scale
+    nvfp4_rows   as NVFP4, one scale per 16 elements
+    int4         s = max(amax * fl(1/7), 1e-5) in fp32      code = rint(w / s);  scale = bf16 of s
+
+MXFP4 rounds scales up as gpt-oss (``triton_kernels``), DeepSeek-V4, ModelOpt and TE's MXFP8 do.
+INT4 follows the converter and fake quantization of slime and miles.
+"""
+
+import torch
+from torch import Tensor
+
+from moe_optim.formats import BlockScaledFormat
+from moe_optim.formats.reference import fp8_block, nvfp4
+from moe_optim.formats.reference.codes import (
+    e8m0_reciprocal,
+    e8m0_round_up,
+    encode_e2m1,
+    encode_e4m3,
+    encode_int4,
+    pack_nibbles,
+)
+
+INT4_SMALLEST_SCALE = 1e-5
+
+
+def encode_scales(
+    format: BlockScaledFormat, amaxes: Tensor, global_amax: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the stored scales of blocks, and the fp32 factors of their weights.
+
+    Args:
+        format: format of the blocks.
+        amaxes: amax of each block, fp32, ignoring NaN; of bf16 precision.
+        global_amax: fp32 amax of the expert of each block, of a broadcastable shape; None for
+            formats without.
+
+    Returns:
+        Scales of ``format.scale_dtype``, and factors for :func:`encode_elements`.
+    """
+    if format.scale_encoding == "e8m0":
+        code = e8m0_round_up(amaxes * (1.0 / format.data_max))
+        return code, e8m0_reciprocal(code).float()
+    if format.scale_encoding == "bf16":
+        divisor = (amaxes * (1.0 / format.data_max)).clamp(min=INT4_SMALLEST_SCALE)
+        return divisor.bfloat16(), divisor
+    if format.scale_encoding in ("power_of_two", "fp32"):
+        factor = fp8_block.encode_scale(amaxes, format)
+        return factor.reciprocal(), factor
+    assert global_amax is not None, "formats with E4M3 scales have a global amax"
+    global_encode = nvfp4.global_encode_scale(global_amax)
+    code = encode_e4m3(nvfp4.block_scale(amaxes, global_encode))
+    return code, nvfp4.encode_factor(code, global_encode)
+
+
+def encode_elements(format: BlockScaledFormat, values: Tensor, factor: Tensor) -> Tensor:
+    """Return the data bytes of bf16 ``values`` [..., C], given broadcastable fp32 factors.
+
+    Weights are multiplied by their factor; INT4 divides by it.
+    """
+    if format.element == "e4m3":
+        return encode_e4m3(values * factor)
+    if format.element == "e2m1":
+        return pack_nibbles(encode_e2m1(values * factor))
+    return pack_nibbles(encode_int4(torch.div(values.float(), factor)))
