@@ -69,7 +69,8 @@ def launched_elements(plan):
             row = torch.cat([masters[index : index + 1], states[index]])
             found.append(row + torch.arange(first, last)[:, None] * sizes_in(constants))
     for (descriptors, tiles, _, _, states, *_), constants in members_of(plan, step=True):
-        height, width = constants.get("BLOCK", 32), constants["TILE_COLS"]
+        height = constants.get("TILE_ROWS", constants.get("BLOCK", 32))
+        width = constants["TILE_COLS"]
         for number, first_row, first_col, _ in tiles.tolist():
             member = descriptors[number].tolist()
             rows = torch.arange(first_row, min(first_row + height, member[ROWS]))
