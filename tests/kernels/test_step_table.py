@@ -17,8 +17,8 @@ from moe_optim.kernels.fields import (
     AMAX_SLOT,
     COLS,
     COLUMNWISE_DATA,
+    END,
     HYPER_FIELDS,
-    ROWS,
     ROWWISE_DATA,
     STATE_FIELDS,
 )
@@ -73,7 +73,7 @@ def launched_elements(plan):
         width = constants["TILE_COLS"]
         for number, first_row, first_col, _ in tiles.tolist():
             member = descriptors[number].tolist()
-            rows = torch.arange(first_row, min(first_row + height, member[ROWS]))
+            rows = torch.arange(first_row, min(first_row + height, member[END] // member[COLS]))
             cols = torch.arange(first_col, min(first_col + width, member[COLS]))
             places = (rows[:, None] * member[COLS] + cols).flatten()
             row = torch.cat([torch.tensor(member[:1]), states[number]])
