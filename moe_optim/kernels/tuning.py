@@ -30,6 +30,8 @@ TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
         ("nvfp4", torch.bfloat16): Tile(cols=128, num_warps=1),
         ("fp8_block", torch.float32): Tile(cols=128, num_warps=4),
         ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=4),
+        ("fp8_block_fp32", torch.float32): Tile(cols=128, num_warps=4),
+        ("fp8_block_fp32", torch.bfloat16): Tile(cols=128, num_warps=4),
     }
 )
 """Tiles by format and source dtype, measured on H100; see docs/kernel-measurements.md."""
@@ -43,9 +45,12 @@ UPDATE_TILES: Mapping[tuple[str, torch.dtype | None], Tile] = MappingProxyType(
         ("mxfp8_2d", torch.bfloat16): Tile(cols=128, num_warps=4, registers=168),
         ("fp8_block", torch.float32): Tile(cols=128, num_warps=8, rows=64),
         ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=4, rows=32),
+        ("fp8_block_fp32", torch.float32): Tile(cols=128, num_warps=8, rows=64),
+        ("fp8_block_fp32", torch.bfloat16): Tile(cols=128, num_warps=4, rows=32),
         ("mxfp8", None): Tile(cols=256, num_warps=4),
         ("mxfp8_2d", None): Tile(cols=256, num_warps=4),
         ("fp8_block", None): Tile(cols=256, num_warps=8, rows=64),
+        ("fp8_block_fp32", None): Tile(cols=256, num_warps=8, rows=64),
     }
 )
 """Tiles with a fused update, by format and moment dtype, measured on H200; None for a direction,
