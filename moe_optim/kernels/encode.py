@@ -76,6 +76,16 @@ def fp8_block_code(amax):
 
 
 @triton.jit
+def fp8_block_factor(amax):
+    """Return 448 / ``amax``, at most the largest bf16; 1 for zero and Inf.
+
+    ``amax`` is fp32, not negative, of bf16 precision.
+    """
+    factor = tl.minimum(tl.div_rn(448.0, amax), 3.3895313892515355e38)
+    return tl.where((amax == 0) | (amax == float("inf")), 1.0, factor)
+
+
+@triton.jit
 def nvfp4_global_encode(amax):
     """Return 448 * 6 / ``amax`` of an expert, at most FLT_MAX; 1 for zero and Inf."""
     scale = tl.div_rn(2688.0, tl.maximum(amax, 1.1754943508222875e-38))
