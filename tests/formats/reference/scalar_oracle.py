@@ -12,6 +12,7 @@ from functools import partial
 
 FLT_MAX = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
 FLT_MIN = 2.0**-126
+BF16_MAX = 2.0**128 - 2.0**120
 
 
 def fp32(value):
@@ -162,14 +163,15 @@ def _nearest_integer(value, step):
     return round(fp32(value / step))
 
 
-def fp8_block(weight, power_of_two=True):
+def fp8_block(weight, with_powers_of_two=True):
     data, inverse = {}, {}
     for block, elements in blocks_of(len(weight), len(weight[0]), 128, 128):
         block_amax = amax(weight[row][col] for row, col in elements)
         scale = 1.0
         if 0 < block_amax < math.inf:
-            scale = min(fp32(448 / block_amax), FLT_MAX)
-            scale = 2.0 ** (math.frexp(scale)[1] - 1) if power_of_two else scale
+            scale = min(fp32(448 / block_amax), BF16_MAX)
+            if with_powers_of_two:
+                scale = 2.0 ** (math.frexp(scale)[1] - 1)
         inverse[block] = fp32(1 / scale)
         for row, col in elements:
             data[row, col] = e4m3(fp32(weight[row][col] * scale))
@@ -232,7 +234,7 @@ QUANTIZE = {
     "mxfp8_2d": mxfp8_2d,
     "nvfp4": nvfp4,
     "fp8_block": fp8_block,
-    "fp8_block_fp32": partial(fp8_block, power_of_two=False),
+    "fp8_block_fp32": partial(fp8_block, with_powers_of_two=False),
     "mxfp8_rows": mxfp8_rows,
     "mxfp4": mxfp4,
     "nvfp4_rows": nvfp4_rows,

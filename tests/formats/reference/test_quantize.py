@@ -11,6 +11,7 @@ from moe_optim.errors import LayoutError
 from moe_optim.formats import (
     FORMATS,
     FP8_BLOCK,
+    FP8_BLOCK_FP32,
     MXFP8,
     MXFP8_2D,
     NVFP4,
@@ -156,6 +157,28 @@ def test_fp8_block_scale_is_the_largest_power_of_two_that_keeps_an_amax_within_4
     assert ((amax * scale * 2 > 448) | (scale == 2.0**127)).all()
     assert scale.min() == 2.0**-120
     assert torch.equal(scale.float().reciprocal().double(), scale.reciprocal())
+
+
+def test_fp8_block_scales_of_fp32_are_448_over_the_amax_rounded_to_nearest():
+    """For every finite bf16: at most the largest bf16, where the quotient overflows.
+
+    A quotient of bf16 values rounded to fp64 rounds to fp32 as the exact one does.
+    """
+    amax = every_finite_amax_bits().view(torch.bfloat16)[1:].double()
+    want = (448 / amax).clamp(max=torch.finfo(torch.bfloat16).max).float()
+    assert_bytes_equal(encode_scale(amax.float(), FP8_BLOCK_FP32), want)
+
+
+@pytest.mark.parametrize("amax", [0.0, math.inf, math.nan])
+def test_fp8_block_scales_of_fp32_are_one_without_a_finite_amax(amax):
+    assert encode_scale(torch.tensor(amax), FP8_BLOCK_FP32).item() == 1.0
+
+
+def test_fp8_blocks_with_powers_of_two_take_the_exponents_of_those_with_fp32_scales():
+    amax = every_finite_amax_bits().view(torch.bfloat16).float()
+    mantissa, exponent = torch.frexp(encode_scale(amax, FP8_BLOCK_FP32))
+    want = torch.ldexp(torch.ones_like(amax), exponent - 1).where(amax > 0, 1.0)
+    assert_bytes_equal(encode_scale(amax, FP8_BLOCK), want)
 
 
 @given(weights())

@@ -867,10 +867,10 @@ _FP8_BLOCK_FP32 = {  # factor fl(448 / amax); an amax of 448 * 2^k gives a power
             _E4M3["rounded to bf16 first"]["ties twice, in bf16 and in e4m3"],
     },
     "bf16 subnormals": {
-        # 448 / amax overflows: FLT_MAX = 2^128 (1 - 2^-24), its inverse 2^-128 within an ulp.
-        # 2^-133 gives 2^-5 within an ulp: 0x10. 2^-126 gives 4 within an ulp: 0x48.
-        "the smallest subnormal": _alone(2.0**-133, 0x10, 0x0020_0000),
-        "the smallest normal": _alone(2.0**-126, 0x48, 0x0020_0000),
+        # 448 / amax overflows: the largest bf16, 2^128 (1 - 2^-8). Its inverse is 2^-128 * 256/255,
+        # 2105376.1 = 0x202020 steps of 2^-149. 2^-133 is nearest to 2^-5, 0x10, and 2^-126 to 4.
+        "the smallest subnormal": _alone(2.0**-133, 0x10, 0x0020_2020),
+        "the smallest normal": _alone(2.0**-126, 0x48, 0x0020_2020),
     },
     "largest finite": {
         # 255 * 2^120: fl(448/255) = 14737633 * 2^-23, 0.12 ulp above; 2^47 / 14737633 is

@@ -24,7 +24,7 @@ SHAPES = {
     "mxfp4": ((2, 33, 96), (1, 289, 160)),
     "nvfp4_rows": ((2, 33, 80), (1, 289, 160)),
     "int4": ((2, 33, 96), (1, 289, 160)),
-    "int4_g128": ((2, 33, 128), (1, 97, 384)),
+    "int4_g128": ((2, 33, 128), (1, 289, 256)),
 }
 """Of each format: weights of several tiles, a whole one among them, with partial ones at edges."""
 
