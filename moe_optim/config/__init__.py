@@ -12,7 +12,7 @@ from moe_optim.config.recipe_yaml import merge, parse_yaml, quote
 from moe_optim.errors import ConfigError, closest
 from moe_optim.rules import Setup, check_setup
 
-Format = Literal["bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"]
+Format = Literal["bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block", "fp8_block_fp32"]
 FormatSetting = Literal["auto", Format]
 Compute = Literal[Format, "int8_per_expert", "e4m3_per_expert"]
 _LEAST: Mapping[str, int] = MappingProxyType({"muon_workspace_mib": 1})
