@@ -119,6 +119,24 @@ def encode_e2m1_pairs(values):
 
 
 @triton.jit
+def encode_int4_pairs(values):
+    """Return the nearest integers of fp32 pairs [..., 2] plus 8, packed low nibble first, uint8.
+
+    Ties round to even. Integers saturate at -8 and 7, Inf included; NaN gives 7.
+    """
+    first, second = tl.split(values)
+    return (_nearest_int4(first) | _nearest_int4(second) << 4).to(tl.uint8)
+
+
+@triton.jit
+def _nearest_int4(value):
+    """Return the int32 nibble of a value: its nearest integer, from -8 to 7, plus 8."""
+    RINT: tl.constexpr = 12582912.0  # 1.5 * 2^23, as below
+    value = tl.maximum(tl.minimum(value, 7.0), -8.0)  # NaN gives 7
+    return (value + (RINT + 8)).to(tl.int32, bitcast=True) & 0xF
+
+
+@triton.jit
 def _nearest_e2m1(value):
     """Return an int32 whose low byte is the E2M1 code, 0 to 7, of a magnitude."""
     # code = min(rint(2v), 2 + rint(v), 4 + rint(v / 2)): each term is exact in its own binade and

@@ -203,7 +203,7 @@ def _requantize_tile(
         largest = tl.load(slots + first_col // BLOCK + blocks, mask=blocks_inside, other=0.0)
     global_encode = 1.0
     if FORMAT == "nvfp4":  # after issuing the weight loads: this waits for three dependent loads
-        global_encode = _global_encode(member, amaxes, first_col)
+        global_encode = find_global_encode(member, amaxes, first_col)
     stored, factor = encode_scale(largest, global_encode, FORMAT)
     tl.store(scale + first_col // BLOCK + blocks, stored, mask=blocks_inside)
 
@@ -228,7 +228,7 @@ def _requantize_tile(
 
 
 @triton.jit
-def _global_encode(member, amaxes, first_col):
+def find_global_encode(member, amaxes, first_col):
     """Return the fp32 encode scale of an expert from the maxima of its parts; store its amax."""
     parts = amaxes + tl.load(member + AMAX_SLOT) + tl.arange(0, AMAX_SLOTS)
     largest = tl.max(tl.load(parts), 0)

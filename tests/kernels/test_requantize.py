@@ -42,6 +42,11 @@ SHAPES = {
     "nvfp4": ((2, 64, 256), (1, 16, 16), (3, 32, 80), (1, 48, 272)),
     "fp8_block": ((2, 128, 128), (1, 130, 40), (1, 256, 136), (2, 7, 129)),
     "fp8_block_fp32": ((2, 128, 128), (1, 130, 40), (1, 256, 136), (2, 7, 129)),
+    "mxfp8_rows": ((2, 33, 128), (1, 1, 32), (3, 7, 96)),
+    "mxfp4": ((2, 33, 128), (1, 1, 32), (3, 7, 96)),
+    "nvfp4_rows": ((2, 33, 128), (1, 1, 16), (3, 7, 80)),
+    "int4": ((2, 33, 128), (1, 1, 32), (3, 7, 96)),
+    "int4_g128": ((2, 33, 256), (1, 1, 128), (3, 7, 384)),
 }
 CLIPS = (1.0, 0.37)
 
@@ -63,17 +68,17 @@ def padded(format, shape):
         memory = torch.empty((experts, rows + 4, cols + 24), dtype=buffer.dtype)
         memory.view(torch.uint8).fill_(SENTINEL)
         memories[name], views[name] = memory, memory[:, :rows, :cols]
-    if format.columnwise_copy == "shared":
-        views["columnwise_data"] = views["rowwise_data"]
-    return QuantizedWeight(format=format, shape=shape, **views), memories
+    return QuantizedWeight.of_buffers(format, shape, views.values()), memories
 
 
 def storage_scales(format, shape):
+    """Return scales as Transformer Engine stores them; it stores none of row-only formats."""
+    ways = () if format.is_row_only else DIRECTIONS
     return {
         way: torch.full(
             (shape[0], *format.storage_scale_shape(*shape[1:], way)), 7, dtype=format.scale_dtype
         )
-        for way in DIRECTIONS
+        for way in ways
     }
 
 
