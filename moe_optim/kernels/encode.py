@@ -76,6 +76,16 @@ def fp8_block_code(amax):
 
 
 @triton.jit
+def fp8_block_factor(amax):
+    """Return 448 / ``amax``, at most the largest bf16; 1 for zero and Inf.
+
+    ``amax`` is fp32, not negative, of bf16 precision.
+    """
+    factor = tl.minimum(tl.div_rn(448.0, amax), 3.3895313892515355e38)
+    return tl.where((amax == 0) | (amax == float("inf")), 1.0, factor)
+
+
+@triton.jit
 def nvfp4_global_encode(amax):
     """Return 448 * 6 / ``amax`` of an expert, at most FLT_MAX; 1 for zero and Inf."""
     scale = tl.div_rn(2688.0, tl.maximum(amax, 1.1754943508222875e-38))
@@ -106,6 +116,24 @@ def encode_e2m1_pairs(values):
     signs = (first.to(tl.int32, bitcast=True) >> 28) & 0x08
     signs |= (second.to(tl.int32, bitcast=True) >> 24) & 0x80
     return ((codes & 0x77) | signs).to(tl.uint8)
+
+
+@triton.jit
+def encode_int4_pairs(values):
+    """Return the nearest integers of fp32 pairs [..., 2] plus 8, packed low nibble first, uint8.
+
+    Ties round to even. Integers saturate at -8 and 7, Inf included; NaN gives 7.
+    """
+    first, second = tl.split(values)
+    return (_nearest_int4(first) | _nearest_int4(second) << 4).to(tl.uint8)
+
+
+@triton.jit
+def _nearest_int4(value):
+    """Return the int32 nibble of a value: its nearest integer, from -8 to 7, plus 8."""
+    RINT: tl.constexpr = 12582912.0  # 1.5 * 2^23, as below
+    value = tl.maximum(tl.minimum(value, 7.0), -8.0)  # NaN gives 7
+    return (value + (RINT + 8)).to(tl.int32, bitcast=True) & 0xF
 
 
 @triton.jit

@@ -8,9 +8,11 @@ is fp32 arithmetic. Codes are found by searching all values of an encoding, not 
 import bisect
 import math
 import struct
+from functools import partial
 
 FLT_MAX = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
 FLT_MIN = 2.0**-126
+BF16_MAX = 2.0**128 - 2.0**120
 
 
 def fp32(value):
@@ -129,14 +131,15 @@ def mxfp8_2d(weight):
     }
 
 
-def fp8_block(weight):
+def fp8_block(weight, with_powers_of_two=True):
     data, inverse = {}, {}
     for block, elements in blocks_of(len(weight), len(weight[0]), 128, 128):
         block_amax = amax(weight[row][col] for row, col in elements)
         scale = 1.0
         if 0 < block_amax < math.inf:
-            quotient = min(fp32(448 / block_amax), FLT_MAX)
-            scale = 2.0 ** (math.frexp(quotient)[1] - 1)
+            scale = min(fp32(448 / block_amax), BF16_MAX)
+            if with_powers_of_two:
+                scale = 2.0 ** (math.frexp(scale)[1] - 1)
         inverse[block] = fp32(1 / scale)
         for row, col in elements:
             data[row, col] = e4m3(fp32(weight[row][col] * scale))
@@ -179,5 +182,11 @@ def _packed(codes):
     }
 
 
-QUANTIZE = {"mxfp8": mxfp8, "mxfp8_2d": mxfp8_2d, "nvfp4": nvfp4, "fp8_block": fp8_block}
+QUANTIZE = {
+    "mxfp8": mxfp8,
+    "mxfp8_2d": mxfp8_2d,
+    "nvfp4": nvfp4,
+    "fp8_block": fp8_block,
+    "fp8_block_fp32": partial(fp8_block, with_powers_of_two=False),
+}
 """Format name -> function of one expert as rows of bf16 values, giving buffers by field name."""

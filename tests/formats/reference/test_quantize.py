@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_optim.errors import LayoutError
-from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, QuantizedWeight
+from moe_optim.formats import (
+    FORMATS,
+    FP8_BLOCK,
+    FP8_BLOCK_FP32,
+    MXFP8,
+    MXFP8_2D,
+    NVFP4,
+    QuantizedWeight,
+)
 from moe_optim.formats.reference import (
     codes,
     dequantize,
@@ -93,7 +101,7 @@ def test_mxfp8_scale(amax, byte):
     ("amax", "scale"), FP8_BLOCK_SCALE_CASES.values(), ids=FP8_BLOCK_SCALE_CASES.keys()
 )
 def test_fp8_block_scale(amax, scale):
-    assert encode_scale(torch.tensor(amax)).item() == scale
+    assert encode_scale(torch.tensor(amax), FP8_BLOCK).item() == scale
 
 
 @pytest.mark.parametrize(
@@ -143,11 +151,33 @@ def test_mxfp8_scale_is_the_smallest_power_of_two_that_keeps_an_amax_within_448(
 def test_fp8_block_scale_is_the_largest_power_of_two_that_keeps_an_amax_within_448():
     """For every finite bf16, and no scale leaves the range whose inverse fp32 holds exactly."""
     amax = every_finite_amax_bits().view(torch.bfloat16)[1:].double()
-    scale = encode_scale(amax.float()).double()
+    scale = encode_scale(amax.float(), FP8_BLOCK).double()
     assert (amax * scale <= 448).all()
     assert ((amax * scale * 2 > 448) | (scale == 2.0**127)).all()
     assert scale.min() == 2.0**-120
     assert torch.equal(scale.float().reciprocal().double(), scale.reciprocal())
+
+
+def test_fp8_block_scales_of_fp32_are_448_over_the_amax_rounded_to_nearest():
+    """For every finite bf16: at most the largest bf16, where the quotient overflows.
+
+    A quotient of bf16 values rounded to fp64 rounds to fp32 as the exact one does.
+    """
+    amax = every_finite_amax_bits().view(torch.bfloat16)[1:].double()
+    want = (448 / amax).clamp(max=torch.finfo(torch.bfloat16).max).float()
+    assert_bytes_equal(encode_scale(amax.float(), FP8_BLOCK_FP32), want)
+
+
+@pytest.mark.parametrize("amax", [0.0, math.inf, math.nan])
+def test_fp8_block_scales_of_fp32_are_one_without_a_finite_amax(amax):
+    assert encode_scale(torch.tensor(amax), FP8_BLOCK_FP32).item() == 1.0
+
+
+def test_fp8_blocks_with_powers_of_two_take_the_exponents_of_those_with_fp32_scales():
+    amax = every_finite_amax_bits().view(torch.bfloat16).float()
+    mantissa, exponent = torch.frexp(encode_scale(amax, FP8_BLOCK_FP32))
+    want = torch.ldexp(torch.ones_like(amax), exponent - 1).where(amax > 0, 1.0)
+    assert_bytes_equal(encode_scale(amax, FP8_BLOCK), want)
 
 
 @given(weights())

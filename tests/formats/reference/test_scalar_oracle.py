@@ -16,6 +16,7 @@ SHAPES = {
     "mxfp8_2d": [(2, 64, 96), (3, 32, 32), (1, 96, 64)],
     "nvfp4": [(2, 48, 32), (3, 16, 16), (1, 32, 80)],
     "fp8_block": [(2, 130, 20), (1, 5, 257), (3, 7, 3), (1, 128, 128)],
+    "fp8_block_fp32": [(2, 130, 20), (1, 5, 257), (3, 7, 3), (1, 128, 128)],
 }
 FORMAT_SHAPES = [(name, shape) for name, shapes in SHAPES.items() for shape in shapes]
 
