@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from moe_optim.environment import find_package
 from moe_optim.errors import ConfigError
+from moe_optim.formats import FORMATS
 
 Effect = Literal["refuse", "stock step", "warn", "note"]
 Known = Literal["flags", "model", "optimizer"]
@@ -319,6 +320,12 @@ RULES: tuple[Rule, ...] = (
          lambda s: s.config.record_amax and s.config.format == "bf16",
          "bf16 weights are never requantized, which is when amaxes are recorded",
          "Write false, or store quantized weights"),
+        ("storage: transformer_engine with a row-only format",
+         lambda s: s.config.storage == "transformer_engine"
+         and _is_row_only(s.config.format)
+         and f"storage: transformer_engine with format: {s.config.format}",
+         "expected a format with columnwise data, which the GEMMs of its tensors read",
+         "Set storage: portable, or another format"),
         ("offload_states with step: stock",
          lambda s: s.config.offload_states and s.config.step == "stock",
          "Megatron's code steps states on the device", "Write 0, or step: fused"),
@@ -571,7 +578,8 @@ RULES: tuple[Rule, ...] = (
         ("recorded amaxes with model.moe_mlp_glu_interleave_size",
          lambda s: _linear(s, "recorded amaxes", lambda m: m.amax() is not None),
          "Megatron-Bridge permutes the first axis of weights and amaxes, expected rows",
-         "Take a format other than nvfp4 and record_amax=false, or set the size null", "model"),
+         "Take a format other than nvfp4 and nvfp4_rows, and record_amax=false, or set the size "
+         "null", "model"),
     ),
     *_rules("moe-optim train", "refuse", *(
         (f"--{name.replace('_', '-')}",
@@ -621,6 +629,10 @@ def _other_compute(config: Any) -> str | None:
     if config.format == "bf16" or config.compute in (None, config.format):
         return None
     return f"compute: {config.compute} with format: {config.format}"
+
+
+def _is_row_only(format: str) -> bool:
+    return format in FORMATS and FORMATS[format].is_row_only
 
 
 def _foreign_recipe(recipes: Sequence[str]) -> str | None:
