@@ -62,11 +62,16 @@ class ExportedAs:
         runs = 1  # row blocks that are sharded separately
         if held.linear.endswith(LINEARS[0]) and held.interleave is None:
             runs = 2 // self._count(held)
-        cut = [[piece.chunk(runs) for piece in parts] for parts in zip(*ranks, strict=True)]
-        return [
-            torch.cat([piece[run] for run in range(runs) for piece in pieces], held.cut_axis)
-            for pieces in cut
-        ]
+        return [self._joined(pieces, held.cut_axis, runs) for pieces in zip(*ranks, strict=True)]
+
+    @staticmethod
+    def _joined(pieces: Sequence[Tensor], axis: int, runs: int) -> Tensor:
+        if pieces[0].dtype == torch.int64:  # rows and columns of a part
+            whole = pieces[0].clone()
+            whole[axis] = sum(piece[axis] for piece in pieces)
+            return whole
+        cut = [piece.chunk(runs) for piece in pieces]
+        return torch.cat([piece[run] for run in range(runs) for piece in cut], axis)
 
     def parts(self, held: HeldExperts, values: StoredValues) -> list[_Parts]:
         """Return the tensors of each expert in ``values``, by part; views where possible."""

@@ -52,6 +52,8 @@ def require_experts(view: LayerView, sets: Collection[ExpertSet], tensors: int) 
 
 def is_quantized(info: TensorInfo) -> bool:
     """Return whether elements are codes that need scales."""
+    if info.dtype == torch.int32:  # eight codes per word
+        return len(info.shape) == 2
     return info.dtype.itemsize == 1 and info.dtype != torch.bool
 
 
