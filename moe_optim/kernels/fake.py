@@ -53,9 +53,7 @@ class SpanTable:
 
         self._launch(clip_gradient_kernel, tuning.FAKE_BACKWARD, amax, result)
 
-    def launch_blocks(
-        self, format: BlockScaledFormat, dtype: torch.dtype, result: Tensor
-    ) -> None:
+    def launch_blocks(self, format: BlockScaledFormat, dtype: torch.dtype, result: Tensor) -> None:
         """Write the values of all experts in row-only ``format`` to contiguous bf16 ``result``.
 
         ``dtype`` is that of the experts, fp32 or bf16; rows are whole blocks. Formats with a global
