@@ -69,14 +69,15 @@ def cut_block_row_amax_kernel(
     amaxes,  # [num_slots] fp32
     BLOCK_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
-    SQUARE: tl.constexpr,
+    ONE_WAY: tl.constexpr,
     TILE_COLS: tl.constexpr,
     FROM_FP32: tl.constexpr,
 ):
     """Write this rank's share of the maxima of one tile [BLOCK_ROW, TILE_COLS] of a cut block row.
 
-    Grid (num_cut_tiles,). The slots of a block row hold one maximum per block for 2-D formats
-    (SQUARE), else the maxima of the columns, then those of the runs of BLOCK columns, row by row.
+    Grid (num_cut_tiles,). The slots of a block row hold one maximum per block for formats that are
+    quantized in one direction (ONE_WAY), else the maxima of the columns, then those of the runs of
+    BLOCK columns, row by row.
     """
     DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
     tile = tiles + 4 * tl.program_id(0).to(tl.int64)
@@ -97,7 +98,7 @@ def cut_block_row_amax_kernel(
     weight = round_to_bf16(weight)
     of_columns = amax(weight, 0)
     blocks_inside = blocks * BLOCK < cols - first_col
-    if SQUARE:
+    if ONE_WAY:
         largest = amax(tl.reshape(of_columns, (TILE_COLS // BLOCK, BLOCK)), 1)
         tl.store(slots + first_col // BLOCK + blocks, largest, mask=blocks_inside)
     else:

@@ -76,6 +76,16 @@ def fp8_block_code(amax):
 
 
 @triton.jit
+def fp8_block_factor(amax):
+    """Return 448 / ``amax``, at most the largest bf16; 1 for zero and Inf.
+
+    ``amax`` is fp32, not negative, of bf16 precision.
+    """
+    factor = tl.minimum(tl.div_rn(448.0, amax), 3.3895313892515355e38)
+    return tl.where((amax == 0) | (amax == float("inf")), 1.0, factor)
+
+
+@triton.jit
 def nvfp4_global_encode(amax):
     """Return 448 * 6 / ``amax`` of an expert, at most FLT_MAX; 1 for zero and Inf."""
     scale = tl.div_rn(2688.0, tl.maximum(amax, 1.1754943508222875e-38))
@@ -109,6 +119,24 @@ def encode_e2m1_pairs(values):
 
 
 @triton.jit
+def encode_int4_pairs(values):
+    """Return the nearest integers of fp32 pairs [..., 2] plus 8, packed low nibble first, uint8.
+
+    Ties round to even. Integers saturate at -8 and 7, Inf included; NaN gives 7.
+    """
+    first, second = tl.split(values)
+    return (_nearest_int4(first) | _nearest_int4(second) << 4).to(tl.uint8)
+
+
+@triton.jit
+def _nearest_int4(value):
+    """Return the int32 nibble of a value: its nearest integer, from -8 to 7, plus 8."""
+    RINT: tl.constexpr = 12582912.0  # 1.5 * 2^23, as below
+    value = tl.maximum(tl.minimum(value, 7.0), -8.0)  # NaN gives 7
+    return (value + (RINT + 8)).to(tl.int32, bitcast=True) & 0xF
+
+
+@triton.jit
 def _nearest_e2m1(value):
     """Return an int32 whose low byte is the E2M1 code, 0 to 7, of a magnitude."""
     # code = min(rint(2v), 2 + rint(v), 4 + rint(v / 2)): each term is exact in its own binade and
@@ -118,3 +146,22 @@ def _nearest_e2m1(value):
     halves, ones = magnitude * 2.0 + RINT, magnitude + (RINT + 2)
     twos = magnitude * 0.5 + (RINT + 4)
     return tl.minimum(tl.minimum(halves, ones), twos).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def round_to_int4(value):
+    """Return the nearest integer, -8 to 7, of fp32 ``value``, in fp32; NaN gives 7."""
+    RINT: tl.constexpr = 12582912.0  # 1.5 * 2^23, as above
+    return (tl.maximum(tl.minimum(value, 7.0), -8.0) + RINT) - RINT
+
+
+@triton.jit
+def round_to_e2m1(value):
+    """Return the E2M1 value that :func:`encode_e2m1_pairs` encodes fp32 ``value`` as, in fp32."""
+    RINT: tl.constexpr = 12582912.0  # adding 1.5 * 2^23 times a step rounds to its multiples
+    value = tl.minimum(value, 6.0)  # NaN gives 6
+    magnitude = tl.minimum(tl.abs(value), 6.0)
+    rint = tl.where(magnitude < 2.0, 0.5 * RINT, tl.where(magnitude < 4.0, RINT, 2.0 * RINT))
+    rounded = ((magnitude + rint) - rint).to(tl.int32, bitcast=True)
+    sign = value.to(tl.int32, bitcast=True) & -2147483648
+    return (rounded | sign).to(tl.float32, bitcast=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from moe_optim.kernels.cutting import cut_ranges, grid, int64
 from moe_optim.kernels.exchange import AMAX_SLOTS, Exchange
 from moe_optim.kernels.plan import ALIGNMENT, BoundKernel
 from moe_optim.kernels.table_entry import TableEntry
-from moe_optim.kernels.tuning import AMAX_TILE, EXPERT_AMAX, GAP_TILE, TILES, Tile
+from moe_optim.kernels.tuning import AMAX_TILE, EXPERT_AMAX, GAP_TILE, ROW_TILE_ROWS, TILES, Tile
 
 _MAX_GAP = 1 << 30  # units per descriptor; a tile stores its first unit as int32
 
@@ -54,8 +55,8 @@ class LaunchTable:
     tile: Tile
     source_dtype: torch.dtype
     masked: bool
-    """Whether the width of some weight is not a multiple of the tile, or its height of the block
-    row."""
+    """Whether the width of some weight, or the height of some member, is not a multiple of the
+    tile."""
     aligned: bool
     """Whether every row of source and data starts at a multiple of 16 bytes."""
     zeroes: bool
@@ -99,7 +100,6 @@ class LaunchTable:
         descriptors = torch.cat(members)
         amax_parts = cut_amax_parts(descriptors if format.has_global_amax else descriptors[:0])
         device = entries[0].source.device
-        _, heights, widths = zip(*(entry.target.shape for entry in entries), strict=True)
         return cls(
             format=format,
             planned=tuple(planned),
@@ -112,8 +112,7 @@ class LaunchTable:
             amax_slots=tuple(descriptors[:, fields.AMAX_SLOT].tolist()),
             tile=tile,
             source_dtype=dtype,
-            masked=any(width % tile.cols for width in widths)
-            or any(height % format.block_row_height for height in heights),
+            masked=any(_needs_masks(entry, tile) for entry in entries),
             aligned=all(map(is_aligned, entries)),
             zeroes=consumed is not None,
         )
@@ -138,7 +137,7 @@ class LaunchTable:
                 self.amax,
                 BLOCK_ROW=self.format.block_row_height,
                 BLOCK=self.format.rowwise_block[1],
-                SQUARE=self.format.is_2d,
+                ONE_WAY=len(self.format.gathered_directions) == 1,
                 TILE_COLS=self.tile.cols,
                 FROM_FP32=self.source_dtype == torch.float32,
                 num_warps=self.tile.num_warps,
@@ -176,16 +175,9 @@ class LaunchTable:
         CUT: bool,
         **of_update: str,
     ) -> BoundKernel:
-        from moe_optim.kernels.requantize_blocks import requantize_blocks_kernel
-        from moe_optim.kernels.requantize_mxfp8 import requantize_mxfp8_kernel
-
-        block_row = self.format.block_row_height
-        of_format: dict[str, str | int] = {}
-        if self.format.is_2d:
-            held = self.tile.rows or block_row
-            of_format = {"FORMAT": self.format.name, "BLOCK": block_row, "HELD_ROWS": held}
+        kernel, of_format = _choose_kernel(self.format, self.tile, cut=CUT)
         return BoundKernel(
-            requantize_blocks_kernel if self.format.is_2d else requantize_mxfp8_kernel,
+            kernel,
             len(tiles),
             self.descriptors,
             tiles,
@@ -203,6 +195,37 @@ class LaunchTable:
             num_warps=self.tile.num_warps,
             registers=self.tile.registers,
         )
+
+
+def _choose_kernel(
+    format: BlockScaledFormat, tile: Tile, *, cut: bool
+) -> tuple[Any, dict[str, str | int | float]]:
+    """Return the kernel that encodes a format, and the constants that only it has."""
+    if format.is_row_only:
+        from moe_optim.kernels.requantize_rows import requantize_rows_kernel
+
+        return requantize_rows_kernel, {
+            "ELEMENT": format.element,
+            "SCALE": format.scale_encoding,
+            "DATA_MAX": format.data_max,
+            "BLOCK": format.block_length,
+            "TILE_ROWS": 1 if cut else tile_rows(format, tile),
+        }
+    if format.is_2d:
+        from moe_optim.kernels.requantize_blocks import requantize_blocks_kernel
+
+        block_row = format.block_row_height
+        held = tile.rows or block_row
+        of_format = {"FORMAT": format.name, "BLOCK": block_row, "HELD_ROWS": held}
+        return requantize_blocks_kernel, of_format
+    from moe_optim.kernels.requantize_mxfp8 import requantize_mxfp8_kernel
+
+    return requantize_mxfp8_kernel, {}
+
+
+def tile_rows(format: BlockScaledFormat, tile: Tile) -> int:
+    """Return the rows of a tile: a block row, or several of a row-only format."""
+    return tile.rows or 1 if format.is_row_only else format.block_row_height
 
 
 def bind_expert_amax(
@@ -238,7 +261,8 @@ def can_launch(entry: TableEntry) -> bool:
         return False
     buffers = [buffer for buffer in target.gathered_buffers().values() if buffer.dim() == 3]
     widest = max(target.shape[2], *(buffer.stride(1) for buffer in buffers))
-    reach = widest * target.format.block_row_height
+    height = ROW_TILE_ROWS if target.format.is_row_only else target.format.block_row_height
+    reach = widest * height
     # Offsets within a tile are 32-bit, all others 64-bit.
     return reach < 1 << 31 and all(buffer.stride(2) == 1 for buffer in buffers)
 
@@ -359,11 +383,21 @@ def _cut_gaps(first: int, gaps: Sequence[Range]) -> Tensor:
     return torch.stack([first + members, zero, numbers * GAP_TILE, zero], 1)
 
 
+def _needs_masks(entry: TableEntry, tile: Tile) -> bool:
+    """Return whether some tile of whole block rows is partial."""
+    _, rows, cols = entry.target.shape
+    height, experts = tile_rows(entry.target.format, tile), entry.owned_experts
+    ends = map(entry.owned_part, {experts.start, experts.stop - 1})  # others are entirely owned
+    is_cut = any((part.end_whole - part.first_whole) % (height * cols) for part in ends)
+    return bool(cols % tile.cols or rows % height or is_cut)
+
+
 def _cut_tiles(
     entry: TableEntry, exchange: Exchange, first: int, tile: Tile
 ) -> tuple[Tensor, Tensor]:
     """Return the tiles of whole and cut block rows in memory order, [n, TILE_FIELDS] int64 each."""
-    cols, height = entry.target.shape[2], entry.target.format.block_row_height
+    format, cols = entry.target.format, entry.target.shape[2]
+    height, step = format.block_row_height, tile_rows(format, tile)
     experts = entry.owned_experts
     inner = range(experts.start + 1, experts.stop - 1)  # all entirely owned
     groups = [range(e, e + 1) for e in sorted({experts.start, experts.stop - 1} - {*inner})]
@@ -375,11 +409,10 @@ def _cut_tiles(
         part = entry.owned_part(group.start)
         columns = range(0, cols, tile.cols)
         numbers = range(first + group.start - experts.start, first + group.stop - experts.start)
-        whole_rows = range(part.first_whole // cols, part.end_whole // cols, height)
+        whole_rows = range(part.first_whole // cols, part.end_whole // cols, step)
         whole.append(grid(numbers, whole_rows, columns, range(1)))
         touched = range(part.low // (height * cols) * height, -(-part.high // cols), height)
-        for row in touched:
-            slot = exchange.block_rows.get((group.start, row))
-            if slot is not None:
+        for (expert, row), slot in exchange.block_rows.items():
+            if expert == group.start and row in touched:
                 cut.append(grid(numbers, range(row, row + 1), columns, range(slot, slot + 1)))
     return torch.cat(whole), torch.cat(cut)

@@ -9,16 +9,20 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """Rectangle of a weight per program: some columns of a block row."""
+    """Rectangle of a weight per program: some columns of a block row, or of several rows."""
 
     cols: int
     """Columns, a power of two and a multiple of the block."""
     num_warps: int
     rows: int | None = None
-    """Rows held in registers at a time; by default the whole block row."""
+    """Rows held in registers at a time, by default the whole block row. Of row-only formats, whose
+    block row is one row, the rows of a tile, at most ``ROW_TILE_ROWS``."""
     registers: int | None = None
     """Maximum registers per thread, where the compiler's choice would limit occupancy."""
 
+
+ROW_TILE_ROWS = 64
+"""Most rows of a tile of row-only formats."""
 
 TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
     {
@@ -30,6 +34,18 @@ TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
         ("nvfp4", torch.bfloat16): Tile(cols=128, num_warps=1),
         ("fp8_block", torch.float32): Tile(cols=128, num_warps=4),
         ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=4),
+        ("fp8_block_fp32", torch.float32): Tile(cols=128, num_warps=4),
+        ("fp8_block_fp32", torch.bfloat16): Tile(cols=128, num_warps=4),
+        ("mxfp8_rows", torch.float32): Tile(cols=128, num_warps=4, rows=16),
+        ("mxfp8_rows", torch.bfloat16): Tile(cols=128, num_warps=4, rows=16),
+        ("mxfp4", torch.float32): Tile(cols=128, num_warps=4, rows=16),
+        ("mxfp4", torch.bfloat16): Tile(cols=128, num_warps=4, rows=16),
+        ("nvfp4_rows", torch.float32): Tile(cols=128, num_warps=4, rows=16),
+        ("nvfp4_rows", torch.bfloat16): Tile(cols=128, num_warps=4, rows=16),
+        ("int4", torch.float32): Tile(cols=128, num_warps=4, rows=16),
+        ("int4", torch.bfloat16): Tile(cols=128, num_warps=4, rows=16),
+        ("int4_g128", torch.float32): Tile(cols=128, num_warps=4, rows=16),
+        ("int4_g128", torch.bfloat16): Tile(cols=128, num_warps=4, rows=16),
     }
 )
 """Tiles by format and source dtype, measured on H100; see docs/kernel-measurements.md."""
@@ -43,9 +59,24 @@ UPDATE_TILES: Mapping[tuple[str, torch.dtype | None], Tile] = MappingProxyType(
         ("mxfp8_2d", torch.bfloat16): Tile(cols=128, num_warps=4, registers=168),
         ("fp8_block", torch.float32): Tile(cols=128, num_warps=8, rows=64),
         ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=4, rows=32),
+        ("fp8_block_fp32", torch.float32): Tile(cols=128, num_warps=8, rows=64),
+        ("fp8_block_fp32", torch.bfloat16): Tile(cols=128, num_warps=4, rows=32),
         ("mxfp8", None): Tile(cols=256, num_warps=4),
         ("mxfp8_2d", None): Tile(cols=256, num_warps=4),
         ("fp8_block", None): Tile(cols=256, num_warps=8, rows=64),
+        ("fp8_block_fp32", None): Tile(cols=256, num_warps=8, rows=64),
+        ("mxfp8_rows", torch.float32): Tile(cols=128, num_warps=4, rows=16),
+        ("mxfp8_rows", torch.bfloat16): Tile(cols=128, num_warps=4, rows=16),
+        ("mxfp8_rows", None): Tile(cols=128, num_warps=4, rows=16),
+        ("mxfp4", torch.float32): Tile(cols=128, num_warps=4, rows=16),
+        ("mxfp4", torch.bfloat16): Tile(cols=128, num_warps=4, rows=16),
+        ("mxfp4", None): Tile(cols=128, num_warps=4, rows=16),
+        ("int4", torch.float32): Tile(cols=128, num_warps=4, rows=16),
+        ("int4", torch.bfloat16): Tile(cols=128, num_warps=4, rows=16),
+        ("int4", None): Tile(cols=128, num_warps=4, rows=16),
+        ("int4_g128", torch.float32): Tile(cols=128, num_warps=4, rows=16),
+        ("int4_g128", torch.bfloat16): Tile(cols=128, num_warps=4, rows=16),
+        ("int4_g128", None): Tile(cols=128, num_warps=4, rows=16),
     }
 )
 """Tiles with a fused update, by format and moment dtype, measured on H200; None for a direction,
@@ -124,6 +155,9 @@ EXPERT_AMAX = FlatTile(numel=1024, num_warps=4)
 
 FAKE_FORWARD = FlatTile(numel=2048, num_warps=4)
 FAKE_BACKWARD = FlatTile(numel=2048, num_warps=4)
+FAKE_BLOCKS = FlatTile(numel=2048, num_warps=4)
+"""A multiple of the largest block."""
+FAKE_AMAX = FlatTile(numel=2048, num_warps=4)
 
 TENSORWISE_TILE = FlatTile(numel=8192, num_warps=8)
 """Tile for the per-tensor cast; on H200 it reaches the bandwidth of a copy."""

@@ -7,13 +7,29 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_optim.errors import LayoutError
-from moe_optim.formats import FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, QuantizedWeight
+from moe_optim.formats import (
+    FORMATS,
+    FP8_BLOCK,
+    INT4,
+    MXFP8,
+    MXFP8_2D,
+    MXFP8_ROWS,
+    NVFP4,
+    QuantizedWeight,
+)
 from moe_optim.kernels import launch_table
 from moe_optim.kernels.exchange import AMAX_SLOTS, plan_exchange
 from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.launch_table import LaunchTable, can_launch, find_gaps, own_slots
 from moe_optim.kernels.member_table import MemberTable, TableEntry
-from moe_optim.kernels.tuning import AMAX_TILE, GAP_TILE
+from moe_optim.kernels.tuning import (
+    AMAX_TILE,
+    GAP_TILE,
+    ROW_TILE_ROWS,
+    TILES,
+    UPDATE_TILES,
+    Tile,
+)
 from tests.support.inputs import poisoned
 from tests.support.ptx.launches import plan_kernels
 
@@ -99,6 +115,50 @@ def test_a_cut_block_row_has_tiles_and_slots_of_its_own():
     table = build([entry])
     assert table.tiles.tolist() == [[1, 0, 0, 0], [1, 32, 0, 0]]
     assert table.cut_tiles.tolist() == [[0, 32, 0, 0], [2, 0, 0, 256]]
+
+
+def test_tiles_of_row_only_formats_hold_several_rows_and_cut_rows_one_each():
+    """Of three experts of 40 rows, from the middle of one row to the middle of another."""
+    start, end = 9 * 256 + 32, (80 + 17) * 256 + 96
+    entry = shard((3, 40, 256), start, end, (start, end), format=INT4)
+    exchange = plan_exchange(INT4, entry.target.shape, entry.cuts)
+    tile = Tile(cols=128, num_warps=4, rows=16)
+    table = LaunchTable.build([(entry, exchange)], torch.zeros(exchange.size), tile=tile)
+    first = [[0, row, col, 0] for row in (10, 26) for col in (0, 128)]
+    inner = [[1, row, col, 0] for row in (0, 16, 32) for col in (0, 128)]
+    last = [[2, row, col, 0] for row in (0, 16) for col in (0, 128)]
+    assert table.tiles.tolist() == [*first, *inner, *last]
+    cut = [(0, 9, 0), (2, 17, 8)]
+    assert table.cut_tiles.tolist() == [[e, r, c, s] for e, r, s in cut for c in (0, 128)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "end", "masked"),
+    [(64, 64 * 128, False), (72, 72 * 128, True), (64, 40 * 128, True), (64, 48 * 128, False)],
+    ids=["whole", "no whole tiles", "an end in a tile", "an end between tiles"],
+)
+def test_tiles_of_row_only_formats_are_masked_where_a_member_ends_inside_of_one(rows, end, masked):
+    entry = shard((1, rows, 128), 0, end, (end,) if end < rows * 128 else (), format=INT4)
+    exchange = plan_exchange(INT4, entry.target.shape, entry.cuts)
+    tile = Tile(cols=128, num_warps=4, rows=16)
+    amax = torch.zeros(exchange.size)
+    assert LaunchTable.build([(entry, exchange)], amax, tile=tile).masked is masked
+
+
+def test_no_tile_of_a_row_only_format_is_higher_than_offsets_allow():
+    tiles = [*TILES.items(), *UPDATE_TILES.items()]
+    heights = [tile.rows for (name, _), tile in tiles if FORMATS[name].is_row_only]
+    assert all(isinstance(height, int) and height <= ROW_TILE_ROWS for height in heights)
+
+
+@pytest.mark.parametrize(
+    ("stride", "fits"), [((1 << 31) // 64 - 1, True), ((1 << 31) // 64, False)]
+)
+def test_rows_that_lie_too_far_apart_for_a_tile_are_left_to_the_reference(stride, fits):
+    entry = stack(1, 1, 32, format=MXFP8_ROWS)
+    data = entry.target.rowwise_data.as_strided((1, 1, 32), (stride, stride, 1))
+    target = replace(entry.target, rowwise_data=data, columnwise_data=data)
+    assert can_launch(replace(entry, target=target)) is fits
 
 
 def test_a_block_row_may_be_cut_twice_by_one_range():

@@ -5,18 +5,24 @@ import sys
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from moe_optim.formats import (
     DIRECTIONS,
     FORMATS,
     FP8_BLOCK,
+    FP8_BLOCK_FP32,
     MXFP8,
     NVFP4,
     QuantizedWeight,
     reference,
 )
 from moe_optim.formats.partition import infer_partition
+from moe_optim.formats.reference import fp8_block
 from moe_optim.kernels.member_table import MemberTable, TableEntry
+from moe_optim.kernels.plan import BoundKernel
+from moe_optim.kernels.requantize_blocks import encode_scale
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import SENTINEL, poisoned, wide_range_weights, with_specials
 from tests.support.steps.stepping import (
@@ -35,6 +41,12 @@ SHAPES = {
     "mxfp8_2d": ((2, 64, 128), (1, 32, 32), (3, 32, 96), (1, 96, 160)),
     "nvfp4": ((2, 64, 256), (1, 16, 16), (3, 32, 80), (1, 48, 272)),
     "fp8_block": ((2, 128, 128), (1, 130, 40), (1, 256, 136), (2, 7, 129)),
+    "fp8_block_fp32": ((2, 128, 128), (1, 130, 40), (1, 256, 136), (2, 7, 129)),
+    "mxfp8_rows": ((2, 33, 128), (1, 1, 32), (3, 7, 96)),
+    "mxfp4": ((2, 33, 128), (1, 1, 32), (3, 7, 96)),
+    "nvfp4_rows": ((2, 33, 128), (1, 1, 16), (3, 7, 80)),
+    "int4": ((2, 33, 128), (1, 1, 32), (3, 7, 96)),
+    "int4_g128": ((2, 33, 256), (1, 1, 128), (3, 7, 384)),
 }
 CLIPS = (1.0, 0.37)
 
@@ -56,17 +68,17 @@ def padded(format, shape):
         memory = torch.empty((experts, rows + 4, cols + 24), dtype=buffer.dtype)
         memory.view(torch.uint8).fill_(SENTINEL)
         memories[name], views[name] = memory, memory[:, :rows, :cols]
-    if format.columnwise_copy == "shared":
-        views["columnwise_data"] = views["rowwise_data"]
-    return QuantizedWeight(format=format, shape=shape, **views), memories
+    return QuantizedWeight.of_buffers(format, shape, views.values()), memories
 
 
 def storage_scales(format, shape):
+    """Return scales as Transformer Engine stores them; it stores none of row-only formats."""
+    ways = () if format.is_row_only else DIRECTIONS
     return {
         way: torch.full(
             (shape[0], *format.storage_scale_shape(*shape[1:], way)), 7, dtype=format.scale_dtype
         )
-        for way in DIRECTIONS
+        for way in ways
     }
 
 
@@ -122,6 +134,28 @@ def test_whole_weights_are_the_references(format, dtype, apart, zero, launches):
         inside[:, : buffer.shape[1], : buffer.shape[2]] = True
         outside = around[~inside].view(torch.uint8)
         assert (outside == SENTINEL).all(), "a kernel wrote outside of a buffer"
+
+
+@triton.jit
+def _scales_of_amaxes(amaxes, stored, factors, FORMAT: tl.constexpr, COUNT: tl.constexpr):
+    places = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    scale, factor = encode_scale(tl.load(amaxes + places), 1.0, FORMAT)
+    tl.store(stored + places, scale)
+    tl.store(factors + places, factor)
+
+
+@pytest.mark.parametrize("format", [FP8_BLOCK, FP8_BLOCK_FP32], ids=lambda format: format.name)
+def test_scales_of_fp8_blocks_are_the_references_for_every_amax(format, launches):
+    """Subnormals included, whose quotients overflow, and scales whose inverse is subnormal."""
+    count, programs = 1024, 32
+    bits = torch.arange(count * programs).clamp(max=0x7F80).to(torch.int16)
+    amaxes = bits.view(torch.bfloat16).float()
+    stored, factors = torch.empty_like(amaxes), torch.empty_like(amaxes)
+    tensors, constants = (amaxes, stored, factors), {"FORMAT": format.name, "COUNT": count}
+    BoundKernel(_scales_of_amaxes, programs, *tensors, **constants, num_warps=4)()
+    want = fp8_block.encode_scale(amaxes, format)
+    assert_bytes_equal(factors, want, what="factors")
+    assert_bytes_equal(stored, want.reciprocal(), what="stored")
 
 
 @EVERY_FORMAT
