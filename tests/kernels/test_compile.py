@@ -34,6 +34,7 @@ from moe_optim.kernels.step_table import StepTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.kernels.tuning import NORM
+from tests.support.formats import REPRESENTATIVE_FORMATS
 from tests.support.ptx.launches import compile_kernel, plan_kernels
 
 pytestmark = pytest.mark.slow
@@ -45,6 +46,9 @@ FOR_EVERY_GPU = pytest.mark.parametrize(
         pytest.param(120, id="sm_120"),
         pytest.param(90, id="sm_90", marks=pytest.mark.extended),
     ],
+)
+REPRESENTATIVE = pytest.mark.parametrize(
+    "format", REPRESENTATIVE_FORMATS.values(), ids=REPRESENTATIVE_FORMATS
 )
 SHAPE = (2, 256, 512)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -59,9 +63,10 @@ def kernels_of(format, dtype, *, cut=False, zero=False):
     """Return what a GPU would launch for a weight, from encoding to what follows the gather."""
     memory = torch.zeros(SHAPE, dtype=dtype)
     target = QuantizedWeight.empty(format, SHAPE)
+    ways = () if format.is_row_only else DIRECTIONS  # Transformer Engine stores none in rows
     scales = {
         way: torch.zeros(2, *format.storage_scale_shape(*SHAPE[1:], way), dtype=format.scale_dtype)
-        for way in DIRECTIONS
+        for way in ways
     }
     end = 1000 if cut else memory.numel()
     entry = TableEntry(
@@ -122,7 +127,7 @@ def kernels_of_step(format, moments, gradients, *, decoupled):
 @pytest.mark.parametrize("decoupled", [True, False], ids=["decoupled", "coupled"])
 @for_dtypes("gradients")
 @for_dtypes("moments")
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@REPRESENTATIVE
 def test_every_step_compiles(format, moments, gradients, decoupled, capability, monkeypatch):
     plan_kernels(monkeypatch)
     seen = list(kernels_of_step(format, moments, gradients, decoupled=decoupled))
@@ -159,7 +164,7 @@ def kernels_of_direction(format, directions):
 
 @FOR_EVERY_GPU
 @for_dtypes("directions", MORE_DTYPES)
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@REPRESENTATIVE
 def test_every_step_along_a_direction_compiles(format, directions, capability, monkeypatch):
     """Differences round once and products before; nothing flushes what is subnormal."""
     plan_kernels(monkeypatch)

@@ -151,7 +151,9 @@ def test_no_tile_of_a_row_only_format_is_higher_than_offsets_allow():
     assert all(isinstance(height, int) and height <= ROW_TILE_ROWS for height in heights)
 
 
-@pytest.mark.parametrize(("stride", "fits"), [((1 << 31) // 64 - 1, True), ((1 << 31) // 64, False)])
+@pytest.mark.parametrize(
+    ("stride", "fits"), [((1 << 31) // 64 - 1, True), ((1 << 31) // 64, False)]
+)
 def test_rows_that_lie_too_far_apart_for_a_tile_are_left_to_the_reference(stride, fits):
     entry = stack(1, 1, 32, format=MXFP8_ROWS)
     data = entry.target.rowwise_data.as_strided((1, 1, 32), (stride, stride, 1))
