@@ -122,8 +122,8 @@ def encode_e2m1_pairs(values):
 def divide(value, divisor):
     """Return fp32 ``value`` / ``divisor`` as IEEE rounds it, for INT4; one reciprocal per divisor.
 
-    Divisors are scales of blocks, [..., 1], and values are bf16 numbers up to the amax. Quotients
-    below 1/4, which encode as zero, may be off.
+    Divisors are scales of blocks, [..., 1], and values are bf16 numbers up to the amax. Tiny
+    quotients, which encode as zero, may be off.
     """
     reciprocal = tl.div_rn(1.0, divisor)
     quotient = value * reciprocal

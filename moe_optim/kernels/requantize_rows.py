@@ -177,15 +177,15 @@ def _requantize_tile(
         weight = update_tile(source, places, mask, read, RULE)
     else:
         weight = load_tile(source + places, mask)
+    global_encode = 1.0
+    if SCALE == "e4m3":  # while the weights are on their way: this waits for three dependent loads
+        global_encode = find_global_encode(member, amaxes, first_col)
     runs = tl.reshape(round_to_bf16(weight), (TILE_ROWS, BLOCKS, BLOCK))
 
     if CUT:
         largest = tl.load(slots + first_col // BLOCK + blocks, mask=scale_mask, other=0.0)
     else:
         largest = amax(runs, 2)
-    global_encode = 1.0
-    if SCALE == "e4m3":  # after issuing the weight loads: this waits for three dependent loads
-        global_encode = find_global_encode(member, amaxes, first_col)
     stored, factor = encode_row_scale(largest, global_encode, SCALE, DATA_MAX)
     scale += first_col // BLOCK + rows * scale_stride + blocks
     tl.store(scale, stored, mask=scale_mask)
