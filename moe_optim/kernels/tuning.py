@@ -148,6 +148,9 @@ EXPERT_AMAX = FlatTile(numel=1024, num_warps=4)
 
 FAKE_FORWARD = FlatTile(numel=2048, num_warps=4)
 FAKE_BACKWARD = FlatTile(numel=2048, num_warps=4)
+FAKE_BLOCKS = FlatTile(numel=2048, num_warps=4)
+"""A multiple of the largest block."""
+FAKE_AMAX = FlatTile(numel=2048, num_warps=4)
 
 TENSORWISE_TILE = FlatTile(numel=8192, num_warps=8)
 """Tile for the per-tensor cast; on H200 it reaches the bandwidth of a copy."""

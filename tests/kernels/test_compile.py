@@ -12,7 +12,7 @@ import torch
 from triton import JITFunction
 
 from moe_optim import kernels
-from moe_optim.formats import DIRECTIONS, FORMATS, QuantizedWeight
+from moe_optim.formats import DIRECTIONS, FORMATS, NVFP4_ROWS, QuantizedWeight
 from moe_optim.kernels import products
 from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.directed_state import DirectedState
@@ -51,6 +51,7 @@ REPRESENTATIVE = pytest.mark.parametrize(
     "format", REPRESENTATIVE_FORMATS.values(), ids=REPRESENTATIVE_FORMATS
 )
 SHAPE = (2, 256, 512)
+ROW_ONLY = [format for format in FORMATS.values() if format.is_row_only]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MORE_DTYPES = DTYPES | {"fp16": torch.float16}
 
@@ -235,6 +236,28 @@ def test_fake_quantization_compiles(dtype, capability, monkeypatch):
     assert "cvt.rn.satfinite.e4m3x2" in e4m3["ptx"] and "div.full" not in e4m3["ptx"]
 
 
+def calls_of_fake_blocks(format, dtype, monkeypatch):
+    """Return what a GPU would launch to fake-quantize experts to a row-only format."""
+    seen = []
+    monkeypatch.setattr(BoundKernel, "__call__", lambda *given: seen.append(given))
+    values = torch.zeros(2, 16, 128, dtype=dtype)
+    result = torch.zeros(values.numel(), dtype=torch.bfloat16)
+    find_table([values]).launch_blocks(format, dtype, result)
+    return seen
+
+
+@FOR_EVERY_GPU
+@pytest.mark.parametrize("format", ROW_ONLY, ids=lambda format: format.name)
+@for_dtypes("dtype")
+def test_fake_quantization_to_blocks_compiles(format, dtype, capability, monkeypatch):
+    """Reads of 16 bytes, written by the thread that read them, and quotients as IEEE asks."""
+    for call in calls_of_fake_blocks(format, dtype, monkeypatch):
+        asm = compile_kernel(*call[:1], capability, *call[1:]).asm
+        assert asm["cubin"] and "ld.global.v4.b32" in asm["ptx"]
+    assert "div.full" not in asm["ptx"]
+    assert format.has_global_amax or ".shared." not in asm["ptx"]
+
+
 def kernels_of_health(format, monkeypatch):
     """Return what a GPU would launch to measure the experts of a weight."""
     plan_kernels(monkeypatch)
@@ -375,6 +398,8 @@ def kernels_written():
 def test_every_kernel_that_is_written_is_compiled_here(monkeypatch):
     plan_kernels(monkeypatch)
     seen = {call[0].kernel for call in calls_of_fake_quantization(torch.float32, monkeypatch)}
+    blocks = calls_of_fake_blocks(NVFP4_ROWS, torch.float32, monkeypatch)
+    seen |= {call[0].kernel for call in blocks}
     seen |= {bound.kernel for bound in kernels_of_norm(monkeypatch, count_zeros=True)}
     seen |= {bound.kernel for bound in kernels_of_tensorwise(monkeypatch)}
     around_muon = kernels_of_momentum(torch.float32, torch.bfloat16, monkeypatch, nesterov=True)

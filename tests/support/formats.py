@@ -8,6 +8,7 @@ from moe_optim.formats import (
     NVFP4,
     NVFP4_ROWS,
     BlockScaledFormat,
+    round_up,
 )
 
 REPRESENTATIVE_FORMATS: dict[str, BlockScaledFormat] = {
@@ -19,3 +20,8 @@ partial blocks, and rows alone with a global amax and with scales of two bytes.
 ``fp8_block_fp32`` differs from ``fp8_block`` by its scales alone, ``mxfp8_rows`` and ``mxfp4`` from
 ``int4`` by their encodings, ``int4_g128`` by its length; they run where that matters.
 """
+
+
+def fitting(format: BlockScaledFormat, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Return ``shape`` with as many columns as whole blocks of ``format`` need."""
+    return (*shape[:2], round_up(shape[2], format.dimension_multiple))
