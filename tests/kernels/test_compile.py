@@ -34,7 +34,7 @@ from moe_optim.kernels.step_table import StepTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.kernels.tuning import NORM
-from tests.support.formats import REPRESENTATIVE_FORMATS
+from tests.kernels.conftest import ONE_OF_EACH_PATH
 from tests.support.ptx.launches import compile_kernel, plan_kernels
 
 pytestmark = pytest.mark.slow
@@ -46,9 +46,6 @@ FOR_EVERY_GPU = pytest.mark.parametrize(
         pytest.param(120, id="sm_120"),
         pytest.param(90, id="sm_90", marks=pytest.mark.extended),
     ],
-)
-REPRESENTATIVE = pytest.mark.parametrize(
-    "format", REPRESENTATIVE_FORMATS.values(), ids=REPRESENTATIVE_FORMATS
 )
 SHAPE = (2, 256, 512)
 ROW_ONLY = [format for format in FORMATS.values() if format.is_row_only]
@@ -128,7 +125,7 @@ def kernels_of_step(format, moments, gradients, *, decoupled):
 @pytest.mark.parametrize("decoupled", [True, False], ids=["decoupled", "coupled"])
 @for_dtypes("gradients")
 @for_dtypes("moments")
-@REPRESENTATIVE
+@ONE_OF_EACH_PATH
 def test_every_step_compiles(format, moments, gradients, decoupled, capability, monkeypatch):
     plan_kernels(monkeypatch)
     seen = list(kernels_of_step(format, moments, gradients, decoupled=decoupled))
@@ -165,7 +162,7 @@ def kernels_of_direction(format, directions):
 
 @FOR_EVERY_GPU
 @for_dtypes("directions", MORE_DTYPES)
-@REPRESENTATIVE
+@ONE_OF_EACH_PATH
 def test_every_step_along_a_direction_compiles(format, directions, capability, monkeypatch):
     """Differences round once and products before; nothing flushes what is subnormal."""
     plan_kernels(monkeypatch)
@@ -180,7 +177,7 @@ def test_every_step_along_a_direction_compiles(format, directions, capability, m
 
 @FOR_EVERY_GPU
 @for_dtypes("dtype")
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@ONE_OF_EACH_PATH
 def test_every_kernel_compiles(format, dtype, capability):
     seen = []
     for options in ({}, {"cut": True}, {"zero": True}):
@@ -268,7 +265,7 @@ def kernels_of_health(format, monkeypatch):
 
 
 @FOR_EVERY_GPU
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@ONE_OF_EACH_PATH
 def test_measuring_health_compiles(format, capability, monkeypatch):
     """Whole tiles of masters are read by accesses of 16 bytes."""
     measuring, adding = (

@@ -26,6 +26,7 @@ from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.kernels.plan import BoundKernel
 from moe_optim.kernels.requantize_blocks import encode_scale
 from moe_optim.kernels.requantize_rows import encode_row_scale
+from tests.kernels.conftest import ONE_OF_EACH_PATH
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import SENTINEL, poisoned, wide_range_weights, with_specials
 from tests.support.steps.stepping import (
@@ -37,7 +38,6 @@ from tests.support.steps.stepping import (
 
 pytestmark = pytest.mark.slow
 
-EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 GAP = 40
 SHAPES = {
     "mxfp8": ((2, 64, 128), (1, 32, 32), (3, 32, 96), (1, 96, 160)),
@@ -101,7 +101,7 @@ def all_in_kernels(table):
     return not table.remainder and len(table.finish.kernels) == len(table.finish.calls)
 
 
-@EVERY_FORMAT
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize(
     ("dtype", "apart", "zero"),
     [(torch.float32, False, False), (torch.bfloat16, True, True)],
@@ -192,7 +192,7 @@ def test_quotients_of_int4_are_ieees_for_every_significand(launches):
     assert_values_equal(found, want, what="quotients")
 
 
-@EVERY_FORMAT
+@ONE_OF_EACH_PATH
 def test_shards_that_meet_inside_of_blocks_are_the_references(format, launches):
     """Of weights cut in three, inside of block rows and experts; ranks exchange maxima alone."""
     masters = [values_of(shape, 9 + seed) for seed, shape in enumerate(SHAPES[format.name])]
@@ -224,7 +224,7 @@ def test_shards_that_meet_inside_of_blocks_are_the_references(format, launches):
     assert_written(tables[0].entries, masters)
 
 
-@EVERY_FORMAT
+@ONE_OF_EACH_PATH
 def test_columns_on_two_ranks_are_parts_of_the_whole(format, launches):
     """Whole blocks of each; experts that go on elsewhere share their amax."""
     shape, width = (2, 128, 256), 128
@@ -250,7 +250,7 @@ def test_columns_on_two_ranks_are_parts_of_the_whole(format, launches):
     assert launches
 
 
-@EVERY_FORMAT
+@ONE_OF_EACH_PATH
 @pytest.mark.parametrize(
     ("gradients", "moments", "decoupled", "cut"),
     [
