@@ -37,6 +37,7 @@ def _train(flags: list[str], config: MoEOptimConfig) -> Record:
         pytest.param("mxfp8_2d", marks=pytest.mark.extended),
         pytest.param("mxfp8", marks=pytest.mark.extended),
         pytest.param("fp8_block", marks=pytest.mark.extended),
+        pytest.param("fp8_block_fp32", marks=pytest.mark.extended),
     ],
 )
 def test_wires_and_layouts_agree_where_shards_cut_blocks(format: str):

@@ -84,6 +84,7 @@ def _train_replicated(without: list[str]) -> Record:
     [
         "nvfp4",
         pytest.param("fp8_block", marks=pytest.mark.extended),
+        pytest.param("fp8_block_fp32", marks=pytest.mark.extended),
         pytest.param("mxfp8", marks=pytest.mark.extended),
         pytest.param("mxfp8_2d", marks=pytest.mark.extended),
     ],
