@@ -119,6 +119,21 @@ def encode_e2m1_pairs(values):
 
 
 @triton.jit
+def divide(value, divisor):
+    """Return fp32 ``value`` / ``divisor`` as IEEE rounds it, for INT4; one reciprocal per divisor.
+
+    Divisors are scales of blocks, [..., 1], and values are bf16 numbers up to the amax. Tiny
+    quotients, which encode as zero, may be off.
+    """
+    reciprocal = tl.div_rn(1.0, divisor)
+    quotient = value * reciprocal
+    # The remainder is exact, so adding its quotient rounds once; Inf has a reciprocal of zero.
+    finite = tl.minimum(divisor, 3.4028234663852886e38)
+    remainder = tl.fma(-quotient, tl.broadcast_to(finite, value.shape), value)
+    return tl.fma(remainder, tl.broadcast_to(reciprocal, value.shape), quotient)
+
+
+@triton.jit
 def encode_int4_pairs(values):
     """Return the nearest integers of fp32 pairs [..., 2] plus 8, packed low nibble first, uint8.
 
