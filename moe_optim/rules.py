@@ -14,20 +14,13 @@ from typing import Any, Literal
 
 from moe_optim.environment import find_package
 from moe_optim.errors import ConfigError
-from moe_optim.formats import FORMATS
+from moe_optim.formats import FORMATS, FP8_BLOCK, FP8_BLOCK_FP32
 
 Effect = Literal["refuse", "stock step", "warn", "note"]
 Known = Literal["flags", "model", "optimizer"]
 
-NATIVE_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "--fp8-recipe mxfp8": ("mxfp8", "mxfp8_2d"),
-        "--fp8-recipe blockwise": ("fp8_block",),
-        "--fp4-recipe nvfp4": ("nvfp4",),
-    }
-)
-"""Recipe of Transformer Engine -> formats in which its weights can be managed, the default for
-``format: auto`` first."""
+FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+"""Environment variable with which Transformer Engine's FP8 blocks have fp32 scales, if 1."""
 TENSORWISE_RECIPE = "--fp8-recipe tensorwise"
 """Recipe whose weights stay in Megatron's buffers; requires ``format: auto``."""
 OPTIMIZERS = ("adam", "muon")
@@ -50,7 +43,6 @@ MUON_VALUES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Field of Megatron's ``OptimizerConfig`` -> values with which Muon trains. Megatron's parser takes
 any coefficient type, and ``low``, which torch refuses as a precision of products."""
 _CHANGED_BYTES = (  # recipe, Transformer Engine variable, values
-    ("--fp8-recipe blockwise", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES", ("1",)),
     ("--fp4-recipe nvfp4", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", ("1",)),
     ("--fp4-recipe nvfp4", "NVTE_NVFP4_4OVER6", ("weights", "all")),
 )
@@ -127,7 +119,7 @@ class Setup:
             quantized=len(recipes) > tensorwise or (bool(portable) and config.format != "bf16"),
             tensorwise=tensorwise,
             accepted=[
-                *(name for flag in recipes for name in NATIVE_FORMATS.get(flag, ())),
+                *(name for flag in recipes for name in native_formats(flag)),
                 *(["auto"] if tensorwise else []),
             ],
         )
@@ -271,6 +263,21 @@ def native_recipe(model: Any) -> str | None:
             recipe = getattr(model, name)
             return f"--{name.replace('_', '-')} {getattr(recipe, 'value', recipe)}"
     return None
+
+
+def native_formats(recipe: str | None) -> tuple[str, ...]:
+    """Return the formats in which weights of a recipe flag can be managed, ``auto``'s first.
+
+    Empty for other recipes. Transformer Engine reads its variable when it is imported; a built
+    weight knows its scales.
+    """
+    blocks = FP8_BLOCK_FP32 if os.environ.get(FP32_SCALES) == "1" else FP8_BLOCK
+    native = {
+        "--fp8-recipe mxfp8": ("mxfp8", "mxfp8_2d"),
+        "--fp8-recipe blockwise": (blocks.name,),
+        "--fp4-recipe nvfp4": ("nvfp4",),
+    }
+    return native.get(recipe or "", ())
 
 
 def _of(models: str, test: Callable[[Any], object]) -> Callable[[Setup], bool]:
@@ -445,8 +452,8 @@ RULES: tuple[Rule, ...] = (
         ("a format other than that of Transformer Engine's weights", lambda s: _other_format(s),
          "--fp8-recipe or --fp4-recipe makes the weights",
          "Set --moe-optim-set format=auto, or drop --fp8-param-gather or --fp4-param-gather"),
-        ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1, NVTE_NVFP4_DISABLE_2D_QUANTIZATION=1, or "
-         "NVTE_NVFP4_4OVER6=weights or all", lambda s: _changed_bytes(s.recipes),
+        ("NVTE_NVFP4_DISABLE_2D_QUANTIZATION=1, or NVTE_NVFP4_4OVER6=weights or all",
+         lambda s: _changed_bytes(s.recipes),
          "Transformer Engine's weights would have an unsupported format",
          "Unset the variable"),
         ("weights in several formats",
@@ -640,7 +647,8 @@ def _is_row_only(format: str) -> bool:
 
 
 def _foreign_recipe(recipes: Sequence[str]) -> str | None:
-    foreign = [flag for flag in recipes if flag not in (*NATIVE_FORMATS, TENSORWISE_RECIPE)]
+    known = (flag for flag in recipes if flag != TENSORWISE_RECIPE)
+    foreign = [flag for flag in known if not native_formats(flag)]
     return f"{foreign[0]} with weights kept in it" if foreign else None
 
 
@@ -655,7 +663,10 @@ def _other_format(setup: Setup) -> str | None:
     accepted = dict.fromkeys(setup.accepted)
     if not accepted or setup.config.format in ("auto", *accepted):
         return None
-    return f"format: {setup.config.format} with weights that take {' or '.join(accepted)}"
+    found = f"format: {setup.config.format} with weights that take {' or '.join(accepted)}"
+    if {FP8_BLOCK.name, FP8_BLOCK_FP32.name} == {setup.config.format, *accepted}:
+        found += f" ({'with' if FP8_BLOCK_FP32.name in accepted else 'without'} {FP32_SCALES}=1)"
+    return found
 
 
 def _unused_format(setup: Setup) -> str | None:

@@ -1,8 +1,7 @@
-"""Fake quantization of experts anywhere in memory: one launch forward, one backward."""
+"""Fake quantization of experts anywhere in memory, on a grid or to a block-scaled format."""
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -11,10 +10,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from moe_optim.calibration.fake_operations import (
+    clipped_gradient,
+    count_experts,
+    cut_like,
+    fake_blocks,
+    fake_quantized,
+)
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
-from moe_optim.formats.reference import fake as reference
-from moe_optim.kernels.fake import find_table
-from moe_optim.kernels.plan import Backend, check_backend, takes_kernels
+from moe_optim.formats import FORMATS, BlockScaledFormat, get_format
+from moe_optim.kernels.plan import Backend, check_backend
 
 Bits = int | Literal["e4m3"]
 """Grid: number of bits of an integer, or E4M3."""
@@ -50,29 +55,36 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def fake_quantize[Weights: (Tensor, Sequence[Tensor])](
     weights: Weights,
-    amax: Tensor,
+    amax: Tensor | None = None,
     bits: Bits = 8,
     axis: Axis = 0,
     *,
+    format: str | None = None,
     narrow_range: bool = False,
     check_values: bool = True,
     backend: Backend = "auto",
 ) -> Weights:
-    """Return the nearest values on a grid with one amax per expert, in the dtype of the weights.
+    """Return the nearest values on a grid with one amax per expert, or those of a format.
 
     One launch reads all experts in place, and one launch of the backward pass all gradients;
-    nothing is stacked. Results match NVIDIA ModelOpt's ``TensorQuantizer`` in plain torch to the
-    bit, see docs/fake-quantization.md. The gradient passes where the magnitude of a weight is at
-    most its amax, and is zero elsewhere; ``amax`` gets no gradient.
+    nothing is stacked. On a grid, results have the dtype of the weights and match NVIDIA ModelOpt's
+    ``TensorQuantizer`` in plain torch to the bit, see docs/fake-quantization.md. The gradient
+    passes where the magnitude of a weight is at most its amax, and is zero elsewhere; ``amax`` gets
+    no gradient.
+
+    With ``format``, results are the bf16 values of weights quantized to it and dequantized. Every
+    gradient passes, without a launch. ``nvfp4_rows`` takes one more launch, for the amax per
+    expert.
 
     Args:
         weights: tensor [E, R, C], or a list of [R, C] of any shapes; fp32, bf16 or fp16, all on one
-            device. Copied only if not contiguous.
+            device. Copied only if not contiguous. A ``format`` takes fp32 and bf16.
         amax: magnitude of the largest grid value: E elements with ``axis=0``, such as [E, 1, 1] or
             [E], one with ``axis=None``; fp32, bf16 or fp16, on the same device. Values up to 2^-24
             count as zero: integers then give zeros, and E4M3 uses 1 instead.
         bits: 2 to 16 for an integer grid, or ``e4m3``.
         axis: 0 or ModelOpt's ``(0,)`` for one amax per expert; None for one of all experts.
+        format: row-only format, such as ``mxfp4``, instead of ``amax``, ``bits`` and ``axis``.
         narrow_range: whether an integer grid ends at ``-max`` and not at ``-max - 1``.
         check_values: whether NaN, Inf and negative values in ``amax`` are errors. On a GPU the
             check synchronizes with the device, once per version of the tensor. Without it, and in a
@@ -85,26 +97,41 @@ def fake_quantize[Weights: (Tensor, Sequence[Tensor])](
         the other, and must not be written in place while autograd records.
 
     Raises:
-        ConfigError: an unsupported ``bits``, ``axis`` or ``backend``, or a negative amax.
+        ConfigError: an unsupported ``bits``, ``axis``, ``format`` or ``backend``, or a negative
+            amax.
         LayoutError: no experts, or incompatible shapes, dtypes or devices.
         NonFiniteError: an amax is Inf or NaN.
     """
-    _check_bits(bits)
     axis = expert_axis(axis, "fake_quantize")
+    _check_bits(bits)
     check_backend(backend)
     experts = [weights] if isinstance(weights, Tensor) else list(weights)
     _check_experts(experts, 3 if isinstance(weights, Tensor) else 2)
-    _check_amax(amax, experts, axis)
-    if check_values and not torch.compiler.is_compiling():
-        _check_values(amax)
-    results: tuple[Tensor, ...] = _FakeQuantize.apply(
-        amax.detach().flatten().contiguous(),
-        None if bits == "e4m3" else bits,
-        narrow_range,
-        backend,
-        *experts,
-    )
+    results: tuple[Tensor, ...]
+    if format is not None:
+        _check_blocks(experts, format, amax, (bits, axis, narrow_range))
+        results = _FakeBlocks.apply(format, backend, *experts)
+    else:
+        amax = _check_amax(amax, experts, axis)
+        if check_values and not torch.compiler.is_compiling():
+            _check_values(amax)
+        flat = amax.detach().flatten().contiguous()
+        grid = None if bits == "e4m3" else bits
+        results = _FakeQuantize.apply(flat, grid, narrow_range, backend, *experts)
     return results[0] if isinstance(weights, Tensor) else list(results)
+
+
+class _FakeBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, format: str, backend: Backend, *experts: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtype = experts[0].dtype
+        values = [expert.contiguous() for expert in experts]
+        return cut_like(fake_blocks(values, format, backend), experts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(gradient.to(ctx.dtype) for gradient in gradients)
 
 
 class _FakeQuantize(torch.autograd.Function):
@@ -120,7 +147,7 @@ class _FakeQuantize(torch.autograd.Function):
         ctx.save_for_backward(amax, *experts)
         ctx.backend = backend
         values = [expert.contiguous() for expert in experts]
-        return _cut(fake_quantized(values, amax, bits, narrow_range, backend), experts)
+        return cut_like(fake_quantized(values, amax, bits, narrow_range, backend), experts)
 
     @staticmethod
     @once_differentiable
@@ -128,92 +155,8 @@ class _FakeQuantize(torch.autograd.Function):
         amax, *experts = ctx.saved_tensors
         values = [expert.contiguous() for expert in experts]
         given = [gradient.contiguous() for gradient in gradients]
-        clipped = _cut(clipped_gradient(values, amax, given, ctx.backend), experts)
+        clipped = cut_like(clipped_gradient(values, amax, given, ctx.backend), experts)
         return None, None, None, None, *clipped
-
-
-def _cut(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    shapes = [one.shape for one in like]
-    if all(shape == shapes[0] for shape in shapes):  # one call, since views cost host time
-        return flat.view(len(like), *shapes[0]).unbind(0)
-    parts = flat.split([one.numel() for one in like])
-    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
-
-
-def _empty(values: Sequence[Tensor], *_: Any) -> Tensor:
-    return values[0].new_empty(sum(one.numel() for one in values))
-
-
-def _operation[**P](name: str) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
-    """Make a function an operator in compiled graphs only, since eager calls cost less without one.
-
-    Its fake results are those of :func:`_empty`.
-    """
-
-    def decorate(body: Callable[P, Tensor]) -> Callable[P, Tensor]:
-        compiled = torch.library.custom_op(f"moe_optim::{name}", body, mutates_args=())
-        compiled.register_fake(_empty)
-
-        @wraps(body)
-        def call(*args: P.args, **kwargs: P.kwargs) -> Tensor:
-            if torch.compiler.is_compiling():
-                result: Tensor = compiled(*args, **kwargs)
-                return result
-            return body(*args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-@_operation("fake_quantize")
-def fake_quantized(
-    values: Sequence[Tensor], amax: Tensor, bits: int | None, narrow_range: bool, backend: str
-) -> Tensor:
-    """Return the values of all experts, concatenated in one allocation.
-
-    ``values`` are contiguous tensors of one dtype on one device, [E, R, C], or [R, C] for one
-    expert; ``amax`` is [experts], or [1] for all experts.
-    """
-    result = _empty(values)
-    if result.numel() and takes_kernels(backend, values[0].device, e4m3=bits is None):
-        codes = reference.code_range(bits, narrow_range)
-        find_table(values).launch_values(amax, result, codes, e4m3=bits is None)
-        return result
-    for part, one, own in zip(_cut(result, values), values, _amax_of(values, amax), strict=True):
-        part.copy_(reference.fake_quantize(one, own, bits, narrow_range=narrow_range))
-    return result
-
-
-@_operation("clip_gradient")
-def clipped_gradient(
-    values: Sequence[Tensor], amax: Tensor, gradients: Sequence[Tensor], backend: str
-) -> Tensor:
-    """Return the gradients of all experts, concatenated, zero where a value is clipped.
-
-    ``values`` and ``amax`` are those of :func:`fake_quantized`; ``gradients`` match ``values``.
-    """
-    result = _empty(values)
-    if result.numel() and takes_kernels(backend, values[0].device, e4m3=False):
-        find_table(values, gradients).launch_gradients(amax, result)
-        return result
-    parts = zip(_cut(result, values), values, _amax_of(values, amax), gradients, strict=True)
-    for part, one, own, gradient in parts:
-        part.copy_(reference.clip_gradient(one, own, gradient))
-    return result
-
-
-def _amax_of(values: Sequence[Tensor], amax: Tensor) -> list[Tensor]:
-    """Return the amaxes of each tensor, in a shape that broadcasts."""
-    if amax.numel() == 1:
-        return [amax.view(())] * len(values)
-    counts = [_count_experts(one) for one in values]
-    shapes = [(-1, 1, 1) if one.dim() == 3 else () for one in values]
-    return [part.view(shape) for part, shape in zip(amax.split(counts), shapes, strict=True)]
-
-
-def _count_experts(values: Tensor) -> int:
-    return values.shape[0] if values.dim() == 3 else 1
 
 
 def expert_axis(axis: Axis, where: str) -> Literal[0] | None:
@@ -271,13 +214,44 @@ def _check_experts(experts: Sequence[Tensor], dims: int) -> None:
             )
 
 
-def _check_amax(amax: Tensor, experts: Sequence[Tensor], axis: int | None) -> None:
-    """Check shape, dtype and device, without synchronizing with the device."""
-    count = 1 if axis is None else sum(map(_count_experts, experts))
+def row_format(name: str, where: str) -> BlockScaledFormat:
+    """Return a row-only format; raise ConfigError for any other."""
+    format = get_format(name)
+    if not format.is_row_only:
+        known = " or ".join(one.name for one in FORMATS.values() if one.is_row_only)
+        raise ConfigError(
+            f"{where}: format: expected {known}, got '{name}'. Take a format whose values are the "
+            "same in the GEMMs of both directions."
+        )
+    return format
+
+
+def _check_blocks(
+    experts: Sequence[Tensor], name: str, amax: Tensor | None, grid: tuple[object, ...]
+) -> None:
+    if amax is not None or grid != (8, 0, False):
+        raise ConfigError(
+            "fake_quantize: format: expected neither amax nor bits, axis and narrow_range, got one "
+            f"beside {name}. Give the format alone: its blocks have their own scales."
+        )
+    format = row_format(name, "fake_quantize")
+    if experts[0].dtype == torch.float16:
+        raise LayoutError(
+            f"fake_quantize: weights: expected fp32 or bf16 for {name}, got torch.float16. Convert "
+            "them to fp32, which is rounded to bf16 first."
+        )
+    for index, expert in enumerate(experts):
+        where = "fake_quantize: weights" + ("" if expert.dim() == 3 else f"[{index}]")
+        format.check_shape(expert.shape if expert.dim() == 3 else (1, *expert.shape), where)
+
+
+def _check_amax(amax: Tensor | None, experts: Sequence[Tensor], axis: int | None) -> Tensor:
+    """Return the amax; check shape, dtype and device, without synchronizing with the device."""
+    count = 1 if axis is None else sum(map(count_experts, experts))
     if not isinstance(amax, Tensor):
         raise LayoutError(
             f"fake_quantize: amax: expected a tensor of {count}, got {amax!r}. Calibrate first, or "
-            "give weights.abs().amax((1, 2), keepdim=True)."
+            "give weights.abs().amax((1, 2), keepdim=True), or a format."
         )
     if amax.numel() != count:
         what = "all experts" if axis is None else f"{count} experts"
@@ -290,6 +264,7 @@ def _check_amax(amax: Tensor, experts: Sequence[Tensor], axis: int | None) -> No
             f"fake_quantize: amax: expected fp32, bf16 or fp16 on {experts[0].device}, got "
             f"{amax.dtype} on {amax.device}. Convert it."
         )
+    return amax
 
 
 def _check_values(amax: Tensor) -> None:

@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_optim.calibration.fake_quantization import (
-    PerExpertGrid,
-    clipped_gradient,
-    fake_quantized,
-)
+from moe_optim.calibration.fake_operations import clipped_gradient, fake_quantized
+from moe_optim.calibration.fake_quantization import PerExpertGrid
 from moe_optim.formats import BlockScaledFormat, Direction
 from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
 from moe_optim.weights.storage import PortableStorage

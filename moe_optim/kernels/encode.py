@@ -119,6 +119,21 @@ def encode_e2m1_pairs(values):
 
 
 @triton.jit
+def divide(value, divisor):
+    """Return fp32 ``value`` / ``divisor`` as IEEE rounds it, for INT4; one reciprocal per divisor.
+
+    Divisors are scales of blocks, [..., 1], and values are bf16 numbers up to the amax. Tiny
+    quotients, which encode as zero, may be off.
+    """
+    reciprocal = tl.div_rn(1.0, divisor)
+    quotient = value * reciprocal
+    # The remainder is exact, so adding its quotient rounds once; Inf has a reciprocal of zero.
+    finite = tl.minimum(divisor, 3.4028234663852886e38)
+    remainder = tl.fma(-quotient, tl.broadcast_to(finite, value.shape), value)
+    return tl.fma(remainder, tl.broadcast_to(reciprocal, value.shape), quotient)
+
+
+@triton.jit
 def encode_int4_pairs(values):
     """Return the nearest integers of fp32 pairs [..., 2] plus 8, packed low nibble first, uint8.
 
@@ -146,3 +161,22 @@ def _nearest_e2m1(value):
     halves, ones = magnitude * 2.0 + RINT, magnitude + (RINT + 2)
     twos = magnitude * 0.5 + (RINT + 4)
     return tl.minimum(tl.minimum(halves, ones), twos).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def round_to_int4(value):
+    """Return the nearest integer, -8 to 7, of fp32 ``value``, in fp32; NaN gives 7."""
+    RINT: tl.constexpr = 12582912.0  # 1.5 * 2^23, as above
+    return (tl.maximum(tl.minimum(value, 7.0), -8.0) + RINT) - RINT
+
+
+@triton.jit
+def round_to_e2m1(value):
+    """Return the E2M1 value that :func:`encode_e2m1_pairs` encodes fp32 ``value`` as, in fp32."""
+    RINT: tl.constexpr = 12582912.0  # adding 1.5 * 2^23 times a step rounds to its multiples
+    value = tl.minimum(value, 6.0)  # NaN gives 6
+    magnitude = tl.minimum(tl.abs(value), 6.0)
+    rint = tl.where(magnitude < 2.0, 0.5 * RINT, tl.where(magnitude < 4.0, RINT, 2.0 * RINT))
+    rounded = ((magnitude + rint) - rint).to(tl.int32, bitcast=True)
+    sign = value.to(tl.int32, bitcast=True) & -2147483648
+    return (rounded | sign).to(tl.float32, bitcast=True)

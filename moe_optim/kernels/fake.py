@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from moe_optim.errors import StateError
+from moe_optim.formats import BlockScaledFormat
 from moe_optim.kernels import tuning
+from moe_optim.kernels.exchange import AMAX_SLOTS
 from moe_optim.kernels.plan import ALIGNMENT, BoundKernel, current_device, is_capturing
 from moe_optim.kernels.tuning import FlatTile
 
@@ -51,6 +53,32 @@ class SpanTable:
 
         self._launch(clip_gradient_kernel, tuning.FAKE_BACKWARD, amax, result)
 
+    def launch_blocks(self, format: BlockScaledFormat, dtype: torch.dtype, result: Tensor) -> None:
+        """Write the values of all experts in row-only ``format`` to contiguous bf16 ``result``.
+
+        ``dtype`` is that of the experts, fp32 or bf16; rows are whole blocks. Formats with a global
+        amax take one more launch.
+        """
+        from moe_optim.kernels.fake_blocks_kernel import fake_blocks_kernel, span_amax_kernel
+
+        read = (("FROM_FP32", dtype == torch.float32), ("ALIGNED", self.aligned))
+        experts, device, amaxes = len(self.spans), result.device, None
+        with current_device(device):
+            if format.has_global_amax:
+                amaxes = torch.empty((experts, AMAX_SLOTS), dtype=torch.float32, device=device)
+                grid = AMAX_SLOTS, experts
+                _bind(span_amax_kernel, tuning.FAKE_AMAX, grid, read, (device,))(self.spans, amaxes)
+            tile = tuning.FAKE_BLOCKS
+            constants = (
+                ("ELEMENT", format.element),
+                ("SCALE", format.scale_encoding),
+                ("DATA_MAX", format.data_max),
+                ("BLOCK", format.block_length),
+            )
+            grid = -(-self.longest // tile.numel), experts
+            bound = _bind(fake_blocks_kernel, tile, grid, (*constants, *read), (device,))
+            bound(self.spans, amaxes, result)
+
     def _launch(
         self,
         kernel: Any,
@@ -77,7 +105,7 @@ def _bind(
     tile: FlatTile,
     grid: tuple[int, int],
     constants: tuple[tuple[str, Any], ...],
-    _compiled_for: tuple[torch.dtype, torch.dtype, torch.device],
+    _compiled_for: tuple[torch.dtype | torch.device, ...],
 ) -> BoundKernel:
     """Return a kernel for all tables of one size; addresses are arguments of each launch."""
     return BoundKernel(kernel, grid, **dict(constants), TILE=tile.numel, num_warps=tile.num_warps)

@@ -230,8 +230,10 @@ def _requantize_tile(
 @triton.jit
 def find_global_encode(member, amaxes, first_col):
     """Return the fp32 encode scale of an expert from the maxima of its parts; store its amax."""
-    parts = amaxes + tl.load(member + AMAX_SLOT) + tl.arange(0, AMAX_SLOTS)
-    largest = tl.max(tl.load(parts), 0)
+    parts = amaxes + tl.load(member + AMAX_SLOT) + tl.arange(0, AMAX_SLOTS // 2)
+    # One value per lane: every warp finds the maximum by itself, without a barrier.
+    largest = tl.maximum(tl.load(parts), tl.load(parts + AMAX_SLOTS // 2))
+    largest = tl.max(largest, 0)
     target = tl.load(member + GLOBAL_AMAX).to(tl.pointer_type(tl.float32))
     tl.store(target, largest, mask=first_col == 0)
     return nvfp4_global_encode(largest)

@@ -5,14 +5,11 @@ import math
 import pytest
 import torch
 
-from moe_optim.calibration.fake_quantization import (
-    PER_EXPERT_GRIDS,
-    clipped_gradient,
-    fake_quantize,
-    fake_quantized,
-)
+from moe_optim.calibration.fake_operations import clipped_gradient, fake_quantized
+from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS, fake_quantize
 from moe_optim.errors import NonFiniteError, StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.formats import FORMATS
 from moe_optim.kernels.plan import BoundKernel
 from tests.support.bytes import assert_values_equal
 from tests.support.inputs import normal_weights, wide_range_weights, with_specials
@@ -112,6 +109,20 @@ def test_every_bf16_value_rounds_as_the_reference_rounds_it(bits):
     values = every.view(1, 256, 256).expand(64, -1, -1).contiguous()
     got = fake_quantize(values.cuda(), amax.cuda(), bits)
     assert_values_equal(got.cpu(), fake_quantize(values, amax, bits))
+
+
+@pytest.mark.parametrize("format", [one for one in FORMATS if FORMATS[one].is_row_only])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_formats_give_the_bits_of_the_reference(format, dtype):
+    """Experts of several sizes, aligned or not; ordinary values, wide ones and special ones."""
+    shapes = [(1, 128), (257, 384), (64, 2048), (3, 128)]
+    for make in (normal_weights, specials):
+        for aligned in (False, True):
+            experts = scattered(shapes, dtype, make=make, aligned=aligned)
+            got = fake_quantize(experts, format=format)
+            want = fake_quantize([one.cpu() for one in experts], format=format)
+            for index, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+                assert_values_equal(mine.cpu(), theirs, f"{index}, {make.__name__}, {aligned}")
 
 
 @pytest.mark.parametrize("count", [8, 128])

@@ -12,7 +12,7 @@ import torch
 from triton import JITFunction
 
 from moe_optim import kernels
-from moe_optim.formats import DIRECTIONS, FORMATS, QuantizedWeight
+from moe_optim.formats import DIRECTIONS, FORMATS, NVFP4_ROWS, QuantizedWeight
 from moe_optim.kernels import products
 from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.directed_state import DirectedState
@@ -34,6 +34,7 @@ from moe_optim.kernels.step_table import StepTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.kernels.tuning import NORM
+from tests.kernels.conftest import ONE_OF_EACH_PATH
 from tests.support.ptx.launches import compile_kernel, plan_kernels
 
 pytestmark = pytest.mark.slow
@@ -47,6 +48,7 @@ FOR_EVERY_GPU = pytest.mark.parametrize(
     ],
 )
 SHAPE = (2, 256, 512)
+ROW_ONLY = [format for format in FORMATS.values() if format.is_row_only]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MORE_DTYPES = DTYPES | {"fp16": torch.float16}
 
@@ -59,9 +61,10 @@ def kernels_of(format, dtype, *, cut=False, zero=False):
     """Return what a GPU would launch for a weight, from encoding to what follows the gather."""
     memory = torch.zeros(SHAPE, dtype=dtype)
     target = QuantizedWeight.empty(format, SHAPE)
+    ways = () if format.is_row_only else DIRECTIONS  # Transformer Engine stores none in rows
     scales = {
         way: torch.zeros(2, *format.storage_scale_shape(*SHAPE[1:], way), dtype=format.scale_dtype)
-        for way in DIRECTIONS
+        for way in ways
     }
     end = 1000 if cut else memory.numel()
     entry = TableEntry(
@@ -122,7 +125,7 @@ def kernels_of_step(format, moments, gradients, *, decoupled):
 @pytest.mark.parametrize("decoupled", [True, False], ids=["decoupled", "coupled"])
 @for_dtypes("gradients")
 @for_dtypes("moments")
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@ONE_OF_EACH_PATH
 def test_every_step_compiles(format, moments, gradients, decoupled, capability, monkeypatch):
     plan_kernels(monkeypatch)
     seen = list(kernels_of_step(format, moments, gradients, decoupled=decoupled))
@@ -159,7 +162,7 @@ def kernels_of_direction(format, directions):
 
 @FOR_EVERY_GPU
 @for_dtypes("directions", MORE_DTYPES)
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@ONE_OF_EACH_PATH
 def test_every_step_along_a_direction_compiles(format, directions, capability, monkeypatch):
     """Differences round once and products before; nothing flushes what is subnormal."""
     plan_kernels(monkeypatch)
@@ -174,7 +177,7 @@ def test_every_step_along_a_direction_compiles(format, directions, capability, m
 
 @FOR_EVERY_GPU
 @for_dtypes("dtype")
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@ONE_OF_EACH_PATH
 def test_every_kernel_compiles(format, dtype, capability):
     seen = []
     for options in ({}, {"cut": True}, {"zero": True}):
@@ -230,6 +233,28 @@ def test_fake_quantization_compiles(dtype, capability, monkeypatch):
     assert "cvt.rn.satfinite.e4m3x2" in e4m3["ptx"] and "div.full" not in e4m3["ptx"]
 
 
+def calls_of_fake_blocks(format, dtype, monkeypatch):
+    """Return what a GPU would launch to fake-quantize experts to a row-only format."""
+    seen = []
+    monkeypatch.setattr(BoundKernel, "__call__", lambda *given: seen.append(given))
+    values = torch.zeros(2, 16, 128, dtype=dtype)
+    result = torch.zeros(values.numel(), dtype=torch.bfloat16)
+    find_table([values]).launch_blocks(format, dtype, result)
+    return seen
+
+
+@FOR_EVERY_GPU
+@pytest.mark.parametrize("format", ROW_ONLY, ids=lambda format: format.name)
+@for_dtypes("dtype")
+def test_fake_quantization_to_blocks_compiles(format, dtype, capability, monkeypatch):
+    """Reads of 16 bytes, written by the thread that read them, and quotients as IEEE asks."""
+    for call in calls_of_fake_blocks(format, dtype, monkeypatch):
+        asm = compile_kernel(*call[:1], capability, *call[1:]).asm
+        assert asm["cubin"] and "ld.global.v4.b32" in asm["ptx"]
+    assert "div.full" not in asm["ptx"]
+    assert format.has_global_amax or ".shared." not in asm["ptx"]
+
+
 def kernels_of_health(format, monkeypatch):
     """Return what a GPU would launch to measure the experts of a weight."""
     plan_kernels(monkeypatch)
@@ -240,7 +265,7 @@ def kernels_of_health(format, monkeypatch):
 
 
 @FOR_EVERY_GPU
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@ONE_OF_EACH_PATH
 def test_measuring_health_compiles(format, capability, monkeypatch):
     """Whole tiles of masters are read by accesses of 16 bytes."""
     measuring, adding = (
@@ -370,6 +395,8 @@ def kernels_written():
 def test_every_kernel_that_is_written_is_compiled_here(monkeypatch):
     plan_kernels(monkeypatch)
     seen = {call[0].kernel for call in calls_of_fake_quantization(torch.float32, monkeypatch)}
+    blocks = calls_of_fake_blocks(NVFP4_ROWS, torch.float32, monkeypatch)
+    seen |= {call[0].kernel for call in blocks}
     seen |= {bound.kernel for bound in kernels_of_norm(monkeypatch, count_zeros=True)}
     seen |= {bound.kernel for bound in kernels_of_tensorwise(monkeypatch)}
     around_muon = kernels_of_momentum(torch.float32, torch.bfloat16, monkeypatch, nesterov=True)

@@ -256,6 +256,7 @@ def te_params(kind: Any, count: int, rows: int, cols: int, *, grouped: bool) -> 
 
     cls = {
         "fp8_block": te_stand_ins.Float8BlockwiseQTensor,
+        "fp8_block_fp32": te_stand_ins.Float8BlockwiseQTensor,
         "nvfp4": te_stand_ins.NVFP4Tensor,
     }.get(kind.name, te_stand_ins.MXFP8Tensor)
     masters = torch.randn(count, rows, cols)

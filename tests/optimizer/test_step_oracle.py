@@ -66,6 +66,7 @@ def assert_settings_are_felt(traces: list[Trace]) -> None:
         ("nvfp4", "quantized", []),
         pytest.param("nvfp4", "bf16", OVERLAP, marks=pytest.mark.extended),
         pytest.param("fp8_block", "quantized", OVERLAP, marks=pytest.mark.extended),
+        ("fp8_block_fp32", "bf16", OVERLAP),
         ("int4", "quantized", OVERLAP),
         pytest.param("mxfp4", "bf16", [], marks=pytest.mark.extended),
     ],
@@ -85,6 +86,7 @@ def test_ten_steps_are_those_of_one_process(format: str, wire: str, overlap: lis
         "nvfp4",
         pytest.param("mxfp8_2d", marks=pytest.mark.extended),
         pytest.param("fp8_block", marks=pytest.mark.extended),
+        pytest.param("fp8_block_fp32", marks=pytest.mark.extended),
         pytest.param("nvfp4_rows", marks=pytest.mark.extended),
     ],
 )

@@ -8,7 +8,7 @@ from moe_optim.commands.plan.experts import PlannedExperts, is_native
 from moe_optim.config.recipes import Recipe
 from moe_optim.formats import FORMATS
 from moe_optim.integration.argv import last_value, spell_format
-from moe_optim.rules import NATIVE_FORMATS
+from moe_optim.rules import native_formats
 from moe_optim.spelling import spell_bytes
 
 GIB = 2**30
@@ -42,9 +42,9 @@ def find_choice(recipe: Recipe, argv: Sequence[str], experts: PlannedExperts) ->
         bits = "fp8" if "--fp8-param-gather" in argv else "fp4"
         default = {"fp8": "delayed", "fp4": "nvfp4"}[bits]  # Megatron's default
         flag = f"--{bits}-recipe {last_value(argv, f'--{bits}-recipe') or default}"
-        if flag not in NATIVE_FORMATS:
+        if not (candidates := native_formats(flag)):
             return Choice(own=own, candidates=(), why=f"weights of {flag} stay Megatron's")
-        return Choice(own=own, candidates=NATIVE_FORMATS[flag], why=f"that {flag} supports")
+        return Choice(own=own, candidates=candidates, why=f"that {flag} supports")
     if not experts.is_portable:
         return Choice(own=own, candidates=(), why="its flags keep bf16 weights")
     if own in FORMATS and FORMATS[own].is_row_only:

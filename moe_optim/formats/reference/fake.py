@@ -1,11 +1,15 @@
-"""Fake quantization: values on a low-precision grid, bit-identical to NVIDIA ModelOpt 0.47.
+"""Fake quantization: values on a low-precision grid, and those of block-scaled formats.
 
-Follows ``modelopt/torch/quantization/tensor_quant.py``: ``_tensor_quant`` for integers,
-``_fp8_eager`` for E4M3, ``_fake_tensor_quant_backward`` for gradients. All computation is in fp32.
+Grids are bit-identical to NVIDIA ModelOpt 0.47, ``modelopt/torch/quantization/tensor_quant.py``:
+``_tensor_quant`` for integers, ``_fp8_eager`` for E4M3, ``_fake_tensor_quant_backward`` for
+gradients. All computation is in fp32.
 """
 
 import torch
 from torch import Tensor
+
+from moe_optim.formats import BlockScaledFormat
+from moe_optim.formats.reference import dequantize_bf16, quantize
 
 ZERO_AMAX = 2.0**-24
 """Largest amax that counts as zero."""
@@ -41,6 +45,18 @@ def fake_quantize(
 def clip_gradient(values: Tensor, amax: Tensor, gradient: Tensor) -> Tensor:
     """Return the gradient where the magnitude of a value is at most its amax, else zero."""
     return torch.where(values.abs().float() <= amax.float(), gradient, 0.0)
+
+
+def fake_quantize_blocks(
+    values: Tensor, format: BlockScaledFormat, *, name: str = "weight"
+) -> Tensor:
+    """Return the bf16 values that ``values`` [E, R, C] have when they are stored in ``format``.
+
+    ``dequantize_bf16`` of ``quantize``, rowwise. ``values`` are fp32 or bf16; ``name`` is their
+    name in errors.
+    """
+    q = quantize(values.detach(), format, name=name)
+    return dequantize_bf16(q.rowwise_data, q.rowwise_scale, format, global_amax=q.global_amax)
 
 
 def code_range(bits: int | None, narrow_range: bool) -> tuple[float, float]:
