@@ -205,7 +205,7 @@ def draw_formats(figures: Mapping[str, Any]) -> "Figure":
     figure = Figure(figsize=(11.5, 4.8), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    colors = colormaps["tab10"].colors
+    colors = (*colormaps["tab10"].colors, *colormaps["Dark2"].colors)
     for number, (side, curves) in enumerate(figures["held_out"].items()):
         color = INK if number == 0 else colors[number - 1]
         iterations = [iteration for iteration, _ in curves[0]]
