@@ -48,7 +48,7 @@ def find_choice(recipe: Recipe, argv: Sequence[str], experts: PlannedExperts) ->
     if not experts.is_portable:
         return Choice(own=own, candidates=(), why="its flags keep bf16 weights")
     if own in FORMATS and FORMATS[own].is_row_only:
-        return Choice(own=own, candidates=(own,), why="with these codes and scales, and no others")
+        return Choice(own=own, candidates=(own,), why="with its codes and scales")
     wanted = FORMATS[own].element_bits if own in FORMATS else 8
     names = tuple(
         name

@@ -407,7 +407,7 @@ def test_portable_experts_are_told_the_format_of_as_many_bits_with_the_least_mem
     assert f"{spell_bytes(saved)} less than stock bf16" in said
     assert "the only format with 4 bits" in advice(local, format="nvfp4")
     for name in ("mxfp4", "int4"):
-        assert f"{name}, the only format with these codes" in advice(local, format=name)
+        assert f"{name}, the only format with its codes" in advice(local, format=name)
     for gpu_memory, fits in ((80, "fits 80 GiB and leaves"), (0.001, "does not fit 0.001 GiB:")):
         left = spell_bytes(abs(gpu_memory * 2**30 - row["total_bytes_per_rank"]))
         assert f"{fits} {left}" in advice(local, gpu_memory=gpu_memory, format="mxfp8")
