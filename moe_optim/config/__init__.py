@@ -12,7 +12,19 @@ from moe_optim.config.recipe_yaml import merge, parse_yaml, quote
 from moe_optim.errors import ConfigError, closest
 from moe_optim.rules import Setup, check_setup
 
-Format = Literal["bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"]
+Format = Literal[
+    "bf16",
+    "mxfp8",
+    "mxfp8_2d",
+    "nvfp4",
+    "fp8_block",
+    "fp8_block_fp32",
+    "mxfp8_rows",
+    "mxfp4",
+    "nvfp4_rows",
+    "int4",
+    "int4_g128",
+]
 FormatSetting = Literal["auto", Format]
 Compute = Literal[Format, "int8_per_expert", "e4m3_per_expert"]
 _LEAST: Mapping[str, int] = MappingProxyType({"muon_workspace_mib": 1})
@@ -31,7 +43,9 @@ class MoEOptimConfig:
     compute: Compute | None = None
     """Format of the expert GEMMs, for ``format: bf16``: every forward GEMM quantizes a copy of the
     bf16 primary weights. ``int8_per_expert`` and ``e4m3_per_expert`` fake-quantize with one amax
-    per expert, from calibration or else from the current weights. ``null``: same as ``format``."""
+    per expert, from calibration or else from the current weights. Row-only formats also apply to
+    bf16 experts of Transformer Engine, which are copied once per step. ``null``: same as
+    ``format``."""
     expert_layout: Literal["grouped", "indexed"] = "grouped"
     """``grouped``: one parameter [experts, rows, columns] for all local experts of a linear;
     ``indexed``: one parameter [rows, columns] per expert."""
