@@ -8,7 +8,8 @@ import torch
 
 from moe_optim.errors import LayoutError
 from moe_optim.experts.grouped_linear import GroupedLinear
-from moe_optim.formats import FORMATS, MXFP8, NVFP4
+from moe_optim.formats import DIRECTIONS, FORMATS, INT4, MXFP8, NVFP4, NVFP4_ROWS
+from moe_optim.formats.reference.fake import fake_quantize_blocks
 from moe_optim.kernels.member_table import MemberTable
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
@@ -18,26 +19,33 @@ every_layout = pytest.mark.parametrize("layout", ["grouped", "indexed"])
 every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
 
 
-def values(seed=0):
+def values(seed=0, shape=SHAPE):
     """Return weights whose rowwise and columnwise copies differ where the format has two."""
-    return wide_range_weights(*SHAPE, seed=seed, exponents=(-8, 8)).bfloat16()
+    return wide_range_weights(*shape, seed=seed, exponents=(-8, 8)).bfloat16()
+
+
+def shape_of(format):
+    """Return a shape of whole blocks."""
+    return (*SHAPE[:2], max(SHAPE[2], format.dimension_multiple))
 
 
 def make_computing(format=MXFP8, layout="grouped", seed=0):
-    linear = GroupedLinear(*SHAPE, format=None, compute=format, expert_layout=layout, name="fc1")
-    linear.load_values(values(seed))
+    shape = shape_of(format)
+    linear = GroupedLinear(*shape, format=None, compute=format, expert_layout=layout, name="fc1")
+    linear.load_values(values(seed, shape))
     return linear
 
 
 def make_storing(format=MXFP8, layout="grouped", seed=0):
-    linear = GroupedLinear(*SHAPE, format=format, expert_layout=layout, name="fc1")
-    linear.load_values(values(seed))
+    shape = shape_of(format)
+    linear = GroupedLinear(*shape, format=format, expert_layout=layout, name="fc1")
+    linear.load_values(values(seed, shape))
     return linear
 
 
 def run(linear):
     """Return output, dgrad and wgrads of a forward and a backward pass."""
-    tokens = torch.randn(16, SHAPE[2], generator=torch.Generator().manual_seed(1)).bfloat16()
+    tokens = torch.randn(16, linear.shape[2], generator=torch.Generator().manual_seed(1)).bfloat16()
     tokens.requires_grad_()
     output = linear(tokens, torch.tensor([5, 5, 16], dtype=torch.int32))
     output.backward(output.detach())
@@ -78,10 +86,19 @@ def test_the_copies_of_the_test_weights_differ():
     assert not torch.equal(rowwise, values())
 
 
+@pytest.mark.parametrize("format", [NVFP4_ROWS, INT4], ids=lambda format: format.name)
+def test_products_of_row_only_formats_read_the_same_values_in_both_directions(format):
+    linear = make_computing(format)
+    want = fake_quantize_blocks(values(), format)
+    for direction in DIRECTIONS:
+        assert_bytes_equal(linear.operand(direction), want, what=direction)
+
+
 @every_layout
-def test_a_forward_and_its_backward_pass_share_one_requantization(layout, requantizations):
+@pytest.mark.parametrize("format", [MXFP8, INT4], ids=lambda format: format.name)
+def test_a_forward_and_its_backward_pass_share_one_requantization(format, layout, requantizations):
     """One call for all experts."""
-    linear = make_computing(layout=layout)
+    linear = make_computing(format, layout)
     for passes in (1, 2, 3):
         run(linear)
         assert len(requantizations) == passes
