@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_optim.formats import BlockScaledFormat
+from moe_optim.formats.reference.fake import fake_quantize_blocks
+
 
 class GroupedGemm(torch.autograd.Function):
     """Tokens of each expert times its weight, one autograd function for all."""
@@ -69,13 +72,28 @@ def _dummy(weight: Tensor) -> Tensor | None:
     return torch.full(weight.main_grad.shape, torch.nan, dtype=weight.dtype)
 
 
-class ByHand(torch.autograd.Function):
-    """Given values in place of a weight, whose gradient passes: what copies are compared with."""
+def by_hand(weights: list[Tensor], format: BlockScaledFormat, *, fuses: bool) -> list[Tensor]:
+    """Return what weights are in ``format``, quantized one by one, with their attributes.
 
+    Gradients pass; ``fuses`` says that whoever gets the values adds theirs to ``main_grad``.
+    """
+    found = []
+    for weight in weights:
+        values = fake_quantize_blocks(weight[None], format)[0]
+        handed: Any = _ByHand.apply(weight, values, fuses)
+        vars(handed).update(vars(weight))
+        found.append(handed)
+    return found
+
+
+class _ByHand(torch.autograd.Function):
     @staticmethod
-    def forward(_ctx: Any, _weight: Tensor, values: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, values: Tensor, fuses: bool) -> Tensor:
+        ctx.weight = weight if fuses else None
         return values
 
     @staticmethod
-    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if hasattr(ctx.weight, "grad_added_to_main_grad"):
+            ctx.weight.grad_added_to_main_grad = True
+        return grad, None, None

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 
 from moe_optim.formats import BlockScaledFormat
-from moe_optim.formats.reference.fake import fake_quantize_blocks
 from moe_optim.weights.te.fields import read_values
 from tests.support.te import te_stand_ins
-from tests.support.te.grouped_gemm import ByHand, GroupedGemm
+from tests.support.te.grouped_gemm import GroupedGemm, by_hand
 
 
 class GroupedLinear(torch.nn.Module):
@@ -75,8 +74,8 @@ class GroupedLinear(torch.nn.Module):
         if self.format is None and not self.single_grouped_weight:
             weights = self._get_weight_tensors()
             if self.by_hand is not None:
-                values = fake_quantize_blocks(torch.stack(weights), self.by_hand)
-                weights = [ByHand.apply(*one) for one in zip(weights, values, strict=True)]
+                fuses = self.fuse_wgrad_accumulation
+                weights = by_hand(weights, self.by_hand, fuses=fuses)
             splits = [int(tokens_of_one) for tokens_of_one in splits]
             options = self.fuse_wgrad_accumulation, self.delayed
             return GroupedGemm.apply(tokens, splits, *options, *weights), None
