@@ -193,7 +193,7 @@ def _make_linear(case: CopiesCase) -> Any:
     if case.device != "cuda":
         return None
 
-    class Linear(GroupedLinear):  # type: ignore[misc]
+    class Linear(GroupedLinear):
         _split_grouped_checkpoint_tensor = None  # by which Megatron's class is known
 
     options = {"bias": False, "params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": True}

@@ -49,16 +49,16 @@ class WeightCopies:
         """Return one tensor [R, C] per expert, with the attributes of its weight."""
         weights = self.weights()
         if self._is_delayed_wgrad:
-            return weights
+            return list(weights)
         copies = _StraightThrough.apply(self._find_values(weights), self.linear, *weights)
         for copy, weight in zip(copies, weights, strict=True):
             vars(copy).update(vars(weight))  # main_grad, and flags that Transformer Engine reads
             copy._do_not_offload = True  # with activations, as Megatron does with parameters
         return list(copies)
 
-    def weights(self) -> list[Tensor]:
+    def weights(self) -> list[torch.nn.Parameter]:
         """Return the weights of the linear, one parameter [R, C] per expert."""
-        weights: list[Tensor] = type(self.linear)._get_weight_tensors(self.linear)
+        weights: list[torch.nn.Parameter] = type(self.linear)._get_weight_tensors(self.linear)
         return weights
 
     def backward_dw(self) -> None:
