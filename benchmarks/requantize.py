@@ -57,7 +57,7 @@ def measure(case: Case, speed: float, group: "ProcessGroup | None") -> Iterator[
     Engine's bytes differ.
     """
     makers: list[Callable[[Case, ProcessGroup | None], Job]] = [_from_fp32, _from_bf16]
-    if case.shard == 1:  # ranks derive whole gathered weights
+    if case.shard == 1 and not case.format.is_row_only:  # ranks derive whole gathered weights
         makers.append(_after_gather)
     makers += [partial(_step, moments="fp32"), partial(_step, moments="bf16"), _norm, _health]
     for make in makers:

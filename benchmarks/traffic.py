@@ -44,8 +44,11 @@ def finish_bytes(format: "BlockScaledFormat", rows: int, cols: int) -> int:
     """Return the bytes moved after the gather, per expert.
 
     Every source buffer is read once, and every derived one written once: transposed data, logical
-    columnwise scales, and the scales of both directions in storage.
+    columnwise scales, and the scales of both directions in storage. Row-only formats derive
+    nothing.
     """
+    if format.is_row_only:
+        return 0
     from moe_optim.formats import DIRECTIONS
 
     shape = (1, rows, cols)

@@ -47,7 +47,8 @@ def quantize_part(
     Returns:
         Tensors by the fields of ``QuantizedWeight``, each the slice given by ``partition.buffers``,
         on the device of the part; shared data is one tensor. If ``partition.has_whole_blocks``,
-        they form a ``QuantizedWeight``. For bf16: ``data``, the rounded values.
+        those of ``format.buffer_names`` form a ``QuantizedWeight``. For bf16: ``data``, the rounded
+        values.
 
     Raises:
         LayoutError: part or coordinate do not fit the partition, or ``reduce_max`` is required but

@@ -19,15 +19,8 @@ from moe_optim.formats import FORMATS
 Effect = Literal["refuse", "stock step", "warn", "note"]
 Known = Literal["flags", "model", "optimizer"]
 
-NATIVE_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "--fp8-recipe mxfp8": ("mxfp8", "mxfp8_2d"),
-        "--fp8-recipe blockwise": ("fp8_block",),
-        "--fp4-recipe nvfp4": ("nvfp4",),
-    }
-)
-"""Recipe of Transformer Engine -> formats in which its weights can be managed, the default for
-``format: auto`` first."""
+FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+"""Environment variable with which Transformer Engine's FP8 blocks have fp32 scales, if 1."""
 TENSORWISE_RECIPE = "--fp8-recipe tensorwise"
 """Recipe whose weights stay in Megatron's buffers; requires ``format: auto``."""
 OPTIMIZERS = ("adam", "muon")
@@ -50,11 +43,11 @@ MUON_VALUES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Field of Megatron's ``OptimizerConfig`` -> values with which Muon trains. Megatron's parser takes
 any coefficient type, and ``low``, which torch refuses as a precision of products."""
 _CHANGED_BYTES = (  # recipe, Transformer Engine variable, values
-    ("--fp8-recipe blockwise", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES", ("1",)),
     ("--fp4-recipe nvfp4", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", ("1",)),
     ("--fp4-recipe nvfp4", "NVTE_NVFP4_4OVER6", ("weights", "all")),
 )
 """Environment variables that give a recipe's weights an unsupported format."""
+_BLOCKWISE = frozenset({"fp8_block", "fp8_block_fp32"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +123,7 @@ class Setup:
             quantized=len(recipes) > tensorwise or (bool(portable) and config.format != "bf16"),
             tensorwise=tensorwise,
             accepted=[
-                *(name for flag in recipes for name in NATIVE_FORMATS.get(flag, ())),
+                *(name for flag in recipes for name in native_formats(flag)),
                 *(["auto"] if tensorwise else []),
             ],
         )
@@ -288,6 +281,21 @@ def native_recipe(model: Any) -> str | None:
     return None
 
 
+def native_formats(recipe: str | None) -> tuple[str, ...]:
+    """Return the formats in which weights of a recipe flag can be managed, ``auto``'s first.
+
+    Empty for other recipes. Transformer Engine reads its variable when it is imported; a built
+    weight knows its scales.
+    """
+    has_fp32_scales = os.environ.get(FP32_SCALES) == "1"
+    native = {
+        "--fp8-recipe mxfp8": ("mxfp8", "mxfp8_2d"),
+        "--fp8-recipe blockwise": ("fp8_block_fp32" if has_fp32_scales else "fp8_block",),
+        "--fp4-recipe nvfp4": ("nvfp4",),
+    }
+    return native.get(recipe or "", ())
+
+
 def _of(models: str, test: Callable[[Any], object]) -> Callable[[Setup], bool]:
     return lambda setup: any(test(model) for model in getattr(setup, models))
 
@@ -343,6 +351,12 @@ RULES: tuple[Rule, ...] = (
          lambda s: s.config.record_amax and s.config.format == "bf16",
          "bf16 weights are never requantized, which is when amaxes are recorded",
          "Write false, or store quantized weights"),
+        ("storage: transformer_engine with a row-only format",
+         lambda s: s.config.storage == "transformer_engine"
+         and _is_row_only(s.config.format)
+         and f"storage: transformer_engine with format: {s.config.format}",
+         "expected a format with columnwise data, which the GEMMs of its tensors read",
+         "Set storage: portable, or another format"),
         ("offload_states with step: stock",
          lambda s: s.config.offload_states and s.config.step == "stock",
          "Megatron's code steps states on the device", "Write 0, or step: fused"),
@@ -462,8 +476,8 @@ RULES: tuple[Rule, ...] = (
         ("a format other than that of Transformer Engine's weights", lambda s: _other_format(s),
          "--fp8-recipe or --fp4-recipe makes the weights",
          "Set --moe-optim-set format=auto, or drop --fp8-param-gather or --fp4-param-gather"),
-        ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1, NVTE_NVFP4_DISABLE_2D_QUANTIZATION=1, or "
-         "NVTE_NVFP4_4OVER6=weights or all", lambda s: _changed_bytes(s.recipes),
+        ("NVTE_NVFP4_DISABLE_2D_QUANTIZATION=1, or NVTE_NVFP4_4OVER6=weights or all",
+         lambda s: _changed_bytes(s.recipes),
          "Transformer Engine's weights would have an unsupported format",
          "Unset the variable"),
         ("weights in several formats",
@@ -609,7 +623,8 @@ RULES: tuple[Rule, ...] = (
         ("recorded amaxes with model.moe_mlp_glu_interleave_size",
          lambda s: _linear(s, "recorded amaxes", lambda m: m.amax() is not None),
          "Megatron-Bridge permutes the first axis of weights and amaxes, expected rows",
-         "Take a format other than nvfp4 and record_amax=false, or set the size null", "model"),
+         "Take a format other than nvfp4 and nvfp4_rows, and record_amax=false, or set the size "
+         "null", "model"),
     ),
     *_rules("moe-optim train", "refuse", *(
         (f"--{name.replace('_', '-')}",
@@ -666,7 +681,8 @@ def _is_row_only(format: str) -> bool:
 
 
 def _foreign_recipe(recipes: Sequence[str]) -> str | None:
-    foreign = [flag for flag in recipes if flag not in (*NATIVE_FORMATS, TENSORWISE_RECIPE)]
+    known = (flag for flag in recipes if flag != TENSORWISE_RECIPE)
+    foreign = [flag for flag in known if not native_formats(flag)]
     return f"{foreign[0]} with weights kept in it" if foreign else None
 
 
@@ -681,7 +697,10 @@ def _other_format(setup: Setup) -> str | None:
     accepted = dict.fromkeys(setup.accepted)
     if not accepted or setup.config.format in ("auto", *accepted):
         return None
-    return f"format: {setup.config.format} with weights that take {' or '.join(accepted)}"
+    found = f"format: {setup.config.format} with weights that take {' or '.join(accepted)}"
+    if _BLOCKWISE.issuperset({setup.config.format, *accepted}):
+        found += f" ({'with' if 'fp8_block_fp32' in accepted else 'without'} {FP32_SCALES}=1)"
+    return found
 
 
 def _unused_format(setup: Setup) -> str | None:

@@ -13,7 +13,19 @@ from hypothesis import strategies as st
 
 import moe_optim
 from moe_optim.errors import LayoutError
-from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, QuantizedWeight, reference
+from moe_optim.formats import (
+    FORMATS,
+    FP8_BLOCK,
+    INT4,
+    MXFP4,
+    MXFP8,
+    MXFP8_2D,
+    MXFP8_ROWS,
+    NVFP4,
+    NVFP4_ROWS,
+    QuantizedWeight,
+    reference,
+)
 from moe_optim.formats.partition import infer_partition
 from moe_optim.formats.reference.amax import expert_amax_into
 from moe_optim.kernels.plan import Plan
@@ -32,6 +44,8 @@ def quantized_whole(weight, format):
     if format == "bf16":
         return {"data": weight.bfloat16()}
     quantized = reference.quantize(weight, FORMATS[format])
+    if quantized.format.is_row_only:
+        return quantized.buffers()
     return quantized.buffers() | {"columnwise_data": quantized.columnwise_data}
 
 
@@ -62,11 +76,14 @@ def quantize_on_ranks(weight, partition, **options):
 def cut_weights(draw):
     """Return a partition of at most 24 ranks, which cuts blocks, or goes between them."""
     format = draw(st.sampled_from(NAMES))
-    multiple, packed = 12, 1
+    multiple, packed, row_only = 12, 1, False
     if format != "bf16":
         multiple, packed = FORMATS[format].dimension_multiple, FORMATS[format].elements_per_byte
+        row_only = FORMATS[format].is_row_only
     step = multiple if multiple > 12 else 12
-    shape = (draw(st.integers(1, 2)), *(step * draw(st.integers(1, 12)) for _ in range(2)))
+    rows = (12 if row_only else step) * draw(st.integers(1, 12))
+    columns = step * draw(st.integers(1, 12 if step < 128 else 3))
+    shape = (draw(st.integers(1, 2)), rows, columns)
     axes, ranks = {}, 1
     for dimension, size in zip(("experts", "rows", "columns"), shape, strict=True):
         for name in ("outer", "inner"):
@@ -119,8 +136,8 @@ CUTS = {  # shape, axes; of the last the blocks of no format are whole
     "rows": ((2, 256, 128), {"rows": {"tp": 2}}),
     "columns": ((2, 128, 256), {"columns": {"tp": 2}}),
     "rows and columns": ((2, 256, 256), {"rows": {"tp": 2}, "columns": {"fsdp": 2}}),
-    "rows twice, inside of blocks": ((2, 192, 96), {"rows": {"tp": 2, "fsdp": 12}}),
-    "both, inside of blocks": ((2, 96, 96), {"rows": {"tp": 12}, "columns": {"fsdp": 12}}),
+    "rows twice, inside of blocks": ((2, 192, 128), {"rows": {"tp": 2, "fsdp": 12}}),
+    "both, inside of blocks": ((2, 64, 128), {"rows": {"tp": 8}, "columns": {"fsdp": 16}}),
 }
 
 
@@ -141,7 +158,17 @@ SHARED = {  # a cut that needs maxima, and the buffer that is wrong without them
     "nvfp4, blocks": (NVFP4, {"rows": {"tp": 16}}, "rowwise_scale"),
     "nvfp4, whole blocks": (NVFP4, {"columns": {"tp": 2}}, "global_amax"),
     "fp8_block": (FP8_BLOCK, {"columns": {"tp": 2}}, "rowwise_scale"),
+    "nvfp4_rows, rows": (NVFP4_ROWS, {"rows": {"tp": 2}}, "global_amax"),
+    "int4, columns": (INT4, {"columns": {"tp": 8}}, "rowwise_scale"),
 }
+
+
+@pytest.mark.parametrize("format", [INT4, MXFP4, MXFP8_ROWS], ids=lambda format: format.name)
+def test_a_cut_of_rows_needs_no_exchange_where_blocks_lie_in_rows(format):
+    """Wherever it lies: each rank's rows are a weight."""
+    assert infer_partition(format, {"rows": {"tp": 3}}, shape=(1, 3, 32)).has_whole_blocks
+    with pytest.raises(LayoutError, match="needs columns divisible by 32"):
+        infer_partition(format, {"rows": {"tp": 3}}, shape=(1, 3, 48))
 
 
 @pytest.mark.parametrize(("format", "axes", "name"), SHARED.values(), ids=SHARED)
@@ -160,7 +187,7 @@ def test_without_the_exchange_the_bytes_are_others(format, axes, name):
 
 
 def _whole_blocks(format):
-    shape = (2, 2 * format.block_row_height, 4 * format.block_row_height)
+    shape = (2, 2 * format.block_row_height, 4 * format.block_length)
     axes = {"experts": {"ep": 2}, "rows": {"tp": 2}, "columns": {"fsdp": 2}}
     return shape, infer_partition(format, axes, shape=shape)
 
@@ -179,7 +206,8 @@ def test_parts_of_whole_blocks_are_weights(format):
     )
     results = quantize_on_ranks(weight, partition)
     for coordinate, buffers in zip(coordinates(partition), results, strict=True):
-        part = QuantizedWeight(format=format, shape=partition.part_shape, **buffers)
+        own = (buffers[name] for name in format.buffer_names)
+        part = QuantizedWeight.of_buffers(format, partition.part_shape, own)
         expected = part_of(values, partition, coordinate)
         assert_bytes_equal(moe_optim.dequantize(part), expected)
 
@@ -195,12 +223,12 @@ def test_whole_blocks_are_left_to_kernels_where_these_run(format, monkeypatch):
     quantize_part(torch.zeros(partition.part_shape), partition, coordinate, lambda *_: None)
     find_maxima, encode, finish = launched
     assert encode.kernels and encode.kernels == encode.calls and finish.kernels == finish.calls
-    assert bool(find_maxima.kernels) is (format is NVFP4)
+    assert bool(find_maxima.kernels) is format.has_global_amax
 
 
 @pytest.mark.parametrize("format", NAMES)
 def test_the_part_is_left_alone_and_nothing_is_a_view_of_it(format):
-    weight = wide_range_weights(1, 64, 64).bfloat16()
+    weight = wide_range_weights(1, 64, 128).bfloat16()
     partition = infer_partition(format, {}, shape=weight.shape)
     before = weight.clone()
     buffers = quantize_part(weight, partition, {})
@@ -233,7 +261,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_exchanged(part, coordin
 
 # Process groups
 
-MESHES = {  # ranks, axes that cut a weight [2, 96, 96]
+MESHES = {  # ranks, axes that cut a weight [2, 96, 96], or of 128 columns
     "two ranks": (2, {"rows": {"tp": 2}}),
     "a mesh of two by two": (4, {"rows": {"tp": 2}, "columns": {"fsdp": 2}}),
 }
@@ -243,11 +271,15 @@ MESHES = {  # ranks, axes that cut a weight [2, 96, 96]
 def test_a_device_mesh_gives_the_groups(world_size, axes):
     """Real groups, one an axis; blocks are cut in rows and columns, but for NVFP4's."""
     results = run_ranks(world_size, _quantize_on_mesh, axes)
-    weight = wide_range_weights(2, 96, 96)
     for format in NAMES:
+        weight = _mesh_weight(format)
         partition = infer_partition(format, axes, shape=weight.shape)
         buffers = [dict(result[format]) for result in results]
         assert_parts_are_slices(weight, partition, buffers)
+
+
+def _mesh_weight(format):
+    return wide_range_weights(2, 96, 128 if format == "int4_g128" else 96)
 
 
 def _quantize_on_mesh(axes):
@@ -256,13 +288,13 @@ def _quantize_on_mesh(axes):
     sizes = {name: parts for cuts in axes.values() for name, parts in cuts.items()}
     mesh = dist.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     coordinate = dict(zip(sizes, mesh.get_coordinate(), strict=True))
-    weight = wide_range_weights(2, 96, 96)
 
     def reduce_max(values, axis):
         dist.all_reduce(values, dist.ReduceOp.MAX, group=mesh.get_group(axis))
 
     results = {}
     for format in NAMES:
+        weight = _mesh_weight(format)
         partition = infer_partition(format, axes, shape=weight.shape)
         part = part_of(weight, partition, coordinate)
         results[format] = quantize_part(part, partition, coordinate, reduce_max)

@@ -2,8 +2,10 @@
 
 import os
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, get_args
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +14,15 @@ import torch.nn.functional as functional
 from moe_optim import rules
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
-from moe_optim.rules import RULES, Setup, check_setup, refusals, remarks, why_stock_step
+from moe_optim.rules import (
+    FP32_SCALES,
+    RULES,
+    Setup,
+    check_setup,
+    refusals,
+    remarks,
+    why_stock_step,
+)
 from tests.support.ranks import run_ranks
 
 NATIVE = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": True}
@@ -290,9 +300,10 @@ RECIPES: dict[str, Settings] = {
     "--fp8-recipe mxfp8": NATIVE,
     "--fp4-recipe nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param": True},
 }
+SCALES = {"1": "fp8_block_fp32", "0": "fp8_block"}  # by value of FP32_SCALES
 VARIABLES = {  # of Transformer Engine: what changes bytes of weights, with which recipe
-    "fp32 scales": ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1", "--fp8-recipe blockwise"),
-    "power-of-two scales": ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0", None),
+    "fp32 scales": (FP32_SCALES, "1", None),
+    "power-of-two scales": (FP32_SCALES, "0", None),
     "blocks of rows": ("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "1", "--fp4-recipe nvfp4"),
     "four-over-six": ("NVTE_NVFP4_4OVER6", "weights", "--fp4-recipe nvfp4"),
     "four-over-six of all": ("NVTE_NVFP4_4OVER6", "all", "--fp4-recipe nvfp4"),
@@ -326,6 +337,10 @@ def _tell() -> dict[str, list[str]]:
         for name, settings in RECIPES.items():
             told[f"{variable}={value}, {name}"] = refusals(setup_of(settings, {}))
         del os.environ[variable]
+    for value, format in product(SCALES, ("auto", *SCALES.values())):
+        with patch.dict(os.environ, {FP32_SCALES: value}):
+            setup = setup_of(RECIPES["--fp8-recipe blockwise"], {"format": format})
+            told[f"{FP32_SCALES}={value}, {format}"] = refusals(setup)
     for name, changes in UNSUPPORTED.items():
         lines = [refusals(setup_of(PORTABLE | change, BF16)) for change in changes]
         told[name] = [line.partition(". ")[0] for (line,) in lines]
@@ -398,6 +413,17 @@ def test_variables_that_change_bytes_are_refused_with_their_recipe(
     assert [line.partition(": ")[0] for line in lines] == (
         [f"{variable}={value} with {recipe}"] if recipe == changed else []
     )
+
+
+@pytest.mark.parametrize("value", SCALES)
+def test_a_variable_of_transformer_engine_decides_on_the_scales_of_fp8_blocks(told, value):
+    """``auto`` and the name of what it decides train; the other name is refused by the variable."""
+    taken, other = SCALES[value], next(name for name in SCALES.values() if name != SCALES[value])
+    assert told[f"{FP32_SCALES}={value}, auto"] == told[f"{FP32_SCALES}={value}, {taken}"] == []
+    (line,) = told[f"{FP32_SCALES}={value}, {other}"]
+    said = f"({'with' if value == '1' else 'without'} {FP32_SCALES}=1): --fp8-recipe"
+    assert line.startswith(f"format: {other} with weights that take {taken} {said}")
+    assert "Set --moe-optim-set format=auto" in line
 
 
 def test_an_error_names_all_that_is_wrong(told):

@@ -13,7 +13,7 @@ from moe_optim.formats import DIRECTIONS
 from moe_optim.kernels.member_table import TableEntry
 from moe_optim.weights.te.recipe import make_quantizer
 
-FORMATS = ("mxfp8", "fp8_block")
+FORMATS = ("mxfp8", "fp8_block", "fp8_block_fp32")
 """Formats whose master cast Transformer Engine supports on Hopper."""
 
 _POISON = 0x5A

@@ -24,7 +24,7 @@ from moe_optim.experts.keys.layouts import CALIBRATED_AMAX, LINEARS
 from moe_optim.formats import get_format
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_config
-from moe_optim.rules import NATIVE_FORMATS, native_recipe
+from moe_optim.rules import native_formats, native_recipe
 from moe_optim.weights.names import BASE, base_of, is_wrapper, unwrapped_name
 from moe_optim.weights.recorded_amax import RecordsAmax
 
@@ -262,8 +262,7 @@ def _are_recorded(model: Any) -> bool:
     config = installed_config()
     if config is None:
         return False
-    formats = NATIVE_FORMATS.get(native_recipe(model) or "", ("bf16",))
-    config = config.resolved(formats[0])
+    config = config.resolved((*native_formats(native_recipe(model)), "bf16")[0])
     if config.format == "bf16":
         return False
     return config.record_amax or get_format(config.format).has_global_amax

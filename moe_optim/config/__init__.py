@@ -38,8 +38,10 @@ class MoEOptimConfig:
     format: FormatSetting = "auto"
     """Storage format of expert weights between optimizer steps; masters are always fp32. ``auto``:
     format of Transformer Engine's weights with ``--fp8-param-gather`` or ``--fp4-param-gather``;
-    ``mxfp8`` for portable experts; else ``bf16``. FP8 weights with per-tensor scaling
-    (``--fp8-recipe tensorwise``) stay in Megatron's buffers."""
+    ``mxfp8`` for portable experts; else ``bf16``. ``mxfp8_rows``, ``mxfp4``, ``nvfp4_rows``,
+    ``int4`` and ``int4_g128`` are row-only, for portable experts: both GEMMs read the values that
+    an inference engine reads. FP8 weights with per-tensor scaling (``--fp8-recipe tensorwise``)
+    stay in Megatron's buffers."""
     compute: Compute | None = None
     """Format of the expert GEMMs, for ``format: bf16``: every forward GEMM quantizes a copy of the
     bf16 primary weights. ``int8_per_expert`` and ``e4m3_per_expert`` fake-quantize with one amax
@@ -51,7 +53,8 @@ class MoEOptimConfig:
     ``indexed``: one parameter [rows, columns] per expert."""
     storage: Literal["portable", "transformer_engine"] = "portable"
     """Container of portable experts' quantized weights: plain tensors, or Transformer Engine's
-    tensor classes, which its own modules always use. The GEMMs are the same."""
+    tensor classes, which its own modules always use and which do not have row-only formats. The
+    GEMMs are the same."""
     wire: Literal["quantized", "bf16"] = "quantized"
     """Content of the parameter all-gather. ``quantized``: data and block scales, quantized by the
     owner. ``bf16``: bf16 as in Megatron; every rank quantizes what it receives."""
@@ -89,7 +92,7 @@ class MoEOptimConfig:
     through autograd, which allocates one gradient per weight."""
     record_amax: bool = False
     """Whether every requantization records the amax of each expert, which checkpoints then contain.
-    ``nvfp4`` always records it."""
+    ``nvfp4`` and ``nvfp4_rows`` always record it."""
     health_interval: int = 0
     """Iterations between health samples of quantized experts; 0: none. A sample reads masters and
     weights once and performs small asynchronous all-reduces over all ranks. See Health for its

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_optim.config import FormatSetting
-from moe_optim.rules import NATIVE_FORMATS
+from moe_optim.rules import native_formats
 
 DATA_FLAGS = (
     "--mock-data",
@@ -24,7 +24,7 @@ def spell_format(format: FormatSetting, argv: Sequence[str]) -> str:
     """Return the weight format requested by ``format``, or if ``auto`` by Megatron's flags.
 
     For messages: checkpoint arguments or a YAML file may still override the flags in ``argv``, and
-    a built model records its own format.
+    a built model records its own format. Scales of FP8 blocks follow Transformer Engine's variable.
     """
     if format != "auto":
         return format
@@ -32,7 +32,7 @@ def spell_format(format: FormatSetting, argv: Sequence[str]) -> str:
     for bits, default in (("fp8", "delayed"), ("fp4", "nvfp4")):  # Megatron's defaults
         if f"--{bits}-param-gather" in given:
             recipe = last_value(argv, f"--{bits}-recipe") or default
-            return NATIVE_FORMATS.get(f"--{bits}-recipe {recipe}", (format,))[0]
+            return (*native_formats(f"--{bits}-recipe {recipe}"), format)[0]
     portable = last_value(argv, "--transformer-impl") == "local" and "--moe-grouped-gemm" in given
     return "mxfp8" if portable else "bf16"
 

@@ -76,6 +76,16 @@ def fp8_block_code(amax):
 
 
 @triton.jit
+def fp8_block_factor(amax):
+    """Return 448 / ``amax``, at most the largest bf16; 1 for zero and Inf.
+
+    ``amax`` is fp32, not negative, of bf16 precision.
+    """
+    factor = tl.minimum(tl.div_rn(448.0, amax), 3.3895313892515355e38)
+    return tl.where((amax == 0) | (amax == float("inf")), 1.0, factor)
+
+
+@triton.jit
 def nvfp4_global_encode(amax):
     """Return 448 * 6 / ``amax`` of an expert, at most FLT_MAX; 1 for zero and Inf."""
     scale = tl.div_rn(2688.0, tl.maximum(amax, 1.1754943508222875e-38))
@@ -106,6 +116,21 @@ def encode_e2m1_pairs(values):
     signs = (first.to(tl.int32, bitcast=True) >> 28) & 0x08
     signs |= (second.to(tl.int32, bitcast=True) >> 24) & 0x80
     return ((codes & 0x77) | signs).to(tl.uint8)
+
+
+@triton.jit
+def divide(value, divisor):
+    """Return fp32 ``value`` / ``divisor`` as IEEE rounds it, for INT4; one reciprocal per divisor.
+
+    Divisors are scales of blocks, [..., 1], and values are bf16 numbers up to the amax. Tiny
+    quotients, which encode as zero, may be off.
+    """
+    reciprocal = tl.div_rn(1.0, divisor)
+    quotient = value * reciprocal
+    # The remainder is exact, so adding its quotient rounds once; Inf has a reciprocal of zero.
+    finite = tl.minimum(divisor, 3.4028234663852886e38)
+    remainder = tl.fma(-quotient, tl.broadcast_to(finite, value.shape), value)
+    return tl.fma(remainder, tl.broadcast_to(reciprocal, value.shape), quotient)
 
 
 @triton.jit

@@ -43,7 +43,9 @@ def measure_kernel(
     tiles,  # [num_programs, 4] int32: descriptor, first row, first column, part
     parts,  # [num_parts, NUM_SUMS] fp64
     amaxes,  # [rows] int32: bits of nonnegative fp32, which order like their values
-    FORMAT: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    DATA_MAX: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     PROGRAM_ROWS: tl.constexpr,
@@ -65,7 +67,7 @@ def measure_kernel(
     BITS: tl.constexpr = GROUP // HEIGHT  # blocks per group, vertically
     PER_ROW: tl.constexpr = TILE_COLS // WIDTH  # blocks per row
     QUADS: tl.constexpr = TILE_COLS // QUAD
-    UNIT: tl.constexpr = 1.75 if FORMAT == "nvfp4" else 1.0  # factor of compared magnitudes
+    UNIT: tl.constexpr = 1.75 if SCALE == "e4m3" else 1.0  # factor of compared magnitudes
 
     tile = tiles + 4 * tl.program_id(0).to(tl.int64)
     member = descriptors + tl.load(tile).to(tl.int64) * FIELDS
@@ -77,7 +79,7 @@ def measure_kernel(
         cols = tl.multiple_of(cols, QUAD)
         source = tl.multiple_of(source, QUAD * DTYPE.primitive_bitwidth // 8)
     global_amax = 1.0
-    if FORMAT == "nvfp4":
+    if SCALE == "e4m3":
         global_amax = tl.load(tl.load(member + GLOBAL_AMAX).to(tl.pointer_type(tl.float32)))
     begin_row = first_row
     end_row = first_row + PROGRAM_ROWS
@@ -105,8 +107,8 @@ def measure_kernel(
             first = row * cols + first_col
             places = rows * cols + columns
             value, limit = _load_values(
-                member, row, first_col, rows, global_amax, FORMAT, HEIGHT, WIDTH, TILE_COLS,
-                HELD_ROWS, WHOLE,
+                member, row, first_col, rows, global_amax, ELEMENT, SCALE, DATA_MAX, HEIGHT, WIDTH,
+                TILE_COLS, HELD_ROWS, WHOLE,
             )  # fmt: skip
             bits = tl.reshape(value.to(tl.int32, bitcast=True), (HELD_ROWS, QUADS, QUAD))
             is_alive = (tl.reduce(bits, 2, _or) & 0x7FFFFFFF) != 0
@@ -198,16 +200,19 @@ def _signed(wide, hashed):
 
 @triton.jit
 def _load_values(
-    member, row, first_col, rows, global_amax, FORMAT: tl.constexpr, HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr, TILE_COLS: tl.constexpr, HELD_ROWS: tl.constexpr, WHOLE: tl.constexpr,
+    member, row, first_col, rows, global_amax, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
+    DATA_MAX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TILE_COLS: tl.constexpr,
+    HELD_ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Return fp32 values, zero outside the weight, and the limits of their magnitudes.
 
     Both are [HELD_ROWS, TILE_COLS]. The rows belong to one block, or HEIGHT is 1.
     """
-    SCALE: tl.constexpr = tl.float32 if FORMAT == "fp8_block" else tl.uint8
+    IS_BYTE: tl.constexpr = SCALE == "e8m0" or SCALE == "e4m3"
+    WIDE: tl.constexpr = tl.bfloat16 if SCALE == "bf16" else tl.float32
+    SCALE_DTYPE: tl.constexpr = tl.uint8 if IS_BYTE else WIDE
     QUADS: tl.constexpr = TILE_COLS // QUAD
-    PACKED: tl.constexpr = 2 if FORMAT == "nvfp4" else 1  # elements per byte
+    PACKED: tl.constexpr = 1 if ELEMENT == "e4m3" else 2  # elements per byte
     ALIGNMENT: tl.constexpr = QUAD // PACKED if WHOLE else 1
     bytes = tl.arange(0, TILE_COLS // PACKED)[None, :]
     # [QUADS, rows], since Triton breaks ties by giving adjacent threads the first axis
@@ -216,7 +221,7 @@ def _load_values(
 
     data, stride = buffer_rows(member, ROWWISE_DATA, row, tl.uint8, ALIGNMENT)
     codes = data + first_col // PACKED + rows * stride + bytes
-    scales, stride = buffer_rows(member, ROWWISE_SCALE, row // HEIGHT, SCALE, 1)
+    scales, stride = buffer_rows(member, ROWWISE_SCALE, row // HEIGHT, SCALE_DTYPE, 1)
     scales += first_col // WIDTH + scale_rows * stride + quads * QUAD // WIDTH
     if WHOLE:
         stored = tl.load(codes)
@@ -226,38 +231,45 @@ def _load_values(
         width = tl.load(member + COLS).to(tl.int32) - first_col
         stored = tl.load(codes, mask=(rows < height) & (bytes * PACKED < width), other=0)
         scale = tl.load(scales, mask=(scale_rows < height) & (quads * QUAD < width), other=0)
-    factor, limit = _decode_scale(tl.trans(scale), global_amax, FORMAT)
-    element = _decode_elements(stored, FORMAT)
+    factor, limit = _decode_scale(tl.trans(scale), global_amax, SCALE, DATA_MAX)
+    element = _decode_elements(stored, ELEMENT)
     element = tl.reshape(element, (HELD_ROWS, QUADS, QUAD)) * factor[:, :, None]
     limit = tl.broadcast_to(limit[:, :, None], (HELD_ROWS, QUADS, QUAD))
     return tl.reshape(element, (HELD_ROWS, TILE_COLS)), tl.reshape(limit, (HELD_ROWS, TILE_COLS))
 
 
 @triton.jit
-def _decode_elements(stored, FORMAT: tl.constexpr):
-    """Return unscaled fp32 elements of bytes [R, N]: [R, N], or [R, N, 2] for packed formats."""
-    if FORMAT == "nvfp4":
+def _decode_elements(stored, ELEMENT: tl.constexpr):
+    """Return unscaled fp32 elements of bytes [R, N]: [R, N], or [R, N, 2] of packed ones."""
+    if ELEMENT == "e4m3":
+        return stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:  # noqa: RET505 - Triton compiles code after a return
         packed = stored.to(tl.int32)
         codes = tl.join(packed, packed >> 4)
-        # As fp32 exponent and mantissa, codes are 2^-126 times their values, 0.5 as a subnormal.
-        bits = (codes & 7) << 22 | (codes & 8) << 28
-        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
-    else:  # noqa: RET505 - Triton compiles code after a return
-        return stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        if ELEMENT == "int4":
+            return ((codes & 15) - 8).to(tl.float32)
+        else:  # noqa: RET505
+            # As fp32 exponent and mantissa, codes are 2^-126 times their values, 0.5 as a
+            # subnormal.
+            bits = (codes & 7) << 22 | (codes & 8) << 28
+            return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
-def _decode_scale(stored, global_amax, FORMAT: tl.constexpr):
+def _decode_scale(stored, global_amax, SCALE: tl.constexpr, DATA_MAX: tl.constexpr):
     """Return the fp32 factor of elements and limit of magnitudes, rounded as in the reference."""
-    if FORMAT == "nvfp4":
+    if SCALE == "e4m3":
         scale = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         global_amax = tl.maximum(global_amax, 7.899322037525772e-36)  # 2688 * 2^-128
         factor = (scale * global_amax) * (1.0 / 2688.0)
         limit = (scale * (1.0 / 256.0)) * global_amax
-    elif FORMAT == "fp8_block":
-        factor = stored
-        limit = factor * 448.0
-    else:
+    elif SCALE == "e8m0":
         factor = power_of_two(stored.to(tl.int32))
-        limit = factor * 448.0
+        limit = factor * DATA_MAX
+    elif SCALE == "bf16":
+        factor = stored.to(tl.float32)
+        limit = factor * (DATA_MAX + 0.5)
+    else:
+        factor = stored
+        limit = _round_to_bf16(factor * DATA_MAX)
     return factor, limit

@@ -199,7 +199,7 @@ class LaunchTable:
 
 def _choose_kernel(
     format: BlockScaledFormat, tile: Tile, *, cut: bool
-) -> tuple[Any, dict[str, str | int | float]]:
+) -> tuple[Any, dict[str, Any]]:
     """Return the kernel that encodes a format, and the constants that only it has."""
     if format.is_row_only:
         from moe_optim.kernels.requantize_rows import requantize_rows_kernel

@@ -12,6 +12,7 @@ from moe_optim.kernels.encode import (
     encode_e2m1_pairs,
     encode_e4m3,
     fp8_block_code,
+    fp8_block_factor,
     nvfp4_global_encode,
     power_of_two,
     round_to_bf16,
@@ -41,10 +42,11 @@ def encode_scale(largest, global_encode, FORMAT: tl.constexpr):
 
     ::
 
-        mxfp8_2d   stored = E8M0 of amax * fl(1/448), rounded up;  factor = 2^(127 - stored)
-        fp8_block  factor = largest power of two <= 448 / amax;    stored = 1 / factor
-        nvfp4      stored = E4M3 of amax * (S * fl(1/6));          factor = 1 / (stored * (1 / S))
-                   S = 448 * 6 / amax of the expert, see nvfp4_global_encode
+        mxfp8_2d        stored = E8M0 of amax * fl(1/448), rounded up;  factor = 2^(127 - stored)
+        fp8_block       factor = largest power of two <= 448 / amax;    stored = 1 / factor
+        fp8_block_fp32  factor = 448 / amax, at most the largest bf16;  stored = 1 / factor
+        nvfp4           stored = E4M3 of amax * (S * fl(1/6));  factor = 1 / (stored * (1 / S))
+                        S = 448 * 6 / amax of the expert, see nvfp4_global_encode
 
     Then data = E4M3 (E2M1) of w * factor, w = weight rounded to bf16. The order of operations is
     that of Transformer Engine 2.20. ``largest`` is the amax per block, ``global_encode`` is S.
@@ -55,6 +57,9 @@ def encode_scale(largest, global_encode, FORMAT: tl.constexpr):
     elif FORMAT == "fp8_block":
         code = fp8_block_code(largest)
         stored, factor = e8m0_reciprocal(code), power_of_two(code)
+    elif FORMAT == "fp8_block_fp32":
+        factor = fp8_block_factor(largest)
+        stored = tl.div_rn(1.0, factor)
     else:
         # Same association as TE, and multiplication by the rounded 1/6 instead of a division.
         scale = (largest * (global_encode * (1.0 / 6.0))).to(tl.float8e4nv)
@@ -152,7 +157,8 @@ def _requantize_tile(
     MOMENTS: tl.constexpr,
 ):
     DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
-    SCALE: tl.constexpr = tl.float32 if FORMAT == "fp8_block" else tl.uint8
+    IS_FP8_BLOCK: tl.constexpr = FORMAT == "fp8_block" or FORMAT == "fp8_block_fp32"
+    SCALE: tl.constexpr = tl.float32 if IS_FP8_BLOCK else tl.uint8
     PACKED: tl.constexpr = 2 if FORMAT == "nvfp4" else 1  # elements per byte
     # Elements of a 16-byte read, so that reads and writes share a layout.
     DATA_ALIGNMENT: tl.constexpr = ((4 if FROM_FP32 else 8) if ALIGNED else PACKED) // PACKED
@@ -224,8 +230,10 @@ def _requantize_tile(
 @triton.jit
 def find_global_encode(member, amaxes, first_col):
     """Return the fp32 encode scale of an expert from the maxima of its parts; store its amax."""
-    parts = amaxes + tl.load(member + AMAX_SLOT) + tl.arange(0, AMAX_SLOTS)
-    largest = tl.max(tl.load(parts), 0)
+    parts = amaxes + tl.load(member + AMAX_SLOT) + tl.arange(0, AMAX_SLOTS // 2)
+    # One value per lane: every warp finds the maximum by itself, without a barrier.
+    largest = tl.maximum(tl.load(parts), tl.load(parts + AMAX_SLOTS // 2))
+    largest = tl.max(largest, 0)
     target = tl.load(member + GLOBAL_AMAX).to(tl.pointer_type(tl.float32))
     tl.store(target, largest, mask=first_col == 0)
     return nvfp4_global_encode(largest)

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from moe_optim.kernels.encode import (
     amax,
+    divide,
     e8m0_reciprocal,
     e8m0_round_up,
     encode_e2m1_pairs,
@@ -85,38 +86,37 @@ def requantize_rows_kernel(
     tile = tiles + 4 * program
     member = descriptors + tl.load(tile).to(tl.int64) * FIELDS
     first_row = tl.load(tile + 1)
-    first_col = tl.load(tile + 2)
+    first_col = tl.multiple_of(tl.load(tile + 2), TILE_COLS)
     slots = amaxes + tl.load(tile + 3)
     if program < num_tiles:
         state = None
         if RULE != "none":
             state = states + tl.load(tile).to(tl.int64) * STATE_FIELDS
-        _requantize_tile(
-            member,
-            first_row,
-            tl.multiple_of(first_col, TILE_COLS),
-            amaxes,
-            slots,
-            ELEMENT,
-            SCALE,
-            DATA_MAX,
-            BLOCK,
-            TILE_ROWS,
-            TILE_COLS,
-            FROM_FP32,
-            MASKED,
-            ALIGNED,
-            CUT,
-            ZERO,
-            state,
-            hyper,
-            clips,
-            RULE,
-            GRADIENT,
-            MOMENTS,
-        )
+        is_partial = False  # a branch, so that the masks of the last tiles do not slow the others
+        if MASKED and not CUT:
+            is_partial = _is_partial(member, first_row, first_col, TILE_ROWS, TILE_COLS)
+        if is_partial:
+            _requantize_tile(
+                member, first_row, first_col, amaxes, slots, ELEMENT, SCALE, DATA_MAX, BLOCK,
+                TILE_ROWS, TILE_COLS, FROM_FP32, True, ALIGNED, CUT, ZERO, state, hyper, clips,
+                RULE, GRADIENT, MOMENTS,
+            )  # fmt: skip
+        else:
+            _requantize_tile(
+                member, first_row, first_col, amaxes, slots, ELEMENT, SCALE, DATA_MAX, BLOCK,
+                TILE_ROWS, TILE_COLS, FROM_FP32, False, ALIGNED, CUT, ZERO, state, hyper, clips,
+                RULE, GRADIENT, MOMENTS,
+            )  # fmt: skip
     elif ZERO:
         zero_gap(member, first_col)
+
+
+@triton.jit
+def _is_partial(member, first_row, first_col, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
+    """Return whether a tile reaches beyond the rows that the member owns, or the columns."""
+    cols = tl.load(member + COLS)
+    below = tl.load(member + END) < (first_row + TILE_ROWS) * cols
+    return below | (first_col + TILE_COLS > cols)
 
 
 @triton.jit
@@ -177,21 +177,21 @@ def _requantize_tile(
         weight = update_tile(source, places, mask, read, RULE)
     else:
         weight = load_tile(source + places, mask)
+    global_encode = 1.0
+    if SCALE == "e4m3":  # while the weights are on their way: this waits for three dependent loads
+        global_encode = find_global_encode(member, amaxes, first_col)
     runs = tl.reshape(round_to_bf16(weight), (TILE_ROWS, BLOCKS, BLOCK))
 
     if CUT:
         largest = tl.load(slots + first_col // BLOCK + blocks, mask=scale_mask, other=0.0)
     else:
         largest = amax(runs, 2)
-    global_encode = 1.0
-    if SCALE == "e4m3":  # after issuing the weight loads: this waits for three dependent loads
-        global_encode = find_global_encode(member, amaxes, first_col)
     stored, factor = encode_row_scale(largest, global_encode, SCALE, DATA_MAX)
     scale += first_col // BLOCK + rows * scale_stride + blocks
     tl.store(scale, stored, mask=scale_mask)
 
-    factor = tl.broadcast_to(factor[:, :, None], (TILE_ROWS, BLOCKS, BLOCK))
-    scaled = tl.div_rn(runs, factor) if ELEMENT == "int4" else runs * factor
+    factor = factor[:, :, None]
+    scaled = divide(runs, factor) if ELEMENT == "int4" else runs * factor
     if ELEMENT == "e4m3":
         codes = encode_e4m3(tl.reshape(scaled, (TILE_ROWS, TILE_COLS)))
     elif ELEMENT == "e2m1":

@@ -34,16 +34,18 @@ TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
         ("nvfp4", torch.bfloat16): Tile(cols=128, num_warps=1),
         ("fp8_block", torch.float32): Tile(cols=128, num_warps=4),
         ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=4),
-        ("mxfp8_rows", torch.float32): Tile(cols=128, num_warps=4, rows=16),
-        ("mxfp8_rows", torch.bfloat16): Tile(cols=128, num_warps=4, rows=16),
-        ("mxfp4", torch.float32): Tile(cols=128, num_warps=4, rows=16),
-        ("mxfp4", torch.bfloat16): Tile(cols=128, num_warps=4, rows=16),
-        ("nvfp4_rows", torch.float32): Tile(cols=128, num_warps=4, rows=16),
-        ("nvfp4_rows", torch.bfloat16): Tile(cols=128, num_warps=4, rows=16),
-        ("int4", torch.float32): Tile(cols=128, num_warps=4, rows=16),
-        ("int4", torch.bfloat16): Tile(cols=128, num_warps=4, rows=16),
-        ("int4_g128", torch.float32): Tile(cols=128, num_warps=4, rows=16),
-        ("int4_g128", torch.bfloat16): Tile(cols=128, num_warps=4, rows=16),
+        ("fp8_block_fp32", torch.float32): Tile(cols=128, num_warps=4),
+        ("fp8_block_fp32", torch.bfloat16): Tile(cols=128, num_warps=4),
+        ("mxfp8_rows", torch.float32): Tile(cols=256, num_warps=4, rows=16),
+        ("mxfp8_rows", torch.bfloat16): Tile(cols=256, num_warps=4, rows=16),
+        ("mxfp4", torch.float32): Tile(cols=256, num_warps=1, rows=4),
+        ("mxfp4", torch.bfloat16): Tile(cols=256, num_warps=4, rows=16),
+        ("nvfp4_rows", torch.float32): Tile(cols=256, num_warps=1, rows=4),
+        ("nvfp4_rows", torch.bfloat16): Tile(cols=256, num_warps=1, rows=4),
+        ("int4", torch.float32): Tile(cols=256, num_warps=2, rows=8),
+        ("int4", torch.bfloat16): Tile(cols=256, num_warps=1, rows=4),
+        ("int4_g128", torch.float32): Tile(cols=256, num_warps=2, rows=8),
+        ("int4_g128", torch.bfloat16): Tile(cols=256, num_warps=1, rows=4),
     }
 )
 """Tiles by format and source dtype, measured on H100; see docs/kernel-measurements.md."""
@@ -57,26 +59,22 @@ UPDATE_TILES: Mapping[tuple[str, torch.dtype | None], Tile] = MappingProxyType(
         ("mxfp8_2d", torch.bfloat16): Tile(cols=128, num_warps=4, registers=168),
         ("fp8_block", torch.float32): Tile(cols=128, num_warps=8, rows=64),
         ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=4, rows=32),
+        ("fp8_block_fp32", torch.float32): Tile(cols=128, num_warps=8, rows=64),
+        ("fp8_block_fp32", torch.bfloat16): Tile(cols=128, num_warps=4, rows=32),
         ("mxfp8", None): Tile(cols=256, num_warps=4),
         ("mxfp8_2d", None): Tile(cols=256, num_warps=4),
         ("fp8_block", None): Tile(cols=256, num_warps=8, rows=64),
-        ("mxfp8_rows", torch.float32): Tile(cols=128, num_warps=4, rows=16),
-        ("mxfp8_rows", torch.bfloat16): Tile(cols=128, num_warps=4, rows=16),
-        ("mxfp8_rows", None): Tile(cols=128, num_warps=4, rows=16),
-        ("mxfp4", torch.float32): Tile(cols=128, num_warps=4, rows=16),
-        ("mxfp4", torch.bfloat16): Tile(cols=128, num_warps=4, rows=16),
-        ("mxfp4", None): Tile(cols=128, num_warps=4, rows=16),
-        ("int4", torch.float32): Tile(cols=128, num_warps=4, rows=16),
-        ("int4", torch.bfloat16): Tile(cols=128, num_warps=4, rows=16),
-        ("int4", None): Tile(cols=128, num_warps=4, rows=16),
-        ("int4_g128", torch.float32): Tile(cols=128, num_warps=4, rows=16),
-        ("int4_g128", torch.bfloat16): Tile(cols=128, num_warps=4, rows=16),
-        ("int4_g128", None): Tile(cols=128, num_warps=4, rows=16),
+        ("fp8_block_fp32", None): Tile(cols=256, num_warps=8, rows=64),
+        **{
+            (name, moments): Tile(cols=256, num_warps=4, rows=4)
+            for name in ("mxfp8_rows", "mxfp4", "int4", "int4_g128")
+            for moments in (torch.float32, torch.bfloat16, None)
+        },
     }
 )
 """Tiles with a fused update, by format and moment dtype, measured on H200; None for a direction,
-measured on H100. With 168 registers per thread, three programs of four warps fit in 65,536
-registers."""
+and row-only formats, measured on H100. With 168 registers per thread, three programs of four warps
+fit in 65,536 registers."""
 
 RANGE_TILE = Tile(cols=1024, num_warps=8)
 """Elements of a flat range that one program updates at a time."""

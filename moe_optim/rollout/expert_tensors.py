@@ -58,13 +58,13 @@ def export_experts(
         name: name of the weight, for errors.
 
     Returns:
-        ``parts`` mappings per expert, with data, scale and any global scale. Both halves of fc1
-            have the global scale of their common amax.
+        ``parts`` mappings per expert, with data, scale and any global scale or shape. Both halves
+            of fc1 have the global scale of their common amax.
 
     Raises:
         LayoutError: a scale block spans two parts.
     """
-    experts, rows, _ = quantized.shape
+    experts, rows, cols = quantized.shape
     block_rows, _ = convention.scale_block
     _check_cut(rows, parts, interleave, block_rows, name)
     data = quantized.rowwise_data.view(convention.data_dtype)
@@ -77,6 +77,9 @@ def export_experts(
         buffers[convention.global_scale] = [
             _global_scales(quantized, convention) for _ in range(parts)
         ]
+    if convention.shape is not None:
+        shape = [experts, rows // parts, cols]
+        buffers[convention.shape] = [_shapes(shape, data.device) for _ in range(parts)]
     unbound = {name: [part.unbind(0) for part in split] for name, split in buffers.items()}
     return [
         [{name: split[part][expert] for name, split in unbound.items()} for part in range(parts)]
@@ -138,6 +141,14 @@ def _repeated(quantized: QuantizedWeight, block_rows: int) -> Tensor:
     scale = quantized.rowwise_scale
     own_rows, _ = quantized.format.rowwise_block
     return scale if own_rows == block_rows else scale.repeat_interleave(own_rows // block_rows, 1)
+
+
+def _shapes(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return the rows and columns of each of E weights, [E, 2] int64."""
+    experts, rows, cols = shape
+    sizes = torch.empty(experts, 2, dtype=torch.int64, device=device)
+    sizes[:, 0], sizes[:, 1] = rows, cols
+    return sizes
 
 
 def _global_scales(quantized: QuantizedWeight, convention: Convention) -> Tensor:

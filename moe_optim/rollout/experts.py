@@ -62,11 +62,7 @@ class ExportedAs:
         runs = 1  # row blocks that are sharded separately
         if held.linear.endswith(LINEARS[0]) and held.interleave is None:
             runs = 2 // self._count(held)
-        cut = [[piece.chunk(runs) for piece in parts] for parts in zip(*ranks, strict=True)]
-        return [
-            torch.cat([piece[run] for run in range(runs) for piece in pieces], held.cut_axis)
-            for pieces in cut
-        ]
+        return [_joined(pieces, held.cut_axis, runs) for pieces in zip(*ranks, strict=True)]
 
     def parts(self, held: HeldExperts, values: StoredValues) -> list[_Parts]:
         """Return the tensors of each expert in ``values``, by part; views where possible."""
@@ -113,6 +109,16 @@ class ExportedAs:
             "Face's models have no name here. Export in layout sequential, which keeps Megatron's "
             "names."
         )
+
+
+def _joined(pieces: Sequence[Tensor], axis: int, runs: int) -> Tensor:
+    """Join a tensor's parts of all ranks, each with ``runs`` row blocks; sizes are added."""
+    if pieces[0].dtype == torch.int64:  # rows and columns of each part
+        whole = pieces[0].clone()
+        whole[axis] = sum(piece[axis] for piece in pieces)
+        return whole
+    cut = [piece.chunk(runs) for piece in pieces]
+    return torch.cat([piece[run] for run in range(runs) for piece in cut], axis)
 
 
 @cache

@@ -49,9 +49,9 @@ def export_weights(
     The pairs suit ``load_weights`` of vLLM's models and SGLang's ``update_weights_from_tensor``.
     Quantized experts are exported as data and scales, numbered globally, with a convention's names,
     shapes and dtypes; they decode to the values used in training. All other weights are bf16:
-    quantized dense weights are dequantized, exactly unless they have per-tensor scaling, whose
-    values are rounded to bf16. Gate and up are separate, with the same global scale in NVFP4, as
-    required by engines that fuse them.
+    quantized dense weights are dequantized, exactly if their scales are powers of two, else rounded
+    to bf16. Gate and up are separate, with the same global scale in NVFP4, as required by engines
+    that fuse them.
 
     Stale weights are gathered first. On ranks that hold an expert, its tensors are views of the
     weight unless gate and up rows are interleaved: read them before the next step, and do not write

@@ -19,6 +19,13 @@ FLOORS = {  # bytes of one [128, 128] weight: from fp32, from bf16 that is zeroe
     "nvfp4": (NUMEL * 8.5 + 64, NUMEL * 6.5 + 64, NUMEL + 64 + 64 + 1024 + 1024),
     # One buffer, one fp32 scale. Then data to and fro, and that scale three times.
     "fp8_block": (NUMEL * 5 + 4, NUMEL * 5 + 4, 2 * NUMEL + 4 + 3 * 4),
+    "fp8_block_fp32": (NUMEL * 5 + 4, NUMEL * 5 + 4, 2 * NUMEL + 4 + 3 * 4),
+    # One buffer of rows, one scale a block, of a byte or of two. Nothing follows.
+    "mxfp8_rows": (NUMEL * 5 + 512, NUMEL * 5 + 512, 0),
+    "mxfp4": (NUMEL * 4.5 + 512, NUMEL * 4.5 + 512, 0),
+    "nvfp4_rows": (NUMEL * 8.5 + 1024, NUMEL * 6.5 + 1024, 0),
+    "int4": (NUMEL * 4.5 + 1024, NUMEL * 4.5 + 1024, 0),
+    "int4_g128": (NUMEL * 4.5 + 256, NUMEL * 4.5 + 256, 0),
 }
 
 

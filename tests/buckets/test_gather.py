@@ -20,6 +20,7 @@ from moe_optim.parts import quantize_part
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import PortableStorage
 from tests.support.bytes import assert_bytes_equal
+from tests.support.formats import fitting
 from tests.support.inputs import wide_range_weights, with_specials
 from tests.support.number_formats.meshes import coordinates, on_each_rank, part_of
 from tests.support.states.buckets import make_bucket, make_params, own_masters
@@ -106,7 +107,7 @@ def assert_all_ranks_hold(ranks, format, masters):
 @pytest.mark.parametrize(("experts", "rows"), [(2, 1), (4, 2), (4, 4), (4, 16)])
 def test_a_rank_encodes_the_part_that_the_partition_rules_give_it(format, experts, rows):
     """Whole experts, whole blocks and rows inside of them, before anything has travelled."""
-    shape = (4, 64, 96)
+    shape = fitting(format, (4, 64, 96))
     master = wide_range_weights(*shape)
     axes = {"experts": {"dp experts": experts}, "rows": {"dp rows": rows}}
     partition = infer_partition(format, axes, shape=shape)
@@ -138,6 +139,7 @@ SHAPES = {  # rows and columns that every format takes; and FP8 blocks that are 
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 def test_sharded_equals_full(format, layout, dp_size, shapes):
     """Every rank ends with every byte of the oracle's, special values included, also twice."""
+    shapes = [fitting(format, shape) for shape in shapes]
     for seed in (0, 100):
         masters = masters_of(shapes, seed)
         if seed == 0:
@@ -158,8 +160,10 @@ def test_sharded_equals_full(format, layout, dp_size, shapes):
 def test_any_bucket_at_any_size(format, data):
     """Shapes, sizes, ranks and layouts that hypothesis finds; ranks that own nothing among them."""
     multiple = format.dimension_multiple
-    length = st.integers(1, 4).map(lambda n: n * multiple) if multiple > 1 else st.integers(1, 150)
-    shape = st.tuples(st.integers(1, 3), length, length)
+    blocks = st.integers(1, 4).map(lambda n: n * multiple)
+    columns = st.integers(1, 150) if multiple == 1 else blocks
+    rows = columns if multiple > 1 and not format.is_row_only else st.integers(1, 150)
+    shape = st.tuples(st.integers(1, 3), rows, columns)
     shapes = data.draw(st.lists(shape, min_size=1, max_size=3), label="shapes")
     dp_size = data.draw(st.integers(1, 12), label="ranks")
     layout = data.draw(st.sampled_from([ALIGNED, STOCK]), label="layout")

@@ -35,13 +35,17 @@ DEFAULTS = {
     "check_on_load": "thorough",
 }
 
-CHOICES = "auto or bf16 or mxfp8 or mxfp8_2d or nvfp4 or fp8_block"  # as messages list them
+CHOICES = (  # as messages list them
+    "auto or bf16 or mxfp8 or mxfp8_2d or nvfp4 or fp8_block or fp8_block_fp32 or mxfp8_rows or "
+    "mxfp4 or nvfp4_rows or int4 or int4_g128"
+)
 
 REFUSED = {  # field, value -> what the message must say
     "a part": (
         "format",
         "fp8",
-        f"expected {CHOICES}, got 'fp8'. Write mxfp8 or mxfp8_2d or fp8_block.",
+        f"expected {CHOICES}, got 'fp8'. Write mxfp8 or mxfp8_2d or fp8_block or fp8_block_fp32 or "
+        "mxfp8_rows.",
     ),
     "misspelt": ("format", "mxfp6", f"expected {CHOICES}, got 'mxfp6'. Write mxfp8."),
     "other case": ("format", "BF16", "Write bf16."),

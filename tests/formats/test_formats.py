@@ -9,6 +9,7 @@ from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.formats import (
     FORMATS,
     FP8_BLOCK,
+    INT4,
     MXFP8,
     MXFP8_2D,
     NVFP4,
@@ -19,11 +20,30 @@ from moe_optim.formats import (
 
 every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
 
-LOGICAL_SHAPES = {  # of [2, 192, 320]: rowwise data, scale, columnwise data, scale
-    "mxfp8": ((2, 192, 320), (2, 192, 10), (2, 192, 320), (2, 6, 320)),
-    "mxfp8_2d": ((2, 192, 320), (2, 6, 10), (2, 192, 320), (2, 10, 6)),
-    "nvfp4": ((2, 192, 160), (2, 12, 20), (2, 320, 96), (2, 20, 12)),
-    "fp8_block": ((2, 192, 320), (2, 2, 3), (2, 320, 192), (2, 3, 2)),
+SHAPE = (2, 192, 384)
+LOGICAL_SHAPES = {  # of SHAPE: rowwise data, scale, columnwise data, scale
+    "mxfp8": ((2, 192, 384), (2, 192, 12), (2, 192, 384), (2, 6, 384)),
+    "mxfp8_2d": ((2, 192, 384), (2, 6, 12), (2, 192, 384), (2, 12, 6)),
+    "nvfp4": ((2, 192, 192), (2, 12, 24), (2, 384, 96), (2, 24, 12)),
+    "fp8_block": ((2, 192, 384), (2, 2, 3), (2, 384, 192), (2, 3, 2)),
+    "fp8_block_fp32": ((2, 192, 384), (2, 2, 3), (2, 384, 192), (2, 3, 2)),
+    "mxfp8_rows": ((2, 192, 384), (2, 192, 12)) * 2,
+    "mxfp4": ((2, 192, 192), (2, 192, 12)) * 2,
+    "nvfp4_rows": ((2, 192, 192), (2, 192, 24)) * 2,
+    "int4": ((2, 192, 192), (2, 192, 12)) * 2,
+    "int4_g128": ((2, 192, 192), (2, 192, 3)) * 2,
+}
+BYTES_PER_PARAMETER = {  # stored, and gathered; without a global amax
+    "mxfp8": (2 + 2 / 32, 2 + 2 / 32),
+    "mxfp8_2d": (1 + 2 / 1024, 1 + 1 / 1024),
+    "nvfp4": (1 + 2 / 256, 0.5 + 1 / 256),
+    "fp8_block": (2 + 8 / 128**2, 1 + 4 / 128**2),
+    "fp8_block_fp32": (2 + 8 / 128**2, 1 + 4 / 128**2),
+    "mxfp8_rows": (1 + 1 / 32, 1 + 1 / 32),
+    "mxfp4": (0.5 + 1 / 32, 0.5 + 1 / 32),
+    "nvfp4_rows": (0.5 + 1 / 16, 0.5 + 1 / 16),
+    "int4": (0.5 + 2 / 32, 0.5 + 2 / 32),
+    "int4_g128": (0.5 + 2 / 128, 0.5 + 2 / 128),
 }
 
 STORAGE_SCALE_SHAPES = {  # of [192, 320]: rowwise, columnwise
@@ -31,6 +51,7 @@ STORAGE_SCALE_SHAPES = {  # of [192, 320]: rowwise, columnwise
     "mxfp8_2d": ((256, 12), (8, 384)),
     "nvfp4": ((256, 20), (384, 12)),
     "fp8_block": ((2, 4), (3, 4)),
+    "fp8_block_fp32": ((2, 4), (3, 4)),
 }
 
 STORAGE_SCALE_REPEAT = {  # storage rows and columns of one block scale: rowwise, columnwise
@@ -38,23 +59,24 @@ STORAGE_SCALE_REPEAT = {  # storage rows and columns of one block scale: rowwise
     "mxfp8_2d": ((32, 1), (1, 32)),
     "nvfp4": ((16, 1), (16, 1)),
     "fp8_block": ((1, 1), (1, 1)),
+    "fp8_block_fp32": ((1, 1), (1, 1)),
 }
 
 
 @every_format
 def test_logical_shapes(format):
-    shape = (2, 192, 320)
     got = (
-        format.data_shape(shape, "rowwise"),
-        format.scale_shape(shape, "rowwise"),
-        format.data_shape(shape, "columnwise"),
-        format.scale_shape(shape, "columnwise"),
+        format.data_shape(SHAPE, "rowwise"),
+        format.scale_shape(SHAPE, "rowwise"),
+        format.data_shape(SHAPE, "columnwise"),
+        format.scale_shape(SHAPE, "columnwise"),
     )
     assert got == LOGICAL_SHAPES[format.name]
 
 
-@every_format
-def test_storage_scale_shapes_and_repetition(format):
+@pytest.mark.parametrize("name", STORAGE_SCALE_SHAPES)
+def test_storage_scale_shapes_and_repetition(name):
+    format = FORMATS[name]
     rowwise, columnwise = STORAGE_SCALE_SHAPES[format.name]
     assert format.storage_scale_shape(192, 320, "rowwise") == rowwise
     assert format.storage_scale_shape(192, 320, "columnwise") == columnwise
@@ -70,25 +92,37 @@ def test_fp8_blocks_at_the_edge_may_be_partial():
 
 
 @every_format
-def test_wire_bytes_agree_with_the_buffers(format):
-    """Counted on a weight whose blocks are all whole; a global amax travels apart."""
+def test_bytes_per_parameter(format):
+    """Counted on a weight whose blocks are all whole; a global amax counts apart."""
     q = QuantizedWeight.empty(format, (2, 256, 512))
-    buffers = (buffer for d in format.gathered_directions for buffer in (q.data(d), q.scale(d)))
-    assert (
-        sum(buffer.nbytes for buffer in buffers)
-        == format.gathered_bytes_per_element * 2 * 256 * 512
-    )
+    stored, gathered = BYTES_PER_PARAMETER[format.name]
+    for buffers, want in ((q.buffers(), stored), (q.gathered_buffers(), gathered)):
+        nbytes = sum(buffer.nbytes for name, buffer in buffers.items() if name != "global_amax")
+        assert nbytes == want * 2 * 256 * 512
+    assert format.gathered_bytes_per_element == gathered
 
 
-@pytest.mark.parametrize("name", ["bf16", "mxfp4", ""])
+@every_format
+def test_rows_of_a_row_only_weight_may_be_any_number(format):
+    """Blocks lie in rows, so that only columns must be whole blocks."""
+    if format.is_row_only:
+        assert format.check_shape((1, 3, 128)) == (1, 3, 128)
+        with pytest.raises(LayoutError, match=rf"needs columns divisible by .* got \[3, {8}\]"):
+            format.check_shape((1, 3, 8))
+    elif format.dimension_multiple > 1:
+        with pytest.raises(LayoutError, match=r"needs rows and columns divisible by"):
+            format.check_shape((1, 3, 128))
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp6", ""])
 def test_an_unknown_name_is_refused_with_the_known_ones(name):
-    with pytest.raises(ConfigError, match=f"mxfp8, mxfp8_2d, nvfp4, fp8_block, got '{name}'"):
+    with pytest.raises(ConfigError, match=f"{', '.join(LOGICAL_SHAPES)}, got '{name}'"):
         get_format(name)
 
 
 @every_format
 def test_empty_storage_has_the_promised_buffers(format):
-    q = QuantizedWeight.empty(format, (2, 192, 320))
+    q = QuantizedWeight.empty(format, SHAPE)
     assert isinstance(q.format, BlockScaledFormat)
     got = tuple(
         tuple(buffer.shape)
@@ -97,7 +131,9 @@ def test_empty_storage_has_the_promised_buffers(format):
     assert got == LOGICAL_SHAPES[format.name]
     assert q.rowwise_data.dtype == q.columnwise_data.dtype == torch.uint8
     assert q.rowwise_scale.dtype == q.columnwise_scale.dtype == format.scale_dtype
-    assert (q.columnwise_data is q.rowwise_data) == (format.columnwise_copy == "shared")
+    shares_data = format.columnwise_copy in ("shared", "none")
+    assert (q.columnwise_data is q.rowwise_data) == shares_data
+    assert (q.columnwise_scale is q.rowwise_scale) == format.is_row_only
     assert (q.global_amax is not None) == format.has_global_amax
 
 
@@ -144,7 +180,17 @@ BROKEN = {
     "data not shared": (
         MXFP8_2D,
         {"columnwise_data": torch.empty(2, 64, 64, dtype=torch.uint8)},
-        r"columnwise_data: mxfp8_2d shares one data buffer, got a second one",
+        r"columnwise_data: mxfp8_2d has one data buffer for both directions, got a second one",
+    ),
+    "scales not shared": (
+        INT4,
+        {"columnwise_scale": torch.empty(2, 64, 2, dtype=torch.bfloat16)},
+        r"columnwise_scale: int4 has one scale buffer for both directions, got a second one",
+    ),
+    "bf16 scales in fp32": (
+        INT4,
+        {"rowwise_scale": torch.empty(2, 64, 2)},
+        r"rowwise_scale: .* needs \[2, 64, 2\] torch.bfloat16, got \[2, 64, 2\] torch.float32",
     ),
     "rows no multiple": (MXFP8, {"shape": (2, 63, 64)}, r"shape: mxfp8 needs .* got \[63, 64\]"),
     "two sizes": (MXFP8, {"shape": (64, 64)}, r"expected a shape \[experts, rows, cols\]"),
@@ -159,7 +205,7 @@ def test_a_buffer_that_breaks_the_contract_is_named(format, changes, message):
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: format.name)
-def test_buffers_hold_data_and_scales_of_both_directions(format):
+def test_buffers_hold_data_and_scales_of_every_stored_direction(format):
     """Tests that go from buffer to buffer rely on it: none of them is left out of the list."""
     quantized = QuantizedWeight.empty(format, (1, 128, 128), device="cpu")
     fields = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale", "global_amax")
@@ -167,4 +213,4 @@ def test_buffers_hold_data_and_scales_of_both_directions(format):
     listed = quantized.buffers()
     assert listed.keys() <= held.keys()
     assert {one.data_ptr() for one in listed.values()} == {one.data_ptr() for one in held.values()}
-    assert len(listed) >= 3
+    assert len(listed) >= (2 if format.is_row_only else 3)

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.te import cast as te_cast
 from moe_optim.errors import PatchError
-from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8
+from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, FP8_BLOCK_FP32, MXFP8
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.weights.te.recipe import import_error, make_quantizer
 from tests.support.inputs import poisoned, wide_range_weights, with_specials
@@ -18,7 +18,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(import_error() is not None, reason="needs Transformer Engine"),
 ]
-EVERY_FORMAT = pytest.mark.parametrize("format", [MXFP8, FP8_BLOCK], ids=lambda format: format.name)
+BLOCKS = (FP8_BLOCK, FP8_BLOCK_FP32)
+EVERY_FORMAT = pytest.mark.parametrize("format", [MXFP8, *BLOCKS], ids=lambda format: format.name)
+EVERY_BLOCK = pytest.mark.parametrize("format", BLOCKS, ids=lambda format: format.name)
 SHAPES = ((256, 384), (128, 128), (1536, 256), (384, 2048))
 EDGES = ((144, 272), (128, 400), (400, 128))  # FP8 blocks that are not whole; TE wants 16
 
@@ -68,18 +70,31 @@ def entry_of(master, format, *, start=0, end=None, cuts=()):
 
 
 def masters_of(format):
-    shapes = SHAPES + (EDGES if format is FP8_BLOCK else ())
+    shapes = SHAPES + (EDGES if format in BLOCKS else ())
     ordinary = [wide_range_weights(1, *shape, seed=i) for i, shape in enumerate(shapes)]
     return ordinary + [with_specials(master) for master in ordinary]
 
 
 def special_masters(format, wanted=lambda name: True):
-    """Return the named special weights of a format whose shapes Transformer Engine takes."""
+    """Return the named special weights of a format whose shapes Transformer Engine takes.
+
+    Those of FP8 blocks serve both kinds of scales.
+    """
     cases = SPECIAL_CASES.items()
+    of_format = "fp8_block" if format in BLOCKS else format.name
     masters = [
-        special_weight(case) for name, case in cases if case.format == format.name and wanted(name)
+        special_weight(case) for name, case in cases if case.format == of_format and wanted(name)
     ]
     return [master for master in masters if not any(size % 16 for size in master.shape[1:])]
+
+
+def has_flushed_inverses(master):
+    """Return whether a block's amax is below 448 * 2^-126: its inverse in fp32 is subnormal."""
+    _, rows, cols = master.shape
+    blocks = torch.nn.functional.pad(master, (0, -cols % 128, 0, -rows % 128))
+    blocks = blocks.unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
+    amaxes = blocks.abs().nan_to_num(0.0, posinf=torch.inf).amax((2, 4))
+    return bool(((amaxes > 0) & (amaxes < 448 * 2.0**-126)).any())
 
 
 def assert_same_bytes(entries, group):
@@ -101,6 +116,8 @@ def test_whole_weights_have_the_same_bytes(format, group):
 @EVERY_FORMAT
 def test_the_named_special_values_have_the_same_bytes(format, group):
     masters = special_masters(format, lambda name: name not in FLUSHED_BY_TE)
+    if format is FP8_BLOCK_FP32:
+        masters = [master for master in masters if not has_flushed_inverses(master)]
     assert len(masters) > 50
     assert_same_bytes([entry_of(master, format) for master in masters], group)
 
@@ -119,11 +136,20 @@ def test_blocks_that_tes_cast_of_masters_flushes_keep_their_bytes_here(name, gro
         assert_same_bytes([entry_of(master, format)], group)
 
 
-def test_fp8_blocks_have_the_bytes_of_tes_quantizer_down_to_subnormals():
+def test_fp32_scales_whose_inverses_are_subnormal_are_flushed_by_tes_cast_of_masters(group):
+    """By the same flag. Blocks of tiny weights read as zeros there, and keep their values here."""
+    master = torch.full((1, 128, 128), 2.0**-118)
+    assert has_flushed_inverses(master)
+    with pytest.raises(PatchError, match="expected the bytes of Transformer Engine"):
+        assert_same_bytes([entry_of(master, FP8_BLOCK_FP32)], group)
+
+
+@EVERY_BLOCK
+def test_fp8_blocks_have_the_bytes_of_tes_quantizer_down_to_subnormals(format):
     """The quantizer that TE fills primary weights with gives the same bytes, nothing excepted."""
-    quantizer = make_quantizer(FP8_BLOCK)
-    masters = special_masters(FP8_BLOCK)
-    entries = [entry_of(master, FP8_BLOCK) for master in masters]
+    quantizer = make_quantizer(format)
+    masters = special_masters(format) + masters_of(format)
+    entries = [entry_of(master, format) for master in masters]
     table = MemberTable.build(entries)
     table.launch()
     table.finish.launch()
@@ -180,4 +206,4 @@ def test_shards_that_cut_blocks_have_the_bytes_of_whole_weights(format, group):
 
 
 def test_every_format_with_a_master_cast_is_compared():
-    assert set(te_cast.FORMATS) == {"mxfp8", "fp8_block"} <= FORMATS.keys()
+    assert {FORMATS[name] for name in te_cast.FORMATS} == {MXFP8, *BLOCKS}

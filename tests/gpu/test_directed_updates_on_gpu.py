@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_optim.formats import FORMATS, FP8_BLOCK
+from moe_optim.formats import FORMATS
 from tests.support.bytes import assert_values_equal
 from tests.support.steps.directing import ROWS, Directing
 from tests.support.steps.launches import assert_neither_allocates_nor_waits
@@ -15,7 +15,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def weights_of(format):
     """Return shapes and formats of weights that are read in every way, dense ones among them."""
-    ragged = (3, 264, 136) if format is FP8_BLOCK else (3, 96, 160)
+    ragged = (3, 99 if format.is_row_only else 96, 5 * max(32, format.block_length))
+    if format.dimension_multiple == 1:
+        ragged = (3, 264, 136)
     return [
         ((6, 256, 512), format),
         (ragged, format),

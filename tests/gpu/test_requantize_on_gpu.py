@@ -11,13 +11,16 @@ from moe_optim.formats import (
     DIRECTIONS,
     FORMATS,
     FP8_BLOCK,
+    FP8_BLOCK_FP32,
     MXFP8,
     NVFP4,
     QuantizedWeight,
     reference,
+    round_up,
 )
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from tests.support.bytes import assert_bytes_equal
+from tests.support.formats import REPRESENTATIVE_FORMATS
 from tests.support.inputs import SENTINEL, poisoned, wide_range_weights, with_specials
 from tests.support.number_formats.special_values import (
     SPECIAL_CASES,
@@ -33,7 +36,18 @@ WHOLE_TILES = ((3, 128, 256), (1, 128, 512), (2, 256, 256))
 MIXED = ((2, 64, 96), (1, 32, 32), (3, 256, 1408), (1, 32, 2048), (2, 160, 64))
 EDGES = ((2, 130, 40), (1, 7, 129), (1, 1, 1), (2, 300, 515), (1, 128, 136))  # FP8 blocks only
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+STORED = {name: format for name, format in FORMATS.items() if not format.is_row_only}
+"""Formats whose scales Transformer Engine stores."""
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
+
+
+def fitted(format, shapes):
+    """Return shapes of whole blocks; of row-only formats also with rows beyond whole tiles."""
+    more = 3 if format.is_row_only else 0
+    return [
+        (experts, rows + more * (rows % 128 > 0), round_up(cols, format.dimension_multiple))
+        for experts, rows, cols in shapes
+    ]
 
 
 def lay_out(masters, dtype, gap=64, format=MXFP8):
@@ -60,10 +74,10 @@ def all_in_kernels(table):
 
 SHAPE_SETS = {"whole tiles": WHOLE_TILES, "mixed": MIXED}
 CASES = {
-    f"{format.name} {name}": (format, shapes)
+    f"{format.name} {name}": (format, fitted(format, shapes))
     for format in FORMATS.values()
     for name, shapes in SHAPE_SETS.items()
-} | {"fp8_block edges": (FP8_BLOCK, EDGES)}
+} | {f"{format.name} edges": (format, EDGES) for format in (FP8_BLOCK, FP8_BLOCK_FP32)}
 
 
 @DTYPES
@@ -104,10 +118,11 @@ def test_special_values_among_others_equal_the_reference(dtype, format):
     powers = torch.exp2(torch.arange(-133, 128).double())
     amaxes = torch.cat([powers, powers * (1 + 2**-7), powers * 1.75, powers * (2 - 2**-7)])
     amaxes = amaxes.clamp(max=largest).float()
-    ladder = wide_range_weights(1, 32 * 33, 32, exponents=(-2, 0)).clamp(-1, 1)
+    width = max(32, format.dimension_multiple)
+    ladder = wide_range_weights(1, 128 * 9, width, exponents=(-2, 0)).clamp(-1, 1)
     ladder[0, : amaxes.numel(), 7] = 1.0
     ladder[0, : amaxes.numel()] *= amaxes[:, None]
-    steps = ladder[0, : amaxes.numel()].view(-1, 1, 32).expand(-1, 32, 32).contiguous()
+    steps = ladder[0, : amaxes.numel(), None].expand(-1, 32, width).contiguous()
     entries = lay_out(
         [master, without_inf, ladder, ladder.transpose(1, 2), steps], dtype, format=format
     )[1]
@@ -120,7 +135,8 @@ def test_special_values_among_others_equal_the_reference(dtype, format):
 def test_every_bf16_value_equals_the_reference(format):
     """Each of the 65,536 bit patterns, among its neighbours and as the amax of its block."""
     values = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
-    blocks = torch.zeros(1 << 16, 32, 32, dtype=torch.bfloat16)
+    width = max(32, format.dimension_multiple)
+    blocks = torch.zeros(1 << 16, 32, width, dtype=torch.bfloat16)
     blocks[:, 3, 5] = values
     few = blocks[:: 1 if format is MXFP8 else 16].contiguous()
     entries = lay_out([values.view(1, 256, 256), few], torch.bfloat16, format=format)[1]
@@ -168,7 +184,8 @@ def assert_shards_equal_the_whole(masters, format, dtype, cuts_of):
 @EVERY_FORMAT
 def test_shards_equal_the_whole_weight(dtype, format):
     """Cut inside of blocks, rows and experts; at multiples of 16 bytes, and not."""
-    shapes = [*MIXED, *(EDGES[::3] if format is FP8_BLOCK else ())]
+    shapes = fitted(format, MIXED)
+    shapes += EDGES[::3] if format.dimension_multiple == 1 else ()
     masters = [with_specials(master) for master in random_masters(shapes)]
     for cuts_of in (
         lambda numel: (numel // 6 * 2, numel // 3 * 2),
@@ -181,9 +198,12 @@ def test_shards_equal_the_whole_weight(dtype, format):
 @st.composite
 def sharded_weights(draw):
     format = draw(st.sampled_from(list(FORMATS.values())))
-    rows, cols = (32 * draw(st.integers(1, 9)) for _ in range(2))
-    if format is FP8_BLOCK:
-        rows, cols = rows + draw(st.integers(0, 140)), cols + draw(st.integers(0, 140))
+    rows = 32 * draw(st.integers(1, 9))
+    cols = max(32, format.dimension_multiple) * draw(st.integers(1, 9))
+    if format.dimension_multiple == 1 or format.is_row_only:
+        rows += draw(st.integers(0, 140))
+    if format.dimension_multiple == 1:
+        cols += draw(st.integers(0, 140))
     experts = draw(st.integers(1, 3))
     units = experts * rows * cols // format.elements_per_byte
     cuts = draw(st.sets(st.integers(1, units - 1), max_size=5, min_size=1))
@@ -200,7 +220,7 @@ def test_shards_of_any_shape_and_cut_equal_the_whole_weight(weight, dtype):
 # Buffers and storage
 
 
-@EVERY_FORMAT
+@pytest.mark.parametrize("format", STORED.values(), ids=STORED)
 def test_scales_in_storage_equal_the_references_and_keep_their_padding(format):
     entries = []
     for index, shape in enumerate(WHOLE_TILES + MIXED):
@@ -228,7 +248,7 @@ def test_scales_in_storage_equal_the_references_and_keep_their_padding(format):
 @EVERY_FORMAT
 @pytest.mark.parametrize("padding", [24, 32], ids=["odd", "aligned"])
 def test_padded_buffers_keep_their_padding(format, padding):
-    shape = (2, 64, 160)
+    (shape,) = fitted(format, [(2, 64, 160)])
     memories, views = {}, {}
     for name, buffer in poisoned(format, shape, "cuda").buffers().items():
         if buffer.dim() == 1:
@@ -238,9 +258,7 @@ def test_padded_buffers_keep_their_padding(format, padding):
         memory = buffer.new_empty((experts, rows + 4, cols + padding))
         memory.view(torch.uint8).fill_(SENTINEL)
         memories[name], views[name] = memory, memory[:, :rows, :cols]
-    if format.columnwise_copy == "shared":
-        views["columnwise_data"] = views["rowwise_data"]
-    target = QuantizedWeight(format=format, shape=shape, **views)
+    target = QuantizedWeight.of_buffers(format, shape, views.values())
     source = wide_range_weights(*shape).cuda()
     entry = TableEntry(parameter="fc1", source=source, target=target)
     rewrite(MemberTable.build([entry]))
@@ -291,7 +309,7 @@ def test_sources_that_moved_are_noticed_and_read_by_a_new_table():
 
 @EVERY_FORMAT
 def test_a_captured_graph_requantizes_new_values(format):
-    memory, entries = lay_out(random_masters(MIXED), torch.bfloat16, format=format)
+    memory, entries = lay_out(random_masters(fitted(format, MIXED)), torch.bfloat16, format=format)
     table = MemberTable.build(entries, consumed=memory)
     rewrite(table)
     graph = torch.cuda.CUDAGraph()
@@ -308,9 +326,10 @@ def test_a_captured_graph_requantizes_new_values(format):
 @EVERY_FORMAT
 def test_a_launch_allocates_nothing_and_does_not_wait(format):
     """Shards that cut blocks included: neither before nor after their exchange."""
-    memory, entries = lay_out(random_masters(MIXED), torch.bfloat16, format=format)
+    memory, entries = lay_out(random_masters(fitted(format, MIXED)), torch.bfloat16, format=format)
     table = MemberTable.build(entries, consumed=memory)
-    cut = shard_tables(random_masters(MIXED), format, torch.float32, lambda n: (n // 6 * 2,))[0]
+    masters = random_masters(fitted(format, MIXED))
+    cut = shard_tables(masters, format, torch.float32, lambda numel: (numel // 6 * 2,))[0]
 
     def step():
         rewrite(table)
@@ -321,7 +340,7 @@ def test_a_launch_allocates_nothing_and_does_not_wait(format):
 
 
 @pytest.mark.usefixtures("alone")
-@EVERY_FORMAT
+@pytest.mark.parametrize("format", REPRESENTATIVE_FORMATS.values(), ids=REPRESENTATIVE_FORMATS)
 def test_a_weight_of_more_than_2_31_elements(format):
     """Its ends are compared: tiles on both sides of the 31-bit boundary, and the last rows."""
     free, _ = torch.cuda.mem_get_info()

@@ -12,7 +12,8 @@ import torch
 
 from benchmarks import __main__ as benchmark
 from benchmarks.step import DETERMINISTIC_ENVIRONMENT
-from moe_optim.formats import FP8_BLOCK, get_format
+from moe_optim.formats import FP8_BLOCK, FP8_BLOCK_FP32, get_format
+from moe_optim.rules import FP32_SCALES
 from moe_optim.weights.te.fields import read_values, te_formats_of
 from moe_optim.weights.te.recipe import import_error, make_quantizer
 from moe_optim.weights.te.storage import TransformerEngineStorage, make_te_storages
@@ -34,14 +35,15 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "hopper_fp8_block.yaml"
 FIELDS = ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv")
 
 
+@pytest.mark.parametrize("format", [FP8_BLOCK, FP8_BLOCK_FP32], ids=lambda format: format.name)
 @pytest.mark.parametrize("shape", [(256, 384), (1536, 2048), (144, 272)], ids=str)
-def test_requantizing_fp8_blocks_gives_what_their_own_quantizer_makes(shape):
+def test_requantizing_fp8_blocks_gives_what_their_own_quantizer_makes(shape, format):
     """Every field that products read, bit by bit, of the real class; views stay valid."""
-    quantizer = make_quantizer(FP8_BLOCK)
+    quantizer = make_quantizer(format)
     first, second = (normal_weights(*shape, seed=seed).cuda() for seed in (1, 2))
     weight, want = quantizer(first.bfloat16()), quantizer(second.bfloat16())
-    assert te_formats_of(weight) == (FP8_BLOCK,)
-    storage = TransformerEngineStorage(weight, FP8_BLOCK)
+    assert te_formats_of(weight) == (format,)
+    storage = TransformerEngineStorage(weight, format)
     bind(storage, {"rowwise_data": torch.zeros_like(storage.quantized.rowwise_data)})
     view = weight.detach()
     requantize(storage, second.unsqueeze(0))
@@ -50,7 +52,7 @@ def test_requantizing_fp8_blocks_gives_what_their_own_quantizer_makes(shape):
             got, expected = getattr(bucket, field), getattr(want, field)
             if field.endswith("scale_inv"):  # the quantizer does not write all of the padding
                 direction = "columnwise" if "column" in field else "rowwise"
-                _, down, across = FP8_BLOCK.scale_shape(storage.shape, direction)
+                _, down, across = format.scale_shape(storage.shape, direction)
                 got, expected = got[:down, :across], expected[:down, :across]
             assert_bytes_equal(got, expected, what=field)
     assert torch.equal(weight.dequantize(), want.dequantize())
@@ -100,6 +102,14 @@ def assert_stocks_losses(tmp_path, changes, *flags):
 def test_training_with_its_products_gives_stocks_losses(tmp_path):
     """FP8 blocks end to end, at the recipe's own size, in shards cut between blocks."""
     assert_stocks_losses(tmp_path, ["moe_optim.layout=aligned"])
+
+
+@pytest.mark.parametrize("knob", ["layout=stock", "layout=aligned", "wire=bf16"])
+def test_training_with_fp32_scales_gives_stocks_losses(knob, tmp_path, monkeypatch):
+    """Of FP8 blocks, whose scales Transformer Engine's variable sets."""
+    monkeypatch.setenv(FP32_SCALES, "1")
+    changes = ["moe_optim.format=auto", f"moe_optim.{knob}"]
+    assert_stocks_losses(tmp_path, [*SMALL_MODEL, *changes])
 
 
 def test_training_in_stocks_layout_gives_stocks_losses(tmp_path):

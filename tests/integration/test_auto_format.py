@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
-from moe_optim.formats import FP8_BLOCK, MXFP8, NVFP4
+from moe_optim.formats import FORMATS, FP8_BLOCK, FP8_BLOCK_FP32, MXFP8, NVFP4
 from moe_optim.integration import cpu_runtime, installation
 from moe_optim.integration.argv import spell_format
-from moe_optim.rules import refusals
+from moe_optim.rules import FP32_SCALES, refusals
 from moe_optim.weights import managed
 from tests.support import training
 from tests.support.ranks import run_ranks
@@ -50,8 +50,9 @@ def test_knobs_that_do_not_go_with_what_auto_is_are_refused():
         (te_stand_ins.MXFP8Tensor, MXFP8, "mxfp8"),
         (te_stand_ins.NVFP4Tensor, NVFP4, "nvfp4"),
         (te_stand_ins.Float8BlockwiseQTensor, FP8_BLOCK, "fp8_block"),
+        (te_stand_ins.Float8BlockwiseQTensor, FP8_BLOCK_FP32, "fp8_block_fp32"),
     ],
-    ids=["mxfp8", "nvfp4", "fp8_block"],
+    ids=["mxfp8", "nvfp4", "fp8_block", "fp8_block_fp32"],
 )
 def test_weights_of_transformer_engine_are_managed_in_their_own_format(
     weight: Any, stored: Any, format: str, monkeypatch: pytest.MonkeyPatch
@@ -100,6 +101,35 @@ def _two_formats() -> list[str]:
 def test_weights_of_two_formats_are_refused():
     ((message,),) = run_ranks(1, _two_formats)
     assert message.startswith("format: auto with weights in mxfp8 and nvfp4: expected quantized")
+
+
+def _each_name_of_fp8_blocks(stored: str) -> dict[str, list[str]]:
+    """Return formats of managed weights, or else refusals, by the format that is asked for."""
+    from megatron.core.distributed import param_and_grad_buffer as upstream
+
+    upstream._param_uses_quantized_storage = lambda _: True  # as of Transformer Engine's classes
+    told = {}
+    for asked in ("auto", "fp8_block", "fp8_block_fp32"):
+        stand_in = te_stand_ins.Float8BlockwiseQTensor(FORMATS[stored], torch.randn(128, 128))
+        weight = te_stand_ins.as_parameter(stand_in)
+        setup = _find(MoEOptimConfig(format=asked), weight)
+        told[asked] = setup.stored or refusals(setup)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("stored", "other", "said"),
+    [("fp8_block_fp32", "fp8_block", "with"), ("fp8_block", "fp8_block_fp32", "without")],
+)
+def test_fp8_blocks_of_other_scales_than_those_of_the_weights_are_refused_by_their_variable(
+    stored: str, other: str, said: str
+):
+    """Whatever the environment is by then: the quantizers of the weights decide."""
+    (told,) = run_ranks(1, _each_name_of_fp8_blocks, stored)
+    (message,) = told.pop(other)
+    assert told == {"auto": [stored], stored: [stored]}
+    weights = f"weights that take {stored} ({said} {FP32_SCALES}=1)"
+    assert message.startswith(f"format: {other} with {weights}: --fp8-recipe or --fp4-recipe makes")
 
 
 @pytest.mark.parametrize("asked", ["bf16", "mxfp8"])
@@ -181,3 +211,17 @@ def test_it_is_resolved_after_the_arguments_of_a_checkpoint(tmp_path: Path):
 def test_messages_name_what_flags_say(flags: str, format: str):
     assert spell_format("auto", flags.split()) == format
     assert spell_format("mxfp8_2d", flags.split()) == "mxfp8_2d"
+
+
+@pytest.mark.parametrize(
+    ("value", "format"),
+    [(None, "fp8_block"), ("0", "fp8_block"), ("true", "fp8_block"), ("1", "fp8_block_fp32")],
+)
+def test_messages_name_the_scales_that_a_variable_of_transformer_engine_sets(
+    value: str | None, format: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv(FP32_SCALES, raising=False)
+    if value is not None:
+        monkeypatch.setenv(FP32_SCALES, value)
+    flags = "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather"
+    assert spell_format("auto", flags.split()) == format

@@ -2,6 +2,8 @@
 
 import pytest
 
+from moe_optim.formats import FORMATS
+from tests.support.formats import REPRESENTATIVE_FORMATS
 from tests.support.ptx.launches import emulate
 
 BLACKWELL, BLACKWELL_RTX, HOPPER = 100, 120, 90
@@ -10,6 +12,17 @@ GPUS = [
     pytest.param(BLACKWELL_RTX, id="sm_120", marks=pytest.mark.extended),
     pytest.param(HOPPER, id="sm_90", marks=pytest.mark.extended),
 ]
+
+ONE_OF_EACH_PATH = pytest.mark.parametrize(
+    "format",
+    [
+        pytest.param(
+            format, id=name, marks=[] if name in REPRESENTATIVE_FORMATS else [pytest.mark.extended]
+        )
+        for name, format in FORMATS.items()
+    ],
+)
+"""Every format; those that share their code with another are extended."""
 
 
 @pytest.fixture(params=GPUS)

@@ -34,6 +34,7 @@ from moe_optim.kernels.step_table import StepTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.kernels.tuning import NORM
+from tests.kernels.conftest import ONE_OF_EACH_PATH
 from tests.support.ptx.launches import compile_kernel, plan_kernels
 
 pytestmark = pytest.mark.slow
@@ -60,9 +61,10 @@ def kernels_of(format, dtype, *, cut=False, zero=False):
     """Return what a GPU would launch for a weight, from encoding to what follows the gather."""
     memory = torch.zeros(SHAPE, dtype=dtype)
     target = QuantizedWeight.empty(format, SHAPE)
+    ways = () if format.is_row_only else DIRECTIONS  # Transformer Engine stores none in rows
     scales = {
         way: torch.zeros(2, *format.storage_scale_shape(*SHAPE[1:], way), dtype=format.scale_dtype)
-        for way in DIRECTIONS
+        for way in ways
     }
     end = 1000 if cut else memory.numel()
     entry = TableEntry(
@@ -123,7 +125,7 @@ def kernels_of_step(format, moments, gradients, *, decoupled):
 @pytest.mark.parametrize("decoupled", [True, False], ids=["decoupled", "coupled"])
 @for_dtypes("gradients")
 @for_dtypes("moments")
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@ONE_OF_EACH_PATH
 def test_every_step_compiles(format, moments, gradients, decoupled, capability, monkeypatch):
     plan_kernels(monkeypatch)
     seen = list(kernels_of_step(format, moments, gradients, decoupled=decoupled))
@@ -160,7 +162,7 @@ def kernels_of_direction(format, directions):
 
 @FOR_EVERY_GPU
 @for_dtypes("directions", MORE_DTYPES)
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@ONE_OF_EACH_PATH
 def test_every_step_along_a_direction_compiles(format, directions, capability, monkeypatch):
     """Differences round once and products before; nothing flushes what is subnormal."""
     plan_kernels(monkeypatch)
@@ -175,7 +177,7 @@ def test_every_step_along_a_direction_compiles(format, directions, capability, m
 
 @FOR_EVERY_GPU
 @for_dtypes("dtype")
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@ONE_OF_EACH_PATH
 def test_every_kernel_compiles(format, dtype, capability):
     seen = []
     for options in ({}, {"cut": True}, {"zero": True}):
@@ -263,7 +265,7 @@ def kernels_of_health(format, monkeypatch):
 
 
 @FOR_EVERY_GPU
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@ONE_OF_EACH_PATH
 def test_measuring_health_compiles(format, capability, monkeypatch):
     """Whole tiles of masters are read by accesses of 16 bytes."""
     measuring, adding = (

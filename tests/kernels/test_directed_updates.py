@@ -13,19 +13,20 @@ from moe_optim.kernels.directed_state import DirectedState
 from moe_optim.kernels.directed_updates import DirectedUpdates
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.member_table import MemberTable, TableEntry
-from tests.kernels.conftest import BLACKWELL
+from tests.kernels.conftest import BLACKWELL, ONE_OF_EACH_PATH
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import poisoned
 from tests.support.ptx.launches import emulate, plan_kernels
 from tests.support.steps.directing import ROWS, Directing, stepped
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 
 
 def weights_of(format):
     """Return shapes and formats of weights that are read in every way: with masks and without."""
-    ragged = (2, 136, 72) if format is FP8_BLOCK else (2, 64, 96)
+    ragged = (2, 33 if format.is_row_only else 64, 3 * max(32, format.block_length))
+    if format.dimension_multiple == 1:
+        ragged = (2, 136, 72)
     return [((3, 128, 256), format), (ragged, format), ((2, 32, 40), torch.bfloat16)]
 
 
@@ -33,7 +34,7 @@ def weights_of(format):
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@EVERY_FORMAT
+@ONE_OF_EACH_PATH
 def test_kernels_step_and_encode_pieces_as_the_whole(format, dtype, launches):
     run = Directing(weights_of(format), directions=dtype)
     for seed in (0, 100):
@@ -42,7 +43,7 @@ def test_kernels_step_and_encode_pieces_as_the_whole(format, dtype, launches):
     assert launches and not run.updates.finish.calls
 
 
-@EVERY_FORMAT
+@ONE_OF_EACH_PATH
 def test_kernels_leave_experts_outside_of_the_pieces_alone(format, launches):
     """Masters and every byte of the gathered buffers."""
     run = Directing(weights_of(format)[:1])
@@ -83,7 +84,7 @@ def test_kernels_keep_subnormals(format, launches):
 def test_plain_torch_steps_and_encodes_pieces_as_the_whole(data):
     formats = [*FORMATS.values(), torch.bfloat16, torch.float32]
     sizes = st.integers(1, 3)
-    shapes = st.builds(lambda e, r, c: (e, 32 * r, 32 * c), sizes, sizes, sizes)
+    shapes = st.builds(lambda e, r, c: (e, 32 * r, 128 * c), sizes, sizes, sizes)
     weights = data.draw(
         st.lists(st.tuples(shapes, st.sampled_from(formats)), min_size=1, max_size=4)
     )
@@ -104,7 +105,7 @@ def backend(request, monkeypatch):
         emulate(monkeypatch, BLACKWELL)
 
 
-@EVERY_FORMAT
+@ONE_OF_EACH_PATH
 def test_a_negative_clip_moves_nothing_and_encodes_again(format, backend):
     run = Directing([((2, 128, 128), format), ((1, 32, 32), torch.bfloat16)])
     run.clips.fill_(-1)

@@ -3,7 +3,7 @@
 import pytest
 
 from moe_optim.errors import LayoutError
-from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
+from moe_optim.formats import FORMATS, FP8_BLOCK, INT4, MXFP8, MXFP8_2D, NVFP4, NVFP4_ROWS
 from moe_optim.kernels.exchange import AMAX_SLOTS, plan_exchange
 
 SHAPE = (2, 64, 128)
@@ -20,6 +20,9 @@ SHARED = {  # format, cuts -> block rows, experts, slots
     "an expert at a block row": (NVFP4, (16 * 128,), {}, {0: 0}, AMAX_SLOTS),
     "an expert in a block row": (NVFP4, (NUMEL + 10,), {(1, 0): 0}, {1: 8}, 8 + AMAX_SLOTS),
     "a block row lower than its blocks": (FP8_BLOCK, (NUMEL + 10,), {(1, 0): 0}, {}, 1),
+    "at a row that is a block row": (INT4, (3 * 128,), {}, {}, 0),
+    "inside of rows that are block rows": (INT4, (10, 140), {(0, 0): 0, (0, 1): 4}, {}, 8),
+    "an expert in a row": (NVFP4_ROWS, (140,), {(0, 1): 0}, {0: 8}, 8 + AMAX_SLOTS),
 }
 
 

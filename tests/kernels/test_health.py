@@ -14,8 +14,8 @@ from tests.support.training_runs.health import assert_same_health, masters_of, m
 
 CPU = torch.device("cpu")
 WHOLE, THIRDS = (0.0, 1.0), (0.0, 0.36, 0.79, 1.0)
-BRIEF = ("nvfp4", "fp8_block")
-"""Formats with packed elements and an amax, and with blocks that edges cut."""
+BRIEF = ("nvfp4", "fp8_block", "int4")
+"""Formats with packed elements and an amax, with blocks that edges cut, and in rows."""
 
 
 def entry_of(source, **changes):

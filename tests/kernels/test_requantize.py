@@ -5,19 +5,29 @@ import sys
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from moe_optim.formats import (
     DIRECTIONS,
     FORMATS,
     FP8_BLOCK,
+    FP8_BLOCK_FP32,
+    INT4,
     MXFP8,
     NVFP4,
     QuantizedWeight,
     reference,
 )
 from moe_optim.formats.partition import infer_partition
+from moe_optim.formats.reference import fp8_block, scales
+from moe_optim.kernels.encode import divide
 from moe_optim.kernels.member_table import MemberTable, TableEntry
-from tests.support.bytes import assert_bytes_equal
+from moe_optim.kernels.plan import BoundKernel
+from moe_optim.kernels.requantize_blocks import encode_scale
+from moe_optim.kernels.requantize_rows import encode_row_scale
+from tests.kernels.conftest import ONE_OF_EACH_PATH
+from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import SENTINEL, poisoned, wide_range_weights, with_specials
 from tests.support.steps.stepping import (
     Stepping,
@@ -28,13 +38,13 @@ from tests.support.steps.stepping import (
 
 pytestmark = pytest.mark.slow
 
-EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 GAP = 40
 SHAPES = {
     "mxfp8": ((2, 64, 128), (1, 32, 32), (3, 32, 96), (1, 96, 160)),
     "mxfp8_2d": ((2, 64, 128), (1, 32, 32), (3, 32, 96), (1, 96, 160)),
     "nvfp4": ((2, 64, 256), (1, 16, 16), (3, 32, 80), (1, 48, 272)),
     "fp8_block": ((2, 128, 128), (1, 130, 40), (1, 256, 136), (2, 7, 129)),
+    "fp8_block_fp32": ((2, 128, 128), (1, 130, 40), (1, 256, 136), (2, 7, 129)),
     "mxfp8_rows": ((2, 33, 128), (1, 1, 32), (3, 7, 96)),
     "mxfp4": ((2, 33, 128), (1, 1, 32), (3, 7, 96)),
     "nvfp4_rows": ((2, 33, 128), (1, 1, 16), (3, 7, 80)),
@@ -91,7 +101,7 @@ def all_in_kernels(table):
     return not table.remainder and len(table.finish.kernels) == len(table.finish.calls)
 
 
-@EVERY_FORMAT
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize(
     ("dtype", "apart", "zero"),
     [(torch.float32, False, False), (torch.bfloat16, True, True)],
@@ -129,7 +139,60 @@ def test_whole_weights_are_the_references(format, dtype, apart, zero, launches):
         assert (outside == SENTINEL).all(), "a kernel wrote outside of a buffer"
 
 
-@EVERY_FORMAT
+@triton.jit
+def _scales_of_amaxes(amaxes, stored, factors, FORMAT: tl.constexpr, COUNT: tl.constexpr):
+    places = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    scale, factor = encode_scale(tl.load(amaxes + places), 1.0, FORMAT)
+    tl.store(stored + places, scale)
+    tl.store(factors + places, factor)
+
+
+@pytest.mark.parametrize("format", [FP8_BLOCK, FP8_BLOCK_FP32], ids=lambda format: format.name)
+def test_scales_of_fp8_blocks_are_the_references_for_every_amax(format, launches):
+    """Subnormals included, whose quotients overflow, and scales whose inverse is subnormal."""
+    count, programs = 1024, 32
+    bits = torch.arange(count * programs).clamp(max=0x7F80).to(torch.int16)
+    amaxes = bits.view(torch.bfloat16).float()
+    stored, factors = torch.empty_like(amaxes), torch.empty_like(amaxes)
+    tensors, constants = (amaxes, stored, factors), {"FORMAT": format.name, "COUNT": count}
+    BoundKernel(_scales_of_amaxes, programs, *tensors, **constants, num_warps=4)()
+    want = fp8_block.encode_scale(amaxes, format)
+    assert_bytes_equal(factors, want, what="factors")
+    assert_bytes_equal(stored, want.reciprocal(), what="stored")
+
+
+@triton.jit
+def _int4_quotients(values, amaxes, found, COUNT: tl.constexpr):
+    row = tl.program_id(0)
+    places = row * COUNT + tl.arange(0, COUNT)[None, :]
+    _, divisor = encode_row_scale(tl.load(amaxes + row + tl.arange(0, 1)), 1.0, "bf16", 7.0)
+    tl.store(found + places, divide(tl.load(values + places), divisor[:, None]))
+
+
+def test_quotients_of_int4_are_ieees_for_every_significand(launches):
+    """Of bf16 values down to 2^-8 of the amax; scales that are clamped, and infinite ones."""
+    count, binade = 1024, 0x3F80
+    tops = torch.tensor([*range(binade, binade + 128), 0x2600, 0x7F7F, 0x7F80], dtype=torch.int32)
+    bits = tops[:, None] - torch.arange(count, dtype=torch.int32)
+    values = bits.to(torch.int16).view(torch.bfloat16).float()
+    values[:, 1::2] *= -1
+    found = torch.empty_like(values)
+    BoundKernel(
+        _int4_quotients,
+        len(tops),
+        values,
+        values[:, 0].contiguous(),
+        found,
+        COUNT=count,
+        num_warps=4,
+    )()
+    assert launches
+    divisors = scales.encode_scales(INT4, values[:, :1], None)[1]
+    want = torch.div(values, divisors)
+    assert_values_equal(found, want, what="quotients")
+
+
+@ONE_OF_EACH_PATH
 def test_shards_that_meet_inside_of_blocks_are_the_references(format, launches):
     """Of weights cut in three, inside of block rows and experts; ranks exchange maxima alone."""
     masters = [values_of(shape, 9 + seed) for seed, shape in enumerate(SHAPES[format.name])]
@@ -161,7 +224,7 @@ def test_shards_that_meet_inside_of_blocks_are_the_references(format, launches):
     assert_written(tables[0].entries, masters)
 
 
-@EVERY_FORMAT
+@ONE_OF_EACH_PATH
 def test_columns_on_two_ranks_are_parts_of_the_whole(format, launches):
     """Whole blocks of each; experts that go on elsewhere share their amax."""
     shape, width = (2, 128, 256), 128
@@ -187,7 +250,7 @@ def test_columns_on_two_ranks_are_parts_of_the_whole(format, launches):
     assert launches
 
 
-@EVERY_FORMAT
+@ONE_OF_EACH_PATH
 @pytest.mark.parametrize(
     ("gradients", "moments", "decoupled", "cut"),
     [

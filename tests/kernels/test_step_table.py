@@ -17,8 +17,8 @@ from moe_optim.kernels.fields import (
     AMAX_SLOT,
     COLS,
     COLUMNWISE_DATA,
+    END,
     HYPER_FIELDS,
-    ROWS,
     ROWWISE_DATA,
     STATE_FIELDS,
 )
@@ -73,7 +73,7 @@ def launched_elements(plan):
         width = constants["TILE_COLS"]
         for number, first_row, first_col, _ in tiles.tolist():
             member = descriptors[number].tolist()
-            rows = torch.arange(first_row, min(first_row + height, member[ROWS]))
+            rows = torch.arange(first_row, min(first_row + height, member[END] // member[COLS]))
             cols = torch.arange(first_col, min(first_col + width, member[COLS]))
             places = (rows[:, None] * member[COLS] + cols).flatten()
             row = torch.cat([torch.tensor(member[:1]), states[number]])
@@ -189,9 +189,16 @@ def tiles_of(plans, *, step):
     return sorted(
         (*descriptors[number, [ROWWISE_DATA, COLUMNWISE_DATA, AMAX_SLOT]].tolist(), row, col)
         for plan in plans
-        for (descriptors, tiles, *_), _ in members_of(plan, step=step)
-        for number, row, col, _ in tiles.tolist()
+        for (descriptors, tiles, *_), constants in members_of(plan, step=step)
+        for number, first_row, col, _ in tiles.tolist()
+        for row in block_rows_of(descriptors[number].tolist(), first_row, constants)
     )
+
+
+def block_rows_of(member, first_row, constants):
+    """Return the first rows of the block rows of a tile: several of a row-only format."""
+    end_row = min(first_row + constants.get("TILE_ROWS", 1), member[END] // member[COLS])
+    return range(first_row, max(end_row, first_row + 1))
 
 
 def updates_of(table):

@@ -76,6 +76,7 @@ def test_interleaved_rows_come_apart(format, convention):
 E4M3, U8, F32 = torch.float8_e4m3fn, torch.uint8, torch.float32
 WEIGHT, MXFP8_SCALE = ((256, 256), E4M3), ((256, 8), U8)
 PACKED, NVFP4_SCALE = ((256, 128), U8), ((256, 16), E4M3)
+INT4 = {"weight_packed": ((256, 32), torch.int32), "weight_shape": ((2,), torch.int64)}
 SHAPES = {  # what replaces `weight` in a name: shape and dtype, of [256, 256]
     ("mxfp8", "compressed_tensors"): {"weight": WEIGHT, "weight_scale": MXFP8_SCALE},
     ("mxfp8", "modelopt"): {"weight": WEIGHT, "weight_scale": MXFP8_SCALE},
@@ -90,6 +91,9 @@ SHAPES = {  # what replaces `weight` in a name: shape and dtype, of [256, 256]
         "weight_scale": NVFP4_SCALE,
         "weight_global_scale": ((1,), F32),
     },
+    ("mxfp4", "compressed_tensors"): {"weight_packed": PACKED, "weight_scale": MXFP8_SCALE},
+    ("int4", "compressed_tensors"): INT4 | {"weight_scale": ((256, 8), torch.bfloat16)},
+    ("int4_g128", "compressed_tensors"): INT4 | {"weight_scale": ((256, 2), torch.bfloat16)},
     ("fp8_block", "deepseek"): {"weight": WEIGHT, "weight_scale_inv": ((2, 2), F32)},
     ("fp8_block", "compressed_tensors"): {"weight": WEIGHT, "weight_scale": ((2, 2), F32)},
 }
@@ -102,6 +106,7 @@ def test_names_shapes_and_dtypes_are_those_that_engines_allocate(format, convent
     for part in (gate, up):
         got = {name: (tuple(one.shape), one.dtype) for name, one in part.items()}
         assert got == SHAPES[convention.format, convention.name]
+        assert "weight_shape" not in part or part["weight_shape"].tolist() == [256, 256]
 
 
 @pytest.mark.parametrize(("format", "convention"), CASES)
@@ -241,6 +246,31 @@ def test_each_convention_is_configured_as_its_engines_parse_it():
     }
     assert made["mxfp8", "deepseek"]["quant_method"] == "mxfp8"
     assert made["mxfp8", "deepseek"]["weight_block_size"] == [1, 32]
+    for size, name in ((32, "int4"), (128, "int4_g128")):
+        integers = made[name, "compressed_tensors"]
+        assert (integers["format"], integers["ignore"]) == ("pack-quantized", DENSE)
+        group = integers["config_groups"]["group_0"]
+        assert group["input_activations"] is None
+        assert group["weights"] == {
+            "num_bits": 4,
+            "type": "int",
+            "strategy": "group",
+            "group_size": size,
+            "symmetric": True,
+            "dynamic": False,
+        }
+    assert made["mxfp4", "compressed_tensors"]["format"] == "mxfp4-pack-quantized"
+    group = made["mxfp4", "compressed_tensors"]["config_groups"]["group_0"]
+    assert group["input_activations"] is None
+    assert group["weights"] == {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "group",
+        "group_size": 32,
+        "symmetric": True,
+        "dynamic": False,
+        "scale_dtype": "torch.uint8",
+    }
     four_bits = made["nvfp4", "modelopt"]
     assert (four_bits["quant_method"], four_bits["quant_algo"]) == ("modelopt", "W4A16_NVFP4")
     assert (four_bits["group_size"], four_bits["ignore"]) == (16, DENSE)

@@ -8,7 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_optim import ops
 from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.experts.keys.layouts import get_layout
+from moe_optim.rollout.experts import ExportedAs
+from moe_optim.rollout.units import HeldExperts
 from tests.rollout.test_export_weights import (
     OVERLAP,
     Setup,
@@ -18,7 +22,7 @@ from tests.rollout.test_export_weights import (
     refusal,
     step,
 )
-from tests.support.bytes import assert_same_tensors
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.ranks import run_ranks
 from tests.support.states.masters import full_master
 
@@ -118,6 +122,31 @@ def test_cut_experts_are_spread_over_expert_parallel_ranks_too():
     sizes = {"expert_model_parallel_size": 2}
     setup = pair(sizes, {"format": "mxfp8"}, export={"bucket_bytes": 100_000})
     assert run_ranks(4, _compare, {"both": setup}) == [{"both": 48}] * 4
+
+
+@pytest.mark.parametrize("layout", ["hf_per_expert", "sequential"])
+@pytest.mark.parametrize(("linear", "axis"), [("linear_fc1", 0), ("linear_fc2", 1)])
+def test_parts_of_integers_become_the_whole_with_its_shape(linear, axis, layout):
+    """Rows of gate and of up of both ranks, or their columns; a shape is stored, not cut."""
+    values = torch.randn(1, 64, 128, generator=torch.Generator().manual_seed(5))
+    path = f"decoder.layers.0.mlp.experts.{linear}"
+    held = HeldExperts(
+        linear=path, hf_layer=0, kind="weight", first=0, count=1, shape=(64, 128), format="int4",
+        cut_axis=axis,
+    )  # fmt: skip
+    cut = values.chunk(2, 2)
+    if axis == 0:
+        halves = [half.chunk(2, 1) for half in values.chunk(2, 1)]
+        cut = [torch.cat(of_both, 1) for of_both in zip(*halves, strict=True)]
+    exported_as = ExportedAs(get_layout(layout), None)
+
+    def tensors(weight):
+        (expert,) = exported_as.parts(held, ops.quantize(weight, "int4"))
+        return [tensor for part in expert for tensor in part.values()]
+
+    joined = exported_as.join(held, [tensors(part) for part in cut])
+    for got, want in zip(joined, tensors(values), strict=True):
+        assert_bytes_equal(got, want)
 
 
 def _refuse():

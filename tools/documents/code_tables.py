@@ -318,16 +318,17 @@ def conventions() -> str:
     of_global = {None: "", False: "float32 [], multiplies", True: "float32 [1], divides"}
     rows = []
     for one in every:
-        packed = 2 if one.format == "nvfp4" else 1
         scales = "[R, 1]"
         if one is not ONE_SCALE:
             height, width = one.scale_block
             scales = f"[R{_over(height)}, C{_over(width)}]"
         tensors = [
-            f"`{one.data}` {short[one.data_dtype]} [R, C{_over(packed)}]",
+            f"`{one.data}` {short[one.data_dtype]} [R, C{_over(one.elements)}]",
             f"`{one.scale}` {short[one.scale_dtype]} {scales}",
             f"`{one.global_scale}` {of_global[one.divides]}" if one.global_scale else "",
         ]
+        if one.shape is not None:
+            tensors[1] += f"; `{one.shape}` int64 [2]"
         name = "per-tensor scaling" if one is ONE_SCALE else f"`{one.format}`"
         rows.append([name, f"`{one.name}`", *tensors, ", ".join(one.engines)])
     header = ["format", "convention", "elements", "scales", "global scale", "read by"]

@@ -62,7 +62,10 @@ SIDES: Mapping[str, Side] = {
     "FP8 blocks, moved": Side(train=FP8_BLOCKS.train, megatron=FP8, ranks=(1, 2)),
     **{
         f"portable {name}": portable(name)
-        for name in ("bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block")
+        for name in (
+            *("bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"),
+            *("mxfp8_rows", "mxfp4", "nvfp4_rows", "int4"),
+        )
     },
 }
 """Name of a side -> its options."""

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,6 +49,10 @@ class Method:
     settings: tuple[tuple[str, Any], ...] = ()
     """Attributes of the method that its constructor would set, or arguments of a function."""
     function: str = "create_weights"
+    helpers: tuple[str, ...] = ()
+    """Other methods of the class that the function calls."""
+    is_transposed: bool = False
+    """Whether the engine transposes data and scales while it loads them."""
 
 
 _V, _S = "model_executor/layers/quantization", "srt/layers/quantization"
@@ -83,7 +87,41 @@ _ROWS = (
     ("weight_quant", SimpleNamespace(strategy=1)),
 )
 _GROUP = SimpleNamespace(is_checkpoint_nvfp4_serialized=True, group_size=16)
+
+
+def _int4(group_size: int) -> list[Method]:
+    """Return the methods for packed integers with a scale per group."""
+    settings = {
+        "symmetric": True,
+        "sym": True,
+        "num_bits": 4,
+        "packed_factor": 8,
+        "strategy": "group",
+        "group_size": group_size,
+        "actorder": None,
+    }
+    given = tuple(settings.items())
+    return [
+        Method(
+            *("vllm", f"{_VC}_wna16.py", "CompressedTensorsWNA16MoEMethod", given),
+            helpers=("get_weight_shape",),
+        ),
+        Method(
+            *("sglang", f"{_SC}_wNa16_moe.py", "CompressedTensorsWNA16MoE", given),
+            is_transposed=True,
+        ),
+    ]
+
+
 METHODS = {
+    ("mxfp4", "compressed_tensors"): [
+        Method(
+            *("vllm", f"{_VC}_w4a4_mxfp4.py", "CompressedTensorsW4A4Mxfp4MoEMethod"),
+            (("group_size", 32),),
+        )
+    ],
+    ("int4", "compressed_tensors"): _int4(32),
+    ("int4_g128", "compressed_tensors"): _int4(128),
     ("mxfp8", "compressed_tensors"): [
         Method("vllm", f"{_VC}_w8a8_mxfp8.py", "CompressedTensorsW8A8Mxfp8MoEMethod")
     ],
@@ -165,6 +203,7 @@ NAMES = {
     "QuantizationStrategy": SimpleNamespace(TENSOR=0, CHANNEL=1, BLOCK=2),
     "ModelWeightParameter": _parameter,
     "PerTensorScaleParameter": _parameter,
+    "GPTQMarlinState": SimpleNamespace(REPACK=None),
     "MXFP8_BLOCK_SIZE": 32,
     "MXFP8_VALUE_DTYPE": torch.float8_e4m3fn,
     "MXFP8_SCALE_DTYPE": torch.uint8,
@@ -183,6 +222,7 @@ def allocated(method: Method, package: Path) -> dict[str, Tensor]:
     """Return an engine's parameters of the experts, by name, filled with a marker byte."""
     create = extract(package / method.file, method.method, method.function, NAMES)
     moe = SimpleNamespace(is_act_and_mul=True, w13_num_shards=2, has_bias=False)
+    helpers = [extract(package / method.file, method.method, one, NAMES) for one in method.helpers]
     weight_quant, input_quant = SimpleNamespace(strategy=2), SimpleNamespace(dynamic=True)
     settings = {"moe": moe, "weight_quant": weight_quant, "input_quant": input_quant}
     layer = torch.nn.Module()
@@ -192,6 +232,8 @@ def allocated(method: Method, package: Path) -> dict[str, Tensor]:
     given = dict(method.settings)
     is_static = method.function != "create_weights"
     owner = [] if is_static else [SimpleNamespace(**settings | given)]
+    for helper in helpers:
+        setattr(owner[0], helper.__name__, MethodType(helper, owner[0]))
     create(
         *owner,
         layer,
@@ -210,12 +252,17 @@ Experts = list[list[dict[str, Tensor]]]
 """Tensors of each part of each expert."""
 
 
-def quantized(linear: str, convention: Convention, parts: int) -> tuple[Experts, Tensor]:
-    """Return random exported experts of a linear, and their values in training."""
+def quantized(
+    linear: str, convention: Convention, parts: int, format: str | None = None
+) -> tuple[Experts, Tensor]:
+    """Return random exported experts of a linear, and their values in training.
+
+    ``format`` None is the training format of the convention's name.
+    """
     generator = torch.Generator().manual_seed(1 + len(linear) + LINEARS[linear][0])
     weights = torch.randn((EXPERTS, *LINEARS[linear]), generator=generator)
     if convention is not ONE_SCALE:
-        buffers = ops.quantize(weights, get_format(convention.format))
+        buffers = ops.quantize(weights, get_format(format or convention.format))
         return export_experts(buffers, convention, parts=parts), ops.dequantize(buffers)
     codes = torch.empty(weights.shape, dtype=torch.uint8)
     scales = tensorwise.encode_scale(weights.bfloat16().float().abs().amax((1, 2)).unsqueeze(1))
@@ -249,7 +296,12 @@ def differences(convention: Convention, method: Method, package: Path) -> Iterat
     make = extract(package / file, cls, function, NAMES)
     projections = ("gate_proj", "down_proj", "up_proj", EXPERTS)
     mapping = make(None, *projections) if method.engine == "sglang" else make(*projections)
-    left = {name: place.numel() for name, place in places.items() if "input" not in name}
+    unused = ("input", "g_idx")  # scales of activations, and the order of columns
+    left = {
+        name: place.numel()
+        for name, place in places.items()
+        if not any(word in name for word in unused)
+    }
     for name, tensor in exported(convention).items():
         (row,) = [row for row in mapping if row[1] in name]
         _, _, expert, shard = row
@@ -258,6 +310,13 @@ def differences(convention: Convention, method: Method, package: Path) -> Iterat
             yield f"{name}: no {place_name}"
             continue
         place = places[place_name][expert]
+        if name.endswith("_shape"):  # read into fp32, and gate's and up's into one place
+            left[place_name] -= place.numel() // (1 if shard == "w2" else 2)
+            if tensor.shape != place.shape:
+                yield f"{name}: {list(tensor.shape)}, place {list(place.shape)}"
+            continue
+        if method.is_transposed:
+            place = place.t()
         if shard != "w2":
             place = place.chunk(2)["w13".index(shard[1]) // 2] if place.dim() else place
         loaded = tensor.reshape(place.shape) if tensor.numel() == place.numel() == 1 else tensor
@@ -267,8 +326,11 @@ def differences(convention: Convention, method: Method, package: Path) -> Iterat
     yield from (f"{name}: {count} elements stay empty" for name, count in left.items() if count)
 
 
-def decompressed_differences(convention: Convention) -> Iterator[str]:
-    """Yield values that compressed-tensors decompresses differently than training."""
+def decompressed_differences(convention: Convention, format: str | None = None) -> Iterator[str]:
+    """Yield values that compressed-tensors decompresses differently than training.
+
+    ``format`` is as in :func:`quantized`.
+    """
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
@@ -276,7 +338,7 @@ def decompressed_differences(convention: Convention) -> Iterator[str]:
     scheme = config.config_groups["group_0"]
     compressor = BaseCompressor.get_value_from_registry(config.format)
     for linear in LINEARS:
-        experts, wanted = quantized(linear, convention, 1)
+        experts, wanted = quantized(linear, convention, 1, format)
         for expert, (whole,) in enumerate(experts):
             got = compressor.decompress(whole, scheme)["weight"].bfloat16()
             if not torch.equal(got, wanted[expert]):

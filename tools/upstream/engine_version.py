@@ -20,5 +20,5 @@ def versions_of_ranks() -> dict[str, str | None]:
 
 
 _SQUARE = ("mxfp8_2d",) if satisfies(find_version() or "", ">=2.19") else ()
-FORMATS = ("mxfp8", *_SQUARE, "nvfp4", "fp8_block")
+FORMATS = ("mxfp8", *_SQUARE, "nvfp4", "fp8_block", "fp8_block_fp32")
 """Formats of its tensors; 2.19 is the first with square blocks of MXFP8."""

@@ -1,7 +1,8 @@
 """Convert a torch_dist or safetensors checkpoint, one layer at a time.
 
 --to converts the weights of a whole Qwen3-MoE or DeepSeek-V3 model: names, shapes and
-configuration. --experts converts only the layout of experts: every other tensor keeps its name,
+configuration. Weights published in FP8 blocks, MXFP4 or INT4 become bf16; --to hf dequantizes any
+such model. --experts converts only the layout of experts: every other tensor keeps its name,
 and masters and moments are converted too, by name if they were flat. Checksums in SRC (torch_dist)
 are verified. DST appears when it is complete. Megatron, transformers and a GPU are not needed.
 """
@@ -21,6 +22,7 @@ from moe_optim.screen import results_console
 from moe_optim.spelling import spell_bytes
 
 if TYPE_CHECKING:
+    from moe_optim.checkpoint.files.reader import CheckpointReader
     from moe_optim.commands.conversion.conversion_plan import ConversionPlan
     from moe_optim.commands.conversion.model_plan import ModelPlan
     from moe_optim.rollout.families import Implementation
@@ -169,7 +171,10 @@ def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
         source_glu_interleave=args.source_glu_interleave,
         tokenizer=args.tokenizer,
     )
-    plan = plan_model(open_reader(args.source), request)
+    reader = open_reader(args.source)
+    if args.to == "hf" and reader.format == "safetensors":
+        return _dequantize(args, reader, began)
+    plan = plan_model(reader, request)
     with progress_bar("converting", plan.total_bytes) as report:
         convert_model(plan, args.target, report)
     layers = len(plan.model.anatomy.moe_layers)
@@ -182,6 +187,26 @@ def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
         lines.append(f"Megatron's flags: {shlex.join(megatron_flags(plan.model, side))}")
         lines += _absent_layers(side, is_latent=plan.model.family.name == "deepseek_v3")
     return lines + _left_out(plan, "--to takes weights alone")
+
+
+def _dequantize(args: argparse.Namespace, reader: "CheckpointReader", began: float) -> list[str]:
+    from moe_optim.commands.conversion.dequantization import (
+        dequantize_checkpoint,
+        plan_dequantization,
+    )
+
+    refuse(
+        {"--source-glu-interleave": args.source_glu_interleave},
+        expected=f"--to hf: expected rows to stay in the order of {args.source}",
+        remedy="Remove it.",
+    )
+    plan = plan_dequantization(reader, args.tokenizer)
+    with progress_bar("dequantizing", plan.total_bytes) as report:
+        dequantize_checkpoint(plan, args.target, report)
+    return [
+        f"{args.target}: quantized weights in bf16, all other tensors unchanged",
+        _speed(plan.num_tensors, plan.total_bytes, began),
+    ]
 
 
 def _absent_layers(side: "Implementation", *, is_latent: bool) -> list[str]:

@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--convention",
         choices=CONVENTIONS,
-        help="names of data and scales (default: compressed_tensors for MXFP8, modelopt for "
-        "NVFP4, deepseek for FP8 blocks)",
+        help="names of data and scales (default: modelopt for NVFP4, deepseek for FP8 "
+        "blocks, else compressed_tensors)",
     )
     add(
         "--config",

@@ -52,6 +52,8 @@ def require_experts(view: LayerView, sets: Collection[ExpertSet], tensors: int) 
 
 def is_quantized(info: TensorInfo) -> bool:
     """Return whether elements are codes that need scales."""
+    if info.dtype == torch.int32:  # eight codes per word
+        return len(info.shape) == 2
     return info.dtype.itemsize == 1 and info.dtype != torch.bool
 
 
@@ -63,8 +65,8 @@ def refuse_quantized(view: LayerView, keys: Iterable[str]) -> None:
         raise LayoutError(
             f"{view.reader.path}: expected weights in bf16, fp16 or fp32, got {len(found):,} "
             f"tensors that are quantized, such as {found[0]}, {info.dtype} {list(info.shape)}. "
-            "Take the checkpoint that they were quantized from; `moe-optim convert --to megatron` "
-            "reads FP8 blocks whose quantization_config is in config.json."
+            "Take the checkpoint that they were quantized from, or dequantize them: `moe-optim "
+            "convert --to hf` reads what the quantization_config in config.json declares."
         )
 
 

@@ -1,12 +1,13 @@
 """Identifies the model of a checkpoint from the files saved beside its tensors."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from moe_optim.checkpoint.files.reader import CheckpointReader
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.files.untrusted_files import parse_json, read_file
-from moe_optim.commands.conversion.fp8_blocks import DequantizedBlocks, block_of
+from moe_optim.commands.conversion.published_weights import DequantizedWeights, encodings_of
 from moe_optim.commands.hugging_face.models import (
     MTP_KEYS,
     Model,
@@ -17,6 +18,10 @@ from moe_optim.errors import ConfigError, StateError
 
 CONFIG = "config.json"
 QUANTIZATION = "quantization_config"
+_TEXT = "text_config"
+"""Key of the language model in the configuration of a multimodal model."""
+_EXPERT_DTYPE = "expert_dtype"
+"""Key of DeepSeek-V4's element format."""
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -39,8 +44,9 @@ def require_format(reader: CheckpointReader, to: Literal["hf", "megatron"]) -> N
     """Raise ConfigError if a checkpoint already is in the target format."""
     wanted = "torch_dist" if to == "hf" else "safetensors"
     if reader.format != wanted:
+        also = f", or safetensors whose {CONFIG} has a {QUANTIZATION}," if to == "hf" else ""
         raise ConfigError(
-            f"{reader.path}: expected {wanted} for --to {to}, got {reader.format}. "
+            f"{reader.path}: expected {wanted}{also} for --to {to}, got {reader.format}. "
             "Convert expert layouts alone with --experts."
         )
 
@@ -55,8 +61,8 @@ def read_model(reader: CheckpointReader) -> Model:
     if not isinstance(reader, TorchDistReader):
         folder = folder_of(reader)
         config = read_config(folder)
-        if isinstance(reader, DequantizedBlocks):
-            config.pop(QUANTIZATION, None)
+        if isinstance(reader, DequantizedWeights):
+            config = unquantized_config(config)
         return model_from_config(config, str(folder / CONFIG))
     arguments = reader.model_arguments
     if not arguments:
@@ -68,17 +74,30 @@ def read_model(reader: CheckpointReader) -> Model:
 
 
 def dequantized(reader: CheckpointReader) -> CheckpointReader:
-    """Return a reader of bf16 values if ``config.json`` declares FP8 blocks.
+    """Return a reader of bf16 values if ``config.json`` declares quantized weights.
 
-    Other quantization is a ConfigError, missing or misshapen scales are a LayoutError.
+    Otherwise, returns ``reader`` itself. An unknown quantization is a ConfigError; missing or
+    misshapen scales are a LayoutError.
     """
     folder = folder_of(reader)
     if reader.format != "safetensors" or not (folder / CONFIG).is_file():
         return reader
-    quantization = read_config(folder).get(QUANTIZATION)
-    if quantization is None:
+    config = read_config(folder)
+    of_text = config.get(_TEXT)
+    found = config.get(QUANTIZATION)
+    if found is None and isinstance(of_text, dict):
+        found = of_text.get(QUANTIZATION)
+    if found is None:
         return reader
-    return DequantizedBlocks(reader, block_of(quantization, str(folder / CONFIG)))
+    return DequantizedWeights(reader, encodings_of(found, str(folder / CONFIG)))
+
+
+def unquantized_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ``config.json`` without what it says about quantized weights."""
+    kept = {key: one for key, one in config.items() if key not in (QUANTIZATION, _EXPERT_DTYPE)}
+    if isinstance(kept.get(_TEXT), dict):
+        kept[_TEXT] = unquantized_config(kept[_TEXT])
+    return kept
 
 
 def require_promised_layers(model: Model, reader: CheckpointReader) -> None:
@@ -127,7 +146,7 @@ def configured_experts(reader: CheckpointReader) -> int | None:
     if reader.format != "safetensors" or not (folder / CONFIG).is_file():
         return None
     config = read_config(folder)
-    of_text = config.get("text_config")  # multimodal models
+    of_text = config.get(_TEXT)
     config |= of_text if isinstance(of_text, dict) else {}
     numbers = (config.get(name) for name in _NUM_EXPERTS)
     return next((one for one in numbers if type(one) is int and one > 0), None)
@@ -155,6 +174,19 @@ def read_tokenizer(folder: Path) -> dict[str, bytes]:
                 "Face cache."
             ) from error
     return found
+
+
+def read_given_tokenizer(given: Path | None, beside: Path) -> dict[str, bytes]:
+    """Return the files of a given tokenizer, else of the one in folder ``beside``, if any.
+
+    Raises as :func:`read_tokenizer` does, except that ``beside`` may have no tokenizer.
+    """
+    try:
+        return read_tokenizer(given or beside)
+    except ConfigError:
+        if given:
+            raise
+        return {}
 
 
 def special_tokens(folder: Path | None) -> dict[str, int | list[int] | None]:

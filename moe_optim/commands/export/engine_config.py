@@ -8,10 +8,15 @@ from moe_optim.rollout.conventions import Convention
 Arguments = dict[str, Any]
 _GROUP_32: Arguments = {"num_bits": 8, "strategy": "group", "group_size": 32}
 _MXFP8 = _GROUP_32 | {"scale_dtype": "torch.uint8"}
+_MXFP4 = _MXFP8 | {"num_bits": 4}
+_INT4 = _GROUP_32 | {"num_bits": 4, "type": "int"}
 _NVFP4 = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
 _BLOCK = {"num_bits": 8, "strategy": "block", "block_structure": [128, 128]}
 _SCHEMES: dict[str, tuple[str, Arguments, Arguments | None]] = {
     "mxfp8": ("mxfp8-quantized", _MXFP8, _MXFP8),
+    "mxfp4": ("mxfp4-pack-quantized", _MXFP4, None),
+    "int4": ("pack-quantized", _INT4, None),
+    "int4_g128": ("pack-quantized", _INT4 | {"group_size": 128}, None),
     "nvfp4": ("nvfp4-pack-quantized", _NVFP4 | {"scale_dtype": "torch.float8_e4m3fn"}, None),
     "fp8_block": (
         "float-quantized",
@@ -30,8 +35,9 @@ _SCHEMES: dict[str, tuple[str, Arguments, Arguments | None]] = {
 def quantization_config(convention: Convention, unquantized: Sequence[str]) -> dict[str, Any]:
     """Return the ``quantization_config`` by which engines recognize a format.
 
-    Engines quantize activations on the fly, except for NVFP4: its activations stay bf16, since
-    their global scale needs a calibration. ``unquantized`` lists module paths, without ``.weight``.
+    Engines quantize activations of eight-bit weights on the fly. Those of four-bit weights stay
+    bf16: the global scale of NVFP4 needs a calibration. ``unquantized`` lists module paths, without
+    ``.weight``.
     """
     if convention.name == "deepseek":
         return {

@@ -10,12 +10,11 @@ from moe_optim.commands.conversion.file_plan import BytesDone, one_thread, write
 from moe_optim.commands.conversion.model_sources import (
     CONFIG,
     folder_of,
-    read_tokenizer,
+    read_given_tokenizer,
     special_tokens,
 )
 from moe_optim.commands.export.engine_config import quantization_config
 from moe_optim.commands.export.export_plan import ExportPlan
-from moe_optim.errors import ConfigError
 
 _HEADER_BYTES = 512  # upper bound per tensor in headers and index
 
@@ -31,7 +30,8 @@ def export_checkpoint(plan: ExportPlan, target: Path, report: BytesDone = lambda
         StateError: a file of the source or of the tokenizer is damaged, or the disk is full.
     """
     tensors = sum(8 * one.experts.num_experts for one in plan.experts if one.experts is not None)
-    texts, tokens = _read_tokenizer(plan), special_tokens(plan.request.tokenizer)
+    texts = read_given_tokenizer(plan.request.tokenizer, folder_of(plan.view.reader))
+    tokens = special_tokens(plan.request.tokenizer)
     headers = _HEADER_BYTES * (tensors + len(plan.others))
     needed = plan.total_bytes + headers + sum(map(len, texts.values()))
     with one_thread(), published(target, needed_bytes=needed) as folder:
@@ -44,13 +44,3 @@ def export_checkpoint(plan: ExportPlan, target: Path, report: BytesDone = lambda
             plan.request.convention, plan.unquantized
         )
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _read_tokenizer(plan: ExportPlan) -> dict[str, bytes]:
-    """Return the files of the given tokenizer, or of the one beside the weights."""
-    try:
-        return read_tokenizer(plan.request.tokenizer or folder_of(plan.view.reader))
-    except ConfigError:
-        if plan.request.tokenizer:
-            raise
-        return {}

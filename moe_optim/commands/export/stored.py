@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from moe_optim.checkpoint.files.reader import TensorInfo
-from moe_optim.commands.conversion.fp8_blocks import SCALE_DTYPES
 from moe_optim.rollout.conventions import CONVENTIONS, Convention
 
 Tensors = Mapping[str, TensorInfo]
 _OF_ACTIVATIONS = ("input_scale", "input_global_scale")
 """Suffixes of activation scales that a calibration stores beside a weight."""
-_SCALES_OF_ANY = {name for one in CONVENTIONS for name in (one.scale, one.global_scale) if name}
+_SCALES_OF_ANY = {name for one in CONVENTIONS for name in one.suffixes[1:]}
+_CODES = {one.data_dtype for one in CONVENTIONS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,9 +71,7 @@ def find_quantized(tensors: Tensors) -> StoredWeights | None:
 
 
 def _suffixes(convention: Convention) -> list[str]:
-    """Return the name suffixes of data and scales, data first."""
-    names = convention.data, convention.scale, convention.global_scale
-    return [f".{name}" for name in names if name]
+    return [f".{name}" for name in convention.suffixes]
 
 
 def _whole(convention: Convention, tensors: Tensors) -> Iterator[tuple[str, StoredWeight]]:
@@ -92,27 +90,28 @@ def _whole(convention: Convention, tensors: Tensors) -> Iterator[tuple[str, Stor
 
 def _shape_of(convention: Convention, data: TensorInfo) -> tuple[int, int]:
     rows, columns = data.shape
-    return rows, columns * (2 if convention.format == "nvfp4" else 1)
+    return rows, columns * convention.elements
 
 
 def _allowed_scales(convention: Convention, shape: tuple[int, int]) -> list[list[TensorInfo]]:
-    """Return the accepted forms of each scale of a weight, the convention's own first."""
+    """Return the accepted forms of each suffix but data, the convention's own first."""
     blocks = tuple(-(-n // size) for n, size in zip(shape, convention.scale_block, strict=True))
-    dtypes = SCALE_DTYPES if convention.format == "fp8_block" else (convention.scale_dtype,)
-    allowed = [[TensorInfo(blocks, dtype) for dtype in dtypes]]
+    allowed = [[TensorInfo(blocks, dtype) for dtype in convention.scale_dtypes]]
     if convention.global_scale is not None:
         allowed.append([TensorInfo((1,) if convention.divides else (), torch.float32)])
+    if convention.shape is not None:
+        allowed.append([TensorInfo((2,), dtype) for dtype in (torch.int64, torch.int32)])
     return allowed
 
 
 def _is_otherwise(convention: Convention, tensors: Tensors, stem: str) -> bool:
     """Return whether a weight is quantized in a format other than the convention's."""
     data = [tensors.get(f"{stem}.{name}") for name in {one.data for one in CONVENTIONS}]
-    kinds = {one.dtype for one in data if one is not None and one.dtype.itemsize == 1}
+    kinds = {one.dtype for one in data if one is not None and one.dtype in _CODES}
     scales = {name for name in _SCALES_OF_ANY if f"{stem}.{name}" in tensors}
     if kinds and convention.data_dtype not in kinds:
         return True
-    if kinds and scales and not scales & {convention.scale, convention.global_scale}:
+    if kinds and scales and not scales & set(convention.suffixes):
         return True
     scale, weight = tensors.get(f"{stem}.weight_scale"), tensors.get(f"{stem}.weight")
     if scale is None or weight is None or weight.dtype != torch.float8_e4m3fn:

@@ -8,7 +8,7 @@ from moe_optim.commands.plan.experts import PlannedExperts, is_native
 from moe_optim.config.recipes import Recipe
 from moe_optim.formats import FORMATS
 from moe_optim.integration.argv import last_value, spell_format
-from moe_optim.rules import NATIVE_FORMATS
+from moe_optim.rules import native_formats
 from moe_optim.spelling import spell_bytes
 
 GIB = 2**30
@@ -28,21 +28,33 @@ class Choice:
 def find_choice(recipe: Recipe, argv: Sequence[str], experts: PlannedExperts) -> Choice:
     """Return the formats that a recipe can use without becoming a different model.
 
-    4-bit and 8-bit weights give different models: neither is proposed in place of the other.
+    4-bit and 8-bit weights give different models: neither is proposed in place of the other. A
+    row-only format is that of an inference engine, and is kept.
+
+    Raises:
+        LayoutError: the weights do not fit the recipe's format.
     """
     own = spell_format(recipe.moe_optim.format, argv)
+    if own in FORMATS:
+        for weight, shape in experts.weights:
+            FORMATS[own].check_shape(shape, f"{recipe.path}: {weight}")
     if is_native(experts.args):
         bits = "fp8" if "--fp8-param-gather" in argv else "fp4"
         default = {"fp8": "delayed", "fp4": "nvfp4"}[bits]  # Megatron's default
         flag = f"--{bits}-recipe {last_value(argv, f'--{bits}-recipe') or default}"
-        if flag not in NATIVE_FORMATS:
+        if not (candidates := native_formats(flag)):
             return Choice(own=own, candidates=(), why=f"weights of {flag} stay Megatron's")
-        return Choice(own=own, candidates=NATIVE_FORMATS[flag], why=f"that {flag} supports")
+        return Choice(own=own, candidates=candidates, why=f"that {flag} supports")
     if not experts.is_portable:
         return Choice(own=own, candidates=(), why="its flags keep bf16 weights")
-    bits_of = {name: format.element_bits for name, format in FORMATS.items()}
-    wanted = bits_of.get(own, 8)
-    names = tuple(name for name, bits in bits_of.items() if bits == wanted)
+    if own in FORMATS and FORMATS[own].is_row_only:
+        return Choice(own=own, candidates=(own,), why="with these codes and scales, and no others")
+    wanted = FORMATS[own].element_bits if own in FORMATS else 8
+    names = tuple(
+        name
+        for name, format in FORMATS.items()
+        if format.element_bits == wanted and not format.is_row_only
+    )
     return Choice(
         own=own,
         candidates=names,
@@ -60,7 +72,7 @@ def recommend(choice: Choice, rows: Sequence[PlanRow], gpu_memory: float | None)
         )
     named = {row["format"]: row for row in rows}
     best = min(
-        (named[name] for name in choice.candidates),
+        (named[name] for name in choice.candidates if name in named),
         key=lambda row: (row["total_bytes_per_rank"], row["gathered_bytes_per_step"]),
     )
     name, bf16, gpus = best["format"], named[STOCK_BF16], best["gpus"]

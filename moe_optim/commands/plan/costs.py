@@ -17,6 +17,7 @@ from moe_optim.buckets.layout import Slot, plan_buffers
 from moe_optim.commands.plan.census import Counts, count_block_rows, count_owned
 from moe_optim.commands.plan.experts import PlannedBucket, PlannedExperts
 from moe_optim.commands.plan.stock_layout import packed_nbytes
+from moe_optim.errors import LayoutError
 from moe_optim.formats import DIRECTIONS, FORMATS, BlockScaledFormat
 from moe_optim.kernels.exchange import plan_exchange
 from moe_optim.rules import offload_fraction
@@ -32,7 +33,7 @@ STOCK_BF16, STOCK_MXFP8, STOCK_NVFP4, STOCK_FP8_BLOCK = STOCKS = (
 in bf16 through the gradient memory; FP8 blocks and NVFP4 with rowwise data in a parameter buffer.
 """
 ROWS = (*FORMATS, *STOCKS)
-"""Formats of the rows of a plan, for each number of GPUs."""
+"""Formats of the rows of a plan, for each number of GPUs, unless weights do not fit them."""
 MUON_ROWS = (*FORMATS, STOCK_BF16)
 """The same with Muon. Stock's layer-wise optimizer gathers bf16, whatever the weights are kept in.
 """
@@ -45,6 +46,21 @@ PARTS = (*WEIGHTS, "gradients", *OPTIMIZER, "gradient_copies")
 are the padded, replicated ones that Transformer Engine's GEMMs read; the parameter buffer is
 Megatron's; the exchange holds the maxima that ranks reduce; gradient copies are made by a step.
 """
+
+
+def left_out(experts: PlannedExperts) -> dict[str, str]:
+    """Return the formats that these weights cannot be stored in, each with the reason."""
+    reasons: dict[str, str] = {}
+    for name, format in FORMATS.items():
+        if experts.in_te and format.is_row_only:
+            reasons[name] = "Transformer Engine's tensors have columnwise data"
+        for weight, shape in experts.weights:
+            try:
+                format.check_shape(shape, weight)
+            except LayoutError as error:
+                reasons.setdefault(name, str(error).partition(". ")[0])
+    return reasons
+
 
 STEP_FIGURES = (
     *("norm_bytes_per_rank", "update_bytes_per_rank"),
@@ -102,7 +118,7 @@ def plan_rows(
 ) -> Iterator[PlanRow]:
     """Yield a row for every format, managed and stock, at each number of GPUs.
 
-    Bytes are those of the rank with most masters. Keys of a row:
+    Formats in :func:`left_out` have none. Bytes are those of the rank with most masters. Keys of a row:
 
     - ``weight_bytes_per_rank``: all buffers of the weights, and exchanged maxima
     - ``gradient_bytes_per_rank``: gradients in their own dtype
@@ -131,11 +147,13 @@ def plan_rows(
         memory_tb_per_s: memory bandwidth in TB/s; None omits times.
         network_gb_per_s: bus bandwidth of an all-gather in GB/s; None omits times.
     """
+    names = MUON_ROWS if experts.has_muon else ROWS
+    names = tuple(name for name in names if name not in left_out(experts))
     for count in gpus:
         shared = None if experts.has_muon else experts.buckets(count)
         dp_size = experts.expert_dp_size(count)
         rows: dict[str, PlanRow] = {}
-        for name in MUON_ROWS if experts.has_muon else ROWS:
+        for name in names:
             buckets = shared or experts.matrix_buckets(count, FORMATS.get(name))
             used = sum(bucket.used * number for bucket, number in buckets.items())
             total = _total([(_costs_of(name, one, experts), n) for one, n in buckets.items()])
@@ -246,8 +264,6 @@ def _quantized_costs(
 ) -> Costs:
     """Count ``wire: quantized`` with ``layout: aligned``."""
     slots, dp_size = bucket.slots, bucket.dp_size
-    for slot in slots:
-        format.check_shape(slot.shape, slot.name)
     numel = bucket.numel(format)
     gathered = {one.name: one.nbytes for one in plan_buffers(format, slots, numel, dp_size)}
     parts = dict(gathered)

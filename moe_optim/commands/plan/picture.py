@@ -10,7 +10,18 @@ from moe_optim.commands.plan.answers import GIB
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS = {"mxfp8": "#0072b2", "mxfp8_2d": "#d55e00", "nvfp4": "#009e73", "fp8_block": "#aa4499"}
+_COLORS = {
+    "mxfp8": "#0072b2",
+    "mxfp8_2d": "#d55e00",
+    "nvfp4": "#009e73",
+    "fp8_block": "#aa4499",
+    "fp8_block_fp32": "#cc79a7",
+    "mxfp8_rows": "#56b4e9",
+    "mxfp4": "#e69f00",
+    "nvfp4_rows": "#66c2a5",
+    "int4": "#8c510a",
+    "int4_g128": "#bf812d",
+}
 """Color of a format, managed and stock; stock bf16 is black."""
 _TOTAL = "total_bytes_per_rank"
 

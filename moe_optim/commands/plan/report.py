@@ -49,7 +49,7 @@ def plan(args: argparse.Namespace) -> int:
 def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     """Return the content of the JSON file."""
     from moe_optim.commands.plan.answers import find_choice, recommend
-    from moe_optim.commands.plan.costs import plan_rows
+    from moe_optim.commands.plan.costs import left_out, plan_rows
     from moe_optim.commands.plan.experts import plan_experts
     from moe_optim.rules import Setup, check_setup, config_with_flags, why_stock_step
 
@@ -93,6 +93,7 @@ def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         "planned": _describe(experts, config.expert_layout),
         "recommended": recommend(find_choice(recipe, argv, experts), of_advised, args.gpu_memory),
         "step": _describe_step(experts, reason),
+        "left_out": left_out(experts),
         "gpu_memory_gib": args.gpu_memory,
         "bandwidth_gb_per_s": args.bandwidth,
         "memory_bandwidth_tb_per_s": args.memory_bandwidth,
@@ -116,6 +117,8 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
             print_table(console, table)
     console.print(f"\nstep: {report['step']}", soft_wrap=False)
     console.print(legend(report, details=args.details), style="dim", soft_wrap=False)
+    for name, reason in report["left_out"].items():
+        console.print(f"without {name}: {reason}", style="dim", soft_wrap=False)
     console.print(f"\n{report['recommended']}", soft_wrap=False)
 
 

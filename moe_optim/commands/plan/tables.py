@@ -16,7 +16,7 @@ from moe_optim.spelling import spell_bytes, spell_count, spell_difference
 NOTHING = "-"
 
 LEGEND = {
-    "weights": "stored data and scales of both directions",
+    "weights": "stored data and scales, of both directions unless a format is row-only",
     "grads": "the gradient buffer (main_grad)",
     "optimizer": "main params of 4 bytes, exp_avg and exp_avg_sq, or Muon's momentum; with "
     "--use-precision-aware-optimizer, main params of stock bf16 use 2 bytes",
@@ -33,7 +33,7 @@ DETAILS = {
     "bf16 wire: weights are gathered in bf16. by weight: Megatron quantizes weights one by one",
     "amaxes": "fp32 maxima that ranks reduce before encoding",
     "norm, update": "minimum bytes that a fused step of experts reads and writes, for the gradient "
-    "norm and for Adam with quantization; nvfp4 reads masters twice",
+    "norm and for Adam with quantization; formats with a global amax read masters twice",
 }
 
 

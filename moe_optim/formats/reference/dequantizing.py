@@ -26,9 +26,9 @@ _NVFP4_UNIT = 1.0 / (6.0 * 448.0)
 def dequantize(q: QuantizedWeight, direction: Direction = "rowwise") -> Tensor:
     """Return the values of the buffers of ``direction``.
 
-    Exact for scales that are powers of two, except that magnitudes of 2^128 and above (weights from
-    2^128 - 2^123 round up to it) give Inf, and for INT4; products with fp32 scales are rounded to
-    fp32. NVFP4 values are ``element * ((block scale
+    Exact for INT4, and for scales that are powers of two, except that magnitudes of 2^128 and above
+    give Inf: MXFP8 weights round up to it from 2^128 - 2^123, MXFP4 weights from 2^128 - 2^125.
+    Products with fp32 scales are rounded to fp32. NVFP4 values are ``element * ((block scale
     * global amax) * fl(1/2688))``, each product rounded to fp32, as in TE. An amax below 2688 /
     FLT_MAX, 1.3 * 2^-117, counts as that value, as when encoding; TE dequantizes such experts to
     smaller values.

@@ -43,11 +43,11 @@ def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
 def encode_scale(amax: Tensor, format: BlockScaledFormat) -> Tensor:
     """Return the fp32 factor that encodes the weights of a block; its inverse is stored.
 
-    It is 448 / amax rounded to nearest, at most FLT_MAX, or the largest power of two up to that if
-    ``format`` stores powers of two; 1 for an amax of zero, Inf or NaN. As in Transformer Engine's
-    ``compute_scale_from_amax``.
+    It is 448 / amax rounded to nearest, at most the largest bf16, or the largest power of two up to
+    that if ``format`` stores powers of two; 1 for an amax of zero, Inf or NaN. As in Transformer
+    Engine's ``compute_scale_from_types`` of bf16 weights.
     """
-    scale = encode_tensor_scale(amax)
+    scale = encode_tensor_scale(amax).clamp(max=torch.finfo(torch.bfloat16).max)
     if format.scale_encoding == "fp32":
         return scale
     return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)

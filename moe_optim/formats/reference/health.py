@@ -75,16 +75,20 @@ def _measure(rounded: Tensor, place: slice, q: QuantizedWeight) -> Tensor:
 def _limits(q: QuantizedWeight) -> Tensor:
     """Return the fp32 limit of every element [R, C] for :func:`_is_above`.
 
-    The largest magnitude of a block is ``data_max`` times its scale. For NVFP4, ``S_dec * G / 448``
-    would round; the equivalent ``1.75 w > S_dec / 256 * G`` has exact products.
+    The largest magnitude of a block is ``data_max`` times its scale, and half a step more for INT4,
+    whose stored scale may be rounded down. An fp32 scale may be an ulp short of the inverse of its
+    factor, which rounding to bf16 undoes. For NVFP4, ``S_dec * G / 448`` would round; the
+    equivalent ``1.75 w > S_dec / 256 * G`` has exact products.
     """
     scale = q.rowwise_scale[0]
     if q.global_amax is not None:
         limit = (decode_e4m3(scale) / 256.0) * decoding_amax(q.global_amax)
     elif q.format.scale_encoding == "e8m0":
         limit = decode_e8m0(scale).float() * q.format.data_max
+    elif q.format.scale_encoding == "bf16":
+        limit = scale.float() * (q.format.data_max + 0.5)
     else:
-        limit = scale * q.format.data_max
+        limit = (scale * q.format.data_max).bfloat16().float()
     height, width = q.format.rowwise_block
     wide = limit.repeat_interleave(height, 0).repeat_interleave(width, 1)
     return wide[: q.shape[1], : q.shape[2]].contiguous()

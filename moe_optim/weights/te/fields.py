@@ -15,6 +15,7 @@ from moe_optim.errors import StateError
 from moe_optim.formats import (
     DIRECTIONS,
     FP8_BLOCK,
+    FP8_BLOCK_FP32,
     MXFP8,
     MXFP8_2D,
     NVFP4,
@@ -73,10 +74,10 @@ TENSORWISE = "tensorwise"
 
 _FORMATS: Mapping[str, tuple[BlockScaledFormat, ...]] = MappingProxyType(
     {
-        "Float8BlockwiseQTensor": (FP8_BLOCK,),
+        "Float8BlockwiseQTensor": (FP8_BLOCK, FP8_BLOCK_FP32),
         "MXFP8Tensor": (MXFP8, MXFP8_2D),
         "NVFP4Tensor": (NVFP4,),
-        "Float8BlockQuantizer": (FP8_BLOCK,),
+        "Float8BlockQuantizer": (FP8_BLOCK, FP8_BLOCK_FP32),
         "MXFP8Quantizer": (MXFP8, MXFP8_2D),
         "NVFP4Quantizer": (NVFP4,),
     }
@@ -85,10 +86,16 @@ _FORMATS: Mapping[str, tuple[BlockScaledFormat, ...]] = MappingProxyType(
 
 
 def te_formats_of(param: Any) -> tuple[BlockScaledFormat, ...]:
-    """Return the formats that a quantized Transformer Engine weight can hold, else none."""
+    """Return the formats that a quantized Transformer Engine weight can hold, else none.
+
+    The quantizer of the weight decides on the scales of FP8 blocks.
+    """
     deciding = param.quantizer if is_grouped(param) else param
     names = [cls.__name__ for cls in type(deciding).__mro__]
-    return next((_FORMATS[name] for name in names if name in _FORMATS), ())
+    formats = next((_FORMATS[name] for name in names if name in _FORMATS), ())
+    is_rounded = False not in _values_of(param, "force_pow_2_scales")
+    excluded = "fp32" if is_rounded else "power_of_two"
+    return tuple(one for one in formats if one.scale_encoding != excluded)
 
 
 def is_tensorwise(param: Any) -> bool:
@@ -200,21 +207,21 @@ def read_values(weight: Any) -> Tensor:
 _PROPERTIES: Mapping[str, tuple[Any, str]] = MappingProxyType(
     {
         "block_len": (128, "blocks of {}"),
-        "force_pow_2_scales": (
-            True,
-            "scales that are no powers of two (force_pow_2_scales=False: unset "
-            "NVTE_FP8_BLOCK_SCALING_FP32_SCALES)",
-        ),
         "amax_epsilon": (0.0, "an amax of {} at least (amax_epsilon)"),
         "stochastic_rounding": (False, "stochastic rounding"),
         "with_rht": (False, "a Hadamard transform"),
         "with_amax_reduction": (False, "an amax of several ranks (with_amax_reduction)"),
+        "amax_reduction_group": (None, "an amax of several ranks (amax_reduction_group)"),
         "row_scaled_nvfp4": (False, "an amax per row"),
         "nvfp4_use_4over6": (False, "four-over-six blocks"),
         "nvfp4_e4m3_max": (448, "block scales up to {}"),
     }
 )
 """Supported value of each property of a weight or its quantizer, and the meaning of others."""
+_SCALES: Mapping[bool, str] = MappingProxyType(
+    {True: "scales that are powers of two", False: "scales of any mantissa"}
+)
+"""Scales of FP8 blocks by ``force_pow_2_scales``."""
 
 
 def refuse_foreign_bytes(weight: Any, formats: Sequence[BlockScaledFormat], name: str) -> None:
@@ -231,6 +238,11 @@ def refuse_foreign_bytes(weight: Any, formats: Sequence[BlockScaledFormat], name
         found.append("blocks of one row (1-D)")
     if not any(one.is_2d for one in formats) and True in squares:
         found.append("square blocks (2-D)")
+    own_scales = {one.scale_encoding != "fp32" for one in formats}
+    scales = {*_values_of(weight, "force_pow_2_scales")} - own_scales
+    found += [f"{_SCALES[one]} (force_pow_2_scales={one})" for one in scales]
+    if (dtype := getattr(weight, "dtype", torch.bfloat16)) != torch.bfloat16:
+        found.append(f"values of {dtype}")
     for field, (own, meaning) in _PROPERTIES.items():
         others = [value for value in _values_of(weight, field) if value != own]
         found += [meaning.format(value) for value in others[:1]]

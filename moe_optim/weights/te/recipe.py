@@ -22,7 +22,16 @@ def import_error() -> str | None:
 
 
 def make_quantizer(format: BlockScaledFormat) -> Any:
-    """Return the weight quantizer of a format; ConfigError if Transformer Engine is too old."""
+    """Return the weight quantizer of a format.
+
+    Raises:
+        ConfigError: Transformer Engine has no class for the format, or is too old.
+    """
+    if format.is_row_only:
+        raise ConfigError(
+            f"moe_optim: storage: transformer_engine: expected a format of both directions, got "
+            f"{format.name}. Set storage: portable."
+        )
     from transformer_engine.pytorch import (
         DType,
         Float8BlockQuantizer,
@@ -31,10 +40,13 @@ def make_quantizer(format: BlockScaledFormat) -> Any:
     )
 
     e4m3, usage = DType.kFloat8E4M3, {"rowwise": True, "columnwise": True}
-    if format.name == "nvfp4":
+    if format.element == "e2m1":
         return NVFP4Quantizer(with_2d_quantization=True, **usage)
-    if format.name == "fp8_block":
-        return Float8BlockQuantizer(e4m3, force_pow_2_scales=True, block_scaling_dim=2, **usage)
+    if format.scale_encoding != "e8m0":
+        is_rounded = format.scale_encoding == "power_of_two"
+        return Float8BlockQuantizer(
+            e4m3, force_pow_2_scales=is_rounded, block_scaling_dim=2, **usage
+        )
     if not format.is_2d:
         return MXFP8Quantizer(e4m3, **usage)
     square = "with_2d_quantization"

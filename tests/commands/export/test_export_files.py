@@ -39,7 +39,7 @@ from tests.support.checkpoints.hf_checkpoints import write_hf
 from tests.support.checkpoints.stored_checkpoints import interleaved
 from tests.support.modules import serving
 
-FORMATS = ("mxfp8", "mxfp8_2d", "nvfp4", "fp8_block")
+FORMATS = ("mxfp8", "mxfp8_2d", "nvfp4", "fp8_block", "mxfp4", "nvfp4_rows", "int4_g128")
 UNQUANTIZED = ["lm_head"] + [
     f"model.layers.{layer}.{module}"
     for layer in range(LAYERS)
@@ -56,7 +56,9 @@ def wanted_experts(values, format):
             for expert, tensors in enumerate(serving.experts_of(quantized)):
                 stem = f"model.layers.{layer}.mlp.experts.{expert}."
                 for suffix, tensor in tensors.items():
-                    rows = tensor.chunk(len(parts)) if tensor.dim() else [tensor] * len(parts)
+                    rows = tensor.chunk(len(parts)) if tensor.dim() == 2 else [tensor] * len(parts)
+                    if suffix == "weight_shape":
+                        rows = [torch.tensor([tensor[0] // len(parts), tensor[1]])] * len(parts)
                     for part, one in zip(parts, rows, strict=True):
                         found[f"{stem}{part}.{suffix}"] = one.contiguous()
     return found
@@ -110,7 +112,7 @@ def test_each_convention_is_written_with_its_configuration(one, source, hf, tmp_
     lists = ("modules_to_not_convert", "ignore")
     assert next(of_engine[name] for name in lists if name in of_engine) == sorted(UNQUANTIZED)
     suffixes = {name.rpartition(".")[2] for name in in_files(folder) if ".experts." in name}
-    assert suffixes == {one.data, one.scale, one.global_scale} - {None}
+    assert suffixes == set(one.suffixes)
 
 
 def test_tokenizers_come_along(hf, tmp_path):
@@ -171,7 +173,7 @@ def test_gate_and_up_that_share_a_block_are_refused_with_formats_that_hold_them(
     assert re.findall(r"--[a-z-]+", said) == ["--format", "--moe-ffn-hidden-size"]
     assert not (tmp_path / "out").exists()
     (advised,) = re.findall(r"--format (.*?),? which", said)
-    assert advised == "mxfp8, mxfp8_2d or nvfp4"
+    assert advised == "mxfp8, mxfp8_2d, nvfp4, mxfp8_rows, mxfp4, nvfp4_rows or int4"
     for name in re.split(", | or ", advised):
         assert cli.main([*words[:2], str(tmp_path / name), "--format", name]) == 0
         assert in_files(tmp_path / name)

@@ -47,8 +47,7 @@ def test_inspect_names_the_format_and_every_expert(exported, capsys):
 def test_every_part_that_is_missing_or_does_not_fit_is_named(exported):
     convention, folder = exported
     tensors = dict(open_checkpoint(folder).tensors)
-    parts = [convention.data, convention.scale, convention.global_scale]
-    for part in filter(None, parts):
+    for part in convention.suffixes:
         key = f"{FIRST}.{part}"
         for other in (None, TensorInfo((3, 5), torch.float16)):
             harmed = {k: v for k, v in tensors.items() if k != key} | (

@@ -8,9 +8,11 @@ is fp32 arithmetic. Codes are found by searching all values of an encoding, not 
 import bisect
 import math
 import struct
+from functools import partial
 
 FLT_MAX = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
 FLT_MIN = 2.0**-126
+BF16_MAX = 2.0**128 - 2.0**120
 
 
 def fp32(value):
@@ -129,14 +131,47 @@ def mxfp8_2d(weight):
     }
 
 
-def fp8_block(weight):
+def mxfp8_rows(weight):
+    data, scale = _e8m0_blocks(weight, 1, 32)
+    return {"rowwise_data": data, "rowwise_scale": scale}
+
+
+def mxfp4(weight):
+    codes, scale = {}, {}
+    for block, elements in blocks_of(len(weight), len(weight[0]), 1, 32):
+        code = e8m0(fp32(amax(weight[row][col] for row, col in elements) * fp32(1 / 6)))
+        scale[block] = code
+        for row, col in elements:
+            codes[row, col] = e2m1(fp32(weight[row][col] * 2.0 ** (127 - code)))
+    return {"rowwise_data": _packed(codes), "rowwise_scale": scale}
+
+
+def int4(weight, length=32):
+    codes, scale = {}, {}
+    for block, elements in blocks_of(len(weight), len(weight[0]), 1, length):
+        step = fp32(amax(weight[row][col] for row, col in elements) * fp32(1 / 7))
+        step = max(step, fp32(1e-5))
+        scale[block] = bf16(step)
+        for row, col in elements:
+            codes[row, col] = 8 + _nearest_integer(weight[row][col], step)
+    return {"rowwise_data": _packed(codes), "rowwise_scale": scale}
+
+
+def _nearest_integer(value, step):
+    if math.isnan(value) or math.isinf(value) and math.isinf(step):
+        return 7
+    return round(fp32(value / step))
+
+
+def fp8_block(weight, with_powers_of_two=True):
     data, inverse = {}, {}
     for block, elements in blocks_of(len(weight), len(weight[0]), 128, 128):
         block_amax = amax(weight[row][col] for row, col in elements)
         scale = 1.0
         if 0 < block_amax < math.inf:
-            quotient = min(fp32(448 / block_amax), FLT_MAX)
-            scale = 2.0 ** (math.frexp(quotient)[1] - 1)
+            scale = min(fp32(448 / block_amax), BF16_MAX)
+            if with_powers_of_two:
+                scale = 2.0 ** (math.frexp(scale)[1] - 1)
         inverse[block] = fp32(1 / scale)
         for row, col in elements:
             data[row, col] = e4m3(fp32(weight[row][col] * scale))
@@ -148,13 +183,14 @@ def fp8_block(weight):
     }
 
 
-def nvfp4(weight):
+def _e4m3_blocks(weight, block_rows):
+    """Return nibbles by element, scale codes by block of 16 columns, and the global amax."""
     global_amax = amax(value for row in weight for value in row)
     global_encode = 1.0
     if 0 < global_amax < math.inf:
         global_encode = min(fp32(2688 / max(global_amax, FLT_MIN)), FLT_MAX)
     codes, scale = {}, {}
-    for block, elements in blocks_of(len(weight), len(weight[0]), 16, 16):
+    for block, elements in blocks_of(len(weight), len(weight[0]), block_rows, 16):
         block_amax = amax(weight[row][col] for row, col in elements)
         code = e4m3(fp32(block_amax * fp32(global_encode * fp32(1 / 6))))
         scale[block] = code
@@ -162,6 +198,20 @@ def nvfp4(weight):
         factor = min(fp32(1 / decoded), FLT_MAX) if decoded > 0 else FLT_MAX
         for row, col in elements:
             codes[row, col] = e2m1(fp32(weight[row][col] * factor))
+    return codes, scale, global_amax
+
+
+def nvfp4_rows(weight):
+    codes, scale, global_amax = _e4m3_blocks(weight, 1)
+    return {
+        "rowwise_data": _packed(codes),
+        "rowwise_scale": scale,
+        "global_amax": global_amax,
+    }
+
+
+def nvfp4(weight):
+    codes, scale, global_amax = _e4m3_blocks(weight, 16)
     return {
         "rowwise_data": _packed(codes),
         "rowwise_scale": scale,
@@ -179,5 +229,16 @@ def _packed(codes):
     }
 
 
-QUANTIZE = {"mxfp8": mxfp8, "mxfp8_2d": mxfp8_2d, "nvfp4": nvfp4, "fp8_block": fp8_block}
+QUANTIZE = {
+    "mxfp8": mxfp8,
+    "mxfp8_2d": mxfp8_2d,
+    "nvfp4": nvfp4,
+    "fp8_block": fp8_block,
+    "fp8_block_fp32": partial(fp8_block, with_powers_of_two=False),
+    "mxfp8_rows": mxfp8_rows,
+    "mxfp4": mxfp4,
+    "nvfp4_rows": nvfp4_rows,
+    "int4": int4,
+    "int4_g128": partial(int4, length=128),
+}
 """Format name -> function of one expert as rows of bf16 values, giving buffers by field name."""

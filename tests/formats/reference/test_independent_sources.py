@@ -1,8 +1,6 @@
 """The reference held against what others published: torchao, Transformer Engine, NVIDIA ModelOpt.
 
 Where the rules are the same the bytes are; where they are not, the inputs that show it are counted.
-Weights here are made of random bits and not of random reals, so that the counts hold everywhere.
-
 torchao is a development dependency; without it these tests fail. The files of the other two are
 plain torch, but ModelOpt brings many dependencies and Transformer Engine a CUDA library, without
 which its package breaks Megatron's import. So single files are imported past the packages'
@@ -12,7 +10,6 @@ which its package breaks Megatron's import. So single files are imported past th
     PYTHONPATH=DIR python -m pytest tests/formats/reference/test_independent_sources.py
 """
 
-from functools import cache
 from importlib import import_module
 
 import pytest
@@ -23,48 +20,18 @@ from moe_optim.formats.reference import quantize
 from moe_optim.formats.reference.codes import E2M1_VALUES, decode_e4m3, unpack_nibbles
 from moe_optim.formats.reference.fp8_block import encode_scale
 from tests.support.bytes import assert_bytes_equal
-from tests.support.number_formats.independent_sources import import_source
+from tests.support.number_formats.bit_weights import (
+    INFINITY,
+    amax_sweep,
+    bf16,
+    every_element,
+    random_weights,
+    spread_blocks,
+    with_random_signs,
+)
+from tests.support.number_formats.independent_sources import modelopt_tensor, te_recipe
 
 E4M3 = torch.float8_e4m3fn
-INFINITY = 0x7F80
-"""Bits of bf16; all smaller ones are the finite magnitudes, in order."""
-
-
-class _QuantizerBase:
-    """What TE's reference quantizers use of their base class."""
-
-    def __init__(self, *, rowwise, columnwise):
-        self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
-
-
-@cache
-def te_recipe(name):
-    te = "transformer_engine.pytorch"
-    base = {"Quantizer": _QuantizerBase, "QuantizedTensorStorage": object}
-    given = {
-        f"{te}.quantized_tensor": base,
-        f"{te}.tensor": {},
-        f"{te}.tensor.utils": {"is_custom": None},
-    }
-    return import_source(f"{te}.custom_recipes.{name}", given)
-
-
-@cache
-def modelopt_tensor(name):
-    torch_part = "modelopt.torch"
-    quantization = f"{torch_part}.quantization"
-    given = {
-        f"{quantization}.config": {"QuantizerCfgEntry": None},
-        f"{torch_part}.utils": {"get_unwrapped_name": None, "print_rank_0": None},
-        f"{torch_part}.utils.network": {"temporarily_remove_accelerate_hook": None},
-    }
-    core = vars(import_source(f"{quantization}.utils.core_utils", given))
-    given = {
-        f"{quantization}.backends": {},
-        f"{quantization}.backends.utils": {"fp4_compatible": None},
-        f"{quantization}.utils": {k: v for k, v in core.items() if not k.startswith("__")},
-    }
-    return import_source(f"{quantization}.qtensor.{name}", given)
 
 
 def torchao_mxfp8(blocks, mode="RCEIL"):
@@ -129,60 +96,6 @@ def to_blocks(buffer, block):
     return tiles.flatten(3).flatten(1, 2).contiguous()
 
 
-def spread_blocks(scale):
-    return scale.repeat_interleave(16, 1).repeat_interleave(16, 2)
-
-
-def bf16(bits):
-    """Return the bf16 values of non-negative bits of any integer dtype."""
-    return bits.to(torch.int16).view(torch.bfloat16)
-
-
-def with_random_signs(magnitude, generator):
-    """Return ``magnitude`` with signs, zeros excepted: not everybody keeps the sign of zero."""
-    negative = torch.randint(0, 2, magnitude.shape, generator=generator).bool() & (magnitude > 0)
-    return torch.where(negative, -magnitude, magnitude)
-
-
-def amax_sweep(block, *, step=1, experts=1):
-    """Make one block after another whose amaxes are the bf16 magnitudes, infinity included.
-
-    The other elements are up to 24 binades smaller. Returns [E, R, C] bf16 with C of the block.
-    An odd ``step`` takes every so many magnitudes, of all mantissas; infinity fills up the experts.
-    """
-    rows, cols = block
-    whole = experts * max(1, 32 // rows)
-    count = -(-(INFINITY // step + 2) // whole) * whole
-    generator = torch.Generator().manual_seed(0)
-    amax = (torch.arange(count) * step).clamp(max=INFINITY)
-    below = torch.randint(0, 24 << 7, (count, rows * cols), generator=generator)
-    bits = (amax[:, None] - below).clamp(min=0)
-    places = torch.arange(count)
-    bits[places, places % (rows * cols)] = amax
-    return with_random_signs(bf16(bits), generator).view(experts, -1, cols)
-
-
-def random_weights(binades, *, experts=16, size=256):
-    """Make experts of random amaxes out of 16x16 blocks that differ by up to so many binades.
-
-    Returns [E, size, size] bf16, about a million values: random mantissas and signs, exponents up
-    to 8 smaller than the block's, one zero in 16.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def integers(low, high, *shape):
-        return torch.randint(low, high, shape, generator=generator)
-
-    top = 127 + binades // 2
-    blocks = integers(top - binades, top + 1, experts, size // 16, size // 16)
-    exponent = spread_blocks(blocks) - integers(0, 9, experts, size, size)
-    bits = (exponent << 7) + integers(0, 128, experts, size, size)
-    largest = (top << 7) + integers(0, 128, experts, 1, 1)
-    bits = torch.minimum(bits, largest)
-    bits[integers(0, 16, *bits.shape) == 0] = 0
-    return with_random_signs(bf16(bits), generator)
-
-
 def scale_ties():
     """Make experts of each mantissa with blocks whose NVFP4 scale is halfway between two codes.
 
@@ -208,17 +121,6 @@ def sharing_amax(weight):
     amax = tiles.abs().amax((2, 4)).unsqueeze(-1)
     diagonal.copy_(torch.where(diagonal < 0, -amax, amax))
     return result
-
-
-def every_element(amax):
-    """Make [1, R, 16] bf16 of all values from -amax to amax, each row beside ``amax`` itself."""
-    largest = int(torch.tensor(amax).bfloat16().view(torch.int16))
-    magnitudes = bf16(torch.arange(largest + 1))
-    values = torch.cat((magnitudes, -magnitudes[1:]))
-    rows = -(-values.numel() // 15)
-    padded = torch.full((rows + -rows % 32, 16), amax, dtype=torch.bfloat16)
-    padded[:rows, 1:] = torch.cat((values, values.new_zeros(rows * 15 - len(values)))).view(-1, 15)
-    return padded.unsqueeze(0)
 
 
 MXFP8_BLOCKS = {  # name -> format, direction
@@ -287,8 +189,8 @@ def test_fp8_block_scale_of_every_amax_equals_transformer_engine():
     scale_of = te_recipe("reference_current_scaling")._scale_from_amax_tensor
     amax = bf16(torch.arange(INFINITY + 1)).float()
     theirs, _, _ = scale_of(torch.bfloat16, amax, E4M3, eps=0.0, pow_2_scales=True)
-    assert_bytes_equal(theirs[:-1], encode_scale(amax[:-1]))
-    assert theirs[-1] == 0 and encode_scale(amax)[-1] == 1
+    assert_bytes_equal(theirs[:-1], encode_scale(amax[:-1], FP8_BLOCK))
+    assert theirs[-1] == 0 and encode_scale(amax, FP8_BLOCK)[-1] == 1
 
 
 NVFP4_WEIGHTS = {

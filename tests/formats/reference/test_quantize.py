@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_optim.errors import LayoutError
-from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, QuantizedWeight
+from moe_optim.formats import (
+    FORMATS,
+    FP8_BLOCK,
+    FP8_BLOCK_FP32,
+    MXFP8,
+    MXFP8_2D,
+    NVFP4,
+    QuantizedWeight,
+    round_up,
+)
 from moe_optim.formats.reference import (
     codes,
     dequantize,
@@ -93,7 +102,7 @@ def test_mxfp8_scale(amax, byte):
     ("amax", "scale"), FP8_BLOCK_SCALE_CASES.values(), ids=FP8_BLOCK_SCALE_CASES.keys()
 )
 def test_fp8_block_scale(amax, scale):
-    assert encode_scale(torch.tensor(amax)).item() == scale
+    assert encode_scale(torch.tensor(amax), FP8_BLOCK).item() == scale
 
 
 @pytest.mark.parametrize(
@@ -143,11 +152,33 @@ def test_mxfp8_scale_is_the_smallest_power_of_two_that_keeps_an_amax_within_448(
 def test_fp8_block_scale_is_the_largest_power_of_two_that_keeps_an_amax_within_448():
     """For every finite bf16, and no scale leaves the range whose inverse fp32 holds exactly."""
     amax = every_finite_amax_bits().view(torch.bfloat16)[1:].double()
-    scale = encode_scale(amax.float()).double()
+    scale = encode_scale(amax.float(), FP8_BLOCK).double()
     assert (amax * scale <= 448).all()
     assert ((amax * scale * 2 > 448) | (scale == 2.0**127)).all()
     assert scale.min() == 2.0**-120
     assert torch.equal(scale.float().reciprocal().double(), scale.reciprocal())
+
+
+def test_fp8_block_scales_of_fp32_are_448_over_the_amax_rounded_to_nearest():
+    """For every finite bf16: at most the largest bf16, where the quotient overflows.
+
+    A quotient of bf16 values rounded to fp64 rounds to fp32 as the exact one does.
+    """
+    amax = every_finite_amax_bits().view(torch.bfloat16)[1:].double()
+    want = (448 / amax).clamp(max=torch.finfo(torch.bfloat16).max).float()
+    assert_bytes_equal(encode_scale(amax.float(), FP8_BLOCK_FP32), want)
+
+
+@pytest.mark.parametrize("amax", [0.0, math.inf, math.nan])
+def test_fp8_block_scales_of_fp32_are_one_without_a_finite_amax(amax):
+    assert encode_scale(torch.tensor(amax), FP8_BLOCK_FP32).item() == 1.0
+
+
+def test_fp8_blocks_with_powers_of_two_take_the_exponents_of_those_with_fp32_scales():
+    amax = every_finite_amax_bits().view(torch.bfloat16).float()
+    mantissa, exponent = torch.frexp(encode_scale(amax, FP8_BLOCK_FP32))
+    want = torch.ldexp(torch.ones_like(amax), exponent - 1).where(amax > 0, 1.0)
+    assert_bytes_equal(encode_scale(amax, FP8_BLOCK), want)
 
 
 @given(weights())
@@ -190,15 +221,15 @@ def test_a_power_of_two_moves_scales_and_no_data(format, master, exponent):
 @every_format
 def test_master_is_rounded_to_bf16_first(format):
     """The fp32 just above 1.75 is 1.75 in bf16: without that rounding MXFP8 scales would double."""
-    master = torch.full((1, 32, 32), 1.75 * (1 + 2.0**-20))
+    master = torch.full((1, 32, 128), 1.75 * (1 + 2.0**-20))
     assert_buffers_equal(quantize(master, format), quantize(torch.full_like(master, 1.75), format))
     assert_buffers_equal(quantize(master, format), quantize(master.bfloat16(), format))
 
 
 @every_format
 def test_a_nan_is_stored_and_leaves_the_scales_alone(format):
-    """An amax ignores NaN. E4M3 keeps the NaN as 0x7F; E2M1 has none and gives +6, 0x7."""
-    master = normal_weights(2, 32, 64)
+    """An amax ignores NaN. E4M3 keeps the NaN as 0x7F; E2M1 gives +6, 0x7, and INT4 7, 0xF."""
+    master = normal_weights(2, 32, 128)
     master[1, 3, 6] = 0.0
     spoiled = master.clone()
     spoiled[1, 3, 6] = -math.nan
@@ -207,7 +238,8 @@ def test_a_nan_is_stored_and_leaves_the_scales_alone(format):
     assert_bytes_equal(q.columnwise_scale, want.columnwise_scale)
     column = 6 // format.elements_per_byte
     got = q.rowwise_data[1, 3, column].item()
-    assert got == 0x7F if format.element == "e4m3" else got & 0xF == 0x7
+    code = {"e4m3": 0x7F, "e2m1": 0x7, "int4": 0xF}[format.element]
+    assert got & (0x7F if format.element == "e4m3" else 0xF) == code
     differs = (q.rowwise_data != want.rowwise_data).nonzero().tolist()
     assert differs == [[1, 3, column]]
 
@@ -225,7 +257,7 @@ def test_weights_larger_than_a_slab_equal_their_experts(format):
 
 @every_format
 def test_quantize_into_overwrites_every_byte_and_returns_what_quantize_does(format):
-    master = wide_range_weights(2, 64, 96)
+    master = wide_range_weights(2, 64, round_up(96, format.dimension_multiple))
     out = poisoned(format, master.shape)
     pointers = {field: buffer.data_ptr() for field, buffer in out.buffers().items()}
     quantize_into(master, format, out)
@@ -236,7 +268,7 @@ def test_quantize_into_overwrites_every_byte_and_returns_what_quantize_does(form
 @every_format
 def test_quantize_into_writes_views_and_nothing_around_them(format):
     """Buffers inside larger allocations, as padded storage has them: no buffer is contiguous."""
-    master = wide_range_weights(2, 64, 96)
+    master = wide_range_weights(2, 64, round_up(96, format.dimension_multiple))
     want = quantize(master, format)
     frames = {
         field: torch.full(
@@ -250,8 +282,7 @@ def test_quantize_into_writes_views_and_nothing_around_them(format):
         field: frame[tuple(slice(1, size - 2) for size in frame.shape)]
         for field, frame in frames.items()
     }
-    views.setdefault("columnwise_data", views["rowwise_data"])
-    out = QuantizedWeight(format=format, shape=want.shape, **views)
+    out = QuantizedWeight.of_buffers(format, want.shape, views.values())
     quantize_into(master, format, out)
     assert_buffers_equal(out, want)
     for field, frame in frames.items():
@@ -263,7 +294,7 @@ def test_quantize_into_writes_views_and_nothing_around_them(format):
 
 
 @every_format
-@pytest.mark.parametrize("shape", [(0, 32, 32), (2, 0, 32), (2, 32, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 32, 128), (2, 0, 128), (2, 32, 0)], ids=str)
 def test_a_weight_without_elements_is_quantized_to_nothing(format, shape):
     q = quantize(torch.empty(shape), format)
     assert q.shape == shape
@@ -286,7 +317,7 @@ def test_a_default_device_does_not_reach_the_tables():
 
 @every_format
 def test_the_master_is_left_alone_and_may_be_strided(format):
-    master = wide_range_weights(2, 96, 64).transpose(1, 2)
+    master = wide_range_weights(2, 128, 64).transpose(1, 2)
     before = master.clone()
     assert_buffers_equal(quantize(master, format), quantize(master.contiguous(), format))
     assert_bytes_equal(master, before)

@@ -17,12 +17,12 @@ from tests.support.number_formats.special_values import (
     special_weight,
 )
 
-ONLY_OF = {  # kind -> the one format that has it; all other kinds are required of every format
-    "directions differ": "mxfp8",
-    "partial edge block": "fp8_block",
-    "block far below the expert": "nvfp4",
-    "subnormal global amax": "nvfp4",
-    "infinite global amax": "nvfp4",
+NVFP4_KINDS = ("block far below the expert", "subnormal global amax", "infinite global amax")
+ONLY_OF = {  # kind -> formats that have it; all other kinds are required of every format
+    "directions differ": {"mxfp8"},
+    "partial edge block": {"fp8_block", "fp8_block_fp32"},
+    "saturating": FORMATS.keys() - {"int4", "int4_g128"},  # their amax is seven steps
+    **dict.fromkeys(NVFP4_KINDS, {"nvfp4", "nvfp4_rows"}),
 }
 
 
@@ -47,7 +47,7 @@ def test_special_values_in_bf16(case):
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_format_has_all_kinds(format):
     kinds = {case.kind for case in SPECIAL_CASES.values() if case.format == format}
-    assert kinds == {kind for kind in get_args(Kind) if ONLY_OF.get(kind, format) == format}
+    assert kinds == {kind for kind in get_args(Kind) if format in ONLY_OF.get(kind, FORMATS)}
 
 
 def test_no_two_cases_of_a_format_have_the_same_weight():

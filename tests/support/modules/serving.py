@@ -21,7 +21,7 @@ def experts_of(quantized: QuantizedWeight) -> list[dict[str, Tensor]]:
 def _expert_of(quantized: QuantizedWeight, expert: int) -> dict[str, Tensor]:
     data, scale = quantized.rowwise_data[expert], quantized.rowwise_scale[expert]
     match quantized.format.name:
-        case "mxfp8":
+        case "mxfp8" | "mxfp8_rows":
             return {"weight": data.view(torch.float8_e4m3fn), "weight_scale": scale}
         case "mxfp8_2d":
             lines = torch.stack([scale[row // 32] for row in range(quantized.shape[1])])
@@ -34,7 +34,21 @@ def _expert_of(quantized: QuantizedWeight, expert: int) -> dict[str, Tensor]:
                 "weight_scale": lines.view(torch.float8_e4m3fn),
                 "weight_scale_2": (amax.double() / 2688).float(),
             }
-        case "fp8_block":
+        case "nvfp4_rows":
+            return {
+                "weight": data,
+                "weight_scale": scale.view(torch.float8_e4m3fn),
+                "weight_scale_2": (quantized.global_amax[expert].double() / 2688).float(),
+            }
+        case "mxfp4":
+            return {"weight_packed": data, "weight_scale": scale}
+        case "int4" | "int4_g128":
+            return {
+                "weight_packed": data.view(torch.int32),
+                "weight_scale": scale,
+                "weight_shape": torch.tensor(quantized.shape[1:]),
+            }
+        case "fp8_block" | "fp8_block_fp32":
             return {"weight": data.view(torch.float8_e4m3fn), "weight_scale_inv": scale}
     raise AssertionError(quantized.format.name)
 
@@ -48,6 +62,10 @@ def dequantize(tensors: Mapping[str, Tensor]) -> Tensor:
             if scale.dtype == torch.uint8
             else blocks(tensors["weight"], scale)
         )
+    if "weight_shape" in tensors:
+        return int4(*(tensors[f"weight_{name}"] for name in ("packed", "scale", "shape")))
+    if "weight_packed" in tensors and "weight_global_scale" not in tensors:
+        return mxfp4(tensors["weight_packed"], tensors["weight_scale"])
     if "weight_packed" in tensors:
         names = ("weight_packed", "weight_scale", "weight_global_scale")
         return nvfp4_divided(*(tensors[name] for name in names))
@@ -63,6 +81,21 @@ def mxfp8(elements: Tensor, exponents: Tensor) -> Tensor:
     powers = torch.exp2(exponents.double() - 127)
     values = elements.double().unflatten(-1, (-1, 32)) * powers.unsqueeze(-1)
     return values.flatten(-2).bfloat16()
+
+
+def mxfp4(packed: Tensor, exponents: Tensor) -> Tensor:
+    """Multiply runs of 32 columns by two to the power of their byte less 127."""
+    return mxfp8(unpack(packed), exponents)
+
+
+def int4(packed: Tensor, scales: Tensor, shape: Tensor) -> Tensor:
+    """Multiply integers, eight per word and 8 above their value, by the scale of their run."""
+    assert scales.dtype == torch.bfloat16
+    shifts = torch.arange(0, 32, 4, dtype=torch.int64)
+    codes = (packed.long().unsqueeze(-1) >> shifts & 15).flatten(-2) - 8
+    assert list(codes.shape) == shape.tolist()
+    runs = codes.double().unflatten(-1, (scales.shape[-1], -1)) * scales.double().unsqueeze(-1)
+    return runs.flatten(-2).bfloat16()
 
 
 def blocks(elements: Tensor, scales: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def make_buffers(
             entries = buffers[plan.name].view(like[plan.name].dtype)
             part = entries.narrow(0, plan.starts[index], prod(plan.shapes[index]))
             own[plan.name] = part.view(plan.shapes[index])
-        if format.columnwise_copy == "shared":
-            own["columnwise_data"] = own["rowwise_data"]
+        for columnwise in {"columnwise_data", "columnwise_scale"} - {*format.buffer_names}:
+            own[columnwise] = own[columnwise.replace("columnwise", "rowwise")]
         views.append(own)
     return buffers, views

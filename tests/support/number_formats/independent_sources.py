@@ -1,6 +1,7 @@
 """Single files of packages that are not installed, imported where their wheels lie unpacked."""
 
 import sys
+from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -43,3 +44,40 @@ def import_source(name, given):
 def _pop_modules(package):
     names = [name for name in sys.modules if name.partition(".")[0] == package]
     return {name: sys.modules.pop(name) for name in names}
+
+
+class _QuantizerBase:
+    """What TE's reference quantizers use of their base class."""
+
+    def __init__(self, *, rowwise, columnwise):
+        self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
+
+
+@cache
+def te_recipe(name):
+    te = "transformer_engine.pytorch"
+    base = {"Quantizer": _QuantizerBase, "QuantizedTensorStorage": object}
+    given = {
+        f"{te}.quantized_tensor": base,
+        f"{te}.tensor": {},
+        f"{te}.tensor.utils": {"is_custom": None},
+    }
+    return import_source(f"{te}.custom_recipes.{name}", given)
+
+
+@cache
+def modelopt_tensor(name):
+    torch_part = "modelopt.torch"
+    quantization = f"{torch_part}.quantization"
+    given = {
+        f"{quantization}.config": {"QuantizerCfgEntry": None},
+        f"{torch_part}.utils": {"get_unwrapped_name": None, "print_rank_0": None},
+        f"{torch_part}.utils.network": {"temporarily_remove_accelerate_hook": None},
+    }
+    core = vars(import_source(f"{quantization}.utils.core_utils", given))
+    given = {
+        f"{quantization}.backends": {},
+        f"{quantization}.backends.utils": {"fp4_compatible": None},
+        f"{quantization}.utils": {k: v for k, v in core.items() if not k.startswith("__")},
+    }
+    return import_source(f"{quantization}.qtensor.{name}", given)

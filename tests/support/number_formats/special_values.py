@@ -16,6 +16,9 @@ No byte here comes from running code. Above each case stands its derivation, in 
   with that amax has t = 448 or one ulp more, 0x7E. With S_enc 448 its factor is
   1 / fl(448 * fl(1/448)) = 1: data are the weights. With S_enc 1 a block of amax A has
   t = fl(A * fl(1/6)) = A / 6 wherever a comment says A / 6 is a tie, for 1/4 ulp rounds away.
+- mxfp4: v = fl(amax * fl(1/6)). An amax of 6 * 2^k gives 2^k: byte 127 + k.
+- int4: nibble n is n - 8. fl(1/7) = (1/7)(1 + 3/8 ulp), so that an amax of 7 * 2^k gives s = 2^k.
+  s is at least fl(1e-5) = 0x3727C5AC, bf16 0x3728.
 """
 
 import math
@@ -28,7 +31,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_optim.formats import DIRECTIONS, QuantizedWeight, get_format
+from moe_optim.formats import QuantizedWeight, get_format
 
 Kind = Literal[
     "all zeros",
@@ -47,7 +50,7 @@ Kind = Literal[
     "rounds to zero",
     "directions differ",  # mxfp8
     "partial edge block",  # fp8_block
-    "block far below the expert",  # nvfp4, like the rest
+    "block far below the expert",  # nvfp4 and nvfp4_rows, like the rest
     "subnormal global amax",
     "infinite global amax",
 ]
@@ -59,7 +62,7 @@ class Bits(int):
 
 
 class Element(NamedTuple):
-    """A weight and its code: a byte of E4M3, or a nibble of E2M1."""
+    """A weight and its code: a byte of E4M3, or a nibble of E2M1 or INT4."""
 
     value: float | Bits
     code: int
@@ -70,7 +73,7 @@ class SpecialCase:
     """One weight [1, rows, cols], full of ``fill`` apart from ``elements``, and all its bytes.
 
     Positions are logical (row, col) of the element, also for the scale of its block.
-    Scales are bytes, or the bits of the fp32 inverse for ``fp8_block``.
+    Scales are bytes, or the bits of bf16 for INT4 and of the fp32 inverse for FP8 blocks.
     """
 
     name: str
@@ -90,7 +93,7 @@ class SpecialCase:
     columnwise_scales: Mapping[Position, int] = field(default_factory=dict)
     """Where the scale is not the one of ``scales`` or ``fill_scale``."""
     global_amax: int | None = None
-    """fp32 bits of the expert's amax, for ``nvfp4``."""
+    """fp32 bits of the expert's amax, for formats that have one."""
 
 
 def special_weight(case: SpecialCase) -> Tensor:
@@ -119,7 +122,7 @@ def assert_special_case(case: SpecialCase, quantized: QuantizedWeight) -> None:
     element_digits = quantized.format.element_bits // 4
     scale_digits = 2 * quantized.format.scale_dtype.itemsize
     mismatches = []
-    for direction in DIRECTIONS:
+    for direction in quantized.format.directions:
         codes = _element_codes(quantized, direction), _expected_codes(case, direction)
         scales = _unsigned(quantized.scale(direction)[0]), _expected_scales(case, direction)
         mismatches += _mismatches(f"{direction}_data", *codes, element_digits)
@@ -143,7 +146,7 @@ def _mismatches(buffer, got, want, digits):
 def _element_codes(quantized, direction):
     """Return the codes of one data buffer at their logical positions, [R, C] int64."""
     data = _unsigned(quantized.data(direction)[0])
-    if quantized.format.element == "e2m1":
+    if quantized.format.elements_per_byte == 2:
         data = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(1)
     return data.T if quantized.format.transposes(direction) else data
 
@@ -173,8 +176,8 @@ def _expected_scales(case, direction):
 
 def _unsigned(buffer):
     """Return the bits of a buffer as int64, on the CPU."""
-    buffer = buffer.detach().cpu().contiguous()
-    return buffer.long() if buffer.dtype == torch.uint8 else buffer.view(torch.uint32).long()
+    unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[buffer.element_size()]
+    return buffer.detach().cpu().contiguous().view(unsigned).long()
 
 
 def _fp32_bits(value):
@@ -186,24 +189,38 @@ def _fp32_bits(value):
 
 
 # Recipes: a function of name, kind and format. An E4M3 scale is given as (E8M0 byte, bits of the
-# fp32 inverse), since the same case serves ``mxfp8``, ``mxfp8_2d`` and ``fp8_block``.
+# fp32 inverse), since the same case serves ``mxfp8``, ``mxfp8_2d``, ``mxfp8_rows`` and
+# ``fp8_block``.
 
-_SIDE = {"mxfp8": 32, "mxfp8_2d": 32, "nvfp4": 16, "fp8_block": 128}
 _ZEROS = (0x00, 0x3F80_0000)  # amax 0: byte 0x00; factor 1, its inverse 2^0
-_ZERO_SCALE = {"mxfp8": 0x00, "mxfp8_2d": 0x00, "nvfp4": 0x00, "fp8_block": 0x3F80_0000}
+_ZERO_SCALE = {"e8m0": 0x00, "e4m3": 0x00, "bf16": 0x3728, "power_of_two": _ZEROS[1],
+               "fp32": _ZEROS[1]}  # fmt: skip
+_ZERO_CODE = {"e4m3": 0x00, "e2m1": 0x0, "int4": 0x8}
+
+
+def _side(format):
+    return get_format(format).block_length
+
+
+def _zero_scale(format):
+    return _ZERO_SCALE[get_format(format).scale_encoding]
 
 
 def _scale_for(format, scale):
-    return scale if isinstance(scale, int) else scale[format == "fp8_block"]
+    return scale if isinstance(scale, int) else scale[get_format(format).scale_itemsize == 4]
 
 
-def _stairs(pairs, row=0, col=0):
+def _stairs(format, pairs, row=0, col=0):
     """Put the k-th (value, code) in row k + 1 and column k + k // 2 of the block at (row, col).
 
-    All parities occur, no two share a row or a column, and 11 fit in the smallest block.
+    All parities occur, no two share a row or a column, and 11 fit in the smallest block. They all
+    share the first row of blocks that are no higher.
     """
     assert len(pairs) <= 11, "a block of 16 columns holds 11 steps"
-    return {(row + k + 1, col + k + k // 2): Element(*pair) for k, pair in enumerate(pairs)}
+    down = 0 if get_format(format).is_row_only else 1
+    return {
+        (row + down * (k + 1), col + k + k // 2): Element(*pair) for k, pair in enumerate(pairs)
+    }
 
 
 def _full(fill, code, scale, *pairs, global_amax=None):
@@ -212,25 +229,25 @@ def _full(fill, code, scale, *pairs, global_amax=None):
         name=name,
         kind=kind,
         format=format,
-        shape=(_SIDE[format], _SIDE[format]),
+        shape=(_side(format), _side(format)),
         fill=fill,
         fill_code=code,
         fill_scale=_scale_for(format, scale),
-        elements=_stairs(pairs),
+        elements=_stairs(format, pairs),
         global_amax=global_amax,
     )
 
 
-def _grid(blocks, *, size=(1, 1), fill=0.0, fill_code=0x0, global_amax=None):
+def _grid(blocks, *, size=(1, 1), fill=0.0, fill_code=None, global_amax=None):
     """Return blocks (row, col) -> (scale, *(value, code)) among zeros, all other blocks zero too.
 
-    Several elements in one block are for 2-D formats only: they have columns of their own.
+    Several elements in one block are not for ``mxfp8``, where they have rows of their own.
     """
 
     def recipe(name, kind, format):
-        side = _SIDE[format]
+        side = _side(format)
         steps = {
-            block: _stairs(pairs, side * block[0], side * block[1])
+            block: _stairs(format, pairs, side * block[0], side * block[1])
             for block, (_, *pairs) in blocks.items()
         }
         return SpecialCase(
@@ -239,8 +256,8 @@ def _grid(blocks, *, size=(1, 1), fill=0.0, fill_code=0x0, global_amax=None):
             format=format,
             shape=(side * size[0], side * size[1]),
             fill=fill,
-            fill_code=fill_code,
-            fill_scale=_ZERO_SCALE[format],
+            fill_code=_ZERO_CODE[get_format(format).element] if fill_code is None else fill_code,
+            fill_scale=_zero_scale(format),
             elements={position: e for block in steps.values() for position, e in block.items()},
             scales={
                 position: _scale_for(format, blocks[block][0])
@@ -253,7 +270,7 @@ def _grid(blocks, *, size=(1, 1), fill=0.0, fill_code=0x0, global_amax=None):
     return recipe
 
 
-def _alone(value, code, scale, *, fill=0.0, fill_code=0x0, global_amax=None):
+def _alone(value, code, scale, *, fill=0.0, fill_code=None, global_amax=None):
     """Return one element among zeros of either sign."""
     blocks = {(0, 0): (scale, (value, code))}
     return _grid(blocks, fill=fill, fill_code=fill_code, global_amax=global_amax)
@@ -268,7 +285,7 @@ def _row(global_amax, *blocks):
 def _placed(shape, **fields):
     """Return zeros of any shape with elements and scales at positions of their own."""
     return lambda name, kind, format: SpecialCase(
-        name=name, kind=kind, format=format, shape=shape, fill_scale=_ZERO_SCALE[format], **fields
+        name=name, kind=kind, format=format, shape=shape, fill_scale=_zero_scale(format), **fields
     )
 
 
@@ -828,6 +845,264 @@ _NVFP4 = {
         ),
     },
 }
+
+_ONE = 0x3F80_0000
+_FP8_BLOCK_FP32 = {  # factor fl(448 / amax); an amax of 448 * 2^k gives a power of two, as above
+    "all zeros": _E4M3["all zeros"],
+    "zero block beside another": {
+        # 1: factor 448, so that 1 is 0x7E; its inverse is fl(1/448) = fl(1/7) * 2^-6.
+        "four blocks of four scales": _grid(
+            {
+                (0, 0): (_ONE, (448.0, 0x7E)), (0, 1): (0x4000_0000, (-896.0, 0xFE)),
+                (1, 0): (0x3B12_4925, (1.0, 0x7E)),
+            },
+            size=(2, 2),
+        ),
+    },
+    "negative zero": _E4M3["negative zero"],
+    "rounded to bf16 first": {
+        # Midway between 448 (even) and 450: 448, and the inverse is 1.
+        "449 is a tie and becomes 448": _alone(449.0, 0x7E, _ONE),
+        "ties twice, in bf16 and in e4m3":
+            _E4M3["rounded to bf16 first"]["ties twice, in bf16 and in e4m3"],
+    },
+    "bf16 subnormals": {
+        # 448 / amax overflows: the largest bf16, 2^128 (1 - 2^-8). Its inverse is 2^-128 * 256/255,
+        # 2105376.1 = 0x202020 steps of 2^-149. 2^-133 is nearest to 2^-5, 0x10, and 2^-126 to 4.
+        "the smallest subnormal": _alone(2.0**-133, 0x10, 0x0020_2020),
+        "the smallest normal": _alone(2.0**-126, 0x48, 0x0020_2020),
+    },
+    "largest finite": {
+        # 255 * 2^120: fl(448/255) = 14737633 * 2^-23, 0.12 ulp above; 2^47 / 14737633 is
+        # 9549531.35: 9549531 = 0x91B6DB, times 2^-24 * 2^120. Data 448 within an ulp.
+        "the largest finite": _alone(_LARGEST, 0x7E, 0x7B11_B6DB),
+    },
+    "infinity": _E4M3["infinity"],
+    "nan alone": _E4M3["nan alone"],
+    "nan beside finite": {"nan among 448": _E4M3["nan beside finite"]["nan among 448"]},
+    "amax near a power of two": {
+        "one": _alone(1.0, 0x7E, 0x3B12_4925),
+        "minus one": _alone(-1.0, 0xFE, 0x3B12_4925),
+        # 0.5 is 224 = 1.75 * 2^7, -0.25 is -112, 2^-7 is 3.5 = 1.75 * 2^1.
+        "fractions of one": _full(
+            1.0, 0x7E, 0x3B12_4925, (0.5, 0x76), (-0.25, 0xEE), (2.0**-7, 0x46),
+        ),
+    },
+    "amax near a scale step": {
+        "448": _alone(448.0, 0x7E, _ONE),
+        "224": _alone(224.0, 0x7E, 0x3F00_0000),
+        # fl(448/450) = 16702651 * 2^-24, 0.40 ulp above; 2^47 / 16702651 is 8426056.94:
+        # 8426057 = 0x809249.
+        "the bf16 above 448": _alone(450.0, 0x7E, 0x3F80_9249),
+    },
+    "saturating": {"finite among infinity": _FP8_BLOCK["saturating"]["finite among infinity"]},
+    "ties to even": {
+        "ties of normal codes": _E4M3["ties to even"]["ties of normal codes"],
+        "ties of subnormal codes": _E4M3["ties to even"]["ties of subnormal codes"],
+    },
+    "rounds to zero": {
+        "below half a step among 448": _E4M3["rounds to zero"]["below half a step among 448"],
+    },
+    "partial edge block": {
+        # 448: 1. Two rows below: amax 1, 448, and -0.5 * 448 = -224 = -1.75 * 2^7 is 0xF6.
+        "rows below the last whole block": _placed(
+            (130, 40),
+            elements={
+                (127, 39): Element(448.0, 0x7E), (128, 0): Element(1.0, 0x7E),
+                (129, 39): Element(-0.5, 0xF6),
+            },
+            scales={(127, 39): _ONE, (128, 0): 0x3B12_4925},
+        ),
+    },
+}
+
+_MXFP4 = {
+    "all zeros": {"zeros everywhere": _full(0.0, 0x0, 0x00)},
+    "zero block beside another": {
+        # 6: 2^0. -12 = -6 * 2: 2^1. 1: v = 4/3 * 2^-3, 2^-2, and 4 is 0x6. And zeros.
+        "four blocks of four scales": _grid(
+            {(0, 0): (0x7F, (6.0, 0x7)), (0, 1): (0x80, (-12.0, 0xF)), (1, 0): (0x7D, (1.0, 0x6))},
+            size=(2, 2),
+        ),
+    },
+    "negative zero": {
+        "negative zeros everywhere": _full(-0.0, 0x8, 0x00),
+        "6 among negative zeros": _alone(6.0, 0x7, 0x7F, fill=-0.0, fill_code=0x8),
+        "zeros of both signs among 6": _full(6.0, 0x7, 0x7F, (-0.0, 0x8), (0.0, 0x0)),
+    },
+    "rounded to bf16 first": {
+        # bf16 has the step 2^-5 here: midway between 6 (m = 64, even) and the next, and above it.
+        # Above, v > 1: 2^1, and 3.016 is nearest to 3: 0x5.
+        "6 + 2^-6 is a tie and becomes 6": _alone(6 + 2.0**-6, 0x7, 0x7F),
+        "just above 6 + 2^-6 becomes 6 + 2^-5": _alone(6 + 2.0**-6 + 2.0**-21, 0x5, 0x80),
+        # As for nvfp4.
+        "ties twice, in bf16 and in e2m1": _full(
+            6.0, 0x7, 0x7F, (2.5 + 2.0**-7, 0x4), (2.5 + 2.0**-7 + 2.0**-22, 0x5),
+            (3.5 - 2.0**-7, 0x6), (3.5 - 2.0**-7 - 2.0**-22, 0x5), (-2.5 - 2.0**-7, 0xC),
+            (-3.5 + 2.0**-7, 0xE),
+        ),
+        "2^-134 is a tie and becomes zero": _full(
+            0.0, 0x0, 0x00, (2.0**-134, 0x0), (-(2.0**-134), 0x8), (-(2.0**-149), 0x8)
+        ),
+    },
+    "bf16 subnormals": {
+        # v is below 2^-127: byte 0x00, factor 2^127. 2^-6 is zero, 2 is 0x4, 1.984 too.
+        "the smallest subnormal": _alone(2.0**-133, 0x0, 0x00),
+        "the largest subnormal": _alone(2.0**-126 - 2.0**-133, 0x4, 0x00),
+        "the smallest normal": _alone(-(2.0**-126), 0xC, 0x00),
+    },
+    "largest finite": {
+        # v = 1.9921875 / 1.5 * 2^125 = 1.33 * 2^125: 253 = 0xFD, 2^126. 3.98 is nearest to 4.
+        "the largest finite": _alone(_LARGEST, 0x6, 0xFD),
+        "the negative largest finite": _alone(-_LARGEST, 0xE, 0xFD),
+    },
+    "infinity": {
+        "infinity alone": _alone(_INF, 0x7, 0xFE),
+        "infinities and nan": _full(
+            _INF, 0x7, 0xFE, (-_INF, 0xF), (_NAN, 0x7), (_NEGATIVE_NAN, 0x7)
+        ),
+    },
+    "nan alone": {
+        "negative nan alone": _alone(_NEGATIVE_NAN, 0x7, 0x00),
+        "nan everywhere": _full(_NAN, 0x7, 0x00),
+        "nans below bf16 alone": _full(0.0, 0x0, 0x00, *((nan, 0x7) for nan in _LOW_NANS)),
+    },
+    "nan beside finite": {
+        "nan among -6": _full(
+            -6.0, 0xF, 0x7F, (_NAN, 0x7), (_NEGATIVE_NAN, 0x7), *((nan, 0x7) for nan in _LOW_NANS)
+        ),
+    },
+    "amax near a power of two": {
+        # v = 4/3 * 2^-3: 2^-2. 4.03 and 3.98 are nearest to 4.
+        "one": _alone(1.0, 0x6, 0x7D),
+        "the bf16 above one": _alone(1 + 2.0**-7, 0x6, 0x7D),
+        "the bf16 below one": _alone(1 - 2.0**-8, 0x6, 0x7D),
+    },
+    "amax near a scale step": {
+        # v = fl(1 + 1/4 ulp) = 1: 2^0. Above, v > 1: 2^1, and 3.016 gives 3.
+        "6": _alone(6.0, 0x7, 0x7F),
+        "the bf16 below 6": _alone(6 - 2.0**-5, 0x7, 0x7F),
+        "the bf16 above 6": _alone(6 + 2.0**-5, 0x5, 0x80),
+        "minus 3": _alone(-3.0, 0xF, 0x7E),
+        # v = 2^-126 and 2^-127, the last of byte 0x00.
+        "6 * 2^-126": _alone(6 * 2.0**-126, 0x7, 0x01),
+        "6 * 2^-127": _alone(6 * 2.0**-127, 0x7, 0x00),
+        "the bf16 above 6 * 2^-127": _alone((6 + 2.0**-5) * 2.0**-127, 0x5, 0x01),
+    },
+    "saturating": {
+        # The factor is 2^-127: only Inf saturates. 1.992 gives 2, 2^127 is 1, 2^125 half a step,
+        # 3 * 2^125 one and a half.
+        "finite among infinity": _full(
+            _INF, 0x7, 0xFE, (-_INF, 0xF), (_LARGEST, 0x4), (-_LARGEST, 0xC), (2.0**127, 0x2),
+            (2.0**126, 0x1), (2.0**125, 0x0), (3 * 2.0**125, 0x2), (1.0, 0x0), (-1.0, 0x8),
+        ),
+    },
+    "ties to even": {
+        "ties": _full(
+            6.0, 0x7, 0x7F, (0.25, 0x0), (0.75, 0x2), (1.25, 0x2), (1.75, 0x4), (2.5, 0x4),
+            (3.5, 0x6), (5.0, 0x6), (-0.75, 0xA), (-1.75, 0xC), (-2.5, 0xC), (-5.0, 0xE),
+        ),
+        # The factor is 4.
+        "ties below an amax of one": _full(
+            1.0, 0x6, 0x7D, (2.0**-4, 0x0), (3 * 2.0**-4, 0x2), (-5 * 2.0**-4, 0xA),
+            (7 * 2.0**-4, 0x4), (-5 * 2.0**-3, 0xC), (7 * 2.0**-3, 0x6),
+        ),
+    },
+    "rounds to zero": {
+        "a quarter and less among 6": _full(
+            6.0, 0x7, 0x7F, (0.25, 0x0), (-0.25, 0x8), (2.0**-20, 0x0), (-(2.0**-133), 0x8)
+        ),
+    },
+}
+
+_INT4 = {
+    "all zeros": {"zeros everywhere": _full(0.0, 0x8, 0x3728)},
+    "zero block beside another": {
+        # 7: 1. -14: 2. 1: fl(1/7) = 0x3E124925, bf16 0x3E12, and 1 is 7 steps. And zeros.
+        "four blocks of four scales": _grid(
+            {
+                (0, 0): (0x3F80, (7.0, 0xF)), (0, 1): (0x4000, (-14.0, 0x1)),
+                (1, 0): (0x3E12, (1.0, 0xF)),
+            },
+            size=(2, 2),
+        ),
+    },
+    "negative zero": {
+        "negative zeros everywhere": _full(-0.0, 0x8, 0x3728),
+        "zeros of both signs among 7": _full(7.0, 0xF, 0x3F80, (-0.0, 0x8), (0.0, 0x8)),
+    },
+    "rounded to bf16 first": {
+        # bf16 has the step 2^-5 here: midway between 7 (m = 96, even) and the next, and above it:
+        # s = 1.00446, 0.57 steps of bf16 above 1: 0x3F81.
+        "7 + 2^-6 is a tie and becomes 7": _alone(7 + 2.0**-6, 0xF, 0x3F80),
+        "just above 7 + 2^-6 becomes 7 + 2^-5": _alone(7 + 2.0**-6 + 2.0**-21, 0xF, 0x3F81),
+        # 2.5 + 2^-7: tie of 2.5 (m = 32) and the next; 2.5 is a tie again: 2. The next fp32: 3.
+        "ties twice, in bf16 and in int4": _full(
+            7.0, 0xF, 0x3F80, (2.5 + 2.0**-7, 0xA), (2.5 + 2.0**-7 + 2.0**-22, 0xB),
+            (-2.5 - 2.0**-7, 0x6), (-2.5 - 2.0**-7 - 2.0**-22, 0x5),
+        ),
+    },
+    "bf16 subnormals": {
+        "the smallest subnormal": _alone(2.0**-133, 0x8, 0x3728),
+        "the smallest normal": _alone(-(2.0**-126), 0x8, 0x3728),
+    },
+    "largest finite": {
+        # s = 255/224 * 2^125 within an ulp: 17.7 steps of bf16 above 2^125: 0x7E12.
+        "the largest finite": _alone(_LARGEST, 0xF, 0x7E12),
+        "the negative largest finite": _alone(-_LARGEST, 0x1, 0x7E12),
+    },
+    "infinity": {
+        # s = Inf: Inf / Inf is NaN, of either sign, and all that is finite is 0.
+        "infinity alone": _alone(_INF, 0xF, 0x7F80),
+        "negative infinity alone": _alone(-_INF, 0xF, 0x7F80),
+        "finite among infinity": _full(
+            _INF, 0xF, 0x7F80, (-_INF, 0xF), (_LARGEST, 0x8), (-1.0, 0x8), (_NAN, 0xF)
+        ),
+    },
+    "nan alone": {
+        "negative nan alone": _alone(_NEGATIVE_NAN, 0xF, 0x3728),
+        "nan everywhere": _full(_NAN, 0xF, 0x3728),
+        "nans below bf16 alone": _full(0.0, 0x8, 0x3728, *((nan, 0xF) for nan in _LOW_NANS)),
+    },
+    "nan beside finite": {
+        "nan among -7": _full(
+            -7.0, 0x1, 0x3F80, (_NAN, 0xF), (_NEGATIVE_NAN, 0xF),
+            *((nan, 0xF) for nan in _LOW_NANS),
+        ),
+    },
+    "amax near a power of two": {
+        # s is 8/7 * 2^-3 within an ulp, 18.3 steps of bf16 above 2^-3: 0x3E12. Its neighbours have
+        # 19.4 and 17.7.
+        "one": _alone(1.0, 0xF, 0x3E12),
+        "the bf16 above one": _alone(1 + 2.0**-7, 0xF, 0x3E13),
+        "the bf16 below one": _alone(-(1 - 2.0**-8), 0x1, 0x3E12),
+    },
+    "amax near a scale step": {
+        # 147 * 2^-21 / 7 = 21 * 2^-21 is 1.0014e-5: 0x3728 as well, and 7 steps. The bf16 below
+        # has 9.9454e-6 and thus s = 1e-5: 6.96 steps. 1e-5 is one step, 5e-6 half a step.
+        "147 * 2^-21": _alone(147 * 2.0**-21, 0xF, 0x3728),
+        "the bf16 below 147 * 2^-21": _alone(146 * 2.0**-21, 0xF, 0x3728),
+        "2^-17 in steps of 1e-5": _alone(2.0**-17, 0x9, 0x3728),
+        "2^-18 in steps of 1e-5": _alone(-(2.0**-18), 0x8, 0x3728),
+    },
+    "ties to even": {
+        "ties": _full(
+            7.0, 0xF, 0x3F80, (0.5, 0x8), (-0.5, 0x8), (1.5, 0xA), (2.5, 0xA), (3.5, 0xC),
+            (4.5, 0xC), (5.5, 0xE), (6.5, 0xE), (-1.5, 0x6), (-2.5, 0x6), (-6.5, 0x2),
+        ),
+        "bf16 beside ties": _full(
+            7.0, 0xF, 0x3F80, (0.5 + 2.0**-8, 0x9), (0.5 - 2.0**-9, 0x8), (2.5 + 2.0**-6, 0xB),
+            (1.5 - 2.0**-7, 0x9), (-6.5 - 2.0**-5, 0x1),
+        ),
+        # s = fl(1/7) is above 1/7: 0.5 is below 3.5 steps, though fl(0.5 * 7) is a tie.
+        "a step above a seventh": _full(1.0, 0xF, 0x3E12, (0.5, 0xB), (0.25, 0xA), (-0.75, 0x3)),
+    },
+    "rounds to zero": {
+        "half a step and less among 7": _full(
+            7.0, 0xF, 0x3F80, (0.5, 0x8), (-0.5, 0x8), (2.0**-20, 0x8), (-(2.0**-133), 0x8)
+        ),
+    },
+}
 # fmt: on
 
 _TABLES = {
@@ -835,6 +1110,12 @@ _TABLES = {
     "mxfp8_2d": (_E4M3, _E8M0),
     "nvfp4": (_NVFP4,),
     "fp8_block": (_E4M3, _FP8_BLOCK),
+    "fp8_block_fp32": (_FP8_BLOCK_FP32,),
+    "mxfp8_rows": (_E4M3, _E8M0),
+    "mxfp4": (_MXFP4,),
+    "nvfp4_rows": (_NVFP4,),
+    "int4": (_INT4,),
+    "int4_g128": (_INT4,),
 }
 
 SPECIAL_CASES: Mapping[str, SpecialCase] = MappingProxyType(

@@ -65,6 +65,8 @@ def sharded_weights(draw):
         shape = (experts, 32 * rows, 32 * cols)
         if format is FP8_BLOCK:
             shape = (experts, *(size + draw(st.integers(0, 70)) for size in shape[1:]))
+        if format is not None and format.is_row_only:
+            shape = (experts, draw(st.integers(1, 70)), max(format.block_length, 32) * cols)
         if format is None:
             shape = (draw(st.integers(1, 9000)),)
         master = with_specials(wide_range_weights(*shape, seed=seed))

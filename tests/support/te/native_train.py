@@ -28,6 +28,7 @@ from moe_optim import MoEOptimConfig
 from moe_optim.config.recipes import load_recipe
 from moe_optim.errors import ConfigError
 from moe_optim.formats import FORMATS, get_format
+from moe_optim.rules import FP32_SCALES
 from moe_optim.weights.te.fields import is_grouped, is_quantized, read_values
 from tests.support.states import given_values, making_room
 from tools.upstream import native_products
@@ -36,6 +37,7 @@ RECIPES = {
     "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather",
     "mxfp8_2d": "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather",
     "fp8_block": "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather",
+    "fp8_block_fp32": "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather",
     "nvfp4": "--fp4-format e2m1 --fp4-recipe nvfp4 --fp4-param-gather",
     "bf16": "",
     "tensorwise": "--fp8-format e4m3 --fp8-recipe tensorwise --fp8-param-gather",
@@ -47,6 +49,7 @@ RECIPES = {
 def main(folder: str, format: str, knobs: str, *flags: str) -> None:
     """Train, and write what this rank saw."""
     on_cpu = not torch.cuda.is_available()
+    os.environ[FP32_SCALES] = str(int(format == "fp8_block_fp32"))  # read on import
     if on_cpu:
         native_products.leave_to_torch()
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider

@@ -27,6 +27,8 @@ class StandIn:
                 setattr(self, f"_amax_{direction}", quantized.global_amax.clone())
         self._high_precision_init_val = master.bfloat16()
         self._quantizer = SimpleNamespace(with_2d_quantization=format.is_2d)
+        if format.scale_itemsize == 4:
+            self._quantizer.force_pow_2_scales = format.scale_encoding == "power_of_two"
 
 
 class Float8BlockwiseQTensor(StandIn):
@@ -84,6 +86,9 @@ class Float8BlockQuantizer:
 
     block_scaling_dim = 2
 
+    def __init__(self, force_pow_2_scales: bool = True) -> None:
+        self.force_pow_2_scales = force_pow_2_scales
+
 
 class MXFP8Quantizer:
     """Named as the class it stands for."""
@@ -108,7 +113,9 @@ class GroupedTensor:
     def __init__(self, member: type, format: BlockScaledFormat, masters: torch.Tensor) -> None:
         self.shape = masters.shape
         self.quantizer = {
-            Float8BlockwiseQTensor: Float8BlockQuantizer,
+            Float8BlockwiseQTensor: lambda: Float8BlockQuantizer(
+                format.scale_encoding == "power_of_two"
+            ),
             MXFP8Tensor: lambda: MXFP8Quantizer(format.is_2d),
             NVFP4Tensor: NVFP4Quantizer,
         }[member]()
@@ -150,7 +157,8 @@ def as_tensor(stand_in: Any, values: torch.Tensor | None = None) -> Any:
         stand_in: of a weight.
         values: what it is to its base class; zeros of its shape by default.
     """
-    values = torch.zeros(stand_in.shape) if values is None else values
+    if values is None:
+        values = torch.zeros(stand_in.shape, dtype=torch.bfloat16)
     weight = values.as_subclass(_tensor_class(type(stand_in)))
     vars(weight).update({name: one for name, one in vars(stand_in).items() if name != "shape"})
     return weight

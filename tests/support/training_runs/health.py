@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_optim.formats import BlockScaledFormat, reference
+from moe_optim.formats import BlockScaledFormat, QuantizedWeight, reference
 from moe_optim.formats.health_figures import Sum
 from moe_optim.kernels.health import HealthEntry, HealthTable
 from moe_optim.kernels.table_entry import TableEntry
@@ -19,6 +19,12 @@ SHAPES = {
     "mxfp8_2d": ((2, 32, 96), (1, 288, 160)),
     "nvfp4": ((2, 32, 80), (1, 272, 160)),
     "fp8_block": ((2, 130, 72), (1, 257, 144)),
+    "fp8_block_fp32": ((2, 130, 72), (1, 257, 144)),
+    "mxfp8_rows": ((2, 33, 96), (1, 289, 160)),
+    "mxfp4": ((2, 33, 96), (1, 289, 160)),
+    "nvfp4_rows": ((2, 33, 80), (1, 289, 160)),
+    "int4": ((2, 33, 96), (1, 289, 160)),
+    "int4_g128": ((2, 33, 128), (1, 289, 256)),
 }
 """Of each format: weights of several tiles, a whole one among them, with partial ones at edges."""
 
@@ -64,9 +70,7 @@ def measure(
         quantized = reference.quantize(master, format)
         reference.derive_into(quantized)
         buffers = {name: buffer.to(device) for name, buffer in quantized.buffers().items()}
-        if format.columnwise_copy == "shared":
-            buffers["columnwise_data"] = buffers["rowwise_data"]
-        target = type(quantized)(format=format, shape=quantized.shape, **buffers)
+        target = QuantizedWeight.of_buffers(format, quantized.shape, buffers.values())
         entry = TableEntry(
             parameter="fc",
             source=master.view(-1)[low:high].to(device).clone(),

@@ -41,13 +41,15 @@ pytestmark = [
 ]
 RANKS = min(2, torch.cuda.device_count()) if HAS_GPU else 2  # sums of three have an order
 AT_ONCE = max(1, (os.cpu_count() or 1) // (2 * RANKS)) if HAS_GPU else 1
-GROUPED = FORMATS[:-1] if HAS_GPU else ()  # Megatron has no groups of FP8 blocks
-AUTO = ("mxfp8", "nvfp4", "fp8_block")  # what Megatron's own flags make
+BLOCKS = ("fp8_block", "fp8_block_fp32")  # Megatron has no groups of them
+GROUPED = tuple(name for name in FORMATS if name not in BLOCKS) if HAS_GPU else ()
+AUTO = ("mxfp8", "nvfp4", *BLOCKS)  # what Megatron's own flags make
 CLASSES = {
     "mxfp8": "MXFP8Tensor",
     "mxfp8_2d": "MXFP8Tensor",
     "nvfp4": "NVFP4Tensor",
     "fp8_block": "Float8BlockwiseQTensor",
+    "fp8_block_fp32": "Float8BlockwiseQTensor",
 }
 TRAIN = ["--train-iters", "4", "--eval-interval", "2", "--save-interval", "2"]
 TRAIN += ["--dist-ckpt-optim-fully-reshardable"]

@@ -54,6 +54,7 @@ EXPECTED = {
     "mxfp8_2d": "MXFP8Tensor",
     "nvfp4": "NVFP4Tensor",
     "fp8_block": "Float8BlockwiseQTensor",
+    "fp8_block_fp32": "Float8BlockwiseQTensor",
 }
 
 

@@ -15,6 +15,7 @@ from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import (
     DIRECTIONS,
     FP8_BLOCK,
+    FP8_BLOCK_FP32,
     MXFP8,
     MXFP8_2D,
     NVFP4,
@@ -25,7 +26,7 @@ from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.weights import managed
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.te import storage as te_weights
-from moe_optim.weights.te.fields import GROUPED, ONE, read_values
+from moe_optim.weights.te.fields import GROUPED, ONE, read_values, te_formats_of
 from moe_optim.weights.te.storage import TransformerEngineStorage
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
@@ -65,10 +66,12 @@ class Kind:
 KINDS = {
     "fp8_block": Kind(Float8BlockwiseQTensor, FP8_BLOCK, (256, 384)),
     "fp8_block with partial blocks": Kind(Float8BlockwiseQTensor, FP8_BLOCK, (144, 272)),
+    "fp8_block_fp32": Kind(Float8BlockwiseQTensor, FP8_BLOCK_FP32, (144, 272)),
     "mxfp8": Kind(MXFP8Tensor, MXFP8, (96, 160)),
     "mxfp8_2d": Kind(MXFP8Tensor, MXFP8_2D, (96, 160)),
     "nvfp4": Kind(NVFP4Tensor, NVFP4, (144, 80)),
     "group of fp8_block": Kind(Float8BlockwiseQTensor, FP8_BLOCK, (144, 272), 3),
+    "group of fp8_block_fp32": Kind(Float8BlockwiseQTensor, FP8_BLOCK_FP32, (144, 272), 3),
     "group of mxfp8": Kind(MXFP8Tensor, MXFP8, (96, 160), 3),
     "group of mxfp8_2d": Kind(MXFP8Tensor, MXFP8_2D, (96, 160), 3),
     "group of nvfp4": Kind(NVFP4Tensor, NVFP4, (144, 80), 3),
@@ -279,8 +282,8 @@ def test_layouts_that_are_not_known_are_refused(kind, field, value, message):
 
 E5M2 = SimpleNamespace(name="kFloat8E5M2")
 FOREIGN = [  # of a quantizer: what makes other bytes than the format's, or reads them otherwise
-    ("fp8_block", "force_pow_2_scales", False, "unset NVTE_FP8_BLOCK_SCALING_FP32_SCALES"),
     ("fp8_block", "amax_epsilon", 1e-6, "an amax of 1e-06 at least"),
+    ("fp8_block_fp32", "amax_epsilon", 1e-6, "an amax of 1e-06 at least"),
     ("fp8_block", "block_scaling_dim", 1, r"blocks of one row \(1-D\)"),
     ("fp8_block", "block_len", 64, "blocks of 64"),
     ("fp8_block", "dtype", E5M2, "elements of kFloat8E5M2"),
@@ -289,6 +292,7 @@ FOREIGN = [  # of a quantizer: what makes other bytes than the format's, or read
     ("nvfp4", "with_rht", True, "a Hadamard transform"),
     ("nvfp4", "stochastic_rounding", True, "stochastic rounding"),
     ("nvfp4", "with_amax_reduction", True, "an amax of several ranks"),
+    ("nvfp4", "amax_reduction_group", "data parallel", "an amax of several ranks"),
     ("nvfp4", "row_scaled_nvfp4", True, "an amax per row"),
     ("nvfp4", "nvfp4_use_4over6", True, "four-over-six blocks"),
     ("nvfp4", "nvfp4_e4m3_max", 256, "block scales up to 256"),
@@ -297,6 +301,9 @@ OF_WEIGHTS = [
     ("fp8_block", "_fp8_dtype", E5M2, "elements of kFloat8E5M2"),
     ("mxfp8", "_fp8_dtype", E5M2, "elements of kFloat8E5M2"),
     ("nvfp4", "_nvfp4_e4m3_max", 256, "block scales up to 256"),
+    ("nvfp4", "amax_reduction_group", "data parallel", "an amax of several ranks"),
+    ("mxfp8", "dtype", torch.float16, "values of torch.float16"),
+    ("fp8_block_fp32", "dtype", torch.float32, "values of torch.float32"),
 ]
 
 
@@ -349,9 +356,37 @@ def test_a_quantizer_of_other_blocks_is_refused(kind, format, message):
 
 
 @pytest.mark.parametrize(
+    ("kind", "format", "message"),
+    [
+        ("fp8_block", FP8_BLOCK_FP32, r"scales that are powers of two \(force_pow_2_scales=True\)"),
+        ("fp8_block_fp32", FP8_BLOCK, r"scales of any mantissa \(force_pow_2_scales=False\)"),
+    ],
+)
+@pytest.mark.parametrize("group", ["", "group of "], ids=["one", "group"])
+def test_a_quantizer_of_other_scales_is_refused(group, kind, format, message):
+    weight = KINDS[group + kind].weight(KINDS[group + kind].masters(1))
+    with pytest.raises(StateError, match=message):
+        TransformerEngineStorage(weight, format)
+
+
+@EVERY_KIND
+def test_the_quantizer_of_a_weight_decides_on_the_scales_of_its_format(kind):
+    """Of a group, its own quantizer and those of its members."""
+    weight = kind.weight(kind.masters(1))
+    for one in (weight, *getattr(weight, "quantized_tensors", [])):
+        formats = te_formats_of(one)
+        assert kind.format in formats
+        assert {format.scale_encoding for format in formats} == {kind.format.scale_encoding}
+
+
+@pytest.mark.parametrize(
     ("kind", "wanted", "found"),
     [
         ("fp8_block", "fp8_block", True),
+        ("fp8_block", "fp8_block_fp32", False),
+        ("fp8_block_fp32", "fp8_block_fp32", True),
+        ("fp8_block_fp32", "fp8_block", False),
+        ("group of fp8_block_fp32", "fp8_block_fp32", True),
         ("fp8_block", "mxfp8", False),
         ("mxfp8", "mxfp8", True),
         ("mxfp8_2d", "mxfp8_2d", True),

@@ -1,0 +1,356 @@
+"""Reads weights that are published quantized, such as DeepSeek-V3's in FP8 blocks, as bf16.
+
+Sources of names, dtypes and values: DeepSeek-V3's ``inference/fp8_cast_bf16.py``;
+compressed-tensors 0.20.0 (``compressors/pack_quantized``, ``compressors/mxfp4``); transformers
+5.24.0 (``integrations/mxfp4.py``) for gpt-oss; and vLLM 0.33.0 (``models/deepseek_v4``) and SGLang
+0.5.23 (``srt/models/deepseek_v4.py``), which load DeepSeek-V4.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_optim.checkpoint.files.reader import CheckpointReader, FileFormat, Recorded, TensorInfo
+from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.formats import INT4, MXFP4, MXFP8, BlockScaledFormat
+from moe_optim.formats.reference.codes import decode
+
+Block = tuple[int, int]
+"""Rows and columns per scale."""
+_Said = Mapping[str, Any]
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_E8M0 = (torch.float8_e8m0fnu, torch.uint8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedEncoding:
+    """Names, dtypes and shapes of quantized weights in one kind of checkpoint.
+
+    A weight's name is a stem and a suffix. A value is element times scale in fp32, rounded to bf16.
+    """
+
+    block: Callable[[_Said], Block | None]
+    """Returns the block that a ``quantization_config`` declares, None if it declares none."""
+    declared: str
+    """What ``block`` looks for, for errors."""
+    format: BlockScaledFormat
+    """Format with the same elements."""
+    data: str
+    """Suffix of elements."""
+    data_dtypes: tuple[torch.dtype, ...]
+    """Dtypes of elements. A weight is quantized if its data has one of them, or if the suffix
+    belongs to quantized weights alone."""
+    scale: str
+    """Suffix of scales."""
+    scale_dtypes: tuple[torch.dtype, ...]
+    """Dtypes of scales, all exact in fp32."""
+    weight: str
+    """Suffix of the bf16 weight."""
+    others: tuple[str, ...] = ()
+    """Suffixes of further tensors of a weight, which are not read."""
+    is_stacked: bool = False
+    """Whether data is [E, R, blocks, bytes] and scales are [E, R, blocks], of weights that are
+    transposed in bf16: [E, C, R]. Otherwise data is [R, C / elements per item]."""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the suffix of elements belongs to quantized weights alone."""
+        return self.data not in ("", ".weight")
+
+    def claims(self, name: str, info: TensorInfo) -> bool:
+        """Return whether a tensor contains elements of this encoding."""
+        return name.endswith(self.data) and (self.is_named or info.dtype in self.data_dtypes)
+
+    def stem(self, name: str) -> str:
+        """Return the stem of the name of elements."""
+        return name.removesuffix(self.data)
+
+    def shape(self, data: TensorInfo) -> tuple[int, ...]:
+        """Return the shape of the elements of a weight: [R, C], or [E, R, C] if stacked."""
+        rank = 3 if self.is_stacked else 2
+        per_item = self.format.elements_per_byte * data.dtype.itemsize
+        columns = per_item * torch.Size(data.shape[rank - 1 :]).numel()
+        return (*data.shape[: rank - 1], columns)
+
+
+def _fp8_block(said: _Said) -> Block | None:
+    given = said.get("weight_block_size")
+    block = [n for n in given if type(n) is int and n > 0] if isinstance(given, list) else []
+    is_fp8 = said.get("quant_method") == "fp8" and said.get("fmt", "e4m3") == "e4m3"
+    return (block[0], block[1]) if is_fp8 and len(block) == 2 and block == given else None
+
+
+def _fp4_beside_fp8(said: _Said) -> Block | None:
+    return MXFP4.rowwise_block if _fp8_block(said) else None
+
+
+def _gpt_oss_block(said: _Said) -> Block | None:
+    return MXFP4.rowwise_block if said.get("quant_method") == "mxfp4" else None
+
+
+def _group_of(said: _Said, format: str, kind: str) -> Block | None:
+    """Return the block of symmetric groups of four bits, the same in all groups of layers."""
+    groups = said.get("config_groups")
+    if said.get("quant_method") != "compressed-tensors" or not isinstance(groups, dict):
+        return None
+    wanted = {"num_bits": 4, "type": kind, "strategy": "group", "symmetric": True, "actorder": None}
+    sizes = set()
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict) or group.get("format", said.get("format")) != format:
+            return None
+        if any(weights.get(key, value) != value for key, value in wanted.items()):
+            return None
+        sizes.add(weights.get("group_size"))
+    size = sizes.pop() if len(sizes) == 1 else None
+    return (1, size) if type(size) is int and size > 0 and size % 8 == 0 else None
+
+
+def _packed_int4_block(said: _Said) -> Block | None:
+    return _group_of(said, "pack-quantized", "int")
+
+
+def _packed_mxfp4_block(said: _Said) -> Block | None:
+    block = _group_of(said, "mxfp4-pack-quantized", "float")
+    return block if block == MXFP4.rowwise_block else None
+
+
+ENCODINGS = (
+    PublishedEncoding(
+        block=_fp8_block,
+        declared="quant_method fp8 with fmt e4m3 and a weight_block_size of two numbers",
+        format=MXFP8,
+        data="",
+        data_dtypes=(torch.float8_e4m3fn,),
+        scale="_scale_inv",
+        scale_dtypes=(*_FLOATS, torch.float8_e8m0fnu),
+        weight="",
+    ),
+    PublishedEncoding(  # DeepSeek-V4
+        block=_fp8_block,
+        declared="",
+        format=MXFP8,
+        data=".weight",
+        data_dtypes=(torch.float8_e4m3fn,),
+        scale=".scale",
+        scale_dtypes=(*_FLOATS, torch.float8_e8m0fnu),
+        weight=".weight",
+    ),
+    PublishedEncoding(  # experts of DeepSeek-V4
+        block=_fp4_beside_fp8,
+        declared="",
+        format=MXFP4,
+        data=".weight",
+        data_dtypes=(torch.int8, torch.uint8),
+        scale=".scale",
+        scale_dtypes=_E8M0,
+        weight=".weight",
+    ),
+    PublishedEncoding(  # gpt-oss
+        block=_gpt_oss_block,
+        declared="quant_method mxfp4",
+        format=MXFP4,
+        data="_blocks",
+        data_dtypes=(torch.uint8,),
+        scale="_scales",
+        scale_dtypes=_E8M0[::-1],
+        weight="",
+        is_stacked=True,
+    ),
+    PublishedEncoding(  # Kimi K3
+        block=_packed_mxfp4_block,
+        declared="compressed-tensors' mxfp4-pack-quantized",
+        format=MXFP4,
+        data=".weight_packed",
+        data_dtypes=(torch.uint8,),
+        scale=".weight_scale",
+        scale_dtypes=_E8M0[::-1],
+        weight=".weight",
+    ),
+    PublishedEncoding(  # Kimi K2 Thinking and K2.5
+        block=_packed_int4_block,
+        declared="compressed-tensors' pack-quantized with symmetric groups of 4-bit integers",
+        format=INT4,
+        data=".weight_packed",
+        data_dtypes=(torch.int32,),
+        scale=".weight_scale",
+        scale_dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        weight=".weight",
+        others=(".weight_shape",),
+    ),
+)
+"""Encodings that can be read, in order of preference where several claim a weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantized:
+    """A quantized weight and the block of its scales."""
+
+    encoding: PublishedEncoding
+    block: Block
+    name: str
+    """Name of its elements."""
+
+    @property
+    def stem(self) -> str:
+        return self.encoding.stem(self.name)
+
+    @property
+    def scale(self) -> str:
+        return self.stem + self.encoding.scale
+
+    @property
+    def weight(self) -> str:
+        return self.stem + self.encoding.weight
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """Names of all of its tensors."""
+        others = (self.stem + other for other in self.encoding.others)
+        return (self.name, self.scale, *others)
+
+    def shown(self, data: TensorInfo) -> TensorInfo:
+        """Return the weight as it is shown, given its elements."""
+        *stack, rows, cols = self.encoding.shape(data)
+        return TensorInfo((*stack, cols, rows) if stack else (rows, cols), torch.bfloat16)
+
+    def fault(self, tensors: Mapping[str, TensorInfo]) -> str | None:
+        """Return what is wrong with its tensors, if anything."""
+        data, scale = tensors[self.name], tensors.get(self.scale)
+        rank = 4 if self.encoding.is_stacked else 2
+        if len(data.shape) != rank or data.dtype not in self.encoding.data_dtypes:
+            axes = "[experts, rows, blocks, bytes]" if rank == 4 else "rows and columns"
+            return (
+                f"{self.name}: expected {axes} of {_spell(*self.encoding.data_dtypes)}, got "
+                f"{_spell(data.dtype)} {list(data.shape)}"
+            )
+        if scale is None:
+            return f"{self.scale}: missing"
+        *stack, rows, cols = self.encoding.shape(data)
+        height, width = self.block
+        blocks = (*stack, -(-rows // height), -(-cols // width))
+        is_whole = rank == 2 or data.shape[2] == blocks[-1]
+        dtypes = self.encoding.scale_dtypes
+        if scale.shape != blocks or scale.dtype not in dtypes or not is_whole:
+            return (
+                f"{self.scale}: expected {_spell(*dtypes)} {list(blocks)} for {list(data.shape)}, "
+                f"got {_spell(scale.dtype)} {list(scale.shape)}"
+            )
+        if self.weight != self.name and self.weight in tensors:
+            return f"{self.weight}: expected once, got it beside {self.name}"
+        return None
+
+    def values(self, data: Tensor, scale: Tensor) -> Tensor:
+        """Return the bf16 values [R, C] of elements and scales of one matrix."""
+        values = decode(self.encoding.format.element, data.flatten(1).view(torch.uint8))
+        factors = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
+        factors = factors.float()
+        for axis, size in enumerate(self.block):
+            factors = factors.repeat_interleave(size, axis).narrow(axis, 0, values.shape[axis])
+        return values.mul_(factors).bfloat16()
+
+
+class DequantizedWeights:
+    """A checkpoint that shows its quantized weights as bf16 and hides their scales.
+
+    Implements :class:`~moe_optim.checkpoint.files.reader.CheckpointReader`.
+    """
+
+    def __init__(
+        self, stored: CheckpointReader, encodings: Mapping[PublishedEncoding, Block]
+    ) -> None:
+        """Check names, dtypes and shapes of quantized weights, given the block of each encoding.
+
+        Raises:
+            LayoutError: elements or scales are missing, superfluous, or of wrong shapes or dtypes.
+        """
+        self._stored = stored
+        tensors = dict(stored.tensors)
+        found = [*_find(tensors, encodings)]
+        faults = [fault for one in found if (fault := one.fault(tensors))]
+        for one in found:
+            for name in one.stored:
+                tensors.pop(name, None)
+        named = {one for one in encodings if one.is_named}
+        faults += _left_over(tensors, named | {one.encoding for one in found})
+        if faults:
+            raise LayoutError(
+                f"{stored.path}: expected elements and scales of quantized weights, got "
+                f"{len(faults)} fault(s):\n"
+                + "".join(f"  {fault}\n" for fault in faults[:20])
+                + "Fetch again what is missing or cut off; dequantize other scales with what wrote "
+                "them."
+            )
+        self._quantized = {one.weight: one for one in found}
+        tensors |= {one.weight: one.shown(stored.tensors[one.name]) for one in found}
+        self.tensors: Mapping[str, TensorInfo] = tensors
+        self.path: Path = stored.path
+        self.format: FileFormat = stored.format
+        self.objects = stored.objects
+
+    @property
+    def recorded(self) -> Recorded:
+        """Facts that the checkpoint records about itself."""
+        return self._stored.recorded
+
+    def read(self, name: str, first: int | None = None) -> Tensor:
+        """Return a tensor, or index ``first`` of its first axis."""
+        one = self._quantized.get(name)
+        if one is None:
+            return self._stored.read(name, first)
+        if not one.encoding.is_stacked:
+            values = self._values(one, None)
+            return values if first is None else values[first].clone()
+        if first is not None:
+            return self._values(one, first).T.contiguous()
+        whole = torch.empty(self.tensors[name].shape, dtype=torch.bfloat16, device="cpu")
+        for expert, values in enumerate(whole):
+            values.copy_(self._values(one, expert).T)
+        return whole
+
+    def _values(self, one: _Quantized, expert: int | None) -> Tensor:
+        return one.values(self._stored.read(one.name, expert), self._stored.read(one.scale, expert))
+
+
+def _find(
+    tensors: Mapping[str, TensorInfo], encodings: Mapping[PublishedEncoding, Block]
+) -> Iterator[_Quantized]:
+    """Yield each quantized weight, in the first encoding whose scales exist, else in the first."""
+    for name, info in tensors.items():
+        claims = [
+            _Quantized(encoding, block, name)
+            for encoding, block in encodings.items()
+            if encoding.claims(name, info)
+        ]
+        complete = [one for one in claims if one.scale in tensors]
+        yield from (complete or claims)[:1]
+
+
+def _left_over(
+    tensors: Mapping[str, TensorInfo], encodings: set[PublishedEncoding]
+) -> Iterator[str]:
+    ends = tuple({end for one in encodings for end in (one.scale, *one.others)})
+    return (f"{name}: left over" for name in tensors if name.endswith(ends))
+
+
+def encodings_of(quantization: Any, where: str) -> dict[PublishedEncoding, Block]:
+    """Return the encodings declared by a ``quantization_config``; ConfigError if there is none."""
+    said = quantization if isinstance(quantization, dict) else {}
+    found = {one: block for one in ENCODINGS if (block := one.block(said)) is not None}
+    if not found:
+        *known, last = (one.declared for one in ENCODINGS if one.declared)
+        raise ConfigError(
+            f"{where}: quantization_config: expected {', '.join(known)}, or {last}, got "
+            f"{str(quantization)[:120]}. Convert weights in bf16, or dequantize them with what "
+            "quantized them."
+        )
+    return found
+
+
+def _spell(*dtypes: torch.dtype) -> str:
+    *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{', '.join(names)} or {last}" if names else last

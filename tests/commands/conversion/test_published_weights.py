@@ -1,0 +1,314 @@
+"""Weights published in four bits become bf16: element times scale, rounded once, to the bit.
+
+Each layout is written here as its publisher writes it, with random codes and scales. The oracle is
+a table of elements and products in fp64; where the publisher's own code runs, it is a second one.
+"""
+
+import json
+
+import pytest
+import torch
+
+from moe_optim.commands.cli import main as cli
+from moe_optim.commands.conversion.dequantization import dequantize_checkpoint, plan_dequantization
+from moe_optim.commands.conversion.model_sources import dequantized
+from moe_optim.commands.conversion.opening import open_checkpoint
+from moe_optim.errors import ConfigError, LayoutError
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
+from tests.support.checkpoints.exported_models import export, in_files, stored, write
+from tests.support.checkpoints.hf_checkpoints import write_hf
+from tests.support.checkpoints.stored_checkpoints import read_with_torch
+from tests.support.modules import serving
+
+E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+E4M3 = torch.float8_e4m3fn
+
+
+def drawn(low, high, *shape):
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def product(elements, scales):
+    """Multiply elements [..., R, C] by the scale [..., R, n] of each run of columns."""
+    runs = elements.double().unflatten(-1, (scales.shape[-1], -1))
+    return (runs * scales.double().unsqueeze(-1)).flatten(-2).bfloat16()
+
+
+def four_bits(*shape):
+    """Return random codes, one per element, and bytes that hold two, the first in low bits."""
+    codes = drawn(0, 16, *shape)
+    return codes, (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+
+
+def exponents(*shape):
+    """Return random bytes of E8M0, and the powers of two that they mean."""
+    codes = drawn(100, 140, *shape)
+    return codes.to(torch.uint8), torch.exp2(codes.double() - 127)
+
+
+DENSE = {"model.norm.weight": torch.randn(64).bfloat16(), "lm_head.weight": torch.randn(8, 64)}
+
+
+def gpt_oss():
+    """transformers 5.24.0, ``integrations/mxfp4.py``, and openai/gpt-oss-20b's index: rows of gate
+    and up alternate; in bf16 weights are [E, C, R]."""
+    stored, values = dict(DENSE), dict(DENSE)
+    for name, rows in (("gate_up_proj", 6), ("down_proj", 64)):
+        stem = f"model.layers.0.mlp.experts.{name}"
+        codes, packed = four_bits(2, rows, 64)
+        scales, factors = exponents(2, rows, 2)
+        stored[f"{stem}_blocks"] = packed.view(2, rows, 2, 16)
+        stored[f"{stem}_scales"] = scales
+        stored[f"{stem}_bias"] = values[f"{stem}_bias"] = torch.randn(2, rows).bfloat16()
+        values[stem] = product(E2M1[codes], factors).transpose(1, 2).contiguous()
+    return stored, values, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+
+
+def deepseek_v4():
+    """vLLM 0.33.0, ``models/deepseek_v4``, maps these names: FP4 experts beside FP8 blocks."""
+    stored, values = dict(DENSE), dict(DENSE)
+    for name in ("w1", "w2", "w3"):
+        stem = f"layers.0.ffn.experts.3.{name}"
+        codes, packed = four_bits(8, 64)
+        scales, factors = exponents(8, 2)
+        stored[f"{stem}.weight"] = packed.view(torch.int8)
+        stored[f"{stem}.scale"] = scales.view(torch.float8_e8m0fnu)
+        values[f"{stem}.weight"] = product(E2M1[codes], factors)
+    codes = drawn(0, 127, 130, 96).to(torch.uint8).view(E4M3)
+    scales, factors = exponents(2, 1)
+    stored["layers.0.attn.wkv.weight"] = codes
+    stored["layers.0.attn.wkv.scale"] = scales.view(torch.float8_e8m0fnu)
+    spread = factors.repeat_interleave(128, 0)[:130]
+    values["layers.0.attn.wkv.weight"] = product(codes.float(), spread)
+    stored["layers.0.hc_attn_scale"] = values["layers.0.hc_attn_scale"] = torch.randn(3)
+    said = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0"}
+    return stored, values, said | {"weight_block_size": [128, 128]}
+
+
+def group(**weights):
+    common = {"num_bits": 4, "strategy": "group", "symmetric": True, "dynamic": False}
+    return {
+        "targets": ["Linear"],
+        "weights": common | {"group_size": 32, "actorder": None} | weights,
+        "input_activations": None,
+    }
+
+
+def compressed(format, **weights):
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": group(**weights)},
+        "ignore": ["lm_head"],
+    }
+
+
+def kimi_int4(size=32):
+    """compressed-tensors 0.20.0, ``compressors/pack_quantized``: 8 nibbles per word, each 8 above
+    its integer, the first in the lowest bits."""
+    stored, values = dict(DENSE), dict(DENSE)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        stem = f"language_model.model.layers.1.mlp.experts.0.{name}"
+        codes = drawn(0, 16, 8, 256)
+        words = (codes.view(8, 32, 8) << torch.arange(0, 32, 4)).sum(-1)
+        scales = torch.ldexp(torch.rand(8, 256 // size) + 0.5, drawn(-12, 3, 8, 256 // size))
+        stored[f"{stem}.weight_packed"] = (words - (words >> 31 << 32)).to(torch.int32)
+        stored[f"{stem}.weight_scale"] = scales.bfloat16()
+        stored[f"{stem}.weight_shape"] = torch.tensor([8, 256])
+        values[f"{stem}.weight"] = product(codes - 8, scales.bfloat16())
+    return stored, values, compressed("pack-quantized", type="int", group_size=size)
+
+
+def kimi_mxfp4():
+    """compressed-tensors 0.20.0, ``compressors/mxfp4``."""
+    stored, values = dict(DENSE), dict(DENSE)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        stem = f"model.layers.1.mlp.experts.0.{name}"
+        codes, packed = four_bits(8, 64)
+        scales, factors = exponents(8, 2)
+        stored[f"{stem}.weight_packed"] = packed
+        stored[f"{stem}.weight_scale"] = scales
+        values[f"{stem}.weight"] = product(E2M1[codes], factors)
+    return stored, values, compressed("mxfp4-pack-quantized", type="float")
+
+
+LAYOUTS = {
+    "gpt-oss": gpt_oss,
+    "DeepSeek-V4": deepseek_v4,
+    "Kimi, INT4": kimi_int4,
+    "INT4 in groups of 128": lambda: kimi_int4(128),
+    "Kimi, MXFP4": kimi_mxfp4,
+}
+
+
+@pytest.fixture(params=LAYOUTS)
+def published(request, tmp_path):
+    """Return a folder as published, and the values that it means."""
+    stored, values, quantization = LAYOUTS[request.param]()
+    config = {"model_type": "any", "expert_dtype": "fp4", "quantization_config": quantization}
+    return write_hf(tmp_path / "published", stored, config), values
+
+
+def test_elements_times_scales_are_written_under_the_names_of_bf16(published, tmp_path, capsys):
+    """And every other tensor as it is; the configuration no longer speaks of quantization."""
+    source, values = published
+    (source / "tokenizer.json").write_text("{}")
+    assert cli.main(["convert", str(source), str(tmp_path / "out"), "--to", "hf"]) == 0
+    assert "quantized weights in bf16" in capsys.readouterr().out
+    assert_same_tensors(in_files(tmp_path / "out"), values)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "any"}
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+def test_one_index_of_the_first_axis_is_read_alone(published):
+    source, values = published
+    reader = dequantized(open_checkpoint(source))
+    for name, want in values.items():
+        info = reader.tensors[name]
+        assert (info.shape, info.dtype) == (tuple(want.shape), want.dtype)
+        assert_bytes_equal(reader.read(name, 1), want[1].clone())
+
+
+def test_the_configuration_may_lie_in_that_of_the_language_model(tmp_path):
+    """As Kimi K2.5's and K3's."""
+    stored, values, quantization = kimi_int4()
+    config = {"text_config": {"hidden_size": 64, "quantization_config": quantization}}
+    source = write_hf(tmp_path / "published", stored, config)
+    dequantize_checkpoint(plan_dequantization(open_checkpoint(source)), tmp_path / "out")
+    assert_same_tensors(in_files(tmp_path / "out"), values)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == {"text_config": {"hidden_size": 64}}
+
+
+def test_transformers_reads_the_same_values_of_gpt_oss():
+    module = pytest.importorskip("transformers.integrations.mxfp4")
+    stored, values, _ = gpt_oss()
+    for name in ("gate_up_proj", "down_proj"):
+        stem = f"model.layers.0.mlp.experts.{name}"
+        blocks, scales = stored[f"{stem}_blocks"], stored[f"{stem}_scales"]
+        got = module.convert_moe_packed_tensors(blocks, scales)
+        assert_bytes_equal(got, values[stem])
+
+
+@pytest.mark.parametrize("layout", ["Kimi, INT4", "INT4 in groups of 128", "Kimi, MXFP4"])
+def test_compressed_tensors_reads_the_same_values(layout):
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    from compressed_tensors.quantization import QuantizationConfig
+
+    stored, values, quantization = LAYOUTS[layout]()
+    config = QuantizationConfig.model_validate(quantization)
+    compressor = compressors.BaseCompressor.get_value_from_registry(config.format)
+    for name in values.keys() - DENSE.keys():
+        stem = name.removesuffix("weight")
+        tensors = {k.removeprefix(stem): one for k, one in stored.items() if k.startswith(stem)}
+        got = compressor.decompress(tensors, config.config_groups["group_0"])["weight"]
+        assert_bytes_equal(got.bfloat16(), values[name])
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "int4_g128"])
+def test_exported_experts_come_back_as_training_multiplies_them(format, tmp_path):
+    """For transformers, and for Megatron as from the same model in bf16."""
+    source = write(tmp_path / "source", stored())
+    exported = export(source, tmp_path / "exported", format)
+    tensors = in_files(exported)
+    stems = {key.rpartition(".")[0] for key in tensors if key.endswith("weight_packed")}
+    wanted = {key: one for key, one in tensors.items() if key.rpartition(".")[0] not in stems}
+    for stem in stems:
+        parts = ("weight_packed", "weight_scale", "weight_shape")
+        of_expert = {name: tensors[key] for name in parts if (key := f"{stem}.{name}") in tensors}
+        wanted[f"{stem}.weight"] = serving.dequantize(of_expert)
+    config = json.loads((exported / "config.json").read_text())
+    del config["quantization_config"]
+    plain = write_hf(tmp_path / "plain", wanted, config)
+
+    def convert(folder, to):
+        out = tmp_path / f"{folder.name} {to}"
+        assert cli.main(["convert", str(folder), str(out), "--to", to]) == 0
+        return out
+
+    assert_same_tensors(in_files(convert(exported, "hf")), wanted)
+    got, want = (open_checkpoint(convert(one, "megatron")).path for one in (exported, plain))
+    assert_same_tensors(read_with_torch(got), read_with_torch(want))
+
+
+# What is refused, with nothing written
+
+INT = "language_model.model.layers.1.mlp.experts.0.up_proj"
+OSS = "model.layers.0.mlp.experts.down_proj"
+V4 = "layers.0.ffn.experts.3.w2"
+U8 = torch.uint8
+FAULTS = {
+    "no scales of integers": (
+        kimi_int4, f"{INT}.weight_scale", None, f"{INT}.weight_scale: missing",
+    ),
+    "no elements": (
+        kimi_int4, f"{INT}.weight_packed", None, f"{INT}.weight_scale: left over",
+    ),
+    "scales of another group": (
+        kimi_int4, f"{INT}.weight_scale", torch.ones(8, 2).bfloat16(),
+        "expected bfloat16, float16 or float32 [8, 8] for [8, 32], got bfloat16 [8, 2]",
+    ),
+    "elements in bytes": (
+        kimi_int4, f"{INT}.weight_packed", torch.ones(8, 128, dtype=U8),
+        f"{INT}.weight_packed: expected rows and columns of int32, got uint8 [8, 128]",
+    ),
+    "a weight beside its elements": (
+        kimi_int4, f"{INT}.weight", torch.ones(8, 256), f"{INT}.weight: expected once",
+    ),
+    "no scales of blocks": (gpt_oss, f"{OSS}_scales", None, f"{OSS}_scales: missing"),
+    "no blocks": (gpt_oss, f"{OSS}_blocks", None, f"{OSS}_scales: left over"),
+    "blocks of another size": (
+        gpt_oss, f"{OSS}_blocks", torch.ones(2, 64, 4, 8, dtype=U8),
+        f"{OSS}_scales: expected uint8 or float8_e8m0fnu [2, 64, 2] for [2, 64, 4, 8]",
+    ),
+    "blocks of one expert": (
+        gpt_oss, f"{OSS}_blocks", torch.ones(64, 2, 16, dtype=U8),
+        f"{OSS}_blocks: expected [experts, rows, blocks, bytes] of uint8, got uint8 [64, 2, 16]",
+    ),
+    "no scales of an expert": (deepseek_v4, f"{V4}.scale", None, f"{V4}.scale: missing"),
+    "scales of a wrong dtype": (
+        deepseek_v4, f"{V4}.scale", torch.ones(8, 2),
+        f"{V4}.scale: expected float8_e8m0fnu or uint8 [8, 2] for [8, 32], got float32 [8, 2]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_does_not_fit_is_named_and_nothing_is_written(fault, tmp_path):
+    layout, name, other, said = FAULTS[fault]
+    stored, _, quantization = layout()
+    stored.pop(name, None)
+    if other is not None:
+        stored[name] = other
+    source = write_hf(tmp_path / "s", stored, {"quantization_config": quantization})
+    with pytest.raises(LayoutError) as error:
+        plan_dequantization(open_checkpoint(source))
+    assert said in str(error.value)
+
+
+OTHERS = {
+    "integers without symmetry": compressed("pack-quantized", type="int", symmetric=False),
+    "an order of columns": compressed("pack-quantized", type="int", actorder="group"),
+    "one scale per row": compressed("pack-quantized", type="int", strategy="channel"),
+    "eight bits": compressed("pack-quantized", type="int", num_bits=8),
+    "another packing": compressed("int-quantized", type="int"),
+    "MXFP4 in groups of 64": compressed("mxfp4-pack-quantized", type="float", group_size=64),
+    "two kinds of groups": compressed("pack-quantized", type="int")
+    | {"config_groups": {n: group(type="int", group_size=n) for n in (32, 128)}},
+    "no groups": compressed("pack-quantized") | {"config_groups": {}},
+    "groups without weights": compressed("pack-quantized") | {"config_groups": {"0": {}}},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_quantization_is_refused_with_those_that_are_read(other, tmp_path):
+    source = write_hf(tmp_path / "s", kimi_int4()[0], {"quantization_config": OTHERS[other]})
+    with pytest.raises(ConfigError, match="pack-quantized with symmetric groups of 4-bit"):
+        plan_dequantization(open_checkpoint(source))
+
+
+def test_a_model_in_bf16_is_refused(tmp_path, capsys):
+    source = write_hf(tmp_path / "s", DENSE, {"model_type": "any"})
+    assert cli.main(["convert", str(source), str(tmp_path / "out"), "--to", "hf"]) == 2
+    assert "or safetensors whose config.json has a quantization_config" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
