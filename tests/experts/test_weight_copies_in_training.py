@@ -13,6 +13,7 @@ import pytest
 from moe_optim.config import MoEOptimConfig
 from moe_optim.experts import weight_copies
 from moe_optim.formats import get_format
+from moe_optim.optimizer.description import describe
 from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
 from tests.support.te.te_experts import build_with_te_experts
@@ -32,7 +33,8 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 
 
 def _train(flags: list[str], compute: str | None, options: dict[str, Any]) -> Record:
-    """Train; ``extra`` holds how many copies there had been after every step."""
+    """Train; ``extra`` holds how many copies there had been after every step, and what is said
+    of weights."""
     make, made, after_steps = weight_copies.fake_blocks, [], []
 
     def counting(*given: Any) -> Any:
@@ -48,7 +50,7 @@ def _train(flags: list[str], compute: str | None, options: dict[str, Any]) -> Re
         flags,
         config,
         after_step=lambda *_: after_steps.append(len(made)),
-        observe=lambda *_: after_steps,
+        observe=lambda *built: (after_steps, [row.unmanaged for row in describe(*built).weights]),
     )
 
 
@@ -67,10 +69,12 @@ def test_losses_and_weights_are_those_of_values_quantized_by_hand(case):
         assert mine.losses == theirs.losses
         assert mine.validation_losses == theirs.validation_losses
         assert_same_tensors(mine.weights, theirs.weights)
-        grown = [b - a for a, b in zip([0, *mine.extra], mine.extra, strict=False)]
+        made, said = mine.extra
+        grown = [b - a for a, b in zip([0, *made], made, strict=False)]
         assert [grown[step] for step in (0, 1, 3)] == [LINEARS] * 3
         assert grown[2] > LINEARS  # an evaluation before it
-        assert theirs.extra == [0] * 4
+        assert f"bf16 primary weights, multiplied in {format}" in said
+        assert theirs.extra[0] == [0] * 4 and theirs.extra[1] != said
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_ended(tmp_path: Path):
