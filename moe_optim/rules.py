@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from moe_optim.environment import find_package
 from moe_optim.errors import ConfigError
-from moe_optim.formats import FORMATS
+from moe_optim.formats import FORMATS, FP8_BLOCK, FP8_BLOCK_FP32
 
 Effect = Literal["refuse", "stock step", "warn", "note"]
 Known = Literal["flags", "model", "optimizer"]
@@ -47,7 +47,6 @@ _CHANGED_BYTES = (  # recipe, Transformer Engine variable, values
     ("--fp4-recipe nvfp4", "NVTE_NVFP4_4OVER6", ("weights", "all")),
 )
 """Environment variables that give a recipe's weights an unsupported format."""
-_BLOCKWISE = frozenset({"fp8_block", "fp8_block_fp32"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,10 +271,10 @@ def native_formats(recipe: str | None) -> tuple[str, ...]:
     Empty for other recipes. Transformer Engine reads its variable when it is imported; a built
     weight knows its scales.
     """
-    has_fp32_scales = os.environ.get(FP32_SCALES) == "1"
+    blocks = FP8_BLOCK_FP32 if os.environ.get(FP32_SCALES) == "1" else FP8_BLOCK
     native = {
         "--fp8-recipe mxfp8": ("mxfp8", "mxfp8_2d"),
-        "--fp8-recipe blockwise": ("fp8_block_fp32" if has_fp32_scales else "fp8_block",),
+        "--fp8-recipe blockwise": (blocks.name,),
         "--fp4-recipe nvfp4": ("nvfp4",),
     }
     return native.get(recipe or "", ())
@@ -661,8 +660,8 @@ def _other_format(setup: Setup) -> str | None:
     if not accepted or setup.config.format in ("auto", *accepted):
         return None
     found = f"format: {setup.config.format} with weights that take {' or '.join(accepted)}"
-    if _BLOCKWISE.issuperset({setup.config.format, *accepted}):
-        found += f" ({'with' if 'fp8_block_fp32' in accepted else 'without'} {FP32_SCALES}=1)"
+    if {FP8_BLOCK.name, FP8_BLOCK_FP32.name} == {setup.config.format, *accepted}:
+        found += f" ({'with' if FP8_BLOCK_FP32.name in accepted else 'without'} {FP32_SCALES}=1)"
     return found
 
 

@@ -13,6 +13,7 @@ from moe_optim.formats import (
     DIRECTIONS,
     FORMATS,
     FP8_BLOCK,
+    FP8_BLOCK_FP32,
     MXFP8,
     MXFP8_2D,
     NVFP4,
@@ -338,6 +339,7 @@ def test_requantizing_writes_what_travels_and_finishing_the_rest(format):
             "mxfp8_2d": {"columnwise_scale"},
             "nvfp4": {"columnwise_data", "columnwise_scale"},
             "fp8_block": {"columnwise_data", "columnwise_scale"},
+            "fp8_block_fp32": {"columnwise_data", "columnwise_scale"},
         }[format.name]
     )
     for name in derived:
@@ -384,7 +386,7 @@ def test_scales_in_storage_are_padded_and_repeated_as_transformer_engine_does(fo
         rows, cols = (160, 96) if format.transposes(direction) else (96, 160)
         length = max(format.rowwise_block)
         one_d = format.columnwise_copy == "quantized"
-        if format is FP8_BLOCK:
+        if format in (FP8_BLOCK, FP8_BLOCK_FP32):
             lines = [(128, 128)]
         elif direction == "columnwise" and not format.transposes(direction):
             lines = [(length, 1)]

@@ -44,7 +44,8 @@ NUM_SUMS = len(Sum) + SKETCH
 THRESHOLDS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
         "e4m3": {"saturated": 0.001, "flushed": 0.05, "error": 0.05, "dead_blocks": 0.01},
-        "e2m1": {"saturated": 0.02, "flushed": 0.3, "error": 0.2, "dead_blocks": 0.01},
+        "e2m1": {"saturated": 0.07, "flushed": 0.3, "error": 0.25, "dead_blocks": 0.01},
+        "int4": {"saturated": 0.001, "flushed": 0.35, "error": 0.25, "dead_blocks": 0.01},
     }
 )
 """Warning thresholds by element encoding, at least twice the figures of normal weights."""
@@ -57,7 +58,7 @@ class LayerHealth:
     layer: str
     """Name such as ``layers.3.fc1``."""
     element: str
-    """Element encoding of the storage format: ``e4m3`` or ``e2m1``."""
+    """Element encoding of the storage format: ``e4m3``, ``e2m1`` or ``int4``."""
     experts: tuple[int, ...]
     """Indices among all experts of the layer."""
     amax: Tensor
@@ -120,7 +121,7 @@ def warn_of(
 
     Args:
         layer: name such as ``layers.3.fc1``.
-        element: element encoding of the storage format, ``e4m3`` or ``e2m1``.
+        element: element encoding of the storage format, a key of :data:`THRESHOLDS`.
         experts: indices of the experts that the figures describe.
         figures: figures named as in ``LayerHealth.of_experts``, one entry per expert.
     """

@@ -27,7 +27,7 @@ class ExpertName:
     expert: int
     """Global expert id in the layer."""
     element: str
-    """Element of its format, ``e4m3`` or ``e2m1``; empty for a whole layer."""
+    """Element of its format, such as ``e4m3``; empty for a whole layer."""
 
 
 class ExpertRows:

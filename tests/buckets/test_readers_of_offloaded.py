@@ -13,10 +13,10 @@ import torch
 
 import moe_optim
 from moe_optim.errors import StateError
-from moe_optim.formats import FORMATS
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import PortableStorage
 from tests.rollout.test_export_weights import Setup, build, step
+from tests.support.formats import REPRESENTATIVE_FORMATS
 from tests.support.ranks import run_ranks
 from tests.support.states import life_cycle
 from tests.support.states.buckets import StandInBucket
@@ -25,13 +25,13 @@ from tests.support.states.making_room import managed_buffers, send_weights_away
 pytest.importorskip("megatron.core")
 
 CASES = [
-    *((format, "grouped", "quantized") for format in FORMATS),
+    *((format, "grouped", "quantized") for format in REPRESENTATIVE_FORMATS),
     ("mxfp8", "indexed", "quantized"),
     ("nvfp4", "indexed", "bf16"),
 ]
 CASES += [
     pytest.param(format, *rest, marks=pytest.mark.extended)
-    for format in FORMATS
+    for format in REPRESENTATIVE_FORMATS
     for rest in (("indexed", "quantized"), ("indexed", "bf16"), ("grouped", "bf16"))
     if (format, *rest) not in CASES
 ]

@@ -37,11 +37,12 @@ RESHARDINGS = {
         GROUPED.but(format="mxfp8_2d", bucket_size=MANY_BUCKETS),
     ),
     "context parallel, biases": (
-        GROUPED.but(cp=2, ep=2, biases=True), INDEXED.but(biases=True),
+        GROUPED.but(cp=2, ep=2, biases=True), INDEXED.but(biases=True, format="int4"),
         GROUPED.but(cp=4, biases=True),
     ),
     "pipeline and tensor parallel": (
-        INDEXED.but(pp=2, tp=2, etp=1), GROUPED.but(tp=4, etp=2, ep=2), GROUPED.but(pp=2, ep=2),
+        INDEXED.but(pp=2, tp=2, etp=1), GROUPED.but(tp=4, etp=2, ep=2),
+        GROUPED.but(pp=2, ep=2, format="nvfp4_rows"),
     ),
     "Megatron and back": (GROUPED.but(ep=2), STOCK.but(ep=2), INDEXED),
 }  # fmt: skip

@@ -16,6 +16,7 @@ from moe_optim.config.recipe_yaml import MAX_BYTES
 from moe_optim.config.recipes import check_requirements, load_recipe, unmet_requirements
 from moe_optim.environment import Gpu
 from moe_optim.errors import ConfigError
+from moe_optim.formats import FORMATS
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +105,7 @@ def test_a_recipe_without_anything_optional_has_defaults(write):
     assert recipe.moe_optim == MoEOptimConfig()
 
 
-CHOICES = "auto or bf16 or mxfp8 or mxfp8_2d or nvfp4 or fp8_block"  # as messages list them
+CHOICES = " or ".join(("auto", "bf16", *FORMATS))  # as messages list them
 
 REFUSED_FILES = {  # text of run.yaml -> what the message must say
     "empty": ("", "run.yaml: expected a mapping with keys among base, requires, megatron_args"),

@@ -8,14 +8,17 @@ import torch
 
 from moe_optim.errors import LayoutError
 from moe_optim.experts.grouped_linear import GroupedLinear
-from moe_optim.formats import FORMATS, MXFP8, NVFP4
+from moe_optim.formats import MXFP8, NVFP4
 from moe_optim.kernels.member_table import MemberTable
 from tests.support.bytes import assert_bytes_equal
+from tests.support.formats import REPRESENTATIVE_FORMATS
 from tests.support.inputs import wide_range_weights
 
 SHAPE = (3, 64, 32)
 every_layout = pytest.mark.parametrize("layout", ["grouped", "indexed"])
-every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
+every_format = pytest.mark.parametrize(
+    "format", REPRESENTATIVE_FORMATS.values(), ids=REPRESENTATIVE_FORMATS
+)
 
 
 def values(seed=0):

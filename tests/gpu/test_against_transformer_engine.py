@@ -78,12 +78,12 @@ def masters_of(format):
 def special_masters(format, wanted=lambda name: True):
     """Return the named special weights of a format whose shapes Transformer Engine takes.
 
-    Those of FP8 blocks serve both kinds of scales.
+    FP8 blocks with fp32 scales have those with powers of two, too.
     """
+    formats = {format.name} | ({"fp8_block"} if format is FP8_BLOCK_FP32 else set())
     cases = SPECIAL_CASES.items()
-    of_format = "fp8_block" if format in BLOCKS else format.name
     masters = [
-        special_weight(case) for name, case in cases if case.format == of_format and wanted(name)
+        special_weight(case) for name, case in cases if case.format in formats and wanted(name)
     ]
     return [master for master in masters if not any(size % 16 for size in master.shape[1:])]
 

@@ -34,7 +34,7 @@ def extended(format: str) -> Any:
     return pytest.param(format, marks=pytest.mark.extended)
 
 
-MORE_FORMATS = [extended("mxfp8_2d"), extended("fp8_block"), extended("bf16")]
+MORE_FORMATS = [extended(name) for name in ("mxfp8_2d", "fp8_block", "nvfp4_rows", "int4", "bf16")]
 
 
 @dataclass

@@ -110,7 +110,7 @@ CASES = {
 MORE = {
     "data parallel": Case(ranks=3, flags=["--global-batch-size", "6", *ZEROS]),
     "tensor parallel, experts cut": Case(flags=[*TP2, "--moe-ffn-hidden-size", "128"]),
-    "expert parallel": Case(flags=[*EP2, *ZEROS], config=fused("fp8_block")),
+    "expert parallel": Case(flags=[*EP2, *ZEROS], config=fused("fp8_block_fp32")),
     "heads with a norm of their own, expert parallel": Case(
         flags=[*MTP, "--mtp-detach-heads", *EP2], own_norm="mtp"
     ),

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 MXFP8 = MoEOptimConfig(format="mxfp8")
 STEPS = ["--train-iters", "4"]
 NEVER = "1000000"
+WIDE = ["--hidden-size", "128", "--moe-ffn-hidden-size", "128"]
 
 
 def _train(flags: list[str], config: MoEOptimConfig) -> Record:
@@ -34,9 +35,14 @@ def _train(flags: list[str], config: MoEOptimConfig) -> Record:
     "format",
     [
         "nvfp4",
+        "int4",
         pytest.param("mxfp8_2d", marks=pytest.mark.extended),
         pytest.param("mxfp8", marks=pytest.mark.extended),
         pytest.param("fp8_block", marks=pytest.mark.extended),
+        pytest.param("fp8_block_fp32", marks=pytest.mark.extended),
+        pytest.param("mxfp4", marks=pytest.mark.extended),
+        pytest.param("nvfp4_rows", marks=pytest.mark.extended),
+        pytest.param("int4_g128", marks=pytest.mark.extended),
     ],
 )
 def test_wires_and_layouts_agree_where_shards_cut_blocks(format: str):
@@ -46,7 +52,7 @@ def test_wires_and_layouts_agree_where_shards_cut_blocks(format: str):
     Buckets of one weight: 16,384 and 8,192 elements a rank, of which the latter cut rows of 96.
     """
     flags = ["--train-iters", "4", "--global-batch-size", "6", "--ddp-bucket-size", "20000"]
-    flags += [*OVERLAP, "--eval-interval", NEVER]
+    flags += [*OVERLAP, "--eval-interval", NEVER, *(WIDE if format == "int4_g128" else [])]
     runs = {
         (wire, layout): run_ranks(
             3, _train, flags, MoEOptimConfig(format=format, wire=wire, layout=layout)
@@ -61,21 +67,31 @@ def test_wires_and_layouts_agree_where_shards_cut_blocks(format: str):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "overlap", "reshardable"),
+    ("ranks", "overlap", "reshardable", "format"),
     [
-        (2, OVERLAP, []),
-        pytest.param(*(2, [], ["--dist-ckpt-optim-fully-reshardable"]), marks=pytest.mark.extended),
+        (2, OVERLAP, [], "mxfp8"),
+        pytest.param(2, OVERLAP, [], "int4", marks=pytest.mark.extended),
+        pytest.param(
+            *(2, [], ["--dist-ckpt-optim-fully-reshardable"], "nvfp4_rows"),
+            marks=pytest.mark.extended,
+        ),
         pytest.param(
             3,
             OVERLAP,
             ["--dist-ckpt-optim-fully-reshardable", "--ddp-bucket-size", "20000"],
+            "mxfp8",
             marks=pytest.mark.extended,
         ),
     ],
-    ids=["dp_reshardable", "fully_reshardable, no overlap", "fully_reshardable, padded buckets"],
+    ids=[
+        "dp_reshardable",
+        "dp_reshardable, rows",
+        "fully_reshardable, no overlap",
+        "fully_reshardable, padded buckets",
+    ],
 )
 def test_resume_continues_to_the_bit(
-    ranks: int, overlap: list[str], reshardable: list[str], tmp_path: Path
+    ranks: int, overlap: list[str], reshardable: list[str], format: str, tmp_path: Path
 ):
     """A run that stops after 2 of 4 steps and loads its checkpoint ends as one that never did.
 
@@ -83,10 +99,11 @@ def test_resume_continues_to_the_bit(
     """
     batch = ["--global-batch-size", "6"]  # for 2 ranks and for 3
     flags = [*STEPS, *batch, *overlap, *reshardable, "--eval-interval", "3"]
-    whole = run_ranks(ranks, _train, flags, MXFP8)
+    config = MoEOptimConfig(format=format)
+    whole = run_ranks(ranks, _train, flags, config)
     folder = str(tmp_path / "checkpoints")
-    run_ranks(ranks, _train, [*flags, "--save", folder, "--exit-interval", "2"], MXFP8)
-    rest = run_ranks(ranks, _train, [*flags, "--load", folder], MXFP8)
+    run_ranks(ranks, _train, [*flags, "--save", folder, "--exit-interval", "2"], config)
+    rest = run_ranks(ranks, _train, [*flags, "--load", folder], config)
     shutil.rmtree(folder)
     for rank in range(ranks):
         assert set(rest[rank].losses) == {3, 4}

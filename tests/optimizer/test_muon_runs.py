@@ -83,7 +83,10 @@ def _train_replicated(without: list[str]) -> Record:
     "format",
     [
         "nvfp4",
+        pytest.param("int4", marks=pytest.mark.extended),
+        pytest.param("nvfp4_rows", marks=pytest.mark.extended),
         pytest.param("fp8_block", marks=pytest.mark.extended),
+        pytest.param("fp8_block_fp32", marks=pytest.mark.extended),
         pytest.param("mxfp8", marks=pytest.mark.extended),
         pytest.param("mxfp8_2d", marks=pytest.mark.extended),
     ],

@@ -66,6 +66,9 @@ def assert_settings_are_felt(traces: list[Trace]) -> None:
         ("nvfp4", "quantized", []),
         pytest.param("nvfp4", "bf16", OVERLAP, marks=pytest.mark.extended),
         pytest.param("fp8_block", "quantized", OVERLAP, marks=pytest.mark.extended),
+        ("fp8_block_fp32", "bf16", OVERLAP),
+        ("int4", "quantized", OVERLAP),
+        pytest.param("mxfp4", "bf16", [], marks=pytest.mark.extended),
     ],
     ids=lambda value: ("overlap" if value else "no overlap") if isinstance(value, list) else value,
 )
@@ -83,10 +86,12 @@ def test_ten_steps_are_those_of_one_process(format: str, wire: str, overlap: lis
         "nvfp4",
         pytest.param("mxfp8_2d", marks=pytest.mark.extended),
         pytest.param("fp8_block", marks=pytest.mark.extended),
+        pytest.param("fp8_block_fp32", marks=pytest.mark.extended),
+        pytest.param("nvfp4_rows", marks=pytest.mark.extended),
     ],
 )
 def test_ten_steps_are_those_of_one_process_where_shards_cut_blocks(format: str):
-    """On 3 ranks no rank holds the whole of some blocks."""
+    """On 3 ranks no rank holds the whole of some blocks, or of some experts."""
     flags = ["--global-batch-size", "6", *OVERLAP]
     traces = run_ranks(3, _trace, flags, MoEOptimConfig(format=format, layout="stock"))
     assert_ranks_need_each_other(traces, get_format(format))

@@ -107,13 +107,15 @@ SETUPS = {
     "FP8 blocks, cut like the rest": pair(
         {"tensor_model_parallel_size": 2}, {"format": "fp8_block", "wire": "bf16"}
     ),
+    "INT4, with the shape of a whole": pair({}, {"format": "int4"}),
     "bf16": pair({}, {"format": "bf16"}),
 }
 
 
 def test_cut_experts_are_exported_as_whole_ones_of_the_same_masters():
     """Names, order, dtypes and bytes, in both layouts: gates of both ranks, then ups of both."""
-    counts = {name: 96 if name != "bf16" else 48 for name in SETUPS}
+    tensors = {"bf16": 1, "int4": 3}
+    counts = {name: 48 * tensors.get(cut.knobs["format"], 2) for name, (cut, _) in SETUPS.items()}
     assert run_ranks(2, _compare, SETUPS) == [counts] * 2
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError, StateError
-from moe_optim.formats import FP8_BLOCK, reference
+from moe_optim.formats import FP8_BLOCK, FP8_BLOCK_FP32, reference
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.modules import serving
 from tests.support.ranks import run_ranks
@@ -382,7 +382,7 @@ def test_an_export_sends_no_more_than_asked_copies_nothing_and_refuses_what_it_c
 QUANTIZED = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight")
 
 
-def _with_quantized_dense_weights():
+def _with_quantized_dense_weights(format):
     """Export a model whose dense linears are Transformer Engine's, as parameter gather has them."""
     from tests.support.te.te_stand_ins import Float8BlockwiseQTensor, as_parameter
 
@@ -391,9 +391,9 @@ def _with_quantized_dense_weights():
     want = {}
     for name, param in list(chunks[0].module.module.named_parameters()):
         if name.endswith(QUANTIZED):
-            weight = as_parameter(Float8BlockwiseQTensor(FP8_BLOCK, param.detach().float()))
+            weight = as_parameter(Float8BlockwiseQTensor(format, param.detach().float()))
             chunks[0].module.module.get_submodule(name.rpartition(".")[0]).weight = weight
-            values = reference.quantize(param.detach()[None], FP8_BLOCK)
+            values = reference.quantize(param.detach()[None], format)
             want[name] = reference.dequantize(values, "rowwise")[0].bfloat16()
     in_place, on_disk = exported(chunks, layout="sequential"), exported(chunks)
     for name, values in want.items():
@@ -406,9 +406,10 @@ def _with_quantized_dense_weights():
     return len(want)
 
 
-def test_dense_weights_that_transformer_engine_quantizes_are_there_too():
+@pytest.mark.parametrize("format", [FP8_BLOCK, FP8_BLOCK_FP32], ids=lambda format: format.name)
+def test_dense_weights_that_transformer_engine_quantizes_are_there_too(format):
     """Dequantized, in either layout: an engine that lacks them would keep those of before."""
-    assert run_ranks(1, _with_quantized_dense_weights) == [8]
+    assert run_ranks(1, _with_quantized_dense_weights, format) == [8]
 
 
 def _refuse_shared_blocks():

@@ -99,7 +99,7 @@ CONVERGENCE = "convergence-h200.json"
 MUON_CONVERGENCE = "convergence-muon-h100.json"
 MUON = "muon-h100.json"
 MUON_TRAINING = "step-muon-2x-h200-qwen3.json"
-CURVES = "formats-h200.json"
+CURVES = "formats-hopper.json"
 WHOLE = 1000
 """Iterations of the runs whose losses count; shorter runs count for times only."""
 SMOOTHED = 10

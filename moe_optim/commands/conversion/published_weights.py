@@ -7,7 +7,7 @@ compressed-tensors 0.20.0 (``compressors/pack_quantized``, ``compressors/mxfp4``
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_optim.checkpoint.files.reader import CheckpointReader, FileFormat, Recorded, TensorInfo
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.formats import INT4, MXFP4, MXFP8, BlockScaledFormat
-from moe_optim.formats.reference.codes import decode
+from moe_optim.formats.reference.dequantizing import dequantize_bf16
 
 Block = tuple[int, int]
 """Rows and columns per scale."""
@@ -97,13 +97,14 @@ def _group_of(said: _Said, format: str, kind: str) -> Block | None:
     groups = said.get("config_groups")
     if said.get("quant_method") != "compressed-tensors" or not isinstance(groups, dict):
         return None
-    wanted = {"num_bits": 4, "type": kind, "strategy": "group", "symmetric": True, "actorder": None}
+    defaults = {"type": "int", "strategy": "group", "symmetric": True, "actorder": None}
+    wanted = defaults | {"num_bits": 4, "type": kind}
     sizes = set()
     for group in groups.values():
         weights = group.get("weights") if isinstance(group, dict) else None
-        if not isinstance(weights, dict) or group.get("format", said.get("format")) != format:
+        if not isinstance(weights, dict) or (group.get("format") or said.get("format")) != format:
             return None
-        if any(weights.get(key, value) != value for key, value in wanted.items()):
+        if (said_of_group := defaults | weights) | wanted != said_of_group:
             return None
         sizes.add(weights.get("group_size"))
     size = sizes.pop() if len(sizes) == 1 else None
@@ -246,12 +247,15 @@ class _Quantized:
 
     def values(self, data: Tensor, scale: Tensor) -> Tensor:
         """Return the bf16 values [R, C] of elements and scales of one matrix."""
-        values = decode(self.encoding.format.element, data.flatten(1).view(torch.uint8))
-        factors = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
-        factors = factors.float()
-        for axis, size in enumerate(self.block):
-            factors = factors.repeat_interleave(size, axis).narrow(axis, 0, values.shape[axis])
-        return values.mul_(factors).bfloat16()
+        has_exponents = scale.dtype in _E8M0
+        format = replace(
+            self.encoding.format,
+            rowwise_block=self.block,
+            scale_encoding="e8m0" if has_exponents else "fp32",
+        )
+        factors = scale.view(torch.uint8) if has_exponents else scale.float()
+        codes = data.flatten(1).view(torch.uint8)
+        return dequantize_bf16(codes.unsqueeze(0), factors.unsqueeze(0), format)[0]
 
 
 class DequantizedWeights:

@@ -117,8 +117,9 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
             print_table(console, table)
     console.print(f"\nstep: {report['step']}", soft_wrap=False)
     console.print(legend(report, details=args.details), style="dim", soft_wrap=False)
-    for name, reason in report["left_out"].items():
-        console.print(f"without {name}: {reason}", style="dim", soft_wrap=False)
+    for reason in dict.fromkeys(report["left_out"].values()):
+        names = [name for name, one in report["left_out"].items() if one == reason]
+        console.print(f"without {', '.join(names)}: {reason}.", style="dim", soft_wrap=False)
     console.print(f"\n{report['recommended']}", soft_wrap=False)
 
 

@@ -16,7 +16,7 @@ from moe_optim.spelling import spell_bytes, spell_count, spell_difference
 NOTHING = "-"
 
 LEGEND = {
-    "weights": "stored data and scales, of both directions unless a format is row-only",
+    "weights": "data and scales of every stored direction",
     "grads": "the gradient buffer (main_grad)",
     "optimizer": "main params of 4 bytes, exp_avg and exp_avg_sq, or Muon's momentum; with "
     "--use-precision-aware-optimizer, main params of stock bf16 use 2 bytes",

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from moe_optim.formats import BlockScaledFormat
-from moe_optim.formats.reference import fp8_block, nvfp4
 from moe_optim.formats.reference.codes import (
     e8m0_reciprocal,
     e8m0_round_up,
@@ -24,6 +23,8 @@ from moe_optim.formats.reference.codes import (
     encode_int4,
     pack_nibbles,
 )
+from moe_optim.formats.reference.fp8_block import encode_scale
+from moe_optim.formats.reference.nvfp4 import block_scale, encode_factor, global_encode_scale
 
 INT4_SMALLEST_SCALE = 1e-5
 
@@ -49,12 +50,12 @@ def encode_scales(
         divisor = (amaxes * (1.0 / format.data_max)).clamp(min=INT4_SMALLEST_SCALE)
         return divisor.bfloat16(), divisor
     if format.scale_encoding in ("power_of_two", "fp32"):
-        factor = fp8_block.encode_scale(amaxes, format)
+        factor = encode_scale(amaxes, format)
         return factor.reciprocal(), factor
     assert global_amax is not None, "formats with E4M3 scales have a global amax"
-    global_encode = nvfp4.global_encode_scale(global_amax)
-    code = encode_e4m3(nvfp4.block_scale(amaxes, global_encode))
-    return code, nvfp4.encode_factor(code, global_encode)
+    global_encode = global_encode_scale(global_amax)
+    code = encode_e4m3(block_scale(amaxes, global_encode))
+    return code, encode_factor(code, global_encode)
 
 
 def encode_elements(format: BlockScaledFormat, values: Tensor, factor: Tensor) -> Tensor:

@@ -93,9 +93,9 @@ def te_formats_of(param: Any) -> tuple[BlockScaledFormat, ...]:
     deciding = param.quantizer if is_grouped(param) else param
     names = [cls.__name__ for cls in type(deciding).__mro__]
     formats = next((_FORMATS[name] for name in names if name in _FORMATS), ())
-    is_rounded = False not in _values_of(param, "force_pow_2_scales")
-    excluded = "fp32" if is_rounded else "power_of_two"
-    return tuple(one for one in formats if one.scale_encoding != excluded)
+    if FP8_BLOCK not in formats:
+        return formats
+    return (FP8_BLOCK_FP32 if False in _values_of(param, "force_pow_2_scales") else FP8_BLOCK,)
 
 
 def is_tensorwise(param: Any) -> bool:

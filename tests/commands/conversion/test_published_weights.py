@@ -89,6 +89,7 @@ def group(**weights):
     common = {"num_bits": 4, "strategy": "group", "symmetric": True, "dynamic": False}
     return {
         "targets": ["Linear"],
+        "format": None,
         "weights": common | {"group_size": 32, "actorder": None} | weights,
         "input_activations": None,
     }
@@ -290,6 +291,7 @@ OTHERS = {
     "integers without symmetry": compressed("pack-quantized", type="int", symmetric=False),
     "an order of columns": compressed("pack-quantized", type="int", actorder="group"),
     "one scale per row": compressed("pack-quantized", type="int", strategy="channel"),
+    "bits that are not named": compressed("pack-quantized", type="int", num_bits=None),
     "eight bits": compressed("pack-quantized", type="int", num_bits=8),
     "another packing": compressed("int-quantized", type="int"),
     "MXFP4 in groups of 64": compressed("mxfp4-pack-quantized", type="float", group_size=64),

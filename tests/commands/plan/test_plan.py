@@ -29,6 +29,7 @@ from moe_optim.commands.plan.costs import (
     STOCK_MXFP8,
     STOCK_NVFP4,
     STOCKS,
+    left_out,
     plan_rows,
 )
 from moe_optim.commands.plan.experts import plan_experts
@@ -41,6 +42,7 @@ from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.launch_table import LaunchTable, can_launch, own_slots
 from moe_optim.rules import Setup, config_with_flags, why_stock_step
 from moe_optim.spelling import spell_bytes, spell_count, spell_difference
+from tests.support.formats import REPRESENTATIVE_FORMATS
 from tests.support.states.buckets import make_bucket, own_masters
 
 ROOT = Path(__file__).parents[3]
@@ -160,7 +162,12 @@ def launches_of(gather):
     return len([*table.bind_maxima(), *table.bind_encoding()]) + finish
 
 
-@pytest.mark.parametrize("name", FORMATS)
+PLANNED = [name for name in ROWS if name != "int4_g128"]
+"""Formats of weights whose rows are 128 and 96 elements long."""
+OURS = [name for name in PLANNED if name in FORMATS]
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE_FORMATS)
 @pytest.mark.parametrize("expert_layout", ["grouped", "indexed"])
 def test_a_plan_is_what_ranks_that_are_built_hold_gather_and_launch(name, expert_layout):
     """Down to ranks that own a part of one expert."""
@@ -180,19 +187,20 @@ def test_a_plan_is_what_ranks_that_are_built_hold_gather_and_launch(name, expert
         assert row["padding_fraction"] == (ranks[0].numel - total) / ranks[0].numel
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", OURS)
 def test_parts_are_the_buffers_by_name_and_add_up(name):
     """At one rank nothing is padded: the buffers are those that the format describes."""
     row = row_of(experts_of(ddp_bucket_size=1), 1, name)
     parts = row["parts"]
     assert set(parts) == set(PARTS)
     assert sum(parts.values()) == row["total_bytes_per_rank"]
-    rank = RealRank(name, "grouped", 0, 1)
+    rank, format = RealRank(name, "grouped", 0, 1), FORMATS[name]
     for buffer in ("rowwise_data", "rowwise_scale", "columnwise_scale", "global_amax"):
         buffers = [p.quantized_storage.quantized.buffers().get(buffer) for p in rank.params]
         assert parts[buffer] == sum(0 if p is None else p.nbytes for p in buffers)
-    copies = {"mxfp8": 1, "mxfp8_2d": 0, "nvfp4": 1, "fp8_block": 1}[name]
+    copies = 0 if format.is_row_only or format.columnwise_copy == "shared" else 1
     assert parts["columnwise_data"] == copies * parts["rowwise_data"]
+    assert bool(parts["columnwise_scale"]) is not format.is_row_only
     numel = LAYERS * EXPERTS * 3 * HIDDEN * FFN
     assert (parts["gradients"], parts["masters"], parts["moments"]) == (
         4 * numel,
@@ -276,6 +284,8 @@ def test_stock_mxfp8_quantizes_expert_by_expert_into_padded_storage():
 def test_weights_of_transformer_engine_have_padded_scales_besides_the_buffers():
     """And columnwise scales of 2-D blocks are a view of rowwise ones."""
     for name, format in FORMATS.items():
+        if format.is_row_only:
+            continue
         portable, native = (row_of(experts_of(**f), 1, name)["parts"] for f in (LOCAL, NATIVE))
         padded = sum(
             LAYERS * EXPERTS * prod(format.storage_scale_shape(rows, cols, way))
@@ -314,7 +324,7 @@ def test_differences_are_those_of_totals_and_a_gather_takes_its_bytes_of_others(
     """As nccl-tests define bus bandwidth: 3 of 4 parts come from others, and none of one rank."""
     for gpus in (1, 4):
         rows = {row["format"]: row for row in plan_rows(experts_of(), [gpus], network_gb_per_s=100)}
-        assert list(rows) == list(ROWS)
+        assert list(rows) == PLANNED
         totals = {name: row["total_bytes_per_rank"] for name, row in rows.items()}
         for name, row in rows.items():
             assert row["against_stock_bf16_bytes"] == totals[name] - totals[STOCK_BF16]
@@ -328,10 +338,39 @@ def test_differences_are_those_of_totals_and_a_gather_takes_its_bytes_of_others(
 def test_blocks_lie_on_one_rank_where_the_path_says_aligned():
     """Ranks with whole experts exchange only amaxes per expert; a hundred ranks cut blocks."""
     for name, format in FORMATS.items():
-        few, many = (row_of(experts_of(), gpus, name) for gpus in (2, 96))
+        few, many = (row_of(experts_of(moe_ffn_hidden_size=128), gpus, name) for gpus in (2, 144))
         assert (few["path"], many["path"]) == ("aligned", "partial amax")
         assert (few["exchanged_maxima"] > 0) <= format.has_global_amax
         assert many["exchanged_maxima"] > 0
+
+
+def test_row_only_weights_are_kept_and_gathered_once():
+    """Per parameter, of Qwen3-30B-A3B on one GPU: data, a scale per block, an amax per expert."""
+    experts = experts_of(LARGE)
+    numel = 4 * 16 * 3 * 2048 * 768
+    for name, want in {
+        "mxfp8_rows": 1 + 1 / 32,
+        "mxfp4": 0.5 + 1 / 32,
+        "nvfp4_rows": 0.5 + 1 / 16,
+        "int4": 0.5 + 2 / 32,
+        "int4_g128": 0.5 + 2 / 128,
+    }.items():
+        row = row_of(experts, 8, name)
+        amaxes = 4 * 4 * 16 * 2 * FORMATS[name].has_global_amax
+        assert row["parts"]["columnwise_data"] == row["parts"]["columnwise_scale"] == 0
+        assert row["gathered_bytes_per_step"] == want * numel + amaxes
+        assert row["weight_bytes_per_rank"] == want * numel + amaxes
+
+
+def test_formats_that_weights_do_not_fit_have_no_row_and_are_named():
+    reason = "experts.linear_fc2.weight: int4_g128 needs columns divisible by 128, got [128, 96]"
+    assert left_out(experts_of()) == {"int4_g128": reason}
+    assert left_out(experts_of(LARGE)) == {}
+    native = experts_of(LARGE, **NATIVE)
+    assert left_out(native).keys() == {n for n, format in FORMATS.items() if format.is_row_only}
+    for experts in (experts_of(), native):
+        planned = {row["format"] for row in plan_rows(experts, [8])}
+        assert planned == {*ROWS} - left_out(experts).keys()
 
 
 def test_a_hundred_thousand_gpus_can_be_planned_and_more_ranks_hold_less():
@@ -348,7 +387,7 @@ def test_a_hundred_thousand_gpus_can_be_planned_and_more_ranks_hold_less():
 
 
 def advice(argv, *, gpu_memory=None, gpus=2, **knobs):
-    recipe = SimpleNamespace(moe_optim=MoEOptimConfig(**knobs))
+    recipe = SimpleNamespace(moe_optim=MoEOptimConfig(**knobs), path="a recipe")
     experts = plan_experts(argv, grouped=True)
     rows = list(plan_rows(experts, [gpus]))
     return recommend(find_choice(recipe, argv, experts), rows, gpu_memory)
@@ -367,6 +406,8 @@ def test_portable_experts_are_told_the_format_of_as_many_bits_with_the_least_mem
     assert f"At 2 GPUs its experts use {spell_bytes(row['total_bytes_per_rank'])} per rank" in said
     assert f"{spell_bytes(saved)} less than stock bf16" in said
     assert "the only format with 4 bits" in advice(local, format="nvfp4")
+    for name in ("mxfp4", "int4"):
+        assert f"{name}, the only format with these codes" in advice(local, format=name)
     for gpu_memory, fits in ((80, "fits 80 GiB and leaves"), (0.001, "does not fit 0.001 GiB:")):
         left = spell_bytes(abs(gpu_memory * 2**30 - row["total_bytes_per_rank"]))
         assert f"{fits} {left}" in advice(local, gpu_memory=gpu_memory, format="mxfp8")
@@ -386,7 +427,7 @@ def test_native_weights_are_told_what_their_recipe_can_have_and_others_what_to_a
 # Steps
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", OURS)
 def test_a_step_moves_what_the_benchmark_holds_it_against(name):
     """Of the rank with most masters; bf16 gradients are read in half the bytes."""
     for moments in ("fp32", "bf16"):
@@ -521,8 +562,13 @@ def test_what_cannot_be_planned_is_named(changes, message):
 
 
 def test_shapes_and_gpus_that_do_not_fit_are_refused():
-    with pytest.raises(LayoutError, match=r"experts.linear_fc2.weight: mxfp8 needs rows .* by 32"):
-        list(plan_rows(experts_of(moe_ffn_hidden_size=100), [1]))
+    local = argv(SMALL | {"--transformer-impl": "local", "--moe-grouped-gemm": True})
+    for format, ffn, message in (
+        ("mxfp8", 100, r"a recipe: experts.linear_fc1.weight: mxfp8 needs rows .* by 32"),
+        ("int4_g128", 96, r"a recipe: experts.linear_fc2.weight: int4_g128 needs columns .* 128"),
+    ):
+        with pytest.raises(LayoutError, match=message):
+            advice([*local, "--moe-ffn-hidden-size", str(ffn)], format=format)
     experts = experts_of(
         tensor_model_parallel_size=2, expert_model_parallel_size=4, context_parallel_size=2
     )
@@ -561,7 +607,7 @@ def test_json_holds_every_row_with_the_same_keys(recipe, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report.keys() == {
         *("command", "commit", "planned", "recommended", "step", "gpu_memory_gib"),
-        *("bandwidth_gb_per_s", "memory_bandwidth_tb_per_s", "rows"),
+        *("bandwidth_gb_per_s", "memory_bandwidth_tb_per_s", "rows", "left_out"),
     }
     assert (report["step"], report["bandwidth_gb_per_s"]) == ("fused", None)
     assert report["rows"] == list(plan_rows(experts_of(num_experts=8, grouped=False), [2, 4]))

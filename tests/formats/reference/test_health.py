@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from moe_optim.formats import FORMATS, INT4, NVFP4, reference
-from moe_optim.formats.health_figures import NUM_SUMS, LayerHealth, Sum, distance_of_experts
+from moe_optim.formats.health_figures import (
+    NUM_SUMS,
+    THRESHOLDS,
+    LayerHealth,
+    Sum,
+    distance_of_experts,
+)
 from moe_optim.formats.reference.health import measure_into
 from tests.support.inputs import normal_weights
 from tests.support.training_runs.health import assert_same_health, masters_of, measure
@@ -139,7 +145,7 @@ def test_figures_are_quotients_of_sums():
     sums = torch.zeros(2, NUM_SUMS, dtype=torch.float64)
     sums[:, Sum.ELEMENTS], sums[:, Sum.BLOCKS] = 100, 10
     sums[0, Sum.SQUARES], sums[1, Sum.SQUARES] = 4.0, 16.0
-    sums[0, Sum.ERRORS], sums[1, Sum.SATURATED], sums[1, Sum.FLUSHED] = 0.04, 3, 60
+    sums[0, Sum.ERRORS], sums[1, Sum.SATURATED], sums[1, Sum.FLUSHED] = 0.04, 8, 60
     sums[0, Sum.DEAD] = 1
     sums[:, len(Sum)] = 1.0
     health = LayerHealth(
@@ -153,7 +159,7 @@ def test_figures_are_quotients_of_sums():
     assert layer == {
         "amax": 0.75,
         "norm": pytest.approx(math.sqrt(20)),
-        "saturated": 0.015,
+        "saturated": 0.04,
         "flushed": 0.3,
         "error": pytest.approx(math.sqrt(0.04 / 20)),
         "dead_blocks": 0.05,
@@ -162,10 +168,24 @@ def test_figures_are_quotients_of_sums():
     }
     assert health.of_experts()["error"].tolist() == [pytest.approx(0.1), 0.0]
     assert list(health.warnings()) == [
-        "layers.3.fc1, expert 9: saturated is 0.03, above 0.02",
+        "layers.3.fc1, expert 9: saturated is 0.08, above 0.07",
         "layers.3.fc1, expert 9: flushed is 0.6, above 0.3",
         "layers.3.fc1, expert 8: dead_blocks is 0.1, above 0.01",
     ]
+
+
+@EVERY_FORMAT
+def test_thresholds_are_twice_the_figures_of_normal_weights(format):
+    sums, amax = health_of(format, normal_weights(512, 512, seed=1))
+    figures = LayerHealth(
+        layer="layers.0.fc1",
+        element=format.element,
+        experts=(0,),
+        amax=torch.tensor([amax]),
+        sums=sums[None],
+    ).of_layer()
+    for name, limit in THRESHOLDS[format.element].items():
+        assert 2 * figures[name] <= limit, name
 
 
 def test_an_error_that_is_not_finite_is_warned_of():

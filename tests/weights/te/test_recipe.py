@@ -9,8 +9,9 @@ from megatron.core import fp8_utils
 
 from moe_optim import MoEOptimConfig
 from moe_optim.errors import ConfigError, StateError
-from moe_optim.formats import MXFP8, MXFP8_2D
+from moe_optim.formats import FORMATS, FP8_BLOCK, FP8_BLOCK_FP32, MXFP8, MXFP8_2D
 from moe_optim.weights.te import recipe as te_recipe
+from moe_optim.weights.te.fields import te_formats_of
 from moe_optim.weights.te.recipe import make_quantizer
 from moe_optim.weights.te.storage import TransformerEngineStorage
 from tests.support.inputs import wide_range_weights
@@ -93,6 +94,32 @@ def test_an_older_quantizer_is_made_for_rows_and_refused_for_square_blocks(monke
     assert make_quantizer(MXFP8).usage == (True, True)
     with pytest.raises(ConfigError, match=TOO_OLD):
         make_quantizer(MXFP8_2D)
+
+
+@pytest.mark.parametrize("name", [name for name, one in FORMATS.items() if one.is_row_only])
+def test_formats_of_one_direction_have_no_class_of_transformer_engine(name):
+    with pytest.raises(ConfigError, match=rf"got {name}\. Set storage: portable"):
+        make_quantizer(FORMATS[name])
+
+
+class Float8BlockQuantizer:
+    def __init__(self, fp8_dtype, *, rowwise, columnwise, force_pow_2_scales, block_scaling_dim):
+        self.given = (fp8_dtype, rowwise, columnwise, block_scaling_dim)
+        self.force_pow_2_scales = force_pow_2_scales
+
+
+@pytest.mark.parametrize("format", [FP8_BLOCK, FP8_BLOCK_FP32], ids=lambda format: format.name)
+def test_a_quantizer_of_fp8_blocks_has_the_scales_of_its_format(format, monkeypatch):
+    """And a weight of this quantizer the format again."""
+    pytorch = ModuleType("transformer_engine.pytorch")
+    pytorch.Float8BlockQuantizer = Float8BlockQuantizer
+    pytorch.MXFP8Quantizer = pytorch.NVFP4Quantizer = object
+    pytorch.DType = SimpleNamespace(kFloat8E4M3="e4m3")
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", pytorch)
+    quantizer = make_quantizer(format)
+    assert quantizer.given == ("e4m3", True, True, 2)
+    assert te_formats_of(quantizer) == (format,)
 
 
 def test_rows_of_an_older_quantizer_are_not_taken_for_square_blocks():
