@@ -6,7 +6,7 @@ Nothing here is shared with the package. numpy divides, multiplies and rounds li
 import numpy as np
 
 F32 = np.float32
-FLT_MAX = np.finfo(F32).max
+BF16_MAX = F32(2.0**128 - 2.0**120)
 
 
 def to_bf16(value):
@@ -45,14 +45,14 @@ def e4m3(value):
 def fp32_scale(amax):
     """Return the factors of FP8 blocks of fp32 amaxes, and the stored inverses.
 
-    As ``compute_scale_from_amax`` of Transformer Engine, without powers of two::
+    As ``compute_scale_from_types`` of Transformer Engine for bf16 weights, without powers of two::
 
-        scale = (isinf(amax) || amax == 0.f) ? 1.f : __fdiv_rn(448.f, amax);    Inf: FLT_MAX
+        scale = (isinf(amax) || amax == 0.f) ? 1.f : __fdiv_rn(448.f, amax);    Inf: BF16_MAX
         scale_inv = __frcp_rn(scale)
     """
     amax = np.asarray(amax, F32)
     with np.errstate(over="ignore", divide="ignore"):
-        scale = np.minimum(F32(448) / amax, FLT_MAX)
+        scale = np.minimum(F32(448) / amax, BF16_MAX)
         scale = np.where((amax == 0) | np.isinf(amax), F32(1), scale)
         return scale, F32(1) / scale
 
