@@ -580,6 +580,10 @@ RULES: tuple[Rule, ...] = (
         ("compute with one amax per expert and --expert-tensor-parallel-size above 1",
          lambda s: _cut_amax(s), "the amax would be that of a shard",
          "Keep experts whole, or take a block format"),
+        ("--hidden-size, or --moe-ffn-hidden-size of a tensor-parallel rank, that the blocks of "
+         "format or compute do not divide",
+         lambda s: next(filter(None, (_partial_blocks(s.config, m) for m in s.portable)), None),
+         "expected whole blocks", "Pad the size, or take another format"),
     ),
     *_rules("any configuration", "stock step",
         ("step: stock", lambda s: s.config.step == "stock",
@@ -794,6 +798,20 @@ def _cut_amax(setup: Setup) -> str | None:
     if not compute.endswith("_per_expert") or max(map(_expert_tp, setup.portable)) == 1:
         return None
     return f"compute: {compute} with --expert-tensor-parallel-size above 1"
+
+
+def _partial_blocks(config: Any, model: Any) -> str | None:
+    """Return the first weight of portable experts that does not fill the blocks of its format."""
+    stored = "mxfp8" if config.format == "auto" else config.format
+    name = config.compute if stored == "bf16" else stored
+    if name not in FORMATS:
+        return None
+    hidden, ffn = model.hidden_size, model.moe_ffn_hidden_size // _expert_tp(model)
+    multiple, row_only = FORMATS[name].dimension_multiple, FORMATS[name].is_row_only
+    for linear, rows, cols in (("linear_fc1", 2 * ffn, hidden), ("linear_fc2", hidden, ffn)):
+        if cols % multiple or (rows % multiple and not row_only):
+            return f"{linear} [{rows}, {cols}] in {name}, whose blocks have {multiple} elements"
+    return None
 
 
 def _linear(setup: Setup, what: str, test: Callable[[Any], object]) -> str | None:

@@ -244,6 +244,14 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
         AWARE | {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
         BF16 | {"step": "fused"},
     ),
+    "linear_fc1 [128, 32] in int4_g128, whose blocks have 128 elements: expected whole": (
+        PORTABLE,
+        {"format": "int4_g128"},
+    ),
+    "linear_fc2 [32, 16] in mxfp8, whose blocks have 32 elements: expected whole": (
+        PORTABLE | {"expert_tensor_parallel_size": 4},
+        BF16 | {"compute": "mxfp8"},
+    ),
     "compute: e4m3_per_expert with --expert-tensor-parallel-size above 1:": (
         PORTABLE | CUT,
         BF16 | {"compute": "e4m3_per_expert"},
