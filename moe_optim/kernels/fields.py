@@ -13,7 +13,7 @@ AMAX_SLOT, GLOBAL_AMAX = 13, 14
 DESCRIPTOR_FIELDS = 15
 
 TILE_FIELDS = 4
-"""Columns of a tile: descriptor, first row, first column, and a slot or a part."""
+"""Columns of a tile: descriptor, first row, first column, and a slot, a part or a height."""
 STATE_FIELDS = 6
 """Columns of a row of states: addresses of the gradient and both moments, or of the direction and 0
 twice; row of the hyper-parameters, index of the clip factor, address of the weight or 0."""

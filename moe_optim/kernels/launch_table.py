@@ -38,8 +38,8 @@ class LaunchTable:
     """Descriptors, [num_members + num_gaps, DESCRIPTOR_FIELDS] int64, see ``fields``. A gap
     consists of an address and a number of two-byte units."""
     tiles: Tensor
-    """Tiles, [num_programs, TILE_FIELDS] int32: descriptor, first row, first column, 0. For a gap,
-    the column is its first unit."""
+    """Tiles, [num_programs, TILE_FIELDS] int32: descriptor, first row, first column, 0; the rows
+    instead of 0 for partial tiles of row-only formats. For a gap, the column is its first unit."""
     num_tiles: int
     """Number of member tiles; gap tiles follow."""
     cut_tiles: Tensor
@@ -55,8 +55,7 @@ class LaunchTable:
     tile: Tile
     source_dtype: torch.dtype
     masked: bool
-    """Whether the width of some weight, or the height of some member, is not a multiple of the
-    tile."""
+    """Whether some tile of whole block rows is partial."""
     aligned: bool
     """Whether every row of source and data starts at a multiple of 16 bytes."""
     zeroes: bool
@@ -100,6 +99,7 @@ class LaunchTable:
         descriptors = torch.cat(members)
         amax_parts = cut_amax_parts(descriptors if format.has_global_amax else descriptors[:0])
         device = entries[0].source.device
+        _, heights, widths = zip(*(entry.target.shape for entry in entries), strict=True)
         return cls(
             format=format,
             planned=tuple(planned),
@@ -112,7 +112,9 @@ class LaunchTable:
             amax_slots=tuple(descriptors[:, fields.AMAX_SLOT].tolist()),
             tile=tile,
             source_dtype=dtype,
-            masked=any(_needs_masks(entry, tile) for entry in entries),
+            masked=any(width % tile.cols for width in widths)
+            or any(height % format.block_row_height for height in heights)
+            or any(bool(whole[:, 3].any()) for whole in tiles),
             aligned=all(map(is_aligned, entries)),
             zeroes=consumed is not None,
         )
@@ -383,15 +385,6 @@ def _cut_gaps(first: int, gaps: Sequence[Range]) -> Tensor:
     return torch.stack([first + members, zero, numbers * GAP_TILE, zero], 1)
 
 
-def _needs_masks(entry: TableEntry, tile: Tile) -> bool:
-    """Return whether some tile of whole block rows is partial."""
-    _, rows, cols = entry.target.shape
-    height, experts = tile_rows(entry.target.format, tile), entry.owned_experts
-    ends = map(entry.owned_part, {experts.start, experts.stop - 1})  # others are entirely owned
-    is_cut = any((part.end_whole - part.first_whole) % (height * cols) for part in ends)
-    return bool(cols % tile.cols or rows % height or is_cut)
-
-
 def _cut_tiles(
     entry: TableEntry, exchange: Exchange, first: int, tile: Tile
 ) -> tuple[Tensor, Tensor]:
@@ -410,7 +403,12 @@ def _cut_tiles(
         columns = range(0, cols, tile.cols)
         numbers = range(first + group.start - experts.start, first + group.stop - experts.start)
         whole_rows = range(part.first_whole // cols, part.end_whole // cols, step)
-        whole.append(grid(numbers, whole_rows, columns, range(1)))
+        tiles = grid(numbers, whole_rows, columns, range(1))
+        if format.is_row_only:
+            rows = (whole_rows.stop - tiles[:, 1]).clamp(max=step)
+            is_partial = (rows < step) | (tiles[:, 2] + tile.cols > cols)
+            tiles[:, 3] = rows * is_partial
+        whole.append(tiles)
         touched = range(part.low // (height * cols) * height, -(-part.high // cols), height)
         for (expert, row), slot in exchange.block_rows.items():
             if expert == group.start and row in touched:

@@ -18,7 +18,6 @@ from moe_optim.kernels.encode import (
 from moe_optim.kernels.requantize_blocks import encode_scale, find_global_encode
 from moe_optim.kernels.tiles import (
     COLS,
-    END,
     FIELDS,
     ROWWISE_DATA,
     ROWWISE_SCALE,
@@ -54,7 +53,7 @@ def encode_row_scale(largest, global_encode, SCALE: tl.constexpr, DATA_MAX: tl.c
 @triton.jit(do_not_specialize=["num_tiles"])
 def requantize_rows_kernel(
     descriptors,  # [num_members + num_gaps, FIELDS] int64, see fields.py
-    tiles,  # [num_programs, 4] int32: descriptor, first row, first column, slot
+    tiles,  # [num_programs, 4] int32: descriptor, first row, first column, slot or height
     amaxes,  # [num_slots] fp32
     num_tiles,
     states,  # [num_members, STATE_FIELDS] int64, see fields.py; None without an update
@@ -78,8 +77,8 @@ def requantize_rows_kernel(
     """Requantize one tile [TILE_ROWS, TILE_COLS] of one member, or zero one tile of a gap.
 
     A block is BLOCK elements of a row, so a row is a block row. Grid (num_programs,): member tiles
-    first; MASKED tiles end with the last row that the member owns entirely. CUT tiles of one row
-    use the maxima of all ranks, and write every scale but only owned data. A RULE first updates the
+    first; where some are MASKED, those have a height, and the others 0. CUT tiles of one row use
+    the maxima of all ranks, and write every scale but only owned data. A RULE first updates the
     masters, which are then the sources; not for formats with a global amax.
     """
     program = tl.program_id(0).to(tl.int64)
@@ -87,23 +86,23 @@ def requantize_rows_kernel(
     member = descriptors + tl.load(tile).to(tl.int64) * FIELDS
     first_row = tl.load(tile + 1)
     first_col = tl.multiple_of(tl.load(tile + 2), TILE_COLS)
-    slots = amaxes + tl.load(tile + 3)
+    last = tl.load(tile + 3)
     if program < num_tiles:
         state = None
         if RULE != "none":
             state = states + tl.load(tile).to(tl.int64) * STATE_FIELDS
         is_partial = False  # a branch, so that the masks of the last tiles do not slow the others
         if MASKED and not CUT:
-            is_partial = _is_partial(member, first_row, first_col, TILE_ROWS, TILE_COLS)
+            is_partial = last != 0
         if is_partial:
             _requantize_tile(
-                member, first_row, first_col, amaxes, slots, ELEMENT, SCALE, DATA_MAX, BLOCK,
+                member, first_row, first_col, last, amaxes, ELEMENT, SCALE, DATA_MAX, BLOCK,
                 TILE_ROWS, TILE_COLS, FROM_FP32, True, ALIGNED, CUT, ZERO, state, hyper, clips,
                 RULE, GRADIENT, MOMENTS,
             )  # fmt: skip
         else:
             _requantize_tile(
-                member, first_row, first_col, amaxes, slots, ELEMENT, SCALE, DATA_MAX, BLOCK,
+                member, first_row, first_col, last, amaxes, ELEMENT, SCALE, DATA_MAX, BLOCK,
                 TILE_ROWS, TILE_COLS, FROM_FP32, False, ALIGNED, CUT, ZERO, state, hyper, clips,
                 RULE, GRADIENT, MOMENTS,
             )  # fmt: skip
@@ -112,20 +111,12 @@ def requantize_rows_kernel(
 
 
 @triton.jit
-def _is_partial(member, first_row, first_col, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
-    """Return whether a tile reaches beyond the rows that the member owns, or the columns."""
-    cols = tl.load(member + COLS)
-    below = tl.load(member + END) < (first_row + TILE_ROWS) * cols
-    return below | (first_col + TILE_COLS > cols)
-
-
-@triton.jit
 def _requantize_tile(
     member,
     first_row,
     first_col,
+    last,
     amaxes,
-    slots,
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
     DATA_MAX: tl.constexpr,
@@ -165,13 +156,13 @@ def _requantize_tile(
     blocks = tl.arange(0, BLOCKS)[None, :]
     bytes = tl.arange(0, TILE_COLS // PACKED)[None, :]
     places = rows * cols + columns
-    mask = _inside(member, row, first_col, rows, columns, cols, MASKED, CUT)
+    mask = _inside(member, row, first_col, rows, columns, last, cols, MASKED, CUT)
     # All elements of a byte have one owner: cuts and widths are even.
-    byte_mask = _inside(member, row, first_col, rows, bytes * PACKED, cols, MASKED, CUT)
+    byte_mask = _inside(member, row, first_col, rows, bytes * PACKED, last, cols, MASKED, CUT)
     if CUT:
         scale_mask = blocks * BLOCK < cols - first_col
     else:
-        scale_mask = _inside(member, row, first_col, rows, blocks * BLOCK, cols, MASKED, CUT)
+        scale_mask = _inside(member, row, first_col, rows, blocks * BLOCK, last, cols, MASKED, CUT)
     if RULE != "none":
         read = read_state(state, hyper, clips, first, RULE, GRADIENT, MOMENTS, ALIGNED)
         weight = update_tile(source, places, mask, read, RULE)
@@ -183,7 +174,8 @@ def _requantize_tile(
     runs = tl.reshape(round_to_bf16(weight), (TILE_ROWS, BLOCKS, BLOCK))
 
     if CUT:
-        largest = tl.load(slots + first_col // BLOCK + blocks, mask=scale_mask, other=0.0)
+        slots = amaxes + last + first_col // BLOCK + blocks
+        largest = tl.load(slots, mask=scale_mask, other=0.0)
     else:
         largest = amax(runs, 2)
     stored, factor = encode_row_scale(largest, global_encode, SCALE, DATA_MAX)
@@ -214,20 +206,19 @@ def _inside(
     first_col,
     rows,
     columns,
+    height,
     cols,
     MASKED: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """Return the mask of owned elements, of entirely owned rows unless CUT, or None for all.
+    """Return the mask of valid and owned elements of a tile, or None for all.
 
     ``row`` and ``first_col`` are the tile's origin in the weight, ``rows`` and ``columns`` offsets
-    from it.
+    from it. ``height`` counts the rows of a MASKED tile.
     """
     mask = None
     if CUT:
         mask = (columns < cols - first_col) & is_owned(member, row, first_col, rows, columns, cols)
     elif MASKED:
-        limit: tl.constexpr = (1 << 31) - 1
-        end = tl.minimum(tl.load(member + END) - row * cols, limit).to(tl.int32)
-        mask = (columns < cols - first_col) & ((rows + 1) * cols <= end)
+        mask = (columns < cols - first_col) & (rows < height)
     return mask

@@ -41,7 +41,7 @@ TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
         ("mxfp4", torch.float32): Tile(cols=256, num_warps=1, rows=4),
         ("mxfp4", torch.bfloat16): Tile(cols=256, num_warps=4, rows=16),
         ("nvfp4_rows", torch.float32): Tile(cols=256, num_warps=1, rows=4),
-        ("nvfp4_rows", torch.bfloat16): Tile(cols=256, num_warps=1, rows=4),
+        ("nvfp4_rows", torch.bfloat16): Tile(cols=256, num_warps=2, rows=4),
         ("int4", torch.float32): Tile(cols=256, num_warps=2, rows=8),
         ("int4", torch.bfloat16): Tile(cols=256, num_warps=1, rows=4),
         ("int4_g128", torch.float32): Tile(cols=256, num_warps=2, rows=8),

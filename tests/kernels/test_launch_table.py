@@ -15,6 +15,7 @@ from moe_optim.formats import (
     MXFP8_2D,
     MXFP8_ROWS,
     NVFP4,
+    NVFP4_ROWS,
     QuantizedWeight,
 )
 from moe_optim.kernels import launch_table
@@ -118,15 +119,18 @@ def test_a_cut_block_row_has_tiles_and_slots_of_its_own():
 
 
 def test_tiles_of_row_only_formats_hold_several_rows_and_cut_rows_one_each():
-    """Of three experts of 40 rows, from the middle of one row to the middle of another."""
+    """Of three experts of 40 rows, from the middle of one row to the middle of another; partial
+    tiles have a height."""
     start, end = 9 * 256 + 32, (80 + 17) * 256 + 96
     entry = shard((3, 40, 256), start, end, (start, end), format=INT4)
     exchange = plan_exchange(INT4, entry.target.shape, entry.cuts)
     tile = Tile(cols=128, num_warps=4, rows=16)
     table = LaunchTable.build([(entry, exchange)], torch.zeros(exchange.size), tile=tile)
-    first = [[0, row, col, 0] for row in (10, 26) for col in (0, 128)]
-    inner = [[1, row, col, 0] for row in (0, 16, 32) for col in (0, 128)]
-    last = [[2, row, col, 0] for row in (0, 16) for col in (0, 128)]
+    first = [[0, row, col, height] for row, height in ((10, 0), (26, 14)) for col in (0, 128)]
+    inner = [
+        [1, row, col, height] for row, height in ((0, 0), (16, 0), (32, 8)) for col in (0, 128)
+    ]
+    last = [[2, row, col, height] for row, height in ((0, 0), (16, 1)) for col in (0, 128)]
     assert table.tiles.tolist() == [*first, *inner, *last]
     cut = [(0, 9, 0), (2, 17, 8)]
     assert table.cut_tiles.tolist() == [[e, r, c, s] for e, r, s in cut for c in (0, 128)]
@@ -375,6 +379,12 @@ def test_only_the_one_launch_of_a_table_zeroes_what_it_reads(formats, zeroes, wi
 
 
 # After a gather
+
+
+@pytest.mark.parametrize("format", [INT4, MXFP8_ROWS, NVFP4_ROWS], ids=lambda format: format.name)
+def test_nothing_follows_a_gather_of_row_only_formats(format, with_kernels):
+    table = MemberTable.build([stack(2, 33, 64, format=format)])
+    assert table.kernels and not table.finish.calls
 
 
 @pytest.mark.parametrize(("stride", "pack"), [(8, 4), (12, 4), (9, 1), (10, 1)])
