@@ -20,7 +20,7 @@ AMAX = ("tests/kernels/test_amax.py",)
 MUTANTS = (
     Mutant(  # offsets within a tile of very wide buffers leave 32 bits
         "kernels/launch_table.py",
-        "reach = widest * target.format.block_row_height",
+        "reach = widest * height",
         "reach = widest",
         LAUNCH,
     ),
