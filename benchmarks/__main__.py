@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from benchmarks import convert, experts_report, gather, requantize_report, step
+from benchmarks import convert, copies, experts_report, gather, requantize_report, step
 from benchmarks.export import command as export
 from benchmarks.muon import command as muon
 from benchmarks.offload import command as offload
@@ -18,6 +18,7 @@ KINDS = {
     "offload": offload,
     "export": export,
     "experts": experts_report,
+    "copies": copies,
     "muon": muon,
 }
 """Benchmark -> module that adds its options and runs it."""

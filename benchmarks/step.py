@@ -12,6 +12,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 from benchmarks.step_figures import SIDES, Measured, meanings, merge, summarize, table_of
 from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.commands.console.pictures import picture_path
-from moe_optim.config import field_names
 from moe_optim.config.recipes import Recipe, check_requirements, load_recipe
 from moe_optim.errors import ConfigError
 from moe_optim.integration.argv import (
@@ -67,7 +67,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add = parser.add_argument
     add_recipe(parser, "hopper_fp8_block")
-    add("--against", choices=["stock"], default="stock", help="other side")
+    other = "other side: stock Megatron (default), or this plug-in with `compute: null`"
+    add("--against", choices=["stock", "bf16"], default="stock", help=other)
     add("--iterations", type=int, default=21, metavar="N", help="per process (default 21)")
     add("--rounds", type=int, default=2, metavar="N", help="processes per side (default 2)")
     add("--ranks", type=int, metavar="N", help="ranks (default: the recipe's)")
@@ -107,6 +108,11 @@ def run(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.set)
     check_requirements(recipe)
     require_writable(args.json, args.out)
+    if args.against == "bf16" and recipe.moe_optim.compute is None:
+        raise ConfigError(
+            "--against bf16: expected moe_optim.compute in the recipe, got null. Give --set "
+            "moe_optim.compute=mxfp4, or --against stock."
+        )
     if args.ranks is not None and args.ranks < 1:
         raise ConfigError(f"--ranks: expected 1 or more, got {args.ranks}.")
     _check_muon(args, recipe)
@@ -200,7 +206,10 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
 
 
 def megatron_argv(args: argparse.Namespace, recipe: Recipe, side: str) -> list[str]:
-    """Return the command line of a rank, equal for both sides except for the plug-in's flags."""
+    """Return the command line of a rank, equal for both sides except for the plug-in's flags.
+
+    With ``--against bf16`` both sides have them, and ``stock`` leaves out ``compute``.
+    """
     argv = [*recipe.megatron_argv(), *(DETERMINISTIC_ARGUMENTS if args.deterministic else ())]
     argv += ["--optimizer", args.optimizer] if args.optimizer else []
     argv += [
@@ -211,13 +220,14 @@ def megatron_argv(args: argparse.Namespace, recipe: Recipe, side: str) -> list[s
     ]
     argv += ["--eval-iters", "0", "--timing-log-level", "0"]
     argv += ["--log-interval", "1"]  # logging synchronizes the device after every iteration
-    if side == "stock" and optimizer_of(argv) == "muon":
+    is_stock = side == "stock" and args.against == "stock"
+    if is_stock and optimizer_of(argv) == "muon":
         argv = without_options(argv, QUANTIZED_WEIGHTS)
-    if side == "plugin":
+    if not is_stock:
+        without = {"compute": None} if side == "stock" else {}
         argv += ["--use-moe-grouped-optim"]
-        for name in field_names():
-            value = json.dumps(getattr(recipe.moe_optim, name))  # JSON is YAML too
-            argv += ["--moe-optim-set", f"{name}={value}"]
+        for name, value in (asdict(recipe.moe_optim) | without).items():
+            argv += ["--moe-optim-set", f"{name}={json.dumps(value)}"]  # JSON is YAML too
     return argv
 
 
@@ -252,6 +262,8 @@ def _report(
         "workload": {
             "recipe": str(recipe.path),
             "format": spell_format(recipe.moe_optim.format, argv),
+            "compute": recipe.moe_optim.compute,
+            "against": args.against,
             "optimizer": optimizer_of(argv),
             "portable_experts": last_value(argv, "--transformer-impl") == "local",
             "clip_grad": float(last_value(argv, "--clip-grad") or CLIP_GRAD),

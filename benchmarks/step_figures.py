@@ -160,7 +160,7 @@ def table_of(report: dict[str, Any]) -> Table:
     )
     table.caption = _spread_of(report)
     table.add_column("ms, or as said", no_wrap=True)
-    for header in (*SIDES.values(), "ratio"):
+    for header in (*sides_of(report).values(), "ratio"):
         table.add_column(header, justify="right", no_wrap=True)
     for key, figure in FIGURES.items():
         values = [_shown(key, report[side][key]) for side in SIDES]
@@ -169,6 +169,12 @@ def table_of(report: dict[str, Any]) -> Table:
         shown = "" if ratio is None else f"{ratio:.2f}"
         table.add_row(label, *values, shown, end_section=key in _ENDS_OF_SECTIONS)
     return table
+
+
+def sides_of(report: dict[str, Any]) -> dict[str, str]:
+    """Return the name of each side of a report."""
+    other = report["workload"].get("against", "stock")
+    return SIDES | {"stock": other}
 
 
 def title_of(report: dict[str, Any]) -> str:
@@ -183,8 +189,8 @@ def _why_losses(work: Mapping[str, Any]) -> str:
     """Return whether losses of both sides should be equal, and if not, why."""
     reasons = []
     is_bf16 = work["portable_experts"] or work.get("optimizer", "adam") == "muon"
-    if is_bf16 and work["format"] != "bf16":
-        reasons.append("stock has experts in bf16")
+    if (is_bf16 and work["format"] != "bf16") or work.get("compute"):
+        reasons.append("the other side multiplies experts in bf16")
     if work["clip_grad"]:
         reasons.append("norms that clip are summed in another order (--clip-grad 0 leaves them)")
     if not work["deterministic"]:
@@ -195,7 +201,7 @@ def _why_losses(work: Mapping[str, Any]) -> str:
 def _spread_of(report: dict[str, Any]) -> str:
     """Return lines with the spread between processes of one side."""
     lines = []
-    for side, name in SIDES.items():
+    for side, name in sides_of(report).items():
         of_runs = [run["iteration_ms"] for run in report["processes"][side]]
         times = ", ".join(_shown("iteration_ms", value) for value in of_runs)
         lines.append(f"iteration, each process of {name}: {times}")

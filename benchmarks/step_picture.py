@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.step_figures import FIGURES, PARTS, REST, SIDES, rest_of, title_of
+from benchmarks.step_figures import FIGURES, PARTS, REST, SIDES, rest_of, sides_of, title_of
 from moe_optim.commands.console.pictures import picture_of, plain
 
 if TYPE_CHECKING:
@@ -83,6 +83,6 @@ def _draw_bars(axes: "Axes", report: dict[str, Any], keys: Sequence[str]) -> Non
             said += f" (iteration {figures[side]['iteration_ms']:.1f})"
         axes.text(left + 0.01 * width, row, said, va="center", weight="bold")
     axes.set_xlim(0, width)
-    axes.set_yticks(range(len(SIDES)), list(SIDES.values()))
+    axes.set_yticks(range(len(SIDES)), list(sides_of(report).values()))
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)

@@ -48,7 +48,7 @@ def quantize(
     out: QuantizedWeight | Sequence[QuantizedWeight] | None = None,
     backend: Backend = "auto",
 ) -> QuantizedWeight | list[QuantizedWeight]:
-    """Quantize weights in both directions, in one launch where kernels are supported.
+    """Quantize weights, in all directions of the format; one launch where kernels are supported.
 
     The bytes match Transformer Engine: values are rounded to bf16 first, maxima ignore NaN, casts
     round to nearest even and saturate.
@@ -56,7 +56,7 @@ def quantize(
     Args:
         weights: fp32 or bf16, [E, R, C] or [R, C] (one expert); or a sequence of them, of any
             shapes, on one device. Only non-contiguous weights are copied.
-        format: ``mxfp8``, ``mxfp8_2d``, ``nvfp4`` or ``fp8_block``.
+        format: format or its name, see ``moe_optim.formats.FORMATS``.
         out: buffers to overwrite, from an earlier call; new ones if not given.
         backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
 

@@ -67,6 +67,8 @@ class Setup:
     """``TransformerConfig`` of portable experts to be built."""
     has_portable: bool = False
     """Whether portable experts exist or will be built."""
+    has_te: bool = False
+    """Whether bf16 experts of Transformer Engine exist or will be built, for ``compute``."""
     quantized: bool = False
     """Whether this package's buckets contain any weights."""
     tensorwise: bool = False
@@ -116,6 +118,7 @@ class Setup:
             recipes=recipes,
             portable=portable,
             has_portable=bool(portable),
+            has_te=any(map(_has_te_experts, models)),
             quantized=len(recipes) > tensorwise or (bool(portable) and config.format != "bf16"),
             tensorwise=tensorwise,
             accepted=[
@@ -183,6 +186,9 @@ SCOPES: Mapping[str, Callable[[Setup], bool]] = MappingProxyType(
         "quantized weights": lambda s: s.optimizer is not None and s.quantized,
         "tensorwise weights": lambda s: s.optimizer is not None and s.tensorwise,
         "portable experts": lambda s: bool(s.portable),
+        "copies of Transformer Engine's experts": lambda s: (
+            s.has_te and copied_format(s.config) is not None
+        ),
         "Megatron-Bridge": lambda s: bool(s.linears),
         "moe-optim train": lambda s: s.args is not None,
         "Muon's arguments": lambda s: s.args is not None and s.args.optimizer == "muon",
@@ -256,6 +262,15 @@ def offload_fraction(optimizer: Any) -> float:
     return min(max(float(optimizer.optimizer_offload_fraction), 0.0), 1.0)
 
 
+def copied_format(config: Any) -> str | None:
+    """Return the format of ``compute`` if bf16 experts of Transformer Engine can take it.
+
+    Row-only formats have the same values in the GEMMs of both directions.
+    """
+    compute: str | None = config.compute
+    return compute if config.format == "bf16" and _is_row_only(compute or "") else None
+
+
 def native_recipe(model: Any) -> str | None:
     """Return the recipe flag of a ``TransformerConfig``'s primary weights, None for bf16."""
     for on, kept, name in (("fp8", "fp8_param", "fp8_recipe"), ("fp4", "fp4_param", "fp4_recipe")):
@@ -293,6 +308,14 @@ def _portable(*rows: tuple[str, Callable[[Any], object], str]) -> tuple[Rule, ..
         Rule(name, _of("portable", test), "portable experts do not have it", remedy,
              scope="portable experts")
         for name, test, remedy in rows
+    )  # fmt: skip
+
+
+def _copied(*rows: tuple[str, Callable[[Any], object], str, str]) -> tuple[Rule, ...]:
+    return tuple(
+        Rule(f"compute with {name}", _of("models", test), reason, remedy,
+             scope="copies of Transformer Engine's experts")
+        for name, test, reason, remedy in rows
     )  # fmt: skip
 
 
@@ -470,8 +493,22 @@ RULES: tuple[Rule, ...] = (
          f"{_GIVE_PORTABLE}a recipe of Transformer Engine with its parameter gather; or set "
          "format: bf16"),
         ("compute without portable experts", lambda s: _unused_compute(s),
-         "expected portable experts, as others use their own recipe",
+         "expected portable experts, or a row-only format for bf16 experts of Transformer Engine",
          f"{_GIVE_PORTABLE}set compute: null"),
+    ),
+    *_copied(
+        ("--moe-single-grouped-weight", lambda m: m.moe_single_grouped_weight,
+         "one parameter of all experts has a class of its own", "Remove it"),
+        ("--use-transformer-engine-op-fuser", lambda m: m.use_transformer_engine_op_fuser,
+         "its fused operations read the weights themselves", "Remove it"),
+        ("--cuda-graph-impl over experts",
+         lambda m: m.cuda_graph_impl != "none" and _graphs_experts(m.cuda_graph_modules),
+         "a replay would read the copy of the step in which it was captured",
+         "Give --cuda-graph-modules without moe"),
+        ("--params-dtype other than bf16", lambda m: str(m.params_dtype) != "torch.bfloat16",
+         "copies are bf16", "Give --bf16"),
+        ("--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size",
+         lambda m: m.expert_gtp_weight_remat_size > 1, _SHARDS, "Remove it"),
     ),
     *_rules("quantized weights", "refuse",
         ("--fp16", lambda s: s.optimizer.fp16, "masters are rounded to bf16 before they are "
@@ -543,6 +580,10 @@ RULES: tuple[Rule, ...] = (
         ("compute with one amax per expert and --expert-tensor-parallel-size above 1",
          lambda s: _cut_amax(s), "the amax would be that of a shard",
          "Keep experts whole, or take a block format"),
+        ("--hidden-size, or --moe-ffn-hidden-size of a tensor-parallel rank, that the blocks of "
+         "format or compute do not divide",
+         lambda s: next(filter(None, (_partial_blocks(s.config, m) for m in s.portable)), None),
+         "expected whole blocks", "Pad the size, or take another format"),
     ),
     *_rules("any configuration", "stock step",
         ("step: stock", lambda s: s.config.step == "stock",
@@ -675,7 +716,8 @@ def _unused_format(setup: Setup) -> str | None:
 def _unused_compute(setup: Setup) -> str | None:
     compute = setup.config.compute
     is_own = setup.stored and compute == setup.config.format  # same as null
-    if setup.has_portable or is_own or compute in (None, "bf16"):
+    is_copied = setup.has_te and copied_format(setup.config) is not None
+    if setup.has_portable or is_own or is_copied or compute in (None, "bf16"):
         return None
     return f"compute: {compute} without portable experts"
 
@@ -741,6 +783,11 @@ def _expert_tp(model: Any) -> int:
     return int(model.expert_tensor_parallel_size or model.tensor_model_parallel_size)
 
 
+def _has_te_experts(model: Any) -> bool:
+    is_te = model.transformer_impl == "transformer_engine"
+    return bool(is_te and model.num_moe_experts and model.moe_grouped_gemm)
+
+
 def _graphs_experts(modules: Any) -> bool:
     """Return whether CUDA graphs capture experts: ``moe``, or no module (whole layers)."""
     return not modules or "moe" in [getattr(module, "name", module) for module in modules]
@@ -751,6 +798,20 @@ def _cut_amax(setup: Setup) -> str | None:
     if not compute.endswith("_per_expert") or max(map(_expert_tp, setup.portable)) == 1:
         return None
     return f"compute: {compute} with --expert-tensor-parallel-size above 1"
+
+
+def _partial_blocks(config: Any, model: Any) -> str | None:
+    """Return the first weight of portable experts that does not fill the blocks of its format."""
+    stored = "mxfp8" if config.format == "auto" else config.format
+    name = config.compute if stored == "bf16" else stored
+    if name not in FORMATS:
+        return None
+    hidden, ffn = model.hidden_size, model.moe_ffn_hidden_size // _expert_tp(model)
+    multiple, row_only = FORMATS[name].dimension_multiple, FORMATS[name].is_row_only
+    for linear, rows, cols in (("linear_fc1", 2 * ffn, hidden), ("linear_fc2", hidden, ffn)):
+        if cols % multiple or (rows % multiple and not row_only):
+            return f"{linear} [{rows}, {cols}] in {name}, whose blocks have {multiple} elements"
+    return None
 
 
 def _linear(setup: Setup, what: str, test: Callable[[Any], object]) -> str | None:

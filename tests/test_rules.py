@@ -32,7 +32,10 @@ OFFLOAD = AWARE | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 
 PORTABLE = {"transformer_impl": "local", "num_moe_experts": 4, "moe_grouped_gemm": True}
 PORTABLE |= {"gated_linear_unit": True, "activation_func": functional.silu}
 PORTABLE |= {"add_bias_linear": False, "bf16": True, "params_dtype": torch.bfloat16}
+TE = {"transformer_impl": "transformer_engine", "num_moe_experts": 4, "moe_grouped_gemm": True}
+TE |= {"bf16": True, "params_dtype": torch.bfloat16}
 BF16, MXFP8 = {"format": "bf16"}, {"format": "mxfp8"}
+COPIED = BF16 | {"compute": "mxfp4"}
 CUT = {"expert_tensor_parallel_size": 2}
 FP16_MASTERS = {"main_params_dtype": torch.float16}
 MUON = {"optimizer": "muon"}
@@ -50,6 +53,14 @@ TRAINS: dict[str, tuple[Settings, Settings]] = {  # Megatron's settings, the plu
     "compute in bf16": ({}, BF16 | {"compute": "bf16"}),
     "portable": (PORTABLE, {"format": "nvfp4"}),
     "portable, compute": (PORTABLE, BF16 | {"compute": "nvfp4"}),
+    "Transformer Engine, compute": (TE, COPIED),
+    "Transformer Engine, compute and FP8 GEMMs": (TE | NATIVE | {"fp8_param": False}, COPIED),
+    "Transformer Engine, compute and graphs of other parts": (
+        TE | {"cuda_graph_impl": "local", "cuda_graph_modules": [SimpleNamespace(name="attn")]},
+        COPIED,
+    ),
+    "Transformer Engine without compute": (TE | {"moe_single_grouped_weight": True}, BF16),
+    "portable, row-only compute": (PORTABLE, COPIED),
     "portable, one amax per expert": (PORTABLE, BF16 | {"compute": "int8_per_expert"}),
     "portable, other parts graphed and recomputed": (
         PORTABLE
@@ -179,6 +190,21 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
     "--fp8-recipe delayed with weights kept in it:": (NATIVE | {"fp8_recipe": "delayed"}, MXFP8),
     "format: mxfp8 without weights to store in it:": ({}, MXFP8),
     "compute: nvfp4 without portable experts:": ({}, BF16 | {"compute": "nvfp4"}),
+    "compute: mxfp8 without portable experts: expected portable experts, or a row-only format": (
+        TE,
+        BF16 | {"compute": "mxfp8"},
+    ),
+    "compute with --moe-single-grouped-weight:": (TE | {"moe_single_grouped_weight": True}, COPIED),
+    "compute with --use-transformer-engine-op-fuser:": (
+        TE | {"use_transformer_engine_op_fuser": True},
+        COPIED,
+    ),
+    "compute with --cuda-graph-impl over experts:": (TE | {"cuda_graph_impl": "local"}, COPIED),
+    "compute with --params-dtype other than bf16:": (TE | {"params_dtype": torch.float32}, COPIED),
+    "compute with --expert-tensor-parallel-num-weight-shards above": (
+        TE | {"expert_gtp_weight_remat_size": 2},
+        COPIED,
+    ),
     "--optimizer-cuda-graph with tensorwise weights:": (
         TENSORWISE | {"optimizer_cuda_graph": True},
         {},
@@ -217,6 +243,14 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
     "step: fused with moments in torch.float16 and torch.float16": (
         AWARE | {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
         BF16 | {"step": "fused"},
+    ),
+    "linear_fc1 [128, 32] in int4_g128, whose blocks have 128 elements: expected whole": (
+        PORTABLE,
+        {"format": "int4_g128"},
+    ),
+    "linear_fc2 [32, 16] in mxfp8, whose blocks have 32 elements: expected whole": (
+        PORTABLE | {"expert_tensor_parallel_size": 4},
+        BF16 | {"compute": "mxfp8"},
     ),
     "compute: e4m3_per_expert with --expert-tensor-parallel-size above 1:": (
         PORTABLE | CUT,

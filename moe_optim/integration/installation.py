@@ -72,7 +72,7 @@ def install_in_patched_tree(config: MoEOptimConfig) -> None:
     installed.
     """
     remedy = "Give the same flags, or drop the call of moe_optim.install()."
-    needed = (*patches.ADAM, *patches.CHECKPOINTS_OF_RANKS)
+    needed = (*patches.ADAM, *patches.TE_EXPERTS, *patches.CHECKPOINTS_OF_RANKS)
     _install(config, needed, "--use-moe-grouped-optim", remedy)
 
 

@@ -136,6 +136,26 @@ EXPERTS: tuple[Patch, ...] = (
 )
 """Patches for portable experts."""
 
+TE_EXPERTS: tuple[Patch, ...] = (
+    Patch(
+        id="te-experts",
+        target="megatron.core.transformer.moe.experts:TEGroupedMLP.__init__",
+        replacement="moe_optim.experts.weight_copies:build_experts",
+        fits=in_all_versions("(self, num_local_experts, config, submodules, pg_collection, name)"),
+        because="GEMMs of Transformer Engine's experts read their weights, not a copy of them",
+        remove_when="a grouped linear takes a function that prepares its weights",
+    ),
+    Patch(
+        id="first-microbatch",
+        target="megatron.core.transformer.module:MegatronModule.set_is_first_microbatch",
+        replacement="moe_optim.experts.weight_copies:set_is_first_microbatch",
+        fits=in_all_versions("(self)"),
+        because="only models with FP8 or FP4 recipes learn that a step begins",
+        remove_when="every model is told of its first microbatch",
+    ),
+)
+"""Patches for quantized copies of Transformer Engine's experts."""
+
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 
@@ -395,6 +415,7 @@ CONFIGURATIONS: tuple[Patch, ...] = tuple(
 INSTALLED: tuple[Patch, ...] = (
     *ADAM,
     *EXPERTS,
+    *TE_EXPERTS,
     *OPTIMIZER,
     *CHECKPOINTS,
     *CHECKPOINTS_OF_RANKS,

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from moe_optim.kernels.encode import (
     amax,
+    divide,
     larger_magnitude,
     nvfp4_global_encode,
     power_of_two,
@@ -111,7 +112,7 @@ def _round(weight, factor, ELEMENT: tl.constexpr):
     elif ELEMENT == "e2m1":
         values = round_to_e2m1(weight * factor)
     else:
-        values = round_to_int4(tl.div_rn(weight, factor))
+        values = round_to_int4(divide(weight, factor))
     return values
 
 

@@ -11,6 +11,7 @@ from moe_optim.buckets.bucket_group import managed_buckets
 from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.errors import StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.experts.weight_copies import copies_in
 from moe_optim.optimizer.chained import GroupedChainedOptimizer
 from moe_optim.optimizer.checkpointed import CheckpointedOptimizer
 from moe_optim.spelling import spell_bytes, spell_count
@@ -173,6 +174,11 @@ def _rows(
         for module in chunk.modules()
         if isinstance(module, GroupedLinear) and module.quantized_copy is not None
         for weight in module.weights()
+    } | {
+        weight: copies.format.name
+        for chunk in model_chunks
+        for copies in copies_in(chunk)
+        for weight in copies.weights()
     }
     names = parameter_names(model_chunks)
     groups: dict[tuple[bool, bool, str, str], list[torch.nn.Parameter]] = {}

@@ -10,6 +10,7 @@ from megatron.core.utils import log_single_rank
 
 from moe_optim.buckets.bucket_group import GroupedBucketGroup, bucket_groups
 from moe_optim.errors import StateError
+from moe_optim.experts.weight_copies import StepEnd
 from moe_optim.health.monitor import HealthMonitor
 from moe_optim.integration import patches
 from moe_optim.integration.engine import apply_patches, is_rebound, original, revert_patches
@@ -100,7 +101,7 @@ def get_megatron_optimizer(
     optimizer.health = HealthMonitor(
         optimizer, moe_optim_config.health_interval, moe_optim_config.backend
     )
-    optimizer.observers.append(optimizer.health)
+    optimizer.observers += [optimizer.health, StepEnd(model_chunks)]
     if is_adopted:
         _log("adopted a bf16 model that was wrapped before install(): layout stock, wire bf16")
     for remark in remarks(setup, "note"):

@@ -12,6 +12,7 @@ from moe_optim.buckets.bucket_group import GroupedBucketGroup, bucket_groups
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.experts.weight_copies import copies_of
 from moe_optim.formats import FORMATS
 from moe_optim.rules import Setup, check_setup
 from moe_optim.weights.managed import is_managed
@@ -61,10 +62,13 @@ def _find_setup(optimizer_config: Any, model_chunks: list[Any], config: MoEOptim
             accepted.update(formats)
             if not formats:
                 unknown.append(f"{type(param).__name__} of shape {list(param.shape)}")
-    modules = (module for chunk in model_chunks for module in chunk.modules())
+    modules = [module for chunk in model_chunks for module in chunk.modules()]
     has_portable = any(isinstance(module, GroupedLinear) for module in modules)
+    has_te = any(map(copies_of, modules))
     mine = [name in stored for name in _STORED] + [name in accepted for name in _ACCEPTED]
-    *found, has_portable, has_unknown = _on_any_rank([*mine, has_portable, bool(unknown)])
+    *found, has_portable, has_te, has_unknown = _on_any_rank(
+        [*mine, has_portable, has_te, bool(unknown)]
+    )
     stored_anywhere = [name for name, is_there in zip(_STORED, found, strict=False) if is_there]
     accepted_anywhere = [
         name for name, is_there in zip(_ACCEPTED, found[len(_STORED) :], strict=True) if is_there
@@ -75,6 +79,7 @@ def _find_setup(optimizer_config: Any, model_chunks: list[Any], config: MoEOptim
         ddp=model_chunks[0].ddp_config,
         models=[chunk.config for chunk in model_chunks],
         has_portable=has_portable,
+        has_te=has_te,
         quantized=any(name in FORMATS for name in stored_anywhere),
         tensorwise=TENSORWISE in stored_anywhere,
         accepted=accepted_anywhere,

@@ -75,6 +75,7 @@ def test_losses_are_equal_only_if_all_runs_agree():
 def test_both_sides_run_the_same_but_for_the_plug_in(deterministic):
     """Determinism is a matter of both: the flags stand before the user's, which then win."""
     args = argparse.Namespace(
+        against="stock",
         deterministic=deterministic,
         iterations=6,
         optimizer=None,
@@ -101,7 +102,7 @@ def test_both_sides_run_the_same_but_for_the_plug_in(deterministic):
 def test_stock_muon_has_bf16_weights_and_the_plug_in_quantized_ones(chosen, given):
     """Megatron's own Muon gathers bf16; products are in FP8 on both sides."""
     args = argparse.Namespace(
-        deterministic=False, iterations=6, optimizer=chosen, megatron_args=given
+        against="stock", deterministic=False, iterations=6, optimizer=chosen, megatron_args=given
     )
     recipe = load_recipe(RECIPE.parent / "hopper_fp8_block.yaml", [])
     stock, plugin = (bench_step.megatron_argv(args, recipe, side) for side in ("stock", "plugin"))
@@ -111,6 +112,22 @@ def test_stock_muon_has_bf16_weights_and_the_plug_in_quantized_ones(chosen, give
     for argv in (stock, plugin):
         assert bench_step.optimizer_of(argv) == "muon"
         assert {"--use-distributed-optimizer", "--fp8-format"} <= set(argv)
+
+
+def test_against_bf16_both_sides_are_the_plug_in_and_one_of_them_multiplies_bf16():
+    args = argparse.Namespace(
+        against="bf16", deterministic=False, iterations=6, optimizer=None, megatron_args=[]
+    )
+    changes = ["moe_optim.format=bf16", "moe_optim.compute=mxfp4"]
+    recipe = load_recipe(RECIPE, changes)
+    bf16, copied = (bench_step.megatron_argv(args, recipe, side) for side in ("stock", "plugin"))
+    assert {*bf16} - {*copied} == {"compute=null"}
+    assert {*copied} - {*bf16} == {'compute="mxfp4"'}
+
+
+def test_against_bf16_without_compute_is_refused_before_training(capsys):
+    assert benchmark.main(["step", str(RECIPE), "--against", "bf16"]) == cli.BAD_INPUT
+    assert "--against bf16: expected moe_optim.compute" in capsys.readouterr().err
 
 
 def test_stock_muon_on_several_cpu_ranks_is_refused_before_training(monkeypatch, capsys):

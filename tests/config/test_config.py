@@ -144,6 +144,18 @@ def test_amaxes_are_recorded_of_quantized_weights_alone():
         MoEOptimConfig(format="bf16", record_amax=True)
 
 
+def test_row_only_formats_lie_in_plain_tensors():
+    """Those of Transformer Engine have columnwise data for the dgrad."""
+    for name, format in FORMATS.items():
+        knobs = {"format": name, "storage": "transformer_engine"}
+        if not format.is_row_only:
+            assert MoEOptimConfig(**knobs).storage == "transformer_engine"
+            continue
+        message = f"^run: storage: transformer_engine with format: {name}: .*Set storage: portable"
+        with pytest.raises(ConfigError, match=message):
+            MoEOptimConfig.from_mapping(knobs, "run")
+
+
 def test_formats_are_those_with_a_descriptor_and_bf16():
     assert set(get_args(Format)) == {*FORMATS, "bf16"}
 

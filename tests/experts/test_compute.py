@@ -8,7 +8,8 @@ import torch
 
 from moe_optim.errors import LayoutError
 from moe_optim.experts.grouped_linear import GroupedLinear
-from moe_optim.formats import MXFP8, NVFP4
+from moe_optim.formats import DIRECTIONS, INT4, MXFP8, NVFP4, NVFP4_ROWS
+from moe_optim.formats.reference.fake import fake_quantize_blocks
 from moe_optim.kernels.member_table import MemberTable
 from tests.support.bytes import assert_bytes_equal
 from tests.support.formats import REPRESENTATIVE_FORMATS
@@ -81,10 +82,19 @@ def test_the_copies_of_the_test_weights_differ():
     assert not torch.equal(rowwise, values())
 
 
+@pytest.mark.parametrize("format", [NVFP4_ROWS, INT4], ids=lambda format: format.name)
+def test_products_of_row_only_formats_read_the_same_values_in_both_directions(format):
+    linear = make_computing(format)
+    want = fake_quantize_blocks(values(), format)
+    for direction in DIRECTIONS:
+        assert_bytes_equal(linear.operand(direction), want, what=direction)
+
+
 @every_layout
-def test_a_forward_and_its_backward_pass_share_one_requantization(layout, requantizations):
+@pytest.mark.parametrize("format", [MXFP8, INT4], ids=lambda format: format.name)
+def test_a_forward_and_its_backward_pass_share_one_requantization(format, layout, requantizations):
     """One call for all experts."""
-    linear = make_computing(layout=layout)
+    linear = make_computing(format, layout)
     for passes in (1, 2, 3):
         run(linear)
         assert len(requantizations) == passes

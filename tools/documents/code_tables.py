@@ -14,7 +14,7 @@ from moe_optim.commands.cli.main import build_parser
 from moe_optim.config import MoEOptimConfig, field_names, spell, spell_values
 from moe_optim.errors import LayoutError
 from moe_optim.experts.keys.layouts import LAYOUTS
-from moe_optim.formats import DIRECTIONS, FORMATS, BlockScaledFormat
+from moe_optim.formats import FORMATS, BlockScaledFormat
 from moe_optim.formats.health_figures import THRESHOLDS
 from moe_optim.formats.partition import BufferPartition, Partition, infer_partition
 from moe_optim.integration import patches
@@ -93,7 +93,7 @@ def weight_bytes(format: BlockScaledFormat | None, *, in_te: bool = False) -> Fr
         return Fraction(2)
     _, rows, cols = SHAPE
     total = Fraction(0)
-    for direction in DIRECTIONS:
+    for direction in format.directions:
         scales = (
             format.storage_scale_shape(rows, cols, direction)
             if in_te
@@ -124,24 +124,28 @@ def _format_row(format: BlockScaledFormat) -> list[str]:
         "quantized": "quantized from the master, with scales of its own",
         "shared": "the same data; only scales differ",
         "transposed": "the same elements, transposed",
+        "none": "none: both GEMMs read the rows",
     }
     scales = {
         "e8m0": "E8M0: a power of two, 1 byte",
         "e4m3": "E4M3, 1 byte",
         "power_of_two": "a power of two, fp32",
+        "fp32": "fp32",
+        "bf16": "bf16",
     }
     scale = scales[format.scale_encoding]
+    has_two_blocks = len(format.gathered_directions) == 2
     if format.has_global_amax:
         scale += "; and one fp32 amax per expert"
     return [
         f"`{format.name}`",
         f"{format.element.upper()}, {format.element_bits} bits",
-        f"{rows} x {cols}" + ("" if format.is_2d else f", and {cols} x {rows}"),
+        f"{rows} x {cols}" + (f", and {cols} x {rows}" if has_two_blocks else ""),
         scale,
         copies[format.columnwise_copy],
         f"{float(format.gathered_bytes_per_element):.2f}",
         f"{float(weight_bytes(format)):.2f}",
-        f"{float(weight_bytes(format, in_te=True)):.2f}",
+        "none" if format.is_row_only else f"{float(weight_bytes(format, in_te=True)):.2f}",
     ]
 
 
@@ -161,14 +165,16 @@ MESH_CUTS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
 
 
 def mesh_maxima() -> str:
-    """Maximum reductions that each format needs for a partition."""
-    names = ["bf16", *FORMATS]
+    """Maximum reductions that formats need for a partition; a column for those that agree."""
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for name in ("bf16", *FORMATS):
+        cells = tuple(_maxima_cell(name, axes) for axes in MESH_CUTS.values())
+        columns.setdefault(cells, []).append(f"`{name}`")
     rows = []
-    for spelled, axes in MESH_CUTS.items():
+    for spelled, axes, *cells in zip(MESH_CUTS, MESH_CUTS.values(), *columns, strict=True):
         part = infer_partition("bf16", axes, shape=MESH_SHAPE).part_shape
-        cells = [_maxima_cell(name, axes) for name in names]
         rows.append([spelled, str(list(part)), *cells])
-    return table(["cut", "part of a rank", *(f"`{name}`" for name in names)], rows)
+    return table(["cut", "part of a rank", *map(", ".join, columns.values())], rows)
 
 
 def _maxima_cell(format: str, axes: Mapping[str, Mapping[str, int]]) -> str:
@@ -179,7 +185,7 @@ def _maxima_cell(format: str, axes: Mapping[str, Mapping[str, int]]) -> str:
     directions = {"rowwise_scale": "rowwise ", "columnwise_scale": "columnwise "}
     cells = []
     for maxima in partition.maxima:
-        is_only = partition.format is not None and partition.format.is_2d
+        is_only = partition.format and len(partition.format.gathered_directions) == 1
         blocks = "blocks" if is_only else f"{directions.get(maxima.name)}blocks"
         kind = "experts" if maxima.name == "global_amax" else blocks
         cells.append(f"{kind}: {', '.join(f'`{axis}`' for axis in maxima.axes)}")

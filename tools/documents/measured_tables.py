@@ -38,6 +38,8 @@ STEPS = {
 }
 """Suffix of ``step-*.json`` -> label in tables and plots."""
 
+MEASURED = ("mxfp8", "mxfp8_2d", "nvfp4", "fp8_block")
+"""Formats of the measurements; results of others are not recorded yet."""
 STEP_ROWS = {
     "iteration": "iteration_ms",
     "of it forward and backward": "forward_backward_ms",
@@ -204,7 +206,7 @@ def fractions(
 ) -> Iterator[str]:
     """Yield the fraction of the floor for each format, as cells of a table row."""
     rows = requantize_rows(file, "w1")
-    for format in FORMATS:
+    for format in MEASURED:
         row = rows.get((format, work, shard), {})
         yield f"{row['floor_ms'] / row[by]:.2f}" if row.get(by) else missing
 
@@ -244,7 +246,7 @@ def requantize() -> str:
     ]
     speeds = [f"{read_result(file)['copy_tb_per_s']:.2f}" for file in KERNELS.values()]
     return f"A device copy moved {' and '.join(speeds)} TB/s in the same runs.\n\n" + table(
-        ["", *(f"`{name}`" for name in FORMATS)], rows
+        ["", *(f"`{name}`" for name in MEASURED)], rows
     )
 
 
@@ -264,7 +266,7 @@ def step_kernels() -> str:
     speed = read_result(file)["copy_tb_per_s"]
     return (
         f"A device copy moved {speed:.2f} TB/s in the same run.\n\n"
-        + table(["", *(f"`{name}`" for name in FORMATS)], rows)
+        + table(["", *(f"`{name}`" for name in MEASURED)], rows)
         + f"\n\nThe gradient norm runs at {ours:.2f} of its floor, Transformer Engine's at "
         f"{theirs:.2f}."
     )
@@ -702,11 +704,11 @@ def gather() -> str:
     rows = gather_rows()
 
     def column(key: str, ranks: int, wire: str = "quantized") -> list[str]:
-        return [f"{rows[ranks, format, wire][key]:.2f}" for format in FORMATS]
+        return [f"{rows[ranks, format, wire][key]:.2f}" for format in MEASURED]
 
     bf16 = [f"{rows[ranks, 'bf16', 'bf16']['total_ms']:.2f} ms on {ranks}" for ranks in (2, 4)]
     return f"With bf16 weights it takes {' GPUs and '.join(bf16)} GPUs.\n\n" + table(
-        ["", *(f"`{name}`" for name in FORMATS)],
+        ["", *(f"`{name}`" for name in MEASURED)],
         [
             ["bytes gathered for a parameter; bf16 has 2", *column("bytes_per_parameter", 2)],
             *(

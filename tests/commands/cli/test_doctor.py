@@ -16,6 +16,7 @@ from moe_optim import environment
 from moe_optim.commands.cli import doctor
 from moe_optim.commands.cli.main import main
 from moe_optim.environment import Gpu
+from moe_optim.formats import FORMATS
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,13 +26,7 @@ PACKAGES |= {"emerging-optimizers"}
 PACKAGE_KEYS = {"version", "path", "checkout", "needed", "state", "note", "problem"}
 PATCH_KEYS = {"id", "state", "target", "because", "remove_when"}
 H100 = Gpu(name="NVIDIA H100", sm=90, memory_gib=79.6)
-PRODUCTS = {
-    "bf16": "native product",
-    "mxfp8": "emulated product",
-    "mxfp8_2d": "emulated product",
-    "nvfp4": "emulated product",
-    "fp8_block": "emulated product",
-}
+PRODUCTS = {"bf16": "native product", **dict.fromkeys(FORMATS, "emulated product")}
 
 
 def fake_package(folder, module, source="", version=None):

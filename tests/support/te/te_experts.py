@@ -8,6 +8,7 @@ import torch
 from moe_optim.formats import BlockScaledFormat
 from moe_optim.weights.te.fields import read_values
 from tests.support.te import te_stand_ins
+from tests.support.te.grouped_gemm import GroupedGemm, by_hand
 
 
 class GroupedLinear(torch.nn.Module):
@@ -15,7 +16,9 @@ class GroupedLinear(torch.nn.Module):
 
     Weights are bf16 parameters, one or one an expert; with a format they are stand-ins of
     Transformer Engine's classes, which are saved and loaded and not trained. Tensor-parallel ranks
-    each have a part of every expert, along rows (0) or columns (1).
+    each have a part of every expert, along rows (0) or columns (1). One parameter an expert is
+    multiplied as in Transformer Engine, see ``GroupedGemm``; ``by_hand`` is a format whose values
+    take their place, quantized anew at every call.
     """
 
     def __init__(
@@ -30,9 +33,14 @@ class GroupedLinear(torch.nn.Module):
         cut_along: int,
         single: bool = False,
         format: BlockScaledFormat | None = None,
+        fuses: bool = False,
+        delays: bool = False,
+        by_hand: BlockScaledFormat | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
+        self.fuse_wgrad_accumulation, self.by_hand = fuses, by_hand
+        self.delayed: list[Any] | None = [] if delays else None
         self.num_gemms, self.format, self.cut_along = num_gemms, format, cut_along
         self.single_grouped_weight, self.use_bias = single, False
         self._pg_collection = pg_collection
@@ -63,11 +71,27 @@ class GroupedLinear(torch.nn.Module):
         return weights[0] if self.single_grouped_weight else torch.stack(weights)
 
     def forward(self, tokens: torch.Tensor, splits: list[int]) -> tuple[torch.Tensor, None]:
+        if self.format is None and not self.single_grouped_weight:
+            weights = self._get_weight_tensors()
+            if self.by_hand is not None:
+                fuses = self.fuse_wgrad_accumulation
+                weights = by_hand(weights, self.by_hand, fuses=fuses)
+            splits = [int(tokens_of_one) for tokens_of_one in splits]
+            options = self.fuse_wgrad_accumulation, self.delayed
+            return GroupedGemm.apply(tokens, splits, *options, *weights), None
         parts = zip(tokens.split(splits), self.values(), strict=True)
         return torch.cat([part @ weight.t() for part, weight in parts]), None
 
+    def _get_weight_tensors(self) -> list[torch.Tensor]:
+        return [getattr(self, f"weight{expert}") for expert in range(self.num_gemms)]
+
     def backward_dw(self) -> None:
-        """Nothing is delayed."""
+        """Compute the oldest delayed gradients of weights."""
+        if self.delayed:
+            gradients = self.delayed.pop(0)()
+            for weight, gradient in zip(self._get_weight_tensors(), gradients, strict=True):
+                if not self.fuse_wgrad_accumulation:
+                    weight.grad = gradient
 
     def _split_grouped_checkpoint_tensor(self, tensor: torch.Tensor, key: str) -> Any:
         return list(tensor.unbind(0))
@@ -131,11 +155,12 @@ def make_experts(num_local_experts: int, config: Any, *, pg_collection: Any, **o
         num_local_experts: as Megatron gives it, like the next two.
         config: of the transformer.
         pg_collection: process groups.
-        options: ``single`` and ``format`` of :class:`GroupedLinear`, and what Megatron gives.
+        options: those of :class:`GroupedLinear` from ``single`` on, and what Megatron gives.
     """
     from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 
-    chosen = {key: options.pop(key) for key in ("single", "format") if key in options}
+    own = ("single", "format", "fuses", "delays", "by_hand")
+    chosen = {key: options.pop(key) for key in own if key in options}
     linear = partial(GroupedLinear, **chosen)
     submodules = GroupedMLPSubmodules(
         linear_fc1=partial(linear, cut_along=0), linear_fc2=partial(linear, cut_along=1)

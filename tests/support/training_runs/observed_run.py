@@ -7,6 +7,9 @@ switch is something that no flag of Megatron says, the same for stock Megatron a
 ``plain-head``  the output layer does not fuse gradient accumulation, which would need apex
 ``delay-wgrad``  ``delay_wgrad_compute`` with ``--transformer-impl local``
 ``export``     after each step dense weights are exported, and are what Transformer Engine reads
+``copies``     counts quantized copies of weights, all that were made until the end of each step
+``by-hand-NAME``  Transformer Engine's experts multiply what their weights are in format NAME,
+               quantized at every call by plain torch
 ``send-away``  after each step weights, gradients, masters and moments go to the host and come back,
                by the calls of Megatron's and of verl's loops in turns
 """
@@ -24,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from moe_optim.formats import FORMATS, get_format
 
 
 @dataclasses.dataclass
@@ -50,6 +55,8 @@ class Report:
     """Bytes of the GPU that ``send-away`` has freed, each time."""
     exported: int = 0
     """Dense weights that Transformer Engine had quantized, of the last export."""
+    copies: list[int] = dataclasses.field(default_factory=list)
+    """Quantized copies of weights, all until the end of each step."""
     error: str | None = None
     """What ended the run before its end: type and first line."""
 
@@ -134,12 +141,40 @@ def _export(report: Report, chunks: list[Any], optimizer: Any) -> None:
     report.exported = len(quantized)
 
 
+def count_copies() -> None:
+    """Count quantized copies of weights."""
+    from moe_optim.experts import weight_copies
+
+    make, made = weight_copies.fake_blocks, []
+
+    def counting(*given: Any) -> Any:
+        made.append(1)
+        return make(*given)
+
+    weight_copies.fake_blocks = counting
+    _after_step.append(lambda report, *_: report.copies.append(len(made)))
+
+
+def quantize_by_hand(name: str) -> None:
+    """Give GEMMs of Transformer Engine's grouped linears weights that are quantized by hand."""
+    from transformer_engine.pytorch import GroupedLinear
+
+    from tests.support.te.grouped_gemm import by_hand
+
+    format, own = get_format(name), GroupedLinear._get_weight_tensors
+    GroupedLinear._get_weight_tensors = lambda linear: by_hand(
+        own(linear), format, fuses=linear.fuse_wgrad_accumulation
+    )
+
+
 _after_step: list[Callable[[Report, list[Any], Any], None]] = []
 SWITCHES: dict[str, Callable[[], None]] = {
     "plain-head": plain_head,
     "delay-wgrad": delay_wgrad,
     "export": export,
     "send-away": send_away,
+    "copies": count_copies,
+    **{f"by-hand-{name}": partial(quantize_by_hand, name) for name in FORMATS},
 }
 
 

@@ -1,0 +1,247 @@
+"""GEMMs of Transformer Engine's bf16 experts read a quantized copy: one per step, gradients pass.
+
+Its linears stand in, see ``te_experts``; the oracle quantizes by hand at every call.
+"""
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.experts import weight_copies
+from moe_optim.experts.weight_copies import StepEnd, copies_of, copy_weights
+from moe_optim.formats import FORMATS
+from tests.support.bytes import assert_bytes_equal
+from tests.support.inputs import normal_weights
+from tests.support.te.te_experts import GroupedLinear
+
+EXPERTS, ROWS, COLS, SPLITS = 3, 64, 128, [5, 0, 4]
+ROW_ONLY = [name for name, format in FORMATS.items() if format.is_row_only]
+every_format = pytest.mark.parametrize("format", ROW_ONLY)
+fused = pytest.mark.parametrize("fuses", [False, True], ids=["apart", "fused"])
+
+
+class OneRank:
+    """A process group of one."""
+
+    def size(self):
+        return 1
+
+
+class Experts(torch.nn.Module):
+    """A layer of experts with one linear, and the same values every time."""
+
+    def __init__(self, compute=None, cols=COLS, **options):
+        super().__init__()
+        self.linear = GroupedLinear(
+            *(EXPERTS, cols, ROWS),
+            config=SimpleNamespace(expert_model_parallel_size=1),
+            init_method=torch.Tensor.zero_,
+            pg_collection=SimpleNamespace(expt_tp=OneRank()),
+            cut_along=0,
+            **options,
+        )
+        with torch.no_grad():
+            for number, weight in enumerate(self.linear.parameters()):
+                weight.copy_(normal_weights(*weight.shape, seed=number))
+                if options.get("fuses"):  # as Megatron's DDP does
+                    weight.main_grad = torch.zeros(weight.shape)
+                    weight.grad_added_to_main_grad = False
+        if compute is not None:
+            copy_weights(self, MoEOptimConfig(format="bf16", compute=compute), "experts")
+
+    def forward(self, tokens):
+        return self.linear(tokens, SPLITS)[0]
+
+    @property
+    def copies(self):
+        return copies_of(self.linear)
+
+
+def tokens_of(seed, cols=COLS):
+    return normal_weights(sum(SPLITS), cols, seed=100 + seed).bfloat16().requires_grad_()
+
+
+def train(experts, seed):
+    """Run a microbatch forward and backward; return its output and the gradient of its tokens."""
+    tokens = tokens_of(seed)
+    output = experts(tokens)
+    output.backward(normal_weights(*output.shape, seed=seed).bfloat16())
+    if experts.linear.delayed is not None:
+        experts.linear.backward_dw()
+    return output.detach(), tokens.grad
+
+
+def main_grads_of(experts, microbatches=1):
+    """Train; return outputs and gradients of tokens, and the fp32 sums of gradients of weights.
+
+    Sums are added up as Megatron's DDP does: after each backward pass, except for those marked.
+    """
+    weights = list(experts.linear.parameters())
+    sums = [getattr(weight, "main_grad", torch.zeros(weight.shape)) for weight in weights]
+    seen = []
+    for seed in range(microbatches):
+        seen += train(experts, seed)
+        for total, weight in zip(sums, weights, strict=True):
+            if not getattr(weight, "grad_added_to_main_grad", False):
+                total += weight.grad
+            weight.grad = None
+            if hasattr(weight, "grad_added_to_main_grad"):
+                weight.grad_added_to_main_grad = False
+    return seen, sums
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The copies that were made, by their format."""
+    seen, make = [], weight_copies.fake_blocks
+
+    def counting(values, format, backend):
+        seen.append(format)
+        return make(values, format, backend)
+
+    monkeypatch.setattr(weight_copies, "fake_blocks", counting)
+    return seen
+
+
+@fused
+@pytest.mark.parametrize("delays", [False, True], ids=["at once", "delayed"])
+@every_format
+def test_outputs_and_gradients_are_those_of_weights_quantized_by_hand(format, fuses, delays):
+    """Gradients of weights too: none passes through a clip, whichever way they are accumulated."""
+    experts = Experts(format, fuses=fuses, delays=delays)
+    experts.copies.begin_step()
+    got, want = main_grads_of(experts, 2), main_grads_of(Experts(by_hand=FORMATS[format]), 2)
+    for kind, mine, theirs in zip(("activations", "sums of weights"), got, want, strict=True):
+        for number, pair in enumerate(zip(mine, theirs, strict=True)):
+            assert_bytes_equal(*pair, what=f"{kind} {number}")
+
+
+def test_fused_accumulation_without_ddp_leaves_no_gradient():
+    """Transformer Engine returns none where nobody asks whether it was added."""
+    experts = Experts("mxfp4", fuses=True)
+    for weight in experts.linear.parameters():
+        del weight.grad_added_to_main_grad
+    train(experts, 0)
+    assert all(weight.grad is None for weight in experts.linear.parameters())
+    assert all(weight.main_grad.any() for weight in list(experts.linear.parameters())[::2])
+
+
+@fused
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "recomputed", "reentrant"])
+def test_a_step_makes_one_copy_for_all_of_its_microbatches(reentrant, fuses, made):
+    """Recomputed or not, forward passes of the step read it; the next step makes another."""
+    experts = Experts("mxfp4", fuses=fuses)
+    end = StepEnd([experts])
+    for step in range(2):
+        experts.copies.begin_step()
+        for seed in range(3):
+            tokens = tokens_of(seed)
+            if reentrant is None:
+                experts(tokens).sum().backward()
+            else:
+                checkpoint(experts, tokens, use_reentrant=reentrant).sum().backward()
+        assert len(made) == step + 1
+        end.before_step()
+        with torch.no_grad():
+            for weight in experts.linear.parameters():
+                weight.data.mul_(1.5)  # where torch counts no write
+    experts.copies.begin_step()
+    got, oracle = experts(tokens_of(0)), Experts(by_hand=FORMATS["mxfp4"])
+    oracle.load_state_dict(experts.state_dict())
+    assert_bytes_equal(got.detach(), oracle(tokens_of(0)).detach())
+
+
+def test_outside_of_a_step_every_forward_pass_makes_its_copy(made):
+    """Before the first step, after the last, and in evaluation, even between two microbatches."""
+    experts = Experts("int4")
+    experts(tokens_of(0))
+    experts(tokens_of(0))
+    assert len(made) == 2
+    experts.copies.begin_step()
+    train(experts, 0)
+    with torch.inference_mode():
+        experts.eval()
+        experts(tokens_of(0))
+        experts(tokens_of(0))
+    assert len(made) == 5
+    experts.train()
+    train(experts, 1)
+    assert len(made) == 5
+    StepEnd([experts]).before_step()
+    experts(tokens_of(0))
+    experts(tokens_of(0))
+    assert len(made) == 7
+
+
+@pytest.mark.parametrize("way", ["load", "write", "move"])
+def test_what_torch_sees_of_a_write_renews_the_copy(way, made):
+    experts, other = Experts("int4"), Experts(by_hand=FORMATS["int4"])
+    experts.copies.begin_step()
+    experts(tokens_of(0))
+    with torch.no_grad():
+        for weight in other.linear.parameters():
+            weight.neg_()
+        if way == "load":
+            experts.load_state_dict(other.state_dict())
+        for mine, theirs in zip(experts.parameters(), other.parameters(), strict=True):
+            if way == "write":
+                mine.copy_(theirs)
+            elif way == "move":
+                mine.data = theirs.data.clone()
+    assert_bytes_equal(experts(tokens_of(0)).detach(), other(tokens_of(0)).detach())
+    assert len(made) == 2
+
+
+def test_copies_are_neither_parameters_nor_state():
+    experts, plain = Experts("mxfp4"), Experts()
+    experts.copies.begin_step()
+    train(experts, 0)
+    assert experts.state_dict().keys() == plain.state_dict().keys()
+    assert [*dict(experts.named_parameters())] == [*dict(plain.named_parameters())]
+    assert not list(experts.buffers())
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one.copies))])
+def test_another_model_reads_its_own_weights(way):
+    """A deep copy, or one that was pickled: without values, and with its own linear."""
+    experts = Experts("mxfp4")
+    experts.copies.begin_step()
+    train(experts, 0)
+    copies = getattr(found := way(experts), "copies", found)
+    assert copies.linear is not experts.linear and copies_of(copies.linear) is copies
+    assert copies._values is None and not copies.is_in_step
+    with torch.no_grad():
+        for weight in copies.linear.parameters():
+            weight.zero_()
+    assert not copies.linear(tokens_of(0), SPLITS)[0].any()
+    assert experts(tokens_of(0)).any()
+
+
+def test_frozen_weights_get_no_gradient():
+    experts = Experts("mxfp4", fuses=True).requires_grad_(False)
+    train(experts, 0)
+    assert not any(weight.main_grad.any() for weight in experts.linear.parameters())
+
+
+def test_copies_stay_on_the_device_with_activations_that_leave_it():
+    copies = Experts("mxfp4").copies()
+    assert all(one._do_not_offload for one in copies)
+
+
+@pytest.mark.parametrize("compute", [None, "bf16", "mxfp8", "int8_per_expert"])
+def test_other_formats_leave_the_linear_alone(compute):
+    experts = Experts(compute) if compute else Experts()
+    assert experts.copies is None
+
+
+def test_what_cannot_be_copied_is_refused():
+    with pytest.raises(ConfigError, match="linear: expected one parameter per expert for compute"):
+        Experts("mxfp4", single=True)
+    with pytest.raises(LayoutError, match="linear.weight0: int4_g128 needs columns divisible"):
+        Experts("int4_g128", cols=96)

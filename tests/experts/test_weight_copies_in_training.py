@@ -1,0 +1,89 @@
+"""Training Transformer Engine's bf16 experts through copies is training values quantized by hand.
+
+In Megatron's loop, on two ranks with several microbatches each; linears stand in, see
+``te_experts``.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.experts import weight_copies
+from moe_optim.formats import get_format
+from moe_optim.optimizer.description import describe
+from tests.support.bytes import assert_same_tensors
+from tests.support.ranks import run_ranks
+from tests.support.te.te_experts import build_with_te_experts
+from tests.support.training import OVERLAP, Record, pretrain
+
+STEPS = ["--train-iters", "4", "--eval-interval", "2"]  # evaluates in the middle and at the end
+LINEARS = 2 * 2  # layers, linears of one
+RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
+RECOMPUTE += ["--recompute-num-layers", "1"]
+SELECTIVE = ["--recompute-granularity", "selective", "--recompute-modules", "moe"]
+CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "mxfp4, overlapped": ("mxfp4", {}, OVERLAP),
+    "nvfp4_rows, fused": ("nvfp4_rows", {"fuses": True}, OVERLAP),
+    "mxfp4, all recomputed": ("mxfp4", {"fuses": True}, RECOMPUTE),
+    "mxfp4, recomputed": ("mxfp4", {}, SELECTIVE),
+}
+
+
+def _train(flags: list[str], compute: str | None, options: dict[str, Any]) -> Record:
+    """Train; ``extra`` holds how many copies there had been after every step, and what is said
+    of weights."""
+    make, made, after_steps = weight_copies.fake_blocks, [], []
+
+    def counting(*given: Any) -> Any:
+        made.append(given)
+        return make(*given)
+
+    weight_copies.fake_blocks = counting
+    config = MoEOptimConfig(format="bf16", compute=compute)
+    if "by_hand" in options:
+        options |= {"by_hand": get_format(options["by_hand"])}
+    build_with_te_experts(config, **options)
+    return pretrain(
+        flags,
+        config,
+        after_step=lambda *_: after_steps.append(len(made)),
+        observe=lambda *built: (after_steps, [row.unmanaged for row in describe(*built).weights]),
+    )
+
+
+@cache
+def _by_hand(format: str) -> list[Record]:
+    return run_ranks(2, _train, STEPS, None, {"by_hand": format})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_weights_are_those_of_values_quantized_by_hand(case):
+    """And each linear is copied once per step, however many microbatches read it."""
+    format, options, flags = CASES[case]
+    got = run_ranks(2, _train, [*STEPS, *flags], format, options)
+    for mine, theirs in zip(got, _by_hand(format), strict=True):
+        assert len(mine.losses) == 4 and len(mine.validation_losses) >= 2
+        assert mine.losses == theirs.losses
+        assert mine.validation_losses == theirs.validation_losses
+        assert_same_tensors(mine.weights, theirs.weights)
+        made, said = mine.extra
+        grown = [b - a for a, b in zip([0, *made], made, strict=False)]
+        assert [grown[step] for step in (0, 1, 3)] == [LINEARS] * 3
+        assert grown[2] > LINEARS  # an evaluation before it
+        assert f"bf16 primary weights, multiplied in {format}" in said
+        assert theirs.extra[0] == [0] * 4 and theirs.extra[1] != said
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_ended(tmp_path: Path):
+    """Checkpoints hold weights alone, under the names that they have without ``compute``."""
+    steps = ["--train-iters", "4", "--eval-interval", "1000", "--save", str(tmp_path)]
+    steps += ["--save-interval", "2"]
+    (whole,) = run_ranks(1, _train, steps, "int4", {})
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    (resumed,) = run_ranks(1, _train, [*steps, "--load", str(tmp_path)], "int4", {})
+    assert resumed.losses == {step: whole.losses[step] for step in (3, 4)}
+    assert_same_tensors(resumed.weights, whole.weights)
+    assert_same_tensors(resumed.masters, whole.masters)
