@@ -2,8 +2,9 @@
 
 import pytest
 
-from moe_optim.formats import FORMATS, QuantizedWeight
+from moe_optim.formats import QuantizedWeight
 from moe_optim.kernels import staging
+from tests.kernels.conftest import ONE_OF_EACH_PATH
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import wide_range_weights
 from tests.support.steps.stepping import STATES, Stepping, Weight, gradients_of
@@ -20,7 +21,7 @@ BOUNDS = [
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@ONE_OF_EACH_PATH
 def test_chunks_leave_no_trace(format, bounds, launches, monkeypatch):
     """Masters, moments, buffers and dense weights after two steps, shards of ranks included."""
     monkeypatch.setattr(staging, "SMALLEST", 1000)
