@@ -112,7 +112,11 @@ def test_graphs_that_replay_cuda_graphs_follow_the_weights(format: BlockScaledFo
 
 GELU = {"activation_func": quick_gelu}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    **{format: ({}, {"format": format}) for format in ("bf16", *FORMATS)},
+    **{
+        format: ({}, {"format": format})
+        for format in ("bf16", *FORMATS)
+        if format != "int4_g128"  # blocks of 128 do not fit these experts
+    },
     "indexed": ({}, {"format": "nvfp4", "expert_layout": "indexed"}),
     "computing in mxfp8": ({}, {"compute": "mxfp8"}),
     "fused SwiGLU": ({"bias_activation_fusion": True}, {"format": "mxfp8"}),

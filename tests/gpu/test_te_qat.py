@@ -112,8 +112,6 @@ BF16 |= {"--eval-interval": 2, "--eval-iters": 1}
 FULL = {"--recompute-granularity": "full", "--recompute-method": "uniform"}
 FULL |= {"--recompute-num-layers": 1}
 SELECTIVE = {"--recompute-granularity": "selective", "--recompute-modules": ["moe"]}
-DELAYED = {"--overlap-dispatch-backward-with-experts-wgrad": True}
-"""Where values by hand would get gradients in place of the weights."""
 TRAINING = {
     "mxfp4": ("mxfp4", {}, ()),
     "nvfp4_rows, overlapped": ("nvfp4_rows", OVERLAP, ()),
@@ -121,7 +119,6 @@ TRAINING = {
     "int4_g128, recomputed": ("int4_g128", FULL, ()),
     "mxfp8_rows, experts recomputed": ("mxfp8_rows", SELECTIVE, ()),
     "mxfp4, padded": ("mxfp4", DROP_AND_PAD, ()),
-    "mxfp4, delayed": ("mxfp4", DELAYED, ()),
 }
 LINEARS = 2 * 2  # layers, linears of one
 
@@ -134,7 +131,6 @@ def test_losses_are_those_of_weights_quantized_by_hand(tmp_path):
         flags = {**SMALL, **BF16, **flags}
         plugin = ("format=bf16", f"compute={format}")
         runs[name] = Run(flags, plugin, 1, (*switches, "copies"))
-        flags = {flag: value for flag, value in flags.items() if flag not in DELAYED}
         by_hand = (*switches, f"by-hand-{format}")
         runs[f"{name} by hand"] = Run(flags, ("format=bf16",), 1, by_hand)
     runs["bf16"] = Run({**SMALL, **BF16}, ("format=bf16",))

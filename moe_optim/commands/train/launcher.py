@@ -134,7 +134,12 @@ def _first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> RankFa
 def rank_environment(ranks: int, *, cpu: bool) -> dict[str, str]:
     """Return the environment variables that Megatron's ranks need on one machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    common = {"OMP_NUM_THREADS": str(max(1, (cores or 1) // ranks)), "PYTHONUNBUFFERED": "1"}
+    common = {
+        "OMP_NUM_THREADS": str(max(1, (cores or 1) // ranks)),
+        "PYTHONUNBUFFERED": "1",
+        # absl, which emerging-optimizers imports, would leave Megatron's log at warnings
+        "MEGATRON_LOGGING_LEVEL": os.environ.get("MEGATRON_LOGGING_LEVEL", "20"),
+    }
     if cpu:
         return common | {"MOE_OPTIM_CPU": "1", "TORCHDYNAMO_DISABLE": "1"}
     # Megatron's tensor parallelism asserts it before Blackwell.

@@ -58,6 +58,14 @@ def test_gpu_ranks_are_not_told_to_use_the_cpu():
     assert not {"MOE_OPTIM_CPU", "TORCHDYNAMO_DISABLE"} & rank_environment(1, cpu=False).keys()
 
 
+def test_ranks_log_information_unless_told_otherwise(monkeypatch):
+    """As Megatron means to; packages that set up logging first would leave it at warnings."""
+    monkeypatch.delenv("MEGATRON_LOGGING_LEVEL", raising=False)
+    assert rank_environment(1, cpu=True)["MEGATRON_LOGGING_LEVEL"] == "20"
+    monkeypatch.setenv("MEGATRON_LOGGING_LEVEL", "40")
+    assert rank_environment(1, cpu=True)["MEGATRON_LOGGING_LEVEL"] == "40"
+
+
 def test_the_rank_that_failed_first_is_named_not_those_that_lost_it(tmp_path):
     failure = start(tmp_path, "raise").failure
     assert failure.sentence() == "rank 0 ended with exit code 1: ValueError: no weight"
