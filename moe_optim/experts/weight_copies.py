@@ -38,22 +38,25 @@ class WeightCopies:
         self.linear, self.format, self.backend = linear, format, backend
         self.is_in_step = False
         self._is_delayed_wgrad = False
-        self._values: Tensor | None = None
-        self._made_of: tuple[tuple[int, int], ...] = ()  # addresses and versions of the weights
+        self._copies: Sequence[Tensor] = ()
+        self._made_of: tuple[tuple[int, int, bool], ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle without values, which are derived from the weights."""
-        return vars(self) | {"is_in_step": False, "_values": None, "_made_of": ()}
+        """Copy and pickle without copies, which are derived from the weights."""
+        return vars(self) | {"is_in_step": False, "_copies": (), "_made_of": ()}
 
     def __call__(self) -> list[Tensor]:
         """Return one tensor [R, C] per expert, with the attributes of its weight."""
         weights = self.weights()
         if self._is_delayed_wgrad:
             return list(weights)
-        copies = _StraightThrough.apply(self._find_values(weights), self.linear, *weights)
-        for copy, weight in zip(copies, weights, strict=True):
-            vars(copy).update(vars(weight))  # main_grad, and flags that Transformer Engine reads
-            copy._do_not_offload = True  # with activations, as Megatron does with parameters
+        made_of = tuple((one.data_ptr(), one._version, one.requires_grad) for one in weights)
+        is_kept = self.is_in_step and self.linear.training
+        if is_kept and made_of == self._made_of:
+            return list(self._copies)
+        copies = self._copy(weights)
+        if is_kept:
+            self._copies, self._made_of = copies, made_of
         return list(copies)
 
     def weights(self) -> list[torch.nn.Parameter]:
@@ -71,24 +74,22 @@ class WeightCopies:
 
     def begin_step(self) -> None:
         """Renew the copy with the next forward pass, and keep it."""
-        self.is_in_step, self._values = True, None
+        self.is_in_step, self._copies, self._made_of = True, (), ()
 
     def end_step(self) -> None:
         """Drop the copy, since weights are about to change."""
-        self.is_in_step, self._values = False, None
+        self.is_in_step, self._copies, self._made_of = False, (), ()
 
-    @torch.no_grad()
-    def _find_values(self, weights: Sequence[Tensor]) -> Tensor:
-        made_of = tuple((weight.data_ptr(), weight._version) for weight in weights)
-        is_kept = self.is_in_step and self.linear.training
-        if is_kept and self._values is not None and made_of == self._made_of:
-            return self._values
-        plain = [weight.detach() for weight in weights]
-        values = fake_blocks(plain, self.format.name, self.backend)
+    @torch.enable_grad()  # a recomputation may use copies of a pass without gradients
+    def _copy(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return copies whose node passes the gradients of any number of backward passes on."""
+        values = fake_blocks([one.detach() for one in weights], self.format.name, self.backend)
         values = values.view(len(weights), *weights[0].shape)
-        if is_kept:
-            self._values, self._made_of = values, made_of
-        return values
+        copies: Sequence[Tensor] = _StraightThrough.apply(values, self.linear, *weights)
+        for copy, weight in zip(copies, weights, strict=True):
+            vars(copy).update(vars(weight))  # main_grad, and flags that Transformer Engine reads
+            copy._do_not_offload = True  # with activations, as Megatron does with parameters
+        return copies
 
 
 class _StraightThrough(torch.autograd.Function):

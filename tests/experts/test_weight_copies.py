@@ -209,13 +209,13 @@ def test_copies_are_neither_parameters_nor_state():
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one.copies))])
 def test_another_model_reads_its_own_weights(way):
-    """A deep copy, or one that was pickled: without values, and with its own linear."""
+    """A deep copy, or one that was pickled: without tensors, and with its own linear."""
     experts = Experts("mxfp4")
     experts.copies.begin_step()
     train(experts, 0)
     copies = getattr(found := way(experts), "copies", found)
     assert copies.linear is not experts.linear and copies_of(copies.linear) is copies
-    assert copies._values is None and not copies.is_in_step
+    assert not copies._copies and not copies.is_in_step
     with torch.no_grad():
         for weight in copies.linear.parameters():
             weight.zero_()
