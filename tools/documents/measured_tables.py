@@ -39,7 +39,7 @@ STEPS = {
 """Suffix of ``step-*.json`` -> label in tables and plots."""
 
 MEASURED = ("mxfp8", "mxfp8_2d", "nvfp4", "fp8_block")
-"""Formats of the measurements; results of others are not recorded yet."""
+"""Formats of the measurements on several GPUs; :func:`newer_formats` has the others."""
 STEP_ROWS = {
     "iteration": "iteration_ms",
     "of it forward and backward": "forward_backward_ms",
@@ -102,6 +102,7 @@ MUON_CONVERGENCE = "convergence-muon-h100.json"
 MUON = "muon-h100.json"
 MUON_TRAINING = "step-muon-2x-h200-qwen3.json"
 CURVES = "formats-hopper.json"
+COPIES = "copies-h100.json"
 WHOLE = 1000
 """Iterations of the runs whose losses count; shorter runs count for times only."""
 SMOOTHED = 10
@@ -248,6 +249,45 @@ def requantize() -> str:
     return f"A device copy moved {' and '.join(speeds)} TB/s in the same runs.\n\n" + table(
         ["", *(f"`{name}`" for name in MEASURED)], rows
     )
+
+
+def newer_formats() -> str:
+    """Fractions of the floor of formats that were measured on one GPU only."""
+    found = requantize_rows(KERNELS["H100"], "w1")
+    works = {
+        "fp32 masters to what travels": FP32,
+        "gathered bf16, zeroed on the way": BF16,
+        "step, fp32 moments": STEP.format("fp32"),
+        "step, bf16 moments": STEP.format("bf16"),
+    }
+    rows = []
+    for format in dict.fromkeys(format for format, *_ in found if format not in MEASURED):
+        of_works = [
+            ", ".join(
+                f"{found[format, work, shard]['fraction_of_floor']:.2f}" for shard in ("1/1", "1/8")
+            )
+            for work in works.values()
+        ]
+        rows.append([f"`{format}`", *of_works])
+    return table(["", *works], rows)
+
+
+def copies() -> str:
+    """Times of quantized copies of bf16 experts, and of steps with them."""
+    report = read_result(COPIES)
+    rows = [
+        [
+            f"`{row['format']}`",
+            f"{row['copy_ms']:.3f}",
+            f"{row['fraction_of_floor']:.2f}",
+            f"{row['bf16_step_ms']:.1f}",
+            f"{row['step_ms']:.1f}",
+            f"{row['step_ratio']:.2f}",
+        ]
+        for row in report["rows"]
+    ]
+    header = ["", "copy, ms", "of its floor", "step in bf16, ms", "step with copies, ms", "ratio"]
+    return table(header, rows)
 
 
 def step_kernels() -> str:
@@ -957,6 +997,7 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "convergence": convergence,
     "formats-compared": formats_compared,
     "convert": convert,
+    "copies": copies,
     "fake-quantization": fake_quantization,
     "flags-beside-stock": lambda: flags_beside_stock(FLAGS),
     "flags-on-cpu": lambda: flags_beside_stock(FLAGS_CPU),
@@ -968,6 +1009,7 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "host": host,
     "losses": losses,
     "export-cost": export_cost,
+    "newer-formats": newer_formats,
     "offload-cost": offload_cost,
     "offload-training": offload_training,
     "muon-convergence": lambda: convergence(MUON_CONVERGENCE),
@@ -1009,10 +1051,12 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "flags-on-cpu": (FLAGS_CPU,),
     "gather": ("gather-2x-h200.json", "gather-4x-h200.json"),
     "graphed-step": GRAPHED,
+    "copies": (COPIES,),
     "health-cost": (HEALTH, *HEALTH_STEPS),
     "host": ("requantize-h100.json", "requantize-host-h100.json"),
     "losses": ("losses-cpu.json",),
     "export-cost": (EXPORT,),
+    "newer-formats": (KERNELS["H100"],),
     "offload-cost": (OFFLOAD,),
     "offload-training": tuple(OFFLOAD_STEPS.values()),
     "muon-convergence": (MUON_CONVERGENCE,),
