@@ -154,6 +154,10 @@ def which_format() -> str:
         numbers = [wire_bytes(format), weight_bytes(format)]
         bytes_ = [f"{float(number):.2f}" for number in numbers]
         rows.append([f"`{name}`", products, *bytes_])
+    for format in FORMATS.values():
+        if format.is_row_only:
+            held = f"{float(weight_bytes(format)):.2f}"
+            rows.append([f"`{format.name}`", "portable", held, held])
     return table(["`format`", "GPU that multiplies in it", "gathered", "weight"], rows)
 
 
@@ -344,8 +348,7 @@ def steps_in_short() -> str:
         sides = [read_result(file)[side] for side in SIDES]
         times = [[milliseconds(side[key]) for side in sides] for key in STEP_TIMES]
         rows.append([label, *(" -> ".join(one) for one in times)])
-    header = ["FP8 blocks, stock -> here", "`optimizer.step()`, ms", "iteration, ms"]
-    return f"{table(header, rows)}\n\n{gathered_twice()}"
+    return table(["FP8 blocks, stock -> here", "`optimizer.step()`, ms", "iteration, ms"], rows)
 
 
 def gathered_twice() -> str:
