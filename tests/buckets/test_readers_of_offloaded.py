@@ -27,7 +27,6 @@ pytest.importorskip("megatron.core")
 
 CASES = [
     *((format, "grouped", "quantized") for format in ("mxfp8", "nvfp4", "int4")),
-    ("mxfp8", "indexed", "quantized"),
     ("nvfp4", "indexed", "bf16"),
 ]
 CASES += [
