@@ -71,8 +71,8 @@ class GroupedExperts(MegatronModule):
         name: path of this module in the model, for errors.
 
     Raises:
-        ConfigError: a feature of Megatron's experts is not supported.
-        LayoutError: this rank's shard of a weight does not fit the format.
+        ConfigError: a feature of Megatron's experts is not supported, or this rank's shard of a
+            weight does not fit the format.
     """
 
     def __init__(

@@ -87,8 +87,9 @@ class WeightCopies:
         values = values.view(len(weights), *weights[0].shape)
         copies: Sequence[Tensor] = _StraightThrough.apply(values, self.linear, *weights)
         for copy, weight in zip(copies, weights, strict=True):
-            vars(copy).update(vars(weight))  # main_grad, and flags that Transformer Engine reads
-            copy._do_not_offload = True  # with activations, as Megatron does with parameters
+            # main_grad, and flags that Transformer Engine reads; not offloaded with activations, as
+            # Megatron does with parameters
+            vars(copy).update(vars(weight), _do_not_offload=True)
         return copies
 
 

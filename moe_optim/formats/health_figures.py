@@ -12,6 +12,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from moe_optim.formats import FORMATS
+
 SKETCH = 32
 """Entries in the sketch of an expert."""
 
@@ -41,14 +43,21 @@ class Sum(IntEnum):
 NUM_SUMS = len(Sum) + SKETCH
 """Columns of the sums of an expert."""
 
+_EIGHT_BITS = {"saturated": 0.001, "flushed": 0.05, "error": 0.05, "dead_blocks": 0.01}
+_FOUR_BITS = {"saturated": 0.001, "flushed": 0.3, "error": 0.2, "dead_blocks": 0.01}
+# E4M3 scales round to nearest: the amax of every second block lies above the largest value
+_SATURATED = {"nvfp4": 0.02, "nvfp4_rows": 0.07}
+
 THRESHOLDS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
-        "e4m3": {"saturated": 0.001, "flushed": 0.05, "error": 0.05, "dead_blocks": 0.01},
-        "e2m1": {"saturated": 0.07, "flushed": 0.3, "error": 0.25, "dead_blocks": 0.01},
-        "int4": {"saturated": 0.001, "flushed": 0.35, "error": 0.25, "dead_blocks": 0.01},
+        name: MappingProxyType(
+            (_EIGHT_BITS if format.element_bits == 8 else _FOUR_BITS)
+            | ({"saturated": _SATURATED[name]} if name in _SATURATED else {})
+        )
+        for name, format in FORMATS.items()
     }
 )
-"""Warning thresholds by element encoding, at least twice the figures of normal weights."""
+"""Warning thresholds by format name; figures of normal weights stay below 0.6 of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -57,8 +66,8 @@ class LayerHealth:
 
     layer: str
     """Name such as ``layers.3.fc1``."""
-    element: str
-    """Element encoding of the storage format: ``e4m3``, ``e2m1`` or ``int4``."""
+    format: str
+    """Name of the storage format."""
     experts: tuple[int, ...]
     """Indices among all experts of the layer."""
     amax: Tensor
@@ -91,7 +100,7 @@ class LayerHealth:
 
     def warnings(self) -> Iterator[str]:
         """Yield a sentence for every figure of an expert that is too large or not finite."""
-        return warn_of(self.layer, self.element, self.experts, self.of_experts())
+        return warn_of(self.layer, self.format, self.experts, self.of_experts())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -115,17 +124,17 @@ class ExpertLoad:
 
 
 def warn_of(
-    layer: str, element: str, experts: Sequence[int], figures: Mapping[str, Tensor]
+    layer: str, format: str, experts: Sequence[int], figures: Mapping[str, Tensor]
 ) -> Iterator[str]:
     """Yield a sentence for every figure of an expert that is too large or not finite.
 
     Args:
         layer: name such as ``layers.3.fc1``.
-        element: element encoding of the storage format, a key of :data:`THRESHOLDS`.
+        format: name of the storage format.
         experts: indices of the experts that the figures describe.
         figures: figures named as in ``LayerHealth.of_experts``, one entry per expert.
     """
-    for name, limit in THRESHOLDS[element].items():
+    for name, limit in THRESHOLDS[format].items():
         values = figures[name]
         # an all-zero expert has an error of 0 / 0, which is no warning
         large = (values > limit) | (values.isnan() & (figures["norm"] != 0))

@@ -166,10 +166,10 @@ def by_layer(rows: ExpertRows, sums: Tensor, amaxes: Tensor) -> tuple[LayerHealt
     return tuple(
         LayerHealth(
             layer=layer,
-            element=element,
+            format=format,
             experts=tuple(rows.names[row].expert for row in of_layer),
             amax=amaxes[of_layer].double(),
             sums=sums[of_layer].clone(),
         )
-        for (layer, element), of_layer in rows.by_layer(sums.any(1)).items()
+        for (layer, format), of_layer in rows.by_layer(sums.any(1)).items()
     )

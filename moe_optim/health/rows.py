@@ -26,8 +26,8 @@ class ExpertName:
     """Name such as ``layers.3.fc1`` or ``layers.3.experts``, with global layer numbers from 0."""
     expert: int
     """Global expert id in the layer."""
-    element: str
-    """Element of its format, such as ``e4m3``; empty for a whole layer."""
+    format: str
+    """Name of its format; empty for a whole layer."""
 
 
 class ExpertRows:
@@ -50,13 +50,13 @@ class ExpertRows:
         return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
     def by_layer(self, measured: Tensor) -> dict[tuple[str, str], list[int]]:
-        """Return (layer, element) -> rows of its measured experts, if any.
+        """Return (layer, format) -> rows of its measured experts, if any.
 
         ``measured`` is [rows] bool on the CPU.
         """
         rows: dict[tuple[str, str], list[int]] = {}
         for row in measured.nonzero().flatten().tolist():
-            rows.setdefault((self.names[row].layer, self.names[row].element), []).append(row)
+            rows.setdefault((self.names[row].layer, self.names[row].format), []).append(row)
         return rows
 
 
@@ -73,11 +73,11 @@ def expert_names(model_chunks: Iterable[Any]) -> dict[torch.nn.Parameter, list[E
 
 
 def _names_of(name: str, storage: Any, modules: dict[str, Any]) -> list[ExpertName]:
-    num_experts, element = storage.shape[0], storage.format.element
+    num_experts, format = storage.shape[0], storage.format.name
     found = _WEIGHT.match(name)
     if found is None:
         label = name.removesuffix(".weight")
-        return [ExpertName(label, expert, element) for expert in range(num_experts)]
+        return [ExpertName(label, expert, format) for expert in range(num_experts)]
     path = f"{found['above']}layers.{found['layer']}"
     number = getattr(modules.get(path), "layer_number", int(found["layer"]) + 1) - 1
     within, is_expert, inside = found["inside"].rpartition(_EXPERTS)  # layers may be nested
@@ -91,7 +91,7 @@ def _names_of(name: str, storage: Any, modules: dict[str, Any]) -> list[ExpertNa
         numbers = getattr(modules.get(f"{path}.{within}mlp"), "local_expert_indices", [0])
         first = numbers[0] + int(local[1] if local else found["expert"] or 0)
     label = f"{above}layers.{number}.{within}{inside}"
-    return [ExpertName(label, first + expert, element) for expert in range(num_experts)]
+    return [ExpertName(label, first + expert, format) for expert in range(num_experts)]
 
 
 def _numbers_and_texts(layer: str) -> list[tuple[int, str]]:

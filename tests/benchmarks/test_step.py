@@ -139,6 +139,7 @@ def test_stock_muon_on_several_cpu_ranks_is_refused_before_training(monkeypatch,
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_muon_trains_on_both_sides_and_each_part_of_its_step_is_timed(tmp_path):
     pytest.importorskip("emerging_optimizers")
     path = tmp_path / "step.json"

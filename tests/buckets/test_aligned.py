@@ -2,6 +2,7 @@
 
 from math import lcm, prod
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,8 @@ from moe_optim.buckets.layout import (
     side_by_side,
 )
 from moe_optim.errors import LayoutError
-from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8, NVFP4
+from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, NVFP4
+from tests.support.formats import REPRESENTATIVE_FORMATS
 
 MODELS = {  # experts of a bucket: [2F, H] and [H, F]
     "qwen3-30b-a3b": ((16, 2048, 768), (16, 1536, 2048)),
@@ -59,7 +61,7 @@ def test_every_shard_of_every_buffer_has_whole_bytes_at_every_size(format, shape
                 assert buffer.name == "global_amax" or end.unit == "byte" or format is FP8_BLOCK
 
 
-@EVERY_FORMAT
+@pytest.mark.parametrize("format", REPRESENTATIVE_FORMATS.values(), ids=REPRESENTATIVE_FORMATS)
 @pytest.mark.parametrize("shapes", MODELS.values(), ids=MODELS)
 def test_where_shards_are_whole_block_rows_no_block_lies_on_two_ranks(format, shapes):
     """The unit ``block_row``, checked at the corners of every block around a cut."""
@@ -74,7 +76,7 @@ def test_where_shards_are_whole_block_rows_no_block_lies_on_two_ranks(format, sh
         for slot in slots:
             _, rows, cols = slot.shape
             for cut in slot.cuts(end.numel // dp_size):
-                for direction in DIRECTIONS:
+                for direction in format.directions:
                     block = format.block(direction)
                     assert not lies_on_both_sides(cut % (rows * cols), rows, cols, block)
     assert "block_row" in seen
@@ -89,11 +91,10 @@ def lies_on_both_sides(position, rows, cols, block):
     height, width = block
     top = position // cols // height * height
     bottom = min(top + height, rows) - 1
-    corners = [
-        (top * cols + left, bottom * cols + min(left + width, cols) - 1)
-        for left in range(0, cols, width)
-    ]
-    return any(first < position <= last for first, last in corners)
+    lefts = np.arange(0, cols, width)
+    first = top * cols + lefts
+    last = bottom * cols + np.minimum(lefts + width, cols) - 1
+    return bool(((first < position) & (position <= last)).any())
 
 
 def test_whole_block_rows_are_given_up_where_they_cost_more_than_one_percent():

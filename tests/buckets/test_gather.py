@@ -20,12 +20,15 @@ from moe_optim.parts import quantize_part
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import PortableStorage
 from tests.support.bytes import assert_bytes_equal
-from tests.support.formats import fitting
+from tests.support.formats import REPRESENTATIVE_FORMATS, fitting
 from tests.support.inputs import wide_range_weights, with_specials
 from tests.support.number_formats.meshes import coordinates, on_each_rank, part_of
 from tests.support.states.buckets import make_bucket, make_params, own_masters
 
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+ONE_OF_EACH_PATH = pytest.mark.parametrize(
+    "format", REPRESENTATIVE_FORMATS.values(), ids=REPRESENTATIVE_FORMATS
+)
 SIZES = (1, 2, 3, 4, 8)
 STOCK, ALIGNED = "stock", "aligned"
 
@@ -103,7 +106,7 @@ def assert_all_ranks_hold(ranks, format, masters):
                 assert_bytes_equal(buffer, expected[name], what=f"rank {number}, {index}, {name}")
 
 
-@EVERY_FORMAT
+@ONE_OF_EACH_PATH
 @pytest.mark.parametrize(("experts", "rows"), [(2, 1), (4, 2), (4, 4), (4, 16)])
 def test_a_rank_encodes_the_part_that_the_partition_rules_give_it(format, experts, rows):
     """Whole experts, whole blocks and rows inside of them, before anything has travelled."""
@@ -156,7 +159,7 @@ def test_sharded_equals_full(format, layout, dp_size, shapes):
 
 @settings(max_examples=30)
 @given(data=st.data())
-@EVERY_FORMAT
+@ONE_OF_EACH_PATH
 def test_any_bucket_at_any_size(format, data):
     """Shapes, sizes, ranks and layouts that hypothesis finds; ranks that own nothing among them."""
     multiple = format.dimension_multiple

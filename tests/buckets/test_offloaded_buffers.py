@@ -36,7 +36,7 @@ def _take_turns(way: str, knobs: dict[str, Any]) -> int:
     "knobs",
     [
         {"format": "bf16", "step": "stock"},
-        {"format": "bf16", "step": "fused"},
+        pytest.param({"format": "bf16", "step": "fused"}, marks=pytest.mark.extended),
         {"format": "mxfp8", "step": "stock"},
         {"format": "nvfp4", "step": "fused", "overlap": False},
         {"format": "fp8_block", "step": "stock", "wire": "bf16"},

@@ -6,6 +6,7 @@ Each rank is a process of its own, so that a read of freed memory ends it and fa
 import copy
 import io
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,14 +26,13 @@ from tests.support.states.making_room import managed_buffers, send_weights_away
 pytest.importorskip("megatron.core")
 
 CASES = [
-    *((format, "grouped", "quantized") for format in REPRESENTATIVE_FORMATS),
-    ("mxfp8", "indexed", "quantized"),
+    *((format, "grouped", "quantized") for format in ("mxfp8", "nvfp4", "int4")),
     ("nvfp4", "indexed", "bf16"),
 ]
 CASES += [
     pytest.param(format, *rest, marks=pytest.mark.extended)
     for format in REPRESENTATIVE_FORMATS
-    for rest in (("indexed", "quantized"), ("indexed", "bf16"), ("grouped", "bf16"))
+    for rest in product(("grouped", "indexed"), ("quantized", "bf16"))
     if (format, *rest) not in CASES
 ]
 

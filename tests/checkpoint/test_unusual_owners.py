@@ -72,7 +72,13 @@ def test_they_resume_to_the_bit(flags, prepare, tmp_path: Path):
 VIRTUAL = [*STAGES, "--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
 
 
-@pytest.mark.parametrize("config", [pytest.param(FUSED, id="ours"), pytest.param(None, id="stock")])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(FUSED, id="ours"),
+        pytest.param(None, id="stock", marks=pytest.mark.extended),
+    ],
+)
 def test_evaluations_change_nothing_of_fp32_parameters_in_virtual_stages(config):
     """Later virtual stages gather fp32 and bf16 buckets in one call, before evaluations at once."""
     flags = ["--train-iters", "4", *VIRTUAL, *OVERLAP, "--eval-interval"]

@@ -65,7 +65,7 @@ def check_small_moe(said):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("muon", marks=pytest.mark.extended)])
 def test_the_script_trains_saves_and_resumes_on_two_cpu_ranks(tmp_path, optimizer):
     flags = ["--save", tmp_path / "checkpoint", "--optimizer", optimizer]
     check_small_moe(run_script("train_small_moe.py", 2, *flags))

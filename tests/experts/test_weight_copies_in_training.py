@@ -30,6 +30,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "mxfp4, all recomputed": ("mxfp4", {"fuses": True}, RECOMPUTE),
     "mxfp4, recomputed": ("mxfp4", {}, SELECTIVE),
 }
+REPEATED = ("nvfp4_rows, fused", "mxfp4, recomputed")
 
 
 def _train(flags: list[str], compute: str | None, options: dict[str, Any]) -> Record:
@@ -59,7 +60,10 @@ def _by_hand(format: str) -> list[Record]:
     return run_ranks(2, _train, STEPS, None, {"by_hand": format})
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.extended] * (case in REPEATED)) for case in CASES],
+)
 def test_losses_and_weights_are_those_of_values_quantized_by_hand(case):
     """And each linear is copied once per step, however many microbatches read it."""
     format, options, flags = CASES[case]

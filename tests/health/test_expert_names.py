@@ -83,7 +83,7 @@ def test_an_expert_is_called_by_its_layer_in_the_model_and_its_number_among_all(
     name, num_experts, layer, experts
 ):
     (names,) = expert_names([Chunk(name, num_experts)]).values()
-    assert names == [ExpertName(layer, expert, "e2m1") for expert in experts]
+    assert names == [ExpertName(layer, expert, "nvfp4") for expert in experts]
 
 
 def test_a_weight_that_no_bucket_holds_has_no_names():
@@ -93,8 +93,8 @@ def test_a_weight_that_no_bucket_holds_has_no_names():
 
 
 def test_layers_are_in_the_order_of_their_numbers():
-    names = [ExpertName(f"layers.{layer}.fc1", 0, "e4m3") for layer in (10, 2, 1)]
-    names += [ExpertName("layers.2.fc1", expert, "e4m3") for expert in (11, 3)]
+    names = [ExpertName(f"layers.{layer}.fc1", 0, "mxfp8") for layer in (10, 2, 1)]
+    names += [ExpertName("layers.2.fc1", expert, "mxfp8") for expert in (11, 3)]
     assert [(name.layer, name.expert) for name in ExpertRows(names).names] == [
         ("layers.1.fc1", 0),
         ("layers.2.fc1", 0),
@@ -105,7 +105,7 @@ def test_layers_are_in_the_order_of_their_numbers():
 
 
 def test_experts_that_nobody_has_measured_are_left_out():
-    rows = ExpertRows(ExpertName("layers.0.fc1", expert, "e4m3") for expert in (0, 1))
+    rows = ExpertRows(ExpertName("layers.0.fc1", expert, "mxfp8") for expert in (0, 1))
     sums = torch.zeros(2, 39, dtype=torch.float64)
     assert by_layer(rows, sums, torch.zeros(2)) == ()
     sums[1] = 1.0

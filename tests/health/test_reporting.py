@@ -51,7 +51,7 @@ def sampled(monkeypatch):
     written = []
     monkeypatch.setattr(monitor, "write", lambda layers, iteration: written.append(iteration))
     found = HealthMonitor(SimpleNamespace(stepping=[], model_chunks=[]), 10)
-    found._rows = ExpertRows(ExpertName("layers.0.fc1", expert, "e4m3") for expert in range(2))
+    found._rows = ExpertRows(ExpertName("layers.0.fc1", expert, "mxfp8") for expert in range(2))
     found._on_host = sums_of(2), torch.ones(2), torch.empty(0)
     event = Event()
     found._sample = monitor._Sample(10, event)
@@ -88,7 +88,7 @@ def test_warnings_name_layer_and_expert_and_are_not_many(sampled, caplog, monkey
     monkeypatch.setattr(
         monitor, "log_single_rank", lambda logger, *args: logger.log(*args)
     )  # no process group here
-    found._rows = ExpertRows(ExpertName("layers.7.fc2", expert, "e4m3") for expert in range(20))
+    found._rows = ExpertRows(ExpertName("layers.7.fc2", expert, "mxfp8") for expert in range(20))
     found._on_host = sums_of(20, saturated=5), torch.ones(20), torch.empty(0)
     with caplog.at_level(logging.WARNING):
         found.before_save()
@@ -109,7 +109,7 @@ def test_weights_and_biases_get_scalars_and_histograms_under_the_present_step(mo
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", megatron)
     health = LayerHealth(
         layer="layers.3.fc1",
-        element="e4m3",
+        format="mxfp8",
         experts=(0, 1),
         amax=torch.tensor([0.5, torch.nan]),
         sums=sums_of(2, saturated=1),

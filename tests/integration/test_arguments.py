@@ -109,7 +109,7 @@ REFUSED = {  # argv -> what the error names
     "a recipe without the flag": (["--moe-optim-recipe", "run.yaml"], f"need {FLAG}.* Add {FLAG}"),
     "a field without the flag": (["--moe-optim-set", "format=bf16"], f"need {FLAG}"),
     "an unknown field": ([FLAG, "--moe-optim-set", "fromat=bf16"], "'fromat'. Write format"),
-    "a value it does not take": ([FLAG, "--moe-optim-set", "format=int4"], "format: .*'int4'"),
+    "a value it does not take": ([FLAG, "--moe-optim-set", "format=int3"], "format: .*'int3'"),
     "no assignment": ([FLAG, "--moe-optim-set", "bf16"], "key=value, got 'bf16'"),
     "a recipe that is not there": ([FLAG, "--moe-optim-recipe", "/no/run.yaml"], "/no/run.yaml"),
 }

@@ -152,7 +152,7 @@ LATER = {  # what Megatron tells while it builds or trains -> a command line, be
     "nothing, another token predicted": (but("--mtp-num-layers", "1"), []),
     "cut experts that do not fit a format": (
         but(*TENSOR, "--sequence-parallel", "--moe-optim-set", "format=mxfp8"),
-        ["refused with the plug-in: experts.linear_fc2.weight: mxfp8 needs rows and columns div"],
+        ["refused with the plug-in: linear_fc2 [64, 48] in mxfp8, whose blocks have 32 elements"],
     ),
     "nothing, dense layers between": (but("--moe-layer-freq", "[1,0]"), []),
     "tensor parallel alone": (but(*TENSOR, *WHOLE), ["Megatron: MoE layers with --tensor-mode"]),

@@ -2,9 +2,8 @@
 
 import pytest
 
-from moe_optim.formats import QuantizedWeight
+from moe_optim.formats import FORMATS, QuantizedWeight
 from moe_optim.kernels import staging
-from tests.kernels.conftest import ONE_OF_EACH_PATH
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import wide_range_weights
 from tests.support.steps.stepping import STATES, Stepping, Weight, gradients_of
@@ -18,10 +17,18 @@ BOUNDS = [
     pytest.param(bounds, id=name, marks=[pytest.mark.extended] * (name == "between block rows"))
     for name, bounds in CUTS.items()
 ]
+BRIEF = ("nvfp4", "fp8_block", "int4")
+"""Formats with packed elements and an amax, with large blocks, and in rows."""
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)
-@ONE_OF_EACH_PATH
+@pytest.mark.parametrize(
+    "format",
+    [
+        pytest.param(format, id=name, marks=[pytest.mark.extended] * (name not in BRIEF))
+        for name, format in FORMATS.items()
+    ],
+)
 def test_chunks_leave_no_trace(format, bounds, launches, monkeypatch):
     """Masters, moments, buffers and dense weights after two steps, shards of ranks included."""
     monkeypatch.setattr(staging, "SMALLEST", 1000)

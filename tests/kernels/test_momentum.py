@@ -206,7 +206,9 @@ def check_launches(draw, hyper, clips, nesterov):
                     assert_values_equal(one, other, what=f"{dtype} {index} {rows}")
 
 
-@BOTH
+@pytest.mark.parametrize(
+    "nesterov", [True, pytest.param(False, marks=pytest.mark.extended)], ids=["nesterov", "plain"]
+)
 @pytest.mark.usefixtures("small_tiles")
 def test_kernels_give_plain_torchs_bits(launches, nesterov):
     check_launches(normal_weights, hyper_of(*DECAYS), torch.tensor([0.7, 1.0, 1.5]), nesterov)

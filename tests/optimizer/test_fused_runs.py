@@ -135,7 +135,7 @@ ONLY = ("--eval-interval", f"{NEVER}")
         ),
     ],
 )
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", *MORE_FORMATS])
+@pytest.mark.parametrize("format", ["mxfp8", *MORE_FORMATS, extended("nvfp4")])
 def test_how_weights_are_gathered_leaves_no_trace(format: str, wire: str, flags: tuple[str, ...]):
     """Overlapped or in the step, on either wire, for an evaluation in between: losses, masters,
     moments and weights are the same."""

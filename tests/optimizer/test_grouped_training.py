@@ -35,7 +35,7 @@ def _train(flags: list[str], config: MoEOptimConfig) -> Record:
     "format",
     [
         "nvfp4",
-        "int4",
+        pytest.param("int4", marks=pytest.mark.extended),
         pytest.param("mxfp8_2d", marks=pytest.mark.extended),
         pytest.param("mxfp8", marks=pytest.mark.extended),
         pytest.param("fp8_block", marks=pytest.mark.extended),

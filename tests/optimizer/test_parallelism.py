@@ -133,7 +133,7 @@ def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, paral
     assert losses[4] < losses[1]
 
 
-@topologies("tp2 ep2", extended=("pp2, 2 chunks",))
+@topologies(extended=("tp2 ep2", "pp2, 2 chunks"))
 def test_indexed_equals_grouped(ranks: int, parallel: list[str]):
     """One parameter an expert or one a linear: losses and bytes are the same."""
     flags = [*RUN, *parallel, *OVERLAP]

@@ -360,11 +360,14 @@ def floors() -> str:
 
 
 def health_thresholds() -> str:
+    formats: dict[tuple[tuple[str, float], ...], list[str]] = {}
+    for format, limits in THRESHOLDS.items():
+        formats.setdefault(tuple(limits.items()), []).append(f"`{format}`")
     return table(
-        ["figure", *(f"{element.upper()} elements" for element in THRESHOLDS)],
+        ["format", *(f"`{figure}`" for figure in THRESHOLDS["mxfp8"])],
         (
-            [f"`{figure}`", *(f"{limits[figure]:g}" for limits in THRESHOLDS.values())]
-            for figure in THRESHOLDS["e4m3"]
+            [", ".join(names), *(f"{limit:g}" for _, limit in limits)]
+            for limits, names in formats.items()
         ),
     )
 

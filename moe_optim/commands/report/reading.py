@@ -17,7 +17,6 @@ from moe_optim.commands.train.events import TRAIN_TAG, VALIDATION_TAG, Events, P
 from moe_optim.commands.train.run_folder import RunFolder
 from moe_optim.commands.train.summary import Curves, loss_unit
 from moe_optim.errors import ConfigError, LayoutError
-from moe_optim.formats import FORMATS
 from moe_optim.formats.health_figures import TAGS, THRESHOLDS, warn_of
 
 _BY_EXPERT = "/by_expert"
@@ -117,9 +116,8 @@ class Run:
 
         Empty if the format is unknown, as for a run that left only events.
         """
-        if self.format not in FORMATS:
+        if self.format not in THRESHOLDS:
             return []
-        element = FORMATS[self.format].element
         lines: list[str] = []
         for layer in self.layers_with("amax"):
             start = f"{TAGS}{layer}/"
@@ -128,11 +126,11 @@ class Run:
                 for tag, points in self.events.tensors.items()
                 if tag.startswith(start)
             }
-            if missing := [one for one in ("norm", *THRESHOLDS[element]) if one not in figures]:
+            if missing := [one for one in ("norm", *THRESHOLDS[self.format]) if one not in figures]:
                 said = ", ".join(missing)
                 lines.append(f"{layer}: {said} not recorded: the event file is cut off")
             else:
-                lines += warn_of(layer, element, range(len(figures["norm"])), figures)
+                lines += warn_of(layer, self.format, range(len(figures["norm"])), figures)
         return lines
 
 

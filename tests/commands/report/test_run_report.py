@@ -151,13 +151,13 @@ def test_an_expert_above_a_threshold_is_named(tmp_path):
     looks = look_at(layers=1)
     looks[0].sums[3, Sum.SATURATED] = 0.5 * looks[0].sums[3, Sum.ELEMENTS]
     run = read_run(write_run(tmp_path / "run", looks={10: looks}))
-    assert run.health_warnings() == ["layers.0.fc1, expert 3: saturated is 0.5, above 0.07"]
+    assert run.health_warnings() == ["layers.0.fc1, expert 3: saturated is 0.5, above 0.02"]
     assert run.health_warnings() == [line for one in looks for line in one.warnings()]
     reader = Reader(build_page(run)[0])
-    assert "layers.0.fc1, expert 3: saturated is 0.5, above 0.07" in reader.text
+    assert "layers.0.fc1, expert 3: saturated is 0.5, above 0.02" in reader.text
 
 
-@pytest.mark.parametrize("figure", ["norm", *THRESHOLDS["e2m1"]])
+@pytest.mark.parametrize("figure", ["norm", *THRESHOLDS["nvfp4"]])
 def test_a_look_that_is_cut_off_in_its_event_file_is_said(figure, tmp_path):
     """As of a run that is writing, or was killed."""
     run = read_run(write_run(tmp_path / "run", LOSSES, looks={10: look_at(layers=1)}))

@@ -66,7 +66,7 @@ def look_at(layers: int = 2, experts: int = 4, factor: float = 1.0) -> list[Laye
             looks.append(
                 LayerHealth(
                     layer=f"layers.{layer}.{linear}",
-                    element="e2m1",
+                    format=NVFP4.name,
                     experts=tuple(range(experts)),
                     amax=amaxes.double() * factor,
                     sums=sums,
