@@ -37,7 +37,11 @@ def _train(flags: list[str], config: MoEOptimConfig, is_ours: bool = True) -> Re
     [
         pytest.param([*OVERLAP, *EP2], id="overlaps, expert parallel"),
         pytest.param([*OTHER, "--muon-fp32-matmul-prec", "high"], id="other settings, in fp32"),
-        pytest.param([*TP2, "--muon-tp-mode", "duplicated"], id="tensor parallel, duplicated"),
+        pytest.param(
+            [*TP2, "--muon-tp-mode", "duplicated"],
+            id="tensor parallel, duplicated",
+            marks=pytest.mark.extended,
+        ),
         pytest.param(
             [*TP2, "--muon-tp-mode", "distributed"],
             id="tensor parallel, distributed",

@@ -79,6 +79,12 @@ def test_a_fused_step_does_not_need_it(tmp_path: Path):
     assert_same_run(got, want, what="without emerging-optimizers")
 
 
-@pytest.mark.parametrize(("step", "told"), [("stock", REFUSAL), ("auto", "a model is built")])
+@pytest.mark.parametrize(
+    ("step", "told"),
+    [
+        ("stock", REFUSAL),
+        pytest.param("auto", "a model is built", marks=pytest.mark.extended),
+    ],
+)
 def test_megatrons_step_is_refused_before_a_model_is_built(step: Any, told: str):
     assert _run(BUILD, step).strip().splitlines()[-1] == told
