@@ -22,6 +22,8 @@ from moe_optim.rules import copied_format
 
 _EXPERTS = "megatron.core.transformer.moe.experts:TEGroupedMLP.__init__"
 _MICROBATCH = "megatron.core.transformer.module:MegatronModule.set_is_first_microbatch"
+_FIRST = 2**64 - 2
+"""Sequence number that autograd runs before all others but those of parameters' gradients."""
 
 
 class WeightCopies:
@@ -80,7 +82,7 @@ class WeightCopies:
         """Drop the copy, since weights are about to change."""
         self.is_in_step, self._copies, self._made_of = False, (), ()
 
-    @torch.enable_grad()  # a recomputation may use copies of a pass without gradients
+    @torch.inference_mode(False)  # training may use the copies of a pass without gradients
     def _copy(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return copies whose node passes the gradients of any number of backward passes on."""
         values = fake_blocks([one.detach() for one in weights], self.format.name, self.backend)
@@ -89,6 +91,10 @@ class WeightCopies:
         for copy, weight in zip(copies, weights, strict=True):
             vars(copy).update(vars(weight))  # main_grad, and flags that Transformer Engine reads
             copy._do_not_offload = True  # with activations, as Megatron does with parameters
+        if (node := copies[0].grad_fn) is not None:
+            # Autograd runs what is ready latest node first. Of an early microbatch, this one would
+            # wait for all layers of a later one.
+            node._set_sequence_nr(_FIRST)
         return copies
 
 
