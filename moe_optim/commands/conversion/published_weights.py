@@ -52,6 +52,8 @@ class PublishedEncoding:
     """Suffix of the bf16 weight."""
     others: tuple[str, ...] = ()
     """Suffixes of further tensors of a weight, which are not read."""
+    refused: tuple[str, ...] = ()
+    """Suffixes of further tensors of a weight, which would change its values."""
     is_stacked: bool = False
     """Whether data is [E, R, blocks, bytes] and scales are [E, R, blocks], of weights that are
     transposed in bf16: [E, C, R]. Otherwise data is [R, C / elements per item]."""
@@ -182,6 +184,7 @@ ENCODINGS = (
         scale_dtypes=(torch.bfloat16, torch.float16, torch.float32),
         weight=".weight",
         others=(".weight_shape",),
+        refused=(".weight_zero_point", ".weight_g_idx"),
     ),
 )
 """Encodings that can be read, in order of preference where several claim a weight."""
@@ -243,7 +246,8 @@ class _Quantized:
             )
         if self.weight != self.name and self.weight in tensors:
             return f"{self.weight}: expected once, got it beside {self.name}"
-        return None
+        unread = (self.stem + other for other in self.encoding.refused)
+        return next((f"{name}: not supported" for name in unread if name in tensors), None)
 
     def values(self, data: Tensor, scale: Tensor) -> Tensor:
         """Return the bf16 values [R, C] of elements and scales of one matrix."""

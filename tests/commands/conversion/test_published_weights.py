@@ -256,6 +256,14 @@ FAULTS = {
     "a weight beside its elements": (
         kimi_int4, f"{INT}.weight", torch.ones(8, 256), f"{INT}.weight: expected once",
     ),
+    "zero points": (
+        kimi_int4, f"{INT}.weight_zero_point", torch.zeros(1, 8, dtype=torch.int32),
+        f"{INT}.weight_zero_point: not supported",
+    ),
+    "an order of columns": (
+        kimi_int4, f"{INT}.weight_g_idx", torch.arange(256),
+        f"{INT}.weight_g_idx: not supported",
+    ),
     "no scales of blocks": (gpt_oss, f"{OSS}_scales", None, f"{OSS}_scales: missing"),
     "no blocks": (gpt_oss, f"{OSS}_blocks", None, f"{OSS}_scales: left over"),
     "blocks of another size": (
