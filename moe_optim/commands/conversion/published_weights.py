@@ -99,6 +99,8 @@ def _group_of(said: _Said, format: str, kind: str) -> Block | None:
     groups = said.get("config_groups")
     if said.get("quant_method") != "compressed-tensors" or not isinstance(groups, dict):
         return None
+    if said.get("transform_config"):  # rotations, which a model in bf16 would lack
+        return None
     defaults = {"type": "int", "strategy": "group", "symmetric": True, "actorder": None}
     wanted = defaults | {"num_bits": 4, "type": kind}
     sizes = set()
@@ -176,7 +178,8 @@ ENCODINGS = (
     ),
     PublishedEncoding(  # Kimi K2 Thinking and K2.5
         block=_packed_int4_block,
-        declared="compressed-tensors' pack-quantized with symmetric groups of 4-bit integers",
+        declared="compressed-tensors' pack-quantized with symmetric groups of 4-bit integers, both "
+        "without a transform_config",
         format=INT4,
         data=".weight_packed",
         data_dtypes=(torch.int32,),

@@ -305,6 +305,8 @@ OTHERS = {
     "MXFP4 in groups of 64": compressed("mxfp4-pack-quantized", type="float", group_size=64),
     "two kinds of groups": compressed("pack-quantized", type="int")
     | {"config_groups": {n: group(type="int", group_size=n) for n in (32, 128)}},
+    "rotated weights": compressed("pack-quantized", type="int")
+    | {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}},
     "no groups": compressed("pack-quantized") | {"config_groups": {}},
     "groups without weights": compressed("pack-quantized") | {"config_groups": {"0": {}}},
 }
