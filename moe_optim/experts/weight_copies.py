@@ -87,7 +87,7 @@ class WeightCopies:
         """Return copies whose node passes the gradients of any number of backward passes on."""
         values = fake_blocks([one.detach() for one in weights], self.format.name, self.backend)
         values = values.view(len(weights), *weights[0].shape)
-        copies: Sequence[Tensor] = _StraightThrough.apply(values, self.linear, *weights)
+        copies: Sequence[Any] = _StraightThrough.apply(values, self.linear, *weights)
         for copy, weight in zip(copies, weights, strict=True):
             vars(copy).update(vars(weight))  # main_grad, and flags that Transformer Engine reads
             copy._do_not_offload = True  # with activations, as Megatron does with parameters
