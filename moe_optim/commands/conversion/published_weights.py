@@ -50,8 +50,8 @@ class PublishedEncoding:
     """Dtypes of scales, all exact in fp32."""
     weight: str
     """Suffix of the bf16 weight."""
-    others: tuple[str, ...] = ()
-    """Suffixes of further tensors of a weight, which are not read."""
+    shape_of_weight: str | None = None
+    """Suffix of rows and columns, if they are stored."""
     refused: tuple[str, ...] = ()
     """Suffixes of further tensors of a weight, which would change its values."""
     is_stacked: bool = False
@@ -186,7 +186,7 @@ ENCODINGS = (
         scale=".weight_scale",
         scale_dtypes=(torch.bfloat16, torch.float16, torch.float32),
         weight=".weight",
-        others=(".weight_shape",),
+        shape_of_weight=".weight_shape",
         refused=(".weight_zero_point", ".weight_g_idx"),
     ),
 )
@@ -217,8 +217,8 @@ class _Quantized:
     @property
     def stored(self) -> tuple[str, ...]:
         """Names of all of its tensors."""
-        others = (self.stem + other for other in self.encoding.others)
-        return (self.name, self.scale, *others)
+        end = self.encoding.shape_of_weight
+        return (self.name, self.scale, *([self.stem + end] if end else []))
 
     def shown(self, data: TensorInfo) -> TensorInfo:
         """Return the weight as it is shown, given its elements."""
@@ -324,6 +324,15 @@ class DequantizedWeights:
         return whole
 
     def _values(self, one: _Quantized, expert: int | None) -> Tensor:
+        for name in one.stored[2:]:  # elements fill whole words, and rows may be shorter
+            if name not in self._stored.tensors:
+                continue
+            said, shape = self._stored.read(name).tolist(), [*self.tensors[one.weight].shape]
+            if said != shape:
+                raise LayoutError(
+                    f"{self.path}: {name}: expected {shape}, as elements have, got {said}. "
+                    "Dequantize it with what wrote it."
+                )
         return one.values(self._stored.read(one.name, expert), self._stored.read(one.scale, expert))
 
 
@@ -344,7 +353,8 @@ def _find(
 def _left_over(
     tensors: Mapping[str, TensorInfo], encodings: set[PublishedEncoding]
 ) -> Iterator[str]:
-    ends = tuple({end for one in encodings for end in (one.scale, *one.others)})
+    found = {end for one in encodings for end in (one.scale, one.shape_of_weight)}
+    ends = tuple(found - {None})
     return (f"{name}: left over" for name in tensors if name.endswith(ends))
 
 

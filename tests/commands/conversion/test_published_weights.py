@@ -295,6 +295,16 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(fault, tmp_path):
     assert said in str(error.value)
 
 
+def test_words_that_hold_more_columns_than_the_weight_are_refused(tmp_path, capsys):
+    stored, _, quantization = kimi_int4()
+    stored[f"{INT}.weight_shape"] = torch.tensor([8, 250], dtype=torch.int32)
+    source = write_hf(tmp_path / "s", stored, {"quantization_config": quantization})
+    assert cli.main(["convert", str(source), str(tmp_path / "out"), "--to", "hf"]) == 2
+    said = f"{INT}.weight_shape: expected [8, 256], as elements have, got [8, 250]"
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 OTHERS = {
     "integers without symmetry": compressed("pack-quantized", type="int", symmetric=False),
     "an order of columns": compressed("pack-quantized", type="int", actorder="group"),
