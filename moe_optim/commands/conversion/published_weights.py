@@ -354,7 +354,7 @@ def _left_over(
     tensors: Mapping[str, TensorInfo], encodings: set[PublishedEncoding]
 ) -> Iterator[str]:
     found = {end for one in encodings for end in (one.scale, one.shape_of_weight)}
-    ends = tuple(found - {None})
+    ends = tuple(filter(None, found))
     return (f"{name}: left over" for name in tensors if name.endswith(ends))
 
 
