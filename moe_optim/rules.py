@@ -497,6 +497,10 @@ RULES: tuple[Rule, ...] = (
          f"{_GIVE_PORTABLE}set compute: null"),
     ),
     *_copied(
+        ("--transformer-impl inference_optimized",
+         lambda m: m.transformer_impl == "inference_optimized",
+         "its inference reads the weights themselves",
+         "Give --transformer-impl transformer_engine"),
         ("--moe-single-grouped-weight", lambda m: m.moe_single_grouped_weight,
          "one parameter of all experts has a class of its own", "Remove it"),
         ("--use-transformer-engine-op-fuser", lambda m: m.use_transformer_engine_op_fuser,
@@ -784,7 +788,7 @@ def _expert_tp(model: Any) -> int:
 
 
 def _has_te_experts(model: Any) -> bool:
-    is_te = model.transformer_impl == "transformer_engine"
+    is_te = model.transformer_impl != "local"
     return bool(is_te and model.num_moe_experts and model.moe_grouped_gemm)
 
 

@@ -194,6 +194,10 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
         TE,
         BF16 | {"compute": "mxfp8"},
     ),
+    "compute with --transformer-impl inference_optimized:": (
+        TE | {"transformer_impl": "inference_optimized"},
+        COPIED,
+    ),
     "compute with --moe-single-grouped-weight:": (TE | {"moe_single_grouped_weight": True}, COPIED),
     "compute with --use-transformer-engine-op-fuser:": (
         TE | {"use_transformer_engine_op_fuser": True},

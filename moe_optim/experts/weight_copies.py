@@ -4,8 +4,9 @@ Transformer Engine's ``GroupedLinear`` asks ``_get_weight_tensors`` for the oper
 :class:`WeightCopies` answers with fake-quantized values of all experts, made in one launch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ from moe_optim.rules import copied_format
 
 _EXPERTS = "megatron.core.transformer.moe.experts:TEGroupedMLP.__init__"
 _MICROBATCH = "megatron.core.transformer.module:MegatronModule.set_is_first_microbatch"
+_FIRST = 2**64 - 2
+"""Sequence number that autograd runs before all others but those of parameters' gradients."""
+_found: "MutableMapping[torch.nn.Module, tuple[WeightCopies, ...]]" = WeakKeyDictionary()
+"""Model -> copies in it, as of its first step. Linears built later copy in every forward pass."""
 
 
 class WeightCopies:
@@ -80,16 +85,19 @@ class WeightCopies:
         """Drop the copy, since weights are about to change."""
         self.is_in_step, self._copies, self._made_of = False, (), ()
 
-    @torch.enable_grad()  # a recomputation may use copies of a pass without gradients
+    @torch.inference_mode(False)  # training may use the copies of a pass without gradients
     def _copy(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return copies whose node passes the gradients of any number of backward passes on."""
         values = fake_blocks([one.detach() for one in weights], self.format.name, self.backend)
         values = values.view(len(weights), *weights[0].shape)
-        copies: Sequence[Tensor] = _StraightThrough.apply(values, self.linear, *weights)
+        copies: Sequence[Any] = _StraightThrough.apply(values, self.linear, *weights)
         for copy, weight in zip(copies, weights, strict=True):
-            # main_grad, and flags that Transformer Engine reads; not offloaded with activations, as
-            # Megatron does with parameters
-            vars(copy).update(vars(weight), _do_not_offload=True)
+            vars(copy).update(vars(weight))  # main_grad, and flags that Transformer Engine reads
+            copy._do_not_offload = True  # with activations, as Megatron does with parameters
+        if (node := copies[0].grad_fn) is not None:
+            # Autograd runs what is ready latest node first. Of an early microbatch, this one would
+            # wait for all layers of a later one.
+            node._set_sequence_nr(_FIRST)
         return copies
 
 
@@ -176,5 +184,7 @@ def copy_weights(experts: torch.nn.Module, config: MoEOptimConfig, name: str) ->
 def set_is_first_microbatch(self: Any) -> None:
     """Tell a model, as Megatron does, that the next forward pass is the first of a step."""
     original(_MICROBATCH)(self)
-    for copies in copies_in(self):
+    if self not in _found:  # a walk over thousands of modules takes milliseconds
+        _found[self] = tuple(copies_in(self))
+    for copies in _found[self]:
         copies.begin_step()

@@ -157,6 +157,30 @@ def test_a_step_makes_one_copy_for_all_of_its_microbatches(reentrant, fuses, mad
     assert_bytes_equal(got.detach(), oracle(tokens_of(0)).detach())
 
 
+@pytest.mark.parametrize("compute", [None, "mxfp4"])
+def test_weights_get_their_gradients_before_the_layer_below_is_reached(compute):
+    """Else all wait for the end of the pass: their memory, and the reductions that overlap it."""
+    layers, events = [Experts(compute, cols=ROWS) for _ in range(2)], []
+    for number, layer in enumerate(layers):
+        for weight in layer.linear.parameters():
+            weight.register_post_accumulate_grad_hook(
+                lambda _, number=number: events.append(f"weight of {number}")
+            )
+        if layer.copies is not None:
+            layer.copies.begin_step()
+    for seed in range(2):
+        events.clear()
+        values = tokens_of(seed, ROWS)
+        for number, layer in enumerate(layers):
+            values = layer(values)
+            values.register_hook(lambda _, number=number: events.append(f"output of {number}"))
+        values.sum().backward()
+        assert events == [
+            *("output of 1", *["weight of 1"] * EXPERTS),
+            *("output of 0", *["weight of 0"] * EXPERTS),
+        ]
+
+
 def test_outside_of_a_step_every_forward_pass_makes_its_copy(made):
     """Before the first step, after the last, and in evaluation, even between two microbatches."""
     experts = Experts("int4")
@@ -196,6 +220,20 @@ def test_what_torch_sees_of_a_write_renews_the_copy(way, made):
                 mine.data = theirs.data.clone()
     assert_bytes_equal(experts(tokens_of(0)).detach(), other(tokens_of(0)).detach())
     assert len(made) == 2
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_training_reads_the_copy_of_a_pass_without_gradients(without, made):
+    """As of one that computes log-probabilities before it trains on them."""
+    experts, oracle = Experts("mxfp4"), Experts(by_hand=FORMATS["mxfp4"])
+    experts.copies.begin_step()
+    with without():
+        experts(tokens_of(0))
+    for mine, theirs in zip(train(experts, 0), train(oracle, 0), strict=True):
+        assert_bytes_equal(mine, theirs)
+    for mine, theirs in zip(experts.parameters(), oracle.parameters(), strict=True):
+        assert_bytes_equal(mine.grad, theirs.grad)
+    assert len(made) == 1
 
 
 def test_copies_are_neither_parameters_nor_state():

@@ -50,8 +50,10 @@ class PublishedEncoding:
     """Dtypes of scales, all exact in fp32."""
     weight: str
     """Suffix of the bf16 weight."""
-    others: tuple[str, ...] = ()
-    """Suffixes of further tensors of a weight, which are not read."""
+    shape_of_weight: str | None = None
+    """Suffix of rows and columns, if they are stored."""
+    refused: tuple[str, ...] = ()
+    """Suffixes of further tensors of a weight, which would change its values."""
     is_stacked: bool = False
     """Whether data is [E, R, blocks, bytes] and scales are [E, R, blocks], of weights that are
     transposed in bf16: [E, C, R]. Otherwise data is [R, C / elements per item]."""
@@ -96,6 +98,8 @@ def _group_of(said: _Said, format: str, kind: str) -> Block | None:
     """Return the block of symmetric groups of four bits, the same in all groups of layers."""
     groups = said.get("config_groups")
     if said.get("quant_method") != "compressed-tensors" or not isinstance(groups, dict):
+        return None
+    if said.get("transform_config"):  # rotations, which a model in bf16 would lack
         return None
     defaults = {"type": "int", "strategy": "group", "symmetric": True, "actorder": None}
     wanted = defaults | {"num_bits": 4, "type": kind}
@@ -174,14 +178,16 @@ ENCODINGS = (
     ),
     PublishedEncoding(  # Kimi K2 Thinking and K2.5
         block=_packed_int4_block,
-        declared="compressed-tensors' pack-quantized with symmetric groups of 4-bit integers",
+        declared="compressed-tensors' pack-quantized with symmetric groups of 4-bit integers, both "
+        "without a transform_config",
         format=INT4,
         data=".weight_packed",
         data_dtypes=(torch.int32,),
         scale=".weight_scale",
         scale_dtypes=(torch.bfloat16, torch.float16, torch.float32),
         weight=".weight",
-        others=(".weight_shape",),
+        shape_of_weight=".weight_shape",
+        refused=(".weight_zero_point", ".weight_g_idx"),
     ),
 )
 """Encodings that can be read, in order of preference where several claim a weight."""
@@ -211,8 +217,8 @@ class _Quantized:
     @property
     def stored(self) -> tuple[str, ...]:
         """Names of all of its tensors."""
-        others = (self.stem + other for other in self.encoding.others)
-        return (self.name, self.scale, *others)
+        end = self.encoding.shape_of_weight
+        return (self.name, self.scale, *([self.stem + end] if end else []))
 
     def shown(self, data: TensorInfo) -> TensorInfo:
         """Return the weight as it is shown, given its elements."""
@@ -243,7 +249,8 @@ class _Quantized:
             )
         if self.weight != self.name and self.weight in tensors:
             return f"{self.weight}: expected once, got it beside {self.name}"
-        return None
+        unread = (self.stem + other for other in self.encoding.refused)
+        return next((f"{name}: not supported" for name in unread if name in tensors), None)
 
     def values(self, data: Tensor, scale: Tensor) -> Tensor:
         """Return the bf16 values [R, C] of elements and scales of one matrix."""
@@ -317,6 +324,15 @@ class DequantizedWeights:
         return whole
 
     def _values(self, one: _Quantized, expert: int | None) -> Tensor:
+        for name in one.stored[2:]:  # elements fill whole words, and rows may be shorter
+            if name not in self._stored.tensors:
+                continue
+            said, shape = self._stored.read(name).tolist(), [*self.tensors[one.weight].shape]
+            if said != shape:
+                raise LayoutError(
+                    f"{self.path}: {name}: expected {shape}, as elements have, got {said}. "
+                    "Dequantize it with what wrote it."
+                )
         return one.values(self._stored.read(one.name, expert), self._stored.read(one.scale, expert))
 
 
@@ -337,7 +353,8 @@ def _find(
 def _left_over(
     tensors: Mapping[str, TensorInfo], encodings: set[PublishedEncoding]
 ) -> Iterator[str]:
-    ends = tuple({end for one in encodings for end in (one.scale, *one.others)})
+    found = {end for one in encodings for end in (one.scale, one.shape_of_weight)}
+    ends = tuple(filter(None, found))
     return (f"{name}: left over" for name in tensors if name.endswith(ends))
 
 

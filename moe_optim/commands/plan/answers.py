@@ -23,6 +23,8 @@ class Choice:
     candidates: tuple[str, ...]
     """Formats to choose from; empty if the recipe's weights are not managed by this package."""
     why: str
+    keeps_own: bool = True
+    """Whether a run can use the recipe's format."""
 
 
 def find_choice(recipe: Recipe, argv: Sequence[str], experts: PlannedExperts) -> Choice:
@@ -44,7 +46,8 @@ def find_choice(recipe: Recipe, argv: Sequence[str], experts: PlannedExperts) ->
         flag = f"--{bits}-recipe {last_value(argv, f'--{bits}-recipe') or default}"
         if not (candidates := native_formats(flag)):
             return Choice(own=own, candidates=(), why=f"weights of {flag} stay Megatron's")
-        return Choice(own=own, candidates=candidates, why=f"that {flag} supports")
+        why, keeps_own = f"that {flag} supports", own in candidates
+        return Choice(own=own, candidates=candidates, why=why, keeps_own=keeps_own)
     if not experts.is_portable:
         return Choice(own=own, candidates=(), why="its flags keep bf16 weights")
     if own in FORMATS and FORMATS[own].is_row_only:
@@ -87,10 +90,8 @@ def recommend(choice: Choice, rows: Sequence[PlanRow], gpu_memory: float | None)
         said += f" and {_against(best['against_stock_bytes'], f'stock {name}')}"
     said += f"; the all-gather transfers {gathered:.2f} of stock bf16's bytes."
     if name != choice.own:
-        said += (
-            f" The recipe uses {choice.own}; keep it to resume a run, for a new one add "
-            f"--set moe_optim.format={name}."
-        )
+        rest = "keep it to resume a run, for a new one add" if choice.keeps_own else "instead add"
+        said += f" The recipe uses {choice.own}; {rest} --set moe_optim.format={name}."
     if gpu_memory is None:
         return said
     left = bytes_left(best["total_bytes_per_rank"], gpu_memory)

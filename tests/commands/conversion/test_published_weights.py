@@ -256,6 +256,14 @@ FAULTS = {
     "a weight beside its elements": (
         kimi_int4, f"{INT}.weight", torch.ones(8, 256), f"{INT}.weight: expected once",
     ),
+    "zero points": (
+        kimi_int4, f"{INT}.weight_zero_point", torch.zeros(1, 8, dtype=torch.int32),
+        f"{INT}.weight_zero_point: not supported",
+    ),
+    "an order of columns": (
+        kimi_int4, f"{INT}.weight_g_idx", torch.arange(256),
+        f"{INT}.weight_g_idx: not supported",
+    ),
     "no scales of blocks": (gpt_oss, f"{OSS}_scales", None, f"{OSS}_scales: missing"),
     "no blocks": (gpt_oss, f"{OSS}_blocks", None, f"{OSS}_scales: left over"),
     "blocks of another size": (
@@ -287,6 +295,16 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(fault, tmp_path):
     assert said in str(error.value)
 
 
+def test_words_that_hold_more_columns_than_the_weight_are_refused(tmp_path, capsys):
+    stored, _, quantization = kimi_int4()
+    stored[f"{INT}.weight_shape"] = torch.tensor([8, 250], dtype=torch.int32)
+    source = write_hf(tmp_path / "s", stored, {"quantization_config": quantization})
+    assert cli.main(["convert", str(source), str(tmp_path / "out"), "--to", "hf"]) == 2
+    said = f"{INT}.weight_shape: expected [8, 256], as elements have, got [8, 250]"
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 OTHERS = {
     "integers without symmetry": compressed("pack-quantized", type="int", symmetric=False),
     "an order of columns": compressed("pack-quantized", type="int", actorder="group"),
@@ -297,6 +315,8 @@ OTHERS = {
     "MXFP4 in groups of 64": compressed("mxfp4-pack-quantized", type="float", group_size=64),
     "two kinds of groups": compressed("pack-quantized", type="int")
     | {"config_groups": {n: group(type="int", group_size=n) for n in (32, 128)}},
+    "rotated weights": compressed("pack-quantized", type="int")
+    | {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}},
     "no groups": compressed("pack-quantized") | {"config_groups": {}},
     "groups without weights": compressed("pack-quantized") | {"config_groups": {"0": {}}},
 }

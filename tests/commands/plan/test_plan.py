@@ -422,6 +422,9 @@ def test_native_weights_are_told_what_their_recipe_can_have_and_others_what_to_a
         ({"--fp8-param-gather": True}, "none of these for this recipe, as weights of"),
     ):
         assert advice(argv(SMALL | flags)).startswith(f"Recommended: {said}")
+    native = argv(SMALL | {"--fp8-recipe": "mxfp8", "--fp8-param-gather": True})
+    for own, rest in (("int4", "instead add"), ("mxfp8", "keep it to resume a run, for a new one")):
+        assert f"The recipe uses {own}; {rest}" in advice(native, format=own)
 
 
 # Steps
