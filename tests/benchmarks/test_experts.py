@@ -36,6 +36,7 @@ def measure(monkeypatch, tmp_path, without_modelopt):
     return run
 
 
+@pytest.mark.extended
 def test_every_grid_size_placement_and_way_has_a_row(measure):
     report = measure()
     assert report["versions"]["modelopt"] == "absent: a test"

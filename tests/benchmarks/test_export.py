@@ -13,6 +13,7 @@ WAYS = [bench.AS_THEY_ARE, bench.IN_BF16, bench.QUANTIZED_AGAIN]
 BITS = {"mxfp8": 8 + 8 / 32, "nvfp4": 4 + 8 / 16, "fp8_block": 8 + 32 / 128**2}
 
 
+@pytest.mark.extended
 def test_every_way_has_its_bytes_and_only_quantizing_again_gives_others(tmp_path, capsys):
     """Powers of two are found again where blocks are square, not in rows and columns of MXFP8."""
     path = tmp_path / "report.json"

@@ -186,7 +186,13 @@ def _load(folder: Path, single: bool, is_stock: bool) -> dict[str, torch.Tensor]
     return masters
 
 
-@pytest.mark.parametrize("single", [False, True], ids=["into one", "into one an expert"])
+@pytest.mark.parametrize(
+    "single",
+    [
+        pytest.param(False, id="into one"),
+        pytest.param(True, id="into one an expert", marks=pytest.mark.extended),
+    ],
+)
 def test_masters_load_from_a_checkpoint_of_the_other_layout(tmp_path: Path, single: bool):
     """``--load-main-params-from-ckpt``: every master is the value that was saved, as in stock."""
     (saved,) = run_ranks(1, _save, tmp_path, single)

@@ -236,9 +236,9 @@ def test_checkpoints_of_either_step_load_in_the_other(
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param([], id="dp_reshardable"),
+        pytest.param([], id="dp_reshardable", marks=pytest.mark.extended),
         pytest.param([RESHARDABLE], id="fully_reshardable", marks=pytest.mark.extended),
-        pytest.param(OVERLAP, id="overlap", marks=pytest.mark.extended),
+        pytest.param(OVERLAP, id="overlap"),
     ],
 )
 def test_resuming_goes_on_to_the_bit(how: list[str], tmp_path: Path):

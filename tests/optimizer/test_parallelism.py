@@ -154,7 +154,7 @@ def assert_same_experts(indexed: dict[str, torch.Tensor], grouped: dict[str, tor
             assert_bytes_equal(got[0], expected, what=f"{name} of expert {expert}")
 
 
-@topologies("pp2, 2 chunks", extended=("2 instances",))
+@topologies(extended=("pp2, 2 chunks", "2 instances"))
 def test_wgrad_through_autograd_equals_fused(ranks: int, parallel: list[str]):
     """Micro-batches accumulate the same bytes in main_grad whoever adds them."""
     config = MoEOptimConfig(format="mxfp8", fuse_wgrad_accumulation=False)

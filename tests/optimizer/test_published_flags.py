@@ -160,6 +160,7 @@ def test_bf16_weights_train_in_memory_that_nccl_has_registered():
             MoEOptimConfig(format="nvfp4", expert_layout="indexed"),
             ["--dist-ckpt-optim-fully-reshardable"],
             id="fp8 and fp16, fully reshardable",
+            marks=extended,
         ),
         pytest.param(("fp16", "fp8"), MXFP8, [], id="fp16 and fp8", marks=extended),
         pytest.param(

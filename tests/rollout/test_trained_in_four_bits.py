@@ -37,7 +37,7 @@ def _compare():
     compared = {}
     for format in FORMATS:
         chunks, optimizer = build(Setup(knobs={"format": format}))
-        for _ in range(3):
+        for _ in range(20):
             step(chunks, optimizer)
         given = exported(chunks, convention="compressed_tensors")
         for number, linear in enumerate(linears(chunks)):

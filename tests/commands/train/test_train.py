@@ -135,6 +135,7 @@ def test_a_resume_takes_over_what_the_run_was_started_with(command, run, text):
     assert argv[flag + 1] == data[data.index("--train-data-path") + 1]
 
 
+@pytest.mark.extended
 def test_a_resume_changes_over_from_iterations_to_samples(command, run):
     """Megatron takes one of the two units."""
     counted = ("--lr-decay-iters", "9", "--lr-warmup-iters", "1", *EVERY_SECOND)
@@ -166,6 +167,7 @@ def test_another_rate_of_a_resumed_run_is_refused_unless_it_overrides_the_schedu
     assert rank_arguments(run)[-3:] == [*other, OVERRIDE]
 
 
+@pytest.mark.extended
 def test_arguments_of_a_failed_resume_are_not_taken_over(command, run):
     assert command()[0] == 0
     write_checkpoint(run / "checkpoints", 4)
