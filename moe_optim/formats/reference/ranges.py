@@ -13,9 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight
-from moe_optim.formats.reference import mxfp8
 from moe_optim.formats.reference.blocks import as_magnitude, magnitude_bits
-from moe_optim.formats.reference.codes import e8m0_reciprocal, encode_e4m3
 from moe_optim.formats.reference.scales import encode_elements, encode_scales
 
 
@@ -73,17 +71,16 @@ def encode_block_rows(
     """
     count, height, cols = values.shape
     length = format.block_length
-    if len(format.gathered_directions) == 2:
-        codes = mxfp8.scale_code(amaxes.bfloat16().view(torch.int16))
-        columns, runs = codes[:, None, :cols], codes[:, cols:].view(count, height, cols // length)
-        along_rows = e8m0_reciprocal(runs).repeat_interleave(length, 2)
-        return {
-            "rowwise_data": encode_e4m3(values * along_rows),
-            "rowwise_scale": runs,
-            "columnwise_data": encode_e4m3(values * e8m0_reciprocal(columns)),
-            "columnwise_scale": columns,
-        }
     scale, factor = encode_scales(format, amaxes, global_amax)
+    if len(format.gathered_directions) == 2:
+        of_runs = (count, height, cols // length)
+        along_rows = factor[:, cols:].view(of_runs).repeat_interleave(length, 2)
+        return {
+            "rowwise_data": encode_elements(format, values, along_rows),
+            "rowwise_scale": scale[:, cols:].view(of_runs),
+            "columnwise_data": encode_elements(format, values, factor[:, None, :cols]),
+            "columnwise_scale": scale[:, None, :cols],
+        }
     factor = factor.repeat_interleave(length, 1)[:, None, :cols]
     data = encode_elements(format, values, factor)
     return {"rowwise_data": data, "rowwise_scale": scale[:, None]}

@@ -8,7 +8,7 @@ Formats in rows, with ``amax`` of a block and ``w`` rounded to bf16::
     int4         s = max(amax * fl(1/7), 1e-5) in fp32      code = rint(w / s);  scale = bf16 of s
 
 MXFP4 rounds scales up as gpt-oss (``triton_kernels``), DeepSeek-V4, ModelOpt and TE's MXFP8 do.
-INT4 follows the converter and fake quantization of slime and miles.
+INT4 follows the exporter of slime and miles, whose training multiplies by s instead of its bf16.
 """
 
 import torch
