@@ -811,10 +811,11 @@ def _partial_blocks(config: Any, model: Any) -> str | None:
     if name not in FORMATS:
         return None
     hidden, ffn = model.hidden_size, model.moe_ffn_hidden_size // _expert_tp(model)
-    multiple, row_only = FORMATS[name].dimension_multiple, FORMATS[name].is_row_only
+    format = FORMATS[name]
     for linear, rows, cols in (("linear_fc1", 2 * ffn, hidden), ("linear_fc2", hidden, ffn)):
-        if cols % multiple or (rows % multiple and not row_only):
-            return f"{linear} [{rows}, {cols}] in {name}, whose blocks have {multiple} elements"
+        if not format.fits(rows, cols):
+            length = format.dimension_multiple
+            return f"{linear} [{rows}, {cols}] in {name}, whose blocks have {length} elements"
     return None
 
 

@@ -153,6 +153,11 @@ class BlockScaledFormat:
             names.append("global_amax")
         return tuple(names)
 
+    def fits(self, rows: int, cols: int) -> bool:
+        """Return whether a weight [R, C] has whole blocks wherever the format needs them."""
+        multiple = self.dimension_multiple
+        return cols % multiple == 0 and (self.is_row_only or rows % multiple == 0)
+
     def check_shape(self, shape: Sequence[int], name: str = "weight") -> tuple[int, int, int]:
         """Return ``shape`` as (experts, rows, cols), or raise LayoutError if it is unsupported.
 
@@ -165,7 +170,7 @@ class BlockScaledFormat:
             )
         experts, rows, cols = shape
         multiple = self.dimension_multiple
-        if cols % multiple or (rows % multiple and not self.is_row_only):
+        if not self.fits(rows, cols):
             what = "columns" if self.is_row_only else "rows and columns"
             raise LayoutError(
                 f"{name}: {self.name} needs {what} divisible by {multiple}, got "
