@@ -148,8 +148,8 @@ def plan_rows(
         memory_tb_per_s: memory bandwidth in TB/s; None omits times.
         network_gb_per_s: bus bandwidth of an all-gather in GB/s; None omits times.
     """
-    names = MUON_ROWS if experts.has_muon else ROWS
-    names = tuple(name for name in names if name not in left_out(experts))
+    excluded = left_out(experts)
+    names = [one for one in (MUON_ROWS if experts.has_muon else ROWS) if one not in excluded]
     for count in gpus:
         shared = None if experts.has_muon else experts.buckets(count)
         dp_size = experts.expert_dp_size(count)
