@@ -112,20 +112,12 @@ def fake_blocks(values: Sequence[Tensor], format: str, backend: str) -> Tensor:
 
     ``values`` are those of :func:`fake_quantized`, in fp32 or bf16, of shapes that fit the format.
     """
-    result = _empty_bf16(values)
-    fake_blocks_into(values, format, backend, result)
-    return result
-
-
-def fake_blocks_into(values: Sequence[Tensor], format: str, backend: str, result: Tensor) -> None:
-    """Write :func:`fake_blocks` into ``result``, contiguous bf16 of as many elements."""
-    described = get_format(format)
+    result, described = _empty_bf16(values), get_format(format)
     e4m3 = "e4m3" in (described.element, described.scale_encoding)
-    if not result.numel():
-        return
-    if takes_kernels(backend, result.device, e4m3=e4m3):
+    if result.numel() and takes_kernels(backend, result.device, e4m3=e4m3):
         find_table(values).launch_blocks(described, values[0].dtype, result)
-        return
-    for part, one in zip(cut_like(result.view(-1), values), values, strict=True):
+        return result
+    for part, one in zip(cut_like(result, values), values, strict=True):
         whole = one if one.dim() == 3 else one.unsqueeze(0)
         part.copy_(reference.fake_quantize_blocks(whole, described).view(part.shape))
+    return result
