@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.row_report import begin_rows, copy_speed, fill_report, machine, table_of_rows
+from benchmarks.row_report import (
+    begin_rows,
+    choose_device,
+    copy_speed,
+    fill_report,
+    machine,
+    table_of_rows,
+)
 from benchmarks.timing import REPEATS, host_us, median_ms, release
 from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.errors import ConfigError
@@ -78,11 +85,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: sizes are invalid, no GPU is present, or the file is not writable.
     """
-    import torch
-
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: expected a CUDA GPU, got none. Give --device cpu.")
+    args.device = choose_device(args.device)
     rows, cols = args.shape = args.shape or SHAPES[args.device]
     if min(args.experts, rows, cols, args.microbatches) < 1 or args.tokens < args.experts:
         raise ConfigError(

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.row_report import begin_rows, copy_speed, fill_report, machine, table_of_rows
+from benchmarks.row_report import (
+    begin_rows,
+    choose_device,
+    copy_speed,
+    fill_report,
+    machine,
+    table_of_rows,
+)
 from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.errors import ConfigError
 from moe_optim.screen import print_table, results_console
@@ -61,11 +68,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: sizes are invalid, no GPU is present, or the file is not writable.
     """
-    import torch
-
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: expected a CUDA GPU, got none. Give --device cpu.")
+    args.device = choose_device(args.device)
     args.experts = args.experts or EXPERTS[args.device]
     args.shape = args.shape or SHAPES[args.device]
     if min(*args.experts, *args.shape) < 1:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from benchmarks.timing import copy_bytes_per_ms, release
 from moe_optim.commands.console.provenance import begin_report
+from moe_optim.errors import ConfigError
 
 
 def begin_rows(command: str, device: str) -> dict[str, Any]:
@@ -18,6 +19,16 @@ def begin_rows(command: str, device: str) -> dict[str, Any]:
     release(device)
     start = begin_report(command, on_gpu=device == "cuda")
     return {**start, "copy_tb_per_s": round(speed / 1e9, 4), "rows": []}
+
+
+def choose_device(given: str | None) -> str:
+    """Return ``given``, or ``cuda`` if available; ConfigError for ``cuda`` without a GPU."""
+    import torch
+
+    device = given or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: expected a CUDA GPU, got none. Give --device cpu.")
+    return device
 
 
 def copy_speed(report: Mapping[str, Any]) -> float:
