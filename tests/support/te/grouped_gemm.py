@@ -75,7 +75,7 @@ def _dummy(weight: Tensor) -> Tensor | None:
 def by_hand(weights: list[Tensor], format: BlockScaledFormat, *, fuses: bool) -> list[Tensor]:
     """Return what weights are in ``format``, quantized one by one, with their attributes.
 
-    Gradients pass; ``fuses`` says that whoever gets the values adds theirs to ``main_grad``.
+    Every gradient passes to its weight. With ``fuses``, GEMMs have added it to ``main_grad``.
     """
     found = []
     for weight in weights:

@@ -152,10 +152,10 @@ def make_experts(num_local_experts: int, config: Any, *, pg_collection: Any, **o
     """Return Megatron's ``TEGroupedMLP`` with these linears.
 
     Args:
-        num_local_experts: as Megatron gives it, like the next two.
-        config: of the transformer.
+        num_local_experts: number of experts on this rank.
+        config: Megatron's transformer configuration.
         pg_collection: process groups.
-        options: those of :class:`GroupedLinear` from ``single`` on, and what Megatron gives.
+        options: keywords of :class:`GroupedLinear` from ``single`` on, then of ``TEGroupedMLP``.
     """
     from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 
