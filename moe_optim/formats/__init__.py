@@ -154,7 +154,12 @@ class BlockScaledFormat:
         return tuple(names)
 
     def fits(self, rows: int, cols: int) -> bool:
-        """Return whether a weight [R, C] has whole blocks wherever the format needs them."""
+        """Return whether a weight [R, C] has whole blocks wherever the format needs them.
+
+        Args:
+            rows: number of rows, R.
+            cols: number of columns, C.
+        """
         multiple = self.dimension_multiple
         return cols % multiple == 0 and (self.is_row_only or rows % multiple == 0)
 
