@@ -1,13 +1,16 @@
 """Documents say what the code and the measurements say, and lead where they say they lead."""
 
+import ast
 import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 
 from moe_optim.commands.cli.main import build_parser
 from tools.documents.blocks import BLOCKS, ROOT, blocks_in, documents, regenerated
 from tools.documents.pictures import PICTURES, is_current
+from tools.documents.upstream_threads import PLACES, VERDICTS, threads
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MOST_WORDS = 1000
@@ -34,9 +37,29 @@ def test_links_anchors_and_named_tests_exist():
         f"{name}: {file}::{function}"
         for name, text in DOCUMENTS.items()
         for file, function in NAMED_TEST.findall(text)
-        if not (ROOT / file).is_file() or f"def {function}" not in (ROOT / file).read_text()
+        if not (ROOT / file).is_file() or (function and function not in functions_in(file))
     ]
     assert lost == []
+
+
+@cache
+def functions_in(file):
+    """Return the names of the functions and methods of a file."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_a_verdict_on_what_a_thread_describes_has_its_evidence():
+    """Tests, all by name, or results; and a place where they ran. What is missing has neither."""
+    rows = [row for rows in threads().values() for row in rows]
+    assert len({row["what"] for row in rows}) == len(rows)
+    for row in rows:
+        assert row.keys() <= {"what", "here", "note", "shown", "ran"}, row
+        assert row["here"] in VERDICTS and set(row.get("ran", ())) <= set(PLACES), row
+        has_evidence = row["here"] in ("works", "partly", "refused")
+        assert has_evidence == bool(row.get("shown")) == bool(row.get("ran")), row
+        for name in row.get("shown", ()):
+            assert name.endswith(".json") or NAMED_TEST.fullmatch(f"`{name}`")[2], name
 
 
 def leads_somewhere(document, link, anchor):

@@ -19,6 +19,7 @@ from tools.documents.measured_tables import MEASURED_TABLES
 from tools.documents.pictures import PICTURES, is_current, write_picture
 from tools.documents.results_index import measured_line, results_index
 from tools.documents.scale_rules import scale_rules
+from tools.documents.upstream_threads import THREAD_TABLES
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (".", "docs", "examples", "recipes", "patches", "moe_optim")
@@ -27,6 +28,7 @@ FOLDERS = (".", "docs", "examples", "recipes", "patches", "moe_optim")
 BLOCKS: Mapping[str, Callable[[], str]] = {
     **CODE_TABLES,
     **MEASURED_TABLES,
+    **THREAD_TABLES,
     "results": results_index,
     "scale-rules": scale_rules,
 }
