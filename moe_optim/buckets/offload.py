@@ -1,11 +1,14 @@
 """``param_data`` of a managed buffer, which Megatron and RL stacks offload.
 
-Megatron's buffers and verl's workers offload weights with the same calls: ``cpu()`` to copy,
-``storage().resize_(0)`` to free, ``storage().resize_(size)`` to reallocate and ``copy_()`` to fill.
-Quantized weights consist of several allocations, so no single tensor can represent them.
+Megatron's buffers and verl's workers offload weights with the same calls: ``cpu()``, or ``copy_()``
+of a host tensor, to copy, ``storage().resize_(0)`` to free, ``storage().resize_(size)`` to
+reallocate and ``copy_()`` to fill. Quantized weights consist of several allocations, so no single
+tensor can represent them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +59,11 @@ class ParamData:
 
     untyped_storage = storage
 
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of a copy on the host, also while the weights are offloaded: [bytes]."""
+        return torch.Size([sum(self._away.values()) or self.size()])
+
     def size(self) -> int:
         """Return the number of allocated bytes."""
         return sum(memory.nbytes() for memory in self._memories())
@@ -77,21 +85,45 @@ class ParamData:
 
     def cpu(self) -> Tensor:
         """Return a copy on the host, [bytes] uint8, pinned if the weights are on a GPU."""
+        pinned = self.device.type == "cuda"
+        on_host = torch.empty(self.shape, dtype=self.dtype, device="cpu", pin_memory=pinned)
+        return self._copy_to(on_host)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
+        """Copy the bytes into a tensor [bytes] uint8, ``on_host.copy_(param_data)``, as verl does.
+
+        Waits for the copy. Everything else that torch does with tensors raises TypeError.
+        """
+        if func is Tensor.copy_ and isinstance(args[1], cls):
+            return args[1]._copy_to(args[0])
+        return NotImplemented
+
+    def _copy_to(self, on_host: Tensor) -> Tensor:
         if self._away:
             raise StateError(
                 "param_data of quantized weights: expected bytes to copy, got none: they are on "
                 "the host. Call reload_from_cpu() on the buffers of the DDP module first."
             )
+        if (on_host.shape, on_host.dtype) != (self.shape, self.dtype):
+            raise StateError(
+                f"param_data of quantized weights: expected a copy into {list(self.shape)} "
+                f"{self.dtype}, got one into {list(on_host.shape)} {on_host.dtype}. Allocate the "
+                "tensor with the shape and dtype of param_data."
+            )
         self._before_read()
         memories = self._memories()
-        pinned = self.device.type == "cuda"
-        count = sum(memory.nbytes() for memory in memories)
-        on_host = torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         parts = on_host.split([memory.nbytes() for memory in memories])
         for part, memory in zip(parts, memories, strict=True):
             part.copy_(_bytes_of(memory), non_blocking=True)
-        if pinned:
-            torch.cuda.current_stream().synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
         return on_host
 
     def copy_(self, on_host: Tensor, non_blocking: bool = False) -> "ParamData":

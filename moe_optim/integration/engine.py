@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,9 +54,12 @@ class Patch:
     """Modules whose presence makes the patch unnecessary."""
     only_if_there: bool = False
     """Whether to skip the patch if Megatron lacks the target."""
+    is_imported_by_name: bool = False
+    """Whether to rebind the target in every loaded module that has imported it."""
 
 
 _originals: dict[str, Any] = {}  # target -> replaced object
+_importers: dict[str, list[tuple[Any, str]]] = {}  # target -> modules and names rebound with it
 _inherited: set[str] = set()  # targets defined on a base class
 _holders: dict[str, set[str]] = {}  # patch id -> holders
 
@@ -98,6 +102,10 @@ def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
             _inherited.add(patch.target)
         setattr(owner, name, replacement)
         _originals[patch.target] = original
+        if patch.is_imported_by_name:
+            _importers[patch.target] = _find_importers(original)
+        for importer, its_name in _importers.get(patch.target, ()):
+            setattr(importer, its_name, replacement)
         logger.debug("patch %s: %s -> %s", patch.id, patch.target, patch.replacement)
     for patch in patches:
         if patch.target in _originals:
@@ -111,13 +119,27 @@ def revert_patches(patches: Iterable[Patch], holder: str = "") -> None:
         holders.discard(holder)
         if patch.target not in _originals or holders:
             continue
-        owner, name, _ = resolve(patch.target)
+        owner, name, replacement = resolve(patch.target)
         original = _originals.pop(patch.target)
+        for importer, its_name in _importers.pop(patch.target, ()):
+            if getattr(importer, its_name, None) is replacement:
+                setattr(importer, its_name, original)
         if patch.target in _inherited:
             _inherited.remove(patch.target)
             delattr(owner, name)
         else:
             setattr(owner, name, original)
+
+
+def _find_importers(target: Any) -> list[tuple[Any, str]]:
+    """Return all modules but ours that have ``target``, each with the name it has there."""
+    return [
+        (module, name)
+        for module in list(sys.modules.values())
+        if not getattr(module, "__name__", "").startswith("moe_optim.")
+        for name, value in list(getattr(module, "__dict__", {}).items())
+        if value is target
+    ]
 
 
 def is_rebound(target: str) -> bool:

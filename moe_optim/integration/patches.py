@@ -305,14 +305,15 @@ OPTIMIZER: tuple[Patch, ...] = (
     ),
     Patch(
         id="get-megatron-optimizer",
-        target="megatron.training.training:get_megatron_optimizer",
+        target="megatron.core.optimizer:get_megatron_optimizer",
         replacement="moe_optim.optimizer.factory:get_megatron_optimizer",
         fits=in_all_versions(
             "(config, model_chunks, config_overrides, use_gloo_process_groups, pg_collection, "
             "dump_param_to_param_group_map)"
         ),
-        because="the training loop imports the factory by name",
-        remove_when="the training loop takes the optimizer from its configuration",
+        because="training loops of Megatron and others import the factory by name",
+        remove_when="training loops take the optimizer from its configuration",
+        is_imported_by_name=True,
     ),
 )
 """Patches for this package's buffers, bucket groups and optimizer."""

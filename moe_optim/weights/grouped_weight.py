@@ -114,6 +114,11 @@ class GroupedWeight(Tensor):
         return GroupedWeight(self.quantized_storage, self.shape)
 
     @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Device of the storage, which ``data`` replaces."""
+        return self.quantized_storage.device
+
+    @property
     def data(self) -> "GroupedWeight":
         """Weight without gradient history, sharing the storage."""
         return self.alias()

@@ -206,6 +206,23 @@ def test_an_inherited_method_is_inherited_again_afterwards():
     assert "size" not in vars(SubBuffer)
 
 
+def test_modules_that_have_imported_a_name_are_rebound_too(monkeypatch):
+    """Under whatever name, and given back; another function of that name is left alone."""
+    importer = types.ModuleType("launcher")
+    importer.native, importer.gather = current("gather"), our_size
+    monkeypatch.setitem(sys.modules, "launcher", importer)
+    patch = make_patch(is_imported_by_name=True)
+    stock = importer.native
+    apply_patches([patch])
+    assert importer.native is current("gather") is our_gather
+    assert importer.gather is our_size
+    revert_patches([patch])
+    assert importer.native is current("gather") is stock
+    apply_patches([make_patch()])
+    assert importer.native is stock
+    revert_patches([make_patch()])
+
+
 def test_reverting_what_is_not_applied_does_nothing():
     revert_patches([make_patch()])
     assert current("gather") is gather

@@ -2,12 +2,15 @@
 
 import inspect
 import re
-from types import SimpleNamespace
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import moe_optim
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
@@ -129,12 +132,10 @@ def test_bf16_weights_follow_their_masters_whatever_the_optimizer_is_told_of_buf
     assert_same_run(with_flag, without, what="with the flag")
 
 
-def _refusals() -> list[str]:
+def _refusals(build: Callable[..., Any] = moe_optim.get_megatron_optimizer) -> list[str]:
     """Return the answer to refused flags of a model of two chunks, one with a quantized weight."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
-
-    import moe_optim
 
     flags = OptimizerConfig(use_distributed_optimizer=True, optimizer="sgd", fp16=True)
     chunks: list[Any] = [torch.nn.Linear(1, 1), GroupedLinear(1, 32, 32, format=MXFP8)]
@@ -144,7 +145,7 @@ def _refusals() -> list[str]:
             qk_clip=True, gtp_weight_remat_size=1, expert_gtp_weight_remat_size=1
         )
     with pytest.raises(ConfigError) as error:
-        moe_optim.get_megatron_optimizer(flags, chunks)
+        build(flags, chunks)
     return str(error.value).splitlines()
 
 
@@ -157,6 +158,29 @@ def test_all_that_a_built_model_is_refused_for_is_named_at_once():
         "--fp16",
         "--use-nccl-ub with quantized weights",
     ]
+
+
+def _build_by_an_imported_name() -> list[str]:
+    """Build an optimizer that is refused, by a name that was imported before ``install()``."""
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    import moe_optim
+
+    launcher: Any = ModuleType("launcher")
+    launcher.native = get_megatron_optimizer
+    sys.modules["launcher"] = launcher
+    moe_optim.install()
+    said = _refusals(launcher.native)
+    moe_optim.uninstall()
+    assert launcher.native is get_megatron_optimizer
+    return said
+
+
+def test_installing_reaches_modules_that_import_the_factory_by_name():
+    """As verl's and Megatron-Bridge's do: what they build is checked and described, too."""
+    (by_name,) = run_ranks(1, _build_by_an_imported_name)
+    (called,) = run_ranks(1, _refusals)
+    assert by_name == called
 
 
 def _train_with_megatrons_experts(config: MoEOptimConfig) -> str:

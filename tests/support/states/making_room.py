@@ -37,8 +37,13 @@ def send_away_as_verl(model: list[Any]) -> None:
     for buffer in all_buffers(model):
         weights = buffer.param_data
         if weights.storage().size() > 0:
-            weights.cpu_data = weights.data.cpu().pin_memory()
-            buffer.param_data_size = weights.storage().size()
+            kept = getattr(weights, "cpu_data", None)
+            if kept is None:
+                weights.cpu_data = torch.empty(weights.size(), dtype=weights.dtype, device="cpu")
+                buffer.param_data_size = weights.storage().size()
+            else:
+                assert (kept.shape, kept.dtype) == (weights.shape, weights.dtype)
+            weights.cpu_data.copy_(weights.data, non_blocking=False)
             weights.storage().resize_(0)
         assert buffer.param_data_size == weights.cpu_data.storage().size()
     send_gradients_away_as_verl(model)
