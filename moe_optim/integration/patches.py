@@ -305,7 +305,7 @@ OPTIMIZER: tuple[Patch, ...] = (
     ),
     Patch(
         id="get-megatron-optimizer",
-        target="megatron.core.optimizer:get_megatron_optimizer",
+        target="megatron.training.training:get_megatron_optimizer",
         replacement="moe_optim.optimizer.factory:get_megatron_optimizer",
         fits=in_all_versions(
             "(config, model_chunks, config_overrides, use_gloo_process_groups, pg_collection, "

@@ -28,7 +28,7 @@ from moe_optim.rules import Setup, check_setup, config_with_flags, remarks
 
 logger = logging.getLogger(__name__)
 _HOLDER = "an optimizer that is being built"
-_FACTORY = "megatron.core.optimizer:get_megatron_optimizer"
+_FACTORY = "megatron.training.training:get_megatron_optimizer"
 _CLASSES = ("distributed-optimizer", "chained-optimizer")
 _REPLACED_FLAGS = (
     "optimizer_cuda_graph",
