@@ -61,6 +61,10 @@ TRAINS: dict[str, tuple[Settings, Settings]] = {  # Megatron's settings, the plu
     ),
     "Transformer Engine without compute": (TE | {"moe_single_grouped_weight": True}, BF16),
     "portable, row-only compute": (PORTABLE, COPIED),
+    "portable, probs on input": (
+        PORTABLE | {"moe_apply_probs_on_input": True, "moe_router_topk": 1},
+        {"format": "nvfp4"},
+    ),
     "portable, one amax per expert": (PORTABLE, BF16 | {"compute": "int8_per_expert"}),
     "portable, other parts graphed and recomputed": (
         PORTABLE
@@ -256,6 +260,10 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
         PORTABLE | {"expert_tensor_parallel_size": 4},
         BF16 | {"compute": "mxfp8"},
     ),
+    "--moe-apply-probs-on-input with --moe-router-topk above 1:": (
+        PORTABLE | {"moe_apply_probs_on_input": True, "moe_router_topk": 2},
+        BF16,
+    ),
     "compute: e4m3_per_expert with --expert-tensor-parallel-size above 1:": (
         PORTABLE | CUT,
         BF16 | {"compute": "e4m3_per_expert"},
@@ -275,7 +283,6 @@ UNSUPPORTED: dict[str, list[Settings]] = {  # by portable experts -> settings, e
         {"moe_mlp_glu_interleave_size": 48}
     ],
     "--use-te-activation-func": [{"use_te_activation_func": True}],
-    "--moe-apply-probs-on-input": [{"moe_apply_probs_on_input": True}],
     "--moe-latent-size": [{"moe_latent_size": 32}],
     "--expert-tensor-parallel-size that does not divide --moe-ffn-hidden-size": [
         {"expert_tensor_parallel_size": 3}

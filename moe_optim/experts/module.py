@@ -148,12 +148,15 @@ class GroupedExperts(MegatronModule):
         Args:
             permuted_local_hidden_states: tokens sorted by expert, [T, hidden] bf16.
             tokens_per_expert: number of tokens per expert, [E] integers, any device.
-            permuted_probs: routing weight of each token, [T], any float dtype.
+            permuted_probs: routing weight of each token, [T], any float dtype; with
+                ``moe_apply_probs_on_input`` it scales the input, otherwise the hidden states.
 
         Returns:
             [T, hidden] bf16, and None: biases are added already.
         """
         tokens, probs = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
+        if self.config.moe_apply_probs_on_input:
+            tokens, probs = _scaled(tokens, probs), torch.ones_like(probs)
         ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
         fc1: Callable[..., Tensor] = self.linear_fc1
         fc2: Callable[..., Tensor] = self.linear_fc2
@@ -237,6 +240,11 @@ class GroupedExperts(MegatronModule):
         if local_expert is None:
             return rank, size
         return rank * self.num_local_experts + local_expert, size * self.num_local_experts
+
+
+@as_written
+def _scaled(tokens: Tensor, probs: Tensor) -> Tensor:
+    return (probs * tokens).to(tokens.dtype)
 
 
 @as_written

@@ -17,6 +17,8 @@ OPTIONS = {
     "biases": {"add_bias_linear": True},
     "fused": {"bias_activation_fusion": True},
     "input in FP8": {"activation_func_fp8_input_store": True},
+    "probs on input": experts.PROBS_ON_INPUT,
+    "delayed": {},
 }
 CASES = {  # activation, options
     "SwiGLU": [
@@ -26,6 +28,9 @@ CASES = {  # activation, options
         ("clamp",),
         ("clamp", "biases"),
         ("offset", "biases"),  # which Megatron's newer versions refuse beside a clamp
+        ("probs on input",),
+        ("probs on input", "fused", "delayed"),
+        ("probs on input", "biases"),
     ],
     "quick-GeGLU": [
         (*fused, *options)
@@ -54,6 +59,7 @@ def _run_all() -> dict[Any, dict[str, dict[str, torch.Tensor]]]:
             changes |= OPTIONS[option]
         config = experts.make_config(**changes)
         built = {"stock": experts.make_stock(config)}
+        config.delay_wgrad_compute = "delayed" in options  # without the schedule that asks for it
         built |= {layout: experts.make_ours(config, expert_layout=layout) for layout in LAYOUTS}
         for module in built.values():
             experts.randomize_biases(module)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.config import MoEOptimConfig
-from tests.support.modules.experts import by_layer, make_config, start_ranks
+from tests.support.modules.experts import PROBS_ON_INPUT, by_layer, make_config, start_ranks
 from tests.support.ranks import run_ranks
 from tests.support.training import (
     OVERLAP,
@@ -40,6 +40,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "a block of layers recomputed": FULL | {"recompute_method": "block"},
     "experts recomputed": SELECTIVE | {"recompute_modules": ["moe"]},
     "shared experts recomputed": SHARED | SELECTIVE | {"recompute_modules": ["shared_experts"]},
+    "probs on input": PROBS_ON_INPUT,
+    "probs on input recomputed": PROBS_ON_INPUT | SELECTIVE | {"recompute_modules": ["moe"]},
 }
 SAME_AS = {  # what moves no bit -> what it is compared with
     "fused permutation": "none",
@@ -47,6 +49,7 @@ SAME_AS = {  # what moves no bit -> what it is compared with
     "a block of layers recomputed": "none",
     "experts recomputed": "none",
     "shared experts recomputed": "shared experts",
+    "probs on input recomputed": "probs on input",
 }
 DIFFERENT = FEATURES.keys() - SAME_AS.keys() - {"none", "all-gathered tokens"}
 
@@ -216,7 +219,10 @@ def test_what_changes_the_model_is_really_on(blocks, feature: str):
 @pytest.mark.parametrize("feature", SAME_AS)
 def test_what_recomputes_experts_really_does(blocks, feature: str):
     """Each layer's experts run forward once more where they are recomputed."""
-    recomputes = feature in {"experts recomputed", *(name for name in SAME_AS if "layers" in name)}
+    recomputes = "layers" in feature or feature in {
+        "experts recomputed",
+        "probs on input recomputed",
+    }
     expected = {"a block of layers recomputed": 3}.get(feature, 4 if recomputes else 2)
     for knobs in ("stock", *KNOBS):
         assert blocks[feature, knobs].expert_passes == expected

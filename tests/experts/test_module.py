@@ -202,7 +202,9 @@ def _build_what_is_refused() -> str:
 
     experts.start_ranks()
     config = experts.make_config()
-    config.moe_apply_probs_on_input = config.moe_paged_stash = True
+    config.moe_apply_probs_on_input = config.moe_paged_stash = (
+        True  # with the default --moe-router-topk
+    )
     with pytest.raises(ConfigError) as error:
         experts.make_ours(config)
     return str(error.value)
@@ -212,8 +214,8 @@ def test_what_the_experts_do_not_have_is_refused_before_they_are_built():
     first, *lines = run_ranks(1, _build_what_is_refused)[0].splitlines()
     assert first.startswith("experts: expected settings that go together")
     assert [line.strip().partition(":")[0] for line in lines] == [
-        "--moe-apply-probs-on-input",
         "--moe-paged-stash",
+        "--moe-apply-probs-on-input with --moe-router-topk above 1",
     ]
 
 

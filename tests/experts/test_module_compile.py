@@ -31,6 +31,7 @@ EVERYTHING = {
     "activation_func_clamp_value": 0.5,
     "glu_linear_offset": 1.0,
     "moe_mlp_glu_interleave_size": 32,
+    **experts.PROBS_ON_INPUT,
 }
 CASES = {
     **{
@@ -47,7 +48,9 @@ CASES = {
         {"bias_activation_fusion": True, "add_bias_linear": True}, {"format": "mxfp8"}, gelu=True
     ),
     "biases": Case({"add_bias_linear": True}, {"format": "mxfp8"}),
-    "biases, clamps, interleaving": Case(EVERYTHING, {"expert_layout": "indexed"}, gelu=True),
+    "biases, clamps, interleaving, probs on input": Case(
+        EVERYTHING, {"expert_layout": "indexed"}, gelu=True
+    ),
     "gradients through autograd": Case({}, {"format": "mxfp8", "fuse_wgrad_accumulation": False}),
 }
 ROUTINGS = ((5, 0, 9), (3, 8, 3), (0, 20, 4))

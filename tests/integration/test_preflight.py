@@ -98,11 +98,10 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
         ["--transformer-impl: expected Transformer Engine for transformer_engine, Megatron's"],
     ),
     "refused by the plug-in": (
-        but("--optimizer", "sgd", "--moe-apply-probs-on-input",
-            "--moe-router-topk", "1", "--moe-router-pre-softmax"),
+        but("--optimizer", "sgd", "--use-cpu-initialization"),
         [
             "refused with the plug-in: --optimizer sgd: only Adam and Muon are supported. Giv",
-            "refused with the plug-in: --moe-apply-probs-on-input",
+            "refused with the plug-in: --use-cpu-initialization",
         ],
     ),
     "nothing to quantize": (

@@ -122,11 +122,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {  # change -> beginnings o
         ["refused with the plug-in: --muon-scalar-optimizer lion: "],
     ),
     "refused by the plug-in": (
-        {"optimizer": "sgd", "language_model__moe_apply_probs_on_input": True,
-         "language_model__moe_router_topk": 1, "language_model__moe_router_pre_softmax": True},
+        {"optimizer": "sgd", "language_model__moe_latent_size": 32},
         [
             "refused with the plug-in: --optimizer sgd: only Adam and Muon are supported. Giv",
-            "refused with the plug-in: --moe-apply-probs-on-input",
+            "refused with the plug-in: --moe-latent-size",
         ],
     ),
     "no Transformer Engine": (

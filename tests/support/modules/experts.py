@@ -12,6 +12,9 @@ HIDDEN, FFN, EXPERTS = 64, 96, 3
 LAYOUTS = ("grouped", "indexed")
 COUNTS = (5, 0, 9)
 """Tokens of each expert; the second one has none."""
+PROBS_ON_INPUT = {"moe_apply_probs_on_input": True}
+PROBS_ON_INPUT |= {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+"""Changes with which routing weights scale the input of experts."""
 READ_BY_MEGATRON = ("allreduce", "tensor_model_parallel", "partition_stride", "sequence_parallel")
 
 
@@ -163,6 +166,7 @@ def run_passes(
     output, bias = experts(tokens, torch.tensor(counts), probs)
     assert bias is None
     output.backward(output_grad)
+    experts.backward_dw()
     grads = by_expert({name: p.grad for name, p in experts.named_parameters()})
     return Passes(output.detach(), tokens.grad, probs.grad, grads)
 
