@@ -15,7 +15,13 @@ from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.experts.keys.layouts import LINEARS, KeyLayout
 from moe_optim.experts.sharding import CUTS
 from moe_optim.formats import QuantizedWeight, get_format
-from moe_optim.rollout.conventions import ONE_SCALE, Convention, choose_convention, find_convention
+from moe_optim.rollout.conventions import (
+    CONVENTIONS,
+    ONE_SCALE,
+    Convention,
+    choose_convention,
+    find_convention,
+)
 from moe_optim.rollout.expert_tensors import (
     export_expert_of_one_scale,
     export_experts,
@@ -38,6 +44,8 @@ from moe_optim.weights.te.fields import (
 from moe_optim.weights.te.tensorwise import codes_and_scale
 
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:mtp_model_layer\.)?mlp\.experts\.\w+")
+_SHAPES = {one.shape for one in CONVENTIONS}
+"""Suffixes of tensors that store the shape of a weight."""
 _Parts = list[dict[str, Tensor]]
 """Tensors of an expert by name suffix, per row part."""
 StoredValues = QuantizedWeight | tuple[Tensor, Tensor] | list[Tensor]
@@ -62,7 +70,13 @@ class ExportedAs:
         runs = 1  # row blocks that are sharded separately
         if held.linear.endswith(LINEARS[0]) and held.interleave is None:
             runs = 2 // self._count(held)
-        return [_joined(pieces, held.cut_axis, runs) for pieces in zip(*ranks, strict=True)]
+        suffixes = [suffix for suffix, _ in self.infos(held)]
+        return [
+            _added(pieces, held.cut_axis)
+            if suffix in _SHAPES
+            else _joined(pieces, held.cut_axis, runs)
+            for suffix, *pieces in zip(suffixes, *ranks, strict=True)
+        ]
 
     def parts(self, held: HeldExperts, values: StoredValues) -> list[_Parts]:
         """Return the tensors of each expert in ``values``, by part; views where possible."""
@@ -111,12 +125,15 @@ class ExportedAs:
         )
 
 
+def _added(shapes: Sequence[Tensor], axis: int) -> Tensor:
+    """Return rows and columns of a whole weight, given those of its parts."""
+    whole = shapes[0].clone()
+    whole[axis] = sum(shape[axis] for shape in shapes)
+    return whole
+
+
 def _joined(pieces: Sequence[Tensor], axis: int, runs: int) -> Tensor:
-    """Join a tensor's parts of all ranks, each with ``runs`` row blocks; sizes are added."""
-    if pieces[0].dtype == torch.int64:  # rows and columns of each part
-        whole = pieces[0].clone()
-        whole[axis] = sum(piece[axis] for piece in pieces)
-        return whole
+    """Join a tensor's parts of all ranks, each with ``runs`` row blocks."""
     cut = [piece.chunk(runs) for piece in pieces]
     return torch.cat([piece[run] for run in range(runs) for piece in cut], axis)
 
