@@ -222,8 +222,7 @@ def _told(setup: Setup, effect: Effect) -> Iterator[str]:
         if rule.effect == effect and (found := rule.finding(setup)):
             remedy = rule.remedy
             if "{step}" in remedy:
-                step = _find_stock_step(setup)
-                remedy = remedy.format(step=step[0].remedy if step else "Remove that")
+                remedy = remedy.format(step=_remedy_of_stock_step(setup))
             yield f"{found}: {rule.reason}. {remedy}."
 
 
@@ -234,6 +233,13 @@ def why_stock_step(setup: Setup) -> str | None:
     """
     found = _find_stock_step(setup)
     return found and found[1]
+
+
+def _remedy_of_stock_step(setup: Setup) -> str:
+    if found := _find_stock_step(setup):
+        return found[0].remedy
+    agreed = (r.remedy for r in RULES if r.effect == "stock step" and r.name == setup.stock_reason)
+    return next(agreed, "Remove that")
 
 
 def _find_stock_step(setup: Setup) -> tuple[Rule, str] | None:

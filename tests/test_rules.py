@@ -367,6 +367,9 @@ def _tell() -> dict[str, list[str]]:
     with pytest.raises(ConfigError) as error:
         check_setup(two, "moe_optim")
     told["two"] = str(error.value).splitlines()
+    built = setup_of(NATIVE | {"optimizer_cuda_graph": True}, MXFP8)
+    agreed = "masters on a device without kernels"
+    told["built on a CPU"] = refusals(replace(built, stock_reason=agreed))
     told["remarks"] = remarks(setup_of(OFFLOAD, BF16), "note")
     told |= _tell_without_emerging_optimizers()
     return told
@@ -415,6 +418,13 @@ def test_megatrons_own_muon_needs_emerging_optimizers(told):
         assert line.startswith(f"--optimizer muon with {found}: Megatron's own step calls emerging")
         assert line.endswith("Set step: fused; or run pip install 'moe_optim[muon]'.")
     assert told["Muon's fused step"] == []
+
+
+def test_what_ranks_have_agreed_on_is_remedied_by_name(told):
+    """The optimizer knows what makes its step Megatron's, and flags alone do not."""
+    (line,) = told["built on a CPU"]
+    assert line.startswith("--optimizer-cuda-graph with masters on a device without kernels: ")
+    assert line.endswith(". Set step: fused, which runs in plain torch there; or drop the flag.")
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
