@@ -278,6 +278,9 @@ def _require(args: argparse.Namespace) -> None:
         "--moe-ffn-hidden-size": args.moe_ffn_hidden_size or args.ffn_hidden_size,
         "--bf16": args.bf16,
         "--swiglu or --quick-geglu": args.swiglu or args.quick_geglu,
+        "--sequence-parallel with --tensor-model-parallel-size above 1": (
+            args.sequence_parallel or args.tensor_model_parallel_size <= 1
+        ),
     }
     for flag, value in needed.items():
         if not value:

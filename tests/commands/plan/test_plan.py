@@ -58,6 +58,7 @@ SMALL = {
     "--bf16": True,
     "--use-distributed-optimizer": True,
     "--overlap-grad-reduce": True,
+    "--sequence-parallel": True,
 }
 LARGE = SMALL | {
     "--num-layers": 4,
@@ -529,6 +530,10 @@ def test_the_stage_with_most_experts_is_planned():
 HUGE = 999_999_999_999_999_999_999
 REFUSED = [  # changes -> message
     ({"num_experts": None}, "expected --num-experts, got none"),
+    (
+        {"tensor_model_parallel_size": 2, "sequence_parallel": None},
+        "expected --sequence-parallel with --tensor-model-parallel-size above 1, got none",
+    ),
     (
         {"expert_model_parallel_size": 3},
         "expected --expert-model-parallel-size to divide --num-experts 4, got 3",
