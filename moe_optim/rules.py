@@ -644,10 +644,11 @@ RULES: tuple[Rule, ...] = (
     ),
     *_rules("moe-optim train", "refuse", *(
         (f"--{name.replace('_', '-')}",
-         lambda s, name=name, most=most: getattr(s.args, name) > most,
+         lambda s, name=name, most=most: getattr(s.args, name, most) > most,
          "only whole sequences of plain text are read",
          "Remove it, or start pretrain_gpt.py of Megatron-LM")
-        for name, most in (("context_parallel_size", 1), ("sft", False), ("fim_data", False),
+        for name, most in (("context_parallel_size", 1), ("hybrid_context_parallel", False),
+                           ("sft", False), ("fim_data", False),
                            ("dataloader_inter_document_masking", False))
     )),
     *_rules("any run", "warn",

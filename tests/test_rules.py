@@ -558,7 +558,9 @@ def test_megatrons_layout_flag_is_remarked_on_with_muon(optimizer):
     assert remarks(without, "note") == []
 
 
-@pytest.mark.parametrize("name", ["context_parallel_size", "sft", "fim_data"])
+@pytest.mark.parametrize(
+    "name", ["context_parallel_size", "hybrid_context_parallel", "sft", "fim_data"]
+)
 def test_moe_optim_train_refuses_what_it_would_do_otherwise(name):
     flags = {"context_parallel_size": 1, "sft": False, "fim_data": False, "optimizer": "adam"}
     flags["dataloader_inter_document_masking"] = False

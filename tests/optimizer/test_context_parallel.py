@@ -34,6 +34,8 @@ RUN = ["--train-iters", "4", "--eval-interval", "2"]
 CP2 = ["--context-parallel-size", "2"]
 EP2 = ["--expert-model-parallel-size", "2"]
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+PP2 = ["--pipeline-model-parallel-size", "2"]
+INSTANCES = ["--num-distributed-optimizer-instances", "2", "--global-batch-size", "8"]
 BY_ALL_EXPERTS = ["--moe-router-topk", "4", "--moe-z-loss-coeff", "1e-2"]
 AUX = shlex.split("--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2")
 MUON = ["--optimizer", "muon"]
@@ -201,6 +203,8 @@ BESIDE_MEGATRON = {  # ranks, flags, configuration
     "2 copies of experts": (4, [*EP2, *OVERLAP], FUSED),
     "4 parts": (4, ["--context-parallel-size", "4"], FUSED),
     "cut experts": (4, [*TP2, *OVERLAP, "--moe-ffn-hidden-size", "128"], FUSED),
+    "2 instances": (4, [*INSTANCES, *OVERLAP], FUSED),
+    "2 stages": (4, [*PP2, *OVERLAP], FUSED),
     "Muon": (2, [*MUON, *OVERLAP], replace(BF16, expert_layout="indexed", step="stock")),
 }
 
@@ -215,11 +219,28 @@ def test_bf16_experts_train_as_under_megatrons_optimizer(
     flags = [*CP2, *AUX, *flags]
     stock = run_ranks(ranks, train, flags, config, False)
     ours = run_ranks(ranks, train, flags, config)
+    assert len(ours[-1].losses) == 4
     for rank in range(ranks):
         if not stock[rank].masters:  # Megatron's own Muon shards nothing
             ours[rank].masters, ours[rank].moments = {}, {}
         assert ours[rank].classes.isdisjoint(stock[rank].classes)
-        assert len(ours[rank].losses) == 4
+        assert_same_run(ours[rank], stock[rank], what=f"rank {rank}")
+
+
+def _train_on_uneven_batches(config: MoEOptimConfig, is_ours: bool) -> Record:
+    """Train on one micro-batch a step on the first of two ranks, and on three on the second."""
+    from megatron.training import training as loop
+
+    loop.get_num_microbatches = lambda: 1 + 2 * dist.get_rank()
+    return train([*OVERLAP, "--calculate-per-token-loss"], config, is_ours)
+
+
+@pytest.mark.extended
+def test_ranks_may_take_numbers_of_micro_batches_of_their_own():
+    """As they do with ``--hybrid-context-parallel``, which gives each sample ranks of its own:
+    losses, masters, moments and weights are Megatron's to the bit."""
+    stock, ours = (run_ranks(2, _train_on_uneven_batches, FUSED, mine) for mine in (False, True))
+    for rank in range(2):
         assert_same_run(ours[rank], stock[rank], what=f"rank {rank}")
 
 
