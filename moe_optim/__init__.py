@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from moe_optim.config import MoEOptimConfig
     from moe_optim.config.recipes import Recipe, load_recipe
     from moe_optim.experts.keys.conversion import convert_state_dict
+    from moe_optim.formats.gemm_partition import infer_gemm_partition
     from moe_optim.formats.partition import infer_partition
     from moe_optim.integration.bridge import MoEOptimizerConfig
     from moe_optim.integration.cpu_runtime import use_cpu
@@ -60,6 +61,7 @@ __all__ = [
     "export_weights",
     "fake_quantize",
     "get_megatron_optimizer",
+    "infer_gemm_partition",
     "infer_partition",
     "install",
     "load_recipe",
@@ -87,6 +89,7 @@ _LAZY = {
     "MoEOptimizerConfig": "moe_optim.integration.bridge",
     "Recipe": "moe_optim.config.recipes",
     "get_megatron_optimizer": "moe_optim.optimizer.factory",
+    "infer_gemm_partition": "moe_optim.formats.gemm_partition",
     "infer_partition": "moe_optim.formats.partition",
     "install": "moe_optim.integration.installation",
     "load_recipe": "moe_optim.config.recipes",

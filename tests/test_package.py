@@ -37,6 +37,7 @@ PUBLIC = {
     "export_weights",
     "fake_quantize",
     "get_megatron_optimizer",
+    "infer_gemm_partition",
     "infer_partition",
     "install",
     "load_recipe",
