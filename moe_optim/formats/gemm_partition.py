@@ -1,10 +1,10 @@
 """Partition rules of the three grouped GEMMs of one linear, with a weight [E, R, C].
 
-| GEMM | product | sums over |
-| --- | --- | --- |
-| forward | y[T, R] = x[T, C] W[E, R, C]^T | C |
-| dgrad | dx[T, C] = dy[T, R] W[E, R, C] | R |
-| wgrad | dW[E, R, C] = dy[T, R]^T x[T, C], for each expert | T |
+In formulas::
+
+    forward    y[T, R] = x[T, C] W[E, R, C]^T       sums over C
+    dgrad      dx[T, C] = dy[T, R] W[E, R, C]       sums over R
+    wgrad      dW[E, R, C] = dy[T, R]^T x[T, C]     sums over T, per expert
 
 T are tokens after dispatch: those of the rank's own experts, sorted by expert. A mesh axis that
 cuts experts cuts groups of all three GEMMs and needs no communication. FSDP axes cut the weight
@@ -107,8 +107,11 @@ class GemmPartition:
     group_axes: tuple[str, ...]
     """Mesh axes that cut groups: experts and their tokens, in all GEMMs without communication."""
     forward: Gemm
+    """y = x W^T."""
     dgrad: Gemm
+    """dx = dy W."""
     wgrad: Gemm
+    """dW = dy^T x."""
 
 
 def infer_gemm_partition(
@@ -150,42 +153,18 @@ def infer_gemm_partition(
             of its dimension; an expert axis that cuts tokens, or unequal numbers of ranks.
         LayoutError: x or dy that their format does not hold, or a byte that would span ranks.
     """
-    _check(weight, token_axes, fsdp)
-    for what, value, known in (("wire", wire, Wire), ("wgrad_dtype", wgrad_dtype, Dtype)):
-        if value not in get_args(known):
-            expected = " or ".join(get_args(known))
-            raise ConfigError(f"{what}: expected {expected}, got '{value}'. Write one of them.")
-    format = weight.format or "bf16"
+    _check_choices(wire, wgrad_dtype)
+    _check_axes(weight, token_axes, fsdp)
     kept = tuple(axis for axis in weight.axes if axis.name not in fsdp)
     rules = _Rules(
         held=weight if wire == "quantized" else _cut("bf16", weight.axes, weight.shape),
-        gathered=_cut(format, kept, weight.shape),
+        gathered=_cut(weight.format or "bf16", kept, weight.shape),
         fsdp=tuple(axis for axis in weight.axes if axis.name in fsdp and axis.parts > 1),
         kept=tuple(axis for axis in kept if axis.parts > 1),
         tokens=tokens,
         token_axes={axis: parts for axis, parts in token_axes.items() if parts > 1},
     )
-    x, dy = _known(token_format), _known(grad_format)
-    return GemmPartition(
-        held=rules.held,
-        gathered=rules.gathered,
-        group_axes=tuple(axis.name for axis in rules.kept if axis.dimension == "experts"),
-        forward=Gemm(
-            left=rules.token_operand("tokens", x, "rowwise"),
-            right=rules.weight_operand("rowwise"),
-            output=rules.token_output("rows", contracted="columns"),
-        ),
-        dgrad=Gemm(
-            left=rules.token_operand("output_grad", dy, "rowwise"),
-            right=rules.weight_operand("columnwise"),
-            output=rules.token_output("columns", contracted="rows"),
-        ),
-        wgrad=Gemm(
-            left=rules.token_operand("output_grad", dy, "columnwise"),
-            right=rules.token_operand("tokens", x, "columnwise"),
-            output=rules.weight_output(wgrad_dtype),
-        ),
-    )
+    return rules.plan(_known(token_format), _known(grad_format), wgrad_dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,6 +175,30 @@ class _Rules:
     kept: tuple[MeshAxis, ...]
     tokens: int
     token_axes: Mapping[str, int]
+
+    def plan(
+        self, x: BlockScaledFormat | None, dy: BlockScaledFormat | None, dtype: Dtype
+    ) -> GemmPartition:
+        return GemmPartition(
+            held=self.held,
+            gathered=self.gathered,
+            group_axes=tuple(axis.name for axis in self.kept if axis.dimension == "experts"),
+            forward=Gemm(
+                left=self.token_operand("tokens", x, "rowwise"),
+                right=self.weight_operand("rowwise"),
+                output=self.token_output("rows", contracted="columns"),
+            ),
+            dgrad=Gemm(
+                left=self.token_operand("output_grad", dy, "rowwise"),
+                right=self.weight_operand("columnwise"),
+                output=self.token_output("columns", contracted="rows"),
+            ),
+            wgrad=Gemm(
+                left=self.token_operand("output_grad", dy, "columnwise"),
+                right=self.token_operand("tokens", x, "columnwise"),
+                output=self.weight_output(dtype),
+            ),
+        )
 
     def weight_operand(self, direction: Direction) -> Operand:
         format = self.gathered.format
@@ -290,7 +293,14 @@ class _Rules:
         return self.gathered.part_shape[DIMENSIONS.index(dimension)]
 
 
-def _check(weight: Partition, token_axes: Mapping[str, int], fsdp: Sequence[str]) -> None:
+def _check_choices(wire: str, wgrad_dtype: str) -> None:
+    for what, value, known in (("wire", wire, Wire), ("wgrad_dtype", wgrad_dtype, Dtype)):
+        if value not in get_args(known):
+            expected = " or ".join(get_args(known))
+            raise ConfigError(f"{what}: expected {expected}, got '{value}'. Write one of them.")
+
+
+def _check_axes(weight: Partition, token_axes: Mapping[str, int], fsdp: Sequence[str]) -> None:
     by_name = {axis.name: axis for axis in weight.axes}
     unknown = [name for name in fsdp if name not in by_name]
     if unknown:

@@ -50,7 +50,7 @@ MESHES = {  # axes that cut the weight, those that cut tokens
     ),
     "sequence parallel, columns": ({"columns": {"tp": 2, "fsdp": 2}}, {"tp": 2, "fsdp": 2}),
     "axes of one rank": (
-        {"experts": {"ep": 1}, "rows": {"tp": 1, "fsdp": 1}, "columns": {"cp": 1}},
+        {"experts": {"ep": 1}, "rows": {"fsdp": 1, "tp": 1}, "columns": {"cp": 1}},
         {"fsdp": 1, "tp": 1, "ep": 1, "dp": 1},
     ),
     "tp on rows and columns": ({"rows": {"tp": 2, "fsdp": 2}, "columns": {"cp": 2}}, {"fsdp": 2}),
@@ -534,12 +534,35 @@ def test_each_gemm_gathers_one_direction(format, travels):
     ) == travels
 
 
+def test_all_gemms_read_the_only_direction_of_a_row_only_format():
+    plan = infer("int4", {}, {}, token_format="int4", grad_format="mxfp8")
+    operands = [one for gemm in (plan.dgrad, plan.wgrad) for one in (gemm.left, gemm.right)]
+    assert [one.direction for one in operands] == ["rowwise", "rowwise", "columnwise", "rowwise"]
+
+
+def test_bytes_are_those_of_the_rank_that_holds_the_most_scales():
+    """Of 96 rows in blocks of 32, every rank has 24: those in the middle lie in two blocks."""
+    weight = infer_partition("mxfp8_2d", {"rows": {"fsdp": 4}}, shape=(1, 96, 32))
+    plan = infer_gemm_partition(weight, tokens=0, token_axes={"fsdp": 4}, fsdp=["fsdp"])
+    assert plan.forward.right.nbytes == 24 * 32 + 2
+
+
+def test_sequence_parallel_axes_share_tokens_in_bf16():
+    """10 tokens of 64 rows; four ranks hold 3 at most."""
+    cuts = {"cp": 2, "tp": 2}
+    plan = infer("mxfp8", {"columns": cuts}, cuts, tokens=10, grad_format="mxfp8")
+    for operand in (plan.dgrad.left, plan.wgrad.left):
+        assert (operand.gathered_buffers, operand.nbytes) == (("data",), 3 * 64 * 2)
+    assert [one.nbytes for one in plan.forward.output] == [10 * 64 * 2, 5 * 64 * 2]
+
+
 def test_each_gemm_exchanges_the_maxima_of_its_own_direction():
     """Of blocks of 32 rows that FSDP ranks share, which dgrad alone reads."""
     plan = infer("mxfp8", {"rows": {"fsdp": 8}}, {"fsdp": 8})
     assert not plan.forward.right.maxima
     assert plan.dgrad.right.maxima == plan.held.maxima != ()
-    assert not infer("mxfp8", {"rows": {"fsdp": 8}}, {}, wire="bf16").dgrad.right.maxima
+    plan = infer("mxfp8", {"rows": {"tp": 4, "fsdp": 2}}, {"fsdp": 2}, wire="bf16")
+    assert [one.axes for one in plan.dgrad.right.maxima] == [("tp",)]
 
 
 def test_amaxes_of_experts_travel_with_experts_alone():
