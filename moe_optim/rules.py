@@ -269,12 +269,15 @@ def offload_fraction(optimizer: Any) -> float:
 
 
 def copied_format(config: Any) -> str | None:
-    """Return the format of ``compute`` if bf16 experts of Transformer Engine can take it.
+    """Return ``compute`` if bf16 experts of Transformer Engine can take it, else None.
 
-    Row-only formats have the same values in the GEMMs of both directions.
+    GEMMs of both directions read one copy, so their values have to be the same.
     """
     compute: str | None = config.compute
-    return compute if config.format == "bf16" and _is_row_only(compute or "") else None
+    if config.format != "bf16" or compute is None:
+        return None
+    agrees = FORMATS[compute].directions_agree if compute in FORMATS else _is_grid(compute)
+    return compute if agrees else None
 
 
 def native_recipe(model: Any) -> str | None:
@@ -498,8 +501,12 @@ RULES: tuple[Rule, ...] = (
          "expected portable experts, or quantized weights of Transformer Engine",
          f"{_GIVE_PORTABLE}a recipe of Transformer Engine with its parameter gather; or set "
          "format: bf16"),
+        ("compute: mxfp8 with experts of Transformer Engine", lambda s: _disagreeing_compute(s),
+         "GEMMs of both directions read one copy, and this format has values of its own in each",
+         "Write mxfp8_rows or mxfp8_2d"),
         ("compute without portable experts", lambda s: _unused_compute(s),
-         "expected portable experts, or a row-only format for bf16 experts of Transformer Engine",
+         "expected portable experts, or a grid or a format with the same values in both "
+         "directions for bf16 experts of Transformer Engine",
          f"{_GIVE_PORTABLE}set compute: null"),
     ),
     *_copied(
@@ -727,11 +734,20 @@ def _unused_format(setup: Setup) -> str | None:
     return f"format: {setup.config.format} without weights to store in it"
 
 
+def _disagreeing_compute(setup: Setup) -> str | None:
+    compute = setup.config.compute
+    is_copied = setup.has_te and setup.config.format == "bf16" and compute in FORMATS
+    if not is_copied or FORMATS[compute].directions_agree:
+        return None
+    return f"compute: {compute} with experts of Transformer Engine"
+
+
 def _unused_compute(setup: Setup) -> str | None:
     compute = setup.config.compute
     is_own = setup.stored and compute == setup.config.format  # same as null
     is_copied = setup.has_te and copied_format(setup.config) is not None
-    if setup.has_portable or is_own or is_copied or compute in (None, "bf16"):
+    is_used = setup.has_portable or is_own or is_copied or compute in (None, "bf16")
+    if is_used or _disagreeing_compute(setup):
         return None
     return f"compute: {compute} without portable experts"
 
@@ -807,9 +823,13 @@ def _graphs_experts(modules: Any) -> bool:
     return not modules or "moe" in [getattr(module, "name", module) for module in modules]
 
 
+def _is_grid(compute: str) -> bool:
+    return compute.endswith("_per_expert")
+
+
 def _cut_amax(setup: Setup) -> str | None:
     compute = str(setup.config.compute)
-    if not compute.endswith("_per_expert") or max(map(_expert_tp, setup.portable)) == 1:
+    if not _is_grid(compute) or max(map(_expert_tp, setup.portable)) == 1:
         return None
     return f"compute: {compute} with --expert-tensor-parallel-size above 1"
 

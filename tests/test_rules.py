@@ -59,6 +59,10 @@ TRAINS: dict[str, tuple[Settings, Settings]] = {  # Megatron's settings, the plu
         TE | {"cuda_graph_impl": "local", "cuda_graph_modules": [SimpleNamespace(name="attn")]},
         COPIED,
     ),
+    **{
+        f"Transformer Engine, compute: {compute}": (TE | CUT, BF16 | {"compute": compute})
+        for compute in ("mxfp8_2d", "nvfp4", "fp8_block", "int8_per_expert", "e4m3_per_expert")
+    },
     "Transformer Engine without compute": (TE | {"moe_single_grouped_weight": True}, BF16),
     "portable, row-only compute": (PORTABLE, COPIED),
     "portable, probs on input": (
@@ -194,7 +198,8 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
     "--fp8-recipe delayed with weights kept in it:": (NATIVE | {"fp8_recipe": "delayed"}, MXFP8),
     "format: mxfp8 without weights to store in it:": ({}, MXFP8),
     "compute: nvfp4 without portable experts:": ({}, BF16 | {"compute": "nvfp4"}),
-    "compute: mxfp8 without portable experts: expected portable experts, or a row-only format": (
+    "compute: mxfp8 with experts of Transformer Engine: GEMMs of both directions read one copy, and "
+    "this format has values of its own in each. Write mxfp8_rows or mxfp8_2d.": (
         TE,
         BF16 | {"compute": "mxfp8"},
     ),

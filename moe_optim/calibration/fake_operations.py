@@ -92,6 +92,21 @@ def clipped_gradient(
     return result
 
 
+def zero_clipped(
+    values: Sequence[Tensor], amax: Tensor, gradients: Sequence[Tensor], backend: str
+) -> None:
+    """Zero gradients in place where a value is clipped, as :func:`clipped_gradient` would.
+
+    ``values`` are bf16 experts [R, C], ``amax`` is that of :func:`fake_quantized`; ``gradients``
+    match ``values`` and are contiguous, all fp32 or all bf16.
+    """
+    if any(map(Tensor.numel, values)) and takes_kernels(backend, values[0].device, e4m3=False):
+        find_table(values, gradients).launch_zeros(amax, gradients[0])
+        return
+    for one, own, gradient in zip(values, _amax_of(values, amax), gradients, strict=True):
+        gradient.copy_(reference.clip_gradient(one, own, gradient))
+
+
 def _amax_of(values: Sequence[Tensor], amax: Tensor) -> list[Tensor]:
     """Return the amaxes of each tensor, in a shape that broadcasts."""
     if amax.numel() == 1:

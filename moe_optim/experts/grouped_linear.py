@@ -27,6 +27,7 @@ from moe_optim.experts.operands import (
     FakeQuantizedCopy,
     QuantizedCopy,
     lie_together,
+    make_copy,
     stack_experts,
 )
 from moe_optim.formats import BlockScaledFormat, Direction
@@ -112,7 +113,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         self.handle = handle_of(self)
         self.quantized_copy: QuantizedCopy | FakeQuantizedCopy | None = None
         if compute is not None and format is None:
-            self.quantized_copy = _make_copy(compute, self.shape, f"{name}.weight", backend)
+            self.quantized_copy = make_copy(compute, self.shape, f"{name}.weight", backend)
         storages: Sequence[WeightStorage] = ()
         if format is not None:
             storages = make_storages(
@@ -469,17 +470,6 @@ def _spread_biases(
     rows = cast if cast[0].dim() == 1 else cast[0].unbind(0)
     pairs = zip(rows, counts.tolist(), strict=True)
     return torch.cat([row.expand(count, -1) for row, count in pairs])
-
-
-def _make_copy(
-    compute: BlockScaledFormat | PerExpertGrid,
-    shape: tuple[int, int, int],
-    name: str,
-    backend: Backend,
-) -> QuantizedCopy | FakeQuantizedCopy:
-    if isinstance(compute, PerExpertGrid):
-        return FakeQuantizedCopy(compute, shape, name, backend)
-    return QuantizedCopy(compute, shape, name, backend)
 
 
 def _moved(storage: WeightStorage, fn: Callable[[Tensor], Tensor]) -> WeightStorage:

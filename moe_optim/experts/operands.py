@@ -145,6 +145,18 @@ class FakeQuantizedCopy(_Copy[PerExpertGrid]):
         return clipped_gradient(plain, amax.flatten(), parts, self.backend).view(self.shape)
 
 
+def make_copy(
+    compute: BlockScaledFormat | PerExpertGrid,
+    shape: tuple[int, int, int],
+    name: str,
+    backend: Backend,
+) -> QuantizedCopy | FakeQuantizedCopy:
+    """Return what quantizes bf16 weights [E, R, C] to ``compute``; ``name`` is for errors."""
+    if isinstance(compute, PerExpertGrid):
+        return FakeQuantizedCopy(compute, shape, name, backend)
+    return QuantizedCopy(compute, shape, name, backend)
+
+
 def live_amax(weights: Sequence[Tensor]) -> Tensor:
     """Return the largest magnitude of every expert, [E] in the weights' dtype; NaN propagates."""
     if weights[0].dim() == 3:

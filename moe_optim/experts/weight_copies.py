@@ -6,15 +6,20 @@ Transformer Engine's ``GroupedLinear`` asks ``_get_weight_tensors`` for the oper
 
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from moe_optim.calibration.calibrated_amax import calibrated_amax
 from moe_optim.calibration.fake_operations import fake_blocks
+from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS, PerExpertGrid
 from moe_optim.calibration.linears import grouped_linears
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
+from moe_optim.experts.copied_gradients import StraightThrough, clip_delayed
+from moe_optim.experts.operands import live_amax, make_copy
 from moe_optim.formats import BlockScaledFormat, get_format
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import config_or_bf16
@@ -34,35 +39,61 @@ class WeightCopies:
 
     Between the first microbatch of a step and the optimizer step, training reads one copy: Megatron
     tells models of the former, see :func:`set_is_first_microbatch`, and optimizers the latter, see
-    :class:`StepEnd`. Outside of it, in evaluation, and when torch has counted a write, every
-    forward pass makes its own copy, since torch cannot detect all writes to bf16 weights.
+    :class:`StepEnd`. Outside of it, in evaluation, with other amaxes, and when torch has counted a
+    write, every forward pass makes its own copy, since torch cannot detect all writes to bf16
+    weights.
+
+    A grid takes calibrated amaxes, and clips gradients by them; otherwise those of the current
+    weights, of whole experts: ranks of expert tensor parallelism, whose forward passes exchange
+    tokens anyway, then make their copies together.
     """
 
-    def __init__(self, linear: Any, format: BlockScaledFormat, backend: Backend) -> None:
+    def __init__(
+        self, linear: Any, format: BlockScaledFormat | PerExpertGrid, name: str, backend: Backend
+    ) -> None:
         """Hand out copies of ``linear`` in ``format``; ``backend`` as of the plug-in."""
-        self.linear, self.format, self.backend = linear, format, backend
+        self._linear = ref(linear)  # which holds these copies
+        self.format, self.backend = format, backend
+        shape = (linear.num_gemms, *linear.weight0.shape)
+        self._quantizer = make_copy(format, shape, f"{name}.weight0", backend)
         self.is_in_step = False
         self._is_delayed_wgrad = False
         self._copies: Sequence[Tensor] = ()
-        self._made_of: tuple[tuple[int, int, bool], ...] = ()
+        self._amax: Tensor | None = None
+        self._made_of: tuple[Any, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without copies, which are derived from the weights."""
-        return vars(self) | {"is_in_step": False, "_copies": (), "_made_of": ()}
+        dropped = {"is_in_step": False, "_copies": (), "_amax": None, "_made_of": ()}
+        return vars(self) | dropped | {"_linear": self.linear}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Refer to the copied linear, which holds these copies."""
+        vars(self).update(state | {"_linear": ref(state["_linear"])})
 
     def __call__(self) -> list[Tensor]:
         """Return one tensor [R, C] per expert, with the attributes of its weight."""
-        weights = self.weights()
+        weights, amax = self.weights(), self._calibrated()
         if self._is_delayed_wgrad:
             return list(weights)
-        made_of = tuple((one.data_ptr(), one._version, one.requires_grad) for one in weights)
+        made_of = (
+            *((one.data_ptr(), one._version, one.requires_grad) for one in weights),
+            None if amax is None or amax.is_inference() else amax._version,
+        )
         is_kept = self.is_in_step and self.linear.training
-        if is_kept and made_of == self._made_of:
-            return list(self._copies)
-        copies = self._copy(weights)
+        if is_kept and made_of == self._made_of and amax is self._amax:
+            copies = self._copies
+        else:
+            copies = self._copy(weights, amax)
         if is_kept:
-            self._copies, self._made_of = copies, made_of
+            self._copies, self._amax, self._made_of = copies, amax, made_of
+        self._give_attributes(copies, weights)
         return list(copies)
+
+    @property
+    def linear(self) -> Any:
+        """The linear, which must be alive."""
+        return self._linear()
 
     def weights(self) -> list[torch.nn.Parameter]:
         """Return the weights of the linear, one parameter [R, C] per expert."""
@@ -77,45 +108,71 @@ class WeightCopies:
         finally:
             self._is_delayed_wgrad = False
 
+    def clip_delayed(self) -> None:
+        """Clip delayed weight gradients, before other hooks of the linear take them."""
+        amax = self._calibrated()
+        flat = None if amax is None else amax.flatten()
+        clip_delayed(self.linear, self.weights(), flat, self.backend)
+
     def begin_step(self) -> None:
         """Renew the copy with the next forward pass, and keep it."""
-        self.is_in_step, self._copies, self._made_of = True, (), ()
+        self.is_in_step, self._copies, self._amax, self._made_of = True, (), None, ()
 
     def end_step(self) -> None:
         """Drop the copy, since weights are about to change."""
-        self.is_in_step, self._copies, self._made_of = False, (), ()
+        self.is_in_step, self._copies, self._amax, self._made_of = False, (), None, ()
+
+    def _calibrated(self) -> Tensor | None:
+        is_grid = isinstance(self.format, PerExpertGrid)
+        return calibrated_amax(self.linear) if is_grid else None
 
     @torch.inference_mode(False)  # training may use the copies of a pass without gradients
-    def _copy(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _copy(self, weights: Sequence[Tensor], calibrated: Tensor | None) -> Sequence[Tensor]:
         """Return copies whose node passes the gradients of any number of backward passes on."""
-        values = fake_blocks([one.detach() for one in weights], self.format.name, self.backend)
-        values = values.view(len(weights), *weights[0].shape)
-        copies: Sequence[Any] = _StraightThrough.apply(values, self.linear, *weights)
-        for copy, weight in zip(copies, weights, strict=True):
-            vars(copy).update(vars(weight))  # main_grad, and flags that Transformer Engine reads
-            copy._do_not_offload = True  # with activations, as Megatron does with parameters
+        values = self._quantize([one.detach() for one in weights], calibrated)
+        flat = None if calibrated is None else calibrated.flatten()
+        copies: Sequence[Tensor] = StraightThrough.apply(
+            values, self.linear, flat, self.backend, *weights
+        )
         if (node := copies[0].grad_fn) is not None:
             # Autograd runs what is ready latest node first. Of an early microbatch, this one would
             # wait for all layers of a later one.
             node._set_sequence_nr(_FIRST)
         return copies
 
+    def _quantize(self, weights: Sequence[Tensor], calibrated: Tensor | None) -> Tensor:
+        """Return the values of all experts, [E, R, C] bf16."""
+        amax = calibrated
+        if isinstance(self.format, PerExpertGrid):
+            if amax is None:
+                amax = self._live_amax(weights)
+        elif self.format.is_row_only:  # one launch, and no bytes beside the copy
+            values = fake_blocks(weights, self.format.name, self.backend)
+            return values.view(len(weights), *weights[0].shape)
+        return self._quantizer.dequantize(weights, "rowwise", keep=False, amax=amax)
 
-class _StraightThrough(torch.autograd.Function):
-    """Views of a copy, whose gradients are those of the weights."""
+    def _live_amax(self, weights: Sequence[Tensor]) -> Tensor:
+        """Return the largest magnitude of every whole expert, [E]."""
+        amax, group = live_amax(weights), self.linear._pg_collection.expt_tp
+        if group.size() > 1:
+            amax = amax.float()
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+        return amax
 
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, linear: Any, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.fused = weights if linear.fuse_wgrad_accumulation else ()
-        return values.unbind(0)
+    def _give_attributes(self, copies: Sequence[Any], weights: Sequence[Any]) -> None:
+        """Let GEMMs find the attributes of weights on their copies, such as ``main_grad``.
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        for weight in ctx.fused:  # Transformer Engine has marked the views, and returns dummies
-            if hasattr(weight, "grad_added_to_main_grad"):
-                weight.grad_added_to_main_grad = True
-        return None, None, *gradients
+        Transformer Engine computes all gradients of a linear or none. Those of frozen weights go
+        into memory that is not read.
+        """
+        for copy, weight in zip(copies, weights, strict=True):
+            vars(copy).update(vars(weight))
+            copy._do_not_offload = True  # with activations, as Megatron does with parameters
+        trained = next((one for one in weights if one.requires_grad), None)
+        if self.linear.fuse_wgrad_accumulation and hasattr(trained, "main_grad"):
+            for copy, weight in zip(copies, weights, strict=True):
+                if not weight.requires_grad:
+                    copy.main_grad = torch.empty_like(trained.main_grad)
 
 
 class StepEnd:
@@ -152,7 +209,7 @@ def build_experts(
     pg_collection: Any = None,
     name: str | None = None,
 ) -> None:
-    """Initialize Megatron's ``TEGroupedMLP``; with a row-only ``compute``, give it copies."""
+    """Initialize Megatron's ``TEGroupedMLP``; give it copies if ``compute`` asks for them."""
     original(_EXPERTS)(self, num_local_experts, config, submodules, pg_collection, name)
     copy_weights(self, config_or_bf16(), name or "experts")
 
@@ -160,7 +217,7 @@ def build_experts(
 def copy_weights(experts: torch.nn.Module, config: MoEOptimConfig, name: str) -> None:
     """Have the GEMMs of Transformer Engine's linears in ``experts`` read copies.
 
-    Does nothing unless ``compute`` is a row-only format.
+    Does nothing unless ``compute`` has the same values in GEMMs of both directions.
 
     Raises:
         ConfigError: one parameter holds all experts.
@@ -168,7 +225,7 @@ def copy_weights(experts: torch.nn.Module, config: MoEOptimConfig, name: str) ->
     """
     if (compute := copied_format(config)) is None:
         return
-    format = get_format(compute)
+    format = PER_EXPERT_GRIDS.get(compute) or get_format(compute)
     for path, linear in grouped_linears(experts):
         if linear.single_grouped_weight:
             raise ConfigError(
@@ -176,9 +233,10 @@ def copy_weights(experts: torch.nn.Module, config: MoEOptimConfig, name: str) ->
                 "one of all. Drop --moe-single-grouped-weight, and unset "
                 "NVTE_GROUPED_LINEAR_SINGLE_PARAM."
             )
-        format.check_shape((1, *linear.weight0.shape), f"{name}.{path}.weight0")
-        copies = WeightCopies(linear, format, config.backend)
+        copies = WeightCopies(linear, format, f"{name}.{path}", config.backend)
         linear._get_weight_tensors, linear.backward_dw = copies, copies.backward_dw
+        if linear.need_backward_dw():  # before DDP registers its hooks, which reduce gradients
+            linear.register_wgrad_accumulation_and_reduce_hooks(copies.clip_delayed)
 
 
 def set_is_first_microbatch(self: Any) -> None:

@@ -90,6 +90,14 @@ class BlockScaledFormat:
         return self.columnwise_copy == "none"
 
     @property
+    def directions_agree(self) -> bool:
+        """Whether GEMMs of both directions read the same values, as those of one copy would.
+
+        Columnwise bytes are then the rowwise ones, their transpose, or not stored.
+        """
+        return self.columnwise_copy != "quantized"
+
+    @property
     def block_length(self) -> int:
         """Elements of a row, or of a column, that share one scale."""
         return self.rowwise_block[1]

@@ -53,6 +53,15 @@ class SpanTable:
 
         self._launch(clip_gradient_kernel, tuning.FAKE_BACKWARD, amax, result)
 
+    def launch_zeros(self, amax: Tensor, like: Tensor) -> None:
+        """Zero the gradients of bf16 experts in place where a magnitude exceeds its amax.
+
+        ``like`` is any of the gradients, which are fp32 or bf16.
+        """
+        from moe_optim.kernels.fake_kernel import zero_clipped_kernel
+
+        self._launch(zero_clipped_kernel, tuning.FAKE_BACKWARD, amax, like)
+
     def launch_blocks(self, format: BlockScaledFormat, dtype: torch.dtype, result: Tensor) -> None:
         """Write the values of all experts in row-only ``format`` to contiguous bf16 ``result``.
 
@@ -115,7 +124,7 @@ def find_table(values: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> Sp
     """Return the table of some experts, from the cache if possible.
 
     ``values`` are contiguous, of one dtype and device: [R, C] of one expert each, or [E, R, C].
-    ``gradients`` match them, or are empty.
+    ``gradients`` match them, or are empty; those of experts apart may have another dtype.
     """
     device = values[0].device
     table = _build(

@@ -78,6 +78,32 @@ def clip_gradient_kernel(
     tl.store(target + places, kept, mask=inside)
 
 
+@triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["amaxes", "like"])
+def zero_clipped_kernel(
+    spans,  # [num_experts, SPAN_FIELDS] int64, see fields.py
+    amaxes,  # [num_experts], or [1] for all of them; fp32, bf16 or fp16
+    step,  # stride of amaxes: 1, or 0
+    like,  # tensor of the gradients' dtype, not read; values are bf16
+    ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Zero the gradients of one tile of one expert where a magnitude exceeds the amax.
+
+    Reads values only, and writes few gradients, since few values are clipped.
+
+    Grid (tiles of the longest expert, num_experts).
+    """
+    DTYPE: tl.constexpr = like.dtype.element_ty
+    span, first, inside = _tile(spans, ALIGNED, TILE)
+    amax = tl.load(amaxes + step * tl.program_id(1)).to(tl.float32)
+    places = tl.arange(0, TILE)
+    source = _source(span, tl.bfloat16, first, ALIGNED)
+    values = tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
+    clipped = (tl.abs(values) <= amax) == 0  # NaN, too
+    target = _source(span + 1, DTYPE, first, ALIGNED)
+    tl.store(target + places, tl.zeros((TILE,), dtype=DTYPE), mask=inside & clipped)
+
+
 @triton.jit
 def _tile(spans, ALIGNED: tl.constexpr, TILE: tl.constexpr):
     """Return a program's span, the first element of its tile, and the mask of valid elements."""

@@ -4,25 +4,31 @@ Its linears stand in, see ``te_experts``; the oracle quantizes by hand at every 
 """
 
 import copy
+import gc
 import pickle
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from moe_optim.calibration.calibrate import set_calibrated_amax
+from moe_optim.calibration.calibrated_amax import calibrated_amax
+from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError
-from moe_optim.experts import weight_copies
-from moe_optim.experts.weight_copies import StepEnd, copies_of, copy_weights
+from moe_optim.experts.weight_copies import StepEnd, WeightCopies, copies_of, copy_weights
 from moe_optim.formats import FORMATS
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import normal_weights
 from tests.support.te.te_experts import GroupedLinear
 
 EXPERTS, ROWS, COLS, SPLITS = 3, 64, 128, [5, 0, 4]
-ROW_ONLY = [name for name, format in FORMATS.items() if format.is_row_only]
-every_format = pytest.mark.parametrize("format", ROW_ONLY)
+COPIED = {name: format for name, format in FORMATS.items() if format.directions_agree}
+COPIED |= PER_EXPERT_GRIDS
+every_format = pytest.mark.parametrize("format", COPIED)
+every_grid = pytest.mark.parametrize("grid", PER_EXPERT_GRIDS)
 fused = pytest.mark.parametrize("fuses", [False, True], ids=["apart", "fused"])
 
 
@@ -99,13 +105,13 @@ def main_grads_of(experts, microbatches=1):
 @pytest.fixture
 def made(monkeypatch):
     """The copies that were made, by their format."""
-    seen, make = [], weight_copies.fake_blocks
+    seen, make = [], WeightCopies._quantize
 
-    def counting(values, format, backend):
-        seen.append(format)
-        return make(values, format, backend)
+    def counting(self, *given):
+        seen.append(self.format.name)
+        return make(self, *given)
 
-    monkeypatch.setattr(weight_copies, "fake_blocks", counting)
+    monkeypatch.setattr(WeightCopies, "_quantize", counting)
     return seen
 
 
@@ -116,10 +122,59 @@ def test_outputs_and_gradients_are_those_of_weights_quantized_by_hand(format, fu
     """Gradients of weights too: none passes through a clip, whichever way they are accumulated."""
     experts = Experts(format, fuses=fuses, delays=delays)
     experts.copies.begin_step()
-    got, want = main_grads_of(experts, 2), main_grads_of(Experts(by_hand=FORMATS[format]), 2)
+    got, want = main_grads_of(experts, 2), main_grads_of(Experts(by_hand=COPIED[format]), 2)
     for kind, mine, theirs in zip(("activations", "sums of weights"), got, want, strict=True):
         for number, pair in enumerate(zip(mine, theirs, strict=True)):
             assert_bytes_equal(*pair, what=f"{kind} {number}")
+
+
+def calibrate(*layers, shared=False, factor=0.25):
+    """Clip what is larger than a part of the largest magnitude, of an expert or of all."""
+    for experts in layers:
+        weights = torch.stack(list(experts.linear.parameters())).detach()
+        amax = weights.abs().amax(None if shared else (1, 2)).float() * factor
+        set_calibrated_amax(experts.linear, amax)
+
+
+@fused
+@pytest.mark.parametrize("delays", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("shared", [False, True], ids=["an amax each", "one amax"])
+@every_grid
+def test_calibrated_amaxes_clip_values_and_gradients(grid, shared, delays, fuses):
+    """Clipped weights get none from any microbatch; nothing clips without calibration."""
+    experts, oracle = Experts(grid, fuses=fuses, delays=delays), Experts(by_hand=COPIED[grid])
+    calibrate(experts, oracle, shared=shared)
+    experts.copies.begin_step()
+    got, want = main_grads_of(experts, 3), main_grads_of(oracle, 3)
+    for kind, mine, theirs in zip(("activations", "sums of weights"), got, want, strict=True):
+        for number, pair in enumerate(zip(mine, theirs, strict=True)):
+            assert_bytes_equal(*pair, what=f"{kind} {number}")
+    amaxes = calibrated_amax(experts.linear).view(-1).expand(EXPERTS)
+    for weight, total, amax in zip(experts.linear.parameters(), got[1], amaxes, strict=True):
+        is_clipped = weight.abs() > amax
+        assert is_clipped.any() and not total[is_clipped].any()
+
+
+@fused
+@pytest.mark.parametrize("delays", [False, True], ids=["at once", "delayed"])
+def test_hooks_that_start_reductions_find_clipped_gradients(delays, fuses):
+    """Those of parameters, and those of Transformer Engine for delayed gradients."""
+    experts, seen = Experts("int8_per_expert", fuses=fuses, delays=delays), []
+    calibrate(experts)
+    weights = list(experts.linear.parameters())
+    for weight, amax in zip(weights, calibrated_amax(experts.linear).view(-1), strict=True):
+
+        def look(*_, weight=weight, amax=amax):
+            gradient = weight.main_grad if fuses else weight.grad
+            clipped = weight.abs() > amax
+            seen.append((bool(gradient[clipped].any()), bool(gradient[~clipped].any())))
+
+        if delays:
+            experts.linear.register_wgrad_accumulation_and_reduce_hooks(look)
+        else:
+            weight.register_post_accumulate_grad_hook(look)
+    train(experts, 0)
+    assert seen == [(False, tokens > 0) for tokens in SPLITS]
 
 
 def test_fused_accumulation_without_ddp_leaves_no_gradient():
@@ -222,6 +277,47 @@ def test_what_torch_sees_of_a_write_renews_the_copy(way, made):
     assert len(made) == 2
 
 
+@pytest.mark.parametrize("way", ["calibrate", "write", "load", "forget", "in inference"])
+def test_other_amaxes_renew_the_copy(way, made):
+    """Between two microbatches of a step; the same amaxes do not."""
+    experts, oracle = Experts("int8_per_expert"), Experts(by_hand=COPIED["int8_per_expert"])
+    calibrate(experts, oracle)
+    state = copy.deepcopy(oracle.state_dict())
+    experts.copies.begin_step()
+    for _ in range(2):
+        assert_bytes_equal(experts(tokens_of(0)).detach(), oracle(tokens_of(0)).detach())
+    for layer in (experts, oracle):
+        if way == "calibrate":
+            calibrate(layer, factor=0.5)
+        elif way == "write":
+            layer.linear.calibrated_amax.mul_(2)
+        elif way == "load":
+            layer.load_state_dict(state | {"linear.calibrated_amax": torch.full((EXPERTS,), 0.1)})
+        elif way == "forget":
+            set_calibrated_amax(layer.linear, None)
+        else:
+            with torch.inference_mode():
+                calibrate(layer, factor=0.5)
+    for mine, theirs in zip(train(experts, 1), train(oracle, 1), strict=True):
+        assert_bytes_equal(mine, theirs)
+    for mine, theirs in zip(experts.parameters(), oracle.parameters(), strict=True):
+        assert_bytes_equal(mine.grad, theirs.grad)
+    assert len(made) == 2
+
+
+def test_a_backward_pass_clips_as_its_forward_pass_did():
+    """Amaxes found in between are those of the next one."""
+    experts, oracle = Experts("int8_per_expert"), Experts(by_hand=COPIED["int8_per_expert"])
+    calibrate(experts, oracle)
+    for layer in (experts, oracle):
+        output = layer(tokens_of(0))
+        if layer is experts:
+            calibrate(layer, factor=0.5)
+        output.sum().backward()
+    for mine, theirs in zip(experts.parameters(), oracle.parameters(), strict=True):
+        assert_bytes_equal(mine.grad, theirs.grad)
+
+
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
 def test_training_reads_the_copy_of_a_pass_without_gradients(without, made):
     """As of one that computes log-probabilities before it trains on them."""
@@ -245,14 +341,14 @@ def test_copies_are_neither_parameters_nor_state():
     assert not list(experts.buffers())
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one.copies))])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_another_model_reads_its_own_weights(way):
     """A deep copy, or one that was pickled: without tensors, and with its own linear."""
     experts = Experts("mxfp4")
     experts.copies.begin_step()
     train(experts, 0)
-    copies = getattr(found := way(experts), "copies", found)
-    assert copies.linear is not experts.linear and copies_of(copies.linear) is copies
+    copies = (found := way(experts)).copies
+    assert copies.linear is found.linear is not experts.linear
     assert not copies._copies and not copies.is_in_step
     with torch.no_grad():
         for weight in copies.linear.parameters():
@@ -267,12 +363,65 @@ def test_frozen_weights_get_no_gradient():
     assert not any(weight.main_grad.any() for weight in experts.linear.parameters())
 
 
+@fused
+@pytest.mark.parametrize("delays", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("frozen", [0, 2])
+@pytest.mark.parametrize("format", ["mxfp4", "int8_per_expert"])
+def test_experts_beside_frozen_ones_get_their_gradients(format, frozen, delays, fuses):
+    """Transformer Engine looks at the first expert alone; frozen ones get none, added or not."""
+    experts, oracle = Experts(format, fuses=fuses, delays=delays), Experts(by_hand=COPIED[format])
+    calibrate(experts, oracle)
+    if fuses:
+        del experts.linear.get_parameter(f"weight{frozen}").main_grad
+    experts.linear.get_parameter(f"weight{frozen}").requires_grad_(requires_grad=False)
+    train(experts, 0)
+    train(oracle, 0)
+    wgrads = [weight.grad for weight in oracle.linear.parameters()]
+    for place, weight in enumerate(experts.linear.parameters()):
+        got = getattr(weight, "main_grad", None) if fuses else weight.grad
+        assert (got is None) == (place == frozen)
+        if got is not None:
+            assert_bytes_equal(got.bfloat16(), wgrads[place], what=f"expert {place}")
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+def test_gradients_go_where_main_grad_is_bound_by_then(recomputes):
+    """As of the last forward pass, which recomputes or reads the copy of a step."""
+    experts = Experts("mxfp4", fuses=True)
+    experts.copies.begin_step()
+    tokens = tokens_of(0)
+    output = checkpoint(experts, tokens, use_reentrant=False) if recomputes else experts(tokens)
+    before = [weight.main_grad for weight in experts.linear.parameters()]
+    for weight in experts.linear.parameters():
+        weight.main_grad = torch.zeros_like(weight.main_grad)
+    if not recomputes:
+        output = experts(tokens)
+    output.sum().backward()
+    assert not any(gradient.any() for gradient in before)
+    assert all(weight.main_grad.any() for weight in list(experts.linear.parameters())[::2])
+
+
+def test_a_deleted_layer_is_freed_at_once():
+    """With its copy and the graph of a microbatch, without the garbage collector."""
+    experts = Experts("int8_per_expert", fuses=True, delays=True)
+    calibrate(experts)
+    experts.copies.begin_step()
+    train(experts, 0)
+    gone = [weakref.ref(one) for one in (experts, experts.linear, experts.linear.weight0)]
+    gc.disable()
+    try:
+        del experts
+        assert [one() for one in gone] == [None] * 3
+    finally:
+        gc.enable()
+
+
 def test_copies_stay_on_the_device_with_activations_that_leave_it():
-    copies = Experts("mxfp4").copies()
-    assert all(one._do_not_offload for one in copies)
+    experts = Experts("mxfp4")
+    assert all(one._do_not_offload for one in experts.copies())
 
 
-@pytest.mark.parametrize("compute", [None, "bf16", "mxfp8", "int8_per_expert"])
+@pytest.mark.parametrize("compute", [None, "bf16", "mxfp8"])
 def test_other_formats_leave_the_linear_alone(compute):
     experts = Experts(compute) if compute else Experts()
     assert experts.copies is None

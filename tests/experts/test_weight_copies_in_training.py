@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moe_optim.config import MoEOptimConfig
-from moe_optim.experts import weight_copies
+from moe_optim.experts.weight_copies import WeightCopies
 from moe_optim.formats import get_format
 from moe_optim.optimizer.description import describe
 from tests.support.bytes import assert_same_tensors
@@ -36,13 +36,13 @@ REPEATED = ("nvfp4_rows, fused", "mxfp4, recomputed")
 def _train(flags: list[str], compute: str | None, options: dict[str, Any]) -> Record:
     """Train; ``extra`` holds how many copies there had been after every step, and what is said
     of weights."""
-    make, made, after_steps = weight_copies.fake_blocks, [], []
+    make, made, after_steps = WeightCopies._quantize, [], []
 
     def counting(*given: Any) -> Any:
         made.append(given)
         return make(*given)
 
-    weight_copies.fake_blocks = counting
+    WeightCopies._quantize = counting
     config = MoEOptimConfig(format="bf16", compute=compute)
     if "by_hand" in options:
         options |= {"by_hand": get_format(options["by_hand"])}

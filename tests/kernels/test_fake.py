@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 
+from moe_optim.calibration.fake_operations import zero_clipped
 from moe_optim.calibration.fake_quantization import fake_quantize
 from moe_optim.kernels import fake, tuning
 from moe_optim.kernels.fake import find_table
@@ -107,6 +108,22 @@ def test_gradients_of_every_case(launches):
         results = fake_quantize(leaves, amax, check_values=False)
         got = torch.autograd.grad(results, leaves, list(gradients))
         assert_values_equal(torch.stack(got), wanted, f"{dtype}, list")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_are_zeroed_where_they_lie(dtype, launches):
+    """Sums beside bf16 values, NaN and Inf among both; unclipped ones keep their bits."""
+    for offsets in ([0] * 6, [1, 2, 3, 0, 1, 2]):
+        parts = [with_specials(normal_weights(*one, seed=at), every=5) for at, one in enumerate(SHAPES)]
+        values = scatter([one.bfloat16() for one in parts], torch.bfloat16, offsets)
+        sums = [with_specials(normal_weights(*one, seed=9), every=7) for one in SHAPES]
+        for amax in (torch.rand(len(parts)) * 0.03, torch.tensor([0.02])):
+            got, want = (scatter(sums, dtype, offsets) for _ in range(2))
+            zero_clipped(values, amax, got, "auto")
+            zero_clipped(values, amax, want, "reference")
+            for at, pair in enumerate(zip(got, want, strict=True)):
+                assert_values_equal(*pair, f"offsets {offsets}, expert {at}")
+    assert set(launches) == {"zero_clipped_kernel"}
 
 
 def test_amaxes_for_all_or_for_each(launches):

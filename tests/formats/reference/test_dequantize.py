@@ -168,3 +168,11 @@ def test_quantizing_what_was_dequantized_changes_codes_by_powers_of_two_and_no_v
     assert (changed == 0) == keeps, "else the statement about bytes says nothing"
     if format is not MXFP8:  # one set of values in both directions
         assert_bytes_equal(dequantize(loaded, "columnwise"), saved)
+
+
+@every_format
+def test_both_directions_have_the_same_values_where_the_format_says_so(format):
+    """Of experts whose magnitudes span many scales; edge blocks may be partial."""
+    q = quantize(wide_range_weights(2, 192, 384), format)
+    agree = torch.equal(fast(q, "rowwise"), fast(q, "columnwise"))
+    assert agree == format.directions_agree

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_optim.calibration.fake_quantization import PerExpertGrid
 from moe_optim.formats import BlockScaledFormat
-from moe_optim.formats.reference.fake import fake_quantize_blocks
+from moe_optim.formats.reference.fake import fake_quantize, fake_quantize_blocks
 
 
 class GroupedGemm(torch.autograd.Function):
@@ -72,15 +73,27 @@ def _dummy(weight: Tensor) -> Tensor | None:
     return torch.full(weight.main_grad.shape, torch.nan, dtype=weight.dtype)
 
 
-def by_hand(weights: list[Tensor], format: BlockScaledFormat, *, fuses: bool) -> list[Tensor]:
+def by_hand(
+    weights: list[Tensor],
+    format: BlockScaledFormat | PerExpertGrid,
+    *,
+    fuses: bool,
+    amax: Tensor | None = None,
+) -> list[Tensor]:
     """Return what weights are in ``format``, quantized one by one, with their attributes.
 
-    Every gradient passes to its weight. With ``fuses``, GEMMs have added it to ``main_grad``.
+    Calibrated amaxes, one or one an expert, clip gradients; every other gradient passes to its
+    weight. With ``fuses``, GEMMs have added it to ``main_grad``.
     """
     found = []
-    for weight in weights:
-        values = fake_quantize_blocks(weight[None], format)[0]
-        handed: Any = _ByHand.apply(weight, values, fuses)
+    amaxes = [None] * len(weights) if amax is None else amax.flatten().expand(len(weights))
+    for weight, own in zip(weights, amaxes, strict=True):
+        if isinstance(format, PerExpertGrid):
+            limit = weight.detach().abs().max() if own is None else own
+            values = fake_quantize(weight.detach(), limit, format.bits)
+        else:
+            values, own = fake_quantize_blocks(weight[None], format)[0], None
+        handed: Any = _ByHand.apply(weight, values, fuses, own)
         vars(handed).update(vars(weight))
         found.append(handed)
     return found
@@ -88,12 +101,16 @@ def by_hand(weights: list[Tensor], format: BlockScaledFormat, *, fuses: bool) ->
 
 class _ByHand(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, values: Tensor, fuses: bool) -> Tensor:
-        ctx.weight = weight if fuses else None
+    def forward(
+        ctx: Any, weight: Tensor, values: Tensor, fuses: bool, amax: Tensor | None
+    ) -> Tensor:
+        ctx.weight, ctx.fuses, ctx.amax = weight, fuses, amax
         return values
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if hasattr(ctx.weight, "grad_added_to_main_grad"):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.fuses and hasattr(ctx.weight, "grad_added_to_main_grad"):
             ctx.weight.grad_added_to_main_grad = True
-        return grad, None, None
+        if ctx.amax is not None:
+            grad = torch.where(ctx.weight.float().abs() <= ctx.amax, grad, 0)
+        return grad, None, None, None

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from moe_optim.calibration.calibrated_amax import calibrated_amax
+from moe_optim.calibration.fake_quantization import PerExpertGrid
 from moe_optim.formats import BlockScaledFormat
 from moe_optim.weights.te.fields import read_values
 from tests.support.te import te_stand_ins
@@ -17,8 +19,8 @@ class GroupedLinear(torch.nn.Module):
     Weights are bf16 parameters, one or one an expert; with a format they are stand-ins of
     Transformer Engine's classes, which are saved and loaded and not trained. Tensor-parallel ranks
     each have a part of every expert, along rows (0) or columns (1). One parameter an expert is
-    multiplied as in Transformer Engine, see ``GroupedGemm``; ``by_hand`` is a format whose values
-    take their place, quantized anew at every call.
+    multiplied as in Transformer Engine, see ``GroupedGemm``; ``by_hand`` is a format or a grid whose
+    values take their place, quantized anew at every call.
     """
 
     def __init__(
@@ -35,12 +37,13 @@ class GroupedLinear(torch.nn.Module):
         format: BlockScaledFormat | None = None,
         fuses: bool = False,
         delays: bool = False,
-        by_hand: BlockScaledFormat | None = None,
+        by_hand: BlockScaledFormat | PerExpertGrid | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
         self.fuse_wgrad_accumulation, self.by_hand = fuses, by_hand
         self.delayed: list[Any] | None = [] if delays else None
+        self.wgrad_accumulation_and_reduce_hooks: list[Any] = []
         self.num_gemms, self.format, self.cut_along = num_gemms, format, cut_along
         self.single_grouped_weight, self.use_bias = single, False
         self._pg_collection = pg_collection
@@ -75,7 +78,8 @@ class GroupedLinear(torch.nn.Module):
             weights = self._get_weight_tensors()
             if self.by_hand is not None:
                 fuses = self.fuse_wgrad_accumulation
-                weights = by_hand(weights, self.by_hand, fuses=fuses)
+                amax = calibrated_amax(self)
+                weights = by_hand(weights, self.by_hand, fuses=fuses, amax=amax)
             splits = [int(tokens_of_one) for tokens_of_one in splits]
             options = self.fuse_wgrad_accumulation, self.delayed
             return GroupedGemm.apply(tokens, splits, *options, *weights), None
@@ -85,13 +89,21 @@ class GroupedLinear(torch.nn.Module):
     def _get_weight_tensors(self) -> list[torch.Tensor]:
         return [getattr(self, f"weight{expert}") for expert in range(self.num_gemms)]
 
+    def need_backward_dw(self) -> bool:
+        return self.delayed is not None
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Any) -> None:
+        self.wgrad_accumulation_and_reduce_hooks.append(hook)
+
     def backward_dw(self) -> None:
-        """Compute the oldest delayed gradients of weights."""
+        """Compute the oldest delayed gradients of weights, then call the hooks."""
         if self.delayed:
             gradients = self.delayed.pop(0)()
             for weight, gradient in zip(self._get_weight_tensors(), gradients, strict=True):
                 if not self.fuse_wgrad_accumulation:
                     weight.grad = gradient
+            for hook in self.wgrad_accumulation_and_reduce_hooks:
+                hook()
 
     def _split_grouped_checkpoint_tensor(self, tensor: torch.Tensor, key: str) -> Any:
         return list(tensor.unbind(0))

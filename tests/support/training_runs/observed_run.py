@@ -143,15 +143,15 @@ def _export(report: Report, chunks: list[Any], optimizer: Any) -> None:
 
 def count_copies() -> None:
     """Count quantized copies of weights."""
-    from moe_optim.experts import weight_copies
+    from moe_optim.experts.weight_copies import WeightCopies
 
-    make, made = weight_copies.fake_blocks, []
+    make, made = WeightCopies._quantize, []
 
     def counting(*given: Any) -> Any:
         made.append(1)
         return make(*given)
 
-    weight_copies.fake_blocks = counting
+    WeightCopies._quantize = counting
     _after_step.append(lambda report, *_: report.copies.append(len(made)))
 
 

@@ -1,0 +1,112 @@
+"""Gradients of quantized copies become those of the weights, zero where the copy clips one.
+
+Transformer Engine returns weight gradients through autograd, adds them to ``main_grad``, or delays
+them until ``backward_dw``. Each way has its place to clip, before Megatron counts a gradient as
+ready to be reduced.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_optim.calibration.fake_operations import clipped_gradient, cut_like, zero_clipped
+from moe_optim.kernels.plan import Backend
+
+
+class StraightThrough(torch.autograd.Function):
+    """Views of a copy, whose gradients are those of the weights.
+
+    Any number of backward passes may run through one node, so it keeps tensors as attributes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, linear: Any, amax: Tensor | None, backend: Backend, *weights: Any
+    ) -> tuple[Tensor, ...]:
+        """Return the ``values`` [E, R, C] of each expert; ``amax`` is [E], [1], or clips nothing.
+
+        ``linear`` is Transformer Engine's, ``weights`` are its parameters.
+        """
+        ctx.set_materialize_grads(False)
+        ctx.weights, ctx.amax, ctx.backend = weights, amax, backend
+        ctx.fuses, ctx.delays = linear.fuse_wgrad_accumulation, linear.need_backward_dw()
+        return values.unbind(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Pass gradients to the weights, after Transformer Engine's own backward pass."""
+        passed: Sequence[Tensor | None] = gradients
+        if ctx.fuses:  # Transformer Engine has marked the views, and returns dummies
+            for weight in ctx.weights:
+                if weight.requires_grad and hasattr(weight, "grad_added_to_main_grad"):
+                    weight.grad_added_to_main_grad = True
+        if ctx.amax is not None and not ctx.delays:
+            if ctx.fuses:
+                zero_main_grads(ctx.weights, ctx.amax, ctx.backend)
+            else:
+                passed = _clip(ctx.weights, ctx.amax, gradients, ctx.backend)
+        return None, None, None, None, *passed
+
+
+def clip_delayed(linear: Any, weights: Sequence[Any], amax: Tensor | None, backend: Backend) -> None:
+    """Clip the gradients that ``backward_dw`` has computed, and take those of frozen weights back.
+
+    Args:
+        linear: Transformer Engine's linear, which stores gradients in its weights.
+        weights: parameters of the linear.
+        amax: calibrated amaxes, [E] or [1]; None clips nothing.
+        backend: backend of the plug-in.
+    """
+    for weight in weights:
+        if not weight.requires_grad:
+            weight.grad = None
+    if amax is None:
+        return
+    if linear.fuse_wgrad_accumulation:
+        zero_main_grads(weights, amax, backend)
+    else:
+        _zero(weights, amax, [weight.grad for weight in weights], backend)
+
+
+def zero_main_grads(weights: Sequence[Any], amax: Tensor, backend: Backend) -> None:
+    """Zero the ``main_grad`` of trained weights in place where ``amax`` clips the weight.
+
+    It may hold the sum of several microbatches: weights and amaxes change between steps, so the
+    gradients of earlier ones are zero there already.
+    """
+    kept = [getattr(w, "main_grad", None) if w.requires_grad else None for w in weights]
+    _zero(weights, amax, kept, backend)
+
+
+def _zero(
+    weights: Sequence[Tensor], amax: Tensor, gradients: Sequence[Tensor | None], backend: Backend
+) -> None:
+    values, amax, present = _present(weights, amax, gradients)
+    if present:
+        zero_clipped(values, amax, present, backend)
+
+
+def _clip(
+    weights: Sequence[Tensor], amax: Tensor, gradients: Sequence[Tensor | None], backend: Backend
+) -> list[Tensor | None]:
+    """Return the clipped gradients, None where there are none, in memory of their own."""
+    values, amax, present = _present(weights, amax, gradients)
+    if not present:
+        return [*gradients]
+    whole = clipped_gradient(values, amax, [one.contiguous() for one in present], backend)
+    clipped = iter(cut_like(whole, present))
+    return [None if gradient is None else next(clipped) for gradient in gradients]
+
+
+def _present(
+    weights: Sequence[Tensor], amax: Tensor, gradients: Sequence[Tensor | None]
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """Return weights that have gradients, with their amaxes and gradients."""
+    places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    if amax.numel() > 1 and 0 < len(places) < len(weights):
+        amax = torch.cat([amax[place : place + 1] for place in places])
+    present = [gradient for gradient in gradients if gradient is not None]
+    return [weights[place].detach() for place in places], amax, present
+
