@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
+from moe_optim.calibration.linears import grouped_linears
 from moe_optim.config import MoEOptimConfig
 from moe_optim.experts.weight_copies import WeightCopies
 from moe_optim.formats import get_format
@@ -33,9 +35,14 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 REPEATED = ("nvfp4_rows, fused", "mxfp4, recomputed")
 
 
-def _train(flags: list[str], compute: str | None, options: dict[str, Any]) -> Record:
+def _train(
+    flags: list[str],
+    compute: str | None,
+    options: dict[str, Any],
+    calibrates: bool = False,
+) -> Record:
     """Train; ``extra`` holds how many copies there had been after every step, and what is said
-    of weights."""
+    of weights. ``calibrates`` has the first step clip half of the range of every expert."""
     make, made, after_steps = WeightCopies._quantize, [], []
 
     def counting(*given: Any) -> Any:
@@ -45,14 +52,26 @@ def _train(flags: list[str], compute: str | None, options: dict[str, Any]) -> Re
     WeightCopies._quantize = counting
     config = MoEOptimConfig(format="bf16", compute=compute)
     if "by_hand" in options:
-        options |= {"by_hand": get_format(options["by_hand"])}
+        name = options["by_hand"]
+        options |= {"by_hand": PER_EXPERT_GRIDS.get(name) or get_format(name)}
     build_with_te_experts(config, **options)
     return pretrain(
         flags,
         config,
         after_step=lambda *_: after_steps.append(len(made)),
+        after_setup=_calibrate if calibrates else None,
         observe=lambda *built: (after_steps, [row.unmanaged for row in describe(*built).weights]),
     )
+
+
+def _calibrate(chunks: list[Any], _: Any) -> None:
+    import moe_optim
+
+    moe_optim.calibrate(chunks)
+    for chunk in chunks:
+        for _, linear in grouped_linears(chunk):
+            amax = moe_optim.calibrated_amax(linear)
+            moe_optim.set_calibrated_amax(linear, amax * 0.5)
 
 
 @cache
@@ -91,3 +110,21 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_ended(tmp_path: Path):
     assert resumed.losses == {step: whole.losses[step] for step in (3, 4)}
     assert_same_tensors(resumed.weights, whole.weights)
     assert_same_tensors(resumed.masters, whole.masters)
+
+
+def test_calibrated_grids_train_as_by_hand_and_go_on_at_another_size(tmp_path: Path):
+    """Two ranks share the experts, then each has all, whose gradients are summed otherwise."""
+    grid, flags = "int8_per_expert", ["--eval-interval", "1000", *OVERLAP]
+    flags += ["--train-iters", "4", "--dist-ckpt-optim-fully-reshardable"]
+    shared = [*flags, "--expert-model-parallel-size", "2"]
+    saving = [*shared, "--save", str(tmp_path), "--save-interval", "2"]
+    got = run_ranks(2, _train, saving, grid, {"fuses": True}, True)
+    want = run_ranks(2, _train, shared, None, {"by_hand": grid}, True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    flags += ["--load", str(tmp_path)]
+    resumed = run_ranks(2, _train, flags, grid, {"fuses": True})
+    by_hand = run_ranks(2, _train, flags, None, {"by_hand": grid})
+    for mine, theirs in zip([*got, *resumed], [*want, *by_hand], strict=True):
+        assert len(mine.losses) in (4, 2) and mine.losses == theirs.losses
+        assert_same_tensors(mine.weights, theirs.weights)
+    assert resumed[0].losses[3] == got[0].losses[3]

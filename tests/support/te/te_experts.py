@@ -118,11 +118,13 @@ class GroupedLinear(torch.nn.Module):
         first, count = groups.ep.rank() * self.num_gemms, groups.ep.size() * self.num_gemms
         state: dict[str, Any] = {}
         part = (axis + 1 + self.cut_along, groups.expt_tp.rank(), groups.expt_tp.size())
-        for expert, values in enumerate(self.values()):
+        trained = self.format is None and not self.single_grouped_weight
+        weights = [*self.parameters()] if trained else self.values().detach()
+        for expert, values in enumerate(weights):
             place = (axis, first + expert, count)
             state[f"{prefix}weight{expert}"] = ShardedTensor.from_rank_offsets(
                 f"{prefix}weight",
-                values.detach(),
+                values,  # a parameter, by which the optimizer finds the key of its states
                 *sharded_offsets,
                 place,
                 part,
