@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from moe_optim.calibration.calibrate import set_calibrated_amax
@@ -20,8 +21,10 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.experts.weight_copies import StepEnd, WeightCopies, copies_of, copy_weights
 from moe_optim.formats import FORMATS
+from moe_optim.formats.reference.fake import fake_quantize
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import normal_weights
+from tests.support.ranks import run_ranks
 from tests.support.te.te_experts import GroupedLinear
 
 EXPERTS, ROWS, COLS, SPLITS = 3, 64, 128, [5, 0, 4]
@@ -42,13 +45,13 @@ class OneRank:
 class Experts(torch.nn.Module):
     """A layer of experts with one linear, and the same values every time."""
 
-    def __init__(self, compute=None, cols=COLS, **options):
+    def __init__(self, compute=None, cols=COLS, group=None, **options):
         super().__init__()
         self.linear = GroupedLinear(
             *(EXPERTS, cols, ROWS),
             config=SimpleNamespace(expert_model_parallel_size=1),
             init_method=torch.Tensor.zero_,
-            pg_collection=SimpleNamespace(expt_tp=OneRank()),
+            pg_collection=SimpleNamespace(expt_tp=group or OneRank()),
             cut_along=0,
             **options,
         )
@@ -316,6 +319,32 @@ def test_a_backward_pass_clips_as_its_forward_pass_did():
         output.sum().backward()
     for mine, theirs in zip(experts.parameters(), oracle.parameters(), strict=True):
         assert_bytes_equal(mine.grad, theirs.grad)
+
+
+def _copy_parts(grid):
+    """Return the copies of this rank's rows in an evaluation, around a recomputation, in a step."""
+    dist.init_process_group("gloo")
+    experts, seen = Experts(grid, group=dist.group.WORLD), []
+    with torch.no_grad():
+        for weight, whole in zip(experts.parameters(), whole_experts(), strict=True):
+            weight.copy_(whole.chunk(2)[dist.get_rank()])
+        experts.eval()
+        seen.append(torch.stack(experts.copies()))
+    experts.train()
+    checkpoint(experts, tokens_of(0), use_reentrant=False).sum().backward()
+    experts.copies.begin_step()
+    return [*seen, *(torch.stack(experts.copies()).detach() for _ in range(2))]
+
+
+def whole_experts():
+    return normal_weights(EXPERTS, ROWS, COLS).bfloat16() * torch.arange(1, 4).view(-1, 1, 1)
+
+
+def test_ranks_that_share_an_expert_take_its_whole_amax():
+    whole = whole_experts()
+    want = fake_quantize(whole, whole.abs().amax((1, 2), keepdim=True), 8)
+    for parts in zip(*run_ranks(2, _copy_parts, "int8_per_expert"), strict=True):
+        assert_bytes_equal(torch.cat(parts, dim=1), want)
 
 
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])

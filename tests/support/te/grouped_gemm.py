@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_optim.calibration.fake_quantization import PerExpertGrid
@@ -79,17 +80,21 @@ def by_hand(
     *,
     fuses: bool,
     amax: Tensor | None = None,
+    group: Any = None,
 ) -> list[Tensor]:
     """Return what weights are in ``format``, quantized one by one, with their attributes.
 
     Calibrated amaxes, one or one an expert, clip gradients; every other gradient passes to its
-    weight. With ``fuses``, GEMMs have added it to ``main_grad``.
+    weight. With ``fuses``, GEMMs have added it to ``main_grad``. ``group`` has the other parts of
+    each expert.
     """
     found = []
     amaxes = [None] * len(weights) if amax is None else amax.flatten().expand(len(weights))
     for weight, own in zip(weights, amaxes, strict=True):
         if isinstance(format, PerExpertGrid):
             limit = weight.detach().abs().max() if own is None else own
+            if own is None and group is not None and group.size() > 1:
+                dist.all_reduce(limit, dist.ReduceOp.MAX, group=group)
             values = fake_quantize(weight.detach(), limit, format.bits)
         else:
             values, own = fake_quantize_blocks(weight[None], format)[0], None

@@ -77,9 +77,13 @@ class GroupedLinear(torch.nn.Module):
         if self.format is None and not self.single_grouped_weight:
             weights = self._get_weight_tensors()
             if self.by_hand is not None:
-                fuses = self.fuse_wgrad_accumulation
-                amax = calibrated_amax(self)
-                weights = by_hand(weights, self.by_hand, fuses=fuses, amax=amax)
+                weights = by_hand(
+                    weights,
+                    self.by_hand,
+                    fuses=self.fuse_wgrad_accumulation,
+                    amax=calibrated_amax(self),
+                    group=self._pg_collection.expt_tp,
+                )
             splits = [int(tokens_of_one) for tokens_of_one in splits]
             options = self.fuse_wgrad_accumulation, self.delayed
             return GroupedGemm.apply(tokens, splits, *options, *weights), None
