@@ -10,18 +10,27 @@ ModelOpt is no dependency: without it on the path these tests are skipped. On an
 Its quantizers are their own: what loads here was calibrated there, and the other way round.
 """
 
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_optim.calibration.modelopt_amaxes import amaxes_from_modelopt, amaxes_to_modelopt
+from moe_optim.config import MoEOptimConfig
 from moe_optim.experts.keys.conversion import convert_state_dict
 from tests.support.bytes import assert_bytes_equal
+from tests.support.inputs import normal_weights
 from tests.support.modules import experts
 from tests.support.modules.amax import amax_of
 from tests.support.ranks import run_ranks
+from tests.support.te.grouped_gemm import GroupedGemm
+from tests.support.te.te_experts import GroupedLinear
 
 pytestmark = pytest.mark.skipif(
     find_spec("modelopt") is None, reason="needs nvidia-modelopt 0.47 on the path, see above"
@@ -193,3 +202,100 @@ def _exchange_sequential() -> None:
 def test_megatrons_sequential_experts_under_modelopt_load_here_and_back():
     """Weights and amaxes in one state dict; doubled here, they arrive there."""
     run_ranks(1, _exchange_sequential)
+
+
+class _GroupedLinear(GroupedGemm):
+    """The autograd function whose arguments ModelOpt replaces, under Transformer Engine's names."""
+
+    @staticmethod
+    def forward(ctx: Any, inp: torch.Tensor, m_splits: list[int], *both: torch.Tensor) -> Any:
+        weights = both[: len(both) // 2]  # biases follow
+        return GroupedGemm.forward(ctx, inp, m_splits, False, None, *weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        dgrad, _, _, _, *wgrads = GroupedGemm.backward(ctx, grad)
+        return dgrad, None, *wgrads, *(None for _ in wgrads)
+
+
+class Linear(GroupedLinear):
+    """A grouped linear that calls the function as Transformer Engine's does."""
+
+    def forward(self, tokens: torch.Tensor, splits: list[int]) -> torch.Tensor:
+        weights = self._get_weight_tensors()
+        return _GroupedLinear.apply(tokens, splits, *weights, *(torch.empty(0) for _ in weights))
+
+
+def _stand_in_for_transformer_engine() -> None:
+    """Let ModelOpt's plug-in find these classes where Transformer Engine has its own."""
+    names = ["", ".pytorch", ".pytorch.module"]
+    names += [f".pytorch.module.{kind}linear" for kind in ("grouped_", "layernorm_", "")]
+    modules = {name: ModuleType(f"transformer_engine{name}") for name in names}
+    for name, module in modules.items():
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        sys.modules[module.__name__] = module
+        if name:
+            parent, _, own = name.rpartition(".")
+            setattr(modules[parent], own, module)
+    modules[""].__version__ = "2.20.2"
+    for own in ("Linear", "LayerNormLinear"):
+        setattr(modules[".pytorch"], own, type(own, (torch.nn.Module,), {}))
+    modules[".pytorch.module.linear"]._Linear = modules[".pytorch.module.layernorm_linear"]
+    grouped = modules[".pytorch.module.grouped_linear"]
+    grouped.GroupedLinear, grouped._GroupedLinear = Linear, _GroupedLinear
+    import_module("modelopt.torch.quantization.plugins.transformer_engine")
+
+
+def _run(layer: torch.nn.Module, seed: int) -> list[torch.Tensor]:
+    """Return output and gradients of a forward and a backward pass."""
+    splits = [5, 0, 4]
+    tokens = normal_weights(sum(splits), experts.HIDDEN, seed=seed).bfloat16().requires_grad_()
+    output = layer.linear(tokens, splits)
+    output.backward(normal_weights(*output.shape, seed=seed + 1).bfloat16())
+    gradients = [weight.grad for weight in layer.linear.parameters()]
+    layer.zero_grad()
+    return [output.detach(), tokens.grad, *gradients]
+
+
+def _make_layer() -> torch.nn.Module:
+    layer = torch.nn.Module()
+    layer.linear = Linear(
+        *(3, experts.HIDDEN, experts.FFN),
+        config=SimpleNamespace(expert_model_parallel_size=1),
+        init_method=torch.nn.init.normal_,
+        pg_collection=SimpleNamespace(expt_tp=dist.group.WORLD),
+        cut_along=0,
+    )
+    return layer
+
+
+def _train_copies_beside_modelopt() -> None:
+    import moe_optim
+    from moe_optim.experts.weight_copies import copy_weights
+
+    experts.start_ranks()
+    _stand_in_for_transformer_engine()
+    import modelopt.torch.quantization as mtq
+
+    for compute, num_bits in (("int8_per_expert", 8), ("e4m3_per_expert", (4, 3))):
+        theirs, ours = _make_layer(), _make_layer()
+        ours.load_state_dict(theirs.state_dict())
+        copy_weights(ours, MoEOptimConfig(format="bf16", compute=compute), "experts")
+        config = {"num_bits": num_bits, "axis": None, "pass_through_bwd": False}
+        weights = {"quantizer_name": "*weight_quantizer", "cfg": config, "enable": True}
+        chosen = [{"quantizer_name": "*", "enable": False}, weights]
+        mtq.quantize(theirs, {"quant_cfg": chosen, "algorithm": "max"}, forward_loop=None)
+        for factor in (1.0, 0.25):
+            for quantizer in theirs.linear.weight_quantizer:
+                quantizer.amax = quantizer.amax * factor
+            amaxes = torch.stack([one.amax for one in theirs.linear.weight_quantizer])
+            moe_optim.set_calibrated_amax(ours.linear, amaxes)
+            got, want = _run(ours, 7), _run(theirs, 7)
+            for number, pair in enumerate(zip(got, want, strict=True)):
+                assert_bytes_equal(*pair, what=f"{compute}, {factor} of amaxes, tensor {number}")
+        assert (got[2] == 0).float().mean() > 0.2  # clipped
+
+
+def test_copies_train_as_modelopt_trains_the_same_linear():
+    """Weights on one grid an expert: outputs and gradients, with clipped ones and without."""
+    run_ranks(1, _train_copies_beside_modelopt)
