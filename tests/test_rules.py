@@ -198,8 +198,8 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
     "--fp8-recipe delayed with weights kept in it:": (NATIVE | {"fp8_recipe": "delayed"}, MXFP8),
     "format: mxfp8 without weights to store in it:": ({}, MXFP8),
     "compute: nvfp4 without portable experts:": ({}, BF16 | {"compute": "nvfp4"}),
-    "compute: mxfp8 with experts of Transformer Engine: GEMMs of both directions read one copy, and "
-    "this format has values of its own in each. Write mxfp8_rows or mxfp8_2d.": (
+    "compute: mxfp8 with experts of Transformer Engine: GEMMs of both directions read one copy, "
+    "and this format has values of its own in each. Write mxfp8_rows or mxfp8_2d.": (
         TE,
         BF16 | {"compute": "mxfp8"},
     ),

@@ -97,10 +97,12 @@ def zero_clipped(
 ) -> None:
     """Zero gradients in place where a value is clipped, as :func:`clipped_gradient` would.
 
-    ``values`` are bf16 experts [R, C], ``amax`` is that of :func:`fake_quantized`; ``gradients``
-    match ``values`` and are contiguous, all fp32 or all bf16.
+    ``values`` are contiguous experts [R, C], ``amax`` is that of :func:`fake_quantized`;
+    ``gradients`` match ``values`` and have one dtype, which may be another.
     """
-    if any(map(Tensor.numel, values)) and takes_kernels(backend, values[0].device, e4m3=False):
+    fits = values[0].dtype == torch.bfloat16 and all(one.is_contiguous() for one in gradients)
+    has_any = any(one.numel() for one in values)
+    if fits and has_any and takes_kernels(backend, values[0].device, e4m3=False):
         find_table(values, gradients).launch_zeros(amax, gradients[0])
         return
     for one, own, gradient in zip(values, _amax_of(values, amax), gradients, strict=True):

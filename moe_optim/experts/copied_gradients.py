@@ -15,6 +15,30 @@ from moe_optim.calibration.fake_operations import clipped_gradient, cut_like, ze
 from moe_optim.kernels.plan import Backend
 
 
+def give_attributes(copies: Sequence[Any], weights: Sequence[Any], *, fuses: bool) -> None:
+    """Let GEMMs find the attributes of weights on their copies, such as ``main_grad``.
+
+    Transformer Engine computes all gradients of a linear or none. Those of frozen weights go into
+    memory that nothing reads.
+
+    Args:
+        copies: copies of all experts, [R, C] each, whose attributes change.
+        weights: parameters of the same experts.
+        fuses: whether GEMMs add gradients to ``main_grad``.
+    """
+    for copy, weight in zip(copies, weights, strict=True):
+        vars(copy).update(vars(weight))
+        copy._do_not_offload = True  # with activations, as Megatron does with parameters
+    frozen = [
+        copy for copy, weight in zip(copies, weights, strict=True) if not weight.requires_grad
+    ]
+    trained = next((one for one in weights if one.requires_grad), None)
+    if fuses and frozen and hasattr(trained, "main_grad"):
+        unread = torch.empty_like(trained.main_grad)
+        for copy in frozen:
+            copy.main_grad = unread
+
+
 class StraightThrough(torch.autograd.Function):
     """Views of a copy, whose gradients are those of the weights.
 
@@ -50,7 +74,9 @@ class StraightThrough(torch.autograd.Function):
         return None, None, None, None, *passed
 
 
-def clip_delayed(linear: Any, weights: Sequence[Any], amax: Tensor | None, backend: Backend) -> None:
+def clip_delayed(
+    linear: Any, weights: Sequence[Any], amax: Tensor | None, backend: Backend
+) -> None:
     """Clip the gradients that ``backward_dw`` has computed, and take those of frozen weights back.
 
     Args:
@@ -109,4 +135,3 @@ def _present(
         amax = torch.cat([amax[place : place + 1] for place in places])
     present = [gradient for gradient in gradients if gradient is not None]
     return [weights[place].detach() for place in places], amax, present
-

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_optim.calibration.fake_operations import clipped_gradient, fake_quantized
@@ -157,11 +158,20 @@ def make_copy(
     return QuantizedCopy(compute, shape, name, backend)
 
 
-def live_amax(weights: Sequence[Tensor]) -> Tensor:
-    """Return the largest magnitude of every expert, [E] in the weights' dtype; NaN propagates."""
+def live_amax(weights: Sequence[Tensor], group: Any = None) -> Tensor:
+    """Return the largest magnitude of every expert, [E] in the weights' dtype; NaN propagates.
+
+    With a process ``group`` whose ranks have parts of the same experts, it is that of whole
+    experts, in fp32; all ranks of the group must call it.
+    """
     if weights[0].dim() == 3:
-        return torch.linalg.vector_norm(weights[0], math.inf, dim=(1, 2))
-    return torch.stack(torch._foreach_norm(list(weights), math.inf))
+        amax = torch.linalg.vector_norm(weights[0], math.inf, dim=(1, 2))
+    else:
+        amax = torch.stack(torch._foreach_norm(list(weights), math.inf))
+    if group is not None and group.size() > 1:
+        amax = amax.float()
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+    return amax
 
 
 def stack_experts(experts: Sequence[Tensor]) -> Tensor:

@@ -5,11 +5,10 @@ Transformer Engine's ``GroupedLinear`` asks ``_get_weight_tensors`` for the oper
 """
 
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_optim.calibration.calibrated_amax import calibrated_amax
@@ -18,7 +17,7 @@ from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS, PerExpertG
 from moe_optim.calibration.linears import grouped_linears
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
-from moe_optim.experts.copied_gradients import StraightThrough, clip_delayed
+from moe_optim.experts.copied_gradients import StraightThrough, clip_delayed, give_attributes
 from moe_optim.experts.operands import live_amax, make_copy
 from moe_optim.formats import BlockScaledFormat, get_format
 from moe_optim.integration.engine import original
@@ -32,6 +31,13 @@ _FIRST = 2**64 - 2
 """Sequence number that autograd runs before all others but those of parameters' gradients."""
 _found: "MutableMapping[torch.nn.Module, tuple[WeightCopies, ...]]" = WeakKeyDictionary()
 """Model -> copies in it, as of its first step. Linears built later copy in every forward pass."""
+
+
+class _Kept(NamedTuple):
+    copies: Sequence[Tensor]
+    amax: Tensor | None
+    """Calibrated amaxes, by identity: others may come to lie where these were."""
+    made_of: tuple[Any, ...]
 
 
 class WeightCopies:
@@ -58,14 +64,11 @@ class WeightCopies:
         self._quantizer = make_copy(format, shape, f"{name}.weight0", backend)
         self.is_in_step = False
         self._is_delayed_wgrad = False
-        self._copies: Sequence[Tensor] = ()
-        self._amax: Tensor | None = None
-        self._made_of: tuple[Any, ...] = ()
+        self._kept: _Kept | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without copies, which are derived from the weights."""
-        dropped = {"is_in_step": False, "_copies": (), "_amax": None, "_made_of": ()}
-        return vars(self) | dropped | {"_linear": self.linear}
+        return vars(self) | {"is_in_step": False, "_kept": None, "_linear": self.linear}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Refer to the copied linear, which holds these copies."""
@@ -80,14 +83,14 @@ class WeightCopies:
             *((one.data_ptr(), one._version, one.requires_grad) for one in weights),
             None if amax is None or amax.is_inference() else amax._version,
         )
-        is_kept = self.is_in_step and self.linear.training
-        if is_kept and made_of == self._made_of and amax is self._amax:
-            copies = self._copies
+        keeps, kept = self.is_in_step and self.linear.training, self._kept
+        if keeps and kept and kept.made_of == made_of and kept.amax is amax:
+            copies = kept.copies
         else:
             copies = self._copy(weights, amax)
-        if is_kept:
-            self._copies, self._amax, self._made_of = copies, amax, made_of
-        self._give_attributes(copies, weights)
+        if keeps:
+            self._kept = _Kept(copies, amax, made_of)
+        give_attributes(copies, weights, fuses=self.linear.fuse_wgrad_accumulation)
         return list(copies)
 
     @property
@@ -116,11 +119,11 @@ class WeightCopies:
 
     def begin_step(self) -> None:
         """Renew the copy with the next forward pass, and keep it."""
-        self.is_in_step, self._copies, self._amax, self._made_of = True, (), None, ()
+        self.is_in_step, self._kept = True, None
 
     def end_step(self) -> None:
         """Drop the copy, since weights are about to change."""
-        self.is_in_step, self._copies, self._amax, self._made_of = False, (), None, ()
+        self.is_in_step, self._kept = False, None
 
     def _calibrated(self) -> Tensor | None:
         is_grid = isinstance(self.format, PerExpertGrid)
@@ -145,34 +148,11 @@ class WeightCopies:
         amax = calibrated
         if isinstance(self.format, PerExpertGrid):
             if amax is None:
-                amax = self._live_amax(weights)
+                amax = live_amax(weights, self.linear._pg_collection.expt_tp)
         elif self.format.is_row_only:  # one launch, and no bytes beside the copy
             values = fake_blocks(weights, self.format.name, self.backend)
             return values.view(len(weights), *weights[0].shape)
         return self._quantizer.dequantize(weights, "rowwise", keep=False, amax=amax)
-
-    def _live_amax(self, weights: Sequence[Tensor]) -> Tensor:
-        """Return the largest magnitude of every whole expert, [E]."""
-        amax, group = live_amax(weights), self.linear._pg_collection.expt_tp
-        if group.size() > 1:
-            amax = amax.float()
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
-        return amax
-
-    def _give_attributes(self, copies: Sequence[Any], weights: Sequence[Any]) -> None:
-        """Let GEMMs find the attributes of weights on their copies, such as ``main_grad``.
-
-        Transformer Engine computes all gradients of a linear or none. Those of frozen weights go
-        into memory that is not read.
-        """
-        for copy, weight in zip(copies, weights, strict=True):
-            vars(copy).update(vars(weight))
-            copy._do_not_offload = True  # with activations, as Megatron does with parameters
-        trained = next((one for one in weights if one.requires_grad), None)
-        if self.linear.fuse_wgrad_accumulation and hasattr(trained, "main_grad"):
-            for copy, weight in zip(copies, weights, strict=True):
-                if not weight.requires_grad:
-                    copy.main_grad = torch.empty_like(trained.main_grad)
 
 
 class StepEnd:

@@ -378,7 +378,7 @@ def test_another_model_reads_its_own_weights(way):
     train(experts, 0)
     copies = (found := way(experts)).copies
     assert copies.linear is found.linear is not experts.linear
-    assert not copies._copies and not copies.is_in_step
+    assert copies._kept is None and not copies.is_in_step
     with torch.no_grad():
         for weight in copies.linear.parameters():
             weight.zero_()

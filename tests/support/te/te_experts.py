@@ -19,8 +19,8 @@ class GroupedLinear(torch.nn.Module):
     Weights are bf16 parameters, one or one an expert; with a format they are stand-ins of
     Transformer Engine's classes, which are saved and loaded and not trained. Tensor-parallel ranks
     each have a part of every expert, along rows (0) or columns (1). One parameter an expert is
-    multiplied as in Transformer Engine, see ``GroupedGemm``; ``by_hand`` is a format or a grid whose
-    values take their place, quantized anew at every call.
+    multiplied as in Transformer Engine, see ``GroupedGemm``; ``by_hand`` is a format or a grid
+    whose values take their place, quantized anew at every call.
     """
 
     def __init__(
