@@ -45,7 +45,7 @@ class MoEOptimConfig:
     compute: Compute | None = None
     """Format of the expert GEMMs, for ``format: bf16``: every forward GEMM quantizes a copy of the
     bf16 primary weights. ``int8_per_expert`` and ``e4m3_per_expert`` fake-quantize with one amax
-    per expert, from calibration or else from the current weights. Row-only formats also apply to
+    per expert, from calibration or else from the current weights. All but ``mxfp8`` also apply to
     bf16 experts of Transformer Engine, which are copied once per step. ``null``: same as
     ``format``."""
     expert_layout: Literal["grouped", "indexed"] = "grouped"

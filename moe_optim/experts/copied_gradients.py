@@ -32,7 +32,7 @@ def give_attributes(copies: Sequence[Any], weights: Sequence[Any], *, fuses: boo
     frozen = [
         copy for copy, weight in zip(copies, weights, strict=True) if not weight.requires_grad
     ]
-    trained = next((one for one in weights if one.requires_grad), None)
+    trained: Any = next((one for one in weights if one.requires_grad), None)
     if fuses and frozen and hasattr(trained, "main_grad"):
         unread = torch.empty_like(trained.main_grad)
         for copy in frozen:

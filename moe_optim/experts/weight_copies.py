@@ -134,7 +134,7 @@ class WeightCopies:
         """Return copies whose node passes the gradients of any number of backward passes on."""
         values = self._quantize([one.detach() for one in weights], calibrated)
         flat = None if calibrated is None else calibrated.flatten()
-        copies: Sequence[Tensor] = StraightThrough.apply(
+        copies: Sequence[Any] = StraightThrough.apply(
             values, self.linear, flat, self.backend, *weights
         )
         if (node := copies[0].grad_fn) is not None:

@@ -3,14 +3,18 @@
 Compared with weights that are quantized one by one in plain torch, to the bit.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from benchmarks.step import DETERMINISTIC_ENVIRONMENT
+from moe_optim.calibration.calibrate import set_calibrated_amax
+from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.config import MoEOptimConfig
 from moe_optim.experts.weight_copies import copies_of, copy_weights
 from moe_optim.formats import FORMATS
-from moe_optim.formats.reference.fake import fake_quantize_blocks
+from moe_optim.formats.reference.fake import fake_quantize, fake_quantize_blocks
 from moe_optim.weights.te.recipe import import_error
 from tests.gpu.test_coexistence_on_gpu import DROP_AND_PAD, FUSED_GRADIENTS, OVERLAP, SMALL
 from tests.support.bytes import assert_bytes_equal
@@ -22,7 +26,24 @@ pytestmark = [
     pytest.mark.skipif(import_error() is not None, reason="needs Transformer Engine"),
 ]
 EXPERTS, ROWS, COLS, SPLITS = 4, 256, 384, [64, 0, 160, 32]
-ROW_ONLY = [name for name, format in FORMATS.items() if format.is_row_only]
+AGREEING = [name for name, format in FORMATS.items() if format.directions_agree]
+VALUES = normal_weights(EXPERTS, ROWS, COLS).bfloat16()
+AMAX = VALUES.abs().amax((1, 2), keepdim=True).float() * 0.25
+"""Calibrated amaxes, which clip."""
+
+
+class OneRank:
+    """A process group of one."""
+
+    def size(self):
+        return 1
+
+
+def quantize(name):
+    """Return the known weights in a format, or on a grid by the calibrated amaxes."""
+    if (grid := PER_EXPERT_GRIDS.get(name)) is not None:
+        return fake_quantize(VALUES, AMAX, grid.bits)
+    return fake_quantize_blocks(VALUES, FORMATS[name])
 
 
 def make_linear(*, fuses, delays=False, copied=None, quantized=None):
@@ -31,6 +52,7 @@ def make_linear(*, fuses, delays=False, copied=None, quantized=None):
 
     class Linear(GroupedLinear):
         _split_grouped_checkpoint_tensor = None  # by which Megatron's class is known
+        _pg_collection = SimpleNamespace(expt_tp=OneRank())
 
     linear = Linear(
         *(EXPERTS, COLS, ROWS),
@@ -40,9 +62,7 @@ def make_linear(*, fuses, delays=False, copied=None, quantized=None):
         fuse_wgrad_accumulation=fuses,
         delay_wgrad_compute=delays,
     )
-    values = normal_weights(EXPERTS, ROWS, COLS).bfloat16()
-    if quantized is not None:
-        values = fake_quantize_blocks(values, FORMATS[quantized])
+    values = VALUES if quantized is None else quantize(quantized)
     for weight, value in zip(linear.parameters(), values, strict=True):
         weight.data.copy_(value)
         if fuses:
@@ -72,7 +92,7 @@ def train(linear, microbatches=2):
     return [*seen, *sums]
 
 
-@pytest.mark.parametrize("format", ROW_ONLY)
+@pytest.mark.parametrize("format", AGREEING)
 @pytest.mark.parametrize("delays", [False, True], ids=["at once", "delayed"])
 @pytest.mark.parametrize("fuses", [False, True], ids=["apart", "fused"])
 def test_a_linear_reads_copies_as_it_would_read_quantized_weights(fuses, delays, format):
@@ -88,6 +108,26 @@ def test_a_linear_reads_copies_as_it_would_read_quantized_weights(fuses, delays,
             assert mine.grad_added_to_main_grad and (mine.main_grad.any() or number == 1)
 
 
+@pytest.mark.parametrize("grid", PER_EXPERT_GRIDS)
+@pytest.mark.parametrize("delays", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("fuses", [False, True], ids=["apart", "fused"])
+def test_calibrated_grids_clip_values_and_gradients(fuses, delays, grid):
+    linear = make_linear(fuses=fuses, delays=delays, copied=grid)
+    set_calibrated_amax(linear, AMAX)
+    copies_of(linear).begin_step()
+    oracle = make_linear(fuses=fuses, delays=delays, quantized=grid)
+    got, want = train(linear), train(oracle)
+    if fuses:
+        got += [weight.main_grad for weight in linear.parameters()]
+        want += [weight.main_grad for weight in oracle.parameters()]
+    passes = (VALUES.abs() <= AMAX).cuda()
+    want[-EXPERTS:] = [
+        torch.where(one, grad, 0) for one, grad in zip(passes, want[-EXPERTS:], strict=True)
+    ]
+    for number, pair in enumerate(zip(got, want, strict=True)):
+        assert_bytes_equal(*pair, what=f"tensor {number}")
+
+
 def test_a_step_launches_one_kernel_for_all_experts_and_microbatches(monkeypatch):
     from moe_optim.kernels.plan import BoundKernel
 
@@ -98,12 +138,13 @@ def test_a_step_launches_one_kernel_for_all_experts_and_microbatches(monkeypatch
         call(kernel, *given)
 
     monkeypatch.setattr(BoundKernel, "__call__", counting)
-    for format in ("mxfp4", "nvfp4_rows"):
+    for format, expected in (("mxfp4", 1), ("nvfp4_rows", 2), ("e4m3_per_expert", 1 + 3)):
         linear = make_linear(fuses=True, copied=format)
+        set_calibrated_amax(linear, AMAX)  # clips the sums of each microbatch
         for _ in range(2):
             copies_of(linear).begin_step()
             train(linear, 3)
-            assert len(launches) == 1 + FORMATS[format].has_global_amax
+            assert len(launches) == expected
             launches.clear()
 
 
