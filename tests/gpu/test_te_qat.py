@@ -160,6 +160,11 @@ TRAINING = {
     "int4_g128, recomputed": ("int4_g128", FULL, ()),
     "mxfp8_rows, experts recomputed": ("mxfp8_rows", SELECTIVE, ()),
     "mxfp4, padded": ("mxfp4", DROP_AND_PAD, ()),
+    "int8_per_expert, accumulated by products": (
+        "int8_per_expert",
+        FUSED_GRADIENTS,
+        ("plain-head",),
+    ),
 }
 LINEARS = 2 * 2  # layers, linears of one
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.formats import FORMATS, get_format
 
 
@@ -161,7 +162,8 @@ def quantize_by_hand(name: str) -> None:
 
     from tests.support.te.grouped_gemm import by_hand
 
-    format, own = get_format(name), GroupedLinear._get_weight_tensors
+    format = PER_EXPERT_GRIDS.get(name) or get_format(name)
+    own = GroupedLinear._get_weight_tensors
     GroupedLinear._get_weight_tensors = lambda linear: by_hand(
         own(linear), format, fuses=linear.fuse_wgrad_accumulation
     )
@@ -174,7 +176,9 @@ SWITCHES: dict[str, Callable[[], None]] = {
     "export": export,
     "send-away": send_away,
     "copies": count_copies,
-    **{f"by-hand-{name}": partial(quantize_by_hand, name) for name in FORMATS},
+    **{
+        f"by-hand-{name}": partial(quantize_by_hand, name) for name in (*FORMATS, *PER_EXPERT_GRIDS)
+    },
 }
 
 
