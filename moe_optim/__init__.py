@@ -18,8 +18,12 @@ from moe_optim.errors import (
 from moe_optim.version import VERSION
 
 if TYPE_CHECKING:
-    from moe_optim.calibration.calibrate import calibrate, set_calibrated_amax
-    from moe_optim.calibration.calibrated_amax import calibrated_amax
+    from moe_optim.calibration.calibrate import (
+        calibrate,
+        set_calibrated_amax,
+        set_calibrated_input_amax,
+    )
+    from moe_optim.calibration.calibrated_amax import calibrated_amax, calibrated_input_amax
     from moe_optim.calibration.fake_quantization import fake_quantize
     from moe_optim.calibration.modelopt_amaxes import amaxes_from_modelopt, amaxes_to_modelopt
     from moe_optim.calibration.state_entries import synchronize_amax
@@ -55,6 +59,7 @@ __all__ = [
     "amaxes_to_modelopt",
     "calibrate",
     "calibrated_amax",
+    "calibrated_input_amax",
     "convert_state_dict",
     "dequantize",
     "describe",
@@ -68,6 +73,7 @@ __all__ = [
     "quantize",
     "quantize_part",
     "set_calibrated_amax",
+    "set_calibrated_input_amax",
     "synchronize_amax",
     "uninstall",
     "use_cpu",
@@ -79,6 +85,7 @@ _LAZY = {
     "amaxes_to_modelopt": "moe_optim.calibration.modelopt_amaxes",
     "calibrate": "moe_optim.calibration.calibrate",
     "calibrated_amax": "moe_optim.calibration.calibrated_amax",
+    "calibrated_input_amax": "moe_optim.calibration.calibrated_amax",
     "convert_state_dict": "moe_optim.experts.keys.conversion",
     "dequantize": "moe_optim.ops",
     "describe": "moe_optim.optimizer.description",
@@ -95,6 +102,7 @@ _LAZY = {
     "load_recipe": "moe_optim.config.recipes",
     "quantize_part": "moe_optim.parts",
     "set_calibrated_amax": "moe_optim.calibration.calibrate",
+    "set_calibrated_input_amax": "moe_optim.calibration.calibrate",
     "synchronize_amax": "moe_optim.calibration.state_entries",
     "uninstall": "moe_optim.integration.installation",
     "use_cpu": "moe_optim.integration.cpu_runtime",

@@ -1,7 +1,7 @@
-"""Calibration: the amax of every expert of a model, computed once and kept until the next one."""
+"""Calibration: amaxes of the experts of a model, computed once and kept until the next one."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_optim.buckets.bucket_group import gather_weights
 from moe_optim.calibration.calibrated_amax import fitted, hold_calibrated_amax
 from moe_optim.calibration.fake_quantization import Axis, expert_axis
+from moe_optim.calibration.finding import find_input_amaxes, find_weight_amaxes
 from moe_optim.calibration.linears import (
     ExpertLinear,
     expert_linears,
@@ -18,23 +19,15 @@ from moe_optim.calibration.linears import (
     is_portable,
     recorder_of,
 )
+from moe_optim.calibration.selection import INPUT, WEIGHT, QuantCfg, Selection
 from moe_optim.calibration.state_entries import listen
-from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
-from moe_optim.formats.reference.amax import expert_amax_into
+from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.experts.keys.layouts import CALIBRATED_AMAX, CALIBRATED_INPUT_AMAX
 from moe_optim.integration.agreement import agree
-from moe_optim.weights.names import base_of
+from moe_optim.weights.names import base_of, modules_by_name, with_global_layers
 from moe_optim.weights.te.fields import require_memory
 
 METHODS = ("max",)
-_NO_NUMBER = -1.0
-"""Amax of an expert without numbers on this rank; less than any other."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Found:
-    linear: ExpertLinear
-    amax: Tensor
-    """Amaxes, fp32: [E] for local experts, or [1] for all experts."""
 
 
 @torch.inference_mode(False)
@@ -43,51 +36,76 @@ def calibrate(
     model_chunks: Iterable[torch.nn.Module],
     method: Literal["max"] = "max",
     *,
-    axis: Axis = 0,
+    axis: Axis | Literal["rank"] = 0,
+    quant_cfg: QuantCfg | None = None,
+    forward_loop: Callable[[Any], object] | None = None,
 ) -> None:
-    """Compute the amax of the experts of every MoE layer, and keep it until the next calibration.
+    """Compute the amaxes of expert linears, and keep them until the next calibration.
 
-    An amax is the largest magnitude of an expert's weight as GEMMs read it: of bf16 values, or of
-    quantized ones dequantized rowwise. NaN is ignored. All ranks that hold the expert or a shard of
-    it get the same amax, by a MAX over expert-tensor-parallel and expert-data-parallel ranks;
-    ``axis=0`` never reduces over experts or expert-parallel ranks.
+    The amax of a weight is the largest magnitude of an expert's weight as GEMMs read it: of bf16
+    values, or of quantized ones dequantized rowwise. NaN is ignored. All ranks that hold the expert
+    or a shard of it get the same amax, by a MAX over expert-tensor-parallel and
+    expert-data-parallel ranks; ``axis=0`` never reduces over experts or expert-parallel ranks.
+
+    The amax of inputs is the largest magnitude of the tokens of all experts of a layer while
+    ``forward_loop`` runs, a MAX over all ranks of the pipeline stage. Ranks may get no tokens.
+
+    ``quant_cfg`` selects linears by name, ``decoder.layers.0.mlp.experts.linear_fc1``, where layers
+    count over all pipeline stages. Everything that is not selected loses its amax, like a disabled
+    quantizer. Without ``forward_loop``, selected inputs keep the amax that they have.
 
     Every rank must call it with all of its chunks, including ranks without MoE layers. If one rank
     raises, all do, and nothing is stored. Stale weights of DDP-wrapped chunks are gathered first.
 
-    Modules store the result as an fp32 buffer, see :func:`moe_optim.calibrated_amax`. It is saved
-    and loaded with the weights, under global expert ids, and training does not change it.
+    Modules store the results as fp32 buffers, see :func:`moe_optim.calibrated_amax` and
+    :func:`moe_optim.calibrated_input_amax`. They are saved and loaded with the weights, under
+    global expert ids, and training does not change them.
 
     Args:
         model_chunks: chunks of this rank's pipeline stage, wrapped or not.
         method: ``max``, the largest magnitude.
         axis: 0 or ``(0,)`` for one amax per expert, [E, 1, 1] for the local ones; None for one per
-            linear, [1, 1, 1], over the experts of all expert-parallel ranks.
+            linear, [1, 1, 1], over the experts of all expert-parallel ranks; ``rank`` for one over
+            the experts of this rank, [E, 1, 1] of equal values.
+        quant_cfg: patterns of ``fnmatch`` over names of linears, or rules over names of quantizers
+            as the entry ``quant_cfg`` of a configuration of NVIDIA ModelOpt 0.47, in its order: a
+            list, or its older dict. None selects all weights and inputs.
+        forward_loop: function that runs the model, called once on each rank without gradients and
+            in evaluation mode, with the chunk, or the list of several. None calibrates weights
+            only.
 
     Raises:
-        ConfigError: an unsupported method or axis, or one that differs between ranks; or no list of
-            chunks.
-        LayoutError: no rank has grouped experts, a linear has no experts, or weights are on the
-            ``meta`` device.
+        ConfigError: an unsupported method, axis or ``quant_cfg``, or one that differs between
+            ranks; a pattern that matches no linear on any rank; or no list of chunks.
+        LayoutError: no rank has grouped experts, a linear has no experts, weights are on the
+            ``meta`` device, or a selected linear got no input on any rank.
         StateError: stale weights without a DDP module that gathers them, or offloaded weights.
-        NonFiniteError: an expert contains Inf, or only NaN.
+        NonFiniteError: an expert contains Inf, or only NaN; or inputs contain either.
     """
-    one_axis: int | None = agree(lambda: expert_axis(axis, "calibrate"), None)
+    one_axis: Any = agree(lambda: _axis_of(axis), None)
+    selection: Selection = agree(lambda: Selection.of(quant_cfg), None)
     chunks = agree(lambda: _chunks_of(model_chunks, method), None)
-    linears: list[ExpertLinear] = agree(lambda: _readable_linears(chunks), None)
-    _require_one_call(len(linears), one_axis)
+    linears: list[ExpertLinear] = agree(lambda: list(_named_linears(chunks)), None)
+    call = {"axis": one_axis, "quant_cfg": selection, "forward_loop": forward_loop is not None}
+    chosen = selection.choose(_require_one_call([one.name for one in linears], call))
+    of_weights, of_inputs = (
+        [linear for linear in linears if kind in chosen[linear.name]] for kind in (WEIGHT, INPUT)
+    )
+    agree(lambda: _require_readable(linears, of_weights), None)
     for chunk in chunks:
         gather_weights(chunk)
-    found: list[_Found] = agree(lambda: [_find(linear) for linear in linears], None)
-    _reduce(found, "expt_tp", "expt_dp")
-    agree(lambda: _require_numbers(found), None)
-    if one_axis is None:
-        found = [replace(one, amax=one.amax.amax().view(1)) for one in found]
-        _reduce(found, "ep")
+    weights = find_weight_amaxes(of_weights, one_axis)
+    inputs = forward_loop and find_input_amaxes(chunks, of_inputs, forward_loop)
     for chunk in chunks:
         listen(chunk)
-    for one in found:
-        hold_calibrated_amax(one.linear.module, one.amax.view(-1, 1, 1))
+    for linear in linears:
+        if WEIGHT not in chosen[linear.name]:
+            hold_calibrated_amax(linear.module, None)
+        if INPUT not in chosen[linear.name]:
+            hold_calibrated_amax(linear.module, None, CALIBRATED_INPUT_AMAX)
+    for found, buffer in ((weights, CALIBRATED_AMAX), (inputs or (), CALIBRATED_INPUT_AMAX)):
+        for one in found:
+            hold_calibrated_amax(one.linear.module, one.amax.view(-1, 1, 1), buffer)
 
 
 def set_calibrated_amax(linear: torch.nn.Module, amax: Tensor | None) -> None:
@@ -105,6 +123,27 @@ def set_calibrated_amax(linear: torch.nn.Module, amax: Tensor | None) -> None:
         LayoutError: an unsupported module, a wrong number of values, or negative or non-finite
             values.
     """
+    _set(linear, CALIBRATED_AMAX, amax)
+
+
+def set_calibrated_input_amax(linear: torch.nn.Module, amax: Tensor | None) -> None:
+    """Set the calibrated amax of the inputs of a linear, until the next calibration of inputs.
+
+    It is saved and loaded like that of :func:`calibrate`. No rank communicates: pass the same value
+    on every rank that holds experts of the layer.
+
+    Args:
+        linear: linear of portable experts or of Transformer Engine, or an adapter around one.
+        amax: one value in any shape; any floating-point dtype and device; copied. None removes the
+            amax.
+
+    Raises:
+        LayoutError: an unsupported module, several values, or a negative or non-finite value.
+    """
+    _set(linear, CALIBRATED_INPUT_AMAX, amax)
+
+
+def _set(linear: torch.nn.Module, buffer: str, amax: Tensor | None) -> None:
     base: Any = base_of(linear)
     if is_portable(base):
         count = base.shape[0]
@@ -112,14 +151,21 @@ def set_calibrated_amax(linear: torch.nn.Module, amax: Tensor | None) -> None:
         count = base.num_gemms
     else:
         raise LayoutError(
-            "set_calibrated_amax: linear: expected one of portable experts or a grouped linear of "
+            f"set_{buffer}: linear: expected one of portable experts or a grouped linear of "
             f"Transformer Engine, got {type(linear).__name__}. Give experts.linear_fc1 or "
             "experts.linear_fc2."
         )
-    values = None if amax is None else fitted(amax, count, recorder_of(base).name)
+    values = None
+    if amax is not None:
+        count = count if buffer == CALIBRATED_AMAX else 1
+        device = next(base.parameters()).device
+        values = fitted(amax, count, f"{recorder_of(base).name}.{buffer}").to(device)
     listen(linear)
-    device = next(base.parameters()).device
-    hold_calibrated_amax(base, None if values is None else values.to(device))
+    hold_calibrated_amax(base, values, buffer)
+
+
+def _axis_of(axis: Any) -> Any:
+    return axis if axis == "rank" else expert_axis(axis, "calibrate", ", or 'rank' for one a rank")
 
 
 def _chunks_of(model_chunks: Iterable[torch.nn.Module], method: str) -> list[torch.nn.Module]:
@@ -138,73 +184,48 @@ def _chunks_of(model_chunks: Iterable[torch.nn.Module], method: str) -> list[tor
     return chunks
 
 
-def _readable_linears(chunks: Sequence[torch.nn.Module]) -> list[ExpertLinear]:
-    linears = [linear for chunk in chunks for linear in expert_linears(chunk)]
-    for linear in linears:
-        where, weights = f"calibrate: {linear.name}", linear.weights()
-        if not linear.num_experts or not weights:
-            raise LayoutError(f"{where}: expected experts, got none. Build the layer with some.")
-        if any(weight.device.type == "meta" for weight in weights):
-            raise LayoutError(
-                f"{where}: expected weights with values, got meta tensors. Build the model on a "
-                "device and load its weights first."
-            )
-        for weight in weights:
-            require_memory(where, weight)
-    return linears
+def _named_linears(chunks: Sequence[torch.nn.Module]) -> Iterator[ExpertLinear]:
+    """Yield all expert linears under names with global layer numbers."""
+    for chunk in chunks:
+        modules = modules_by_name(chunk)
+        for linear in expert_linears(chunk):
+            yield replace(linear, name=with_global_layers(linear.name, modules))
 
 
-def _find(linear: ExpertLinear) -> _Found:
-    amaxes = []
-    for values in linear.values():
-        amax = torch.zeros(1, dtype=torch.float32, device=values.device)
-        expert_amax_into(amax, values, 0, values.numel())
-        amaxes.append(torch.where(values.isnan().all(), _NO_NUMBER, amax))
-    return _Found(linear=linear, amax=torch.cat(amaxes))
-
-
-def _require_one_call(count: int, axis: int | None) -> None:
-    """Check that some rank has experts, and that all ranks reduce the same way."""
-    calls: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(calls, (count, axis))
-    if not any(count for count, _ in calls):
+def _require_one_call(names: list[str], call: dict[str, Any]) -> set[str]:
+    """Return the names of linears on all ranks; check that there are some, and one call."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (names, call))
+    every = {name for names, _ in ranks for name in names}
+    if not every:
         raise LayoutError(
             "calibrate: expected MoE layers with grouped experts, got none on any rank. Build the "
             "model with --num-experts and --moe-grouped-gemm: sequential experts have no grouped "
             "weights."
         )
-    axes = [axis for _, axis in calls]
-    if len(set(axes)) > 1:
-        raise ConfigError(
-            f"calibrate: axis: expected the same on every rank, got {axes}. Give one of them."
-        )
+    first = ranks[0][1]
+    for rank, (_, other) in enumerate(ranks):
+        for key, value in first.items():
+            if other[key] != value:
+                raise ConfigError(
+                    f"calibrate: {key}: expected the same on every rank, got {value!r} on rank 0 "
+                    f"and {other[key]!r} on rank {rank}. Give one of them."
+                )
+    return every
 
 
-def _reduce(found: Sequence[_Found], *names: str) -> None:
-    by_groups: dict[Any, list[_Found]] = {}
-    for one in found:
-        groups = tuple(getattr(one.linear.groups, name) for name in names)
-        by_groups.setdefault(groups, []).append(one)
-    for groups, members in by_groups.items():
-        amaxes = [one.amax for one in members]
-        together = torch.cat(amaxes)
-        for group in groups:
-            if group.size() > 1:
-                dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
-        torch._foreach_copy_(amaxes, together.split([len(amax) for amax in amaxes]))
-
-
-def _require_numbers(found: Sequence[_Found]) -> None:
-    faults = []
-    for one in found:
-        first = one.linear.groups.ep.rank() * one.linear.num_experts
-        for index, amax in enumerate(one.amax.tolist()):
-            if not 0 <= amax < torch.inf:
-                what = "no number" if amax < 0 else "Inf"
-                faults.append(f"{one.linear.name}: expert {first + index}: {what}")
-    if faults:
-        raise NonFiniteError(
-            f"calibrate: expected finite weights, got {len(faults)} expert(s) without:\n  "
-            + "\n  ".join(faults)
-            + "\nNothing was stored. Load an earlier checkpoint, or find what wrote them."
-        )
+def _require_readable(linears: Sequence[ExpertLinear], of_weights: Sequence[ExpertLinear]) -> None:
+    for linear in linears:
+        if not linear.num_experts or not linear.weights():
+            raise LayoutError(
+                f"calibrate: {linear.name}: expected experts, got none. Build the layer with some."
+            )
+    for linear in of_weights:
+        where = f"calibrate: {linear.name}"
+        if any(weight.device.type == "meta" for weight in linear.weights()):
+            raise LayoutError(
+                f"{where}: expected weights with values, got meta tensors. Build the model on a "
+                "device and load its weights first."
+            )
+        for weight in linear.weights():
+            require_memory(where, weight)

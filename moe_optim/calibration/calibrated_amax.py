@@ -1,6 +1,6 @@
-"""Calibrated amaxes of a linear's experts, kept until the next calibration.
+"""Calibrated amaxes of a linear's weights and inputs, kept until the next calibration.
 
-They are a buffer of the module that holds the weights, so they move, copy and save with it.
+They are buffers of the module that holds the weights, so they move, copy and save with it.
 Recorded amaxes of requantizations are separate: see :mod:`moe_optim.weights.recorded_amax`.
 """
 
@@ -11,8 +11,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from moe_optim.errors import LayoutError
-from moe_optim.experts.keys.layouts import CALIBRATED_AMAX
+from moe_optim.experts.keys.layouts import CALIBRATED_AMAX, CALIBRATED_INPUT_AMAX
 from moe_optim.weights.names import base_of
+
+BUFFERS = (CALIBRATED_AMAX, CALIBRATED_INPUT_AMAX)
+"""Names of the buffers."""
 
 
 def calibrated_amax(linear: Module) -> Tensor | None:
@@ -25,57 +28,88 @@ def calibrated_amax(linear: Module) -> Tensor | None:
         The fp32 buffer itself: [E, 1, 1], one value per local expert; or [1, 1, 1], one for the
         experts of all ranks. None without calibration.
     """
-    return dict(base_of(linear).named_buffers(recurse=False)).get(CALIBRATED_AMAX)
+    return _held(linear, CALIBRATED_AMAX)
+
+
+def calibrated_input_amax(linear: Module) -> Tensor | None:
+    """Return the calibrated amax of the inputs of a linear. No rank communicates.
+
+    Nothing here multiplies with it: it is for engines and for ModelOpt.
+
+    Args:
+        linear: linear of portable experts or of Transformer Engine, or an adapter around one.
+
+    Returns:
+        The fp32 buffer itself, [1, 1, 1], one value for all experts of the layer. None without a
+        calibration of inputs.
+    """
+    return _held(linear, CALIBRATED_INPUT_AMAX)
+
+
+def _held(linear: Module, buffer: str) -> Tensor | None:
+    return dict(base_of(linear).named_buffers(recurse=False)).get(buffer)
 
 
 @torch.inference_mode(False)  # calibrated in an evaluation, read in training
-def hold_calibrated_amax(linear: Module, amax: Tensor | None) -> None:
-    """Set the calibrated amaxes of a linear, kept by reference; None removes them."""
-    base_of(linear).register_buffer(CALIBRATED_AMAX, amax)
+def hold_calibrated_amax(
+    linear: Module, amax: Tensor | None, buffer: str = CALIBRATED_AMAX
+) -> None:
+    """Set calibrated amaxes of a linear, kept by reference; None removes them."""
+    base_of(linear).register_buffer(buffer, amax)
 
 
-def take_calibrated_amax(
+def take_off_amaxes(linear: Module) -> dict[str, Tensor]:
+    """Remove the calibrated amaxes of a linear, and return them by buffer."""
+    held = {buffer: amax for buffer in BUFFERS if (amax := _held(linear, buffer)) is not None}
+    for buffer in held:
+        hold_calibrated_amax(linear, None, buffer)
+    return held
+
+
+def take_calibrated_amaxes(
     linear: Module, state_dict: dict[str, Any], prefix: str, num_experts: int, name: str
 ) -> None:
     """Set the amaxes from a state dict whose weights are about to be loaded into a linear.
 
-    The dict is modified so that torch finds the amaxes in place. An entry has one value per expert
-    in any shape, or one for all; None counts as missing. Weights without amaxes remove the previous
-    amaxes; a state dict with neither changes nothing.
+    The dict is modified so that torch finds the amaxes in place. An entry of weights has one value
+    per expert in any shape, or one for all; one of inputs has one value. None and NaN everywhere,
+    which marks a linear without amaxes in a checkpoint, count as missing. Weights without an amax
+    remove the previous one; a state dict with neither changes nothing.
 
     Raises:
         LayoutError: a wrong number of values, or negative or non-finite values.
     """
-    key = f"{prefix}{CALIBRATED_AMAX}"
-    found = state_dict.pop(key, None)
-    if found is not None:
-        device = next(linear.parameters()).device
-        state_dict[key] = fitted(found, num_experts, name).to(device)
-        hold_calibrated_amax(linear, state_dict[key])
-    elif calibrated_amax(linear) is not None and any(
-        key.startswith(f"{prefix}weight") for key in state_dict
-    ):
-        hold_calibrated_amax(linear, None)
+    brings_weights = any(key.startswith(f"{prefix}weight") for key in state_dict)
+    for buffer, count in ((CALIBRATED_AMAX, num_experts), (CALIBRATED_INPUT_AMAX, 1)):
+        key = f"{prefix}{buffer}"
+        found = state_dict.pop(key, None)
+        is_marked = isinstance(found, Tensor) and bool(found.isnan().all())
+        if found is not None and not is_marked:
+            device = next(linear.parameters()).device
+            state_dict[key] = fitted(found, count, f"{name}.{buffer}").to(device)
+            hold_calibrated_amax(linear, state_dict[key], buffer)
+        elif brings_weights:
+            hold_calibrated_amax(linear, None, buffer)
 
 
-def fitted(amax: Any, num_experts: int, name: str) -> Tensor:
-    """Return an fp32 copy of amaxes in the shape of the buffer, [E, 1, 1] or [1, 1, 1].
+def fitted(amax: Any, count: int, where: str) -> Tensor:
+    """Return an fp32 copy of amaxes in the shape of the buffer, [count, 1, 1] or [1, 1, 1].
 
     Raises:
         LayoutError: a wrong number of values, or negative or non-finite values.
     """
-    where = f"{name}.{CALIBRATED_AMAX}"
-    if not isinstance(amax, Tensor) or amax.numel() not in (1, num_experts):
+    if not isinstance(amax, Tensor) or amax.numel() not in (1, count):
         got = list(amax.shape) if isinstance(amax, Tensor) else type(amax).__name__
+        expected = f"one value for each of {count} experts, or one for all"
         raise LayoutError(
-            f"{where}: expected one value for each of {num_experts} experts, or one for all, got "
-            f"{got}. Load amaxes of as many experts."
+            f"{where}: expected {expected if count > 1 else 'one value'}, got {got}. Load amaxes "
+            "of as many experts."
         )
     fitted = as_buffer(amax)
     if not are_magnitudes(fitted):
         raise LayoutError(
             f"{where}: expected finite magnitudes, got {fitted.flatten().tolist()}. Calibrate the "
-            "weights anew, or load without this entry."
+            "model anew, or load without this entry."
         )
     return fitted
 

@@ -159,16 +159,19 @@ class _FakeQuantize(torch.autograd.Function):
         return None, None, None, None, *clipped
 
 
-def expert_axis(axis: Axis, where: str) -> Literal[0] | None:
-    """Return 0 for one amax per expert, None for one of all; raise ConfigError otherwise."""
+def expert_axis(axis: Axis, where: str, others: str = "") -> Literal[0] | None:
+    """Return 0 for one amax per expert, None for one of all; raise ConfigError otherwise.
+
+    ``others`` names further values that the caller accepts.
+    """
     given: object = axis[0] if isinstance(axis, tuple | list) and len(axis) == 1 else axis
     if given is None and axis is None:
         return None
     if isinstance(given, int) and not isinstance(given, bool) and given == 0:
         return 0
     raise ConfigError(
-        f"{where}: axis: expected 0 or (0,) for one amax per expert, or None for one of all, got "
-        f"{axis!r}. Give one of them."
+        f"{where}: axis: expected 0 or (0,) for one amax per expert, or None for one of all"
+        f"{others}, got {axis!r}. Give one of them."
     )
 
 

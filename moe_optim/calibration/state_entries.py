@@ -7,11 +7,17 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
 from torch import Tensor
 from torch.nn import Module
 
-from moe_optim.calibration.calibrated_amax import calibrated_amax, take_calibrated_amax
+from moe_optim.calibration.calibrated_amax import (
+    BUFFERS,
+    calibrated_amax,
+    calibrated_input_amax,
+    take_calibrated_amaxes,
+)
 from moe_optim.calibration.linears import (
     LinearRecorder,
     expert_linears,
@@ -20,7 +26,7 @@ from moe_optim.calibration.linears import (
     unknown_wrapper,
 )
 from moe_optim.errors import LayoutError, refuse
-from moe_optim.experts.keys.layouts import CALIBRATED_AMAX, LINEARS
+from moe_optim.experts.keys.layouts import CALIBRATED_INPUT_AMAX, LINEARS
 from moe_optim.formats import get_format
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_config
@@ -95,11 +101,14 @@ class CalibratedEntry(ShardedTensor):
     """Calibrated amaxes of a linear.
 
     Keys are enumerated for a load before the contents of the checkpoint are known. The load of this
-    package calls :meth:`request` if the key is stored, and otherwise drops the entry.
+    package calls :meth:`request` if the key is stored, and otherwise drops the entry. Its save
+    calls :func:`complete_amaxes`.
     """
 
     amax_place: AmaxPlace
     device: torch.device
+    per_expert: bool
+    """Whether there is one value per expert, and not one of all or of inputs."""
 
     def request(self, stored: Sequence[int]) -> ShardedTensor:
         """Return the entry that loads amaxes of shape ``stored``, on the device of the weights.
@@ -133,16 +142,17 @@ class _Uncalibrated(CalibratedEntry, LocalNonpersistentObject):
 def amax_entries(
     linear: Module, key: str, place: AmaxPlace, *, are_recorded: bool
 ) -> dict[str, ShardedTensor]:
-    """Return the entries of a linear's amaxes by name: ``calibrated_amax``, ``weight_amax``.
+    """Return the entries of a linear's amaxes by name: of :data:`BUFFERS`, and ``weight_amax``.
 
     No rank communicates; tensors are copies. ``are_recorded`` adds the entry of recorded amaxes,
     NaN if there are none.
     """
-    calibrated = calibrated_entry(linear, f"{key}.{CALIBRATED_AMAX}", place)
-    if not are_recorded:
-        return {CALIBRATED_AMAX: calibrated}
-    recorded = sharded_amax(recorder_of(linear), f"{key}.{_RECORDED}", place)
-    return {CALIBRATED_AMAX: calibrated, _RECORDED: recorded}
+    entries: dict[str, ShardedTensor] = {
+        buffer: calibrated_entry(linear, f"{key}.{buffer}", place) for buffer in BUFFERS
+    }
+    if are_recorded:
+        entries[_RECORDED] = sharded_amax(recorder_of(linear), f"{key}.{_RECORDED}", place)
+    return entries
 
 
 def sharded_amax(recorder: RecordsAmax, key: str, place: AmaxPlace) -> ShardedTensor:
@@ -163,15 +173,65 @@ def sharded_amax(recorder: RecordsAmax, key: str, place: AmaxPlace) -> ShardedTe
 
 
 def calibrated_entry(linear: Module, key: str, place: AmaxPlace) -> CalibratedEntry:
-    """Return the entry of a linear's calibrated amaxes, also if it has none yet."""
-    amax = calibrated_amax(linear)
+    """Return the entry of the calibrated amaxes of weights or inputs, also if there are none."""
+    is_of_inputs = key.endswith(CALIBRATED_INPUT_AMAX)
+    amax = (calibrated_input_amax if is_of_inputs else calibrated_amax)(linear)
     if amax is None:
-        values = torch.empty(place.num_experts, 1, 1, dtype=torch.float32, device="cpu")
+        values = torch.empty(1 if is_of_inputs else place.num_experts, 1, 1, device="cpu")
     else:
         values = amax.clone()
-    entry = place.entry(key, values, per_expert=len(values) == place.num_experts)
+    per_expert = not is_of_inputs and len(values) == place.num_experts
     kind = CalibratedEntry if amax is not None else _Uncalibrated
-    return kind(**vars(entry), amax_place=place, device=next(linear.parameters()).device)
+    return kind(
+        **vars(place.entry(key, values, per_expert=per_expert)),
+        amax_place=place,
+        device=next(linear.parameters()).device,
+        per_expert=per_expert,
+    )
+
+
+def complete_amaxes(state: Any) -> None:
+    """Complete calibrated amaxes of a state about to be saved, if only some linears have any.
+
+    Every rank must call it. Layers can be one tensor in a checkpoint: if a linear of one layer has
+    amaxes, those without get NaN. One amax of all experts becomes one per expert, if other layers
+    have one per expert, or other ranks another value.
+
+    Args:
+        state: nested dicts and lists of entries; modified.
+
+    Raises:
+        LayoutError: an amax of inputs differs between ranks; on all ranks.
+    """
+    held: dict[tuple[str, Any], float | None] = {}
+    for one in nested_values(state):
+        if isinstance(one, CalibratedEntry) and not isinstance(one, _Uncalibrated):
+            assert one.data is not None
+            value = None if one.per_expert else one.data.item()
+            held[one.key, one.amax_place.sharded_offsets] = value
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, held)
+    values: dict[tuple[str, Any], set[float | None]] = {}
+    for place, value in (item for of_rank in ranks for item in of_rank.items()):
+        values.setdefault(place, set()).add(value)
+    per_expert: dict[str, bool] = {}
+    for (key, _), found in values.items():
+        if key.endswith(CALIBRATED_INPUT_AMAX) and len(found) > 1:
+            raise LayoutError(
+                f"{key}: expected one amax on all ranks, got {sorted(map(str, found))}. Set the "
+                "largest of them everywhere, or calibrate inputs anew."
+            )
+        per_expert[key] = per_expert.get(key, False) or None in found or len(found) > 1
+
+    def complete(one: Any) -> Any:
+        if not isinstance(one, CalibratedEntry) or one.key not in per_expert:
+            return one
+        values = torch.tensor(torch.nan) if isinstance(one, _Uncalibrated) else one.data
+        count = one.amax_place.num_experts if per_expert[one.key] else 1
+        values = values.expand(count, 1, 1).contiguous()
+        return one.amax_place.entry(one.key, values, per_expert=per_expert[one.key])
+
+    dict_list_map_inplace(complete, state)
 
 
 def synchronize_amax(model_chunks: Iterable[Module]) -> None:
@@ -203,8 +263,9 @@ def sharded_state_dict(
 
     If amaxes are recorded, every layer has a ``.weight_amax`` entry, NaN if its weights are not
     quantized, since the keys of all layers may form one tensor. Calibrated ones are
-    ``.calibrated_amax``, see :func:`calibrated_entry`. Loading a state dict sets them. Keys of
-    linears behind adapters do not contain the adapter. No rank communicates.
+    ``.calibrated_amax`` and ``.calibrated_input_amax``, see :func:`calibrated_entry`. Loading a
+    state dict sets them. Keys of linears behind adapters do not contain the adapter. No rank
+    communicates.
 
     Raises:
         ConfigError: ``singleton_local_shards`` with amaxes.
@@ -213,7 +274,11 @@ def sharded_state_dict(
     """
     are_recorded = _are_recorded(self.config)
     linears = [(unwrapped_name(name), linear) for name, linear in grouped_linears(self)]
-    are_calibrated = any(calibrated_amax(linear) is not None for _, linear in linears)
+    are_calibrated = any(
+        amax_of(linear) is not None
+        for _, linear in linears
+        for amax_of in (calibrated_amax, calibrated_input_amax)
+    )
     if are_recorded or are_calibrated:
         _require_known_names(self, linears)
     has_key_each = (metadata or {}).get("singleton_local_shards", False)
@@ -269,7 +334,7 @@ def _are_recorded(model: Any) -> bool:
 
 
 def _pass_on(_wrapper: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name in (_RECORDED, CALIBRATED_AMAX):
+    for name in (_RECORDED, *BUFFERS):
         if f"{prefix}{name}" in state_dict:
             state_dict[f"{prefix}{BASE}.{name}"] = state_dict.pop(f"{prefix}{name}")
 
@@ -279,4 +344,4 @@ def _take(linear: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None
     assert isinstance(recorder, LinearRecorder)
     recorder.forget_amax()
     recorder.take_amax(state_dict.pop(f"{prefix}{_RECORDED}", None))
-    take_calibrated_amax(linear, state_dict, prefix, linear.num_gemms, recorder.name)
+    take_calibrated_amaxes(linear, state_dict, prefix, linear.num_gemms, recorder.name)

@@ -28,7 +28,11 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 
-from moe_optim.calibration.state_entries import CalibratedEntry, OptionalShardedTensor
+from moe_optim.calibration.state_entries import (
+    CalibratedEntry,
+    OptionalShardedTensor,
+    complete_amaxes,
+)
 from moe_optim.checkpoint.files.pickles import MEGATRONS_PACKAGES, Named
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_states import (
@@ -82,6 +86,8 @@ def save(  # noqa: PLR0913  # Megatron's
     is_ours = is_local(checkpoint_dir) and (
         installed_config() is not None or any(_states_with_manifests(sharded_state_dict))
     )
+    if installed_config() is not None:
+        complete_amaxes(sharded_state_dict)
     _save_values(sharded_state_dict)
     if is_ours:
         on_first_rank(lambda: invalidate(folder))

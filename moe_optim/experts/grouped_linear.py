@@ -11,7 +11,8 @@ from torch import Tensor
 from moe_optim.calibration.calibrated_amax import (
     calibrated_amax,
     hold_calibrated_amax,
-    take_calibrated_amax,
+    take_calibrated_amaxes,
+    take_off_amaxes,
 )
 from moe_optim.calibration.fake_quantization import PerExpertGrid
 from moe_optim.errors import StateError
@@ -189,9 +190,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
         """Move quantized experts as one storage. Calibrated amaxes move too, and stay fp32."""
-        amax = calibrated_amax(self)
-        if amax is not None:
-            hold_calibrated_amax(self, None)
+        amaxes = take_off_amaxes(self)
         if self.storages():
             self._move_storages(fn)
             for bias in self.biases():
@@ -201,8 +200,8 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             super()._apply(fn, recurse)
             if before != [weight.data_ptr() for weight in self.weights()]:
                 self._lay_together()
-        if amax is not None:
-            hold_calibrated_amax(self, amax.to(fn(amax).device))
+        for buffer, amax in amaxes.items():
+            hold_calibrated_amax(self, amax.to(fn(amax).device), buffer)
         return self
 
     @torch.no_grad()
@@ -245,7 +244,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         with ``assign=True``.
         """
         amax: Tensor | None = state_dict.pop(f"{prefix}weight_amax", None)
-        take_calibrated_amax(self, state_dict, prefix, self.shape[0], self.name)
+        take_calibrated_amaxes(self, state_dict, prefix, self.shape[0], self.name)
         if self.storages():
             local_metadata = {**local_metadata, "assign_to_params_buffers": False}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)

@@ -210,7 +210,9 @@ LAYOUTS: dict[str, KeyLayout] = {
 LINEARS = ("linear_fc1", "linear_fc2")
 """Names of the linears of experts in Megatron."""
 CALIBRATED_AMAX = "calibrated_amax"
-"""Name of a linear's calibrated amax, [E, 1, 1] or [1, 1, 1]."""
+"""Name of the calibrated amax of a linear's weights, [E, 1, 1] or [1, 1, 1]."""
+CALIBRATED_INPUT_AMAX = "calibrated_input_amax"
+"""Name of the calibrated amax of a linear's inputs, [1, 1, 1]."""
 
 _EXTRA_STATES = tuple(  # of grouped, indexed and sequential experts
     template.format(linear=linear, expert="{expert}")
@@ -261,7 +263,7 @@ def is_extra_state(remainder: str) -> bool:
 def is_calibrated_amax(remainder: str) -> bool:
     """Return whether ``remainder`` is a calibrated amax, which conversions leave unchanged."""
     linear, _, name = remainder.rpartition(".")
-    return linear in LINEARS and name == CALIBRATED_AMAX
+    return linear in LINEARS and name in (CALIBRATED_AMAX, CALIBRATED_INPUT_AMAX)
 
 
 def is_of_adapter(remainder: str) -> bool:

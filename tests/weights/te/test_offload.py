@@ -148,7 +148,8 @@ def test_a_layer_of_experts_that_are_away_gives_no_state_to_save(monkeypatch):
     monkeypatch.setattr(state_entries, "calibrated_entry", lambda *_: None)
     one = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     linear._pg_collection = SimpleNamespace(ep=one, expt_tp=one, expt_dp=one)
-    assert state_entries.sharded_state_dict(experts) == {"linear_fc1.calibrated_amax": None}
+    entries = ("linear_fc1.calibrated_amax", "linear_fc1.calibrated_input_amax")
+    assert state_entries.sharded_state_dict(experts) == dict.fromkeys(entries)
     bucket.is_now(Weights.OFFLOADED)
     with pytest.raises(StateError, match="offloaded. Call reload_from_cpu"):
         state_entries.sharded_state_dict(experts)
