@@ -1,11 +1,12 @@
 """Conversion of expert amaxes between NVIDIA ModelOpt's keys and ours.
 
 ModelOpt (0.47) keeps an amax in the buffer ``_amax`` of a quantizer, and the quantizer of a
-linear's weights is its child ``weight_quantizer``. Ours is a buffer of the linear itself.
+linear's weights is its child ``weight_quantizer``. Ours is a buffer of the linear itself. Amaxes of
+inputs are in :mod:`moe_optim.calibration.modelopt_inputs`.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor
 
 from moe_optim.calibration.calibrated_amax import are_magnitudes, as_buffer
+from moe_optim.calibration.modelopt_inputs import InputAmaxes
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.experts.keys.finding import expert_remainders, survey_expert_sets
-from moe_optim.experts.keys.layouts import CALIBRATED_AMAX, LINEARS, is_calibrated_amax, match_key
+from moe_optim.experts.keys.layouts import CALIBRATED_AMAX, LINEARS, match_key
 
-ModelOptForm = Literal["indexed", "numbered", "sequential", "grouped", "flat"]
+ModelOptForm = Literal["indexed", "numbered", "sequential", "grouped", "flat", "scalar"]
 
 _QUANTIZER = "weight_quantizer"
 _ONE_KEY = f"{{linear}}.{_QUANTIZER}._amax"
@@ -49,6 +51,8 @@ _FORMS: Mapping[str, _Form] = MappingProxyType(
         # one quantizer with axis 0 over a weight [E, R, C]
         "grouped": _Form(template=_ONE_KEY, values=lambda amax: [amax]),
         "flat": _Form(template=_ONE_KEY, values=lambda amax: [amax.flatten()]),
+        # one quantizer with axis None over a rank's weight [E, R, C]
+        "scalar": _Form(template=_ONE_KEY, values=lambda amax: [amax[0, 0, 0]]),
     }
 )
 
@@ -60,13 +64,15 @@ class _Container:
     prefix: str
     """Prefix of all keys, through ``experts.``; empty at the root."""
     ours: Mapping[str, str]
-    """Linear -> key of its amaxes."""
+    """Linear -> key of the amaxes of its weights."""
     theirs: Mapping[str, str]
     """Remainder -> key of every amax in a weight quantizer."""
     others: Sequence[str]
     """Keys of all other states of weight quantizers."""
     num_experts: int | None
     """Number of experts of the weights in the container; None without weights."""
+    inputs: InputAmaxes
+    """Amaxes of inputs."""
 
 
 def amaxes_to_modelopt(state: Mapping[str, Any], form: ModelOptForm = "indexed") -> dict[str, Any]:
@@ -76,14 +82,18 @@ def amaxes_to_modelopt(state: Mapping[str, Any], form: ModelOptForm = "indexed")
     in order. A warning names other states of weight quantizers, and expert linears without amaxes
     if others have some. No rank communicates.
 
+    The amax of a linear's inputs becomes the scalar of its ``input_quantizer``, or, with
+    ``sequential``, of that of every expert.
+
     Args:
         state: any entries; not modified. Experts are under a component ``experts.``, or at the
             root.
         form: ``indexed`` for a ``GroupedQuantizer``, one scalar per expert, as in ModelOpt for
             linears of Transformer Engine; ``numbered`` for quantizers ``weight_quantizer_N``;
             ``sequential`` for one quantizer per ``local_experts`` module; ``grouped`` [E, 1, 1] and
-            ``flat`` [E] for one quantizer. A single amax of all experts requires ``grouped`` or
-            ``flat``, and becomes a scalar.
+            ``flat`` [E] for one quantizer; ``scalar`` for one quantizer with axis None, whose
+            experts must have equal amaxes. A single amax of all experts requires one of the last
+            three, and becomes a scalar.
 
     Raises:
         LayoutError: there are expert weights but no amaxes; or amaxes have a wrong number of
@@ -109,22 +119,31 @@ def amaxes_to_modelopt(state: Mapping[str, Any], form: ModelOptForm = "indexed")
                     f"{key}: expected one value per expert for {template}, got one of all"
                 )
                 continue
+            if form == "scalar" and (amax != amax[0]).any():
+                faults.append(f"{key}: expected equal amaxes for {template}, got different ones")
             values = [amax[0, 0, 0]] if len(amax) == 1 else _FORMS[form].values(amax)
             renamed[key] = {
                 template.format(expert=index): value.clone() for index, value in enumerate(values)
             }
+        of_inputs, new_faults = container.inputs.to_modelopt(
+            state, form, container.num_experts or _count_amaxes(state, container.ours.values())
+        )
+        renamed |= of_inputs
+        faults += new_faults
     _raise(faults)
     _say_what_stays(containers, given)
     return _replaced(state, renamed)
 
 
 def amaxes_from_modelopt(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a flat state dict with ModelOpt's amaxes of expert weights under our keys.
+    """Return a flat state dict with ModelOpt's amaxes of experts under our keys.
 
     They replace the first key of their linear, newly allocated: [E, 1, 1] fp32, or [1, 1, 1] for
-    one of all experts. All other entries are the same objects, in order. A warning names other
-    states of weight quantizers, such as a ``_global_amax`` or an ``_extra_state``, and expert
-    linears without amaxes if others have some. No rank communicates.
+    one of all experts. The amax of inputs, [1, 1, 1], is the largest of all input quantizers of a
+    linear: of one, or of one per expert in a ``SequentialMLP``. All other entries are the same
+    objects, in order. A warning names other states of weight quantizers, such as a ``_global_amax``
+    or an ``_extra_state``, and expert linears without amaxes if others have some. No rank
+    communicates.
 
     Args:
         state: any entries; not modified. Each expert linear may have any form of
@@ -159,6 +178,10 @@ def amaxes_from_modelopt(state: Mapping[str, Any]) -> dict[str, Any]:
                 first = min(keys.values(), key=order.__getitem__)
                 renamed[first] = {f"{container.prefix}{linear}.{CALIBRATED_AMAX}": amax}
                 taken.update(keys.values())
+        of_inputs, new_faults = container.inputs.from_modelopt(state)
+        renamed |= of_inputs
+        faults += new_faults
+        taken.update(key for keys in container.inputs.theirs.values() for key in keys)
     faults += _missing(containers, given, f"{_QUANTIZER}._amax")
     _raise(faults)
     _say_what_stays(containers, given)
@@ -173,17 +196,20 @@ def _containers(state: Mapping[str, Any]) -> Iterator[_Container]:
         prefix = "".join(f"{part}." for part in parts[:end])
         found.setdefault(prefix, {})[key.removeprefix(prefix)] = key
     for prefix, keys in found.items():
-        ours = {r.partition(".")[0]: key for r, key in keys.items() if is_calibrated_amax(r)}
+        of_weights = {linear: keys.get(f"{linear}.{CALIBRATED_AMAX}") for linear in LINEARS}
+        ours = {linear: key for linear, key in of_weights.items() if key is not None}
+        inputs = InputAmaxes.of(prefix, keys)
         of_quantizers = {r: key for r, key in keys.items() if _is_of_quantizer(r)}
         theirs = {r: key for r, key in of_quantizers.items() if r.endswith("._amax")}
         weights = [keys[remainder] for remainder in expert_remainders(keys)]
-        if ours or of_quantizers or weights:
+        if ours or of_quantizers or weights or inputs.ours or inputs.theirs:
             yield _Container(
                 prefix=prefix,
                 ours=ours,
                 theirs=theirs,
                 others=[key for r, key in of_quantizers.items() if r not in theirs],
                 num_experts=_count_experts({key: state[key] for key in weights}, prefix),
+                inputs=inputs,
             )
 
 
@@ -200,11 +226,16 @@ def _count_experts(weights: Mapping[str, Any], prefix: str) -> int | None:
     return sets[0].num_experts if len(sets) == 1 else None
 
 
+def _count_amaxes(state: Mapping[str, Any], keys: Iterable[str]) -> int | None:
+    counts = {state[key].numel() for key in keys if isinstance(state[key], Tensor)} - {1}
+    return counts.pop() if len(counts) == 1 else None
+
+
 def _missing(
     containers: Sequence[_Container], given: Mapping[str, Sequence[str]], name: str
 ) -> list[str]:
     """Return the faults of a state in which no linear of any layer has amaxes."""
-    if any(given.values()):
+    if any(given.values()) or any(one.inputs.ours or one.inputs.theirs for one in containers):
         return []
     return [
         f"{container.prefix}{linear}.{name}: missing, expected of both linears of all experts"
@@ -213,15 +244,19 @@ def _missing(
     ]
 
 
-def _say_what_stays(containers: Sequence[_Container], given: Mapping[str, Sequence[str]]) -> None:
-    bare = [
-        f"{container.prefix}{linear}"
-        for container in containers
-        for linear in LINEARS
-        if linear not in given[container.prefix]
-    ]
+def _say_what_stays(containers: Sequence[_Container], given: Mapping[str, Collection[str]]) -> None:
+    said = []
+    of_inputs = {one.prefix: one.inputs.ours or one.inputs.theirs for one in containers}
+    for what, found in (("amaxes", given), ("input amaxes", of_inputs)):
+        bare = [
+            f"{container.prefix}{linear}"
+            for container in containers
+            for linear in LINEARS
+            if linear not in found[container.prefix]
+        ]
+        if bare and any(found.values()):
+            said.append(f"no {what} of {_listed(bare)}")
     others = [key for container in containers for key in container.others]
-    said = [f"no amaxes of {_listed(bare)}"] if bare else []
     said += [f"{len(others)} other states of quantizers stay: {_listed(others)}"] if others else []
     if said:
         warnings.warn(f"amaxes of experts: {'; '.join(said)}", stacklevel=3)

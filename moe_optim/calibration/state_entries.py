@@ -63,7 +63,7 @@ class AmaxPlace:
         return cls(
             num_experts=num_experts,
             place=(len(sharded_offsets), groups.ep.rank(), groups.ep.size()),
-            sharded_offsets=sharded_offsets,
+            sharded_offsets=tuple(sharded_offsets),
             replicas=(groups.ep.rank(), groups.expt_tp.rank(), groups.expt_dp.rank()),
             is_cut=groups.expt_tp.size() > 1,
         )

@@ -293,7 +293,9 @@ def _refused() -> dict[str, str]:
     assert amaxes_of(module)["linear_fc1"].shape == (EXPERTS // 2, 1, 1)
     with pytest.raises(ConfigError, match=r"axis: expected 0 or \(0,\) .* or None .*, got 1"):
         moe_optim.calibrate([module], axis=1)
-    with pytest.raises(ConfigError, match=r"axis: expected the same on every .* 0 on rank 0 and None"):
+    with pytest.raises(
+        ConfigError, match=r"axis: expected the same on every .* 0 on rank 0 and None"
+    ):
         moe_optim.calibrate([module], axis=None if dist.get_rank() else 0)
     with pytest.raises(LayoutError, match="expected MoE layers with grouped experts, got none"):
         moe_optim.calibrate([torch.nn.Linear(2, 2)])

@@ -64,7 +64,8 @@ def test_the_way_back_gives_the_same_bits(form, with_weights):
     """Of several layers among other entries, which are the same objects; the input stays as it is,
     and no result shares its memory."""
     others = {
-        "decoder.layers.0.mlp.experts.linear_fc1.input_quantizer._amax": torch.ones(()),
+        "decoder.layers.0.mlp.experts.linear_fc1.output_quantizer._amax": torch.ones(()),
+        "decoder.layers.0.mlp.linear_fc1.input_quantizer._amax": torch.ones(()),
         "decoder.layers.0.mlp.shared_experts.linear_fc1.weight_quantizer._amax": torch.ones(5, 1),
         "decoder.layers.0.mlp.linear_fc1.weight_quantizer._amax": torch.ones(()),
         "decoder.layers.0.self_attention.linear_qkv.weight_quantizer._amax": torch.ones(7, 1),
@@ -96,6 +97,91 @@ def test_one_amax_of_all_experts_is_the_scalar_of_one_quantizer(form):
     assert_same_tensors(amaxes_from_modelopt(theirs), state, what=form)
     theirs["linear_fc1.weight_quantizer._amax"] = torch.full((1,), 3.0)  # as it lies in files
     assert_same_tensors(amaxes_from_modelopt(theirs), state, what=form)
+
+
+def test_equal_amaxes_are_the_scalar_of_one_quantizer_over_all_experts():
+    """As ``calibrate(axis="rank")`` finds them; where they differ, no scalar is right."""
+    state = ours()
+    for i in (1, 2):
+        state[f"linear_fc{i}.calibrated_amax"] = torch.full((3, 1, 1), 3.0 * i)
+    theirs = amaxes_to_modelopt(state, "scalar")
+    amaxes = [theirs[f"linear_fc{i}.weight_quantizer._amax"] for i in (1, 2)]
+    assert amaxes == [torch.tensor(3.0), torch.tensor(6.0)] and not amaxes[0].shape
+    with pytest.raises(
+        LayoutError, match="fc1.calibrated_amax: expected equal amaxes for linear_fc1"
+    ):
+        amaxes_to_modelopt(ours(), "scalar")
+
+
+def inputs_of(prefix=""):
+    return {
+        f"{prefix}linear_fc{i}.calibrated_input_amax": torch.full((1, 1, 1), i + 2**-20)
+        for i in (1, 2)
+    }
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_the_amax_of_inputs_is_that_of_every_input_quantizer(form, with_weights):
+    """Of one of a linear, or of one in each expert; the same bits both ways."""
+    state = ours(LAYERS[0], weights=with_weights) | inputs_of(LAYERS[0])
+    theirs = amaxes_to_modelopt(state, form)
+    for i in (1, 2):
+        experts = [f"local_experts.{e}." for e in range(3)] if form == "sequential" else [""]
+        found = {key: value for key, value in theirs.items() if f"fc{i}.input_quantizer" in key}
+        assert list(found) == [f"{LAYERS[0]}{e}linear_fc{i}.input_quantizer._amax" for e in experts]
+        for value in found.values():
+            assert_bytes_equal(value, torch.tensor(i + 2**-20), what=form)
+    back = amaxes_from_modelopt(theirs)
+    assert list(back) == list(state)
+    assert_same_tensors(back, state, what=form)
+
+
+def test_inputs_of_experts_have_the_largest_of_their_amaxes():
+    """Each expert of a ``SequentialMLP`` has its own; any shape and dtype of one value will do. Of
+    weights without amaxes, they are converted alone."""
+    weights = {key: value for key, value in ours().items() if key.endswith("weight")}
+    theirs = {
+        **weights,
+        "local_experts.1.linear_fc1.input_quantizer._amax": torch.tensor([2.0]),
+        "local_experts.0.linear_fc1.input_quantizer._amax": torch.tensor(4.5).bfloat16(),
+        "linear_fc2.input_quantizer._amax": torch.ones(1, 1),
+    }
+    want = {"linear_fc1.calibrated_input_amax": 4.5, "linear_fc2.calibrated_input_amax": 1.0}
+    back = amaxes_from_modelopt(theirs)
+    assert back.keys() == weights.keys() | want.keys()
+    for key, value in want.items():
+        assert_bytes_equal(back[key], torch.full((1, 1, 1), value), what=key)
+
+
+BAD_INPUTS = {
+    "channels": (torch.ones(4), "expected one floating-point amax of all inputs, got [4]"),
+    "no tensor": (3.0, "expected one floating-point amax of all inputs, got float"),
+    "NaN": (torch.tensor(torch.nan), "expected a finite magnitude, got nan"),
+    "a sign": (torch.tensor(-1.0), "expected a finite magnitude, got -1.0"),
+}
+
+
+@pytest.mark.parametrize(("value", "says"), BAD_INPUTS.values(), ids=BAD_INPUTS.keys())
+def test_other_amaxes_of_inputs_are_refused(value, says):
+    for key, convert, state in (
+        ("linear_fc1.calibrated_input_amax", amaxes_to_modelopt, ours()),
+        ("linear_fc1.input_quantizer._amax", amaxes_from_modelopt, amaxes_to_modelopt(ours())),
+    ):
+        with pytest.raises(LayoutError, match="Nothing was converted") as caught:
+            convert(state | {key: value})
+        assert f"{key}: {says}" in str(caught.value)
+
+
+def test_amaxes_of_inputs_under_both_keys_or_of_unknown_experts_are_refused():
+    doubled = inputs_of() | {"linear_fc2.input_quantizer._amax": torch.ones(())}
+    for convert in (amaxes_to_modelopt, amaxes_from_modelopt):
+        with pytest.raises(
+            LayoutError, match="fc2.calibrated_input_amax: expected one amax, got also"
+        ):
+            convert(doubled)
+    with pytest.raises(LayoutError, match="expected weights or amaxes of each expert beside it"):
+        amaxes_to_modelopt(inputs_of(), "sequential")
 
 
 def test_narrow_dtypes_become_fp32_and_shapes_ours():

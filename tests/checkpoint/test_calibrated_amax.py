@@ -23,8 +23,20 @@ from tests.support.training import Record, pretrain
 
 PREFIX = "layer."
 BF16 = KINDS[0]
-CASES = [*((kind, 0) for kind in KINDS[::2]), (BF16, None), (KINDS[-1], None)]
+CASES: list[tuple[Kind, Any]] = [
+    *((kind, 0) for kind in KINDS[::2]),
+    *((kind, None) for kind in (BF16, KINDS[-1])),
+    *((kind, "rank") for kind in (BF16, KINDS[-1])),
+]
 """Kind of experts, and the axis they are calibrated with."""
+
+
+def want_stored(kind: Kind, axis: Any, name: str) -> torch.Tensor:
+    """Return what two ranks of two experts save."""
+    want = want_amax(kind, whole_weights(name)).view(-1, 1, 1)
+    if axis == "rank":
+        return want.unflatten(0, (2, 2)).amax(1).repeat_interleave(2, 0)
+    return want if axis == 0 else want.amax().view(1, 1, 1)
 
 
 def _load(module: Any, folder: Path) -> Any:
@@ -45,6 +57,9 @@ def _save_on_two_ranks(folder: Path) -> None:
     for kind, axis in CASES:
         module = make(kind, 2)
         moe_optim.calibrate([module], axis=axis)
+        if axis == "rank":  # or a scalar a rank, as ModelOpt's axis None gives
+            of_rank = moe_optim.calibrated_amax(module.linear_fc2)[0]
+            moe_optim.set_calibrated_amax(module.linear_fc2, of_rank)
         save_module(module, folder / f"{kind} {axis}", PREFIX)
 
 
@@ -78,17 +93,17 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_amax_an_expert_survives_two_four_and_two_ranks(of_two: Path):
     """Two experts on each of two ranks, one on each of four in the other layout of weights, and two
     again: always those that the first two ranks had calibrated, also where weights quantize anew.
-    One amax of all experts is the same everywhere."""
+    One amax of all experts is the same everywhere; one of a rank's experts stays with each."""
     journey = (4, _load_on_four_ranks), (2, _load_on_two_ranks)
     for size, load in journey:
         ranks = run_ranks(size, load, of_two)
         for (kind, axis), *found in zip(CASES, *ranks, strict=True):
             for name in calibrating.LINEARS:
-                want = want_amax(kind, whole_weights(name)).view(-1, 1, 1)
+                want = want_stored(kind, axis, name)
                 amaxes = [amax[name] for amax in found]
                 if axis is None:
                     for amax in amaxes:
-                        assert torch.equal(amax, want.amax().expand_as(amax)), f"{kind} {name}"
+                        assert torch.equal(amax, want.expand_as(amax)), f"{kind} {name}"
                 else:
                     assert_bytes_equal(torch.cat(amaxes), want, what=f"{kind} {name}")
 
@@ -100,9 +115,7 @@ def test_entries_lie_under_global_expert_ids(of_two: Path):
         keys = {f"{PREFIX}experts.{name}.calibrated_amax": name for name in calibrating.LINEARS}
         assert saved.keys() == keys.keys()
         for key, name in keys.items():
-            want = want_amax(kind, whole_weights(name)).view(-1, 1, 1)
-            want = want if axis == 0 else want.amax().view(1, 1, 1)
-            assert_bytes_equal(saved[key], want, what=key)
+            assert_bytes_equal(saved[key], want_stored(kind, axis, name), what=key)
 
 
 def _without(folder: Path) -> None:
@@ -153,6 +166,150 @@ def make_alone(kind: Kind) -> Any:
 def test_weights_that_come_without_amaxes_leave_none(tmp_path: Path):
     """Models without a calibration save nothing, and ask for what there is."""
     run_ranks(1, _without, tmp_path)
+
+
+# Models of which only some layers, or one linear of a layer, are calibrated
+
+SELECTED = ["*layers.[13].*linear_fc1", "*layers.2.*"]
+"""Of four layers of both linears."""
+
+
+def _gpt(sizes: dict[str, int], stages: int = 1) -> list[Any]:
+    """Return the chunks of a rank of a model of four layers, two a stage."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    import moe_optim
+
+    experts.start_ranks(**sizes)
+    moe_optim.uninstall()
+    moe_optim.install(MoEOptimConfig(format="bf16"))
+    model_parallel_cuda_manual_seed(1)
+    options = {name: n for name, n in sizes.items() if name != "expert_tensor_parallel_size"}
+    config = experts.make_config(
+        num_layers=4, num_moe_experts=calibrating.EXPERTS, pipeline_dtype=torch.bfloat16, **options
+    )
+    spec = get_gpt_layer_local_spec(num_experts=calibrating.EXPERTS, moe_grouped_gemm=True)
+    stage, chunks = parallel_state.get_pipeline_model_parallel_rank(), []
+    for number in range(stages):
+        ends = {
+            "pre_process": stage == number == 0,
+            "post_process": stage == sizes.get("pipeline_model_parallel_size", 1) - 1
+            and number == stages - 1,
+        }
+        if stages > 1:
+            ends["vp_stage"] = number
+        chunks.append(GPTModel(config, spec, 128, 32, **ends).bfloat16())
+    return chunks
+
+
+def _linears_of(chunks: list[Any]) -> dict[str, Any]:
+    """Return the linears of experts by layer, as in checkpoints, and name."""
+    return {
+        f"{module.layer_number - 1}.{name}": module.mlp.experts.get_submodule(name)
+        for chunk in chunks
+        for module in chunk.decoder.layers
+        for name in calibrating.LINEARS
+    }
+
+
+def _held(chunks: list[Any]) -> dict[str, tuple[Any, Any]]:
+    from moe_optim import calibrated_amax, calibrated_input_amax
+
+    linears = _linears_of(chunks)
+    return {n: (calibrated_amax(one), calibrated_input_amax(one)) for n, one in linears.items()}
+
+
+def _save_partly(folder: Path) -> dict[str, tuple[Any, Any]]:
+    from megatron.core import dist_checkpointing
+
+    import moe_optim
+
+    sizes = {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+    }
+    chunks = _gpt(sizes, stages=2)
+    with pytest.raises(
+        ConfigError, match=r"got '\*layers.7\*'. Match .*: decoder.layers.0.mlp.exp"
+    ):
+        moe_optim.calibrate(chunks, quant_cfg=["*layers.7*"])
+    moe_optim.calibrate(chunks)
+    moe_optim.calibrate(chunks, quant_cfg=SELECTED)
+    linears = _linears_of(chunks)
+    if "2.linear_fc2" in linears:
+        moe_optim.set_calibrated_input_amax(linears["2.linear_fc2"], torch.tensor(5.5))
+    if "1.linear_fc1" in linears:  # one of all experts beside layers of one an expert
+        moe_optim.set_calibrated_amax(linears["1.linear_fc1"], torch.tensor(7.0))
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir()
+    torch.distributed.barrier()
+    state = {f"model{n}": chunk.sharded_state_dict() for n, chunk in enumerate(chunks)}
+    dist_checkpointing.save(state, str(folder))
+    return _held(chunks)
+
+
+def _load_partly(folder: Path) -> dict[str, tuple[Any, Any]]:
+    """Load into a model that is calibrated as a whole, and save and load that once more."""
+    from megatron.core import dist_checkpointing
+
+    import moe_optim
+
+    (gpt,) = _gpt({"expert_model_parallel_size": 2})
+    tokens = torch.arange(32).view(1, 32)
+    mask = torch.ones(1, 1, 32, 32).triu(1).bool()
+    for source in (folder, folder.with_name("again")):
+        moe_optim.calibrate([gpt], forward_loop=lambda model: model(tokens, tokens, mask))
+        assert all(None not in held for held in _held([gpt]).values())
+        gpt.load_state_dict(dist_checkpointing.load(gpt.sharded_state_dict(), str(source)))
+        held = _held([gpt])
+        for name, linear in _linears_of([gpt]).items():
+            weights, inputs = held[name]
+            assert (inputs is not None) == (name == "2.linear_fc2")
+            if weights is not None:
+                want = amax_of(linear.weight).view(-1, 1, 1)
+                want = torch.full_like(want, 7) if name == "1.linear_fc1" else want
+                assert_bytes_equal(weights, want, what=f"{source.name} {name}")
+        if source == folder:
+            again = folder.with_name("again")
+            if torch.distributed.get_rank() == 0:
+                again.mkdir()
+            torch.distributed.barrier()
+            dist_checkpointing.save(gpt.sharded_state_dict(), str(again))
+    differing = torch.tensor(1.0 + torch.distributed.get_rank())
+    moe_optim.set_calibrated_input_amax(_linears_of([gpt])["0.linear_fc1"], differing)
+    with pytest.raises(
+        LayoutError, match=r"input_amax: expected one amax on .* got \['1.0', '2.0'"
+    ):
+        dist_checkpointing.save(gpt.sharded_state_dict(), str(folder.with_name("no")))
+    return held
+
+
+def test_linears_without_amaxes_among_calibrated_ones_are_saved_and_loaded_as_such(tmp_path: Path):
+    """Selected by global layer numbers on the stages of a virtual pipeline; loaded with experts
+    over ranks, where each linear has the amaxes of its weights, or none."""
+    stages = run_ranks(2, _save_partly, tmp_path / "saved")
+    saved = {name: held for stage in stages for name, held in stage.items()}
+    want = {"1.linear_fc1", "2.linear_fc1", "2.linear_fc2", "3.linear_fc1"}
+    assert len(saved) == 8 and all(len(stage) == 4 for stage in stages)
+    assert {name for name, (weights, _) in saved.items() if weights is not None} == want
+    key = "decoder.layers.mlp.experts.experts.linear_fc{}.calibrated_amax"
+    stored = saved_amaxes(tmp_path / "saved", "amax")
+    assert stored[key.format(1)].isnan().flatten(1).all(1).tolist() == [True, False, False, False]
+    assert stored[key.format(2)].isnan().flatten(1).all(1).tolist() == [True, True, False, True]
+    ranks = run_ranks(2, _load_partly, tmp_path / "saved")
+    for name, (weights, inputs) in saved.items():
+        parts = [rank[name] for rank in ranks]
+        if weights is None:
+            assert [part[0] for part in parts] == [None, None]
+        else:
+            amaxes = torch.cat([part[0] for part in parts])
+            assert_bytes_equal(amaxes, weights.expand_as(amaxes), what=name)
+        for _, part in parts:
+            assert (part is None) == (inputs is None)
+            assert part is None or part.tolist() == [[[5.5]]]
 
 
 # The case that users described, in Megatron's own loop
