@@ -196,8 +196,8 @@ def test_narrow_dtypes_become_fp32_and_shapes_ours():
 
 def test_conversions_of_layouts_leave_amaxes_as_they_are():
     """They are of experts, whatever these are called."""
-    state = ours(LAYERS[0])
-    amaxes = {key: value for key, value in state.items() if key.endswith("calibrated_amax")}
+    state = ours(LAYERS[0]) | inputs_of(LAYERS[0])
+    amaxes = {key: value for key, value in state.items() if key.endswith("_amax")}
     for layout in ("indexed", "sequential", "hf_per_expert"):
         converted = convert_state_dict(state, layout)
         assert all(converted[key] is value for key, value in amaxes.items())

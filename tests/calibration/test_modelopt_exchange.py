@@ -60,6 +60,8 @@ class Quantized(torch.nn.Module):
                 linear.weight_quantizer = GroupedQuantizer(*quantizers)
             else:
                 linear.weight_quantizer = TensorQuantizer(config)
+            linear.input_quantizer = TensorQuantizer(QuantizerAttributeConfig(num_bits=8))
+            linear.input_quantizer.amax = torch.tensor(2.5)
             self.add_module(name, linear)
 
     def calibrate(self, weights: dict[str, torch.Tensor]) -> "Quantized":
@@ -143,6 +145,9 @@ def _exchange() -> None:
             for module in (ours, loaded):
                 got = moe_optim.calibrated_amax(module.get_submodule(name))
                 assert_bytes_equal(got, amax.view(-1, 1, 1), what=f"{form} {name}")
+            got = moe_optim.calibrated_input_amax(loaded.get_submodule(name))
+            assert_bytes_equal(got, torch.full((1, 1, 1), 2.5), what=f"{form} inputs of {name}")
+            moe_optim.set_calibrated_input_amax(ours.get_submodule(name), torch.tensor(3.5))
         # what is found here loads there, where other weights had been calibrated
         back = amaxes_to_modelopt(
             with_prefix(ours.state_dict()), "indexed" if form == "indexed" else "grouped"
@@ -162,14 +167,23 @@ def test_quantizers_of_modelopt_and_our_linears_exchange_amaxes():
     run_ranks(1, _exchange)
 
 
+def _run(module: torch.nn.Module) -> None:
+    """Send tokens through experts, of which the last one alone gets the largest."""
+    tokens = torch.randn(9, experts.HIDDEN, generator=torch.Generator().manual_seed(4))
+    tokens[-1, 3] = -11.0
+    module(tokens.bfloat16(), torch.tensor([4, 3, 2]), torch.linspace(0.5, 1, 9))
+
+
 def _quantize(module: torch.nn.Module) -> torch.nn.Module:
-    """Have ModelOpt put quantizers into Megatron's experts, and calibrate their weights."""
+    """Have ModelOpt put quantizers into Megatron's experts, and calibrate weights and inputs."""
     import modelopt.torch.quantization as mtq
 
-    return mtq.quantize(module, mtq.FP8_DEFAULT_CFG, forward_loop=None)
+    return mtq.quantize(module, mtq.FP8_DEFAULT_CFG, forward_loop=_run)
 
 
 def _exchange_sequential() -> None:
+    import modelopt.torch.quantization as mtq
+
     import moe_optim
 
     experts.start_ranks()
@@ -183,24 +197,31 @@ def _exchange_sequential() -> None:
     assert any(key.endswith("local_experts.0.linear_fc1.weight_quantizer._amax") for key in theirs)
     ours = experts.make_ours(config)
     ours.load_state_dict(without_prefix(amaxes_from_modelopt(with_prefix(theirs))), strict=True)
+    own = experts.make_ours(config)
+    own.load_state_dict(ours.state_dict())
+    moe_optim.calibrate([own], quant_cfg=mtq.FP8_DEFAULT_CFG["quant_cfg"], forward_loop=_run)
     for name, values in weights.items():
         linear = ours.get_submodule(name)
         assert_bytes_equal(linear.weight, values, what=name)
         got = moe_optim.calibrated_amax(linear)
         assert_bytes_equal(got, amax_of(values).view(-1, 1, 1), what=f"amax of {name}")
+        of_inputs = moe_optim.calibrated_input_amax(own.get_submodule(name))
+        assert_bytes_equal(moe_optim.calibrated_input_amax(linear), of_inputs, what=f"in {name}")
         linear.calibrated_amax.mul_(2)
+        linear.calibrated_input_amax.mul_(2)
     state = convert_state_dict(with_prefix(ours.state_dict()), "sequential")
     back = without_prefix(amaxes_to_modelopt(state, "sequential"))
     missing, unexpected = stock.load_state_dict(back, strict=False)
     assert not unexpected and all("_extra_state" in key for key in missing)
     for key, value in stock.state_dict().items():
-        if key.endswith("weight_quantizer._amax"):
+        if key.endswith(("weight_quantizer._amax", "input_quantizer._amax")):
             assert torch.equal(value, 2 * theirs[key]), key
             assert_bytes_equal(value.float(), back[key], what=key)
 
 
 def test_megatrons_sequential_experts_under_modelopt_load_here_and_back():
-    """Weights and amaxes in one state dict; doubled here, they arrive there."""
+    """Weights and amaxes in one state dict; doubled here, they arrive there. What ModelOpt finds of
+    inputs is found here, too, by the same configuration and loop."""
     run_ranks(1, _exchange_sequential)
 
 

@@ -26,8 +26,12 @@ if TYPE_CHECKING:
     from moe_optim.experts.keys.layouts import ExpertSet
 
 INCOMPLETE = 1
-_AMAX = re.compile(r"(?P<linear>linear_fc[12])\.(?P<kind>weight_amax|calibrated_amax)$")
-_AMAX_KINDS = {"weight_amax": "recorded", "calibrated_amax": "calibrated"}
+_AMAX_KINDS = {
+    "weight_amax": "recorded",
+    "calibrated_amax": "calibrated",
+    "calibrated_input_amax": "input",
+}
+_AMAX = re.compile(rf"(?P<linear>linear_fc[12])\.(?P<kind>{'|'.join(_AMAX_KINDS)})$")
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """Dtype -> abbreviation in the table."""
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
@@ -177,7 +181,7 @@ def _foreign_objects(view: "LayerView") -> dict[str, str]:
 def _amaxes(view: "LayerView") -> list[Report]:
     """Summarize the amaxes of the experts of all layers; reads a few bytes for each.
 
-    ``none`` counts experts without an amax, whose weights are not quantized.
+    ``experts`` counts experts, or layers for amaxes of inputs; ``none`` those of them without one.
     """
     values: dict[tuple[str, str], list[float]] = {}
     for key in view.tensors:
@@ -286,7 +290,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     for one in report["amaxes"]:
         range_ = f", {one['least']:.4g} to {one['largest']:.4g}" if one["least"] is not None else ""
         none = f", {one['none']:,} without one" if one["none"] else ""
-        yield f"{one['kind']} amaxes", f"{one['linear']}, {one['experts']:,} experts{range_}{none}"
+        unit = "layers" if one["kind"] == "input" else "experts"
+        yield f"{one['kind']} amaxes", f"{one['linear']}, {one['experts']:,} {unit}{range_}{none}"
     rows = report["glu_interleave"]
     said = {None: "not recorded", 0: "none: gate rows first"}.get(rows, f"blocks of {rows} rows")
     yield "GLU interleave", said

@@ -95,16 +95,18 @@ def test_amaxes_are_shown_with_their_range(inspect, tmp_path):
     recorded = torch.tensor([0.25, 4.0, torch.nan, 1.0]).view(4, 1, 1)
     amaxes = {key.format(layer, 1, "weight_amax"): recorded * (layer + 1) for layer in range(2)}
     amaxes[key.format(0, 2, "calibrated_amax")] = torch.full((1, 1, 1), 0.5)
+    amaxes[key.format(0, 2, "calibrated_input_amax")] = torch.full((1, 1, 1), 9.0)
     folder = write_torch_dist(tmp_path / "c", stored_tensors() | amaxes)
     code, out, _ = inspect(folder)
     assert code == 0
     said = [line.rstrip() for line in out.splitlines() if " amaxes " in line]
     assert said == [
         "calibrated amaxes linear_fc2, 1 experts, 0.5 to 0.5",
+        "input amaxes      linear_fc2, 1 layers, 9 to 9",
         "recorded amaxes   linear_fc1, 8 experts, 0.25 to 8, 2 without one",
     ]
     report = json.loads(inspect(folder, "--json")[1])
-    assert report["amaxes"][1] == {
+    assert report["amaxes"][2] == {
         "kind": "recorded",
         "linear": "linear_fc1",
         "experts": 8,
