@@ -157,5 +157,5 @@ def _require_inputs(found: Sequence[FoundAmax]) -> None:
         raise LayoutError(
             "calibrate: forward_loop: expected inputs of every selected linear, got none on any "
             f"rank for {', '.join(unseen)}. Run the whole model on some tokens, without "
-            "torch.compile, CUDA graphs and Transformer Engine's op fuser, which pass hooks by."
+            "torch.compile, CUDA graphs and Transformer Engine's op fuser, which call no hooks."
         )

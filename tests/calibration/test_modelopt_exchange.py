@@ -155,6 +155,7 @@ def _exchange() -> None:
         back = without_prefix({key: v for key, v in back.items() if key.endswith("_amax")})
         receiving = Quantized(form).calibrate(others)
         receiving.load_state_dict(back, strict=True)
+        assert receiving.linear_fc1.input_quantizer.amax == 3.5
         quantized, expected = receiving.quantize(weights), theirs.quantize(weights)
         for name, values in expected.items():
             assert_bytes_equal(quantized[name], values, what=f"{form} {name} quantized")
