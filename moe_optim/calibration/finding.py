@@ -59,10 +59,11 @@ def find_input_amaxes(
         NonFiniteError: an input is NaN or Inf; on all ranks.
         LayoutError: a linear got no input on any rank; on all ranks.
     """
-    found = [
-        FoundAmax(linear=linear, amax=torch.full((1,), _NONE, device=linear.weights()[0].device))
-        for linear in linears
-    ]
+    found = []
+    for linear in linears:
+        device = linear.weights()[0].device
+        amax = torch.full((1,), _NONE, dtype=torch.float32, device=device)
+        found.append(FoundAmax(linear=linear, amax=amax))
     agree(lambda: _run(chunks, found, forward_loop), None)
     agree(lambda: _require_finite_inputs(found), None)
     _reduce(found, "ep", "expt_tp", "expt_dp")

@@ -59,6 +59,8 @@ class InputAmaxes:
         for linear, key in self.ours.items():
             amax, new_faults = _read(state, [key])
             faults += new_faults
+            if amax is None:
+                continue
             keys = [
                 self.prefix + template.replace("{linear}", linear).replace("{expert}", str(e))
                 for e in experts
@@ -77,7 +79,8 @@ class InputAmaxes:
         for linear, keys in self.theirs.items():
             amax, new_faults = _read(state, keys)
             faults += new_faults
-            renamed[keys[0]] = {f"{self.prefix}{linear}.{CALIBRATED_INPUT_AMAX}": amax}
+            if amax is not None:
+                renamed[keys[0]] = {f"{self.prefix}{linear}.{CALIBRATED_INPUT_AMAX}": amax}
         return renamed, faults
 
     def _doubled(self) -> list[str]:
@@ -87,8 +90,8 @@ class InputAmaxes:
         ]
 
 
-def _read(state: Mapping[str, Any], keys: Sequence[str]) -> tuple[Tensor, list[str]]:
-    """Return the largest amax under some keys, [1, 1, 1] fp32, and all faults."""
+def _read(state: Mapping[str, Any], keys: Sequence[str]) -> tuple[Tensor | None, list[str]]:
+    """Return the largest amax under some keys, [1, 1, 1] fp32, or None and all faults."""
     amaxes, faults = [], []
     for key in keys:
         value = state[key]
@@ -99,5 +102,4 @@ def _read(state: Mapping[str, Any], keys: Sequence[str]) -> tuple[Tensor, list[s
             faults.append(f"{key}: expected a finite magnitude, got {value.item()}")
         else:
             amaxes.append(as_buffer(value))
-    largest = torch.stack(amaxes).amax(0) if amaxes else torch.zeros(1, 1, 1)
-    return largest, faults
+    return (None if faults else torch.stack(amaxes).amax(0)), faults

@@ -177,7 +177,8 @@ def calibrated_entry(linear: Module, key: str, place: AmaxPlace) -> CalibratedEn
     is_of_inputs = key.endswith(CALIBRATED_INPUT_AMAX)
     amax = (calibrated_input_amax if is_of_inputs else calibrated_amax)(linear)
     if amax is None:
-        values = torch.empty(1 if is_of_inputs else place.num_experts, 1, 1, device="cpu")
+        count = 1 if is_of_inputs else place.num_experts
+        values = torch.full((count, 1, 1), torch.nan, dtype=torch.float32, device="cpu")
     else:
         values = amax.clone()
     per_expert = not is_of_inputs and len(values) == place.num_experts
@@ -226,9 +227,9 @@ def complete_amaxes(state: Any) -> None:
     def complete(one: Any) -> Any:
         if not isinstance(one, CalibratedEntry) or one.key not in per_expert:
             return one
-        values = torch.tensor(torch.nan) if isinstance(one, _Uncalibrated) else one.data
+        assert one.data is not None
         count = one.amax_place.num_experts if per_expert[one.key] else 1
-        values = values.expand(count, 1, 1).contiguous()
+        values = one.data[:count].expand(count, 1, 1).contiguous()
         return one.amax_place.entry(one.key, values, per_expert=per_expert[one.key])
 
     dict_list_map_inplace(complete, state)
