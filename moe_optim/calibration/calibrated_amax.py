@@ -55,7 +55,9 @@ def hold_calibrated_amax(
     linear: Module, amax: Tensor | None, buffer: str = CALIBRATED_AMAX
 ) -> None:
     """Set calibrated amaxes of a linear, kept by reference; None removes them."""
-    base_of(linear).register_buffer(buffer, amax)
+    base = base_of(linear)
+    if amax is not None or buffer in base._buffers:
+        base.register_buffer(buffer, amax)
 
 
 def take_off_amaxes(linear: Module) -> dict[str, Tensor]:

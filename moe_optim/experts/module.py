@@ -192,8 +192,8 @@ class GroupedExperts(MegatronModule):
         Keys are ``{prefix}experts.linear_fcN.weight`` of global shape [experts, R, C], and
         ``.bias`` of [experts, R]; saved values are bf16. Each linear also has an empty
         ``_extra_state`` per expert, as Megatron's linears have; ``.weight_amax``, [experts, 1, 1]
-        fp32, if amaxes are recorded; ``.calibrated_amax`` if calibrated; and states of its adapter
-        under ``.adapter.``. No rank communicates.
+        fp32, if amaxes are recorded; ``.calibrated_amax`` and ``.calibrated_input_amax`` if
+        calibrated; and states of its adapter under ``.adapter.``. No rank communicates.
 
         Raises:
             ConfigError: ``singleton_local_shards``, one key per expert.

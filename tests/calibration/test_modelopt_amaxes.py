@@ -342,6 +342,15 @@ def test_a_model_quantized_in_part_keeps_that_part_and_the_rest_is_named(form, w
     assert_same_tensors(back, state, what=form)
 
 
+def test_linears_without_amaxes_of_inputs_beside_others_are_named():
+    state = ours(LAYERS[0]) | inputs_of(LAYERS[0]) | ours(LAYERS[1])
+    bare = f"no input amaxes of {LAYERS[1]}linear_fc1, {LAYERS[1]}linear_fc2$"
+    with pytest.warns(UserWarning, match=bare):
+        theirs = amaxes_to_modelopt(state)
+    with pytest.warns(UserWarning, match=bare):
+        assert_same_tensors(amaxes_from_modelopt(theirs), state, what="inputs of a layer")
+
+
 def test_a_model_quantized_as_a_whole_is_converted_without_a_word():
     with warnings.catch_warnings(action="error"):
         amaxes_from_modelopt(amaxes_to_modelopt(ours(LAYERS[0]) | ours(LAYERS[1])))

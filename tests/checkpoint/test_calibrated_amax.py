@@ -236,6 +236,10 @@ def _save_partly(folder: Path) -> dict[str, tuple[Any, Any]]:
         ConfigError, match=r"got '\*layers.7\*'. Match .*: decoder.layers.0.mlp.exp"
     ):
         moe_optim.calibrate(chunks, quant_cfg=["*layers.7*"])
+    given: list[Any] = []
+    with pytest.raises(LayoutError, match=r"none on any rank for decoder.layers.[01].mlp.experts"):
+        moe_optim.calibrate(chunks, forward_loop=given.append)
+    assert given == [chunks]
     moe_optim.calibrate(chunks)
     moe_optim.calibrate(chunks, quant_cfg=SELECTED)
     linears = _linears_of(chunks)
