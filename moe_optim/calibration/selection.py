@@ -154,7 +154,7 @@ def _read_rules(quant_cfg: Any) -> Iterator[_Rule]:
                 raise _of_other_quantizers(where, entry["parent_class"])
             continue
         for pattern, cfg in entry.items():
-            if pattern.startswith("nn."):
+            if str(pattern).startswith("nn."):
                 continue
             switch = {}
             if isinstance(cfg, Mapping):
