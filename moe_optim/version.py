@@ -1,3 +1,3 @@
 """Version of this package; single source."""
 
-VERSION = "0.8.0"
+VERSION = "0.9.0"
