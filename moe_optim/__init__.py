@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from moe_optim.calibration.state_entries import synchronize_amax
     from moe_optim.config import MoEOptimConfig
     from moe_optim.config.recipes import Recipe, load_recipe
+    from moe_optim.experts.adapters import merge_adapters
     from moe_optim.experts.keys.conversion import convert_state_dict
     from moe_optim.formats.gemm_partition import infer_gemm_partition
     from moe_optim.formats.partition import infer_partition
@@ -70,6 +71,7 @@ __all__ = [
     "infer_partition",
     "install",
     "load_recipe",
+    "merge_adapters",
     "quantize",
     "quantize_part",
     "set_calibrated_amax",
@@ -100,6 +102,7 @@ _LAZY = {
     "infer_partition": "moe_optim.formats.partition",
     "install": "moe_optim.integration.installation",
     "load_recipe": "moe_optim.config.recipes",
+    "merge_adapters": "moe_optim.experts.adapters",
     "quantize_part": "moe_optim.parts",
     "set_calibrated_amax": "moe_optim.calibration.calibrate",
     "set_calibrated_input_amax": "moe_optim.calibration.calibrate",

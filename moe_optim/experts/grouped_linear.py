@@ -167,6 +167,11 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         parts += [f"expert_layout={self.expert_layout}", f"bias={bool(self.biases())}"]
         return ", ".join(parts)
 
+    @property
+    def num_gemms(self) -> int:
+        """Number of local experts, by the name of Transformer Engine's linears."""
+        return self.shape[0]
+
     def storages(self) -> list[WeightStorage]:
         """Return the storage of each parameter; empty for bf16 experts."""
         weights = self.weights()
@@ -298,12 +303,16 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
     def _cut(self, stacked: Tensor) -> Sequence[Tensor]:
         return [stacked] if self.expert_layout == "grouped" else stacked.unbind(0)
 
-    def forward(self, tokens: Tensor, ends: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, ends: Tensor | None = None, *, m_splits: Tensor | None = None
+    ) -> Tensor:
         """Multiply each expert's tokens by its weight.
 
         Args:
             tokens: tokens sorted by expert, [T, C] bf16.
             ends: end of each expert's tokens, [E] int32 on the device of ``tokens``.
+            m_splits: number of tokens of each expert, [E] integers on any device, in place of
+                ``ends``; adapters read it under this name.
 
         Returns:
             [T, R] bf16.
@@ -311,6 +320,9 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         Raises:
             StateError: the weights are stale, or have changed since a delayed weight gradient.
         """
+        if m_splits is not None:
+            ends = ends_of(m_splits, tokens)
+        assert ends is not None
         if torch.compiler.is_compiling():
             return compiled_gemm.multiply(tokens, ends, self)
         if self._delayed and self._delayed[0].version != self.version():
@@ -447,6 +459,11 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             and all(isinstance(hook, GradientNote) for hook in hooks)
             and not weight._post_accumulate_grad_hooks
         )
+
+
+def ends_of(counts: Tensor, tokens: Tensor) -> Tensor:
+    """Return the end of each expert's tokens, [E] int32 on the device of ``tokens``."""
+    return counts.to(tokens.device).cumsum(0).to(torch.int32)
 
 
 def _empty_biases(

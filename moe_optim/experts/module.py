@@ -19,7 +19,7 @@ from moe_optim.calibration.state_entries import AmaxPlace, amax_entries
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.experts.activation import activate
-from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.experts.grouped_linear import GroupedLinear, ends_of
 from moe_optim.experts.keys.layouts import LINEARS
 from moe_optim.experts.loading import load_local_experts
 from moe_optim.experts.sharding import (
@@ -33,6 +33,7 @@ from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_config
 from moe_optim.library import as_written
 from moe_optim.rules import Setup, check_setup
+from moe_optim.weights.names import is_wrapper
 from moe_optim.weights.storage import make_portable_storages
 from moe_optim.weights.te.storage import make_te_storages
 
@@ -111,6 +112,8 @@ class GroupedExperts(MegatronModule):
         where = name or "experts"
         self.linear_fc1 = make(2 * ffn, hidden, name=f"{where}.linear_fc1")
         self.linear_fc2 = make(hidden, ffn, name=f"{where}.linear_fc2")
+        for linear in (self.linear_fc1, self.linear_fc2):
+            linear.config = config  # read by Megatron-Bridge, which adapts linears one by one
         self._initialize(keep_for_masters=settings.format != "bf16")
         for shard in list_shards(self):
             shard.describe(config)
@@ -157,20 +160,25 @@ class GroupedExperts(MegatronModule):
         tokens, probs = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
         if self.config.moe_apply_probs_on_input:
             tokens, probs = _scaled(tokens, probs), torch.ones_like(probs)
-        ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
-        fc1: Callable[..., Tensor] = self.linear_fc1
-        fc2: Callable[..., Tensor] = self.linear_fc2
-        if torch.compiler.is_compiling():  # GEMMs call the hooks at every run
-            fc1, fc2 = self.linear_fc1.forward, self.linear_fc2.forward
-        hidden = fc1(tokens, ends)
+        ends = ends_of(tokens_per_expert, tokens)
+        fc1, fc2 = (self._call_of(name, ends, tokens_per_expert) for name in LINEARS)
+        hidden = fc1(tokens)
         if not self.config.add_bias_linear:
-            return fc2(activate(hidden, None, probs, self.config), ends), None
+            return fc2(activate(hidden, None, probs, self.config)), None
         counts = tokens_per_expert.cpu()
         biases = grouped_linear_of(self, "linear_fc1").token_biases(counts, hidden)
         hidden = activate(hidden, biases, probs, self.config)
-        output = fc2(hidden, ends)
+        output = fc2(hidden)
         biases = grouped_linear_of(self, "linear_fc2").token_biases(counts, output, probs.dtype)
         return _add_scaled(output, biases, probs), None
+
+    def _call_of(self, name: str, ends: Tensor, counts: Tensor) -> Callable[[Tensor], Tensor]:
+        linear: Any = getattr(self, name)
+        # compiled GEMMs call the hooks at every run
+        call = linear.forward if torch.compiler.is_compiling() else linear
+        if is_wrapper(linear):  # adapters of each expert count its tokens
+            return partial(call, m_splits=counts)
+        return partial(call, ends=ends)
 
     def backward_dw(self) -> None:
         """Compute the delayed weight gradients of the oldest backward pass, if any.

@@ -10,8 +10,12 @@ from megatron.training.config.instantiate_utils import target_allowlist
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.experts.keys.layouts import LINEARS
+from moe_optim.integration import patches
 from moe_optim.integration.arguments import MUON_NAMES, extend_distributed_optimizer
+from moe_optim.integration.engine import apply_patches, original
 from moe_optim.integration.installation import (
+    HOLDER,
     Optimizer,
     install,
     installed_config,
@@ -54,6 +58,7 @@ class MoEOptimizerConfig(OptimizerConfig):
         extend_distributed_optimizer(self)
         super().__post_init__()
         install(moe_optim_config, optimizer=self._of_matrices())
+        apply_patches(patches.BRIDGE, HOLDER)
 
     def provide(
         self,
@@ -102,6 +107,30 @@ class MoEOptimizerConfig(OptimizerConfig):
         if isinstance(self.moe_optim, MoEOptimConfig):
             return self.moe_optim
         return MoEOptimConfig.from_mapping(self.moe_optim, "optimizer.moe_optim")
+
+
+def get_adapter_attributes_from_linear(m: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what Megatron-Bridge asks of a linear before it adapts it, portable experts too.
+
+    Features are those of whole experts. Adapters of experts leave all communication to the token
+    dispatcher.
+    """
+    target = patches.BRIDGE[0].target
+    if not isinstance(m, GroupedLinear):
+        return original(target)(m, *args, **kwargs)
+    from megatron.bridge.peft.utils import AdapterAttributes
+
+    _, rows, cols = m.shape
+    is_row_parallel = m.name.endswith(LINEARS[1])
+    size = m.config.expert_tensor_parallel_size
+    return AdapterAttributes(
+        input_is_parallel=is_row_parallel,
+        in_features=cols * (size if is_row_parallel else 1),
+        out_features=rows * (1 if is_row_parallel else size),
+        disable_tensor_parallel_comm=False,
+        disable_sequence_parallel_comm=not m.config.sequence_parallel,
+        base_linear_is_parallel=True,
+    )
 
 
 def _interleaved(model_chunks: list[Any]) -> dict[str, GroupedLinear]:

@@ -423,6 +423,21 @@ INSTALLED: tuple[Patch, ...] = (
 )
 """Patches applied by ``install()``."""
 
+BRIDGE: tuple[Patch, ...] = tuple(
+    Patch(
+        id=f"bridge:{module}",
+        target=f"megatron.bridge.peft.{module}:get_adapter_attributes_from_linear",
+        replacement="moe_optim.integration.bridge:get_adapter_attributes_from_linear",
+        fits=in_all_versions("(m, is_expert, pg_collection, sequence_parallel_input_regather)"),
+        because="LoRA refuses linears of classes that Megatron-Bridge does not know",
+        remove_when="Megatron-Bridge asks a linear itself how it is cut",
+        only_if_there=True,
+    )
+    for module in ("lora", "canonical_lora")
+)
+"""Required to adapt portable experts with Megatron-Bridge, whose optimizer configuration applies
+them; not a part of Megatron, and therefore not of ``PATCHES``."""
+
 PATCHES: tuple[Patch, ...] = (
     *(*TRAIN, *SCRIPT, *ADAM, *CPU),
     *(patch for patch in INSTALLED if patch not in ADAM),

@@ -311,8 +311,8 @@ def _require_exportable(linear: ExpertLinear, path: str, config: Any) -> None:
     if linear.is_adapted:
         raise ConfigError(
             f"export_weights: {path}: expected experts without adapters, whose part an engine "
-            "would lack, got some around it. Merge them into the weights first, or export the "
-            "model that they were put around, and the adapters by Megatron-Bridge."
+            "would lack, got some around it. Call moe_optim.merge_adapters(model_chunks) first, or "
+            "export the model that they were put around, and the adapters by Megatron-Bridge."
         )
     if not path.endswith(LINEARS):
         raise LayoutError(

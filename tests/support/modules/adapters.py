@@ -49,8 +49,8 @@ class AdapterWrapper(Module):
         super().__init__()
         self.to_wrap, self.adapter = to_wrap, adapter
 
-    def forward(self, tokens: Tensor, *args: Any) -> Any:
-        output = self.to_wrap(tokens, *args)
+    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output = self.to_wrap(tokens, *args, **kwargs)
         if isinstance(output, tuple):
             return output[0] + self.adapter(tokens), *output[1:]
         return output + self.adapter(tokens)
@@ -78,8 +78,8 @@ class PlainWrapper(Module):
         super().__init__()
         self.to_wrap, self.adapter = to_wrap, adapter
 
-    def forward(self, tokens: Tensor, *args: Any) -> Any:
-        return self.to_wrap(tokens, *args) + self.adapter(tokens)
+    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.to_wrap(tokens, *args, **kwargs) + self.adapter(tokens)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -95,8 +95,8 @@ class Hiding(Module):
         super().__init__()
         self.inner, self.extra = to_wrap, adapter
 
-    def forward(self, tokens: Tensor, *args: Any) -> Any:
-        return self.inner(tokens, *args) + self.extra(tokens)
+    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(tokens, *args, **kwargs) + self.extra(tokens)
 
     def __getattr__(self, name: str) -> Any:
         try:

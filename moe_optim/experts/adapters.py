@@ -1,0 +1,243 @@
+"""LoRA adapters around linears: merged into the weights that they adapt."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Identity, Module
+
+from moe_optim.buckets.bucket_group import gather_weights
+from moe_optim.calibration.calibrated_amax import calibrated_amax, hold_calibrated_amax
+from moe_optim.calibration.linears import ExpertLinear, expert_linears
+from moe_optim.errors import ConfigError, LayoutError, StateError
+from moe_optim.integration.agreement import agree
+from moe_optim.weights.grouped_weight import GroupedWeight
+from moe_optim.weights.managed import storage_of
+from moe_optim.weights.names import ADAPTER, base_of, is_wrapper, unwrapped_name
+from moe_optim.weights.te.fields import is_quantized, read_values, require_memory
+
+_LORA = (
+    "ParallelLinearAdapter",
+    "GroupedExpertLinearAdapter",
+    "SharedOuterGroupedExpertAdapter",
+)
+"""Megatron-Bridge's LoRA adapters: of one pair of matrices, of one pair for each expert, and of
+one matrix for all experts and one for each."""
+_MATRICES = ["linear_in.weight", "linear_out.weight"]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def merge_adapters(model_chunks: Iterable[Module]) -> list[str]:
+    """Add every LoRA adapter to the weight that it adapts, and take the adapter out of the model.
+
+    Megatron-Bridge's adapters of portable experts, of Transformer Engine's grouped linears, and of
+    dense linears with a plain weight are merged: ``weight + alpha / dim * linear_out @ linear_in``,
+    in fp32, rounded once to the dtype of the weight. Quantized weights are dequantized rowwise
+    first; the bf16 result is quantized in their format. The model then has the modules, state and
+    keys that it had before it was adapted, so that it can be saved, exported and calibrated.
+
+    Amaxes that a linear of experts was calibrated to are forgotten, since they are those of other
+    weights. Recorded amaxes become those of the merged values.
+
+    Every rank must call it with all of its chunks. If one rank raises, all do, and nothing is
+    merged. DDP and optimizer keep the parameters of the adapters, which the model no longer reads:
+    do not step them again.
+
+    Args:
+        model_chunks: chunks of this rank's pipeline stage, wrapped by DDP or not.
+
+    Returns:
+        Names of the linears of this rank that had adapters.
+
+    Raises:
+        ConfigError: no list of chunks, an adapter other than LoRA, or experts cut by tensor
+            parallelism.
+        LayoutError: matrices do not fit the weight, or a wrapper other than an adapter hides
+            experts.
+        StateError: an adapter is disabled; or weights are trained beside it, stale, offloaded, or
+            of another format than the installed one.
+    """
+    chunks: list[Module] = agree(lambda: _chunks_of(model_chunks), None)
+    found: list[_Adapted] = agree(lambda: [a for chunk in chunks for a in _adapted_in(chunk)], None)
+    for chunk in chunks:
+        gather_weights(chunk)
+    agree(lambda: [one.require_mergeable() for one in found], None)
+    for one in found:
+        one.merge()
+    return [one.name for one in found]
+
+
+def _chunks_of(model_chunks: Any) -> list[Module]:
+    chunks = [] if isinstance(model_chunks, Module) else list(model_chunks)
+    if not chunks or not all(isinstance(chunk, Module) for chunk in chunks):
+        raise ConfigError(
+            "merge_adapters: model_chunks: expected a list of this rank's model chunks, got "
+            f"{type(model_chunks).__name__}. Give what get_model() returned, or [model]."
+        )
+    return chunks
+
+
+def _adapted_in(chunk: Module) -> Iterator["_Adapted"]:
+    experts = {linear.module: linear for linear in expert_linears(chunk)}
+    for path, parent in chunk.named_modules():
+        for child, wrapper in () if is_wrapper(parent) else parent.named_children():
+            if is_wrapper(wrapper):
+                name = unwrapped_name(f"{path}.{child}" if path else child)
+                linear = experts.get(base_of(wrapper))
+                yield _Adapted(name=name, parent=parent, child=child, experts=linear)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Adapted:
+    """A linear behind an adapter."""
+
+    name: str
+    """Path in the chunk, without the names of wrappers."""
+    parent: Module
+    child: str
+    """Name of the wrapper in ``parent``."""
+    experts: ExpertLinear | None
+    """None for a dense linear."""
+
+    @property
+    def _wrapper(self) -> Any:
+        return getattr(self.parent, self.child)
+
+    @property
+    def _adapter(self) -> Any:
+        return self._wrapper.get_submodule(ADAPTER)
+
+    @property
+    def _weights(self) -> list[Any]:
+        """Weights in expert order, of one expert or of all; the only one of a dense linear."""
+        if self.experts is not None:
+            return self.experts.weights()
+        weight = base_of(self._wrapper)._parameters.get("weight")
+        return [] if weight is None else [weight]
+
+    def require_mergeable(self) -> None:
+        where = f"merge_adapters: {self.name}"
+        _require_lora(where, self._adapter)
+        if not getattr(self._wrapper, "_adapter_enabled", True):
+            raise StateError(
+                f"{where}: expected an adapter that adds to the outputs, got a disabled one. Call "
+                "enable_adapter_layers() first, or take the adapter out."
+            )
+        if self.experts is not None and (size := self.experts.groups.expt_tp.size()) > 1:
+            raise ConfigError(
+                f"{where}: expected whole experts, got --expert-tensor-parallel-size {size}, with "
+                "which Megatron-Bridge's adapters of linear_fc2 multiply each rank's parts and do "
+                "not add them up. Save, load with 1, and evaluate before you merge."
+            )
+        if not self._weights:
+            raise LayoutError(
+                f"{where}: expected a linear with a weight, got "
+                f"{type(base_of(self._wrapper)).__name__}. Merge its adapter by Megatron-Bridge."
+            )
+        for weight in self._weights:
+            _require_writable(where, weight)
+        self._require_fitting(where)
+
+    def _require_fitting(self, where: str) -> None:
+        first, second, dim = *self._matrices, self._adapter.dim
+        rows, cols = self._weights[0].shape[-2:]
+        size = _ranks_of(self._adapter)
+        fits = first.shape[-1] == cols and second.shape[-1] == dim
+        fits &= first.shape[-2] in (dim, dim / size) and second.shape[-2] in (rows, rows / size)
+        count = None if self.experts is None else self.experts.num_experts
+        if not fits or any(one.dim() == 3 and len(one) != count for one in (first, second)):
+            raise LayoutError(
+                f"{where}: expected linear_in [{dim}, {cols}] and linear_out [{rows}, {dim}], of "
+                f"all experts or of each of {count or 1}, got {list(first.shape)} and "
+                f"{list(second.shape)}. Adapt the linear of this model."
+            )
+
+    @property
+    def _matrices(self) -> tuple[Tensor, Tensor]:
+        """Rank's parts of A [dim, C] and B [R, dim], or one of each expert with an axis before."""
+        return self._adapter.linear_in.weight, self._adapter.linear_out.weight
+
+    def merge(self) -> None:
+        adapter, (first, second) = self._adapter, self._matrices
+        scale = adapter.alpha / adapter.dim
+        first = _whole(first, adapter.dim, adapter)
+        second = _whole(second, self._weights[0].shape[-2], adapter)
+        expert = 0
+        for weight in self._weights:
+            values = _values_of(weight)
+            merged = torch.empty_like(values)
+            members = [(values, merged)] if values.dim() == 2 else zip(values, merged, strict=True)
+            for before, after in members:
+                a, b = (one[expert] if one.dim() == 3 else one for one in (first, second))
+                after.copy_(before.float() + scale * (b.float() @ a.float()))
+                expert += 1
+            _write(weight, merged)
+        if self.experts is not None and calibrated_amax(self.experts.module) is not None:
+            hold_calibrated_amax(self.experts.module, None)
+        setattr(self.parent, self.child, base_of(self._wrapper))
+
+
+def _require_lora(where: str, adapter: Module) -> None:
+    kinds = {kind.__name__ for kind in type(adapter).__mro__}
+    parameters = sorted(name for name, _ in adapter.named_parameters())
+    is_linear = isinstance(getattr(adapter, "activation", Identity()), Identity)
+    if not kinds & set(_LORA) or parameters != _MATRICES or not is_linear:
+        raise ConfigError(
+            f"{where}: expected one of Megatron-Bridge's LoRA adapters, {', '.join(_LORA)}, with "
+            f"{' and '.join(_MATRICES)} alone, got {type(adapter).__name__} with "
+            f"{', '.join(parameters) or 'no parameters'}. Merge it by what made it."
+        )
+
+
+def _require_writable(where: str, weight: Any) -> None:
+    storage = storage_of(weight)
+    if getattr(weight, "main_grad", None) is not None:
+        raise StateError(
+            f"{where}: expected a frozen weight, got one that DDP and an optimizer train beside "
+            "its adapter. Save, load into a model without them, and merge there."
+        )
+    if storage is not None:
+        storage.require_fresh()
+        return
+    if is_quantized(weight):
+        raise StateError(
+            f"{where}: expected a bf16 weight, or one in the installed format, got "
+            f"{type(weight).__name__}. Call moe_optim.install() before the model is built."
+        )
+    require_memory(where, weight)
+
+
+def _ranks_of(adapter: Any) -> int:
+    group = getattr(adapter, "tp_group", None)
+    return 1 if group is None else int(group.size())
+
+
+def _whole(matrix: Tensor, rows: int, adapter: Any) -> Tensor:
+    """Return a matrix of ``rows``, gathered from tensor-parallel ranks if they have parts."""
+    if matrix.shape[-2] == rows:
+        return matrix
+    parts = [torch.empty_like(matrix) for _ in range(_ranks_of(adapter))]
+    dist.all_gather(parts, matrix.contiguous(), group=adapter.tp_group)
+    return torch.cat(parts, dim=-2)
+
+
+def _values_of(weight: Any) -> Tensor:
+    if isinstance(weight, GroupedWeight):
+        return weight.dequantize()
+    return read_values(weight) if is_quantized(weight) else weight.detach()
+
+
+def _write(weight: Any, merged: Tensor) -> None:
+    storage = storage_of(weight)
+    if storage is None:
+        weight.copy_(merged)
+        return
+    if storage.initial is not None:  # masters may be created from it
+        storage.initial = merged.to(storage.initial.device)
+    if storage.has_moved():
+        storage.take_over()
+    storage.write(merged.view(storage.shape))
