@@ -43,7 +43,11 @@ def states_by_part(state_dict: dict[Any, Any], parts: Sequence[Any]) -> dict[Any
     groups = _groups_of(saved)
     steps = [group["step"] for group in groups if "step" in group]
     have_steps = len(steps) in (0, len(groups))  # stock's Muon counts none
-    if not saved or (len(saved) == len(parts) and in_form and have_steps):
+    of_parts = [part.optimizer.param_groups for part in parts]
+    are_alike = [*map(_distributions, of_parts)] == [
+        _distributions(part["optimizer"]["param_groups"]) for part in saved
+    ]
+    if not saved or (are_alike and in_form and have_steps):
         return state_dict
     groups = [{"step": steps[0], **group} if steps else group for group in groups]
     made = {}
@@ -59,6 +63,11 @@ def states_by_part(state_dict: dict[Any, Any], parts: Sequence[Any]) -> dict[Any
             **{key: value for key, value in held.items() if key == "param_state"},
         }
     return made[0] if len(parts) == 1 else made
+
+
+def _distributions(groups: Sequence[Group]) -> set[bool]:
+    """Return whether groups of one optimizer are of experts with ranks of their own, and others."""
+    return {bool(group.get(_BY_DISTRIBUTION)) for group in groups}
 
 
 def _saved_parts(state_dict: dict[Any, Any]) -> list[dict[Any, Any]]:

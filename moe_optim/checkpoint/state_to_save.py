@@ -7,6 +7,7 @@ import torch
 
 from moe_optim.calibration.state_entries import synchronize_amax
 from moe_optim.integration.engine import original
+from moe_optim.weights.names import BASE, is_wrapper, unwrapped_name
 
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 
@@ -52,11 +53,17 @@ def _saves_states_by_name(args: Any, optimizer: Any, options: dict[str, Any]) ->
 
 
 def _differ_in_frozen(model: list[Any]) -> bool:
-    """Return whether any parameter is frozen in one layer and trained in another, across ranks."""
+    """Return whether any parameter is frozen in one layer and trained in another, across ranks.
+
+    A linear behind an adapter counts as trained in its layer.
+    """
     names: dict[bool, set[str]] = {True: set(), False: set()}
     for chunk in model:
         for name, param in chunk.named_parameters():
-            names[param.requires_grad].add(_LAYER.sub("*", name))
+            names[param.requires_grad].add(_LAYER.sub("*", unwrapped_name(name)))
+        for name, module in chunk.named_modules():
+            if not name.endswith(f".{BASE}"):
+                names[is_wrapper(module)].add(_LAYER.sub("*", unwrapped_name(name)))
     of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(of_ranks, names)
     trained = set().union(*(of_rank[True] for of_rank in of_ranks))

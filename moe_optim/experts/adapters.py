@@ -184,8 +184,10 @@ class _Adapted:
 def _require_lora(where: str, adapter: Module) -> None:
     kinds = {kind.__name__ for kind in type(adapter).__mro__}
     parameters = sorted(name for name, _ in adapter.named_parameters())
-    is_linear = isinstance(getattr(adapter, "activation", Identity()), Identity)
-    if not kinds & set(_LORA) or parameters != _MATRICES or not is_linear:
+    activation = getattr(adapter, "activation", Identity())
+    if not isinstance(activation, Identity):
+        parameters.append(type(activation).__name__)
+    if not kinds & set(_LORA) or parameters != _MATRICES:
         raise ConfigError(
             f"{where}: expected one of Megatron-Bridge's LoRA adapters, {', '.join(_LORA)}, with "
             f"{' and '.join(_MATRICES)} alone, got {type(adapter).__name__} with "

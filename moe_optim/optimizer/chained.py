@@ -249,7 +249,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             NonFiniteError: the last step of a CUDA graph found non-finite gradients.
         """
         self._hear_of_last_step()
-        state = super().sharded_state_dict(*args, **kwargs)
+        with self._without_stubs():
+            state = super().sharded_state_dict(*args, **kwargs)
         is_by_name = (kwargs.get("metadata") or {}).get(SHARDING_TYPE) == BY_NAME
         is_loading = kwargs.get("is_loading", len(args) > 1 and args[1])
         return as_layer_wise(state) if is_by_name and not is_loading else state
@@ -257,7 +258,17 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     def state_dict(self) -> Any:
         """Return groups with step counts. Every rank must call it; raises as the above."""
         self._hear_of_last_step()
-        return super().state_dict()
+        with self._without_stubs():
+            return super().state_dict()
+
+    @contextmanager
+    def _without_stubs(self) -> Iterator[None]:
+        """Leave out optimizers without parameters, which Megatron can neither save nor load."""
+        parts, self.chained_optimizers = self.chained_optimizers, self.stepping
+        try:
+            yield
+        finally:
+            self.chained_optimizers = parts
 
     def _hear_of_last_step(self) -> None:
         # a run may end with this save
@@ -277,10 +288,11 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         Raises:
             LayoutError: another optimizer saved them, or a parameter group has no counterpart.
         """
-        if isinstance(state_dict, dict):
-            is_muon = installed_optimizer() == "muon"
-            require_groups_of(state_dict, self.chained_optimizers, is_muon=is_muon)
-            state_dict = states_by_part(state_dict, self.chained_optimizers)
-        super().load_state_dict(state_dict)
+        with self._without_stubs():
+            if isinstance(state_dict, dict):
+                is_muon = installed_optimizer() == "muon"
+                require_groups_of(state_dict, self.chained_optimizers, is_muon=is_muon)
+                state_dict = states_by_part(state_dict, self.chained_optimizers)
+            super().load_state_dict(state_dict)
         if graphed := self._graphed_step:
             graphed.forget()

@@ -1,0 +1,299 @@
+"""LoRA beside quantized experts: base weights stay, adapters train, and a merge adds them up.
+
+The oracle of a merge is plain torch: ``weight + alpha / dim * B @ A`` of each expert, rounded once,
+then the reference quantization. Adapters are those of ``tests/support/modules/adapters``.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError, LayoutError, MoEOptimError, StateError
+from moe_optim.formats import FORMATS, reference
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
+from tests.support.modules import experts
+from tests.support.modules.adapters import LORA, Adapter, AdapterWrapper, Matrix, wrap
+from tests.support.modules.calibrating import LINEARS, Kind, amaxes_of, make
+from tests.support.ranks import run_ranks
+from tests.support.training import Record, pretrain, weight_bytes
+
+SCALE = 6 / 4  # alpha / dim of the adapters
+KINDS = [
+    Kind(owner=owner, format=format, single=single)
+    for owner, format, single in (
+        ("portable", "bf16", True),
+        ("portable", "bf16", False),
+        ("portable", "mxfp8_2d", False),
+        ("portable", "nvfp4", True),
+        ("portable", "int4", True),
+        ("Transformer Engine", "bf16", True),
+        ("Transformer Engine", "bf16", False),
+        ("Transformer Engine", "mxfp8", False),
+        ("Transformer Engine", "mxfp8_2d", True),
+        ("Transformer Engine", "nvfp4", False),
+    )
+]
+
+
+def merged_by_hand(linear: Any, values: torch.Tensor) -> torch.Tensor:
+    """Return the bf16 sum of values [E, R, C] and what the adapter of a wrapped linear adds."""
+    pair = (linear.adapter.linear_in.weight, linear.adapter.linear_out.weight)
+    first, second = (
+        one.detach().float().expand(len(values), *one.shape[-2:]).unbind(0) for one in pair
+    )
+    return torch.stack(
+        [
+            (value.float() + SCALE * (b @ a)).bfloat16()
+            for value, a, b in zip(values, first, second, strict=True)
+        ]
+    )
+
+
+def values_by_linear(module: Any) -> dict[str, torch.Tensor]:
+    from moe_optim.calibration.linears import expert_linears
+
+    return {one.name: torch.stack(list(one.values())) for one in expert_linears(module)}
+
+
+def _merge_all(ep: int) -> int:
+    import moe_optim
+    from moe_optim.weights.managed import storage_of
+
+    experts.start_ranks(**({"expert_model_parallel_size": ep} if ep > 1 else {}))
+    count = 0
+    for number, kind in enumerate(KINDS):
+        adapter = LORA[number % len(LORA)]
+        what = f"{kind}, {adapter.__name__}"
+        bare = make(kind, ep)
+        module = wrap(make(kind, ep), adapter=adapter)
+        moe_optim.calibrate([module])
+        wrappers = {name: module.get_submodule(name) for name in LINEARS}
+        before = values_by_linear(module)
+        want = {name: merged_by_hand(wrappers[name], before[name]) for name in LINEARS}
+        assert moe_optim.merge_adapters([module]) == list(LINEARS), what
+        assert module.sharded_state_dict().keys() == bare.sharded_state_dict().keys(), what
+        assert amaxes_of(module) == dict.fromkeys(LINEARS), what
+        for name in LINEARS:
+            base = module.get_submodule(name)
+            assert base is wrappers[name].to_wrap, what
+            if kind.format == "bf16":
+                assert_bytes_equal(values_by_linear(module)[name], want[name], what=what)
+                continue
+            quantized = reference.quantize(want[name], FORMATS[kind.format])
+            held = [storage_of(one).quantized.buffers() for one in base._parameters.values()]
+            for buffer, bytes_ in quantized.buffers().items():
+                got = torch.cat([one[buffer] for one in held])
+                assert_bytes_equal(got, bytes_, what=f"{what} {name} {buffer}")
+            assert_bytes_equal(
+                values_by_linear(module)[name], reference.dequantize(quantized).bfloat16(), what=what
+            )
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("ep", [1, pytest.param(2, marks=pytest.mark.extended)])
+def test_a_merge_rounds_once_and_quantizes_by_the_reference(ep):
+    """In each format, of every owner and layout, with matrices of all experts or of each; after
+    it modules, keys and weights are as if there had been no adapter, and uncalibrated."""
+    assert run_ranks(ep, _merge_all, ep) == ep * [len(KINDS)]
+
+
+def _compare_outputs() -> int:
+    import moe_optim
+
+    experts.start_ranks()
+    for adapter in LORA:
+        module = wrap(make(KINDS[0]), adapter=adapter)
+        bounds, outputs, inputs = {}, {}, {}
+        counts = torch.tensor([7, 0, 5, 4])
+        for name, (_, cols) in LINEARS.items():
+            one = module.get_submodule(name)
+            base, inputs[name] = one.to_wrap.weight.detach(), torch.randn(16, cols).bfloat16()
+            a, b = (m.weight.detach() for m in (one.adapter.linear_in, one.adapter.linear_out))
+            sizes = base.abs().double() + SCALE * (b.abs().double() @ a.abs().double())
+            parts = zip(inputs[name].abs().double().split(counts.tolist()), sizes, strict=True)
+            # Adapted: the base's product, both products of the adapter, its scaling and the sum are
+            # rounded. Merged: weight and product. Each error is below 2^-9 of |x| (|W| + s |B| |A|),
+            # and of errors and of sums in fp32 less than another one is left.
+            bounds[name] = torch.cat([8 * 2**-9 * part @ size.t() for part, size in parts])
+            outputs[name] = one(inputs[name], m_splits=counts)
+        bare = {n: module.get_submodule(n).to_wrap(inputs[n], m_splits=counts) for n in LINEARS}
+        moe_optim.merge_adapters([module])
+        for name in LINEARS:
+            got = module.get_submodule(name)(inputs[name], m_splits=counts)
+            error = (got.double() - outputs[name].double()).abs()
+            assert bool((error <= bounds[name]).all()), f"{adapter.__name__} {name}"
+            change = (got.double() - bare[name].double()).abs()
+            assert bool((change > 2 * bounds[name]).any()), "the adapter adds too little"
+    return len(LORA)
+
+
+def test_merged_experts_multiply_like_adapted_ones_but_for_rounding():
+    assert run_ranks(1, _compare_outputs) == [len(LORA)]
+
+
+CHAINS = {
+    "mxfp8_2d": ({"format": "mxfp8_2d"}, LORA[1], {1}),
+    "int4": ({"format": "int4"}, LORA[0], {0, 1}),
+    "int8": ({"format": "bf16", "compute": "int8_per_expert"}, LORA[1], {0, 1}),
+}
+"""Name -> knobs, adapter, layers whose experts are adapted; others train."""
+FLAGS = ["--train-iters", "3", "--eval-interval", "2", "--dist-ckpt-optim-fully-reshardable"]
+FLAGS += ["--overlap-grad-reduce", "--overlap-param-gather"]
+
+
+def _adapt_what_is_built(adapter: type[Adapter], layers: set[int]) -> None:
+    """Have Megatron build models that are frozen but for adapters of experts, or their experts."""
+    from megatron.core.models.gpt import gpt_model
+
+    stock = gpt_model.GPTModel.__init__
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        self.requires_grad_(False)
+        for number, layer in enumerate(self.decoder.layers):
+            if number in layers:
+                wrap(layer.mlp.experts, adapter=adapter)
+            else:
+                layer.mlp.experts.requires_grad_(True)
+
+    gpt_model.GPTModel.__init__ = build
+
+
+def _bytes_of_frozen(chunk: Any) -> dict[str, torch.Tensor]:
+    named = [(n, p) for n, p in chunk.module.named_parameters() if not p.requires_grad]
+    return {key: value for n, p in named for key, value in weight_bytes(n, p).items()}
+
+
+def _go(chain: str, flags: list[str]) -> Record:
+    """Calibrate, train, and merge; ``extra`` is the merged state as exported."""
+    import moe_optim
+
+    knobs, adapter, layers = CHAINS[chain]
+    _adapt_what_is_built(adapter, layers)
+    before: dict[str, torch.Tensor] = {}
+    trained: set[str] = set()
+
+    def calibrate(chunks: list[Any], _: Any) -> None:
+        moe_optim.calibrate(chunks)
+        before.update(_bytes_of_frozen(chunks[0]))
+        trained.update(n for n, p in chunks[0].module.named_parameters() if p.requires_grad)
+
+    def merge(chunks: list[Any], optimizer: Any) -> dict[str, torch.Tensor]:
+        assert_same_tensors(_bytes_of_frozen(chunks[0]), before, what="frozen")
+        for name, param in chunks[0].module.named_parameters():
+            assert param.requires_grad or getattr(param, "main_grad", None) is None, name
+            assert getattr(getattr(param, "quantized_storage", None), "initial", None) is None
+        masters = {id(m) for part in optimizer.chained_optimizers for g in part.param_groups
+                   for m in g["params"]}  # fmt: skip
+        assert 0 < len(masters) <= len(trained)
+        merged = moe_optim.merge_adapters(chunks)
+        assert len(merged) == 2 * len(layers)
+        assert not [m for m in chunks[0].modules() if isinstance(m, AdapterWrapper | Matrix)]
+        exported = moe_optim.export_weights(chunks, layout="sequential")
+        return {name: tensor.clone() for name, tensor in exported}
+
+    record = pretrain(
+        [*FLAGS, *flags], MoEOptimConfig(**knobs), after_setup=calibrate, observe=merge
+    )
+    assert record.masters.keys() <= trained
+    return record
+
+
+@pytest.mark.parametrize(
+    "chain",
+    ["mxfp8_2d", *(pytest.param(name, marks=pytest.mark.extended) for name in ("int4", "int8"))],
+)
+def test_a_run_of_adapters_goes_on_with_another_number_of_ranks(chain: str, tmp_path: Path):
+    """Calibrated, trained, evaluated and saved on 2 expert-parallel ranks, loaded on one: the next
+    loss is the same to the bit. Frozen weights keep their bytes and have no gradients, masters or
+    initial values; merged models export what their formats hold."""
+    ep2 = ["--expert-model-parallel-size", "2", "--save", str(tmp_path), "--save-interval", "2"]
+    first, other = run_ranks(2, _go, chain, ep2)
+    assert len(first.losses) == 3
+    assert first.losses == other.losses
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    (alone,) = run_ranks(1, _go, chain, ["--load", str(tmp_path)])
+    assert alone.losses == {3: first.losses[3]}
+    assert alone.extra.keys() == first.extra.keys()
+    assert any(".local_experts.3.linear_fc2.weight" in key for key in alone.extra)
+    assert not any("adapter" in key or "to_wrap" in key for key in alone.extra)
+
+
+class Strange(Adapter):
+    """An adapter of a class that nobody knows."""
+
+
+class ParallelLinearDoRAAdapter(LORA[0]):  # type: ignore[misc]
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.weight_magnitude = torch.nn.Parameter(torch.ones(4))
+
+
+def _refuse() -> dict[str, str]:
+    import moe_optim
+
+    experts.start_ranks()
+    cases = {
+        "strange": (ConfigError, wrap(make(KINDS[0]), adapter=Strange)),
+        "DoRA": (ConfigError, wrap(make(KINDS[0]), adapter=ParallelLinearDoRAAdapter)),
+        "activation": (ConfigError, wrap(make(KINDS[0]))),
+        "disabled": (StateError, wrap(make(KINDS[0]))),
+        "trained": (StateError, wrap(make(KINDS[1]))),
+        "shape": (LayoutError, wrap(make(KINDS[2]))),
+        "not installed": (StateError, wrap(make(KINDS[8]))),
+    }
+    cases["activation"][1].linear_fc2.adapter.activation = torch.nn.SiLU()
+    cases["disabled"][1].linear_fc2._adapter_enabled = False
+    cases["trained"][1].linear_fc2.to_wrap.weight3.main_grad = torch.zeros(1)
+    shape = cases["shape"][1].linear_fc2.adapter.linear_in
+    shape.weight = torch.nn.Parameter(shape.weight[:, :-1])
+    messages = {}
+    make(KINDS[0])  # installs bf16
+    for name, (error, module) in cases.items():
+        before = values_by_linear(module)
+        with pytest.raises(error) as caught:
+            moe_optim.merge_adapters([module])
+        messages[name] = str(caught.value)
+        assert_same_tensors(values_by_linear(module), before, what=name)
+        assert isinstance(module.linear_fc1, AdapterWrapper)
+    with pytest.raises(ConfigError, match="model_chunks: expected a list"):
+        moe_optim.merge_adapters(cases["DoRA"][1])
+    return messages
+
+
+def test_what_is_no_lora_or_cannot_be_written_is_refused_by_name_before_anything_changes():
+    (messages,) = run_ranks(1, _refuse)
+    expected = {
+        "strange": "LoRA adapters, .* alone, got Strange with linear_in.weight, linear_out.weight",
+        "DoRA": "got ParallelLinearDoRAAdapter with .*weight_magnitude",
+        "activation": "linear_fc2: expected .* with .*SiLU",
+        "disabled": "linear_fc2: expected an adapter that adds to the outputs, got a disabled one",
+        "trained": "linear_fc2: expected a frozen weight",
+        "shape": r"linear_fc2: expected linear_in \[4, 64\] and linear_out \[64, 4\]",
+        "not installed": "linear_fc1: expected a bf16 weight, or one in the installed format",
+    }
+    assert messages.keys() == expected.keys()
+    for name, pattern in expected.items():
+        assert re.search(pattern, messages[name]), f"{name}: {messages[name]}"
+
+
+def _refuse_cut_experts() -> str:
+    import moe_optim
+
+    parallel = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+    experts.start_ranks(**parallel)
+    module = wrap(make(KINDS[0], tp=2))
+    with pytest.raises(MoEOptimError) as caught:
+        moe_optim.merge_adapters([module])
+    return str(caught.value)
+
+
+def test_adapters_of_cut_experts_are_refused():
+    """Megatron-Bridge multiplies parts of linear_fc2's matrices there, and a merge would not."""
+    for message in run_ranks(2, _refuse_cut_experts):
+        assert "got --expert-tensor-parallel-size 2" in message
