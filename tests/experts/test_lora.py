@@ -5,14 +5,16 @@ then the reference quantization. Adapters are those of ``tests/support/modules/a
 """
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from moe_optim.config import MoEOptimConfig
-from moe_optim.errors import ConfigError, LayoutError, MoEOptimError, StateError
+from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.formats import FORMATS, reference
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.modules import experts
@@ -61,6 +63,7 @@ def values_by_linear(module: Any) -> dict[str, torch.Tensor]:
 
 def _merge_all(ep: int) -> int:
     import moe_optim
+    from moe_optim.rollout.experts import local_experts
     from moe_optim.weights.managed import storage_of
 
     experts.start_ranks(**({"expert_model_parallel_size": ep} if ep > 1 else {}))
@@ -77,6 +80,7 @@ def _merge_all(ep: int) -> int:
         assert moe_optim.merge_adapters([module]) == list(LINEARS), what
         assert module.sharded_state_dict().keys() == bare.sharded_state_dict().keys(), what
         assert amaxes_of(module) == dict.fromkeys(LINEARS), what
+        assert len(list(local_experts(module))) == len(LINEARS), what
         for name in LINEARS:
             base = module.get_submodule(name)
             assert base is wrappers[name].to_wrap, what
@@ -138,8 +142,8 @@ def test_merged_experts_multiply_like_adapted_ones_but_for_rounding():
 
 CHAINS = {
     "mxfp8_2d": ({"format": "mxfp8_2d"}, LORA[1], {1}),
-    "int4": ({"format": "int4"}, LORA[0], {0, 1}),
-    "int8": ({"format": "bf16", "compute": "int8_per_expert"}, LORA[1], {0, 1}),
+    "int4": ({"format": "int4"}, LORA[1], {0, 1}),
+    "int8": ({"format": "bf16", "compute": "int8_per_expert"}, LORA[2], {0, 1}),
 }
 """Name -> knobs, adapter, layers whose experts are adapted; others train."""
 FLAGS = ["--train-iters", "3", "--eval-interval", "2", "--dist-ckpt-optim-fully-reshardable"]
@@ -206,7 +210,7 @@ def _go(chain: str, flags: list[str]) -> Record:
 
 @pytest.mark.parametrize(
     "chain",
-    ["mxfp8_2d", *(pytest.param(name, marks=pytest.mark.extended) for name in ("int4", "int8"))],
+    ["mxfp8_2d", "int4", pytest.param("int8", marks=pytest.mark.extended)],
 )
 def test_a_run_of_adapters_goes_on_with_another_number_of_ranks(chain: str, tmp_path: Path):
     """Calibrated, trained, evaluated and saved on 2 expert-parallel ranks, loaded on one: the next
@@ -282,18 +286,101 @@ def test_what_is_no_lora_or_cannot_be_written_is_refused_by_name_before_anything
         assert re.search(pattern, messages[name]), f"{name}: {messages[name]}"
 
 
-def _refuse_cut_experts() -> str:
+def _merge_cut_linears() -> str:
     import moe_optim
 
     parallel = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
     experts.start_ranks(**parallel)
-    module = wrap(make(KINDS[0], tp=2))
-    with pytest.raises(MoEOptimError) as caught:
-        moe_optim.merge_adapters([module])
+    cut = wrap(make(KINDS[0], tp=2))
+    with pytest.raises(ConfigError) as caught:
+        moe_optim.merge_adapters([cut])
+
+    rank, generator = torch.distributed.get_rank(), torch.Generator().manual_seed(1)
+    weight, first, second = (
+        torch.randint(-3, 4, shape, generator=generator).bfloat16()
+        for shape in ((64, 32), (4, 32), (64, 4))
+    )
+    merged = (weight.float() + SCALE * (second.float() @ first.float())).bfloat16()
+    column, row = (
+        Dense(weight.chunk(2, axis)[rank], first.chunk(2, axis)[rank], second.chunk(2)[rank])
+        for axis in (0, 1)
+    )
+    model = torch.nn.ModuleDict({"linear_qkv": column.wrapped(), "linear_proj": row.wrapped()})
+    assert moe_optim.merge_adapters([model]) == ["linear_qkv", "linear_proj"]
+    for axis, (name, linear) in enumerate(model.items()):
+        assert type(linear) is torch.nn.Linear
+        assert_bytes_equal(linear.weight.detach(), merged.chunk(2, axis)[rank], what=name)
     return str(caught.value)
 
 
-def test_adapters_of_cut_experts_are_refused():
-    """Megatron-Bridge multiplies parts of linear_fc2's matrices there, and a merge would not."""
-    for message in run_ranks(2, _refuse_cut_experts):
+class Dense(LORA[0]):  # type: ignore[misc]
+    """A rank's adapter of a dense linear, and the linear."""
+
+    def __init__(self, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+        torch.nn.Module.__init__(self)
+        self.dim, self.alpha, self.tp_group = 4, 6, torch.distributed.group.WORLD
+        for name, values in (("linear_in", first), ("linear_out", second)):
+            setattr(self, name, torch.nn.Linear(*values.shape[::-1], bias=False))
+            getattr(self, name).weight = torch.nn.Parameter(values.contiguous())
+        self._linear = [torch.nn.Linear(*weight.shape[::-1], bias=False)]
+        self._linear[0].weight = torch.nn.Parameter(weight.contiguous())
+
+    def wrapped(self) -> AdapterWrapper:
+        return AdapterWrapper(self._linear[0], self)
+
+
+def test_dense_linears_are_merged_where_they_are_cut_and_experts_refused():
+    """Column- and row-parallel ones, of integers, so that no order of sums is seen. Megatron-Bridge
+    multiplies parts of the matrices of linear_fc2, and a merge would not."""
+    for message in run_ranks(2, _merge_cut_linears):
+        assert "linear_fc1: expected whole experts" in message
         assert "got --expert-tensor-parallel-size 2" in message
+
+
+def _adapt_by_bridge() -> dict[str, Any]:
+    """Ask what Megatron-Bridge's LoRA asks, of a stand-in for its modules."""
+    from moe_optim.integration import installation
+    from moe_optim.integration.bridge import MoEOptimizerConfig
+
+    def stock(m, is_expert=False, pg_collection=None, sequence_parallel_input_regather=False):
+        return f"stock, {type(m).__name__}, {is_expert}"
+
+    experts.start_ranks()
+    module = make(KINDS[0])
+    installation.uninstall()
+    names = ("megatron.bridge", "megatron.bridge.peft", *(f"megatron.bridge.peft.{name}"
+             for name in ("utils", "lora", "canonical_lora")))  # fmt: skip
+    sys.modules |= {name: ModuleType(name) for name in names}
+    sys.modules["megatron.bridge.peft.utils"].AdapterAttributes = SimpleNamespace
+    users = [sys.modules[name] for name in names[3:]]
+    for user in users:
+        user.get_adapter_attributes_from_linear = stock
+    config = MoEOptimizerConfig(optimizer="adam", bf16=True, use_distributed_optimizer=True)
+    config.finalize()
+    found: dict[str, Any] = {}
+    for user in users:
+        ask = user.get_adapter_attributes_from_linear
+        assert ask(torch.nn.Linear(1, 1), is_expert=True) == "stock, Linear, True"
+        found |= {name: vars(ask(module.get_submodule(name), is_expert=True)) for name in LINEARS}
+    assert module.linear_fc1.num_gemms == 4
+    assert module.linear_fc1.config is module.config
+    installation.uninstall()
+    assert all(user.get_adapter_attributes_from_linear is stock for user in users)
+    return found
+
+
+def test_megatron_bridge_is_told_what_it_asks_of_portable_experts():
+    """Sizes of whole experts, and along which side they are cut; of others, what it finds itself.
+    Only while the plug-in is installed."""
+    (found,) = run_ranks(1, _adapt_by_bridge)
+    common = {
+        "disable_tensor_parallel_comm": False,
+        "disable_sequence_parallel_comm": True,
+        "base_linear_is_parallel": True,
+    }
+    for name, (rows, cols) in LINEARS.items():
+        assert found[name] == common | {
+            "input_is_parallel": name == "linear_fc2",
+            "in_features": cols,
+            "out_features": rows,
+        }

@@ -6,6 +6,7 @@ children, attributes, products and checkpoint keys of Megatron-Bridge's of commi
 were seen to go the way of ``test_lora.py`` themselves.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +27,19 @@ class Matrix(Module):
             values = values.chunk(ep.size())[ep.rank()]
         self.weight = Parameter(values.bfloat16())
         self.weight.allreduce = ep.size() == 1  # type: ignore[attr-defined]
+        if count is None and ep.size() > 1:  # DDP reduces over ranks with the same experts alone
+            self.weight.register_hook(partial(_sum_over, ep))
 
     def forward(self, tokens: Tensor, splits: list[int]) -> Tensor:
         if self.weight.dim() == 2:
             return linear(tokens, self.weight)
         parts = zip(tokens.split(splits), self.weight, strict=True)
         return torch.cat([linear(part, matrix) for part, matrix in parts])
+
+
+def _sum_over(group: Any, gradient: Tensor) -> Tensor:
+    torch.distributed.all_reduce(gradient, group=group)
+    return gradient
 
 
 class Adapter(Module):
