@@ -42,6 +42,7 @@ PUBLIC = {
     "infer_partition",
     "install",
     "load_recipe",
+    "merge_adapters",
     "quantize",
     "quantize_part",
     "set_calibrated_amax",

@@ -65,7 +65,7 @@ def merge_adapters(model_chunks: Iterable[Module]) -> list[str]:
     found: list[_Adapted] = agree(lambda: [a for chunk in chunks for a in _adapted_in(chunk)], None)
     for chunk in chunks:
         gather_weights(chunk)
-    agree(lambda: [one.require_mergeable() for one in found], None)
+    agree(lambda: _require_mergeable(found), None)
     for one in found:
         one.merge()
     return [one.name for one in found]
@@ -179,6 +179,11 @@ class _Adapted:
         if self.experts is not None and calibrated_amax(self.experts.module) is not None:
             hold_calibrated_amax(self.experts.module, None)
         setattr(self.parent, self.child, base_of(self._wrapper))
+
+
+def _require_mergeable(found: Iterable[_Adapted]) -> None:
+    for one in found:
+        one.require_mergeable()
 
 
 def _require_lora(where: str, adapter: Module) -> None:

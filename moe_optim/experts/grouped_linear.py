@@ -82,6 +82,9 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         LayoutError: the shape does not fit the format.
     """
 
+    config: Any = None
+    """Megatron's configuration of the layer, which Megatron-Bridge's adapters read."""
+
     def __init__(  # noqa: PLR0913  # keyword-only except the shape
         self,
         num_experts: int,

@@ -113,7 +113,7 @@ class GroupedExperts(MegatronModule):
         self.linear_fc1 = make(2 * ffn, hidden, name=f"{where}.linear_fc1")
         self.linear_fc2 = make(hidden, ffn, name=f"{where}.linear_fc2")
         for linear in (self.linear_fc1, self.linear_fc2):
-            linear.config = config  # read by Megatron-Bridge, which adapts linears one by one
+            linear.config = config
         self._initialize(keep_for_masters=settings.format != "bf16")
         for shard in list_shards(self):
             shard.describe(config)

@@ -48,6 +48,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     extra collective, except for separate norm groups when clipping is off.
     """
 
+    chained_optimizers: list[Any]
+
     def __init__(self, chained_optimizers: list[Any]) -> None:
         """Same arguments as Megatron's class. Every rank must call it.
 
@@ -264,7 +266,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     @contextmanager
     def _without_stubs(self) -> Iterator[None]:
         """Leave out optimizers without parameters, which Megatron can neither save nor load."""
-        parts, self.chained_optimizers = self.chained_optimizers, self.stepping
+        parts = self.chained_optimizers
+        self.chained_optimizers = self.stepping
         try:
             yield
         finally:
