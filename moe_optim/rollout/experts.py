@@ -183,9 +183,11 @@ class ExportedLinear:
         return (0, index) if len(self._tensors) == 1 else (index, 0)
 
     def require_readable(self) -> None:
-        """Call :meth:`require_fresh` for all tensors."""
+        """Call :meth:`require_fresh` for all tensors, and read scales of frozen ones anew."""
         for place in range(len(self._tensors)):
             self.require_fresh(place)
+            if (storage := self._storage(place)) is not None:
+                storage.read_anew()
 
     def require_fresh(self, place: int) -> bool:
         """Return whether a tensor has moved since the last call; StateError if unreadable."""

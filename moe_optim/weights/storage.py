@@ -195,6 +195,9 @@ class WeightStorage(ABC):
     def take_over(self) -> None:  # noqa: B027  # no-op unless tensors can be replaced
         """Adopt tensors that other code assigned; StateError if it replaced a bucket's data."""
 
+    def read_anew(self) -> None:  # noqa: B027  # no-op unless modules load into other tensors
+        """Adopt what a module has loaded in place into a weight without a bucket."""
+
     def bind(self, buffers: Mapping[str, Tensor], bucket: BindingBucket) -> None:
         """Move the bytes of some buffers into memory of a bucket, and alias that memory.
 

@@ -166,6 +166,37 @@ def test_states_of_adapters_alone_leave_weights_and_amaxes_as_they_are():
     assert run_ranks(1, _load_adapters_alone) == [7]
 
 
+def _export_what_was_loaded() -> int:
+    from moe_optim.rollout.experts import local_experts
+    from moe_optim.weights.managed import storage_of
+    from moe_optim.weights.te.fields import read_values
+
+    experts.start_ranks()
+    kinds = [kind for kind in KINDS if kind.owner != "portable" and kind.format != "bf16"]
+    for kind in kinds:
+        module = make(kind)
+        for name in LINEARS:
+            linear = module.get_submodule(name)
+            for weight in linear._parameters.values():
+                storage_of(weight)  # an optimizer asks every weight, before a checkpoint is loaded
+                loaded = linear._stand_in(16 * read_values(weight))
+                for field, value in vars(loaded).items():  # Transformer Engine quantizes in place
+                    if isinstance(value, torch.Tensor):
+                        getattr(weight, field).copy_(value.view(getattr(weight, field).shape))
+        for one in local_experts(module):
+            one.require_readable()
+            for place, weight in enumerate(one.linear.weights()):
+                got = reference.dequantize(one.values(place)).bfloat16()
+                want = read_values(weight)
+                assert_bytes_equal(got.view(want.shape), want, what=f"{kind} {one.held.linear}")
+    return len(kinds)
+
+
+def test_frozen_weights_of_transformer_engine_export_what_was_loaded_into_them():
+    """No gather writes their scales, and a load writes only those that its GEMMs read."""
+    assert run_ranks(1, _export_what_was_loaded) == [3]
+
+
 CHAINS = {
     "mxfp8_2d": ({"format": "mxfp8_2d"}, LORA[1], {1}),
     "int4": ({"format": "int4"}, LORA[1], {0, 1}),

@@ -141,6 +141,12 @@ class TransformerEngineStorage(WeightStorage):
         )
         self._point_at_buffers()
 
+    def read_anew(self) -> None:
+        """Copy the scales of a weight without a bucket again, which no gather will write."""
+        if self.bucket is None and not self._swizzled():
+            self.laid_out = self._view()
+            self._take_note_of_fields()
+
     def bind(self, buffers: Mapping[str, Tensor], bucket: BindingBucket) -> None:
         """Move the bytes of some buffers into memory of a bucket; the weight gets views of it."""
         super().bind(buffers, bucket)
