@@ -127,7 +127,7 @@ class _Adapted:
                 f"{where}: expected an adapter that adds to the outputs, got a disabled one. Call "
                 "enable_adapter_layers() first, or take the adapter out."
             )
-        if self.experts is not None and (size := self.experts.groups.expt_tp.size()) > 1:
+        if (size := self._ranks_of_an_expert) > 1:
             raise ConfigError(
                 f"{where}: expected whole experts, got --expert-tensor-parallel-size {size}, with "
                 "which Megatron-Bridge's adapters of linear_fc2 multiply each rank's parts and do "
@@ -141,6 +141,13 @@ class _Adapted:
         for weight in self._weights:
             _require_writable(where, weight)
         self._require_fitting(where)
+
+    @property
+    def _ranks_of_an_expert(self) -> int:
+        """Number of tensor-parallel ranks that hold parts of an expert; 1 for other linears."""
+        if self.experts is not None:
+            return int(self.experts.groups.expt_tp.size())
+        return _ranks_of(self._adapter) if getattr(self._adapter, "is_expert", False) else 1
 
     def _require_fitting(self, where: str) -> None:
         first, second, dim = *self._matrices, self._adapter.dim
