@@ -308,23 +308,23 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
 
     def forward(
         self, tokens: Tensor, ends: Tensor | None = None, *, m_splits: Tensor | None = None
-    ) -> Tensor:
+    ) -> Any:
         """Multiply each expert's tokens by its weight.
 
         Args:
             tokens: tokens sorted by expert, [T, C] bf16.
             ends: end of each expert's tokens, [E] int32 on the device of ``tokens``.
             m_splits: number of tokens of each expert, [E] integers on any device, in place of
-                ``ends``; adapters read it under this name.
+                ``ends``. Adapters pass it on, and read it themselves.
 
         Returns:
-            [T, R] bf16.
+            [T, R] bf16; with ``m_splits`` a pair with None, as Megatron's linears return.
 
         Raises:
             StateError: the weights are stale, or have changed since a delayed weight gradient.
         """
         if m_splits is not None:
-            ends = ends_of(m_splits, tokens)
+            return self.forward(tokens, ends_of(m_splits, tokens)), None
         assert ends is not None
         if torch.compiler.is_compiling():
             return compiled_gemm.multiply(tokens, ends, self)

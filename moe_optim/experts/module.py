@@ -176,9 +176,14 @@ class GroupedExperts(MegatronModule):
         linear: Any = getattr(self, name)
         # compiled GEMMs call the hooks at every run
         call = linear.forward if torch.compiler.is_compiling() else linear
-        if is_wrapper(linear):  # adapters of each expert count its tokens
-            return partial(call, m_splits=counts)
-        return partial(call, ends=ends)
+        if not is_wrapper(linear):
+            return partial(call, ends=ends)
+
+        def multiply(tokens: Tensor) -> Any:
+            output = call(tokens, m_splits=counts)  # which adapters of each expert need, too
+            return output[0] if isinstance(output, tuple) else output
+
+        return multiply
 
     def backward_dw(self) -> None:
         """Compute the delayed weight gradients of the oldest backward pass, if any.

@@ -123,11 +123,12 @@ def _compare_outputs() -> int:
             # Merged: weight and product. Each of these 7 errors is at most 2^-9 of
             # |x| (|W| + s |B| |A|); those of errors and of fp32 sums are less than one more.
             bounds[name] = torch.cat([8 * 2**-9 * part @ size.t() for part, size in parts])
-            outputs[name] = one(inputs[name], m_splits=counts)
-        bare = {n: module.get_submodule(n).to_wrap(inputs[n], m_splits=counts) for n in LINEARS}
+            outputs[name], bias = one(inputs[name], m_splits=counts)
+            assert bias is None
+        bare = {n: module.get_submodule(n).to_wrap(inputs[n], m_splits=counts)[0] for n in LINEARS}
         moe_optim.merge_adapters([module])
         for name in LINEARS:
-            got = module.get_submodule(name)(inputs[name], m_splits=counts)
+            got, _ = module.get_submodule(name)(inputs[name], m_splits=counts)
             error = (got.double() - outputs[name].double()).abs()
             assert bool((error <= bounds[name]).all()), f"{adapter.__name__} {name}"
             change = (got.double() - bare[name].double()).abs()

@@ -2,8 +2,8 @@
 
 :class:`AdapterWrapper` does what ``megatron.bridge.peft.adapter_wrapper.AdapterWrapper`` and its
 ``LoRALinear`` do with states and in the forward pass. The adapters of :data:`LORA` have the names,
-children, attributes, products and checkpoint keys of Megatron-Bridge's of commit 067f987, which
-were seen to go the way of ``test_lora.py`` themselves.
+children, attributes, products and checkpoint keys of Megatron-Bridge's, of 0.6.2 and commit
+067f987, which were seen to go the way of ``test_lora.py`` themselves.
 """
 
 from functools import partial
@@ -122,9 +122,8 @@ class AdapterWrapper(Module):
 
     def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
         output = self.to_wrap(tokens, *args, **kwargs)
-        if isinstance(output, tuple):
-            return output[0] + self.adapter(tokens, *args, **kwargs), *output[1:]
-        return output + self.adapter(tokens, *args, **kwargs)
+        assert isinstance(output, tuple)
+        return output[0] + self.adapter(tokens, *args, **kwargs), *output[1:]
 
     def backward_dw(self) -> None:
         """Nothing is delayed."""
@@ -150,7 +149,8 @@ class PlainWrapper(Module):
         self.to_wrap, self.adapter = to_wrap, adapter
 
     def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.to_wrap(tokens, *args, **kwargs) + self.adapter(tokens, *args, **kwargs)
+        output, bias = self.to_wrap(tokens, *args, **kwargs)
+        return output + self.adapter(tokens, *args, **kwargs), bias
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -167,7 +167,8 @@ class Hiding(Module):
         self.inner, self.extra = to_wrap, adapter
 
     def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(tokens, *args, **kwargs) + self.extra(tokens, *args, **kwargs)
+        output, bias = self.inner(tokens, *args, **kwargs)
+        return output + self.extra(tokens, *args, **kwargs), bias
 
     def __getattr__(self, name: str) -> Any:
         try:
