@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -807,6 +807,10 @@ UPSTREAM_GROUPED_GPU = "upstream-grouped-h200.json"
 UPSTREAM_ENGINE = "upstream-engine-2x-h200.json"
 ROWS = "rows-cpu.json"
 ROWS_GPU = "rows-h200.json"
+ROWS_WITH_OPTIONS = "rows-with-options-cpu.json"
+ROWS_OF_MODULES = "rows-of-modules-cpu.json"
+UPSTREAM_MAIN = "upstream-main-cpu.json"
+UPSTREAM_DEV = "upstream-dev-cpu.json"
 OUTCOMES = ("passed", "failed", "error", "skipped", "by chance")
 
 
@@ -831,19 +835,20 @@ def upstream_outcomes(name: str, ours: str = "classes") -> str:
         ]
         label = ", ".join(filter(None, (f"`{one.selection.file}`", one.selection.keyword)))
         other = "the same" if said[0] == said[1] else said[1]
+        other = "refused" if one.refusal() else other
         rows.append([label, said[0], other, str(len(one.counted())), str(one.ran())])
     return table(
         ["file", "stock", "with the plug-in", "counted", f"of these, through our {ours}"], rows
     )
 
 
-def ten_rows(name: str) -> str:
+def rows_of_experts(name: str, kinds: Sequence[bool] = (True, False)) -> str:
     """Outcomes and last losses of each row: operations, then modules."""
     table_rows = []
     for row_name, row in read_result(name)["rows"].items():
         passed = Counter(row["cases"].values())["passed"]
         cells = [row_name, f"{passed} of {len(row['cases'])}", str(len(row["runs"]))]
-        for operations, figure in product((True, False), ("losses", "norms")):
+        for operations, figure in product(kinds, ("losses", "norms")):
             runs = [run[figure] for run in row["runs"] if run["operations"] is operations]
             steps = {(step, value) for run in runs for step, value in run.items()}
             if row["failures"] or len(steps) != 4:
@@ -853,9 +858,9 @@ def ten_rows(name: str) -> str:
             cells.append(f"{dict(steps)['4']:.6f}")
         table_rows.append(cells)
     last = ["last loss", "last gradient norm"]
-    return table(
-        ["row", "cases passed", "runs", *last, *(f"modules: {one}" for one in last)], table_rows
-    )
+    of_modules = [f"modules: {one}" for one in last]
+    headers = [one for is_fused in kinds for one in (last if is_fused else of_modules)]
+    return table(["row", "cases passed", "runs", *headers], table_rows)
 
 
 # Other versions
@@ -1028,14 +1033,18 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "requantize": requantize,
     "step-kernels": step_kernels,
     "steps": steps,
-    "ten-rows": lambda: ten_rows(ROWS),
-    "ten-rows-gpu": lambda: ten_rows(ROWS_GPU),
+    "ten-rows": lambda: rows_of_experts(ROWS),
+    "ten-rows-gpu": lambda: rows_of_experts(ROWS_GPU),
+    "rows-with-options": lambda: rows_of_experts(ROWS_WITH_OPTIONS, [True]),
+    "rows-of-modules": lambda: rows_of_experts(ROWS_OF_MODULES, [False]),
     "tensorwise-kernels": tensorwise_kernels,
     "tensorwise-step": tensorwise_step,
     "transformer-engines": engine_versions,
     "upstream": lambda: upstream_outcomes(UPSTREAM),
     "upstream-buffers": lambda: upstream_outcomes(UPSTREAM_BUFFERS),
     "upstream-grouped": lambda: upstream_outcomes(UPSTREAM_GROUPED),
+    "upstream-main": lambda: upstream_outcomes(UPSTREAM_MAIN),
+    "upstream-dev": lambda: upstream_outcomes(UPSTREAM_DEV),
     "upstream-grouped-gpu": lambda: upstream_outcomes(UPSTREAM_GROUPED_GPU),
     "upstream-engine": lambda: upstream_outcomes(UPSTREAM_ENGINE, "kernels"),
     "versions": versions,
@@ -1079,12 +1088,16 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "steps": tuple(f"step-{name}.json" for name in STEPS),
     "ten-rows": (ROWS,),
     "ten-rows-gpu": (ROWS_GPU,),
+    "rows-with-options": (ROWS_WITH_OPTIONS,),
+    "rows-of-modules": (ROWS_OF_MODULES,),
     "tensorwise-kernels": (TENSORWISE_KERNELS,),
     "tensorwise-step": (TENSORWISE_STEP,),
     "upstream": (UPSTREAM,),
     "upstream-buffers": (UPSTREAM_BUFFERS,),
     "upstream-grouped": (UPSTREAM_GROUPED,),
     "upstream-grouped-gpu": (UPSTREAM_GROUPED_GPU,),
+    "upstream-main": (UPSTREAM_MAIN,),
+    "upstream-dev": (UPSTREAM_DEV,),
     "upstream-engine": (UPSTREAM_ENGINE,),
     "versions": (VERSIONS,),
     "versions-on-gpus": (VERSIONS_GPU, OLDEST_ENGINE_STEP),

@@ -8,6 +8,7 @@ launches of Blackwell kernels, in the modules and in the operations of Megatron'
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,6 +95,9 @@ def replace_kernels(*formats: BlockScaledFormat) -> None:
     _keep_splits_beside_tokens(grouped_linear.GroupedLinear)
     operation.is_op_fuser_grouped_tensor_path_supported = lambda *_: True
     operation.general_grouped_gemm_for_grouped_tensor = _multiply_groups
+    for module in (grouped_linear, operation):  # a Triton kernel, which needs libcuda
+        module.compute_grouped_dbias = _sum_rows_of_groups
+    operation.compute_grouped_dbias_dscales = _differentiate_scaled_biases
     for module in (fp8_padding, fp8_unpadding, grouped_linear, operation, swiglu):
         module.tex = _Extension(grouped_linear.tex, grouped_linear._GroupedLinear)
     _replace_tensorwise(float8_tensor)
@@ -273,6 +277,13 @@ def _operand(weight: Any, direction: str) -> Tensor:
     return read(weight, direction) if is_quantized else weight
 
 
+class _SplitsOnTheGpu(Tensor):
+    """Splits that name a GPU as their device, which grouped GEMMs ask them for."""
+
+    device = torch.device("cuda")  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
 def _keep_splits_beside_tokens(linear: Any) -> None:
     """Keep splits on the device: Megatron passes a list, which grouped GEMMs refuse."""
     forward = linear.forward
@@ -281,6 +292,8 @@ def _keep_splits_beside_tokens(linear: Any) -> None:
         self: Any, tokens: Tensor, splits: Any, *args: Any, **kwargs: Any
     ) -> Any:
         splits = torch.as_tensor(splits, dtype=torch.int64, device=tokens.device)
+        if splits.device.type == "cpu":
+            splits = splits.as_subclass(_SplitsOnTheGpu)
         return forward(self, tokens, splits, *args, **kwargs)
 
     linear.forward = forward_with_splits
@@ -325,17 +338,44 @@ def _multiply_experts(  # noqa: PLR0913  # arguments are Transformer Engine's
     return None, grads, None
 
 
-def _multiply_groups(
-    a: Any, b: Any, out: Any, *, layout: str = "TN", accumulate: bool = False, **_: Any
+def _multiply_groups(  # noqa: PLR0913  # arguments are Transformer Engine's
+    a: Any,
+    b: Any,
+    out: Any,
+    *,
+    layout: str = "TN",
+    accumulate: bool = False,
+    bias: Any = None,
+    bias_scale: Tensor | None = None,
+    **_: Any,
 ) -> Any:
     splits = (b if layout == "NT" else out).first_dims.tolist()
-    return _multiply_experts(
-        _members(a, splits),
-        _members(b, splits),
-        out if isinstance(out, list) else _members(out, splits),
-        layout=layout,
-        accumulate=accumulate,
+    outs = out if isinstance(out, list) else _members(out, splits)
+    result = _multiply_experts(
+        _members(a, splits), _members(b, splits), outs, layout=layout, accumulate=accumulate
     )
+    if bias is not None:  # [experts, columns], scaled by a factor a token
+        biases = bias.rowwise_data.view(len(outs), -1)
+        scales = [1.0] * len(outs) if bias_scale is None else bias_scale.view(-1, 1).split(splits)
+        for rows, of_expert, scale in zip(outs, biases, scales, strict=True):
+            rows.add_(of_expert * scale)
+    return result
+
+
+def _sum_rows_of_groups(rows: Tensor, offsets: Tensor, _num_groups: int) -> Tensor:
+    """Return the sums of rows [N, C] between consecutive offsets, fp32 [groups, C]."""
+    parts = rows.float().split(offsets.diff().tolist())
+    return torch.stack([part.sum(0) for part in parts])
+
+
+def _differentiate_scaled_biases(
+    grad: Tensor, scales: Tensor, bias: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return gradients of biases [groups, C] and of scales [N], which multiply them by token."""
+    of_tokens = bias.float().repeat_interleave(offsets.diff(), 0)
+    grad = grad.float()
+    of_biases = _sum_rows_of_groups(grad * scales.view(-1, 1), offsets, len(bias))
+    return of_biases, (grad * of_tokens).sum(1)
 
 
 def _members(group: Any, splits: Sequence[int]) -> Any:
@@ -388,21 +428,37 @@ class _Extension:
 
     @staticmethod
     def scaled_swiglu(rows: Tensor, scales: Tensor, _quantizer: Any, interleaved: int) -> Tensor:
-        return _scaled_swiglu(rows, scales, interleaved).to(rows.dtype)
+        return _scale_glu(_swiglu, rows, scales, interleaved).to(rows.dtype)
 
     @staticmethod
     def scaled_dswiglu(
-        grad: Tensor,
-        rows: Tensor,
-        scales: Tensor,
-        _quantizer: Any,
-        interleaved: int,
-        _with_scales: bool,
+        grad: Tensor, rows: Tensor, scales: Tensor, _quantizer: Any, interleaved: int, _scaled: bool
     ) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            inputs = [tensor.detach().requires_grad_() for tensor in (rows, scales)]
-            out = _scaled_swiglu(*inputs, interleaved)
-        return torch.autograd.grad(out, inputs, grad.float())
+        return _differentiate_glu(_swiglu, grad, rows, scales, interleaved)
+
+    @staticmethod
+    def scaled_clamped_swiglu(
+        rows: Tensor, scales: Tensor, _quantizer: Any, *constants: float
+    ) -> Tensor:
+        *constants, interleaved = constants
+        glu = partial(_clamped_glu, *constants)
+        return _scale_glu(glu, rows, scales, interleaved).to(rows.dtype)
+
+    @staticmethod
+    def scaled_clamped_dswiglu(
+        grad: Tensor, rows: Tensor, scales: Tensor, _quantizer: Any, *constants: float
+    ) -> tuple[Tensor, Tensor]:
+        *constants, interleaved, _scaled = constants
+        return _differentiate_glu(
+            partial(_clamped_glu, *constants), grad, rows, scales, interleaved
+        )
+
+    def bgrad_group_quantize(
+        self, grad: Tensor, quantizer: Any, num: int, splits: Tensor, **kwargs: Any
+    ) -> tuple[Any, Tensor]:
+        offsets = torch.cat([splits.new_zeros(1), splits.cumsum(0)])
+        quantized = self.group_quantize(grad, quantizer, num, splits, **kwargs)
+        return quantized, _sum_rows_of_groups(grad, offsets, num)
 
     def group_quantize(
         self, tokens: Tensor, quantizer: Any, num: int, splits: Tensor | None, **kwargs: Any
@@ -420,14 +476,38 @@ class _Extension:
         )
 
 
-def _scaled_swiglu(rows: Tensor, scales: Tensor, interleaved: int) -> Tensor:
-    """Return silu(gate) * linear * scale [N, F] in fp32, for rows [N, 2F].
+def _swiglu(gate: Tensor, linear: Tensor) -> Tensor:
+    return torch.nn.functional.silu(gate) * linear
+
+
+def _clamped_glu(limit: float, alpha: float, offset: float, gate: Tensor, linear: Tensor) -> Tensor:
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(alpha * gate) * (linear.clamp(-limit, limit) + offset)
+
+
+def _scale_glu(
+    glu: Callable[[Tensor, Tensor], Tensor], rows: Tensor, scales: Tensor, interleaved: int
+) -> Tensor:
+    """Return glu(gate, linear) * scale [N, F] in fp32, for rows [N, 2F].
 
     Gates come first, or alternate with linear units in runs of ``interleaved``.
     """
     runs = rows.float().view(len(rows), -1, 2, interleaved or rows.shape[1] // 2)
     gate, linear = (part.reshape(len(rows), -1) for part in runs.unbind(2))
-    return torch.nn.functional.silu(gate) * linear * scales.float().view(-1, 1)
+    return glu(gate, linear) * scales.float().view(-1, 1)
+
+
+def _differentiate_glu(
+    glu: Callable[[Tensor, Tensor], Tensor],
+    grad: Tensor,
+    rows: Tensor,
+    scales: Tensor,
+    interleaved: int,
+) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        inputs = [tensor.detach().requires_grad_() for tensor in (rows, scales)]
+        out = _scale_glu(glu, *inputs, interleaved)
+    return torch.autograd.grad(out, inputs, grad.float())
 
 
 def _cast_experts(values: Tensor, quantizer: Any) -> Any:

@@ -1,6 +1,6 @@
 """Runs the tests of the ten rows of Transformer Engine's experts, and records their losses.
 
-    python -m tools.upstream.rows --json FILE [--gpus] [-n WORKERS] [--rest]
+    python -m tools.upstream.rows --json FILE [--gpus] [-n WORKERS] [--rest] [-k EXPRESSION]
 
 Runs all cases of ``tests/weights/te/test_rows.py``, including extended ones; without ``--gpus`` on
 a CPU, with Transformer Engine at TRANSFORMER_ENGINE_PATH. The record is written after every case
@@ -105,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--gpus", action="store_true", help="a rank on each GPU")
     parser.add_argument("-n", type=int, default=1, dest="workers", help="launches at once")
+    parser.add_argument("-k", default="", dest="keyword", help="cases, as pytest selects them")
     parser.add_argument("--rest", action="store_true", help="what has not passed in the record")
     args = parser.parse_args(words)
     gpus = [gpu.name for gpu in find_gpus()] if args.gpus else []
@@ -133,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = [f"{TESTS}::{case}" for case in rest] or [str(TESTS)]
     command += ["-p", "no:cacheprovider", "-m", "extended or not extended"]
-    command += ["-n", str(args.workers), *(["--gpus"] if args.gpus else [])]
+    command += ["-k", args.keyword, "-n", str(args.workers), *(["--gpus"] if args.gpus else [])]
     status = pytest.main(command, plugins=[recorder])
     return int(status != pytest.ExitCode.OK or "passed" not in recorder.outcomes())
 

@@ -110,6 +110,9 @@ ENGINE_SIDES: Mapping[str, tuple[str, ...]] = {
 }
 """The same for Transformer Engine's files, whose tests start their ranks themselves."""
 
+_REFUSAL = "PatchError: "
+"""Beginning of the last words of a rank whose Megatron is refused by name."""
+
 MANAGED = "ManagedBucket.open_gather"
 """Function that runs only where a managed bucket gathers its weights from masters."""
 
@@ -231,7 +234,8 @@ def _how_it_ended(failure: RankFailure, timeout_s: float) -> str:
     log = failure.logs / "stderr.log"
     if re.search(r"Timeout \([\d:.]+\)!", log.read_text(errors="replace")):  # faulthandler's
         return f"rank {failure.rank} did not end it within {timeout_s:g} s, see {log}"
-    return failure.sentence()
+    last_line = log.read_text(errors="replace").strip().rpartition("\n")[2]
+    return last_line if _REFUSAL in last_line else failure.sentence()
 
 
 @dataclass
@@ -253,8 +257,15 @@ class Comparison:
         counted = set(self.counted())
         return [name for name in {**self.stock, **self.plug_in} if name not in counted]
 
+    def refusal(self) -> str | None:
+        """Return the reason why the plug-in refuses this Megatron, if it does."""
+        reason = self.plug_in.get(self.selection.file, _MISSING).reason
+        return reason if _REFUSAL in reason else None
+
     def differences(self) -> dict[str, Case]:
-        """Return the counted cases that do not pass with the plug-in."""
+        """Return the counted cases that do not pass with the plug-in, if it is not refused."""
+        if self.refusal():
+            return {}
         found = {name: self.plug_in.get(name, _MISSING) for name in self.counted()}
         return {name: case for name, case in found.items() if case.outcome != "passed"}
 
@@ -293,6 +304,8 @@ def show(comparisons: Sequence[Comparison], console: Console) -> None:
         table.add_row(one.selection.file, *counts, *map(str, numbers))
     console.print(table)
     for one in comparisons:
+        if reason := one.refusal():
+            console.print(f"refused: {one.selection.file}: {reason}", markup=False)
         for name in one.not_counted():
             stock, plug_in = (side.get(name, _MISSING) for side in (one.stock, one.plug_in))
             reason = CHANCE.get(name, stock.reason)
@@ -306,8 +319,8 @@ def show(comparisons: Sequence[Comparison], console: Console) -> None:
 
 
 def exit_status(comparisons: Sequence[Comparison]) -> int:
-    """Return 0 if there are counted cases and no unexplained differences."""
-    is_same = not any(one.unexplained() for one in comparisons)
+    """Return 0 if there are counted cases, no unexplained differences and no refusal."""
+    is_same = not any(one.unexplained() or one.refusal() for one in comparisons)
     return 0 if is_same and any(one.counted() for one in comparisons) else 1
 
 

@@ -25,19 +25,20 @@ _replaced: dict[int, object] = {}
 def pytest_load_initial_conftests():
     import moe_optim
     from moe_optim.integration import patches
-    from moe_optim.integration.engine import resolve, revert_patches
+    from moe_optim.integration.engine import original, resolve, revert_patches
     from moe_optim.integration.installation import HOLDER
-    from moe_optim.optimizer import requirements
 
+    assignments = os.environ.get("MOE_OPTIM_SET", "").split()
+    moe_optim.install(moe_optim.MoEOptimConfig().replace_from(assignments, "MOE_OPTIM_SET"))
     checkpoints = (*patches.CHECKPOINTS, *patches.CHECKPOINTS_OF_RANKS)
     for patch in (*patches.OPTIMIZER, *checkpoints):
         if patch.id not in _NOT_REPLACED:
-            _replaced[id(resolve(patch.target)[2])] = resolve(patch.replacement)[2]
-    assignments = os.environ.get("MOE_OPTIM_SET", "").split()
-    moe_optim.install(moe_optim.MoEOptimConfig().replace_from(assignments, "MOE_OPTIM_SET"))
+            _replaced[id(original(patch.target))] = resolve(patch.replacement)[2]
     # cases request grouped experts of the local spec, which ignores it; ours refuse GELU and
     # initialization on the CPU
     revert_patches(patches.EXPERTS, HOLDER)
+    from moe_optim.optimizer import requirements
+
     # meant for training; a case compares quantized and bf16 models in one process
     requirements.check_setup = lambda *_: None
 

@@ -2,8 +2,10 @@
 
 ``torchrun --nproc-per-node N -m tests.support.te.native_train FOLDER FORMAT KNOBS [FLAGS]``;
 KNOBS are JSON. Beside the plug-in's they may have ``experts``, what of Megatron's configuration
-only experts get; ``products``, a format that bf16 weights are cast to where they are multiplied;
-``plugin``, false for Megatron's own optimizer;
+only experts get, functions by their names; ``delays``, whether weight gradients are computed after
+the backward pass; ``own_kernels``, whether to keep those of Transformer Engine; ``products``, a
+format that bf16 weights are cast to where they are multiplied; ``plugin``, false for Megatron's own
+optimizer;
 and ``given``: with "before" other values are loaded into the model before it is wrapped, with
 "after" when there is an optimizer, which then makes its masters of the weights; and ``offloaded``:
 weights leave the device and come back, and masters move, after the first step; and ``recipe``, a
@@ -30,7 +32,7 @@ from moe_optim.errors import ConfigError
 from moe_optim.formats import FORMATS, get_format
 from moe_optim.rules import FP32_SCALES
 from moe_optim.weights.te.fields import is_grouped, is_quantized, read_values
-from tests.support.states import given_values, making_room
+from tests.support.states import given_values, making_room, schedules
 from tools.upstream import native_products
 
 RECIPES = {
@@ -52,6 +54,7 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
     os.environ[FP32_SCALES] = str(int(format == "fp8_block_fp32"))  # read on import
     if on_cpu:
         native_products.leave_to_torch()
+    from megatron.core import activations
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.models.backends import LocalSpecProvider
 
@@ -62,10 +65,15 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
         native_products.pretend_a_gpu()
     chosen = json.loads(knobs)
     of_experts = chosen.pop("experts", {})
+    if "activation_func" in of_experts:
+        of_experts["activation_func"] = getattr(activations, of_experts["activation_func"])
+    if chosen.pop("delays", False):
+        schedules.turn_on("delay_wgrad_compute")
     products = chosen.pop("products", None)
     when = chosen.pop("given", None)
     is_offloaded = chosen.pop("offloaded", False)
     recipe = chosen.pop("recipe", None)
+    has_own_kernels = chosen.pop("own_kernels", False)
     is_ours, is_theirs = chosen.pop("plugin", True), format == "tensorwise"
     config = MoEOptimConfig(**({"format": "auto" if is_theirs else format} | chosen))
     quantized = RECIPES[f"{format} in {products}" if products else format].split()
@@ -75,7 +83,8 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
         training.MODEL[:], config, quantized = read.megatron_argv(), read.moe_optim, []
     if is_ours:
         installation.install(config, optimizer="muon" if "muon" in flags else "adam")
-    native_products.replace_kernels(*([get_format(format)] if format in FORMATS else []))
+    if not has_own_kernels:
+        native_products.replace_kernels(*([get_format(format)] if format in FORMATS else []))
     stocks_casts = native_products.replace_master_casts() if is_theirs else []
 
     def grouped_mlp_modules(_provider: Any, use_grouped_gemm: bool) -> Any:
@@ -86,6 +95,8 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
             # accumulate with apex
             config = copy(config)
             vars(config).update(of_experts)
+            if of_experts and hasattr(config, "moe_use_grouped_tensor"):  # megatron-core 0.20
+                config.moe_use_grouped_tensor = True
             return build(count, config, **kwargs)
 
         return experts

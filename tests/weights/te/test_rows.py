@@ -8,16 +8,20 @@ are those of ``test_modules.py``.
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from moe_optim.environment import satisfies
+from moe_optim.formats import get_format
 from tests.support.bytes import assert_bytes_equal
 from tests.weights.te import test_modules
 from tests.weights.te.test_modules import OVERLAP, Run, Seen, folder_of, later, launch
+from tests.weights.te.test_storage import assert_holds
 from tools.upstream.engine_version import find_version
 
 pytestmark = [
@@ -40,7 +44,32 @@ FIRST = "mxfp8, fused"
 """The row that always runs; the others are marked extended."""
 CLIPPED = ("--clip-grad", "1.0", *OVERLAP)
 ONLY = ("--eval-interval", "1000000")
-EXPERT = re.compile(r"(.+\.experts\.linear_fc[12]\.weight)(\d*)")
+EXPERT = re.compile(r"(.+\.experts\.linear_fc[12]\.(?:weight|bias))(\d*)")
+OVERLAPPED = ("--overlap-moe-expert-parallel-comm", "--expert-model-parallel-size", "2")
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a row is trained with beside its format."""
+
+    experts: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the configuration that experts get."""
+    if_single: Mapping[str, Any] = field(default_factory=dict)
+    """More of them, where one tensor has the weights of all."""
+    flags: tuple[str, ...] = ()
+    delays: bool = False
+
+
+OPTIONS: Mapping[str, Option] = {
+    "biases": Option({"add_bias_linear": True}),
+    "one bias": Option({"add_bias_linear": True}, if_single={"moe_single_grouped_bias": True}),
+    "clamped quick-GeGLU": Option(
+        {"activation_func": "quick_gelu", "activation_func_clamp_value": 0.5}
+    ),
+    "interleaved rows": Option({"moe_mlp_glu_interleave_size": 16}),
+    "overlapped": Option(flags=OVERLAPPED),
+    "delayed wgrad": Option(flags=OVERLAPPED, delays=True),
+}
 
 Given = Callable[..., Seen]
 
@@ -70,23 +99,27 @@ def train(launched, record_property) -> Given:
         operations: bool = True,
         evaluates: bool = False,
         goes_on_from_single: bool | None = None,
+        own_kernels: bool = False,
     ) -> Seen:
         chosen = {"row": row, "single": single, "operations": operations, "evaluates": evaluates}
-        chosen["goes_on_from_single"] = goes_on_from_single
+        chosen |= {"goes_on_from_single": goes_on_from_single, "own_kernels": own_kernels}
 
         def named(**others: Any) -> str:
             return re.sub(r"\W+", "-", " ".join(map(str, (chosen | others).values())))
 
         name = named()
         if name not in seen:
-            kind, how = row.split(", ")
+            kind, how, *option = row.split(", ")
             weights, products = FORMATS[kind]
+            chosen_option = OPTIONS[option[0]] if option else Option()
             experts = {
                 "moe_single_grouped_weight": single,
                 "use_transformer_engine_op_fuser": operations,
                 "gradient_accumulation_fusion": how == "fused",
+                **chosen_option.experts,
+                **(chosen_option.if_single if single else {}),
             }
-            flags = CLIPPED + (() if evaluates else ONLY)
+            flags = CLIPPED + chosen_option.flags + (() if evaluates else ONLY)
             if weights == "mxfp8":
                 flags += ("--reuse-grad-buf-for-mxfp8-param-ag",)
             start = None
@@ -94,6 +127,7 @@ def train(launched, record_property) -> Given:
                 launch_once(row, single=goes_on_from_single, operations=operations)
                 start = named(single=goes_on_from_single, goes_on_from_single=None)
             knobs = (*products.items(), ("experts", experts), ("step", "fused"))
+            knobs += (("delays", chosen_option.delays), ("own_kernels", own_kernels))
             launch(root, name, Run(weights, flags, knobs, start))
             seen[name] = Seen(folder_of(root, name))
             first, *others = seen[name].ranks
@@ -134,8 +168,32 @@ def assert_same(got: Seen, want: Seen, *, validated: bool = True) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_one_tensor_of_all_experts_trains_as_one_an_expert(name: str, train: Given):
-    """Through the operations, which alone Megatron lets train one tensor."""
+    """Through the operations, by which alone megatron-core 0.19 lets one tensor train."""
     assert_same(train(name, single=True), train(name))
+
+
+DELAYED = [row(f"{name}, delayed wgrad") for name in (FIRST, "mxfp8, through autograd")]
+WITH_OPTIONS = [
+    row(f"{name}, {option}")
+    for option in OPTIONS
+    for name in (FIRST, "bf16, fused")
+    if option not in ("overlapped", "delayed wgrad")
+]
+
+
+@pytest.mark.parametrize("name", [*WITH_OPTIONS, *DELAYED])
+def test_options_train_one_tensor_as_one_an_expert(name: str, train: Given):
+    """With evaluations in between, which change nothing either."""
+    evaluated = train(name, single=True, evaluates=True)
+    assert_same(evaluated, train(name, evaluates=True))
+    assert_same(evaluated, train(name, single=True), validated=False)
+
+
+@pytest.mark.parametrize("name", DELAYED)
+def test_delayed_wgrad_is_added_once(name: str, train: Given):
+    """By the hooks of the modules, into ``main_grad``: the run is that without delay."""
+    undelayed = name.replace("delayed wgrad", "overlapped")
+    assert_same(train(name, single=True), train(undelayed, single=True))
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -155,6 +213,42 @@ def test_wgrad_through_autograd_equals_fused(name: str, operations: bool, train:
     """One micro-batch a step: nothing is added to what autograd has rounded to bf16."""
     through_autograd = name.replace("fused", "through autograd")
     assert_same(train(through_autograd, operations=operations), train(name, operations=operations))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ROWS)
+def test_modules_train_one_tensor_as_one_an_expert(name: str, train: Given):
+    """Megatron's ``parity_module_grouped_linear`` to the bit, with an evaluation in between."""
+    single = train(name, single=True, operations=False, evaluates=True)
+    assert_same(single, train(name, operations=False, evaluates=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ROWS)
+def test_modules_train_one_tensor_with_the_kernels_of_transformer_engine(name: str, train: Given):
+    """Losses within the tolerances of Megatron's test; weights are the reference of the masters."""
+    from transformer_engine.common import recipe
+    from transformer_engine.pytorch.module import grouped_linear
+
+    weights, products = FORMATS[name.partition(", ")[0]]
+    format = products.get("products", weights)
+    recipes = {"mxfp8": recipe.MXFP8BlockScaling, "nvfp4": recipe.NVFP4BlockScaling}
+    made = recipes[format]() if format in recipes else None
+    if not grouped_linear.is_module_grouped_tensor_path_supported(made, torch.bfloat16):
+        pytest.skip(f"no grouped GEMMs in {format} on this GPU, or with its cuBLAS")
+    single, apart = (
+        train(name, single=single, operations=False, own_kernels=True) for single in (True, False)
+    )
+    tolerance = 5e-3 if format == "bf16" else 2e-2
+    for one, other in zip(single.ranks, apart.ranks, strict=True):
+        assert one["losses"] == pytest.approx(other["losses"], rel=tolerance, abs=tolerance)
+        for weight in one["weights"].values():
+            for fields, master in zip(weight["fields"], weight["master"], strict=True):
+                if weights == "bf16":
+                    assert_bytes_equal(fields["values"], master.bfloat16(), what=name)
+                else:
+                    assert_holds(SimpleNamespace(**fields), master, get_format(weights))
 
 
 @pytest.mark.extended
