@@ -60,9 +60,10 @@ class Option:
     delays: bool = False
 
 
+BIASES = {"add_bias_linear": True, "bias_dropout_fusion": False}
 OPTIONS: Mapping[str, Option] = {
-    "biases": Option({"add_bias_linear": True}),
-    "one bias": Option({"add_bias_linear": True}, if_single={"moe_single_grouped_bias": True}),
+    "biases": Option(BIASES),
+    "one bias": Option(BIASES, if_single={"moe_single_grouped_bias": True}),
     "clamped quick-GeGLU": Option(
         {"activation_func": "quick_gelu", "activation_func_clamp_value": 0.5}
     ),
