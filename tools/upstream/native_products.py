@@ -303,6 +303,7 @@ def _split(tensor: Tensor, splits: Sequence[int], *_: Any, **__: Any) -> tuple[A
     return list(tensor.split(list(splits))), None
 
 
+@torch.no_grad()
 def _multiply_experts(  # noqa: PLR0913  # arguments are Transformer Engine's
     a: Sequence[Any],
     b: Sequence[Tensor],
@@ -338,6 +339,7 @@ def _multiply_experts(  # noqa: PLR0913  # arguments are Transformer Engine's
     return None, grads, None
 
 
+@torch.no_grad()
 def _multiply_groups(  # noqa: PLR0913  # arguments are Transformer Engine's
     a: Any,
     b: Any,

@@ -15,6 +15,7 @@ _SPEC = "get_gpt_layer_with_transformer_engine_spec"
 
 if os.environ.get("MOE_OPTIM_CPU"):  # here, because the CPU runtime hides it afterwards
     sys.path += os.environ["TRANSFORMER_ENGINE_PATH"].split(os.pathsep)
+    import torch  # noqa: F401 - loads NCCL, which the next one asks for by name
     import transformer_engine.pytorch  # noqa: F401
 
 

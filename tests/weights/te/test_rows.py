@@ -64,9 +64,7 @@ BIASES = {"add_bias_linear": True, "bias_dropout_fusion": False}
 OPTIONS: Mapping[str, Option] = {
     "biases": Option(BIASES),
     "one bias": Option(BIASES, if_single={"moe_single_grouped_bias": True}),
-    "clamped quick-GeGLU": Option(
-        {"activation_func": "quick_gelu", "activation_func_clamp_value": 0.5}
-    ),
+    "clamped GeGLU": Option({"activation_func": "quick_gelu", "activation_func_clamp_value": 0.5}),
     "interleaved rows": Option({"moe_mlp_glu_interleave_size": 16}),
     "overlapped": Option(flags=OVERLAPPED),
     "delayed wgrad": Option(flags=OVERLAPPED, delays=True),
