@@ -847,7 +847,8 @@ def rows_of_experts(name: str, kinds: Sequence[bool] = (True, False)) -> str:
     table_rows = []
     for row_name, row in read_result(name)["rows"].items():
         passed = Counter(row["cases"].values())["passed"]
-        cells = [row_name, f"{passed} of {len(row['cases'])}", str(len(row["runs"]))]
+        cases = f"{passed} of {len(row['cases'])}" if row["cases"] else "compared"
+        cells = [row_name, cases, str(len(row["runs"]))]
         for operations, figure in product(kinds, ("losses", "norms")):
             runs = [run[figure] for run in row["runs"] if run["operations"] is operations]
             steps = {(step, value) for run in runs for step, value in run.items()}

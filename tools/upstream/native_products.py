@@ -522,7 +522,9 @@ def _cast_experts(values: Tensor, quantizer: Any) -> Any:
         dtype=values.dtype,
         device=values.device,
     )
+    group._with_gemm_swizzled_scales = False  # as in _quantize
     for expert, weight in zip(values, group.quantized_tensors, strict=True):
+        weight._with_gemm_swizzled_scales = False
         quantizer.update_quantized(expert, weight)
     return group
 
