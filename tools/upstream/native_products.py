@@ -53,10 +53,11 @@ def pretend_a_gpu() -> None:
     torch.Tensor.backward = _backward  # type: ignore[method-assign]
 
 
-def _backward(loss: Tensor) -> None:
+def _backward(output: Tensor, gradient: Tensor | None = None) -> None:
     """Run backward as Megatron's schedules do; torch's own method would leave every mode."""
+    gradient = torch.ones_like(output) if gradient is None else gradient
     torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
-        (loss,), (torch.ones_like(loss),), False, False, (), True, True
+        (output,), (gradient,), False, False, (), True, True
     )
 
 

@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -324,6 +324,21 @@ def exit_status(comparisons: Sequence[Comparison]) -> int:
     return 0 if is_same and any(one.counted() for one in comparisons) else 1
 
 
+def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record of both runs, which has the later outcomes of files that both ran.
+
+    Raises:
+        ValueError: the runs were not made alike.
+    """
+    for key in ("device", "versions", "ranks"):
+        if old[key] != new[key]:
+            raise ValueError(f"--keep: expected {key} {old[key]} as in the record, got {new[key]}")
+    keys = ("command", "commit", "kernels")
+    both = {key: ", ".join(dict.fromkeys([old[key], new[key]])) for key in keys if key in old}
+    files = {file["selection"]["file"]: file for file in (*old["files"], *new["files"])}
+    return {**old, **both, "files": list(files.values())}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.upstream.side_by_side")
     parser.add_argument("--megatron-lm", type=Path, help="folder with tests/")
@@ -334,6 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keyword", help="pytest -k instead of the default selection's")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--keep", action="store_true", help="files of --json that do not run")
     parser.add_argument("--logs", type=Path)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a case may take")
     parser.add_argument("--restarts", type=int, default=4, help="after cases in which a rank died")
@@ -376,6 +392,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "ranks": args.ranks,
             "files": [asdict(one) for one in comparisons],
         }
+        if args.keep:
+            report = merge(json.loads(args.json.read_text()), report)
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     return exit_status(comparisons)
 
