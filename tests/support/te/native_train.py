@@ -54,8 +54,8 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
     os.environ[FP32_SCALES] = str(int(format == "fp8_block_fp32"))  # read on import
     if on_cpu:
         native_products.leave_to_torch()
-    from megatron.core import activations
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.fusions import fused_bias_geglu
     from megatron.core.models.backends import LocalSpecProvider
 
     from moe_optim.integration import installation
@@ -66,7 +66,7 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
     chosen = json.loads(knobs)
     of_experts = chosen.pop("experts", {})
     if "activation_func" in of_experts:
-        of_experts["activation_func"] = getattr(activations, of_experts["activation_func"])
+        of_experts["activation_func"] = getattr(fused_bias_geglu, of_experts["activation_func"])
     if chosen.pop("delays", False):
         schedules.turn_on("delay_wgrad_compute")
     products = chosen.pop("products", None)
