@@ -13,8 +13,8 @@ mode adds the missing ``cuda``.
 and all-gathers of several dtypes at once. These are rows ``ADAM`` and ``CPU`` of the patch table.
 
 Transformer Engine and apex are hidden unless already imported, since Megatron would step with their
-kernels. Importing this module redirects nothing; :func:`install` and :func:`uninstall` must be
-called from the main thread.
+kernels. Megatron-Bridge can still be imported (``te_stand_in.py``). Importing this module redirects
+nothing; :func:`install` and :func:`uninstall` must be called from the main thread.
 
 Limit: a single random stream replaces the two (host and device) of a GPU machine, so with dropout a
 resumed run draws other numbers than an uninterrupted one. CPU recipes set dropout to zero.
@@ -36,13 +36,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_optim.errors import ConfigError, PatchError, StateError
-from moe_optim.integration import patches
-from moe_optim.integration.engine import apply_patches, revert_patches
+from moe_optim.integration import patches, te_stand_in
+from moe_optim.integration.engine import apply_patches, original, revert_patches
 
 CPU = torch.device("cpu")
 GPU_PACKAGES = ("transformer_engine", "apex")
 PINNING = frozenset({torch.Tensor.pin_memory})
 LEGACY_TYPE = torch.Tensor.type
+PATCHES = (*patches.ADAM, *patches.CPU, *patches.DATASETS)
 
 
 class _Event(torch.cpu.Event):
@@ -250,6 +251,15 @@ def is_inference_column_parallel_linear(module: Any) -> bool:
     return False
 
 
+def get_gpt_mtp_block_spec(
+    config: Any, spec: Any, use_transformer_engine: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """Return the spec of multi-token prediction without Transformer Engine."""
+    return original(_MTP_SPEC)(config, spec, False, *args, **kwargs)
+
+
+_MTP_SPEC = "megatron.core.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec"
+
 _BYTES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Byte view of each gathered tensor."""
 
@@ -300,6 +310,8 @@ def use_cpu() -> None:
         )
     _require_nothing_compiled()
     _hidden = hide_gpu_packages()
+    if "transformer_engine" in _hidden:
+        te_stand_in.install()
     # jit_fuser compiles with dynamo, which takes minutes on a CPU without benefit
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # required by Megatron with tensor parallelism; without effect on a CPU
@@ -315,7 +327,7 @@ def use_cpu() -> None:
     _mode = _CudaNamesOnCpu()
     _mode.__enter__()
     try:
-        apply_patches((*patches.ADAM, *patches.CPU), "cpu runtime")
+        apply_patches(PATCHES, "cpu runtime")
     except PatchError:
         uninstall()
         raise
@@ -356,10 +368,11 @@ def uninstall() -> None:
     global _mode
     if _mode is None:
         return
-    revert_patches((*patches.CPU, *patches.ADAM), "cpu runtime")
+    revert_patches(reversed(PATCHES), "cpu runtime")
     _mode.__exit__(None, None, None)
     _mode = None
     _RNG_LOGGER.setLevel(_saved_log_level)
+    te_stand_in.uninstall()
     for name in _hidden:
         del sys.modules[name]
     while _saved:

@@ -121,6 +121,15 @@ CPU: tuple[Patch, ...] = (
         because="gloo takes all tensors of one call for elements of the first one's dtype",
         remove_when="gloo gathers tensors of several dtypes at once",
     ),
+    Patch(
+        id="local-mtp",
+        target="megatron.core.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec",
+        replacement="moe_optim.integration.cpu_runtime:get_gpt_mtp_block_spec",
+        fits=in_all_versions("(config, spec, use_transformer_engine, vp_stage, pp_rank)"),
+        because="Megatron-Bridge asks for multi-token prediction of Transformer Engine, whatever "
+        "the model's layers are",
+        remove_when="Megatron-Bridge asks for what the model's layers are",
+    ),
 )
 """Required by the CPU runtime, in addition to its redirections in torch."""
 

@@ -50,20 +50,24 @@ def redirected() -> dict[str, Any]:
 
 def _install_and_uninstall() -> list[str]:
     before = redirected()
-    adam_and_cpu = [p for p in (*patches.ADAM, *patches.CPU) if patch_state(p) != "not needed"]
-    assert len(adam_and_cpu) >= 6
+    of_cpu = [
+        p
+        for p in (*patches.ADAM, *patches.CPU, *patches.DATASETS)
+        if patch_state(p) != "not needed"
+    ]
+    assert len(of_cpu) >= 6
     assert not cpu_runtime.is_installed()
     cpu_runtime.install()
     installed = redirected()
     assert cpu_runtime.is_installed()
     assert all(installed[name] is cpu_runtime.REDIRECTS[name] for name in installed)
-    assert {patch_state(patch) for patch in adam_and_cpu} == {"applied"}
+    assert {patch_state(patch) for patch in of_cpu} == {"applied"}
     cpu_runtime.install()
     assert all(redirected()[name] is installed[name] for name in installed)
     cpu_runtime.uninstall()
     cpu_runtime.uninstall()
     assert not cpu_runtime.is_installed()
-    assert {patch_state(patch) for patch in adam_and_cpu} == {"off"}
+    assert {patch_state(patch) for patch in of_cpu} == {"off"}
     assert torch.ones(1).type() == "torch.FloatTensor"
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros(1, device="cuda")

@@ -280,6 +280,7 @@ ON_THE_CPU = {  # names of Megatron that are rebound there; the others only for 
     "megatron.core.datasets.utils:compile_helpers",
     "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
     "megatron.core.distributed.param_and_grad_buffer:dist_all_gather_func",
+    "megatron.core.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec",
 }
 OF_LATER_VERSIONS = {  # which 0.19 has not got and does without
     "megatron.core.transformer.multi_token_prediction:is_inference_column_parallel_linear",
@@ -334,7 +335,7 @@ def test_the_documents_name_what_the_cpu_takes():
     assert {patch.target for patch in CPU if patch.only_if_there} == OF_LATER_VERSIONS
     ids = [patch.target for patch in (*ADAM, *CPU, *DATASETS) if not patch.only_if_there]
     assert set(ids) == ON_THE_CPU | WITH_TORCHS_ADAM
-    assert len(ids) == 8  # as the help of the command counts them
+    assert len(ids) == 9  # as the help of the command counts them
 
 
 def test_the_flag_installs_the_plugin_and_the_parser_takes_its_settings(tmp_path):

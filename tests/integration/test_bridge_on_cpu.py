@@ -1,0 +1,93 @@
+"""Megatron-Bridge beside the CPU runtime: what it imports, asks for and walks, restated.
+
+``test_bridge_package.py`` and ``test_bridge_converters.py`` use the package itself.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim.errors import ConfigError
+from moe_optim.integration import cpu_runtime
+from tests.support.ranks import run_ranks
+
+UNGUARDED = """
+import transformer_engine.pytorch as te
+
+def fuse() -> te.ops.Sequential:
+    return te.ops.Sequential()
+
+def is_fused(module):
+    return isinstance(module, (te.Linear, te.LayerNormLinear))
+"""
+GUARDED = """
+try:
+    import transformer_engine.pytorch
+    HAVE_TE = True
+except ImportError:
+    HAVE_TE = False
+"""
+
+
+def _import_bridge(folder: Path) -> dict[str, Any]:
+    """Import one module that needs Transformer Engine's name, and one that can do without."""
+    sys.modules.pop("transformer_engine", None)  # hidden by the support of tests
+    package = folder / "megatron/bridge/peft"
+    package.mkdir(parents=True)
+    for parent in (package, package.parent):
+        (parent / "__init__.py").touch()
+    (package / "lora_layers.py").write_text(UNGUARDED)
+    (package / "recompute.py").write_text(GUARDED)
+    sys.path.insert(0, str(folder))
+    cpu_runtime.install()
+    from megatron.bridge.peft import lora_layers, recompute
+
+    found: dict[str, Any] = {"guarded": recompute.HAVE_TE}
+    found["is fused"] = lora_layers.is_fused(torch.nn.Linear(1, 1))
+    with pytest.raises(ConfigError) as refusal:
+        lora_layers.fuse()
+    found["refusal"] = str(refusal.value)
+    with pytest.raises(ImportError):
+        importlib.import_module("transformer_engine")
+    cpu_runtime.uninstall()
+    del sys.modules["megatron.bridge.peft.lora_layers"], lora_layers
+    with pytest.raises(ImportError):
+        importlib.import_module("megatron.bridge.peft.lora_layers")
+    return found
+
+
+def test_an_unguarded_import_of_transformer_engine_fails_when_it_is_used(tmp_path: Path):
+    """Under ``use_cpu()`` alone, and in that module alone: others learn that it is not there."""
+    (found,) = run_ranks(1, _import_bridge, tmp_path)
+    assert found["guarded"] is found["is fused"] is False
+    assert found["refusal"] == (
+        "transformer_engine.pytorch.ops.Sequential: expected Transformer Engine, got a run on the "
+        "CPU, which hides it. Turn off the feature that needs it (use_transformer_engine_op_fuser "
+        "for LoRA), or train on a GPU."
+    )
+
+
+def _predict_tokens() -> tuple[str, str]:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    cpu_runtime.install()
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    config = TransformerConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=2, mtp_num_layers=1, add_bias_linear=False
+    )
+    layers = gpt_layer_specs.get_gpt_layer_local_spec()
+    ask = gpt_layer_specs.get_gpt_mtp_block_spec
+    parts = ask(config, layers, use_transformer_engine=True).layer_specs[0].submodules
+    return parts.eh_proj.__name__, parts.mtp_model_layer.module.__name__
+
+
+def test_multi_token_prediction_on_a_cpu_is_local_whoever_asks():
+    """Megatron-Bridge asks for Transformer Engine's, whatever the layers of the model are."""
+    assert run_ranks(1, _predict_tokens) == [("ColumnParallelLinear", "TransformerLayer")]
