@@ -19,6 +19,7 @@ from moe_optim.calibration.state_entries import AmaxPlace, amax_entries
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.experts.activation import activate
+from moe_optim.experts.converters import guard_converters
 from moe_optim.experts.grouped_linear import GroupedLinear, ends_of
 from moe_optim.experts.keys.layouts import LINEARS
 from moe_optim.experts.loading import load_local_experts
@@ -112,8 +113,12 @@ class GroupedExperts(MegatronModule):
         where = name or "experts"
         self.linear_fc1 = make(2 * ffn, hidden, name=f"{where}.linear_fc1")
         self.linear_fc2 = make(hidden, ffn, name=f"{where}.linear_fc2")
-        for linear in (self.linear_fc1, self.linear_fc2):
+        linears: list[Any] = [self.linear_fc1, self.linear_fc2]
+        for partition_dim, linear in enumerate(linears):
             linear.config = config
+            # read by Megatron-Bridge's converter where it does not know a class
+            linear.tensor_model_parallel, linear.partition_dim = True, partition_dim
+        guard_converters()
         self._initialize(keep_for_masters=settings.format != "bf16")
         for shard in list_shards(self):
             shard.describe(config)

@@ -10,6 +10,7 @@ from megatron.core.utils import log_single_rank
 
 from moe_optim.buckets.bucket_group import GroupedBucketGroup, bucket_groups
 from moe_optim.errors import StateError
+from moe_optim.experts.converters import guard_converters
 from moe_optim.experts.weight_copies import StepEnd
 from moe_optim.health.monitor import HealthMonitor
 from moe_optim.integration import patches
@@ -68,6 +69,7 @@ def get_megatron_optimizer(
             wrapped for another optimizer.
         PatchError: this version of Megatron is not supported.
     """
+    guard_converters()  # those imported since the experts were built
     setup = check_model(config, model_chunks, config_or_bf16())
     is_adopted = _is_adopted(model_chunks)
     if not is_adopted:

@@ -5,13 +5,18 @@
 
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from moe_optim.errors import ConfigError
+from moe_optim.experts import converters
+from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.formats import MXFP8
 from moe_optim.integration import cpu_runtime
 from tests.support.ranks import run_ranks
 
@@ -91,3 +96,33 @@ def _predict_tokens() -> tuple[str, str]:
 def test_multi_token_prediction_on_a_cpu_is_local_whoever_asks():
     """Megatron-Bridge asks for Transformer Engine's, whatever the layers of the model are."""
     assert run_ranks(1, _predict_tokens) == [("ColumnParallelLinear", "TransformerLayer")]
+
+
+class Bridge:
+    """Walks a model like the converter of mbridge does, and like that of Megatron-Bridge."""
+
+    def _weight_name_mapping_mcore_local_to_global(
+        self, model: torch.nn.Module, consider_ep: bool = True
+    ) -> list[str]:
+        return [f"expert {name.rpartition('weight')[2]}" for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("format", [None, MXFP8], ids=["bf16", "mxfp8"])
+def test_converters_take_only_weights_that_each_hold_one_expert(format, monkeypatch):
+    """They name an expert by the number at the end of ``weight17``; one weight of all has none."""
+    (name, _, _) = converters.CONVERSIONS[1]
+    own = type("Bridge", (Bridge,), dict(vars(Bridge)))
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(Bridge=own))
+    for _ in range(2):
+        converters.guard_converters()
+    linear = partial(GroupedLinear, 2, 32, 32, format=format)
+    walk = own()._weight_name_mapping_mcore_local_to_global
+    with pytest.raises(ConfigError) as refusal:
+        walk(torch.nn.ModuleDict({"linear_fc1": linear()}))
+    assert str(refusal.value) == (
+        "linear_fc1: expected one weight per expert to convert to or from Hugging Face's names, "
+        "got one weight of all experts. Set expert_layout to indexed before the model is built, "
+        "or export with moe_optim.export_weights."
+    )
+    indexed = torch.nn.ModuleDict({"linear_fc1": linear(expert_layout="indexed")})
+    assert sorted(walk(indexed, consider_ep=False)) == ["expert 0", "expert 1"]

@@ -1,68 +1,54 @@
-"""The same with Megatron-Bridge itself, wherever it and Transformer Engine can be imported.
+"""The same with Megatron-Bridge itself, wherever it can be imported.
 
-``MEGATRON_BRIDGE_PATH`` lists folders with both, apart from what Python finds by itself: on a CPU
-Megatron must not find Transformer Engine, whose Adam needs a GPU. Its libraries come from
-``LD_LIBRARY_PATH``. Seen with megatron-bridge 0.6.2 and Transformer Engine 2.20.2.
+``MEGATRON_BRIDGE_PATH`` lists folders with it and all that it imports, which come first, since it
+needs older versions of some packages. Transformer Engine need not be there. Seen with
+megatron-bridge 0.6.2.
 """
 
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_optim.config import MoEOptimConfig
+from moe_optim.integration import cpu_runtime
 from tests.integration.test_bridge import FLAGS, NVFP4
 from tests.support.ranks import run_ranks
 from tests.support.training import Record, assert_same_run, pretrain
+from tools.upstream.stand_in_imports import find_bridge
 
-PATH = [folder for folder in os.environ.get("MEGATRON_BRIDGE_PATH", "").split(":") if folder]
-FOUND = {
-    name
-    for name in ("megatron/bridge", "transformer_engine")
-    if any(Path(folder, name).is_dir() for folder in PATH)
-}
 pytestmark = pytest.mark.skipif(
-    len(FOUND) < 2,
-    reason="MEGATRON_BRIDGE_PATH does not name Megatron-Bridge and Transformer Engine",
+    find_bridge() is None, reason="MEGATRON_BRIDGE_PATH does not name Megatron-Bridge"
 )
 
 
-@contextmanager
-def _findable() -> Iterator[None]:
-    """Let Python find the package, after Megatron has looked for Transformer Engine in vain."""
-    from moe_optim.integration import patches
-    from moe_optim.integration.engine import apply_patches
-
-    apply_patches(patches.ADAM)
-    sys.path += PATH
-    try:
-        yield
-    finally:
-        del sys.path[-len(PATH) :]
+def find_packages_on_a_cpu() -> None:
+    """Let this process train on the CPU and import packages of ``MEGATRON_BRIDGE_PATH``."""
+    sys.path[:0] = os.environ["MEGATRON_BRIDGE_PATH"].split(":")
+    for name in list(sys.modules):  # preloaded for all ranks, in other versions
+        if name.partition(".")[0] in ("transformers", "huggingface_hub", "tokenizers"):
+            del sys.modules[name]
+    del sys.modules["transformer_engine"]  # hidden for all ranks; the runtime does so in its way
+    cpu_runtime.install()
 
 
 def _train(flags: list[str]) -> Record:
     """Train with its overrides, scheduler and ``setup_optimizer``; ``extra`` is what it built."""
-    with _findable():
-        from megatron.bridge.training.config import SchedulerConfig
-        from megatron.bridge.training.optim import setup_optimizer
-        from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+    find_packages_on_a_cpu()
+    from megatron.bridge.training.config import SchedulerConfig
+    from megatron.bridge.training.optim import setup_optimizer
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
     from megatron.core.optimizer import OptimizerConfig
     from megatron.training import training
 
     import moe_optim
-    from moe_optim.integration import cpu_runtime
 
     @dataclasses.dataclass
     class Container:
         optimizer: OptimizerConfig
 
-    cpu_runtime.install()
     indexed = moe_optim.MoEOptimizerConfig(moe_optim=MoEOptimConfig(expert_layout="indexed"))
     overridden = Container(indexed)
     process_config_with_overrides(overridden, cli_overrides=["optimizer.moe_optim.format=nvfp4"])
@@ -90,7 +76,7 @@ def test_its_setup_optimizer_trains_as_install_by_hand():
     """The knob it overrides is the one that is installed; losses, masters, moments and bytes of
     two ranks are equal to the bit."""
     by_hand = run_ranks(2, pretrain, FLAGS, NVFP4)
-    for ours, hand in zip(run_ranks(2, _train, FLAGS), by_hand, strict=True):
+    for ours, hand in zip(run_ranks(2, _train, FLAGS, timeout_s=600), by_hand, strict=True):
         assert ours.extra == ["GroupedChainedOptimizer", "OptimizerParamScheduler"]
         assert ours.classes == {"GroupedDistributedOptimizer"}
         assert_same_run(ours, hand, what="Megatron-Bridge")
