@@ -374,9 +374,10 @@ RULES: tuple[Rule, ...] = (
          "it has its own buffers and shards", "Remove it"),
         ("an optimizer without --use-distributed-optimizer",
          lambda s: s.optimizer.optimizer in OPTIMIZERS
-         and not s.optimizer.use_distributed_optimizer,
+         and not s.optimizer.use_distributed_optimizer
+         and f"--optimizer {s.optimizer.optimizer} without --use-distributed-optimizer",
          "masters are sharded by Megatron's distributed optimizer",
-         "Set use_distributed_optimizer (the plug-in's flag implies it)"),
+         "Set use_distributed_optimizer (the plug-in's flag and MoEOptimizerConfig imply it)"),
         *((f"--optimizer {name}", lambda s, name=name: s.optimizer.optimizer == name, reason,
            "Give --optimizer muon, or --optimizer adam")
           for name, reason in _OTHER_OPTIMIZERS.items()),

@@ -111,12 +111,12 @@ TRAINS: dict[str, tuple[Settings, Settings]] = {  # Megatron's settings, the plu
 
 REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -> as above
     "--use-megatron-fsdp:": (NATIVE | {"use_megatron_fsdp": True}, MXFP8),
-    "an optimizer without --use-distributed-optimizer:": (
+    "--optimizer adam without --use-distributed-optimizer:": (
         {"use_distributed_optimizer": False},
         BF16,
     ),
     "--optimizer sgd:": ({"optimizer": "sgd"}, BF16),
-    "an optimizer without --use-distributed-optimizer: masters": (
+    "--optimizer muon without --use-distributed-optimizer: masters": (
         MUON | {"use_distributed_optimizer": False},
         BF16,
     ),

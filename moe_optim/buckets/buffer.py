@@ -264,7 +264,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
 
 def _how_to_distribute() -> str:
     if installed_optimizer() == "adam":
-        return "Give the flag"
+        return 'Give the flag (Muon: install with optimizer="muon", or take MoEOptimizerConfig)'
     return (
         "Megatron's validation clears it for Muon: in validated arguments set "
         "use_distributed_optimizer and clear use_layer_wise_distributed_optimizer, as "
