@@ -6,6 +6,7 @@ Call one of these on the ``ConfigContainer`` of your recipe, before Megatron-Bri
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import moe_optim
@@ -32,13 +33,27 @@ def quantize_experts(config: Any, format: str = "mxfp8_2d") -> Any:
     """Return ``config``, modified to use portable experts with weights in ``format``, on any GPU.
 
     The experts are layers of the local spec, which needs no Transformer Engine; GEMMs run in bf16.
+    Each has a weight of its own, as Megatron-Bridge's converters expect.
 
     Args:
         config: ``ConfigContainer`` of a recipe.
         format: format of the expert weights between steps.
-    """
-    from megatron.bridge.models.gpt_provider import local_layer_spec
 
+    Raises:
+        ValueError: the model has multi-latent attention, as DeepSeek-V3 and Kimi-K2 have.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    if config.model.multi_latent_attention:
+        raise ValueError(
+            "quantize_experts: expected attention of Megatron's local spec, got multi-latent "
+            "attention, which it lacks. Call train_with_moe_optim, and give mixed_precision native "
+            "parameter gather to quantize weights."
+        )
     config.model.moe_grouped_gemm = True
-    config.model.transformer_layer_spec = local_layer_spec
-    return train_with_moe_optim(config, format=format)
+    config.model.transformer_layer_spec = partial(
+        get_gpt_decoder_block_spec,
+        use_transformer_engine=False,
+        normalization=config.model.normalization,
+    )
+    return train_with_moe_optim(config, format=format, expert_layout="indexed")

@@ -155,48 +155,68 @@ def test_megatron_takes_the_flags_and_they_name_the_format_of_its_recipe(scripts
     assert run_ranks(1, _parse_with_megatron, argv) == [("blockwise", True, 16)]
 
 
-# Megatron-Bridge, of which a stand-in holds the one name that the example imports
+# Megatron-Bridge, whose configurations are stand-ins
 
 
 def _change_a_configuration(function):
     from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from moe_optim.integration.installation import installed_config
 
-    spec = object()
-    for name in (
-        "megatron.bridge",
-        "megatron.bridge.models",
-        "megatron.bridge.models.gpt_provider",
-    ):
-        sys.modules.setdefault(name, ModuleType(name))
-    sys.modules["megatron.bridge.models.gpt_provider"].local_layer_spec = spec
     found = importlib.util.spec_from_file_location("example", EXAMPLES / "megatron_bridge.py")
     example = importlib.util.module_from_spec(found)
     found.loader.exec_module(example)
 
     given = OptimizerConfig(optimizer="adam", bf16=True, lr=3e-4, use_distributed_optimizer=True)
-    config = SimpleNamespace(optimizer=given, model=SimpleNamespace(moe_grouped_gemm=False))
+    model = TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_moe_experts=4,
+        moe_layer_freq=[0, 1],
+    )
+    config = SimpleNamespace(optimizer=given, model=model)
     assert getattr(example, function)(config) is config
     assert installed_config() is None
     config.optimizer.finalize()  # as Megatron-Bridge does before it builds the model
     kept = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
     assert {name: getattr(config.optimizer, name) for name in kept} == kept
-    is_portable = getattr(config.model, "transformer_layer_spec", None) is spec
-    assert config.model.moe_grouped_gemm == is_portable
-    return type(config.optimizer).__name__, installed_config(), is_portable
+    make_layers = getattr(model, "transformer_layer_spec", None)
+    assert model.moe_grouped_gemm == bool(make_layers)
+    layers = make_layers(model, pp_rank=0).layer_specs if make_layers else ()
+    parts = [layer.submodules.mlp.keywords["submodules"] for layer in layers]
+    kinds = [type(part).__name__ for part in parts]
+    return type(config.optimizer).__name__, installed_config(), kinds
 
 
 @pytest.mark.parametrize(
-    ("function", "format", "is_portable"),
-    [("train_with_moe_optim", "auto", False), ("quantize_experts", "mxfp8_2d", True)],
+    ("function", "config", "kinds"),
+    [
+        ("train_with_moe_optim", MoEOptimConfig(), []),
+        (
+            "quantize_experts",
+            MoEOptimConfig(format="mxfp8_2d", expert_layout="indexed"),
+            ["MLPSubmodules", "MoESubmodules"],  # dense layers stay dense
+        ),
+    ],
 )
 def test_a_configuration_of_megatron_bridge_keeps_its_settings_and_installs_the_plugin(
-    function, format, is_portable
+    function, config, kinds
 ):
     """The contract with Megatron-Bridge itself is held by `tests/integration/test_bridge.py`."""
-    expected = ("MoEOptimizerConfig", MoEOptimConfig(format=format), is_portable)
+    expected = "MoEOptimizerConfig", config, kinds
     assert run_ranks(1, _change_a_configuration, function) == [expected]
+
+
+def test_latent_attention_is_refused_with_portable_experts():
+    """Before Megatron builds a model, of which it would say that ``k_channels`` is unexpected."""
+    found = importlib.util.spec_from_file_location("example", EXAMPLES / "megatron_bridge.py")
+    example = importlib.util.module_from_spec(found)
+    found.loader.exec_module(example)
+    config = SimpleNamespace(model=SimpleNamespace(multi_latent_attention=True))
+    with pytest.raises(ValueError, match="multi-latent attention, which it lacks. Call train_with"):
+        example.quantize_experts(config)
 
 
 # slime and miles, of which a stand-in holds the one name that the example replaces
