@@ -23,6 +23,7 @@ CONVERSIONS = (
     ("mbridge.core.bridge", "Bridge", "_weight_name_mapping_mcore_local_to_global"),
 )
 """Module, class and method with which every conversion of a model begins."""
+_MARK = "requires_expert_names"
 
 
 def guard_converters() -> None:
@@ -30,7 +31,7 @@ def guard_converters() -> None:
     for module, class_name, method in CONVERSIONS:
         owner = getattr(sys.modules.get(module), class_name, None)
         call = getattr(owner, method, None)
-        if call is not None and not hasattr(call, "__wrapped__"):
+        if call is not None and not hasattr(call, _MARK):
             setattr(owner, method, _guarded(call))
 
 
@@ -40,6 +41,7 @@ def _guarded(call: Any) -> Any:
         _require_expert_names(model if isinstance(model, list) else [model])
         return call(self, model, *args, **kwargs)
 
+    vars(convert)[_MARK] = True
     return convert
 
 
