@@ -254,8 +254,9 @@ def is_inference_column_parallel_linear(module: Any) -> bool:
 def get_gpt_mtp_block_spec(
     config: Any, spec: Any, use_transformer_engine: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return the spec of multi-token prediction without Transformer Engine."""
-    return original(_MTP_SPEC)(config, spec, False, *args, **kwargs)
+    """Return Megatron's spec of multi-token prediction, local where there is only a local one."""
+    is_there = use_transformer_engine and "transformer_engine" not in _hidden
+    return original(_MTP_SPEC)(config, spec, is_there, *args, **kwargs)
 
 
 _MTP_SPEC = "megatron.core.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec"
