@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from torch import Tensor
@@ -35,6 +36,17 @@ def with_members(optimizer: Any, model_sharded_state_dict: Any) -> Any:
     if not added:
         return model_sharded_state_dict
     return {"model": model_sharded_state_dict, "members": added}
+
+
+def entries_of(optimizer: Any, model_sharded_state_dict: Any) -> dict[torch.nn.Parameter, Any]:
+    """Return the entry of each parameter that ``optimizer`` holds and the model's state has."""
+    if not model_sharded_state_dict:
+        return {}
+    state = with_members(optimizer, model_sharded_state_dict)
+    entries = nested_values(extract_sharded_tensors_and_factories(state)[0])
+    by_data = {id(entry.data): entry for entry in entries}
+    params = (param for buffer in optimizer.buffers for param in buffer.param_index_map)
+    return {param: by_data[id(param)] for param in params if id(param) in by_data}
 
 
 def _named_leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -219,7 +219,7 @@ def owned_ranges(optimizer: Any) -> list[OwnedRange]:
     ]
 
 
-def _flat_states(optimizer: Any, param: torch.nn.Parameter) -> dict[str, Tensor]:
+def flat_states(optimizer: Any, param: torch.nn.Parameter) -> dict[str, Tensor]:
     """Return this rank's shard of master and moments, 1-D, without ``step``."""
     states = optimizer._get_main_param_and_optimizer_states(param)
     return {key: state.view(-1) for key, state in states.items() if key != "step"}
@@ -273,7 +273,7 @@ def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
             for one in owned:
                 if (one.buffer, one.bucket) != (buffer, bucket):
                     continue
-                tensors = _flat_states(optimizer, one.param)
+                tensors = flat_states(optimizer, one.param)
                 if one.local_start > at:
                     entries.append((at, _padding(tensors, one.local_start - at)))
                 entries.append((one.local_start, tensors))
@@ -319,7 +319,7 @@ def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> dict
     for one in owned_ranges(optimizer):
         spans = layouts.spans(places[one.param], one.start, one.end)
         entry: dict[str, Any] = {}
-        for name, flat in _flat_states(optimizer, one.param).items():
+        for name, flat in flat_states(optimizer, one.param).items():
             parts = flat.split([span.numel for span in spans])
             entry[name] = [
                 _elements(

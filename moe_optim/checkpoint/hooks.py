@@ -48,7 +48,7 @@ from moe_optim.checkpoint.undistributed_states import (
     declare_reshardable,
     flat_group_beside,
     request_whole_states,
-    require_same_momenta,
+    require_same_states,
 )
 from moe_optim.errors import LayoutError
 from moe_optim.integration.agreement import agree
@@ -352,7 +352,7 @@ def _request_by_name(
     group = flat_group_beside(stored, request.group)
     if group is None or MOMENTUM in optimizer.optimizer_state_keys:
         request_whole_states(state["param_state"], stored)
-        require_same_momenta(state["param_state"], stored)
+        require_same_states(state["param_state"], stored)
         return
     request.key = f"{group}.{MANIFEST}.none"
     key, saved = manifest_of_groups_states(request, stored)

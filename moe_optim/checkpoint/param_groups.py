@@ -113,7 +113,7 @@ def _joined(parts: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
     states = {
         f"{number}.{key}": entry
         for number, part in enumerate(parts)
-        for key, entry in (part["param_state"] or {}).items()  # None where another rank saves them
+        for key, entry in part["param_state"].items()
     }
     return {
         **parts[0],

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from torch import Tensor
 from torch.nn import Parameter as ModelParameter
 
@@ -25,7 +24,7 @@ from moe_optim.checkpoint.derived_manifest import (
     choose_by_values,
     derive_manifests,
 )
-from moe_optim.checkpoint.expert_entries import with_members
+from moe_optim.checkpoint.expert_entries import entries_of
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_buffers import (
     flat_groups,
@@ -108,7 +107,7 @@ def manifest_of_groups_states(
     requester, group, where = request.requester, request.group, str(stored.path)
     optimizer = requester.optimizer
     buffers = stored_buffers(stored, group)
-    entries = _entries_of(optimizer, requester.model)
+    entries = entries_of(optimizer, requester.model)
     _require_same_tensors(entries, stored)
     chunks = _parameters_of(optimizer)
     interleave = stored.recorded.glu_interleave
@@ -282,15 +281,6 @@ def _parameters_of(optimizer: Any) -> list[list[Parameter]]:
         ]
         for chunk in optimizer.model_chunks
     ]
-
-
-def _entries_of(optimizer: Any, model: Any) -> dict[ModelParameter, _Entry]:
-    if not model:
-        return {}
-    entries = extract_sharded_tensors_and_factories(with_members(optimizer, model))[0]
-    by_data = {id(entry.data): entry for entry in nested_values(entries)}
-    params = (param for buffer in optimizer.buffers for param in buffer.param_index_map)
-    return {param: by_data[id(param)] for param in params if id(param) in by_data}
 
 
 def _parts(entry: _Entry, param: ModelParameter) -> Any:

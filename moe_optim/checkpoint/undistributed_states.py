@@ -12,17 +12,13 @@ none of these checkpoints.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_buffers import flat_groups
-from moe_optim.checkpoint.state_kinds import MASTER, MOMENTUM, WHOLE_MASTER
+from moe_optim.checkpoint.state_kinds import MASTER, WHOLE_MASTER
 from moe_optim.checkpoint.state_manifest import listed
 from moe_optim.errors import LayoutError
 
@@ -31,9 +27,6 @@ _GROUPS = r"chained_{}\.optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*"
 SHARDING_TYPE, BY_NAME = "distrib_optim_sharding_type", "fully_reshardable"
 """Key of the sharding type in Megatron's metadata, and its value for states by name."""
 _STATE_TYPE = "param_state_sharding_type"
-
-Requests = dict[str, Any]
-"""Sharded entries of one parameter, by kind of state."""
 
 
 def declare_reshardable(common: dict[str, Any], stored: TorchDistReader) -> None:
@@ -55,56 +48,45 @@ def declare_reshardable(common: dict[str, Any], stored: TorchDistReader) -> None
                 state["optimizer"] = stored.read_object(groups)
 
 
-def with_keys_of_layer_wise(param_state: Mapping[Any, Requests]) -> dict[Any, Requests]:
-    """Return ``fully_reshardable`` entries with the keys of Megatron's layer-wise optimizer."""
-    before, after = (f"optimizer.state.{kind}." for kind in (MASTER, WHOLE_MASTER))
-    return {
-        index: {
-            kind: replace(entry, key=entry.key.replace(before, after, 1))
-            for kind, entry in states.items()
-        }
-        for index, states in param_state.items()
-    }
+def request_whole_states(param_state: Any, stored: TorchDistReader) -> None:
+    """Rewrite the keys of ``fully_reshardable`` requests, in place, to those in ``stored``.
 
-
-def request_whole_states(param_state: Mapping[Any, Requests], stored: TorchDistReader) -> None:
-    """Rewrite the keys of requests in ``param_state`` to those in ``stored``.
-
-    ``param_state`` maps parameter index -> ``fully_reshardable`` requests, and is modified in
-    place. LayoutError if the checkpoint lacks a master, as for fp32 weights.
+    LayoutError if the checkpoint lacks a master, as for fp32 weights.
     """
     if not _has_whole_masters(stored):
         return
     found = {_address(key): key for key in stored.tensors if _STATE.fullmatch(key)}
-    for states in param_state.values():
-        for kind, request in states.items():
-            address = _address(request.key)
-            if address not in found and kind == MASTER:
-                raise LayoutError(
-                    f"{stored.path}: expected optimizer.state.{WHOLE_MASTER}.{address[1]}, got "
-                    "none: without --use-distributed-optimizer Megatron saves masters of bf16 and "
-                    "fp16 weights alone. Load with --no-load-optim."
-                )
-            states[kind] = replace(request, key=found.get(address, request.key))
+    for request in _requests(param_state):
+        address = _address(request.key)
+        if address not in found and address[0] == MASTER:
+            raise LayoutError(
+                f"{stored.path}: expected optimizer.state.{WHOLE_MASTER}.{address[1]}, got none: "
+                "without --use-distributed-optimizer Megatron saves masters of bf16 and fp16 "
+                "weights alone. Load with --no-load-optim."
+            )
+        request.key = found.get(address, request.key)
 
 
-def require_same_momenta(param_state: Mapping[Any, Requests], stored: TorchDistReader) -> None:
-    """Raise LayoutError if ``stored`` lacks a momentum that is requested, or has another shape."""
-    faults = []
-    for states in param_state.values():
-        for part in _parts(states[MOMENTUM]) if MOMENTUM in states else ():
-            info = stored.tensors.get(part.key)
-            if info is None:
-                faults.append(f"{part.key} is missing")
-            elif info.shape != tuple(part.global_shape):
-                shapes = f"{list(info.shape)}, expected {list(part.global_shape)}"
-                faults.append(f"{part.key} is {shapes}")
+def require_same_states(param_state: Any, stored: TorchDistReader) -> None:
+    """Raise LayoutError if ``stored`` lacks a requested state, or has it in another shape."""
+    faults = set()
+    for request in _requests(param_state):
+        info = stored.tensors.get(request.key)
+        if info is None:
+            faults.add(f"{request.key} is missing")
+        elif info.shape != tuple(request.global_shape) and not request.allow_shape_mismatch:
+            shapes = f"{list(info.shape)}, expected {list(request.global_shape)}"
+            faults.add(f"{request.key} is {shapes}")
     if faults:
         raise LayoutError(
-            f"{stored.path}: expected the momentum of this model's matrices, got another: "
-            f"{listed(sorted(set(faults)))}. Start with the model that the checkpoint was saved "
-            "from, or take the weights alone (--no-load-optim)."
+            f"{stored.path}: expected the optimizer states of this model, got others: "
+            f"{listed(sorted(faults))}. Start with the model that the checkpoint was saved from, "
+            "or take the weights alone (--no-load-optim)."
         )
+
+
+def _requests(param_state: Any) -> list[Any]:
+    return [entry for entry in nested_values(param_state) if hasattr(entry, "global_shape")]
 
 
 def flat_group_beside(stored: TorchDistReader, group_key: str) -> str | None:
@@ -118,17 +100,6 @@ def flat_group_beside(stored: TorchDistReader, group_key: str) -> str | None:
     groups = flat_groups(stored) if _has_whole_masters(stored) else []
     alike = (group for group in groups if group.endswith(f".{group_key}"))
     return next(alike, group_key) if groups else None
-
-
-def _parts(request: Any) -> list[Any]:
-    """Return the tensors that a request loads, without values."""
-    if not isinstance(request, ShardedTensorFactory):
-        return [request]
-    return list(nested_values([replace(request, data=_like(request.data)).build()]))
-
-
-def _like(data: Any) -> Any:
-    return torch.empty(data.shape, dtype=data.dtype, device="meta")
 
 
 def _address(key: str) -> tuple[str, str]:

@@ -15,14 +15,17 @@ from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapp
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
+from moe_optim.checkpoint.owned_boxes import find_tiling_faults
 from moe_optim.checkpoint.param_groups import (
     as_layer_wise,
     require_groups_of,
     states_by_part,
 )
+from moe_optim.checkpoint.state_manifest import listed
 from moe_optim.checkpoint.undistributed_states import BY_NAME, SHARDING_TYPE
 from moe_optim.config import MoEOptimConfig
-from moe_optim.errors import NonFiniteError
+from moe_optim.errors import LayoutError, NonFiniteError
+from moe_optim.integration.agreement import agree
 from moe_optim.integration.installation import config_or_bf16, installed_optimizer
 from moe_optim.optimizer.address_book import NORMS
 from moe_optim.optimizer.graphed import GraphedStep
@@ -248,14 +251,28 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         """Return the state to save, or shapes to load into. Every rank must call it.
 
         Raises:
+            LayoutError: states by name would be saved twice, or not at all.
             NonFiniteError: the last step of a CUDA graph found non-finite gradients.
         """
         self._hear_of_last_step()
-        with self._without_stubs():
-            state = super().sharded_state_dict(*args, **kwargs)
         is_by_name = (kwargs.get("metadata") or {}).get(SHARDING_TYPE) == BY_NAME
         is_loading = kwargs.get("is_loading", len(args) > 1 and args[1])
-        return as_layer_wise(state) if is_by_name and not is_loading else state
+        is_saved_by_name = is_by_name and not is_loading
+        if is_saved_by_name:
+            agree(self._require_tilings, None)
+        with self._without_stubs():
+            state = super().sharded_state_dict(*args, **kwargs)
+        return as_layer_wise(state) if is_saved_by_name else state
+
+    def _require_tilings(self) -> None:
+        faults = [fault for part in self.stepping for fault in find_tiling_faults(part)]
+        if faults:
+            raise LayoutError(
+                "optimizer.sharded_state_dict: expected data-parallel ranks to own every element "
+                f"of a parameter once, got {listed(faults, '; ')}. Nothing has been saved: Megatron "
+                "lays shards out differently from what moe_optim was built for; run `moe-optim "
+                "doctor`, or save without --dist-ckpt-optim-fully-reshardable."
+            )
 
     def state_dict(self) -> Any:
         """Return groups with step counts. Every rank must call it; raises as the above."""

@@ -1,13 +1,12 @@
 """Optimizer states: saved with a manifest, loaded into any expert layout."""
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch import Tensor
 
-from moe_optim.checkpoint.expert_entries import with_members
 from moe_optim.checkpoint.flat_states import (
     ManifestRequester,
     are_flat,
@@ -20,6 +19,8 @@ from moe_optim.checkpoint.flat_states import (
     rearranged_states,
     require_same_order,
 )
+from moe_optim.checkpoint.owned_boxes import load_states, states_to_load, states_to_save
+from moe_optim.checkpoint.state_kinds import MASTER
 from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest
 from moe_optim.checkpoint.states_without_manifest import (
     holds_several_experts,
@@ -47,13 +48,15 @@ class CheckpointedOptimizer(DistributedOptimizer):
     Attributes:
         moe_optim_config: plug-in configuration at construction.
         requester: owner of the pending manifest request, while a checkpoint is loaded.
+        saved_names: kinds of states that are saved by name under another one.
     """
+
+    saved_names: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.moe_optim_config = config_or_bf16()
         self.requester: ManifestRequester | None = None
-        self._gathers_by_name = False
         # Applied until uninstall(): only the replacement finds the entries that this requests.
         apply_patches(patches.CHECKPOINTS, holder=OPTIMIZERS)
         if not self.is_stub_optimizer and not self.ddp_config.use_megatron_fsdp:
@@ -97,6 +100,13 @@ class CheckpointedOptimizer(DistributedOptimizer):
             return set()
         dtypes = {"exp_avg": self.config.exp_avg_dtype, "exp_avg_sq": self.config.exp_avg_sq_dtype}
         return {name for name, dtype in dtypes.items() if dtype in (torch.float16, torch.uint8)}
+
+    @property
+    def copied_states(self) -> set[str]:
+        """Kinds of states that Megatron's getter copies."""
+        if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            return {MASTER, *self.optimizer_state_keys}
+        return self._scaled_moments
 
     def sharded_state_dict(
         self,
@@ -163,41 +173,20 @@ class CheckpointedOptimizer(DistributedOptimizer):
         is_loading: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> Any:
-        """Return states keyed by parameter name.
-
-        Megatron 0.19 indexes unpadded tensors with offsets of the padded buffer, which shifts all
-        states after the first bucket. Here the tensors are padded.
-        """
-        self._gathers_by_name = True
-        try:
-            return super().sharded_param_state_fully_reshardable(
-                with_members(self, model_sharded_state_dict), is_loading, metadata
-            )
-        finally:
-            self._gathers_by_name = False
+        """Return states keyed by parameter name, of the elements that this rank owns."""
+        of_rank = states_to_load if is_loading else states_to_save
+        return of_rank(self, model_sharded_state_dict)
 
     def load_parameter_state_from_fully_reshardable(self, state_dict: Any) -> None:
         """Load states by name, or flat ones that lay beside the names of other parameters."""
-        if are_flat(state_dict):
-            load_flat_states(self, state_dict)
-        else:
-            super().load_parameter_state_from_fully_reshardable(state_dict)
+        (load_flat_states if are_flat(state_dict) else load_states)(self, state_dict)
 
     def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
         """Gather all states on the first rank, with their manifest."""
         state = super().get_parameter_state_dp_zero(*args, **kwargs)
         if state is None:
             return None
-        if not self._gathers_by_name:
-            state[MANIFEST] = manifest_of(self).to_dict()
-            return state
-        if not _cuts_unpadded_states():
-            return state
-        for index, buffer in enumerate(self.buffers):
-            for tensors in state[index].values():
-                for key, tensor in tensors.items():
-                    if isinstance(tensor, Tensor):
-                        tensors[key] = _with_bucket_padding(tensor, buffer)
+        state[MANIFEST] = manifest_of(self).to_dict()
         return state
 
     def save_parameter_state(self, filename: str) -> None:
@@ -258,20 +247,3 @@ class CheckpointedOptimizer(DistributedOptimizer):
         if saved is not None:
             require_same_order(self, saved)
         super().load_state_dict(state_dict)
-
-
-def _cuts_unpadded_states() -> bool:
-    # later versions of Megatron have this variable
-    method = DistributedOptimizer.sharded_param_state_fully_reshardable
-    return "cumulative_padding_stripped" not in method.__code__.co_varnames
-
-
-def _with_bucket_padding(states: Tensor, buffer: Any) -> Tensor:
-    """Pad the states of each bucket with zeros: [sum of numel_unpadded] -> [sum of numel]."""
-    parts = states.split([bucket.numel_unpadded for bucket in buffer.buckets])
-    return torch.cat(
-        [
-            torch.nn.functional.pad(part, (0, bucket.grad_data.numel() - part.numel()))
-            for part, bucket in zip(parts, buffer.buckets, strict=True)
-        ]
-    )

@@ -1,13 +1,13 @@
 """The distributed optimizer of matrices that Muon updates."""
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_optim.buckets.managed_bucket import ManagedBucket
-from moe_optim.checkpoint.state_kinds import MOMENTUM
-from moe_optim.checkpoint.undistributed_states import with_keys_of_layer_wise
+from moe_optim.checkpoint.state_kinds import MASTER, MOMENTUM, WHOLE_MASTER
 from moe_optim.errors import LayoutError
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.optimizer.address_book import (
@@ -47,6 +47,8 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
         settings: settings of Muon.
         matrices: description of every parameter that this rank owns a part of.
     """
+
+    saved_names = MappingProxyType({MASTER: WHOLE_MASTER})  # as in Megatron's layer-wise Muon
 
     def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         """Shard the masters.
@@ -90,11 +92,6 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
     def optimizer_state_keys(self) -> tuple[str, ...]:
         """Names of the states of a master besides itself."""
         return (MOMENTUM,)
-
-    def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> Any:
-        """Return states keyed by parameter name, under the keys of Megatron's layer-wise Muon."""
-        states = super().sharded_param_state_fully_reshardable(*args, **kwargs)
-        return states and with_keys_of_layer_wise(states)
 
     def _check_owned(self, param: torch.nn.Parameter, master: Tensor) -> None:
         weight, start = self.matrices[param], self._get_model_param_range_map(param)["param"].start

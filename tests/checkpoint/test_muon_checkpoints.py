@@ -272,7 +272,7 @@ def test_other_momentum_is_refused(ours, tmp_path):
     """Of other shapes, whose keys, shapes and remedy the error names."""
     narrow = ["--moe-ffn-hidden-size", "64"]
     line = _refusal(narrow, GROUPED, [Journey(ours[0] / "named", tmp_path)])
-    assert "expected the momentum of this model's matrices, got another" in line
+    assert "expected the optimizer states of this model, got others" in line
     key = "optimizer.state.momentum_buffer.decoder.layers.mlp.experts.experts.linear_fc2.weight"
     assert f"{key} is [2, 4, 64, 96], expected [2, 4, 64, 64]" in line
     assert "--no-load-optim" in line

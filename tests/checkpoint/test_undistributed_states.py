@@ -81,7 +81,7 @@ def test_a_master_that_was_not_saved_is_named(stock):
     _, folder, _ = stock
 
     class Asked:
-        key = "optimizer.state.param.of.fp32"
+        key, global_shape = "optimizer.state.param.of.fp32", (4,)
 
     with pytest.raises(LayoutError, match=r"fp32_param\.of\.fp32, got none.*--no-load-optim"):
         request_whole_states({0: {"param": Asked()}}, TorchDistReader(folder / SAVED))

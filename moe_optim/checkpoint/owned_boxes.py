@@ -1,0 +1,310 @@
+"""Optimizer states by parameter name, saved and loaded as the boxes that each rank owns.
+
+A rank owns a range of a parameter's elements in flat order. Cut along its axes, the range is at
+most 2 D - 1 boxes of a parameter of D dimensions: 5 of a weight [E, R, C] of all experts. Where a
+model stores a parameter as several tensors (gate and up rows, an entry per expert), boxes are cut
+at their borders, and joined again where they are neighbors in the global tensor, too: a rank has at
+most 2 D - 1 boxes for each stored tensor of a parameter.
+
+Each box is a chunk of the tensor that Megatron's ``fully_reshardable`` states have under the same
+key, so no rank needs the states of another one. Masters and fp32 moments are saved and loaded in
+place; other moments are saved as fp32 copies on the host.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import prod
+from operator import add, mul, sub
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from torch import Tensor
+
+from moe_optim.checkpoint.expert_entries import entries_of
+from moe_optim.checkpoint.flat_states import OwnedRange, flat_states, owned_ranges
+from moe_optim.checkpoint.state_manifest import listed
+from moe_optim.errors import LayoutError
+from moe_optim.weights.names import parameter_names
+
+REQUESTS = "moe_optim_requests"
+"""Key of the record of requests in a state to load, which no file contains."""
+
+type Shape = tuple[int, ...]
+
+
+def cut_into_boxes(start: int, end: int, shape: Shape) -> Iterator[tuple[Shape, Shape]]:
+    """Yield start and size of boxes of ``shape``: its elements [start, end) in flat order.
+
+    At most ``2 * len(shape) - 1`` boxes, and none without elements.
+    """
+    if start == end:
+        return
+    if len(shape) < 2:
+        yield (start,) * len(shape), (end - start,) * len(shape)
+        return
+    rows, inner = shape[1:], prod(shape[1:])
+    (first, head), (last, tail) = divmod(start, inner), divmod(end, inner)
+    if first == last:
+        yield from _cut_row(first, head, tail, rows)
+        return
+    if head:
+        yield from _cut_row(first, head, inner, rows)
+        first += 1
+    if first < last:
+        yield (first, *(0 for _ in rows)), (last - first, *rows)
+    yield from _cut_row(last, 0, tail, rows)
+
+
+def _with_axes(values: Shape, axes: int, fill: int) -> Shape:
+    """Add or drop leading axes until there are ``axes``."""
+    more = axes - len(values)
+    return (fill,) * more + values[max(0, -more) :]
+
+
+def _cut_row(row: int, start: int, end: int, shape: Shape) -> Iterator[tuple[Shape, Shape]]:
+    for first, size in cut_into_boxes(start, end, shape):
+        yield (row, *first), (1, *size)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedBox:
+    """A box of a parameter that lies within one stored tensor."""
+
+    part: ShardedTensor
+    """The stored tensor, without values."""
+    start: Shape
+    """First element within the parameter."""
+    size: Shape
+    offset: Shape
+    """First element within the global tensor, whose last axes are the parameter's."""
+
+    def joined(self, other: "OwnedBox") -> "OwnedBox | None":
+        """Return the box of both; None unless ``other`` comes next along one axis, in both."""
+        ours, theirs = (list(zip(box.start, box.size, strict=True)) for box in (self, other))
+        axes = [axis for axis, place in enumerate(ours) if place != theirs[axis]]
+        is_same = (self.part.key, self.part.replica_id) == (other.part.key, other.part.replica_id)
+        if len(axes) != 1 or not is_same:
+            return None
+        (axis,) = axes
+        step = self.size[axis]
+        in_global = axis + len(self.offset) - len(self.size)
+        moved = tuple(map(sub, other.offset, self.offset))
+        if other.start[axis] != self.start[axis] + step or moved != tuple(
+            step * (axis == in_global) for axis in range(len(moved))
+        ):
+            return None
+        size = (*self.size[:axis], step + other.size[axis], *self.size[axis + 1 :])
+        return replace(self, size=size)
+
+
+def owned_boxes(entry: Any, shape: Shape, start: int, end: int) -> list[OwnedBox]:
+    """Return the boxes of elements [start, end) of a parameter.
+
+    Args:
+        entry: sharded tensor or factory of the parameter in the model's sharded state.
+        shape: shape of the parameter.
+        start: first element, in flat order.
+        end: element after the last one.
+
+    Raises:
+        LayoutError: the factory's tensors are not slices of the parameter.
+    """
+    found = []
+    parts = _whole_parts(entry, shape)
+    for first, size in cut_into_boxes(start, end, shape):
+        boxes: list[OwnedBox] = []
+        for part in parts:
+            low = tuple(map(max, first, part.start))
+            high = map(min, map(add, first, size), map(add, part.start, part.size))
+            extent = tuple(map(sub, high, low))
+            if any(length <= 0 for length in extent):
+                continue
+            moved = _with_axes(tuple(map(sub, low, part.start)), len(part.offset), 0)
+            offset = tuple(map(add, part.offset, moved))
+            boxes.append(OwnedBox(part.part, low, extent, offset))
+            while len(boxes) > 1 and (both := boxes[-2].joined(boxes[-1])):
+                boxes[-2:] = [both]
+        found += boxes
+    return found
+
+
+def _whole_parts(entry: Any, shape: Shape) -> list[OwnedBox]:
+    """Return a box for each tensor that a parameter is stored as."""
+    values = torch.empty(shape, device="meta")
+    if isinstance(entry, ShardedTensorFactory):
+        stored = list(nested_values([replace(entry, data=values).build()]))
+    else:
+        stored = [replace(entry, data=values, dtype=values.dtype)]
+    found = []
+    for part in stored:
+        at, start = part.data.storage_offset(), []
+        for stride in values.stride():
+            start.append(at // stride)
+            at %= stride
+        size = (1,) * (len(shape) - part.data.ndim) + tuple(part.data.shape)
+        found.append(OwnedBox(part.without_data(), tuple(start), size, part.global_offset))
+    is_slice = all(
+        part.data.untyped_storage()._cdata == values.untyped_storage()._cdata
+        and part.data.stride() == values.stride()[values.ndim - part.data.ndim :]
+        for part in stored
+    )
+    if not is_slice or sum(prod(box.size) for box in found) != prod(shape):
+        raise LayoutError(
+            f"{entry.key}: expected tensors that are slices of the parameter {list(shape)}, got "
+            f"{', '.join(str(list(part.data.shape)) for part in stored)} with values moved or "
+            "missing, whose optimizer states cannot be saved by name. Save without "
+            "--dist-ckpt-optim-fully-reshardable."
+        )
+    return found
+
+
+def states_to_save(optimizer: Any, model: Any) -> dict[int, dict[str, ShardedTensor]]:
+    """Return this rank's part of ``fully_reshardable`` states. No rank communicates.
+
+    Keys, dtypes and global shapes are Megatron's. Masters and fp32 moments are views.
+
+    Args:
+        optimizer: distributed optimizer.
+        model: sharded state of its model chunks.
+
+    Raises:
+        LayoutError: the model's state lacks a parameter, or has one in an unknown form.
+    """
+    state = {}
+    for number, (owned, boxes) in enumerate(_owned(optimizer, model)):
+        flats = {
+            kind: flat
+            if flat.dtype == torch.float32 and kind not in optimizer.copied_states
+            else flat.to("cpu", torch.float32)
+            for kind, flat in flat_states(optimizer, owned.param).items()
+        }
+        state[number] = _entries(optimizer, owned, boxes, flats)
+    return state
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Request:
+    """Tensors that a parameter's states are loaded into."""
+
+    param: torch.nn.Parameter
+    flats: dict[str, Tensor]
+    entries: dict[str, ShardedTensor]
+
+
+def states_to_load(optimizer: Any, model: Any) -> dict[Any, Any]:
+    """Return requests for this rank's states, views of masters and moments.
+
+    ``optimizer`` has allocated states, with any values, which the load replaces. Arguments and
+    errors are those of :func:`states_to_save`.
+    """
+    requests = []
+    for owned, boxes in _owned(optimizer, model):
+        flats = flat_states(optimizer, owned.param)
+        requests.append(_Request(owned.param, flats, _entries(optimizer, owned, boxes, flats)))
+    state = {number: dict(request.entries) for number, request in enumerate(requests)}
+    return {**state, REQUESTS: LocalNonpersistentObject(tuple(requests))}
+
+
+def _owned(optimizer: Any, model: Any) -> Iterator[tuple[OwnedRange, list[OwnedBox]]]:
+    """Yield this rank's ranges with their boxes."""
+    entries = entries_of(optimizer, model)
+    names = parameter_names(optimizer.model_chunks)
+    held = (param for buffer in optimizer.buffers for param in buffer.param_index_map)
+    if missing := [names[param] for param in held if param not in entries]:  # on all ranks alike
+        raise LayoutError(
+            "optimizer.sharded_state_dict: model_sharded_state_dict: expected an entry for every "
+            f"parameter that is trained, got none for {listed(missing)}. Give the sharded state of "
+            "all model chunks, as model.sharded_state_dict() returns it."
+        )
+    for owned in owned_ranges(optimizer):
+        shape = tuple(owned.param.shape)
+        yield owned, owned_boxes(entries[owned.param], shape, owned.start, owned.end)
+
+
+def _entries(
+    optimizer: Any, owned: OwnedRange, boxes: list[OwnedBox], flats: dict[str, Tensor]
+) -> dict[str, ShardedTensor]:
+    """Return entries for all boxes of a range, views of ``flats``: kind -> [end - start]."""
+    strides = torch.empty(owned.param.shape, device="meta").stride()
+    entries = {}
+    for kind, flat in flats.items():
+        for index, box in enumerate(boxes):
+            axes, key = len(box.offset), box.part.key
+            at = flat.storage_offset() + sum(map(mul, box.start, strides)) - owned.start
+            size = _with_axes(box.size, axes, 1)
+            view = flat.detach().as_strided(size, _with_axes(strides, axes, 1), at)
+            entries[f"{kind}.{index}"] = replace(
+                box.part,
+                key=f"optimizer.state.{optimizer.saved_names.get(kind, kind)}.{key}",
+                data=view,
+                dtype=view.dtype,
+                local_shape=size,
+                global_offset=box.offset,
+                axis_fragmentations=None,  # chunks of any size
+                prepend_axis_num=0,
+                replica_id=_replica_id(optimizer, box.part),
+            )
+    return entries
+
+
+def _replica_id(optimizer: Any, part: ShardedTensor) -> tuple[int, int, int]:
+    """Return pipeline and tensor-parallel replica, and optimizer instance: boxes are not shared."""
+    replica = part.replica_id
+    if not isinstance(replica, tuple) or len(replica) != 3:
+        raise LayoutError(
+            f"{part.key}: expected a replica_id of pipeline, tensor and data-parallel rank, got "
+            f"{replica}. Give the entry three numbers, as Megatron's own have."
+        )
+    return replica[0], replica[1], optimizer.distributed_optimizer_instance_id
+
+
+@torch.no_grad()
+def load_states(optimizer: Any, loaded: dict[Any, Any]) -> None:
+    """Take the states loaded for :func:`states_to_load`; raise LayoutError if some are missing."""
+    for number, request in enumerate(loaded[REQUESTS]):
+        got = loaded.get(number, {})
+        if missing := [one.key for key, one in request.entries.items() if key not in got]:
+            raise LayoutError(
+                f"optimizer states: expected all that were requested, got none of "
+                f"{listed(missing)}. Load a checkpoint that has them, or give --no-load-optim."
+            )
+        for key, entry in request.entries.items():
+            if got[key].data_ptr() != entry.data.data_ptr():  # received from another rank
+                entry.data.copy_(got[key])
+        held = optimizer._get_main_param_and_optimizer_states(request.param)
+        if any(held[kind].data_ptr() != flat.data_ptr() for kind, flat in request.flats.items()):
+            shape = held["param"].shape
+            states = {kind: flat.view(shape) for kind, flat in request.flats.items()}
+            optimizer._set_main_param_and_optimizer_states(request.param, states)
+
+
+def find_tiling_faults(optimizer: Any) -> list[str]:
+    """Return which elements of which parameters no rank owns, or several ranks do.
+
+    Every rank of the data-parallel group must call it; all get the same result.
+    """
+    held = [param for buffer in optimizer.buffers for param in buffer.param_index_map]
+    numbers = {param: number for number, param in enumerate(held)}
+    owned = [(numbers[one.param], one.start, one.end) for one in owned_ranges(optimizer)]
+    group = optimizer.data_parallel_group
+    everywhere: list[list[tuple[int, int, int]]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(everywhere, owned, group=group)
+    ends = [(number, prod(param.shape), 0) for number, param in enumerate(held)]
+    names = parameter_names(optimizer.model_chunks)
+    faults = []
+    reached = [0] * len(held)
+    for number, start, end in sorted(chain(*everywhere, ends)):
+        if start != reached[number]:
+            low, high = sorted((start, reached[number]))
+            owners = "no rank" if low == reached[number] else "several ranks"
+            faults.append(f"elements {low} to {high} of {names[held[number]]} owned by {owners}")
+        reached[number] = max(reached[number], end)
+    return faults
