@@ -89,6 +89,8 @@ def save(  # noqa: PLR0913  # Megatron's
     if installed_config() is not None:
         complete_amaxes(sharded_state_dict)
     _save_values(sharded_state_dict)
+    if async_sharded_save:
+        _detach_from_host_memory(sharded_state_dict)
     if is_ours:
         on_first_rank(lambda: invalidate(folder))
     request = original(f"{_CORE}:save")(
@@ -126,6 +128,17 @@ def _save_values(sharded_state_dict: Any) -> None:
     for entry in nested_values(sharded_state_dict):
         if isinstance(entry, kinds) and _is_saved_as_it_lies(entry.data):
             entry.data = read_values(entry.data)
+
+
+def _detach_from_host_memory(sharded_state_dict: Any) -> None:
+    """Copy states in host memory, which a step must not change while they are written.
+
+    Megatron copies views of larger memory, and everything on GPUs.
+    """
+    for entry in nested_values(sharded_state_dict):
+        is_box = isinstance(entry, ShardedTensor) and not entry.has_regular_grid
+        if is_box and entry.data.device.type == "cpu":
+            entry.data = entry.data.clone()
 
 
 def _is_saved_as_it_lies(weight: Any) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
-from operator import add, mul, sub
+from operator import add, le, mul, sub
 from typing import Any
 
 import torch
@@ -155,7 +155,7 @@ def _whole_parts(entry: Any, shape: Shape) -> list[OwnedBox]:
         part.data.untyped_storage()._cdata == values.untyped_storage()._cdata
         and part.data.stride() == values.stride()[values.ndim - part.data.ndim :]
         for part in stored
-    )
+    ) and all(all(map(le, map(add, box.start, box.size), shape)) for box in found)
     if not is_slice or sum(prod(box.size) for box in found) != prod(shape):
         raise LayoutError(
             f"{entry.key}: expected tensors that are slices of the parameter {list(shape)}, got "
@@ -196,7 +196,8 @@ class _Request:
 
     param: torch.nn.Parameter
     flats: dict[str, Tensor]
-    entries: dict[str, ShardedTensor]
+    keys: dict[str, str]
+    views: dict[str, Tensor]
 
 
 def states_to_load(optimizer: Any, model: Any) -> dict[Any, Any]:
@@ -205,11 +206,17 @@ def states_to_load(optimizer: Any, model: Any) -> dict[Any, Any]:
     ``optimizer`` has allocated states, with any values, which the load replaces. Arguments and
     errors are those of :func:`states_to_save`.
     """
+    state: dict[Any, Any] = {}
     requests = []
-    for owned, boxes in _owned(optimizer, model):
+    for number, (owned, boxes) in enumerate(_owned(optimizer, model)):
         flats = flat_states(optimizer, owned.param)
-        requests.append(_Request(owned.param, flats, _entries(optimizer, owned, boxes, flats)))
-    state = {number: dict(request.entries) for number, request in enumerate(requests)}
+        state[number] = entries = _entries(optimizer, owned, boxes, flats)
+        keys = {name: entry.key for name, entry in entries.items()}
+        views = {name: entry.data for name, entry in entries.items()}
+        requests.append(_Request(owned.param, flats, keys, views))
+        if optimizer.ddp_config.num_distributed_optimizer_instances > 1:  # which exchange boxes
+            for entry in entries.values():
+                entry.data = entry.data.contiguous()
     return {**state, REQUESTS: LocalNonpersistentObject(tuple(requests))}
 
 
@@ -271,14 +278,14 @@ def load_states(optimizer: Any, loaded: dict[Any, Any]) -> None:
     """Take the states loaded for :func:`states_to_load`; raise LayoutError if some are missing."""
     for number, request in enumerate(loaded[REQUESTS]):
         got = loaded.get(number, {})
-        if missing := [one.key for key, one in request.entries.items() if key not in got]:
+        if missing := [key for name, key in request.keys.items() if name not in got]:
             raise LayoutError(
                 f"optimizer states: expected all that were requested, got none of "
                 f"{listed(missing)}. Load a checkpoint that has them, or give --no-load-optim."
             )
-        for key, entry in request.entries.items():
-            if got[key].data_ptr() != entry.data.data_ptr():  # received from another rank
-                entry.data.copy_(got[key])
+        for name, view in request.views.items():
+            if got[name].data_ptr() != view.data_ptr():  # received from another rank
+                view.copy_(got[name])
         held = optimizer._get_main_param_and_optimizer_states(request.param)
         if any(held[kind].data_ptr() != flat.data_ptr() for kind, flat in request.flats.items()):
             shape = held["param"].shape

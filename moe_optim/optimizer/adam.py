@@ -163,11 +163,18 @@ class GroupStepAdam(torch.optim.AdamW):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load groups and states; moments may have any floating-point dtype."""
+        """Load groups and states; moments may have any floating-point dtype.
+
+        Moments that this optimizer holds already, as Megatron gives them, stay where they are.
+        """
+        held = {param: dict(state) for param, state in self.state.items()}
         super().load_state_dict({**state_dict, "state": {}})
         for number, param in enumerate(p for group in self.param_groups for p in group["params"]):
             for name, values in state_dict["state"].get(number, {}).items():
-                self.set_scaled_state(param, name, values)
+                if values is held.get(param, {}).get(name):
+                    self.state[param][name] = values
+                else:
+                    self.set_scaled_state(param, name, values)
 
 
 def moments_of(inner: Any, master: Tensor) -> tuple[Tensor, Tensor]:

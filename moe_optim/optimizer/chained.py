@@ -269,9 +269,9 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         if faults:
             raise LayoutError(
                 "optimizer.sharded_state_dict: expected data-parallel ranks to own every element "
-                f"of a parameter once, got {listed(faults, '; ')}. Nothing has been saved: Megatron "
-                "lays shards out differently from what moe_optim was built for; run `moe-optim "
-                "doctor`, or save without --dist-ckpt-optim-fully-reshardable."
+                f"of a parameter once, got {listed(faults, '; ')}. Nothing has been saved: "
+                "Megatron lays shards out differently from what moe_optim was built for; run "
+                "`moe-optim doctor`, or save without --dist-ckpt-optim-fully-reshardable."
             )
 
     def state_dict(self) -> Any:

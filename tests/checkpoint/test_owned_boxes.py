@@ -1,0 +1,245 @@
+"""States by name as boxes that a rank owns: where they lie, in place, and each element once."""
+
+import itertools
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+
+from moe_optim.checkpoint.owned_boxes import OwnedBox, cut_into_boxes, owned_boxes
+from moe_optim.errors import LayoutError
+from tests.support.checkpoints.checkpoint_journey import Journey, Station
+from tests.support.ranks import run_ranks
+
+RESHARDABLE = "fully_reshardable"
+EXPERTS, ROWS, COLUMNS = SHAPE = (3, 4, 5)
+LAYERS, ALL_EXPERTS, TENSOR_RANKS = 2, 6, 2
+
+
+def _slices(start: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(low, low + length) for low, length in zip(start, size, strict=True))
+
+
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_a_range_is_cut_into_few_boxes_in_flat_order(shape: list[int], data: st.DataObject):
+    numel = prod(shape)
+    start, end = sorted(data.draw(st.tuples(*[st.integers(0, numel)] * 2)))
+    places = torch.arange(numel).view(shape)
+    boxes = list(cut_into_boxes(start, end, tuple(shape)))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    cut = [places[_slices(*box)].reshape(-1) for box in boxes]
+    assert torch.cat([*cut, torch.arange(0)]).tolist() == list(range(start, end))
+
+
+# What models store a weight [E, R, C] of local experts as
+
+
+def _whole(weight: Tensor) -> ShardedTensor:
+    places = (0, 1, LAYERS), (1, 1, ALL_EXPERTS // EXPERTS), (3, 1, TENSOR_RANKS)
+    return ShardedTensor.from_rank_offsets("w", weight, *places, prepend_axis_num=1)
+
+
+def _gate_and_up(weight: Tensor, size: int) -> ShardedTensorFactory:
+    def build(key: str, tensor: Tensor, replica_id: Any, _flat: Any = None) -> list[ShardedTensor]:
+        return [
+            ShardedTensor.from_rank_offsets(
+                key, half, (0, 1, ALL_EXPERTS // EXPERTS), (1, number * size, 2 * size)
+            )
+            for number, half in enumerate(tensor.chunk(2, dim=1))
+        ]
+
+    return ShardedTensorFactory("w", weight, build, torch.cat)
+
+
+def _member_each(weight: Tensor) -> ShardedTensorFactory:
+    def build(key: str, tensor: Tensor, replica_id: Any, _flat: Any = None) -> list[ShardedTensor]:
+        return [
+            ShardedTensor.from_rank_offsets(
+                key, one, (0, 1, LAYERS), (1, expert, ALL_EXPERTS), prepend_axis_num=2
+            )
+            for expert, one in enumerate(tensor.unbind(0))
+        ]
+
+    return ShardedTensorFactory("w", weight, build, torch.stack)
+
+
+def _key_each(weight: Tensor) -> ShardedTensorFactory:
+    def build(key: str, tensor: Tensor, replica_id: Any, _flat: Any = None) -> list[ShardedTensor]:
+        members = enumerate(tensor.unbind(0))
+        return [ShardedTensor.from_rank_offsets(f"{key}{n}", one) for n, one in members]
+
+    return ShardedTensorFactory("w", weight, build, torch.stack)
+
+
+STORED = {
+    "one tensor": (_whole, 1),
+    "gate and up": (lambda weight: _gate_and_up(weight, 1), 1),
+    "gate and up, cut by tensor parallelism": (lambda weight: _gate_and_up(weight, 2), 2),
+    "an entry per expert": (_member_each, 1),
+    "a key per expert": (_key_each, EXPERTS),
+}
+
+
+def _place(files: dict[str, Tensor], entry: ShardedTensor, offset: Any, values: Tensor) -> None:
+    file = files.setdefault(entry.key, torch.zeros(entry.global_shape))
+    file[_slices(offset, values.shape)] += values
+
+
+@pytest.mark.parametrize(("make", "count"), STORED.values(), ids=STORED)
+def test_boxes_of_any_ranges_fill_a_file_as_the_whole_parameter_does(make: Any, count: int):
+    """For every cut into two ranges; a whole parameter needs no more boxes than it must."""
+    weight = torch.arange(1.0, 1 + prod(SHAPE)).view(SHAPE)
+    entry, want, numel = make(weight), {}, weight.numel()
+    for part in nested_values([entry.build() if hasattr(entry, "build") else entry]):
+        axes = (1,) * part.prepend_axis_num
+        _place(want, part, part.global_offset, part.data.view(*axes, *part.local_shape))
+    assert len(owned_boxes(entry, SHAPE, 0, numel)) == count
+    for cut in range(numel + 1):
+        got: dict[str, Tensor] = {}
+        for start, end in itertools.pairwise((0, cut, numel)):
+            boxes = owned_boxes(entry, SHAPE, start, end)
+            assert len(boxes) <= 5 * count
+            for box in boxes:
+                _place(got, box.part, box.offset, _values(weight, box))
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+def _values(weight: Tensor, box: OwnedBox) -> Tensor:
+    values = weight[_slices(box.start, box.size)]
+    while values.ndim > len(box.offset):
+        (values,) = values
+    return values.view((1,) * (len(box.offset) - values.ndim) + values.shape)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [Tensor.clone, lambda one: one.transpose(0, 1), lambda one: one[1:], lambda one: one.view(-1)],
+    ids=["copied", "transposed", "shortened", "flattened"],
+)
+def test_a_parameter_stored_as_anything_but_its_slices_is_refused(change: Any):
+    def build(key: str, tensor: Tensor, replica_id: Any, _flat: Any = None) -> list[ShardedTensor]:
+        return [ShardedTensor.from_rank_offsets(key, change(tensor))]
+
+    entry = ShardedTensorFactory("w", torch.zeros(SHAPE), build, torch.cat)
+    with pytest.raises(LayoutError, match="w: expected tensors that are slices .* by name"):
+        owned_boxes(entry, SHAPE, 0, 1)
+
+
+# On ranks
+
+GROUPED = Station()
+STOCK = Station(experts="sequential", format="bf16", stock=True)
+
+
+def _find_copies(station: Station, folder: Path) -> list[str]:
+    """Return the keys of saved and loaded entries beside the memory of masters and moments."""
+    journey = Journey(station).fill()
+    metadata = {"distrib_optim_sharding_type": RESHARDABLE, "dp_cp_group": journey.groups.dp_cp}
+    model = journey.model.sharded_state_dict(metadata=metadata)
+    before, found = _memory(journey), []
+    for part, is_loading in itertools.product(journey.parts, (False, True)):
+        state = part.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        entries = nested_values(state["param_state"])
+        boxes = [entry for entry in entries if isinstance(entry, ShardedTensor)]
+        assert boxes
+        memory = [box.data.untyped_storage().data_ptr() for box in boxes]
+        found += [box.key for box, at in zip(boxes, memory, strict=True) if at not in before]
+    journey.save(folder, RESHARDABLE)
+    journey.load(folder)
+    return found + ["after a load"] * (_memory(journey) != before)
+
+
+def _memory(journey: Journey) -> set[int]:
+    return {
+        one.untyped_storage().data_ptr()
+        for part in journey.parts
+        for master, moments in part.optimizer.state.items()
+        for one in (master, *moments.values())
+    }
+
+
+def test_states_are_saved_from_and_loaded_into_the_memory_where_they_lie(tmp_path: Path):
+    assert run_ranks(3, _find_copies, GROUPED, tmp_path / "saved") == [[], [], []]
+
+
+def _save(station: Station, folder: Path) -> None:
+    Journey(station).fill().save(folder, RESHARDABLE)
+
+
+def _load_and_save(station: Station, source: Path, target: Path) -> int:
+    journey = Journey(station).scramble().load(source)
+    journey.save(target, RESHARDABLE)
+    return journey.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ranks", [(3, 2, 3), pytest.param((4, 1, 2), marks=pytest.mark.extended)], ids=str
+)
+def test_stock_loads_them_and_is_loaded_at_other_sizes(ranks: tuple[int, ...], tmp_path: Path):
+    """Three ranks cut inside of experts. Every element is checked at every station."""
+    stations = (GROUPED, STOCK, GROUPED.but(experts="indexed", format="nvfp4"))
+    run_ranks(ranks[0], _save, stations[0], tmp_path / "0")
+    for number, (size, station) in enumerate(zip(ranks[1:], stations[1:], strict=True)):
+        folders = (tmp_path / str(number), tmp_path / str(number + 1))
+        assert all(run_ranks(size, _load_and_save, station, *folders))
+
+
+def _save_with_wrong_ranges(station: Station, rank: int, moved: int, folder: Path) -> str:
+    """Move the end of the last range that ``rank`` owns in its first optimizer."""
+    journey = Journey(station).fill()
+    if torch.distributed.get_rank() == rank:
+        (buckets,) = journey.parts[0].gbuf_ranges[0].values()
+        *_, ranges = sorted(
+            (one["param"] for one in buckets[0]["param_map"].values()),
+            key=lambda one: one.end - one.start,
+        )
+        ranges.end += moved
+    with pytest.raises(LayoutError) as caught:
+        journey.save(folder, RESHARDABLE)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("station", "moved", "says"),
+    [
+        (GROUPED.but(tp=2), -2, "owned by no rank"),
+        (GROUPED, 1, "owned by several ranks"),
+    ],
+    ids=["a hole on one tensor-parallel rank", "an overlap"],
+)
+def test_what_would_be_saved_twice_or_not_at_all_is_refused_on_every_rank(
+    station: Station, moved: int, says: str, tmp_path: Path
+):
+    """Before there is a file: otherwise the first rank fails while all others wait for it."""
+    for said in run_ranks(2, _save_with_wrong_ranges, station, 0, moved, tmp_path / "saved"):
+        assert says in said and "Nothing has been saved" in said
+    assert not (tmp_path / "saved").exists()
+
+
+def _step_while_saving(folder: Path) -> int:
+    from megatron.core import dist_checkpointing
+
+    journey, kept = Journey(GROUPED).fill(), []
+    stock = dist_checkpointing.save
+    dist_checkpointing.save = lambda *args, **more: kept.append(
+        stock(*args, **more, async_sharded_save=True, async_strategy="mcore")
+    )
+    journey.save(folder, RESHARDABLE)
+    dist_checkpointing.save = stock
+    journey.scramble()
+    kept[0].execute_sync()
+    return journey.load(folder).check()
+
+
+def test_an_asynchronous_save_has_the_states_of_the_call(tmp_path: Path):
+    """Masters and moments that a step changes in place before they are written."""
+    assert all(run_ranks(1, _step_while_saving, tmp_path / "saved"))
