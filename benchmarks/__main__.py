@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from benchmarks import convert, copies, experts_report, gather, requantize_report, step
+from benchmarks import checkpoint, convert, copies, experts_report, gather, requantize_report, step
 from benchmarks.export import command as export
 from benchmarks.muon import command as muon
 from benchmarks.offload import command as offload
@@ -14,6 +14,7 @@ KINDS = {
     "requantize": requantize_report,
     "gather": gather,
     "convert": convert,
+    "checkpoint": checkpoint,
     "step": step,
     "offload": offload,
     "export": export,

@@ -1,0 +1,311 @@
+"""``python -m benchmarks checkpoint``: saving and loading optimizer states by name.
+
+CPU ranks over gloo hold the experts of a model, their masters and Adam's moments, sharded by the
+distributed optimizer. They save weights and states as ``fully_reshardable``, and load them again.
+``stock`` is Megatron's sequential experts with its own optimizer, ``ours`` the portable experts in
+bf16 with this package's; both files have the same tensors. The second of two saves and loads
+counts; a load of this package also reads its share of the file for checksums.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import active_children
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.table import Table
+
+from moe_optim.checkpoint.files.publishing import require_writable
+from moe_optim.errors import ConfigError
+from moe_optim.screen import print_table, results_console
+
+HIDDEN, FFN, EXPERTS = 512, 768, 8
+SIDES = ("stock", "ours")
+COLUMNS = {
+    "ranks": "ranks",
+    "side": "side",
+    "save_s": "save s",
+    "load_s": "load s",
+    "save_peak_bytes": "save MiB",
+    "load_peak_bytes": "load MiB",
+    "written_bytes": "written MiB",
+    "read_bytes": "read MiB",
+}
+
+type Row = dict[str, Any]
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add ``benchmarks checkpoint``."""
+    parser = subparsers.add_parser(
+        "checkpoint",
+        help="time, host memory and bytes of saving and loading states by name",
+        description="Save and load experts, masters and moments on CPU ranks of this machine, with "
+        "Megatron's optimizer and with this package's. Linux only.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--parameters", type=float, default=40e6, metavar="N", help="size; default: 40e6")
+    ranks: dict[str, Any] = {"type": int, "nargs": "+", "default": [1, 2, 4], "metavar": "N"}
+    add("--ranks", **ranks, help="data-parallel sizes; default: 1 2 4")
+    sides: dict[str, Any] = {"choices": SIDES, "nargs": "+", "default": list(SIDES)}
+    add("--side", **sides, help="what to measure; default: both")
+    add("--dir", type=Path, default=Path(), metavar="DIR", help="folder for it; default: here")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every side on every number of ranks, and print and write the largest of all ranks.
+
+    Raises:
+        ConfigError: a number is not positive.
+    """
+    from torch.multiprocessing.spawn import spawn
+
+    from moe_optim.commands.console.provenance import begin_report
+
+    if min(args.parameters, *args.ranks) < 1:
+        raise ConfigError("--parameters, --ranks: expected numbers above 0. Give larger ones.")
+    require_writable(args.json)
+    layers = max(1, round(args.parameters / (EXPERTS * 3 * HIDDEN * FFN)))
+    rows = []
+    for size in args.ranks:
+        for side in args.side:
+            with TemporaryDirectory(prefix="bench-checkpoint-", dir=args.dir) as folder:
+                spawn(_rank, (size, side, layers, folder), nprocs=size)
+                figures = json.loads((Path(folder) / "figures.json").read_text())
+            rows.append({"ranks": size, "side": side, **figures})
+    parameters = layers * EXPERTS * 3 * HIDDEN * FFN
+    report = {
+        **begin_report(_command(args), on_gpu=False),
+        "parameters": parameters,
+        "rows": rows,
+    }
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    print_table(results_console(), _table(report))
+    return 0
+
+
+def _command(args: argparse.Namespace) -> str:
+    words = ["python", "-m", "benchmarks", "checkpoint", "--parameters", f"{args.parameters:g}"]
+    words += ["--ranks", *map(str, args.ranks), "--side", *args.side]
+    words += ["--dir", str(args.dir)] if args.dir != Path() else []
+    words += ["--json", str(args.json)] if args.json else []
+    return shlex.join(words)
+
+
+def _table(report: dict[str, Any]) -> Table:
+    title = f"{report['parameters']:,} parameters, {report['device']}; the largest of all ranks"
+    table = Table(title=title, title_justify="left")
+    for name, header in COLUMNS.items():
+        table.add_column(header, justify="left" if name == "side" else "right")
+    for row in report["rows"]:
+        table.add_row(
+            *(
+                f"{row[name] / 2**20:,.0f}" if "bytes" in name else f"{row[name]}"
+                for name in COLUMNS
+            )
+        )
+    return table
+
+
+def _rank(rank: int, size: int, side: str, layers: int, folder: str) -> None:
+    """Measure on one rank; rank 0 writes the largest figures of all."""
+    import torch
+    import torch.distributed as dist
+
+    from moe_optim.integration import cpu_runtime
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    cpu_runtime.install()
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    journey = _build(side, layers)
+    for name in ("warm-up", "saved"):
+        saved = Path(folder) / name
+        if rank == 0:
+            saved.mkdir()
+        save, load = (_measure(partial(act, saved)) for act in (journey.save, journey.load))
+    written = sum(path.stat().st_size for path in saved.glob(f"__{rank}_*"))
+    own = {
+        "save_s": round(save.seconds, 2),
+        "load_s": round(load.seconds, 2),
+        "save_peak_bytes": save.peak_bytes,
+        "load_peak_bytes": load.peak_bytes,
+        "written_bytes": written,
+        "read_bytes": load.read_bytes,
+    }
+    everywhere: list[Any] = [None] * size
+    dist.all_gather_object(everywhere, own)
+    if rank == 0:
+        largest = {name: max(one[name] for one in everywhere) for name in own}
+        (Path(folder) / "figures.json").write_text(json.dumps(largest))
+    dist.barrier()
+    for child in active_children():  # Megatron's queue of results, which nobody ends
+        child.terminate()
+    os._exit(0)  # gloo's threads need no goodbye
+
+
+@dataclass(frozen=True)
+class _Measured:
+    seconds: float
+    peak_bytes: int
+    """Host memory above the level before."""
+    read_bytes: int
+
+
+def _measure(act: Callable[[], object]) -> _Measured:
+    import torch.distributed as dist
+
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # restarts the peak
+    held, read, began = _status("VmRSS"), _read_so_far(), time.perf_counter()
+    act()
+    dist.barrier()
+    seconds = time.perf_counter() - began
+    return _Measured(seconds, _status("VmHWM") - held, _read_so_far() - read)
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def _read_so_far() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A model and its optimizer on this rank."""
+
+    model: Any
+    optimizer: Any
+    dp_cp: Any
+
+    def save(self, folder: Path) -> None:
+        """Save weights and states."""
+        from megatron.core import dist_checkpointing
+
+        content = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "chained_optim_avoid_prefix": True,
+            "singleton_local_shards": False,
+        }
+        metadata = {**content, "dp_cp_group": self.dp_cp}
+        model = self.model.sharded_state_dict(metadata=metadata)
+        states = self.optimizer.sharded_state_dict(model, metadata=metadata)
+        state = {"model": model, "optimizer": states}
+        dist_checkpointing.save(state, str(folder), content_metadata=content)
+
+    def load(self, folder: Path) -> None:
+        """Load them again."""
+        from megatron.core import dist_checkpointing
+
+        metadata = dist_checkpointing.load_content_metadata(str(folder))
+        metadata["dp_cp_group"] = self.dp_cp
+        model = self.model.sharded_state_dict(metadata=metadata)
+        states = self.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata)
+        loaded = dist_checkpointing.load({"model": model, "optimizer": states}, str(folder))
+        self.model.load_state_dict(loaded["model"])
+        self.optimizer.load_state_dict(loaded["optimizer"])
+
+
+def _build(side: str, layers: int) -> _Run:
+    """Return experts of ``layers`` with masters and moments."""
+    import torch
+    from megatron.core import optimizer as stock
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import moe_optim
+
+    if side == "ours":
+        moe_optim.install(moe_optim.MoEOptimConfig(format="bf16"))
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    torch.compiler.set_stance("force_eager")
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=8,
+        moe_ffn_hidden_size=FFN,
+        num_moe_experts=EXPERTS,
+        moe_grouped_gemm=True,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = _model(config, groups, side)
+    ddp = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, bucket_size=None
+        ),
+        model,
+    )
+    make = moe_optim.get_megatron_optimizer if side == "ours" else stock.get_megatron_optimizer
+    flags = {"bf16": True, "use_distributed_optimizer": True, "clip_grad": 0.0}
+    optimizer = make(stock.OptimizerConfig(optimizer="adam", lr=1e-3, **flags), [ddp])
+    for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for master in group["params"]:
+                master.grad = torch.ones_like(master)
+        part.optimizer.step()
+        part.optimizer.zero_grad()
+    return _Run(model, optimizer, groups.dp_cp)
+
+
+def _model(config: Any, groups: Any, side: str) -> Any:
+    import torch
+    from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from moe_optim.config import MoEOptimConfig
+    from moe_optim.experts.module import GroupedExperts
+
+    def experts() -> torch.nn.Module:
+        if side == "ours":
+            knobs = MoEOptimConfig(format="bf16")
+            more = {"moe_optim_config": knobs, "pg_collection": groups, "name": "experts"}
+            return GroupedExperts(EXPERTS, config, **more)
+        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        return SequentialMLP(EXPERTS, config, linears, pg_collection=groups)
+
+    class Model(MegatronModule):
+        def __init__(self) -> None:
+            super().__init__(config=config)
+            self.layers = torch.nn.ModuleList(experts() for _ in range(config.num_layers))
+
+        def sharded_state_dict(self, metadata: Any = None) -> dict[str, Any]:
+            state: dict[str, Any] = {}
+            for index, layer in enumerate(self.layers):
+                prefix, offsets = f"layers.{index}.", ((0, index, config.num_layers),)
+                part = layer.sharded_state_dict(prefix, offsets, metadata)
+                replace_prefix_for_sharding(part, prefix, "layers.")
+                state |= part
+            return state
+
+    return Model()
