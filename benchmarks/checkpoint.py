@@ -301,7 +301,8 @@ def _model(config: Any, groups: Any, side: str) -> Any:
 
         def sharded_state_dict(self, metadata: Any = None) -> dict[str, Any]:
             state: dict[str, Any] = {}
-            for index, layer in enumerate(self.layers):
+            layers: list[Any] = list(self.layers)
+            for index, layer in enumerate(layers):
                 prefix, offsets = f"layers.{index}.", ((0, index, config.num_layers),)
                 part = layer.sharded_state_dict(prefix, offsets, metadata)
                 replace_prefix_for_sharding(part, prefix, "layers.")

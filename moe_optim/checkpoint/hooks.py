@@ -41,6 +41,7 @@ from moe_optim.checkpoint.flat_states import (
     require_same_interleave,
 )
 from moe_optim.checkpoint.integrity import invalidate, record_checksums, require_intact
+from moe_optim.checkpoint.plan_validation import validate_quickly
 from moe_optim.checkpoint.state_kinds import MOMENTUM, require_same_optimizer, state_kinds
 from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest
 from moe_optim.checkpoint.states_without_manifest import manifest_of_groups_states
@@ -93,17 +94,18 @@ def save(  # noqa: PLR0913  # Megatron's
         _detach_from_host_memory(sharded_state_dict)
     if is_ours:
         on_first_rank(lambda: invalidate(folder))
-    request = original(f"{_CORE}:save")(
-        sharded_state_dict,
-        checkpoint_dir,
-        sharded_strategy,
-        validate_access_integrity,
-        async_sharded_save,
-        preprocess_common_before_consistancy_check,
-        content_metadata,
-        async_strategy,
-        verify_integrity,
-    )
+    with validate_quickly():
+        request = original(f"{_CORE}:save")(
+            sharded_state_dict,
+            checkpoint_dir,
+            sharded_strategy,
+            validate_access_integrity,
+            async_sharded_save,
+            preprocess_common_before_consistancy_check,
+            content_metadata,
+            async_strategy,
+            verify_integrity,
+        )
     if is_ours and request is None:
         on_first_rank(lambda: record_checksums(folder))
     elif is_ours:
