@@ -131,15 +131,6 @@ def _check_checkpoints_without_gloo(args: Any) -> None:
             "--disable-gloo-process-groups: expected --ckpt-format torch_dist, as others collect "
             f"states over gloo, got {args.ckpt_format}. Give torch_dist, or remove the flag."
         )
-    if (
-        args.dist_ckpt_optim_fully_reshardable
-        and args.distrib_optim_fully_reshardable_mem_efficient
-    ):
-        raise ConfigError(
-            "--disable-gloo-process-groups: expected no "
-            "--distrib-optim-fully-reshardable-mem-efficient, which collects states over gloo, got "
-            "both. Remove one of them."
-        )
 
 
 def require_transformer_engine(args: Any) -> None:

@@ -184,7 +184,6 @@ def _outcome(hook: str, script: Path, argv: list[str], first: str | None) -> str
 
 
 WITHOUT_GLOO = [*MODEL, "--disable-gloo-process-groups"]
-MEMORY = ["--dist-ckpt-optim-fully-reshardable", "--distrib-optim-fully-reshardable-mem-efficient"]
 REFUSED = {  # flags, optimizer of install() -> what is told
     "states on the host": (
         [*MODEL, "--moe-optim-set", "offload_states=0.5"],
@@ -195,11 +194,6 @@ REFUSED = {  # flags, optimizer of install() -> what is told
         [*WITHOUT_GLOO, "--ckpt-format", "torch"],
         None,
         "ConfigError: --disable-gloo-process-groups: expected --ckpt-format torch_dist",
-    ),
-    "collecting states without gloo": (
-        [*WITHOUT_GLOO, *MEMORY],
-        None,
-        "ConfigError: --disable-gloo-process-groups: expected no --distrib-optim-fully-reshardab",
     ),
     "installed for Adam": (
         MODEL,

@@ -786,6 +786,28 @@ def steps() -> str:
 # Checkpoints as files
 
 
+def checkpoint() -> str:
+    report = read_result("checkpoint-cpu.json")
+    sides = {"stock": "stock", "before": "this package, gathering", "ours": "this package"}
+    columns = {
+        "save, s": "save_s", "load, s": "load_s", "memory to save, MiB": "save_peak_bytes",
+        "to load": "load_peak_bytes", "written, MiB": "written_bytes", "read": "read_bytes",
+    }  # fmt: skip
+    rows = [
+        [str(row["ranks"]), sides[row["side"]]]
+        + [
+            f"{row[name] / 2**20:,.0f}" if name.endswith("bytes") else f"{row[name]:.1f}"
+            for name in columns.values()
+        ]
+        for row in report["rows"]
+    ]
+    return (
+        f"{table(['ranks', '', *columns], rows)}\n\n{report['parameters'] / 1e6:.0f}e6 "
+        f"parameters, one run on a {report['device']}, which other work loaded: compare rows of "
+        "one number of ranks alone."
+    )
+
+
 def convert() -> str:
     report = read_result("convert-cpu.json")
     cores = report["device"].split()[-2]
@@ -1005,6 +1027,7 @@ def plan_step() -> str:
 MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "convergence": convergence,
     "formats-compared": formats_compared,
+    "checkpoint": checkpoint,
     "convert": convert,
     "copies": copies,
     "fake-quantization": fake_quantization,
@@ -1058,6 +1081,7 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
 RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "convergence": (CONVERGENCE,),
     "formats-compared": (CURVES,),
+    "checkpoint": ("checkpoint-cpu.json",),
     "convert": ("convert-cpu.json",),
     "fake-quantization": (EXPERTS,),
     "flags-beside-stock": (FLAGS,),
