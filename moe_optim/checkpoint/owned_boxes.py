@@ -105,20 +105,12 @@ class OwnedBox:
         return replace(self, size=size)
 
 
-def owned_boxes(entry: Any, shape: Shape, start: int, end: int) -> list[OwnedBox]:
-    """Return the boxes of elements [start, end) of a parameter.
+def owned_boxes(parts: list[OwnedBox], shape: Shape, start: int, end: int) -> list[OwnedBox]:
+    """Return the boxes of elements [start, end) of a parameter, in flat order.
 
-    Args:
-        entry: sharded tensor or factory of the parameter in the model's sharded state.
-        shape: shape of the parameter.
-        start: first element, in flat order.
-        end: element after the last one.
-
-    Raises:
-        LayoutError: the factory's tensors are not slices of the parameter.
+    ``parts`` are all of the parameter, of ``shape``: the result of :func:`stored_parts`.
     """
     found = []
-    parts = _whole_parts(entry, shape)
     for first, size in cut_into_boxes(start, end, shape):
         boxes: list[OwnedBox] = []
         for part in parts:
@@ -136,8 +128,16 @@ def owned_boxes(entry: Any, shape: Shape, start: int, end: int) -> list[OwnedBox
     return found
 
 
-def _whole_parts(entry: Any, shape: Shape) -> list[OwnedBox]:
-    """Return a box for each tensor that a parameter is stored as."""
+def stored_parts(entry: Any, shape: Shape) -> list[OwnedBox]:
+    """Return a box for each tensor that a parameter is stored as.
+
+    Args:
+        entry: sharded tensor or factory of the parameter in the model's sharded state.
+        shape: shape of the parameter.
+
+    Raises:
+        LayoutError: the factory's tensors are not slices of the parameter.
+    """
     values = torch.empty(shape, device="meta")
     if isinstance(entry, ShardedTensorFactory):
         stored = list(nested_values([replace(entry, data=values).build()]))
@@ -156,6 +156,12 @@ def _whole_parts(entry: Any, shape: Shape) -> list[OwnedBox]:
         and part.data.stride() == values.stride()[values.ndim - part.data.ndim :]
         for part in stored
     ) and all(all(map(le, map(add, box.start, box.size), shape)) for box in found)
+    replicas = {part.replica_id for part in stored}
+    if any(not isinstance(replica, tuple) or len(replica) != 3 for replica in replicas):
+        raise LayoutError(
+            f"{entry.key}: expected a replica_id of pipeline, tensor and data-parallel rank, got "
+            f"{replicas}. Give the entry three numbers, as Megatron's own have."
+        )
     if not is_slice or sum(prod(box.size) for box in found) != prod(shape):
         raise LayoutError(
             f"{entry.key}: expected tensors that are slices of the parameter {list(shape)}, got "
@@ -196,7 +202,6 @@ class _Request:
 
     param: torch.nn.Parameter
     flats: dict[str, Tensor]
-    keys: dict[str, str]
     views: dict[str, Tensor]
 
 
@@ -211,9 +216,8 @@ def states_to_load(optimizer: Any, model: Any) -> dict[Any, Any]:
     for number, (owned, boxes) in enumerate(_owned(optimizer, model)):
         flats = flat_states(optimizer, owned.param)
         state[number] = entries = _entries(optimizer, owned, boxes, flats)
-        keys = {name: entry.key for name, entry in entries.items()}
         views = {name: entry.data for name, entry in entries.items()}
-        requests.append(_Request(owned.param, flats, keys, views))
+        requests.append(_Request(owned.param, flats, views))
         if optimizer.ddp_config.num_distributed_optimizer_instances > 1:  # which exchange boxes
             for entry in entries.values():
                 entry.data = entry.data.contiguous()
@@ -221,19 +225,20 @@ def states_to_load(optimizer: Any, model: Any) -> dict[Any, Any]:
 
 
 def _owned(optimizer: Any, model: Any) -> Iterator[tuple[OwnedRange, list[OwnedBox]]]:
-    """Yield this rank's ranges with their boxes."""
+    """Yield this rank's ranges with their boxes; raise LayoutError on all ranks of the group."""
     entries = entries_of(optimizer, model)
     names = parameter_names(optimizer.model_chunks)
-    held = (param for buffer in optimizer.buffers for param in buffer.param_index_map)
-    if missing := [names[param] for param in held if param not in entries]:  # on all ranks alike
+    held = [param for buffer in optimizer.buffers for param in buffer.param_index_map]
+    if missing := [names[param] for param in held if param not in entries]:
         raise LayoutError(
             "optimizer.sharded_state_dict: model_sharded_state_dict: expected an entry for every "
             f"parameter that is trained, got none for {listed(missing)}. Give the sharded state of "
             "all model chunks, as model.sharded_state_dict() returns it."
         )
+    parts = {param: stored_parts(entries[param], tuple(param.shape)) for param in held}
     for owned in owned_ranges(optimizer):
         shape = tuple(owned.param.shape)
-        yield owned, owned_boxes(entries[owned.param], shape, owned.start, owned.end)
+        yield owned, owned_boxes(parts[owned.param], shape, owned.start, owned.end)
 
 
 def _entries(
@@ -257,20 +262,10 @@ def _entries(
                 global_offset=box.offset,
                 axis_fragmentations=None,  # chunks of any size
                 prepend_axis_num=0,
-                replica_id=_replica_id(optimizer, box.part),
+                # replicas of pipeline and tensor parallelism; those of data parallelism share boxes
+                replica_id=(*box.part.replica_id[:2], optimizer.distributed_optimizer_instance_id),
             )
     return entries
-
-
-def _replica_id(optimizer: Any, part: ShardedTensor) -> tuple[int, int, int]:
-    """Return pipeline and tensor-parallel replica, and optimizer instance: boxes are not shared."""
-    replica = part.replica_id
-    if not isinstance(replica, tuple) or len(replica) != 3:
-        raise LayoutError(
-            f"{part.key}: expected a replica_id of pipeline, tensor and data-parallel rank, got "
-            f"{replica}. Give the entry three numbers, as Megatron's own have."
-        )
-    return replica[0], replica[1], optimizer.distributed_optimizer_instance_id
 
 
 @torch.no_grad()
@@ -278,10 +273,12 @@ def load_states(optimizer: Any, loaded: dict[Any, Any]) -> None:
     """Take the states loaded for :func:`states_to_load`; raise LayoutError if some are missing."""
     for number, request in enumerate(loaded[REQUESTS]):
         got = loaded.get(number, {})
-        if missing := [key for name, key in request.keys.items() if name not in got]:
+        if missing := request.views.keys() - got.keys():
+            name = parameter_names(optimizer.model_chunks)[request.param]
             raise LayoutError(
-                f"optimizer states: expected all that were requested, got none of "
-                f"{listed(missing)}. Load a checkpoint that has them, or give --no-load-optim."
+                f"optimizer states of {name}: expected all that were requested, got none of "
+                f"{listed(sorted(missing))}. Load a checkpoint that has them, or give "
+                "--no-load-optim."
             )
         for name, view in request.views.items():
             if got[name].data_ptr() != view.data_ptr():  # received from another rank

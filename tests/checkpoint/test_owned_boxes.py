@@ -13,7 +13,12 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from moe_optim.checkpoint.owned_boxes import OwnedBox, cut_into_boxes, owned_boxes
+from moe_optim.checkpoint.owned_boxes import (
+    OwnedBox,
+    cut_into_boxes,
+    owned_boxes,
+    stored_parts,
+)
 from moe_optim.errors import LayoutError
 from tests.support.checkpoints.checkpoint_journey import Journey, Station
 from tests.support.ranks import run_ranks
@@ -21,6 +26,7 @@ from tests.support.ranks import run_ranks
 RESHARDABLE = "fully_reshardable"
 EXPERTS, ROWS, COLUMNS = SHAPE = (3, 4, 5)
 LAYERS, ALL_EXPERTS, TENSOR_RANKS = 2, 6, 2
+MAIN = (0, 0, 0)
 
 
 def _slices(start: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
@@ -43,14 +49,20 @@ def test_a_range_is_cut_into_few_boxes_in_flat_order(shape: list[int], data: st.
 
 def _whole(weight: Tensor) -> ShardedTensor:
     places = (0, 1, LAYERS), (1, 1, ALL_EXPERTS // EXPERTS), (3, 1, TENSOR_RANKS)
-    return ShardedTensor.from_rank_offsets("w", weight, *places, prepend_axis_num=1)
+    return ShardedTensor.from_rank_offsets(
+        "w", weight, *places, prepend_axis_num=1, replica_id=MAIN
+    )
 
 
 def _gate_and_up(weight: Tensor, size: int) -> ShardedTensorFactory:
     def build(key: str, tensor: Tensor, replica_id: Any, _flat: Any = None) -> list[ShardedTensor]:
         return [
             ShardedTensor.from_rank_offsets(
-                key, half, (0, 1, ALL_EXPERTS // EXPERTS), (1, number * size, 2 * size)
+                key,
+                half,
+                (0, 1, ALL_EXPERTS // EXPERTS),
+                (1, number * size, 2 * size),
+                replica_id=MAIN,
             )
             for number, half in enumerate(tensor.chunk(2, dim=1))
         ]
@@ -62,7 +74,12 @@ def _member_each(weight: Tensor) -> ShardedTensorFactory:
     def build(key: str, tensor: Tensor, replica_id: Any, _flat: Any = None) -> list[ShardedTensor]:
         return [
             ShardedTensor.from_rank_offsets(
-                key, one, (0, 1, LAYERS), (1, expert, ALL_EXPERTS), prepend_axis_num=2
+                key,
+                one,
+                (0, 1, LAYERS),
+                (1, expert, ALL_EXPERTS),
+                prepend_axis_num=2,
+                replica_id=MAIN,
             )
             for expert, one in enumerate(tensor.unbind(0))
         ]
@@ -73,7 +90,9 @@ def _member_each(weight: Tensor) -> ShardedTensorFactory:
 def _key_each(weight: Tensor) -> ShardedTensorFactory:
     def build(key: str, tensor: Tensor, replica_id: Any, _flat: Any = None) -> list[ShardedTensor]:
         members = enumerate(tensor.unbind(0))
-        return [ShardedTensor.from_rank_offsets(f"{key}{n}", one) for n, one in members]
+        return [
+            ShardedTensor.from_rank_offsets(f"{key}{n}", one, replica_id=MAIN) for n, one in members
+        ]
 
     return ShardedTensorFactory("w", weight, build, torch.stack)
 
@@ -100,11 +119,12 @@ def test_boxes_of_any_ranges_fill_a_file_as_the_whole_parameter_does(make: Any, 
     for part in nested_values([entry.build() if hasattr(entry, "build") else entry]):
         axes = (1,) * part.prepend_axis_num
         _place(want, part, part.global_offset, part.data.view(*axes, *part.local_shape))
-    assert len(owned_boxes(entry, SHAPE, 0, numel)) == count
+    parts = stored_parts(entry, SHAPE)
+    assert len(owned_boxes(parts, SHAPE, 0, numel)) == count
     for cut in range(numel + 1):
         got: dict[str, Tensor] = {}
         for start, end in itertools.pairwise((0, cut, numel)):
-            boxes = owned_boxes(entry, SHAPE, start, end)
+            boxes = owned_boxes(parts, SHAPE, start, end)
             assert len(boxes) <= 5 * count
             for box in boxes:
                 _place(got, box.part, box.offset, _values(weight, box))
@@ -126,11 +146,11 @@ def _values(weight: Tensor, box: OwnedBox) -> Tensor:
 )
 def test_a_parameter_stored_as_anything_but_its_slices_is_refused(change: Any):
     def build(key: str, tensor: Tensor, replica_id: Any, _flat: Any = None) -> list[ShardedTensor]:
-        return [ShardedTensor.from_rank_offsets(key, change(tensor))]
+        return [ShardedTensor.from_rank_offsets(key, change(tensor), replica_id=MAIN)]
 
     entry = ShardedTensorFactory("w", torch.zeros(SHAPE), build, torch.cat)
     with pytest.raises(LayoutError, match="w: expected tensors that are slices .* by name"):
-        owned_boxes(entry, SHAPE, 0, 1)
+        stored_parts(entry, SHAPE)
 
 
 # On ranks
