@@ -793,18 +793,16 @@ def checkpoint() -> str:
         "save, s": "save_s", "load, s": "load_s", "memory to save, MiB": "save_peak_bytes",
         "to load": "load_peak_bytes", "written, MiB": "written_bytes", "read": "read_bytes",
     }  # fmt: skip
-    rows = [
-        [str(row["ranks"]), sides[row["side"]]]
-        + [
-            f"{row[name] / 2**20:,.0f}" if name.endswith("bytes") else f"{row[name]:.1f}"
+    rows = []
+    for row in report["rows"]:
+        times = "–" if "commit" in row else "{:.1f}"  # measured apart
+        cells = (
+            f"{row[name] / 2**20:,.0f}" if name.endswith("bytes") else times.format(row[name])
             for name in columns.values()
-        ]
-        for row in report["rows"]
-    ]
+        )
+        rows.append([str(row["ranks"]), sides[row["side"]], *cells])
     return (
-        f"{table(['ranks', '', *columns], rows)}\n\n{report['parameters'] / 1e6:.0f}e6 "
-        f"parameters, one run on a {report['device']}, which other work loaded: compare rows of "
-        "one number of ranks alone."
+        f"{report['parameters'] / 1e6:.0f}e6 parameters:\n\n{table(['ranks', '', *columns], rows)}"
     )
 
 
