@@ -138,7 +138,7 @@ def stored_parts(entry: Any, shape: Shape) -> list[OwnedBox]:
     Raises:
         LayoutError: the factory's tensors are not slices of the parameter.
     """
-    values = torch.empty(shape, device="meta")
+    values = torch.empty(shape, dtype=torch.float32, device="meta")
     if isinstance(entry, ShardedTensorFactory):
         stored = list(nested_values([replace(entry, data=values).build()]))
     else:
@@ -245,7 +245,8 @@ def _entries(
     optimizer: Any, owned: OwnedRange, boxes: list[OwnedBox], flats: dict[str, Tensor]
 ) -> dict[str, ShardedTensor]:
     """Return entries for all boxes of a range, views of ``flats``: kind -> [end - start]."""
-    strides = torch.empty(owned.param.shape, device="meta").stride()
+    shape = owned.param.shape
+    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
     entries = {}
     for kind, flat in flats.items():
         for index, box in enumerate(boxes):
