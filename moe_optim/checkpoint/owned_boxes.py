@@ -2,16 +2,16 @@
 
 A rank owns a range of a parameter's elements in flat order. Cut along its axes, the range is at
 most 2 D - 1 boxes of a parameter of D dimensions: 5 of a weight [E, R, C] of all experts. Where a
-model stores a parameter as several tensors (gate and up rows, an entry per expert), boxes are cut
-at their borders, and joined again where they are neighbors in the global tensor, too: a rank has at
-most 2 D - 1 boxes for each stored tensor of a parameter.
+model stores a parameter as several tensors (gate and up rows, an entry per expert), boxes are also
+cut at their borders. Saved boxes lie within one expert, as Megatron's do, since a reader of a part
+of a chunk reads all of it: a rank saves at most 4 chunks more than whole experts, of each tensor.
 
 Each box is a chunk of the tensor that Megatron's ``fully_reshardable`` states have under the same
 key, so no rank needs the states of another one. Masters and fp32 moments are saved and loaded in
 place; other moments are saved as fp32 copies on the host.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
@@ -40,10 +40,13 @@ REQUESTS = "moe_optim_requests"
 type Shape = tuple[int, ...]
 
 
-def cut_into_boxes(start: int, end: int, shape: Shape) -> Iterator[tuple[Shape, Shape]]:
+def cut_into_boxes(
+    start: int, end: int, shape: Shape, *, by_matrix: bool = False
+) -> Iterator[tuple[Shape, Shape]]:
     """Yield start and size of boxes of ``shape``: its elements [start, end) in flat order.
 
-    At most ``2 * len(shape) - 1`` boxes, and none without elements.
+    None is empty. There are at most ``2 * len(shape) - 1``, unless ``by_matrix`` also cuts between
+    matrices, the last two axes.
     """
     if start == end:
         return
@@ -52,26 +55,29 @@ def cut_into_boxes(start: int, end: int, shape: Shape) -> Iterator[tuple[Shape, 
         return
     rows, inner = shape[1:], prod(shape[1:])
     (first, head), (last, tail) = divmod(start, inner), divmod(end, inner)
+
+    def cut_row(row: int, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
+        for first, size in cut_into_boxes(start, end, rows, by_matrix=by_matrix):
+            yield (row, *first), (1, *size)
+
     if first == last:
-        yield from _cut_row(first, head, tail, rows)
+        yield from cut_row(first, head, tail)
         return
     if head:
-        yield from _cut_row(first, head, inner, rows)
+        yield from cut_row(first, head, inner)
         first += 1
-    if first < last:
+    if by_matrix and len(shape) > 2:
+        for row in range(first, last):
+            yield from cut_row(row, 0, inner)
+    elif first < last:
         yield (first, *(0 for _ in rows)), (last - first, *rows)
-    yield from _cut_row(last, 0, tail, rows)
+    yield from cut_row(last, 0, tail)
 
 
 def _with_axes(values: Shape, axes: int, fill: int) -> Shape:
     """Add or drop leading axes until there are ``axes``."""
     more = axes - len(values)
     return (fill,) * more + values[max(0, -more) :]
-
-
-def _cut_row(row: int, start: int, end: int, shape: Shape) -> Iterator[tuple[Shape, Shape]]:
-    for first, size in cut_into_boxes(start, end, shape):
-        yield (row, *first), (1, *size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,46 +92,22 @@ class OwnedBox:
     offset: Shape
     """First element within the global tensor, whose last axes are the parameter's."""
 
-    def joined(self, other: "OwnedBox") -> "OwnedBox | None":
-        """Return the box of both; None unless ``other`` comes next along one axis, in both."""
-        ours, theirs = (list(zip(box.start, box.size, strict=True)) for box in (self, other))
-        axes = [axis for axis, place in enumerate(ours) if place != theirs[axis]]
-        is_same = (self.part.key, self.part.replica_id) == (other.part.key, other.part.replica_id)
-        if len(axes) != 1 or not is_same:
-            return None
-        (axis,) = axes
-        step = self.size[axis]
-        in_global = axis + len(self.offset) - len(self.size)
-        moved = tuple(map(sub, other.offset, self.offset))
-        if other.start[axis] != self.start[axis] + step or moved != tuple(
-            step * (axis == in_global) for axis in range(len(moved))
-        ):
-            return None
-        size = (*self.size[:axis], step + other.size[axis], *self.size[axis + 1 :])
-        return replace(self, size=size)
 
+def owned_boxes(parts: list[OwnedBox], ranges: Iterable[tuple[Shape, Shape]]) -> Iterator[OwnedBox]:
+    """Yield boxes of a parameter, cut at the borders of its stored tensors.
 
-def owned_boxes(parts: list[OwnedBox], shape: Shape, start: int, end: int) -> list[OwnedBox]:
-    """Return the boxes of elements [start, end) of a parameter, in flat order.
-
-    ``parts`` are all of the parameter, of ``shape``: the result of :func:`stored_parts`.
+    Args:
+        parts: all of the parameter, from :func:`stored_parts`.
+        ranges: boxes, from :func:`cut_into_boxes`.
     """
-    found = []
-    for first, size in cut_into_boxes(start, end, shape):
-        boxes: list[OwnedBox] = []
+    for first, size in ranges:
         for part in parts:
             low = tuple(map(max, first, part.start))
             high = map(min, map(add, first, size), map(add, part.start, part.size))
             extent = tuple(map(sub, high, low))
-            if any(length <= 0 for length in extent):
-                continue
-            moved = _with_axes(tuple(map(sub, low, part.start)), len(part.offset), 0)
-            offset = tuple(map(add, part.offset, moved))
-            boxes.append(OwnedBox(part.part, low, extent, offset))
-            while len(boxes) > 1 and (both := boxes[-2].joined(boxes[-1])):
-                boxes[-2:] = [both]
-        found += boxes
-    return found
+            if all(length > 0 for length in extent):
+                moved = _with_axes(tuple(map(sub, low, part.start)), len(part.offset), 0)
+                yield OwnedBox(part.part, low, extent, tuple(map(add, part.offset, moved)))
 
 
 def stored_parts(entry: Any, shape: Shape) -> list[OwnedBox]:
@@ -185,7 +167,7 @@ def states_to_save(optimizer: Any, model: Any) -> dict[int, dict[str, ShardedTen
         LayoutError: the model's state lacks a parameter, or has one in an unknown form.
     """
     state = {}
-    for number, (owned, boxes) in enumerate(_owned(optimizer, model)):
+    for number, (owned, boxes) in enumerate(_owned(optimizer, model, by_matrix=True)):
         flats = {
             kind: flat
             if flat.dtype == torch.float32 and kind not in optimizer.copied_states
@@ -213,7 +195,7 @@ def states_to_load(optimizer: Any, model: Any) -> dict[Any, Any]:
     """
     state: dict[Any, Any] = {}
     requests = []
-    for number, (owned, boxes) in enumerate(_owned(optimizer, model)):
+    for number, (owned, boxes) in enumerate(_owned(optimizer, model, by_matrix=False)):
         flats = flat_states(optimizer, owned.param)
         state[number] = entries = _entries(optimizer, owned, boxes, flats)
         views = {name: entry.data for name, entry in entries.items()}
@@ -224,7 +206,9 @@ def states_to_load(optimizer: Any, model: Any) -> dict[Any, Any]:
     return {**state, REQUESTS: LocalNonpersistentObject(tuple(requests))}
 
 
-def _owned(optimizer: Any, model: Any) -> Iterator[tuple[OwnedRange, list[OwnedBox]]]:
+def _owned(
+    optimizer: Any, model: Any, *, by_matrix: bool
+) -> Iterator[tuple[OwnedRange, list[OwnedBox]]]:
     """Yield this rank's ranges with their boxes; raise LayoutError on all ranks of the group."""
     entries = entries_of(optimizer, model)
     names = parameter_names(optimizer.model_chunks)
@@ -238,7 +222,8 @@ def _owned(optimizer: Any, model: Any) -> Iterator[tuple[OwnedRange, list[OwnedB
     parts = {param: stored_parts(entries[param], tuple(param.shape)) for param in held}
     for owned in owned_ranges(optimizer):
         shape = tuple(owned.param.shape)
-        yield owned, owned_boxes(parts[owned.param], shape, owned.start, owned.end)
+        ranges = cut_into_boxes(owned.start, owned.end, shape, by_matrix=by_matrix)
+        yield owned, list(owned_boxes(parts[owned.param], ranges))
 
 
 def _entries(

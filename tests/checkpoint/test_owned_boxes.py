@@ -38,10 +38,12 @@ def test_a_range_is_cut_into_few_boxes_in_flat_order(shape: list[int], data: st.
     numel = prod(shape)
     start, end = sorted(data.draw(st.tuples(*[st.integers(0, numel)] * 2)))
     places = torch.arange(numel).view(shape)
-    boxes = list(cut_into_boxes(start, end, tuple(shape)))
-    assert len(boxes) <= max(1, 2 * len(shape) - 1)
-    cut = [places[_slices(*box)].reshape(-1) for box in boxes]
-    assert torch.cat([*cut, torch.arange(0)]).tolist() == list(range(start, end))
+    for by_matrix in (False, True):
+        boxes = list(cut_into_boxes(start, end, tuple(shape), by_matrix=by_matrix))
+        assert by_matrix or len(boxes) <= max(1, 2 * len(shape) - 1)
+        assert not by_matrix or all(prod(size[:-2]) == 1 for _, size in boxes)
+        cut = [places[_slices(*box)].reshape(-1) for box in boxes]
+        assert torch.cat([*cut, torch.arange(0)]).tolist() == list(range(start, end))
 
 
 # What models store a weight [E, R, C] of local experts as
@@ -99,9 +101,9 @@ def _key_each(weight: Tensor) -> ShardedTensorFactory:
 
 STORED = {
     "one tensor": (_whole, 1),
-    "gate and up": (lambda weight: _gate_and_up(weight, 1), 1),
+    "gate and up": (lambda weight: _gate_and_up(weight, 1), 2),
     "gate and up, cut by tensor parallelism": (lambda weight: _gate_and_up(weight, 2), 2),
-    "an entry per expert": (_member_each, 1),
+    "an entry per expert": (_member_each, EXPERTS),
     "a key per expert": (_key_each, EXPERTS),
 }
 
@@ -113,20 +115,19 @@ def _place(files: dict[str, Tensor], entry: ShardedTensor, offset: Any, values: 
 
 @pytest.mark.parametrize(("make", "count"), STORED.values(), ids=STORED)
 def test_boxes_of_any_ranges_fill_a_file_as_the_whole_parameter_does(make: Any, count: int):
-    """For every cut into two ranges; a whole parameter needs no more boxes than it must."""
+    """For every cut into two ranges; a whole parameter has one box of each tensor."""
     weight = torch.arange(1.0, 1 + prod(SHAPE)).view(SHAPE)
     entry, want, numel = make(weight), {}, weight.numel()
     for part in nested_values([entry.build() if hasattr(entry, "build") else entry]):
         axes = (1,) * part.prepend_axis_num
         _place(want, part, part.global_offset, part.data.view(*axes, *part.local_shape))
     parts = stored_parts(entry, SHAPE)
-    assert len(owned_boxes(parts, SHAPE, 0, numel)) == count
+    assert len(list(owned_boxes(parts, cut_into_boxes(0, numel, SHAPE)))) == count
     for cut in range(numel + 1):
         got: dict[str, Tensor] = {}
         for start, end in itertools.pairwise((0, cut, numel)):
-            boxes = owned_boxes(parts, SHAPE, start, end)
-            assert len(boxes) <= 5 * count
-            for box in boxes:
+            ranges = cut_into_boxes(start, end, SHAPE, by_matrix=bool(cut % 2))
+            for box in owned_boxes(parts, ranges):
                 _place(got, box.part, box.offset, _values(weight, box))
         assert got.keys() == want.keys()
         assert all(torch.equal(got[key], want[key]) for key in want)
