@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_optim.buckets.bucket_group import gather_weights
 from moe_optim.calibration.calibrated_amax import fitted, hold_calibrated_amax
 from moe_optim.calibration.fake_quantization import Axis, expert_axis
-from moe_optim.calibration.finding import find_input_amaxes, find_weight_amaxes
+from moe_optim.calibration.finding import FoundAmax, find_input_amaxes, find_weight_amaxes
 from moe_optim.calibration.linears import (
     ExpertLinear,
     expert_linears,
@@ -76,7 +76,8 @@ def calibrate(
 
     Raises:
         ConfigError: an unsupported method, axis or ``quant_cfg``, or one that differs between
-            ranks; a pattern that matches no linear on any rank; or no list of chunks.
+            ranks; a pattern that matches no linear on any rank; no list of chunks; or a
+            ``forward_loop`` that is no function.
         LayoutError: no rank has grouped experts, a linear has no experts, weights are on the
             ``meta`` device, or a selected linear got no input on any rank.
         StateError: stale weights without a DDP module that gathers them, or offloaded weights.
@@ -85,6 +86,7 @@ def calibrate(
     one_axis: Any = agree(lambda: _axis_of(axis), None)
     selection: Selection = agree(lambda: Selection.of(quant_cfg), None)
     chunks = agree(lambda: _chunks_of(model_chunks, method), None)
+    agree(lambda: _require_loop(forward_loop), None)
     linears: list[ExpertLinear] = agree(lambda: list(_named_linears(chunks)), None)
     call = {"axis": one_axis, "quant_cfg": selection, "forward_loop": forward_loop is not None}
     chosen = selection.choose(_require_one_call([one.name for one in linears], call))
@@ -95,7 +97,9 @@ def calibrate(
     for chunk in chunks:
         gather_weights(chunk)
     weights = find_weight_amaxes(of_weights, one_axis)
-    inputs = forward_loop and find_input_amaxes(chunks, of_inputs, forward_loop)
+    inputs: list[FoundAmax] = []
+    if forward_loop is not None:
+        inputs = find_input_amaxes(chunks, of_inputs, forward_loop)
     for chunk in chunks:
         listen(chunk)
     for linear in linears:
@@ -103,7 +107,7 @@ def calibrate(
             hold_calibrated_amax(linear.module, None)
         if INPUT not in chosen[linear.name]:
             hold_calibrated_amax(linear.module, None, CALIBRATED_INPUT_AMAX)
-    for found, buffer in ((weights, CALIBRATED_AMAX), (inputs or (), CALIBRATED_INPUT_AMAX)):
+    for found, buffer in ((weights, CALIBRATED_AMAX), (inputs, CALIBRATED_INPUT_AMAX)):
         for one in found:
             hold_calibrated_amax(one.linear.module, one.amax.view(-1, 1, 1), buffer)
 
@@ -182,6 +186,14 @@ def _chunks_of(model_chunks: Iterable[torch.nn.Module], method: str) -> list[tor
             f"{got if chunks else f'no chunk ({got})'}. Give what get_model() returned, or [model]."
         )
     return chunks
+
+
+def _require_loop(forward_loop: Any) -> None:
+    if forward_loop is not None and not callable(forward_loop):
+        raise ConfigError(
+            "calibrate: forward_loop: expected a function of the model, or None, got "
+            f"{type(forward_loop).__name__}. Give one that calls the model on some batches."
+        )
 
 
 def _named_linears(chunks: Sequence[torch.nn.Module]) -> Iterator[ExpertLinear]:

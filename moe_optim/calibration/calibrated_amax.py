@@ -85,7 +85,7 @@ def take_calibrated_amaxes(
     for buffer, count in ((CALIBRATED_AMAX, num_experts), (CALIBRATED_INPUT_AMAX, 1)):
         key = f"{prefix}{buffer}"
         found = state_dict.pop(key, None)
-        is_marked = isinstance(found, Tensor) and bool(found.isnan().all())
+        is_marked = isinstance(found, Tensor) and bool(found.numel() and found.isnan().all())
         if found is not None and not is_marked:
             device = next(linear.parameters()).device
             state_dict[key] = fitted(found, count, f"{name}.{buffer}").to(device)

@@ -194,7 +194,7 @@ def _has_amax(rule: _Rule, quantizer: str) -> bool:
     if not isinstance(cfg, Mapping):
         raise _unsupported(rule, quantizer, "cfg", "one quantizer", cfg)
     blocks = cfg.get("block_sizes") or {}
-    has_dynamic_blocks = blocks.get("type") == "dynamic"
+    has_dynamic_blocks = isinstance(blocks, Mapping) and blocks.get("type") == "dynamic"
     if cfg.get("type") == "dynamic":
         return False
     if has_dynamic_blocks and blocks.get("scale_bits") in _MX_SCALES:

@@ -345,4 +345,5 @@ def _take(linear: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None
     assert isinstance(recorder, LinearRecorder)
     recorder.forget_amax()
     recorder.take_amax(state_dict.pop(f"{prefix}{_RECORDED}", None))
-    take_calibrated_amaxes(linear, state_dict, prefix, linear.num_gemms, recorder.name)
+    name = prefix.removesuffix(".") or recorder.name
+    take_calibrated_amaxes(linear, state_dict, prefix, linear.num_gemms, name)

@@ -56,8 +56,8 @@ def merge_adapters(model_chunks: Iterable[Module]) -> list[str]:
     Raises:
         ConfigError: no list of chunks, an adapter other than LoRA, or experts cut by tensor
             parallelism.
-        LayoutError: matrices do not fit the weight, or a wrapper other than an adapter hides
-            experts.
+        LayoutError: matrices do not fit the weight, a weight has several adapters or is tied to
+            embeddings, or a wrapper other than an adapter hides experts.
         StateError: an adapter is disabled; or weights are trained beside it, stale, offloaded, or
             of another format than the installed one.
     """
@@ -189,8 +189,15 @@ class _Adapted:
 
 
 def _require_mergeable(found: Iterable[_Adapted]) -> None:
+    owners: dict[Any, _Adapted] = {}
     for one in found:
         one.require_mergeable()
+        for weight in one._weights:
+            if (other := owners.setdefault(weight, one)) is not one:
+                raise LayoutError(
+                    f"merge_adapters: {one.name}: expected a weight with one adapter, got that of "
+                    f"{other.name}, too. Give every chunk once, and adapt shared linears once."
+                )
 
 
 def _require_lora(where: str, adapter: Module) -> None:
@@ -217,6 +224,11 @@ def _require_writable(where: str, weight: Any) -> None:
     if storage is not None:
         storage.require_fresh()
         return
+    if getattr(weight, "shared_embedding", False):
+        raise LayoutError(
+            f"{where}: expected a weight of its own, got one tied to embeddings, which would not "
+            "change with it. Merge its adapter by Megatron-Bridge, or leave it out of the targets."
+        )
     if is_quantized(weight):
         raise StateError(
             f"{where}: expected a bf16 weight, or one in the installed format, got "

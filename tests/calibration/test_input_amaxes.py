@@ -161,6 +161,7 @@ def _refused() -> list[str]:
         (NonFiniteError, broken(-torch.inf)),
         (LayoutError, lambda _: None),
         (ConfigError, finite if rank else None),
+        (ConfigError, [] if rank else finite),
         (Exception, raising),
     ):
         with pytest.raises(error) as caught:
@@ -178,7 +179,8 @@ def test_what_goes_wrong_on_one_rank_is_raised_on_all_and_nothing_is_stored():
     assert first[:2] == [f"rank 1: {message}" for message in second[:2]]
     assert first[2] == second[2] and "none on any rank for linear_fc1, linear_fc2" in first[2]
     assert first[3] == second[3] and "False on rank 0 and True on rank 1" in first[3]
-    assert first[4] == "rank 1: no data" and second[4] == "no data"
+    assert first[4] == f"rank 1: {second[4]}" and "forward_loop: expected a function" in second[4]
+    assert first[5] == "rank 1: no data" and second[5] == "no data"
 
 
 def _selected() -> None:
@@ -191,7 +193,11 @@ def _selected() -> None:
     def loop(model: Any) -> None:
         run_experts(model, tokens_of(0))
 
-    moe_optim.calibrate([module], forward_loop=loop)
+    class EmptyLoop(list[Any]):
+        def __call__(self, model: Any) -> None:
+            loop(model)
+
+    moe_optim.calibrate([module], forward_loop=EmptyLoop())
     weights, inputs = amaxes_of(module), inputs_of(module)
     assert None not in (*weights.values(), *inputs.values())
     moe_optim.calibrate([module], quant_cfg=["*_fc1"])

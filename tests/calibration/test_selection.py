@@ -176,6 +176,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         [rule("*weight*", cfg={"block_sizes": {-1: 128}})],
         "block_sizes: expected none, or 'type': 'dynamic'",
     ),
+    "blocks without names": (
+        [rule("*weight*", cfg={"block_sizes": [128]})],
+        r"block_sizes: expected none, or 'type': 'dynamic' .* got \[128\]",
+    ),
     "static blocks of NVFP4": (
         [rule("*", cfg={**NVFP4, "block_sizes": {**NVFP4["block_sizes"], "type": "static"}})],
         "block_sizes: expected none",

@@ -81,6 +81,7 @@ def test_weights_that_come_without_leave_none_behind(format, layout):
 
 BAD = {
     "too few": (torch.ones(2), r"expected one value for each of 3 experts, .* got \[2\]"),
+    "none at all": (torch.ones(0), r"expected one value for each of 3 experts, .* got \[0\]"),
     "a weight": (torch.ones(3, 64, 32), "expected one value for each of 3 experts"),
     "no tensor": ([1.0, 1.0, 1.0], "expected one value .* got list"),
     "NaN": (torch.tensor([1.0, torch.nan, 1.0]), r"expected finite magnitudes, got \[1.0, nan"),

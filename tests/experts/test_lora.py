@@ -336,10 +336,14 @@ def _refuse() -> dict[str, str]:
         "trained": (StateError, wrap(make(KINDS[1]))),
         "shape": (LayoutError, wrap(make(KINDS[2]))),
         "not installed": (StateError, wrap(make(KINDS[8]))),
+        "shared": (LayoutError, wrap(make(KINDS[6]))),
+        "tied": (LayoutError, wrap(make(KINDS[0]))),
     }
     cases["activation"][1].linear_fc2.adapter.activation = torch.nn.SiLU()
     cases["disabled"][1].linear_fc2._adapter_enabled = False
     cases["trained"][1].linear_fc2.to_wrap.weight3.main_grad = torch.zeros(1)
+    cases["shared"][1].again = torch.nn.ModuleList([cases["shared"][1].linear_fc2])
+    cases["tied"][1].linear_fc2.to_wrap.weight.shared_embedding = True
     shape = cases["shape"][1].linear_fc2.adapter.linear_in
     shape.weight = torch.nn.Parameter(shape.weight[:, :-1])
     messages = {}
@@ -366,6 +370,8 @@ def test_what_is_no_lora_or_cannot_be_written_is_refused_by_name_before_anything
         "trained": "linear_fc2: expected a frozen weight",
         "shape": r"linear_fc2: expected linear_in \[4, 64\] and linear_out \[64, 4\]",
         "not installed": "linear_fc1: expected a bf16 weight, or one in the installed format",
+        "shared": "again.0: expected a weight with one adapter, got that of linear_fc2, too",
+        "tied": "linear_fc2: expected a weight of its own, got one tied to embeddings",
     }
     assert messages.keys() == expected.keys()
     for name, pattern in expected.items():

@@ -461,3 +461,11 @@ def test_what_cannot_be_copied_is_refused():
         Experts("mxfp4", single=True)
     with pytest.raises(LayoutError, match="linear.weight0: int4_g128 needs columns divisible"):
         Experts("int4_g128", cols=96)
+
+
+def test_a_loaded_amax_that_does_not_fit_is_refused_by_the_name_of_its_linear():
+    experts = Experts("int8_per_expert")
+    set_calibrated_amax(experts.linear, torch.ones(EXPERTS))
+    state = experts.state_dict() | {"linear.calibrated_amax": torch.ones(2)}
+    with pytest.raises(LayoutError, match=r"^linear\.calibrated_amax: expected .* got \[2\]"):
+        experts.load_state_dict(state)
