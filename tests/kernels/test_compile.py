@@ -397,7 +397,7 @@ def kernels_written():
 
 def test_every_kernel_that_is_written_is_compiled_here(monkeypatch):
     plan_kernels(monkeypatch)
-    seen = {call[0].kernel for call in calls_of_fake_quantization(torch.float32, monkeypatch)}
+    seen = {call[0].kernel for call in calls_of_fake_quantization(torch.bfloat16, monkeypatch)}
     blocks = calls_of_fake_blocks(NVFP4_ROWS, torch.float32, monkeypatch)
     seen |= {call[0].kernel for call in blocks}
     seen |= {bound.kernel for bound in kernels_of_norm(monkeypatch, count_zeros=True)}

@@ -3,7 +3,7 @@
 It multiplies fp16 and fp32, not bf16, and says nothing of the order of a sum.
 """
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +15,20 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from moe_optim.kernels.plan import BoundKernel
+
+
+def _patch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let launches alone patch the language: calls within kernels would not undo it."""
+    patch, load = interpreter._patch_lang, triton.language.load
+    everything = SimpleNamespace(
+        __globals__={"tl": triton.language, "core": triton.language.core}  # of kernels and library
+    )
+
+    def patch_once(_: Any) -> Any:
+        is_patched = triton.language.load is not load
+        return interpreter._LangPatchScope() if is_patched else patch(everything)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[str]:
@@ -32,6 +46,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[str]:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_with_index)
+    _patch_once(monkeypatch)
 
     def launch(self: BoundKernel, *given: Any) -> None:
         seen.append(self.kernel.fn.__name__)
