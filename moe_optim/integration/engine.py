@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from moe_optim.environment import NEEDED, find_package, satisfies
@@ -55,7 +56,8 @@ class Patch:
     only_if_there: bool = False
     """Whether to skip the patch if Megatron lacks the target."""
     is_imported_by_name: bool = False
-    """Whether to rebind the target in every loaded module that has imported it."""
+    """Whether to rebind the target in every loaded module that has it, under whatever name. Modules
+    that import it later keep the replacement, also after it is reverted."""
 
 
 _originals: dict[str, Any] = {}  # target -> replaced object
@@ -96,15 +98,16 @@ def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
                 f"patch {patch.id}: {patch.target}: {why}. Install a megatron-core "
                 f"{NEEDED['megatron-core']}; `moe-optim doctor` checks all patches."
             )
-        plan.append((patch, *resolve(patch.target), resolve(patch.replacement)[2]))
-    for patch, owner, name, original, replacement in plan:
+        found = resolve(patch.target)
+        importers = _find_importers(found[2]) if patch.is_imported_by_name else []
+        plan.append((patch, *found, resolve(patch.replacement)[2], importers))
+    for patch, owner, name, original, replacement, importers in plan:
         if name not in vars(owner):
             _inherited.add(patch.target)
         setattr(owner, name, replacement)
         _originals[patch.target] = original
-        if patch.is_imported_by_name:
-            _importers[patch.target] = _find_importers(original)
-        for importer, its_name in _importers.get(patch.target, ()):
+        _importers[patch.target] = importers
+        for importer, its_name in importers:
             setattr(importer, its_name, replacement)
         logger.debug("patch %s: %s -> %s", patch.id, patch.target, patch.replacement)
     for patch in patches:
@@ -132,14 +135,15 @@ def revert_patches(patches: Iterable[Patch], holder: str = "") -> None:
 
 
 def _find_importers(target: Any) -> list[tuple[Any, str]]:
-    """Return all modules but ours that have ``target``, each with the name it has there."""
-    return [
-        (module, name)
-        for module in list(sys.modules.values())
-        if not getattr(module, "__name__", "").startswith("moe_optim.")
-        for name, value in list(getattr(module, "__dict__", {}).items())
-        if value is target
-    ]
+    """Return all loaded modules but ours that have ``target``, each with the name it has there."""
+    found = []
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType):
+            continue
+        names = ModuleType.__getattribute__(module, "__dict__")  # lazy modules override it
+        if not str(names.get("__name__")).startswith("moe_optim."):
+            found += [(module, name) for name, value in list(names.items()) if value is target]
+    return found
 
 
 def is_rebound(target: str) -> bool:

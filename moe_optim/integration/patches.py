@@ -315,7 +315,7 @@ OPTIMIZER: tuple[Patch, ...] = (
     Patch(
         id="get-megatron-optimizer",
         target="megatron.training.training:get_megatron_optimizer",
-        replacement="moe_optim.optimizer.factory:get_megatron_optimizer",
+        replacement="moe_optim.optimizer.factory:get_installed_optimizer",
         fits=in_all_versions(
             "(config, model_chunks, config_overrides, use_gloo_process_groups, pg_collection, "
             "dump_param_to_param_group_map)"

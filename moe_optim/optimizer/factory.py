@@ -116,6 +116,29 @@ def get_megatron_optimizer(
     return optimizer
 
 
+def get_installed_optimizer(
+    config: Any,
+    model_chunks: list[Any],
+    config_overrides: dict[Any, Any] | None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: Any = None,
+    dump_param_to_param_group_map: str | None = None,
+) -> Any:
+    """Build the optimizer where training loops call Megatron's factory, by its arguments.
+
+    Modules that have imported this name keep it after ``uninstall()``, and then get Megatron's own.
+    """
+    build = get_megatron_optimizer if installed_config() is not None else _core_factory
+    return build(
+        config,
+        model_chunks,
+        config_overrides,
+        use_gloo_process_groups,
+        pg_collection,
+        dump_param_to_param_group_map,
+    )
+
+
 def _is_adopted(model_chunks: list[Any]) -> bool:
     """Return whether a model was wrapped before ``install()``; False without parameters."""
     groups = list(bucket_groups(model_chunks))

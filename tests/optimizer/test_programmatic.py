@@ -164,15 +164,19 @@ def _build_by_an_imported_name() -> list[str]:
     """Build an optimizer that is refused, by a name that was imported before ``install()``."""
     from megatron.core.optimizer import get_megatron_optimizer
 
-    import moe_optim
+    from moe_optim.optimizer import factory
 
     launcher: Any = ModuleType("launcher")
     launcher.native = get_megatron_optimizer
     sys.modules["launcher"] = launcher
     moe_optim.install()
     said = _refusals(launcher.native)
+    from megatron.core.optimizer import get_megatron_optimizer as imported_meanwhile
+
     moe_optim.uninstall()
     assert launcher.native is get_megatron_optimizer
+    factory._core_factory = lambda *_: "Megatron's"  # type: ignore[assignment]
+    assert imported_meanwhile(None, []) == "Megatron's"
     return said
 
 

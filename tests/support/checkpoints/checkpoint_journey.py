@@ -95,9 +95,10 @@ class Journey:
     """A model and its optimizer in one rank of a station."""
 
     def __init__(self, station: Station) -> None:
+        from megatron.core import optimizer as core_optimizer
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer import OptimizerConfig
 
         import moe_optim
         from tests.support.training import install_experts
@@ -131,7 +132,8 @@ class Journey:
             overlap_grad_reduce=station.bucket_size is not None,
         )
         self.ddp = DistributedDataParallel(config, ddp_config, self.model)
-        make = get_megatron_optimizer if station.stock else moe_optim.get_megatron_optimizer
+        factories = core_optimizer if station.stock else moe_optim
+        make = factories.get_megatron_optimizer
         self.optimizer = make(
             OptimizerConfig(
                 optimizer="adam",
