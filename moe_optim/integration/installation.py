@@ -29,7 +29,8 @@ def install(config: MoEOptimConfig | None = None, *, optimizer: Optimizer = "ada
     """Make Megatron build this package's portable experts, buffers, bucket groups and optimizers.
 
     Every rank must call it with the same arguments, before the model is built and wrapped.
-    Repeated calls with equal arguments are no-ops.
+    Repeated calls with equal arguments are no-ops. ``get_megatron_optimizer`` is also rebound in
+    every loaded module that has imported it, under whatever name.
 
     Args:
         config: settings of the plug-in; None for ``MoEOptimConfig()``.
@@ -124,7 +125,8 @@ def _check_optimizer(optimizer: Optimizer, where: str, remedy: str) -> None:
 def uninstall() -> None:
     """Restore Megatron; existing models and optimizers keep their classes and configuration.
 
-    They still train and save, but can load checkpoints only while the plug-in is installed.
+    They still train and save, but can load checkpoints only while the plug-in is installed. Modules
+    that have imported Megatron's factory meanwhile keep a function that calls Megatron's own now.
     """
     global _config, _optimizer
     revert_patches(reversed(patches.INSTALLED), HOLDER)
