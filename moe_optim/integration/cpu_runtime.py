@@ -255,7 +255,7 @@ def get_gpt_mtp_block_spec(
     config: Any, spec: Any, use_transformer_engine: bool, *args: Any, **kwargs: Any
 ) -> Any:
     """Return Megatron's spec of multi-token prediction, local where there is only a local one."""
-    is_there = use_transformer_engine and "transformer_engine" not in _hidden
+    is_there = use_transformer_engine and sys.modules.get("transformer_engine") is not None
     return original(_MTP_SPEC)(config, spec, is_there, *args, **kwargs)
 
 

@@ -48,6 +48,7 @@ def without_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("without_gpu")
 def test_every_format_and_work_has_a_row_by_default(measure):
     """Nothing follows a gather of row-only formats."""

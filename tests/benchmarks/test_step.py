@@ -214,6 +214,7 @@ def test_both_sides_train_and_are_compared(
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_both_sides_are_measured_where_weights_are_quantized(tmp_path):
     """Every part of a step on the CPU, of stock's experts in bf16 and of ours in MXFP8, on samples
     that are made up, as the recipe names none."""

@@ -102,7 +102,7 @@ def _save_and_load(folder: Path, ep: int) -> int:
     return count
 
 
-@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("ep", [pytest.param(1, marks=pytest.mark.extended), 2])
 def test_experts_behind_adapters_are_saved_loaded_and_calibrated_as_those_without(tmp_path, ep):
     """By their own keys, with the adapters' beside them; a checkpoint of either loads."""
     counts = run_ranks(ep, _save_and_load, tmp_path, ep)

@@ -43,7 +43,7 @@ FOR_EVERY_GPU = pytest.mark.parametrize(
     "capability",
     [
         pytest.param(100, id="sm_100"),
-        pytest.param(120, id="sm_120"),
+        pytest.param(120, id="sm_120", marks=pytest.mark.extended),
         pytest.param(90, id="sm_90", marks=pytest.mark.extended),
     ],
 )

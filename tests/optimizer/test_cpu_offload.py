@@ -202,6 +202,7 @@ def test_a_run_of_stock_with_the_flag_goes_on_here(how: list[str], tmp_path: Pat
     assert_same_states(again, saved)
 
 
+@pytest.mark.extended
 def test_stock_with_the_flag_goes_on_from_here(tmp_path: Path):
     """Masters and moments are ours to the bit. Steps stock counts from 1 again after every load,
     of its own checkpoints, too."""

@@ -51,6 +51,7 @@ def test_states_on_the_host_leave_no_trace(format: str, fraction: float, flags: 
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_resuming_with_states_elsewhere_goes_on_to_the_bit(tmp_path):
     """Saved flat with all states on the host, loaded without any, saved by name, loaded with half,
     saved flat, loaded with all: the run ends as one on the device that never stopped."""

@@ -111,9 +111,9 @@ def _train_mxfp8(flags: list[str], config: MoEOptimConfig = MXFP8) -> Record:
 
 
 @topologies(
-    *("ep2", "pp2 tp2 ep2"),
+    "pp2 tp2 ep2",
     extended=(
-        *("dp1", "dp2", "dp4", "ep2 edp2", "ep4"),
+        *("dp1", "dp2", "dp4", "ep2", "ep2 edp2", "ep4"),
         *("tp2", "tp2 etp2", "tp2 ep2", "pp2, 2 chunks", "2 instances"),
     ),
 )
