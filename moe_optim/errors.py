@@ -43,6 +43,12 @@ def closest(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str | 
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)), None)
 
 
+def listed(names: Sequence[str], separator: str = ", ", most: int = 8) -> str:
+    """Return ``names`` for an error message, only the first ``most``, joined by ``separator``."""
+    shown, more = separator.join(names[:most]), len(names) - most
+    return shown if more <= 0 else f"{shown} and {more} more"
+
+
 def refuse(settings: Mapping[str, object], *, expected: str, remedy: str) -> None:
     """Raise ConfigError if a configuration has unsupported settings, listing all of them.
 

@@ -18,6 +18,7 @@ from moe_optim.calibration.linears import (
     grouped_linears,
     is_portable,
     recorder_of,
+    require_chunks,
 )
 from moe_optim.calibration.selection import INPUT, WEIGHT, QuantCfg, Selection
 from moe_optim.calibration.state_entries import listen
@@ -169,7 +170,9 @@ def _set(linear: torch.nn.Module, buffer: str, amax: Tensor | None) -> None:
 
 
 def _axis_of(axis: Any) -> Any:
-    return axis if axis == "rank" else expert_axis(axis, "calibrate", ", or 'rank' for one a rank")
+    if axis == "rank":
+        return axis
+    return expert_axis(axis, "calibrate", ", or 'rank' for one per rank")
 
 
 def _chunks_of(model_chunks: Iterable[torch.nn.Module], method: str) -> list[torch.nn.Module]:
@@ -178,14 +181,7 @@ def _chunks_of(model_chunks: Iterable[torch.nn.Module], method: str) -> list[tor
             f"calibrate: method: expected one of {', '.join(METHODS)}, got {method!r}. Give one of "
             "them."
         )
-    chunks = [] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
-    if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
-        got = [type(chunk).__name__ for chunk in chunks] or type(model_chunks).__name__
-        raise ConfigError(
-            f"calibrate: model_chunks: expected a list of this rank's model chunks, got "
-            f"{got if chunks else f'no chunk ({got})'}. Give what get_model() returned, or [model]."
-        )
-    return chunks
+    return require_chunks(model_chunks, "calibrate")
 
 
 def _require_loop(forward_loop: Any) -> None:
@@ -205,7 +201,7 @@ def _named_linears(chunks: Sequence[torch.nn.Module]) -> Iterator[ExpertLinear]:
 
 
 def _require_one_call(names: list[str], call: dict[str, Any]) -> set[str]:
-    """Return the names of linears on all ranks; check that there are some, and one call."""
+    """Return the names of all ranks' linears; raise unless all ranks make the same call."""
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (names, call))
     every = {name for names, _ in ranks for name in names}

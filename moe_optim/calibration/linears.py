@@ -1,6 +1,6 @@
 """Expert linears of a model chunk, portable or Transformer Engine's, and their amaxes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from moe_optim.errors import LayoutError
+from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.names import BASE, base_of, is_wrapper, unwrapped_name
 from moe_optim.weights.recorded_amax import RecordsAmax
@@ -99,6 +99,21 @@ class ExpertLinear:
             elif is_quantized(weight):
                 values = read_values(weight)
             yield from [values] if values.dim() == 2 else members_of(values)
+
+
+def require_chunks(model_chunks: Iterable[Module], where: str) -> list[Module]:
+    """Return ``model_chunks`` as a list; raise ConfigError for anything else.
+
+    The error begins with ``where``. No rank communicates.
+    """
+    chunks = [] if isinstance(model_chunks, Module) else list(model_chunks)
+    if not chunks or not all(isinstance(chunk, Module) for chunk in chunks):
+        got = [type(chunk).__name__ for chunk in chunks] or type(model_chunks).__name__
+        raise ConfigError(
+            f"{where}: model_chunks: expected a list of this rank's model chunks, got "
+            f"{got if chunks else f'no chunk ({got})'}. Give what get_model() returned, or [model]."
+        )
+    return chunks
 
 
 def is_portable(module: Module) -> bool:

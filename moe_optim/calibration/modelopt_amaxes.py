@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_optim.calibration.calibrated_amax import are_magnitudes, as_buffer
 from moe_optim.calibration.modelopt_inputs import InputAmaxes
-from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.errors import ConfigError, LayoutError, listed
 from moe_optim.experts.keys.finding import expert_remainders, survey_expert_sets
 from moe_optim.experts.keys.layouts import CALIBRATED_AMAX, LINEARS, match_key
 
@@ -139,9 +139,9 @@ def amaxes_from_modelopt(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a flat state dict with ModelOpt's amaxes of experts under our keys.
 
     They replace the first key of their linear, newly allocated: [E, 1, 1] fp32, or [1, 1, 1] for
-    one of all experts. The amax of inputs, [1, 1, 1], is the largest of all input quantizers of a
-    linear: of one, or of one per expert in a ``SequentialMLP``. All other entries are the same
-    objects, in order. A warning names other states of weight quantizers, such as a ``_global_amax``
+    one of all experts. The amax of inputs, [1, 1, 1], is the largest of a linear's input
+    quantizers; a ``SequentialMLP`` has one per expert. All other entries are the same objects, in
+    order. A warning names other states of weight quantizers, such as a ``_global_amax``
     or an ``_extra_state``, and expert linears without amaxes if others have some. No rank
     communicates.
 
@@ -255,16 +255,13 @@ def _say_what_stays(containers: Sequence[_Container], given: Mapping[str, Collec
             if linear not in found[container.prefix]
         ]
         if bare and any(found.values()):
-            said.append(f"no {what} of {_listed(bare)}")
+            said.append(f"no {what} of {listed(bare, most=_MOST_NAMES)}")
     others = [key for container in containers for key in container.others]
-    said += [f"{len(others)} other states of quantizers stay: {_listed(others)}"] if others else []
+    if others:
+        stays = listed(others, most=_MOST_NAMES)
+        said.append(f"{len(others)} other states of quantizers stay: {stays}")
     if said:
         warnings.warn(f"amaxes of experts: {'; '.join(said)}", stacklevel=3)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _by_template(container: _Container, linear: str) -> dict[str, dict[int | None, str]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
-from moe_optim.errors import ConfigError
+from moe_optim.errors import ConfigError, listed
 
 QuantCfg = Sequence[str] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Patterns over names of linears, or ModelOpt's rules: a list, or its older dict."""
@@ -225,9 +225,7 @@ def _unknown(where: str, got: Any) -> ConfigError:
 
 
 def _matches_nothing(got: str, names: Sequence[str]) -> ConfigError:
-    more = len(names) - _MOST_NAMES
-    listed = ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
     return ConfigError(
         f"calibrate: quant_cfg: expected to select some of the expert linears, got {got}. Match "
-        f"some of these names: {listed}."
+        f"some of these names: {listed(names, most=_MOST_NAMES)}."
     )

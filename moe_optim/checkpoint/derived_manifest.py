@@ -15,8 +15,8 @@ from moe_optim.checkpoint.state_manifest import (
     BufferPlaces,
     ParameterPlace,
     StateManifest,
-    listed,
 )
+from moe_optim.errors import listed
 from moe_optim.formats import round_up
 
 _ALIGNMENT = 64  # elements

@@ -8,8 +8,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from moe_optim.calibration.linears import grouped_linears, members_of
-from moe_optim.checkpoint.state_manifest import listed
-from moe_optim.errors import LayoutError
+from moe_optim.errors import LayoutError, listed
 from moe_optim.experts.keys.finding import raise_faults
 from moe_optim.experts.keys.layouts import match_key
 from moe_optim.experts.loading import expert_values_for_chunks, plain_values

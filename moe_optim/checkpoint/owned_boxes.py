@@ -30,8 +30,7 @@ from torch import Tensor
 
 from moe_optim.checkpoint.expert_entries import entries_of
 from moe_optim.checkpoint.flat_states import OwnedRange, flat_states, owned_ranges
-from moe_optim.checkpoint.state_manifest import listed
-from moe_optim.errors import LayoutError
+from moe_optim.errors import LayoutError, listed
 from moe_optim.weights.names import parameter_names
 
 REQUESTS = "moe_optim_requests"

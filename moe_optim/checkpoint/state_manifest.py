@@ -5,17 +5,16 @@ with the same experts in different order, which sizes cannot distinguish. Pure: 
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
-from moe_optim.errors import LayoutError
+from moe_optim.errors import LayoutError, listed
 
 MANIFEST = "moe_optim_manifest"
 """Key of manifests in states, and part of the keys they are saved under."""
 VERSION = 1
-_LISTED = 8  # differences named in an error
 _MAX_NUMEL = 2**62
 _MAX_AXES = 16
 _MAX_PIECES = 2**20  # parameters, counted per expert; above any real model
@@ -274,9 +273,3 @@ class LayoutMap:
                     spans.append(BucketSpan(at.buffer, at.bucket, begin, last - first))
             piece_start += piece.numel
         return spans
-
-
-def listed(found: Sequence[str], separator: str = ", ") -> str:
-    """Join names for an error message, truncated to the first few."""
-    shown = separator.join(found[:_LISTED])
-    return shown if len(found) <= _LISTED else f"{shown} and {len(found) - _LISTED} more"

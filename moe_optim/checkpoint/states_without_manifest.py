@@ -46,9 +46,8 @@ from moe_optim.checkpoint.state_manifest import (
     BucketSpan,
     LayoutMap,
     StateManifest,
-    listed,
 )
-from moe_optim.errors import LayoutError
+from moe_optim.errors import LayoutError, listed
 from moe_optim.weights.managed import is_managed, storage_of
 
 _CLOSE = 0.25

@@ -19,8 +19,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_buffers import flat_groups
 from moe_optim.checkpoint.state_kinds import MASTER, WHOLE_MASTER
-from moe_optim.checkpoint.state_manifest import listed
-from moe_optim.errors import LayoutError
+from moe_optim.errors import LayoutError, listed
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[^.]+)\.(?P<name>.+)")
 _GROUPS = r"chained_{}\.optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*"

@@ -11,7 +11,7 @@ from torch.nn import Identity, Module
 
 from moe_optim.buckets.bucket_group import gather_weights
 from moe_optim.calibration.calibrated_amax import calibrated_amax, hold_calibrated_amax
-from moe_optim.calibration.linears import ExpertLinear, expert_linears
+from moe_optim.calibration.linears import ExpertLinear, expert_linears, require_chunks
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.integration.agreement import agree
 from moe_optim.weights.grouped_weight import GroupedWeight
@@ -61,7 +61,7 @@ def merge_adapters(model_chunks: Iterable[Module]) -> list[str]:
         StateError: an adapter is disabled; or weights are trained beside it, stale, offloaded, or
             of another format than the installed one.
     """
-    chunks: list[Module] = agree(lambda: _chunks_of(model_chunks), None)
+    chunks: list[Module] = agree(lambda: require_chunks(model_chunks, "merge_adapters"), None)
     found: list[_Adapted] = agree(lambda: [a for chunk in chunks for a in _adapted_in(chunk)], None)
     for chunk in chunks:
         gather_weights(chunk)
@@ -69,16 +69,6 @@ def merge_adapters(model_chunks: Iterable[Module]) -> list[str]:
     for one in found:
         one.merge()
     return [one.name for one in found]
-
-
-def _chunks_of(model_chunks: Any) -> list[Module]:
-    chunks = [] if isinstance(model_chunks, Module) else list(model_chunks)
-    if not chunks or not all(isinstance(chunk, Module) for chunk in chunks):
-        raise ConfigError(
-            "merge_adapters: model_chunks: expected a list of this rank's model chunks, got "
-            f"{type(model_chunks).__name__}. Give what get_model() returned, or [model]."
-        )
-    return chunks
 
 
 def _adapted_in(chunk: Module) -> Iterator["_Adapted"]:

@@ -3,6 +3,7 @@
 import copy
 import logging
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 from megatron.core import optimizer as core_optimizer
@@ -116,27 +117,14 @@ def get_megatron_optimizer(
     return optimizer
 
 
-def get_installed_optimizer(
-    config: Any,
-    model_chunks: list[Any],
-    config_overrides: dict[Any, Any] | None = None,
-    use_gloo_process_groups: bool = True,
-    pg_collection: Any = None,
-    dump_param_to_param_group_map: str | None = None,
-) -> Any:
-    """Build the optimizer where training loops call Megatron's factory, by its arguments.
+@wraps(get_megatron_optimizer, assigned=())  # for its signature
+def get_installed_optimizer(*args: Any, **kwargs: Any) -> Any:
+    """Build the optimizer where training loops call Megatron's factory.
 
     Modules that have imported this name keep it after ``uninstall()``, and then get Megatron's own.
     """
-    build = get_megatron_optimizer if installed_config() is not None else _core_factory
-    return build(
-        config,
-        model_chunks,
-        config_overrides,
-        use_gloo_process_groups,
-        pg_collection,
-        dump_param_to_param_group_map,
-    )
+    is_installed = installed_config() is not None
+    return (get_megatron_optimizer if is_installed else _core_factory)(*args, **kwargs)
 
 
 def _is_adopted(model_chunks: list[Any]) -> bool:

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moe_optim.errors import ConfigError
+from moe_optim.errors import ConfigError, listed
 from moe_optim.rollout.families import FAMILIES, Anatomy, NamePair, Trait
 from moe_optim.rollout.rows import Heads
 
-_LISTED = 4
 _LAYERS = [re.compile(rf"{stack}\.layers\.(\d+)\.") for stack in ("decoder", "mtp")]
 _TRAITS: Mapping[Trait, str] = {
     "untied": r"output_layer\.weight",
@@ -72,10 +71,8 @@ def find_pairs(names: Collection[str]) -> Mapping[str, NamePair]:
             return found
         faults[family.name] = [f"no {n}" for n in missing] + [f"also {n}" for n in left_over]
     closest = min(faults, key=lambda name: len(faults[name]))
-    listed = faults[closest][:_LISTED]
-    more = len(faults[closest]) - len(listed)
     raise ConfigError(
         f"layout hf_per_expert: expected the tensors of one of {', '.join(FAMILIES)}, got "
-        f"others; closest is {closest}: {', '.join(listed)}{f' and {more} more' if more else ''}. "
+        f"others; closest is {closest}: {listed(faults[closest], most=4)}. "
         "Export in layout sequential, which keeps Megatron's names."
     )

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_optim.buckets.bucket_group import gather_weights
+from moe_optim.calibration.linears import require_chunks
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.integration.agreement import agree
 from moe_optim.rollout.dense import LocalPart, Wholes, local_parts
@@ -127,12 +128,7 @@ class _Exporter:
 
     @classmethod
     def of(cls, model_chunks: Any, exported: ExportedAs) -> "_Exporter":
-        chunks = [] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
-        if not chunks:
-            raise ConfigError(
-                "export_weights: model_chunks: expected a list of this rank's model chunks, got "
-                f"{type(model_chunks).__name__}. Give what get_model() returned, or [model]."
-            )
+        chunks = require_chunks(model_chunks, "export_weights")
         experts = [one for chunk in chunks for one in local_experts(chunk)]
         return cls(
             chunks=chunks,

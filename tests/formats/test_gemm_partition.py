@@ -525,7 +525,7 @@ TRAVELS = {  # format -> buffers of the forward GEMM and of dgrad, bytes of each
 
 @pytest.mark.parametrize(("format", "travels"), TRAVELS.items(), ids=TRAVELS)
 def test_each_gemm_gathers_one_direction(format, travels):
-    """Of one expert a rank, 32 rows of 128 columns each; the derived direction never travels."""
+    """Each rank holds one expert, 32 rows of 128 columns; the derived direction never travels."""
     plan = infer(format, {"experts": {"ep": 4}, "rows": {"fsdp": 2}}, {"fsdp": 2})
     operands = plan.forward.right, plan.dgrad.right
     assert (

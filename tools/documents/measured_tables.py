@@ -788,16 +788,15 @@ def steps() -> str:
 
 def checkpoint() -> str:
     report = read_result("checkpoint-cpu.json")
-    sides = {"stock": "stock", "before": "this package, gathering", "ours": "this package"}
+    sides = {"stock": "stock", "ours": "this package"}
     columns = {
         "save, s": "save_s", "load, s": "load_s", "memory to save, MiB": "save_peak_bytes",
         "to load": "load_peak_bytes", "written, MiB": "written_bytes", "read": "read_bytes",
     }  # fmt: skip
     rows = []
     for row in report["rows"]:
-        times = "–" if "commit" in row else "{:.1f}"  # measured apart
         cells = (
-            f"{row[name] / 2**20:,.0f}" if name.endswith("bytes") else times.format(row[name])
+            f"{row[name] / 2**20:,.0f}" if name.endswith("bytes") else f"{row[name]:.1f}"
             for name in columns.values()
         )
         rows.append([str(row["ranks"]), sides[row["side"]], *cells])

@@ -12,10 +12,10 @@ from moe_optim.checkpoint.files.reader import is_state
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_buffers import flat_groups, lower_bits_of_masters, read_buffers
 from moe_optim.checkpoint.state_kinds import MOMENTUM, state_kinds
-from moe_optim.checkpoint.state_manifest import StateManifest, listed
+from moe_optim.checkpoint.state_manifest import StateManifest
 from moe_optim.commands.conversion.layer_view import LayerView
 from moe_optim.commands.conversion.registration import registration_order
-from moe_optim.errors import LayoutError
+from moe_optim.errors import LayoutError, listed
 from moe_optim.experts.keys.finding import MAX_EXPERTS
 
 _EXPERTS = ".mlp.experts."
