@@ -1,6 +1,7 @@
 """``python -m benchmarks export``: options, table and JSON."""
 
 import argparse
+import faulthandler
 import json
 import shlex
 from collections.abc import Iterable, Sequence
@@ -19,14 +20,19 @@ from moe_optim.spelling import spell_bytes
 COLUMNS = {
     "format": "format",
     "way": "experts go",
+    "tensors": "tensors",
     "received": "from other ranks",
     "loaded": "loaded",
     "ms": "ms",
     "host_ms": "host ms",
-    "ratio": "ratio",
+    "of_bf16": "of bf16",
+    "tensors_per_linear": "tensors per linear",
+    "transfers_per_linear": "transfers per linear",
     "other_scales": "other scales",
 }
 """Table columns: key of a row -> heading. The JSON contains all keys."""
+GUARD_S = 900
+"""Seconds after which a rank is taken to hang."""
 
 
 def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -75,7 +81,9 @@ def run(args: argparse.Namespace) -> int:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     title = f"{report['rows'][0]['model']}, {args.ranks} ranks; {machine(report)}; medians"
     spelt = map(_spelt, report["rows"])
-    print_table(results_console(), table_of_rows(title, COLUMNS, spelt, texts=("format", "way")))
+    print_table(
+        results_console(), table_of_rows(title, COLUMNS, spelt, texts=("format", "way", "tensors"))
+    )
     return 0
 
 
@@ -97,7 +105,8 @@ def _spelt(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rank(rank: int, size: int, formats: Sequence[str], model: str, out: str) -> None:
-    """Measure on one rank; rank 0 writes its results."""
+    """Measure on one rank; rank 0 writes its results. A rank that hangs shows where, and ends."""
+    faulthandler.dump_traceback_later(GUARD_S, exit=True)
     import torch
     import torch.distributed as dist
 
@@ -122,3 +131,4 @@ def _rank(rank: int, size: int, formats: Sequence[str], model: str, out: str) ->
     if rank == 0:
         Path(out).write_text(json.dumps(rows))
     dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()

@@ -1,19 +1,23 @@
 """Export of experts to an engine on every rank: quantized, or in bf16 and requantized there.
 
 Experts are distributed over all ranks. An engine is memory for all experts of the model, into which
-every exported tensor is copied, as engines do when loading.
+every exported tensor is copied, as engines do when loading: one of all experts of a linear, or one
+per expert.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.cases import MODELS, ShapeSet
 from benchmarks.timing import Mark, release, wait
@@ -22,10 +26,13 @@ from moe_optim.formats import BlockScaledFormat, QuantizedWeight, get_format
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.rollout.conventions import find_convention
-from moe_optim.rollout.expert_tensors import export_experts
+from moe_optim.rollout.expert_tensors import rowwise_of, stack_experts
 from moe_optim.rollout.weights import export_weights
 
 AS_THEY_ARE, IN_BF16, QUANTIZED_AGAIN = "as they are", "bf16", "bf16, quantized again"
+STACKED, ONE_EACH = "stacked", "one each"
+LAYOUTS: dict[str, Any] = {STACKED: "grouped", ONE_EACH: "sequential"}
+"""Layouts of ``export_weights``: one tensor [E, R, C] per linear, or one per expert."""
 REPEATS, WARM_UP = 9, 2
 
 Row = dict[str, Any]
@@ -67,9 +74,9 @@ class ModelOfExperts(torch.nn.Module):
         """Yield linears in export order."""
         return (module for module in self.modules() if isinstance(module, GroupedLinear))
 
-    def export(self) -> Pairs:
+    def export(self, tensors: str) -> Pairs:
         """Export all experts; every rank must call it and exhaust the result."""
-        return export_weights([self], layout="sequential")
+        return export_weights([self], layout=LAYOUTS[tensors])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,28 +106,25 @@ class Requantizing:
         ]
         return cls(tables=tables, buffers=buffers, arriving=arriving)
 
-    def load(self, pairs: Pairs, *, quantizes: bool = True) -> None:
-        """Receive all experts; requantize them if ``quantizes``."""
-        given = iter(pairs)
-        for table, values in zip(self.tables, self.arriving, strict=True):
-            for place in values:
-                place.copy_(next(given)[1])
-            if quantizes:
-                table.launch()
-        assert next(given, None) is None, "an export has more tensors than its model has experts"
+    def load(self, pairs: Pairs) -> None:
+        """Receive stacked experts, and quantize each linear."""
+        for table, values, (_, tensor) in zip(self.tables, self.arriving, pairs, strict=True):
+            values.copy_(tensor)
+            table.launch()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the current tensors of each expert, in export order."""
-        for buffers in self.buffers:
-            convention = find_convention(buffers.format)
-            for (whole,) in export_experts(buffers, convention):
-                yield from whole.items()
+        """Yield suffix and stacked tensor of each linear, in export order."""
+        for held in self.buffers:
+            convention = find_convention(held.format)
+            (whole,) = stack_experts(rowwise_of(held), held.format, convention)
+            yield from whole.items()
 
 
 def measure(model: str, name: str, device: torch.device) -> Iterator[Row]:
-    """Yield a row for each kind of export of one format.
+    """Yield a row for each kind of export of one format, stacked and one tensor per expert.
 
-    bf16 weights are prepared in advance: their dequantization is not timed.
+    Host times are of exports that nobody loads. bf16 weights are prepared in advance: their
+    dequantization is not timed.
 
     Args:
         model: key of ``MODELS``.
@@ -131,41 +135,112 @@ def measure(model: str, name: str, device: torch.device) -> Iterator[Row]:
     release(device.type)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A kind of export, and what loads it."""
+
+    name: str
+    tensors: str
+    source: ModelOfExperts
+    load: Callable[[Pairs], None]
+
+    def export(self) -> Pairs:
+        """Export all experts."""
+        return self.source.export(self.tensors)
+
+    def act(self) -> None:
+        """Export and load all experts."""
+        self.load(self.export())
+
+    def exhaust(self) -> None:
+        """Export all experts for nobody."""
+        deque(self.export(), maxlen=0)
+
+    def count(self, linears: int) -> Row:
+        """Return tensors, and collectives that send them, per linear of all ranks."""
+        pairs, calls = self.export(), Collectives()
+        with calls:
+            count = sum(1 for _ in pairs)
+        return {
+            "tensors_per_linear": count / linears,
+            "transfers_per_linear": calls.count / linears,
+        }
+
+
 def _rows(model: str, name: str, device: torch.device) -> Iterator[Row]:
     shapes, format = MODELS[model], get_format(name)
     trained, plain = _make_models(shapes, format, device)
-    places = [torch.empty_like(tensor) for _, tensor in trained.export()]
     engine = Requantizing.of(shapes, format, device)
-
-    def take_as_they_are() -> None:
-        for (_, tensor), place in zip(trained.export(), places, strict=True):
-            place.copy_(tensor)
-
-    ways: dict[str, Callable[[], None]] = {
-        AS_THEY_ARE: take_as_they_are,
-        IN_BF16: lambda: engine.load(plain.export(), quantizes=False),
-        QUANTIZED_AGAIN: lambda: engine.load(plain.export()),
-    }
+    stacked = {key: torch.empty_like(tensor) for key, tensor in trained.export(STACKED)}
     numel = shapes.layers * sum(e * r * c for e, r, c in shapes.weights)
-    least = None
-    for way, act in ways.items():
-        ms, host_ms = median_ms(act, device)
-        least = least or ms
-        nbytes = sum(one.nbytes for one in places) if way == AS_THEY_ARE else 2 * numel
+    exact = sum(one.nbytes for one in stacked.values())
+    of_bf16: dict[str, float] = {}
+    for way in _ways(trained, plain, engine, stacked):
+        ms, _ = median_ms(way.act, device)
+        _, host_ms = median_ms(way.exhaust, device)
+        nbytes = exact if way.name == AS_THEY_ARE else 2 * numel
         yield {
             "model": f"{model}, {shapes.layers} layers",
             "format": name,
-            "way": way,
+            "way": way.name,
+            "tensors": way.tensors,
             "ranks": dist.get_world_size(),
             "parameters": numel,
             "loaded_bytes": nbytes,
             "received_bytes": nbytes - nbytes // dist.get_world_size(),
             "ms": round(ms, 3),
             "host_ms": round(host_ms, 3),
-            "ratio": round(ms / least, 3),
+            "of_bf16": round(ms / of_bf16.setdefault(way.tensors, ms), 3),
+            **way.count(len(engine.buffers)),
             "other_scales": None,
             "other_elements": None,
-        } | (_differences(engine, places) if way == QUANTIZED_AGAIN else {})
+        } | (_differences(engine, list(stacked.values())) if way.load == engine.load else {})
+
+
+def _ways(
+    trained: ModelOfExperts,
+    plain: ModelOfExperts,
+    engine: Requantizing,
+    stacked: Mapping[str, Tensor],
+) -> Iterator[Way]:
+    """Yield all ways, bf16 first; quantized tensors are loaded into ``stacked``."""
+    in_bf16 = dict(zip(_keys(plain, STACKED), engine.arriving, strict=True))
+    yield Way(name=IN_BF16, tensors=STACKED, source=plain, load=partial(_load, in_bf16))
+    yield Way(name=AS_THEY_ARE, tensors=STACKED, source=trained, load=partial(_load, stacked))
+    yield Way(name=QUANTIZED_AGAIN, tensors=STACKED, source=plain, load=engine.load)
+    for name, source, places in ((IN_BF16, plain, in_bf16), (AS_THEY_ARE, trained, stacked)):
+        of_each = _of_each(places, _keys(source, ONE_EACH))
+        yield Way(name=name, tensors=ONE_EACH, source=source, load=partial(_load, of_each))
+
+
+def _load(places: Mapping[str, Tensor], pairs: Pairs) -> None:
+    """Copy every tensor to its place, as an engine does."""
+    for name, tensor in pairs:
+        places[name].copy_(tensor)
+
+
+def _keys(model: ModelOfExperts, tensors: str) -> list[str]:
+    return [name for name, _ in model.export(tensors)]
+
+
+def _of_each(stacked: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Return the places of experts with these names, within those of stacked ones."""
+    found = {}
+    for name in names:
+        container, _, rest = name.partition("local_experts.")
+        expert, _, suffix = rest.partition(".")
+        found[name] = stacked[container + suffix][int(expert)]
+    return found
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that are called while it is entered."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
 
 
 def median_ms(act: Callable[[], None], device: torch.device) -> tuple[float, float]:

@@ -20,23 +20,31 @@ def agree(act: Callable[[], Any], group: Any) -> Any:
     Returns:
         Result of ``act`` on this rank.
     """
+    results: list[Any] = []
+    gather_results(lambda: results.append(act()), group)
+    return results[0]
+
+
+def gather_results(act: Callable[[], Any], group: Any) -> list[Any]:
+    """Return the results of ``act`` on all ranks, as :func:`agree` calls it; they are pickled."""
     ranks = torch.distributed.get_world_size(group)
     if ranks == 1:
-        return act()
+        return [act()]
     error: Exception | None = None
     result = None
     try:
         result = act()
     except Exception as raised:  # any error: other ranks must not wait for this one
         error = raised
-    errors: list[Any] = [None] * ranks
+    outcomes: list[Any] = [None] * ranks
     kinds = (ConfigError, LayoutError, NonFiniteError, PatchError)
     kind = next((kind for kind in kinds if isinstance(error, kind)), StateError)
-    torch.distributed.all_gather_object(errors, error and (kind, str(error)), group=group)
+    outcome = error and (kind, str(error)), result
+    torch.distributed.all_gather_object(outcomes, outcome, group=group)
     if error is not None:
         raise error
-    for rank, other in enumerate(errors):
+    for rank, (other, _) in enumerate(outcomes):
         if other is not None:
             kind, message = other
             raise kind(f"rank {rank}: {message}")
-    return result
+    return [result for _, result in outcomes]

@@ -1,4 +1,4 @@
-"""Splits the data and scale buffers of an expert linear into per-expert tensors for engines."""
+"""Turns the data and scale buffers of an expert linear into tensors for engines."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,14 @@ from torch import Tensor
 
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.experts.keys.layouts import KeyLayout, KeyPattern, get_layout
-from moe_optim.formats import QuantizedWeight
+from moe_optim.formats import BlockScaledFormat, QuantizedWeight
 from moe_optim.formats.reference.nvfp4 import decoding_amax, global_encode_scale
 from moe_optim.rollout.conventions import Convention
 
-EXPORT_LAYOUTS = ("hf_per_expert", "sequential")
-"""Key layouts with one rows-first tensor per expert."""
+EXPORT_LAYOUTS = ("hf_per_expert", "sequential", "hf", "grouped")
+"""Key layouts of rows-first tensors: one per expert, or stacked over all experts of a layer."""
 
+_CONTIGUOUS = torch.contiguous_format
 _NVFP4_UNIT = 6.0 * 448.0  # maximum element times maximum scale
 
 
@@ -21,8 +22,8 @@ def get_export_layout(name: str) -> KeyLayout:
     """Return a layout that supports export; ConfigError for others."""
     if name not in EXPORT_LAYOUTS:
         raise ConfigError(
-            f"layout: expected one of {', '.join(EXPORT_LAYOUTS)}, which have a key for each "
-            f"expert, got {name!r}. Engines fuse experts while they load them."
+            f"layout: expected one of {', '.join(EXPORT_LAYOUTS)}, whose tensors begin with rows, "
+            f"got {name!r}. Give one of them."
         )
     return get_layout(name)
 
@@ -45,46 +46,80 @@ def export_experts(
     interleave: int | None = None,
     name: str = "weight",
 ) -> list[list[dict[str, Tensor]]]:
-    """Return the tensors of each expert and row part, under a convention's names.
+    """Return the tensors of each expert and row part, views of those of :func:`stack_experts`.
 
-    Data and scales are views, except for interleaved rows and the scales of square blocks, which
-    are repeated per row.
-
-    Args:
-        quantized: weight of the linear; only rowwise buffers are read. May be on ``meta``.
-        convention: convention of its format.
-        parts: 2 to separate gate and up, else 1.
-        interleave: rows per alternating gate and up block; None: not interleaved.
-        name: name of the weight, for errors.
+    Arguments and errors are those of :func:`stack_experts`; only rowwise buffers are read.
 
     Returns:
         ``parts`` mappings per expert, with data, scale and any global scale or shape. Both halves
             of fc1 have the global scale of their common amax.
+    """
+    stacked = stack_experts(
+        rowwise_of(quantized),
+        quantized.format,
+        convention,
+        parts=parts,
+        interleave=interleave,
+        name=name,
+    )
+    unbound = [{suffix: one.unbind(0) for suffix, one in part.items()} for part in stacked]
+    return [
+        [{suffix: tensors[expert] for suffix, tensors in part.items()} for part in unbound]
+        for expert in range(quantized.shape[0])
+    ]
+
+
+def rowwise_of(quantized: QuantizedWeight) -> list[Tensor]:
+    """Return the buffers that engines read: data, scales and any amaxes of E experts."""
+    buffers = quantized.rowwise_data, quantized.rowwise_scale, quantized.global_amax
+    return [one for one in buffers if one is not None]
+
+
+def stack_experts(
+    buffers: Sequence[Tensor],
+    format: BlockScaledFormat,
+    convention: Convention,
+    *,
+    parts: int = 1,
+    interleave: int | None = None,
+    is_fused: bool = False,
+    name: str = "weight",
+) -> list[dict[str, Tensor]]:
+    """Return the tensors of E experts per row part, under a convention's names, each [E, ...].
+
+    Data and scales are views, except for interleaved rows that come apart and the scales of square
+    blocks, which are repeated per row.
+
+    Args:
+        buffers: buffers as of :func:`rowwise_of`. May be on ``meta``.
+        format: format of the buffers.
+        convention: convention of the format.
+        parts: 2 to separate gate and up, else 1.
+        interleave: rows per alternating gate and up block; None: not interleaved.
+        is_fused: whether all gate rows precede all up rows in one tensor; ``parts`` is 1.
+        name: name of the weight, for errors.
 
     Raises:
-        LayoutError: a scale block spans two parts.
+        LayoutError: a scale block spans two parts, or gate and up of fused rows.
     """
-    experts, rows, cols = quantized.shape
+    data, scale, *amax = buffers
+    experts, rows = data.shape[:2]
     block_rows, _ = convention.scale_block
-    _check_cut(rows, parts, interleave, block_rows, name)
-    data = quantized.rowwise_data.view(convention.data_dtype)
-    scale = _repeated(quantized, block_rows).view(convention.scale_dtype)
-    buffers = {
-        convention.data: split_rows(data, parts, interleave),
-        convention.scale: split_rows(scale, parts, interleave and interleave // block_rows),
+    _check_cut(rows, 2 if is_fused else parts, interleave, block_rows, name)
+    scale = _repeated(scale, format.rowwise_block[0], block_rows)
+    rows_of = fuse_rows if is_fused else split_rows
+    found = {
+        convention.data: rows_of(data.view(convention.data_dtype), parts, interleave),
+        convention.scale: rows_of(
+            scale.view(convention.scale_dtype), parts, interleave and interleave // block_rows
+        ),
     }
     if convention.global_scale is not None:  # separate memory per part, as files require
-        buffers[convention.global_scale] = [
-            _global_scales(quantized, convention) for _ in range(parts)
-        ]
+        found[convention.global_scale] = [_global_scales(amax[0], convention) for _ in range(parts)]
     if convention.shape is not None:
-        shape = [experts, rows // parts, cols]
-        buffers[convention.shape] = [_shapes(shape, data.device) for _ in range(parts)]
-    unbound = {name: [part.unbind(0) for part in split] for name, split in buffers.items()}
-    return [
-        [{name: split[part][expert] for name, split in unbound.items()} for part in range(parts)]
-        for expert in range(experts)
-    ]
+        shape = [experts, rows // parts, data.shape[2] * format.elements_per_byte]
+        found[convention.shape] = [_shapes(shape, data.device) for _ in range(parts)]
+    return [{suffix: split[part] for suffix, split in found.items()} for part in range(parts)]
 
 
 def export_expert_of_one_scale(
@@ -95,15 +130,34 @@ def export_expert_of_one_scale(
     parts: int = 1,
     interleave: int | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Return the tensors of an expert with per-tensor scaling, like :func:`export_experts`.
+    """Return the tensors of an expert with per-tensor scaling, per row part.
 
     ``codes`` are [R, C] uint8, E4M3; ``scale_inv`` is their factor, [1] fp32. Scales are copies.
     """
-    data = codes.view(convention.data_dtype).unsqueeze(0)
-    rows = codes.shape[0] // parts
+    buffers = codes.unsqueeze(0), scale_inv
+    stacked = stack_of_one_scale(buffers, convention, parts=parts, interleave=interleave)
+    return [{suffix: one[0] for suffix, one in part.items()} for part in stacked]
+
+
+def stack_of_one_scale(
+    buffers: Sequence[Tensor],
+    convention: Convention,
+    *,
+    parts: int = 1,
+    interleave: int | None = None,
+    is_fused: bool = False,
+) -> list[dict[str, Tensor]]:
+    """Return the tensors of experts with per-tensor scaling, like :func:`stack_experts`.
+
+    ``buffers`` are codes [E, R, C] uint8, E4M3, and factors [E] fp32. Scales are copies.
+    """
+    codes, scale_inv = buffers
+    experts, rows = codes.shape[:2]
+    rows_of = fuse_rows if is_fused else split_rows
+    scales = scale_inv.view(experts, 1, 1).expand(experts, rows // parts, 1)
     return [
-        {convention.data: part[0], convention.scale: scale_inv.expand(rows, 1).clone()}
-        for part in split_rows(data, parts, interleave)
+        {convention.data: part, convention.scale: scales.clone(memory_format=_CONTIGUOUS)}
+        for part in rows_of(codes.view(convention.data_dtype), parts, interleave)
     ]
 
 
@@ -115,6 +169,11 @@ def split_rows(values: Tensor, parts: int, interleave: int | None) -> Sequence[T
     return [part.flatten(1, 2) for part in runs.unbind(2)]
 
 
+def fuse_rows(values: Tensor, parts: int, interleave: int | None) -> Sequence[Tensor]:
+    """Return [E, R, ...] with all gate rows before all up rows: a view, or a copy."""
+    return [values if interleave is None else torch.cat(list(split_rows(values, 2, interleave)), 1)]
+
+
 def tensor_name(prefix: str, pattern: KeyPattern, expert: int, suffix: str) -> str:
     """Return the full name of an expert's tensor; ``suffix`` replaces ``weight`` or ``bias``."""
     return prefix + tensor_template(pattern, suffix).format(expert=expert)
@@ -122,7 +181,11 @@ def tensor_name(prefix: str, pattern: KeyPattern, expert: int, suffix: str) -> s
 
 def tensor_template(pattern: KeyPattern, suffix: str) -> str:
     """Return the name of an expert's tensor in its container, with the placeholder ``{expert}``."""
-    return f"{pattern.template.rpartition('.')[0]}.{suffix}"
+    module, dot, _ = pattern.template.rpartition(".")
+    if dot:
+        return f"{module}.{suffix}"
+    stem = pattern.template.removesuffix("_bias")  # parameters of one module, as gate_up_proj
+    return stem if suffix == "weight" else f"{stem}_{suffix.removeprefix('weight_')}"
 
 
 def _check_cut(rows: int, parts: int, interleave: int | None, block_rows: int, name: str) -> None:
@@ -136,10 +199,8 @@ def _check_cut(rows: int, parts: int, interleave: int | None, block_rows: int, n
         )
 
 
-def _repeated(quantized: QuantizedWeight, block_rows: int) -> Tensor:
+def _repeated(scale: Tensor, own_rows: int, block_rows: int) -> Tensor:
     """Return the scales as [E, R / block rows, ...], a view if block heights are equal."""
-    scale = quantized.rowwise_scale
-    own_rows, _ = quantized.format.rowwise_block
     return scale if own_rows == block_rows else scale.repeat_interleave(own_rows // block_rows, 1)
 
 
@@ -151,10 +212,8 @@ def _shapes(shape: Sequence[int], device: torch.device) -> Tensor:
     return sizes
 
 
-def _global_scales(quantized: QuantizedWeight, convention: Convention) -> Tensor:
+def _global_scales(amax: Tensor, convention: Convention) -> Tensor:
     """Return the global scales of all experts: decode scales [E], or encode scales [E, 1]."""
-    amax = quantized.global_amax
-    assert amax is not None, "formats with a global scale have an amax"
     if convention.divides:
         return global_encode_scale(amax.view(-1, 1))
     amax = decoding_amax(amax.view(-1))

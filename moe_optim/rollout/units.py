@@ -1,14 +1,13 @@
 """Records of the weights on each rank, and the buckets in which they are sent.
 
 Ranks exchange small records of their weights, in a common order. A *unit* is sent and yielded
-together: the tensors of one linear of one expert, or this rank's part of another tensor. A bucket
-is a byte buffer of consecutive units, of any dtypes.
+together: experts of one linear, or a part of another tensor. A bucket is a byte buffer of tensors
+of any dtypes.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,6 +38,8 @@ class HeldExperts:
     """Rows per alternating gate and up block."""
     cut_axis: int | None = None
     """Axis sharded by expert tensor parallelism; None: not sharded."""
+    cuts: int = 1
+    """Number of shards of each expert."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,31 +58,49 @@ HeldRecord = HeldExperts | HeldPart
 
 
 @dataclass(frozen=True, kw_only=True)
-class SendUnit:
-    """Tensors that are sent together."""
+class PartUnit:
+    """A part of a non-expert tensor, and who has it."""
 
-    held: HeldRecord
-    expert: int | None
-    """Index among all experts of the layer; None for other tensors."""
-    tensors: tuple[TensorInfo, ...]
+    held: HeldPart
     ranks: frozenset[int]
     """Ranks that hold it."""
     is_sent: bool
-    """False if all ranks hold it, or each yields only its own."""
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the tensors in a bucket, padding included."""
-        return bucket_nbytes(self.tensors)
+    """False if all ranks hold it."""
 
     @property
-    def is_cut(self) -> bool:
-        """Whether its ranks hold shards of an expert, to be joined."""
-        return isinstance(self.held, HeldExperts) and self.held.cut_axis is not None
+    def nbytes(self) -> int:
+        """Bytes of the part in a bucket, padding included."""
+        return bucket_nbytes([self.held.part])
 
     @property
     def sender(self) -> int:
         """Lowest rank that holds it."""
+        return min(self.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertUnit:
+    """Experts of one linear that are exchanged and yielded together."""
+
+    held: HeldExperts
+    """Record of one of the ranks that hold some of them."""
+    start: int
+    """First of the experts, within those of each rank."""
+    stop: int
+    names: tuple[str, ...]
+    """Names of all tensors, in export order."""
+    ranks: frozenset[int]
+    """Ranks that hold some of them."""
+    is_spread: bool
+    """Whether ranks of expert parallelism gather each other's experts."""
+    parts: int
+    """Number of parts that are gathered: ranks of expert times expert tensor parallelism."""
+    is_sent: bool
+    """Whether ranks without any receive all."""
+
+    @property
+    def sender(self) -> int:
+        """Lowest rank that holds some."""
         return min(self.ranks)
 
 
@@ -102,20 +121,18 @@ def _in_order(held: HeldRecord) -> tuple[object, ...]:
     return (words, *rest)
 
 
-def batches(units: Sequence[SendUnit], bucket_bytes: int) -> list[list[SendUnit]]:
+def batches(units: Iterable[PartUnit], bucket_bytes: int) -> list[list[PartUnit]]:
     """Group consecutive units that one rank sends in one bucket, or that are not sent.
 
-    A group that is sent or joined has at most ``bucket_bytes``, unless a single unit is larger.
+    A group that is sent has at most ``bucket_bytes``, unless a single unit is larger.
     """
-    found: list[list[SendUnit]] = []
+    found: list[list[PartUnit]] = []
     size = 0
     for unit in units:
         last = found[-1][-1] if found else None
-        joins = last is not None and (last.is_sent, last.is_cut) == (unit.is_sent, unit.is_cut)
+        joins = last is not None and last.is_sent == unit.is_sent
         if joins and last is not None and unit.is_sent:
-            joins = last.sender == unit.sender
-        if joins and (unit.is_sent or unit.is_cut):
-            joins = size + unit.nbytes <= bucket_bytes
+            joins = last.sender == unit.sender and size + unit.nbytes <= bucket_bytes
         if not joins:
             found.append([])
             size = 0
@@ -147,10 +164,11 @@ def cut_bucket(bucket: Tensor, infos: Iterable[TensorInfo]) -> list[Tensor]:
 def fill_bucket(bucket: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy tensors to their places in a bucket, with as few launches as possible."""
     places = cut_bucket(bucket, infos_of(tensors))
-    torch._foreach_copy_([_bytes(one) for one in places], [_bytes(one) for one in tensors])
+    torch._foreach_copy_([flat_bytes(one) for one in places], [flat_bytes(one) for one in tensors])
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, [n] uint8: a view, or a copy of one with other strides."""
     return tensor.reshape(-1).view(torch.uint8)
 
 

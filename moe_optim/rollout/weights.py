@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -10,24 +11,23 @@ from torch import Tensor
 
 from moe_optim.buckets.bucket_group import gather_weights
 from moe_optim.calibration.linears import require_chunks
-from moe_optim.errors import ConfigError, LayoutError
-from moe_optim.integration.agreement import agree
+from moe_optim.errors import ConfigError
+from moe_optim.integration.agreement import agree, gather_results
 from moe_optim.rollout.dense import LocalPart, Wholes, local_parts
-from moe_optim.rollout.dense_names import DenseNames, find_pairs
+from moe_optim.rollout.dense_names import DenseNames
+from moe_optim.rollout.expert_buffers import buffers_of_part, gather_buffers, join_parts
 from moe_optim.rollout.expert_tensors import get_export_layout
-from moe_optim.rollout.experts import ExpertReader, ExportedAs, ExportedLinear, local_experts
+from moe_optim.rollout.experts import ExportedLinear, local_experts
+from moe_optim.rollout.order import ExportOptions, ExportOrder, KeptOrders
+from moe_optim.rollout.exported_as import ExportedAs
 from moe_optim.rollout.rows import Heads
 from moe_optim.rollout.units import (
-    HeldExperts,
-    HeldPart,
+    ExpertUnit,
     HeldRecord,
-    SendUnit,
-    batches,
+    PartUnit,
     bucket_nbytes,
     cut_bucket,
     fill_bucket,
-    infos_of,
-    put_together,
 )
 
 BUCKET_BYTES = 2**29
@@ -38,7 +38,7 @@ BUCKET_BYTES = 2**29
 def export_weights(
     model_chunks: Iterable[torch.nn.Module],
     *,
-    layout: Literal["hf_per_expert", "sequential"] = "hf_per_expert",
+    layout: Literal["hf_per_expert", "sequential", "hf", "grouped"] = "hf_per_expert",
     convention: Literal["compressed_tensors", "modelopt", "deepseek"] | None = None,
     experts: Literal["all", "own"] = "all",
     device: torch.device | str | None = None,
@@ -98,21 +98,18 @@ def export_weights(
         )
     for chunk in exporter.chunks:
         gather_weights(chunk)
-    agree(exporter.require_readable, None)
-    everywhere: list[list[HeldRecord]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, exporter.held)
-    own = experts == "own"
-    plan = agree(lambda: exporter.plan(everywhere, own, vocab_size), None)
-    return exporter.stream(plan, device, bucket_bytes)
+    options = ExportOptions(
+        exported=exporter.exported,
+        own=experts == "own",
+        bucket_bytes=bucket_bytes,
+        vocab_size=vocab_size,
+        heads=exporter.heads,
+    )
+    numbers = gather_results(lambda: exporter.ready(options), None)
+    return exporter.stream(_ORDERS.find(options, exporter.held, numbers), device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ExportOrder:
-    """Units in export order, the same on every rank."""
-
-    units: Sequence[SendUnit]
-    dense: DenseNames | None
-    """None to keep Megatron's names."""
+_ORDERS = KeptOrders()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,142 +120,110 @@ class _Exporter:
     exported: ExportedAs
     experts: dict[HeldRecord, ExportedLinear]
     parts: dict[HeldRecord, LocalPart]
-    reader: ExpertReader
     wholes: Wholes = field(default_factory=Wholes)
 
     @classmethod
     def of(cls, model_chunks: Any, exported: ExportedAs) -> "_Exporter":
         chunks = require_chunks(model_chunks, "export_weights")
-        experts = [one for chunk in chunks for one in local_experts(chunk)]
         return cls(
             chunks=chunks,
             exported=exported,
-            reader=ExpertReader(exported=exported),
-            experts={one.held: one for one in experts},
+            experts={one.held: one for chunk in chunks for one in local_experts(chunk)},
             parts={one.held: one for chunk in chunks for one in local_parts(chunk)},
         )
 
-    @property
-    def held(self) -> list[HeldRecord]:
-        return [*self.experts, *self.parts]
+    @cached_property
+    def held(self) -> tuple[HeldRecord, ...]:
+        return *self.experts, *self.parts
 
-    def require_readable(self) -> None:
-        """Raise StateError for unreadable weights, before anything is sent."""
+    @cached_property
+    def by_linear(self) -> dict[tuple[str, str], ExportedLinear]:
+        return {(one.held.linear, one.held.kind): one for one in self.experts.values()}
+
+    @property
+    def heads(self) -> Heads | None:
+        """Sizes of attention, None where Megatron's names are kept."""
+        if not self.exported.is_renamed:
+            return None
+        config = self.chunks[0].config
+        groups = config.num_query_groups or config.num_attention_heads
+        return Heads(groups, config.num_attention_heads // groups, config.kv_channels)
+
+    def ready(self, options: ExportOptions) -> int | None:
+        """Return the number of the order, None for none; StateError for unreadable weights."""
         for local in self.experts.values():
             local.require_readable()
-
-    def plan(
-        self, everywhere: Sequence[Sequence[HeldRecord]], own: bool, vocab_size: int | None
-    ) -> _ExportOrder:
-        """Return the export order, given the records of all ranks; no rank communicates."""
-        ranks_of = put_together(dict(enumerate(everywhere)))
-        if not any(isinstance(held, HeldExperts) for held in ranks_of):
-            raise LayoutError(
-                "export_weights: expected MoE layers with grouped experts, got none on any rank. "
-                "Build the model with --num-experts and --moe-grouped-gemm."
-            )
-        units = [unit for held, ranks in ranks_of.items() for unit in self._units(held, ranks, own)]
-        dense = None
-        if self.exported.layout.name != "sequential":
-            pairs = find_pairs({h.name for h in ranks_of if isinstance(h, HeldPart)})
-            config = self.chunks[0].config
-            groups = config.num_query_groups or config.num_attention_heads
-            heads = Heads(groups, config.num_attention_heads // groups, config.kv_channels)
-            dense = DenseNames(pairs=pairs, heads=heads, vocabulary=vocab_size)
-        return _ExportOrder(units=units, dense=dense)
-
-    def _units(self, held: HeldRecord, ranks: frozenset[int], own: bool) -> Iterator[SendUnit]:
-        is_sent = len(ranks) < dist.get_world_size()
-        if isinstance(held, HeldPart):
-            yield SendUnit(
-                held=held, expert=None, tensors=(held.part,), ranks=ranks, is_sent=is_sent
-            )
-            return
-        infos = tuple(info for _, info in self.exported.infos(held))
-        for expert in range(held.first, held.first + held.count):
-            yield SendUnit(
-                held=held,
-                expert=expert,
-                tensors=infos,
-                ranks=ranks,
-                is_sent=is_sent and not own,
-            )
+        return _ORDERS.number((options, self.held))
 
     def stream(
-        self, plan: _ExportOrder, device: torch.device | str | None, bucket_bytes: int
+        self, order: ExportOrder, device: torch.device | str | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights; send those that not all ranks hold."""
-        rank = dist.get_rank()
-        for units in batches(plan.units, bucket_bytes):
-            if units[0].is_sent:
-                values = iter(self._send(units))
+        """Yield all weights; exchange those that not all ranks hold."""
+        for unit in order.units:
+            if isinstance(unit, ExpertUnit):
+                yield from self._experts(unit, device)
             else:
-                units = [unit for unit in units if rank in unit.ranks]
-                values = self._read_all(units)
-            for unit, tensors in zip(units, values, strict=True):
-                for name, tensor in self._named(plan, unit, tensors):
+                for name, tensor in self._parts(order.dense, unit):
                     yield name, tensor if device is None else tensor.to(device)
         self.wholes.check_complete()
 
-    def _read_all(self, units: Sequence[SendUnit]) -> Iterator[list[Tensor]]:
-        """Return the tensors of this rank's units in a batch."""
-        is_cut = bool(units) and units[0].is_cut
-        return iter(self._gather(units)) if is_cut else map(self._read, units)
+    def _experts(
+        self, unit: ExpertUnit, device: torch.device | str | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Return name and tensor of all tensors of a unit."""
+        stacked = self.exported.tensors(unit.held, self._exchange(unit))
+        if device is not None:
+            stacked = [one.to(device) for one in stacked]
+        return zip(unit.names, self.exported.listed(stacked), strict=True)
 
-    def _gather(self, units: Sequence[SendUnit]) -> list[list[Tensor]]:
-        """Return the tensors of sharded units, joined across ranks."""
-        own = [self._read(unit) for unit in units]
-        group = self.experts[units[0].held].linear.groups.expt_tp
-        infos = [info for tensors in own for info in infos_of(tensors)]
-        gathered = self._bucket(group.size() * bucket_nbytes(infos)).view(group.size(), -1)
-        fill_bucket(gathered[group.rank()], [tensor for tensors in own for tensor in tensors])
-        dist.all_gather_into_tensor(gathered.view(-1), gathered[group.rank()], group=group)
-        arrived = [iter(cut_bucket(part, infos)) for part in gathered]
-        joined = []
-        for unit, mine in zip(units, own, strict=True):
-            assert isinstance(unit.held, HeldExperts)
-            parts = [[next(one) for _ in mine] for one in arrived]
-            joined.append(self.exported.join(unit.held, parts))
-        return joined
+    def _exchange(self, unit: ExpertUnit) -> list[Tensor]:
+        """Return the buffers of a unit's experts, from all ranks that hold some."""
+        rank, held = dist.get_rank(), unit.held
+        experts = unit.stop - unit.start
+        bucket, buffers = None, []
+        if rank in unit.ranks:
+            local = self.by_linear[held.linear, held.kind]
+            buffers = local.buffers(unit.start, unit.stop)
+            groups = local.linear.groups
+            if held.cuts > 1:
+                bucket, buffers = gather_buffers(buffers, groups.expt_tp)
+            if unit.is_spread:
+                bucket, buffers = gather_buffers(buffers, groups.ep)
+        if unit.is_sent:
+            infos = buffers_of_part(held, unit.parts * experts)
+            if bucket is None:
+                bucket = self._bucket(bucket_nbytes(infos))
+                if rank == unit.sender:
+                    fill_bucket(bucket, buffers)
+            dist.broadcast(bucket, src=unit.sender)
+            if rank not in unit.ranks:
+                buffers = cut_bucket(bucket, infos)
+        return buffers if held.cuts == 1 else join_parts(held, buffers, experts)
 
-    def _read(self, unit: SendUnit) -> list[Tensor]:
-        if isinstance(unit.held, HeldPart):
-            return [self.parts[unit.held].read()]
-        assert unit.expert is not None
-        return self.reader.read(self.experts[unit.held], unit.expert)
+    def _parts(
+        self, dense: DenseNames | None, units: Sequence[PartUnit]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that a batch completes."""
+        for unit, values in zip(units, self._values(units), strict=True):
+            whole = self.wholes.add(unit.held, values)
+            if whole is not None and dense is None:
+                yield unit.held.name, whole
+            elif whole is not None and dense is not None:
+                yield from dense.convert(unit.held.name, whole).items()
 
-    def _send(self, units: Sequence[SendUnit]) -> list[list[Tensor]]:
-        """Return the tensors of units, as views of the bucket on ranks that do not hold them."""
+    def _values(self, units: Sequence[PartUnit]) -> Iterable[Tensor]:
+        """Return the values of a batch, as views of its bucket on ranks that do not hold them."""
+        if not units[0].is_sent:
+            return (self.parts[one.held].read() for one in units)
         rank, sender = dist.get_rank(), units[0].sender
-        own = list(self._read_all([unit for unit in units if rank in unit.ranks]))
+        own = [self.parts[one.held].read() if rank in one.ranks else None for one in units]
         bucket = self._bucket(sum(unit.nbytes for unit in units))
         if rank == sender:
-            fill_bucket(bucket, [tensor for tensors in own for tensor in tensors])
+            fill_bucket(bucket, [one for one in own if one is not None])
         dist.broadcast(bucket, src=sender)
-        arrived = iter(cut_bucket(bucket, [info for unit in units for info in unit.tensors]))
-        come = [[next(arrived) for _ in unit.tensors] for unit in units]
-        kept = iter(own)
-        return [
-            next(kept) if rank in unit.ranks else theirs
-            for unit, theirs in zip(units, come, strict=True)
-        ]
+        come = cut_bucket(bucket, [unit.held.part for unit in units])
+        return [theirs if mine is None else mine for mine, theirs in zip(own, come, strict=True)]
 
     def _bucket(self, nbytes: int) -> Tensor:
         device = next(self.chunks[0].parameters()).device
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def _named(
-        self, plan: _ExportOrder, unit: SendUnit, values: Sequence[Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        if isinstance(unit.held, HeldExperts):
-            assert unit.expert is not None
-            names = self.exported.names(unit.held, unit.expert)
-            yield from zip(names, values, strict=True)
-            return
-        whole = self.wholes.add(unit.held, values[0])
-        if whole is None:
-            return
-        if plan.dense is None:
-            yield unit.held.name, whole
-        else:
-            yield from plan.dense.convert(unit.held.name, whole).items()

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from moe_optim import ops
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.experts.keys.layouts import get_layout
-from moe_optim.rollout.experts import ExportedAs
+from moe_optim.rollout.expert_buffers import join_parts
+from moe_optim.rollout.expert_tensors import rowwise_of
+from moe_optim.rollout.exported_as import ExportedAs
 from moe_optim.rollout.units import HeldExperts
 from tests.rollout.test_export_weights import (
     OVERLAP,
@@ -131,24 +133,20 @@ def test_cut_experts_are_spread_over_expert_parallel_ranks_too():
 def test_parts_of_integers_become_the_whole_with_its_shape(linear, axis, layout):
     """Rows of gate and of up of both ranks, or their columns; a shape is stored, not cut."""
     values = torch.randn(1, 64, 128, generator=torch.Generator().manual_seed(5))
-    path = f"decoder.layers.0.mlp.experts.{linear}"
     held = HeldExperts(
-        linear=path, hf_layer=0, kind="weight", first=0, count=1, shape=(64, 128), format="int4",
-        cut_axis=axis,
+        linear=f"decoder.layers.0.mlp.experts.{linear}", hf_layer=0, kind="weight", first=0,
+        count=1, shape=(64, 128), format="int4", cut_axis=axis, cuts=2,
     )  # fmt: skip
     cut = values.chunk(2, 2)
     if axis == 0:
         halves = [half.chunk(2, 1) for half in values.chunk(2, 1)]
         cut = [torch.cat(of_both, 1) for of_both in zip(*halves, strict=True)]
+    parts = [rowwise_of(ops.quantize(part, "int4")) for part in cut]
+    joined = join_parts(held, [torch.cat(both) for both in zip(*parts, strict=True)], experts=1)
     exported_as = ExportedAs(get_layout(layout), None)
-
-    def tensors(weight):
-        (expert,) = exported_as.parts(held, ops.quantize(weight, "int4"))
-        return [tensor for part in expert for tensor in part.values()]
-
-    joined = exported_as.join(held, [tensors(part) for part in cut])
-    for got, want in zip(joined, tensors(values), strict=True):
-        assert_bytes_equal(got, want)
+    want = exported_as.tensors(held, rowwise_of(ops.quantize(values, "int4")))
+    for got, wanted in zip(exported_as.tensors(held, joined), want, strict=True):
+        assert_bytes_equal(got, wanted)
 
 
 def _refuse():

@@ -4,6 +4,7 @@ Each topology steps once with gradients by hand, so that weights are behind thei
 export begins. The oracle quantizes whole masters, names and cuts by itself.
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -209,6 +210,28 @@ def expected(chunks, optimizer):
     }
 
 
+def stacked(tensors):
+    """Return tensors by name with experts stacked [E, ...], gate rows before up rows, as the fused
+    experts of Hugging Face's models are named."""
+    found: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(.+)", name)
+        if match is None:
+            found[name] = tensor
+            continue
+        path, expert, projection, suffix = match.groups()
+        key = f"{path}.{'down' if projection == 'down' else 'gate_up'}_proj"
+        key += suffix.removeprefix("weight")
+        found.setdefault(key, {}).setdefault(int(expert), []).append(tensor)
+    for key, experts in found.items():
+        if isinstance(experts, dict):
+            ones = [
+                torch.cat(rows) if rows[0].dim() else rows[0] for _, rows in sorted(experts.items())
+            ]
+            found[key] = torch.stack(ones)
+    return found
+
+
 def exported(chunks, **options):
     """Return what is exported, each name once, and the names in their order."""
     import moe_optim
@@ -230,6 +253,8 @@ def _compare(setups):
         given = exported(chunks, **setup.export)
         want = expected(chunks, optimizer)
         assert_same_tensors(given, want, what=name)
+        together = exported(chunks, layout="hf", **setup.export)
+        assert_same_tensors(together, stacked(want), what=f"{name}, stacked")
         order: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(order, list(given))
         assert all(one == order[0] for one in order), f"{name}: another order on another rank"
@@ -317,8 +342,9 @@ def _promises():
     }
     facts["views"] = all(
         tensor.untyped_storage().data_ptr() in memory
-        for name, tensor in moe_optim.export_weights(chunks)
-        if is_mine(name) and ".experts." in name
+        for layout in ("hf_per_expert", "hf")
+        for name, tensor in moe_optim.export_weights(chunks, layout=layout, experts="own")
+        if ".experts." in name
     )
     shorter = exported(chunks, vocab_size=VOCABULARY - 5)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -335,6 +361,9 @@ def _promises():
     fc1 = in_place["decoder.layers.3.mlp.experts.local_experts.1.linear_fc1.weight"]
     parts = [want[f"model.layers.3.mlp.experts.1.{x}_proj.weight"] for x in ("gate", "up")]
     assert_bytes_equal(fc1, torch.cat(parts))
+    in_place = exported(chunks, layout="grouped")
+    fc1 = in_place["decoder.layers.3.mlp.experts.linear_fc1.weight_scale"]
+    assert_bytes_equal(fc1, stacked(want)["model.layers.3.mlp.experts.gate_up_proj_scale"])
     facts["errors"] = _errors(chunks, optimizer)
     return facts
 
@@ -352,7 +381,7 @@ def _errors(chunks, optimizer):
     for buffer in managed_buffers(chunks):
         buffer.reload_from_cpu(move_grads=False)
     assert_same_tensors(exported(chunks), expected(chunks, optimizer))
-    refused["a layout"] = refusal(lambda: exported(chunks, layout="hf"))
+    refused["a layout"] = refusal(lambda: exported(chunks, layout="legacy"))
     refused["a convention"] = refusal(lambda: exported(chunks, convention="gguf"))
     return refused
 
@@ -375,7 +404,7 @@ def test_an_export_sends_no_more_than_asked_copies_nothing_and_refuses_what_it_c
         errors = facts["errors"]
         assert "weights of the current masters" in errors["a step in between"]
         assert "they are offloaded. Call reload_from_cpu()" in errors["on the host"]
-        assert "expected one of hf_per_expert, sequential" in errors["a layout"]
+        assert "expected one of hf_per_expert, sequential, hf, grouped" in errors["a layout"]
         assert "expected one of compressed_tensors" in errors["a convention"]
 
 

@@ -31,19 +31,20 @@ def _experts_with_one_scale() -> Any:
 
 def _read() -> tuple[int, list[str]]:
     from moe_optim.experts.keys.layouts import get_layout
-    from moe_optim.rollout.experts import ExpertReader, ExportedAs, local_experts
+    from moe_optim.rollout.experts import local_experts
+    from moe_optim.rollout.exported_as import ExportedAs
     from tests.support.modules import experts
 
     experts.start_ranks()
     module = _experts_with_one_scale()
-    reader = ExpertReader(exported=ExportedAs(get_layout("sequential"), None))
+    exported_as = ExportedAs(get_layout("sequential"), None)
     found = 0
     for local in local_experts(module):
-        for expert in range(local.held.count):
-            data, scale = reader.read(local, expert)
-            master = whole_weights(local.held.linear)[expert].float()
-            factor = master.abs().max() / 448.0
-            want = (master / factor).to(torch.float8_e4m3fn)
+        stacked = exported_as.tensors(local.held, local.buffers(0, local.held.count))
+        masters = whole_weights(local.held.linear)
+        for master, data, scale in zip(masters, *stacked, strict=True):
+            factor = master.float().abs().max() / 448.0
+            want = (master.float() / factor).to(torch.float8_e4m3fn)
             assert_bytes_equal(data.view(torch.uint8), want.view(torch.uint8))
             assert_bytes_equal(scale, factor.expand(len(master), 1).contiguous())
             found += 1

@@ -1,0 +1,77 @@
+"""Buffers of experts as ranks store and send them: data, scales and amaxes, before any names.
+
+bf16 weights and biases are one buffer; per-tensor scaling has codes and factors.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from moe_optim.checkpoint.files.reader import TensorInfo
+from moe_optim.experts.keys.layouts import LINEARS
+from moe_optim.formats import get_format
+from moe_optim.rollout.units import HeldExperts, bucket_nbytes, cut_bucket, flat_bytes
+from moe_optim.weights.te.fields import TENSORWISE
+
+
+def buffers_of_part(held: HeldExperts, experts: int) -> list[TensorInfo]:
+    """Return shapes [E, ...] and dtypes of one rank's buffers, for ``experts`` experts."""
+    part = (n // held.cuts if axis == held.cut_axis else n for axis, n in enumerate(held.shape))
+    shape = (experts, *part)
+    if held.format == "bf16":
+        return [TensorInfo(shape, torch.bfloat16)]
+    if held.format == TENSORWISE:
+        return [TensorInfo(shape, torch.uint8), TensorInfo((experts,), torch.float32)]
+    format = get_format(held.format)
+    found = [
+        TensorInfo(format.data_shape(shape, "rowwise"), torch.uint8),
+        TensorInfo(format.scale_shape(shape, "rowwise"), format.scale_dtype),
+    ]
+    if format.has_global_amax:
+        found.append(TensorInfo((experts,), torch.float32))
+    return found
+
+
+def join_parts(held: HeldExperts, buffers: Sequence[Tensor], experts: int) -> list[Tensor]:
+    """Return buffers of whole experts, given the parts of all ranks.
+
+    Args:
+        held: record of the sharded experts.
+        buffers: parts [G, T, E, ...] in any shape: G ranks of expert parallelism, T of expert
+            tensor parallelism, E experts on each.
+        experts: number of experts E.
+    """
+    runs = 1  # row blocks that are sharded separately, or rows that lose some columns each
+    if held.linear.endswith(LINEARS[0]) and held.interleave is None:
+        runs = 2
+    joined = []
+    for buffer in buffers:
+        rows, *inner = buffer.shape[1:]
+        outer = rows if held.cut_axis else runs
+        parts = buffer.reshape(-1, held.cuts, experts, outer, prod([rows, *inner]) // outer)
+        whole = parts.permute(0, 2, 3, 1, 4)
+        shape = [rows, *inner]
+        shape[held.cut_axis or 0] *= held.cuts
+        joined.append(whole.reshape(-1, *shape))
+    return joined
+
+
+def gather_buffers(
+    buffers: Sequence[Tensor], group: dist.ProcessGroup
+) -> tuple[Tensor, list[Tensor]]:
+    """Gather buffers [E, ...] of all ranks in one transfer. Every rank of ``group`` must call it.
+
+    Returns the bucket that they arrive in, and views of it [G * E, ...], by rank.
+    """
+    ranks = group.size()
+    infos = [TensorInfo((ranks * len(one), *one.shape[1:]), one.dtype) for one in buffers]
+    bucket = torch.empty(bucket_nbytes(infos), dtype=torch.uint8, device=buffers[0].device)
+    places = cut_bucket(bucket, infos)
+    with _coalescing_manager(group):  # as bytes: gloo knows no FP8, and one dtype per transfer
+        for place, own in zip(places, buffers, strict=True):
+            dist.all_gather_into_tensor(flat_bytes(place), flat_bytes(own), group=group)
+    return bucket, places

@@ -1,0 +1,115 @@
+"""Names of exported experts, and the tensors that they name."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from moe_optim.errors import ConfigError
+from moe_optim.experts.keys.layouts import LINEARS, KeyLayout, KeyPattern
+from moe_optim.formats import get_format
+from moe_optim.rollout.conventions import (
+    ONE_SCALE,
+    Convention,
+    choose_convention,
+    find_convention,
+)
+from moe_optim.rollout.expert_buffers import buffers_of_part
+from moe_optim.rollout.expert_tensors import (
+    fuse_rows,
+    patterns_of,
+    split_rows,
+    stack_experts,
+    stack_of_one_scale,
+    tensor_template,
+)
+from moe_optim.rollout.families import expert_prefixes
+from moe_optim.rollout.units import HeldExperts
+from moe_optim.weights.te.fields import TENSORWISE
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedAs:
+    """Naming of exported experts, the same on every rank."""
+
+    layout: KeyLayout
+    convention: str | None
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether one tensor holds all experts of a layer."""
+        return not self.layout.patterns[0].is_per_expert
+
+    @property
+    def is_renamed(self) -> bool:
+        """Whether names are Hugging Face's, with all gate rows before all up rows."""
+        return self.layout.name not in ("sequential", "grouped")
+
+    def names(self, held: HeldExperts, experts: Iterable[int]) -> tuple[str, ...]:
+        """Return the names of the tensors of some experts, in export order."""
+        prefix = self._prefix(held)
+        templates = [
+            prefix + tensor_template(pattern, suffix)
+            for pattern in self._patterns(held)
+            for suffix in self._suffixes(held)
+        ]
+        if self.is_stacked:
+            return tuple(templates)
+        return tuple(one.format(expert=expert) for expert in experts for one in templates)
+
+    def tensors(self, held: HeldExperts, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Return stacked tensors [E, ...] of whole experts' buffers; views where possible."""
+        count, interleave = len(self._patterns(held)), held.interleave
+        is_fused = held.linear.endswith(LINEARS[0]) and count == 1 and self.is_renamed
+        if held.format == "bf16":
+            rows_of = fuse_rows if is_fused else split_rows
+            return list(rows_of(buffers[0], count, interleave))
+        how = {"parts": count, "interleave": interleave, "is_fused": is_fused}
+        convention = self._convention_of(held.format)
+        if held.format == TENSORWISE:
+            parts = stack_of_one_scale(buffers, convention, **how)
+        else:
+            format = get_format(held.format)
+            parts = stack_experts(buffers, format, convention, **how, name=held.linear)
+        return [tensor for part in parts for tensor in part.values()]
+
+    def listed(self, stacked: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Return the tensors that :meth:`names` names, given stacked ones."""
+        if self.is_stacked:
+            return iter(stacked)
+        return chain.from_iterable(zip(*(one.unbind(0) for one in stacked), strict=True))
+
+    def check(self, held: HeldExperts) -> None:
+        """Raise ConfigError or LayoutError if experts have no such tensors or names."""
+        whole = buffers_of_part(replace(held, cut_axis=None), 1)
+        self.tensors(
+            held, [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in whole]
+        )
+        self._prefix(held)
+
+    def _convention_of(self, format: str) -> Convention:
+        if format == TENSORWISE:
+            return choose_convention([ONE_SCALE], self.convention, format)
+        return find_convention(get_format(format), self.convention)
+
+    def _suffixes(self, held: HeldExperts) -> tuple[str, ...]:
+        return (held.kind,) if held.format == "bf16" else self._convention_of(held.format).suffixes
+
+    def _patterns(self, held: HeldExperts) -> tuple[KeyPattern, ...]:
+        return patterns_of(self.layout, held.linear.rpartition(".")[2], held.kind)
+
+    def _prefix(self, held: HeldExperts) -> str:
+        """Return the name prefix of a layer's experts."""
+        container = held.linear.rpartition(".")[0]
+        if not self.is_renamed:
+            return f"{container}."
+        if held.hf_layer is not None:
+            return expert_prefixes(held.hf_layer)[1]
+        raise ConfigError(
+            f"export_weights: layout {self.layout.name}: expected experts of decoder.layers.N.mlp "
+            f"or of a layer that predicts further tokens, got {container}, for which Hugging "
+            "Face's models have no name here. Export in layout sequential, which keeps Megatron's "
+            "names."
+        )

@@ -1,0 +1,152 @@
+"""Plans an export from the records of all ranks: order, names, and who sends what.
+
+A plan holds no tensors, and is kept for the records that it was made from.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch.distributed as dist
+
+from moe_optim.errors import LayoutError
+from moe_optim.integration.agreement import agree
+from moe_optim.rollout.dense_names import DenseNames, find_pairs
+from moe_optim.rollout.expert_buffers import buffers_of_part
+from moe_optim.rollout.exported_as import ExportedAs
+from moe_optim.rollout.rows import Heads
+from moe_optim.rollout.units import (
+    ExpertUnit,
+    HeldExperts,
+    HeldPart,
+    HeldRecord,
+    PartUnit,
+    batches,
+    bucket_nbytes,
+    put_together,
+)
+
+_KEPT = 8
+"""Number of plans that a process keeps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Options of an export, the same on every rank."""
+
+    exported: ExportedAs
+    own: bool
+    bucket_bytes: int
+    vocab_size: int | None
+    heads: Heads | None
+    """Sizes of attention, for layouts of Hugging Face's names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOrder:
+    """Units in export order, the same on every rank except for ``own`` experts."""
+
+    units: Sequence[ExpertUnit | list[PartUnit]]
+    dense: DenseNames | None
+    """None to keep Megatron's names."""
+
+
+class KeptOrders:
+    """Plans by the records of this rank, each with the number under which all ranks made it."""
+
+    def __init__(self) -> None:
+        self._orders: OrderedDict[Any, tuple[int, ExportOrder]] = OrderedDict()
+        self._last = 0
+
+    def number(self, key: Any) -> int | None:
+        """Return the number of the plan for ``key``, if it is kept."""
+        return self._orders[key][0] if key in self._orders else None
+
+    def find(
+        self, options: ExportOptions, held: Sequence[HeldRecord], numbers: Sequence[int | None]
+    ) -> ExportOrder:
+        """Return the kept plan, or exchange records and make one. Every rank must call it.
+
+        ``numbers`` are those of all ranks; if they differ, some rank has other weights than before.
+        """
+        key = options, tuple(held)
+        if numbers[0] is not None and len(set(numbers)) == 1:
+            self._orders.move_to_end(key)
+            return self._orders[key][1]
+        everywhere: list[Any] = [None] * len(numbers)
+        dist.all_gather_object(everywhere, (self._last, held))
+        self._last = 1 + max(last for last, _ in everywhere)
+        records = {rank: of_rank for rank, (_, of_rank) in enumerate(everywhere)}
+        plan = agree(lambda: make_order(options, records, dist.get_rank()), None)
+        self._orders[key] = self._last, plan
+        while len(self._orders) > _KEPT:
+            self._orders.popitem(last=False)
+        return plan
+
+
+def make_order(
+    options: ExportOptions, records: Mapping[int, Sequence[HeldRecord]], rank: int
+) -> ExportOrder:
+    """Return the plan of a rank, given the records of all ranks; no rank communicates."""
+    ranks_of = put_together(records)
+    if not any(isinstance(held, HeldExperts) for held in ranks_of):
+        raise LayoutError(
+            "export_weights: expected MoE layers with grouped experts, got none on any rank. "
+            "Build the model with --num-experts and --moe-grouped-gemm."
+        )
+    units: list[ExpertUnit | list[PartUnit]] = []
+    for key, group in groupby(ranks_of, _linear_of):
+        of_group = {held: ranks_of[held] for held in group}
+        if key is None:
+            parts = [
+                PartUnit(held=held, ranks=ranks, is_sent=len(ranks) < len(records))
+                for held, ranks in of_group.items()
+                if isinstance(held, HeldPart)
+            ]
+            units += batches(parts, options.bucket_bytes)
+        else:
+            units += _expert_units(options, of_group, rank, len(records))
+    dense = None
+    if options.heads is not None:
+        pairs = find_pairs({held.name for held in ranks_of if isinstance(held, HeldPart)})
+        dense = DenseNames(pairs=pairs, heads=options.heads, vocabulary=options.vocab_size)
+    return ExportOrder(units=units, dense=dense)
+
+
+def _linear_of(held: HeldRecord) -> tuple[str, str] | None:
+    return (held.linear, held.kind) if isinstance(held, HeldExperts) else None
+
+
+def _expert_units(
+    options: ExportOptions, ranks_of: Mapping[HeldRecord, frozenset[int]], rank: int, world: int
+) -> Iterator[ExpertUnit]:
+    """Yield the units of one linear, whose experts are spread over the given records."""
+    spread = [held for held in ranks_of if isinstance(held, HeldExperts)]
+    first = spread[0]
+    options.exported.check(first)
+    ranks = frozenset().union(*ranks_of.values())
+    if options.own:
+        spread = [held for held in spread if rank in ranks_of[held]]
+        if not spread:
+            return
+    is_sent = len(ranks) < world and not options.own
+    parts = len(spread) * first.cuts
+    limit = first.count
+    if not options.exported.is_stacked and (parts > 1 or is_sent):
+        nbytes = parts * bucket_nbytes(buffers_of_part(first, first.count))
+        limit = max(1, first.count * options.bucket_bytes // nbytes)
+    for start in range(0, first.count, limit):
+        stop = min(start + limit, first.count)
+        experts = (one.first + index for one in spread for index in range(start, stop))
+        yield ExpertUnit(
+            held=first,
+            start=start,
+            stop=stop,
+            names=options.exported.names(first, experts),
+            ranks=ranks,
+            is_spread=len(spread) > 1,
+            parts=parts,
+            is_sent=is_sent,
+        )
