@@ -26,7 +26,7 @@ from moe_optim.formats import BlockScaledFormat, QuantizedWeight, get_format
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.rollout.conventions import find_convention
-from moe_optim.rollout.expert_tensors import rowwise_of, stack_experts
+from moe_optim.rollout.expert_tensors import RowSplit, rowwise_of, stack_experts
 from moe_optim.rollout.weights import export_weights
 
 AS_THEY_ARE, IN_BF16, QUANTIZED_AGAIN = "as they are", "bf16", "bf16, quantized again"
@@ -116,7 +116,7 @@ class Requantizing:
         """Yield suffix and stacked tensor of each linear, in export order."""
         for held in self.buffers:
             convention = find_convention(held.format)
-            (whole,) = stack_experts(rowwise_of(held), held.format, convention)
+            (whole,) = stack_experts(rowwise_of(held), held.format, convention, RowSplit())
             yield from whole.items()
 
 

@@ -1,6 +1,7 @@
 """Turns the data and scale buffers of an expert linear into tensors for engines."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,6 +39,25 @@ def patterns_of(layout: KeyLayout, linear: str, kind: str) -> tuple[KeyPattern, 
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowSplit:
+    """How the rows of an expert become those of engines' tensors."""
+
+    parts: int = 1
+    """2 to separate gate and up, else 1."""
+    interleave: int | None = None
+    """Rows per alternating gate and up block; None: not interleaved."""
+    is_fused: bool = False
+    """Whether one tensor holds all gate rows before all up rows; ``parts`` is 1."""
+
+    def split(self, values: Tensor, block_rows: int = 1) -> Sequence[Tensor]:
+        """Return the parts of [E, R / block rows, ...]: views, or copies of interleaved rows."""
+        interleave = self.interleave and self.interleave // block_rows
+        if self.is_fused and interleave is not None:
+            return [torch.cat(list(split_rows(values, 2, interleave)), 1)]
+        return split_rows(values, self.parts, interleave)
+
+
 def export_experts(
     quantized: QuantizedWeight,
     convention: Convention,
@@ -48,7 +68,12 @@ def export_experts(
 ) -> list[list[dict[str, Tensor]]]:
     """Return the tensors of each expert and row part, views of those of :func:`stack_experts`.
 
-    Arguments and errors are those of :func:`stack_experts`; only rowwise buffers are read.
+    Args:
+        quantized: weight of the linear; only rowwise buffers are read.
+        convention: convention of its format.
+        parts: 2 to separate gate and up, else 1.
+        interleave: rows per alternating gate and up block; None: not interleaved.
+        name: name of the weight, for errors.
 
     Returns:
         ``parts`` mappings per expert, with data, scale and any global scale or shape. Both halves
@@ -58,9 +83,8 @@ def export_experts(
         rowwise_of(quantized),
         quantized.format,
         convention,
-        parts=parts,
-        interleave=interleave,
-        name=name,
+        RowSplit(parts=parts, interleave=interleave),
+        name,
     )
     unbound = [{suffix: one.unbind(0) for suffix, one in part.items()} for part in stacked]
     return [
@@ -79,10 +103,7 @@ def stack_experts(
     buffers: Sequence[Tensor],
     format: BlockScaledFormat,
     convention: Convention,
-    *,
-    parts: int = 1,
-    interleave: int | None = None,
-    is_fused: bool = False,
+    split: RowSplit,
     name: str = "weight",
 ) -> list[dict[str, Tensor]]:
     """Return the tensors of E experts per row part, under a convention's names, each [E, ...].
@@ -94,9 +115,7 @@ def stack_experts(
         buffers: buffers as of :func:`rowwise_of`. May be on ``meta``.
         format: format of the buffers.
         convention: convention of the format.
-        parts: 2 to separate gate and up, else 1.
-        interleave: rows per alternating gate and up block; None: not interleaved.
-        is_fused: whether all gate rows precede all up rows in one tensor; ``parts`` is 1.
+        split: what becomes of gate and up.
         name: name of the weight, for errors.
 
     Raises:
@@ -104,22 +123,19 @@ def stack_experts(
     """
     data, scale, *amax = buffers
     experts, rows = data.shape[:2]
-    block_rows, _ = convention.scale_block
-    _check_cut(rows, 2 if is_fused else parts, interleave, block_rows, name)
-    scale = _repeated(scale, format.rowwise_block[0], block_rows)
-    rows_of = fuse_rows if is_fused else split_rows
+    parts, (block_rows, _) = split.parts, convention.scale_block
+    _check_cut(rows, 2 if split.is_fused else parts, split.interleave, block_rows, name)
+    scale = _repeated(scale, format.rowwise_block[0], block_rows).view(convention.scale_dtype)
     found = {
-        convention.data: rows_of(data.view(convention.data_dtype), parts, interleave),
-        convention.scale: rows_of(
-            scale.view(convention.scale_dtype), parts, interleave and interleave // block_rows
-        ),
+        convention.data: split.split(data.view(convention.data_dtype)),
+        convention.scale: split.split(scale, block_rows),
     }
     if convention.global_scale is not None:  # separate memory per part, as files require
         found[convention.global_scale] = [_global_scales(amax[0], convention) for _ in range(parts)]
     if convention.shape is not None:
         shape = [experts, rows // parts, data.shape[2] * format.elements_per_byte]
         found[convention.shape] = [_shapes(shape, data.device) for _ in range(parts)]
-    return [{suffix: split[part] for suffix, split in found.items()} for part in range(parts)]
+    return [{suffix: tensors[part] for suffix, tensors in found.items()} for part in range(parts)]
 
 
 def export_expert_of_one_scale(
@@ -134,18 +150,13 @@ def export_expert_of_one_scale(
 
     ``codes`` are [R, C] uint8, E4M3; ``scale_inv`` is their factor, [1] fp32. Scales are copies.
     """
-    buffers = codes.unsqueeze(0), scale_inv
-    stacked = stack_of_one_scale(buffers, convention, parts=parts, interleave=interleave)
+    split = RowSplit(parts=parts, interleave=interleave)
+    stacked = stack_of_one_scale([codes.unsqueeze(0), scale_inv], convention, split)
     return [{suffix: one[0] for suffix, one in part.items()} for part in stacked]
 
 
 def stack_of_one_scale(
-    buffers: Sequence[Tensor],
-    convention: Convention,
-    *,
-    parts: int = 1,
-    interleave: int | None = None,
-    is_fused: bool = False,
+    buffers: Sequence[Tensor], convention: Convention, split: RowSplit
 ) -> list[dict[str, Tensor]]:
     """Return the tensors of experts with per-tensor scaling, like :func:`stack_experts`.
 
@@ -153,11 +164,10 @@ def stack_of_one_scale(
     """
     codes, scale_inv = buffers
     experts, rows = codes.shape[:2]
-    rows_of = fuse_rows if is_fused else split_rows
-    scales = scale_inv.view(experts, 1, 1).expand(experts, rows // parts, 1)
+    scales = scale_inv.view(experts, 1, 1).expand(experts, rows // split.parts, 1)
     return [
         {convention.data: part, convention.scale: scales.clone(memory_format=_CONTIGUOUS)}
-        for part in rows_of(codes.view(convention.data_dtype), parts, interleave)
+        for part in split.split(codes.view(convention.data_dtype))
     ]
 
 
@@ -167,11 +177,6 @@ def split_rows(values: Tensor, parts: int, interleave: int | None) -> Sequence[T
         return values.chunk(parts, 1)
     runs = values.view(len(values), -1, parts, interleave, *values.shape[2:])
     return [part.flatten(1, 2) for part in runs.unbind(2)]
-
-
-def fuse_rows(values: Tensor, parts: int, interleave: int | None) -> Sequence[Tensor]:
-    """Return [E, R, ...] with all gate rows before all up rows: a view, or a copy."""
-    return [values if interleave is None else torch.cat(list(split_rows(values, 2, interleave)), 1)]
 
 
 def tensor_name(prefix: str, pattern: KeyPattern, expert: int, suffix: str) -> str:

@@ -123,8 +123,8 @@ def local_experts(chunk: Any) -> Iterator[ExportedLinear]:
             if axis is not None:
                 _require_joinable(path, stored_as, part[axis], axis, size)
             whole = tuple(n * size if axis == at else n for at, n in enumerate(part))
-            cut = {"cut_axis": axis, "cuts": size if axis is not None else 1}
-            held = HeldExperts(kind=kind, shape=whole, format=stored_as, **cut, **facts)
+            facts |= {"cut_axis": axis, "cuts": 1 if axis is None else size}
+            held = HeldExperts(kind=kind, shape=whole, format=stored_as, **facts)
             yield ExportedLinear(held=held, linear=linear)
 
 

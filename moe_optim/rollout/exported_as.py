@@ -18,9 +18,8 @@ from moe_optim.rollout.conventions import (
 )
 from moe_optim.rollout.expert_buffers import buffers_of_part
 from moe_optim.rollout.expert_tensors import (
-    fuse_rows,
+    RowSplit,
     patterns_of,
-    split_rows,
     stack_experts,
     stack_of_one_scale,
     tensor_template,
@@ -61,18 +60,20 @@ class ExportedAs:
 
     def tensors(self, held: HeldExperts, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Return stacked tensors [E, ...] of whole experts' buffers; views where possible."""
-        count, interleave = len(self._patterns(held)), held.interleave
-        is_fused = held.linear.endswith(LINEARS[0]) and count == 1 and self.is_renamed
+        count = len(self._patterns(held))
+        is_gate_up = held.linear.endswith(LINEARS[0])
+        split = RowSplit(
+            parts=count,
+            interleave=held.interleave,
+            is_fused=is_gate_up and count == 1 and self.is_renamed,
+        )
         if held.format == "bf16":
-            rows_of = fuse_rows if is_fused else split_rows
-            return list(rows_of(buffers[0], count, interleave))
-        how = {"parts": count, "interleave": interleave, "is_fused": is_fused}
+            return list(split.split(buffers[0]))
         convention = self._convention_of(held.format)
         if held.format == TENSORWISE:
-            parts = stack_of_one_scale(buffers, convention, **how)
+            parts = stack_of_one_scale(buffers, convention, split)
         else:
-            format = get_format(held.format)
-            parts = stack_experts(buffers, format, convention, **how, name=held.linear)
+            parts = stack_experts(buffers, get_format(held.format), convention, split, held.linear)
         return [tensor for part in parts for tensor in part.values()]
 
     def listed(self, stacked: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -18,8 +18,8 @@ from moe_optim.rollout.dense_names import DenseNames
 from moe_optim.rollout.expert_buffers import buffers_of_part, gather_buffers, join_parts
 from moe_optim.rollout.expert_tensors import get_export_layout
 from moe_optim.rollout.experts import ExportedLinear, local_experts
-from moe_optim.rollout.order import ExportOptions, ExportOrder, KeptOrders
 from moe_optim.rollout.exported_as import ExportedAs
+from moe_optim.rollout.order import ExportOptions, ExportOrder, KeptOrders
 from moe_optim.rollout.rows import Heads
 from moe_optim.rollout.units import (
     ExpertUnit,
