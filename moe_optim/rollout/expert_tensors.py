@@ -115,7 +115,7 @@ def stack_experts(
         buffers: buffers as of :func:`rowwise_of`. May be on ``meta``.
         format: format of the buffers.
         convention: convention of the format.
-        split: what becomes of gate and up.
+        split: rows of gate and up in the result.
         name: name of the weight, for errors.
 
     Raises:

@@ -54,9 +54,10 @@ def export_weights(
     to bf16. Gate and up are separate, with the same global scale in NVFP4, as required by engines
     that fuse them.
 
-    Stale weights are gathered first. On ranks that hold an expert, its tensors are views of the
-    weight unless gate and up rows are interleaved: read them before the next step, and do not write
-    to them.
+    Stale weights are gathered first. The experts of a linear that other ranks hold arrive in one
+    transfer; tensors are views of what arrived, or of the weights where nothing is exchanged.
+    Scales of square blocks and interleaved gate and up rows are copies. Read views of weights
+    before the next step, and do not write to any.
 
     Every rank must call it with all of its chunks and exhaust the iterator, which exchanges buckets
     between ranks.
@@ -64,14 +65,16 @@ def export_weights(
     Args:
         model_chunks: model chunks of this rank's pipeline stage.
         layout: ``hf_per_expert``, the on-disk names of Hugging Face's models; or ``sequential``,
-            Megatron's, for models without such names.
+            Megatron's, for models without such names. ``hf`` and ``grouped`` are the same with
+            experts stacked: data and scales of all experts of a linear, [E, R, C].
         convention: engines' names of data and scales; None for the first of the format in
             ``moe_optim.rollout.conventions.CONVENTIONS``. Experts with per-tensor scaling use
             ``ONE_SCALE`` of that module.
         experts: ``all`` to yield every expert on every rank; ``own`` to yield only local experts,
-            without sending any.
+            without sending any; E is then their number.
         device: device of the tensors; None: unchanged.
-        bucket_bytes: size of a message in bytes; larger tensors are sent alone.
+        bucket_bytes: size of a message in bytes; larger tensors, and one expert of each rank, are
+            sent alone.
         vocab_size: rows of embeddings to yield, without Megatron's padding; None: all.
 
     Yields:
