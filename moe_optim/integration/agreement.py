@@ -1,9 +1,10 @@
 """Raises an error of one rank on all ranks, so that none hangs in a collective."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.distributed_c10d import _get_object_coll_device
 
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError, PatchError, StateError
 
@@ -20,31 +21,33 @@ def agree(act: Callable[[], Any], group: Any) -> Any:
     Returns:
         Result of ``act`` on this rank.
     """
-    results: list[Any] = []
-    gather_results(lambda: results.append(act()), group)
-    return results[0]
-
-
-def gather_results(act: Callable[[], Any], group: Any) -> list[Any]:
-    """Return the results of ``act`` on all ranks, as :func:`agree` calls it; they are pickled."""
     ranks = torch.distributed.get_world_size(group)
     if ranks == 1:
-        return [act()]
+        return act()
     error: Exception | None = None
     result = None
     try:
         result = act()
     except Exception as raised:  # any error: other ranks must not wait for this one
         error = raised
-    outcomes: list[Any] = [None] * ranks
+    if reduce_max([error is not None], group) == [0]:
+        return result
+    errors: list[Any] = [None] * ranks
     kinds = (ConfigError, LayoutError, NonFiniteError, PatchError)
     kind = next((kind for kind in kinds if isinstance(error, kind)), StateError)
-    outcome = error and (kind, str(error)), result
-    torch.distributed.all_gather_object(outcomes, outcome, group=group)
+    torch.distributed.all_gather_object(errors, error and (kind, str(error)), group=group)
     if error is not None:
         raise error
-    for rank, (other, _) in enumerate(outcomes):
+    for rank, other in enumerate(errors):
         if other is not None:
             kind, message = other
             raise kind(f"rank {rank}: {message}")
-    return [result for _, result in outcomes]
+    return result
+
+
+def reduce_max(values: Sequence[int], group: Any) -> list[int]:
+    """Return the maxima over all ranks of ``group``, None for all. Every rank must call it."""
+    device = _get_object_coll_device(group)
+    maxima = torch.tensor(values, dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(maxima, torch.distributed.ReduceOp.MAX, group=group)
+    return [int(one) for one in maxima.tolist()]

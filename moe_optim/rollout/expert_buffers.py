@@ -4,7 +4,9 @@ bf16 weights and biases are one buffer; per-tensor scaling has codes and factors
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,18 +62,33 @@ def join_parts(held: HeldExperts, buffers: Sequence[Tensor], experts: int) -> li
     return joined
 
 
-def gather_buffers(
-    buffers: Sequence[Tensor], group: dist.ProcessGroup
-) -> tuple[Tensor, list[Tensor]]:
-    """Gather buffers [E, ...] of all ranks in one transfer. Every rank of ``group`` must call it.
+@dataclass(frozen=True)
+class Arriving:
+    """Buffers on their way, and the bucket that they arrive in, if any."""
 
-    Returns the bucket that they arrive in, and views of it [G * E, ...], by rank.
+    buffers: Sequence[Tensor] = ()
+    bucket: Tensor | None = None
+    works: Sequence[Any] = ()
+
+    def wait(self) -> Sequence[Tensor]:
+        """Return the buffers; blocks the host on a CPU, or the current stream on a GPU."""
+        for work in self.works:
+            work.wait()
+        return self.buffers
+
+
+def gather_buffers(buffers: Sequence[Tensor], group: dist.ProcessGroup) -> Arriving:
+    """Start to gather buffers [E, ...] of all ranks, by rank [G * E, ...], in one transfer.
+
+    Every rank of ``group`` must call it.
     """
     ranks = group.size()
     infos = [TensorInfo((ranks * len(one), *one.shape[1:]), one.dtype) for one in buffers]
     bucket = torch.empty(bucket_nbytes(infos), dtype=torch.uint8, device=buffers[0].device)
     places = cut_bucket(bucket, infos)
-    with _coalescing_manager(group):  # as bytes: gloo knows no FP8, and one dtype per transfer
+    with _coalescing_manager(group, async_ops=True) as works:  # as bytes: gloo knows no FP8
         for place, own in zip(places, buffers, strict=True):
-            dist.all_gather_into_tensor(flat_bytes(place), flat_bytes(own), group=group)
-    return bucket, places
+            dist.all_gather_into_tensor(
+                flat_bytes(place), flat_bytes(own), group=group, async_op=True
+            )
+    return Arriving(places, bucket, [works])

@@ -173,7 +173,9 @@ def stack_of_one_scale(
 
 def split_rows(values: Tensor, parts: int, interleave: int | None) -> Sequence[Tensor]:
     """Return the row parts of [E, R, ...]: views, or copies of interleaved rows."""
-    if parts == 1 or interleave is None:
+    if parts == 1:
+        return [values]
+    if interleave is None:
         return values.chunk(parts, 1)
     runs = values.view(len(values), -1, parts, interleave, *values.shape[2:])
     return [part.flatten(1, 2) for part in runs.unbind(2)]
@@ -206,7 +208,13 @@ def _check_cut(rows: int, parts: int, interleave: int | None, block_rows: int, n
 
 def _repeated(scale: Tensor, own_rows: int, block_rows: int) -> Tensor:
     """Return the scales as [E, R / block rows, ...], a view if block heights are equal."""
-    return scale if own_rows == block_rows else scale.repeat_interleave(own_rows // block_rows, 1)
+    if own_rows == block_rows:
+        return scale
+    row = scale.shape[2] * scale.element_size()
+    offset = scale.storage_offset() * scale.element_size()
+    is_wide = scale.is_contiguous() and row % 8 == offset % 8 == 0
+    words = scale.view(torch.int64) if is_wide else scale  # eight at a time: copies are faster
+    return words.repeat_interleave(own_rows // block_rows, 1).view(scale.dtype)
 
 
 def _shapes(shape: Sequence[int], device: torch.device) -> Tensor:

@@ -49,6 +49,11 @@ class ExportedLinear:
                 _require_fresh(storage)
                 storage.read_anew()
 
+    def require_fresh(self) -> None:
+        """Raise StateError if quantized weights are behind their masters, or offloaded."""
+        for storage in filter(None, map(self._storage, self._tensors)):
+            storage.require_fresh()
+
     def buffers(self, start: int, stop: int) -> list[Tensor]:
         """Return this rank's buffers of some of its experts: views, or copies of several tensors.
 
@@ -56,7 +61,8 @@ class ExportedLinear:
         """
         tensors = self._tensors
         if len(tensors) == 1:
-            return [one[start:stop] for one in self._read(tensors[0])]
+            whole = self._read(tensors[0])
+            return whole if stop - start == self.held.count else [one[start:stop] for one in whole]
         return [torch.cat(one) for one in zip(*map(self._read, tensors[start:stop]), strict=True)]
 
     def _read(self, tensor: Any) -> list[Tensor]:

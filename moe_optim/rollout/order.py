@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from moe_optim.errors import LayoutError
-from moe_optim.integration.agreement import agree
+from moe_optim.integration.agreement import agree, reduce_max
 from moe_optim.rollout.dense_names import DenseNames, find_pairs
 from moe_optim.rollout.expert_buffers import buffers_of_part
 from moe_optim.rollout.exported_as import ExportedAs
@@ -57,33 +57,27 @@ class KeptOrders:
     """Plans by the records of this rank, each with the number under which all ranks made it."""
 
     def __init__(self) -> None:
-        self._orders: OrderedDict[Any, tuple[int, ExportOrder]] = OrderedDict()
+        self._orders: OrderedDict[Any, tuple[int, ExportOrder | None]] = OrderedDict()
         self._last = 0
 
-    def number(self, key: Any) -> int | None:
-        """Return the number of the plan for ``key``, if it is kept."""
-        return self._orders[key][0] if key in self._orders else None
-
-    def find(
-        self, options: ExportOptions, held: Sequence[HeldRecord], numbers: Sequence[int | None]
-    ) -> ExportOrder:
-        """Return the kept plan, or exchange records and make one. Every rank must call it.
-
-        ``numbers`` are those of all ranks; if they differ, some rank has other weights than before.
-        """
-        key = options, tuple(held)
-        if numbers[0] is not None and len(set(numbers)) == 1:
-            self._orders.move_to_end(key)
-            return self._orders[key][1]
-        everywhere: list[Any] = [None] * len(numbers)
+    def find(self, options: ExportOptions, held: Sequence[HeldRecord]) -> ExportOrder:
+        """Return the kept order, or exchange records and plan one. Every rank must call it."""
+        key = options, held
+        number, kept = self._orders.get(key, (0, None))
+        if kept is not None or dist.get_world_size() > 1:
+            most, least = reduce_max([number, -number], None)
+            if kept is not None and most == -least:  # no rank has other weights than before
+                self._orders.move_to_end(key)
+                return kept
+        everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, (self._last, held))
         self._last = 1 + max(last for last, _ in everywhere)
         records = {rank: of_rank for rank, (_, of_rank) in enumerate(everywhere)}
-        plan = agree(lambda: make_order(options, records, dist.get_rank()), None)
-        self._orders[key] = self._last, plan
+        order: ExportOrder = agree(lambda: make_order(options, records, dist.get_rank()), None)
+        self._orders[key] = self._last, order
         while len(self._orders) > _KEPT:
             self._orders.popitem(last=False)
-        return plan
+        return order
 
 
 def make_order(

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -12,10 +13,15 @@ from torch import Tensor
 from moe_optim.buckets.bucket_group import gather_weights
 from moe_optim.calibration.linears import require_chunks
 from moe_optim.errors import ConfigError
-from moe_optim.integration.agreement import agree, gather_results
+from moe_optim.integration.agreement import agree
 from moe_optim.rollout.dense import LocalPart, Wholes, local_parts
 from moe_optim.rollout.dense_names import DenseNames
-from moe_optim.rollout.expert_buffers import buffers_of_part, gather_buffers, join_parts
+from moe_optim.rollout.expert_buffers import (
+    Arriving,
+    buffers_of_part,
+    gather_buffers,
+    join_parts,
+)
 from moe_optim.rollout.expert_tensors import get_export_layout
 from moe_optim.rollout.experts import ExportedLinear, local_experts
 from moe_optim.rollout.exported_as import ExportedAs
@@ -108,8 +114,8 @@ def export_weights(
         vocab_size=vocab_size,
         heads=exporter.heads,
     )
-    numbers = gather_results(lambda: exporter.ready(options), None)
-    return exporter.stream(_ORDERS.find(options, exporter.held, numbers), device)
+    agree(exporter.require_readable, None)
+    return exporter.stream(_ORDERS.find(options, exporter.held), device)
 
 
 _ORDERS = KeptOrders()
@@ -152,56 +158,67 @@ class _Exporter:
         groups = config.num_query_groups or config.num_attention_heads
         return Heads(groups, config.num_attention_heads // groups, config.kv_channels)
 
-    def ready(self, options: ExportOptions) -> int | None:
-        """Return the number of the order, None for none; StateError for unreadable weights."""
+    def require_readable(self) -> None:
+        """Raise StateError for unreadable weights, before anything is sent."""
         for local in self.experts.values():
             local.require_readable()
-        return _ORDERS.number((options, self.held))
 
     def stream(
         self, order: ExportOrder, device: torch.device | str | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights; exchange those that not all ranks hold."""
-        for unit in order.units:
-            if isinstance(unit, ExpertUnit):
-                yield from self._experts(unit, device)
+        """Yield all weights; exchange those that not all ranks hold, experts one unit ahead."""
+        ahead: Arriving | None = None
+        for unit, following in zip_longest(order.units, order.units[1:]):
+            arriving = ahead
+            if arriving is None and isinstance(unit, ExpertUnit):
+                arriving = self._start(unit)
+            ahead = self._start(following) if isinstance(following, ExpertUnit) else None
+            if arriving is not None:
+                yield from self._experts(unit, arriving, device)
             else:
                 for name, tensor in self._parts(order.dense, unit):
                     yield name, tensor if device is None else tensor.to(device)
         self.wholes.check_complete()
 
     def _experts(
-        self, unit: ExpertUnit, device: torch.device | str | None
+        self, unit: ExpertUnit, arriving: Arriving, device: torch.device | str | None
     ) -> Iterator[tuple[str, Tensor]]:
         """Return name and tensor of all tensors of a unit."""
-        stacked = self.exported.tensors(unit.held, self._exchange(unit))
+        buffers = arriving.wait()
+        local = self._local(unit)
+        if local is not None:
+            local.require_fresh()  # no step while they were read
+        if unit.held.cuts > 1:
+            buffers = join_parts(unit.held, buffers, unit.stop - unit.start)
+        stacked = self.exported.tensors(unit.held, buffers)
         if device is not None:
             stacked = [one.to(device) for one in stacked]
         return zip(unit.names, self.exported.listed(stacked), strict=True)
 
-    def _exchange(self, unit: ExpertUnit) -> list[Tensor]:
-        """Return the buffers of a unit's experts, from all ranks that hold some."""
-        rank, held = dist.get_rank(), unit.held
-        experts = unit.stop - unit.start
-        bucket, buffers = None, []
-        if rank in unit.ranks:
-            local = self.by_linear[held.linear, held.kind]
-            buffers = local.buffers(unit.start, unit.stop)
+    def _local(self, unit: ExpertUnit) -> ExportedLinear | None:
+        return self.by_linear.get((unit.held.linear, unit.held.kind))
+
+    def _start(self, unit: ExpertUnit) -> Arriving:
+        """Start the exchange of a unit's buffers; every rank that holds or receives some must."""
+        held, local = unit.held, self._local(unit)
+        found = Arriving()
+        if local is not None:
+            found = Arriving(local.buffers(unit.start, unit.stop))
             groups = local.linear.groups
             if held.cuts > 1:
-                bucket, buffers = gather_buffers(buffers, groups.expt_tp)
+                found = gather_buffers(found.wait(), groups.expt_tp)
             if unit.is_spread:
-                bucket, buffers = gather_buffers(buffers, groups.ep)
-        if unit.is_sent:
-            infos = buffers_of_part(held, unit.parts * experts)
-            if bucket is None:
-                bucket = self._bucket(bucket_nbytes(infos))
-                if rank == unit.sender:
-                    fill_bucket(bucket, buffers)
-            dist.broadcast(bucket, src=unit.sender)
-            if rank not in unit.ranks:
-                buffers = cut_bucket(bucket, infos)
-        return buffers if held.cuts == 1 else join_parts(held, buffers, experts)
+                found = gather_buffers(found.wait(), groups.ep)
+        if not unit.is_sent:
+            return found
+        infos = buffers_of_part(held, unit.parts * (unit.stop - unit.start))
+        buffers, bucket = found.wait(), found.bucket
+        if bucket is None:
+            bucket = self._bucket(bucket_nbytes(infos))
+            if dist.get_rank() == unit.sender:
+                fill_bucket(bucket, buffers)
+        work = dist.broadcast(bucket, src=unit.sender, async_op=True)
+        return Arriving(buffers or cut_bucket(bucket, infos), bucket, [work])
 
     def _parts(
         self, dense: DenseNames | None, units: Sequence[PartUnit]
