@@ -85,9 +85,7 @@ HEALTH = "health-h200.json"
 HEALTH_STEPS = (FUSED, "step-health-1-h200.json")
 """The same training without health samples, and with one per iteration."""
 OFFLOAD = "offload-h200.json"
-EXPORT = "export-1x-h200.json"
-HOST_BOUND = 0.99
-"""Minimum fraction of a time that the host is busy if it is the bottleneck."""
+EXPORT = "export-2x-h200.json"
 OFFLOAD_STEPS = {
     "0": FUSED,
     "0.5": "step-offload-0.5-h200.json",
@@ -664,22 +662,30 @@ def health_cost() -> str:
 
 def export_cost() -> str:
     report = read_result(EXPORT)
-    header = ["format", "experts go", "into the engine", "time"]
+    rows = report["rows"]
+    header = ["format", "experts go", "tensors", "into each engine", "time", "of bf16", "host"]
     lines = [
         [
             f"`{row['format']}`",
             row["way"],
+            row["tensors"],
             spell_bytes(row["loaded_bytes"]),
             f"{milliseconds(row['ms'])} ms",
+            f"{row['of_bf16']:.2f}",
+            f"{milliseconds(row['host_ms'])} ms",
         ]
-        for row in report["rows"]
+        for row in rows
     ]
-    alone = min(row["host_ms"] / row["ms"] for row in report["rows"])
-    if alone < HOST_BOUND:
-        raise ValueError("documents say that the host bounds an export on one GPU, and it does not")
+    kinds = ("stacked", "one each")
+    stacked, each = (
+        sorted(x["of_bf16"] for x in rows if (x["way"], x["tensors"]) == ("as they are", kind))
+        for kind in kinds
+    )
     return (
-        f"{report['rows'][0]['model']} of {report['rows'][0]['parameters'] / 1e9:.2f}e9 parameters "
-        f"on one H200 ([figures](../recipes/results/{EXPORT})):\n\n"
+        f"{rows[0]['model']} of {rows[0]['parameters'] / 1e9:.2f}e9 parameters, spread over "
+        f"{rows[0]['ranks']} H200 ([figures](../recipes/results/{EXPORT})).\nStacked, experts as "
+        f"they are take {stacked[0]:.2f} to {stacked[-1]:.2f} of the time of bf16; with one tensor "
+        f"per expert, {each[0]:.1f} to {each[-1]:.1f}:\n\n"
     ) + table(header, lines)
 
 
