@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -168,14 +167,15 @@ class _Exporter:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights; exchange those that not all ranks hold, experts one unit ahead."""
         ahead: Arriving | None = None
-        for unit, following in zip_longest(order.units, order.units[1:]):
-            arriving = ahead
+        for unit, following in zip(order.units, [*order.units[1:], None], strict=True):
+            arriving, ahead = ahead, None
             if arriving is None and isinstance(unit, ExpertUnit):
                 arriving = self._start(unit)
-            ahead = self._start(following) if isinstance(following, ExpertUnit) else None
-            if arriving is not None:
+            if isinstance(following, ExpertUnit):
+                ahead = self._start(following)
+            if isinstance(unit, ExpertUnit) and arriving is not None:
                 yield from self._experts(unit, arriving, device)
-            else:
+            elif isinstance(unit, list):
                 for name, tensor in self._parts(order.dense, unit):
                     yield name, tensor if device is None else tensor.to(device)
         self.wholes.check_complete()
