@@ -1,8 +1,9 @@
 """``python -m benchmarks copies``: quantized copies of bf16 experts, and steps that read them.
 
 Times the copy of all experts of a linear against its floor: reading and writing bf16 once, and
-reading once more for the amax of NVFP4. With Transformer Engine, also times the microbatches of one
-step through its ``GroupedLinear``, forward and backward, with and without ``compute``.
+reading once more for the amax of NVFP4. Grids have calibrated amaxes. With Transformer Engine, also
+times the microbatches of one step through its ``GroupedLinear``, forward and backward, with and
+without ``compute``.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.row_report import (
     begin_rows,
@@ -21,14 +22,21 @@ from benchmarks.row_report import (
     table_of_rows,
 )
 from benchmarks.timing import REPEATS, host_us, median_ms, release
+from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.errors import ConfigError
-from moe_optim.formats import FORMATS, BlockScaledFormat, get_format
+from moe_optim.formats import FORMATS
 from moe_optim.screen import print_table, results_console
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moe_optim.kernels.plan import Backend
 
 # Imports of torch take seconds, and are local to functions.
 
-ROW_ONLY = tuple(name for name, format in FORMATS.items() if format.is_row_only)
+COMPUTED = (*PER_EXPERT_GRIDS, *(name for name, one in FORMATS.items() if one.directions_agree))
+"""Values of ``compute`` for Transformer Engine's experts."""
 SHAPES = {"cuda": [1536, 2048], "cpu": [64, 128]}
 COLUMNS = {
     "format": "format",
@@ -62,7 +70,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser = kinds.add_parser(
         "copies",
         help="quantized copies of bf16 experts, and steps of Transformer Engine's linear with them",
-        description="Copy bf16 experts as a row-only format represents them, in ms and relative to "
+        description="Copy bf16 experts as a format or grid represents them, in ms and relative to "
         "the time of reading and writing them. With Transformer Engine, run the microbatches of a "
         "step through its GroupedLinear with such copies and without.",
         allow_abbrev=False,
@@ -71,8 +79,8 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     add("--experts", type=int, default=32, metavar="N", help="experts (default 32)")
     shape = "rows and columns of an expert; default: 1536 2048; 64 128 on a CPU"
     add("--shape", type=int, nargs=2, metavar=("R", "C"), help=shape)
-    formats = ", ".join(ROW_ONLY)
-    add("--formats", choices=ROW_ONLY, nargs="+", default=ROW_ONLY, metavar="NAME", help=formats)
+    formats = ", ".join(COMPUTED)
+    add("--formats", choices=COMPUTED, nargs="+", default=COMPUTED, metavar="NAME", help=formats)
     add("--microbatches", type=int, default=8, metavar="N", help="of a step (default 8)")
     add("--tokens", type=int, default=16384, metavar="N", help="per microbatch (default 16384)")
     add("--device", choices=["cuda", "cpu"], help="default: cuda if available")
@@ -94,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
             f"{args.tokens}. Give larger ones."
         )
     for name in args.formats:
-        get_format(name).check_shape((args.experts, rows, cols), "--shape")
+        if name in FORMATS:
+            FORMATS[name].check_shape((args.experts, rows, cols), "--shape")
     require_writable(args.json)
     case = CopiesCase(
         experts=args.experts,
@@ -116,32 +125,41 @@ def measure(case: CopiesCase, formats: Sequence[str], speed: float) -> Iterator[
     """Yield a row per format, given the copy speed in bytes per ms."""
     for name in formats:
         row = {"format": name, "experts": case.experts, "shape": f"{case.rows}x{case.cols}"}
-        yield row | _measure_copy(case, get_format(name), speed) | _measure_step(case, name)
+        yield row | _measure_copy(case, name, speed) | _measure_step(case, name)
         release(case.device)
 
 
-def _measure_copy(case: CopiesCase, format: BlockScaledFormat, speed: float) -> Row:
+def _measure_copy(case: CopiesCase, name: str, speed: float) -> Row:
     import torch
-
-    from moe_optim.calibration.fake_operations import fake_blocks
 
     generator = torch.Generator(case.device).manual_seed(0)
     shape = (case.experts, case.rows, case.cols)
     values = torch.empty(shape, dtype=torch.bfloat16, device=case.device)
     experts = [one.clone() for one in values.normal_(std=0.02, generator=generator)]
-
-    def copy(backend: str = "auto") -> torch.Tensor:
-        return fake_blocks(experts, format.name, backend)
-
-    differing = copy().view(torch.int16) != copy("reference").view(torch.int16)
+    copy, reference = (_make_copy(name, experts, backend) for backend in ("auto", "reference"))
+    differing = copy().view(torch.int16) != reference().view(torch.int16)
     (copy_ms,) = median_ms([copy], case.device)
-    passes = 3 if format.has_global_amax else 2
+    passes = 3 if name in FORMATS and FORMATS[name].has_global_amax else 2
     return {
         "copy_ms": round(copy_ms, 4),
         "fraction_of_floor": round(passes * values.nbytes / speed / copy_ms, 3),
         "host_us": round(host_us(copy, case.device, repeats=REPEATS), 1),
         "differing_elements": int(differing.sum()),
     }
+
+
+def _make_copy(name: str, experts: "list[Tensor]", backend: "Backend") -> "Callable[[], Tensor]":
+    """Return a function that copies experts [R, C]."""
+    from moe_optim.calibration.fake_operations import fake_blocks, fake_quantized
+    from moe_optim.experts.operands import live_amax, make_copy
+
+    if (grid := PER_EXPERT_GRIDS.get(name)) is not None:
+        amax = live_amax(experts).float()
+        return lambda: fake_quantized(experts, amax, grid.bits, False, backend)
+    if FORMATS[name].is_row_only:
+        return lambda: fake_blocks(experts, name, backend)
+    quantizer = make_copy(FORMATS[name], (len(experts), *experts[0].shape), name, backend)
+    return lambda: quantizer.dequantize(experts, "rowwise", keep=False, amax=None)
 
 
 def _measure_step(case: CopiesCase, format: str) -> Row:

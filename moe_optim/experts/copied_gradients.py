@@ -15,28 +15,26 @@ from moe_optim.calibration.fake_operations import clipped_gradient, cut_like, ze
 from moe_optim.kernels.plan import Backend
 
 
-def give_attributes(copies: Sequence[Any], weights: Sequence[Any], *, fuses: bool) -> None:
-    """Let GEMMs find the attributes of weights on their copies, such as ``main_grad``.
+def share_attributes(copies: Sequence[Any], weights: Sequence[Any], *, fuses: bool) -> None:
+    """Let GEMMs read and set the attributes of weights on their copies, such as ``main_grad``.
 
     Transformer Engine computes all gradients of a linear or none. Those of frozen weights go into
     memory that nothing reads.
 
     Args:
-        copies: copies of all experts, [R, C] each, whose attributes change.
+        copies: copies of all experts, [R, C] each, whose attributes become those of the weights.
         weights: parameters of the same experts.
         fuses: whether GEMMs add gradients to ``main_grad``.
     """
     for copy, weight in zip(copies, weights, strict=True):
-        vars(copy).update(vars(weight))
-        copy._do_not_offload = True  # with activations, as Megatron does with parameters
-    frozen = [
-        copy for copy, weight in zip(copies, weights, strict=True) if not weight.requires_grad
-    ]
+        weight._do_not_offload = True  # with activations, as Megatron does with parameters
+        copy.__dict__ = vars(weight)
+    frozen = [place for place, weight in enumerate(weights) if not weight.requires_grad]
     trained: Any = next((one for one in weights if one.requires_grad), None)
     if fuses and frozen and hasattr(trained, "main_grad"):
         unread = torch.empty_like(trained.main_grad)
-        for copy in frozen:
-            copy.main_grad = unread
+        for place in frozen:
+            copies[place].__dict__ = vars(weights[place]) | {"main_grad": unread}
 
 
 class StraightThrough(torch.autograd.Function):
@@ -62,10 +60,6 @@ class StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Pass gradients to the weights, after Transformer Engine's own backward pass."""
         passed: Sequence[Tensor | None] = gradients
-        if ctx.fuses:  # Transformer Engine has marked the views, and returns dummies
-            for weight in ctx.weights:
-                if weight.requires_grad and hasattr(weight, "grad_added_to_main_grad"):
-                    weight.grad_added_to_main_grad = True
         if ctx.amax is not None and not ctx.delays:
             if ctx.fuses:
                 zero_main_grads(ctx.weights, ctx.amax, ctx.backend)

@@ -17,7 +17,7 @@ from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS, PerExpertG
 from moe_optim.calibration.linears import grouped_linears
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
-from moe_optim.experts.copied_gradients import StraightThrough, clip_delayed, give_attributes
+from moe_optim.experts.copied_gradients import StraightThrough, clip_delayed, share_attributes
 from moe_optim.experts.operands import live_amax, make_copy
 from moe_optim.formats import BlockScaledFormat, get_format
 from moe_optim.integration.engine import original
@@ -90,7 +90,6 @@ class WeightCopies:
             copies = self._copy(weights, amax)
         if keeps:
             self._kept = _Kept(copies, amax, made_of)
-        give_attributes(copies, weights, fuses=self.linear.fuse_wgrad_accumulation)
         return list(copies)
 
     @property
@@ -141,6 +140,7 @@ class WeightCopies:
             # Autograd runs what is ready latest node first. Of an early microbatch, this one would
             # wait for all layers of a later one.
             node._set_sequence_nr(_FIRST)
+        share_attributes(copies, weights, fuses=self.linear.fuse_wgrad_accumulation)
         return copies
 
     def _quantize(self, weights: Sequence[Tensor], calibrated: Tensor | None) -> Tensor:
