@@ -6,13 +6,14 @@ on GPUs, is extended.
 
 import importlib
 import pkgutil
+from itertools import product
 
 import pytest
 import torch
 from triton import JITFunction
 
 from moe_optim import kernels
-from moe_optim.formats import DIRECTIONS, FORMATS, NVFP4_ROWS, QuantizedWeight
+from moe_optim.formats import DIRECTIONS, FORMATS, MXFP8, NVFP4_ROWS, QuantizedWeight
 from moe_optim.kernels import products
 from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.directed_state import DirectedState
@@ -35,6 +36,7 @@ from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.kernels.tuning import NORM
 from tests.kernels.conftest import ONE_OF_EACH_PATH
+from tests.support.formats import REPRESENTATIVE_FORMATS
 from tests.support.ptx.launches import compile_kernel, plan_kernels
 
 pytestmark = pytest.mark.slow
@@ -47,6 +49,8 @@ FOR_EVERY_GPU = pytest.mark.parametrize(
         pytest.param(90, id="sm_90", marks=pytest.mark.extended),
     ],
 )
+LATER = [pytest.mark.extended]
+PATHS = list(REPRESENTATIVE_FORMATS.values())
 SHAPE = (2, 256, 512)
 ROW_ONLY = [format for format in FORMATS.values() if format.is_row_only]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -121,10 +125,18 @@ def kernels_of_step(format, moments, gradients, *, decoupled):
     return table.update.kernels
 
 
+STEPS = [
+    pytest.param(
+        *(DTYPES[moments], DTYPES[gradients], decoupled),
+        id=f"{moments} moments, {gradients} gradients, {'de' * decoupled}coupled",
+        marks=[] if moments == gradients and decoupled == (moments == "fp32") else LATER,
+    )
+    for moments, gradients, decoupled in product(DTYPES, DTYPES, (True, False))
+]
+
+
 @FOR_EVERY_GPU
-@pytest.mark.parametrize("decoupled", [True, False], ids=["decoupled", "coupled"])
-@for_dtypes("gradients")
-@for_dtypes("moments")
+@pytest.mark.parametrize(("moments", "gradients", "decoupled"), STEPS)
 @ONE_OF_EACH_PATH
 def test_every_step_compiles(format, moments, gradients, decoupled, capability, monkeypatch):
     plan_kernels(monkeypatch)
@@ -160,9 +172,18 @@ def kernels_of_direction(format, directions):
     return updates.plan(pieces).kernels
 
 
+STEPS_ALONG = [
+    pytest.param(
+        *(format, dtype),
+        id=f"{format.name}, {name}",
+        marks=[] if format is MXFP8 or (name == "bf16" and format in PATHS) else LATER,
+    )
+    for format, (name, dtype) in product(FORMATS.values(), MORE_DTYPES.items())
+]
+
+
 @FOR_EVERY_GPU
-@for_dtypes("directions", MORE_DTYPES)
-@ONE_OF_EACH_PATH
+@pytest.mark.parametrize(("format", "directions"), STEPS_ALONG)
 def test_every_step_along_a_direction_compiles(format, directions, capability, monkeypatch):
     """Differences round once and products before; nothing flushes what is subnormal."""
     plan_kernels(monkeypatch)
