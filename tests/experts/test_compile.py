@@ -90,7 +90,7 @@ def test_quantizing_gives_the_same_buffers(format, quantize, no_recompilation):
     assert compiled.graphs == 1
 
 
-@every_format
+@pytest.mark.parametrize("format", [MXFP8, NVFP4], ids=lambda one: one.name)
 def test_quantizing_several_weights_gives_the_buffers_of_each(format):
     weights = [make_master(), make_master(1)[0].bfloat16()]
     compiled = Compiled(lambda weights: moe_optim.quantize(weights, format))
@@ -99,7 +99,7 @@ def test_quantizing_several_weights_gives_the_buffers_of_each(format):
         assert_same_buffers(mine, moe_optim.quantize(weight, format))
 
 
-@every_format
+@pytest.mark.parametrize("format", [MXFP8, NVFP4], ids=lambda one: one.name)
 def test_buffers_that_are_given_are_overwritten_in_place(format):
     out = moe_optim.quantize(make_master(1), format)
     buffers = out.buffers()
