@@ -13,7 +13,7 @@ import torch
 from triton import JITFunction
 
 from moe_optim import kernels
-from moe_optim.formats import DIRECTIONS, FORMATS, MXFP8, NVFP4_ROWS, QuantizedWeight
+from moe_optim.formats import DIRECTIONS, FORMATS, NVFP4_ROWS, QuantizedWeight
 from moe_optim.kernels import products
 from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.directed_state import DirectedState
@@ -35,8 +35,7 @@ from moe_optim.kernels.step_table import StepTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.kernels.tuning import NORM
-from tests.kernels.conftest import ONE_OF_EACH_PATH
-from tests.support.formats import REPRESENTATIVE_FORMATS
+from tests.kernels.conftest import MORE_DTYPES, ONE_OF_EACH_PATH, STEPS_ALONG
 from tests.support.ptx.launches import compile_kernel, plan_kernels
 
 pytestmark = pytest.mark.slow
@@ -50,11 +49,9 @@ FOR_EVERY_GPU = pytest.mark.parametrize(
     ],
 )
 LATER = [pytest.mark.extended]
-PATHS = list(REPRESENTATIVE_FORMATS.values())
 SHAPE = (2, 256, 512)
 ROW_ONLY = [format for format in FORMATS.values() if format.is_row_only]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MORE_DTYPES = DTYPES | {"fp16": torch.float16}
 
 
 def for_dtypes(argument, dtypes=DTYPES):
@@ -172,22 +169,12 @@ def kernels_of_direction(format, directions):
     return updates.plan(pieces).kernels
 
 
-STEPS_ALONG = [
-    pytest.param(
-        *(format, dtype),
-        id=f"{format.name}, {name}",
-        marks=[] if format is MXFP8 or (name == "bf16" and format in PATHS) else LATER,
-    )
-    for format, (name, dtype) in product(FORMATS.values(), MORE_DTYPES.items())
-]
-
-
 @FOR_EVERY_GPU
-@pytest.mark.parametrize(("format", "directions"), STEPS_ALONG)
-def test_every_step_along_a_direction_compiles(format, directions, capability, monkeypatch):
+@STEPS_ALONG
+def test_every_step_along_a_direction_compiles(format, dtype, capability, monkeypatch):
     """Differences round once and products before; nothing flushes what is subnormal."""
     plan_kernels(monkeypatch)
-    seen = list(kernels_of_direction(format, directions))
+    seen = list(kernels_of_direction(format, dtype))
     assert len(seen) == (4 if format.has_global_amax else 3)
     for bound in seen:
         asm = compile_kernel(bound, capability).asm
