@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import param_and_grad_buffer
@@ -21,7 +21,9 @@ from moe_optim.errors import StateError
 from moe_optim.integration.engine import original
 from moe_optim.places import has_memory
 from moe_optim.weights.te.fields import is_tensorwise
-from moe_optim.weights.te.tensorwise import Transposes
+
+if TYPE_CHECKING:
+    from moe_optim.weights.te.tensorwise import Transposes
 
 _PARTITION = "megatron.core.distributed.distributed_data_parallel:partition_buckets"
 
@@ -135,6 +137,8 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         elif self._quantized:
             super()._post_param_sync()
             if all(map(is_tensorwise, self._quantized)):
+                from moe_optim.weights.te.tensorwise import Transposes
+
                 self._transposes = Transposes.of(self._quantized)
 
     @cached_property

@@ -3,21 +3,18 @@
 import logging
 from collections.abc import Iterable, Sequence
 from math import lcm
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.optimizer.param_layout import PerBufferParamLayout
 from megatron.core.utils import log_single_rank
 
 from moe_optim.buckets.layout import START
-from moe_optim.buckets.matrix_layout import (
-    MatrixLayout,
-    MatrixWeight,
-    iteration_cost,
-    lay_out_matrices,
-)
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_optimizer
+
+if TYPE_CHECKING:
+    from moe_optim.buckets.matrix_layout import MatrixLayout, MatrixWeight
 
 logger = logging.getLogger(__name__)
 _NEITHER = ("is_embedding_or_output_parameter", "holds_biases")
@@ -89,6 +86,8 @@ def matrix_param_layout(
     Raises:
         LayoutError: no rank can own some matrix whole.
     """
+    from moe_optim.buckets.matrix_layout import lay_out_matrices
+
     backward = params[::-1]
     layout = lay_out_matrices(
         [_matrix_weight(param, len(params) - 1 - index) for index, param in enumerate(backward)],
@@ -106,7 +105,7 @@ def matrix_param_layout(
     )
 
 
-def describe_layout(layout: MatrixLayout) -> str:
+def describe_layout(layout: "MatrixLayout") -> str:
     """Return a line with the number of buckets, the padding and the balance of a layout."""
     costs = layout.costs_by_rank()
     mean = sum(costs) / len(costs)
@@ -119,7 +118,9 @@ def describe_layout(layout: MatrixLayout) -> str:
     )
 
 
-def _matrix_weight(param: torch.nn.Parameter, index: int) -> MatrixWeight:
+def _matrix_weight(param: torch.nn.Parameter, index: int) -> "MatrixWeight":
+    from moe_optim.buckets.matrix_layout import MatrixWeight, iteration_cost
+
     storage = getattr(param, "quantized_storage", None)
     count, rows, cols = (1, *param.shape) if param.dim() == 2 else param.shape
     return MatrixWeight(

@@ -1,7 +1,7 @@
 """Sampling of expert health, its reduction over ranks, and its reports."""
 
 import logging
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,10 @@ from moe_optim.formats.health_figures import ExpertLoad, LayerHealth
 from moe_optim.health.rows import ExpertRows, expert_names, this_device
 from moe_optim.health.tokens import TokenCounts
 from moe_optim.health.writers import current_iteration, write
-from moe_optim.kernels.health import HealthEntry, HealthTable
 from moe_optim.kernels.member_table import TableEntry
+
+if TYPE_CHECKING:
+    from moe_optim.kernels.health import HealthTable
 
 logger = logging.getLogger(__name__)
 MOST_WARNINGS = 8
@@ -128,8 +130,10 @@ class HealthMonitor:
             if bucket.state.weights is Weights.FRESH and not part.distributed_optimizer_instance_id
         )
 
-    def _plan(self) -> HealthTable:
+    def _plan(self) -> "HealthTable":
         """Assign a row to every expert of all ranks. Every rank must make the first call."""
+        from moe_optim.kernels.health import HealthEntry, HealthTable
+
         mine = expert_names(self._chain.model_chunks)
         if self._rows is None:
             self._rows = ExpertRows.of_all_ranks(name for names in mine.values() for name in names)

@@ -1,8 +1,8 @@
 """Tables of matrices as kernels read them, and parts of matrices, one per program."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,8 @@ from torch import Tensor
 from moe_optim.kernels.cutting import cut_ranges, grid, int64
 from moe_optim.kernels.fields import MATRIX_FIELDS
 from moe_optim.kernels.matrices import Piece
-from moe_optim.kernels.plan import ALIGNMENT
+from moe_optim.kernels.plan import ALIGNMENT, BoundKernel
+from moe_optim.kernels.tuning import FlatTile
 
 _GRADIENT, _MOMENTUM, _SPAN, _GAP, _, _, _PACKED, _ = range(MATRIX_FIELDS)
 """Columns of MATRIX_FIELDS."""
@@ -100,6 +101,39 @@ class MatrixTable:
             key = PartKind(size, bool(is_contiguous), bool(is_aligned))
             of_kind[key] = parts[(kinds == kind).all(1)]
         return of_kind, bounds
+
+    def bind(
+        self,
+        kernel: Any,
+        parts: Mapping[PartKind, Tensor],
+        tile: FlatTile,
+        *arguments: Tensor,
+        **constants: bool,
+    ) -> Iterator[BoundKernel]:
+        """Yield a launch per kind of parts, on the device of ``arguments``.
+
+        ``arguments`` follow the tables of matrices and parts; ``constants`` do not depend on the
+        kind.
+        """
+        device = arguments[0].device
+        matrices = self.rows.to(device)
+        for kind, rows in parts.items():
+            of_kind = {
+                "GRADIENT_FP32": kind.gradient_size == torch.float32.itemsize,
+                "CONTIGUOUS": kind.contiguous,
+                "ALIGNED": kind.aligned,
+            }
+            yield BoundKernel(
+                kernel,
+                len(rows),
+                matrices,
+                rows.to(device),
+                *arguments,
+                **{name: value for name, value in of_kind.items() if name in kernel.arg_names},
+                **constants,
+                TILE=tile.numel,
+                num_warps=tile.num_warps,
+            )
 
 
 class _Memory(NamedTuple):

@@ -134,24 +134,9 @@ def _bind_momentum(
 
     table = MatrixTable.of_state(pieces)
     parts, bounds = table.cut(MOMENTUM_PART)
-    matrices = table.rows.to(squares.device)
     sums = torch.zeros(int(bounds[-1]), dtype=torch.float64, device=squares.device)
-    for kind, rows in parts.items():
-        yield BoundKernel(
-            momentum_kernel,
-            len(rows),
-            matrices,
-            rows.to(squares.device),
-            hyper,
-            clips,
-            sums,
-            GRADIENT_FP32=kind.gradient_size == torch.float32.itemsize,
-            NESTEROV=nesterov,
-            CONTIGUOUS=kind.contiguous,
-            ALIGNED=kind.aligned,
-            TILE=MOMENTUM_TILE.numel,
-            num_warps=MOMENTUM_TILE.num_warps,
-        )
+    arguments = (hyper, clips, sums)
+    yield from table.bind(momentum_kernel, parts, MOMENTUM_TILE, *arguments, NESTEROV=nesterov)
     if len(squares):
         yield BoundKernel(
             add_squares_kernel,

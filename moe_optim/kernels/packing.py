@@ -162,24 +162,8 @@ def _bind_pack(
 
     table = MatrixTable.of_state(pieces, packed)
     parts, _ = table.cut(PACK_PART)
-    matrices = table.rows.to(packed.device)
-    for kind, rows in parts.items():
-        yield BoundKernel(
-            pack_kernel,
-            len(rows),
-            matrices,
-            rows.to(packed.device),
-            hyper,
-            clips,
-            squares,
-            packed,
-            GRADIENT_FP32=kind.gradient_size == torch.float32.itemsize,
-            NESTEROV=nesterov,
-            CONTIGUOUS=kind.contiguous,
-            ALIGNED=kind.aligned,
-            TILE=PACK_TILE.numel,
-            num_warps=PACK_TILE.num_warps,
-        )
+    arguments = (hyper, clips, squares, packed)
+    yield from table.bind(pack_kernel, parts, PACK_TILE, *arguments, NESTEROV=nesterov)
 
 
 def _bind_unpack(packed: Tensor, pieces: Sequence[Piece], weights: Tensor) -> Iterator[BoundKernel]:
@@ -187,19 +171,7 @@ def _bind_unpack(packed: Tensor, pieces: Sequence[Piece], weights: Tensor) -> It
 
     table = MatrixTable.of_weights(pieces, weights, packed)
     parts, _ = table.cut(PACK_PART)
-    matrices = table.rows.to(packed.device)
-    for kind, rows in parts.items():
-        yield BoundKernel(
-            unpack_kernel,
-            len(rows),
-            matrices,
-            rows.to(packed.device),
-            packed,
-            CONTIGUOUS=kind.contiguous,
-            ALIGNED=kind.aligned,
-            TILE=PACK_TILE.numel,
-            num_warps=PACK_TILE.num_warps,
-        )
+    yield from table.bind(unpack_kernel, parts, PACK_TILE, packed)
 
 
 def _pack(

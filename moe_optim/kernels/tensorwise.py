@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,16 +108,7 @@ def _bind_finding(
 
     num_slots = sum(map(len, parts.values()))
     slots = torch.zeros(num_slots, dtype=torch.float32, device=amaxes.device)
-    for aligned, rows in parts.items():
-        yield BoundKernel(
-            part_amax_kernel,
-            len(rows),
-            rows,
-            slots,
-            ALIGNED=aligned,
-            TILE=TENSORWISE_TILE.numel,
-            num_warps=TENSORWISE_TILE.num_warps,
-        )
+    yield from _bind_parts(part_amax_kernel, parts, slots)
     yield BoundKernel(
         weight_amax_kernel, len(amaxes), bounds, slots, amaxes, LANES=TENSORWISE_LANES, num_warps=1
     )
@@ -129,12 +121,16 @@ def _bind_casting(
 
     inverses = int64(addresses_of(one.scale_inv for one in weights)).to(amaxes.device)
     yield BoundKernel(scale_kernel, len(weights), amaxes, scales, inverses, num_warps=1)
+    yield from _bind_parts(cast_kernel, parts, scales)
+
+
+def _bind_parts(kernel: Any, parts: Mapping[bool, Tensor], values: Tensor) -> Iterator[BoundKernel]:
     for aligned, rows in parts.items():
         yield BoundKernel(
-            cast_kernel,
+            kernel,
             len(rows),
             rows,
-            scales,
+            values,
             ALIGNED=aligned,
             TILE=TENSORWISE_TILE.numel,
             num_warps=TENSORWISE_TILE.num_warps,

@@ -23,8 +23,7 @@ from moe_optim.integration.installation import (
     installed_optimizer,
 )
 from moe_optim.optimizer.description import describe
-from moe_optim.optimizer.muon_factory import build_muon, require_wrapped_for
-from moe_optim.optimizer.requirements import check_model
+from moe_optim.optimizer.requirements import check_model, require_wrapped_for
 from moe_optim.optimizer.step import runs_on_kernels, this_device
 from moe_optim.rules import Setup, check_setup, config_with_flags, remarks
 
@@ -82,12 +81,14 @@ def get_megatron_optimizer(
     try:
         stock = original(_FACTORY) if is_rebound(_FACTORY) else _core_factory
         with building_with(moe_optim_config):
+            require_wrapped_for(config.optimizer, model_chunks)
             if config.optimizer == "muon":  # Megatron's own factory ignores the path, too
+                from moe_optim.optimizer.muon_factory import build_muon
+
                 optimizer = build_muon(
                     config, model_chunks, config_overrides, use_gloo_process_groups, pg_collection
                 )
             else:
-                require_wrapped_for(config.optimizer, model_chunks)
                 optimizer = stock(
                     config,
                     model_chunks,

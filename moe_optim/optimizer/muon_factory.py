@@ -13,13 +13,10 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from moe_optim.buckets.matrix_buffers import holds_matrices, is_muon_matrix
-from moe_optim.errors import StateError
-from moe_optim.integration.installation import installed_optimizer
 from moe_optim.optimizer.chained import GroupedChainedOptimizer
 from moe_optim.optimizer.muon import Muon, tag_roles
 from moe_optim.optimizer.muon_distributed import MuonDistributedOptimizer
 from moe_optim.optimizer.muon_step import Workspace
-from moe_optim.weights.names import parameter_names
 
 Part = tuple[str, bool]
 """Optimizer of some groups, and whether they hold experts with a data-parallel group of their own.
@@ -50,9 +47,7 @@ def build_muon(
 
     Raises:
         ConfigError: a setting of Muon has an unsupported value.
-        StateError: the model was wrapped for another optimizer.
     """
-    require_wrapped_for(config.optimizer, model_chunks)
     if config_overrides is None:
         config_overrides = core_optimizer.get_standard_config_overrides(config)
     core_optimizer.check_config_overrides_consistency(config, config_overrides)
@@ -157,39 +152,6 @@ class _Builder:
             ]
             for number, chunk in enumerate(self.chunks)
         }
-
-
-def require_wrapped_for(optimizer: str, model_chunks: Sequence[Any]) -> None:
-    """Raise StateError unless DDP has wrapped the chunks for ``muon``, or for another optimizer.
-
-    Muon needs its matrices in buffers of their own, whose shards hold whole matrices.
-    """
-    is_muon = optimizer == "muon"
-    if is_muon and installed_optimizer() != "muon":  # nor would checkpoints load
-        raise StateError(
-            '--optimizer muon: expected moe_optim.install(config, optimizer="muon"), got an '
-            "installation for Adam, or none. Call it before the model is wrapped with DDP."
-        )
-    buffers = (
-        buffer
-        for chunk in model_chunks
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    )
-    for buffer in buffers:
-        are_alone = holds_matrices(buffer.params)
-        for param in buffer.params:
-            if (is_muon and is_muon_matrix(param)) is are_alone:
-                continue
-            name = parameter_names(model_chunks)[param]
-            if is_muon:
-                needed, got = "matrices of Muon in buffers of their own", "another optimizer"
-            else:
-                needed, got = "buffers for all parameters alike", "Muon"
-            raise StateError(
-                f"{name}: expected {needed}, as --optimizer {optimizer} needs, got a model that "
-                f"was wrapped for {got}. Call moe_optim.install(config, "
-                f'optimizer="{optimizer}") before the model is wrapped with DDP.'
-            )
 
 
 def create_momenta(inner: Any, config: Any = None) -> None:  # noqa: ARG001  # Megatron's signature

@@ -1,6 +1,7 @@
 """Inspection of a wrapped model, and checks of whether the plug-in supports it."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,13 +10,16 @@ from megatron.core.distributed import param_and_grad_buffer as upstream
 from megatron.core.utils import log_single_rank
 
 from moe_optim.buckets.bucket_group import GroupedBucketGroup, bucket_groups
+from moe_optim.buckets.matrix_buffers import holds_matrices, is_muon_matrix
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.experts.weight_copies import copies_of
 from moe_optim.formats import FORMATS
+from moe_optim.integration.installation import installed_optimizer
 from moe_optim.rules import Setup, check_setup
 from moe_optim.weights.managed import is_managed
+from moe_optim.weights.names import parameter_names
 from moe_optim.weights.te.fields import TENSORWISE, is_tensorwise, te_formats_of
 
 logger = logging.getLogger(__name__)
@@ -106,3 +110,36 @@ def _resolve_auto(setup: Setup) -> None:
         what = f"is {format} here"
         setup.config.resolved(format)
     log_single_rank(logger, logging.INFO, f"moe_optim: format: auto {what}")
+
+
+def require_wrapped_for(optimizer: str, model_chunks: Sequence[Any]) -> None:
+    """Raise StateError unless DDP has wrapped the chunks for ``muon``, or for another optimizer.
+
+    Muon needs its matrices in buffers of their own, whose shards hold whole matrices.
+    """
+    is_muon = optimizer == "muon"
+    if is_muon and installed_optimizer() != "muon":  # nor would checkpoints load
+        raise StateError(
+            '--optimizer muon: expected moe_optim.install(config, optimizer="muon"), got an '
+            "installation for Adam, or none. Call it before the model is wrapped with DDP."
+        )
+    buffers = (
+        buffer
+        for chunk in model_chunks
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    )
+    for buffer in buffers:
+        are_alone = holds_matrices(buffer.params)
+        for param in buffer.params:
+            if (is_muon and is_muon_matrix(param)) is are_alone:
+                continue
+            name = parameter_names(model_chunks)[param]
+            if is_muon:
+                needed, got = "matrices of Muon in buffers of their own", "another optimizer"
+            else:
+                needed, got = "buffers for all parameters alike", "Muon"
+            raise StateError(
+                f"{name}: expected {needed}, as --optimizer {optimizer} needs, got a model that "
+                f"was wrapped for {got}. Call moe_optim.install(config, "
+                f'optimizer="{optimizer}") before the model is wrapped with DDP.'
+            )

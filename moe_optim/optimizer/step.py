@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,9 @@ from moe_optim.optimizer.step_hooks import (
 )
 from moe_optim.rules import Setup, why_stock_step
 from moe_optim.weights.names import parameter_names
-from moe_optim.weights.te.tensorwise import TensorwiseCast, can_cast
+
+if TYPE_CHECKING:
+    from moe_optim.weights.te.tensorwise import TensorwiseCast
 
 
 class SteppedOptimizer(CheckpointedOptimizer):
@@ -261,9 +263,11 @@ class SteppedOptimizer(CheckpointedOptimizer):
             f"{others} other tensors. Put them back, or set step: stock."
         )
 
-    def _plan_cast(self) -> TensorwiseCast | None:
+    def _plan_cast(self) -> "TensorwiseCast | None":
         if not self.has_tensorwise:
             return None
+        from moe_optim.weights.te.tensorwise import TensorwiseCast, can_cast
+
         weights, masters, starts = self._get_fp8_params_and_shard_fp32_from_fp8()
         return TensorwiseCast(weights, masters, starts) if can_cast(weights) else None
 

@@ -6,15 +6,11 @@ import pytest
 import torch
 
 from moe_optim.formats import FORMATS, QuantizedWeight, get_format, reference
-from moe_optim.formats.reference.muon import (
-    Orthogonalization,
-    apply_into,
-    error_bound,
-    orthogonalize,
-)
+from moe_optim.formats.reference.muon import Orthogonalization, apply_into, orthogonalize
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.table_entry import TableEntry
 from tests.support.bytes import assert_bytes_equal
+from tests.support.newton_schulz_error import error_bound
 from tests.support.steps.launches import assert_neither_allocates_nor_waits
 from tests.support.steps.muon_steps import DEFAULTS, expected_step, make_states, step, weight_of
 

@@ -1,8 +1,11 @@
 """GPUs that are not at hand: kernels are compiled for them, and their PTX runs on the CPU."""
 
-import pytest
+from itertools import product
 
-from moe_optim.formats import FORMATS
+import pytest
+import torch
+
+from moe_optim.formats import FORMATS, MXFP8
 from tests.support.formats import REPRESENTATIVE_FORMATS
 from tests.support.ptx.launches import emulate
 
@@ -23,6 +26,23 @@ ONE_OF_EACH_PATH = pytest.mark.parametrize(
     ],
 )
 """Every format; those that share their code with another are extended."""
+
+MORE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+STEPS_ALONG = pytest.mark.parametrize(
+    ("format", "dtype"),
+    [
+        pytest.param(
+            *(format, dtype),
+            id=f"{name}, directions in {of}",
+            marks=[]
+            if format is MXFP8 or (of == "bf16" and name in REPRESENTATIVE_FORMATS)
+            else [pytest.mark.extended],
+        )
+        for (name, format), (of, dtype) in product(FORMATS.items(), MORE_DTYPES.items())
+    ],
+)
+"""Every format with directions of every dtype; most are extended."""
 
 
 @pytest.fixture(params=GPUS)

@@ -6,6 +6,7 @@ on GPUs, is extended.
 
 import importlib
 import pkgutil
+from itertools import product
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from moe_optim.kernels.step_table import StepTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.kernels.tuning import NORM
-from tests.kernels.conftest import ONE_OF_EACH_PATH
+from tests.kernels.conftest import MORE_DTYPES, ONE_OF_EACH_PATH, STEPS_ALONG
 from tests.support.ptx.launches import compile_kernel, plan_kernels
 
 pytestmark = pytest.mark.slow
@@ -47,10 +48,10 @@ FOR_EVERY_GPU = pytest.mark.parametrize(
         pytest.param(90, id="sm_90", marks=pytest.mark.extended),
     ],
 )
+LATER = [pytest.mark.extended]
 SHAPE = (2, 256, 512)
 ROW_ONLY = [format for format in FORMATS.values() if format.is_row_only]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MORE_DTYPES = DTYPES | {"fp16": torch.float16}
 
 
 def for_dtypes(argument, dtypes=DTYPES):
@@ -121,10 +122,18 @@ def kernels_of_step(format, moments, gradients, *, decoupled):
     return table.update.kernels
 
 
+STEPS = [
+    pytest.param(
+        *(DTYPES[moments], DTYPES[gradients], decoupled),
+        id=f"{moments} moments, {gradients} gradients, {'de' * decoupled}coupled",
+        marks=[] if moments == gradients and decoupled == (moments == "fp32") else LATER,
+    )
+    for moments, gradients, decoupled in product(DTYPES, DTYPES, (True, False))
+]
+
+
 @FOR_EVERY_GPU
-@pytest.mark.parametrize("decoupled", [True, False], ids=["decoupled", "coupled"])
-@for_dtypes("gradients")
-@for_dtypes("moments")
+@pytest.mark.parametrize(("moments", "gradients", "decoupled"), STEPS)
 @ONE_OF_EACH_PATH
 def test_every_step_compiles(format, moments, gradients, decoupled, capability, monkeypatch):
     plan_kernels(monkeypatch)
@@ -161,12 +170,11 @@ def kernels_of_direction(format, directions):
 
 
 @FOR_EVERY_GPU
-@for_dtypes("directions", MORE_DTYPES)
-@ONE_OF_EACH_PATH
-def test_every_step_along_a_direction_compiles(format, directions, capability, monkeypatch):
+@STEPS_ALONG
+def test_every_step_along_a_direction_compiles(format, dtype, capability, monkeypatch):
     """Differences round once and products before; nothing flushes what is subnormal."""
     plan_kernels(monkeypatch)
-    seen = list(kernels_of_direction(format, directions))
+    seen = list(kernels_of_direction(format, dtype))
     assert len(seen) == (4 if format.has_global_amax else 3)
     for bound in seen:
         asm = compile_kernel(bound, capability).asm
@@ -175,16 +183,22 @@ def test_every_step_along_a_direction_compiles(format, directions, capability, m
             assert "fma.rn.f32" in asm["ptx"] and "ld.global.v4.b32" in asm["ptx"]
 
 
+VARIANTS = [
+    pytest.param(
+        *(dtype, options),
+        id=f"{name}, {', '.join(options) or 'whole'}",
+        marks=[] if bool(options.get("zero")) == (name == "bf16") else LATER,
+    )
+    for (name, dtype), options in product(DTYPES.items(), ({}, {"cut": True}, {"zero": True}))
+]
+
+
 @FOR_EVERY_GPU
-@for_dtypes("dtype")
+@pytest.mark.parametrize(("dtype", "options"), VARIANTS)
 @ONE_OF_EACH_PATH
-def test_every_kernel_compiles(format, dtype, capability):
-    seen = []
-    for options in ({}, {"cut": True}, {"zero": True}):
-        for bound in kernels_of(format, dtype, **options):
-            seen.append(bound.kernel.__name__)
-            assert compile_kernel(bound, capability).asm["cubin"]
-    assert len(seen) >= 3
+def test_every_kernel_compiles(format, dtype, options, capability):
+    seen = [compile_kernel(bound, capability) for bound in kernels_of(format, dtype, **options)]
+    assert seen and all(one.asm["cubin"] for one in seen)
 
 
 def kernels_of_norm(monkeypatch, *, count_zeros):
@@ -334,13 +348,12 @@ def kernels_of_momentum(gradients, packed, monkeypatch, *, nesterov):
 
 
 @FOR_EVERY_GPU
-@pytest.mark.parametrize("nesterov", [True, False], ids=["nesterov", "plain"])
 @pytest.mark.parametrize(
-    ("gradients", "packed"),
+    ("gradients", "packed", "nesterov"),
     [
-        (torch.float32, torch.bfloat16),
-        (torch.bfloat16, torch.float16),
-        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16, True),
+        (torch.bfloat16, torch.float16, True),
+        (torch.bfloat16, torch.float32, False),
     ],
     ids=str,
 )
@@ -373,8 +386,14 @@ def kernels_of_iteration(dtype, monkeypatch, *, form, rows=256, cols=384):
     return NewtonSchulz.build(matrices, scratch, coefficients=steps, form=form).kernels
 
 
-@for_dtypes("dtype", {"bf16": torch.bfloat16, "fp16": torch.float16})
-@pytest.mark.parametrize("form", ["plain", "gram"])
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    [
+        pytest.param(torch.bfloat16, "plain", id="bf16, plain"),
+        pytest.param(torch.float16, "plain", id="fp16, plain", marks=LATER),
+        pytest.param(torch.float16, "gram", id="fp16, gram"),
+    ],
+)
 @FOR_EVERY_GPU
 def test_the_iteration_of_muon_compiles(dtype, form, capability, monkeypatch):
     """Wide and tall matrices: every product runs on tensor cores."""

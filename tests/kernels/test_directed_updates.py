@@ -13,13 +13,11 @@ from moe_optim.kernels.directed_state import DirectedState
 from moe_optim.kernels.directed_updates import DirectedUpdates
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.member_table import MemberTable, TableEntry
-from tests.kernels.conftest import BLACKWELL, ONE_OF_EACH_PATH
+from tests.kernels.conftest import BLACKWELL, MORE_DTYPES, ONE_OF_EACH_PATH, STEPS_ALONG
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import poisoned
 from tests.support.ptx.launches import emulate, plan_kernels
 from tests.support.steps.directing import ROWS, Directing, stepped
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def weights_of(format):
@@ -33,8 +31,7 @@ def weights_of(format):
 # Kernels
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@ONE_OF_EACH_PATH
+@STEPS_ALONG
 def test_kernels_step_and_encode_pieces_as_the_whole(format, dtype, launches):
     run = Directing(weights_of(format), directions=dtype)
     for seed in (0, 100):
@@ -88,7 +85,7 @@ def test_plain_torch_steps_and_encodes_pieces_as_the_whole(data):
     weights = data.draw(
         st.lists(st.tuples(shapes, st.sampled_from(formats)), min_size=1, max_size=4)
     )
-    dtype = data.draw(st.sampled_from([*DTYPES.values()]))
+    dtype = data.draw(st.sampled_from([*MORE_DTYPES.values()]))
     run = Directing(weights, directions=dtype, num_tables=data.draw(st.integers(1, 3)))
     for seed in (0, 100):
         run.step(run.directions(seed), data.draw(st.integers(0, 99)))

@@ -45,15 +45,12 @@ def launches(monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("num_steps", [1, 2, 5])
-def test_the_reference_is_the_batched_iteration_of_emerging_optimizers_to_the_bit(
-    dtype, shape, num_steps
-):
+def test_the_reference_is_the_batched_iteration_of_emerging_optimizers_to_the_bit(dtype, shape):
     x = random_matrices(shape, dtype)
-    want = iterate(x, QUINTIC[:num_steps])
-    built, got = orthogonalize(x.clone(), QUINTIC[:num_steps])
-    assert built.x.shape == built.result.shape and built.result.is_contiguous()
-    assert_bytes_equal(got, want)
+    for coefficients in (QUINTIC[:2], QUINTIC):
+        built, got = orthogonalize(x.clone(), coefficients)
+        assert built.x.shape == built.result.shape and built.result.is_contiguous()
+        assert_bytes_equal(got, iterate(x, coefficients))
 
 
 @pytest.mark.parametrize("shape", [(2, 24, 40), (2, 40, 24), (2, 32, 32)], ids=str)
@@ -66,13 +63,13 @@ def test_either_side_is_contracted_where_asked(shape, transpose):
 
 
 @pytest.mark.parametrize("shape", [(2, 24, 40), (2, 40, 24), (1, 32, 32)], ids=str)
-@pytest.mark.parametrize("num_steps", range(1, 10))
-def test_the_gram_form_is_the_iteration_in_exact_arithmetic(shape, num_steps):
+def test_the_gram_form_is_the_iteration_in_exact_arithmetic(shape):
     """For every number of steps, with none to three restarts."""
-    coefficients = DEEPSEEK[:num_steps]
     x = random_matrices(shape, torch.float32)
-    _, got = orthogonalize(x.clone(), coefficients, form="gram")
-    assert distance(got, iterate_exactly(x, coefficients)) < 1e-4
+    for num_steps in range(1, 10):
+        coefficients = DEEPSEEK[:num_steps]
+        _, got = orthogonalize(x.clone(), coefficients, form="gram")
+        assert distance(got, iterate_exactly(x, coefficients)) < 1e-4
 
 
 @pytest.mark.parametrize("coefficients", [QUINTIC, DEEPSEEK], ids=["quintic", "deepseekv4"])

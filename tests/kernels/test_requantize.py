@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from moe_optim.kernels.requantize_blocks import encode_scale
 from moe_optim.kernels.requantize_rows import encode_row_scale
 from tests.kernels.conftest import ONE_OF_EACH_PATH
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
+from tests.support.formats import REPRESENTATIVE_FORMATS
 from tests.support.inputs import SENTINEL, poisoned, wide_range_weights, with_specials
 from tests.support.steps.stepping import (
     Stepping,
@@ -101,12 +103,20 @@ def all_in_kernels(table):
     return not table.remainder and len(table.finish.kernels) == len(table.finish.calls)
 
 
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize(
-    ("dtype", "apart", "zero"),
-    [(torch.float32, False, False), (torch.bfloat16, True, True)],
-    ids=["fp32", "bf16, rows apart, zeroed behind it"],
-)
+WHOLE = [
+    *(pytest.param(one, torch.float32, False, False, id=name) for name, one in FORMATS.items()),
+    *(
+        pytest.param(
+            *(one, torch.bfloat16, True, True),
+            id=f"{name}, bf16, rows apart, zeroed behind it",
+            marks=[] if name in REPRESENTATIVE_FORMATS else [pytest.mark.extended],
+        )
+        for name, one in FORMATS.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("format", "dtype", "apart", "zero"), WHOLE)
 def test_whole_weights_are_the_references(format, dtype, apart, zero, launches):
     """Whole and partial tiles in one launch, and nothing around them; sources and gaps are zeroed
     where that is asked for, and left alone where not."""
@@ -250,15 +260,22 @@ def test_columns_on_two_ranks_are_parts_of_the_whole(format, launches):
     assert launches
 
 
-@ONE_OF_EACH_PATH
-@pytest.mark.parametrize(
-    ("gradients", "moments", "decoupled", "cut"),
-    [
-        (torch.bfloat16, torch.float32, False, False),
-        (torch.float32, torch.bfloat16, True, True),
-    ],
-    ids=["bf16 gradients, L2, whole", "bf16 moments, AdamW, shards"],
-)
+L2 = (torch.bfloat16, torch.float32, False, False)
+"""bf16 gradients and whole weights."""
+ADAMW = (torch.float32, torch.bfloat16, True, True)
+"""bf16 moments and shards."""
+EVERY_TIME = {("mxfp8", L2), ("nvfp4", L2), *((name, ADAMW) for name in REPRESENTATIVE_FORMATS)}
+RUNS = [
+    pytest.param(
+        *(format, *kind),
+        id=f"{name}, {'AdamW' if kind is ADAMW else 'L2'}",
+        marks=[] if (name, kind) in EVERY_TIME else [pytest.mark.extended],
+    )
+    for (name, format), kind in product(FORMATS.items(), (L2, ADAMW))
+]
+
+
+@pytest.mark.parametrize(("format", "gradients", "moments", "decoupled", "cut"), RUNS)
 def test_steps_are_the_references(format, gradients, moments, decoupled, cut, launches):
     """Masters, moments, and weights that a step has encoded, quantized ones and dense ones.
 
@@ -312,7 +329,7 @@ def test_a_clip_factor_of_zero_is_a_step_without_gradients(launches):
     assert launches
 
 
-SLOTS = [0, 1, 31, 62, 63]
+SLOTS = [0, 31, 63]
 
 
 def _amax_from(slot):

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from moe_optim.formats.reference.muon import Orthogonalization
-from moe_optim.formats.reference.newton_schulz import TensorParallelMode
 from moe_optim.optimizer.muon_step import MuonState
 from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import run_ranks
@@ -41,7 +40,7 @@ def _own_part(state: MuonState, dim: int) -> MuonState:
     )
 
 
-def _step_parts(mode: TensorParallelMode, dim: int) -> int:
+def _step_parts(mode: str, dim: int) -> int:
     """Compare a step of this rank's parts, next to a weight that is not cut, with the whole."""
     dist.init_process_group("gloo")
     settings = replace(SETTINGS, tp_mode=mode)
@@ -59,6 +58,6 @@ def _step_parts(mode: TensorParallelMode, dim: int) -> int:
 
 @pytest.mark.parametrize("mode", ["duplicated", "distributed"])
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
-def test_parts_of_matrices_move_as_the_whole_ones(mode: TensorParallelMode, dim: int):
+def test_parts_of_matrices_move_as_the_whole_ones(mode: str, dim: int):
     """In fp32, whose sums depend on their order: momentum to the bit, masters but for rounding."""
     assert run_ranks(2, _step_parts, mode, dim) == [len(SPLITS)] * 2

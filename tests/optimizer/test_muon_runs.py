@@ -145,7 +145,7 @@ def test_gate_and_up_are_orthogonalized_apart_on_request():
         run_ranks(
             2,
             _shapes_of_gate_and_up,
-            ["--moe-mlp-glu-interleave-size", "32"],
+            ["--moe-mlp-glu-interleave-size", "32", "--train-iters", "2"],
             MoEOptimConfig(format="fp8_block", muon_gate_up=choice),
         )[0]
         for choice in ("together", "apart")

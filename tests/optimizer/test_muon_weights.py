@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
-from moe_optim.formats.reference.newton_schulz import TensorParallelMode
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.matrices import MatrixRows, gate_and_up, qkv_rows
 from moe_optim.optimizer.muon import MatrixWeight, MuonSettings, describe_weight
@@ -24,7 +23,7 @@ CUT = "decoder.layers.0.self_attention.linear_q_up_proj.weight"
 COPIED = "decoder.layers.0.self_attention.linear_q_down_proj.weight"
 
 
-def _describe(name: str, mode: TensorParallelMode, *, is_cut: bool) -> MatrixWeight:
+def _describe(name: str, mode: Any, *, is_cut: bool) -> MatrixWeight:
     param: Any = torch.nn.Parameter(torch.empty(64, 32, device="meta"))
     # Transformer Engine marks every weight so, and Megatron corrects it for copies
     set_tensor_model_parallel_attributes(param, True, 0, 1)
@@ -36,7 +35,7 @@ def _describe(name: str, mode: TensorParallelMode, *, is_cut: bool) -> MatrixWei
 
 @pytest.mark.parametrize("mode", ["duplicated", "distributed"])
 def test_a_weight_that_every_tensor_parallel_rank_holds_whole_is_one_matrix(
-    mode: TensorParallelMode,
+    mode: Any,
 ):
     """A down projection of latent attention is not stacked with its copies, which would divide its
     update by the square root of their number."""
@@ -117,7 +116,7 @@ class Ranks:
     ],
 )
 def test_ranks_of_experts_cut_routed_experts_and_the_others_all_else(
-    mode: TensorParallelMode, name: str, group: str, dim: int
+    mode: Any, name: str, group: str, dim: int
 ):
     """All experts in one parameter, whose dimension nobody has marked, or each in its own; blocks
     of ``blockwise`` are matrices of their own."""
@@ -132,7 +131,7 @@ def test_ranks_of_experts_cut_routed_experts_and_the_others_all_else(
 
 
 @pytest.mark.parametrize("mode", ["duplicated", "distributed"])
-def test_one_tensor_parallel_rank_cuts_nothing(mode: TensorParallelMode):
+def test_one_tensor_parallel_rank_cuts_nothing(mode: Any):
     """Experts that expert tensor parallelism of size 1 leaves whole take the room and the iteration
     of whole matrices, in either expert layout, without a collective."""
     settings = replace(DEFAULTS, tp_mode=mode)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from moe_optim.config import MoEOptimConfig
-from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import run_ranks
 from tests.support.states.masters import assert_weights_come_from_masters
 from tests.support.training import OVERLAP, Record, assert_same_run, assert_same_tensors, pretrain
@@ -103,7 +102,6 @@ def test_accumulated_gradients_are_megatrons(reduced: list[str], config: MoEOpti
 # Quantized experts
 
 MXFP8 = MoEOptimConfig(format="mxfp8")
-MXFP8_INDEXED = MoEOptimConfig(format="mxfp8", expert_layout="indexed")
 
 
 def _train_mxfp8(flags: list[str], config: MoEOptimConfig = MXFP8) -> Record:
@@ -131,38 +129,6 @@ def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, paral
         assert_same_run(overlapped[rank], plain[rank], what=f"rank {rank}")
     losses = plain[-1].losses
     assert losses[4] < losses[1]
-
-
-@topologies(extended=("tp2 ep2", "pp2, 2 chunks"))
-def test_indexed_equals_grouped(ranks: int, parallel: list[str]):
-    """One parameter an expert or one a linear: losses and bytes are the same."""
-    flags = [*RUN, *parallel, *OVERLAP]
-    grouped = run_ranks(ranks, _train_mxfp8, flags, MXFP8)
-    indexed = run_ranks(ranks, _train_mxfp8, flags, MXFP8_INDEXED)
-    for rank in range(ranks):
-        assert indexed[rank].losses == grouped[rank].losses
-        assert_same_experts(indexed[rank].weights, grouped[rank].weights)
-
-
-def assert_same_experts(indexed: dict[str, torch.Tensor], grouped: dict[str, torch.Tensor]) -> None:
-    buffers = [name for name in grouped if ".experts." in name]
-    assert buffers
-    for name in buffers:
-        parameter, _, buffer = name.rpartition(".")
-        for expert, expected in enumerate(grouped[name]):
-            got = indexed[f"{parameter}{expert}.{buffer}"]
-            assert_bytes_equal(got[0], expected, what=f"{name} of expert {expert}")
-
-
-@topologies(extended=("pp2, 2 chunks", "2 instances"))
-def test_wgrad_through_autograd_equals_fused(ranks: int, parallel: list[str]):
-    """Micro-batches accumulate the same bytes in main_grad whoever adds them."""
-    config = MoEOptimConfig(format="mxfp8", fuse_wgrad_accumulation=False)
-    flags = [*RUN, *parallel, *OVERLAP]
-    fused = run_ranks(ranks, _train_mxfp8, flags, MXFP8)
-    unfused = run_ranks(ranks, _train_mxfp8, flags, config)
-    for rank in range(ranks):
-        assert_same_run(unfused[rank], fused[rank], what=f"rank {rank}")
 
 
 # What is copied is the same
@@ -279,16 +245,3 @@ def test_parameters_are_counted_once_wherever_they_lie():
     assert one["quantized_parameters"] == 4 * 4 * 3 * 64 * 96  # layers, experts, gate up down
     assert one["parameters"] > one["quantized_parameters"]
     assert all(description == one for description in cut)
-
-
-# What is not handled is refused
-
-
-@pytest.mark.parametrize(
-    ("flags", "name"),
-    [(["--context-parallel-size", "2"], "--context-parallel-size")],
-    ids=["context parallel"],
-)
-def test_refusals_name_the_flag(flags: list[str], name: str):
-    with pytest.raises(AssertionError, match=f"ConfigError: moe-optim train: {name}: .*Remove it"):
-        run_ranks(2, _train_bf16, [*RUN, *flags], BF16, True)

@@ -23,7 +23,9 @@ for name in (
     "moe_optim.commands.train.describe_run",
     "moe_optim.experts.module",
     "moe_optim.optimizer.distributed",
+    "moe_optim.buckets.matrix_layout",
     "moe_optim.optimizer.factory",
+    "moe_optim.optimizer.muon_factory",
     "moe_optim.commands.train.pretrain",
 ):
     importlib.import_module(name)

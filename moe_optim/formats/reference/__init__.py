@@ -97,8 +97,8 @@ def quantize_gathered_into(
 ) -> None:
     """Write the gathered buffers of ``quantize(master, format)``, in place.
 
-    Overwrites every byte of ``out.gathered_buffers()`` and nothing else. Contiguous buffers are
-    written directly, others through a copy.
+    Overwrites every byte of ``out.gathered_buffers()`` and nothing else: directly if all buffers
+    are contiguous, else through copies.
 
     Args:
         master: [E, R, C] fp32 or bf16 on the device of ``out``.
@@ -109,32 +109,22 @@ def quantize_gathered_into(
     Raises:
         LayoutError: inconsistent dtype, shape or format.
     """
-    shape = format.check_shape(master.shape, name)
     if master.dtype not in (torch.float32, torch.bfloat16):
         raise LayoutError(f"{name}: expected a master in fp32 or bf16, got {master.dtype}.")
-    if out.format != format or tuple(out.shape) != shape:
+    if out.format != format or out.shape != tuple(master.shape):
         raise LayoutError(
-            f"{name}: expected storage for {format.name} {list(shape)}, got {out.format.name} "
-            f"{list(out.shape)}."
+            f"{name}: expected storage for {format.name} {list(master.shape)}, got "
+            f"{out.format.name} {list(out.shape)}."
         )
     if master.numel() == 0:
         if out.global_amax is not None:
             out.global_amax.zero_()
         return
-    contiguous = _contiguous_like(out)
+    buffers = out.buffers()
+    if all(map(Tensor.is_contiguous, buffers.values())):
+        _QUANTIZERS[format](master, out)
+        return
+    contiguous = QuantizedWeight.empty(format, out.shape, device=master.device)
     _QUANTIZERS[format](master, contiguous)
-    for name, written in contiguous.gathered_buffers().items():
-        buffer: Tensor = getattr(out, name)
-        if buffer is not written:
-            buffer.copy_(written)
-
-
-def _contiguous_like(q: QuantizedWeight) -> QuantizedWeight:
-    """Return ``q`` with new memory for its non-contiguous buffers."""
-    buffers = [
-        buffer
-        if buffer.is_contiguous()
-        else torch.empty_like(buffer, memory_format=torch.contiguous_format)
-        for buffer in q.buffers().values()
-    ]
-    return QuantizedWeight.of_buffers(q.format, q.shape, buffers)
+    for field, written in contiguous.gathered_buffers().items():
+        buffers[field].copy_(written)

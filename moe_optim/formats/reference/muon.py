@@ -27,9 +27,7 @@ from moe_optim.formats.reference.newton_schulz import (
     Precision,
     ScaleMode,
     orthogonalize,
-    orthogonalize_sharded,
 )
-from moe_optim.formats.reference.newton_schulz_error import error_bound
 
 __all__ = [
     "COEFFICIENTS",
@@ -39,10 +37,8 @@ __all__ = [
     "Precision",
     "ScaleMode",
     "apply_into",
-    "error_bound",
     "momentum_into",
     "orthogonalize",
-    "orthogonalize_sharded",
 ]
 
 

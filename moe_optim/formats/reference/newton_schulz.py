@@ -7,9 +7,9 @@ U V^T. Each step maps every singular value by an odd polynomial, ``a s + b s^3 +
     B = b A + c A A
     X = a X + B X
 
-The operations, their order and their roundings are those of ``newton_schulz`` and
-``newton_schulz_tp`` of emerging-optimizers 0.3.0 (orthogonalized_optimizers/muon_utils.py), so that
-both give the same bits on a CPU. The iteration itself is due to Keller Jordan's Muon
+The operations, their order and their roundings are those of ``newton_schulz`` of
+emerging-optimizers 0.3.0 (orthogonalized_optimizers/muon_utils.py), so that both give the same bits
+on a CPU. The iteration itself is due to Keller Jordan's Muon
 (https://kellerjordan.github.io/posts/muon/).
 """
 
@@ -18,36 +18,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, cycle, islice, repeat
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
-from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.errors import ConfigError
 
 type Coefficients = tuple[tuple[float, float, float], ...]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 Precision = Literal["medium", "high", "highest"]
-TensorParallelMode = Literal["duplicated", "distributed"]
-
-
-class Group(Protocol):
-    """What the iteration calls of a ``torch.distributed.ProcessGroup``."""
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        ...
-
-    def rank(self) -> int:
-        """Return the number of this rank."""
-        ...
-
-    def allreduce(self, tensors: list[Tensor], /) -> Any:
-        """Add up tensors over all ranks, in place."""
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> Any:
-        """Gather one tensor of each rank."""
-
 
 EPS = 1e-7
 """Smallest Frobenius norm that a matrix is divided by."""
@@ -167,7 +147,6 @@ def orthogonalize(
     *,
     transpose: bool | None = None,
     dtype: torch.dtype | None = None,
-    group: Group | None = None,
 ) -> Tensor:
     """Return the Newton-Schulz result of one matrix or a batch, unscaled, in fp32.
 
@@ -178,84 +157,28 @@ def orthogonalize(
             Gram matrix.
         dtype: dtype of the iterates in place of ``how.dtype``: fp16, or fp64 as the exact result
             of the normalized matrix.
-        group: process group whose ranks hold the matrix in slices of the columns, or with
-            ``transpose`` of the rows. The squared norm and each Gram matrix are summed over it;
-            every rank must call.
 
     Returns:
         Result, fp32 with the shape of ``x``, not aliasing it.
     """
     if transpose is None:
         transpose = x.size(-2) > x.size(-1)
-    iterate = _normalize(x.mT if transpose else x, group)
+    iterate = x.mT if transpose else x
+    # the Frobenius norm bounds the singular values
+    iterate = iterate / torch.linalg.vector_norm(iterate, dim=(-2, -1), keepdim=True).clamp_min(EPS)
     with matmul_precision(how.precision):
         iterate = iterate.to(dtype or how.dtype)
         for coefficients in how.coefficients():
-            iterate = _step(iterate, coefficients, group)
+            iterate = _step(iterate, coefficients)
     result = iterate.float()
     return result.mT if transpose else result
 
 
-def orthogonalize_sharded(
-    x: Tensor,
-    how: Orthogonalization,
-    *,
-    partition_dim: int | None,
-    mode: TensorParallelMode,
-    group: Group,
-) -> Tensor:
-    """Return this rank's slice of the result of matrices that tensor parallelism cuts, in fp32.
-
-    Every rank of the group must call, unless ``partition_dim`` is None.
-
-    Args:
-        x: slice of each matrix, fp32 [R, C] or [B, R, C], of equal shape on all ranks.
-        how: coefficients, number of steps and precision; scales are not applied.
-        partition_dim: dimension of a matrix that is cut: 0 for rows, 1 for columns; None for
-            whole matrices.
-        mode: ``duplicated`` gathers the matrix and iterates on every rank; ``distributed``
-            iterates on slices and sums the Gram matrices, whichever side is smaller.
-        group: ranks that hold the slices, in their order.
-
-    Returns:
-        Slice of the result, fp32 with the shape of ``x``.
-    """
-    _check("tensor-parallel mode", mode, get_args(TensorParallelMode))
-    if partition_dim is None:
-        return orthogonalize(x, how)
-    if partition_dim not in (0, 1):
-        raise LayoutError(
-            f"Muon's partition_dim: expected 0 or 1 or None, got {partition_dim}. Pass the "
-            "dimension of a matrix that is cut, None for whole matrices."
-        )
-    if mode == "distributed":
-        return orthogonalize(x, how, transpose=partition_dim == 0, group=group)
-    x = x.contiguous()
-    slices = [torch.empty_like(x) for _ in range(group.size())]
-    group.allgather([slices], [x]).wait()
-    dim = partition_dim - 2
-    return orthogonalize(torch.cat(slices, dim), how).chunk(group.size(), dim)[group.rank()]
-
-
-def _normalize(x: Tensor, group: Group | None) -> Tensor:
-    """Divide each matrix by its Frobenius norm, which bounds its singular values by 1."""
-    if group is None:
-        norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    else:
-        squares = (x * x).sum((-2, -1), keepdim=True)
-        group.allreduce([squares]).wait()
-        norm = squares.sqrt()
-    normalized: Tensor = x / norm.clamp_min(EPS)
-    return normalized
-
-
-def _step(x: Tensor, coefficients: tuple[float, float, float], group: Group | None) -> Tensor:
+def _step(x: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
     # baddbmm and addmm may take different kernels, so that a batch of one is not a matrix
     multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
     a, b, c = coefficients
     gram = x @ x.mT
-    if group is not None:
-        group.allreduce([gram]).wait()
     polynomial = multiply_add(gram, gram, gram, beta=b, alpha=c)
     return multiply_add(x, polynomial, x, beta=a)
 

@@ -1,31 +1,22 @@
-"""Orthogonalization equals emerging-optimizers to the bit on a CPU, whole matrices and slices."""
+"""Orthogonalization equals emerging-optimizers to the bit on a CPU, matrices and batches."""
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers.muon import get_muon_scale_factor
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import (
     _COEFFICIENT_SETS,
     newton_schulz,
-    newton_schulz_tp,
 )
 from emerging_optimizers.utils import fp32_matmul_precision
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moe_optim.errors import ConfigError
-from moe_optim.formats.reference.muon import (
-    COEFFICIENTS,
-    Orthogonalization,
-    orthogonalize,
-    orthogonalize_sharded,
-)
+from moe_optim.formats.reference.muon import COEFFICIENTS, Orthogonalization, orthogonalize
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import normal_weights
-from tests.support.ranks import run_ranks
 
 PRECISIONS = ("medium", "high", "highest")
 SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
@@ -66,10 +57,10 @@ def test_every_method_and_shape_equals_emerging_optimizers(how, batch, rows, col
 
 @pytest.mark.parametrize("coefficient_type", COEFFICIENTS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("shape", [(48, 160), (160, 48), (64, 64), (2, 48, 160), (2, 160, 48)])
+@pytest.mark.parametrize("shape", [(48, 160), (2, 160, 48)])
 def test_every_coefficient_type_equals_emerging_optimizers(coefficient_type, precision, shape):
     x = normal_weights(*shape)
-    for num_steps in (1, 5, 10, 11):
+    for num_steps in (5, 11):
         how = Orthogonalization(
             coefficient_type=coefficient_type, num_steps=num_steps, precision=precision
         )
@@ -131,56 +122,6 @@ def test_the_precision_of_the_caller_neither_matters_nor_changes(precision):
             assert torch.get_float32_matmul_precision() == outer
 
 
-# Slices
-
-
-CASES = [
-    (how, shape, partition_dim, mode)
-    for how, shape, partition_dim, mode in product(
-        [
-            *(Orthogonalization(coefficient_type=name) for name in COEFFICIENTS),
-            *(Orthogonalization(precision=precision) for precision in PRECISIONS),
-            Orthogonalization(num_steps=9),
-        ],
-        [(12, 40), (40, 12), (16, 16)],
-        [None, 0, 1],
-        ["duplicated", "distributed"],
-    )
-]
-
-
-def test_slices_equal_emerging_optimizers_on_two_ranks():
-    """A batch of slices is covered too: each of its matrices is normalized alone."""
-    assert run_ranks(2, _orthogonalize_slices) == [len(CASES)] * 2
-
-
-def _orthogonalize_slices():
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    group, rank = dist.group.WORLD, dist.get_rank()
-    for how, shape, partition_dim, mode in CASES:
-        whole = normal_weights(*shape)
-        x = whole if partition_dim is None else whole.chunk(2, partition_dim)[rank].contiguous()
-        got = orthogonalize_sharded(x, how, partition_dim=partition_dim, mode=mode, group=group)
-        with fp32_matmul_precision(how.precision):
-            want = newton_schulz_tp(
-                x, how.num_steps, how.coefficient_type, group, partition_dim, mode
-            )
-        assert_bytes_equal(got, want, what=f"{how}, {shape}, {partition_dim}, {mode}")
-        batch = orthogonalize_sharded(
-            torch.stack([x, 2 * x]),  # a factor that normalizing takes out exactly
-            how,
-            partition_dim=partition_dim,
-            mode=mode,
-            group=group,
-        )
-        assert_bytes_equal(
-            batch[1], batch[0], what=f"batch: {how}, {shape}, {partition_dim}, {mode}"
-        )
-        assert batch[0].shape == want.shape
-    return len(CASES)
-
-
 # Settings
 
 
@@ -238,10 +179,3 @@ def test_unknown_settings_are_refused_with_those_accepted(settings, message):
     with pytest.raises(ConfigError) as error:
         Orthogonalization(**settings)
     assert str(error.value) == message
-
-
-def test_an_unknown_tensor_parallel_mode_is_refused():
-    with pytest.raises(ConfigError, match="expected duplicated or distributed, got 'blockwise'"):
-        orthogonalize_sharded(
-            torch.ones(2, 2), Orthogonalization(), partition_dim=0, mode="blockwise", group=None
-        )

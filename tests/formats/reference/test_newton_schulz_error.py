@@ -7,13 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_optim.formats.reference.muon import (
-    COEFFICIENTS,
-    Orthogonalization,
-    error_bound,
-    orthogonalize,
-)
+from moe_optim.formats.reference.muon import COEFFICIENTS, Orthogonalization, orthogonalize
 from tests.support.inputs import normal_weights
+from tests.support.newton_schulz_error import error_bound
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 STABLE = sorted(set(COEFFICIENTS) - {"cans"})
@@ -74,7 +70,7 @@ def test_errors_stay_within_the_bound(
 
 
 @DTYPES
-@pytest.mark.parametrize("shape", [(64, 160), (160, 64), (96, 256), (128, 128)])
+@pytest.mark.parametrize("shape", [(160, 64), (128, 128)])
 @pytest.mark.parametrize("coefficient_type", STABLE)
 def test_the_bound_is_within_forty_times_the_error_of_gaussian_matrices(
     coefficient_type, shape, dtype

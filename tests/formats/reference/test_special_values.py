@@ -26,22 +26,14 @@ ONLY_OF = {  # kind -> formats that have it; all other kinds are required of eve
 }
 
 
-def every(cases):
-    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
-
-
 def quantized(case, dtype=torch.float32):
     return quantize(special_weight(case).to(dtype), get_format(case.format))
 
 
-@every(SPECIAL_CASES.values())
-def test_special_values_in_fp32(case):
-    assert_special_case(case, quantized(case))
-
-
-@every([case for case in SPECIAL_CASES.values() if fits_bf16(case)])
-def test_special_values_in_bf16(case):
-    assert_special_case(case, quantized(case, torch.bfloat16))
+@pytest.mark.parametrize("case", SPECIAL_CASES.values(), ids=lambda case: case.name)
+def test_special_values(case):
+    for dtype in (torch.float32, torch.bfloat16) if fits_bf16(case) else (torch.float32,):
+        assert_special_case(case, quantized(case, dtype))
 
 
 @pytest.mark.parametrize("format", FORMATS)
