@@ -1,7 +1,8 @@
 """Row-only formats and fp32 scales held against the packages that define or read them.
 
 torchao, compressed-tensors and transformers are development dependencies; without them these tests
-fail. What needs packages that are not installed is in ``test_golden_bytes.py``.
+fail. How Transformer Engine is found is in ``test_independent_sources.py``. What needs packages
+that are not installed is in ``test_golden_bytes.py``.
 """
 
 from functools import cache
@@ -39,6 +40,7 @@ from tests.support.number_formats.bit_weights import (
     every_element,
     random_weights,
 )
+from tests.support.number_formats.independent_sources import te_recipe
 
 ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e2m1": torch.float4_e2m1fn_x2}
 WEIGHTS = {
@@ -154,6 +156,31 @@ def test_mxfp4_values_are_those_of_gpt_oss_in_transformers():
 
 
 # NVFP4
+
+
+NVFP4_WEIGHTS = {
+    "random": lambda: random_weights(12, experts=4),
+    "most blocks far below their expert": lambda: random_weights(120, experts=4),
+    "every seventh amax": lambda: amax_sweep((1, 16), step=7, experts=16),
+    "every element": lambda: every_element(6.0),
+    "zero": lambda: torch.zeros(2, 32, 48, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("weights", NVFP4_WEIGHTS.values(), ids=NVFP4_WEIGHTS.keys())
+def test_nvfp4_rows_equals_the_reference_of_transformer_engine(weights):
+    """All buffers are those of NVFP4QuantizerRef with 1x16 tiles, for all but NaN and -0.0."""
+    te = te_recipe("reference_nvfp4")
+    quantizer = te.NVFP4QuantizerRef(
+        te.reference_utils.Fp4Formats.E2M1, columnwise=False, quant_tile_shape=(1, 16)
+    )
+    weight = weights()
+    ours = quantize(weight, NVFP4_ROWS)
+    theirs = [quantizer.quantize(expert) for expert in weight]
+    scale = torch.stack([expert.scale.view(torch.uint8) for expert in theirs])
+    assert_bytes_equal(scale, ours.rowwise_scale, what="scale")
+    assert_bytes_equal(torch.stack([one.data for one in theirs]), ours.rowwise_data, what="data")
+    assert_bytes_equal(torch.cat([one.global_amax_row for one in theirs]), ours.global_amax)
 
 
 def torchao_nvfp4(weight):
@@ -318,6 +345,27 @@ def test_compressed_tensors_own_scales_reach_from_minus_eight_to_seven():
     assert (zero == torch.finfo(torch.bfloat16).eps).all()
 
 
+def test_training_of_slime_and_miles_multiplies_by_the_unrounded_scale():
+    """Its fake quantization keeps s = amax / 7 in fp32; rollouts and we read bf16(s).
+
+    It divides by 7 where we multiply by fl(1/7), so that a few ties go to the other code. Elsewhere
+    values differ by the rounding of the scale, at most 2^-8, and by those of products to bf16.
+    """
+    weight = uniform_weights()
+    q = quantize(weight, INT4)
+    scale, quotients = float32_oracle.int4(weight.float().numpy(), 32, divide=True)
+    codes = np.clip(quotients, -7, 7)
+    fake = torch.from_numpy(float32_oracle.to_bf16(codes * scale[:, None])).view(weight.shape)
+    ours = dequantize_bf16(q.rowwise_data, q.rowwise_scale, INT4).float()
+
+    off = torch.from_numpy(codes).view(weight.shape) != unpack_nibbles(q.rowwise_data) - 8.0
+    amax = weight.unflatten(2, (-1, 32)).abs().amax(3).double().repeat_interleave(32, 2)
+    assert 0 < off.sum() < 0.005 * off.numel()
+    assert ((weight.double() * 14 / amax)[off] % 2 == 1).all()
+    assert ((fake - ours).abs()[~off] <= ours.abs()[~off] * 2 * 2.0**-8).all()
+    assert 0.05 < (fake != ours).float().mean() < 0.2
+
+
 # FP8 blocks with fp32 scales
 
 
@@ -328,6 +376,17 @@ def test_fp32_block_scale_of_every_amax_equals_the_oracle():
     scale, inverse = float32_oracle.fp32_scale(amaxes.numpy())
     assert_bytes_equal(factor, torch.from_numpy(scale), what="factor")
     assert_bytes_equal(factor.reciprocal(), torch.from_numpy(inverse), what="inverse")
+
+
+def test_fp32_block_scale_of_every_amax_equals_transformer_engine():
+    """Down to subnormals, whose factor is the largest bf16 value, as in TE's quantizers."""
+    scale_of = te_recipe("reference_current_scaling")._scale_from_amax_tensor
+    amax = bf16(torch.arange(INFINITY)).float()
+    e4m3 = torch.float8_e4m3fn
+    theirs, inverse, _ = scale_of(torch.bfloat16, amax, e4m3, eps=0.0, pow_2_scales=False)
+    ours = encode_scale(amax, FP8_BLOCK_FP32)
+    assert_bytes_equal(theirs, ours)
+    assert_bytes_equal(inverse, ours.reciprocal())
 
 
 def test_fp8_block_fp32_equals_the_oracle():
