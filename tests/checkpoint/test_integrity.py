@@ -20,11 +20,9 @@ from moe_optim.checkpoint.files.checksum_manifest import DamageError
 from moe_optim.checkpoint.integrity import (
     checkpoint_defect,
     corrupt_files,
-    invalidate,
-    mark_unfinished,
-    record_checksums,
     require_intact,
 )
+from moe_optim.checkpoint.sealing import invalidate, mark_unfinished, record_checksums
 from moe_optim.errors import StateError
 from tests.support.checkpoints.stored_checkpoints import STATES, stored_tensors, write_torch_dist
 from tests.support.hostile.damage import (
