@@ -10,6 +10,7 @@ Megatron reads ``common.pt`` and ``--ckpt-format torch`` with ``weights_only``, 
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from moe_optim.checkpoint.integrity import require_intact
 from moe_optim.checkpoint.load_session import end_session, open_alone, open_session
 from moe_optim.checkpoint.plan_validation import validate_quickly
 from moe_optim.checkpoint.sealing import invalidate, record_config, record_data
+from moe_optim.checkpoint.staging import synchronously
 from moe_optim.checkpoint.state_kinds import MOMENTUM, require_same_optimizer, state_kinds
 from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest
 from moe_optim.checkpoint.states_without_manifest import manifest_of_groups_states
@@ -92,7 +94,7 @@ def save(  # noqa: PLR0913  # Megatron's
     if is_ours:
         on_first_rank(lambda: invalidate(folder))
     stock = original(f"{_CORE}:save")
-    with validate_quickly():
+    with validate_quickly(), nullcontext() if async_sharded_save else synchronously():
         request = stock(
             sharded_state_dict,
             checkpoint_dir,

@@ -384,6 +384,17 @@ CHECKPOINTS: tuple[Patch, ...] = (
         remove_when="metadata.json is removed first, and the default save records checksums",
     ),
     Patch(
+        id="staged-values",
+        target=(
+            "megatron.core.dist_checkpointing.strategies.filesystem_async:"
+            "FileSystemWriterAsync.prepare_write_data"
+        ),
+        replacement="moe_optim.checkpoint.staging:prepare_write_data",
+        fits=in_all_versions("(self, plan, planner)"),
+        because="all that a rank saves is copied to the host before the first byte is written",
+        remove_when="a synchronous save copies one chunk at a time",
+    ),
+    Patch(
         id="te-amaxes",
         target="megatron.core.transformer.moe.experts:TEGroupedMLP.sharded_state_dict",
         replacement="moe_optim.calibration.state_entries:sharded_state_dict",
