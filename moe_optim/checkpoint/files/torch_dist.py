@@ -81,12 +81,12 @@ class TorchDistReader:
         self._open: tuple[str, IO[bytes]] | None = None
         self.tensors: dict[str, TensorInfo] = {}
         self.objects: dict[str, int] = {}
-        self.blobs: Mapping[str, list[Blob]] = self._index(blobs or _read_blobs(path))
+        self.blobs: Mapping[str, list[Blob]] = self._index(blobs)
 
-    def _index(self, blobs: Iterable[Blob]) -> Mapping[str, list[Blob]]:
+    def _index(self, blobs: Sequence[Blob]) -> Mapping[str, list[Blob]]:
         """Return blobs by key, and fill ``tensors`` and ``objects``."""
         by_key: dict[str, list[Blob]] = defaultdict(list)
-        for blob in blobs:
+        for blob in blobs or _read_blobs(self.path):
             by_key[blob.key].append(blob)
         for name, (first, *others) in by_key.items():
             if first.offset is None:
