@@ -40,6 +40,7 @@ from moe_optim.checkpoint.flat_states import (
 from moe_optim.checkpoint.integrity import require_intact
 from moe_optim.checkpoint.load_session import end_session, open_alone, open_session
 from moe_optim.checkpoint.plan_validation import validate_quickly
+from moe_optim.checkpoint.read_planning import plan_quickly
 from moe_optim.checkpoint.sealing import invalidate, record_config, record_data
 from moe_optim.checkpoint.staging import synchronously
 from moe_optim.checkpoint.state_kinds import MOMENTUM, require_same_optimizer, state_kinds
@@ -191,7 +192,7 @@ def load(  # noqa: PLR0913  # Megatron's
         if StrictHandling.requires_global_app_metadata(parse_strict_flag(strict)):
             sharded_state_dict = {**sharded_state_dict, _ACCOUNTED: _read_already(stored)}
     try:
-        with reading(stored, process_group):
+        with reading(stored, process_group), plan_quickly():
             result = original(f"{_CORE}:load")(
                 sharded_state_dict,
                 checkpoint_dir,

@@ -228,7 +228,7 @@ class _Check:
             self.checksums = read_checksums(path)
             self.archives = self._read_archives()
             for name, digests in self.checksums.archives.items():
-                if len(digests) != 8 * len(self.archives.get(name, ())):
+                if name in self.archives and len(digests) != 8 * len(self.archives[name]):
                     raise DamageError(name, "has another number of archives than was recorded")
         except DamageError as error:
             yield error.corrupt
