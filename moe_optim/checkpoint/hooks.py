@@ -21,7 +21,6 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 from torch.distributed.checkpoint import CheckpointException
 
@@ -30,7 +29,7 @@ from moe_optim.calibration.state_entries import (
     OptionalShardedTensor,
     complete_amaxes,
 )
-from moe_optim.checkpoint.checked_reading import reading
+from moe_optim.checkpoint.checked_reading import get_filesystem_reader, reading
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_states import (
     ManifestRequest,
@@ -248,7 +247,7 @@ def load_tensors_metadata(self: Any, checkpoint_dir: Path, metadata: Any = None)
     which no constructor accepts, so all strict loads would fail without this hook.
     """
     if metadata is None:
-        metadata = _get_filesystem_reader(checkpoint_dir).read_metadata()
+        metadata = get_filesystem_reader(checkpoint_dir).read_metadata()
     for entry in metadata.state_dict_metadata.values():
         if hasattr(entry, "properties"):  # a tensor
             vars(entry.properties).pop("strides", None)

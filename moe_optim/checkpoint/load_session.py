@@ -54,7 +54,7 @@ class VettedReader(TorchDistReader):
 
         Args:
             path: folder of one iteration.
-            vetted: what one rank read of it.
+            vetted: metadata and checksums, as one rank read them.
             compares: whether reads compare checksums.
         """
         self.vetted, self._compares = vetted, compares
