@@ -41,7 +41,7 @@ from moe_optim.checkpoint.load_session import end_session, open_alone, open_sess
 from moe_optim.checkpoint.plan_validation import validate_quickly
 from moe_optim.checkpoint.read_planning import plan_quickly
 from moe_optim.checkpoint.sealing import invalidate, record_config, record_data
-from moe_optim.checkpoint.staging import synchronously
+from moe_optim.checkpoint.staging import MadeTensor, synchronously
 from moe_optim.checkpoint.state_kinds import MOMENTUM, require_same_optimizer, state_kinds
 from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest
 from moe_optim.checkpoint.states_without_manifest import manifest_of_groups_states
@@ -143,7 +143,9 @@ def _detach_from_host_memory(sharded_state_dict: Any) -> None:
     """
     for entry in nested_values(sharded_state_dict):
         is_box = isinstance(entry, ShardedTensor) and not entry.has_regular_grid
-        if is_box and entry.data.device.type == "cpu":
+        if isinstance(entry, MadeTensor):
+            entry.data = entry.make()
+        elif is_box and entry.data.device.type == "cpu":
             entry.data = entry.data.clone()
 
 

@@ -5,11 +5,13 @@ writing thread holds the chunk that it writes and the one before it; a chunk tha
 host memory is written from there. Asynchronous saves copy everything, since a step may follow.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
@@ -18,6 +20,19 @@ from moe_optim.integration.engine import original
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
 
 _is_synchronous = False
+
+
+@dataclass(kw_only=True)
+class MadeTensor(ShardedTensor):
+    """An entry to save whose values are made when they are written; until then on ``meta``."""
+
+    make: Callable[[], Tensor]
+    """Function that returns the values in host memory of their own."""
+
+    def without_data(self) -> ShardedTensor:
+        """Return the entry as other ranks see it."""
+        known = {one.name: getattr(self, one.name) for one in fields(ShardedTensor)}
+        return ShardedTensor(**{**known, "data": None})
 
 
 @contextmanager
@@ -67,10 +82,18 @@ class _Values:
 
     def __iter__(self) -> Iterator[tuple[WriteItem, Tensor]]:
         for item in self._items:
-            yield item, _on_host(self._planner.resolve_data(item))
+            value = self._planner.resolve_data(item)
+            yield item, self._make(item) if value.is_meta else _on_host(value)
+
+    def _make(self, item: WriteItem) -> Tensor:
+        held = self._planner.state_dict[item.index.fqn]  # type: ignore[attr-defined]
+        shards = [shard._sh_ten for shard in getattr(held, "_local_shards", [held])]
+        return next(
+            shard.make() for shard in shards if tuple(shard.global_offset) == item.index.offset
+        )
 
 
-def _on_host(value: Any) -> Tensor:
+def _on_host(value: Tensor) -> Tensor:
     """Return values in host memory that has nothing else, as ``torch.save`` writes all of it."""
     value = value.detach()
     if value.device.type != "cpu":
@@ -78,8 +101,8 @@ def _on_host(value: Any) -> Tensor:
         host: Tensor = (value.dequantize() if is_quantized else value).to("cpu")
         return host
     if value.untyped_storage().nbytes() == value.numel() * value.itemsize:
-        return value  # type: ignore[no-any-return]
+        return value
     if type(value) is not Tensor or not value.is_contiguous() or not value.numel():
-        return value.clone(memory_format=torch.contiguous_format)  # type: ignore[no-any-return]
+        return value.clone(memory_format=torch.contiguous_format)
     memory = torch.from_numpy(value.view(-1).view(torch.uint8).numpy())  # a storage of its own
     return memory.view(value.dtype).view(value.shape)

@@ -152,7 +152,9 @@ class TorchDistReader:
     @contextmanager
     def holding(self, name: str) -> Iterator[None]:
         """Hold a file open, so that archives in it are read through one descriptor."""
-        with self._file_of(Blob(name, 0, 0, name, None)) as file:
+        with self._file_of(Blob(name, 0, 0, name, None)):
+            pass  # errors of the context are not those of the file
+        with open_file(self.path, name) as file:
             self._open = name, file
             try:
                 yield
@@ -164,8 +166,12 @@ class TorchDistReader:
         """Open the file of a blob and check its length; raises like :meth:`opened`."""
         path = self.path / blob.file
         try:
-            is_open = self._open is not None and self._open[0] == blob.file
-            with nullcontext(self._open[1]) if is_open else open_file(self.path, blob.file) as file:
+            name, held = self._open or ("", None)
+            with (
+                nullcontext(held)
+                if held and name == blob.file
+                else open_file(self.path, blob.file) as file
+            ):
                 if (size := file.seek(0, os.SEEK_END)) < blob.end:
                     raise EOFError(f"a file of {size:,} bytes")
                 yield file
