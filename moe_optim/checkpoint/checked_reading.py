@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
@@ -37,7 +38,7 @@ def reading(stored: VettedReader | None, group: Any = None) -> Iterator[None]:
     ``group`` has the ranks that load it together.
     """
     global _open
-    before, _open = _open, stored and (stored, group)
+    before, _open = _open, None if stored is None else (stored, group)
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_optim.calibration.state_entries import (
     CalibratedEntry,

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from moe_optim.checkpoint.files.archives import Archive
 from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
 from moe_optim.checkpoint.files.folders import iteration_folders
-from moe_optim.checkpoint.files.metadata import METADATA, Blob
+from moe_optim.checkpoint.files.metadata import METADATA, Blob, read_blobs
 from moe_optim.checkpoint.files.pickles import no_collections
 from moe_optim.checkpoint.files.reader import TensorInfo
 from moe_optim.checkpoint.files.torch_dist import CONFIG_FILE, TorchDistReader
@@ -193,6 +193,7 @@ def end_session() -> None:
     """Forget the checkpoint that was opened last, and free its metadata."""
     global _kept
     _kept = None
+    read_blobs.cache_clear()
 
 
 def _keep(folder: Path, vetted: Vetted) -> _Kept:

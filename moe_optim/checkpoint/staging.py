@@ -82,7 +82,7 @@ class _Values:
 
     def __iter__(self) -> Iterator[tuple[WriteItem, Tensor]]:
         for item in self._items:
-            value = self._planner.resolve_data(item)
+            value: Any = self._planner.resolve_data(item)
             yield item, self._make(item) if value.is_meta else _on_host(value)
 
     def _make(self, item: WriteItem) -> Tensor:
