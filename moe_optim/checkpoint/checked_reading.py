@@ -70,7 +70,9 @@ def load_tensors(
         except CheckpointException as error:  # of torch, around the error of this rank
             raise next(iter(error.failures.values()))[0] from None
 
-    return act() if _open is None else agree(act, _open[1])
+    if _open is None:
+        return stock(self, sharded_state_dict, checkpoint_dir, async_strategy)
+    return agree(act, _open[1])
 
 
 class CheckedReader(FileSystemReader):

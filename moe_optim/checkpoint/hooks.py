@@ -107,10 +107,14 @@ def save(  # noqa: PLR0913  # Megatron's
             verify_integrity,
         )
     if is_ours:
-        # the last functions write metadata.json and, if asked to, Megatron's checksums
-        last = len(request.finalize_fns) - 1 - bool(verify_integrity)
-        request.finalize_fns.insert(last, lambda: record_data(folder))
-        request.finalize_fns.append(lambda: on_first_rank(lambda: record_config(folder)))
+        # the last functions write metadata.json and, if asked to, Megatron's checksums of all files
+        *data, write_config = request.finalize_fns[: -1 if verify_integrity else None]
+        request.finalize_fns[: len(data) + 1] = [
+            *data,
+            lambda: record_data(folder),
+            write_config,
+            lambda: on_first_rank(lambda: record_config(folder)),
+        ]
     if async_sharded_save:
         return request
     request.execute_sync()

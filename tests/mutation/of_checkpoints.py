@@ -19,8 +19,8 @@ MUTANTS = (
     ),
     Mutant(  # no checksums
         "checkpoint/hooks.py",
-        "request.finalize_fns.insert(last, lambda: record_data(folder))",
-        "pass",
+        "            lambda: record_data(folder),\n",
+        "",
         (
             f"{MEGATRON}/test_hooks.py::"
             "test_an_async_save_counts_as_incomplete_and_is_recorded_when_it_is_finalized",
