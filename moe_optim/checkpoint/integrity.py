@@ -48,6 +48,7 @@ _BACKEND = "torch_dist"
 _COMMON = "common.pt"  # in torch_dist checkpoints of older Megatron versions
 _LEGACY_MODEL = "model_optim_rng.pt"
 OTHER_FILE = "has other checksums than were recorded: it is another file"
+"""What is said of a file of another save."""
 
 type Range = tuple[int, int]
 """Start and length in a file, in bytes."""
@@ -112,12 +113,13 @@ class Vetted:
     identity: str
     """Its SHA-256 in hexadecimal."""
     checksums: Checksums
+    """Content of the checksum manifests."""
     ends: Mapping[str, int | None]
     """Expected size of every file; None: unknown."""
 
 
 def vet(checkpoint: Path) -> Vetted:
-    """Return the metadata of a torch_dist checkpoint; no rank communicates.
+    """Return the metadata of ``checkpoint``, a torch_dist iteration folder; no rank communicates.
 
     StateError if metadata is missing or damaged. Data files are not opened.
     """
@@ -127,7 +129,7 @@ def vet(checkpoint: Path) -> Vetted:
 
 
 def size_defects(checkpoint: Path, ends: Mapping[str, int | None]) -> Iterator[CorruptFile]:
-    """Yield the files that are missing or have another size than expected."""
+    """Yield the files of ``checkpoint`` that are missing or have another size than in ``ends``."""
     for name, end in ends.items():
         try:
             what = _size_defect(checkpoint, name, end)
@@ -140,7 +142,7 @@ def size_defects(checkpoint: Path, ends: Mapping[str, int | None]) -> Iterator[C
 
 
 def require_none(checkpoint: Path, defects: Iterable[CorruptFile]) -> None:
-    """Raise StateError for defects, naming a checkpoint to load instead."""
+    """Raise StateError for ``defects`` of ``checkpoint``, naming another one to load."""
     lines = []
     for _, of_file in groupby(defects, key=lambda defect: defect.file):
         first, *more = of_file
@@ -177,7 +179,13 @@ def archives_of(
 
 
 def table_checksums(checkpoint: Path, name: str, ranges: list[Range]) -> str:
-    """Return the checksums of a file's archive tables, as ``Checksums.archives`` has them."""
+    """Return the checksums of archive tables, as ``Checksums.archives`` has them.
+
+    Args:
+        checkpoint: folder of one iteration.
+        name: file in it.
+        ranges: start and length of each archive in bytes.
+    """
     with open_file(checkpoint, name) as file:
         return "".join(Archive(file_range(file, *one)).table_checksum() for one in ranges)
 

@@ -48,11 +48,11 @@ def _reads(
     stock: Any, fqn: str, stored: TensorStorageMetadata, wanted: list[ChunkStorageMetadata]
 ) -> Iterator[ReadItem]:
     """Yield torch's reads of each wanted chunk, planned with the stored ones that overlap it."""
-    starts = torch.tensor([tuple(chunk.offsets) for chunk in stored.chunks], device="cpu")
-    ends = starts + torch.tensor([tuple(chunk.sizes) for chunk in stored.chunks], device="cpu")
+    starts = _numbers([chunk.offsets for chunk in stored.chunks])
+    ends = starts + _numbers([chunk.sizes for chunk in stored.chunks])
     for number, chunk in enumerate(wanted):
-        low = torch.tensor(tuple(chunk.offsets), device="cpu")
-        high = low + torch.tensor(tuple(chunk.sizes), device="cpu")
+        low = _numbers(chunk.offsets)
+        high = low + _numbers(chunk.sizes)
         overlaps = ((starts < high) & (ends > low)).all(1).nonzero().view(-1).tolist()
         near = replace(stored, chunks=[stored.chunks[at] for at in overlaps])
         for read in stock(fqn, near, [chunk]):
@@ -62,3 +62,7 @@ def _reads(
                 dest_index=MetadataIndex(target.fqn, target.offset, number),
                 storage_index=MetadataIndex(source.fqn, source.offset, overlaps[source.index]),
             )
+
+
+def _numbers(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")

@@ -120,9 +120,9 @@ def _save_with_megatrons_checksums(folder: Path) -> int:
     """Save and load with ``--verify-integrity``, which hashes every file, this package's too."""
     from megatron.core import dist_checkpointing
 
+    journey = Journey(GROUPED).fill()
     stock = dist_checkpointing.save
     dist_checkpointing.save = lambda *args, **more: stock(*args, **more, verify_integrity=True)
-    journey = Journey(GROUPED).fill()
     try:
         journey.save(folder, RESHARDABLE)
     finally:

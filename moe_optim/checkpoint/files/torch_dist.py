@@ -151,7 +151,7 @@ class TorchDistReader:
 
     @contextmanager
     def holding(self, name: str) -> Iterator[None]:
-        """Hold a file open, so that archives in it are read through one descriptor."""
+        """Hold file ``name`` open, so that archives in it are read through one descriptor."""
         with self._file_of(Blob(name, 0, 0, name, None)):
             pass  # errors of the context are not those of the file
         with open_file(self.path, name) as file:
