@@ -74,18 +74,21 @@ class VettedReader(TorchDistReader):
     def _archive(self, stream: IO[bytes], blob: Blob) -> Archive:
         archive = Archive(stream, compares=self._compares)
         if self._compares and blob.file in self.vetted.checksums.archives:
-            at = 8 * self._order[blob.file].index(blob.start)
+            at = 8 * self._places[blob.file][blob.start]
             if self.vetted.checksums.archives[blob.file][at : at + 8] != archive.table_checksum():
                 raise ValueError(OTHER_FILE)
         return archive
 
     @cached_property
-    def _order(self) -> dict[str, list[int]]:
-        """Start of every archive by file, in order."""
+    def _places(self) -> dict[str, dict[int, int]]:
+        """Number of every archive in its file, by file and start."""
         starts: dict[str, list[int]] = defaultdict(list)
         for place in self.metadata.storage_data.values():
             starts[place.relative_path].append(place.offset)
-        return {name: sorted(found) for name, found in starts.items()}
+        return {
+            name: {start: number for number, start in enumerate(sorted(found))}
+            for name, found in starts.items()
+        }
 
     @property
     def identity(self) -> str:
