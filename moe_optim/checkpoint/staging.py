@@ -67,8 +67,9 @@ class _WithoutValues:
         self._planner = planner
 
     def resolve_data(self, item: WriteItem) -> Any:
-        is_object = item.type == WriteItemType.BYTE_IO
-        return self._planner.resolve_data(item) if is_object else torch.empty(0, device="cpu")
+        if item.type == WriteItemType.BYTE_IO:
+            return self._planner.resolve_data(item)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class _Values:
