@@ -4,7 +4,7 @@ CPU ranks over gloo hold the experts of a model, their masters and Adam's moment
 distributed optimizer. They save weights and states as ``fully_reshardable``, and load them again.
 ``stock`` is Megatron's sequential experts with its own optimizer, ``ours`` the portable experts in
 bf16 with this package's; both files have the same tensors. The second of two saves and loads
-counts; a load of this package also reads its share of the file for checksums.
+counts; a load of this package compares checksums of what it reads.
 """
 
 import argparse

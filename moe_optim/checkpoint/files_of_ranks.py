@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from moe_optim.checkpoint.hooks import is_local, on_first_rank
-from moe_optim.checkpoint.integrity import mark_unfinished, record_checksums, require_intact
+from moe_optim.checkpoint.integrity import require_intact
+from moe_optim.checkpoint.load_session import open_session
+from moe_optim.checkpoint.sealing import mark_unfinished, record_checksums
 from moe_optim.integration.agreement import agree
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import config_or_bf16, installed_config
@@ -60,14 +62,17 @@ def _folder_of_ranks(given: dict[str, Any]) -> Path | None:
 
 
 def get_checkpoint_format(checkpoint_name: str, args: Any) -> Any:
-    """Return the format of a checkpoint and verify per-rank files; arguments are Megatron's.
+    """Return the format of a checkpoint and open or verify it; arguments are Megatron's.
 
     Every rank of an initialized process group must call it: ranks share the reading. StateError
     lists all missing or damaged files.
     """
     found = original(f"{_CHECKPOINTING}:_get_checkpoint_format")(checkpoint_name, args)
-    if found == "torch" and installed_config() is not None and is_local(checkpoint_name):
-        _check(Path(checkpoint_name))
+    if installed_config() is not None and is_local(checkpoint_name):
+        if found == "torch":
+            _check(Path(checkpoint_name))
+        elif found == "torch_dist" and torch.distributed.is_initialized():
+            open_session(Path(checkpoint_name), None)
     return found
 
 
@@ -76,5 +81,5 @@ def _check(folder: Path) -> None:
         require_intact(folder, thorough=False)
         return
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    thorough = config_or_bf16().check_on_load == "thorough"
+    thorough = config_or_bf16().check_on_load != "quick"  # Megatron's reads compare nothing
     agree(lambda: require_intact(folder, thorough=thorough, part=rank, parts=ranks), None)

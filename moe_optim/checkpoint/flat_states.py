@@ -348,13 +348,28 @@ def are_flat(loaded: dict[Any, Any]) -> bool:
 
 
 def load_flat_states(optimizer: Any, loaded: dict[str, Any]) -> None:
-    """Set this rank's states to the tensors loaded for :func:`flat_states_to_load`."""
+    """Set this rank's states to the tensors loaded for :func:`flat_states_to_load`.
+
+    Tensors that were loaded into the states are not copied.
+    """
     ranges = loaded.get("ranges", [])  # Megatron's load drops empty lists
     for one, entry in zip(owned_ranges(optimizer), ranges, strict=True):
+        held = flat_states(optimizer, one.param)
+        if all(_lie_in(held[name], parts) for name, parts in entry.items()):
+            continue
         tensors = {name: torch.cat(parts) for name, parts in entry.items()}
         shape = optimizer._get_main_param_and_optimizer_states(one.param)["param"].shape
         states = {name: tensor.view(shape) for name, tensor in tensors.items()}
         optimizer._set_main_param_and_optimizer_states(one.param, states)
+
+
+def _lie_in(state: Tensor, parts: list[Tensor]) -> bool:
+    """Return whether consecutive parts are the memory of a state."""
+    starts = accumulate((part.numel() for part in parts), initial=0)
+    return all(
+        part.data_ptr() == state[start:].data_ptr()
+        for part, start in zip(parts, starts, strict=False)
+    )
 
 
 def rearranged_states(

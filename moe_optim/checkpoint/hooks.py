@@ -1,20 +1,16 @@
 """Hooks into Megatron's saving and loading of torch_dist checkpoints.
 
-Before a load they check for damage and for objects that would run code, read manifests, and drop
-requests for optional entries that the checkpoint lacks. After a save they record checksums. States
-that this package did not produce pass unchanged.
+A load opens the checkpoint in this package, reads manifests, and drops requests for optional
+entries that the checkpoint lacks; what Megatron then reads is checked as it is read. A save records
+checksums before it declares the checkpoint complete. States that this package did not produce pass
+unchanged.
 
-Megatron unpickles ``.metadata`` and the objects of a torch_dist checkpoint without restrictions, so
-that they may call any function. It reads ``common.pt`` and ``--ckpt-format torch`` with
-``weights_only``, which needs no check.
+Megatron reads ``common.pt`` and ``--ckpt-format torch`` with ``weights_only``, which runs no code.
 """
 
-import dataclasses
-import enum
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +21,27 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
+from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_optim.calibration.state_entries import (
     CalibratedEntry,
     OptionalShardedTensor,
     complete_amaxes,
 )
-from moe_optim.checkpoint.files.pickles import MEGATRONS_PACKAGES, Named
+from moe_optim.checkpoint.checked_reading import get_filesystem_reader, reading
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_states import (
     ManifestRequest,
     flat_states_to_load,
     require_same_interleave,
 )
-from moe_optim.checkpoint.integrity import invalidate, record_checksums, require_intact
+from moe_optim.checkpoint.integrity import require_intact
+from moe_optim.checkpoint.load_session import end_session, open_alone, open_session
 from moe_optim.checkpoint.plan_validation import validate_quickly
+from moe_optim.checkpoint.read_planning import plan_quickly
+from moe_optim.checkpoint.sealing import invalidate, record_config, record_data
+from moe_optim.checkpoint.staging import MadeTensor, synchronously
 from moe_optim.checkpoint.state_kinds import MOMENTUM, require_same_optimizer, state_kinds
 from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest
 from moe_optim.checkpoint.states_without_manifest import manifest_of_groups_states
@@ -55,7 +55,6 @@ from moe_optim.errors import LayoutError
 from moe_optim.integration.agreement import agree
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import (
-    config_or_bf16,
     installed_config,
     installed_optimizer,
 )
@@ -94,23 +93,32 @@ def save(  # noqa: PLR0913  # Megatron's
         _detach_from_host_memory(sharded_state_dict)
     if is_ours:
         on_first_rank(lambda: invalidate(folder))
-    with validate_quickly():
-        request = original(f"{_CORE}:save")(
+    stock = original(f"{_CORE}:save")
+    with validate_quickly(), nullcontext() if async_sharded_save else synchronously():
+        request = stock(
             sharded_state_dict,
             checkpoint_dir,
             sharded_strategy,
             validate_access_integrity,
-            async_sharded_save,
+            True,  # a request of Megatron's own, which this executes below
             preprocess_common_before_consistancy_check,
             content_metadata,
-            async_strategy,
+            async_strategy if async_sharded_save else "mcore",
             verify_integrity,
         )
-    if is_ours and request is None:
-        on_first_rank(lambda: record_checksums(folder))
-    elif is_ours:
-        request.finalize_fns.append(lambda: on_first_rank(lambda: record_checksums(folder)))
-    return request
+    if is_ours:
+        # the last functions write metadata.json and, if asked to, Megatron's checksums of all files
+        *data, write_config = request.finalize_fns[: -1 if verify_integrity else None]
+        request.finalize_fns[: len(data) + 1] = [
+            *data,
+            lambda: record_data(folder),
+            write_config,
+            lambda: on_first_rank(lambda: record_config(folder)),
+        ]
+    if async_sharded_save:
+        return request
+    request.execute_sync()
+    return None
 
 
 def is_local(checkpoint_dir: str | Path) -> bool:
@@ -139,7 +147,9 @@ def _detach_from_host_memory(sharded_state_dict: Any) -> None:
     """
     for entry in nested_values(sharded_state_dict):
         is_box = isinstance(entry, ShardedTensor) and not entry.has_regular_grid
-        if is_box and entry.data.device.type == "cpu":
+        if isinstance(entry, MadeTensor):
+            entry.data = entry.make()
+        elif is_box and entry.data.device.type == "cpu":
             entry.data = entry.data.clone()
 
 
@@ -182,38 +192,26 @@ def load(  # noqa: PLR0913  # Megatron's
     if not is_local(checkpoint_dir):
         _request_as_objects(sharded_state_dict)
     elif installed_config() is not None or any(_states_with_manifests(sharded_state_dict)):
-        folder = Path(checkpoint_dir)
-        stored = agree(lambda: _check(folder, process_group), process_group)
+        stored = open_session(Path(checkpoint_dir), process_group)
         agree(lambda: _resolve(sharded_state_dict, stored), process_group)
         if StrictHandling.requires_global_app_metadata(parse_strict_flag(strict)):
             sharded_state_dict = {**sharded_state_dict, _ACCOUNTED: _read_already(stored)}
-    with _loading(stored):
-        result = original(f"{_CORE}:load")(
-            sharded_state_dict,
-            checkpoint_dir,
-            sharded_strategy,
-            validate_access_integrity,
-            strict,
-            verify_integrity,
-            process_group,
-        )
+    try:
+        with reading(stored, process_group), plan_quickly():
+            result = original(f"{_CORE}:load")(
+                sharded_state_dict,
+                checkpoint_dir,
+                sharded_strategy,
+                validate_access_integrity,
+                strict,
+                verify_integrity,
+                process_group,
+            )
+    finally:
+        end_session()
     state = result[0] if isinstance(result, tuple) else result
     state.pop(_ACCOUNTED, None)
     return result
-
-
-_checked: TorchDistReader | None = None
-"""The checkpoint that Megatron is loading, checked by :func:`load`."""
-
-
-@contextmanager
-def _loading(stored: TorchDistReader | None) -> Iterator[None]:
-    global _checked
-    _checked = stored
-    try:
-        yield
-    finally:
-        _checked = None
 
 
 def _read_already(stored: TorchDistReader) -> dict[str, ShardedObject]:
@@ -231,18 +229,16 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
 
     StateError lists all missing or damaged files; LayoutError if the state is not plain data.
     """
+    stock = original(f"{_CORE}:load_common_state_dict")
     if installed_config() is None or not is_local(checkpoint_dir):
-        return original(f"{_CORE}:load_common_state_dict")(checkpoint_dir)
+        return stock(checkpoint_dir)
     folder = Path(checkpoint_dir)
-    stored = _checked if _checked is not None and _checked.path == folder else None
-    blobs = require_intact(folder, thorough=False) if stored is None else ()
+    stored = open_alone(folder)
     try:
-        if stored is None:
-            stored = TorchDistReader(folder, blobs)
-            _require_plain(stored, [stored.common_key] if stored.common_key else [])
-        common = original(f"{_CORE}:load_common_state_dict")(checkpoint_dir)
-    except LayoutError:
-        raise
+        with reading(stored):
+            common = stock(checkpoint_dir)
+    except CheckpointException as error:  # of torch, around the error of this rank
+        raise next(iter(error.failures.values()))[0] from None
     except Exception:  # arbitrary errors of damaged files; report the file if damage is the cause
         require_intact(folder, thorough=True)
         raise
@@ -257,49 +253,11 @@ def load_tensors_metadata(self: Any, checkpoint_dir: Path, metadata: Any = None)
     which no constructor accepts, so all strict loads would fail without this hook.
     """
     if metadata is None:
-        metadata = _get_filesystem_reader(checkpoint_dir).read_metadata()
+        metadata = get_filesystem_reader(checkpoint_dir).read_metadata()
     for entry in metadata.state_dict_metadata.values():
         if hasattr(entry, "properties"):  # a tensor
             vars(entry.properties).pop("strides", None)
     return original(_TENSORS_METADATA)(self, checkpoint_dir, metadata)
-
-
-def _check(folder: Path, group: Any) -> TorchDistReader:
-    """Open a checkpoint and check it for damage and code; ranks share the work."""
-    rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-    thorough = config_or_bf16().check_on_load == "thorough"
-    blobs = require_intact(folder, thorough=thorough, part=rank, parts=ranks)
-    stored = TorchDistReader(folder, blobs)
-    common = [stored.common_key] if stored.common_key else []  # every rank reads its own copy
-    _require_plain(stored, dict.fromkeys([*common, *sorted(stored.objects)[rank::ranks]]))
-    return stored
-
-
-def _require_plain(stored: TorchDistReader, names: Iterable[str]) -> None:
-    """Raise LayoutError for the first object whose unpickling would run code."""
-    if config_or_bf16().trust_checkpoint_code:
-        return
-    for name, why in stored.foreign_objects(names, _is_passive).items():
-        raise LayoutError(
-            f"{stored.path / stored.blobs[name][0].file}: {name}: expected plain data, got an "
-            f"object that Megatron would run code for while it loads: {why}. If you trust its "
-            "author (types of your own among its arguments are such code, too), set "
-            "moe_optim.trust_checkpoint_code=true; else load another checkpoint."
-        )
-
-
-def _is_passive(named: Named) -> bool:
-    """Return whether a name is an enumeration or dataclass of Megatron's packages.
-
-    Considers loaded modules only: a checkpoint cannot cause an import.
-    """
-    found = getattr(sys.modules.get(named.module), named.name, None)
-    if not isinstance(found, type):
-        return False
-    # check the class's own module, too: modules may re-export foreign classes
-    packages = {module.partition(".")[0] for module in (named.module, found.__module__)}
-    is_value = issubclass(found, enum.Enum) or dataclasses.is_dataclass(found)
-    return is_value and packages <= MEGATRONS_PACKAGES
 
 
 def _states_with_manifests(state: Any) -> Iterator[dict[Any, Any]]:

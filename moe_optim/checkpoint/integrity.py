@@ -1,14 +1,15 @@
 """Integrity checks: the files of a checkpoint are complete and unchanged since the save.
 
-A *quick* check reads metadata and file sizes, a *thorough* one reads everything once. Coverage
-depends on what was recorded at save time:
+A *quick* check reads metadata and file sizes, a *thorough* one reads everything once. A load
+compares checksums of what it reads while it reads it, see :mod:`load_session`. Coverage depends on
+what was recorded at save time:
 
 - Nothing: keys, byte ranges, shapes and dtypes in ``.metadata`` must be consistent with each other
   and with the file sizes; thorough verifies the CRC-32 of every record and compares every tensor's
   archive with ``.metadata``. Not detected: a file of another checkpoint with the same layout, and a
   renamed key, until it is requested.
-- Checksum manifest (:func:`record_checksums`): also verifies the metadata bytes and, thorough, the
-  CRC-32 values themselves. Detects both cases above, and missing files or a killed save of
+- Checksum manifest (:mod:`sealing`): also verifies the metadata bytes and, thorough, the CRC-32
+  values themselves. Detects both cases above, and missing files or a killed save of
   ``--ckpt-format torch``.
 - Megatron's ``integrity.json`` (``--verify-integrity``): thorough also verifies the SHA-256 of
   every loaded file, including bits that nothing reads, such as archive timestamps.
@@ -16,22 +17,19 @@ depends on what was recorded at save time:
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import IO
 
 from moe_optim.checkpoint.files.archives import Archive, reason_of
 from moe_optim.checkpoint.files.checksum_manifest import (
-    CHECKSUM_MANIFEST,
-    MEGATRONS_MANIFEST,
     Checksums,
     CorruptFile,
     DamageError,
     read_checksums,
-    remove_record,
     sha256_of,
-    write_checksums,
 )
 from moe_optim.checkpoint.files.folders import files_of_ranks, iteration_folders, iteration_of
 from moe_optim.checkpoint.files.metadata import METADATA, Blob, read_blobs, read_metadata
@@ -49,6 +47,11 @@ _CONFIG = "metadata.json"
 _BACKEND = "torch_dist"
 _COMMON = "common.pt"  # in torch_dist checkpoints of older Megatron versions
 _LEGACY_MODEL = "model_optim_rng.pt"
+OTHER_FILE = "has other checksums than were recorded: it is another file"
+"""What is said of a file of another save."""
+
+type Range = tuple[int, int]
+"""Start and length in a file, in bytes."""
 
 
 def checkpoint_defect(checkpoint: Path) -> str | None:
@@ -101,49 +104,90 @@ def require_intact(
     return check.blobs
 
 
-def record_checksums(checkpoint: Path) -> None:
-    """Write the checksum manifest of ``checkpoint``, a complete iteration folder.
+@dataclass(frozen=True)
+class Vetted:
+    """What one rank read of a checkpoint for all."""
 
-    One process must call this, after all writes. The manifest contains the SHA-256 of each metadata
-    file and, for every other file, of its archive tables (names, offsets and CRCs of records). Data
-    is not read again.
+    metadata: bytes
+    """Content of ``.metadata``, consistent and without foreign names."""
+    identity: str
+    """Its SHA-256 in hexadecimal."""
+    checksums: Checksums
+    """Content of the checksum manifests."""
+    ends: Mapping[str, int | None]
+    """Expected size of every file; None: unknown."""
+
+
+def vet(checkpoint: Path) -> Vetted:
+    """Return the metadata of ``checkpoint``, a torch_dist iteration folder; no rank communicates.
+
+    StateError if metadata is missing or damaged. Data files are not opened.
+    """
+    check = _Check(Path(checkpoint))
+    check.require_none(check.metadata_defects())
+    return Vetted(check.content, check.small[METADATA], check.checksums, check.ends)
+
+
+def size_defects(checkpoint: Path, ends: Mapping[str, int | None]) -> Iterator[CorruptFile]:
+    """Yield the files of ``checkpoint`` that are missing or have another size than in ``ends``."""
+    for name, end in ends.items():
+        try:
+            what = _size_defect(checkpoint, name, end)
+        except FileNotFoundError:
+            what = "is missing"
+        except OSError as error:
+            what = f"cannot be read: {error.strerror}"
+        if what is not None:
+            yield CorruptFile(name, what)
+
+
+def require_none(checkpoint: Path, defects: Iterable[CorruptFile]) -> None:
+    """Raise StateError for ``defects`` of ``checkpoint``, naming another one to load."""
+    lines = []
+    for _, of_file in groupby(defects, key=lambda defect: defect.file):
+        first, *more = of_file
+        lines.append(f"{first}, and {len(more)} more in it" if more else str(first))
+    if lines:
+        raise StateError(
+            f"{checkpoint}: expected every file as it was saved, got: {'; '.join(lines)}. "
+            f"{_what_to_load(checkpoint)}"
+        )
+
+
+def archives_of(
+    checkpoint: Path, *, is_finished: bool = True
+) -> tuple[dict[str, str], dict[str, list[Range]]]:
+    """Return what a checksum manifest records; no rank communicates.
+
+    Args:
+        checkpoint: folder of one iteration.
+        is_finished: False if ``metadata.json`` is to be written later.
+
+    Returns:
+        SHA-256 of each metadata file, and start and length of each archive in a data file.
 
     Raises:
-        StateError: checkpoint is incomplete, or the manifest cannot be written.
+        StateError: files are missing or incomplete.
     """
-    checkpoint = Path(checkpoint)
-    remove_record(checkpoint, CHECKSUM_MANIFEST)
-    check = _Check(checkpoint)
+    check = _Check(checkpoint, is_finished=is_finished)
     check.require_none(check.defects())
-    tables = {
-        name: _Archives(checkpoint, name, blobs).tables_sha256()
+    ranges = {
+        name: [(blob.start, blob.length) for blob in blobs]
         for name, blobs in check.archives.items()
     }
-    whole = {name: check.small[name] for name in (METADATA, _CONFIG) if name in check.small}
-    write_checksums(checkpoint, Checksums(whole, tables))
+    return check.small, ranges
 
 
-def invalidate(checkpoint: Path) -> None:
-    """Mark ``checkpoint``, a torch_dist iteration folder, incomplete before it is overwritten.
+def table_checksums(checkpoint: Path, name: str, ranges: list[Range]) -> str:
+    """Return the checksums of archive tables, as ``Checksums.archives`` has them.
 
-    One process must call this before any rank writes: the old ``metadata.json`` would declare the
-    folder complete. Also removes its checksums; StateError if a file cannot be removed.
+    Args:
+        checkpoint: folder of one iteration.
+        name: file in it.
+        ranges: start and length of each archive in bytes.
     """
-    for name in (_CONFIG, MEGATRONS_MANIFEST, CHECKSUM_MANIFEST):  # the first decides
-        remove_record(Path(checkpoint), name)
-
-
-def mark_unfinished(checkpoint: Path) -> None:
-    """Mark ``checkpoint``, a ``--ckpt-format torch`` folder, incomplete until its save ends.
-
-    One process must call this before any rank writes: per-rank files do not show whether those of
-    other ranks exist and belong to the same save. Creates a missing folder.
-
-    Raises:
-        StateError: another object has the checksum manifest's name.
-    """
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    write_checksums(checkpoint, None)
+    with open_file(checkpoint, name) as file:
+        return "".join(Archive(file_range(file, *one)).table_checksum() for one in ranges)
 
 
 def _what_to_load(checkpoint: Path) -> str:
@@ -157,9 +201,11 @@ def _what_to_load(checkpoint: Path) -> str:
 class _Check:
     """One check of a checkpoint; reads its metadata once."""
 
-    def __init__(self, checkpoint: Path) -> None:
-        self.checkpoint = checkpoint
+    def __init__(self, checkpoint: Path, *, is_finished: bool = True) -> None:
+        self.checkpoint, self._is_finished = checkpoint, is_finished
         self.checksums = Checksums()
+        self.content = b""
+        """Content of ``.metadata``."""
         self.blobs: Sequence[Blob] = ()
         self.archives: dict[str, list[Blob]] = {}
         """Archives of each file, in file order."""
@@ -170,6 +216,18 @@ class _Check:
         self, *, thorough: bool = False, part: int = 0, parts: int = 1
     ) -> Iterator[CorruptFile]:
         """Yield defects; a fatal one is last."""
+        for defect in self.metadata_defects():
+            yield defect
+            return
+        missing_or_cut = list(size_defects(self.checkpoint, self.ends))
+        yield from missing_or_cut
+        for defect in missing_or_cut:
+            self.archives.pop(defect.file, None)
+        if thorough:
+            yield from self._corrupt_files(part, parts)
+
+    def metadata_defects(self) -> Iterator[CorruptFile]:
+        """Read all but data; yield the defect that prevents it."""
         path = self.checkpoint
         try:
             if not path.is_dir():
@@ -177,29 +235,24 @@ class _Check:
                 raise DamageError("", f"{path.name} {what}")
             self.checksums = read_checksums(path)
             self.archives = self._read_archives()
-            missing_or_cut = list(self._size_defects())
-            yield from missing_or_cut
-            for defect in missing_or_cut:
-                self.archives.pop(defect.file, None)
-            if thorough:
-                yield from self._corrupt_files(part, parts)
+            for name, digests in self.checksums.archives.items():
+                if name in self.archives and len(digests) != 8 * len(self.archives[name]):
+                    raise DamageError(name, "has another number of archives than was recorded")
         except DamageError as error:
             yield error.corrupt
         except OSError as error:
             yield CorruptFile(Path(error.filename or "").name, f"cannot be read: {error.strerror}")
 
+    @property
+    def ends(self) -> dict[str, int | None]:
+        """Expected size of every file but metadata."""
+        listed = sorted(self.checksums.files - self.archives.keys() - self.small.keys())
+        ends: dict[str, int | None] = dict.fromkeys(listed)
+        return ends | {name: blobs[-1].end for name, blobs in self.archives.items()}
+
     def require_none(self, defects: Iterator[CorruptFile]) -> None:
         """Raise StateError for defects, naming a checkpoint to load instead."""
-        lines = []
-        for _, of_file in groupby(defects, key=lambda defect: defect.file):
-            first, *more = of_file
-            lines.append(f"{first}, and {len(more)} more in it" if more else str(first))
-        if lines:
-            path = self.checkpoint
-            raise StateError(
-                f"{path}: expected every file as it was saved, got: {'; '.join(lines)}. "
-                f"{_what_to_load(path)}"
-            )
+        require_none(self.checkpoint, defects)
 
     def _read_archives(self) -> dict[str, list[Blob]]:
         path = self.checkpoint
@@ -209,8 +262,10 @@ class _Check:
                     raise DamageError(model, "is missing")
             names = [str(file.relative_to(path)) for file in legacy]
             return {name: self._whole_file(name) for name in names}
-        _require_backend(self._read_small(_CONFIG))
-        self.blobs = read_blobs(self._read_small(METADATA))
+        if self._is_finished:
+            _require_backend(self._read_small(_CONFIG))
+        self.content = self._read_small(METADATA)
+        self.blobs = read_blobs(self.content)
         archives = {name: list(group) for name, group in groupby(self.blobs, lambda one: one.file)}
         if is_file(path, _COMMON):
             archives[_COMMON] = self._whole_file(_COMMON)
@@ -236,20 +291,6 @@ class _Check:
             raise DamageError(name, "does not have the SHA-256 that was recorded")
         return content
 
-    def _size_defects(self) -> Iterator[CorruptFile]:
-        listed = sorted(self.checksums.files - self.archives.keys() - self.small.keys())
-        ends: dict[str, int | None] = dict.fromkeys(listed)
-        ends |= {name: blobs[-1].end for name, blobs in self.archives.items()}
-        for name, end in ends.items():
-            try:
-                what = _size_defect(self.checkpoint, name, end)
-            except FileNotFoundError:
-                what = "is missing"
-            except OSError as error:
-                what = f"cannot be read: {error.strerror}"
-            if what is not None:
-                yield CorruptFile(name, what)
-
     def _corrupt_files(self, part: int, parts: int) -> Iterator[CorruptFile]:
         """Yield the defects in one share of the bytes; shares have about equal size."""
         total = max(1, sum(blobs[-1].end for blobs in self.archives.values()))
@@ -260,7 +301,8 @@ class _Check:
             if not ours:
                 continue
             try:
-                yield from self._corrupt_parts(_Archives(self.checkpoint, name, blobs), ours)
+                file = _Archives(self.checkpoint, name, blobs, self.checksums)
+                yield from self._corrupt_parts(file, ours)
             except OSError as error:
                 yield CorruptFile(name, f"cannot be read: {error.strerror}")
 
@@ -274,11 +316,8 @@ class _Check:
             corrupt = list(file.corrupt(file.blobs)) or unknown
         else:
             corrupt = []
-        tables = self.checksums.tables.get(file.name)
-        is_checked = owns_file and not corrupt and tables is not None
-        if is_checked and file.tables_sha256() != tables:
-            what = "has other checksums than were recorded: it is another file"
-            corrupt = [CorruptFile(file.name, what)]
+        if owns_file and not corrupt and not file.has_recorded_tables():
+            corrupt = [CorruptFile(file.name, OTHER_FILE)]
         return corrupt
 
 
@@ -308,10 +347,18 @@ def _require_backend(config: bytes) -> None:
 class _Archives:
     """The archives in one file; each is opened once for both checksums and table."""
 
-    def __init__(self, checkpoint: Path, name: str, blobs: Sequence[Blob]) -> None:
+    def __init__(
+        self, checkpoint: Path, name: str, blobs: Sequence[Blob], checksums: Checksums
+    ) -> None:
         self.checkpoint, self.name, self.blobs = checkpoint, name, blobs
+        digests = checksums.archives.get(name, "")
+        self._recorded = {
+            blob.start: digests[8 * at : 8 * at + 8] for at, blob in enumerate(blobs) if digests
+        }
+        """Checksum of the table by archive offset."""
+        self._tables = checksums.tables.get(name)
         self._digests: dict[int, bytes] = {}
-        """SHA-256 of the table by archive offset."""
+        """SHA-256 of the table by archive offset, where ``tables`` was recorded."""
 
     def corrupt(self, blobs: Sequence[Blob]) -> Iterator[CorruptFile]:
         with open_file(self.checkpoint, self.name) as file:
@@ -321,11 +368,15 @@ class _Archives:
                     archive.compare_checksums()
                     if blob.offset is not None:
                         archive.require_tensor(blob.dtype, blob.shape)
+                    if self._recorded.get(blob.start) not in (None, archive.table_checksum()):
+                        yield CorruptFile(self.name, OTHER_FILE, blob.name)
                 except Exception as error:  # zipfile raises arbitrary errors for damaged archives
                     yield CorruptFile(self.name, reason_of(error), blob.name)
 
-    def tables_sha256(self) -> str:
-        """Return the checksum of all readable archive tables."""
+    def has_recorded_tables(self) -> bool:
+        """Return whether all readable archive tables are those of an older manifest, if any."""
+        if self._tables is None:
+            return True
         missing = [blob for blob in self.blobs if blob.start not in self._digests]
         if missing:
             with open_file(self.checkpoint, self.name) as file:
@@ -337,10 +388,9 @@ class _Archives:
         digest = hashlib.sha256()
         for blob in self.blobs:
             digest.update(self._digests[blob.start])
-        return digest.hexdigest()
+        return digest.hexdigest() == self._tables
 
     def _open(self, file: IO[bytes], blob: Blob) -> Archive:
         archive = Archive(file_range(file, blob.start, blob.length))
-        rows = repr(archive.rows()).encode()
-        self._digests[blob.start] = hashlib.sha256(rows).digest()
+        self._digests[blob.start] = hashlib.sha256(archive.rows()).digest()
         return archive

@@ -8,7 +8,7 @@ of a chunk reads all of it: a rank saves at most 4 chunks more than whole expert
 
 Each box is a chunk of the tensor that Megatron's ``fully_reshardable`` states have under the same
 key, so no rank needs the states of another one. Masters and fp32 moments are saved and loaded in
-place; other moments are saved as fp32 copies on the host.
+place; other moments are saved as fp32 copies, made one box at a time.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from moe_optim.checkpoint.expert_entries import entries_of
 from moe_optim.checkpoint.flat_states import OwnedRange, flat_states, owned_ranges
+from moe_optim.checkpoint.staging import MadeTensor
 from moe_optim.errors import LayoutError, listed
 from moe_optim.weights.names import parameter_names
 
@@ -156,7 +157,8 @@ def stored_parts(entry: Any, shape: Shape) -> list[OwnedBox]:
 def states_to_save(optimizer: Any, model: Any) -> dict[int, dict[str, ShardedTensor]]:
     """Return this rank's part of ``fully_reshardable`` states. No rank communicates.
 
-    Keys, dtypes and global shapes are Megatron's. Masters and fp32 moments are views.
+    Keys, dtypes and global shapes are Megatron's. Masters and fp32 moments are views, other moments
+    entries whose fp32 values are made when they are written.
 
     Args:
         optimizer: distributed optimizer.
@@ -167,14 +169,29 @@ def states_to_save(optimizer: Any, model: Any) -> dict[int, dict[str, ShardedTen
     """
     state = {}
     for number, (owned, boxes) in enumerate(_owned(optimizer, model, by_matrix=True)):
-        flats = {
-            kind: flat
-            if flat.dtype == torch.float32 and kind not in optimizer.copied_states
-            else flat.to("cpu", torch.float32)
-            for kind, flat in flat_states(optimizer, owned.param).items()
-        }
-        state[number] = _entries(optimizer, owned, boxes, flats)
+        flats = flat_states(optimizer, owned.param)
+        state[number] = entries = _entries(optimizer, owned, boxes, flats)
+        for name, entry in entries.items():
+            kind = name.partition(".")[0]
+            if flats[kind].dtype != torch.float32 or kind in optimizer.copied_states:
+                entries[name] = _made_later(entry, optimizer, owned.param, kind, flats[kind])
     return state
+
+
+def _made_later(
+    entry: ShardedTensor, optimizer: Any, param: torch.nn.Parameter, kind: str, flat: Tensor
+) -> MadeTensor:
+    """Return an entry, a view of ``flat``, whose values are read from the state when written."""
+    size, strides = entry.data.size(), entry.data.stride()
+    start = entry.data.storage_offset() - flat.storage_offset()
+
+    def make() -> Tensor:
+        held = flat_states(optimizer, param)[kind].detach()
+        values = held.as_strided(size, strides, held.storage_offset() + start)
+        return values.to("cpu", torch.float32, copy=True)
+
+    nowhere = torch.empty(size, dtype=torch.float32, device="meta")
+    return MadeTensor(**{**vars(entry), "data": nowhere, "dtype": nowhere.dtype}, make=make)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -106,9 +106,11 @@ class MoEOptimConfig:
     trust_checkpoint_code: bool = False
     """Whether Megatron may unpickle checkpoint objects that name more than plain data, such as a
     type of your own among its arguments. Code that they name will run."""
-    check_on_load: Literal["thorough", "quick"] = "thorough"
-    """Check before a checkpoint loads. ``thorough``: reads all of it once, shared among ranks, and
-    verifies checksums; ``quick``: detects missing and truncated files."""
+    check_on_load: Literal["loaded", "thorough", "quick"] = "loaded"
+    """Check of a checkpoint that loads. ``loaded``: detects missing and truncated files, and each
+    rank verifies checksums of what it loads; ``thorough``: first reads everything once, shared
+    among ranks; ``quick``: verifies no checksums. Where the last save did not finish, ``loaded`` is
+    ``thorough``."""
 
     def __post_init__(self) -> None:
         """Validate every field and their combination; raise ConfigError."""

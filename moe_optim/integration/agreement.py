@@ -51,3 +51,15 @@ def reduce_max(values: Sequence[int], group: Any) -> list[int]:
     maxima = torch.tensor(values, dtype=torch.int64, device=device)
     torch.distributed.all_reduce(maxima, torch.distributed.ReduceOp.MAX, group=group)
     return [int(one) for one in maxima.tolist()]
+
+
+def from_first(act: Callable[[], Any], group: Any) -> Any:
+    """Call ``act`` on the first rank of ``group``; return its result, or raise, on all ranks.
+
+    Every rank must call it. The result is pickled for the others.
+    """
+    is_first = torch.distributed.get_rank(group) == 0
+    found = [agree(lambda: act() if is_first else None, group)]
+    if torch.distributed.get_world_size(group) > 1:
+        torch.distributed.broadcast_object_list(found, group=group, group_src=0)
+    return found[0]

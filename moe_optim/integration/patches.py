@@ -350,6 +350,27 @@ CHECKPOINTS: tuple[Patch, ...] = (
         )
         for module in ("dist_checkpointing", "dist_checkpointing.serialization")
     ),
+    *(
+        Patch(
+            id=f"checked-reading:{module.rpartition('.')[2]}",
+            target=f"megatron.core.dist_checkpointing.{module}:_get_filesystem_reader",
+            replacement="moe_optim.checkpoint.checked_reading:get_filesystem_reader",
+            fits=in_all_versions("(checkpoint_dir, cache_metadata, async_strategy)"),
+            because="torch compares no checksum of what it reads, and unpickles whatever it finds",
+            remove_when="torch compares the checksums of records, and unpickles plain data alone",
+        )
+        for module in ("strategies.torch", "serialization")
+    ),
+    Patch(
+        id="load-together",
+        target=(
+            "megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load"
+        ),
+        replacement="moe_optim.checkpoint.checked_reading:load_tensors",
+        fits=in_all_versions("(self, sharded_state_dict, checkpoint_dir, async_strategy)"),
+        because="a rank that finds damage leaves the others waiting for it",
+        remove_when="an error of one rank is raised on all that load",
+    ),
     Patch(
         id="save-checkpoint",
         target="megatron.core.dist_checkpointing:save",
@@ -361,6 +382,17 @@ CHECKPOINTS: tuple[Patch, ...] = (
         ),
         because="an iteration saved again looks whole before it is, and no checksum is recorded",
         remove_when="metadata.json is removed first, and the default save records checksums",
+    ),
+    Patch(
+        id="staged-values",
+        target=(
+            "megatron.core.dist_checkpointing.strategies.filesystem_async:"
+            "FileSystemWriterAsync.prepare_write_data"
+        ),
+        replacement="moe_optim.checkpoint.staging:prepare_write_data",
+        fits=in_all_versions("(self, plan, planner)"),
+        because="all that a rank saves is copied to the host before the first byte is written",
+        remove_when="a synchronous save copies one chunk at a time",
     ),
     Patch(
         id="te-amaxes",

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +27,9 @@ from moe_optim.errors import LayoutError, NonFiniteError, listed
 from moe_optim.integration.agreement import agree
 from moe_optim.integration.installation import config_or_bf16, installed_optimizer
 from moe_optim.optimizer.address_book import NORMS
+from moe_optim.optimizer.checkpointed import NOT_SAVED, CheckpointedOptimizer
 from moe_optim.optimizer.graphed import GraphedStep
-from moe_optim.optimizer.nonfinite import name_culprits
+from moe_optim.optimizer.nonfinite import check_states, name_culprits
 from moe_optim.optimizer.step import (
     as_megatron_returns,
     clip_factors,
@@ -250,8 +251,10 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         """Return the state to save, or shapes to load into. Every rank must call it.
 
         Raises:
-            LayoutError: states by name would be saved twice, or not at all.
-            NonFiniteError: the last step of a CUDA graph found non-finite gradients.
+            LayoutError: states by name would be saved twice, or not at all; on every rank.
+            NonFiniteError: a master or moment to be saved is Inf or NaN, on every rank, and
+                ``save_nonfinite`` is not set; or the last step of a CUDA graph found non-finite
+                gradients.
         """
         self._hear_of_last_step()
         is_by_name = (kwargs.get("metadata") or {}).get(SHARDING_TYPE) == BY_NAME
@@ -259,9 +262,23 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         is_saved_by_name = is_by_name and not is_loading
         if is_saved_by_name:
             agree(self._require_tilings, None)
-        with self._without_stubs():
+        with self._without_stubs(), nullcontext() if is_loading else self._checked_states():
             state = super().sharded_state_dict(*args, **kwargs)
         return as_layer_wise(state) if is_saved_by_name else state
+
+    @contextmanager
+    def _checked_states(self) -> Iterator[None]:
+        """Refuse non-finite states on every rank before any of them is collected."""
+        parts = [part for part in self.stepping if isinstance(part, CheckpointedOptimizer)]
+        refusing = [part for part in parts if not part.moe_optim_config.save_nonfinite]
+        agree(lambda: check_states(refusing, NOT_SAVED), None)
+        for part in parts:
+            part.is_checked = True
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.is_checked = False
 
     def _require_tilings(self) -> None:
         faults = [fault for part in self.stepping for fault in find_tiling_faults(part)]

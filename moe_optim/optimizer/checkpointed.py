@@ -31,9 +31,9 @@ from moe_optim.integration import patches
 from moe_optim.integration.agreement import agree
 from moe_optim.integration.engine import apply_patches, patch_state
 from moe_optim.integration.installation import OPTIMIZERS, config_or_bf16
-from moe_optim.optimizer.nonfinite import check_masters
+from moe_optim.optimizer.nonfinite import check_states
 
-_NOT_SAVED = (
+NOT_SAVED = (
     "Nothing has been saved. Load an earlier checkpoint, or set moe_optim.save_nonfinite=true to "
     "save them as they are."
 )
@@ -49,9 +49,11 @@ class CheckpointedOptimizer(DistributedOptimizer):
         moe_optim_config: plug-in configuration at construction.
         requester: owner of the pending manifest request, while a checkpoint is loaded.
         saved_names: kinds of states that are saved by name under another one.
+        is_checked: whether the chain of optimizers looks for Inf and NaN in all states to save.
     """
 
     saved_names: Mapping[str, str] = MappingProxyType({})
+    is_checked: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -138,8 +140,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
                 "fully_sharded_model_space; give one of the two, or --no-load-optim where it is a "
                 "checkpoint that names none."
             )
-        if not is_loading and not self.moe_optim_config.save_nonfinite:
-            check_masters(self, _NOT_SAVED, with_moments=True)
+        if not (is_loading or self.moe_optim_config.save_nonfinite or self.is_checked):
+            check_states([self], NOT_SAVED)
         state = super().sharded_state_dict(
             model_sharded_state_dict, is_loading, sharding_type, metadata
         )
@@ -196,7 +198,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
             NonFiniteError: a master or moment is Inf or NaN, and ``save_nonfinite`` is not set.
         """
         if not self.moe_optim_config.save_nonfinite:
-            check_masters(self, _NOT_SAVED, with_moments=True)
+            check_states([self], NOT_SAVED)
         super().save_parameter_state(filename)
 
     def load_parameter_state_from_dp_zero(

@@ -1,7 +1,7 @@
 """Reports non-finite gradients, masters and moments by parameter, expert and owner rank."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,15 +44,36 @@ def _find_culprits(chain: Any) -> Iterator[str]:
 
 
 def check_masters(
-    optimizer: Any,
-    remedy: str,
-    only: Callable[[Tensor], bool] = lambda _: True,
-    *,
-    with_moments: bool = False,
+    optimizer: Any, remedy: str, only: Callable[[Tensor], bool] = lambda _: True
 ) -> None:
     """Raise NonFiniteError if a master is Inf or NaN on any data-parallel rank.
 
     Every rank must call it. ``remedy`` ends the message; ``only`` selects parameters.
+    """
+    _refuse(find_nonfinite(optimizer, only), "masters", remedy)
+
+
+def check_states(optimizers: Iterable[Any], remedy: str) -> None:
+    """Raise NonFiniteError if a master or moment is Inf or NaN on any data-parallel rank of any.
+
+    Every rank must call it; ranks outside of the group of the culprit do not raise.
+    """
+    lines = [line for part in optimizers for line in find_nonfinite(part, with_moments=True)]
+    _refuse(lines, "masters and moments", remedy)
+
+
+def _refuse(lines: Sequence[str], what: str, remedy: str) -> None:
+    """Raise NonFiniteError if there are lines of :func:`find_nonfinite`."""
+    if lines:
+        raise NonFiniteError(f"{what}: expected finite values, got {'; '.join(lines)}. {remedy}")
+
+
+def find_nonfinite(
+    optimizer: Any, only: Callable[[Tensor], bool] = lambda _: True, *, with_moments: bool = False
+) -> list[str]:
+    """Return a line for each state of an optimizer that is Inf or NaN on a data-parallel rank.
+
+    Every rank of the group must call it; all get the same lines.
     """
     found: list[str] = []
     kinds = ("master", *state_names(optimizer.optimizer)) if with_moments else ("master",)
@@ -63,20 +84,19 @@ def check_masters(
         start = optimizer._get_model_param_range_map(param)["param"].start
         states = {"master": master, **optimizer.optimizer.state.get(master, {})}
         for kind in (kind for kind in kinds if kind in states):
+            if bool(states[kind].sum(dtype=torch.float32).isfinite()):
+                continue  # one pass without memory; a sum beyond fp32 is looked at more closely
             bad = (~states[kind].float().isfinite()).nonzero().view(-1) + start
             if len(bad):
                 found.append(describers[kind](param, bad))
     group = optimizer.data_parallel_group
     everywhere: list[list[str]] = [[] for _ in range(group.size())]
     dist.all_gather_object(everywhere, found[:MOST_NAMED], group=group)
-    lines = [
+    return [
         f"data-parallel rank {rank}: {line}"
         for rank, of_rank in enumerate(everywhere)
         for line in of_rank
     ]
-    if lines:
-        what = "masters and moments" if with_moments else "masters"
-        raise NonFiniteError(f"{what}: expected finite values, got {'; '.join(lines)}. {remedy}")
 
 
 def describer(

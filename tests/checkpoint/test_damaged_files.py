@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 from torch.distributed.checkpoint import CheckpointException
 
-from moe_optim.checkpoint.integrity import corrupt_files, record_checksums
+from moe_optim.checkpoint.integrity import corrupt_files
+from moe_optim.checkpoint.sealing import record_checksums
 from tests.support.hostile.damage import (
     ANY_ARCHIVE,
     KINDS,

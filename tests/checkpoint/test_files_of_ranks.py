@@ -94,5 +94,5 @@ def test_every_file_has_a_checksum_and_damage_is_refused_on_every_rank(tmp_path:
             assert name.removesuffix(" flipped") in message
             assert "iter_0000001 beside it" in message
     recorded = json.loads((root / "iter_0000002" / CHECKSUM_MANIFEST).read_text())
-    assert sorted(recorded["tables"]) == FILES
+    assert sorted(recorded["archives"]) == FILES
     assert list(corrupt_files(root / "iter_0000002")) == []

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
-from moe_optim.checkpoint.integrity import checkpoint_defect
+from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import get_format, reference
@@ -114,6 +114,26 @@ def test_checksums_of_weights_alone_are_recorded_as_well(tmp_path: Path):
     """What changed since is found, though every other file and record of it is in order."""
     (said,) = run_ranks(1, _save_weights_alone, tmp_path / "iter_0000001")
     assert "metadata.json does not have the SHA-256 that was recorded" in said
+
+
+def _save_with_megatrons_checksums(folder: Path) -> int:
+    """Save and load with ``--verify-integrity``, which hashes every file, this package's too."""
+    from megatron.core import dist_checkpointing
+
+    journey = Journey(GROUPED).fill()
+    stock = dist_checkpointing.save
+    dist_checkpointing.save = lambda *args, **more: stock(*args, **more, verify_integrity=True)
+    try:
+        journey.save(folder, RESHARDABLE)
+    finally:
+        dist_checkpointing.save = stock
+    assert list(corrupt_files(folder)) == []
+    return Journey(GROUPED).scramble().load(folder, verify_integrity=True).check()
+
+
+def test_megatrons_checksums_fit_those_of_this_package_beside_them(tmp_path: Path):
+    assert all(run_ranks(2, _save_with_megatrons_checksums, tmp_path / "saved"))
+    assert (tmp_path / "saved" / "integrity.json").exists()
 
 
 def _save_later(folder: Path) -> list[str | None]:

@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_optim.checkpoint.integrity import checkpoint_defect, record_checksums
+from moe_optim.checkpoint.integrity import checkpoint_defect
+from moe_optim.checkpoint.sealing import record_checksums
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.commands.conversion.safetensors_files import SafetensorsReader

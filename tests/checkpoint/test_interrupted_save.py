@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from moe_optim.checkpoint.files.checksum_manifest import read_checksums
 from moe_optim.checkpoint.files.folders import TRACKER
 from moe_optim.checkpoint.files.metadata import read_blobs
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
@@ -106,6 +107,7 @@ def check_what_is_left(folder: Path) -> None:
         if defect is None:
             possible = [path / SECOND for path in (before, whole) if (path / SECOND).exists()]
             assert contents_of(second) in map(contents_of, possible), attempt.name
+            assert read_checksums(second).archives, f"{attempt.name}: complete without checksums"
         expected = 1 if defect else 2
         assert find_resume_point(attempt).iteration == expected, attempt.name
         assert (attempt / TRACKER).read_text() == str(expected)

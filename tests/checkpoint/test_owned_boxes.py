@@ -20,7 +20,7 @@ from moe_optim.checkpoint.owned_boxes import (
     stored_parts,
 )
 from moe_optim.errors import LayoutError
-from tests.support.checkpoints.checkpoint_journey import Journey, Station
+from tests.support.checkpoints.checkpoint_journey import STATES, Journey, Station, owned_states
 from tests.support.ranks import run_ranks
 
 RESHARDABLE = "fully_reshardable"
@@ -246,21 +246,52 @@ def test_what_would_be_saved_twice_or_not_at_all_is_refused_on_every_rank(
     assert not (tmp_path / "saved").exists()
 
 
-def _step_while_saving(folder: Path) -> int:
+def _save_and_scramble(journey: Journey, folder: Path) -> None:
+    """Save asynchronously, and change all states before anything is written."""
     from megatron.core import dist_checkpointing
 
-    journey, kept = Journey(GROUPED).fill(), []
+    kept: list[Any] = []
     stock = dist_checkpointing.save
     dist_checkpointing.save = lambda *args, **more: kept.append(
         stock(*args, **more, async_sharded_save=True, async_strategy="mcore")
     )
     journey.save(folder, RESHARDABLE)
     dist_checkpointing.save = stock
-    journey.scramble()
+    for part in journey.parts:
+        for _, _, states in owned_states(part):
+            for name in STATES:
+                states[name].detach().fill_(-1.0)
     kept[0].execute_sync()
+
+
+def _step_while_saving(folder: Path) -> int:
+    journey = Journey(GROUPED).fill()
+    _save_and_scramble(journey, folder)
     return journey.load(folder).check()
 
 
 def test_an_asynchronous_save_has_the_states_of_the_call(tmp_path: Path):
     """Masters and moments that a step changes in place before they are written."""
     assert all(run_ranks(1, _step_while_saving, tmp_path / "saved"))
+
+
+def _save_narrow_moments(folder: Path, later: bool) -> int:
+    """Save bf16 moments, and load them into fp32 ones; return how many elements were compared."""
+    journey = Journey(GROUPED).fill()
+    narrow = [state for part in journey.parts for state in part.optimizer.state.values()]
+    for state in narrow:
+        state["exp_avg"] = state["exp_avg"].bfloat16()
+    want = [state["exp_avg"].float() for state in narrow]
+    if later:
+        _save_and_scramble(journey, folder)
+    else:
+        journey.save(folder, RESHARDABLE)
+    loaded = Journey(GROUPED).scramble().load(folder)
+    got = [state["exp_avg"] for part in loaded.parts for state in part.optimizer.state.values()]
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+    return sum(one.numel() for one in got)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "asynchronously"])
+def test_narrow_moments_are_saved_as_the_fp32_values_of_the_call(later: bool, tmp_path: Path):
+    assert all(run_ranks(2, _save_narrow_moments, tmp_path / "saved", later))

@@ -4,6 +4,7 @@ from tests.mutation import Mutant
 
 FILES = "tests/checkpoint"
 INTEGRITY = f"{FILES}/test_integrity.py"
+SESSION = f"{FILES}/test_load_session.py"
 MEGATRON = "tests/checkpoint"
 FROZEN = (
     "tests/commands/conversion/test_conversion.py::test_experts_that_were_frozen_in_one_layer_have_no_states_there",
@@ -16,19 +17,19 @@ MUTANTS = (
         "    if orders:",
         (f"{MEGATRON}/test_journeys.py::test_states_whose_weights_fit_several_orders_are_refused",),
     ),
-    Mutant(  # no checksums of async saves
+    Mutant(  # no checksums
         "checkpoint/hooks.py",
-        "        request.finalize_fns.append(",
-        "        [].append(",
+        "            lambda: record_data(folder),\n",
+        "",
         (
             f"{MEGATRON}/test_hooks.py::"
             "test_an_async_save_counts_as_incomplete_and_is_recorded_when_it_is_finalized",
         ),
     ),
-    Mutant(  # the first object by name is not looked at for code
-        "checkpoint/hooks.py",
-        "sorted(stored.objects)[rank::ranks]",
-        "sorted(stored.objects)[1:][rank::ranks]",
+    Mutant(
+        "checkpoint/plain_objects.py",
+        "    if why is not None:",
+        "    if False:",
         (
             f"{MEGATRON}/test_hooks.py::test_what_would_run_code_is_refused_by_its_name_on_every_rank",
         ),
@@ -40,9 +41,9 @@ MUTANTS = (
         (f"{MEGATRON}/test_hooks.py::test_checksums_of_weights_alone_are_recorded_as_well",),
     ),
     Mutant(
-        "checkpoint/hooks.py",
-        'thorough = config_or_bf16().check_on_load == "thorough"',
-        "thorough = True",
+        "checkpoint/load_session.py",
+        'compares = config_or_bf16().check_on_load != "quick"',
+        "compares = True",
         (
             f"{MEGATRON}/test_hooks.py::"
             "test_a_quick_check_finds_cut_and_missing_files_and_reads_no_data",
@@ -54,10 +55,34 @@ MUTANTS = (
         "    pass",
         (f"{MEGATRON}/test_files_of_ranks.py",),
     ),
+    Mutant(  # a load compares nothing
+        "checkpoint/load_session.py",
+        'compares = config_or_bf16().check_on_load != "quick"',
+        "compares = False",
+        (f"{SESSION}::test_damage_that_one_rank_reads_is_raised_on_every_rank",),
+    ),
+    Mutant(  # each rank unpickles its own .metadata
+        "checkpoint/load_session.py",
+        "vetted = from_first(lambda: vet(folder), group)",
+        "vetted = vet(folder)",
+        (f"{SESSION}::test_every_rank_unpickles_the_metadata_that_the_first_one_vetted",),
+    ),
+    Mutant(
+        "checkpoint/load_session.py",
+        "if any(checkpoint_defect(other) is not None for other in newer):",
+        "if False:",
+        (f"{SESSION}::test_everything_is_read_first_where_the_last_save_did_not_finish",),
+    ),
+    Mutant(  # everything is copied before the first byte is written
+        "checkpoint/staging.py",
+        "    if not _is_synchronous:",
+        "    if True:",
+        (f"{SESSION}::test_a_synchronous_save_holds_two_chunks_and_copies_no_master",),
+    ),
     Mutant(
         "checkpoint/files_of_ranks.py",
-        'if found == "torch" and',
-        'if found == "x" and',
+        'if found == "torch":',
+        'if found == "x":',
         (f"{MEGATRON}/test_files_of_ranks.py",),
     ),
     Mutant(
@@ -73,7 +98,7 @@ MUTANTS = (
         (f"{INTEGRITY}::test_a_byte_behind_the_end_of_a_file_is_found_by_sizes_alone",),
     ),
     Mutant(
-        "checkpoint/integrity.py",
+        "checkpoint/sealing.py",
         "    write_checksums(checkpoint, None)",
         "    pass",
         (
@@ -92,13 +117,13 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint/integrity.py",
-        "if is_checked and file.tables_sha256() != tables:",
+        "if self._recorded.get(blob.start) not in (None, archive.table_checksum()):",
         "if False:",
         (f"{INTEGRITY}::test_checksums_tell_a_file_from_that_of_another_checkpoint",),
     ),
     Mutant(
-        "checkpoint/integrity.py",
-        "for name in (_CONFIG, MEGATRONS_MANIFEST, CHECKSUM_MANIFEST):",
+        "checkpoint/sealing.py",
+        "for name in (CONFIG_FILE, MEGATRONS_MANIFEST, CHECKSUM_MANIFEST):",
         "for name in (MEGATRONS_MANIFEST, CHECKSUM_MANIFEST):",
         (f"{INTEGRITY}::test_a_checkpoint_that_is_written_over_counts_as_incomplete",),
     ),

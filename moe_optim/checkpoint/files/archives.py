@@ -53,16 +53,26 @@ class StoredTensor:
     nbytes: int
     """Size of the record in bytes."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the record has the elements in order, and nothing else."""
+        strides = tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+        is_whole = self.nbytes == prod(self.shape) * ITEM_BYTES[self.dtype]
+        return is_whole and self.start == 0 and self.stride == strides
+
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape}"
 
 
 class Archive:
-    """An open archive."""
+    """An open archive.
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    Compares the CRC-32 of every record that it reads, unless ``compares`` is False.
+    """
+
+    def __init__(self, stream: IO[bytes], *, compares: bool = True) -> None:
         """Read the table at the end of a seekable stream; BadZipFile if it is damaged."""
-        self.stream = stream
+        self.stream, self._compares = stream, compares
         count = _count_records(stream)
         stream.seek(0)
         self._table = zipfile.ZipFile(stream).infolist()
@@ -105,12 +115,19 @@ class Archive:
             if reader.get_record_offset(name) != self._place_of(record):
                 raise zipfile.BadZipFile(f"torch reads {name!r} elsewhere")
 
-    def rows(self) -> list[tuple[str, int, int, int]]:
-        """Return name, offset, size and CRC-32 of every record.
+    def rows(self) -> bytes:
+        """Return name, offset, size and CRC-32 of every record, as text.
 
         Archives with equal rows and valid CRCs have equal content.
         """
-        return [(row.filename, row.header_offset, row.file_size, row.CRC) for row in self._table]
+        table = self._table
+        return repr(
+            [(row.filename, row.header_offset, row.file_size, row.CRC) for row in table]
+        ).encode()
+
+    def table_checksum(self) -> str:
+        """Return the CRC-32 of :meth:`rows`, 8 hexadecimal digits."""
+        return f"{crc32(self.rows()):08x}"
 
     def describe_tensor(self) -> StoredTensor:
         """Return the description of the only tensor in the archive.
@@ -143,15 +160,17 @@ class Archive:
         if tensor.nbytes != prod(shape) * ITEM_BYTES[dtype]:
             raise ValueError(f"expected the bytes of {tensor}, got {tensor.nbytes} of them")
 
-    def read_tensor(self, dtype: str, shape: Shape) -> "Tensor":
-        """Return the values of the only tensor in the archive, contiguous.
+    def read_tensor(self, dtype: str, shape: Shape, into: "Tensor | None" = None) -> "Tensor":
+        """Return the values of the only tensor in the archive, contiguous; reads them once.
 
         Args:
             dtype: expected dtype, as torch prints it.
             shape: expected shape.
+            into: contiguous CPU tensor of both, which receives the values and is returned.
 
         Raises:
             ValueError: archive holds another tensor or object.
+            BadZipFile: a record has another CRC-32 than the table.
             EOFError: archive is cut off.
         """
         import torch
@@ -159,13 +178,26 @@ class Archive:
         tensor = self.describe_tensor()
         if (tensor.dtype, tensor.shape) != (dtype, shape):
             raise ValueError(f"{tensor} in place of a tensor of {dtype} {shape}")
-        memory = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
-        self.stream.seek(self._place_of(self.records[tensor.record]))
-        filled = self.stream.readinto(memoryview(memory.numpy()))  # type: ignore[attr-defined]
-        if filled < tensor.nbytes:
-            raise EOFError("an archive that ends too early")
+        if into is not None and tensor.is_plain:
+            memory = into.view(-1).view(torch.uint8)
+        else:
+            memory = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
+        self._fill(self.records[tensor.record], memoryview(memory.numpy()))
         values = memory.view(getattr(torch, dtype.removeprefix("torch.")))
-        return values.as_strided(shape, tensor.stride, tensor.start).contiguous()
+        values = values.as_strided(shape, tensor.stride, tensor.start)
+        return values.contiguous() if into is None or tensor.is_plain else into.copy_(values)
+
+    def _fill(self, record: zipfile.ZipInfo, memory: memoryview) -> None:
+        """Read a record into memory of its size, and compare its CRC-32 block by block."""
+        self.stream.seek(self._place_of(record))
+        checksum = 0
+        for at in range(0, len(memory), BLOCK_BYTES):
+            block = memory[at : at + BLOCK_BYTES]
+            if self.stream.readinto(block) < len(block):  # type: ignore[attr-defined]
+                raise EOFError("an archive that ends too early")
+            checksum = crc32(block, checksum) if self._compares else record.CRC
+        if checksum != record.CRC:
+            raise zipfile.BadZipFile(f"Bad CRC-32 of record {record.filename!r}")
 
     def _blocks(self, record: zipfile.ZipInfo) -> Iterator[bytes]:
         """Yield the bytes of a record, then verify its CRC-32."""
@@ -177,7 +209,7 @@ class Archive:
                 raise EOFError("an archive that ends too early")
             checksum, left = crc32(block, checksum), left - len(block)
             yield block
-        if checksum != record.CRC:
+        if self._compares and checksum != record.CRC:
             raise zipfile.BadZipFile(f"Bad CRC-32 of record {record.filename!r}")
 
     def _place_of(self, record: zipfile.ZipInfo) -> int:

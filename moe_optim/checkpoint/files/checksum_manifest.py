@@ -46,24 +46,26 @@ class DamageError(StateError):
 
 @dataclass(frozen=True)
 class Checksums:
-    """SHA-256 in hexadecimal by file name."""
+    """Checksums in hexadecimal by file name."""
 
     whole: Mapping[str, str] = field(default_factory=dict)
-    """Checksums of whole files."""
+    """SHA-256 of whole files."""
+    archives: Mapping[str, str] = field(default_factory=dict)
+    """``Archive.table_checksum`` of each archive in a file, in file order, one after the other."""
     tables: Mapping[str, str] = field(default_factory=dict)
-    """Checksums of the archive tables in a file, see ``Archive.rows``."""
+    """SHA-256 of all archive tables in a file, as older versions of this package recorded it."""
 
     @property
     def files(self) -> set[str]:
         """Names of all recorded files."""
-        return {*self.whole, *self.tables}
+        return {*self.whole, *self.archives, *self.tables}
 
 
 def read_checksums(checkpoint: Path) -> Checksums:
     """Return the content of both manifests; DamageError for an unreadable one."""
-    own = _read(checkpoint, CHECKSUM_MANIFEST, ("whole", "tables"))
+    own = _read(checkpoint, CHECKSUM_MANIFEST, ("whole",), ("archives", "tables"))
     megatrons = _read(checkpoint, MEGATRONS_MANIFEST, ("files",))
-    return Checksums(whole=own["whole"] | megatrons["files"], tables=own["tables"])
+    return Checksums(own["whole"] | megatrons["files"], own["archives"], own["tables"])
 
 
 def remove_record(checkpoint: Path, name: str) -> None:
@@ -83,7 +85,8 @@ def write_checksums(checkpoint: Path, checksums: Checksums | None) -> None:
     """
     content: dict[str, Any] = {_UNFINISHED: True}
     if checksums is not None:
-        content = {"algorithm": _ALGORITHM, "whole": checksums.whole, "tables": checksums.tables}
+        content = {"algorithm": _ALGORITHM, "whole": checksums.whole}
+        content["archives"] = checksums.archives
     partial = checkpoint / f".{CHECKSUM_MANIFEST}.partial"
     remove_record(checkpoint, partial.name)  # may be a link to another file
     with partial.open("x") as file:
@@ -99,11 +102,14 @@ def sha256_of(checkpoint: Path, name: str) -> str:
         return hashlib.file_digest(file, _ALGORITHM).hexdigest()
 
 
-def _read(checkpoint: Path, name: str, sections: Iterable[str]) -> dict[str, dict[str, str]]:
+def _read(
+    checkpoint: Path, name: str, sections: Iterable[str], any_of: Iterable[str] = ()
+) -> dict[str, dict[str, str]]:
+    """Return sections of a manifest, all empty without one; it has one of ``any_of``."""
     try:
         content: Any = parse_json(read_file(checkpoint, name))
     except FileNotFoundError:
-        return {section: {} for section in sections}
+        return {section: {} for section in (*sections, *any_of)}
     except (OSError, ValueError) as error:
         said = error.strerror if isinstance(error, OSError) else error
         raise DamageError(name, f"cannot be read: {said}") from error
@@ -112,7 +118,13 @@ def _read(checkpoint: Path, name: str, sections: Iterable[str]) -> dict[str, dic
     try:
         if content["algorithm"] != _ALGORITHM:
             raise ValueError(f"expected the algorithm {_ALGORITHM!r}, got another")
-        return {section: _checksums_of(content[section]) for section in sections}
+        optional = {section: content[section] for section in any_of if section in content}
+        if any_of and not optional:
+            raise KeyError(next(iter(any_of)))
+        found = {section: content[section] for section in sections} | optional
+        return dict.fromkeys(any_of, {}) | {
+            section: _checksums_of(held) for section, held in found.items()
+        }
     except (KeyError, TypeError, ValueError) as error:
         raise DamageError(name, f"is damaged: {error}") from error
 

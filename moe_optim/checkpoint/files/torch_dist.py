@@ -3,7 +3,7 @@
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -58,8 +58,8 @@ SIZES = {  # kind of parallelism -> Megatron's argument
 class TorchDistReader:
     """A ``torch_dist`` checkpoint under its stored names.
 
-    Verifies the checksums of each archive on first access, which torch does not. All reads raise
-    StateError if a file is missing, cut off or damaged.
+    Compares checksums of all that it reads, which torch does not. All reads raise StateError if a
+    file is missing, cut off or damaged.
     """
 
     format: FileFormat = "torch_dist"
@@ -78,18 +78,22 @@ class TorchDistReader:
         """
         self.path = path
         self.config = _read_config(path)
-        by_key: dict[str, list[Blob]] = defaultdict(list)
-        for blob in blobs or _read_blobs(path):
-            by_key[blob.key].append(blob)
-        self.blobs: Mapping[str, list[Blob]] = by_key
-        self._intact: set[Blob] = set()
+        self._open: tuple[str, IO[bytes]] | None = None
         self.tensors: dict[str, TensorInfo] = {}
         self.objects: dict[str, int] = {}
+        self.blobs: Mapping[str, list[Blob]] = self._index(blobs)
+
+    def _index(self, blobs: Sequence[Blob]) -> Mapping[str, list[Blob]]:
+        """Return blobs by key, and fill ``tensors`` and ``objects``."""
+        by_key: dict[str, list[Blob]] = defaultdict(list)
+        for blob in blobs or _read_blobs(self.path):
+            by_key[blob.key].append(blob)
         for name, (first, *others) in by_key.items():
             if first.offset is None:
                 self.objects[name] = first.length
             else:
                 self.tensors[name] = _tensor_info([first, *others])
+        return by_key
 
     def read(self, name: str, first: int | None = None) -> Tensor:
         """Return a new contiguous CPU tensor, in the stored shape and dtype.
@@ -137,20 +141,37 @@ class TorchDistReader:
         with self._file_of(blob) as file:
             stream = file_range(file, blob.start, blob.length)
             try:
-                archive = Archive(stream)
-                if blob not in self._intact:
-                    archive.compare_checksums()
-                    self._intact.add(blob)
+                archive = self._archive(stream, blob)
             except Exception as error:  # zipfile raises arbitrary errors for damaged archives
                 raise ValueError(reason_of(error)) from error
             yield archive
+
+    def _archive(self, stream: IO[bytes], blob: Blob) -> Archive:
+        return Archive(stream)
+
+    @contextmanager
+    def holding(self, name: str) -> Iterator[None]:
+        """Hold file ``name`` open, so that archives in it are read through one descriptor."""
+        with self._file_of(Blob(name, 0, 0, name, None)):
+            pass  # errors of the context are not those of the file
+        with open_file(self.path, name) as file:
+            self._open = name, file
+            try:
+                yield
+            finally:
+                self._open = None
 
     @contextmanager
     def _file_of(self, blob: Blob) -> Iterator[IO[bytes]]:
         """Open the file of a blob and check its length; raises like :meth:`opened`."""
         path = self.path / blob.file
         try:
-            with open_file(self.path, blob.file) as file:
+            name, held = self._open or ("", None)
+            with (
+                nullcontext(held)
+                if held and name == blob.file
+                else open_file(self.path, blob.file) as file
+            ):
                 if (size := file.seek(0, os.SEEK_END)) < blob.end:
                     raise EOFError(f"a file of {size:,} bytes")
                 yield file
@@ -173,6 +194,7 @@ class TorchDistReader:
     def blocks(self, blob: Blob) -> Iterator[bytes]:
         """Yield the stored bytes of ``blob`` in blocks of a few MiB."""
         with self.opened(blob) as archive:
+            archive.compare_checksums()
             archive.stream.seek(0)
             while block := archive.stream.read(_BLOCK_BYTES):
                 yield block
@@ -204,6 +226,7 @@ class TorchDistReader:
         found = {}
         for name in names:
             with self.opened(self.blobs[name][0]) as archive:
+                archive.compare_checksums()  # Megatron reads it with torch
                 if (why := foreign_name(archive.pickled(), knows)) is not None:
                     found[name] = why
         return found

@@ -17,6 +17,7 @@ SMALL_BYTES = 16 * 2**20
 """Default limit for files read whole, in bytes. As Python objects, JSON and pickles take up to 64
 times their size."""
 _READ_AT_ONCE = 2**18
+_EDGE_BYTES = 2**11
 _DIGITS = 19  # of 2^63 - 1
 
 _KINDS = {
@@ -116,18 +117,30 @@ def file_range(file: IO[bytes], start: int, length: int) -> IO[bytes]:
     """Return a range of an open file as a file; EOFError if the file ends before it."""
     if length > _READ_AT_ONCE:
         return cast(IO[bytes], _FileRange(file, start, length))
-    file.seek(start)
-    content = file.read(length)
-    if len(content) < length:
-        raise EOFError(f"a file that ends {length - len(content):,} bytes too early")
+    content = bytearray(length)
+    _read_into(file, start, memoryview(content))
     return io.BytesIO(content)
 
 
+def _read_into(file: IO[bytes], start: int, memory: memoryview) -> None:
+    """Fill memory from a position of a file, and read no byte beyond."""
+    filled = 0
+    while filled < len(memory):
+        count = os.preadv(file.fileno(), [memory[filled:]], start + filled)
+        if not count:
+            raise EOFError(f"a file that ends {len(memory) - filled:,} bytes too early")
+        filled += count
+
+
 class _FileRange(io.RawIOBase):
-    """Seekable view of ``length`` bytes from ``start``; reads into buffers without a copy."""
+    """Seekable view of ``length`` bytes from ``start``; reads into buffers without a copy.
+
+    Both ends, where an archive has everything but values, are read once.
+    """
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:
         self._file, self._start, self._length, self._position = file, start, length, 0
+        self._edges: dict[int, bytearray] = {}
 
     def readable(self) -> bool:
         return True
@@ -145,12 +158,20 @@ class _FileRange(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._length - self._position))
-        self._file.seek(self._start + self._position)
-        filled: int = self._file.readinto(view[:count])  # type: ignore[attr-defined]
-        if filled < count:
-            raise EOFError(f"a file that ends {count - filled:,} bytes too early")
-        self._position += count
+        low, self._position = self._position, self._position + count
+        for edge in (0, max(0, self._length - _EDGE_BYTES)):
+            if edge <= low and low + count <= min(edge + _EDGE_BYTES, self._length):
+                view[:count] = memoryview(self._edge(edge))[low - edge : low - edge + count]
+                return count
+        _read_into(self._file, self._start + low, view[:count])
         return count
+
+    def _edge(self, first: int) -> bytearray:
+        if first not in self._edges:
+            held = bytearray(min(_EDGE_BYTES, self._length))
+            _read_into(self._file, self._start + first, memoryview(held))
+            self._edges[first] = held
+        return self._edges[first]
 
 
 def _whole_number(digits: str) -> int:

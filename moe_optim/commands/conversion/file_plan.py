@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_optim.checkpoint.files.folders import TRACKER
 from moe_optim.checkpoint.files.reader import Recorded
 from moe_optim.checkpoint.files.torch_dist import COMMON_STATE, OWN_STATE
-from moe_optim.checkpoint.integrity import record_checksums
+from moe_optim.checkpoint.sealing import record_checksums
 from moe_optim.commands.conversion.layer_view import LayerView
 from moe_optim.commands.conversion.safetensors_files import SafetensorsWriter
 from moe_optim.commands.conversion.torch_dist_writer import TorchDistWriter

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
-from moe_optim.checkpoint.integrity import mark_unfinished, record_checksums
+from moe_optim.checkpoint.sealing import mark_unfinished, record_checksums
 from moe_optim.commands.cli import main as cli
 from tests.support.checkpoints.stored_checkpoints import (
     EXPERTS,

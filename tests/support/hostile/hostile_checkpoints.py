@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from moe_optim.checkpoint.integrity import record_checksums
+from moe_optim.checkpoint.sealing import record_checksums
 from tests.support.checkpoints.stored_checkpoints import (
     common_state,
     stored_tensors,

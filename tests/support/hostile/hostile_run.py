@@ -27,7 +27,8 @@ import torch
 from moe_optim.checkpoint.files.metadata import read_blobs, read_metadata
 from moe_optim.checkpoint.files.pickles import foreign_name
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
-from moe_optim.checkpoint.integrity import corrupt_files, record_checksums
+from moe_optim.checkpoint.integrity import corrupt_files
+from moe_optim.checkpoint.sealing import record_checksums
 from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.conversion import (  # noqa: F401  # before the clock

@@ -1,0 +1,283 @@
+"""One load: metadata vetted once, every byte read once, and what is read is what was saved."""
+
+import os
+import pickle
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim.checkpoint.files import untrusted_files
+from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
+from moe_optim.checkpoint.files.metadata import Blob, read_blobs
+from moe_optim.checkpoint.integrity import corrupt_files
+from moe_optim.errors import LayoutError, StateError
+from tests.support.checkpoints.checkpoint_journey import Journey, Station
+from tests.support.hostile.damage import flip
+from tests.support.ranks import run_ranks
+
+GROUPED = Station()
+RESHARDABLE = "fully_reshardable"
+FLIPS = 40
+
+
+def _blobs(folder: Path) -> tuple[Blob, ...]:
+    return read_blobs((folder / ".metadata").read_bytes())
+
+
+def _count_reads(folder: Path) -> tuple[int, int]:
+    """Return the most often that any byte of a tensor was read, and the bytes read of data."""
+    Journey(GROUPED).fill().save(folder, RESHARDABLE)
+    journey, times, stock = Journey(GROUPED).scramble(), Counter[tuple[str, int]](), os.preadv
+
+    def preadv(descriptor: int, memory: Any, start: int) -> int:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        times.update((name, at) for at in range(start, start + len(memory[0])))
+        return stock(descriptor, memory, start)
+
+    untrusted_files.os.preadv = preadv  # type: ignore[attr-defined]
+    try:
+        assert journey.load(folder).check()
+    finally:
+        untrusted_files.os.preadv = stock  # type: ignore[attr-defined]
+    tensors = [
+        (blob.file, at)
+        for blob in _blobs(folder)
+        if blob.offset is not None
+        for at in range(blob.start, blob.end)
+    ]
+    return max(times[place] for place in tensors), times.total()
+
+
+def test_a_load_reads_every_byte_of_a_tensor_once(tmp_path: Path):
+    """And with all objects at most 1.05 of the file, which one rank needs all of."""
+    folder = tmp_path / "saved"
+    ((most, total),) = run_ranks(1, _count_reads, folder)
+    assert most == 1
+    assert total <= 1.05 * sum(path.stat().st_size for path in folder.glob("*.distcp"))
+
+
+def _load_flipped(folder: Path, seed: int) -> Counter[str]:
+    """Flip one bit after the other anywhere in the data, and load."""
+    Journey(GROUPED).fill().save(folder, RESHARDABLE)
+    journey, rng, outcome = Journey(GROUPED).scramble(), random.Random(seed), Counter[str]()
+    for _ in range(FLIPS):
+        path = rng.choice(sorted(folder.glob("*.distcp")))
+        content = path.read_bytes()
+        path.write_bytes(flip(content, rng.randrange(len(content)), rng.randrange(8)))
+        journey.scramble()
+        try:
+            outcome["loaded to the bit"] += bool(journey.load(folder).check())
+        except StateError as error:
+            outcome["named" if path.name in str(error) else str(error)] += 1
+        path.write_bytes(content)
+    return outcome
+
+
+def test_a_flipped_bit_is_found_while_it_is_read_or_is_in_nothing_that_is_read(tmp_path: Path):
+    (outcome,) = run_ranks(1, _load_flipped, tmp_path / "saved", 0)
+    assert set(outcome) <= {"loaded to the bit", "named"}
+    assert outcome["named"] > FLIPS // 2
+
+
+def _load_what_one_rank_reads(folder: Path) -> str:
+    """Flip a byte of the last chunk of a moment, which the last rank alone reads."""
+    Journey(GROUPED).fill().save(folder, RESHARDABLE)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        moments = [blob for blob in _blobs(folder) if ".exp_avg." in blob.key]
+        last = max(moments, key=lambda blob: (blob.key, blob.corner))
+        path = folder / last.file
+        path.write_bytes(flip(path.read_bytes(), last.start + last.length // 2, 3))
+    torch.distributed.barrier()
+    try:
+        Journey(GROUPED).scramble().load(folder)
+    except StateError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_damage_that_one_rank_reads_is_raised_on_every_rank(tmp_path: Path):
+    for said in run_ranks(2, _load_what_one_rank_reads, tmp_path / "saved"):
+        assert "Bad CRC-32" in said and ".distcp" in said
+
+
+def _load_another_file(folder: Path) -> str:
+    """Exchange a data file for that of another save of the same layout."""
+    first, other = folder / "first", folder / "other"
+    Journey(GROUPED).fill().save(first, RESHARDABLE)
+    Journey(GROUPED).scramble().save(other, RESHARDABLE)
+    shutil.copy(other / "__0_0.distcp", first / "__0_0.distcp")
+    try:
+        Journey(GROUPED).load(first)
+    except StateError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_a_file_of_another_save_is_found_by_who_reads_it(tmp_path: Path):
+    (said,) = run_ranks(1, _load_another_file, tmp_path)
+    assert "it is another file" in said and "__0_0.distcp" in said
+
+
+class Command:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def _load_beside_foreign_metadata(folder: Path) -> int:
+    """Load with another ``.metadata`` on the second rank's disk, which nobody vetted there."""
+    saved = folder / "saved"
+    Journey(GROUPED).fill().save(saved, RESHARDABLE)
+    torch.distributed.barrier()
+    here = folder / str(torch.distributed.get_rank())
+    shutil.copytree(saved, here)
+    if here.name == "1":
+        (here / ".metadata").write_bytes(pickle.dumps(Command(folder / "ran")))
+    journey = Journey(GROUPED).scramble()
+    from megatron.core import dist_checkpointing
+
+    metadata = {"distrib_optim_sharding_type": RESHARDABLE, "dp_cp_group": journey.groups.dp_cp}
+    model = journey.model.sharded_state_dict(metadata=metadata)
+    states = journey.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata)
+    loaded = dist_checkpointing.load({"model": model, "optimizer": states}, str(here))
+    journey.optimizer.load_state_dict(loaded["optimizer"])
+    return journey.check()
+
+
+def test_every_rank_unpickles_the_metadata_that_the_first_one_vetted(tmp_path: Path):
+    assert all(run_ranks(2, _load_beside_foreign_metadata, tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
+def _load_weights_beside_damage(folder: Path) -> list[str]:
+    """Damage a moment; load weights alone, before and after a later save that did not finish."""
+    saved = folder / "iter_0000001"
+    Journey(GROUPED).fill().save(saved, RESHARDABLE)
+    (blob, *_) = (blob for blob in _blobs(saved) if ".exp_avg." in blob.key)
+    path = saved / blob.file
+    path.write_bytes(flip(path.read_bytes(), blob.start + blob.length // 2, 0))
+    said = []
+    for later in (None, folder / "iter_0000002"):
+        if later is not None:
+            later.mkdir()
+        try:
+            Journey(GROUPED).load_weights(saved)
+            said.append("loaded")
+        except StateError as error:
+            said.append(str(error))
+    return said
+
+
+def test_everything_is_read_first_where_the_last_save_did_not_finish(tmp_path: Path):
+    """Otherwise a rank reads, and so compares, what it loads alone."""
+    ((before, after),) = run_ranks(1, _load_weights_beside_damage, tmp_path)
+    assert before == "loaded"
+    assert "exp_avg" in after and "Bad CRC-32" in after
+
+
+def _load_old_manifest(folder: Path) -> str:
+    """Record what older versions did, for a file that is then exchanged."""
+    import hashlib
+    import json
+
+    from moe_optim.checkpoint.files.archives import Archive
+    from moe_optim.checkpoint.files.untrusted_files import file_range
+
+    first, other = folder / "first", folder / "other"
+    Journey(GROUPED).fill().save(first, RESHARDABLE)
+    Journey(GROUPED).scramble().save(other, RESHARDABLE)
+    record = first / CHECKSUM_MANIFEST
+    content = json.loads(record.read_text())
+    del content["archives"]
+    content["tables"] = {}
+    for name in {blob.file for blob in _blobs(first)}:
+        digest = hashlib.sha256()
+        with (first / name).open("rb") as file:
+            for blob in _blobs(first):
+                if blob.file == name:
+                    rows = Archive(file_range(file, blob.start, blob.length)).rows()
+                    digest.update(hashlib.sha256(rows).digest())
+        content["tables"][name] = digest.hexdigest()
+    record.write_text(json.dumps(content))
+    assert list(corrupt_files(first)) == []
+    assert Journey(GROUPED).scramble().load(first).check()
+    shutil.copy(other / "__0_0.distcp", first / "__0_0.distcp")
+    try:
+        Journey(GROUPED).load(first)
+    except (StateError, LayoutError) as error:
+        return str(error)
+    return "loaded"
+
+
+def test_manifests_of_older_versions_are_still_compared(tmp_path: Path):
+    (said,) = run_ranks(1, _load_old_manifest, tmp_path)
+    assert "it is another file" in said
+
+
+def _count_copies(folder: Path) -> tuple[int, int, bool]:
+    """Return the most chunks that a save holds, all chunks, and whether a master is copied."""
+    import weakref
+
+    from moe_optim.checkpoint import staging
+
+    journey, stock = Journey(GROUPED).fill(), staging._on_host
+    masters = {
+        master.data_ptr() + at * 4
+        for part in journey.parts
+        for master in part.optimizer.state
+        for at in range(master.numel())
+    }
+    held: list[weakref.ref[Any]] = []
+    most, copied = 0, False
+
+    def on_host(value: torch.Tensor) -> torch.Tensor:
+        nonlocal most, copied
+        made = stock(value)
+        copied |= value.data_ptr() in masters and made.data_ptr() not in masters
+        held.append(weakref.ref(made))
+        most = max(most, sum(one() is not None for one in held))
+        return made
+
+    staging._on_host = on_host
+    try:
+        journey.save(folder, RESHARDABLE)
+    finally:
+        staging._on_host = stock
+    assert Journey(GROUPED).scramble().load(folder).check()
+    return most, len(held), copied
+
+
+def test_a_synchronous_save_holds_two_chunks_and_copies_no_master(tmp_path: Path):
+    ((most, chunks, copied),) = run_ranks(1, _count_copies, tmp_path / "saved")
+    assert most <= 2 < chunks
+    assert not copied
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(24.0).view(2, 3, 4)[1],
+        torch.arange(24.0).view(2, 3, 4)[:, 1],
+        torch.arange(24).bfloat16()[3:5],
+        torch.arange(8.0)[2],
+        torch.zeros(4)[:0],
+        torch.arange(6.0),
+    ],
+    ids=["contiguous", "strided", "bf16", "a scalar", "nothing", "whole"],
+)
+def test_staged_values_are_those_given_in_memory_of_their_own_size(value: torch.Tensor):
+    from moe_optim.checkpoint.staging import _on_host
+
+    got = _on_host(value)
+    assert got.dtype == value.dtype and torch.equal(got, value)
+    assert got.untyped_storage().nbytes() == value.numel() * value.itemsize
