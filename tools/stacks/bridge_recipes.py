@@ -43,6 +43,7 @@ _DEEPSEEK_V3 = _COMMON | {
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
+    "scoring_func": "sigmoid",
     "n_group": 2,
     "topk_group": 1,
     "q_lora_rank": 32,
