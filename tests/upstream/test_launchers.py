@@ -87,7 +87,7 @@ def _hand_over(launcher: str, checkout: str) -> tuple[int, list[str]]:
     (model, _, _, args), modules = _build(
         launcher, checkout, [], lambda _: moe_optim.install(config)
     )
-    one = SimpleNamespace(size=1, group=None)
+    one = SimpleNamespace(size=1, rank=0, group=None)
     parallel = SimpleNamespace(pp=one, ep=one, tp=one, etp=one)
     for module in modules.values():
         vars(module).update(

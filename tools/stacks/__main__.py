@@ -11,6 +11,7 @@ does not.
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
 import shlex
 import sys
@@ -25,13 +26,11 @@ def main(words: Sequence[str]) -> int:
     args = _parse(words)
     sys.path[:0] = args.path.split(":") if args.path else []
     from moe_optim.commands.console.provenance import begin_report
-    from moe_optim.environment import find_package
     from tools.stacks import bridge
 
     bridge.import_stack()
     report = begin_report(shlex.join(["python", "-m", "tools.stacks", *words]), on_gpu=False)
-    stack = find_package("megatron-bridge")
-    report["versions"]["megatron-bridge"] = stack.version if stack else "unknown"
+    report["versions"]["megatron-bridge"] = importlib.metadata.version("megatron-bridge")
     report["cases"] = []
     for recipe in args.recipes or bridge.RECIPES:
         for ranks in args.ranks:
