@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,12 +51,13 @@ def _build(
 
     install_runtime()
     package = f"{launcher}.backends.megatron_utils"
-    names = [f"{package}.{part}" for part in PARTS]
-    with standing_in(Path(checkout), launcher, [*names, f"{launcher}.utils.types"], {}):
-        modules = {name.rpartition(".")[2]: importlib.import_module(name) for name in names}
-        modules["lora_utils"] = importlib.import_module(f"{package}.lora_utils")
+    names = [*(f"{package}.{part}" for part in PARTS), f"{launcher}.utils.types"]
+    with standing_in(Path(checkout), launcher, names, {}):
+        found = {name: importlib.import_module(name) for name in names}
+    # as in its workers; what they imported is gone with the block
+    sys.modules |= found | {launcher: ModuleType(launcher)}
+    modules = {name.rpartition(".")[2]: module for name, module in found.items()}
     model = modules["model"]
-    sys.modules[names[0]] = model  # as in its workers; what it imported is gone with the block
     sys.modules[f"{package}.lora_utils"] = SimpleNamespace(_is_adapter_param_name=lambda _: False)
     install(None)
     args = start_megatron([*training.MODEL, *flags, *STARTED])
@@ -85,7 +86,7 @@ def _hand_over(launcher: str, checkout: str) -> tuple[int, list[str]]:
 
     config = moe_optim.MoEOptimConfig(format="bf16", expert_layout="indexed")
     (model, _, _, args), modules = _build(
-        launcher, checkout, [], lambda _: moe_optim.install(config)
+        launcher, checkout, ["--qk-layernorm"], lambda _: moe_optim.install(config)
     )
     one = SimpleNamespace(size=1, rank=0, group=None)
     parallel = SimpleNamespace(pp=one, ep=one, tp=one, etp=one)
