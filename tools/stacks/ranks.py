@@ -74,9 +74,14 @@ def _rank(
 
 
 def where_it_stopped(error: BaseException) -> str:
-    """Return ``file:line: error``, the file from its package on, of the innermost frame."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    place = frame.filename.rpartition("site-packages/")[2]
-    root = f"{Path(__file__).parents[2]}/"
+    """Return ``file:line: error``, the file from its package on, of the innermost frame.
+
+    Frames of torch count only if there is no other.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [frame.filename.rpartition("site-packages/")[2] for frame in frames]
+    outside = [index for index, place in enumerate(places) if not place.startswith("torch/")]
+    index = outside[-1] if outside else -1
+    place = places[index].removeprefix(f"{Path(__file__).parents[2]}/")
     message = str(error).strip().partition("\n")[0]
-    return f"{place.removeprefix(root)}:{frame.lineno}: {type(error).__name__}: {message}"
+    return f"{place}:{frames[index].lineno}: {type(error).__name__}: {message}"
