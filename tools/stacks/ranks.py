@@ -14,6 +14,8 @@ from torch.distributed import TCPStore
 
 STOPPED = "stopped"
 """Key of a result, in place of all others, that says where and why a rank stopped."""
+THROUGH = ("torch/", "moe_optim/integration/cpu_runtime.py")
+"""Files that pass calls on, and tell nothing of who made them."""
 
 
 def run_ranks(
@@ -76,12 +78,14 @@ def _rank(
 def where_it_stopped(error: BaseException) -> str:
     """Return ``file:line: error``, the file from its package on, of the innermost frame.
 
-    Frames of torch count only if there is no other.
+    Frames of :data:`THROUGH` count only if there is no other.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    places = [frame.filename.rpartition("site-packages/")[2] for frame in frames]
-    outside = [index for index, place in enumerate(places) if not place.startswith("torch/")]
-    index = outside[-1] if outside else -1
-    place = places[index].removeprefix(f"{Path(__file__).parents[2]}/")
+    root = f"{Path(__file__).parents[2]}/"
+    frames = [
+        (frame.filename.rpartition("site-packages/")[2].removeprefix(root), frame.lineno)
+        for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    outside = [frame for frame in frames if not frame[0].startswith(THROUGH)]
+    place, line = (outside or frames)[-1]
     message = str(error).strip().partition("\n")[0]
-    return f"{place}:{frames[index].lineno}: {type(error).__name__}: {message}"
+    return f"{place}:{line}: {type(error).__name__}: {message}"
