@@ -1,9 +1,4 @@
-"""Enables the plug-in in a configuration of Megatron-Bridge.
-
-Call one of these on the ``ConfigContainer`` of your recipe, before Megatron-Bridge finalizes it:
-
-    pretrain(train_with_moe_optim(config), forward_step)
-"""
+"""Trains recipes of Megatron-Bridge: pretrain(train_with_moe_optim(config), forward_step)."""
 
 import dataclasses
 from functools import partial
@@ -13,13 +8,9 @@ import moe_optim
 
 
 def train_with_moe_optim(config: Any, **knobs: Any) -> Any:
-    """Return ``config``, modified to train with the plug-in's optimizer.
+    """Return the ``ConfigContainer``, changed to our optimizer; knobs are of ``MoEOptimConfig``.
 
     Weights keep the recipe's format: bf16 if it has no native parameter gather.
-
-    Args:
-        config: ``ConfigContainer`` of a recipe.
-        knobs: fields of ``MoEOptimConfig``.
     """
     given = config.optimizer  # keeps the learning rate and all other fields
     fields = {f.name: getattr(given, f.name) for f in dataclasses.fields(given) if f.init}
@@ -30,18 +21,7 @@ def train_with_moe_optim(config: Any, **knobs: Any) -> Any:
 
 
 def quantize_experts(config: Any, format: str = "mxfp8_2d") -> Any:
-    """Return ``config``, modified to use portable experts with weights in ``format``, on any GPU.
-
-    The experts are layers of the local spec, which needs no Transformer Engine; GEMMs run in bf16.
-    Each has a weight of its own, as Megatron-Bridge's converters expect.
-
-    Args:
-        config: ``ConfigContainer`` of a recipe.
-        format: format of the expert weights between steps.
-
-    Raises:
-        ValueError: the model has multi-latent attention, as DeepSeek-V3 and Kimi-K2 have.
-    """
+    """Return ``config``, changed to experts in ``format``, without Transformer Engine's layers."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     if config.model.multi_latent_attention:
@@ -51,9 +31,8 @@ def quantize_experts(config: Any, format: str = "mxfp8_2d") -> Any:
             "parameter gather to quantize weights."
         )
     config.model.moe_grouped_gemm = True
+    norm = config.model.normalization
     config.model.transformer_layer_spec = partial(
-        get_gpt_decoder_block_spec,
-        use_transformer_engine=False,
-        normalization=config.model.normalization,
+        get_gpt_decoder_block_spec, use_transformer_engine=False, normalization=norm
     )
-    return train_with_moe_optim(config, format=format, expert_layout="indexed")
+    return train_with_moe_optim(config, format=format, expert_layout="indexed")  # for converters

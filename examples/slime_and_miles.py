@@ -1,4 +1,4 @@
-"""Trains with moe_optim in slime or miles, which build their optimizers themselves.
+"""Trains with moe_optim in slime or miles.
 
 With this folder on the Python path of all workers, add to the arguments of their `train.py`
 
@@ -8,12 +8,9 @@ Both call the function after Megatron's setup, before the model is built. Their 
 weights, so the step is fused and nothing is quantized; docs/rollouts.md describes how to quantize.
 """
 
-import sys
 from typing import Any
 
 import moe_optim
-
-BUILDERS = tuple(f"{name}.backends.megatron_utils.model" for name in ("slime", "miles"))
 
 
 def install(_args: Any) -> None:
@@ -21,8 +18,3 @@ def install(_args: Any) -> None:
     # to resume from checkpoints of stock Megatron with --optimizer-cpu-offload, which name Adam's
     # classes: moe_optim.MoEOptimConfig(trust_checkpoint_code=True)
     moe_optim.install(moe_optim.MoEOptimConfig())
-    found = [sys.modules[name] for name in BUILDERS if name in sys.modules]
-    if not found:
-        raise RuntimeError(f"expected slime or miles to have imported {' or '.join(BUILDERS)}")
-    for builder in found:
-        builder.get_megatron_optimizer = moe_optim.get_megatron_optimizer

@@ -393,7 +393,9 @@ RULES: tuple[Rule, ...] = (
          "fp32 weights are their own masters", "Give --bf16, or remove the flag"),
         ("--overlap-param-gather-with-optimizer-step",
          lambda s: s.optimizer.overlap_param_gather_with_optimizer_step,
-         "buckets are gathered after the whole step, or in the next forward pass",
+         "Megatron gathers the first chunk's weights once the first of the chained optimizers has "
+         "stepped, and that of the experts is the last of them; with an optimizer of experts per "
+         "chunk it could be supported",
          "Give --overlap-param-gather alone"),
         ("step: fused with what makes a step Megatron's",
          lambda s: s.config.step == "fused" and _without_fusing(s, "step: fused"),

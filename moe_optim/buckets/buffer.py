@@ -266,9 +266,10 @@ def _how_to_distribute() -> str:
     if installed_optimizer() == "adam":
         return 'Give the flag (Muon: install with optimizer="muon", or take MoEOptimizerConfig)'
     return (
-        "Megatron's validation clears it for Muon: in validated arguments set "
-        "use_distributed_optimizer and clear use_layer_wise_distributed_optimizer, as "
-        "--use-moe-grouped-optim does"
+        "Megatron's validation clears it for Muon, and so do recipes of Megatron-Bridge: set "
+        "use_distributed_optimizer and clear use_layer_wise_distributed_optimizer before the model "
+        "is wrapped, in validated arguments, or in the configurations of DDP and the optimizer, as "
+        "--use-moe-grouped-optim and MoEOptimizerConfig do"
     )
 
 

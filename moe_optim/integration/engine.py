@@ -138,7 +138,7 @@ def _find_importers(target: Any) -> list[tuple[Any, str]]:
     """Return all loaded modules but ours that have ``target``, each with the name it has there."""
     found = []
     for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType):
+        if not issubclass(type(module), ModuleType):  # cffi's libraries claim another class
             continue
         names = ModuleType.__getattribute__(module, "__dict__")  # lazy modules override it
         if not str(names.get("__name__")).startswith("moe_optim."):

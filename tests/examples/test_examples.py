@@ -219,26 +219,29 @@ def test_latent_attention_is_refused_with_portable_experts():
         example.quantize_experts(config)
 
 
-# slime and miles, of which a stand-in holds the one name that the example replaces
+# slime, miles and verl, of which a stand-in holds the one name that matters
 
 
-def _install_in_a_launcher():
-    import moe_optim
+def _install_in_a_launcher(name):
+    from megatron.core import optimizer
+
     from moe_optim.integration.installation import installed_config
+    from moe_optim.optimizer.factory import get_installed_optimizer
 
-    found = importlib.util.spec_from_file_location("example", EXAMPLES / "slime_and_miles.py")
+    builder = sys.modules["launcher.model"] = ModuleType("model")
+    builder.get_native = optimizer.get_megatron_optimizer
+    found = importlib.util.spec_from_file_location("example", EXAMPLES / name)
     example = importlib.util.module_from_spec(found)
     found.loader.exec_module(example)
-    with pytest.raises(RuntimeError, match="expected slime or miles to have imported slime"):
+    if hasattr(example, "install"):
         example.install(None)
-    builder = sys.modules["miles.backends.megatron_utils.model"] = ModuleType("model")
-    example.install(None)
-    return builder.get_megatron_optimizer is moe_optim.get_megatron_optimizer, installed_config()
+    return builder.get_native is get_installed_optimizer, installed_config()
 
 
-def test_a_launcher_that_builds_its_own_optimizer_builds_ours():
-    """What slime and miles themselves make of it: `tests/upstream/test_launchers.py`."""
-    assert run_ranks(1, _install_in_a_launcher) == [(True, MoEOptimConfig())]
+@pytest.mark.parametrize("name", ["slime_and_miles.py", "verl_external_lib.py"])
+def test_a_launcher_that_builds_its_own_optimizer_builds_ours(name):
+    """What slime, miles and verl themselves make of it: `tests/upstream`."""
+    assert run_ranks(1, _install_in_a_launcher, name) == [(True, MoEOptimConfig())]
 
 
 def test_the_readme_names_every_example():

@@ -126,3 +126,27 @@ def test_converters_take_only_weights_that_each_hold_one_expert(format, monkeypa
     )
     indexed = torch.nn.ModuleDict({"linear_fc1": linear(expert_layout="indexed")})
     assert sorted(walk(indexed, consider_ep=False)) == ["expert 0", "expert 1"]
+
+
+class Mapping:
+    """Passes weights on as Megatron-Bridge's mappings do, which know Transformer Engine's."""
+
+    def maybe_dequantize(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+def test_an_exported_weight_is_a_plain_tensor_of_its_dequantized_values(monkeypatch):
+    """Of one expert; it is cut, joined and sent afterwards. Others are passed on as they are."""
+    ((name, class_name, _),) = converters.DEQUANTIZATIONS
+    own = type(class_name, (Mapping,), dict(vars(Mapping)))
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(**{class_name: own}))
+    for _ in range(2):
+        converters.guard_converters()
+    experts = GroupedLinear(2, 32, 64, format=MXFP8, expert_layout="indexed")
+    for weight in experts.parameters():
+        weight.data.copy_(torch.randn(32, 64))
+        exported = own().maybe_dequantize(weight)
+        assert type(exported) is torch.Tensor
+        assert torch.equal(exported, weight.dequantize())
+    plain = torch.ones(2)
+    assert own().maybe_dequantize(plain) is plain

@@ -223,6 +223,21 @@ def test_modules_that_have_imported_a_name_are_rebound_too(monkeypatch):
     revert_patches([make_patch()])
 
 
+def test_an_entry_among_the_modules_that_is_none_is_left_alone(monkeypatch):
+    """cffi keeps a compiled library there, which claims to be a module."""
+
+    class Library:
+        __class__ = types.ModuleType
+
+    library = Library()
+    library.native = current("gather")
+    monkeypatch.setitem(sys.modules, "library.lib", library)
+    patch = make_patch(is_imported_by_name=True)
+    apply_patches([patch])
+    assert library.native is not current("gather")
+    revert_patches([patch])
+
+
 def test_reverting_what_is_not_applied_does_nothing():
     revert_patches([make_patch()])
     assert current("gather") is gather

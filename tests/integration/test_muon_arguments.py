@@ -245,8 +245,10 @@ def _train_without_hooks(format: str) -> str:
 
 
 LEFT_ON = {  # where: quantized weights cannot be wrapped without a distributed optimizer
-    "mxfp8": "Megatron's validation clears it for Muon: in validated arguments set use_distributed_"
-    "optimizer and clear use_layer_wise_distributed_optimizer, as --use-moe-grouped-optim does, or",
+    "mxfp8": "Megatron's validation clears it for Muon, and so do recipes of Megatron-Bridge: set "
+    "use_distributed_optimizer and clear use_layer_wise_distributed_optimizer before the model is "
+    "wrapped, in validated arguments, or in the configurations of DDP and the optimizer, as "
+    "--use-moe-grouped-optim and MoEOptimizerConfig do, or",
     "bf16": "\n  use_layer_wise_distributed_optimizer: Megatron's layer-wise optimizer has its own "
     "buffers, shards and checkpoints. Clear it and set use_distributed_optimizer once Megatron has",
 }

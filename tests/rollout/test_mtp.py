@@ -10,6 +10,7 @@ from tests.support.bytes import assert_bytes_equal
 from tests.support.checkpoints import hf_models
 from tests.support.modules import serving
 from tests.support.ranks import run_ranks
+from tools.stacks.attention import replace_core_attention
 
 pytest.importorskip("megatron.core")
 
@@ -31,7 +32,7 @@ def _build(model):
     common = [flag for flag in hf_models.COMMON if flag != "--use-cpu-initialization"]
     flags = [*common, *hf_models.MODELS[model], "--mtp-num-layers", "2", "--bf16"]
     args = hf_models.start_megatron(flags)
-    hf_models._replace_core_attention()
+    replace_core_attention()
     return hf_models.build_model(args), args
 
 

@@ -1,4 +1,5 @@
-"""slime and miles build this package's optimizer by their own functions, of their own flags.
+"""slime and miles build this package's optimizer, save, load and hand experts over, by their own
+functions, of their own flags.
 
 ``SLIME_PATH`` and ``MILES_PATH`` name their checkouts. What else they import, such as engines for
 inference, is stood in for.
@@ -7,9 +8,13 @@ inference, is stood in for.
 import importlib
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from tests.support.ranks import run_ranks
 from tools.upstream.stand_in_imports import standing_in
@@ -31,33 +36,91 @@ OWN_FLAGS = {
 STARTED = ["--load", "nowhere", "--train-iters", "1", "--distributed-backend", "gloo"]
 
 
-def _set_up(launcher: str, checkout: str) -> tuple[str, bool, tuple[int, int]]:
-    """Return the optimizer's class, whether its steps are fused, and how much is on the host."""
+PARTS = ("model", "misc_utils", "megatron_to_hf", *(f"update_weight.{x}" for x in (
+    "common", "hf_weight_iterator_base", "hf_weight_iterator_direct",
+)))  # fmt: skip
+"""Modules that are their own, and not stood in for."""
+
+
+def _build(
+    launcher: str, checkout: str, flags: Sequence[str], install: Callable[[Any], None]
+) -> tuple[Any, dict[str, Any]]:
+    """Return what its function sets up, and its modules by the last part of their names."""
     from tests.support import training
     from tests.support.checkpoints.hf_models import build_model, install_runtime, start_megatron
-    from tests.support.steps.host_states import share_at_home
 
     install_runtime()
-    name = f"{launcher}.backends.megatron_utils.model"
-    with standing_in(Path(checkout), launcher, [name], {}):
-        module = importlib.import_module(name)
-    sys.modules[name] = module  # as in its workers; what it imported is gone with the block
-    sys.path.insert(0, str(ROOT / "examples"))
-    importlib.import_module("slime_and_miles").install(None)
-    args = start_megatron([*training.MODEL, *FLAGS.split(), *STARTED])
+    package = f"{launcher}.backends.megatron_utils"
+    names = [*(f"{package}.{part}" for part in PARTS), f"{launcher}.utils.types"]
+    with standing_in(Path(checkout), launcher, names, {}):
+        found = {name: importlib.import_module(name) for name in names}
+    # as in its workers; what they imported is gone with the block
+    sys.modules |= found | {launcher: ModuleType(launcher)}
+    modules = {name.rpartition(".")[2]: module for name, module in found.items()}
+    model = modules["model"]
+    sys.modules[f"{package}.lora_utils"] = SimpleNamespace(_is_adapter_param_name=lambda _: False)
+    install(None)
+    args = start_megatron([*training.MODEL, *flags, *STARTED])
     vars(args).update(OWN_FLAGS)
     for name in ("is_lora_enabled", "is_multi_lora_enabled"):
-        setattr(module, name, lambda _args: False)
-    module.get_model_provider_func = lambda *_: lambda **_kwargs: build_model(args)
-    _, optimizer, _ = module.setup_model_and_optimizer(args)
+        setattr(model, name, lambda _args: False)
+    model.get_model_provider_func = lambda *_: lambda **_kwargs: build_model(args)
+    return (*model.setup_model_and_optimizer(args), args), modules
+
+
+def _set_up(launcher: str, checkout: str) -> tuple[str, bool, tuple[int, int]]:
+    """Return the optimizer's class, whether its steps are fused, and how much is on the host."""
+    from tests.support.steps.host_states import share_at_home
+
+    sys.path.insert(0, str(ROOT / "examples"))
+    example = importlib.import_module("slime_and_miles")
+    (_, optimizer, *_), _ = _build(launcher, checkout, FLAGS.split(), example.install)
     (part,) = optimizer.chained_optimizers
     part.make_moments()
     return type(part).__name__, optimizer.is_fused, share_at_home(optimizer)
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
+def _hand_over(launcher: str, checkout: str) -> tuple[int, list[str]]:
+    """Return the number of expert tensors that its iterator makes, and those that differ."""
+    import moe_optim
+
+    config = moe_optim.MoEOptimConfig(format="bf16", expert_layout="indexed")
+    (model, _, _, args), modules = _build(
+        launcher, checkout, ["--qk-layernorm"], lambda _: moe_optim.install(config)
+    )
+    one = SimpleNamespace(size=1, rank=0, group=None)
+    parallel = SimpleNamespace(pp=one, ep=one, tp=one, etp=one)
+    for module in modules.values():
+        vars(module).update(
+            get_gloo_group=lambda: None,
+            get_parallel_state=lambda: parallel,
+            monkey_patch_torch_reductions=lambda: None,
+            accelerator=SimpleNamespace(
+                current_device=torch.cuda.current_device, synchronize=torch.cuda.synchronize
+            ),
+        )
+    args.update_weight_buffer_size, args.q_lora_rank = 1 << 20, None
+    iterator = modules["hf_weight_iterator_direct"].HfWeightIteratorDirect(
+        args, model, model_name="qwen3moe", quantization_config=None
+    )
+    buckets = iterator.megatron_local_param_info_buckets
+    for bucket in buckets:  # its converter knows norms of Transformer Engine's layers alone
+        bucket[:] = [info for info in bucket if ".experts." in info.name]
+    weights = dict(modules["common"].named_params_and_buffers(args, model))
+    chunks = iterator.get_hf_weight_chunks(weights)
+    made = {name: tensor for chunk in chunks for name, tensor in chunk}
+    ours = dict(moe_optim.export_weights(model, layout="hf_per_expert"))
+    expected = {name: tensor for name, tensor in ours.items() if ".experts." in name}
+    names = made.keys() | expected.keys()
+    return len(made), [name for name in names if not _are_equal(made.get(name), expected.get(name))]
+
+
+def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)
+
+
+@pytest.fixture(
+    params=[
         pytest.param(
             name,
             marks=pytest.mark.skipif(not path, reason=f"{name.upper()}_PATH names no checkout"),
@@ -65,9 +128,20 @@ def _set_up(launcher: str, checkout: str) -> tuple[str, bool, tuple[int, int]]:
         for name, path in CHECKOUTS.items()
     ],
 )
+def launcher(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 def test_its_own_function_builds_our_optimizer_with_all_states_on_the_host(launcher: str):
     """By the hook that its documents name, with the flags of its scripts for such models."""
     ((name, is_fused, (at_home, total)),) = run_ranks(1, _set_up, launcher, CHECKOUTS[launcher])
     assert name == "GroupedDistributedOptimizer"
     assert is_fused
     assert at_home == total > 0
+
+
+def test_its_own_iterator_hands_over_the_experts_that_we_export(launcher: str):
+    """Of weights that each hold one expert, in bf16: 2 layers of 4 experts, 3 matrices each."""
+    ((made, differing),) = run_ranks(1, _hand_over, launcher, CHECKOUTS[launcher])
+    assert made == 24
+    assert differing == []

@@ -4,7 +4,6 @@ They are built from Megatron's command line, saved and loaded by Megatron's own 
 for logits. One process builds several, one after the other.
 """
 
-import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tools.stacks.attention import replace_core_attention
 
 COMMON = shlex.split("""
 --transformer-impl local --swiglu --disable-bias-linear --normalization RMSNorm
@@ -145,7 +146,7 @@ def _run(job: Job) -> torch.Tensor:
     where = ["--save", job.save] if job.save else []
     where += ["--load", job.load, "--finetune"] if job.load else []
     args = start_megatron([*COMMON, *_FLAGS[job.model], *where])
-    _replace_core_attention()
+    replace_core_attention()
     if job.model == AT_ONCE:
         _take_norms_from_the_spec()
     model = build_model(args).to(args.params_dtype).eval()
@@ -180,13 +181,6 @@ def _logits(model: torch.nn.Module, given: Sequence[int]) -> torch.Tensor:
     return logits[0].float()
 
 
-def _replace_core_attention() -> None:
-    """Let latent attention run without Transformer Engine: Megatron's own has no such widths."""
-    from megatron.core.models.backends import LocalSpecProvider
-
-    LocalSpecProvider.core_attention = lambda self: CausalAttention
-
-
 def _take_norms_from_the_spec() -> None:
     """Let latent attention have the linears and norms that its spec names, as before 0.19."""
     from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
@@ -195,31 +189,6 @@ def _take_norms_from_the_spec() -> None:
     QKNormConfigResolver.resolve = lambda self: {
         name: getattr(self.submodules, name) for name in (*names, "kv_layernorm")
     }
-
-
-class CausalAttention(torch.nn.Module):
-    """softmax(q k^T * scale) v of every head, each of any width. It has no parameters."""
-
-    def __init__(
-        self,
-        config: Any,
-        softmax_scale: float | None = None,
-        k_channels: int | None = None,
-        **_: Any,
-    ) -> None:
-        super().__init__()
-        self.scale = softmax_scale or 1 / math.sqrt(k_channels or config.kv_channels)
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-    ) -> torch.Tensor:
-        """Return [S, B, heads * width of v]; query and key are [S, B, heads, width], value too."""
-        groups = query.shape[2] // key.shape[2]
-        key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
-        scores = torch.einsum("sbhd,tbhd->bhst", query, key) * self.scale
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        shares = scores.float().masked_fill(later, -torch.inf).softmax(-1).to(value.dtype)
-        return torch.einsum("bhst,tbhd->sbhd", shares, value).flatten(2)
 
 
 def newest(checkpoints: Path) -> Path:

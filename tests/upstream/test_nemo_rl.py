@@ -1,0 +1,135 @@
+"""NeMo-RL's own functions build our optimizer, make room for an engine, and gather its weights.
+
+``NEMO_RL_PATH`` names its checkout, and ``MEGATRON_BRIDGE_PATH`` what it imports, as in
+``tests/integration/test_bridge_package.py``. Ray and all else is stood in for.
+"""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.test_bridge_package import find_packages_on_a_cpu
+from tests.support.ranks import run_ranks
+from tools.stacks.bridge_recipes import RECIPES, SEQUENCE, read_recipe
+from tools.upstream.stand_in_imports import StandIn, find_bridge, standing_in
+
+CHECKOUT = os.environ.get("NEMO_RL_PATH", "")
+SETUP = "nemo_rl.models.megatron.setup"
+WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
+OWN = (SETUP, WORKER, "nemo_rl.models.megatron.config")
+ROOT = Path(__file__).parents[2]
+RECIPE = RECIPES["Qwen3-30B-A3B"]
+POLICY = {"megatron_cfg": {"freeze_moe_router": False}}
+
+
+class _Generic(StandIn):
+    def __class_getitem__(cls, _: Any) -> Any:
+        return cls
+
+
+class _Decorator(StandIn):
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        return lambda decorated: decorated
+
+
+BASES = {"BatchedDataDict": _Generic, "wrap_with_nvtx_name": _Decorator, "remote": _Decorator}
+
+
+def _import_nemo_rl(checkout: str) -> tuple[Any, Any]:
+    """Return its module that builds a model, and the worker class of the example."""
+    find_packages_on_a_cpu()
+    for name in ("training.pretrain", "training.gpt_step"):  # without stand-ins for what it lacks
+        importlib.import_module(f"megatron.bridge.{name}")
+    adapters: Any = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
+    for version in ("V1", "V2"):  # of megatron-core 0.20, which NeMo-RL imports its worker with
+        setattr(adapters, f"FullyShardedDataParallel{version}", adapters.FullyShardedDataParallel)
+    sys.path.insert(0, str(ROOT / "examples"))
+    with standing_in(Path(checkout), "nemo_rl", OWN, BASES):
+        setup: Any = importlib.import_module(SETUP)
+        worker = importlib.import_module("nemo_rl_worker").MoEOptimPolicyWorker
+    sys.modules[SETUP] = setup  # as in its workers
+    setup.get_attached_draft_model = lambda model: None
+    return setup, worker
+
+
+def _build(setup: Any, folder: Path) -> Any:
+    config = read_recipe(RECIPE, 1, folder, 4)
+    config.model.moe_grouped_gemm, config.model.vocab_size = True, 256
+    importlib.import_module("megatron.bridge.training.config").runtime_config_update(config)
+    return setup.setup_model_and_optimizer(POLICY, config)
+
+
+def _step(built: Any, seed: int) -> float:
+    from megatron.core.distributed import finalize_model_grads
+
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 255, (2, SEQUENCE + 1), generator=generator)
+    positions = torch.arange(SEQUENCE)[None].expand(2, SEQUENCE)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    built.model.zero_grad_buffer()
+    built.optimizer.zero_grad()
+    loss = built.model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).mean()
+    loss.backward()
+    finalize_model_grads([built.model])
+    built.optimizer.step()
+    return float(loss)
+
+
+def _roll_out(checkout: str, folder: Path, makes_room: bool) -> dict[str, Any]:
+    """Train, hand weights over, make room for an engine in its worker's way, and train on."""
+    setup, worker = _import_nemo_rl(checkout)
+    import moe_optim
+
+    moe_optim.install(moe_optim.MoEOptimConfig(format="mxfp8_2d", expert_layout="indexed"))
+    built = _build(setup, folder)
+    losses = [_step(built, seed) for seed in range(2)]
+    model = built.model
+    model.disable_forward_pre_hook()  # as its worker does before it reads weights
+    from megatron.bridge import AutoBridge
+
+    bridge = AutoBridge.from_hf_config(RECIPE.hf_config())
+    handed = {
+        name: tensor.clone()
+        for name, tensor in bridge.export_hf_weights([model], cpu=True, show_progress=False)
+    }
+    if makes_room:
+        one = SimpleNamespace(optimizer=built.optimizer)
+        for device in ("cpu", "cuda"):
+            worker.move_model(one, model, device)
+            worker.move_optimizer(one, device)
+    model.enable_forward_pre_hook()
+    losses += [_step(built, seed) for seed in range(2, 4)]
+    return {
+        "classes": {type(part).__name__ for part in built.optimizer.chained_optimizers},
+        "is ours": hasattr(built.optimizer, "health"),
+        "losses": losses,
+        "experts": {name: value for name, value in handed.items() if ".mlp.experts." in name},
+        "masters": [
+            master.clone()
+            for part in built.optimizer.chained_optimizers
+            for group in part.shard_fp32_from_float16_groups
+            for master in group
+        ],
+    }
+
+
+@pytest.mark.skipif(not (CHECKOUT and find_bridge()), reason="NEMO_RL_PATH names no checkout")
+def test_training_goes_on_to_the_bit_around_its_rollouts(tmp_path):
+    """With the optimizer of a plain configuration, as NeMo-RL makes it, and quantized experts."""
+    (stayed,), (moved,) = (
+        run_ranks(1, _roll_out, CHECKOUT, tmp_path / str(moves), moves, timeout_s=600)
+        for moves in (False, True)
+    )
+    assert stayed["is ours"]
+    assert stayed["classes"] == {"GroupedDistributedOptimizer"}
+    assert len(stayed["experts"]) == 24
+    assert moved["losses"] == stayed["losses"]
+    assert all(map(torch.equal, moved["masters"], stayed["masters"]))
+    for name, value in stayed["experts"].items():
+        assert torch.equal(moved["experts"][name], value)

@@ -1,0 +1,83 @@
+"""Runs another project's training stack beside its own state, and records what was seen.
+
+    python -m tools.stacks bridge [--path FOLDERS] [--recipes NAMES] [--formats NAMES]
+        [--ranks NUMBERS] [--logs FOLDER] [--json FILE]
+
+Run it with the Python of an environment that holds the stack, or name folders with it and all that
+it imports, separated by colons. The record keeps other cases of the same commit, so that a
+run can be done in parts. Needs no GPU. Exit status: 1 if a case of the plug-in stops where stock
+does not.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the cases that the command line names; return the exit status."""
+    args = _parse(words)
+    sys.path[:0] = args.path.split(":") if args.path else []
+    from moe_optim.commands.console.provenance import begin_report
+    from tools.stacks import bridge
+
+    bridge.import_stack()
+    report = begin_report(shlex.join(["python", "-m", "tools.stacks", *words]), on_gpu=False)
+    report["versions"]["megatron-bridge"] = importlib.metadata.version("megatron-bridge")
+    report["cases"] = []
+    for recipe in args.recipes or bridge.RECIPES:
+        for ranks in args.ranks:
+            for format in args.formats:
+                case = bridge.Case(recipe, format, ranks)
+                logs = args.logs / f"{recipe} {format} {ranks}"
+                found = dataclasses.asdict(case) | bridge.run_case(case, logs)
+                print(json.dumps(found), flush=True)
+                report["cases"].append(found)
+        if args.json:  # after each recipe: a run is long
+            args.json.write_text(json.dumps(_beside(args.json, report), indent=1) + "\n")
+    return int(any(map(_is_ours, _stopped_alone(report["cases"]))))
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tools.stacks")
+    parser.add_argument("stack", choices=["bridge"])
+    parser.add_argument("--path", help="folders with the stack, separated by colons")
+    parser.add_argument("--recipes", nargs="+")
+    parser.add_argument("--formats", nargs="+", default=["stock", "bf16", "mxfp8_2d"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "stacks")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(words)
+
+
+def _stopped_alone(cases: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return cases that stopped, except those whose stock run stopped, too."""
+    stopped = [case for case in cases if "stopped" in case]
+    stock = {(case["recipe"], case["ranks"]) for case in stopped if not _is_ours(case)}
+    return [case for case in stopped if (case["recipe"], case["ranks"]) not in stock]
+
+
+def _is_ours(case: Mapping[str, Any]) -> bool:
+    return bool(case["format"] != "stock")
+
+
+def _beside(path: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """Return the report with cases of the file that it does not repeat."""
+    if not path.exists():
+        return report
+    before = json.loads(path.read_text())
+    identity = ("recipe", "format", "ranks")
+    again = {tuple(case[name] for name in identity) for case in report["cases"]}
+    kept = [c for c in before["cases"] if tuple(c[name] for name in identity) not in again]
+    return report | {"cases": [*kept, *report["cases"]]}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
