@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from moe_optim.errors import closest
+
 FOLDER = Path(__file__).with_name("recipe_files")
 """Folder of the recipes; in a checkout, a link to ``recipes/``."""
 
@@ -19,3 +21,10 @@ def find_recipe(recipe: str | Path) -> Path:
     """
     shipped = shipped_recipes().get(str(recipe))
     return shipped if shipped and not Path(recipe).is_file() else Path(recipe)
+
+
+def name_shipped(wrong: str | Path) -> str:
+    """Return the name that ``wrong`` was meant to be, else all names, for an error message."""
+    shipped = shipped_recipes()
+    meant = closest(str(wrong), shipped)
+    return f"did you mean {meant}?" if meant else ", ".join(shipped)
