@@ -23,8 +23,8 @@ def find_recipe(recipe: str | Path) -> Path:
     return shipped if shipped and not Path(recipe).is_file() else Path(recipe)
 
 
-def name_shipped(wrong: str | Path) -> str:
-    """Return the name that ``wrong`` was meant to be, else all names, for an error message."""
+def suggest_shipped(wrong: str | Path) -> str:
+    """Return a question after the recipe that ``wrong`` is close to, else all names."""
     shipped = shipped_recipes()
-    meant = closest(str(wrong), shipped)
-    return f"did you mean {meant}?" if meant else ", ".join(shipped)
+    meant = closest(Path(wrong).stem, shipped)
+    return f"Did you mean {meant}?" if meant else f"Shipped recipes: {', '.join(shipped)}."
