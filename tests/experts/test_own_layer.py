@@ -80,9 +80,7 @@ def step_once(ep_size: int) -> list[torch.Tensor]:
     ddp.finish_grad_sync()
     optimizer.step()
     layer = model.experts
-    return [
-        linear.weight.dequantize().float() for linear in (layer.linear_fc1, layer.linear_fc2)
-    ]
+    return [linear.weight.dequantize().float() for linear in (layer.linear_fc1, layer.linear_fc2)]
 
 
 def test_experts_over_two_ranks_are_stepped_as_on_one():

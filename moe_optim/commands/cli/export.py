@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_optim.commands.cli.convert import whole_number
 from moe_optim.checkpoint.files.publishing import require_writable
+from moe_optim.commands.cli.convert import whole_number
 from moe_optim.commands.console.checkpoint_paths import find_checkpoint
 from moe_optim.commands.console.checkpoint_progress import open_reader, progress_bar
 from moe_optim.experts.keys.layouts import LAYOUTS

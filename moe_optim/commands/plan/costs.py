@@ -18,7 +18,6 @@ from moe_optim.commands.plan.census import Counts, count_block_rows, count_owned
 from moe_optim.commands.plan.copies import copy_bytes
 from moe_optim.commands.plan.experts import PlannedBucket, PlannedExperts
 from moe_optim.commands.plan.stock_layout import packed_nbytes
-from moe_optim.config import Compute
 from moe_optim.errors import LayoutError
 from moe_optim.formats import DIRECTIONS, FORMATS, BlockScaledFormat
 from moe_optim.kernels.exchange import plan_exchange
@@ -228,9 +227,7 @@ def _memory(
 
 def _with_copies(row: PlanRow, nbytes: int) -> PlanRow:
     """Return the row of bf16 experts with copies of ``nbytes``."""
-    added = {
-        key: row[key] + nbytes for key in ("weight_bytes_per_rank", "total_bytes_per_rank")
-    }
+    added = {key: row[key] + nbytes for key in ("weight_bytes_per_rank", "total_bytes_per_rank")}
     return row | added | {"format": "bf16", "parts": row["parts"] | {"compute_copies": nbytes}}
 
 

@@ -80,7 +80,9 @@ def _norm(args: argparse.Namespace, size: int) -> int:
     return size if args.normalization == "RMSNorm" else 2 * size
 
 
-def _linear(args: argparse.Namespace, rows: int, cols: int, *, bias: bool, splits_rows: bool) -> int:
+def _linear(
+    args: argparse.Namespace, rows: int, cols: int, *, bias: bool, splits_rows: bool
+) -> int:
     """Return the parameters of a linear on one rank; a bias is split as the rows are."""
     tensor = _tensor(args)
     biases = rows // tensor if splits_rows else rows

@@ -15,6 +15,7 @@ from moe_optim.spelling import spell_bytes, spell_count, spell_difference
 
 NOTHING = "-"
 
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """One column of a table."""

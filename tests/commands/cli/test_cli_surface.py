@@ -31,7 +31,15 @@ SURFACE = {  # command -> its positionals and options
     "patch check": {"PATH"},
     "patch revert": {"PATH"},
     "plan": {
-        *("RECIPE", "--gpus", "--gpu", "--gpu-memory", "--bandwidth", "--memory-bandwidth", "--details"),
+        *(
+            "RECIPE",
+            "--gpus",
+            "--gpu",
+            "--gpu-memory",
+            "--bandwidth",
+            "--memory-bandwidth",
+            "--details",
+        ),
         *("--set", "--out", "--json"),
     },
     "recipes copy": {"NAME", "DIR"},
@@ -161,7 +169,6 @@ LIGHT = [  # commands, and errors of commands, that need no tensor
     ["export", "absent", "there", "--format", "mxfp8"],
     ["verify", "absent", "there"],
     ["patch", "check", "absent"],
-    ["report", "absent"],
 ]
 LIGHT_RUN = """
 import sys

@@ -222,9 +222,7 @@ def test_a_broken_patch_is_an_error(light, report, capsys):
     assert "error: patch adam: broken: it now takes (a, b)." in screen
 
 
-def test_the_screen_leads_with_what_this_machine_can_do_and_lists_patches_on_request(
-    light, capsys
-):
+def test_the_screen_leads_with_what_this_machine_can_do_and_lists_patches_on_request(light, capsys):
     patch = dict.fromkeys(PATCH_KEYS, "x") | {"id": "the-patch", "state": "off"}
     light.setattr(doctor, "_examine_patches", lambda: [patch])
     assert main(["doctor"]) == 0

@@ -47,10 +47,10 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import DIRECTIONS, FORMATS
-from moe_optim.kernels.finish_table import FinishTable
-from moe_optim.kernels.launch_table import LaunchTable, can_launch, own_slots
 from moe_optim.integration.arguments import config_from_argv
 from moe_optim.integration.argv import spell_format
+from moe_optim.kernels.finish_table import FinishTable
+from moe_optim.kernels.launch_table import LaunchTable, can_launch, own_slots
 from moe_optim.rules import Setup, config_with_flags, why_stock_step
 from moe_optim.spelling import spell_bytes, spell_count, spell_difference
 from moe_optim.weights.storage import PortableStorage
@@ -454,7 +454,7 @@ def test_native_weights_are_told_what_their_recipe_can_have_and_others_what_to_a
     ],
 )
 def test_flags_to_add_give_the_recommended_format(flags, knobs, gpu, added):
-    """Read back, they are the configuration that was planned, in the format that was recommended."""
+    """Read back, they are the configuration that was planned, in the recommended format."""
     words = argv(SMALL | flags)
     choice, best, _ = choice_of(words, **knobs)
     config = MoEOptimConfig(**knobs)
