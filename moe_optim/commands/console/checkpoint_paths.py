@@ -1,4 +1,4 @@
-"""Finds a checkpoint from any path that identifies it, and refuses others; does not import torch."""
+"""Finds a checkpoint from any path that identifies it, without importing torch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

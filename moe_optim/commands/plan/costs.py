@@ -124,8 +124,8 @@ def plan_rows(
 ) -> Iterator[PlanRow]:
     """Yield a row for every format, managed and stock, at each number of GPUs.
 
-    Formats in :func:`left_out` have none. With ``compute``, a row ``bf16`` follows. Bytes are those of the rank with most masters. Keys of a
-    row:
+    Formats in :func:`left_out` have none. With ``compute``, a row ``bf16`` follows. Bytes are
+    those of the rank with most masters. Keys of a row:
 
     - ``weight_bytes_per_rank``: all buffers of the weights, and exchanged maxima
     - ``gradient_bytes_per_rank``: gradients in their own dtype

@@ -78,8 +78,8 @@ class Hardware:
         gpu = GPUS[args.gpu] if args.gpu else None
         return cls(
             gpu=gpu,
-            memory_gib=args.gpu_memory or (gpu and gpu.memory_gib),
-            memory_tb_per_s=args.memory_bandwidth or (gpu and gpu.memory_tb_per_s),
+            memory_gib=args.gpu_memory or (gpu.memory_gib if gpu else None),
+            memory_tb_per_s=args.memory_bandwidth or (gpu.memory_tb_per_s if gpu else None),
             bandwidth_gb_per_s=args.bandwidth,
         )
 

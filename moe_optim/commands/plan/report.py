@@ -183,7 +183,7 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
     notes = [] if report["step"] == "fused" else [f"step: {report['step']}"]
     if any(row["step_ms"] for row in shown):
         notes.append(
-            "step: estimated without all-gather, from runs in blockwise FP8 on H100 and H200, which "
+            "step: estimated without all-gather, from runs in blockwise FP8 on H100 and H200 that "
             f"lie within {FUSED_ERROR:.0%} of moe_optim's estimate and within stock's range"
         )
     if report["not_counted"]:

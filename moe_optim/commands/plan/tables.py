@@ -76,9 +76,9 @@ def _details(report: Mapping[str, Any], rows: Sequence[PlanRow]) -> list[list[Co
             _bytes("grads", "gradient_bytes_per_rank"),
             _bytes("optimizer", "optimizer_bytes_per_rank", 9),
             *[_bytes("copies", "step_memory_bytes_per_rank")] * copies,
+            Column("kernels", 7, "launches_per_step"),
         ],
         [
-            Column("kernels", 7, "launches_per_step"),
             Column("padding", 7, "padding_fraction", "{:.2%}".format),
             Column("max/mean", 8, "shard_imbalance", "{:.3f}".format),
             Column("path", 12, "path"),

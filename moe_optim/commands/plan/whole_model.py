@@ -43,7 +43,7 @@ def complete_rows(
     *,
     is_fused: bool,
 ) -> Iterator[PlanRow]:
-    """Yield the rows of :func:`plan_rows` with further keys:
+    """Yield the rows of :func:`plan_rows` with further keys.
 
     - ``dense_bytes_per_rank``: weights, gradients and states outside of experts, of the fullest
       stage

@@ -121,7 +121,8 @@ class Run:
     def health_warnings(self, at: int | None = None) -> list[str]:
         """Return a sentence for each health metric above its threshold, or NaN, in one sample.
 
-        That is the last one up to iteration ``at``. Empty if the format is unknown, as for a run that left only events.
+        That is the last one up to iteration ``at``. Empty if the format is unknown, as for a run
+        that left only events.
         """
         if self.format not in THRESHOLDS:
             return []

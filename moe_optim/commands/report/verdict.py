@@ -43,8 +43,8 @@ class Largest:
         """Return the value beside its threshold, with its place."""
         side = "above" if self.is_above else f"{self.value / self.threshold:.0%} of"
         return (
-            f"{self.figure.replace('_', ' ')} {self.value:.3g} ({self.layer}, expert {self.expert}, "
-            f"iteration {self.iteration}), {side} its threshold {self.threshold:g}"
+            f"{self.figure.replace('_', ' ')} {self.value:.3g} ({self.layer}, expert "
+            f"{self.expert}, iteration {self.iteration}), {side} its threshold {self.threshold:g}"
         )
 
 
