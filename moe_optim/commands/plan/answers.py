@@ -95,6 +95,11 @@ def recommend(choice: Choice, rows: Sequence[PlanRow]) -> PlanRow | None:
 
 def explain(choice: Choice, best: PlanRow | None, rows: Sequence[PlanRow]) -> str:
     """Return the recommended format, the reason, and what its experts save, as a sentence."""
+    if choice.has_bf16:
+        return (
+            "Its flags keep bf16 weights; those below quantize them, on Hopper in blocks "
+            "(--fp8-recipe blockwise), on Blackwell, which --gpu names, in MXFP8."
+        )
     if best is None:
         return f"Recommended: none of these formats, as {choice.why}."
     bf16 = next(row for row in rows if row["format"] == STOCK_BF16)

@@ -197,7 +197,7 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
     console.print(report["recommended"], soft_wrap=False)
     if report["fits"]:
         console.print(report["fits"], soft_wrap=False)
-    console.print(f"\nAdd these flags:\n  {shlex.join(report['flags'])}", soft_wrap=False)
+    console.print(f"\nAdd these flags:\n  {shlex.join(report['flags'])}")
 
 
 def default_gpus(experts: "PlannedExperts", ranks: int) -> list[int]:

@@ -51,9 +51,10 @@ def _groups(
 ) -> list[list[Column]]:
     (bf16,) = (row["gathered_bytes_per_step"] for row in rows if row["format"] == STOCK_BF16)
     has_stock = any(row["against_stock_bytes"] is not None for row in rows)
+    is_counted = rows[0]["model_bytes_per_rank"] is not None
     memory = [
         _bytes("experts", "total_bytes_per_rank"),
-        _bytes("model", "model_bytes_per_rank"),
+        *[_bytes("model", "model_bytes_per_rank")] * is_counted,
         Column("vs bf16", 9, "against_stock_bf16_bytes", spell_difference),
         *[Column("vs stock", 9, "against_stock_bytes", spell_difference)] * has_stock,
     ]
@@ -62,7 +63,7 @@ def _groups(
         Column("of bf16", 7, "gathered_bytes_per_step", lambda count: f"{count / bf16:.2f}"),
         *_times("gather_ms", rows[0]["link_gb_per_s"], "GB/s"),
     ]
-    fits = _fits(report["gpu_memory_gib"])
+    fits = _fits(report["gpu_memory_gib"]) if is_counted else []
     step = [Column("step", 13, "step_ms", _spell_range)] * any(row["step_ms"] for row in rows)
     groups = [memory, [*fits, *step], gather] if fits or step else [memory, gather]
     return [*groups, *_details(report, rows)] if details else groups
