@@ -39,7 +39,8 @@ def _entry(name: Name, names: list[Name]) -> Iterator[str]:
 
 
 def _code(text: str) -> str:
-    return f"```python\n{text}\n```"
+    quoted = text if '"' in text else text.replace("'", '"')
+    return f"```python\n{quoted}\n```"
 
 
 def _value(name: Name) -> str:
