@@ -7,6 +7,7 @@ import argparse
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.table import Table
@@ -83,7 +84,7 @@ def _list(*, as_json: bool) -> None:
 
 def _show(name: str, *, as_json: bool) -> None:
     recipe = load_recipe(name)
-    content = {
+    content: dict[str, dict[str, Any]] = {
         "requires": dict(recipe.requires),
         "megatron_args": dict(recipe.megatron_args),
         "moe_optim": {key: getattr(recipe.moe_optim, key) for key in field_names()},
