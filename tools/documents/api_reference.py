@@ -20,7 +20,7 @@ def render_block(block: str) -> str:
 
 
 def _entry(name: Name, names: list[Name]) -> Iterator[str]:
-    yield f"### {name.shown}"
+    yield f"## {name.shown}"
     yield _code(_signature(name, name.shown.rpartition(".")[2]))
     yield from _text(name.doc)
     if not isinstance(name.node, ast.ClassDef):
@@ -33,7 +33,7 @@ def _entry(name: Name, names: list[Name]) -> Iterator[str]:
         yield "Attributes:\n\n" + "\n".join(f"- {_value(one)}" for one in values)
     for one in members:
         if one.is_function:
-            yield f"#### {name.own_name}.{one.own_name}"
+            yield f"### {name.own_name}.{one.own_name}"
             yield _code(_signature(one, one.own_name))
             yield from _text(one.doc)
 
