@@ -73,9 +73,18 @@ def test_a_fused_step_follows_bytes_and_stocks_the_number_of_weights():
     assert few.least == few.most == pytest.approx(48e9 / (0.72 * 4.8e9))
 
 
-def test_commands_of_results_are_those_that_are_read():
+def test_no_kept_result_of_such_a_step_is_left_out():
     """No kept result of a step in blockwise FP8 is left out without a reason."""
-    left_out = {"overlapped", "graphed", "offload", "muon", "health", "te-2.17", "tensorwise"}
+    left_out = {
+        "overlapped",
+        "graphed",
+        "offload",
+        "muon",
+        "health",
+        "te-2.17",
+        "tensorwise",
+        "mxfp4",
+    }
     for path in (ROOT / "recipes/results").glob("step-*.json"):
         report = json.loads(path.read_text())
         assert path.stem in MEASURED or any(word in path.stem for word in left_out), path
