@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from moe_optim.config import MoEOptimConfig
     from moe_optim.config.recipes import Recipe, load_recipe
     from moe_optim.experts.adapters import merge_adapters
+    from moe_optim.experts.grouped_linear import GroupedLinear
     from moe_optim.experts.keys.conversion import convert_state_dict
+    from moe_optim.formats import get_format
     from moe_optim.formats.gemm_partition import infer_gemm_partition
     from moe_optim.formats.partition import infer_partition
     from moe_optim.integration.bridge import MoEOptimizerConfig
@@ -41,12 +43,15 @@ if TYPE_CHECKING:
     from moe_optim.optimizer.factory import get_megatron_optimizer
     from moe_optim.parts import quantize_part
     from moe_optim.rollout.weights import export_weights
+    from moe_optim.weights.grouped_weight import GroupedWeight
 
 __version__ = VERSION
 
 __all__ = [
     "ConfigError",
     "Description",
+    "GroupedLinear",
+    "GroupedWeight",
     "LayoutError",
     "MoEOptimConfig",
     "MoEOptimError",
@@ -66,6 +71,7 @@ __all__ = [
     "describe",
     "export_weights",
     "fake_quantize",
+    "get_format",
     "get_megatron_optimizer",
     "infer_gemm_partition",
     "infer_partition",
@@ -83,6 +89,8 @@ __all__ = [
 
 _LAZY = {
     "Description": "moe_optim.optimizer.description",
+    "GroupedLinear": "moe_optim.experts.grouped_linear",
+    "GroupedWeight": "moe_optim.weights.grouped_weight",
     "amaxes_from_modelopt": "moe_optim.calibration.modelopt_amaxes",
     "amaxes_to_modelopt": "moe_optim.calibration.modelopt_amaxes",
     "calibrate": "moe_optim.calibration.calibrate",
@@ -97,6 +105,7 @@ _LAZY = {
     "MoEOptimConfig": "moe_optim.config",
     "MoEOptimizerConfig": "moe_optim.integration.bridge",
     "Recipe": "moe_optim.config.recipes",
+    "get_format": "moe_optim.formats",
     "get_megatron_optimizer": "moe_optim.optimizer.factory",
     "infer_gemm_partition": "moe_optim.formats.gemm_partition",
     "infer_partition": "moe_optim.formats.partition",

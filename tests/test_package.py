@@ -18,6 +18,8 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PUBLIC = {
     "ConfigError",
     "Description",
+    "GroupedLinear",
+    "GroupedWeight",
     "LayoutError",
     "MoEOptimConfig",
     "MoEOptimError",
@@ -37,6 +39,7 @@ PUBLIC = {
     "describe",
     "export_weights",
     "fake_quantize",
+    "get_format",
     "get_megatron_optimizer",
     "infer_gemm_partition",
     "infer_partition",

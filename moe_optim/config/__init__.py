@@ -138,15 +138,23 @@ class MoEOptimConfig:
             where: prefix of error messages, such as ``recipe.yaml: moe_optim``.
 
         Raises:
-            ConfigError: a key is unknown, or a value invalid.
+            ConfigError: keys are unknown, or values invalid; a line for each.
         """
-        for name in mapping:
-            check_key(where, name, field_names())
-        values: dict[str, Any] = {key: _as_number(key, value) for key, value in mapping.items()}
+        values: dict[str, Any] = {}
+        faults: list[str] = []
+        for name, value in mapping.items():
+            try:
+                check_key(where, name, field_names())
+                values[name] = _as_number(name, value)
+                _check_field(name, values[name])
+            except ConfigError as error:
+                faults.append(_placed(error, where))
+        if faults:
+            raise ConfigError("\n".join(faults))
         try:
             return cls(**values)
         except ConfigError as error:
-            raise ConfigError(f"{where}{str(error).removeprefix(cls.__name__)}") from None
+            raise ConfigError(_placed(error, where)) from None
 
     def resolved(self, format: str) -> "MoEOptimConfig":
         """Return the configuration with ``format: auto`` replaced by ``format``.
@@ -167,12 +175,30 @@ class MoEOptimConfig:
             where: prefix of error messages.
 
         Raises:
-            ConfigError: a word is not an assignment, a key is unknown, or a value invalid.
+            ConfigError: words are not assignments, keys are unknown, or values invalid; a line for
+                each.
         """
         changes: dict[str, object] = {}
+        faults: list[str] = []
         for assignment in assignments:
-            changes |= _parse_assignment(assignment, where)
-        return self.from_mapping(asdict(self) | changes, where)
+            try:
+                changes |= _parse_assignment(assignment, where)
+            except ConfigError as error:
+                faults.append(str(error))
+        try:
+            changed = self.from_mapping(asdict(self) | changes, where)
+        except ConfigError as error:
+            faults.append(str(error))
+        if faults:
+            raise ConfigError("\n".join(faults))
+        return changed
+
+
+def _placed(error: ConfigError, where: str) -> str:
+    """Return a message with ``where`` in place of the name of the class."""
+    text = str(error)
+    own = MoEOptimConfig.__name__
+    return f"{where}{text.removeprefix(own)}" if text.startswith(own) else text
 
 
 def field_names() -> tuple[str, ...]:

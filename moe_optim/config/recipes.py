@@ -12,7 +12,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from moe_optim.config import MoEOptimConfig, check_key, field_names
 from moe_optim.config.recipe_yaml import MAX_BYTES, merge, parse_yaml, quote, shorten
-from moe_optim.config.shipped_recipes import find_recipe, shipped_recipes
+from moe_optim.config.shipped_recipes import find_recipe, suggest_shipped
 from moe_optim.environment import find_gpus, unmet_version
 from moe_optim.errors import ConfigError
 
@@ -63,24 +63,25 @@ class Recipe:
         return argv
 
 
-def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe and its bases.
+def load_recipe(path: str | Path | None, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe and its bases; None for a recipe of overrides alone.
 
     Values of ``${oc.env:NAME}`` become ordinary flag values, which Megatron writes into logs,
     TensorBoard events and checkpoints; do not use it for secrets.
 
     Args:
-        path: YAML file or, if no such file exists, name of a shipped recipe.
+        path: YAML file or, if no such file exists, name of a shipped recipe; None for no file.
         overrides: assignments such as ``moe_optim.format=bf16`` or
             ``megatron_args.--train-iters=20``; the last one wins.
 
     Raises:
         ConfigError: recipe or override is invalid; names file, key and expected value.
     """
-    path = find_recipe(path)
+    files = {} if path is None else _read_layers(find_recipe(path))
+    path = Path("command line") if path is None else find_recipe(path)
     assignments = list(overrides)
-    files = _read_layers(path)
-    layers = [*files.values(), *map(_parse_override, assignments)]
+    empty: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    layers = [empty, *files.values(), *map(_parse_override, assignments)]
     where = str(path)
     if assignments:
         where += f" with {' '.join(map(shorten, assignments))}"
@@ -125,9 +126,9 @@ def _read_layers(path: Path) -> dict[Path, dict[str, dict[str, Any]]]:
     """Return the sections of a recipe and its bases, by file, the first base first."""
     chain: list[Path] = []
     layers = []
-    remedy = "Correct the path"
+    remedy = "Correct the path."
     if not os.path.lexists(path):
-        remedy += f", or name a shipped recipe: {', '.join(shipped_recipes())}"
+        remedy = suggest_shipped(path)
     step: Path | None = path
     while step is not None:
         text = _read_text(step, remedy)
@@ -140,7 +141,7 @@ def _read_layers(path: Path) -> dict[Path, dict[str, dict[str, Any]]]:
         layer, base = _read_layer(str(step), text)
         chain.append(step)
         layers.append(layer)
-        remedy = f"Correct `base` in {step}"
+        remedy = f"Correct `base` in {step}."
         step = step.parent / base if base else None
     return dict(zip(chain[::-1], layers[::-1], strict=True))
 
@@ -178,7 +179,7 @@ def _read_text(path: Path, remedy: str) -> str:
         why = "not UTF-8 text"
     except (OSError, ValueError) as error:  # ValueError: NUL in a path
         why = getattr(error, "strerror", None) or str(error)
-    raise ConfigError(f"{path}: expected a readable recipe, got: {why}. {remedy}.")
+    raise ConfigError(f"{path}: expected a readable recipe, got: {why}. {remedy}")
 
 
 def _parse_override(text: str) -> dict[str, dict[str, Any]]:

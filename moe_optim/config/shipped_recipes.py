@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from moe_optim.errors import closest
+
 FOLDER = Path(__file__).with_name("recipe_files")
 """Folder of the recipes; in a checkout, a link to ``recipes/``."""
 
@@ -19,3 +21,10 @@ def find_recipe(recipe: str | Path) -> Path:
     """
     shipped = shipped_recipes().get(str(recipe))
     return shipped if shipped and not Path(recipe).is_file() else Path(recipe)
+
+
+def suggest_shipped(wrong: str | Path) -> str:
+    """Return a question after the recipe that ``wrong`` is close to, else all names."""
+    shipped = shipped_recipes()
+    meant = closest(Path(wrong).stem, shipped)
+    return f"Did you mean {meant}?" if meant else f"Shipped recipes: {', '.join(shipped)}."

@@ -5,7 +5,7 @@ import functools
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from moe_optim.config import FormatSetting
 from moe_optim.rules import native_formats
@@ -37,10 +37,12 @@ def spell_format(format: FormatSetting, argv: Sequence[str]) -> str:
     return "mxfp8" if portable else "bf16"
 
 
-def add_recipe(parser: argparse.ArgumentParser, example: str) -> None:
-    """Add RECIPE, and ``megatron_args`` for the arguments after ``--``."""
+def add_recipe(
+    parser: argparse.ArgumentParser, example: str, *, nargs: Literal["?"] | None = None
+) -> None:
+    """Add RECIPE, optional with ``nargs``, and ``megatron_args`` for arguments after ``--``."""
     text = f"a YAML file, or a name that `moe-optim recipes` lists, such as {example}"
-    parser.add_argument("recipe", type=Path, metavar="RECIPE", help=text)
+    parser.add_argument("recipe", type=Path, nargs=nargs, metavar="RECIPE", help=text)
     parser.set_defaults(megatron_args=[])
     keep_arguments_after_dashes(parser)
 

@@ -146,7 +146,7 @@ class _DryRun:
         try:
             self._config = config_from_argv(argv)
         except ConfigError as error:
-            self.faults.append(str(error))
+            self.faults += str(error).splitlines()
             self._config = MoEOptimConfig() if FLAG in argv else None  # to check the rest
         return args
 

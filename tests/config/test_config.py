@@ -219,3 +219,17 @@ def test_every_field_is_documented_under_its_declaration():
 def test_annotations_are_types_and_not_text():
     """Megatron's argument builder, like the checks here, calls what stands in the annotation."""
     assert not any(isinstance(field.type, str) for field in dataclasses.fields(MoEOptimConfig))
+
+
+def test_all_faults_are_told_at_once_a_line_each():
+    """Unknown keys, words that are no assignments, and values that no field has."""
+    words = ["format=mxfp9", "formt=nvfp4", "wire", "health_interval=-1"]
+    with pytest.raises(ConfigError) as error:
+        MoEOptimConfig().replace_from(words)
+    lines = str(error.value).splitlines()
+    for fault in ("format: expected", "got 'formt'", "got 'wire'", "health_interval: expected"):
+        assert len([line for line in lines if fault in line]) == 1
+    assert len(lines) == len(words) and all(line.startswith("--moe-optim-set") for line in lines)
+    with pytest.raises(ConfigError) as error:
+        MoEOptimConfig.from_mapping({"format": "mxfp9", "formt": "nvfp4"}, "run.yaml")
+    assert len(str(error.value).splitlines()) == 2

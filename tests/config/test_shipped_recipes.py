@@ -1,5 +1,6 @@
 """Recipes go along with the package: by name where a path can be, and as copies to change."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -46,12 +47,17 @@ def test_a_folder_of_that_name_does_not():
 
 
 @pytest.mark.parametrize("word", ["quikstart", "quickstart.yaml", "recipes/quickstart.yaml"])
-def test_what_is_neither_file_nor_name_is_an_error_that_lists_the_names(word):
+def test_what_is_neither_file_nor_name_is_an_error_with_the_closest_name(word):
     with pytest.raises(ConfigError) as error:
         load_recipe(word)
-    listed = f"Correct the path, or name a shipped recipe: {', '.join(sorted(IN_REPOSITORY))}."
     assert str(error.value).startswith(f"{word}: ")
-    assert str(error.value).endswith(listed)
+    assert str(error.value).endswith(" Did you mean quickstart?")
+
+
+def test_what_is_close_to_no_name_is_an_error_that_lists_them():
+    with pytest.raises(ConfigError) as error:
+        load_recipe("mine.yaml")
+    assert str(error.value).endswith(f"Shipped recipes: {', '.join(sorted(IN_REPOSITORY))}.")
 
 
 def test_recipes_are_listed_with_what_they_need(capsys):
@@ -65,6 +71,35 @@ def test_recipes_are_listed_with_what_they_need(capsys):
     assert " 8 GPUs, sm 100 " in lines["qwen3_30b_a3b"]
     assert " 1 GPU, sm 90 " in lines["hopper_fp8_block"]
     assert all(line.endswith(".") for line in lines.values())  # a sentence, and no more
+
+
+def test_a_list_in_json_has_the_facts_of_the_table(capsys):
+    for words in (["recipes", "list"], ["recipes"]):
+        assert cli.main(words) == 0
+    table, again = capsys.readouterr().out.split("name ")[1:]
+    assert table == again
+    assert cli.main(["recipes", "list", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["name"] for row in rows} == set(IN_REPOSITORY)
+    for row in rows:
+        assert list(row) == ["name", "ranks", "needs", "expert_weights", "what"]
+        assert " ".join(map(str, row.values())) in " ".join(f"{table}".split())
+
+
+def test_a_recipe_is_shown_with_its_bases_merged(capsys):
+    """What is printed loads as the same recipe."""
+    assert cli.main(["recipes", "show", "quickstart_bf16"]) == 0
+    text = capsys.readouterr().out
+    Path("shown.yaml").write_text(text)
+    shown, shipped = load_recipe("shown.yaml"), load_recipe("quickstart_bf16")
+    assert shown.megatron_argv() == shipped.megatron_argv()
+    assert (shown.requires, shown.moe_optim) == (shipped.requires, shipped.moe_optim)
+    assert cli.main(["recipes", "show", "quickstart_bf16", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content.keys() == {"files", "requires", "megatron_args", "moe_optim"}
+    assert [Path(name).stem for name in content["files"]] == ["quickstart", "quickstart_bf16"]
+    assert cli.main(["recipes", "show", "quikstart"]) == 2
+    assert "Did you mean quickstart?" in capsys.readouterr().err
 
 
 def test_a_copy_takes_its_bases_along_and_loads(capsys):
@@ -100,7 +135,7 @@ def test_a_copy_never_replaces_anything(kind, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["quikstart"], "quikstart: expected the name of a shipped recipe, got another. Use one"),
+        (["quikstart"], "quikstart: expected the name of a shipped recipe, got another. Did you"),
         (["quickstart", "nowhere"], "nowhere/quickstart.yaml: expected a file to write, got no fo"),
     ],
 )

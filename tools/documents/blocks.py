@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from tools.documents.api_reference import API_BLOCKS
 from tools.documents.code_tables import CODE_TABLES
 from tools.documents.measured_tables import MEASURED_TABLES
 from tools.documents.pictures import PICTURES, is_current, write_picture
@@ -29,6 +30,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     **CODE_TABLES,
     **MEASURED_TABLES,
     **THREAD_TABLES,
+    **API_BLOCKS,
     "results": results_index,
     "scale-rules": scale_rules,
 }

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from tools.documents.api_pages import API, LEFT_OUT
+
 ROOT = Path(__file__).parents[2]
-PAGES = ROOT / "docs" / "api"
 
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 Function = ast.FunctionDef
@@ -24,6 +25,8 @@ class Name:
     node: Definition
     doc: str
     owner: ast.ClassDef | None = None
+    shown: str = ""
+    """Name by which users import it."""
 
     @property
     def is_function(self) -> bool:
@@ -42,20 +45,18 @@ class Name:
 
 def public_names() -> Iterator[Name]:
     """Yield everything that the pages document, members after their classes."""
-    for page in sorted(PAGES.glob("*.md")):
-        for kind, name, excluded in directives(page.read_text(encoding="utf-8")):
-            if kind == "module":
-                yield from _of_module(name, excluded)
-            else:
-                yield from _with_members(*resolve(name))
+    for block in API:
+        yield from names_of_block(block)
 
 
-def directives(text: str) -> Iterator[tuple[str, str, set[str]]]:
-    """Yield kind, name and excluded members of every ``.. auto...::`` directive of a page."""
-    found = re.findall(r"^\.\. auto(\w+):: ([\w.]+).*\n((?:   :.*\n)*)", text, re.M)
-    for kind, name, options in found:
-        excluded = re.search(r":exclude-members: (.*)", options)
-        yield kind, name, set(excluded[1].replace(" ", "").split(",")) if excluded else set()
+def names_of_block(block: str) -> Iterator[Name]:
+    """Yield the names of one block of :data:`API`, members after their classes."""
+    single = {resolve(name)[:2] for name in API[block] if not name.endswith(".*")}
+    for name in API[block]:
+        if name.endswith(".*"):
+            yield from _of_module(name.removesuffix(".*"), single)
+        else:
+            yield from _with_members(*resolve(name), shown=name)
 
 
 @cache
@@ -112,17 +113,18 @@ def _names_of(node: ast.stmt) -> list[str]:
     return []
 
 
-def _of_module(module: str, excluded: set[str]) -> Iterator[Name]:
+def _of_module(module: str, others: set[tuple[str, str]]) -> Iterator[Name]:
     found = definitions(module)
     listed = found.get("__all__")
     names = ast.literal_eval(listed.value) if listed else [n for n in found if n[0] != "_"]
     for name in names:
-        if name not in excluded:
-            yield from _with_members(*find(module, name))
+        own, inner, node = find(module, name)
+        if (own, inner) not in others and f"{own}.{inner}" not in LEFT_OUT:
+            yield from _with_members(own, inner, node, shown=f"{module}.{name}")
 
 
-def _with_members(module: str, name: str, node: Definition) -> Iterator[Name]:
-    yield Name(f"{module}.{name}", module, node, _doc_of(tree_of(module).body, node))
+def _with_members(module: str, name: str, node: Definition, shown: str) -> Iterator[Name]:
+    yield Name(f"{module}.{name}", module, node, _doc_of(tree_of(module).body, node), shown=shown)
     if not isinstance(node, ast.ClassDef):
         return
     for member in node.body:

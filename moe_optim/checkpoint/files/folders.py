@@ -5,6 +5,8 @@ from pathlib import Path
 
 from moe_optim.checkpoint.files.untrusted_files import read_file
 
+CONFIG_FILE = "metadata.json"
+"""File in which Megatron records the format of a checkpoint."""
 TRACKER = "latest_checkpointed_iteration.txt"
 """File in which Megatron records the iteration to load."""
 
@@ -34,5 +36,5 @@ def read_tracker(checkpoints: Path) -> str | None:
 
 def files_of_ranks(checkpoint: Path) -> list[Path]:
     """Return all per-rank files of ``--ckpt-format torch``; empty for other formats."""
-    is_torch_dist = any((checkpoint / name).exists() for name in ("metadata.json", ".metadata"))
+    is_torch_dist = any((checkpoint / name).exists() for name in (CONFIG_FILE, ".metadata"))
     return [] if is_torch_dist else sorted(checkpoint.glob("mp_rank_*/*.pt"))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.checkpoint.files.archives import Archive, reason_of
+from moe_optim.checkpoint.files.folders import CONFIG_FILE
 from moe_optim.checkpoint.files.metadata import (
     MAX_NUMBER,
     METADATA,
@@ -34,7 +35,6 @@ from moe_optim.errors import LayoutError, MoEOptimError, StateError
 COMMON_STATE = "common_state"
 COMMON_FILE = "common.pt"
 """File in which older Megatrons keep ``COMMON_STATE``."""
-CONFIG_FILE = "metadata.json"
 OWN_STATE = "moe_optim"
 """Common-state key of facts recorded when Megatron's arguments are unknown."""
 OWN_ARGUMENTS = "arguments"

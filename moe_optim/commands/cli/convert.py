@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moe_optim.checkpoint.files.publishing import require_writable
+from moe_optim.commands.console.checkpoint_paths import find_checkpoint
 from moe_optim.commands.console.checkpoint_progress import open_reader, progress_bar
 from moe_optim.environment import find_package
 from moe_optim.errors import refuse
@@ -133,6 +135,8 @@ def add_naming(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert, and print a summary."""
     _refuse_mixed(args)
+    find_checkpoint(args.source)  # before the import of torch, which takes seconds
+    require_writable(args.target, expected="a new folder")
     began = time.perf_counter()
     convert = _convert_model if args.to else _convert_layout
     lines = convert(args, began)
@@ -249,9 +253,11 @@ def _summary(plan: "ConversionPlan", args: argparse.Namespace, began: float) -> 
     layers = sum(not one.prefix.startswith("optimizer.") for one in plan.sets)
     count = sum(len(one.keys) for one in plan.sets) + len(plan.others)
     source, target = plan.sets[0].layout.name, plan.to.name
+    before, after = plan.source_interleave, plan.target_interleave
+    interleave = f", GLU interleave {before} to {after}" if before or after else ""
     lines = [
-        f"{args.target}: {plan.format}, experts of {layers} layers from {source} to {target}, GLU "
-        f"interleave {plan.source_interleave} to {plan.target_interleave}",
+        f"{args.target}: {plan.format}, experts of {layers} layers from {source} to {target}"
+        f"{interleave}",
         _speed(count, plan.total_bytes, began),
     ]
     if plan.stored is not None and plan.objects:
@@ -269,9 +275,10 @@ def _summary(plan: "ConversionPlan", args: argparse.Namespace, began: float) -> 
 def _speed(count: int, nbytes: int, began: float) -> str:
     seconds = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    speed = nbytes / max(seconds, 1e-9)
     return (
-        f"{count:,} tensors, {spell_bytes(nbytes)} in {seconds:.1f} s, "
-        f"{nbytes / 1e6 / max(seconds, 1e-9):,.0f} MB/s; peak memory {spell_bytes(peak)}"
+        f"{count:,} tensors, {spell_bytes(nbytes)} in {seconds:.1f} s, {spell_bytes(speed)}/s; "
+        f"peak memory {spell_bytes(peak)}"
     )
 
 

@@ -1,8 +1,8 @@
-"""Show installed packages, supported formats and remedies for problems.
+"""Show what this machine can do, installed packages, and remedies for problems.
 
-Shows versions and paths of everything moe_optim builds on, how each format runs on this machine,
-and the state of every patch. Exits with 1 if something required is missing or broken, and names the
-command that repairs it.
+Shows on what it trains, with which GEMMs, and versions and paths of everything moe_optim builds on;
+with --patches also the state of every patch. Exits with 1 if something required is missing or
+broken, and names the command that repairs it.
 """
 
 import argparse
@@ -53,12 +53,13 @@ _EMULATED = {
 _STYLES = {"ok": "green", "applied": "green", "missing": "red", "unfit": "red", "broken": "red"}
 
 
-HELP = "show installed packages, supported formats, and remedies for problems"
+HELP = "show what this machine can do, installed packages, and remedies for problems"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--patches", action="store_true", help="also list every patch")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        results_console().print(_render(report), soft_wrap=False)
+        results_console().print(_render(report, with_patches=args.patches), soft_wrap=False)
     return 0 if report["ok"] else 1
 
 
@@ -185,33 +186,47 @@ def _examine_patches() -> list[dict[str, str]]:
     ]
 
 
-def _render(report: Findings) -> RenderableType:
-    own = report["moe_optim"]
+def _render(report: Findings, *, with_patches: bool) -> RenderableType:
+    own, patches = report["moe_optim"], report["patches"]
     formats = [(name, *entry.values()) for name, entry in report["formats"].items()]
-    enabled = (
-        f"enabled for plain python and torchrun by {own['enabled']}"
-        if own["enabled"]
-        else "scripts run with `moe-optim run`, or with plain python after `moe-optim enable`"
-    )
     parts: list[RenderableType] = [
         Text.assemble(("moe_optim ", "bold"), own["version"], (f"  {own['path']}", "dim")),
-        Text(f"{enabled}\n"),
+        *(Text(line) for line in _abilities(report)),
+        Text(),
         _table(("package", "version", "state", "where"), _package_rows(report["packages"])),
-        _table(("GPU", "capability", "memory"), _gpu_rows(report["gpus"])),
         _table(("format", "GEMM of portable experts", "how"), formats),
-        Text(f"Transformer Engine's own GEMMs: {_spell_native(report)}\n"),
     ]
-    if report["patches"]:
+    if patches and with_patches:
         parts.append(
             _table(
                 ("patch", "target, reason (off: compatible, applied on demand)"),
-                _patch_rows(report["patches"]),
+                _patch_rows(patches),
             )
         )
     if report["ok"]:
         parts.append(Text("All requirements are met.", "green"))
     parts += [Text.assemble(("error: ", "bold red"), problem) for problem in report["problems"]]
     return Group(*parts)
+
+
+def _abilities(report: Findings) -> Iterator[str]:
+    """Yield what this machine can do, a line each."""
+    gpus = [f"{gpu['name']} (sm {gpu['sm']}, {gpu['memory_gib']} GiB)" for gpu in report["gpus"]]
+    alike = {gpu: gpus.count(gpu) for gpu in gpus}
+    trains = ", ".join(f"{count} x {gpu}" if count > 1 else gpu for gpu, count in alike.items())
+    yield f"Trains on: {trains or 'the CPU over gloo, as torch sees no GPU'}"
+    yield "Portable experts: every format below, on any machine"
+    yield f"Transformer Engine's own GEMMs: {_spell_native(report)}"
+    enabled = report["moe_optim"]["enabled"]
+    yield "Scripts: " + (
+        f"plain python and torchrun, enabled by {enabled}"
+        if enabled
+        else "`moe-optim run SCRIPT`, or plain python after `moe-optim enable`"
+    )
+    if patches := report["patches"]:
+        unfit = sum(patch["state"].startswith("broken") for patch in patches)
+        found = f"{unfit} of {len(patches)} do not fit" if unfit else f"all {len(patches)} fit"
+        yield f"Patches of megatron-core: {found} (--patches lists them)"
 
 
 def _spell_native(report: Findings) -> str:
@@ -226,13 +241,6 @@ def _package_rows(packages: dict[str, Findings]) -> Iterator[tuple[str, ...]]:
     for name, entry in packages.items():
         where = "\n".join(filter(None, (entry["path"], entry["note"])))
         yield name, entry["version"] or "", entry["state"], where or "optional"
-
-
-def _gpu_rows(gpus: list[Findings]) -> Iterator[tuple[str, ...]]:
-    if not gpus:
-        yield "none", "", "training runs on the CPU, over gloo"
-    for gpu in gpus:
-        yield gpu["name"], f"sm {gpu['sm']}", f"{gpu['memory_gib']} GiB"
 
 
 def _patch_rows(patches: list[dict[str, str]]) -> Iterator[tuple[str | Text, ...]]:

@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.commands.cli.convert import whole_number
+from moe_optim.commands.console.checkpoint_paths import find_checkpoint
 from moe_optim.commands.console.checkpoint_progress import open_reader, progress_bar
 from moe_optim.experts.keys.layouts import LAYOUTS
 from moe_optim.formats import FORMATS
@@ -77,6 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export, and print a summary."""
+    find_checkpoint(args.source)  # before the import of torch, which takes seconds
+    require_writable(args.target, expected="a new folder")
     from moe_optim.commands.export.export import export_checkpoint
     from moe_optim.commands.export.export_plan import plan_export
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from moe_optim.checkpoint.files.folders import files_of_ranks
+from moe_optim.commands.console.checkpoint_paths import newest_checkpoint
 from moe_optim.commands.console.checkpoint_progress import open_view, say_which_was_taken
 from moe_optim.screen import print_table, results_console
 from moe_optim.spelling import spell_bytes
@@ -62,9 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 if the checkpoint is incomplete."""
-    from moe_optim.checkpoint.files.folders import files_of_ranks
-    from moe_optim.commands.conversion.opening import newest_checkpoint
-
     path = newest_checkpoint(args.checkpoint)
     if files := files_of_ranks(path):
         say_which_was_taken(args.checkpoint, path)

@@ -24,8 +24,11 @@ COMMANDS = (
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line; does not import Megatron."""
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of the whole command line; does not import Megatron.
+
+    ``only`` names the command to give its arguments, which imports less; None for all.
+    """
     parser = argparse.ArgumentParser(
         prog="moe-optim",
         description="Train Megatron MoE models with quantized expert weights.",
@@ -40,8 +43,11 @@ def build_parser() -> argparse.ArgumentParser:
         action=_PrintCompletion,
         help="print the completion script of a shell",
     )
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name in COMMANDS:
+        if only not in (None, name):
+            subparsers.add_parser(name)
+            continue
         command: Any = _module_of(name)
         added = subparsers.add_parser(
             name,
@@ -87,7 +93,13 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; ``argv`` defaults to the process's arguments."""
-    return run_command(build_parser, lambda args: int(_module_of(args.command).run(args)), argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        words = ["--help"]
+    only = words[0] if words[0] in COMMANDS else None
+    return run_command(
+        lambda: build_parser(only), lambda args: int(_module_of(args.command).run(args)), words
+    )
 
 
 def run_command(

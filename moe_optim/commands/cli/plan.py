@@ -1,26 +1,29 @@
-"""Show the cost of a recipe's expert weights in each format, without a GPU.
+"""Show what a model costs in each format, without a GPU: memory, all-gather and optimizer step.
 
-Lays out the expert weights of the pipeline stage with most of them as a run would. Shows memory,
-gathered bytes and kernel launches for each format and for stock Megatron, and recommends a format.
-Reads megatron_args, expert_layout, storage, step, layout and backend from the recipe. Megatron need
-not be installed. Arguments after `--` are passed to Megatron's parser and override the recipe's.
+Lays out the expert weights of the pipeline stage with most of them as a run would, adds the dense
+weights, compares every format with stock Megatron, and ends with the flags to add. Megatron need
+not be installed. Arguments after `--` are Megatron's, such as those of a training script; they
+override the recipe's.
 """
 
 import argparse
 from pathlib import Path
 
 from moe_optim.commands.console.pictures import picture_path
+from moe_optim.commands.plan.gpus import GPUS
+from moe_optim.commands.plan.legend import legend
 from moe_optim.commands.plan.report import STDOUT, STEP
 from moe_optim.integration.argv import add_changes, add_recipe
 
-HELP = "show the cost of a recipe's expert weights in each format, without a GPU"
-USAGE = "moe-optim plan RECIPE [options] [-- MEGATRON ARGS]"
+HELP = "show memory, all-gather and step time of a model in each format, without a GPU"
+USAGE = "moe-optim plan [RECIPE] [options] [-- MEGATRON ARGS]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
-    add_recipe(parser, "quickstart")
+    add_recipe(parser, "quickstart", nargs="?")
+    parser.epilog, parser.formatter_class = legend(), argparse.RawDescriptionHelpFormatter
     add(
         "--gpus",
         type=int,
@@ -30,26 +33,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"times powers of {STEP}, up to the batch size)",
     )
     add(
+        "--gpu",
+        choices=GPUS,
+        help="kind of GPU, by its data sheet: memory, memory bandwidth, and the link that the "
+        "all-gather uses (NVLink, or one network port per GPU)",
+    )
+    add(
         "--gpu-memory",
         type=_positive,
         metavar="GIB",
-        help="memory of a GPU: also show whether the experts fit, and the rest",
+        help="memory of a GPU, in place of --gpu's: show whether the model fits, and the rest",
     )
     add(
         "--bandwidth",
         type=_positive,
         metavar="GB/S",
-        help="bus bandwidth of an all-gather over expert data parallel ranks, as in nccl-tests: "
-        "also show the time of the parameter all-gather, without overlap",
+        help="bus bandwidth of an all-gather over expert data parallel ranks, as in nccl-tests, in "
+        "place of --gpu's: show the time of the parameter all-gather, without overlap",
     )
     add(
         "--memory-bandwidth",
         type=_positive,
         metavar="TB/S",
-        help="memory bandwidth of a GPU in TB/s: also show the time of a fused step at that "
-        "bandwidth (`python -m benchmarks requantize` measures it)",
+        help="memory bandwidth of a GPU by its data sheet, in place of --gpu's: show the estimated "
+        "time of optimizer.step()",
     )
-    add("--details", action="store_true", help="also show padding, cut blocks and a fused step")
+    add("--details", action="store_true", help="show all formats and columns")
     add_changes(parser, "moe_optim.expert_layout=indexed")
     add(
         "--out",

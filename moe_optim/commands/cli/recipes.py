@@ -4,26 +4,40 @@
 """
 
 import argparse
+import json
 import re
 from pathlib import Path
+from typing import Any
 
+import yaml
 from rich.table import Table
 
 from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.commands.console.files import write_atomically
+from moe_optim.config import MoEOptimConfig, field_names
 from moe_optim.config.recipes import Recipe, load_recipe
-from moe_optim.config.shipped_recipes import shipped_recipes
+from moe_optim.config.shipped_recipes import shipped_recipes, suggest_shipped
 from moe_optim.errors import ConfigError
 from moe_optim.integration.argv import spell_format
 from moe_optim.screen import print_table, results_console
 
-HELP = "list the shipped recipes, or copy one for editing"
+HELP = "list, show or copy the shipped recipes"
+
+_COLUMNS = {"name": 1, "ranks": 5, "needs": 8, "expert_weights": 9, "what": 8}
+"""Facts about a recipe -> least width of their column."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.set_defaults(action=None)
+    parser.set_defaults(action="list", json=False)
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    text = "list all recipes (default)"
+    shown = actions.add_parser("list", help=text, description=text, allow_abbrev=False)
+    shown.add_argument("--json", action="store_true", help="print the list as JSON")
+    text = "show a recipe with its base recipes merged"
+    show = actions.add_parser("show", help=text, description=text, allow_abbrev=False)
+    show.add_argument("name", metavar="NAME", help="name listed by `moe-optim recipes`, or a file")
+    show.add_argument("--json", action="store_true", help="print the recipe as JSON")
     text = "copy a recipe and its base recipes, without overwriting files"
     copy = actions.add_parser("copy", help=text, description=text, allow_abbrev=False)
     copy.add_argument("name", metavar="NAME", help="name listed by `moe-optim recipes`")
@@ -38,24 +52,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List or copy."""
+    """List, show or copy."""
     if args.action == "copy":
         _copy(args.name, args.folder)
+    elif args.action == "show":
+        _show(args.name, as_json=args.json)
     else:
-        _list()
+        _list(as_json=args.json)
     return 0
 
 
-def _list() -> None:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("name", no_wrap=True)  # half a name is useless
-    for header, width in {"ranks": 5, "needs": 8, "expert weights": 9, "what": 8}.items():
-        table.add_column(header, overflow="fold", min_width=width)
+def _list(*, as_json: bool) -> None:
+    rows = []
     for name, path in shipped_recipes().items():
         recipe = load_recipe(path)
         weights = spell_format(recipe.moe_optim.format, recipe.megatron_argv())
-        table.add_row(name, str(recipe.ranks), _needs(recipe), weights, _first_sentence(path))
+        facts = (name, recipe.ranks, _needs(recipe), weights, _first_sentence(path))
+        rows.append(dict(zip(_COLUMNS, facts, strict=True)))
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("name", no_wrap=True)  # half a name is useless
+    for header, width in _COLUMNS.items():
+        if header != "name":
+            table.add_column(header.replace("_", " "), overflow="fold", min_width=width)
+    for row in rows:
+        table.add_row(*map(str, row.values()))
     print_table(results_console(), table)
+
+
+def _show(name: str, *, as_json: bool) -> None:
+    recipe = load_recipe(name)
+    content: dict[str, dict[str, Any]] = {
+        "requires": dict(recipe.requires),
+        "megatron_args": dict(recipe.megatron_args),
+        "moe_optim": {key: getattr(recipe.moe_optim, key) for key in field_names()},
+    }
+    if as_json:
+        print(json.dumps({"files": [str(path) for path in recipe.files], **content}, indent=2))
+        return
+    changed = {
+        key: value
+        for key, value in content["moe_optim"].items()
+        if value != getattr(MoEOptimConfig(), key)
+    }
+    print(f"# {' + '.join(map(str, recipe.files))}")
+    print(yaml.safe_dump(content | {"moe_optim": changed}, sort_keys=False), end="")
 
 
 def _needs(recipe: Recipe) -> str:
@@ -76,8 +119,7 @@ def _copy(name: str, folder: Path) -> None:
     shipped = shipped_recipes()
     if name not in shipped:
         raise ConfigError(
-            f"{name}: expected the name of a shipped recipe, got another. Use one of "
-            f"{', '.join(shipped)}."
+            f"{name}: expected the name of a shipped recipe, got another. {suggest_shipped(name)}"
         )
     contents = {folder / file.name: file.read_bytes() for file in load_recipe(shipped[name]).files}
     new = {path: content for path, content in contents.items() if not _holds(path, content)}

@@ -1,13 +1,13 @@
 """Write a report of a run folder.
 
-The report is one self-contained HTML page, with its plots also as PNGs. The run may still be in
-progress.
+The report answers whether quantization harmed the run, as one self-contained HTML page, with its
+plots also as PNGs. The run may still be in progress.
 """
 
 import argparse
 from pathlib import Path
 
-HELP = "write a report of a run: losses, expert health, time, configuration"
+HELP = "write a report of a run: was it quantization, losses, expert health, time"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,10 +16,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="output folder (default: RUN/report)"
     )
+    parser.add_argument(
+        "--at",
+        type=int,
+        metavar="ITERATION",
+        help="show the last health sample up to this iteration (default: the last of all)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page and print its path."""
+    """Write the page, and print the verdict and its path."""
     from moe_optim.commands.report.run_report import report
 
-    return report(args.run, args.out)
+    return report(args.run, args.out, args.at)

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="files or folders to train on as bytes (default: Python's standard library; for a "
         "resumed run, its own)",
     )
+    add("--quiet", action="store_true", help="print errors and results, not the log of Megatron")
     add("--resume", action="store_true", help="continue from the newest complete checkpoint")
     add("--ranks", type=int, metavar="N", help="number of processes (default: the recipe's)")
     add("--cpu", action="store_true", help="train on the CPU even if there are GPUs")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from moe_optim.commands.cli.convert import add_naming
+from moe_optim.commands.console.checkpoint_paths import find_checkpoint
 from moe_optim.commands.console.checkpoint_progress import open_view, progress_bar
 from moe_optim.errors import LayoutError
 from moe_optim.screen import print_table, results_console
@@ -45,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print the differences, and return 1 if any exist or states were skipped unasked."""
+    for path in (args.a, args.b):  # before the import of torch, which takes seconds
+        find_checkpoint(path)
     from moe_optim.commands.conversion.comparison import (
         compare_checkpoints,
         find_side,

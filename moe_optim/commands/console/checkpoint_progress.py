@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+from moe_optim.commands.console.checkpoint_paths import find_checkpoint
+
 if TYPE_CHECKING:
     from moe_optim.checkpoint.files.reader import CheckpointReader
     from moe_optim.commands.conversion.layer_view import LayerView
@@ -20,6 +22,7 @@ def open_reader(path: Path) -> "CheckpointReader":
         StateError: the path does not exist, or the checkpoint is damaged.
         LayoutError: the path is not a checkpoint.
     """
+    find_checkpoint(path)  # before the import of torch, which takes seconds
     from moe_optim.commands.conversion.opening import open_checkpoint
 
     reader = open_checkpoint(path)

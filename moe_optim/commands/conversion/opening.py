@@ -1,20 +1,11 @@
 """Opens a checkpoint of either format from any path that identifies it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from moe_optim.checkpoint.files.folders import TRACKER, files_of_ranks, read_tracker
-from moe_optim.checkpoint.files.metadata import METADATA
-from moe_optim.checkpoint.files.publishing import is_partial
 from moe_optim.checkpoint.files.reader import CheckpointReader
-from moe_optim.checkpoint.files.torch_dist import CONFIG_FILE, TorchDistReader
-from moe_optim.commands.conversion.safetensors_files import SafetensorsReader, is_safetensors
-from moe_optim.errors import LayoutError, StateError
-
-CHECKPOINTS = "checkpoints"
-"""Subfolder of a run that contains its checkpoints."""
-_MOST_DIGITS = 18  # maximum of an iteration
+from moe_optim.checkpoint.files.torch_dist import TorchDistReader
+from moe_optim.commands.console.checkpoint_paths import find_checkpoint, is_torch_dist, readable
+from moe_optim.commands.conversion.safetensors_files import SafetensorsReader
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
@@ -28,67 +19,6 @@ def open_checkpoint(path: Path) -> CheckpointReader:
         StateError: the path does not exist, is damaged, or was left by a killed command.
         LayoutError: the path is not a checkpoint.
     """
-    path = newest_checkpoint(path)
-    with _readable(path):
-        return _open(path)
-
-
-def newest_checkpoint(path: Path) -> Path:
-    """Return the path itself, or the newest checkpoint of a run or of a folder of checkpoints.
-
-    Raises:
-        StateError: the path, or the checkpoint named by the tracker file, does not exist.
-    """
-    with _readable(path):
-        if not path.exists():
-            raise StateError(f"{path}: expected a checkpoint, got no such file or folder.")
-        inside = path / CHECKPOINTS
-        is_run = read_tracker(path) is None and read_tracker(inside) is not None
-        return _newest_folder(inside if is_run else path) or path
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StateError(
-            f"{path}: expected a checkpoint, got: {error.strerror}. Give a folder or file that can "
-            "be read."
-        ) from error
-
-
-def _open(path: Path) -> CheckpointReader:
-    if is_partial(path):
-        raise StateError(f"{path}: a command was killed while it wrote this. Run it again.")
-    if path.is_dir() and any((path / name).exists() for name in (CONFIG_FILE, METADATA)):
-        return TorchDistReader(path)
-    if is_safetensors(path):
-        return SafetensorsReader(path)
-    if files_of_ranks(path):
-        raise LayoutError(
-            f"{path}: expected a checkpoint of the whole model, got one file per rank, as "
-            "--ckpt-format torch writes it. `moe-optim inspect` checks it; for everything else, "
-            "let a run convert it (--ckpt-convert-format torch_dist --ckpt-convert-save DIR), "
-            "and give DIR/torch_dist."
-        )
-    names = sorted(entry.name for entry in path.iterdir())[:5] if path.is_dir() else [path.name]
-    found = [name if name.isprintable() else repr(name) for name in names]
-    raise LayoutError(
-        f"{path}: expected a torch_dist checkpoint (.metadata, *.distcp) or safetensors, got "
-        f"{', '.join(found) or 'an empty folder'}. Give the folder that holds them."
-    )
-
-
-def _newest_folder(path: Path) -> Path | None:
-    said = read_tracker(path)
-    if said is None:
-        return None
-    is_number = said.isascii() and said.isdecimal() and len(said) <= _MOST_DIGITS
-    name = f"iter_{int(said):07d}" if is_number else said
-    if name not in {entry.name for entry in path.iterdir() if entry.is_dir()}:
-        raise StateError(
-            f"{path / TRACKER}: expected the iteration of a folder beside it, got {said[:40]!r}. "
-            "Give one of the iter_* folders."
-        )
-    return path / name
+    path = find_checkpoint(path)
+    with readable(path):
+        return TorchDistReader(path) if is_torch_dist(path) else SafetensorsReader(path)

@@ -16,10 +16,9 @@ from torch import Tensor
 from moe_optim.checkpoint.files.metadata import checked_name, checked_shape
 from moe_optim.checkpoint.files.reader import FileFormat, Recorded, TensorInfo
 from moe_optim.checkpoint.files.untrusted_files import given_file, locate, parse_json, read_file
+from moe_optim.commands.console.checkpoint_paths import INDEX_FILE, SUFFIX
 from moe_optim.errors import LayoutError, StateError
 
-INDEX_FILE = "model.safetensors.index.json"
-SUFFIX = ".safetensors"
 _LAYOUT, _INTERLEAVE = "moe_optim.layout", "moe_optim.glu_interleave"
 _NUM_EXPERTS, _ITERATION = "moe_optim.num_experts", "iteration"
 _DIGITS = 18  # maximum of a number
@@ -162,13 +161,6 @@ class SafetensorsWriter:
 
     def _file(self, number: int) -> Path:
         return self._folder / f"part-{number + 1:05d}{SUFFIX}"
-
-
-def is_safetensors(path: Path) -> bool:
-    """Return whether a path looks like safetensors, complete or not."""
-    if path.is_dir():
-        return (path / INDEX_FILE).exists() or any(path.glob(f"*{SUFFIX}"))
-    return path.suffix == SUFFIX
 
 
 def _own_memory(tensor: Tensor) -> Tensor:

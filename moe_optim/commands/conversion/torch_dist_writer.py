@@ -23,9 +23,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from moe_optim.checkpoint.files.folders import CONFIG_FILE
 from moe_optim.checkpoint.files.metadata import METADATA
 from moe_optim.checkpoint.files.reader import TensorInfo
-from moe_optim.checkpoint.files.torch_dist import CONFIG_FILE, TorchDistReader
+from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 
 FILE_BYTES = 4 * 2**30
 """Size at which the writer starts the next file."""

@@ -2,16 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moe_optim.commands.plan.costs import STOCK_BF16, PlanRow
 from moe_optim.commands.plan.experts import PlannedExperts, is_native
+from moe_optim.commands.plan.gpus import PlannedGpu
+from moe_optim.config import MoEOptimConfig, field_names, spell
 from moe_optim.config.recipes import Recipe
 from moe_optim.formats import FORMATS
+from moe_optim.integration.arguments import FLAG
 from moe_optim.integration.argv import last_value, spell_format
 from moe_optim.rules import native_formats
 from moe_optim.spelling import spell_bytes
 
 GIB = 2**30
+_COMMON = ("mxfp8", "nvfp4", "fp8_block")
+"""Formats of Megatron's flags that keep weights quantized."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +31,17 @@ class Choice:
     why: str
     keeps_own: bool = True
     """Whether a run can use the recipe's format."""
+    default: str = "bf16"
+    """Format that a run uses with ``format: auto``."""
+    has_bf16: bool = False
+    """Whether Transformer Engine's experts stay bf16 because no flag quantizes them."""
+
+    def rows_to_show(self) -> list[str]:
+        """Return the formats to compare, each with stock's row; without candidates the common."""
+        names = self.candidates or ("bf16", *_COMMON)
+        own = [self.own] if self.own in FORMATS else []
+        kept = dict.fromkeys([*names, *own])
+        return [*kept, STOCK_BF16, *(f"stock {name}" for name in kept)]
 
 
 def find_choice(recipe: Recipe, argv: Sequence[str], experts: PlannedExperts) -> Choice:
@@ -36,49 +53,57 @@ def find_choice(recipe: Recipe, argv: Sequence[str], experts: PlannedExperts) ->
     Raises:
         LayoutError: the weights do not fit the recipe's format.
     """
-    own = spell_format(recipe.moe_optim.format, argv)
+    own, default = (spell_format(one, argv) for one in (recipe.moe_optim.format, "auto"))
+    common: dict[str, Any] = {"own": own, "default": default}
     if own in FORMATS:
         for weight, shape in experts.weights:
             FORMATS[own].check_shape(shape, f"{recipe.path}: {weight}")
     if is_native(experts.args):
         bits = "fp8" if "--fp8-param-gather" in argv else "fp4"
-        default = {"fp8": "delayed", "fp4": "nvfp4"}[bits]  # Megatron's default
-        flag = f"--{bits}-recipe {last_value(argv, f'--{bits}-recipe') or default}"
+        recipe_name = {"fp8": "delayed", "fp4": "nvfp4"}[bits]  # Megatron's default
+        flag = f"--{bits}-recipe {last_value(argv, f'--{bits}-recipe') or recipe_name}"
         if not (candidates := native_formats(flag)):
-            return Choice(own=own, candidates=(), why=f"weights of {flag} stay Megatron's")
+            return Choice(**common, candidates=(), why=f"weights of {flag} stay Megatron's")
         why, keeps_own = f"that {flag} supports", own in candidates
-        return Choice(own=own, candidates=candidates, why=why, keeps_own=keeps_own)
+        return Choice(**common, candidates=candidates, why=why, keeps_own=keeps_own)
+    if own == "bf16" and recipe.moe_optim.compute is not None:
+        why = f"compute: {recipe.moe_optim.compute} keeps bf16 weights"
+        return Choice(**common, candidates=(), why=why)
     if not experts.is_portable:
-        return Choice(own=own, candidates=(), why="its flags keep bf16 weights")
+        return Choice(**common, candidates=(), why="its flags keep bf16 weights", has_bf16=True)
     if own in FORMATS and FORMATS[own].is_row_only:
-        return Choice(own=own, candidates=(own,), why="with its codes and scales")
+        return Choice(**common, candidates=(own,), why="with its codes and scales")
     wanted = FORMATS[own].element_bits if own in FORMATS else 8
     names = tuple(
         name
         for name, format in FORMATS.items()
         if format.element_bits == wanted and not format.is_row_only
     )
-    return Choice(
-        own=own,
-        candidates=names,
-        why=f"with {wanted} bits, which portable experts support on any GPU",
-    )
+    why = f"with {wanted} bits, which portable experts support on any GPU"
+    return Choice(**common, candidates=names, why=why)
 
 
-def recommend(choice: Choice, rows: Sequence[PlanRow], gpu_memory: float | None) -> str:
-    """Return the recommended format, the reason, and whether it fits ``gpu_memory`` GiB."""
-    if not choice.candidates:
-        return (
-            f"Recommended: none of these for this recipe, as {choice.why}. Add "
-            "--fp8-recipe blockwise --fp8-param-gather for fp8_block on Hopper, or "
-            "--fp8-recipe mxfp8 --fp8-param-gather on Blackwell."
-        )
+def recommend(choice: Choice, rows: Sequence[PlanRow]) -> PlanRow | None:
+    """Return the row of the format with least memory among the candidates; None without any."""
     named = {row["format"]: row for row in rows}
-    best = min(
+    return min(
         (named[name] for name in choice.candidates if name in named),
         key=lambda row: (row["total_bytes_per_rank"], row["gathered_bytes_per_step"]),
+        default=None,
     )
-    name, bf16, gpus = best["format"], named[STOCK_BF16], best["gpus"]
+
+
+def explain(choice: Choice, best: PlanRow | None, rows: Sequence[PlanRow]) -> str:
+    """Return the recommended format, the reason, and what its experts save, as a sentence."""
+    if choice.has_bf16:
+        return (
+            "Its flags keep bf16 weights; those below quantize them, on Hopper in blocks "
+            "(--fp8-recipe blockwise), on Blackwell, which --gpu names, in MXFP8."
+        )
+    if best is None:
+        return f"Recommended: none of these formats, as {choice.why}."
+    bf16 = next(row for row in rows if row["format"] == STOCK_BF16)
+    name, gpus = best["format"], best["gpus"]
     gathered = best["gathered_bytes_per_step"] / bf16["gathered_bytes_per_step"]
     among = "the only format" if len(choice.candidates) == 1 else "the least memory of formats"
     said = (
@@ -90,24 +115,62 @@ def recommend(choice: Choice, rows: Sequence[PlanRow], gpu_memory: float | None)
         said += f" and {_against(best['against_stock_bytes'], f'stock {name}')}"
     said += f"; the all-gather transfers {gathered:.2f} of stock bf16's bytes."
     if name != choice.own:
-        rest = "keep it to resume a run, for a new one add" if choice.keeps_own else "instead add"
-        said += f" The recipe uses {choice.own}; {rest} --set moe_optim.format={name}."
-    if gpu_memory is None:
-        return said
-    left = bytes_left(best["total_bytes_per_rank"], gpu_memory)
+        rest = "keep it to resume a run" if choice.keeps_own else "no run can use it"
+        said += f" The recipe uses {choice.own}; {rest}."
+    return said
+
+
+def explain_fit(row: PlanRow, memory_gib: float, why_unknown: str) -> str:
+    """Return whether the whole model fits a GPU, and what is left for activations."""
+    total, gpus = row["model_bytes_per_rank"], row["gpus"]
+    where = f"{row['format']} at {gpus:,} GPU{'s' * (gpus != 1)}"
+    if total is None:
+        return (
+            f"Whether the model fits is unknown: {why_unknown}. Experts alone take "
+            f"{spell_bytes(row['total_bytes_per_rank'])} of {memory_gib:.1f} GiB."
+        )
+    left = bytes_left(total, memory_gib)
+    needs = f"weights, gradients and optimizer take {spell_bytes(total)} of {memory_gib:.1f} GiB"
     if left < 0:
         return (
-            f"{said} It does not fit {gpu_memory:g} GiB: {spell_bytes(-left)} are missing. Use "
-            "more GPUs, or more expert or pipeline parallelism."
+            f"{where} does not fit: {needs}. Use more GPUs, or more expert, tensor or pipeline "
+            "parallelism."
         )
-    return (
-        f"{said} It fits {gpu_memory:g} GiB and leaves {spell_bytes(left)} for dense weights, "
-        "their optimizer and activations."
-    )
+    return f"{where} fits: {needs} and leave {spell_bytes(left)} for activations."
+
+
+def flags_to_add(
+    choice: Choice, best: PlanRow | None, config: MoEOptimConfig, gpu: PlannedGpu | None
+) -> list[str]:
+    """Return the flags that a run adds to Megatron's own."""
+    flags = [FLAG]
+    changed = {
+        name: spell(value)
+        for name in field_names()
+        if name not in ("expert_layout", "format")
+        and (value := getattr(config, name)) != getattr(MoEOptimConfig(), name)
+    }
+    if best is not None and best["format"] != choice.default:
+        changed = {"format": best["format"]} | changed
+    elif best is None and config.format != "auto":
+        changed = {"format": config.format} | changed
+    for name, value in changed.items():
+        flags += ["--moe-optim-set", f"{name}={value}"]
+    if choice.has_bf16:
+        flags = [*(_BLACKWELL if gpu and gpu.is_blackwell else _HOPPER), *flags]
+    return flags
+
+
+_HOPPER = ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--fp8-param-gather")
+_BLACKWELL = (
+    *("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8", "--fp8-param-gather"),
+    "--reuse-grad-buf-for-mxfp8-param-ag",
+)
+"""Flags that quantize Transformer Engine's weights with native GEMMs."""
 
 
 def bytes_left(total: int, gpu_memory: float) -> float:
-    """Return the bytes left on a GPU of ``gpu_memory`` GiB; negative if experts do not fit."""
+    """Return the bytes left on a GPU of ``gpu_memory`` GiB; negative if ``total`` does not fit."""
     return gpu_memory * GIB - float(total)
 
 

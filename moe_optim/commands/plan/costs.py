@@ -15,6 +15,7 @@ import numpy as np
 
 from moe_optim.buckets.layout import Slot, plan_buffers
 from moe_optim.commands.plan.census import Counts, count_block_rows, count_owned
+from moe_optim.commands.plan.copies import copy_bytes
 from moe_optim.commands.plan.experts import PlannedBucket, PlannedExperts
 from moe_optim.commands.plan.stock_layout import packed_nbytes
 from moe_optim.errors import LayoutError
@@ -39,12 +40,16 @@ MUON_ROWS = (*FORMATS, STOCK_BF16)
 """
 
 BUFFERS = tuple(f"{way}_{kind}" for way in DIRECTIONS for kind in ("data", "scale"))
-WEIGHTS = (*BUFFERS, "global_amax", "storage_scales", "parameter_buffer", "exchange")
+WEIGHTS = (
+    *(*BUFFERS, "global_amax", "storage_scales"),
+    *("parameter_buffer", "exchange", "compute_copies"),
+)
 OPTIMIZER = ("masters", "moments")
 PARTS = (*WEIGHTS, "gradients", *OPTIMIZER, "gradient_copies")
 """Components of a rank's bytes. The first five are fields of ``QuantizedWeight``; storage scales
 are the padded, replicated ones that Transformer Engine's GEMMs read; the parameter buffer is
-Megatron's; the exchange holds the maxima that ranks reduce; gradient copies are made by a step.
+Megatron's; the exchange holds the maxima that ranks reduce; compute copies are those of
+:func:`copy_bytes`; gradient copies are made by a step.
 """
 
 
@@ -115,20 +120,21 @@ def plan_rows(
     offload_states: float = 0.0,
     memory_tb_per_s: float | None = None,
     network_gb_per_s: float | None = None,
+    compute: str | None = None,
 ) -> Iterator[PlanRow]:
     """Yield a row for every format, managed and stock, at each number of GPUs.
 
-    Formats in :func:`left_out` have none. Bytes are those of the rank with most masters. Keys of a
-    row:
+    Formats in :func:`left_out` have none. With ``compute``, a row ``bf16`` follows. Bytes are
+    those of the rank with most masters. Keys of a row:
 
     - ``weight_bytes_per_rank``: all buffers of the weights, and exchanged maxima
     - ``gradient_bytes_per_rank``: gradients in their own dtype
     - ``optimizer_bytes_per_rank``: masters and two moments, or Muon's momentum
     - ``step_memory_bytes_per_rank``: fp32 copies that Megatron's step makes of bf16 gradients
     - ``total_bytes_per_rank``: sum of the above
+    - ``owned_parameters_per_rank``: elements whose masters the rank owns
     - ``against_stock_bf16_bytes``, ``against_stock_bytes``: total minus that of stock in bf16, and
-    in
-      the same format if stock supports it
+      in the same format if stock supports it
     - ``gathered_bytes_per_step``: bytes after the gather, including the rank's own shard
     - ``gather_ms``: time of the gather at the bus bandwidth
     - ``launches_per_step``: kernel launches, without copies and fills; not counted with Muon
@@ -147,6 +153,7 @@ def plan_rows(
             device, and the time of copies, are not counted.
         memory_tb_per_s: memory bandwidth in TB/s; None omits times.
         network_gb_per_s: bus bandwidth of an all-gather in GB/s; None omits times.
+        compute: format of the GEMMs of bf16 experts; None without copies.
     """
     excluded = left_out(experts)
     names = [one for one in (MUON_ROWS if experts.has_muon else ROWS) if one not in excluded]
@@ -177,6 +184,8 @@ def plan_rows(
                 "expert_data_parallel_size": dp_size,
                 "buckets": buckets.total(),
             }
+        if compute is not None:
+            rows["bf16"] = _with_copies(rows[STOCK_BF16], copy_bytes(experts, compute))
         totals = {name: row["total_bytes_per_rank"] for name, row in rows.items()}
         for name, row in rows.items():
             stock = totals.get(f"stock {name}")
@@ -211,8 +220,15 @@ def _memory(
         "optimizer_bytes_per_rank": sum(parts[name] for name in OPTIMIZER),
         "step_memory_bytes_per_rank": parts["gradient_copies"],
         "total_bytes_per_rank": sum(parts.values()),
+        "owned_parameters_per_rank": most,
         "parts": parts,
     }
+
+
+def _with_copies(row: PlanRow, nbytes: int) -> PlanRow:
+    """Return the row of bf16 experts with copies of ``nbytes``."""
+    added = {key: row[key] + nbytes for key in ("weight_bytes_per_rank", "total_bytes_per_rank")}
+    return row | added | {"format": "bf16", "parts": row["parts"] | {"compute_copies": nbytes}}
 
 
 def _traffic(total: Costs, used: int, dp_size: int, network_gb_per_s: float | None) -> PlanRow:

@@ -25,7 +25,16 @@ def count_moe_layers(args: argparse.Namespace) -> list[tuple[int, ...]]:
 
     An MTP layer is of the same kind as the last layer.
     """
-    pattern = _moe_pattern(args.moe_layer_freq, args.num_layers)
+    return _count(args, _moe_pattern(args.moe_layer_freq, args.num_layers))
+
+
+def count_layers(args: argparse.Namespace) -> list[int]:
+    """Return all layers of each stage, MTP layers among them; raises as above."""
+    return [sum(chunks) for chunks in _count(args, [1] * args.num_layers)]
+
+
+def _count(args: argparse.Namespace, pattern: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the layers marked by ``pattern`` of each chunk for each stage."""
     further = args.mtp_num_layers or 0
     if args.pipeline_model_parallel_layout is not None:
         return _laid_out(args, pattern, further)

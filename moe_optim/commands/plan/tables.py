@@ -15,27 +15,6 @@ from moe_optim.spelling import spell_bytes, spell_count, spell_difference
 
 NOTHING = "-"
 
-LEGEND = {
-    "weights": "data and scales of every stored direction",
-    "grads": "the gradient buffer (main_grad)",
-    "optimizer": "main params of 4 bytes, exp_avg and exp_avg_sq, or Muon's momentum; with "
-    "--use-precision-aware-optimizer, main params of stock bf16 use 2 bytes",
-    "step": "fp32 copies that a step makes of bf16 gradients",
-    "total": "sum of the above for expert weights; excludes dense weights and activations",
-    "vs bf16, vs stock": "total minus that of stock Megatron in bf16, or in the same format",
-    "all-gather": "bytes of a parameter all-gather on each rank, including its own shard",
-    "of bf16": "fraction of the bytes that stock bf16 gathers",
-    "kernels": "launches per step that quantize, compute maxima or derive copies; -: not counted",
-}
-DETAILS = {
-    "max/mean": "imbalance of elements owned by ranks",
-    "path": "aligned: no block spans two ranks. partial amax: some do, and ranks exchange maxima. "
-    "bf16 wire: weights are gathered in bf16. by weight: Megatron quantizes weights one by one",
-    "amaxes": "fp32 maxima that ranks reduce before encoding",
-    "norm, update": "minimum bytes that a fused step of experts reads and writes, for the gradient "
-    "norm and for Adam with quantization; formats with a global amax read masters twice",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -52,14 +31,6 @@ class Column:
 
 
 _FORMAT = Column("format", 15, "format")
-
-
-def legend(report: Mapping[str, Any], *, details: bool) -> str:
-    """Return the legend of the shown columns."""
-    words = {**LEGEND, **(DETAILS if details else {})}
-    if not _copies_gradients(report["rows"]):
-        del words["step"]
-    return " ".join(f"{name}: {meaning}." for name, meaning in words.items())
 
 
 def build_tables(
@@ -79,44 +50,49 @@ def _groups(
     report: Mapping[str, Any], rows: Sequence[PlanRow], *, details: bool
 ) -> list[list[Column]]:
     (bf16,) = (row["gathered_bytes_per_step"] for row in rows if row["format"] == STOCK_BF16)
-    step = [_bytes("step", "step_memory_bytes_per_rank")] if _copies_gradients(rows) else []
+    has_stock = any(row["against_stock_bytes"] is not None for row in rows)
+    is_counted = rows[0]["model_bytes_per_rank"] is not None
     memory = [
-        _bytes("weights", "weight_bytes_per_rank"),
-        _bytes("grads", "gradient_bytes_per_rank"),
-        _bytes("optimizer", "optimizer_bytes_per_rank", 9),
-        *step,
-    ]
-    totals = [
-        _bytes("total", "total_bytes_per_rank"),
+        _bytes("experts", "total_bytes_per_rank"),
+        *[_bytes("model", "model_bytes_per_rank")] * is_counted,
         Column("vs bf16", 9, "against_stock_bf16_bytes", spell_difference),
-        Column("vs stock", 9, "against_stock_bytes", spell_difference),
-        *_fits(report["gpu_memory_gib"]),
+        *[Column("vs stock", 9, "against_stock_bytes", spell_difference)] * has_stock,
     ]
     gather = [
         _bytes("all-gather", "gathered_bytes_per_step", 10),
         Column("of bf16", 7, "gathered_bytes_per_step", lambda count: f"{count / bf16:.2f}"),
-        *_times("gather_ms", report["bandwidth_gb_per_s"], "GB/s"),
-        Column("kernels", 7, "launches_per_step"),
+        *_times("gather_ms", rows[0]["link_gb_per_s"], "GB/s"),
     ]
-    groups = [memory, totals, gather]
-    if details:
-        groups.append(
-            [
-                Column("padding", 7, "padding_fraction", "{:.2%}".format),
-                Column("max/mean", 8, "shard_imbalance", "{:.3f}".format),
-                Column("path", 12, "path"),
-                Column("amaxes", 7, "exchanged_maxima", spell_count),
-            ]
-        )
-    speed = report["memory_bandwidth_tb_per_s"]
-    has_steps = any(row["norm_bytes_per_rank"] is not None for row in rows)
-    if has_steps and (details or speed is not None):
+    fits = _fits(report["gpu_memory_gib"]) if is_counted else []
+    step = [Column("step", 13, "step_ms", _spell_range)] * any(row["step_ms"] for row in rows)
+    groups = [memory, [*fits, *step], gather] if fits or step else [memory, gather]
+    return [*groups, *_details(report, rows)] if details else groups
+
+
+def _details(report: Mapping[str, Any], rows: Sequence[PlanRow]) -> list[list[Column]]:
+    copies = any(row["step_memory_bytes_per_rank"] for row in rows)
+    groups = [
+        [
+            _bytes("weights", "weight_bytes_per_rank"),
+            _bytes("grads", "gradient_bytes_per_rank"),
+            _bytes("optimizer", "optimizer_bytes_per_rank", 9),
+            *[_bytes("copies", "step_memory_bytes_per_rank")] * copies,
+            Column("kernels", 7, "launches_per_step"),
+        ],
+        [
+            Column("padding", 7, "padding_fraction", "{:.2%}".format),
+            Column("max/mean", 8, "shard_imbalance", "{:.3f}".format),
+            Column("path", 12, "path"),
+            Column("amaxes", 7, "exchanged_maxima", spell_count),
+        ],
+    ]
+    if any(row["norm_bytes_per_rank"] is not None for row in rows):
         groups.append(
             [
                 _bytes("norm", "norm_bytes_per_rank"),
                 _bytes("update", "update_bytes_per_rank"),
                 Column("B/param", 7, "step_bytes_per_parameter", "{:.2f}".format),
-                *_times("step_floor_ms", speed, "TB/s"),
+                *_times("step_floor_ms", report["memory_bandwidth_tb_per_s"], "TB/s"),
             ]
         )
     return groups
@@ -137,6 +113,11 @@ def _spell_ms(time: float) -> str:
     return f"{time:,.3f} ms" if time else "none"
 
 
+def _spell_range(step: tuple[float, float]) -> str:
+    least, most = (f"{ms:.0f}" if ms >= 10 else f"{ms:.1f}" for ms in step)
+    return f"{least} to {most} ms" if least != most else f"{least} ms"
+
+
 def _fits(gpu_memory: float | None) -> list[Column]:
     if gpu_memory is None:
         return []
@@ -145,12 +126,8 @@ def _fits(gpu_memory: float | None) -> list[Column]:
         left = bytes_left(total, gpu_memory)
         return f"yes, {spell_bytes(left)}" if left >= 0 else f"no, -{spell_bytes(-left)}"
 
-    header = f"fits {gpu_memory:g} GiB"
-    return [Column(header, max(13, len(header)), "total_bytes_per_rank", spell)]
-
-
-def _copies_gradients(rows: Sequence[PlanRow]) -> bool:
-    return any(row["step_memory_bytes_per_rank"] for row in rows)
+    header = f"fits {gpu_memory:.4g} GiB"
+    return [Column(header, max(13, len(header)), "model_bytes_per_rank", spell)]
 
 
 def _width(columns: Sequence[Column]) -> int:

@@ -68,7 +68,8 @@ def compare(paths: Sequence[Path], out: Path) -> int:
     page = write_page(out, html, [*losses, *bars])
     content = json.dumps(rows, indent=2) + "\n"
     write_atomically(out / "compare.json", content.encode())
-    console, screen = results_console(), Table()
+    console = results_console()
+    screen = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for header in HEADER.values():
         screen.add_column(header, no_wrap=True)
     for cells in table:

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -25,23 +27,45 @@ def _new(height: float = 3.0) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _over_iterations(axes: Axes, label: str) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marks:
+    """Iterations to mark in every plot over iterations."""
+
+    spikes: tuple[int, ...] = ()
+    """Jumps of the training loss."""
+    at: int | None = None
+    """Health sample that the page shows."""
+
+
+NO_MARKS = Marks()
+
+
+def _over_iterations(axes: Axes, label: str, marks: Marks) -> None:
+    for spike in marks.spikes:
+        axes.axvline(spike, color="tab:red", linewidth=0.8, linestyle=":", zorder=0)
+    if marks.at is not None:
+        axes.axvline(marks.at, color="0.5", linewidth=0.8, linestyle="--", zorder=0)
     axes.set(xlabel="iteration", ylabel=plain(label))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color="0.92")
 
 
-def plot_loss(curves: Curves, unit: str) -> bytes:
+def plot_loss(curves: Curves, unit: str, marks: Marks = NO_MARKS) -> bytes:
     """Draw training and held-out loss."""
     figure, axes = _new()
     draw_curves(axes, curves)
-    _over_iterations(axes, f"loss ({unit})")
+    _over_iterations(axes, f"loss ({unit})", marks)
     axes.legend(frameon=False)
     return png_of(figure)
 
 
 def plot_curves(
-    curves: Mapping[str, Sequence[Point]], label: str, *, smooth: bool = False
+    curves: Mapping[str, Sequence[Point]],
+    label: str,
+    *,
+    smooth: bool = False,
+    marks: Marks = NO_MARKS,
+    threshold: float | None = None,
 ) -> bytes:
     """Draw scalars over iterations, one line each, with a legend for several.
 
@@ -49,11 +73,14 @@ def plot_curves(
         curves: points by name; may be empty.
         label: name of the values, with their unit.
         smooth: whether to draw moving averages.
+        marks: iterations to mark.
+        threshold: value to draw as a line, with an axis that begins at 0; None for neither.
     """
     figure, axes = _new()
+    lines = []
     for points in curves.values():
         ys = [point.value for point in points]
-        axes.plot(
+        lines += axes.plot(
             [point.iteration for point in points],
             smoothed(ys) if smooth else ys,
             linewidth=1.3,
@@ -62,12 +89,25 @@ def plot_curves(
         )
     values = [point.value for points in curves.values() for point in points]
     finite = [value for value in values if math.isfinite(value)]
-    if finite and min(finite) > 0 and max(finite) > 30 * min(finite):
+    if threshold is not None:
+        axes.axhline(threshold, color="0.3", linewidth=0.9)
+        top = max([threshold, *finite])
+        axes.set_ylim(0.0, 1.08 * top)
+        axes.text(
+            1.0,
+            threshold,
+            "threshold ",
+            transform=axes.get_yaxis_transform(),
+            fontsize=7,
+            ha="right",
+            va="bottom",
+        )
+    elif finite and min(finite) > 0 and max(finite) > 30 * min(finite):
         axes.set_yscale("log")
-    _over_iterations(axes, label)
+    _over_iterations(axes, label, marks)
     if len(curves) > 1:
         axes.legend(
-            axes.lines,
+            lines,
             [_named(name) for name in curves],
             loc="lower left",
             bbox_to_anchor=(0.0, 1.0),  # above the axes
@@ -79,27 +119,32 @@ def plot_curves(
     return png_of(figure)
 
 
-def plot_heat_map(sample: Sample, label: str, *, logarithmic: bool = False) -> bytes:
+def plot_heat_map(
+    sample: Sample, label: str, *, logarithmic: bool = False, threshold: float | None = None
+) -> bytes:
     """Draw one value per expert: a row per linear, a column per expert.
 
     Args:
         sample: values to draw.
         label: name of the values.
         logarithmic: whether the color scale is logarithmic; zeros get the lowest color.
+        threshold: end of a color scale from 0, above which values are red; None for their range.
     """
-    rows, values, scale = len(sample.layers), sample.values, None
+    rows, values = len(sample.layers), sample.values
+    scale: Normalize | None = None if threshold is None else Normalize(0.0, threshold)
     figure, axes = _new(min(12.0, 1.3 + 0.22 * rows))
     positive = values[np.isfinite(values) & (values > 0)]
     if logarithmic and len(positive) and positive.max() > positive.min():
         scale = LogNorm(float(positive.min()), float(positive.max()))
         values = np.maximum(values, positive.min())
-    image = axes.imshow(values, aspect="auto", norm=scale, interpolation="nearest")
+    colors = colormaps["viridis"].with_extremes(over="tab:red")
+    image = axes.imshow(values, aspect="auto", norm=scale, cmap=colors, interpolation="nearest")
     step = -(-rows // _MOST_LABELS)
     axes.set_yticks(range(0, rows, step), list(map(plain, sample.layers[::step])), fontsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("expert")
     axes.set_title(label, loc="left", fontsize=10)
-    figure.colorbar(image, ax=axes)
+    figure.colorbar(image, ax=axes, extend="neither" if threshold is None else "max")
     return png_of(figure)
 
 

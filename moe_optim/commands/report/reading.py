@@ -19,6 +19,8 @@ from moe_optim.commands.train.summary import Curves, loss_unit
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.formats.health_figures import TAGS, THRESHOLDS, warn_of
 
+Look = tuple[int, npt.NDArray[Any]]
+"""Iteration of a health sample, and one value per expert."""
 _BY_EXPERT = "/by_expert"
 _MODEL = {
     "format": str,
@@ -46,7 +48,7 @@ _SUMMARY = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One value per expert, at the last sampled iteration."""
+    """One value per expert, of one sample."""
 
     iteration: int
     layers: tuple[str, ...]
@@ -99,34 +101,37 @@ class Run:
         tags = (tag for tag in self.events.tensors if tag.startswith(TAGS) and tag.endswith(end))
         return [tag.removeprefix(TAGS).removesuffix(end) for tag in tags]
 
-    def sample(self, figure: str) -> Sample | None:
-        """Return the last sample of a health metric, or None."""
-        layers = self.layers_with(figure)
+    def looks(self, layer: str, figure: str, at: int | None = None) -> tuple[Look, ...]:
+        """Return all samples of a health metric of one layer, up to iteration ``at``."""
+        found = self.events.tensors.get(f"{TAGS}{layer}/{figure}{_BY_EXPERT}", ())
+        return tuple(look for look in found if at is None or look[0] <= at)
+
+    def sample(self, figure: str, at: int | None = None) -> Sample | None:
+        """Return the last sample of a health metric up to iteration ``at``, or None."""
+        layers = [one for one in self.layers_with(figure) if self.looks(one, figure, at)]
         if not layers:
             return None
-        last = [self.events.tensors[f"{TAGS}{one}/{figure}{_BY_EXPERT}"][-1] for one in layers]
+        last = [self.looks(one, figure, at)[-1] for one in layers]
         table = np.full((len(last), max(len(values) for _, values in last)), np.nan, np.float32)
         for row, (_, values) in zip(table, last, strict=True):
             row[: len(values)] = values
         iteration = max(iteration for iteration, _ in last)
         return Sample(iteration=iteration, layers=tuple(layers), values=table)
 
-    def health_warnings(self) -> list[str]:
-        """Return a sentence for each health metric above its threshold, or NaN, in the last sample.
+    def health_warnings(self, at: int | None = None) -> list[str]:
+        """Return a sentence for each health metric above its threshold, or NaN, in one sample.
 
-        Empty if the format is unknown, as for a run that left only events.
+        That is the last one up to iteration ``at``. Empty if the format is unknown, as for a run
+        that left only events.
         """
         if self.format not in THRESHOLDS:
             return []
         lines: list[str] = []
         for layer in self.layers_with("amax"):
-            start = f"{TAGS}{layer}/"
-            figures = {
-                tag.removeprefix(start).removesuffix(_BY_EXPERT): torch.from_numpy(points[-1][1])
-                for tag, points in self.events.tensors.items()
-                if tag.startswith(start)
-            }
-            if missing := [one for one in ("norm", *THRESHOLDS[self.format]) if one not in figures]:
+            names = ("norm", *THRESHOLDS[self.format])
+            last = {name: looks[-1][1] for name in names if (looks := self.looks(layer, name, at))}
+            figures = {name: torch.from_numpy(values) for name, values in last.items()}
+            if missing := [one for one in names if one not in figures]:
                 said = ", ".join(missing)
                 lines.append(f"{layer}: {said} not recorded: the event file is cut off")
             else:

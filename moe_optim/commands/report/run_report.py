@@ -1,63 +1,97 @@
 """Writes the report of one run: losses, expert health, time and configuration."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from moe_optim.commands.report import plots
 from moe_optim.commands.report.page import Picture, render, write_page
+from moe_optim.commands.report.plots import Marks
 from moe_optim.commands.report.reading import Run, read_run, require_no_run
+from moe_optim.commands.report.verdict import find_largest, find_spikes, judge
+from moe_optim.commands.train.events import Point
 from moe_optim.commands.train.run_folder import RunFolder
-from moe_optim.formats.health_figures import TAGS
+from moe_optim.errors import ConfigError
+from moe_optim.formats.health_figures import TAGS, THRESHOLDS
 from moe_optim.screen import results_console
 
-HEAT_MAPS = {  # health metric -> label, and whether its color scale is logarithmic
-    "amax": ("largest magnitude", True),
-    "error": ("relative error of the quantized weight", False),
-    "flushed": ("share flushed to zero", False),
-    "saturated": ("share saturated", False),
+HEAT_MAPS = {  # health metric -> label
+    "amax": "largest magnitude",
+    "error": "relative error of the quantized weight",
+    "flushed": "share flushed to zero",
+    "saturated": "share saturated",
+    "dead_blocks": "share of dead blocks",
 }
 _OF_LAYERS = ("amax", "error", "saturated", "flushed", "dead_blocks", "norm_ratio", "distance")
 _MOST_LINES = 8
 
 
-def report(path: Path, out: Path | None = None) -> int:
-    """Write the report of a run folder, print its path, and return 0.
+def report(path: Path, out: Path | None = None, at: int | None = None) -> int:
+    """Write the report of a run folder, print the verdict and its path, and return 0.
 
     Args:
         path: run folder.
         out: output folder; None for ``report`` in the run folder.
+        at: iteration whose last health sample, up to it, is shown; None for the last of all.
+
+    Raises:
+        ConfigError: ``out`` cannot be written, or there is no health sample up to ``at``.
     """
     out = out or RunFolder(path).report
     require_no_run(out, own=path)
-    html, pictures = build_page(read_run(path))
-    results_console().print(str(write_page(out, html, pictures)))
+    run = read_run(path)
+    if at is not None and run.sample("amax", at) is None:
+        raise ConfigError(
+            f"--at {at}: expected an iteration from the first health sample on, got "
+            f"{_said_of_samples(run)}. Give another iteration, or none for the last sample."
+        )
+    page = build_page(run, at)
+    console = results_console()
+    console.print(page.verdict, soft_wrap=False)
+    console.print(str(write_page(out, page.html, page.pictures)))
     return 0
 
 
-def build_page(run: Run) -> tuple[str, list[Picture]]:
-    """Return the report of a run as HTML, and its plots."""
+def _said_of_samples(run: Run) -> str:
     layers = run.layers_with("amax")
-    health, tokens = run.sample("amax"), run.sample("tokens")
+    first = run.looks(layers[0], "amax")[0][0] if layers else None
+    return "a run without samples" if first is None else f"a run with the first one at {first}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Page:
+    """A report of one run."""
+
+    html: str
+    pictures: list[Picture]
+    verdict: str
+
+
+def build_page(run: Run, at: int | None = None) -> Page:
+    """Return the report of a run, with the last health sample up to iteration ``at``."""
+    layers = run.layers_with("amax")
+    health, tokens = run.sample("amax", at), run.sample("tokens", at)
+    largest, spikes = find_largest(run), find_spikes(run.curves.train)
+    verdict = judge(run, largest, spikes)
+    marks = Marks(spikes=tuple(spikes), at=health.iteration if health and at is not None else None)
     times = {name: ms for name, ms in run.times.items() if math.isfinite(ms) and ms > 0}
-    trends = [
-        *_trend(run, layers, "error", "relative error"),
-        *_trend(run, layers, "distance", "distance of experts"),
-    ]
+    trends = [*_looks(run, marks), *_trend(run, layers, "distance", "distance of experts", marks)]
     pictures: dict[str, list[Picture] | None] = {
         "loss": [
             Picture(
                 name="loss",
-                png=plots.plot_loss(run.curves, run.loss_unit),
+                png=plots.plot_loss(run.curves, run.loss_unit, marks),
                 alt="Training and held-out loss over iterations",
             )
         ],
-        "norm": _curves(run, "gradient-norm", "gradient norm", {"gradient norm": "grad-norm"}),
-        "health": [*_heat_maps(run), *trends] if health else None,
-        "tokens": list(_tokens(run)),
+        "norm": _curves(
+            run, "gradient-norm", "gradient norm", {"gradient norm": "grad-norm"}, marks
+        ),
+        "health": [*trends, *_heat_maps(run, at)] if health else None,
+        "tokens": list(_tokens(run, at, marks)),
         "time": list(_times(times)),
     }
     html = render(
@@ -65,60 +99,104 @@ def build_page(run: Run) -> tuple[str, list[Picture]]:
         title=f"Run {run.name}",
         run=run,
         pictures=pictures,
+        verdict=verdict,
+        largest=largest,
+        spikes=spikes,
+        is_last=at is None,
         health_iteration=health and health.iteration,
-        warnings=run.health_warnings(),
+        warnings=run.health_warnings(at),
         figures=_OF_LAYERS,
         layers={
-            layer: [run.points(f"{TAGS}{layer}/{figure}")[-1:] for figure in _OF_LAYERS]
+            layer: [_last(run.points(f"{TAGS}{layer}/{figure}"), at) for figure in _OF_LAYERS]
             for layer in layers
         },
         tokens_iteration=tokens and tokens.iteration,
         times=len(times),
     )
-    return html, [picture for some in pictures.values() for picture in some or ()]
+    shown = [picture for some in pictures.values() for picture in some or ()]
+    return Page(html=html, pictures=shown, verdict=verdict)
 
 
-def _curves(run: Run, name: str, label: str, tags: dict[str, str]) -> list[Picture]:
+def _last(points: Sequence[Point], at: int | None) -> list[Point]:
+    """Return the last point up to iteration ``at``, if there is one."""
+    return [point for point in points if at is None or point.iteration <= at][-1:]
+
+
+def _curves(run: Run, name: str, label: str, tags: dict[str, str], marks: Marks) -> list[Picture]:
     """Return one plot of scalars, {legend: tag}; empty if the run logged none of them."""
     curves = {legend: points for legend, tag in tags.items() if (points := run.points(tag))}
     if not curves:
         return []
-    png = plots.plot_curves(curves, label)
+    png = plots.plot_curves(curves, label, marks=marks)
     return [Picture(name=name, png=png, alt=f"{label.capitalize()} over iterations")]
 
 
-def _heat_maps(run: Run) -> Iterator[Picture]:
-    """Draw the metrics of the last sample that are not all zero."""
-    for figure, (label, logarithmic) in HEAT_MAPS.items():
-        sample = run.sample(figure)
+def _looks(run: Run, marks: Marks) -> Iterator[Picture]:
+    """Draw every sample of a metric beside its threshold: the worst expert of each layer.
+
+    At most eight layers, those with the largest values; no metric that is always zero.
+    """
+    for figure, threshold in THRESHOLDS.get(run.format, {}).items():
+        worst = {
+            layer: [
+                Point(iteration=iteration, value=float(np.nanmax(values)), time=0.0)
+                for iteration, values in run.looks(layer, figure)
+                if not np.isnan(values).all()
+            ]
+            for layer in run.layers_with(figure)
+        }
+        most = {
+            layer: max((p.value for p in points), default=0.0) for layer, points in worst.items()
+        }
+        if not any(most.values()):
+            continue
+        shown = sorted(most, key=lambda layer: -most[layer])[:_MOST_LINES]
+        label = HEAT_MAPS[figure]
+        png = plots.plot_curves(
+            {layer: points for layer, points in worst.items() if layer in shown},
+            f"{label}, worst expert",
+            marks=marks,
+            threshold=threshold,
+        )
+        alt = f"{label.capitalize()} of the worst expert of each layer over iterations"
+        yield Picture(name=f"{figure}-over-time", png=png, alt=alt)
+
+
+def _heat_maps(run: Run, at: int | None) -> Iterator[Picture]:
+    """Draw the metrics of one sample that are not all zero, on a scale up to their threshold."""
+    thresholds = THRESHOLDS.get(run.format, {})
+    for figure, label in HEAT_MAPS.items():
+        sample = run.sample(figure, at)
         if sample is not None and (sample.values > 0).any():
-            png = plots.plot_heat_map(sample, label, logarithmic=logarithmic)
+            png = plots.plot_heat_map(
+                sample, label, logarithmic=figure == "amax", threshold=thresholds.get(figure)
+            )
             alt = f"Heat map: {label} of each expert of each layer"
             yield Picture(name=figure, png=png, alt=alt)
 
 
-def _trend(run: Run, layers: list[str], figure: str, label: str) -> list[Picture]:
+def _trend(run: Run, layers: list[str], figure: str, label: str, marks: Marks) -> list[Picture]:
     """Draw a metric over iterations, at most eight layers; empty before the second sample."""
     tags = {layer: f"{TAGS}{layer}/{figure}" for layer in layers}
     if not any(len(run.points(tag)) > 1 for tag in tags.values()):
         return []
     some = dict(list(tags.items())[:: -(-len(tags) // _MOST_LINES)])
-    return _curves(run, f"{figure}-over-time", label, some)
+    return _curves(run, f"{figure}-over-time", label, some, marks)
 
 
-def _tokens(run: Run) -> Iterator[Picture]:
-    sample = run.sample("tokens")
+def _tokens(run: Run, at: int | None, marks: Marks) -> Iterator[Picture]:
+    sample = run.sample("tokens", at)
     if sample is None:
         losses = {tag: tag for tag in run.events.scalars if tag.endswith("load_balancing_loss")}
         label = next(iter(losses)) if len(losses) == 1 else "load-balancing loss"
-        yield from _curves(run, "balance", label, losses)
+        yield from _curves(run, "balance", label, losses, marks)
         return
     means = np.nanmean(sample.values, axis=1, keepdims=True)
     shares = replace(sample, values=sample.values / means)
     png = plots.plot_heat_map(shares, "tokens, divided by the mean of the layer")
     yield Picture(name="tokens", png=png, alt="Heat map: tokens of each expert of each layer")
     layers = run.layers_with("tokens")
-    yield from _trend(run, layers, "imbalance", "busiest expert, divided by the mean")
+    yield from _trend(run, layers, "imbalance", "busiest expert, divided by the mean", marks)
 
 
 def _times(times: dict[str, float]) -> Iterator[Picture]:

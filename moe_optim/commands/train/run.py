@@ -114,9 +114,8 @@ class _Training:
         began = time.monotonic()
         result = self._launch(dataset, cpu)
         if result.stopped_by is not None:
-            self._say(
-                f"stopped by {result.stopped_by.name}; all ranks have ended. {self._way_on()}"
-            )
+            stopped = f"stopped by {result.stopped_by.name}; all ranks have ended. {self._way_on()}"
+            self.console.print(stopped, markup=False, highlight=False)
             return 128 + result.stopped_by
         if result.failure is not None:
             return self._report_failure(result.failure)
@@ -143,7 +142,8 @@ class _Training:
         return [*self.recipe.megatron_argv(), *self.args.megatron_args]
 
     def _say(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False)
+        if not self.args.quiet:
+            self.console.print(line, markup=False, highlight=False)
 
     def _use_cpu(self) -> bool:
         import torch
@@ -189,7 +189,7 @@ class _Training:
             return None
         files = find_text(self.args.text) if self.args.text else standard_library_text()
         size = sum(file.size for file in files)
-        self._say(f"dataset: {len(files)} files, {size / 1e6:.1f} MB")
+        self._say(f"dataset: {len(files)} file{'s' * (len(files) != 1)}, {size / 1e6:.1f} MB")
         root = self.folder.path.resolve().parent / "data"
         with full_disk_explained(root, "building the dataset"):
             dataset, built = prepare_dataset(files, root)
@@ -218,6 +218,7 @@ class _Training:
                 ranks=self.ranks,
                 logs=self.folder.logs,
                 environment=rank_environment(self.ranks, cpu=cpu),
+                is_shown=not self.args.quiet,
             )
         if newest_complete_checkpoint(self.folder.checkpoints) != before:
             write_record(self.folder, self.args, self.megatron_argv)

@@ -16,6 +16,7 @@ from moe_optim.commands.console.pictures import png_of
 from moe_optim.commands.train.events import TRAIN_TAG, VALIDATION_TAG, Point, read_events
 from moe_optim.commands.train.run_folder import RunFolder
 from moe_optim.errors import LayoutError
+from moe_optim.screen import print_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -158,7 +159,14 @@ def print_summary(
     summary: Mapping[str, Any], folder: RunFolder, longer: str, console: Console
 ) -> None:
     """Print losses, speed, paths of the results, and the command ``longer``."""
-    table = Table(title="Training finished", title_justify="left", show_header=False)
+    table = Table(
+        title="Training finished",
+        title_justify="left",
+        show_header=False,
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+    )
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     total, quantized = summary["parameters"], summary["quantized_parameters"]
@@ -184,4 +192,4 @@ def print_summary(
     for name, value in rows.items():
         if value:
             table.add_row(name, str(value))
-    console.print(table, highlight=False)
+    print_table(console, table)

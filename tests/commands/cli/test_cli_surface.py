@@ -20,7 +20,7 @@ SURFACE = {  # command -> its positionals and options
         *("--format", "--weights-only", "--rename", "--num-experts"),
     },
     "disable": set(),
-    "doctor": {"--json"},
+    "doctor": {"--json", "--patches"},
     "enable": set(),
     "export": {
         *("SRC", "DST", "--format", "--convention", "--config", "--tokenizer"),
@@ -31,11 +31,21 @@ SURFACE = {  # command -> its positionals and options
     "patch check": {"PATH"},
     "patch revert": {"PATH"},
     "plan": {
-        *("RECIPE", "--gpus", "--gpu-memory", "--bandwidth", "--memory-bandwidth", "--details"),
+        *(
+            "RECIPE",
+            "--gpus",
+            "--gpu",
+            "--gpu-memory",
+            "--bandwidth",
+            "--memory-bandwidth",
+            "--details",
+        ),
         *("--set", "--out", "--json"),
     },
     "recipes copy": {"NAME", "DIR"},
-    "report": {"RUN", "--out"},
+    "recipes list": {"--json"},
+    "recipes show": {"NAME", "--json"},
+    "report": {"RUN", "--out", "--at"},
     "run": {"--megatron-lm", "--recipe", "--dry-run", "SCRIPT", "ARGS"},
     "train": {
         "RECIPE",
@@ -43,6 +53,7 @@ SURFACE = {  # command -> its positionals and options
         "--set",
         "--formats",
         "--text",
+        "--quiet",
         "--resume",
         "--ranks",
         "--cpu",
@@ -104,7 +115,7 @@ def test_what_follows_two_dashes_goes_to_megatron_untouched():
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["trian"], ["doctor", "--jsn"], ["doctor", "--js"], ["train"]], ids=str
+    "argv", [["trian"], ["doctor", "--jsn"], ["doctor", "--js"], ["train"]], ids=str
 )
 def test_a_wrong_command_line_exits_with_2(argv, capsys):
     with pytest.raises(SystemExit) as exit:
@@ -129,13 +140,51 @@ def test_what_no_command_knows_is_answered_with_its_own_usage(argv, usage, said,
     assert f"unrecognized arguments: {said}" in found
 
 
-@pytest.mark.parametrize("command", [["train"], ["plan"]], ids=" ".join)
-def test_flags_of_megatron_before_the_dashes_are_sent_behind_them(command, capsys):
+@pytest.mark.parametrize(("command", "recipe"), [("train", "RECIPE"), ("plan", "[RECIPE]")])
+def test_flags_of_megatron_before_the_dashes_are_sent_behind_them(command, recipe, capsys):
     with pytest.raises(SystemExit):
-        cli.main([*command, "run.yaml", "--lr", "1", "--", "--seed", "2"])
+        cli.main([command, "run.yaml", "--lr", "1", "--", "--seed", "2"])
     said = capsys.readouterr().err
-    assert f"usage: moe-optim {' '.join(command)} RECIPE" in said
+    assert f"usage: moe-optim {command} {recipe}" in said
     assert "unrecognized arguments: --lr 1. Arguments for Megatron go after --" in said
+
+
+def test_the_bare_command_prints_help(capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main([])
+    assert exit.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: moe-optim")
+    assert all(f"    {name} " in text for name in cli.COMMANDS)
+
+
+LIGHT = [  # commands, and errors of commands, that need no tensor
+    ["recipes"],
+    ["recipes", "show", "quickstart"],
+    ["plan", "quickstart", "--gpus", "2"],
+    ["train", "quikstart"],
+    ["inspect", "absent"],
+    ["convert", "absent", "there", "--to", "hf"],
+    ["convert", ".", "there", "--to", "hf"],
+    ["export", "absent", "there", "--format", "mxfp8"],
+    ["verify", "absent", "there"],
+    ["patch", "check", "absent"],
+]
+LIGHT_RUN = """
+import sys
+from moe_optim.commands.cli.main import main
+for words in {commands!r}:
+    main(words)
+    print("imported:", words, sorted({{"torch", "megatron.core"}} & set(sys.modules)))
+"""
+
+
+def test_commands_and_errors_that_need_no_tensor_import_no_torch(tmp_path):
+    """They answer before its import would have ended, which takes seconds."""
+    command = [sys.executable, "-c", LIGHT_RUN.format(commands=LIGHT)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("imported:")]
+    assert lines == [f"imported: {words} []" for words in LIGHT], done.stderr
 
 
 def test_the_exit_code_is_that_of_the_command(run_as):
@@ -181,8 +230,8 @@ def test_an_interrupt_exits_with_130(run_as, capsys):
 
 
 IMPORTED = {  # a module whose import Ctrl-C falls into -> the command
-    "torch": ["convert", "absent", "there", "--to", "hf"],
-    "moe_optim.commands.conversion.opening": ["inspect", "absent"],
+    "torch": ["convert", "model.safetensors", "there", "--to", "hf"],
+    "moe_optim.commands.conversion.opening": ["inspect", "model.safetensors"],
 }
 STARTED = """
 import sys
@@ -200,9 +249,11 @@ sys.exit(main({words!r}))
 
 
 @pytest.mark.parametrize("where", IMPORTED)
-def test_an_interrupt_during_a_long_import_exits_with_130_too(where):
+def test_an_interrupt_during_a_long_import_exits_with_130_too(where, tmp_path):
+    (tmp_path / "model.safetensors").touch()
     code = STARTED.format(where=where, words=IMPORTED[where])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 

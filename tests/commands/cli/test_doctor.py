@@ -222,6 +222,21 @@ def test_a_broken_patch_is_an_error(light, report, capsys):
     assert "error: patch adam: broken: it now takes (a, b)." in screen
 
 
+def test_the_screen_leads_with_what_this_machine_can_do_and_lists_patches_on_request(light, capsys):
+    patch = dict.fromkeys(PATCH_KEYS, "x") | {"id": "the-patch", "state": "off"}
+    light.setattr(doctor, "_examine_patches", lambda: [patch])
+    assert main(["doctor"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("moe_optim ")
+    starts = ("Trains on: the CPU", "Portable experts: ", "Transformer Engine's own GEMMs: ")
+    starts += ("Scripts: ", "Patches of megatron-core: all 1 fit (--patches lists them)")
+    for line, start in zip(lines, starts, strict=False):
+        assert line.startswith(start)
+    assert "the-patch" not in "".join(lines)
+    assert main(["doctor", "--patches"]) == 0
+    assert "the-patch" in capsys.readouterr().out
+
+
 def test_gpus_are_listed_with_capability_and_memory(light, capsys):
     light.setattr(doctor, "find_gpus", lambda: (Gpu(name="H100", sm=90, memory_gib=79.6),))
     assert main(["doctor"]) == 0

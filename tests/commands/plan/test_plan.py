@@ -1,6 +1,7 @@
 """A plan costs what the real thing costs: buffers, launches and maxima of ranks that are built."""
 
 import json
+import shlex
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,14 @@ from moe_optim.buckets.layout import Slot
 from moe_optim.buckets.states import Event
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.plan import experts as planned_experts
-from moe_optim.commands.plan.answers import find_choice, recommend
+from moe_optim.commands.plan.answers import (
+    explain,
+    explain_fit,
+    find_choice,
+    flags_to_add,
+    recommend,
+)
+from moe_optim.commands.plan.copies import copy_bytes
 from moe_optim.commands.plan.costs import (
     OPTIMIZER,
     PARTS,
@@ -33,15 +41,19 @@ from moe_optim.commands.plan.costs import (
     plan_rows,
 )
 from moe_optim.commands.plan.experts import plan_experts
+from moe_optim.commands.plan.gpus import GPUS
 from moe_optim.commands.plan.report import default_gpus
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import DIRECTIONS, FORMATS
+from moe_optim.integration.arguments import config_from_argv
+from moe_optim.integration.argv import spell_format
 from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.launch_table import LaunchTable, can_launch, own_slots
 from moe_optim.rules import Setup, config_with_flags, why_stock_step
 from moe_optim.spelling import spell_bytes, spell_count, spell_difference
+from moe_optim.weights.storage import PortableStorage
 from tests.support.formats import REPRESENTATIVE_FORMATS
 from tests.support.states.buckets import make_bucket, own_masters
 
@@ -70,6 +82,7 @@ LARGE = SMALL | {
 }
 AWARE = {"use_precision_aware_optimizer": True}
 LOCAL = {"transformer_impl": "local"}
+LOCAL_FLAGS = {"--transformer-impl": "local", "--moe-grouped-gemm": True}
 NATIVE = {"fp8_recipe": "mxfp8", "fp8_param_gather": True}
 DDP_CONFIG = SimpleNamespace(pad_buckets_for_high_nccl_busbw=False)
 
@@ -387,21 +400,24 @@ def test_a_hundred_thousand_gpus_can_be_planned_and_more_ranks_hold_less():
 # Answers
 
 
-def advice(argv, *, gpu_memory=None, gpus=2, **knobs):
+def choice_of(argv, *, gpus=2, **knobs):
+    """Return the choice of formats, the recommended row, and all rows."""
     recipe = SimpleNamespace(moe_optim=MoEOptimConfig(**knobs), path="a recipe")
     experts = plan_experts(argv, grouped=True)
     rows = list(plan_rows(experts, [gpus]))
-    return recommend(find_choice(recipe, argv, experts), rows, gpu_memory)
+    choice = find_choice(recipe, argv, experts)
+    return choice, recommend(choice, rows), rows
+
+
+def advice(argv, **knobs):
+    return explain(*choice_of(argv, **knobs))
 
 
 def test_portable_experts_are_told_the_format_of_as_many_bits_with_the_least_memory():
     local = argv(SMALL | {"--transformer-impl": "local", "--moe-grouped-gemm": True})
     said = advice(local, format="mxfp8")
     assert said.startswith("Recommended: mxfp8_2d, the least memory of formats with 8 bits")
-    assert said.endswith(
-        "The recipe uses mxfp8; keep it to resume a run, for a new one add "
-        "--set moe_optim.format=mxfp8_2d."
-    )
+    assert said.endswith("The recipe uses mxfp8; keep it to resume a run.")
     row, bf16 = (row_of(plan_experts(local, grouped=True), 2, n) for n in ("mxfp8_2d", STOCK_BF16))
     saved = bf16["total_bytes_per_rank"] - row["total_bytes_per_rank"]
     assert f"At 2 GPUs its experts use {spell_bytes(row['total_bytes_per_rank'])} per rank" in said
@@ -409,9 +425,6 @@ def test_portable_experts_are_told_the_format_of_as_many_bits_with_the_least_mem
     assert "the only format with 4 bits" in advice(local, format="nvfp4")
     for name in ("mxfp4", "int4"):
         assert f"{name}, the only format with its codes" in advice(local, format=name)
-    for gpu_memory, fits in ((80, "fits 80 GiB and leaves"), (0.001, "does not fit 0.001 GiB:")):
-        left = spell_bytes(abs(gpu_memory * 2**30 - row["total_bytes_per_rank"]))
-        assert f"{fits} {left}" in advice(local, gpu_memory=gpu_memory, format="mxfp8")
 
 
 def test_native_weights_are_told_what_their_recipe_can_have_and_others_what_to_add():
@@ -419,13 +432,74 @@ def test_native_weights_are_told_what_their_recipe_can_have_and_others_what_to_a
         ({"--fp8-recipe": "blockwise", "--fp8-param-gather": True}, "fp8_block, the only format"),
         ({"--fp8-recipe": "mxfp8", "--fp8-param-gather": True}, "mxfp8_2d, the least memory of"),
         ({"--fp4-recipe": "nvfp4", "--fp4-param-gather": True}, "nvfp4, the only format that"),
-        ({}, "none of these for this recipe, as its flags keep bf16 weights. Add"),
-        ({"--fp8-param-gather": True}, "none of these for this recipe, as weights of"),
+        ({"--fp8-param-gather": True}, "none of these formats, as weights of"),
     ):
         assert advice(argv(SMALL | flags)).startswith(f"Recommended: {said}")
+    assert advice(argv(SMALL)).startswith("Its flags keep bf16 weights; those below quantize them")
     native = argv(SMALL | {"--fp8-recipe": "mxfp8", "--fp8-param-gather": True})
-    for own, rest in (("int4", "instead add"), ("mxfp8", "keep it to resume a run, for a new one")):
+    for own, rest in (("int4", "no run can use it"), ("mxfp8", "keep it to resume a run")):
         assert f"The recipe uses {own}; {rest}" in advice(native, format=own)
+
+
+@pytest.mark.parametrize(
+    ("flags", "knobs", "gpu", "added"),
+    [
+        ({"--fp8-recipe": "blockwise", "--fp8-param-gather": True}, {}, None, ""),
+        ({"--fp8-recipe": "mxfp8", "--fp8-param-gather": True}, {}, None, "format=mxfp8_2d"),
+        ({"--fp4-recipe": "nvfp4", "--fp4-param-gather": True}, {}, None, ""),
+        (LOCAL_FLAGS, {"format": "nvfp4", "health_interval": 10}, None, "format=nvfp4"),
+        (LOCAL_FLAGS, {"format": "bf16", "compute": "int4"}, None, "format=bf16"),
+        ({}, {}, "h200", "--fp8-recipe blockwise --fp8-param-gather"),
+        ({}, {}, "gb300", "--fp8-recipe mxfp8 --fp8-param-gather"),
+    ],
+)
+def test_flags_to_add_give_the_recommended_format(flags, knobs, gpu, added):
+    """Read back, they are the configuration that was planned, in the recommended format."""
+    words = argv(SMALL | flags)
+    choice, best, _ = choice_of(words, **knobs)
+    config = MoEOptimConfig(**knobs)
+    found = flags_to_add(choice, best, config, GPUS.get(gpu))
+    assert added in shlex.join(found)
+    again = config_from_argv(found)
+    assert spell_format(again.format, [*words, *found]) == (
+        best["format"] if best else {None: "bf16", "h200": "fp8_block", "gb300": "mxfp8"}[gpu]
+    )
+    for knob in knobs.keys() - {"format"}:
+        assert getattr(again, knob) == knobs[knob]
+
+
+def test_a_model_fits_with_everything_but_activations():
+    row = row_of(experts_of(), 2, "mxfp8") | {"model_bytes_per_rank": 60 * 2**30}
+    assert explain_fit(row, 80, "").endswith(
+        "fits: weights, gradients and optimizer take 60.0 GiB of 80.0 GiB and leave 20.0 GiB for "
+        "activations."
+    )
+    assert "does not fit" in explain_fit(row, 50, "")
+    unknown = explain_fit(row | {"model_bytes_per_rank": None}, 80, "the vocabulary is unknown")
+    assert unknown.startswith("Whether the model fits is unknown: the vocabulary is unknown.")
+
+
+@pytest.mark.parametrize("compute", ["mxfp4", "int4", "nvfp4", "mxfp8", "int8_per_expert"])
+def test_copies_of_compute_are_what_its_modules_hold(compute):
+    """Portable experts keep quantized bytes of every linear, and one linear's values for a GEMM."""
+    portable = row_of(experts_of(**LOCAL), 2, STOCK_BF16)
+    rows = plan_rows(experts_of(**LOCAL), [2], compute=compute)
+    (row,) = [row for row in rows if row["format"] == "bf16"]
+    copies = row["parts"]["compute_copies"]
+    assert row["total_bytes_per_rank"] - portable["total_bytes_per_rank"] == copies
+    shapes = [(EXPERTS, 2 * FFN, HIDDEN), (EXPERTS, HIDDEN, FFN)]
+    held = 0
+    if compute in FORMATS:
+        storages = [PortableStorage(FORMATS[compute], shape, name="weight") for shape in shapes]
+        buffers = [b for one in storages for b in one.quantized.buffers().values()]
+        held = LAYERS * sum(buffer.nbytes for buffer in buffers)
+    assert copies == held + 2 * max(map(prod, shapes))
+
+
+def test_experts_of_transformer_engine_keep_copies_of_all_layers_while_a_step_runs():
+    values = 2 * LAYERS * EXPERTS * 3 * HIDDEN * FFN
+    assert copy_bytes(experts_of(), "int8_per_expert") == copy_bytes(experts_of(), "int4") == values
+    assert copy_bytes(experts_of(), "nvfp4") > values + values // 4
 
 
 # Steps
@@ -614,11 +688,14 @@ def test_json_holds_every_row_with_the_same_keys(recipe, capsys):
     assert cli.main(["plan", str(recipe), *words, "--", "--num-experts", "8"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report.keys() == {
-        *("command", "commit", "planned", "recommended", "step", "gpu_memory_gib"),
-        *("bandwidth_gb_per_s", "memory_bandwidth_tb_per_s", "rows", "left_out"),
+        *("command", "commit", "planned", "recommended", "step", "gpu", "gpu_memory_gib", "fits"),
+        *("memory_bandwidth_tb_per_s", "rows", "left_out", "flags", "shown", "not_counted"),
     }
-    assert (report["step"], report["bandwidth_gb_per_s"]) == ("fused", None)
-    assert report["rows"] == list(plan_rows(experts_of(num_experts=8, grouped=False), [2, 4]))
+    assert report["step"] == "fused"
+    assert report["not_counted"] == "--num-attention-heads is not given"
+    counted = list(plan_rows(experts_of(num_experts=8, grouped=False), [2, 4]))
+    further = ("dense_bytes_per_rank", "model_bytes_per_rank", "link_gb_per_s", "step_ms")
+    assert report["rows"] == [row | dict.fromkeys(further) for row in counted]
     assert "8 experts per rank of [192, 128] and [128, 96], indexed" in report["planned"]
     memory = ("weight", "gradient", "optimizer", "step_memory", "total", "norm", "update")
     for row in report["rows"]:
@@ -629,34 +706,44 @@ def test_json_holds_every_row_with_the_same_keys(recipe, capsys):
             *("against_stock_bf16_bytes", "against_stock_bytes", "gathered_bytes_per_step"),
             *("gather_ms", "launches_per_step", "padding_fraction", "shard_imbalance"),
             *("exchanged_maxima", "step_bytes_per_parameter", "step_floor_ms"),
+            *("owned_parameters_per_rank", *further),
         }
+
+
+DENSE = ["--num-attention-heads", "2", "--padded-vocab-size", "256"]
 
 
 def test_the_tables_show_the_rows_of_the_file(recipe, tmp_path, capsys):
     """What is no terminal gets one table of all columns; one rank waits for no gather."""
     path = tmp_path / "rows.json"
     words = ["--gpus", "1", "2", "96", "--bandwidth", "400", "--memory-bandwidth", "3.35"]
-    words += ["--gpu-memory", "80", "--details", "--json", str(path)]
+    words += ["--gpu-memory", "80", "--details", "--json", str(path), "--", *DENSE]
     assert cli.main(["plan", str(recipe), *words]) == 0
     text = capsys.readouterr().out
     assert "96 GPUs, expert data parallel 96, 3 buckets" in text
-    assert "step: fused" in text
     rows = json.loads(path.read_text())["rows"]
     bf16 = {r["gpus"]: r["gathered_bytes_per_step"] for r in rows if r["format"] == STOCK_BF16}
     shown = [line.split() for line in text.splitlines() if line.startswith(tuple(FORMATS))]
     ours = [row for row in rows if row["format"] in FORMATS]
     for words, row in zip(shown, ours, strict=True):
-        against = row["against_stock_bytes"]
-        parts = ("weight", "gradient", "optimizer", "total")
+        against, step = row["against_stock_bytes"], row["step_ms"]
+        assert row["model_bytes_per_rank"] == (
+            row["total_bytes_per_rank"] + row["dense_bytes_per_rank"]
+        )
         cells = [
             row["format"],
-            *(spell_bytes(row[f"{part}_bytes_per_rank"]) for part in parts),
+            *(spell_bytes(row[f"{part}_bytes_per_rank"]) for part in ("total", "model")),
             spell_difference(row["against_stock_bf16_bytes"]),
             "-" if against is None else spell_difference(against),
-            f"yes, {spell_bytes(80 * 2**30 - row['total_bytes_per_rank'])}",
+            f"yes, {spell_bytes(80 * 2**30 - row['model_bytes_per_rank'])}",
+            f"{step[0]:.1f} to {step[1]:.1f} ms",
             spell_bytes(row["gathered_bytes_per_step"]),
             f"{row['gathered_bytes_per_step'] / bf16[row['gpus']]:.2f}",
             "none" if row["gpus"] == 1 else f"{row['gather_ms']:.3f} ms",
+            *(
+                spell_bytes(row[f"{part}_bytes_per_rank"])
+                for part in ("weight", "gradient", "optimizer")
+            ),
             str(row["launches_per_step"]),
             f"{row['padding_fraction']:.2%}",
             f"{row['shard_imbalance']:.3f}",
@@ -667,6 +754,44 @@ def test_the_tables_show_the_rows_of_the_file(recipe, tmp_path, capsys):
             f"{row['step_floor_ms']:.3f} ms",
         ]
         assert words == " ".join(cells).split()
+
+
+def test_flags_alone_are_planned_like_a_recipe_of_them(recipe, capsys):
+    """The plug-in's own flags among them, as of a script; experts of Transformer Engine apart."""
+    words = ["--gpus", "2", "--json", "--set", "moe_optim.format=mxfp8"]
+    assert cli.main(["plan", str(recipe), *words]) == 0
+    from_recipe = json.loads(capsys.readouterr().out)["rows"]
+    own = ["--use-moe-grouped-optim", "--moe-optim-set", "expert_layout=grouped"]
+    assert cli.main(["plan", *words, "--", *argv(SMALL), *own]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == from_recipe
+    assert cli.main(["plan", "--gpus", "2", "--json", "--", *argv(SMALL)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["planned"].endswith("indexed")
+    assert report["flags"][-1] == "--use-moe-grouped-optim"
+
+
+def test_a_gpu_is_its_memory_its_bandwidth_and_its_links(recipe, capsys):
+    """NVLink within a domain, one port of the network beyond; other options win."""
+    for gpu, gpus, link in (("h100", 8, 450), ("h100", 16, 50), ("gb200", 16, 900)):
+        words = ["--gpu", gpu, "--gpus", str(gpus), "--json", "--", *DENSE]
+        assert cli.main(["plan", str(recipe), *words]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["gpu_memory_gib"] == GPUS[gpu].memory_gb * 1e9 / 2**30
+        assert {row["link_gb_per_s"] for row in report["rows"]} == {link}
+        assert all(row["step_ms"] for row in report["rows"] if row["format"] in FORMATS)
+    words = ["--gpu", "h100", "--gpu-memory", "70", "--bandwidth", "5", "--json", "--gpus", "2"]
+    assert cli.main(["plan", str(recipe), *words]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["gpu_memory_gib"], report["rows"][0]["link_gb_per_s"]) == (70, 5)
+
+
+def test_a_plan_ends_with_the_flags_to_add_and_has_no_legend(recipe, capsys):
+    assert cli.main(["plan", str(recipe), "--gpus", "2"]) == 0
+    *_, add, flags = capsys.readouterr().out.splitlines()
+    assert (add, flags.split()[-1]) == ("Add these flags:", "--use-moe-grouped-optim")
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    assert "of bf16: fraction of the bytes that stock bf16 gathers" in capsys.readouterr().out
 
 
 def test_numbers_are_short():

@@ -20,6 +20,8 @@ from moe_optim.commands.report.comparison import figures_of
 from moe_optim.commands.report.page import render
 from moe_optim.commands.report.reading import read_run
 from moe_optim.commands.report.run_report import build_page
+from moe_optim.commands.report.verdict import find_spikes
+from moe_optim.commands.train.events import Point
 from moe_optim.formats.health_figures import THRESHOLDS, Sum
 from tests.support.training_runs.report_runs import (
     LOSSES,
@@ -147,13 +149,103 @@ def test_layers_with_fewer_experts_leave_blanks(tmp_path):
     assert np.isnan(found.values[2, 2:]).all() and not np.isnan(found.values[:2]).any()
 
 
+def spiking(at, *, of=40):
+    """Return training losses with a jump at one iteration."""
+    return {"lm loss": [(i, 3.0 if i == at else 1.0 + 0.01 * (i % 3)) for i in range(1, of + 1)]}
+
+
+def saturating(share):
+    """Return a look at which one expert saturates a share of its weights."""
+    looks = look_at(layers=1)
+    looks[1].sums[2, Sum.SATURATED] = share * looks[1].sums[2, Sum.ELEMENTS]
+    return looks
+
+
+def verdict_of(path, losses=LOSSES, **looks):
+    run = read_run(write_run(path, losses, looks={int(k[1:]): v for k, v in looks.items()}))
+    return build_page(run).verdict
+
+
+def test_a_jump_of_the_loss_is_found_once_and_noise_is_none():
+    def found(values):
+        points = [Point(iteration=i, value=v, time=0.0) for i, v in enumerate(values, 1)]
+        return find_spikes(points)
+
+    calm = [1.0 + 0.02 * math.sin(7 * i) for i in range(30)]
+    assert found(calm) == []
+    assert found([*calm, 2.0, 1.9, 1.8, *calm]) == [31]
+    assert found([*calm, 2.0, *calm, math.nan, math.nan]) == [31, 62]
+    assert found([8.0 / i for i in range(1, 60)]) == []
+
+
+def test_the_verdict_is_the_largest_figure_of_all_looks_beside_its_threshold(tmp_path):
+    """Also where the last look is calm, and against jumps of the loss before and after it."""
+    said = verdict_of(tmp_path / "calm", i10=look_at(), i20=look_at())
+    assert said.startswith("No sign of it: the largest figure is ")
+    assert said.endswith("The loss never jumped.") and "% of its threshold 0." in said
+    high = "saturated 0.5 (layers.0.fc2, expert 2, iteration 20), above its threshold 0.02"
+    said = verdict_of(tmp_path / "no harm", i20=saturating(0.5), i40=look_at())
+    assert said == f"Figures are high, without harm so far: {high}. The loss never jumped."
+    said = verdict_of(tmp_path / "cause", spiking(30), i20=saturating(0.5), i40=look_at())
+    assert said == (
+        f"Possibly: {high}; first above at iteration 20. The loss jumped at iteration 30."
+    )
+    said = verdict_of(tmp_path / "effect", spiking(15), i10=look_at(), i20=saturating(0.5))
+    assert said.startswith("Rather not: figures were below their thresholds before the loss jumped")
+    said = verdict_of(tmp_path / "unknown", spiking(15))
+    assert said == (
+        "Unknown: the health of quantized experts was not sampled. The loss jumped at iteration 15."
+    )
+
+
+def test_an_earlier_look_is_shown_on_request(tmp_path, capsys):
+    """The verdict stays that of all looks."""
+    path = write_run(tmp_path / "run", looks={20: saturating(0.5), 40: look_at(layers=1)})
+    run = read_run(path)
+    assert build_page(run).verdict == build_page(run, 25).verdict
+    text = " ".join(Reader(build_page(run, 25).html).text.split())
+    assert "Sample at iteration 20." in text and "saturated is 0.5, above 0.02" in text
+    assert "saturated is 0.5" not in Reader(build_page(run).html).text
+    assert cli.main(["report", str(path), "--at", "19"]) == 2
+    assert (
+        "--at 19: expected an iteration from the first health sample on, got a run with the "
+        in (capsys.readouterr().err)
+    )
+
+
+def test_every_figure_with_a_threshold_is_drawn_over_time_and_on_its_scale(tmp_path, monkeypatch):
+    """From 0 to the threshold; jumps of the loss are marked in every plot over iterations."""
+    drawn = {}
+
+    def keep(figure, path):
+        png = picture_of(figure, path)
+        drawn[png] = figure
+        return png
+
+    picture_of = pictures.picture_of
+    monkeypatch.setattr(pictures, "picture_of", keep)
+    looks = {10: saturating(0.5), 30: saturating(0.25)}
+    page = build_page(read_run(write_run(tmp_path, spiking(20), looks=looks)))
+    axes = {picture.name: drawn[picture.png].axes[0] for picture in page.pictures}
+    assert {"saturated-over-time", "error-over-time", "saturated", "error"} <= axes.keys()
+    for name, one in axes.items():
+        if name in THRESHOLDS["nvfp4"]:
+            assert one.images[0].get_clim() == (0.0, THRESHOLDS["nvfp4"][name])
+        elif one.get_xlabel() == "iteration":
+            assert [20, 20] in [list(line.get_xdata()) for line in one.lines], name
+    over_time = axes["saturated-over-time"]
+    shown = [list(line.get_ydata()) for line in over_time.lines]
+    assert [0.5, 0.25] in shown and [0.02, 0.02] in shown  # an expert, and the threshold
+    assert over_time.get_ylim()[0] == 0.0
+
+
 def test_an_expert_above_a_threshold_is_named(tmp_path):
     looks = look_at(layers=1)
     looks[0].sums[3, Sum.SATURATED] = 0.5 * looks[0].sums[3, Sum.ELEMENTS]
     run = read_run(write_run(tmp_path / "run", looks={10: looks}))
     assert run.health_warnings() == ["layers.0.fc1, expert 3: saturated is 0.5, above 0.02"]
     assert run.health_warnings() == [line for one in looks for line in one.warnings()]
-    reader = Reader(build_page(run)[0])
+    reader = Reader(build_page(run).html)
     assert "layers.0.fc1, expert 3: saturated is 0.5, above 0.02" in reader.text
 
 
@@ -176,7 +268,7 @@ def test_a_look_that_is_cut_off_in_its_event_file_is_said(figure, tmp_path):
 def test_a_run_that_is_going_on_is_reported_with_what_there_is(tmp_path):
     losses = {"lm loss": LOSSES["lm loss"][:3]}
     run = read_run(write_run(tmp_path / "run", losses, model=None, summary=None))
-    text = " ".join(Reader(build_page(run)[0]).text.split())
+    text = " ".join(Reader(build_page(run).html).text.split())
     assert "iteration 3, not finished" in text
     assert "Not sampled. Train with --set moe_optim.health_interval=100" in text
     assert "Not logged by this run: grad-norm." in text
@@ -271,7 +363,7 @@ def test_figures_that_a_run_has_not_recorded_may_be_null(tmp_path):
     model = {"format": "mxfp8", "rank0": None, "parameters": None, "environment": {}}
     summary = dict.fromkeys(SUMMARY) | {"test_loss": math.nan}
     run = read_run(write_run(tmp_path / "run", LOSSES, model=model, summary=summary))
-    assert "test loss nan nats/token" in Reader(build_page(run)[0]).text
+    assert "test loss nan nats/token" in Reader(build_page(run).html).text
 
 
 @pytest.mark.parametrize("name", [r"$\frac{$", "$x$", "_hidden", "[bold] :smile:", "a\\$b$"])

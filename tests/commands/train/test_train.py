@@ -72,11 +72,18 @@ def test_a_run_leaves_everything_and_is_not_overwritten(command, run):
     assert summary["command"].startswith(f"moe-optim train {RECIPE} --out {run} --cpu --text ")
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     longer = rf"moe-optim train {RECIPE} --out {run} --cpu --resume -- --train-iters 12 {OVERRIDE}"
-    assert f"│ {longer} " in screen  # in one line, as it is no terminal
+    assert f"  {longer}\n" in screen  # in one line, as it is no terminal
 
     code, _, errors = command()
     assert code == 2
     assert errors.startswith(f"error: {run}: already contains a run (summary.json)")
+
+
+def test_quiet_prints_results_alone(command):
+    code, screen, errors = command("--quiet")
+    assert (code, errors) == (0, "")
+    assert screen.startswith("Training finished\nexpert weights")
+    assert "[rank" not in screen and "dataset: " not in screen
 
 
 def test_the_user_has_the_last_word_on_the_ranks_command_line(command, run):

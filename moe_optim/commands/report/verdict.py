@@ -1,0 +1,137 @@
+"""Answers whether quantization harmed a run: figures of all health samples beside thresholds."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from moe_optim.commands.report.reading import Run
+from moe_optim.commands.train.events import Point
+from moe_optim.formats.health_figures import THRESHOLDS
+
+_BEFORE = 20
+"""Losses that a loss is compared with, those right before it."""
+_FEWEST = 5
+_DEVIATIONS = 8.0
+"""Median deviations above the median at which a loss spikes."""
+_LEAST_RISE = 0.05
+"""Part of the median that a spike rises at least."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Largest:
+    """Largest value of a health figure over all samples, layers and experts."""
+
+    figure: str
+    threshold: float
+    value: float
+    """NaN if a sample is not finite."""
+    layer: str
+    expert: int
+    iteration: int
+    first_above: int | None
+    """First iteration with a value above the threshold."""
+
+    @property
+    def is_above(self) -> bool:
+        """Whether the value is above its threshold, or not finite."""
+        return self.first_above is not None
+
+    def sentence(self) -> str:
+        """Return the value beside its threshold, with its place."""
+        side = "above" if self.is_above else f"{self.value / self.threshold:.0%} of"
+        return (
+            f"{self.figure.replace('_', ' ')} {self.value:.3g} ({self.layer}, expert "
+            f"{self.expert}, iteration {self.iteration}), {side} its threshold {self.threshold:g}"
+        )
+
+
+def find_spikes(losses: Sequence[Point]) -> list[int]:
+    """Return the iterations at which the training loss jumps, or is no number; one per jump."""
+    spikes: list[int] = []
+    before: list[float] = []
+    is_up = False
+    for point in losses:
+        recent = before[-_BEFORE:]
+        was_up, is_up = is_up, not math.isfinite(point.value) or _jumps(point.value, recent)
+        if is_up and not was_up:
+            spikes.append(point.iteration)
+        if not is_up:
+            before.append(point.value)
+    return spikes
+
+
+def _jumps(value: float, recent: Sequence[float]) -> bool:
+    if len(recent) < _FEWEST:
+        return False
+    middle = median(recent)
+    spread = median(abs(one - middle) for one in recent)
+    return value - middle > max(_DEVIATIONS * spread, _LEAST_RISE * abs(middle))
+
+
+def find_largest(run: Run) -> list[Largest]:
+    """Return the largest value of every figure that has a threshold, nearest to it first."""
+    thresholds = THRESHOLDS.get(run.format, {})
+    found = [one for name, limit in thresholds.items() for one in _largest(run, name, limit)]
+    return sorted(found, key=lambda one: (not one.is_above, -one.value / one.threshold))
+
+
+def _largest(run: Run, figure: str, threshold: float) -> Iterator[Largest]:
+    """Yield one value, or none if the figure was not sampled."""
+    best: tuple[float, str, int, int] | None = None
+    first: int | None = None
+    for layer in run.layers_with(figure):
+        norms = dict(run.looks(layer, "norm"))
+        for iteration, values in run.looks(layer, figure):
+            values = np.where(_is_zero(norms.get(iteration), values), 0.0, values)
+            if (~(values <= threshold)).any():
+                first = iteration if first is None else min(first, iteration)
+            expert = int(np.argmax(np.where(np.isnan(values), np.inf, values)))
+            value = float(values[expert])
+            if best is None or math.isnan(value) or value > best[0]:
+                best = value, layer, expert, iteration
+    if best is not None:
+        value, layer, expert, iteration = best
+        yield Largest(
+            figure=figure,
+            threshold=threshold,
+            value=value,
+            layer=layer,
+            expert=expert,
+            iteration=iteration,
+            first_above=first,
+        )
+
+
+def _is_zero(norms: "np.ndarray | None", values: "np.ndarray") -> "np.ndarray":
+    """Return which experts are all zero, whose error of 0 / 0 is no fault."""
+    is_nan = np.isnan(values)
+    return is_nan if norms is None else is_nan & (norms == 0)
+
+
+def judge(run: Run, largest: Sequence[Largest], spikes: Sequence[int]) -> str:
+    """Return the answer to "was it quantization?" in a sentence or two."""
+    jumped = (
+        f"The loss jumped at iteration {_listed(spikes)}." if spikes else "The loss never jumped."
+    )
+    if not largest:
+        return f"Unknown: the health of quantized experts was not sampled. {jumped}"
+    worst = largest[0]
+    if not worst.is_above:
+        return f"No sign of it: the largest figure is {worst.sentence()}. {jumped}"
+    first = min(one.first_above for one in largest if one.first_above is not None)
+    if not spikes:
+        return f"Figures are high, without harm so far: {worst.sentence()}. {jumped}"
+    if any(first <= spike for spike in spikes):
+        return f"Possibly: {worst.sentence()}; first above at iteration {first}. {jumped}"
+    return (
+        f"Rather not: figures were below their thresholds before the loss jumped. Later "
+        f"{worst.sentence()}, first above at iteration {first}. {jumped}"
+    )
+
+
+def _listed(iterations: Sequence[int]) -> str:
+    shown = ", ".join(map(str, iterations[:8]))
+    return shown if len(iterations) <= 8 else f"{shown} and {len(iterations) - 8} more"

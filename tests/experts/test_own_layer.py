@@ -1,0 +1,93 @@
+"""The layer of the API reference: what it computes, and that expert parallelism changes nothing."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_optim.config import MoEOptimConfig
+from tests.support.bytes import assert_bytes_equal
+from tests.support.modules import experts
+from tests.support.ranks import run_ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "api" / "modules.md"
+HIDDEN, FFN, EXPERTS, TOKENS = 64, 32, 4, 3
+SHAPES = ((EXPERTS, 2 * FFN, HIDDEN), (EXPERTS, HIDDEN, FFN))
+
+
+def own_experts(ep_size: int, values: list[torch.Tensor], first: int) -> Any:
+    """Build the layer of the page, with values of all experts [E, R, C], from the first one on."""
+    (code,) = re.findall(r"^```python\n(.*?class OwnExperts.*?)^```", PAGE.read_text(), re.M | re.S)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    layer = found["OwnExperts"](EXPERTS, HIDDEN, FFN, ep_size)
+    local = EXPERTS // ep_size
+    for linear, whole in zip((layer.linear_fc1, layer.linear_fc2), values, strict=True):
+        linear.load_values(whole[first : first + local], keep_for_masters=True)
+    return layer
+
+
+def make_values() -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return weights of both linears, and tokens of all experts, [E, T, C]; bf16."""
+    random = torch.Generator().manual_seed(3)
+    values = [torch.randn(shape, generator=random).mul(0.1).bfloat16() for shape in SHAPES]
+    return values, torch.randn(EXPERTS, TOKENS, HIDDEN, generator=random).bfloat16()
+
+
+def test_each_experts_tokens_are_multiplied_by_its_dequantized_weights():
+    values, tokens = make_values()
+    layer = own_experts(1, values, 0)
+    output = layer(tokens.flatten(0, 1), torch.full((EXPERTS,), TOKENS))
+    fc1, fc2 = (
+        linear.weight.dequantize().bfloat16() for linear in (layer.linear_fc1, layer.linear_fc2)
+    )
+    gate, up = (tokens @ fc1.mT).chunk(2, dim=-1)
+    expected = (torch.nn.functional.silu(gate) * up) @ fc2.mT
+    torch.testing.assert_close(output.view_as(expected), expected, rtol=2e-2, atol=2e-2)
+
+
+def step_once(ep_size: int) -> list[torch.Tensor]:
+    """Step the layer on one of two ranks, and return its weights, [E, R, C] fp32."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+
+    import moe_optim
+
+    experts.start_ranks(expert_model_parallel_size=ep_size)
+    config = experts.make_config(
+        hidden_size=HIDDEN,
+        moe_ffn_hidden_size=FFN,
+        num_moe_experts=EXPERTS,
+        expert_model_parallel_size=ep_size,
+    )
+    moe_optim.install(MoEOptimConfig())
+    values, tokens = make_values()
+    local = EXPERTS // ep_size
+    first = torch.distributed.get_rank() * local if ep_size > 1 else 0
+    model = torch.nn.Module()
+    model.config, model.experts = config, own_experts(ep_size, values, first)
+    ddp = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+        model,
+    )
+    settings = OptimizerConfig(lr=1e-2, bf16=True, use_distributed_optimizer=True, clip_grad=0.0)
+    optimizer = moe_optim.get_megatron_optimizer(settings, [ddp])
+    mine = tokens[first : first + local].flatten(0, 1)
+    output = model.experts(mine, torch.full((local,), TOKENS))
+    (ep_size * output.float().square().sum()).backward()  # as of the tokens of every rank
+    ddp.finish_grad_sync()
+    optimizer.step()
+    layer = model.experts
+    return [linear.weight.dequantize().float() for linear in (layer.linear_fc1, layer.linear_fc2)]
+
+
+def test_experts_over_two_ranks_are_stepped_as_on_one():
+    whole, again = run_ranks(2, step_once, 1)
+    halves = run_ranks(2, step_once, 2)
+    before, _ = make_values()
+    for linear, start in enumerate(before):
+        assert_bytes_equal(whole[linear], again[linear])
+        assert_bytes_equal(torch.cat([half[linear] for half in halves]), whole[linear])
+        assert (whole[linear] - start.float()).abs().max() > 5e-3
