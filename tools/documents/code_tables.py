@@ -21,6 +21,7 @@ from moe_optim.integration import patches
 from moe_optim.integration.arguments import add_moe_optim_arguments
 from moe_optim.rollout.conventions import CONVENTIONS, ONE_SCALE
 from moe_optim.rules import RULES
+from moe_optim.version import VERSION
 from tools.rooms import ORDER
 
 PATCH_GROUPS = {
@@ -75,11 +76,6 @@ def knobs() -> str:
             for name in field_names()
         ),
     )
-
-
-def wire_bytes(format: BlockScaledFormat | None) -> Fraction:
-    """Return the gathered bytes per parameter; None is bf16."""
-    return Fraction(2) if format is None else format.gathered_bytes_per_element
 
 
 def weight_bytes(format: BlockScaledFormat | None, *, in_te: bool = False) -> Fraction:
@@ -403,6 +399,11 @@ def _flags(text: str) -> str:
     return re.sub(code, r"`\g<0>`", text)
 
 
+def status() -> str:
+    """Return version and maturity of the package, for the README."""
+    return f"**Version {VERSION}, alpha**: names, knobs and files may still change."
+
+
 CODE_TABLES: Mapping[str, Callable[[], str]] = {
     "commands": commands,
     "conventions": conventions,
@@ -419,5 +420,6 @@ CODE_TABLES: Mapping[str, Callable[[], str]] = {
     "refusals-of-portable-experts": lambda: refusals(portable=True),
     "shared-states": shared_states,
     "states": states,
+    "status": status,
     "stock-steps": stock_steps,
 }

@@ -16,7 +16,7 @@ from moe_optim.commands.plan.experts import plan_experts
 from moe_optim.config.recipes import load_recipe
 from moe_optim.formats import FORMATS
 from moe_optim.spelling import spell_bytes
-from tools.documents.code_tables import table, weight_bytes, wire_bytes
+from tools.documents.code_tables import table
 from tools.documents.muon_tables import (
     muon_in_short,
     muon_iterations,
@@ -51,14 +51,8 @@ STEP_ROWS = {
     "post-processing": "post_processing_ms",
 }
 SIDES = ("stock", "plugin")
-
-PRODUCTS = {  # format -> GPU whose Transformer Engine GEMMs support it
-    "bf16": "any",
-    "mxfp8": "Blackwell (not run yet)",
-    "mxfp8_2d": "Blackwell (not run yet)",
-    "nvfp4": "Blackwell (not run yet)",
-    "fp8_block": "Hopper (run on H100, H200)",
-}
+CALLED = ("Megatron", "moe_optim")
+"""Names of the two sides in tables and plots."""
 
 FP32, BF16 = "fp32 to wire planes", "bf16 to wire planes, source zeroed"
 AFTER = "after the gather"
@@ -133,7 +127,7 @@ def milliseconds(value: float) -> str:
     return f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
 
 
-# Which format
+# Losses
 
 
 def loss_rows() -> dict[tuple[str, int], dict[str, float]]:
@@ -143,20 +137,6 @@ def loss_rows() -> dict[tuple[str, int], dict[str, float]]:
 
 def seeds() -> list[int]:
     return list(dict.fromkeys(seed for _, seed in loss_rows()))
-
-
-def which_format() -> str:
-    rows = []
-    for name, products in PRODUCTS.items():
-        format = FORMATS.get(name)
-        numbers = [wire_bytes(format), weight_bytes(format)]
-        bytes_ = [f"{float(number):.2f}" for number in numbers]
-        rows.append([f"`{name}`", products, *bytes_])
-    for format in FORMATS.values():
-        if format.is_row_only:
-            held = f"{float(weight_bytes(format)):.2f}"
-            rows.append([f"`{format.name}`", "portable", held, held])
-    return table(["`format`", "GPU that multiplies in it", "gathered", "weight"], rows)
 
 
 def spread_of_seeds() -> float:
@@ -170,7 +150,7 @@ def losses() -> str:
     for seed in seeds():
         header += [f"held-out loss, seed {seed}", f"test loss, seed {seed}"]
     rows = []
-    for name in PRODUCTS:
+    for name in dict.fromkeys(name for name, _ in loss_rows()):
         row = [f"`{name}`"]
         for seed in seeds():
             one = loss_rows().get((name, seed))
@@ -329,14 +309,14 @@ def fused_step() -> str:
         f"{report['plugin']['optimizer_ms'] / report['stock']['optimizer_ms']:.2f}"
         for report in reports
     ]
-    rows.append(["`optimizer.step()`, of stock's", "", shares[0], "", shares[1]])
+    rows.append(["`optimizer.step()`, ratio", *(cell for one in shares for cell in ("", one))])
     rows.append(
         ["peak memory, GiB", *(f"{r[side]['peak_bytes'] / 2**30:.1f}" for r, side in columns)]
     )
     rows.append(
         ["gathered, GB", *(f"{r[side]['gathered_bytes'] / 1e9:.2f}" for r, side in columns)]
     )
-    header = [f"{label}: {side}" for label in FUSED_STEPS.values() for side in ("stock", "plug-in")]
+    header = [f"{label}: {side}" for label in FUSED_STEPS.values() for side in CALLED]
     return f"{table(['', *header], rows)}\n\n{gathered_twice()}"
 
 
@@ -345,8 +325,9 @@ def steps_in_short() -> str:
     for file, label in FUSED_STEPS.items():
         sides = [read_result(file)[side] for side in SIDES]
         times = [[milliseconds(side[key]) for side in sides] for key in STEP_TIMES]
-        rows.append([label, *(" -> ".join(one) for one in times)])
-    return table(["FP8 blocks, stock -> here", "`optimizer.step()`, ms", "iteration, ms"], rows)
+        cells = [" → ".join(one) for one in times]
+        rows.append([f"[{label}](recipes/results/{file})", *cells])
+    return table(["Megatron → moe_optim", "`optimizer.step()`, ms", "iteration, ms"], rows)
 
 
 def gathered_twice() -> str:
@@ -396,7 +377,7 @@ def graphed_step() -> str:
     )
     return (
         f"`optimizer.step()` as a CUDA graph ({', '.join(links)}), in milliseconds:\n\n"
-        + table(["`--optimizer-cuda-graph`", "stock", "plug-in"], rows)
+        + table(["`--optimizer-cuda-graph`", *CALLED], rows)
         + "\n\nA graph spares launches, of which a fused step has few: there is no need to turn it "
         "on for this step."
     )
@@ -494,9 +475,9 @@ def apart(one: list[float], other: list[float]) -> list[float]:
 def distances(name: str = CONVERGENCE) -> dict[str, list[float]]:
     """Return the difference of plug-in and stock for each seed, and of stock between two seeds."""
     rows = read_result(name)["rows"]
-    found = {f"plug-in, seed {row['seed']}": apart(row["stock"], row["plugin"]) for row in rows}
+    found = {f"moe_optim, seed {row['seed']}": apart(row["stock"], row["plugin"]) for row in rows}
     first, second = (row["stock"] for row in rows)
-    return found | {"stock, other seed": apart(first, second)}
+    return found | {"Megatron, other seed": apart(first, second)}
 
 
 def convergence(name: str = CONVERGENCE) -> str:
@@ -509,9 +490,9 @@ def convergence(name: str = CONVERGENCE) -> str:
     ]
     said = " and ".join(f"{mean(one):.4f}" for one in ours)
     return (
-        table(["seed", "stock, mean of the last ten losses", "plug-in"], rows)
-        + "\n\nOver the run, means of ten losses of plug-in and stock are on average "
-        f"{said} apart, those of two seeds {mean(of_seeds):.4f}."
+        table(["seed", "Megatron, mean of the last ten losses", "moe_optim"], rows)
+        + "\n\nOver the run, means of ten losses of the two sides differ on average by "
+        f"{said}, those of two seeds by {mean(of_seeds):.4f}."
     )
 
 
@@ -554,11 +535,10 @@ def spread_of_stock() -> float:
 
 
 def losses_in_short() -> str:
-    more = "[more](docs/performance.md#what-a-format-costs-in-loss)"
     return (
-        f"In {WHOLE:,} iterations of a small model ([runs](recipes/results/{CURVES}), {more})\n"
-        "everything quantized, stock's FP8 blocks too, ended with held-out losses "
-        f"{above_bf16()} nats per byte\nabove bf16's; seeds of stock differ by up to "
+        f"After {WHOLE:,} iterations of the small model, [all quantized "
+        "runs](docs/performance.md#what-a-format-costs-in-loss),\nMegatron's blockwise FP8 included, "
+        f"ended {above_bf16()} nats per byte above bf16; seeds of Megatron\ndiffer by up to "
         f"{spread_of_stock():.2f}."
     )
 
@@ -1076,7 +1056,6 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "upstream-engine": lambda: upstream_outcomes(UPSTREAM_ENGINE, "kernels"),
     "versions": versions,
     "versions-on-gpus": versions_on_gpus,
-    "which-format": which_format,
     "steps-in-short": steps_in_short,
     "losses-in-short": losses_in_short,
 }
@@ -1129,7 +1108,6 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "upstream-engine": (UPSTREAM_ENGINE,),
     "versions": (VERSIONS,),
     "versions-on-gpus": (VERSIONS_GPU, OLDEST_ENGINE_STEP),
-    "steps-in-short": tuple(FUSED_STEPS),
     "losses-in-short": (CURVES,),
 }
 """Block -> result files that it is generated from."""
