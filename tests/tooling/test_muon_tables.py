@@ -9,13 +9,7 @@ from benchmarks.muon.host import GRAPH
 from benchmarks.muon.iteration import ONE_AT_A_TIME, WAYS
 from benchmarks.muon.step import STOCK_CAST, STOCK_STEP, WHOLE
 from benchmarks.step_figures import FIGURES
-from tools.documents.muon_tables import (
-    TRAINING_ROWS,
-    muon_in_short,
-    muon_iterations,
-    muon_step,
-    muon_training,
-)
+from tools.documents.muon_tables import muon_in_short
 
 PART_MS = {"momentum": 2.0, "pack": 1.0, "iteration": 16.0, "update and encoding": 3.0}
 
@@ -126,43 +120,10 @@ def test_without_a_cast_of_stock_its_step_alone_is_compared():
     assert found["the whole step of these experts into `fp8_block`, ms"][0] == "300.0"
 
 
-def test_iterations_are_listed_way_by_way_for_both_shapes():
-    text = muon_iterations(result())
-    assert "760 TFLOP/s" in text
-    found = cells(text)
-    assert list(found)[2:] == [ONE_AT_A_TIME, *WAYS]
-    assert found["plug-in, gram, fp16"] == [
-        "14.0, 7.0, 71",
-        "28.0, 7.0, 71",
-        "0.50",
-        "2.0e-03",
-    ]
-
-
-def test_steps_have_a_column_per_format_and_a_gap_where_stock_has_none():
-    found = cells(muon_step(result()))
-    assert found["ms (of the floor)"] == ["`fp8_block`", "`nvfp4`"]
-    assert found["stock: whole step"] == ["320.0", ""]
-    assert found["plug-in: whole step"] == ["22.0 (0.80)", "22.0 (0.80)"]
-    for part, ms in PART_MS.items():
-        assert found[f"of it {part}"] == [f"{ms:.1f} (0.90)"] * 2
-    assert "of it unpack" not in found
-    assert found["the host, busy"] == ["1.5", "1.5"]
-
-
-def test_training_has_the_parts_of_both_sides():
-    found = cells(muon_training(training()))
-    assert set(TRAINING_ROWS) <= set(found)
-    assert found["gather and post-processing"] == ["1.0", "2.0"]
-    assert found["`optimizer.step()`"] == ["2000.0", "100.0"]
-    assert found["`optimizer.step()`, of stock's"] == ["", "0.05"]
-    assert found["gathered, GB"] == ["2.00", "1.00"]
-
-
 def test_a_result_that_lacks_a_case_or_is_not_muons_is_refused():
     report = result()
     report["rows"] = [one for one in report["rows"] if one["case"] != "host"]
     with pytest.raises(ValueError, match="rows of the case host"):
         muon_in_short(report, training())
     with pytest.raises(ValueError, match="expected a result of Muon, got adam"):
-        muon_training(training("adam"))
+        muon_in_short(result(), training("adam"))

@@ -5,12 +5,9 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
 from fractions import Fraction
 from math import prod
 
-from moe_optim.buckets.states import OWN_MEMORY, SHARED_MEMORY, Event, Transition
-from moe_optim.commands.cli.main import build_parser
 from moe_optim.config import MoEOptimConfig, field_names, spell, spell_values
 from moe_optim.errors import LayoutError
 from moe_optim.experts.keys.layouts import LAYOUTS
@@ -105,7 +102,7 @@ def formats() -> str:
     return table(
         [
             *("format", "element", "elements per scale", "scale", "columnwise copy"),
-            *("gathered", "weight, portable", "weight, Transformer Engine"),
+            *("all-gather", "weight, portable", "weight, Transformer Engine"),
         ],
         [
             ["`bf16`", "bf16, 16 bits", "", "", "none", "2.00", "2.00", "2.00"],
@@ -150,12 +147,10 @@ MESH_CUTS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "8 experts over `ep` 8": {"experts": {"ep": 8}},
     "2048 rows over `tp` 4, `fsdp` 4": {"rows": {"tp": 4, "fsdp": 4}},
     "over `tp` 4, `fsdp` 8": {"rows": {"tp": 4, "fsdp": 8}},
-    "over `tp` 4, `fsdp` 32": {"rows": {"tp": 4, "fsdp": 32}},
     "over `tp` 4, `fsdp` 64": {"rows": {"tp": 4, "fsdp": 64}},
     "over `tp` 4, `fsdp` 512": {"rows": {"tp": 4, "fsdp": 512}},
     "4096 columns over `tp` 4": {"columns": {"tp": 4}},
     "over `tp` 256": {"columns": {"tp": 256}},
-    "rows over `fsdp` 128, columns over `tp` 256": {"rows": {"fsdp": 128}, "columns": {"tp": 256}},
 }
 """Partitions of a weight, as a document spells them."""
 
@@ -213,46 +208,6 @@ def _buffer_cell(partition: Partition, name: str) -> str:
     return f"[{', '.join(entries)}]"
 
 
-def _moves(row: Mapping[Enum, Enum], states: type[Enum]) -> str:
-    """Return the transitions of one event, without rejected states."""
-    if set(row) == set(states) and all(before is after for before, after in row.items()):
-        return "any; stays"
-    became: dict[Enum, list[str]] = {}
-    for before, after in row.items():
-        became.setdefault(after, []).append(before.value)
-    return "; ".join(f"{', '.join(before)} → **{after.value}**" for after, before in became.items())
-
-
-def _state_rows(rows: Mapping[Event, Transition]) -> str:
-    return table(
-        ["event", "gradient memory", "weights", "where it is refused: what to do"],
-        (
-            [
-                row_name(event),
-                _moves(row.gradients, type(next(iter(row.gradients)))),
-                _moves(row.weights, type(next(iter(row.weights)))),
-                in_markdown(" ".join(dict.fromkeys((row.gradients_remedy, row.weights_remedy)))),
-            ]
-            for event, row in rows.items()
-        ),
-    )
-
-
-def row_name(event: Event) -> str:
-    """Return the name of an event in a table: methods as code."""
-    return f"`{event.value}`" if "_" in event.value else event.value
-
-
-def states() -> str:
-    return _state_rows(OWN_MEMORY)
-
-
-def shared_states() -> str:
-    return _state_rows(
-        {event: row for event, row in SHARED_MEMORY.items() if row != OWN_MEMORY[event]}
-    )
-
-
 def patch_rows() -> str:
     rows = []
     for who, group in PATCH_GROUPS.items():
@@ -269,22 +224,6 @@ def patch_fits(patch: patches.Patch) -> str:
     if len(patch.fits) == 1:
         return f"`{patch.fits[0].form}`"
     return "; ".join(f"`{one.form}` ({one.versions})" for one in patch.fits)
-
-
-def commands() -> str:
-    return table(["command", "what it does"], _command_rows(build_parser(), "moe-optim"))
-
-
-def _command_rows(parser: argparse.ArgumentParser, prefix: str) -> list[list[str]]:
-    rows = []
-    for action in parser._actions:
-        if not isinstance(action, argparse._SubParsersAction):
-            continue
-        for choice in action._choices_actions:
-            name = f"{prefix} {choice.dest}"
-            below = _command_rows(action.choices[choice.dest], name)
-            rows += below or [[f"`{name}`", in_markdown(choice.help)]]
-    return rows
 
 
 def flags() -> str:
@@ -376,10 +315,11 @@ def refusals(portable: bool) -> str:
     ]
     if portable:
         return table(["refused", "instead"], ([_flags(r.name), _flags(r.remedy)] for r in rules))
-    return table(
-        ["in", "refused", "since", "instead"],
-        ([rule.scope, *map(_flags, (rule.name, rule.reason, rule.remedy))] for rule in rules),
-    )
+    scopes: dict[str, list[list[str]]] = {}
+    for rule in rules:
+        scopes.setdefault(rule.scope, []).append([_flags(rule.name), _flags(rule.remedy)])
+    groups = ([[f"**{scope}**", ""], *found] for scope, found in scopes.items())
+    return table(["refused", "instead"], (row for group in groups for row in group))
 
 
 def stock_steps() -> str:
@@ -405,7 +345,6 @@ def status() -> str:
 
 
 CODE_TABLES: Mapping[str, Callable[[], str]] = {
-    "commands": commands,
     "conventions": conventions,
     "expert-layouts": expert_layouts,
     "flags": flags,
@@ -418,8 +357,6 @@ CODE_TABLES: Mapping[str, Callable[[], str]] = {
     "patches": patch_rows,
     "refusals": lambda: refusals(portable=False),
     "refusals-of-portable-experts": lambda: refusals(portable=True),
-    "shared-states": shared_states,
-    "states": states,
     "status": status,
     "stock-steps": stock_steps,
 }

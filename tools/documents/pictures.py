@@ -22,6 +22,7 @@ from tools.documents.measured_tables import (
     read_result,
     runs_by_side,
     runs_of_common_seeds,
+    spelt,
 )
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _draw_steps(axes: "Axes", steps: Bars) -> None:
         handles=[axes.patches[0], axes.patches[1]],
         labels=["Megatron 0.19 with --fp8-param-gather", "with moe_optim"],
         loc="lower right",
-        bbox_to_anchor=(1, 0.12),
+        bbox_to_anchor=(1, 0.25),
         frameon=False,
         fontsize=12,
     )
@@ -121,13 +122,13 @@ def _draw_steps(axes: "Axes", steps: Bars) -> None:
 
 def draw_convergence(figures: Mapping[str, Any]) -> "Figure":
     """Draw the losses of 300 steps with Adam."""
-    title = "300 clipped steps in blockwise FP8: moe_optim is closer to Megatron than another seed is"
+    title = "300 steps in blockwise FP8: moe_optim is closer to Megatron than another seed"
     return _draw_losses(figures["losses"], figures["distances"], title)
 
 
 def draw_muon_convergence(figures: Mapping[str, Any]) -> "Figure":
     """Draw the losses of 300 steps with Muon, whose weights are bf16 in stock."""
-    title = "300 steps of Muon: moe_optim in blockwise FP8 is closer to Megatron than another seed is"
+    title = "300 steps of Muon in blockwise FP8: closer to Megatron than another seed"
     return _draw_losses(figures["muon_losses"], figures["muon_distances"], title)
 
 
@@ -215,9 +216,10 @@ def figures_of_pictures() -> dict[str, Any]:
         "muon_losses": read_result(MUON_CONVERGENCE)["rows"],
         "muon_distances": distances(MUON_CONVERGENCE),
         "held_out": {
-            side: [row["held_out"] for row in runs] for side, runs in runs_of_common_seeds().items()
+            spelt(side): [row["held_out"] for row in runs]
+            for side, runs in runs_of_common_seeds().items()
         },
-        "last": {side: [last_held_out(row) for row in runs] for side, runs in sides.items()},
+        "last": {spelt(side): [last_held_out(row) for row in runs] for side, runs in sides.items()},
     }
 
 
