@@ -73,6 +73,9 @@ def test_a_run_leaves_everything_and_is_not_overwritten(command, run):
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     longer = rf"moe-optim train {RECIPE} --out {run} --cpu --resume -- --train-iters 12 {OVERRIDE}"
     assert f"│ {longer} " in screen  # in one line, as it is no terminal
+    assert f"\nmoe-optim report {run}\n" in screen
+    assert f"\nmoe-optim convert --to hf {run} {run}/hf\n" in screen
+    assert f"\nmoe-optim export --format mxfp8 {run} {run}/mxfp8\n" in screen
 
     code, _, errors = command()
     assert code == 2
