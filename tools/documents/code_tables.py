@@ -308,18 +308,20 @@ def health_thresholds() -> str:
 
 
 def refusals(portable: bool) -> str:
+    """Return what is refused by scope; a row for what has the same remedy."""
     rules = [
         rule
         for rule in RULES
         if rule.effect == "refuse" and (rule.scope == "portable experts") is portable
     ]
-    if portable:
-        return table(["refused", "instead"], ([_flags(r.name), _flags(r.remedy)] for r in rules))
-    scopes: dict[str, list[list[str]]] = {}
+    found: dict[tuple[str, str], list[str]] = {}
     for rule in rules:
-        scopes.setdefault(rule.scope, []).append([_flags(rule.name), _flags(rule.remedy)])
-    groups = ([[f"**{scope}**", ""], *found] for scope, found in scopes.items())
-    return table(["refused", "instead"], (row for group in groups for row in group))
+        values = f" ({rule.reason})" if rule.remedy == "Give one of them" else ""
+        found.setdefault((rule.scope, rule.remedy), []).append(_flags(rule.name + values))
+    rows = [[scope, "; ".join(names), _flags(remedy)] for (scope, remedy), names in found.items()]
+    if portable:
+        return table(["refused", "instead"], (row[1:] for row in rows))
+    return table(["in", "refused", "instead"], rows)
 
 
 def stock_steps() -> str:

@@ -33,7 +33,7 @@ STEP_ROWS = {
     "of it forward and backward": "forward_backward_ms",
     "`optimizer.step()`": "optimizer_ms",
     "the same, busy on the host": "optimizer_host_ms",
-    "Adam (fused: with scaling and encoding)": "inner_step_ms",
+    "Adam (fused: with clipping and quantization)": "inner_step_ms",
     "masters to weights: requantize": "requantize_ms",
     "gather": "gather_ms",
     "post-processing": "post_processing_ms",
@@ -94,7 +94,7 @@ FUSED_ROWS = {
     "`optimizer.step()`": "optimizer_ms",
     "gradients to masters": "grad_copy_ms",
     "gradient norm": "grad_norm_ms",
-    "Adam (fused: with scaling and encoding)": "inner_step_ms",
+    "Adam (fused: with clipping and quantization)": "inner_step_ms",
     "requantize": "requantize_ms",
     "gather and post-processing": ("gather_ms", "post_processing_ms"),
     "the rest: clipping, bookkeeping": "optimizer_rest_ms",
@@ -549,7 +549,7 @@ def fake_quantization() -> str:
             for place in places
         ]
         table_rows.append([f"{bits} bits" if bits != "e4m3" else "E4M3", str(experts), *cells])
-    names = ("ours", "ModelOpt", "one stack", "loop")
+    names = ("moe_optim", "ModelOpt", "one stack", "loop")
     header = [f"{way}, {place}" for way in names for place in places]
     apart = [
         row
@@ -766,7 +766,7 @@ UPSTREAM = {
     "upstream-grouped-h200.json": "the same, one rank",
     "upstream-main-cpu.json": "Megatron main, 22 August 2026: experts in one tensor, buffers",
     "upstream-dev-cpu.json": "Megatron dev, August 2026",
-    "upstream-engine-2x-h200.json": "Transformer Engine 2.20: casts and FusedAdam, by our kernels",
+    "upstream-engine-2x-h200.json": "Transformer Engine 2.20: casts and FusedAdam, by moe_optim's kernels",
 }
 """Record of :mod:`tools.upstream.side_by_side` -> what ran, in a table."""
 
@@ -800,7 +800,7 @@ def upstream_in_short() -> str:
                 "refused" if refused else str(differing),
             ]
         )
-    return table(["tests", "on", "cases compared", "of these, through our code", "differ"], rows)
+    return table(["tests", "on", "cases compared", "of these, through moe_optim", "differ"], rows)
 
 
 # Other versions
