@@ -1,4 +1,5 @@
-# Two commands for a fresh machine: `make train` and `make test`. Both build .venv first, once.
+# Two commands for a fresh machine: `make train` and `make test`. Both build .venv first, once:
+# `make train` installs what training needs, every other target the development tools, too.
 #
 #   make train ARGS="--text my/notes"        options of `moe-optim train`, after the recipe
 #   make test PYTEST_ARGS="-k config"        anything pytest takes
@@ -7,6 +8,7 @@
 #   make train PYTHON=/path/to/python3.12    build .venv with this Python and no other
 
 VENV := .venv
+TO_TRAIN := $(VENV)/.installed-to-train
 STAMP := $(VENV)/.installed
 ARGS ?=
 PYTEST_ARGS ?=
@@ -69,8 +71,9 @@ endef
 
 .PHONY: train test test-all life-cycle fuzz lint format docs site python clean
 
-train: $(STAMP)
+train: $(TO_TRAIN)
 	$(VENV)/bin/moe-optim train recipes/quickstart.yaml --out runs/quickstart $(ARGS)
+	@echo "moe-optim is $(VENV)/bin/moe-optim; 'source $(VENV)/bin/activate' puts it on PATH."
 
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest $(SPREAD) $(PYTEST_ARGS)
@@ -119,16 +122,21 @@ site: $(STAMP)
 python:
 	@sh -c "$$FIND_PYTHON"
 
-# The stamp is written last, so that an interrupted set-up is done again.
-$(STAMP): pyproject.toml $(wildcard moe_optim/version.py)
+# Stamps are written last, so that an interrupted set-up is done again.
+$(TO_TRAIN): pyproject.toml $(wildcard moe_optim/version.py)
 	@if ! $(VENV)/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; \
 	then \
 	    python=$$(sh -c "$$FIND_PYTHON") || exit 1; \
 	    echo "Building $(VENV) with $$python."; \
 	    "$$python" -m venv --clear $(VENV) || exit 1; \
 	fi
-	@echo "Installing moe_optim into $(VENV). The first time this downloads torch, which is large."
-	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -e '.[megatron,dev]'
+	@echo "Installing moe_optim into $(VENV). The first time this downloads 5 GB, most of it torch."
+	@$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[megatron,pins]'
+	@touch $(TO_TRAIN)
+
+$(STAMP): $(TO_TRAIN)
+	@echo "Installing the development tools into $(VENV)."
+	@$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[megatron,dev]'
 	@touch $(STAMP)
 
 # Removes .venv and what the tools left behind; runs/ stays.

@@ -13,7 +13,7 @@ from tools.documents.pictures import PICTURES, is_current
 from tools.documents.upstream_threads import PLACES, VERDICTS, threads
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MOST_WORDS = 1000
+MOST_WORDS = 700
 DOCUMENTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in documents()}
 LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]+))?\)")
 NAMED_TEST = re.compile(r"`(tests/[\w/]*test_\w+\.py)(?:::(\w+))?`")

@@ -434,8 +434,10 @@ def test_a_recipe_of_a_model_says_that_it_was_not_run_and_can_be_planned(path):
     assert recipe.requires["gpus"] == recipe.ranks
     flag, value = FORMAT_FLAGS[format_of(path)]
     assert recipe.megatron_args[flag] == value
-    assert recipe.moe_optim == MoEOptimConfig(expert_layout="indexed")
-    rows = list(plan_rows(plan_experts(recipe.megatron_argv(), grouped=False), [recipe.ranks]))
+    grouped = "--moe-single-grouped-weight" in recipe.megatron_args
+    layout = "grouped" if grouped else "indexed"
+    assert recipe.moe_optim == MoEOptimConfig(expert_layout=layout)
+    rows = list(plan_rows(plan_experts(recipe.megatron_argv(), grouped=grouped), [recipe.ranks]))
     assert format_of(path) in {row["format"] for row in rows if row["gpus"] == recipe.ranks}
 
 

@@ -102,5 +102,16 @@ def test_setting_up_happens_once_and_again_when_the_project_changes(machine):
     put_python(machine / ".venv/bin/python", "")
     assert "Installing moe_optim" in make(machine, ".venv/.installed").stdout
     assert "Installing" not in make(machine, ".venv/.installed").stdout
-    os.utime(machine / ".venv/.installed", (0, 0))
+    os.utime(machine / ".venv/.installed-to-train", (0, 0))
     assert "Installing moe_optim" in make(machine, ".venv/.installed").stdout
+
+
+def test_training_is_set_up_without_the_development_tools(machine):
+    """They are added for every other target, to the same environment."""
+    put_python(machine / ".venv/bin/python", "")
+    put_python(machine / ".venv/bin/moe-optim", "trained")
+    to_train = make(machine, "train").stdout
+    assert "Installing moe_optim" in to_train and "trained" in to_train
+    assert "development tools" not in to_train
+    to_develop = make(machine, ".venv/.installed").stdout
+    assert "development tools" in to_develop and "Installing moe_optim" not in to_develop

@@ -5,12 +5,9 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
 from fractions import Fraction
 from math import prod
 
-from moe_optim.buckets.states import OWN_MEMORY, SHARED_MEMORY, Event, Transition
-from moe_optim.commands.cli.main import build_parser
 from moe_optim.config import MoEOptimConfig, field_names, spell, spell_values
 from moe_optim.errors import LayoutError
 from moe_optim.experts.keys.layouts import LAYOUTS
@@ -21,6 +18,7 @@ from moe_optim.integration import patches
 from moe_optim.integration.arguments import add_moe_optim_arguments
 from moe_optim.rollout.conventions import CONVENTIONS, ONE_SCALE
 from moe_optim.rules import RULES
+from moe_optim.version import VERSION
 from tools.rooms import ORDER
 
 PATCH_GROUPS = {
@@ -77,11 +75,6 @@ def knobs() -> str:
     )
 
 
-def wire_bytes(format: BlockScaledFormat | None) -> Fraction:
-    """Return the gathered bytes per parameter; None is bf16."""
-    return Fraction(2) if format is None else format.gathered_bytes_per_element
-
-
 def weight_bytes(format: BlockScaledFormat | None, *, in_te: bool = False) -> Fraction:
     """Return the bytes per parameter of a weight on each rank; None is bf16.
 
@@ -109,7 +102,7 @@ def formats() -> str:
     return table(
         [
             *("format", "element", "elements per scale", "scale", "columnwise copy"),
-            *("gathered", "weight, portable", "weight, Transformer Engine"),
+            *("all-gather", "weight, portable", "weight, Transformer Engine"),
         ],
         [
             ["`bf16`", "bf16, 16 bits", "", "", "none", "2.00", "2.00", "2.00"],
@@ -154,12 +147,10 @@ MESH_CUTS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "8 experts over `ep` 8": {"experts": {"ep": 8}},
     "2048 rows over `tp` 4, `fsdp` 4": {"rows": {"tp": 4, "fsdp": 4}},
     "over `tp` 4, `fsdp` 8": {"rows": {"tp": 4, "fsdp": 8}},
-    "over `tp` 4, `fsdp` 32": {"rows": {"tp": 4, "fsdp": 32}},
     "over `tp` 4, `fsdp` 64": {"rows": {"tp": 4, "fsdp": 64}},
     "over `tp` 4, `fsdp` 512": {"rows": {"tp": 4, "fsdp": 512}},
     "4096 columns over `tp` 4": {"columns": {"tp": 4}},
     "over `tp` 256": {"columns": {"tp": 256}},
-    "rows over `fsdp` 128, columns over `tp` 256": {"rows": {"fsdp": 128}, "columns": {"tp": 256}},
 }
 """Partitions of a weight, as a document spells them."""
 
@@ -217,46 +208,6 @@ def _buffer_cell(partition: Partition, name: str) -> str:
     return f"[{', '.join(entries)}]"
 
 
-def _moves(row: Mapping[Enum, Enum], states: type[Enum]) -> str:
-    """Return the transitions of one event, without rejected states."""
-    if set(row) == set(states) and all(before is after for before, after in row.items()):
-        return "any; stays"
-    became: dict[Enum, list[str]] = {}
-    for before, after in row.items():
-        became.setdefault(after, []).append(before.value)
-    return "; ".join(f"{', '.join(before)} → **{after.value}**" for after, before in became.items())
-
-
-def _state_rows(rows: Mapping[Event, Transition]) -> str:
-    return table(
-        ["event", "gradient memory", "weights", "where it is refused: what to do"],
-        (
-            [
-                row_name(event),
-                _moves(row.gradients, type(next(iter(row.gradients)))),
-                _moves(row.weights, type(next(iter(row.weights)))),
-                in_markdown(" ".join(dict.fromkeys((row.gradients_remedy, row.weights_remedy)))),
-            ]
-            for event, row in rows.items()
-        ),
-    )
-
-
-def row_name(event: Event) -> str:
-    """Return the name of an event in a table: methods as code."""
-    return f"`{event.value}`" if "_" in event.value else event.value
-
-
-def states() -> str:
-    return _state_rows(OWN_MEMORY)
-
-
-def shared_states() -> str:
-    return _state_rows(
-        {event: row for event, row in SHARED_MEMORY.items() if row != OWN_MEMORY[event]}
-    )
-
-
 def patch_rows() -> str:
     rows = []
     for who, group in PATCH_GROUPS.items():
@@ -273,22 +224,6 @@ def patch_fits(patch: patches.Patch) -> str:
     if len(patch.fits) == 1:
         return f"`{patch.fits[0].form}`"
     return "; ".join(f"`{one.form}` ({one.versions})" for one in patch.fits)
-
-
-def commands() -> str:
-    return table(["command", "what it does"], _command_rows(build_parser(), "moe-optim"))
-
-
-def _command_rows(parser: argparse.ArgumentParser, prefix: str) -> list[list[str]]:
-    rows = []
-    for action in parser._actions:
-        if not isinstance(action, argparse._SubParsersAction):
-            continue
-        for choice in action._choices_actions:
-            name = f"{prefix} {choice.dest}"
-            below = _command_rows(action.choices[choice.dest], name)
-            rows += below or [[f"`{name}`", in_markdown(choice.help)]]
-    return rows
 
 
 def flags() -> str:
@@ -373,17 +308,20 @@ def health_thresholds() -> str:
 
 
 def refusals(portable: bool) -> str:
+    """Return what is refused by scope; a row for what has the same remedy."""
     rules = [
         rule
         for rule in RULES
         if rule.effect == "refuse" and (rule.scope == "portable experts") is portable
     ]
+    found: dict[tuple[str, str], list[str]] = {}
+    for rule in rules:
+        values = f" ({rule.reason})" if rule.remedy == "Give one of them" else ""
+        found.setdefault((rule.scope, rule.remedy), []).append(_flags(rule.name + values))
+    rows = [[scope, "; ".join(names), _flags(remedy)] for (scope, remedy), names in found.items()]
     if portable:
-        return table(["refused", "instead"], ([_flags(r.name), _flags(r.remedy)] for r in rules))
-    return table(
-        ["in", "refused", "since", "instead"],
-        ([rule.scope, *map(_flags, (rule.name, rule.reason, rule.remedy))] for rule in rules),
-    )
+        return table(["refused", "instead"], (row[1:] for row in rows))
+    return table(["in", "refused", "instead"], rows)
 
 
 def stock_steps() -> str:
@@ -403,8 +341,12 @@ def _flags(text: str) -> str:
     return re.sub(code, r"`\g<0>`", text)
 
 
+def status() -> str:
+    """Return version and maturity of the package, for the README."""
+    return f"**Version {VERSION}, alpha**: names, knobs and files may still change."
+
+
 CODE_TABLES: Mapping[str, Callable[[], str]] = {
-    "commands": commands,
     "conventions": conventions,
     "expert-layouts": expert_layouts,
     "flags": flags,
@@ -417,7 +359,6 @@ CODE_TABLES: Mapping[str, Callable[[], str]] = {
     "patches": patch_rows,
     "refusals": lambda: refusals(portable=False),
     "refusals-of-portable-experts": lambda: refusals(portable=True),
-    "shared-states": shared_states,
-    "states": states,
+    "status": status,
     "stock-steps": stock_steps,
 }

@@ -2,30 +2,18 @@
 
 import json
 import shlex
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks.tensorwise import CAST
-from moe_optim.commands.plan.costs import plan_rows
-from moe_optim.commands.plan.experts import plan_experts
-from moe_optim.config.recipes import load_recipe
-from moe_optim.formats import FORMATS
 from moe_optim.spelling import spell_bytes
-from tools.documents.code_tables import table, weight_bytes, wire_bytes
-from tools.documents.muon_tables import (
-    muon_in_short,
-    muon_iterations,
-    muon_step,
-    muon_training,
-)
-from tools.upstream.patch_sources import changes
-from tools.upstream.side_by_side import CHANCE, Case, Comparison, Selection
-from tools.upstream.versions import KNOWN, failures, totals
+from tools.documents.code_tables import table
+from tools.documents.muon_tables import muon_in_short
+from tools.upstream.side_by_side import Case, Comparison, Selection
+from tools.upstream.versions import failures, totals
 
 RESULTS = Path(__file__).parents[2] / "recipes" / "results"
 PUBLISHED = "published-recipes.json"
@@ -45,20 +33,14 @@ STEP_ROWS = {
     "of it forward and backward": "forward_backward_ms",
     "`optimizer.step()`": "optimizer_ms",
     "the same, busy on the host": "optimizer_host_ms",
-    "Adam (fused: with scaling and encoding)": "inner_step_ms",
+    "Adam (fused: with clipping and quantization)": "inner_step_ms",
     "masters to weights: requantize": "requantize_ms",
     "gather": "gather_ms",
     "post-processing": "post_processing_ms",
 }
 SIDES = ("stock", "plugin")
-
-PRODUCTS = {  # format -> GPU whose Transformer Engine GEMMs support it
-    "bf16": "any",
-    "mxfp8": "Blackwell (not run yet)",
-    "mxfp8_2d": "Blackwell (not run yet)",
-    "nvfp4": "Blackwell (not run yet)",
-    "fp8_block": "Hopper (run on H100, H200)",
-}
+CALLED = ("Megatron", "moe_optim")
+"""Names of the two sides in tables and plots."""
 
 FP32, BF16 = "fp32 to wire planes", "bf16 to wire planes, source zeroed"
 AFTER = "after the gather"
@@ -80,6 +62,7 @@ TENSORWISE_KERNELS = "requantize-tensorwise-h100.json"
 SOAK = "soak-h200.json"
 FLAGS = "flags-2x-h200.json"
 FLAGS_CPU = "flags-cpu.json"
+PER_TENSOR = "per-tensor scaling"
 EXPERTS = "experts-h200.json"
 HEALTH = "health-h200.json"
 HEALTH_STEPS = (FUSED, "step-health-1-h200.json")
@@ -111,7 +94,7 @@ FUSED_ROWS = {
     "`optimizer.step()`": "optimizer_ms",
     "gradients to masters": "grad_copy_ms",
     "gradient norm": "grad_norm_ms",
-    "Adam (fused: with scaling and encoding)": "inner_step_ms",
+    "Adam (fused: with clipping and quantization)": "inner_step_ms",
     "requantize": "requantize_ms",
     "gather and post-processing": ("gather_ms", "post_processing_ms"),
     "the rest: clipping, bookkeeping": "optimizer_rest_ms",
@@ -133,58 +116,7 @@ def milliseconds(value: float) -> str:
     return f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
 
 
-# Which format
-
-
-def loss_rows() -> dict[tuple[str, int], dict[str, float]]:
-    """Return (format, seed) -> figures of a run."""
-    return {(row["format"], row["seed"]): row for row in read_result("losses-cpu.json")["rows"]}
-
-
-def seeds() -> list[int]:
-    return list(dict.fromkeys(seed for _, seed in loss_rows()))
-
-
-def which_format() -> str:
-    rows = []
-    for name, products in PRODUCTS.items():
-        format = FORMATS.get(name)
-        numbers = [wire_bytes(format), weight_bytes(format)]
-        bytes_ = [f"{float(number):.2f}" for number in numbers]
-        rows.append([f"`{name}`", products, *bytes_])
-    for format in FORMATS.values():
-        if format.is_row_only:
-            held = f"{float(weight_bytes(format)):.2f}"
-            rows.append([f"`{format.name}`", "portable", held, held])
-    return table(["`format`", "GPU that multiplies in it", "gathered", "weight"], rows)
-
-
-def spread_of_seeds() -> float:
-    """Return the difference in bf16 loss between seeds, in nats per byte."""
-    of_bf16 = [row["held_out_loss"] for (name, _), row in loss_rows().items() if name == "bf16"]
-    return max(of_bf16) - min(of_bf16)
-
-
-def losses() -> str:
-    header = ["format"]
-    for seed in seeds():
-        header += [f"held-out loss, seed {seed}", f"test loss, seed {seed}"]
-    rows = []
-    for name in PRODUCTS:
-        row = [f"`{name}`"]
-        for seed in seeds():
-            one = loss_rows().get((name, seed))
-            row += [f"{one[key]:.4f}" if one else "" for key in ("held_out_loss", "test_loss")]
-        rows.append(row)
-    runs = {run: row["held_out_loss"] for run, row in loss_rows().items()}
-    away = max(abs(loss - runs["bf16", seed]) for (_, seed), loss in runs.items())
-    if away >= spread_of_seeds():
-        raise ValueError("documents say that seeds differ by more than formats, and they do not")
-    return (
-        table(header, rows)
-        + f"\n\nWith another seed bf16 ends {spread_of_seeds():.3f} away; with one seed no "
-        f"format ends further than {away:.3f} from bf16."
-    )
+# Losses
 
 
 # Requantization
@@ -329,14 +261,14 @@ def fused_step() -> str:
         f"{report['plugin']['optimizer_ms'] / report['stock']['optimizer_ms']:.2f}"
         for report in reports
     ]
-    rows.append(["`optimizer.step()`, of stock's", "", shares[0], "", shares[1]])
+    rows.append(["`optimizer.step()`, ratio", *(cell for one in shares for cell in ("", one))])
     rows.append(
         ["peak memory, GiB", *(f"{r[side]['peak_bytes'] / 2**30:.1f}" for r, side in columns)]
     )
     rows.append(
         ["gathered, GB", *(f"{r[side]['gathered_bytes'] / 1e9:.2f}" for r, side in columns)]
     )
-    header = [f"{label}: {side}" for label in FUSED_STEPS.values() for side in ("stock", "plug-in")]
+    header = [f"{label}: {side}" for label in FUSED_STEPS.values() for side in CALLED]
     return f"{table(['', *header], rows)}\n\n{gathered_twice()}"
 
 
@@ -345,8 +277,9 @@ def steps_in_short() -> str:
     for file, label in FUSED_STEPS.items():
         sides = [read_result(file)[side] for side in SIDES]
         times = [[milliseconds(side[key]) for side in sides] for key in STEP_TIMES]
-        rows.append([label, *(" -> ".join(one) for one in times)])
-    return table(["FP8 blocks, stock -> here", "`optimizer.step()`, ms", "iteration, ms"], rows)
+        cells = [" → ".join(one) for one in times]
+        rows.append([f"[{label}](recipes/results/{file})", *cells])
+    return table(["Megatron → moe_optim", "`optimizer.step()`, ms", "iteration, ms"], rows)
 
 
 def gathered_twice() -> str:
@@ -356,10 +289,11 @@ def gathered_twice() -> str:
         raise ValueError("documents say that stock gathers twice, and it does not")
     gathered = [f"{side['gathered_bytes'] / 1e9:.2f} GB" for side in (stock, ours)]
     parts = stock["gather_ms"] + stock["post_processing_ms"]
+    megatron, ours_ = gathered
     return (
-        f"Of the {stock['optimizer_ms']:.0f} ms, {parts:.0f} are gather and post-processing. With "
-        "expert parallelism and nothing overlapped\nMegatron 0.19 gathers all twice, once for each "
-        f"of its two optimizers: {gathered[0]}, here {gathered[1]}."
+        f"Gather and post-processing take {parts:.0f} of Megatron's {stock['optimizer_ms']:.0f} "
+        "ms. With expert parallelism and nothing overlapped,\nMegatron 0.19 gathers everything "
+        f"twice, once for each of its two optimizers: {megatron}, moe_optim {ours_}."
     )
 
 
@@ -370,55 +304,47 @@ def fused_step_host() -> str:
     links = (
         f"[{number}](../recipes/results/{file})" for number, file in enumerate(SAME_IN_STOCK, 1)
     )
-    graphed, many = read_result(GRAPHED[0]), read_result(MANY_WEIGHTS)
+    many = read_result(MANY_WEIGHTS)
     ours, stock = many["plugin"], many["stock"]
+    step, iteration = (f"{min(ms):.0f} to {max(ms):.0f} ms" for ms in (in_stock, iterations))
     return (
-        f"Stock's time is its host's: in four runs of this training on one machine "
-        f"({', '.join(links)})\nits `optimizer.step()` took {min(in_stock):.0f} to "
-        f"{max(in_stock):.0f} ms, and an iteration {min(iterations):.0f} to {max(iterations):.0f}. "
-        "On a host that costs nothing its step would take what its CUDA graph "
-        f"below\ntakes, of which ours is {graphed['ratio']['optimizer_ms']:.2f}. With 6 layers of "
-        f"128 experts on one H200 ([figures](../recipes/results/{MANY_WEIGHTS}))\nthe step took "
-        f"{ours['optimizer_ms']:.1f} ms here, the host busy for "
-        f"{ours['optimizer_host_ms']:.1f} ms, and {stock['optimizer_ms']:.0f} ms in stock."
+        f"Megatron's time is its host's: in four runs on one machine ({', '.join(links)}) its\n"
+        f"`optimizer.step()` took {step}, and an iteration {iteration}. With 6 layers of 128 "
+        f"experts on\n[one H200](../recipes/results/{MANY_WEIGHTS}) the step took "
+        f"{stock['optimizer_ms']:.0f} ms in Megatron and {ours['optimizer_ms']:.0f} ms in "
+        f"moe_optim, whose\nhost was busy for {ours['optimizer_host_ms']:.1f} ms."
     )
 
 
 def graphed_step() -> str:
-    graphed, without = map(read_result, GRAPHED)
-    rows = [
-        [said, *(f"{report[side]['optimizer_ms']:.1f}" for side in SIDES)]
-        for said, report in (("without", without), ("with", graphed))
-    ]
-    links = (
-        f"[{said}](../recipes/results/{name})"
-        for said, name in zip(("with", "without"), GRAPHED, strict=True)
+    """Return the times of a step as a CUDA graph, and without one."""
+    graphed, without = (
+        " → ".join(f"{read_result(name)[side]['optimizer_ms']:.0f}" for side in SIDES)
+        for name in GRAPHED
     )
+    with_, without_ = (f"(../recipes/results/{name})" for name in GRAPHED)
     return (
-        f"`optimizer.step()` as a CUDA graph ({', '.join(links)}), in milliseconds:\n\n"
-        + table(["`--optimizer-cuda-graph`", "stock", "plug-in"], rows)
-        + "\n\nA graph spares launches, of which a fused step has few: there is no need to turn it "
-        "on for this step."
+        f"[As a CUDA graph]{with_} (`--optimizer-cuda-graph`) the step takes {graphed} ms, "
+        f"Megatron → moe_optim;\n[without]{without_} {without} ms. A fused step has few launches "
+        "to spare, so it gains nothing from a graph."
     )
 
 
 def tensorwise_step() -> str:
     report = read_result(TENSORWISE_STEP)
-    sides = ("plugin", "stock")
     step, host, after = (
-        [f"{report[side][key]:.{digits}f} ms" for side in sides]
+        " → ".join(f"{report[side][key]:.{digits}f}" for side in SIDES)
         for key, digits in (
             ("optimizer_ms", 0),
             ("optimizer_host_ms", 0),
             ("post_processing_ms", 1),
         )
     )
-    casts = f"{report['stock']['requantize_ms']:.0f} ms"
+    casts = f"{report['stock']['requantize_ms']:.0f}"
     return (
-        f"On one H200 ([figures](../recipes/results/{TENSORWISE_STEP})) `optimizer.step()` takes "
-        f"{step[0]} here and {step[1]} in stock,\nof which {casts} are casts. The host is busy "
-        f"with it for {host[0]} here and {host[1]} in stock; transposes\ntake {after[0]} and "
-        f"{after[1]}. Another program had the other GPU of that host."
+        f"On [one H200](../recipes/results/{TENSORWISE_STEP}), Megatron → moe_optim: "
+        f"`optimizer.step()` {step} ms, of which Megatron's casts\ntake {casts}; the host busy for "
+        f"{host} ms; transposes {after} ms. The other GPU of the host was busy."
     )
 
 
@@ -441,7 +367,7 @@ def tensorwise_kernels() -> str:
         for key, label in labels.items()
     ]
     return f"A device copy moved {report['copy_tb_per_s']:.2f} TB/s in the same run.\n\n" + table(
-        ["", "launches", "ms", "of the floor", "Transformer Engine, ms"], lines
+        ["", "launches", "ms", "fraction of the floor", "Transformer Engine, ms"], lines
     )
 
 
@@ -452,32 +378,33 @@ def soak() -> str:
     report = read_result(SOAK)
     if report["grown"]:
         raise ValueError(f"documents say that nothing grew, and {report['grown']} did")
-    rows = [
-        [
-            row["figure"],
-            *(f"{row[key]:,.0f}" for key in ("second_quarter", "last_quarter")),
-            f"{row['last_quarter'] / row['second_quarter']:.3f}",
-            f"{row['allowed']:g}",
-        ]
-        for row in report["rows"]
-    ]
+    figures = ", ".join(row["figure"].partition(",")[0] for row in report["rows"])
     return (
-        f"{report['iterations']:,} iterations with {report['saves']} saves and "
-        f"{report['evaluations']} evaluations on one H200 "
-        f"([figures](../recipes/results/{SOAK})):\n\n"
-    ) + table(["median of", "second quarter", "last quarter", "ratio", "at most"], rows)
+        f"In [{report['iterations']:,} iterations](../recipes/results/{SOAK}) with "
+        f"{report['saves']} saves and {report['evaluations']} evaluations on one H200\nnothing "
+        f"grew: {figures} (`python -m tools.upstream.soak`)."
+    )
 
 
-def flags_beside_stock(result: str) -> str:
-    report = read_result(result)
+def flags_in_short() -> str:
+    """Return what was turned on in runs that equal those beside them in every printed digit."""
     compared = ("losses", "grad_norms", "validation_losses")
-    rows = []
-    for pair in report["pairs"]:
-        one, other = (report["runs"][name] for name in pair["of"])
-        if any(one[what] != other[what] for what in compared):
-            raise ValueError(f"documents say that all pairs are equal, and {pair['with']} is not")
-        rows.append([pair["with"], one["losses"][-1], other["losses"][-1]])
-    return table(["turned on", "last loss beside it", "last loss with it"], rows)
+    lines = []
+    for result, where in ((FLAGS, "two H200"), (FLAGS_CPU, "two CPU ranks")):
+        report = read_result(result)
+        for pair in report["pairs"]:
+            one, other = (report["runs"][name] for name in pair["of"])
+            if any(one[what] != other[what] for what in compared):
+                raise ValueError(
+                    f"documents say that all pairs are equal, and {pair['with']} is not"
+                )
+        turned_on = [pair["with"] for pair in report["pairs"]]
+        settings = [one.replace("one scale a weight", PER_TENSOR) for one in turned_on]
+        lines.append(
+            f"- [{len(settings)} settings](../recipes/results/{result}) on {where}: "
+            f"{'; '.join(settings)}."
+        )
+    return "\n".join(lines)
 
 
 def smoothed(losses: list[float]) -> list[float]:
@@ -494,25 +421,34 @@ def apart(one: list[float], other: list[float]) -> list[float]:
 def distances(name: str = CONVERGENCE) -> dict[str, list[float]]:
     """Return the difference of plug-in and stock for each seed, and of stock between two seeds."""
     rows = read_result(name)["rows"]
-    found = {f"plug-in, seed {row['seed']}": apart(row["stock"], row["plugin"]) for row in rows}
+    found = {f"moe_optim, seed {row['seed']}": apart(row["stock"], row["plugin"]) for row in rows}
     first, second = (row["stock"] for row in rows)
-    return found | {"stock, other seed": apart(first, second)}
+    return found | {"Megatron, other seed": apart(first, second)}
 
 
 def convergence(name: str = CONVERGENCE) -> str:
     *ours, of_seeds = distances(name).values()
     if any(mean(one) >= mean(of_seeds) for one in ours):
         raise ValueError("documents say that seeds differ by more than optimizers, and they do not")
-    rows = [
-        [str(row["seed"]), *(f"{smoothed(row[side])[-1]:.4f}" for side in SIDES)]
-        for row in read_result(name)["rows"]
-    ]
     said = " and ".join(f"{mean(one):.4f}" for one in ours)
     return (
-        table(["seed", "stock, mean of the last ten losses", "plug-in"], rows)
-        + "\n\nOver the run, means of ten losses of plug-in and stock are on average "
-        f"{said} apart, those of two seeds {mean(of_seeds):.4f}."
+        f"Over the [run](../recipes/results/{name}), means of ten losses of Megatron and moe_optim "
+        f"differ on average by\n{said} (two seeds); those of two seeds of Megatron differ by "
+        f"{mean(of_seeds):.4f}."
     )
+
+
+SPELT_SIDES = {
+    "stock bf16": "Megatron, bf16",
+    "stock FP8 blocks": "Megatron, blockwise FP8",
+    "FP8 blocks": "moe_optim, blockwise FP8",
+    "FP8 blocks, moved": "the same, resharded on resume",
+}
+"""Side in the record of losses -> name in tables and plots; portable experts keep theirs."""
+
+
+def spelt(side: str) -> str:
+    return SPELT_SIDES.get(side, side)
 
 
 def runs_by_side() -> dict[str, list[dict[str, Any]]]:
@@ -554,12 +490,11 @@ def spread_of_stock() -> float:
 
 
 def losses_in_short() -> str:
-    more = "[more](docs/performance.md#what-a-format-costs-in-loss)"
     return (
-        f"In {WHOLE:,} iterations of a small model ([runs](recipes/results/{CURVES}), {more})\n"
-        "everything quantized, stock's FP8 blocks too, ended with held-out losses "
-        f"{above_bf16()} nats per byte\nabove bf16's; seeds of stock differ by up to "
-        f"{spread_of_stock():.2f}."
+        f"After {WHOLE:,} iterations of the small model, [all quantized "
+        "runs](docs/performance.md#what-a-format-costs-in-loss),\nMegatron's blockwise FP8 "
+        f"included, ended {above_bf16()} nats per byte above bf16; seeds of Megatron\ndiffer by "
+        f"up to {spread_of_stock():.2f}."
     )
 
 
@@ -576,7 +511,7 @@ def formats_compared() -> str:
         cells = [f"{mean(one):.3f} ({min(one):.3f} to {max(one):.3f})" for one in losses]
         cells.append(f"{alone[side]:.0f}" if side in alone else "")
         of_bytes = [runs[0]["figures"][key] for key in ("weight_bytes", "peak_bytes")]
-        rows.append([side, *cells, *(f"{count / 2**20:,.0f}" for count in of_bytes)])
+        rows.append([spelt(side), *cells, *(f"{count / 2**20:,.0f}" for count in of_bytes)])
     header = ["", "held-out", "test", "ms per iteration", "weights, MiB", "peak, MiB"]
     seeds = [row["seed"] for row in runs]
     stock, ours = (
@@ -586,13 +521,12 @@ def formats_compared() -> str:
     if stock.keys() != ours.keys():
         raise ValueError("documents compare stock and ours over the same seeds, and they differ")
     more = [ours[seed] - stock[seed] for seed in stock]
+    means = f"moe_optim {mean(ours.values()):.3f}, Megatron {mean(stock.values()):.3f}"
     return table(header, rows) + (
-        f"\n\nMeans over {' and '.join(map(str, seeds))}, and their ends; held-out means of "
-        f"everything quantized are {above_bf16()}\nabove bf16's, stock's FP8 blocks among it. Of "
-        f"FP8 blocks there are {len(more)} seeds: held-out {mean(ours.values()):.3f}\nand stock's "
-        f"{mean(stock.values()):.3f}; by seed {min(more):+.3f} to {max(more):+.3f}, on average "
-        f"{mean(more):+.3f}, where seeds of stock lie up to\n{spread_of_stock():.3f} apart: runs "
-        "of this size do not rank the formats."
+        f"\n\nMeans over seeds {' and '.join(map(str, seeds))}, with both ends. All quantized "
+        f"runs, Megatron's included, ended {above_bf16()}\nabove bf16. Blockwise FP8 has "
+        f"{len(more)} seeds: {means}; by seed {min(more):+.3f} to {max(more):+.3f},\non average "
+        f"{mean(more):+.3f}. Seeds of Megatron differ by up to {spread_of_stock():.3f}."
     )
 
 
@@ -615,7 +549,7 @@ def fake_quantization() -> str:
             for place in places
         ]
         table_rows.append([f"{bits} bits" if bits != "e4m3" else "E4M3", str(experts), *cells])
-    names = ("ours", "ModelOpt", "one stack", "loop")
+    names = ("moe_optim", "ModelOpt", "one stack", "loop")
     header = [f"{way}, {place}" for way in names for place in places]
     apart = [
         row
@@ -825,77 +759,53 @@ def convert() -> str:
 
 # Megatron's own unit tests
 
-UPSTREAM = "upstream-2x-h200.json"
-UPSTREAM_BUFFERS = "upstream-buffers-cpu.json"
-UPSTREAM_GROUPED = "upstream-grouped-cpu.json"
-UPSTREAM_GROUPED_GPU = "upstream-grouped-h200.json"
-UPSTREAM_ENGINE = "upstream-engine-2x-h200.json"
-ROWS = "rows-cpu.json"
-ROWS_GPU = "rows-h200.json"
-ROWS_WITH_OPTIONS = "rows-with-options-cpu.json"
-ROWS_OF_MODULES = "rows-of-modules-cpu.json"
-UPSTREAM_MAIN = "upstream-main-cpu.json"
-UPSTREAM_DEV = "upstream-dev-cpu.json"
-OUTCOMES = ("passed", "failed", "error", "skipped", "by chance")
+UPSTREAM = {
+    "upstream-2x-h200.json": "Megatron 0.19.0: parameters, buffers, layouts, checkpoints",
+    "upstream-buffers-cpu.json": "Megatron 0.19.0: buffers",
+    "upstream-grouped-cpu.json": "Megatron 0.19.0: experts in one tensor",
+    "upstream-grouped-h200.json": "the same, one rank",
+    "upstream-main-cpu.json": "Megatron main, 22 August 2026: experts in one tensor, buffers",
+    "upstream-dev-cpu.json": "Megatron dev, August 2026",
+    "upstream-engine-2x-h200.json": "Transformer Engine 2.20: casts, FusedAdam by moe_optim",
+}
+"""Record of :mod:`tools.upstream.side_by_side` -> what ran, in a table."""
 
 
-def upstream_outcomes(name: str, ours: str = "classes") -> str:
-    """Return the table of a ``tools.upstream.side_by_side`` run."""
+def upstream_in_short() -> str:
+    """Return one row per run of upstream's own tests, without and with the plug-in."""
     rows = []
-    for file in read_result(name)["files"]:
-        stock, plug_in = (
-            {name: Case(**case) for name, case in file[side].items()}
-            for side in ("stock", "plug_in")
+    for name, what in UPSTREAM.items():
+        report = read_result(name)
+        pairs = []
+        for file in report["files"]:
+            stock, plug_in = (
+                {test: Case(**case) for test, case in file[side].items()}
+                for side in ("stock", "plug_in")
+            )
+            pairs.append(Comparison(Selection(**file["selection"]), stock, plug_in))
+        if any(pair.unexplained() for pair in pairs):
+            raise ValueError(f"documents say why each case that differs does, and {name} does not")
+        counted = [test for pair in pairs for test in pair.counted()]
+        differing = sum(len(pair.differences()) for pair in pairs)
+        through = sum(pair.ran() for pair in pairs)
+        devices = report["device"]
+        device = devices if isinstance(devices, str) else devices[0]
+        refused = any(pair.refusal() for pair in pairs)
+        rows.append(
+            [
+                f"[{what}](../recipes/results/{name})",
+                device,
+                str(len(counted)),
+                str(through),
+                "refused" if refused else str(differing),
+            ]
         )
-        one = Comparison(Selection(**file["selection"]), stock, plug_in)
-        if one.unexplained():
-            raise ValueError("documents say why each case that differs does, of some they do not")
-        counts = [
-            Counter("by chance" if case in CHANCE else side[case].outcome for case in side)
-            for side in (stock, plug_in)
-        ]
-        said = [
-            ", ".join(f"{of_side[outcome]} {outcome}" for outcome in OUTCOMES if of_side[outcome])
-            for of_side in counts
-        ]
-        label = ", ".join(filter(None, (f"`{one.selection.file}`", one.selection.keyword)))
-        other = "the same" if said[0] == said[1] else said[1]
-        other = "refused" if one.refusal() else other
-        rows.append([label, said[0], other, str(len(one.counted())), str(one.ran())])
-    return table(
-        ["file", "stock", "with the plug-in", "counted", f"of these, through our {ours}"], rows
-    )
-
-
-def rows_of_experts(name: str, kinds: Sequence[bool] = (True, False)) -> str:
-    """Outcomes and last losses of each row: operations, then modules."""
-    table_rows = []
-    for row_name, row in read_result(name)["rows"].items():
-        passed = Counter(row["cases"].values())["passed"]
-        cases = f"{passed} of {len(row['cases'])}" if row["cases"] else "compared"
-        cells = [row_name, cases, str(len(row["runs"]))]
-        for operations, figure in product(kinds, ("losses", "norms")):
-            runs = [run[figure] for run in row["runs"] if run["operations"] is operations]
-            steps = {(step, value) for run in runs for step, value in run.items()}
-            if row["failures"] or len(steps) not in (0, 4):
-                raise ValueError(
-                    f"documents say that runs of a row are equal, and {row_name}'s differ"
-                )
-            cells.append(f"{dict(steps)['4']:.6f}" if steps else "not run")
-        table_rows.append(cells)
-    last = ["last loss", "last gradient norm"]
-    of_modules = [f"modules: {one}" for one in last]
-    headers = [one for is_fused in kinds for one in (last if is_fused else of_modules)]
-    return table(["row", "cases passed", "runs", *headers], table_rows)
+    return table(["tests", "on", "cases compared", "of these, through moe_optim", "differ"], rows)
 
 
 # Other versions
 
 VERSIONS = "versions-cpu.json"
-VERSIONS_GPU = "versions-h200.json"
-OLDEST_ENGINE_STEP = "step-te-2.17-h200.json"
-"""A short run with Transformer Engine 2.17.1, attention unfused."""
-SOURCES = "patch-sources.json"
 
 
 def versions() -> str:
@@ -918,21 +828,6 @@ def versions() -> str:
     return "\n\n".join(filter(None, (table(header, rows), "\n".join(failed))))
 
 
-def versions_on_gpus() -> str:
-    """Outcomes on a GPU by Transformer Engine version and file, and each failed case."""
-    rows, failed = [], []
-    for run in read_result(VERSIONS_GPU)["runs"]:
-        engine = run["versions"]["transformer-engine"]
-        for name, cases in run["files"].items():
-            outcomes = [str(cases[outcome]) for outcome in ("passed", "failed", "skipped")]
-            rows.append([engine, f"`{name}`", *outcomes])
-        failed += failed_cases(engine, run)
-    if not read_result(OLDEST_ENGINE_STEP)["losses_equal"]:
-        raise ValueError("documents say that losses equal stock's with 2.17.1, and they do not")
-    header = ["Transformer Engine", "file", "passed", "failed", "skipped"]
-    return "\n\n".join((table(header, rows), "\n".join(failed)))
-
-
 def failed_cases(label: str, run: Mapping[str, Any]) -> list[str]:
     return [f"- {label}: `{line.partition(': ')[0]}`" for line in failures(run["files"])]
 
@@ -943,48 +838,11 @@ def tests_of(command: str) -> str:
     return " ".join(words[sum(2 for word in words if word.startswith("--")) :])
 
 
-def engine_versions() -> str:
-    """Transformer Engine versions and machines of a measurement."""
-    devices: dict[str, set[str]] = {}
-    reports = [read_result(path.name) for path in sorted(RESULTS.glob("*.json"))]
-    runs = [run for report in reports for run in report.get("runs", ()) if isinstance(run, dict)]
-    for report in [*reports, *runs]:
-        numbers = report.get("versions")
-        if not isinstance(numbers, dict):
-            continue
-        version = numbers.get("te") or numbers.get("transformer-engine")
-        if version and "CPU" not in report["device"]:  # a CPU runs its classes, not its kernels
-            named = report["device"]
-            devices.setdefault(version, set()).update([named] if isinstance(named, str) else named)
-    rows = [
-        [one, ", ".join(sorted(devices[one])) if one in devices else "no run recorded"]
-        for one in KNOWN["transformer-engine"]
-    ]
-    return table(["Transformer Engine", "run on GPUs"], rows)
-
-
-def patch_sources() -> str:
-    """Differences in replaced code between Megatron versions, relative to the oldest."""
-    first, *others = read_result(SOURCES)["versions"]
-    rows = []
-    for other in others:
-        found = changes(first["targets"], other["targets"])
-        by_kind = [
-            ", ".join(f"`{name}`" for name in found if found[name] == kind) or "none"
-            for kind in ("new", "gone", "signature", "body")
-        ]
-        rows.append([f"{first['version']} and {other['version']}", *by_kind])
-    count = len(first["targets"])
-    return f"Of {count} functions and methods:\n\n" + table(
-        ["between", "new", "gone", "another signature", "another body"], rows
-    )
-
-
 KEPT_IN = {
     "mxfp8": "MXFP8",
     "nvfp4": "NVFP4",
-    "blockwise": "FP8 blocks",
-    "tensorwise": "FP8, a scale a tensor",
+    "blockwise": "blockwise FP8",
+    "tensorwise": "per-tensor FP8",
     "bf16": "bf16",
 }
 """Format of published recipes -> label in the table, in order."""
@@ -1006,27 +864,6 @@ def published(sources: Iterable[str] = OF_NVIDIA) -> str:
     return table(["recipes of", "weights kept in", "recipes", "pass", "refused"], rows)
 
 
-def plan_step() -> str:
-    """Traffic of a planned fused step, and its time at the measured memory bandwidth."""
-    speed = read_result("requantize-h200.json")["copy_tb_per_s"]
-    recipe = load_recipe("recipes/qwen3_30b_a3b.yaml")
-    experts = plan_experts(recipe.megatron_argv(), grouped=True)
-    return table(
-        ["format", "norm", "update", "bytes per parameter", f"at {speed:.2f} TB/s"],
-        (
-            [
-                f"`{row['format']}`",
-                spell_bytes(row["norm_bytes_per_rank"]),
-                spell_bytes(row["update_bytes_per_rank"]),
-                f"{row['step_bytes_per_parameter']:.2f}",
-                f"{row['step_floor_ms']:.3f} ms",
-            ]
-            for row in plan_rows(experts, [512], memory_tb_per_s=speed)
-            if row["format"] in FORMATS
-        ),
-    )
-
-
 MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "convergence": convergence,
     "formats-compared": formats_compared,
@@ -1034,102 +871,56 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "convert": convert,
     "copies": copies,
     "fake-quantization": fake_quantization,
-    "flags-beside-stock": lambda: flags_beside_stock(FLAGS),
-    "flags-on-cpu": lambda: flags_beside_stock(FLAGS_CPU),
+    "flags-in-short": flags_in_short,
+    "upstream-in-short": upstream_in_short,
     "fused-step": fused_step,
     "fused-step-host": fused_step_host,
     "gather": gather,
     "graphed-step": graphed_step,
     "health-cost": health_cost,
     "host": host,
-    "losses": losses,
     "export-cost": export_cost,
     "newer-formats": newer_formats,
     "offload-cost": offload_cost,
     "offload-training": offload_training,
     "muon-convergence": lambda: convergence(MUON_CONVERGENCE),
     "muon-in-short": lambda: muon_in_short(read_result(MUON), read_result(MUON_TRAINING)),
-    "muon-iterations": lambda: muon_iterations(read_result(MUON)),
-    "muon-step": lambda: muon_step(read_result(MUON)),
-    "muon-training": lambda: muon_training(read_result(MUON_TRAINING)),
-    "plan-step": plan_step,
-    "patch-sources": patch_sources,
     "published": published,
     "published-launches": lambda: published(("slime", "miles")),
     "soak": soak,
     "requantize": requantize,
     "step-kernels": step_kernels,
     "steps": steps,
-    "ten-rows": lambda: rows_of_experts(ROWS),
-    "ten-rows-gpu": lambda: rows_of_experts(ROWS_GPU),
-    "rows-with-options": lambda: rows_of_experts(ROWS_WITH_OPTIONS, [True]),
-    "rows-of-modules": lambda: rows_of_experts(ROWS_OF_MODULES, [False]),
     "tensorwise-kernels": tensorwise_kernels,
     "tensorwise-step": tensorwise_step,
-    "transformer-engines": engine_versions,
-    "upstream": lambda: upstream_outcomes(UPSTREAM),
-    "upstream-buffers": lambda: upstream_outcomes(UPSTREAM_BUFFERS),
-    "upstream-grouped": lambda: upstream_outcomes(UPSTREAM_GROUPED),
-    "upstream-main": lambda: upstream_outcomes(UPSTREAM_MAIN),
-    "upstream-dev": lambda: upstream_outcomes(UPSTREAM_DEV),
-    "upstream-grouped-gpu": lambda: upstream_outcomes(UPSTREAM_GROUPED_GPU),
-    "upstream-engine": lambda: upstream_outcomes(UPSTREAM_ENGINE, "kernels"),
     "versions": versions,
-    "versions-on-gpus": versions_on_gpus,
-    "which-format": which_format,
     "steps-in-short": steps_in_short,
     "losses-in-short": losses_in_short,
 }
 
 RESULTS_OF: Mapping[str, tuple[str, ...]] = {
-    "convergence": (CONVERGENCE,),
     "formats-compared": (CURVES,),
     "checkpoint": ("checkpoint-cpu.json",),
     "convert": ("convert-cpu.json",),
     "fake-quantization": (EXPERTS,),
-    "flags-beside-stock": (FLAGS,),
-    "flags-on-cpu": (FLAGS_CPU,),
     "gather": ("gather-2x-h200.json", "gather-4x-h200.json"),
-    "graphed-step": GRAPHED,
     "copies": (COPIES,),
     "health-cost": (HEALTH, *HEALTH_STEPS),
     "host": ("requantize-h100.json", "requantize-host-h100.json"),
-    "losses": ("losses-cpu.json",),
     "export-cost": (EXPORT,),
     "newer-formats": (KERNELS["H100"],),
     "offload-cost": (OFFLOAD,),
     "offload-training": tuple(OFFLOAD_STEPS.values()),
-    "muon-convergence": (MUON_CONVERGENCE,),
     "muon-in-short": (MUON, MUON_TRAINING),
-    "muon-iterations": (MUON,),
-    "muon-step": (MUON,),
-    "muon-training": (MUON_TRAINING,),
-    "plan-step": ("requantize-h200.json",),
-    "patch-sources": (SOURCES,),
     "published": (PUBLISHED,),
     "published-launches": (PUBLISHED,),
     "requantize": tuple(KERNELS.values()),
     "fused-step": tuple(FUSED_STEPS),
-    "fused-step-host": (*SAME_IN_STOCK, MANY_WEIGHTS, GRAPHED[0]),
-    "soak": (SOAK,),
+    "fused-step-host": (*SAME_IN_STOCK, MANY_WEIGHTS),
     "step-kernels": ("requantize-h200.json",),
     "steps": tuple(f"step-{name}.json" for name in STEPS),
-    "ten-rows": (ROWS,),
-    "ten-rows-gpu": (ROWS_GPU,),
-    "rows-with-options": (ROWS_WITH_OPTIONS,),
-    "rows-of-modules": (ROWS_OF_MODULES,),
     "tensorwise-kernels": (TENSORWISE_KERNELS,),
-    "tensorwise-step": (TENSORWISE_STEP,),
-    "upstream": (UPSTREAM,),
-    "upstream-buffers": (UPSTREAM_BUFFERS,),
-    "upstream-grouped": (UPSTREAM_GROUPED,),
-    "upstream-grouped-gpu": (UPSTREAM_GROUPED_GPU,),
-    "upstream-main": (UPSTREAM_MAIN,),
-    "upstream-dev": (UPSTREAM_DEV,),
-    "upstream-engine": (UPSTREAM_ENGINE,),
     "versions": (VERSIONS,),
-    "versions-on-gpus": (VERSIONS_GPU, OLDEST_ENGINE_STEP),
-    "steps-in-short": tuple(FUSED_STEPS),
     "losses-in-short": (CURVES,),
 }
 """Block -> result files that it is generated from."""

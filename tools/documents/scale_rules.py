@@ -79,7 +79,7 @@ def _times(codes: Tensor, scale: Tensor) -> Tensor:
     return ((codes.float() - 8) * scale).bfloat16().float()
 
 
-OURS = "this package"
+OURS = "moe_optim"
 RULES = (
     Rule(
         "mxfp4",

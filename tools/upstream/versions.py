@@ -75,7 +75,7 @@ class Wanted:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         extras = project["optional-dependencies"]
         own = [*project["dependencies"], *extras["megatron"], *extras["dev"]]
-        pinned = {"torch", "megatron-core"}
+        pinned = {"torch", "megatron-core", "moe_optim"}  # the last: extras of its own
         kept = [line for line in own if re.match(r"[\w.-]+", line)[0] not in pinned]
         core = f"megatron-core=={self.megatron_core}" if self.checkout is None else ""
         return [f"torch=={self.torch}", core or str(self.checkout), *kept]

@@ -31,6 +31,7 @@ from moe_optim.commands.train.summary import print_summary, write_summary
 from moe_optim.commands.train.text_files import find_text, standard_library_text
 from moe_optim.config.recipes import Recipe, check_requirements, load_recipe
 from moe_optim.errors import ConfigError, raise_faults
+from moe_optim.formats import FORMATS
 from moe_optim.integration.argv import data_flags, flags, last_value, spell_format
 from moe_optim.screen import fail, results_console
 
@@ -129,6 +130,8 @@ class _Training:
             last_log=result.logs / str(self.ranks - 1) / "stdout.log",
         )
         print_summary(summary, self.folder, self._longer(summary["iterations"]), self.console)
+        for line in self._uses(summary["format"]):
+            self._say(line)
         return 0
 
     @property
@@ -265,6 +268,16 @@ class _Training:
         if samples is not None:  # Megatron takes one of the two
             length = ["--train-samples", str(2 * int(samples))]
         return f"{self._resume_command()} -- {shlex.join([*length, OVERRIDE_SCHEDULE])}"
+
+    def _uses(self, format: str) -> list[str]:
+        """Return commands that use the run; conversions only for models with names elsewhere."""
+        run = str(self.folder.path)
+        commands = {"moe-optim report": [run]}
+        if "--qk-layernorm" in flags(self.megatron_argv):  # the layers of Qwen3
+            exported = format if format in FORMATS else "mxfp8"
+            commands["moe-optim convert --to hf"] = [run, f"{run}/hf"]
+            commands[f"moe-optim export --format {exported}"] = [run, f"{run}/{exported}"]
+        return [f"{command} {shlex.join(paths)}" for command, paths in commands.items()]
 
     def _resume_command(self) -> str:
         """Return the command that resumes this run, which inherits --set, --text and flags."""

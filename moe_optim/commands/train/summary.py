@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MODEL_KEYS = ("format", "optimizer", "parameters", "quantized_parameters", "rank0")
+STEPS: Mapping[str | None, str] = {
+    "fused": "fused: moe_optim's own, one pass over gradients, masters and moments",
+    "stock": "stock: Megatron's code, as on a CPU; a GPU with kernels takes the fused step",
+}
+"""Step of a run, as its description records it -> what the last screen says of it."""
 _TEST_LOSS = re.compile(r" validation loss at .* on test set \| lm loss value: (\S+)")
 
 
@@ -176,6 +181,7 @@ def print_summary(
     trained = summary["iterations"] - (summary["resumed_from"] or 0)
     rows = {
         "expert weights": f"{summary['format']}, {summary['optimizer']}",
+        "optimizer step": STEPS.get(summary["rank0"].get("step")),
         "parameters": f"{total:,}, {quantized:,} of them quantized ({share:.0%})",
         "training loss": f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}",
         "held-out loss": held_out and f"{held_out[0]:.4f} -> {held_out[-1]:.4f}",

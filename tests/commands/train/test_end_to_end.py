@@ -86,6 +86,15 @@ def test_what_the_quickstart_leaves_converts_with_masters_and_moments(run_folder
     assert all(f"\n{row} " in said for row in ("weights", "param", "exp_avg", "exp_avg_sq"))
 
 
+def test_what_the_quickstart_leaves_goes_on_to_transformers_and_to_engines(run_folder):
+    saved, beside = str(run_folder), run_folder.parent
+    assert cli.main(["convert", "--to", "hf", saved, str(beside / "whole")]) == 0
+    assert cli.main(["export", "--format", "mxfp8", saved, str(beside / "mxfp8")]) == 0
+    for folder in ("whole", "mxfp8"):
+        config = json.loads((beside / folder / "config.json").read_text())
+        assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+
+
 def test_a_second_run_in_the_same_folder_is_refused(run_folder, capsys):
     assert train(run_folder) == 2
     assert "already contains a run" in capsys.readouterr().err

@@ -24,7 +24,7 @@ MODEL = {
     "format": "mxfp8",
     "parameters": 1000,
     "quantized_parameters": 750,
-    "rank0": {"buckets": 4},
+    "rank0": {"buckets": 4, "step": "stock"},
 }
 
 
@@ -147,6 +147,7 @@ def test_the_last_screen_says_what_to_do_next_in_words_of_a_shell(tmp_path, fact
         "0.4000 -> 0.1000",
         "3.4000 (nats/byte",
         "750 of them quantized (75%)",
+        "stock: Megatron's code",
         "30 s for 15 iterations",
         f"tensorboard --logdir '{folder.tensorboard}'",
         "moe-optim train --resume",

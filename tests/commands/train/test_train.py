@@ -329,3 +329,12 @@ def test_an_index_that_a_full_disk_cut_off_is_never_used(command, run):
     assert command()[0] == 0
     assert not cache.exists()
     shutil.rmtree(run)
+
+
+def test_the_last_lines_are_commands_that_use_the_run(command, run):
+    screen = command()[1]
+    assert screen.endswith(
+        f"moe-optim report {run}\n"
+        f"moe-optim convert --to hf {run} {run}/hf\n"
+        f"moe-optim export --format mxfp8 {run} {run}/mxfp8\n"
+    )
