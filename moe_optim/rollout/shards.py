@@ -12,7 +12,9 @@ from typing import Literal, get_args
 from moe_optim.errors import ConfigError, LayoutError
 
 Placement = Literal["contiguous", "round_robin"]
+"""Distribution of experts over expert-parallel ranks."""
 Shape = tuple[int, int, int]
+"""Experts, rows, and bytes per row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +24,9 @@ class Shard:
     experts: tuple[int, ...]
     """Global numbers, in local order."""
     part: int = 0
+    """Which part of each."""
     parts: int = 1
+    """Parts of each expert."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +38,7 @@ class Segment:
     local: int
     """Offset in the shard."""
     length: int
+    """Rows, or bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +62,11 @@ class StackedTensor:
     """Rows per alternating gate and up block in training; None: gate rows precede up rows."""
 
     def local_shape(self, shard: Shard) -> Shape:
-        """Return experts, rows, and bytes per row on a rank."""
+        """Return experts, rows, and bytes per row on a rank.
+
+        Args:
+            shard: shard of the rank.
+        """
         _, *sizes = self.shape
         if self.axis is not None:
             sizes[self.axis] //= shard.parts
@@ -84,7 +93,10 @@ class StackedTensor:
         )
 
     def segments(self, shard: Shard, *, in_training: bool) -> Iterator[Segment]:
-        """Yield the segments of a shard along ``axis``; all rows if it is None."""
+        """Yield the segments of ``shard`` along ``axis``; all rows if it is None.
+
+        ``in_training``: whether gate and up rows may interleave.
+        """
         length = self.shape[1 + (self.axis or 0)]
         if self.axis is None:
             yield Segment(start=0, local=0, length=length)
@@ -118,6 +130,7 @@ class EngineLayout:
     """
 
     expert_parallel_size: int = 1
+    """Ranks that experts are distributed over."""
     tensor_parallel_size: int = 1
     """Ranks that share an expert: rows of gate and of up, columns of down."""
     placement: Placement = "contiguous"
@@ -151,7 +164,7 @@ class EngineLayout:
         return self.replicas * self.expert_parallel_size * self.tensor_parallel_size
 
     def shard(self, rank: int, experts: int) -> Shard:
-        """Return what a rank holds of a layer with ``experts`` experts.
+        """Return what engine rank ``rank`` holds of a layer with ``experts`` experts.
 
         Raises:
             ConfigError: fewer experts than expert-parallel ranks.

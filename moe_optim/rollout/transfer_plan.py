@@ -18,8 +18,9 @@ class Corner:
     step: int
     """Distance between experts."""
     row: int
+    """First row."""
     column: int
-    """In bytes."""
+    """First byte of each row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,9 +57,11 @@ class TransferPlan:
     """
 
     tensors: tuple[StackedTensor, ...]
+    """Stacked tensors, in model order."""
     training: tuple[Mapping[str, Shard], ...]
     """Shards of each training rank, by tensor name."""
     engine: EngineLayout
+    """Layout of the engine."""
     transfers: tuple[Transfer, ...]
     """Ordered by tensor, then by engine rank."""
 
@@ -117,7 +120,7 @@ def plan_of_shards(
     sends.
 
     Args:
-        tensors: stacked tensors of the model.
+        tensors: records of the model's stacked tensors, with shapes in bytes of any dtype.
         training: shards of each training rank, by tensor name; a rank need not hold every tensor.
         engine: layout of the engine.
         beside: engine rank -> training rank at the same place, such as on the same GPU, which is
