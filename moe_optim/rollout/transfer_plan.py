@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 from moe_optim.errors import LayoutError, listed
@@ -134,12 +135,13 @@ def plan_of_shards(
     beside = beside or {}
     load = dict.fromkeys(range(len(training)), 0)
     transfers: list[Transfer] = []
+    boxes_of = cache(_boxes)  # layers are alike
     for tensor in tensors:
         holders = _holders(tensor, training)
         tensor.require_whole_blocks(engine.tensor_parallel_size, "the engine")
         for receiver in range(engine.size):
             shard = engine.shard(receiver, tensor.shape[0])
-            for box in _boxes(tensor, holders, shard):
+            for box in boxes_of(replace(tensor, name=""), tuple(holders), shard):
                 ranks = holders[box.shard]
                 sender = beside.get(receiver)
                 if sender not in ranks:
@@ -207,10 +209,9 @@ def _require_every_part(
         )
 
 
-def _boxes(
-    tensor: StackedTensor, holders: Mapping[Shard, list[int]], needed: Shard
-) -> Iterator[_Box]:
-    """Yield the boxes of one engine rank."""
+def _boxes(tensor: StackedTensor, holders: Sequence[Shard], needed: Shard) -> list[_Box]:
+    """Return the boxes of one engine rank."""
+    boxes = []
     targets = list(tensor.segments(needed, in_training=False))
     _, rows, columns = tensor.local_shape(needed)
     for held in holders:
@@ -224,12 +225,14 @@ def _boxes(
                 size[tensor.axis or 0] = end - start
                 at, to = source.local + start - source.start, target.local + start - target.start
                 for own, theirs in _pairs(held.experts, needed.experts):
-                    yield _Box(
+                    box = _Box(
                         shard=held,
                         shape=(len(own), size[0], size[1]),
                         source=_corner(own, tensor.axis, at),
                         target=_corner(theirs, tensor.axis, to),
                     )
+                    boxes.append(box)
+    return boxes
 
 
 def _corner(experts: range, axis: int | None, offset: int) -> Corner:
