@@ -2,8 +2,8 @@
 
 Takes steps of Adam, and compares the bytes of the weights before and after, in whole blocks of
 several sizes. Moments begin as after many steps: of gradients drawn anew, exp_avg is normal with
-deviation sqrt((1 - beta1) / (1 + beta1)) of the gradients'. The optimizer is the fused step in plain
-torch.
+deviation sqrt((1 - beta1) / (1 + beta1)) of the gradients'. The optimizer is the fused step in
+plain torch.
 """
 
 import argparse
@@ -65,8 +65,8 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser = kinds.add_parser(
         "changed",
         help="share of weights that steps at small learning rates change",
-        description="Take steps of Adam on a CPU, with moments as after many steps, and count the bytes of weights "
-        "that differ, and those that an update of whole changed blocks with their positions has.",
+        description="Take steps of Adam on a CPU, with moments as after many steps. Count the "
+        "bytes of weights that differ, and those of an update of whole blocks and positions.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -103,9 +103,9 @@ def run(args: argparse.Namespace) -> int:
     rows = (row for case in cases for row in measure(case, args.format))
     fill_report(report, rows, args.json, _progress)
     title = f"{' x '.join(map(str, args.shape))}; {report['device']}"
-    rows = map(_spelt, report["rows"])
+    spelt = map(_spelt, report["rows"])
     texts = ("format", "gradients")
-    print_table(results_console(), table_of_rows(title, COLUMNS, rows, texts=texts))
+    print_table(results_console(), table_of_rows(title, COLUMNS, spelt, texts=texts))
     return 0
 
 
