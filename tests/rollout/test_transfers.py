@@ -1,0 +1,135 @@
+"""Experts leave by linear: one transfer, views of what arrives, and an order that is kept."""
+
+import math
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.rollout.test_export_weights import (
+    EXPERTS,
+    Setup,
+    build,
+    expected,
+    exported,
+    initialize,
+    step,
+)
+from tests.support.bytes import assert_same_tensors
+from tests.support.ranks import run_ranks
+
+pytest.importorskip("megatron.core")
+
+LINEARS, LAYERS = 2, 4
+SETUPS = {
+    "experts over ranks": Setup({"expert_model_parallel_size": 2}),
+    "experts cut": Setup({"expert_tensor_parallel_size": 2}, model={"moe_ffn_hidden_size": 256}),
+    "layers over ranks": Setup({"pipeline_model_parallel_size": 2}),
+}
+
+
+class Collectives(TorchDispatchMode):
+    """Names the collectives that are called while it is entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def _transfers():
+    import moe_optim
+
+    initialize()
+    facts = {}
+    for name, setup in SETUPS.items():
+        chunks, _ = build(setup)
+        for layout in ("hf_per_expert", "hf"):
+            pairs, calls = moe_optim.export_weights(chunks, layout=layout), Collectives()
+            own = {one for one, _ in moe_optim.export_weights(chunks, layout=layout, experts="own")}
+            with calls:
+                given = {key: tensor for key, tensor in pairs if ".experts." in key}
+            dense = [call for call in calls.names if "coalesced" not in call]
+            memory = {one.untyped_storage().data_ptr() for one in given.values()}
+            arrived = {one.untyped_storage().data_ptr() for k, one in given.items() if k not in own}
+            whole = [one.data_ptr() % 16 for key, one in given.items() if layout == "hf"]
+            facts[name, layout] = (
+                len(calls.names) - len(dense),
+                len(memory),
+                len(arrived),
+                sum(whole),
+            )
+    return facts
+
+
+def test_a_linear_arrives_in_one_transfer_and_its_tensors_are_views_of_one_bucket():
+    """Of all local experts, data and scales; aligned."""
+    linears = LAYERS * LINEARS
+    for facts in run_ranks(2, _transfers):
+        for layout in ("hf_per_expert", "hf"):
+            calls, memory, arrived, unaligned = facts["experts over ranks", layout]
+            assert (calls, memory, unaligned) == (linears, linears, 0)
+            assert facts["experts cut", layout][0] == linears
+            calls, memory, arrived, unaligned = facts["layers over ranks", layout]
+            assert (calls, arrived, unaligned) == (0, linears // 2, 0)
+
+
+def _exchanges():
+    initialize()
+    counts = []
+    mxfp8, blocks = (
+        Setup({"expert_model_parallel_size": 2}, {"format": format})
+        for format in ("mxfp8", "fp8_block")
+    )
+    for setup in (mxfp8, mxfp8, blocks, mxfp8):
+        chunks, optimizer = build(setup)
+        for _ in range(2):
+            step(chunks, optimizer)
+            with patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
+                given = exported(chunks)
+            counts.append(exchange.call_count)
+            assert_same_tensors(given, expected(chunks, optimizer))
+    return counts
+
+
+def test_ranks_exchange_their_records_once_for_equal_models():
+    """Values are read at every export; the order is kept, also for a model built again."""
+    first, again = 1, 0
+    assert (
+        run_ranks(2, _exchanges) == [[first, again, again, again, first, again, again, again]] * 2
+    )
+
+
+def test_buckets_hold_no_more_than_asked_and_at_least_an_expert_of_each_rank():
+    from moe_optim.experts.keys.layouts import get_layout
+    from moe_optim.rollout.exported_as import ExportedAs
+    from moe_optim.rollout.order import ExportOptions, make_order
+    from moe_optim.rollout.units import HeldExperts
+
+    records = {
+        rank: [
+            HeldExperts(
+                linear="decoder.layers.0.mlp.experts.linear_fc2", hf_layer=0, kind="weight",
+                first=EXPERTS * rank, count=EXPERTS, shape=(128, 128), format="bf16",
+            )
+        ]
+        for rank in range(2)
+    }  # fmt: skip
+    each = 2 * 128 * 128 * 2  # bytes of one expert of both ranks
+    for nbytes, units in ((1, 4), (each, 4), (3 * each, 2), (4 * each, 1)):
+        for layout in ("sequential", "grouped"):
+            options = ExportOptions(
+                exported=ExportedAs(get_layout(layout), None), own=False, bucket_bytes=nbytes,
+                vocab_size=None, heads=None,
+            )  # fmt: skip
+            order = make_order(options, records, rank=0)
+            assert len(order.units) == (units if layout == "sequential" else 1)
+            names = [name for unit in order.units for name in unit.names]
+            assert len(set(names)) == len(names) == (2 * EXPERTS if layout == "sequential" else 1)
+            covered = math.fsum(unit.stop - unit.start for unit in order.units)
+            assert covered == EXPERTS
