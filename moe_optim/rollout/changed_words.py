@@ -58,7 +58,7 @@ class ChangedWords:
     def __init__(self) -> None:
         self._generation = Generation(sender=secrets.token_hex(8), number=0)
         self._sizes: dict[str, int] = {}
-        self._record = torch.empty(0, dtype=torch.int32)
+        self._record = torch.empty(0, dtype=torch.int32, device="cpu")
 
     @torch.no_grad()
     def export(self, weights: Weights, *, full: bool = False) -> Update:
@@ -145,7 +145,7 @@ class ChangedWordsReceiver:
         counts = [0, *accumulate(map(_words, update.sizes.values()))]
         ends = counts
         if update.positions is not None:
-            edges = torch.tensor(counts, device=update.positions.device)
+            edges = torch.tensor(counts, dtype=torch.int64, device=update.positions.device)
             ends = torch.searchsorted(update.positions.long(), edges).tolist()
         for number, name in enumerate(update.sizes):
             here = slice(ends[number], ends[number + 1])
