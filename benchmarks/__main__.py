@@ -4,7 +4,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from benchmarks import checkpoint, convert, copies, experts_report, gather, requantize_report, step
+from benchmarks import (
+    changed,
+    checkpoint,
+    convert,
+    copies,
+    experts_report,
+    gather,
+    requantize_report,
+    step,
+)
 from benchmarks.export import command as export
 from benchmarks.muon import command as muon
 from benchmarks.offload import command as offload
@@ -18,6 +27,7 @@ KINDS = {
     "step": step,
     "offload": offload,
     "export": export,
+    "changed": changed,
     "experts": experts_report,
     "copies": copies,
     "muon": muon,

@@ -69,6 +69,7 @@ HEALTH_STEPS = (FUSED, "step-health-1-h200.json")
 """The same training without health samples, and with one per iteration."""
 OFFLOAD = "offload-h200.json"
 EXPORT = "export-2x-h200.json"
+CHANGED = "changed-cpu.json"
 OFFLOAD_STEPS = {
     "0": FUSED,
     "0.5": "step-offload-0.5-h200.json",
@@ -623,6 +624,25 @@ def export_cost() -> str:
     ) + table(header, lines)
 
 
+def changed_words() -> str:
+    report = read_result(CHANGED)
+    rows = {
+        (row["format"], row["lr"], row["gradients"], row["steps"]): row for row in report["rows"]
+    }
+    header = ["format", "changed at 5e-7", "at 1e-6", "at 1e-5"]
+    header += ["update at 1e-6", "same gradients", "16 steps", "by 128 B", "by 4 KiB"]
+    lines = []
+    for name in dict.fromkeys(row["format"] for row in report["rows"]):
+        changed = [rows[name, lr, "noise", 1]["changed"] for lr in (5e-7, 1e-6, 1e-5)]
+        step = rows[name, 1e-6, "noise", 1]
+        words = [step, rows[name, 1e-6, "the same", 1], rows[name, 1e-6, "noise", 16]]
+        sent = [row["sent_4"] for row in words] + [step["sent_128"], step["sent_4096"]]
+        lines.append(
+            [f"`{name}`", *(f"{one:.3%}" for one in changed), *(f"{one:.2%}" for one in sent)]
+        )
+    return table(header, lines)
+
+
 def offload_cost() -> str:
     report = read_result(OFFLOAD)
     header = ["format", "`offload_states`", "states on the host", "peak on the GPU", "step"]
@@ -879,6 +899,7 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "graphed-step": graphed_step,
     "health-cost": health_cost,
     "host": host,
+    "changed-words": changed_words,
     "export-cost": export_cost,
     "newer-formats": newer_formats,
     "offload-cost": offload_cost,
@@ -907,6 +928,7 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "copies": (COPIES,),
     "health-cost": (HEALTH, *HEALTH_STEPS),
     "host": ("requantize-h100.json", "requantize-host-h100.json"),
+    "changed-words": (CHANGED,),
     "export-cost": (EXPORT,),
     "newer-formats": (KERNELS["H100"],),
     "offload-cost": (OFFLOAD,),
