@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from moe_optim.checkpoint.files.archives import Archive
 from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
-from moe_optim.checkpoint.files.folders import iteration_folders
+from moe_optim.checkpoint.files.folders import CONFIG_FILE, iteration_folders
 from moe_optim.checkpoint.files.metadata import METADATA, Blob, read_blobs
 from moe_optim.checkpoint.files.pickles import no_collections
 from moe_optim.checkpoint.files.reader import TensorInfo
-from moe_optim.checkpoint.files.torch_dist import CONFIG_FILE, TorchDistReader
+from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.integrity import (
     OTHER_FILE,
     Vetted,

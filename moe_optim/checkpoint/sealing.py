@@ -20,7 +20,7 @@ from moe_optim.checkpoint.files.checksum_manifest import (
     sha256_of,
     write_checksums,
 )
-from moe_optim.checkpoint.files.torch_dist import CONFIG_FILE
+from moe_optim.checkpoint.files.folders import CONFIG_FILE
 from moe_optim.checkpoint.integrity import archives_of, table_checksums
 from moe_optim.integration.agreement import agree, from_first
 
