@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_optim.commands.plan.costs import STOCK_BF16, PlanRow
 from moe_optim.commands.plan.experts import PlannedExperts, is_native
-from moe_optim.commands.plan.gpus import PlannedGpu
+from moe_optim.commands.plan.gpus import GPUS, PlannedGpu
 from moe_optim.config import MoEOptimConfig, field_names, spell
 from moe_optim.config.recipes import Recipe
 from moe_optim.formats import FORMATS
@@ -18,6 +18,8 @@ from moe_optim.spelling import spell_bytes
 GIB = 2**30
 _COMMON = ("mxfp8", "nvfp4", "fp8_block")
 """Formats of Megatron's flags that keep weights quantized."""
+_BLACKWELL_FORMATS = frozenset(("mxfp8", "mxfp8_2d", "nvfp4"))
+"""Formats whose GEMMs Transformer Engine has on Blackwell only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +120,18 @@ def explain(choice: Choice, best: PlanRow | None, rows: Sequence[PlanRow]) -> st
         rest = "keep it to resume a run" if choice.keeps_own else "no run can use it"
         said += f" The recipe uses {choice.own}; {rest}."
     return said
+
+
+def explain_missing_gemms(choice: Choice, experts: PlannedExperts, gpu: str | None) -> str:
+    """Return that a GPU cannot multiply the recipe's weights; empty if it can, or is unknown."""
+    if gpu is None or GPUS[gpu].is_blackwell or not is_native(experts.args):
+        return ""
+    if not _BLACKWELL_FORMATS & set(choice.candidates):
+        return ""
+    return (
+        f"--gpu {gpu}: Transformer Engine has MXFP8 and NVFP4 GEMMs on Blackwell only. Give "
+        "--fp8-recipe blockwise on Hopper, or name a Blackwell GPU."
+    )
 
 
 def explain_fit(row: PlanRow, memory_gib: float, why_unknown: str) -> str:

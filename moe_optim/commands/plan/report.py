@@ -130,6 +130,7 @@ def make_report(args: argparse.Namespace, planned: Planned) -> dict[str, Any]:
     from moe_optim.commands.plan.answers import (
         explain,
         explain_fit,
+        explain_missing_gemms,
         find_choice,
         flags_to_add,
         recommend,
@@ -153,6 +154,7 @@ def make_report(args: argparse.Namespace, planned: Planned) -> dict[str, Any]:
         "commit": commit(),
         "planned": _describe(experts, planned.layout),
         "recommended": explain(choice, best, rows),
+        "missing_gemms": explain_missing_gemms(choice, experts, args.gpu),
         "fits": fit,
         "flags": flags_to_add(choice, best, recipe.moe_optim, hardware.gpu),
         "shown": choice.rows_to_show(),
@@ -195,8 +197,9 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
     for note in notes:
         console.print(f"{note}.", style="dim", soft_wrap=False)
     console.print(report["recommended"], soft_wrap=False)
-    if report["fits"]:
-        console.print(report["fits"], soft_wrap=False)
+    for answer in ("missing_gemms", "fits"):
+        if report[answer]:
+            console.print(report[answer], soft_wrap=False)
     console.print(f"\nAdd these flags:\n  {shlex.join(report['flags'])}")
 
 

@@ -690,6 +690,7 @@ def test_json_holds_every_row_with_the_same_keys(recipe, capsys):
     assert report.keys() == {
         *("command", "commit", "planned", "recommended", "step", "gpu", "gpu_memory_gib", "fits"),
         *("memory_bandwidth_tb_per_s", "rows", "left_out", "flags", "shown", "not_counted"),
+        "missing_gemms",
     }
     assert report["step"] == "fused"
     assert report["not_counted"] == "--num-attention-heads is not given"
@@ -783,6 +784,23 @@ def test_a_gpu_is_its_memory_its_bandwidth_and_its_links(recipe, capsys):
     assert cli.main(["plan", str(recipe), *words]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["gpu_memory_gib"], report["rows"][0]["link_gb_per_s"]) == (70, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "warns"),
+    [
+        ("deepseek_v3", "h100", True),
+        ("qwen3_30b_a3b_nvfp4", "h200", True),
+        ("deepseek_v3", "gb300", False),
+        ("deepseek_v3_fp8_block", "h100", False),
+        ("quickstart", "h100", False),
+    ],
+)
+def test_a_gpu_without_gemms_for_the_recipes_weights_is_named(name, gpu, warns, capsys):
+    """Transformer Engine has MXFP8 and NVFP4 GEMMs on Blackwell only; portable experts use bf16."""
+    assert cli.main(["plan", name, "--gpu", gpu]) == 0
+    said = f"--gpu {gpu}: Transformer Engine has MXFP8 and NVFP4 GEMMs on Blackwell only."
+    assert (said in capsys.readouterr().out) == warns
 
 
 def test_a_plan_ends_with_the_flags_to_add_and_has_no_legend(recipe, capsys):
