@@ -110,7 +110,7 @@ class ExportedAs:
             return expert_prefixes(held.hf_layer)[1]
         raise ConfigError(
             f"export_weights: layout {self.layout.name}: expected experts of decoder.layers.N.mlp "
-            f"or of a layer that predicts further tokens, got {container}, for which Hugging "
+            f"or of an MTP layer, got {container}, for which Hugging "
             "Face's models have no name here. Export in layout sequential, which keeps Megatron's "
             "names."
         )

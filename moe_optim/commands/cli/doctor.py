@@ -44,9 +44,9 @@ _RECIPES = {
     "nvfp4": "nvfp4",
 }
 """Name of a recipe in Transformer Engine -> its name in Megatron's flags."""
-_NATIVE = {"product": "native product", "because": "grouped bf16 GEMM of torch"}
+_NATIVE = {"gemm": "native", "because": "grouped bf16 GEMM of torch"}
 _EMULATED = {
-    "product": "emulated product",
+    "gemm": "emulated",
     "because": "stored in low precision, multiplied in bf16",
 }
 """GEMMs of portable experts in a format without a native kernel."""
@@ -100,7 +100,7 @@ def examine() -> Findings:
         "packages": packages,
         "gpus": gpus,
         "formats": {name: _NATIVE if name == "bf16" else _EMULATED for name in get_args(Format)},
-        "native_products": _native_products() if gpus and has_te else [],
+        "native_gemms": _native_gemms() if gpus and has_te else [],
         "patches": patches,
     }
 
@@ -163,7 +163,7 @@ def _failure(name: str) -> str | None:
     return None
 
 
-def _native_products() -> list[str]:
+def _native_gemms() -> list[str]:
     """Return the recipes for which Transformer Engine reports GEMMs on this GPU."""
     engine = importlib.import_module(_IMPORTED["transformer-engine"])
     asked = {name: getattr(engine, f"is_{name}_available", None) for name in _RECIPES}
@@ -199,7 +199,7 @@ def _render(report: Findings, *, with_patches: bool) -> RenderableType:
     if patches and with_patches:
         parts.append(
             _table(
-                ("patch", "target, reason (off: compatible, applied on demand)"),
+                ("state", "patch, reason (off: compatible, applied on demand)"),
                 _patch_rows(patches),
             )
         )
@@ -230,8 +230,8 @@ def _abilities(report: Findings) -> Iterator[str]:
 
 
 def _spell_native(report: Findings) -> str:
-    if report["native_products"]:
-        return f"{', '.join(report['native_products'])}, which its experts use"
+    if report["native_gemms"]:
+        return f"{', '.join(report['native_gemms'])}, which its experts use"
     if report["packages"]["transformer-engine"]["state"] != "ok":
         return "none, as it is not installed"
     return "none on this machine" if report["gpus"] else "none, as there is no GPU"

@@ -1,4 +1,4 @@
-"""Train a MoE GPT with Megatron and the grouped optimizer on this machine.
+"""Train an MoE GPT with Megatron and the grouped optimizer on this machine.
 
 Arguments after `--` are passed to Megatron unchanged and override the recipe's.
 """

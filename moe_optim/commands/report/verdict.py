@@ -120,7 +120,9 @@ def judge(run: Run, largest: Sequence[Largest], spikes: Sequence[int]) -> str:
         return f"Unknown: the health of quantized experts was not sampled. {jumped}"
     worst = largest[0]
     if not worst.is_above:
-        return f"No sign of it: the largest figure is {worst.sentence()}. {jumped}"
+        return (
+            f"No sign of harm by quantization: the largest figure is {worst.sentence()}. {jumped}"
+        )
     first = min(one.first_above for one in largest if one.first_above is not None)
     if not spikes:
         return f"Figures are high, without harm so far: {worst.sentence()}. {jumped}"

@@ -20,13 +20,13 @@ from moe_optim.formats import FORMATS
 
 ROOT = Path(__file__).parents[3]
 
-KEYS = {"ok", "problems", "moe_optim", "packages", "gpus", "formats", "native_products", "patches"}
+KEYS = {"ok", "problems", "moe_optim", "packages", "gpus", "formats", "native_gemms", "patches"}
 PACKAGES = {"python", "torch", "megatron-core", "transformer-engine", "apex", "triton", "pybind11"}
 PACKAGES |= {"emerging-optimizers"}
 PACKAGE_KEYS = {"version", "path", "checkout", "needed", "state", "note", "problem"}
 PATCH_KEYS = {"id", "state", "target", "because", "remove_when"}
 H100 = Gpu(name="NVIDIA H100", sm=90, memory_gib=79.6)
-PRODUCTS = {"bf16": "native product", **dict.fromkeys(FORMATS, "emulated product")}
+GEMMS = {"bf16": "native", **dict.fromkeys(FORMATS, "emulated")}
 
 
 def fake_package(folder, module, source="", version=None):
@@ -91,8 +91,8 @@ def test_a_working_environment_is_healthy(report):
     assert {patch["state"] for patch in report["patches"]} <= {"off", "not needed"}
 
 
-def test_every_format_says_how_its_products_are_computed(report):
-    assert {name: entry["product"] for name, entry in report["formats"].items()} == PRODUCTS
+def test_every_format_says_how_its_gemms_are_computed(report):
+    assert {name: entry["gemm"] for name, entry in report["formats"].items()} == GEMMS
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_every_format_says_how_its_products_are_computed(report):
         ((), [], "none, as there is no GPU"),
     ],
 )
-def test_products_of_transformer_engine_are_those_that_it_says_it_has(
+def test_gemms_of_transformer_engine_are_those_that_it_says_it_has(
     gpus, recipes, said, light, capsys
 ):
     """The table of formats is headed as of portable experts, which multiply alike everywhere."""
@@ -115,7 +115,7 @@ def test_products_of_transformer_engine_are_those_that_it_says_it_has(
     is_here = {"transformer-engine": {"state": "ok"}}
     light.setattr(doctor, "_examine_package", lambda name: examine(name) | is_here.get(name, {}))
     light.setattr(doctor, "find_gpus", lambda: gpus)
-    assert doctor.examine()["native_products"] == recipes
+    assert doctor.examine()["native_gemms"] == recipes
     main(["doctor"])
     out = capsys.readouterr().out
     assert f"Transformer Engine's own GEMMs: {said}" in out

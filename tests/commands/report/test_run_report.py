@@ -181,7 +181,7 @@ def test_a_jump_of_the_loss_is_found_once_and_noise_is_none():
 def test_the_verdict_is_the_largest_figure_of_all_looks_beside_its_threshold(tmp_path):
     """Also where the last look is calm, and against jumps of the loss before and after it."""
     said = verdict_of(tmp_path / "calm", i10=look_at(), i20=look_at())
-    assert said.startswith("No sign of it: the largest figure is ")
+    assert said.startswith("No sign of harm by quantization: the largest figure is ")
     assert said.endswith("The loss never jumped.") and "% of its threshold 0." in said
     high = "saturated 0.5 (layers.0.fc2, expert 2, iteration 20), above its threshold 0.02"
     said = verdict_of(tmp_path / "no harm", i20=saturating(0.5), i40=look_at())
