@@ -283,7 +283,7 @@ def _over(divisor: int) -> str:
 def floors() -> str:
     rows = enumerate(ORDER)
     return table(
-        ["floor", "rooms"],
+        ["layer", "modules"],
         (
             [
                 str(floor),
