@@ -239,7 +239,7 @@ class _DryRun:
         setup = Setup.of_flags(config, optimizer, ddp, [] if model is None else [model])
         self.faults += [f"refused with the plug-in: {line}" for line in refusals(setup)]
         if model is None:
-            self._add("Of the model's flags the plug-in's refusals are not known yet.")
+            self._add("The plug-in checks the model's flags once these are correct.")
 
     def _add(self, note: str) -> None:
         self.faults[-1] += f" {note}"

@@ -119,7 +119,7 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
         but("--tensor-model-parallel-size", "2"),
         [
             "Megatron: world size (1) is not divisible by total_model_size (total_model_size=2). "
-            "Change these flags. Of the model's flags the plug-in's refusals are not known yet.",
+            "Change these flags. The plug-in checks the model's flags once these are correct.",
         ],
     ),
     "everything at once": (

@@ -18,6 +18,7 @@ from moe_optim.commands.hugging_face.values import MOST_LAYERS
 from moe_optim.environment import Package, find_package
 from moe_optim.errors import ConfigError
 from moe_optim.integration.arguments import FlagsParser, parse_with_megatron
+from moe_optim.screen import quiet
 
 RECORD = Path(__file__).with_name("megatron_flags.json")
 """Written by ``make docs`` from the parser of the installed megatron-core; versions with the same
@@ -43,7 +44,8 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
         except ConfigError:
             if installed is None:
                 raise
-    return parse_with_megatron(argv)  # imports it, which takes seconds
+    with quiet():  # the import takes seconds and warns of optional packages
+        return parse_with_megatron(argv)
 
 
 def is_recorded(installed: Package) -> bool:

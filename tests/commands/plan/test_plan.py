@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import subprocess
+import sys
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -851,6 +853,16 @@ def test_bad_input_is_one_line(words, message, recipe, capsys):
     said = capsys.readouterr().err
     assert said.startswith(f"error: {message.format(recipe)}")
     assert said.count("\n") == 1
+
+
+def test_an_unknown_flag_is_one_line_in_a_process_that_has_not_imported_megatron():
+    """Megatron's parser names the flag; the warnings of its import are not shown."""
+    words = ["plan", "quickstart", "--", "--num-expert-groups-of-mine", "2"]
+    command = [sys.executable, "-m", "moe_optim.commands.cli.main", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == cli.BAD_INPUT
+    assert "unrecognized arguments: --num-expert-groups-of-mine" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_speeds_and_memory_are_positive_numbers(recipe, capsys):
