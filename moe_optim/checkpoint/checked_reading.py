@@ -5,7 +5,7 @@ Replaces torch's reader of torch_dist files while a checkpoint is open in this p
 
 import io
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -45,6 +45,11 @@ def reading(stored: VettedReader | None, group: Any = None) -> Iterator[None]:
         _open = before
 
 
+def together(act: Callable[[], Any]) -> Any:
+    """Call ``act``; in a load of states, raise an error of one rank on all."""
+    return act() if _open is None else agree(act, _open[1])
+
+
 def get_filesystem_reader(
     checkpoint_dir: str | Path, cache_metadata: bool = False, async_strategy: str = "mcore"
 ) -> Any:
@@ -72,7 +77,7 @@ def load_tensors(
 
     if _open is None:
         return stock(self, sharded_state_dict, checkpoint_dir, async_strategy)
-    return agree(act, _open[1])
+    return together(act)
 
 
 class CheckedReader(FileSystemReader):

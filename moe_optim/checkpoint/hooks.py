@@ -29,7 +29,7 @@ from moe_optim.calibration.state_entries import (
     OptionalShardedTensor,
     complete_amaxes,
 )
-from moe_optim.checkpoint.checked_reading import get_filesystem_reader, reading
+from moe_optim.checkpoint.checked_reading import get_filesystem_reader, reading, together
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_states import (
     ManifestRequest,
@@ -225,15 +225,23 @@ def _read_already(stored: TorchDistReader) -> dict[str, ShardedObject]:
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
-    """Load the common state, the first part that is read. No rank communicates.
+    """Load the common state, the first part that is read.
 
+    No rank communicates, except in a load of states: there an error of one rank is raised on all.
     StateError lists all missing or damaged files; LayoutError if the state is not plain data.
     """
+    return together(lambda: _load_common(checkpoint_dir))
+
+
+def _load_common(checkpoint_dir: str | Path) -> Any:
     stock = original(f"{_CORE}:load_common_state_dict")
     if installed_config() is None or not is_local(checkpoint_dir):
         return stock(checkpoint_dir)
     folder = Path(checkpoint_dir)
     stored = open_alone(folder)
+    if (file := stored.common_file) is not None:
+        with stored.opened(file) as archive:
+            archive.compare_checksums()  # Megatron opens it itself
     try:
         with reading(stored):
             common = stock(checkpoint_dir)

@@ -31,7 +31,12 @@ from moe_optim.checkpoint.files.checksum_manifest import (
     read_checksums,
     sha256_of,
 )
-from moe_optim.checkpoint.files.folders import files_of_ranks, iteration_folders, iteration_of
+from moe_optim.checkpoint.files.folders import (
+    COMMON_FILE,
+    files_of_ranks,
+    iteration_folders,
+    iteration_of,
+)
 from moe_optim.checkpoint.files.metadata import METADATA, Blob, read_blobs, read_metadata
 from moe_optim.checkpoint.files.untrusted_files import (
     file_range,
@@ -45,7 +50,6 @@ from moe_optim.errors import StateError
 
 _CONFIG = "metadata.json"
 _BACKEND = "torch_dist"
-_COMMON = "common.pt"  # in torch_dist checkpoints of older Megatron versions
 _LEGACY_MODEL = "model_optim_rng.pt"
 OTHER_FILE = "has other checksums than were recorded: it is another file"
 """What is said of a file of another save."""
@@ -238,6 +242,9 @@ class _Check:
             for name, digests in self.checksums.archives.items():
                 if name in self.archives and len(digests) != 8 * len(self.archives[name]):
                     raise DamageError(name, "has another number of archives than was recorded")
+            if self.checksums.archives or self.checksums.tables:
+                for name in sorted(self.archives.keys() - self.checksums.files):
+                    raise DamageError(name, "was not there when the checksums were recorded")
         except DamageError as error:
             yield error.corrupt
         except OSError as error:
@@ -267,10 +274,14 @@ class _Check:
         self.content = self._read_small(METADATA)
         self.blobs = read_blobs(self.content)
         archives = {name: list(group) for name, group in groupby(self.blobs, lambda one: one.file)}
-        if is_file(path, _COMMON):
-            archives[_COMMON] = self._whole_file(_COMMON)
-        elif not any(blob.key.startswith("common_state") for blob in self.blobs):
-            raise DamageError(METADATA, "names no common state, and there is no common.pt")
+        has_common = any(blob.key.startswith("common_state") for blob in self.blobs)
+        if os.path.lexists(path / COMMON_FILE):  # Megatron prefers it, and follows links
+            if has_common:
+                what = f"is of another save, as {METADATA} names a common state: remove it"
+                raise DamageError(COMMON_FILE, what)
+            archives[COMMON_FILE] = self._whole_file(COMMON_FILE)
+        elif not has_common:
+            raise DamageError(METADATA, f"names no common state, and there is no {COMMON_FILE}")
         return archives
 
     def _whole_file(self, name: str) -> list[Blob]:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from moe_optim.checkpoint.files.archives import Archive
 from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
-from moe_optim.checkpoint.files.folders import CONFIG_FILE, iteration_folders
+from moe_optim.checkpoint.files.folders import COMMON_FILE, CONFIG_FILE, iteration_folders
 from moe_optim.checkpoint.files.metadata import METADATA, Blob, read_blobs
 from moe_optim.checkpoint.files.pickles import no_collections
 from moe_optim.checkpoint.files.reader import TensorInfo
@@ -85,6 +85,7 @@ class VettedReader(TorchDistReader):
         starts: dict[str, list[int]] = defaultdict(list)
         for place in self.metadata.storage_data.values():
             starts[place.relative_path].append(place.offset)
+        starts[COMMON_FILE] = [0]
         return {
             name: {start: number for number, start in enumerate(sorted(found))}
             for name, found in starts.items()
@@ -214,7 +215,7 @@ def _kept_of(folder: Path) -> _Kept | None:
 
 def _version_of(folder: Path) -> _Version:
     """Return what changes on this host when a checkpoint is saved again."""
-    found = [folder / name for name in (METADATA, CONFIG_FILE, CHECKSUM_MANIFEST)]
+    found = [folder / name for name in (METADATA, CONFIG_FILE, CHECKSUM_MANIFEST, COMMON_FILE)]
     stats = [path.stat() for path in found if path.exists()]
     return tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in stats)
 

@@ -20,7 +20,7 @@ from moe_optim.checkpoint.files.checksum_manifest import (
     sha256_of,
     write_checksums,
 )
-from moe_optim.checkpoint.files.folders import CONFIG_FILE
+from moe_optim.checkpoint.files.folders import COMMON_FILE, CONFIG_FILE
 from moe_optim.checkpoint.integrity import archives_of, table_checksums
 from moe_optim.integration.agreement import agree, from_first
 
@@ -82,9 +82,11 @@ def invalidate(checkpoint: Path) -> None:
     """Mark ``checkpoint``, a torch_dist iteration folder, incomplete before it is overwritten.
 
     One process must call this before any rank writes: the old ``metadata.json`` would declare the
-    folder complete. Also removes its checksums; StateError if a file cannot be removed.
+    folder complete. Also removes its checksums, and the common state of older Megatrons; StateError
+    if a file cannot be removed.
     """
-    for name in (CONFIG_FILE, MEGATRONS_MANIFEST, CHECKSUM_MANIFEST):  # the first decides
+    # the first decides; Megatron would prefer an old common state to the one that it saves
+    for name in (CONFIG_FILE, MEGATRONS_MANIFEST, CHECKSUM_MANIFEST, COMMON_FILE):
         remove_record(Path(checkpoint), name)
 
 

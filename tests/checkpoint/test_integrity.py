@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from moe_optim.checkpoint.files import metadata as metadata_file
 from moe_optim.checkpoint.files import untrusted_files
 from moe_optim.checkpoint.files.archives import BLOCK_BYTES
-from moe_optim.checkpoint.files.checksum_manifest import DamageError
+from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST, DamageError
 from moe_optim.checkpoint.integrity import (
     checkpoint_defect,
     corrupt_files,
@@ -208,6 +208,16 @@ def test_checksums_are_recorded_of_a_complete_checkpoint_alone(checkpoint):
     (checkpoint / "__0_0.distcp").unlink()
     with pytest.raises(StateError, match="__0_0.distcp is missing"):
         record_checksums(checkpoint)
+
+
+def test_a_file_that_the_checksums_lack_is_refused(checkpoint):
+    """Nothing says that it belongs to the save, though its own checksums fit."""
+    record_checksums(checkpoint)
+    record = checkpoint / CHECKSUM_MANIFEST
+    content = json.loads(record.read_text())
+    name, _ = content["archives"].popitem()
+    record.write_text(json.dumps(content))
+    assert f"{name} was not there when the checksums" in str(checkpoint_defect(checkpoint))
 
 
 def test_a_checkpoint_that_is_written_over_counts_as_incomplete(checkpoint):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe_optim.checkpoint.files import untrusted_files
+from moe_optim.checkpoint.files.archives import Archive
 from moe_optim.checkpoint.files.pickles import Made
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.commands.conversion.layer_view import LayerView, Rename
@@ -48,6 +49,23 @@ def test_names_shapes_types_and_bits_are_those_that_torch_wrote(template, at_onc
         assert_bytes_equal(reader.read(name), tensor, what=name)
     assert_bytes_equal(reader.read(FC1, 2), expected[FC1][2], what="the third layer")
     assert reader.objects.keys() == {"common_state/shard_0_1", "rng_state/shard_0_1"}
+
+
+def test_the_bytes_of_an_object_are_those_that_were_compared(folder, monkeypatch):
+    """Even if the file changes in between: they are unpickled."""
+    monkeypatch.setattr(untrusted_files, "_READ_AT_ONCE", 0)
+    reader = open_checkpoint(folder)
+    (blob,) = reader.blobs["common_state/shard_0_1"]
+    file, compare = folder / blob.file, Archive.compare_checksums
+    saved = file.read_bytes()
+
+    def compare_and_change(archive):
+        compare(archive)
+        file.write_bytes(bytes(len(saved)))
+
+    monkeypatch.setattr(Archive, "compare_checksums", compare_and_change)
+    assert reader.read_bytes(blob) == saved[blob.start : blob.end]
+    assert file.read_bytes() != saved
 
 
 def test_experts_of_every_layer_are_shown_as_state_dicts_have_them(template):

@@ -7,6 +7,8 @@ from moe_optim.checkpoint.files.untrusted_files import read_file
 
 CONFIG_FILE = "metadata.json"
 """File in which Megatron records the format of a checkpoint."""
+COMMON_FILE = "common.pt"
+"""File in which older Megatrons keep the common state; newer ones prefer it to their own."""
 TRACKER = "latest_checkpointed_iteration.txt"
 """File in which Megatron records the iteration to load."""
 

@@ -1,5 +1,6 @@
 """Reader of Megatron's ``torch_dist`` checkpoints."""
 
+import io
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.checkpoint.files.archives import Archive, reason_of
-from moe_optim.checkpoint.files.folders import CONFIG_FILE
+from moe_optim.checkpoint.files.folders import COMMON_FILE, CONFIG_FILE
 from moe_optim.checkpoint.files.metadata import (
     MAX_NUMBER,
     METADATA,
@@ -33,8 +34,6 @@ from moe_optim.checkpoint.files.untrusted_files import (
 from moe_optim.errors import LayoutError, MoEOptimError, StateError
 
 COMMON_STATE = "common_state"
-COMMON_FILE = "common.pt"
-"""File in which older Megatrons keep ``COMMON_STATE``."""
 OWN_STATE = "moe_optim"
 """Common-state key of facts recorded when Megatron's arguments are unknown."""
 OWN_ARGUMENTS = "arguments"
@@ -136,10 +135,15 @@ class TorchDistReader:
             return archive.read_tensor(blob.dtype, blob.shape)
 
     @contextmanager
-    def opened(self, blob: Blob) -> Iterator[Archive]:
-        """Open the archive of ``blob``; report every foreign error inside the context as damage."""
+    def opened(self, blob: Blob, *, at_once: bool = False) -> Iterator[Archive]:
+        """Open the archive of ``blob``; report every foreign error inside the context as damage.
+
+        ``at_once`` reads all of it into memory, so that no byte can change after it was compared.
+        """
         with self._file_of(blob) as file:
             stream = file_range(file, blob.start, blob.length)
+            if at_once:
+                stream = io.BytesIO(stream.read())
             try:
                 archive = self._archive(stream, blob)
             except Exception as error:  # zipfile raises arbitrary errors for damaged archives
@@ -206,7 +210,10 @@ class TorchDistReader:
                 f"{self.path}: {blob.name}: expected an object of at most {_OBJECT_BYTES:,} bytes, "
                 f"got {blob.length:,}. The checkpoint is damaged: take another one."
             )
-        return b"".join(self.blocks(blob))
+        with self.opened(blob, at_once=True) as archive:
+            archive.compare_checksums()
+            archive.stream.seek(0)
+            return archive.stream.read()
 
     def read_object(self, name: str) -> Any:
         """Return the object called ``name`` as plain data; code that it names does not run."""

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
+from moe_optim.checkpoint.files.folders import COMMON_FILE
 from moe_optim.checkpoint.files.publishing import published
 from moe_optim.checkpoint.files.reader import Recorded
 from moe_optim.checkpoint.files.torch_dist import (
-    COMMON_FILE,
     INTERLEAVE_ARG,
     MANIFEST_INTERLEAVE,
     TorchDistReader,
