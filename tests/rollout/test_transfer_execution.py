@@ -205,6 +205,8 @@ def _misfit(change):
     plan = plan_of_shards([one], [{one.name: everything}], EngineLayout())
     values = {one.name: torch.zeros(one.shape, dtype=torch.uint8)}
     targets = {"none": {}, "size": {one.name: values[one.name][1:]}}.get(change, values)
+    if change == "transposed":
+        targets = {one.name: [torch.zeros(48, 64, dtype=torch.uint8) for _ in range(6)]}
     if change == "items":
         targets = {one.name: values[one.name].view(torch.int32)}
     try:
@@ -220,6 +222,7 @@ def _misfit(change):
         ("none", "w13_weight: expected a tensor of [6, 64, 48], 1 bytes per item, or one for each "
          "expert, got none."),
         ("size", "got 1 of [5, 64, 48] torch.uint8."),
+        ("transposed", "got 6 of [48, 64] torch.uint8."),
         ("items", "got 1 of [6, 64, 12] torch.int32."),
         ("ranks", "engine_ranks: expected 1 different ranks, as planned, got [1, 0]."),
     ],
