@@ -78,7 +78,10 @@ def _update(setups):
     for name, (setup, layouts) in setups.items():
         chunks, optimizer = build(setup)
         step(chunks, optimizer)
-        sources = stacked_experts(chunks)
+        sources, again = stacked_experts(chunks), stacked_experts(chunks)
+        for key in sources:
+            pointers = [[one.data_ptr() for one in every[key]] for every in (sources, again)]
+            assert "scale" in key or pointers[0] == pointers[1], f"{name}: copied {key}"
         whole = whole_weights(chunks, optimizer, setup.knobs["format"])
         for layout in layouts:
             ranks = list(reversed(range(dist.get_world_size())))[: layout.size]
