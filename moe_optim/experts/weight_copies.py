@@ -80,7 +80,7 @@ class WeightCopies:
         if self._is_delayed_wgrad:
             return list(weights)
         made_of = (
-            *((one.data_ptr(), one._version, one.requires_grad) for one in weights),
+            *((id(one), one.data_ptr(), one._version, one.requires_grad) for one in weights),
             None if amax is None or amax.is_inference() else amax._version,
         )
         keeps, kept = self.is_in_step and self.linear.training, self._kept

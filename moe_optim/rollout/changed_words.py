@@ -7,7 +7,7 @@ with their positions.
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -25,8 +25,8 @@ Weights = Mapping[str, Tensor | Sequence[Tensor]]
 class Generation:
     """A state of the weights, as one sender has exported it."""
 
-    sender: str
-    """Random name of the sender, another after a restart."""
+    name: str
+    """Random name of the export, since copies of a sender count alike."""
     number: int
     """Exports so far."""
 
@@ -56,10 +56,11 @@ class ChangedWords:
     """Sender of updates. Keeps a copy of all tensors: memory of their size, on their device."""
 
     def __init__(self) -> None:
-        self._generation = Generation(sender=secrets.token_hex(8), number=0)
+        self._generation = _new_generation(0)
         self._sizes: dict[str, int] = {}
         self._record = torch.empty(0, dtype=torch.int32, device="cpu")
 
+    @torch.inference_mode(False)  # the copy outlives a caller's inference mode
     @torch.no_grad()
     def export(self, weights: Weights, *, full: bool = False) -> Update:
         """Return the words that differ from the last export, and record them. No rank communicates.
@@ -83,6 +84,8 @@ class ChangedWords:
             self._record = torch.zeros(total, dtype=torch.int32, device=device)
             self._sizes, full = sizes, True
         _require_sizes("ChangedWords.export", self._sizes, sizes)
+        base = self._generation
+        self._generation = _new_generation(base.number + 1)  # also if this export fails
         differs = torch.empty(len(self._record), dtype=torch.bool, device=self._record.device)
         start = 0
         for name, size in sizes.items():
@@ -91,8 +94,6 @@ class ChangedWords:
             torch.ne(now, self._record[here], out=differs[here])
             self._record[here] = now
             start = here.stop
-        base = self._generation
-        self._generation = replace(base, number=base.number + 1)
         positions = differs.nonzero().view(-1)
         if len(differs) <= torch.iinfo(torch.int32).max:
             positions = positions.int()
@@ -113,7 +114,7 @@ class ChangedWordsReceiver:
     def __init__(self) -> None:
         self._generation: Generation | None = None
 
-    @torch.no_grad()
+    @torch.inference_mode()  # engines may have made the weights in it
     def apply(self, update: Update, weights: Weights) -> None:
         """Write an update into tensors, which then have the bytes that the sender exported.
 
@@ -215,5 +216,9 @@ def _as_words(pieces: Sequence[Tensor]) -> Tensor:
     return flat.view(torch.int32)
 
 
+def _new_generation(number: int) -> Generation:
+    return Generation(name=secrets.token_hex(8), number=number)
+
+
 def _spelt(generation: Generation) -> str:
-    return f"{generation.number} of {generation.sender}"
+    return f"{generation.number} ({generation.name})"

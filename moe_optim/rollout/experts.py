@@ -39,8 +39,12 @@ class ExportedLinear:
     held: HeldExperts
     linear: ExpertLinear
 
-    def require_readable(self) -> None:
-        """Raise StateError for unreadable weights; read scales of frozen ones anew."""
+    def require_readable(self) -> int:
+        """Raise StateError for unreadable weights; read scales of frozen ones anew.
+
+        Returns:
+            Version of the weights, which another step or load changes if they are quantized.
+        """
         for tensor in self._tensors:
             storage = self._storage(tensor)
             if storage is None:
@@ -48,11 +52,26 @@ class ExportedLinear:
             else:
                 _require_fresh(storage)
                 storage.read_anew()
+        return self._version
 
-    def require_fresh(self) -> None:
-        """Raise StateError if quantized weights are behind their masters, or offloaded."""
+    def require_unchanged(self, version: int) -> None:
+        """Raise StateError if quantized weights are behind their masters, offloaded, or others.
+
+        ``version`` is that of :meth:`require_readable`.
+        """
         for storage in filter(None, map(self._storage, self._tensors)):
             storage.require_fresh()
+        if self._version != version:
+            raise StateError(
+                f"export_weights: {self.held.linear}: expected the weights of the beginning, got "
+                "those of a later step. Take no step, and load nothing, before the iterator is "
+                "exhausted, and begin again."
+            )
+
+    @property
+    def _version(self) -> int:
+        storages = filter(None, map(self._storage, self._tensors))
+        return max((storage.version for storage in storages), default=0)
 
     def buffers(self, start: int, stop: int) -> list[Tensor]:
         """Return this rank's buffers of some of its experts: views, or copies of several tensors.
@@ -63,6 +82,8 @@ class ExportedLinear:
         if len(tensors) == 1:
             whole = self._read(tensors[0])
             return whole if stop - start == self.held.count else [one[start:stop] for one in whole]
+        if stop - start == 1:
+            return self._read(tensors[start])
         return [torch.cat(one) for one in zip(*map(self._read, tensors[start:stop]), strict=True)]
 
     def _read(self, tensor: Any) -> list[Tensor]:

@@ -58,7 +58,7 @@ class TransferPlan:
     """
 
     tensors: tuple[StackedTensor, ...]
-    """Stacked tensors, in model order."""
+    """Stacked tensors, those of the first training rank first, in the order of its chunks."""
     training: tuple[Mapping[str, Shard], ...]
     """Shards of each training rank, by tensor name."""
     engine: EngineLayout

@@ -131,8 +131,7 @@ def _pieces(name: str, given: Stacked | None, shape: Shape, itemsize: int) -> li
     size = experts, rows, columns
     fits = len(pieces) in (1, shape[0]) and all(
         one.itemsize == itemsize
-        and one.numel() == experts * rows * columns
-        and (one.dim() < 3 or tuple(one.shape) == size)
+        and (_long(one.shape) == _long(size) if one.dim() < 3 else tuple(one.shape) == size)
         for one in pieces
     )
     if not fits:
@@ -147,6 +146,10 @@ def _pieces(name: str, given: Stacked | None, shape: Shape, itemsize: int) -> li
         else one.detach().view(_INTEGERS[itemsize])
         for one in pieces
     ]
+
+
+def _long(shape: Sequence[int]) -> list[int]:
+    return [length for length in shape if length > 1]
 
 
 def _views(pieces: Sequence[Tensor], at: Corner, shape: Shape) -> list[Tensor]:

@@ -129,6 +129,8 @@ class _Exporter:
     experts: dict[HeldRecord, ExportedLinear]
     parts: dict[HeldRecord, LocalPart]
     wholes: Wholes = field(default_factory=Wholes)
+    versions: dict[HeldRecord, int] = field(default_factory=dict)
+    """Versions of experts as of the beginning."""
 
     @classmethod
     def of(cls, model_chunks: Any, exported: ExportedAs) -> "_Exporter":
@@ -159,8 +161,8 @@ class _Exporter:
 
     def require_readable(self) -> None:
         """Raise StateError for unreadable weights, before anything is sent."""
-        for local in self.experts.values():
-            local.require_readable()
+        for held, local in self.experts.items():
+            self.versions[held] = local.require_readable()
 
     def stream(
         self, order: ExportOrder, device: torch.device | str | None
@@ -187,7 +189,7 @@ class _Exporter:
         buffers = arriving.wait()
         local = self._local(unit)
         if local is not None:
-            local.require_fresh()  # no step while they were read
+            local.require_unchanged(self.versions[local.held])
         if unit.held.cuts > 1:
             buffers = join_parts(unit.held, buffers, unit.stop - unit.start)
         stacked = self.exported.tensors(unit.held, buffers)

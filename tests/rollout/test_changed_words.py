@@ -1,5 +1,8 @@
 """A receiver of changed words has the bytes of a full export, or refuses the update."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -102,7 +105,7 @@ def test_a_repeated_update_is_refused_with_both_generations():
     trainer.step(1e-6)
     update = sender.export(trainer.weights())
     receiver.apply(update, got)
-    with pytest.raises(StateError, match=r"generation 2 of \w+, got one of 1 of \w+: some were"):
+    with pytest.raises(StateError, match=r"generation 2 \(\w+\), got one of 1 \(\w+\): some were"):
         receiver.apply(update, got)
 
 
@@ -117,6 +120,48 @@ def test_an_update_of_a_restarted_sender_is_not_taken_for_the_old_ones():
     trainer.step(1e-6)
     with pytest.raises(StateError, match="some were lost"):
         receiver.apply(restarted.export(trainer.weights()), got)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_an_update_of_a_copied_sender_is_not_taken_for_that_of_the_other(way):
+    """As of one that a checkpoint has kept; both have counted two exports by then."""
+    sender, receiver, weights = ChangedWords(), ChangedWordsReceiver(), {"a": torch.zeros(100)}
+    got = empty(weights)
+    receiver.apply(sender.export(weights), got)
+    copied = way(sender)
+    weights["a"][1] = 1
+    receiver.apply(sender.export(weights), got)
+    weights["a"][1] = 0
+    copied.export(weights)  # lost
+    weights["a"][2] = 1
+    with pytest.raises(StateError, match="some were lost"):
+        receiver.apply(copied.export(weights), got)
+
+
+def test_words_of_an_export_that_failed_are_not_lost():
+    """It has recorded the first tensor when the second cannot be read."""
+    sender, receiver = ChangedWords(), ChangedWordsReceiver()
+    weights = {"a": torch.zeros(100), "b": torch.zeros(100)}
+    got = empty(weights)
+    receiver.apply(sender.export(weights), got)
+    weights["a"][3] = 1
+    with pytest.raises(RuntimeError, match="meta"):
+        sender.export(weights | {"b": torch.zeros(100, device="meta")})
+    with pytest.raises(StateError, match="full=True"):
+        receiver.apply(sender.export(weights), got)
+    receiver.apply(sender.export(weights, full=True), got)
+    assert_same(got, weights)
+
+
+def test_either_side_may_be_in_inference_mode_at_times():
+    sender, receiver, weights = ChangedWords(), ChangedWordsReceiver(), {"a": torch.zeros(100)}
+    with torch.inference_mode():
+        got = empty(weights)
+        receiver.apply(sender.export(weights), got)
+    for place in (1, 2):
+        weights["a"][place] = 1
+        receiver.apply(sender.export(weights), got)
+        assert_same(got, weights)
 
 
 def test_an_update_has_the_words_that_changed_and_no_more():

@@ -375,6 +375,11 @@ def _errors(chunks, optimizer):
     next(given)
     step(chunks, optimizer)
     refused = {"a step in between": refusal(lambda: list(given))}
+    given = moe_optim.export_weights(chunks, experts="own")
+    next(given)
+    step(chunks, optimizer)
+    exported(chunks)  # which gathers
+    refused["a step and its gather"] = refusal(lambda: list(given))
     for buffer in managed_buffers(chunks):
         buffer.offload_to_cpu(move_grads=False)
     refused["on the host"] = refusal(lambda: exported(chunks))
@@ -403,6 +408,7 @@ def test_an_export_sends_no_more_than_asked_copies_nothing_and_refuses_what_it_c
         ]
         errors = facts["errors"]
         assert "weights of the current masters" in errors["a step in between"]
+        assert "got those of a later step. Take no" in errors["a step and its gather"]
         assert "they are offloaded. Call reload_from_cpu()" in errors["on the host"]
         assert "expected one of hf_per_expert, sequential, hf, grouped" in errors["a layout"]
         assert "expected one of compressed_tensors" in errors["a convention"]

@@ -78,7 +78,10 @@ def _update(setups):
     for name, (setup, layouts) in setups.items():
         chunks, optimizer = build(setup)
         step(chunks, optimizer)
-        sources = stacked_experts(chunks)
+        sources, again = stacked_experts(chunks), stacked_experts(chunks)
+        for key in sources:
+            pointers = [[one.data_ptr() for one in every[key]] for every in (sources, again)]
+            assert "scale" in key or pointers[0] == pointers[1], f"{name}: copied {key}"
         whole = whole_weights(chunks, optimizer, setup.knobs["format"])
         for layout in layouts:
             ranks = list(reversed(range(dist.get_world_size())))[: layout.size]
@@ -205,6 +208,8 @@ def _misfit(change):
     plan = plan_of_shards([one], [{one.name: everything}], EngineLayout())
     values = {one.name: torch.zeros(one.shape, dtype=torch.uint8)}
     targets = {"none": {}, "size": {one.name: values[one.name][1:]}}.get(change, values)
+    if change == "transposed":
+        targets = {one.name: [torch.zeros(48, 64, dtype=torch.uint8) for _ in range(6)]}
     if change == "items":
         targets = {one.name: values[one.name].view(torch.int32)}
     try:
@@ -220,6 +225,7 @@ def _misfit(change):
         ("none", "w13_weight: expected a tensor of [6, 64, 48], 1 bytes per item, or one for each "
          "expert, got none."),
         ("size", "got 1 of [5, 64, 48] torch.uint8."),
+        ("transposed", "got 6 of [48, 64] torch.uint8."),
         ("items", "got 1 of [6, 64, 12] torch.int32."),
         ("ranks", "engine_ranks: expected 1 different ranks, as planned, got [1, 0]."),
     ],
