@@ -72,6 +72,6 @@ class Heads:
             if not torch.equal(tensor.view(torch.uint8), tensors[0].view(torch.uint8)):
                 raise LayoutError(
                     f"{name}: expected the values of {pair.hf[0]}, which Megatron shares with "
-                    "layers that predict further tokens, got others. Megatron has no such model."
+                    "MTP layers, got others. Megatron has no such model."
                 )
         return tensors[0]
