@@ -17,6 +17,7 @@ what was recorded at save time:
 
 import hashlib
 import os
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -189,9 +190,18 @@ def table_checksums(checkpoint: Path, name: str, ranges: list[Range]) -> str:
         checkpoint: folder of one iteration.
         name: file in it.
         ranges: start and length of each archive in bytes.
+
+    Raises:
+        StateError: an archive is damaged.
     """
     with open_file(checkpoint, name) as file:
-        return "".join(Archive(file_range(file, *one)).table_checksum() for one in ranges)
+        try:
+            return "".join(Archive(file_range(file, *one)).table_checksum() for one in ranges)
+        except zipfile.BadZipFile as error:
+            raise StateError(
+                f"{checkpoint / name}: expected archives that torch.save writes, got {error}. Save "
+                "the checkpoint again."
+            ) from None
 
 
 def _what_to_load(checkpoint: Path) -> str:

@@ -32,7 +32,7 @@ DEFAULTS = {
     "save_nonfinite": False,
     "trust_unmarked_states": False,
     "trust_checkpoint_code": False,
-    "check_on_load": "thorough",
+    "check_on_load": "loaded",
 }
 
 CHOICES = (  # as messages list them

@@ -123,8 +123,8 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint/sealing.py",
-        "for name in (CONFIG_FILE, MEGATRONS_MANIFEST, CHECKSUM_MANIFEST):",
-        "for name in (MEGATRONS_MANIFEST, CHECKSUM_MANIFEST):",
+        "for name in (CONFIG_FILE, MEGATRONS_MANIFEST, CHECKSUM_MANIFEST, COMMON_FILE):",
+        "for name in (MEGATRONS_MANIFEST, CHECKSUM_MANIFEST, COMMON_FILE):",
         (f"{INTEGRITY}::test_a_checkpoint_that_is_written_over_counts_as_incomplete",),
     ),
     Mutant(

@@ -64,6 +64,17 @@ API: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "moe_optim.quantize_part",
             "moe_optim.parts.ReduceMax",
         ),
+        "rollouts": (
+            "moe_optim.rollout.stacked_experts.plan_transfers",
+            "moe_optim.rollout.stacked_experts.stacked_experts",
+            "moe_optim.rollout.transfers.execute",
+            "moe_optim.rollout.gpu_sharing.share_tensors",
+            "moe_optim.rollout.gpu_sharing.open_tensors",
+            "moe_optim.rollout.gpu_sharing.SharedTensors",
+            "moe_optim.rollout.shards.*",
+            "moe_optim.rollout.transfer_plan.*",
+            "moe_optim.rollout.changed_words.*",
+        ),
         "reference": ("moe_optim.formats.reference.*",),
         "reference-muon": (
             "moe_optim.formats.reference.muon.MuonHyper",

@@ -34,6 +34,7 @@ def test_bash_completes_commands_and_their_options(script):
     assert completed(script, ["moe-optim", "pl"]) == {"plan"}
     assert completed(script, ["moe-optim", "recipes", "co"]) == {"copy"}
     assert completed(script, ["moe-optim", "plan", "quickstart", "--gpu"]) == {
+        "--gpu",
         "--gpus",
         "--gpu-memory",
     }

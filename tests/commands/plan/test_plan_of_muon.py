@@ -127,7 +127,10 @@ def test_the_command_plans_muon_under_both_names(recipe, name, capsys):
     words = ["--gpus", "2", "--json", "-", "--", "--optimizer", name]
     assert cli.main(["plan", recipe, *words]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["rows"] == list(plan_rows(experts_of(optimizer="muon"), [2]))
+    for row, alone in zip(
+        report["rows"], plan_rows(experts_of(optimizer="muon"), [2]), strict=True
+    ):
+        assert row | alone == row  # beside what a command alone knows, such as step times
     assert report["planned"].endswith(", Muon") and report["step"].startswith("fused, not estim")
 
 
