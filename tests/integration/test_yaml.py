@@ -135,7 +135,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {  # change -> beginnings o
     "fields of the model": (
         {"language_model__moe_z_loss_coeff": ..., "language_model__cuda_graph_impl": ...},
         ["--yaml-cfg: expected every field of TransformerConfig in language_model or "
-         "model_parallel, got none of moe_z_loss_coeff, cuda_graph_impl. Add them. The plug-in checks"],
+         "model_parallel, got none of moe_z_loss_coeff, cuda_graph_impl. Add them. The plug-in"],
     ),
     "what Megatron parses": (
         {"enable_msc": ...}, ["--yaml-cfg: expected enable_msc in the file, got none. Add it."],
