@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_optim.buckets.bucket_group import gather_weights
@@ -24,7 +23,7 @@ from moe_optim.calibration.selection import INPUT, WEIGHT, QuantCfg, Selection
 from moe_optim.calibration.state_entries import listen
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.experts.keys.layouts import CALIBRATED_AMAX, CALIBRATED_INPUT_AMAX
-from moe_optim.integration.agreement import agree
+from moe_optim.integration.agreement import agree, gather_objects
 from moe_optim.weights.names import base_of, modules_by_name, with_global_layers
 from moe_optim.weights.te.fields import require_memory
 
@@ -202,8 +201,7 @@ def _named_linears(chunks: Sequence[torch.nn.Module]) -> Iterator[ExpertLinear]:
 
 def _require_one_call(names: list[str], call: dict[str, Any]) -> set[str]:
     """Return the names of all ranks' linears; raise unless all ranks make the same call."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (names, call))
+    ranks = gather_objects((names, call), None)
     every = {name for names, _ in ranks for name in names}
     if not every:
         raise LayoutError(

@@ -28,6 +28,7 @@ from moe_optim.calibration.linears import (
 from moe_optim.errors import LayoutError, refuse
 from moe_optim.experts.keys.layouts import CALIBRATED_INPUT_AMAX, LINEARS
 from moe_optim.formats import get_format
+from moe_optim.integration.agreement import gather_objects
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_config
 from moe_optim.rules import native_formats, native_recipe
@@ -210,8 +211,7 @@ def complete_amaxes(state: Any) -> None:
             assert one.data is not None
             value = None if one.per_expert else one.data.item()
             held[one.key, one.amax_place.sharded_offsets] = value
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, held)
+    ranks = gather_objects(held, None)
     values: dict[tuple[str, Any], set[float | None]] = {}
     for place, value in (item for of_rank in ranks for item in of_rank.items()):
         values.setdefault(place, set()).add(value)

@@ -70,14 +70,21 @@ def load_tensors(
     stock = original(f"{_STRATEGIES}:TorchDistLoadShardedStrategy.load")
 
     def act() -> Any:
-        try:
+        with own_errors():
             return stock(self, sharded_state_dict, checkpoint_dir, async_strategy)
-        except CheckpointException as error:  # of torch, around the error of this rank
-            raise next(iter(error.failures.values()))[0] from None
 
     if _open is None:
         return stock(self, sharded_state_dict, checkpoint_dir, async_strategy)
     return together(act)
+
+
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """Raise the first error that torch has collected of all ranks instead of torch's around it."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
 
 
 class CheckedReader(FileSystemReader):

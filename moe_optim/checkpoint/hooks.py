@@ -29,7 +29,12 @@ from moe_optim.calibration.state_entries import (
     OptionalShardedTensor,
     complete_amaxes,
 )
-from moe_optim.checkpoint.checked_reading import get_filesystem_reader, reading, together
+from moe_optim.checkpoint.checked_reading import (
+    get_filesystem_reader,
+    own_errors,
+    reading,
+    together,
+)
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_states import (
     ManifestRequest,
@@ -242,14 +247,15 @@ def _load_common(checkpoint_dir: str | Path) -> Any:
     if (file := stored.common_file) is not None:
         with stored.opened(file) as archive:
             archive.compare_checksums()  # Megatron opens it itself
-    try:
-        with reading(stored):
-            common = stock(checkpoint_dir)
-    except CheckpointException as error:  # of torch, around the error of this rank
-        raise next(iter(error.failures.values()))[0] from None
-    except Exception:  # arbitrary errors of damaged files; report the file if damage is the cause
-        require_intact(folder, thorough=True)
-        raise
+    with own_errors():
+        try:
+            with reading(stored):
+                common = stock(checkpoint_dir)
+        except CheckpointException:
+            raise
+        except Exception:  # arbitrary errors of damaged files; report the file if that is the cause
+            require_intact(folder, thorough=True)
+            raise
     declare_reshardable(common, stored)
     return common
 

@@ -34,6 +34,7 @@ from moe_optim.checkpoint.files.checksum_manifest import (
 )
 from moe_optim.checkpoint.files.folders import (
     COMMON_FILE,
+    CONFIG_FILE,
     files_of_ranks,
     iteration_folders,
     iteration_of,
@@ -49,7 +50,6 @@ from moe_optim.checkpoint.files.untrusted_files import (
 )
 from moe_optim.errors import StateError
 
-_CONFIG = "metadata.json"
 _BACKEND = "torch_dist"
 _LEGACY_MODEL = "model_optim_rng.pt"
 OTHER_FILE = "has other checksums than were recorded: it is another file"
@@ -105,7 +105,7 @@ def require_intact(
             the same folder.
     """
     check = _Check(Path(checkpoint))
-    check.require_none(check.defects(thorough=thorough, part=part, parts=parts))
+    require_none(check.checkpoint, check.defects(thorough=thorough, part=part, parts=parts))
     return check.blobs
 
 
@@ -129,7 +129,7 @@ def vet(checkpoint: Path) -> Vetted:
     StateError if metadata is missing or damaged. Data files are not opened.
     """
     check = _Check(Path(checkpoint))
-    check.require_none(check.metadata_defects())
+    require_none(check.checkpoint, check.metadata_defects())
     return Vetted(check.content, check.small[METADATA], check.checksums, check.ends)
 
 
@@ -175,7 +175,7 @@ def archives_of(
         StateError: files are missing or incomplete.
     """
     check = _Check(checkpoint, is_finished=is_finished)
-    check.require_none(check.defects())
+    require_none(check.checkpoint, check.defects())
     ranges = {
         name: [(blob.start, blob.length) for blob in blobs]
         for name, blobs in check.archives.items()
@@ -267,10 +267,6 @@ class _Check:
         ends: dict[str, int | None] = dict.fromkeys(listed)
         return ends | {name: blobs[-1].end for name, blobs in self.archives.items()}
 
-    def require_none(self, defects: Iterator[CorruptFile]) -> None:
-        """Raise StateError for defects, naming a checkpoint to load instead."""
-        require_none(self.checkpoint, defects)
-
     def _read_archives(self) -> dict[str, list[Blob]]:
         path = self.checkpoint
         if legacy := files_of_ranks(path):
@@ -280,7 +276,7 @@ class _Check:
             names = [str(file.relative_to(path)) for file in legacy]
             return {name: self._whole_file(name) for name in names}
         if self._is_finished:
-            _require_backend(self._read_small(_CONFIG))
+            _require_backend(self._read_small(CONFIG_FILE))
         self.content = self._read_small(METADATA)
         self.blobs = read_blobs(self.content)
         archives = {name: list(group) for name, group in groupby(self.blobs, lambda one: one.file)}
@@ -302,8 +298,8 @@ class _Check:
         try:
             content = read_metadata(path) if name == METADATA else read_file(path, name)
         except FileNotFoundError as error:
-            if name == _CONFIG:
-                raise DamageError("", f"no {_CONFIG}: it was not saved to the end") from error
+            if name == CONFIG_FILE:
+                raise DamageError("", f"no {CONFIG_FILE}: it was not saved to the end") from error
             raise DamageError(name, "is missing") from error
         except OSError as error:
             raise DamageError(name, f"cannot be read: {error.strerror}") from error
@@ -359,10 +355,10 @@ def _require_backend(config: bytes) -> None:
     try:
         backend = parse_json(config)["sharded_backend"]
     except (ValueError, KeyError, TypeError) as error:
-        raise DamageError(_CONFIG, f"is cut off or damaged: {error}") from error
+        raise DamageError(CONFIG_FILE, f"is cut off or damaged: {error}") from error
     if backend != _BACKEND:
         named = repr(backend)[:40] if isinstance(backend, str) else "none"
-        raise DamageError(_CONFIG, f"names the backend {named}, expected {_BACKEND!r}")
+        raise DamageError(CONFIG_FILE, f"names the backend {named}, expected {_BACKEND!r}")
 
 
 class _Archives:

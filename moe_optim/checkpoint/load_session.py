@@ -33,7 +33,7 @@ from moe_optim.checkpoint.integrity import (
     size_defects,
     vet,
 )
-from moe_optim.integration.agreement import agree, from_first
+from moe_optim.integration.agreement import agree, from_first, gather_objects
 from moe_optim.integration.installation import config_or_bf16
 
 logger = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ class VettedReader(TorchDistReader):
     """A checkpoint whose metadata was vetted, by this rank or by the first one.
 
     Attributes:
-        metadata: what torch unpickles from ``.metadata``.
-        vetted: what one rank read for all.
+        metadata: content of ``.metadata``, unpickled as torch does.
+        vetted: metadata and checksums that one rank read for all.
     """
 
     def __init__(self, path: Path, vetted: Vetted, *, compares: bool) -> None:
@@ -155,7 +155,7 @@ def open_session(folder: Path, group: Any) -> VettedReader:
     """
     kept = _kept_of(folder)
     mine = None if kept is None else (kept.stored.identity, kept.is_checked)
-    everywhere = _gather(mine, group)
+    everywhere = gather_objects(mine, group)
     if kept is None or any(one is None or one[0] != everywhere[0][0] for one in everywhere):
         vetted = from_first(lambda: vet(folder), group)
         kept = agree(lambda: _keep(folder, vetted), group)
@@ -168,16 +168,10 @@ def open_session(folder: Path, group: Any) -> VettedReader:
 def _check(folder: Path, vetted: Vetted, group: Any) -> None:
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     share = {name: vetted.ends[name] for name in sorted(vetted.ends)[rank::ranks]}
-    found = _gather(list(size_defects(folder, share)), group)
+    found = gather_objects(list(size_defects(folder, share)), group)
     require_none(folder, sorted({defect for one in found for defect in one}, key=str))
     if from_first(lambda: _must_read_all(folder, vetted), group):
         agree(lambda: require_intact(folder, thorough=True, part=rank, parts=ranks), group)
-
-
-def _gather(mine: Any, group: Any) -> list[Any]:
-    everywhere: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, mine, group=group)
-    return everywhere
 
 
 def open_alone(folder: Path) -> VettedReader:

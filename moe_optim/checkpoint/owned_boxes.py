@@ -19,7 +19,6 @@ from operator import add, le, mul, sub
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -32,6 +31,7 @@ from moe_optim.checkpoint.expert_entries import entries_of
 from moe_optim.checkpoint.flat_states import OwnedRange, flat_states, owned_ranges
 from moe_optim.checkpoint.staging import MadeTensor
 from moe_optim.errors import LayoutError, listed
+from moe_optim.integration.agreement import gather_objects
 from moe_optim.weights.names import parameter_names
 
 REQUESTS = "moe_optim_requests"
@@ -300,9 +300,7 @@ def find_tiling_faults(optimizer: Any) -> list[str]:
     held = [param for buffer in optimizer.buffers for param in buffer.param_index_map]
     numbers = {param: number for number, param in enumerate(held)}
     owned = [(numbers[one.param], one.start, one.end) for one in owned_ranges(optimizer)]
-    group = optimizer.data_parallel_group
-    everywhere: list[list[tuple[int, int, int]]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(everywhere, owned, group=group)
+    everywhere = gather_objects(owned, optimizer.data_parallel_group)
     ends = [(number, prod(param.shape), 0) for number, param in enumerate(held)]
     names = parameter_names(optimizer.model_chunks)
     faults = []

@@ -22,7 +22,7 @@ from moe_optim.checkpoint.files.checksum_manifest import (
 )
 from moe_optim.checkpoint.files.folders import COMMON_FILE, CONFIG_FILE
 from moe_optim.checkpoint.integrity import archives_of, table_checksums
-from moe_optim.integration.agreement import agree, from_first
+from moe_optim.integration.agreement import agree, from_first, gather_objects
 
 _WRITER = re.compile(r".*__(\d+)_\d+\.distcp")
 
@@ -60,8 +60,7 @@ def record_data(checkpoint: Path) -> None:
         },
         None,
     )
-    everywhere: list[dict[str, str]] = [{} for _ in range(ranks)]
-    dist.all_gather_object(everywhere, mine)
+    everywhere = gather_objects(mine, None)
     of_files = {name: digests for one in everywhere for name, digests in one.items()}
     from_first(lambda: write_checksums(checkpoint, Checksums(whole, of_files)), None)
 

@@ -3,9 +3,8 @@
 import re
 from typing import Any
 
-import torch
-
 from moe_optim.calibration.state_entries import synchronize_amax
+from moe_optim.integration.agreement import gather_objects
 from moe_optim.integration.engine import original
 from moe_optim.weights.names import BASE, is_wrapper, unwrapped_name
 
@@ -64,7 +63,6 @@ def _differ_in_frozen(model: list[Any]) -> bool:
         for name, module in chunk.named_modules():
             if not name.endswith(f".{BASE}"):
                 names[is_wrapper(module)].add(_LAYER.sub("*", unwrapped_name(name)))
-    of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(of_ranks, names)
+    of_ranks = gather_objects(names, None)
     trained = set().union(*(of_rank[True] for of_rank in of_ranks))
     return any(trained & of_rank[False] for of_rank in of_ranks)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from moe_optim.integration.agreement import gather_objects
 from moe_optim.weights.names import modules_by_name, unwrapped_name
 
 _WEIGHT = re.compile(
@@ -40,8 +40,7 @@ class ExpertRows:
     @classmethod
     def of_all_ranks(cls, mine: Iterable[ExpertName]) -> "ExpertRows":
         """Return the rows of the experts of all ranks. Every rank must call it, with its own."""
-        gathered: list[Sequence[ExpertName]] = [()] * dist.get_world_size()
-        dist.all_gather_object(gathered, list(mine))
+        gathered = gather_objects(list(mine), None)
         return cls(name for of_rank in gathered for name in of_rank)
 
     def of(self, names: Sequence[ExpertName]) -> Tensor:

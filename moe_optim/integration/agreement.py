@@ -21,8 +21,7 @@ def agree(act: Callable[[], Any], group: Any) -> Any:
     Returns:
         Result of ``act`` on this rank.
     """
-    ranks = torch.distributed.get_world_size(group)
-    if ranks == 1:
+    if torch.distributed.get_world_size(group) == 1:
         return act()
     error: Exception | None = None
     result = None
@@ -32,10 +31,9 @@ def agree(act: Callable[[], Any], group: Any) -> Any:
         error = raised
     if reduce_max([error is not None], group) == [0]:
         return result
-    errors: list[Any] = [None] * ranks
     kinds = (ConfigError, LayoutError, NonFiniteError, PatchError)
     kind = next((kind for kind in kinds if isinstance(error, kind)), StateError)
-    torch.distributed.all_gather_object(errors, error and (kind, str(error)), group=group)
+    errors = gather_objects(error and (kind, str(error)), group)
     if error is not None:
         raise error
     for rank, other in enumerate(errors):
@@ -43,6 +41,16 @@ def agree(act: Callable[[], Any], group: Any) -> Any:
             kind, message = other
             raise kind(f"rank {rank}: {message}")
     return result
+
+
+def gather_objects(mine: Any, group: Any) -> list[Any]:
+    """Return the picklable object of every rank of ``group``, None for all, in rank order.
+
+    Every rank must call it.
+    """
+    everywhere: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(everywhere, mine, group=group)
+    return everywhere
 
 
 def reduce_max(values: Sequence[int], group: Any) -> list[int]:

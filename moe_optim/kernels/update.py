@@ -126,10 +126,12 @@ class Updates:
 
     def _update_ranges(self, ranges: "_Ranges") -> Iterator[BoundKernel]:
         """Yield one launch per kind of range; amax parts match those of a requantization."""
+        if not ranges.kinds:
+            return
+        from moe_optim.kernels.update_ranges import update_ranges_kernel
+
         amaxes = self.hyper if self.amax is None else self.amax  # placeholder, not written
         for kind, table in ranges.kinds.items():
-            from moe_optim.kernels.update_ranges import update_ranges_kernel
-
             columns = (table.states, table.masters, table.parts)
             states, masters, parts = (int64(rows).to(self.hyper.device) for rows in columns)
             yield BoundKernel(

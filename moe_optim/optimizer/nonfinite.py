@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_optim.errors import NonFiniteError
 from moe_optim.experts.module import first_experts
+from moe_optim.integration.agreement import gather_objects
 from moe_optim.optimizer.address_book import gradient_of, owned_masters, state_names
 from moe_optim.weights.names import global_parameter_names
 
@@ -23,8 +24,7 @@ def name_culprits(chain: Any) -> str:
     lines = [f"rank {rank}: {line}" for line in found[:MOST_NAMED]]
     if len(found) > MOST_NAMED:
         lines.append(f"rank {rank}: and {len(found) - MOST_NAMED} more")
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, lines)
+    gathered: list[list[str]] = gather_objects(lines, None)
     named = "; ".join(line for of_rank in gathered for line in of_rank)
     return named or "No square of a gradient is Inf in fp32, but the sum of all is"
 
@@ -89,9 +89,7 @@ def find_nonfinite(
             bad = (~states[kind].float().isfinite()).nonzero().view(-1) + start
             if len(bad):
                 found.append(describers[kind](param, bad))
-    group = optimizer.data_parallel_group
-    everywhere: list[list[str]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(everywhere, found[:MOST_NAMED], group=group)
+    everywhere = gather_objects(found[:MOST_NAMED], optimizer.data_parallel_group)
     return [
         f"data-parallel rank {rank}: {line}"
         for rank, of_rank in enumerate(everywhere)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError, StateError, listed
+from moe_optim.rollout.units import flat_bytes
 
 WORD = 4
 """Bytes per word."""
@@ -155,7 +156,7 @@ class ChangedWordsReceiver:
             if update.positions is not None:
                 at = (update.positions[here].long() - counts[number]) * WORD
             for piece in _each(weights[name]):
-                flat = _bytes(piece)
+                flat = flat_bytes(piece.detach())
                 _write(flat, words, None if at is None else at - start, start)
                 start += len(flat)
         self._generation = update.generation
@@ -204,13 +205,13 @@ def _words(nbytes: int) -> int:
     return -(-nbytes // WORD)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
 def _as_words(pieces: Sequence[Tensor]) -> Tensor:
     """Return pieces as one tensor of int32, padded with zeros: a view where possible."""
-    flat = _bytes(pieces[0]) if len(pieces) == 1 else torch.cat([_bytes(one) for one in pieces])
+    flat = (
+        flat_bytes(pieces[0].detach())
+        if len(pieces) == 1
+        else torch.cat([flat_bytes(one) for one in pieces])
+    )
     if len(flat) % WORD or flat.storage_offset() % WORD:
         flat = torch.nn.functional.pad(flat, (0, -len(flat) % WORD)).clone()
     return flat.view(torch.int32)

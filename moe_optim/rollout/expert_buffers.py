@@ -4,7 +4,7 @@ bf16 weights and biases are one buffer; per-tensor scaling has codes and factors
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -36,6 +36,12 @@ def buffers_of_part(held: HeldExperts, experts: int) -> list[TensorInfo]:
     if format.has_global_amax:
         found.append(TensorInfo((experts,), torch.float32))
     return found
+
+
+def describe_expert(held: HeldExperts) -> list[Tensor]:
+    """Return the buffers of one whole expert, on ``meta``."""
+    infos = buffers_of_part(replace(held, cut_axis=None, cuts=1), 1)
+    return [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in infos]
 
 
 def join_parts(held: HeldExperts, buffers: Sequence[Tensor], experts: int) -> list[Tensor]:

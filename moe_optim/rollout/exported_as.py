@@ -1,10 +1,9 @@
 """Names of exported experts, and the tensors that they name."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
-import torch
 from torch import Tensor
 
 from moe_optim.errors import ConfigError
@@ -16,7 +15,7 @@ from moe_optim.rollout.conventions import (
     choose_convention,
     find_convention,
 )
-from moe_optim.rollout.expert_buffers import buffers_of_part
+from moe_optim.rollout.expert_buffers import describe_expert
 from moe_optim.rollout.expert_tensors import (
     RowSplit,
     patterns_of,
@@ -84,10 +83,7 @@ class ExportedAs:
 
     def check(self, held: HeldExperts) -> None:
         """Raise ConfigError or LayoutError if experts have no such tensors or names."""
-        whole = buffers_of_part(replace(held, cut_axis=None), 1)
-        self.tensors(
-            held, [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in whole]
-        )
+        self.tensors(held, describe_expert(held))
         self._prefix(held)
 
     def _convention_of(self, format: str) -> Convention:

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from moe_optim.errors import LayoutError
-from moe_optim.integration.agreement import agree, reduce_max
+from moe_optim.integration.agreement import agree, gather_objects, reduce_max
 from moe_optim.rollout.dense_names import DenseNames, find_pairs
 from moe_optim.rollout.expert_buffers import buffers_of_part
 from moe_optim.rollout.exported_as import ExportedAs
@@ -69,8 +69,7 @@ class KeptOrders:
             if kept is not None and most == -least:  # no rank has other weights than before
                 self._orders.move_to_end(key)
                 return kept
-        everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, (self._last, held))
+        everywhere = gather_objects((self._last, held), None)
         self._last = 1 + max(last for last, _ in everywhere)
         records = {rank: of_rank for rank, (_, of_rank) in enumerate(everywhere)}
         order: ExportOrder = agree(lambda: make_order(options, records, dist.get_rank()), None)

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_optim.buckets.bucket_group import gather_weights
@@ -14,9 +13,9 @@ from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.experts.keys.layouts import LINEARS
 from moe_optim.experts.sharding import CUTS
 from moe_optim.formats import get_format
-from moe_optim.integration.agreement import agree
+from moe_optim.integration.agreement import agree, gather_objects
 from moe_optim.rollout.conventions import Convention, find_convention
-from moe_optim.rollout.expert_buffers import buffers_of_part
+from moe_optim.rollout.expert_buffers import describe_expert
 from moe_optim.rollout.expert_tensors import RowSplit, stack_experts
 from moe_optim.rollout.experts import ExportedLinear, local_experts
 from moe_optim.rollout.families import expert_prefixes
@@ -65,8 +64,7 @@ def plan_transfers(
     """
     chunks = require_chunks(model_chunks, "plan_transfers")
     held = agree(lambda: [one.record for one in _linears(chunks, convention)], None)
-    everywhere: list[list[_Record]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, held)
+    everywhere: list[list[_Record]] = gather_objects(held, None)
     tensors: dict[str, StackedTensor] = {}
     training: list[dict[str, Shard]] = []
     for records in everywhere:
@@ -146,9 +144,7 @@ class _Linear:
         shard = Shard(experts=tuple(range(held.first, held.first + held.count)))
         if held.cut_axis is not None:
             shard = replace(shard, part=cut.rank(), parts=held.cuts)
-        infos = buffers_of_part(replace(held, cut_axis=None, cuts=1), 1)
-        whole = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in infos]
-        stacked = self._stack(whole)
+        stacked = self._stack(describe_expert(held))
         tensors = tuple(self._describe(suffix, one) for suffix, one in stacked.items())
         return _Record(tensors=tensors, shard=shard)
 

@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_optim.checkpoint.files.reader import TensorInfo
 from moe_optim.errors import LayoutError
-from moe_optim.formats import round_up
 from moe_optim.integration.agreement import agree
 from moe_optim.rollout.shards import Shape
 from moe_optim.rollout.transfer_plan import Corner, Transfer, TransferPlan
+from moe_optim.rollout.units import bucket_nbytes, cut_bucket
 
 Stacked = Tensor | Sequence[Tensor]
 """A stacked tensor [E, R, ...], or one of each expert."""
 MESSAGE_BYTES = 2**27
-_ALIGNMENT = 16  # bytes; valid for any dtype
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes per item."""
 _ByPeer = dict[int, list[Transfer]]
@@ -219,12 +219,9 @@ def _bucket(
     transfers: Sequence[Transfer], boxes: Sequence[Sequence[Tensor]]
 ) -> tuple[Tensor, list[Tensor]]:
     """Allocate a message, and return it and the place of each box, [experts, rows, columns]."""
-    starts = [0]
-    for one in transfers:
-        starts.append(round_up(starts[-1] + one.nbytes, _ALIGNMENT))
-    bucket = torch.empty(starts[-1], dtype=torch.uint8, device=boxes[0][0].device)
-    places = []
-    for one, start, (view, *_) in zip(transfers, starts, boxes, strict=False):
-        flat = bucket[start : start + one.nbytes].view(view.dtype)
-        places.append(flat.view(one.shape[0], *view.shape[1:]))
-    return bucket, places
+    infos = [
+        TensorInfo((one.shape[0], *view.shape[1:]), view.dtype)
+        for one, (view, *_) in zip(transfers, boxes, strict=True)
+    ]
+    bucket = torch.empty(bucket_nbytes(infos), dtype=torch.uint8, device=boxes[0][0].device)
+    return bucket, cut_bucket(bucket, infos)

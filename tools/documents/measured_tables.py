@@ -62,7 +62,6 @@ TENSORWISE_KERNELS = "requantize-tensorwise-h100.json"
 SOAK = "soak-h200.json"
 FLAGS = "flags-2x-h200.json"
 FLAGS_CPU = "flags-cpu.json"
-PER_TENSOR = "per-tensor scaling"
 EXPERTS = "experts-h200.json"
 HEALTH = "health-h200.json"
 HEALTH_STEPS = (FUSED, "step-health-1-h200.json")
@@ -399,8 +398,7 @@ def flags_in_short() -> str:
                 raise ValueError(
                     f"documents say that all pairs are equal, and {pair['with']} is not"
                 )
-        turned_on = [pair["with"] for pair in report["pairs"]]
-        settings = [one.replace("one scale a weight", PER_TENSOR) for one in turned_on]
+        settings = [pair["with"] for pair in report["pairs"]]
         lines.append(
             f"- [{len(settings)} settings](../recipes/results/{result}) on {where}: "
             f"{'; '.join(settings)}."

@@ -154,16 +154,16 @@ PAIRS: Mapping[str, Pair] = {
     "`step: fused`, both graphs, beside neither": Pair(
         fused(*PADDED), fused(*PADDED, *GRAPHS, STEP_GRAPH)
     ),
-    "one scale a weight (`--fp8-recipe tensorwise`), both overlaps": Pair(
+    "per-tensor scaling (`--fp8-recipe tensorwise`), both overlaps": Pair(
         stock(*TENSORWISE, *OVERLAP), plugin(*TENSORWISE, *OVERLAP)
     ),
-    "one scale a weight, expert parallel 2": Pair(
+    "per-tensor scaling, expert parallel 2": Pair(
         stock(*TENSORWISE, *EXPERTS_APART), plugin(*TENSORWISE, *EXPERTS_APART)
     ),
-    "one scale a weight, bf16 moments": Pair(
+    "per-tensor scaling, bf16 moments": Pair(
         stock(*TENSORWISE, *NARROW), plugin(*TENSORWISE, *NARROW)
     ),
-    "one scale a weight, `step: fused`, `--clip-grad 0`": Pair(
+    "per-tensor scaling, `step: fused`, `--clip-grad 0`": Pair(
         stock(*TENSORWISE, *OVERLAP, *UNCLIPPED), fused(*TENSORWISE, *OVERLAP, *UNCLIPPED)
     ),
     "bf16 weights, both overlaps": Pair(

@@ -14,6 +14,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 
 from moe_optim.commands.console.provenance import describe_environment
+from moe_optim.integration.agreement import gather_objects
 from moe_optim.integration.engine import original
 from moe_optim.integration.script_runner import trains_on_cpu
 from moe_optim.optimizer.description import describe
@@ -71,8 +72,7 @@ def describe_model(model: list[Any], optimizer: Any) -> dict[str, Any]:
         elif is_tensorwise(param):
             quantized += counted
             formats.add(TENSORWISE)
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (classes, formats, count, quantized))
+    ranks = gather_objects((classes, formats, count, quantized), None)
     all_classes, all_formats, counts, quantized_counts = zip(*ranks, strict=True)
     return {
         "optimizer": ", ".join(sorted(set().union(*all_classes))),
