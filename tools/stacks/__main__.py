@@ -1,12 +1,13 @@
 """Runs another project's training stack beside its own state, and records what was seen.
 
     python -m tools.stacks bridge [--path FOLDERS] [--recipes NAMES] [--formats NAMES]
-        [--ranks NUMBERS] [--logs FOLDER] [--json FILE]
+        [--ranks NUMBERS] [--gpus] [--at-once CASES] [--logs FOLDER] [--json FILE]
 
 Run it with the Python of an environment that holds the stack, or name folders with it and all that
 it imports, separated by colons. The record keeps other cases of the same commit, so that a
-run can be done in parts. Needs no GPU. Exit status: 1 if a case of the plug-in stops where stock
-does not.
+run can be done in parts. With --gpus a rank has a GPU of its own, and layers are Transformer
+Engine's; otherwise ranks are CPU processes. Exit status: 1 if a case of the plug-in stops where
+stock does not.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +30,31 @@ def main(words: Sequence[str]) -> int:
     from moe_optim.commands.console.provenance import begin_report
     from tools.stacks import bridge
 
-    bridge.import_stack()
-    report = begin_report(shlex.join(["python", "-m", "tools.stacks", *words]), on_gpu=False)
+    if not args.gpus:
+        bridge.import_stack()
+    report = begin_report(shlex.join(["python", "-m", "tools.stacks", *words]), on_gpu=args.gpus)
     report["versions"]["megatron-bridge"] = importlib.metadata.version("megatron-bridge")
-    report["cases"] = []
-    for recipe in args.recipes or bridge.RECIPES:
-        for ranks in args.ranks:
-            for format in args.formats:
-                case = bridge.Case(recipe, format, ranks)
-                logs = args.logs / f"{recipe} {format} {ranks}"
-                found = dataclasses.asdict(case) | bridge.run_case(case, logs)
-                print(json.dumps(found), flush=True)
-                report["cases"].append(found)
-        if args.json:  # after each recipe: a run is long
-            args.json.write_text(json.dumps(_beside(args.json, report), indent=1) + "\n")
+    formats = args.formats or (bridge.GPU_FORMATS if args.gpus else bridge.CPU_FORMATS)
+    cases = [
+        bridge.Case(recipe, format, ranks, args.gpus)
+        for recipe in args.recipes or bridge.RECIPES
+        for ranks in args.ranks
+        for format in formats
+    ]
+
+    def run(case: Any) -> dict[str, Any]:
+        logs = args.logs / f"{case.recipe} {case.format} {case.ranks}"
+        found = dataclasses.asdict(case) | bridge.run_case(case, logs)
+        print(json.dumps(found), flush=True)
+        return found
+
+    if args.gpus:
+        with ThreadPoolExecutor(args.at_once) as pool:
+            report["cases"] = list(pool.map(run, cases))
+    else:  # ranks are forked from the thread that has chosen the CPU
+        report["cases"] = list(map(run, cases))
+    if args.json:
+        args.json.write_text(json.dumps(_beside(args.json, report), indent=1) + "\n")
     return int(any(map(_is_ours, _stopped_alone(report["cases"]))))
 
 
@@ -50,8 +63,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("stack", choices=["bridge"])
     parser.add_argument("--path", help="folders with the stack, separated by colons")
     parser.add_argument("--recipes", nargs="+")
-    parser.add_argument("--formats", nargs="+", default=["stock", "bf16", "mxfp8_2d"])
+    parser.add_argument("--formats", nargs="+")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--gpus", action="store_true")
+    parser.add_argument("--at-once", type=int, default=1, metavar="CASES", help="with --gpus")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "stacks")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(words)
@@ -65,7 +80,7 @@ def _stopped_alone(cases: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 def _is_ours(case: Mapping[str, Any]) -> bool:
-    return bool(case["format"] != "stock")
+    return not str(case["format"]).startswith("stock")
 
 
 def _beside(path: Path, report: dict[str, Any]) -> dict[str, Any]:

@@ -1,36 +1,61 @@
-"""Megatron-Bridge's ``pretrain()`` on CPU ranks: train, evaluate, save, resume, convert."""
+"""Megatron-Bridge's ``pretrain()`` on CPU ranks or GPUs: train, evaluate, save, resume, convert."""
 
 import importlib
+import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tools.stacks.attention import replace_core_attention
-from tools.stacks.bridge_recipes import GLOBAL_BATCH, RECIPES, SEQUENCE, read_recipe
+from tools.stacks.bridge_recipes import (
+    GLOBAL_BATCH,
+    RECIPES,
+    SEQUENCE,
+    keep_weights_in_blockwise_fp8,
+    read_recipe,
+)
 from tools.stacks.ranks import STOPPED, run_ranks, where_it_stopped
 
 STOCK = "stock"
+STOCK_FP8 = "stock fp8_block"
+CPU_FORMATS = (STOCK, "bf16", "mxfp8_2d")
+GPU_FORMATS = (STOCK, "bf16", STOCK_FP8, "fp8_block")
 ITERATIONS = 4
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe, the format of its expert weights, or :data:`STOCK`, and the number of ranks."""
+    """A recipe, the format of its expert weights, and the number of ranks.
+
+    :data:`STOCK` and :data:`STOCK_FP8` are Megatron's own optimizer, with weights in bf16 and in
+    blockwise FP8. On GPUs layers and experts are Transformer Engine's.
+    """
 
     recipe: str
     format: str
     ranks: int
+    on_gpu: bool = False
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether the plug-in takes no part."""
+        return self.format in (STOCK, STOCK_FP8)
 
 
-def import_stack() -> None:
-    """Import what all ranks need, before they are forked from this process."""
+def import_stack(on_gpu: bool = False) -> None:
+    """Import what a rank needs; on a CPU before ranks are forked from this process."""
     import moe_optim
 
-    moe_optim.use_cpu()
+    if on_gpu:  # algorithms that give the same bits again
+        os.environ |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    else:
+        moe_optim.use_cpu()
     for recipe in RECIPES.values():
         importlib.import_module(recipe.module)
     for name in ("pretrain", "gpt_step", "callbacks"):
@@ -47,10 +72,11 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
         ``missing`` and ``left_over``, and by which part of their norm ``logits_differ``; whether
         the run ``resumes_to_the_bit``; and where it ``stopped``, if it did.
     """
-    whole = run_ranks(case.ranks, folder / "whole", _train, case, folder, None)
+    start = partial(run_ranks, start_method="spawn" if case.on_gpu else "fork")
+    whole = start(case.ranks, folder / "whole", _train, case, folder, None)
     if STOPPED in whole:
         return whole
-    resumed = run_ranks(case.ranks, folder / "resumed", _train, case, folder, ITERATIONS // 2)
+    resumed = start(case.ranks, folder / "resumed", _train, case, folder, ITERATIONS // 2)
     if STOPPED in resumed:
         return whole | {STOPPED: f"resume: {resumed[STOPPED]}"}
     export = whole.pop("export")
@@ -64,22 +90,28 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
 
 def _train(case: Case, folder: Path, first: int | None) -> dict[str, Any]:
     """Run ``pretrain()``, from a checkpoint if ``first`` names its iteration. A rank function."""
+    if case.on_gpu:
+        import_stack(on_gpu=True)
     recipe = RECIPES[case.recipe]
-    config = read_recipe(recipe, case.ranks, folder / "checkpoints", ITERATIONS)
-    if config.model.multi_latent_attention:
+    config = read_recipe(recipe, case.ranks, folder / "checkpoints", ITERATIONS, case.on_gpu)
+    if config.model.multi_latent_attention and not case.on_gpu:
         replace_core_attention()
     if first is not None:
         config.checkpoint.load, config.checkpoint.ckpt_step = config.checkpoint.save, first
         config.checkpoint.save = None
-    if case.format == STOCK:
-        config.model.moe_grouped_gemm = False  # its local experts are one linear each
-    else:
+    if case.format in (STOCK_FP8, "fp8_block"):
+        keep_weights_in_blockwise_fp8(config)
+    # stock's local experts are one linear each
+    config.model.moe_grouped_gemm = case.on_gpu or not case.is_stock
+    if not case.is_stock:
         example = importlib.import_module("megatron_bridge")
-        config.model.moe_grouped_gemm = True
-        example.train_with_moe_optim(config, format=case.format, expert_layout="indexed")
+        knobs = {} if case.on_gpu else {"format": case.format, "expert_layout": "indexed"}
+        example.train_with_moe_optim(config, **knobs)
     training: Any = importlib.import_module("megatron.bridge.training.pretrain")
     step: Any = importlib.import_module("megatron.bridge.training.gpt_step")
-    watch = _watch(recipe.hf_config(), None if first is not None else folder / "hugging_face")
+    watch = _watch(
+        recipe.hf_config(case.on_gpu), None if first is not None else folder / "hugging_face"
+    )
     training.pretrain(config, step.forward_step, callbacks=[watch])
     found: dict[str, Any] = watch.found
     return found
@@ -120,10 +152,11 @@ def _tokens() -> torch.Tensor:
 
 @torch.no_grad()
 def _logits(model: list[Any]) -> torch.Tensor:
-    tokens = _tokens()
-    positions = torch.arange(SEQUENCE)[None].expand_as(tokens)
-    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-    return model[0](tokens, positions, mask)[..., :256].float()
+    device = next(model[0].parameters()).device
+    tokens = _tokens().to(device)
+    positions = torch.arange(SEQUENCE, device=device)[None].expand_as(tokens)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device=device).triu(1)
+    return model[0](tokens, positions, mask)[..., :256].float().cpu()
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Recipes of Megatron-Bridge, made so small that CPU ranks train them.
+"""Recipes of Megatron-Bridge, made so small that CPU ranks, or one GPU, train them.
 
 Configurations of models, which recipes take from a hub, are answered here.
 """
@@ -68,6 +68,18 @@ _KIMI_K2 = _DEEPSEEK_V3 | {
     "n_group": 1,
     "num_nextn_predict_layers": 0,
 }
+_ON_GPU: Mapping[str, int] = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "moe_intermediate_size": 256,
+    "head_dim": 64,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+}
+"""Sizes that blockwise FP8 and fused attention of Transformer Engine take."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +91,11 @@ class Recipe:
     hf_class: str
     hf_values: Mapping[str, Any]
 
-    def hf_config(self) -> Any:
-        """Return the model's configuration as transformers has it."""
+    def hf_config(self, on_gpu: bool = False) -> Any:
+        """Return the model's configuration as transformers has it; on GPUs its blocks are whole."""
         transformers = importlib.import_module("transformers")
-        return getattr(transformers, self.hf_class)(**self.hf_values)
+        sizes = {name: _ON_GPU[name] for name in self.hf_values.keys() & _ON_GPU.keys()}
+        return getattr(transformers, self.hf_class)(**self.hf_values | (sizes if on_gpu else {}))
 
 
 _RECIPES = "megatron.bridge.recipes"
@@ -109,24 +122,40 @@ RECIPES: Mapping[str, Recipe] = {
 
 _FUSED = (
     "moe_permute_fusion", "moe_router_fusion", "bias_activation_fusion", "masked_softmax_fusion",
-    "apply_rope_fusion", "persist_layer_norm", "bias_dropout_fusion", "cross_entropy_loss_fusion",
+    "apply_rope_fusion", "persist_layer_norm", "bias_dropout_fusion",
     "gradient_accumulation_fusion", "moe_shared_expert_overlap",
 )  # fmt: skip
 
 
-def read_recipe(recipe: Recipe, ranks: int, folder: Path, iterations: int) -> Any:
-    """Return the recipe's ``ConfigContainer``, small and for layers of the local spec.
+def read_recipe(
+    recipe: Recipe, ranks: int, folder: Path, iterations: int, on_gpu: bool = False
+) -> Any:
+    """Return the recipe's ``ConfigContainer``, small.
 
-    Checkpoints are saved to ``folder`` every half of the iterations, and an evaluation follows
-    them. Experts are cut over the ranks.
+    On a CPU its layers are those of the local spec, on GPUs Transformer Engine's. Checkpoints are
+    saved to ``folder`` every half of the iterations, and an evaluation follows them. Experts are
+    cut over the ranks.
     """
     bridge: Any = importlib.import_module("megatron.bridge").AutoBridge
-    given = recipe.hf_config()
+    given = recipe.hf_config(on_gpu)
     bridge.from_hf_pretrained = classmethod(lambda cls, *_, **__: cls.from_hf_config(given))
     config = getattr(importlib.import_module(recipe.module), recipe.function)()
     _shrink_model(config.model, ranks)
     _shrink_run(config, folder, iterations)
+    if on_gpu:
+        config.model.gradient_accumulation_fusion = False  # needs apex
+        config.model.deterministic_mode = True
+    else:
+        _train_local_layers(config)
     return config
+
+
+def keep_weights_in_blockwise_fp8(config: Any) -> None:
+    """Let Transformer Engine quantize weights and GEMMs, and Megatron gather quantized weights."""
+    precision: Any = importlib.import_module("megatron.bridge.training.mixed_precision")
+    mixed = precision.get_mixed_precision_config("bf16_with_fp8_subchannel_scaling_mixed")
+    mixed.fp8_param_gather = True
+    config.mixed_precision = mixed
 
 
 def _shrink_model(model: Any, ranks: int) -> None:
@@ -138,20 +167,27 @@ def _shrink_model(model: Any, ranks: int) -> None:
     model.seq_length = SEQUENCE
     model.recompute_granularity = model.recompute_method = model.recompute_num_layers = None
     model.recompute_modules = None
-    model.transformer_impl, model.cross_entropy_fusion_impl = "local", "native"
-    for name in _FUSED:
-        if hasattr(model, name):
-            setattr(model, name, False)
+    model.cross_entropy_loss_fusion, model.cross_entropy_fusion_impl = False, "native"
     model.moe_token_dispatcher_type, model.moe_flex_dispatcher_backend = "alltoall", None
     model.attention_dropout = model.hidden_dropout = 0.0
     model.vocab_size = None  # the tokenizer's
     model.make_vocab_size_divisible_by = 128
+
+
+def _train_local_layers(config: Any) -> None:
+    """Take Megatron's own layers, gloo, and no fused kernels."""
+    model = config.model
+    model.transformer_impl = "local"
+    for name in _FUSED:
+        if hasattr(model, name):
+            setattr(model, name, False)
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     model.transformer_layer_spec = partial(
         specs.get_gpt_decoder_block_spec,
         use_transformer_engine=False,
         normalization=model.normalization,
     )
+    config.dist.distributed_backend, config.dist.use_gloo_process_groups = "gloo", True
 
 
 def _shrink_run(config: Any, folder: Path, iterations: int) -> None:
@@ -169,5 +205,4 @@ def _shrink_run(config: Any, folder: Path, iterations: int) -> None:
     optimizer.clip_grad = 0.0  # a fused norm may differ in its last bit
     checkpoint = config.checkpoint
     checkpoint.save, checkpoint.save_interval = str(folder), iterations // 2
-    config.dist.distributed_backend, config.dist.use_gloo_process_groups = "gloo", True
     config.comm_overlap = None

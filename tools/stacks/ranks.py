@@ -1,4 +1,4 @@
-"""Forks gloo ranks from a process that has imported a stack, and says where a rank stopped."""
+"""Starts ranks that run a stack, and says where a rank stopped."""
 
 import json
 import os
@@ -19,9 +19,13 @@ THROUGH = ("torch/", "moe_optim/integration/cpu_runtime.py")
 
 
 def run_ranks(
-    count: int, log: Path, function: Callable[..., dict[str, Any]], *args: Any
+    count: int,
+    log: Path,
+    function: Callable[..., dict[str, Any]],
+    *args: Any,
+    start_method: str = "fork",
 ) -> dict[str, Any]:
-    """Return what ``function(*args)`` gives on rank 0 of ``count`` forked ranks.
+    """Return what ``function(*args)`` gives on rank 0 of ``count`` ranks.
 
     If a rank raises, the others are ended, and the result has :data:`STOPPED` alone.
 
@@ -30,6 +34,7 @@ def run_ranks(
         log: folder for the output of each rank, ``0.log`` and so on.
         function: function of every rank, whose result JSON can hold.
         args: arguments of the function.
+        start_method: "fork", from a process that has imported the stack, or "spawn" for GPUs.
     """
     log.mkdir(parents=True, exist_ok=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -37,7 +42,10 @@ def run_ranks(
         found = Path(folder)
         try:
             torch.multiprocessing.start_processes(
-                _rank, (count, store.port, found, log, function, args), count, start_method="fork"
+                _rank,
+                (count, store.port, found, log, function, args),
+                count,
+                start_method=start_method,
             )
         except Exception as error:  # of a rank; the file has its words, unless it was killed
             reasons = [path.read_text() for path in sorted(found.glob("*.stopped"))]
