@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.row_report import (
@@ -216,6 +217,7 @@ def _make_linear(case: CopiesCase) -> Any:
 
     class Linear(GroupedLinear):
         _split_grouped_checkpoint_tensor = None  # by which Megatron's class is known
+        _pg_collection = SimpleNamespace(expt_tp=None)
 
     options = {"bias": False, "params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": True}
     linear = Linear(case.experts, case.cols, case.rows, device=case.device, **options)
