@@ -19,7 +19,9 @@ from torch import Tensor
 
 from moe_optim import library
 from moe_optim.errors import LayoutError
-from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight, get_format, reference
+from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight, get_format
+from moe_optim.formats.reference.dequantizing import values_shape
+from moe_optim.kernels.dequantize import dequantize as read_values
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.plan import Backend
 from moe_optim.kernels.table_entry import TableEntry
@@ -119,26 +121,51 @@ def _quantize(weights: list[Tensor], format: str, backend: str) -> list[Tensor]:
     return [buffer for one in quantized for buffer in one.buffers().values()]
 
 
-def dequantize(quantized: QuantizedWeight, direction: Direction = "rowwise") -> Tensor:
+def dequantize(
+    quantized: QuantizedWeight, direction: Direction = "rowwise", *, backend: Backend = "auto"
+) -> Tensor:
     """Return the values of one direction, as the forward or the dgrad GEMM reads them.
+
+    One launch where kernels are supported.
 
     Args:
         quantized: buffers, as :func:`quantize` returns them; not modified.
         direction: ``rowwise`` for the forward GEMM, ``columnwise`` for the dgrad.
+        backend: ``auto`` for a kernel where supported, ``reference`` for plain torch.
 
     Returns:
         [E, R, C] bf16, newly allocated, on the device of the buffers.
 
     Raises:
-        ConfigError: unknown direction.
+        ConfigError: unknown direction or backend.
     """
-    return reference.dequantize_bf16(
-        quantized.data(direction),
-        quantized.scale(direction),
-        quantized.format,
-        direction,
-        global_amax=quantized.global_amax,
-    )
+    data, scale = quantized.data(direction), quantized.scale(direction)
+    amax, format = quantized.global_amax, quantized.format
+    if torch.compiler.is_compiling():
+        values: Tensor = _dequantize(data, scale, amax, format.name, direction, backend)
+        return values
+    return read_values(data, scale, format, direction, global_amax=amax, backend=backend)
+
+
+def _empty_values(
+    data: Tensor, _scale: Tensor, _amax: Tensor | None, format: str, direction: str, _backend: str
+) -> Tensor:
+    shape = values_shape(data, get_format(format), cast(Direction, direction))
+    return data.new_empty(shape, dtype=torch.bfloat16)
+
+
+@partial(library.operation, fake=_empty_values)
+def _dequantize(
+    data: Tensor,
+    scale: Tensor,
+    global_amax: Tensor | None,
+    format: str,
+    direction: str,
+    backend: str,
+) -> Tensor:
+    given = get_format(format), cast(Direction, direction)
+    kind = cast(Backend, backend)
+    return read_values(data, scale, *given, global_amax=global_amax, backend=kind)
 
 
 def _check_targets(

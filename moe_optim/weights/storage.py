@@ -254,7 +254,7 @@ class WeightStorage(ABC):
 
     def dequantize(self, direction: Direction = "rowwise") -> Tensor:
         """Return the values of one ``direction``, [E, R, C] bf16, newly allocated."""
-        return ops.dequantize(self.quantized, direction)
+        return ops.dequantize(self.quantized, direction, backend=self.backend)
 
     def memories(self) -> tuple[torch.UntypedStorage, ...]:
         """Return the memory of everything that GEMMs read or a gather writes."""

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from moe_optim import library
 from moe_optim.errors import StateError
-from moe_optim.formats import Direction, QuantizedWeight, get_format, reference
+from moe_optim.formats import Direction, QuantizedWeight, get_format
 from moe_optim.formats.reference.dequantizing import values_shape
+from moe_optim.kernels.dequantize import dequantize
 from moe_optim.weights.storage import PortableStorage, WeightStorage
 
 _numbers = count()
@@ -95,4 +96,4 @@ def _read_weight(
     storage.require_fresh()
     storage.require_present()
     buffers = data, scale, get_format(format), cast(Direction, direction)
-    return reference.dequantize_bf16(*buffers, global_amax=global_amax)
+    return dequantize(*buffers, global_amax=global_amax, backend=storage.backend)
