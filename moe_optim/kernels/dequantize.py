@@ -86,7 +86,7 @@ def _bind(
     experts, rows, cols = shape
     transposed = format.transposes(direction)
     block_rows, block_cols = format.block(direction)
-    tile = DEQUANTIZE_TRANSPOSED if transposed else DEQUANTIZE
+    tile = DEQUANTIZE_TRANSPOSED if transposed else DEQUANTIZE[format.elements_per_byte]
     return BoundKernel(
         dequantize_kernel,
         (-(-rows // tile.rows) * -(-cols // tile.cols), experts),
