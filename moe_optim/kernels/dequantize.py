@@ -87,15 +87,16 @@ def _bind(
     transposed = format.transposes(direction)
     block_rows, block_cols = format.block(direction)
     tile = DEQUANTIZE_TRANSPOSED if transposed else DEQUANTIZE[format.elements_per_byte]
+    tile_rows = tile.rows or block_rows
     return BoundKernel(
         dequantize_kernel,
-        (-(-rows // tile.rows) * -(-cols // tile.cols), experts),
+        (-(-rows // tile_rows) * -(-cols // tile.cols), experts),
         ELEMENT=format.element,
         SCALE=format.scale_encoding,
         BLOCK_ROWS=block_rows,
         BLOCK_COLS=block_cols,
         TRANSPOSED=transposed,
-        TILE_ROWS=tile.rows,
+        TILE_ROWS=tile_rows,
         TILE_COLS=tile.cols,
         num_warps=tile.num_warps,
     )

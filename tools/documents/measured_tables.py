@@ -68,6 +68,7 @@ HEALTH_STEPS = (FUSED, "step-health-1-h200.json")
 """The same training without health samples, and with one per iteration."""
 OFFLOAD = "offload-h200.json"
 EXPORT = "export-2x-h200.json"
+EXPORT_ALONE = "export-h100.json"
 CHANGED = "changed-cpu.json"
 OFFLOAD_STEPS = {
     "0": FUSED,
@@ -609,17 +610,22 @@ def export_cost() -> str:
         ]
         for row in rows
     ]
-    kinds = ("stacked", "one each")
-    stacked, each = (
-        sorted(x["of_bf16"] for x in rows if (x["way"], x["tensors"]) == ("as they are", kind))
-        for kind in kinds
-    )
+    stacked, each = (_of_bf16(rows, kind) for kind in ("stacked", "one each"))
+    alone = _of_bf16(read_result(EXPORT_ALONE)["rows"], "stacked")
     return (
         f"{rows[0]['model']} of {rows[0]['parameters'] / 1e9:.2f}e9 parameters, spread over "
         f"{rows[0]['ranks']} H200 ([figures](../recipes/results/{EXPORT})).\nStacked, experts as "
         f"they are take {stacked[0]:.2f} to {stacked[-1]:.2f} of the time of bf16; with one tensor "
-        f"per expert, {each[0]:.1f} to {each[-1]:.1f}:\n\n"
+        f"per expert, {each[0]:.1f} to {each[-1]:.1f}. On [one "
+        f"H100](../recipes/results/{EXPORT_ALONE}), where\nnothing travels, stacked experts take "
+        f"{alone[0]:.2f} to {alone[-1]:.2f}.\n\n"
     ) + table(header, lines)
+
+
+def _of_bf16(rows: Iterable[Any], tensors: str) -> list[float]:
+    """Return the ratios of experts that go as they are, smallest first."""
+    ways = ("as they are", tensors)
+    return sorted(row["of_bf16"] for row in rows if (row["way"], row["tensors"]) == ways)
 
 
 def changed_words() -> str:
@@ -927,7 +933,7 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "health-cost": (HEALTH, *HEALTH_STEPS),
     "host": ("requantize-h100.json", "requantize-host-h100.json"),
     "changed-words": (CHANGED,),
-    "export-cost": (EXPORT,),
+    "export-cost": (EXPORT, EXPORT_ALONE),
     "newer-formats": (KERNELS["H100"],),
     "offload-cost": (OFFLOAD,),
     "offload-training": tuple(OFFLOAD_STEPS.values()),
