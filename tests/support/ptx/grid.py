@@ -387,23 +387,28 @@ def _addresses(grid: Grid, space: str, address: Address) -> tuple[object, Array]
 def _matrix(grid: Grid, one: Instruction, active: Array) -> None:
     """``ldmatrix`` and ``stmatrix``: 8 rows of 16 bytes, whose addresses 8 threads hold.
 
-    Of matrix i, thread t of a warp has the 4 bytes at 4 * (t % 4) of row t / 4 in its register i.
+    Of matrix i, thread t of a warp has, in the two halves of its register i, columns 2 * (t % 4)
+    and the next of row t / 4; with ``.trans`` rows 2 * (t % 4) and the next of column t / 4.
     """
     is_load = one.parts[0] == "ldmatrix"
     registers, address = one.operands if is_load else one.operands[::-1]
     _require_whole_warps(active, one)
     memory, addresses = _addresses(grid, "shared", address)
-    rows = addresses.reshape(-1, WARP)
+    starts = addresses.reshape(-1, WARP)
     thread = np.arange(WARP)
     for number, register in enumerate(registers):
-        places = (rows[:, 8 * number + thread // 4] + 4 * (thread % 4)).reshape(-1)
+        words = np.ascontiguousarray(grid.read(register, "b32"))
+        halves = words.view(np.uint16).reshape(-1, 2).copy()
+        for half in (0, 1):
+            near, far = thread // 4, 2 * (thread % 4) + half
+            row, column = (far, near) if "trans" in one.parts else (near, far)
+            places = (starts[:, 8 * number + row] + 2 * column).reshape(-1)
+            if is_load:
+                (halves[active, half],) = memory.load(places[active], 2, 1)
+            else:
+                memory.store(places[active], 2, [np.ascontiguousarray(halves[active, half])])
         if is_load:
-            (found,) = memory.load(places[active], 4, 1)
-            values = np.zeros(grid.lanes, dtype=np.uint32)
-            values[active] = found
-            grid.write(register, values, active)
-        else:
-            memory.store(places[active], 4, [grid.read(register, "b32")[active]])
+            grid.write(register, halves.view(np.uint32).reshape(-1), active)
 
 
 def _shuffle(grid: Grid, one: Instruction, active: Array) -> None:
