@@ -1,7 +1,8 @@
 """``python -m benchmarks copies``: quantized copies of bf16 experts, and steps that read them.
 
 Times the copy of all experts of a linear against its floor: reading and writing bf16 once, and
-reading once more for the amax of NVFP4. Grids have calibrated amaxes. With Transformer Engine, also
+reading once more for the amax of NVFP4. Grids have calibrated amaxes. Also times what portable
+experts do before a GEMM: dequantizing stored weights, beside reading them and writing bf16. With Transformer Engine, also
 times the microbatches of one step through its ``GroupedLinear``, forward and backward, with and
 without ``compute``.
 """
@@ -10,6 +11,7 @@ import argparse
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,7 @@ from benchmarks.timing import REPEATS, host_us, median_ms, release
 from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.errors import ConfigError
-from moe_optim.formats import FORMATS
+from moe_optim.formats import DIRECTIONS, FORMATS
 from moe_optim.screen import print_table, results_console
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ COLUMNS = {
     "copy_ms": "copy",
     "fraction_of_floor": "of floor",
     "host_us": "host us",
+    "dequantize_ms": "dequantize",
+    "dequantize_fraction": "of its floor",
     "step_ms": "step",
     "bf16_step_ms": "step in bf16",
     "step_ratio": "ratio",
@@ -126,7 +130,8 @@ def measure(case: CopiesCase, formats: Sequence[str], speed: float) -> Iterator[
     """Yield a row per format, given the copy speed in bytes per ms."""
     for name in formats:
         row = {"format": name, "experts": case.experts, "shape": f"{case.rows}x{case.cols}"}
-        yield row | _measure_copy(case, name, speed) | _measure_step(case, name)
+        row |= _measure_copy(case, name, speed) | _measure_dequantization(case, name, speed)
+        yield row | _measure_step(case, name)
         release(case.device)
 
 
@@ -146,6 +151,27 @@ def _measure_copy(case: CopiesCase, name: str, speed: float) -> Row:
         "fraction_of_floor": round(passes * values.nbytes / speed / copy_ms, 3),
         "host_us": round(host_us(copy, case.device, repeats=REPEATS), 1),
         "differing_elements": int(differing.sum()),
+    }
+
+
+def _measure_dequantization(case: CopiesCase, name: str, speed: float) -> Row:
+    """Time the slower direction of stored weights; None for grids, which store none."""
+    import torch
+
+    from moe_optim import ops
+
+    if name not in FORMATS:
+        return {"dequantize_ms": None, "dequantize_fraction": None}
+    weights = torch.randn(case.experts, case.rows, case.cols, device=case.device).mul_(0.02)
+    quantized = ops.quantize(weights, name)
+    ways = DIRECTIONS[: 1 if FORMATS[name].is_row_only else 2]
+    reads = [partial(ops.dequantize, quantized, way) for way in ways]
+    slowest = max(median_ms(reads, case.device))
+    data, scale = quantized.rowwise_data, quantized.rowwise_scale
+    nbytes = data.nbytes + scale.nbytes + 2 * weights.numel()
+    return {
+        "dequantize_ms": round(slowest, 4),
+        "dequantize_fraction": round(nbytes / speed / slowest, 3),
     }
 
 
