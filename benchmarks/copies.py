@@ -2,9 +2,9 @@
 
 Times the copy of all experts of a linear against its floor: reading and writing bf16 once, and
 reading once more for the amax of NVFP4. Grids have calibrated amaxes. Also times what portable
-experts do before a GEMM: dequantizing stored weights, beside reading them and writing bf16. With Transformer Engine, also
-times the microbatches of one step through its ``GroupedLinear``, forward and backward, with and
-without ``compute``.
+experts do before a GEMM: dequantizing stored weights, beside reading them and writing bf16. With
+Transformer Engine, also times the microbatches of one step through its ``GroupedLinear``, forward
+and backward, with and without ``compute``.
 """
 
 import argparse
