@@ -21,15 +21,15 @@ from moe_optim.kernels.directed_updates import DirectedUpdates
 from moe_optim.kernels.exchange import plan_exchange
 from moe_optim.kernels.fake import find_table
 from moe_optim.kernels.fields import HYPER_FIELDS
-from moe_optim.kernels.finish_table import FinishTable
+from moe_optim.kernels.finish_table import bind_finish
 from moe_optim.kernels.health import HealthEntry, HealthTable
-from moe_optim.kernels.launch_table import LaunchTable, own_slots
+from moe_optim.kernels.launch_table import LaunchTable, find_gaps, own_slots
 from moe_optim.kernels.matrices import MatrixRows, MatrixShard, gate_and_up
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.momentum import Momentum
 from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
 from moe_optim.kernels.norm import NormInput, NormTable
-from moe_optim.kernels.packing import Pack, Unpack
+from moe_optim.kernels.packing import plan_pack, plan_unpack
 from moe_optim.kernels.plan import BoundKernel
 from moe_optim.kernels.step_table import StepTable
 from moe_optim.kernels.table_entry import TableEntry
@@ -78,14 +78,11 @@ def kernels_of(format, dtype, *, cut=False, zero=False):
     shared = plan_exchange(format, SHAPE, entry.cuts, first=0, name="fc")
     planned = [(entry, shared)]
     amax = torch.zeros(shared.size + own_slots(planned))
-    table = LaunchTable.build(
-        planned, amax, first_free_slot=shared.size, consumed=memory if zero else None
-    )
+    gaps = find_gaps(memory, [entry.source]) if zero else None
+    table = LaunchTable.build(planned, amax, first_free_slot=shared.size, gaps=gaps)
     yield from table.bind_maxima()
     yield from table.bind_encoding()
-    finish = FinishTable.build([entry])
-    if finish is not None:
-        yield from finish.kernels
+    yield from bind_finish([entry])
 
 
 def kernels_of_step(format, moments, gradients, *, decoupled):
@@ -341,8 +338,8 @@ def kernels_of_momentum(gradients, packed, monkeypatch, *, nesterov):
         plan = Momentum.build([shard], hyper, clips, nesterov=nesterov)
         pieces = [plan.piece(0)]
         batch = torch.zeros(plan.squares.numel(), matrices[0].rows, cols, dtype=packed)
-        pack = Pack.build(pieces, plan.squares, batch, hyper, clips, nesterov=nesterov)
-        unpack = Unpack.build(batch, pieces, torch.zeros(numel, dtype=packed))
+        pack = plan_pack(pieces, plan.squares, batch, hyper, clips, nesterov=nesterov)
+        unpack = plan_unpack(batch, pieces, torch.zeros(numel, dtype=packed))
         seen += [*plan.kernels, *pack.kernels, *unpack.kernels]
     return seen
 

@@ -12,7 +12,7 @@ from moe_optim.kernels import momentum, packing
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.matrices import MatrixRows, MatrixShard, gate_and_up, qkv_rows
 from moe_optim.kernels.momentum import Momentum
-from moe_optim.kernels.packing import Pack, Unpack
+from moe_optim.kernels.packing import plan_pack, plan_unpack
 from moe_optim.kernels.tuning import FlatTile
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import normal_weights, wide_range_weights, with_specials
@@ -137,9 +137,9 @@ def packed_of(plan, shard, rows, dtype, hyper, clips, nesterov, **options):
     piece = plan.piece(shard, rows=rows)
     height = piece.shard.rows[rows or 0].rows
     packed = torch.full((piece.num_matrices, height, piece.shard.shape[2]), math.nan, dtype=dtype)
-    Pack.build([piece], plan.squares, packed, hyper, clips, nesterov=nesterov, **options).launch()
+    plan_pack([piece], plan.squares, packed, hyper, clips, nesterov=nesterov, **options).launch()
     weights = torch.full((piece.numel,), -1.0, dtype=dtype)
-    Unpack.build(packed, [piece], weights, **options).launch()
+    plan_unpack(packed, [piece], weights, **options).launch()
     return packed, weights
 
 
@@ -323,9 +323,9 @@ def test_batches_that_are_unpacked_are_the_weights_again(cuts, taken, half, cols
         plan.piece(index, first, first + count, taken) for index, (first, count) in enumerate(cuts)
     ]
     packed = torch.full((sum(one.num_matrices for one in pieces), half, cols), math.nan)
-    Pack.build(pieces, plan.squares, packed, hyper, clips, nesterov=False).launch()
+    plan_pack(pieces, plan.squares, packed, hyper, clips, nesterov=False).launch()
     got = torch.full((sum(one.numel for one in pieces),), math.nan)
-    Unpack.build(packed, pieces, got).launch()
+    plan_unpack(packed, pieces, got).launch()
     owned = [one.shard.momentum.view(one.shard.shape)[one.first :] for one in pieces]
     want = torch.cat([one.reshape(-1, half, 2, cols) for one in owned])
     if taken is not None:
@@ -341,8 +341,8 @@ def test_nothing_to_do_launches_nothing():
     plan.launch()
     assert plan.squares.numel() == 0 and not plan.calls
     packed = torch.zeros(0, 4, 4)
-    assert not Pack.build([], plan.squares, packed, hyper, clips, nesterov=True).calls
-    assert not Unpack.build(packed, [], torch.zeros(0)).calls
+    assert not plan_pack([], plan.squares, packed, hyper, clips, nesterov=True).calls
+    assert not plan_unpack(packed, [], torch.zeros(0)).calls
 
 
 @pytest.mark.usefixtures("launches")
@@ -353,8 +353,8 @@ def test_a_launch_makes_no_call_per_matrix():
     plan = Momentum.build(shards, hyper, clips, nesterov=True)
     packed = torch.zeros(62, 2, 16)
     pieces = [plan.piece(0), plan.piece(1)]
-    pack = Pack.build(pieces, plan.squares, packed, hyper, clips, nesterov=True)
-    unpack = Unpack.build(packed, pieces, torch.zeros(31 * 64))
+    pack = plan_pack(pieces, plan.squares, packed, hyper, clips, nesterov=True)
+    unpack = plan_unpack(packed, pieces, torch.zeros(31 * 64))
     assert [len(one.kernels) for one in (plan, pack, unpack)] == [2, 1, 1]
     assert [len(one.calls) for one in (plan, pack, unpack)] == [2, 1, 1]
 
@@ -364,7 +364,7 @@ def test_plans_watch_gradients_and_momentum(moved):
     shard, hyper, clips = shard_of((MatrixRows.of(4),), (1, 4, 4)), hyper_of(0.9), torch.ones(1)
     plan = Momentum.build([shard], hyper, clips, nesterov=True)
     packed = torch.zeros(1, 4, 4)
-    pack = Pack.build([plan.piece(0)], plan.squares, packed, hyper, clips, nesterov=True)
+    pack = plan_pack([plan.piece(0)], plan.squares, packed, hyper, clips, nesterov=True)
     assert not plan.has_moved and not pack.has_moved
     getattr(shard, moved).data = torch.zeros(16)
     assert plan.has_moved and pack.has_moved
@@ -374,9 +374,10 @@ def test_plans_watch_gradients_and_momentum(moved):
 def test_plans_watch_what_they_write(moved):
     shard = shard_of((MatrixRows.of(4),), (1, 4, 4))
     plan = Momentum.build([shard], hyper_of(0.9), torch.ones(1), nesterov=True)
-    unpack = Unpack.build(torch.zeros(1, 4, 4), [plan.piece(0)], torch.zeros(16))
+    tensors = {"packed": torch.zeros(1, 4, 4), "weights": torch.zeros(16)}
+    unpack = plan_unpack(tensors["packed"], [plan.piece(0)], tensors["weights"])
     assert not unpack.has_moved
-    getattr(unpack, moved).data = torch.zeros_like(getattr(unpack, moved))
+    tensors[moved].data = torch.zeros_like(tensors[moved])
     assert unpack.has_moved
 
 
@@ -389,7 +390,7 @@ def pack_of_one(packed, *, squares=None):
     plan = momentum_of_one()
     squares = plan.squares if squares is None else squares
     pieces = [plan.piece(0)]
-    Pack.build(pieces, squares, packed, hyper_of(0.9), torch.ones(1), nesterov=True)
+    plan_pack(pieces, squares, packed, hyper_of(0.9), torch.ones(1), nesterov=True)
 
 
 @pytest.mark.parametrize(
@@ -419,13 +420,13 @@ def pack_of_one(packed, *, squares=None):
             "pack: squares: expected .* torch.float64",
         ),
         (
-            lambda: Unpack.build(
+            lambda: plan_unpack(
                 torch.zeros(2, 4, 4), [momentum_of_one().piece(0)], torch.zeros(32).half()
             ),
             r"unpack: weights: expected \[32\] torch.float32",
         ),
         (
-            lambda: Unpack.build(
+            lambda: plan_unpack(
                 torch.zeros(2, 4, 4), [momentum_of_one().piece(0)], torch.zeros(31)
             ),
             r"unpack: weights: expected \[32\] .*, got \[31\]",
