@@ -12,16 +12,14 @@ from tests.support.inputs import wide_range_weights, with_specials
 from tests.support.modules.amax import amax_of
 
 SHAPES = ((3, 32, 96), (2, 64, 4160), (4, 32, 32), (1, 32, 32))
-RANGES = {  # in sixtieths of a weight
-    "whole weights": (0, 60),
-    "the first part": (0, 17),
-    "the rest": (17, 60),
-    "nothing": (7, 7),
-}
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("start", "end"), RANGES.values(), ids=RANGES)
+@pytest.mark.parametrize(
+    ("start", "end", "dtype"),  # in sixtieths of a weight
+    [(0, 60, FP32), (0, 17, BF16), (17, 60, FP32), (7, 7, BF16)],
+    ids=["whole weights", "the first part", "the rest", "nothing"],
+)
 def test_every_amax_is_plain_torchs(start, end, dtype, launches):
     """Experts in one part and in many, special values, a weight of which nothing is owned, and a
     table that owns nothing; again without building."""

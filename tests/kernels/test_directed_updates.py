@@ -13,7 +13,7 @@ from moe_optim.kernels.directed_state import DirectedState
 from moe_optim.kernels.directed_updates import DirectedUpdates
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.member_table import MemberTable, TableEntry
-from tests.kernels.conftest import BLACKWELL, MORE_DTYPES, ONE_OF_EACH_PATH, STEPS_ALONG
+from tests.kernels.conftest import BLACKWELL, MORE_DTYPES, ONE_OF_EACH_KERNEL, STEPS_ALONG
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import poisoned
 from tests.support.ptx.launches import emulate, plan_kernels
@@ -40,7 +40,7 @@ def test_kernels_step_and_encode_pieces_as_the_whole(format, dtype, launches):
     assert launches and not run.updates.finish.calls
 
 
-@ONE_OF_EACH_PATH
+@ONE_OF_EACH_KERNEL
 def test_kernels_leave_experts_outside_of_the_pieces_alone(format, launches):
     """Masters and every byte of the gathered buffers."""
     run = Directing(weights_of(format)[:1])
@@ -102,7 +102,7 @@ def backend(request, monkeypatch):
         emulate(monkeypatch, BLACKWELL)
 
 
-@ONE_OF_EACH_PATH
+@ONE_OF_EACH_KERNEL
 def test_a_negative_clip_moves_nothing_and_encodes_again(format, backend):
     run = Directing([((2, 128, 128), format), ((1, 32, 32), torch.bfloat16)])
     run.clips.fill_(-1)

@@ -11,8 +11,16 @@ from moe_optim.kernels.tuning import FlatTile
 from tests.support.bytes import assert_values_equal
 from tests.support.inputs import normal_weights, wide_range_weights, with_specials
 
-ROWS = [format for format in FORMATS.values() if format.is_row_only]
-every_format = pytest.mark.parametrize("format", ROWS, ids=lambda format: format.name)
+every_format = pytest.mark.parametrize(
+    "format",
+    [
+        pytest.param(
+            one, id=name, marks=[pytest.mark.extended] * (name in ("mxfp8_rows", "int4_g128"))
+        )
+        for name, one in FORMATS.items()
+        if one.is_row_only
+    ],
+)
 
 
 @pytest.fixture(autouse=True)

@@ -9,13 +9,12 @@ from moe_optim.formats.health_figures import Sum
 from moe_optim.kernels.health import HealthEntry, HealthTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tuning import HEALTH_ROWS, HEALTH_TILE
+from tests.kernels.conftest import ONE_OF_EACH_KERNEL
 from tests.support.ptx.launches import plan_kernels
 from tests.support.training_runs.health import assert_same_health, masters_of, measure
 
 CPU = torch.device("cpu")
 WHOLE, THIRDS = (0.0, 1.0), (0.0, 0.36, 0.79, 1.0)
-BRIEF = ("nvfp4", "fp8_block", "int4")
-"""Formats with packed elements and an amax, with blocks that edges cut, and in rows."""
 
 
 def entry_of(source, **changes):
@@ -24,13 +23,7 @@ def entry_of(source, **changes):
     return HealthEntry(entry=entry, rows=torch.arange(1))
 
 
-@pytest.mark.parametrize(
-    "format",
-    [
-        pytest.param(format, id=name, marks=[pytest.mark.extended] * (name not in BRIEF))
-        for name, format in FORMATS.items()
-    ],
-)
+@ONE_OF_EACH_KERNEL
 @pytest.mark.parametrize(
     ("cuts", "shard"),
     [

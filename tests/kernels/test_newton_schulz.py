@@ -149,8 +149,11 @@ def test_symmetric_products_are_mirrored_where_factors_do_not_commute(launches, 
     assert_bytes_equal(out, (lower + lower.tril(-1).mT).half())
 
 
-@pytest.mark.parametrize("form", ["plain", "gram"])
-@pytest.mark.parametrize("shape", [(2, 24, 72), (2, 72, 24), (1, 40, 56)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [((2, 24, 72), "plain"), ((2, 72, 24), "gram"), ((1, 40, 56), "plain")],
+    ids=str,
+)
 def test_kernels_iterate(launches, shape, form):
     """A step takes three launches; the interpreter's sums differ from a GPU's."""
     x = random_matrices(shape, torch.float16)
@@ -164,7 +167,6 @@ def test_kernels_iterate(launches, shape, form):
     "change",
     [
         {"shape": (2, 24, 20)},
-        {"shape": (2, 20, 24)},
         {"dtype": torch.float32},
         {"coefficients": [(1.5, -0.5, 0.0)]},
         {"backend": "reference"},
