@@ -92,7 +92,11 @@ class NewtonSchulz(Plan):
             steps, last = _iterate_plain(views, squares, coefficients, folds=takes)
         else:
             steps, last = _iterate_gram(views, squares, coefficients)
-        calls = list(_make_calls(steps, reduce, takes))
+        calls: list[Call] = []
+        for step in steps:
+            calls.append(step.bind() if takes else step.call_torch())
+            if reduce is not None and step.out is squares[0]:  # A
+                calls.append(partial(reduce, step.out))
         result, spare = (x, other) if last.data_ptr() == x.data_ptr() else (other, x)
         if is_tall and not takes:
             calls.append(partial(spare.copy_, last.mT))
@@ -143,7 +147,7 @@ def _iterate_plain(
     for a, b, c in coefficients:
         new = next(views)
         steps += [
-            Product(left=x, right=x.mT, out=gram, is_symmetric=True, is_gram=True),
+            Product(left=x, right=x.mT, out=gram, is_symmetric=True),
             Polynomial(squares=gram, out=factor, a=a if folds else 0.0, b=b, c=c),
             Product(left=factor, right=x, out=new, plus=0.0 if folds else a),
         ]
@@ -227,12 +231,3 @@ def _check_matrices(x: Tensor) -> None:
             f"and not empty, got {list(x.shape)} {x.dtype} with strides {list(x.stride())}. Pass a "
             "batch of whole matrices."
         )
-
-
-def _make_calls(
-    steps: Sequence[Step], reduce: Callable[[Tensor], object] | None, takes: bool
-) -> Iterator[Call]:
-    for step in steps:
-        yield step.bind() if takes else step.call_torch()
-        if reduce is not None and step.is_gram:
-            yield partial(reduce, step.out)

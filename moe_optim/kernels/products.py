@@ -28,8 +28,6 @@ class Product:
     """Multiple of ``right`` to add; 0 for kernels."""
     is_symmetric: bool = False
     """Whether the results are symmetric, so that kernels compute one triangle and mirror it."""
-    is_gram: bool = False
-    """Whether ranks sum the results, each of its slice of matrices."""
 
     def call_torch(self) -> Call:
         """Return a call of plain torch."""
@@ -77,7 +75,6 @@ class Polynomial:
     b: float
     c: float
     """Coefficient of A A; not 0 for kernels."""
-    is_gram: bool = False
 
     def call_torch(self) -> Call:
         """Return a call of plain torch, which rounds before it adds a I."""

@@ -9,9 +9,8 @@ from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.matrices import MatrixRows, MatrixShard, gate_and_up, qkv_rows
 from moe_optim.kernels.momentum import Momentum
 from moe_optim.kernels.packing import plan_pack, plan_unpack
-from tests.support.bytes import assert_bytes_equal, assert_values_equal
+from tests.support.bytes import assert_values_equal
 from tests.support.inputs import normal_weights, wide_range_weights, with_specials
-from tests.support.steps.launches import assert_neither_allocates_nor_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -98,37 +97,6 @@ def test_a_launch_gives_the_bits_of_a_cpu(draw, clips, nesterov):
     )
     for number, (one, other) in enumerate(pairs):
         assert_values_equal(one.cpu(), other, what=f"batch {number}")
-
-
-@BOTH
-def test_launches_allocate_nothing_and_do_not_wait(nesterov):
-    tables = tables_on("cuda")
-    plan = Momentum.build(shards_on("cuda"), *tables, nesterov=nesterov)
-    assert_neither_allocates_nor_waits(plan.launch)
-    packed = torch.empty(3, 96, 1000, dtype=BF16, device="cuda")
-    pieces = [plan.piece(0)]
-    pack = plan_pack(pieces, plan.squares, packed, *tables, nesterov=nesterov)
-    assert_neither_allocates_nor_waits(pack.launch)
-    weights = torch.empty(packed.numel(), dtype=BF16, device="cuda")
-    assert_neither_allocates_nor_waits(plan_unpack(packed, pieces, weights).launch)
-
-
-def test_a_captured_graph_updates_with_new_gradients_and_factors():
-    hyper, clips = tables_on("cuda")
-    shards, copies = shards_on("cuda"), shards_on("cpu")
-    plan = Momentum.build(shards, hyper, clips, nesterov=True)
-    want = Momentum.build(copies, *(one.cpu() for one in (hyper, clips)), nesterov=True)
-    plan.launch()
-    want.launch()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        plan.launch()
-    for shard, copy in zip(shards, copies, strict=True):
-        shard.gradient.mul_(2)
-        copy.gradient.mul_(2)
-    graph.replay()
-    want.launch()
-    assert_bytes_equal(plan.squares.cpu(), want.squares)
 
 
 @pytest.mark.usefixtures("alone")

@@ -10,7 +10,6 @@ from moe_optim.kernels import products
 from moe_optim.kernels.products import Polynomial, Product
 from tests.support.bytes import assert_bytes_equal
 from tests.support.newton_schulz import (
-    DEEPSEEK,
     QUINTIC,
     distance,
     iterate,
@@ -18,7 +17,6 @@ from tests.support.newton_schulz import (
     orthogonalize,
     random_matrices,
 )
-from tests.support.steps.launches import assert_neither_allocates_nor_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -109,26 +107,6 @@ def test_symmetric_products_are_symmetric_to_the_bit(dtype, shape):
     ):
         assert_bytes_equal(got, got.mT.contiguous(), what=what)
         assert distance(got, want) < torch.finfo(dtype).eps, what
-
-
-@EACH_FORM
-@pytest.mark.parametrize("shape", [(3, 200, 328), (3, 328, 200)], ids=str)
-def test_a_captured_graph_iterates_new_matrices(form, dtype, shape):
-    built, _ = orthogonalize(matrices(shape, dtype), form=form)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        built.launch()
-    for seed in (1, 2):
-        x = matrices(shape, dtype, seed)
-        built.x.copy_(x)
-        graph.replay()
-        assert_bytes_equal(built.result.clone(), orthogonalize(x, form=form)[1])
-
-
-@EACH_FORM
-def test_a_launch_allocates_nothing_and_does_not_wait(form, dtype):
-    built, _ = orthogonalize(matrices((4, 256, 512), dtype), DEEPSEEK, form=form)
-    assert_neither_allocates_nor_waits(lambda: built.launch())
 
 
 @pytest.mark.parametrize("shape", [(2, 256, 512), (2, 512, 256)], ids=str)
