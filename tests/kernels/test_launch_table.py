@@ -284,14 +284,6 @@ def test_consumed_memory_is_not_zeroed_between_the_passes_of_a_cut_block_row(wit
     assert not MemberTable.build([entry], consumed=entry.source).zeroes_in_launch
 
 
-def test_without_a_gpu_everything_is_left_to_the_reference():
-    entry = stack(1, 32, 32)
-    table = MemberTable.build([entry], consumed=entry.source)
-    assert table.launches == table.kernels == table.finish.kernels == ()
-    assert [left for left, _ in table.remainder] == [entry]
-    assert not table.zeroes_in_launch
-
-
 def test_memory_that_was_freed_is_noticed(with_kernels):
     entry = stack(2, 32, 32)
     first = replace(entry, source=entry.source[:1], target=poisoned(MXFP8, (1, 32, 32)))
