@@ -60,12 +60,6 @@ def plan_pack(
     for piece in pieces:
         piece.shard.check()
         check_indices(piece.shard, hyper, clips)
-        if not 0 <= piece.start <= len(squares) - piece.shard.num_matrices:
-            raise LayoutError(
-                f"pack: squares: expected those of {piece.shard.num_matrices} matrices of "
-                f"{piece.shard.parameter} from {piece.start} on, got {len(squares)} in all. "
-                "Pass the squares of the Momentum that made the piece."
-            )
     calls: tuple[Call, ...] = (partial(_pack, pieces, squares, packed, hyper, clips, nesterov),)
     if takes_kernels(backend, device, e4m3=False):
         from moe_optim.kernels.momentum_kernel import pack_kernel

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_optim.kernels import products
-from moe_optim.kernels.products import Polynomial, Product
+from moe_optim.kernels.products import evaluate, multiply
 from tests.support.bytes import assert_bytes_equal
 from tests.support.newton_schulz import (
     QUINTIC,
@@ -90,10 +90,10 @@ def test_symmetric_products_are_symmetric_to_the_bit(dtype, shape):
     gram, factor, twice = (
         torch.full((shape[0], side, side), math.nan, dtype=dtype, device="cuda") for _ in range(3)
     )
-    Product(left=wide, right=wide.mT, out=gram, is_symmetric=True).bind()()
-    Polynomial(squares=gram, out=factor, a=4.0848, b=-6.8946, c=0.0625).bind()()
+    multiply(wide, wide.mT, gram, kernels=True, is_symmetric=True)()
+    evaluate(gram, factor, (4.0848, -6.8946, 0.0625), kernels=True)()
     other = gram.flip(1, 2).contiguous()
-    Product(left=factor, right=other, out=twice, is_symmetric=True).bind()()
+    multiply(factor, other, twice, kernels=True, is_symmetric=True)()
     exact = gram.double()
     eye = torch.eye(side, dtype=torch.float64, device="cuda")
     for what, got, want in (
