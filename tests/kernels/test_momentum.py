@@ -15,7 +15,7 @@ from moe_optim.kernels.momentum import Momentum
 from moe_optim.kernels.packing import plan_pack, plan_unpack
 from moe_optim.kernels.tuning import FlatTile
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
-from tests.support.inputs import normal_weights, wide_range_weights, with_specials
+from tests.support.inputs import normal_weights, placed, wide_range_weights, with_specials
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 TILE, PART, LANES = 128, 256, 4
@@ -47,19 +47,12 @@ def hyper_of(*decays):
     return torch.tensor(rows, dtype=torch.float32)
 
 
-def place(values, dtype, offset):
-    """Return a copy that begins some elements behind a multiple of 16 bytes."""
-    memory = torch.full((values.numel() + offset + 16,), math.nan, dtype=dtype)
-    first = -memory.data_ptr() % 16 // dtype.itemsize + offset
-    return memory[first : first + values.numel()].copy_(values.view(-1))
-
-
 def shard_of(rows, shape, dtype=FP32, *, group=0, norm=0, offset=0, seed=0, draw=normal_weights):
     gradient, momentum = (draw(*shape, seed=2 * seed + one) for one in range(2))
     return MatrixShard(
         parameter="fc1",
-        gradient=place(gradient, dtype, offset),
-        momentum=place(momentum, FP32, offset),
+        gradient=placed(gradient.view(-1), dtype, offset),
+        momentum=placed(momentum.view(-1), FP32, offset),
         shape=shape,
         rows=rows,
         group=group,
@@ -280,8 +273,8 @@ def test_no_layout_changes_a_bit(launches):
     def shard(values, rows, dtype=FP32, offset=0):
         return MatrixShard(
             parameter="fc1",
-            gradient=place(values[0], dtype, offset),
-            momentum=place(values[1], FP32, offset),
+            gradient=placed(values[0].reshape(-1), dtype, offset),
+            momentum=placed(values[1].reshape(-1), FP32, offset),
             shape=tuple(values[0].shape),
             rows=rows,
             group=0,
