@@ -20,12 +20,16 @@ from tests.support.ptx.launches import emulate, plan_kernels
 from tests.support.steps.directing import ROWS, Directing, stepped
 
 
+def whole_tiles(format):
+    return (3, max(64, format.block_row_height), 256)
+
+
 def weights_of(format):
     """Return shapes and formats of weights that are read in every way: with masks and without."""
     ragged = (2, 33 if format.is_row_only else 64, 3 * max(32, format.block_length))
     if format.dimension_multiple == 1:
         ragged = (2, 136, 72)
-    return [((3, 128, 256), format), (ragged, format), ((2, 32, 40), torch.bfloat16)]
+    return [(whole_tiles(format), format), (ragged, format), ((2, 32, 40), torch.bfloat16)]
 
 
 # Kernels
@@ -54,7 +58,7 @@ def test_kernels_leave_experts_outside_of_the_pieces_alone(format, launches):
         here = slice(expert * numel, (expert + 1) * numel)
         want = whole.states[0].master if ours else before
         assert_values_equal(state.master[here], want[here], what=f"expert {expert}")
-        filled = whole.targets[0] if ours else poisoned(format, (3, 128, 256))
+        filled = whole.targets[0] if ours else poisoned(format, whole_tiles(format))
         for name, buffer in target.gathered_buffers().items():
             want = filled.gathered_buffers()[name][expert]
             assert_bytes_equal(buffer[expert], want, what=f"expert {expert} {name}")
