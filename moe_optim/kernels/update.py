@@ -133,17 +133,17 @@ class Updates:
 
         amaxes = self.hyper if self.amax is None else self.amax  # placeholder, not written
         for constants, rows in ranges.items():
-            states, masters, cuts = int64(rows).split([STATE_FIELDS, 1, 4], 1)
-            first, last, length, slot = cuts.unbind(1)
+            table = int64(rows)
+            states = table[:, :STATE_FIELDS]
+            masters, first, last, length, slot = table[:, STATE_FIELDS:].unbind(1)
             which, numbers, _ = cut_ranges(last - first, length)
             start = first[which] + numbers * length[which]
             end = torch.minimum(start + length[which], last[which])
             parts = torch.stack([which, start, end, slot[which] + numbers], 1)
-            tables = (states.contiguous(), masters.flatten(), parts)
             yield BoundKernel(
                 update_ranges_kernel,
                 len(parts),
-                *(table.to(self.hyper.device) for table in tables),
+                *(one.contiguous().to(self.hyper.device) for one in (states, masters, parts)),
                 self.hyper,
                 self.clips,
                 amaxes,
