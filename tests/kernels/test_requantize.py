@@ -102,14 +102,14 @@ def all_in_kernels(table):
     return not table.remainder and len(table.finish.kernels) == len(table.finish.calls)
 
 
-ONE_OF_EACH_KERNEL = ("mxfp8", "fp8_block", "int4")
+FROM_BF16_EVERY_TIME = ("mxfp8", "fp8_block", "int4")
 WHOLE = [
     *(pytest.param(one, torch.float32, False, False, id=name) for name, one in FORMATS.items()),
     *(
         pytest.param(
             *(one, torch.bfloat16, True, True),
             id=f"{name}, bf16, rows apart, zeroed behind it",
-            marks=[] if name in ONE_OF_EACH_KERNEL else [pytest.mark.extended],
+            marks=[] if name in FROM_BF16_EVERY_TIME else [pytest.mark.extended],
         )
         for name, one in FORMATS.items()
     ),
