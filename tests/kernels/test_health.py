@@ -9,12 +9,18 @@ from moe_optim.formats.health_figures import Sum
 from moe_optim.kernels.health import HealthEntry, HealthTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tuning import HEALTH_ROWS, HEALTH_TILE
-from tests.kernels.conftest import ONE_OF_EACH_KERNEL
 from tests.support.ptx.launches import plan_kernels
 from tests.support.training_runs.health import assert_same_health, masters_of, measure
 
 CPU = torch.device("cpu")
 WHOLE, THIRDS = (0.0, 1.0), (0.0, 0.36, 0.79, 1.0)
+
+
+EVERY_TIME = {
+    *((name, "the middle") for name in ("nvfp4", "fp8_block", "int4")),
+    ("nvfp4", "whole"),
+}
+"""Packed elements and an amax, blocks that edges cut, and rows."""
 
 
 def entry_of(source, **changes):
@@ -23,17 +29,23 @@ def entry_of(source, **changes):
     return HealthEntry(entry=entry, rows=torch.arange(1))
 
 
-@ONE_OF_EACH_KERNEL
 @pytest.mark.parametrize(
-    ("cuts", "shard"),
+    ("format", "cuts", "shard"),
     [
-        (THIRDS, 1),
-        (WHOLE, 0),
-        pytest.param(THIRDS, 2, marks=pytest.mark.extended),
+        pytest.param(
+            *(format, cuts, shard),
+            id=f"{name}, {part}",
+            marks=[pytest.mark.extended] * ((name, part) not in EVERY_TIME),
+        )
+        for name, format in FORMATS.items()
+        for part, cuts, shard in (
+            ("the middle", THIRDS, 1),
+            ("whole", WHOLE, 0),
+            ("the end", THIRDS, 2),
+        )
     ],
-    ids=["the middle", "whole", "the end"],
 )
-def test_what_the_kernel_finds_is_plain_torchs(cuts, shard, format, launches):
+def test_what_the_kernel_finds_is_plain_torchs(format, cuts, shard, launches):
     """Of shards that end inside of blocks, and of whole weights, which have a whole tile."""
     masters = masters_of(format)
     got = measure(format, masters, cuts=cuts, shard=shard)
