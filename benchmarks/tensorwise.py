@@ -71,7 +71,7 @@ def _transposes(case: OneScaleCase, group: "ProcessGroup | None") -> Job:
     """Transpose whole weights, as Hopper's GEMMs require."""
     import torch
 
-    from moe_optim.kernels.finish_table import FinishTable
+    from moe_optim.kernels.finish_table import plan_transposes
 
     codes = torch.randint(0, 256, (sum(case.owned),), dtype=torch.uint8, device=case.device)
     sources = [
@@ -80,7 +80,7 @@ def _transposes(case: OneScaleCase, group: "ProcessGroup | None") -> Job:
     copies = [torch.empty_like(source.t().contiguous()) for source in sources]
     job = Job(
         work=AFTER_GATHER,
-        run=FinishTable.of_transposes([*zip(sources, copies, strict=True)]).launch,
+        run=plan_transposes([*zip(sources, copies, strict=True)]).launch,
         num_members=len(sources),
         floor_bytes=Fraction(2 * sum(case.owned)),
         launches=1,

@@ -139,7 +139,7 @@ def test_the_definition_loads_neither_megatron_nor_triton():
     """In a fresh interpreter: other tests may have imported either."""
     program = (
         "import sys, moe_optim.formats, moe_optim.formats.reference\n"
-        "import moe_optim.experts.grouped_linear\n"
+        "import moe_optim.experts.grouped_linear, moe_optim.ops\n"
         "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     )
     done = subprocess.run(

@@ -226,7 +226,7 @@ def recorded_plans() -> Iterator[Recorded]:
     """Record the plans of each part of all :class:`MuonTable` built in the block."""
     from moe_optim.kernels.directed_updates import DirectedUpdates
     from moe_optim.kernels.newton_schulz import NewtonSchulz
-    from moe_optim.kernels.packing import Pack, Unpack
+    from moe_optim.optimizer import muon_step
 
     recorded: Recorded = []
 
@@ -239,9 +239,11 @@ def recorded_plans() -> Iterator[Recorded]:
         return build_and_record
 
     with ExitStack() as stack:
-        for part, owner in ((PACK, Pack), (ITERATION, NewtonSchulz), (UNPACK, Unpack)):
-            wrapped = staticmethod(recording(part, owner.build))
-            stack.enter_context(patch.object(owner, "build", wrapped))
+        for part, name in ((PACK, "plan_pack"), (UNPACK, "plan_unpack")):
+            wrapped = recording(part, getattr(muon_step, name))
+            stack.enter_context(patch.object(muon_step, name, wrapped))
+        iterating = staticmethod(recording(ITERATION, NewtonSchulz.build))
+        stack.enter_context(patch.object(NewtonSchulz, "build", iterating))
         wrapped_plan = recording(UPDATE, DirectedUpdates.plan)
         stack.enter_context(patch.object(DirectedUpdates, "plan", wrapped_plan))
         yield recorded

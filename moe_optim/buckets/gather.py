@@ -21,8 +21,9 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from moe_optim.buckets.layout import BufferPlan, Slot, plan_buffers
 from moe_optim.errors import LayoutError, StateError
-from moe_optim.kernels.amax import AmaxTable
+from moe_optim.kernels.amax import plan_amaxes
 from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
+from moe_optim.kernels.plan import Plan
 from moe_optim.weights.storage import WeightStorage
 
 Wire = Literal["quantized", "bf16"]
@@ -261,7 +262,7 @@ class AmaxRecord:
         self._recorded: list[Tensor] = [one.quantized_storage.recorded_amax for one in params]
         self.values = torch.zeros_like(torch.cat(self._recorded))
         self._parts = self.values.split(list(map(len, self._recorded)))
-        self._search: AmaxTable | None = None
+        self._search: Plan | None = None
 
     @classmethod
     def of(cls, params: Sequence[Any]) -> "AmaxRecord | None":
@@ -274,7 +275,7 @@ class AmaxRecord:
         if self._search is None:
             entries = _entries(self._params, masters, repeat(()))
             backend = self._params[0].quantized_storage.backend
-            self._search = AmaxTable.build(entries, self.values, backend=backend)
+            self._search = plan_amaxes(entries, self.values, backend=backend)
         self._search.launch()
 
     def finish(self) -> None:

@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
 from moe_optim.formats.reference.adam import step_into
-from moe_optim.kernels.update import Rule
+
+Rule = Literal["adamw", "adam", "direction"]
+"""Rule: Adam with decoupled or coupled weight decay, or a step along a given direction."""
 
 _DTYPES = (torch.float32, torch.bfloat16)
 

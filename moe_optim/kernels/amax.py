@@ -1,7 +1,6 @@
 """Amax per expert of parameters in any format."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,34 +16,23 @@ from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.places import Places
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class AmaxTable(Plan):
-    """Plan that computes the amax of the owned part of each expert. See :meth:`build`."""
+def plan_amaxes(
+    entries: Sequence[TableEntry], amaxes: Tensor, *, backend: Backend = "auto"
+) -> Plan:
+    """Plan the amax of the owned part of each expert, in the order of the entries, into ``amaxes``.
 
-    amaxes: Tensor
-    """Amax of the owned part of each expert, [num_experts] fp32; zero where no part is owned."""
-
-    @classmethod
-    def build(
-        cls, entries: Sequence[TableEntry], amaxes: Tensor, *, backend: Backend = "auto"
-    ) -> "AmaxTable":
-        """Plan the amax of all experts of the entries, in order, into ``amaxes``.
-
-        ``amaxes`` is [num_experts] fp32, stored by reference. Sources have one dtype and device.
-        """
-        dtypes = {entry.source.dtype for entry in entries}
-        if len(dtypes) != 1:
-            names = ", ".join(sorted(map(str, dtypes)))
-            raise LayoutError(f"amax table: expected sources of one dtype, got {names}.")
-        calls: list[Call] = [partial(_find, entries, amaxes)]
-        if takes_kernels(backend, amaxes.device, e4m3=False):
-            calls = _bind(entries, amaxes)
-        return cls(
-            device=amaxes.device,
-            calls=tuple(calls),
-            places=Places(entry.source for entry in entries),
-            amaxes=amaxes,
-        )
+    ``amaxes`` is [num_experts] fp32, stored by reference; zero where no part is owned. Sources have
+    one dtype and device.
+    """
+    dtypes = {entry.source.dtype for entry in entries}
+    if len(dtypes) != 1:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise LayoutError(f"amax table: expected sources of one dtype, got {names}.")
+    calls: list[Call] = [partial(_find, entries, amaxes)]
+    if takes_kernels(backend, amaxes.device, e4m3=False):
+        calls = _bind(entries, amaxes)
+    places = Places(entry.source for entry in entries)
+    return Plan(device=amaxes.device, calls=tuple(calls), places=places)
 
 
 def _find(entries: Sequence[TableEntry], amaxes: Tensor) -> None:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from moe_optim.errors import LayoutError
 from moe_optim.formats.reference.muon import apply_into
+from moe_optim.kernels.adam_state import Rule
 from moe_optim.kernels.plan import require_flat
-from moe_optim.kernels.update import Rule
 
 _DIRECTIONS = (torch.bfloat16, torch.float16, torch.float32)
 _WEIGHTS = (torch.bfloat16, torch.float32)

@@ -116,8 +116,8 @@ class DirectedUpdates:
     ) -> Shard[DirectedPiece]:
         shard = self.shards[index]
         piece = shard.piece(first, shard.state.piece(first, last, direction))
-        if piece.planned is not None:
-            entry, _ = piece.planned
+        if piece.member is not None:
+            entry = piece.member.entry
             rows, cols = entry.target.shape[1:]
             by_expert = entry.target.format.has_global_amax
             for part in entry.owned_parts():
@@ -151,12 +151,13 @@ def _number_slots(
     """Give every expert that needs an amax slots in one tensor; return the shards and its size."""
     numbered, num_slots = [], 0
     for shard in shards:
-        if shard.planned is not None and shard.planned[0].target.format.has_global_amax:
-            entry, exchange = shard.planned
-            experts = entry.owned_experts
+        member = shard.member
+        if member is not None and member.launch.format.has_global_amax:
+            experts = member.entry.owned_experts
             slots = range(num_slots, num_slots + AMAX_SLOTS * len(experts), AMAX_SLOTS)
             named = dict(zip(experts, slots, strict=True))
-            shard = replace(shard, planned=(entry, replace(exchange, experts=named)))
+            exchange = replace(member.exchange, experts=named)
+            shard = replace(shard, member=member._replace(exchange=exchange))
             num_slots += AMAX_SLOTS * len(experts)
         numbered.append(shard)
     return numbered, num_slots

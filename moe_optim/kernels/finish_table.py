@@ -1,7 +1,6 @@
 """Plans that finish a gather: transpose data, and expand block scales into padded storage."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,96 +23,6 @@ and across in elements; target row stride in elements; lines per block down, and
 16."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class FinishTable(Plan):
-    """One launch over many weights of one format, or over pairs of matrices."""
-
-    pack: int
-    """Elements per 32-bit word, or 1 if rows are not word-aligned and the kernel moves bytes."""
-
-    @classmethod
-    def build(cls, entries: Sequence[TableEntry]) -> "FinishTable | None":
-        """Plan the derived buffers, if any, of weights of one format that :func:`can_finish`."""
-        format = entries[0].target.format
-        transposes = [copy for entry in entries for copy in _transposes(entry.target)]
-        scales = [copy for entry in entries for copy in _scale_copies(entry)]
-        if not transposes and not scales:
-            return None
-        buffers = [buffer for entry in entries for buffer in entry.target.buffers().values()]
-        stored = [scale for entry in entries for scale in entry.storage_scales.values()]
-        return cls._bind(
-            transposes,
-            scales,
-            elements_per_byte=format.elements_per_byte,
-            scale_dtype=format.scale_dtype,
-            places=Places([*buffers, *stored]),
-        )
-
-    @classmethod
-    def of_transposes(cls, pairs: Sequence[tuple[Tensor, Tensor]]) -> "FinishTable":
-        """Plan transposed copies of byte matrices, [R, C] into [C, R], with any row strides."""
-        copies: list[Copy] = [
-            (
-                *(source.data_ptr(), copy.data_ptr(), source.shape[0], source.shape[1]),
-                *(source.stride(0), copy.stride(0), 0, 0),
-            )
-            for source, copy in pairs
-        ]
-        return cls._bind(
-            copies,
-            [],
-            elements_per_byte=1,
-            scale_dtype=torch.uint8,
-            places=Places(one for pair in pairs for one in pair),
-        )
-
-    @classmethod
-    def _bind(
-        cls,
-        transposes: Sequence[Copy],
-        scales: Sequence[Copy],
-        *,
-        elements_per_byte: int,
-        scale_dtype: torch.dtype,
-        places: Places,
-    ) -> "FinishTable":
-        from moe_optim.kernels.finish_gather import finish_gather_kernel
-
-        pack = 4 * elements_per_byte
-        words = [number for copy in transposes for number in copy[:2] + copy[4:6]]
-        sizes = [size for copy in transposes for size in copy[2:4]]
-        if any(word % 4 for word in words) or any(size % pack for size in sizes):
-            pack = 1
-        tile = TRANSPOSE[pack]
-        repeats = any(lines != _ONE_LINE for *_, lines in scales)
-        block_rows, block_cols = SCALE_TILES[repeats]
-        data_tiles = _tiles(0, transposes, tile.packs * pack, tile.words * pack)
-        scale_tiles = _tiles(len(transposes), scales, block_rows, block_cols)
-        device = places.tensors[0].device
-        tiles = torch.cat([data_tiles, scale_tiles])
-        kernel = BoundKernel(
-            finish_gather_kernel,
-            len(tiles),
-            int64([*transposes, *scales]).to(device),
-            tiles.to(device, torch.int32),
-            len(data_tiles),
-            PACK=pack,
-            WORDS=tile.words,
-            PACKS=tile.packs,
-            BLOCK_ROWS=block_rows,
-            BLOCK_COLS=block_cols,
-            REPEATS=repeats,
-            FP32_SCALES=scale_dtype == torch.float32,
-            ALIGNED=all(word % 16 == 0 for word in words),
-            ALIGNED_SCALES=all(
-                address % (4 * scale_dtype.itemsize) == 0 and stride % 4 == 0
-                for _, address, _, _, _, _, stride, _ in scales
-            ),
-            num_warps=tile.num_warps,
-        )
-        return cls(device=device, calls=(kernel,), places=places, pack=pack)
-
-
 def plan_finish(entries: Sequence[TableEntry], device: torch.device, *, runs_kernels: bool) -> Plan:
     """Plan the buffers derived after a gather of parameters of any formats on ``device``."""
     by_format: dict[BlockScaledFormat, list[TableEntry]] = {}
@@ -123,9 +32,79 @@ def plan_finish(entries: Sequence[TableEntry], device: torch.device, *, runs_ker
             by_format.setdefault(entry.target.format, []).append(entry)
         else:
             calls.append(partial(_derive, entry))
-    tables = [FinishTable.build(group) for group in by_format.values()]
-    kernels = [call for table in tables if table is not None for call in table.calls]
-    return Plan(device=device, calls=(*calls, *kernels))
+    for group in by_format.values():
+        calls += bind_finish(group)
+    return Plan(device=device, calls=tuple(calls))
+
+
+def bind_finish(entries: Sequence[TableEntry]) -> list[BoundKernel]:
+    """Return the launch that derives buffers of weights of one format, if it derives any."""
+    format, device = entries[0].target.format, entries[0].target.rowwise_data.device
+    transposes = [copy for entry in entries for copy in _transposes(entry.target)]
+    scales = [copy for entry in entries for copy in _scale_copies(entry)]
+    if not transposes and not scales:
+        return []
+    pack = 4 * format.elements_per_byte
+    return [_bind(transposes, scales, device, pack, scale_dtype=format.scale_dtype)]
+
+
+def plan_transposes(pairs: Sequence[tuple[Tensor, Tensor]]) -> Plan:
+    """Plan transposed copies of byte matrices, [R, C] into [C, R], with any row strides."""
+    copies: list[Copy] = [
+        (
+            *(source.data_ptr(), copy.data_ptr(), source.shape[0], source.shape[1]),
+            *(source.stride(0), copy.stride(0), 0, 0),
+        )
+        for source, copy in pairs
+    ]
+    device = pairs[0][0].device
+    kernel = _bind(copies, [], device, 4, scale_dtype=torch.uint8)
+    return Plan(
+        device=device, calls=(kernel,), places=Places(one for pair in pairs for one in pair)
+    )
+
+
+def _bind(
+    transposes: Sequence[Copy],
+    scales: Sequence[Copy],
+    device: torch.device,
+    pack: int,
+    *,
+    scale_dtype: torch.dtype,
+) -> BoundKernel:
+    """Return the launch of all copies; ``pack`` is the number of elements per 32-bit word."""
+    from moe_optim.kernels.finish_gather import finish_gather_kernel
+
+    words = [number for copy in transposes for number in copy[:2] + copy[4:6]]
+    sizes = [size for copy in transposes for size in copy[2:4]]
+    if any(word % 4 for word in words) or any(size % pack for size in sizes):
+        pack = 1  # rows are not word-aligned: the kernel moves bytes
+    tile = TRANSPOSE[pack]
+    repeats = any(lines != _ONE_LINE for *_, lines in scales)
+    block_rows, block_cols = SCALE_TILES[repeats]
+    data_tiles = _tiles(0, transposes, tile.packs * pack, tile.words * pack)
+    scale_tiles = _tiles(len(transposes), scales, block_rows, block_cols)
+    tiles = torch.cat([data_tiles, scale_tiles])
+    return BoundKernel(
+        finish_gather_kernel,
+        len(tiles),
+        int64([*transposes, *scales]).to(device),
+        tiles.to(device, torch.int32),
+        len(data_tiles),
+        PACK=pack,
+        WORDS=tile.words,
+        PACKS=tile.packs,
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLS=block_cols,
+        REPEATS=repeats,
+        FP32_SCALES=scale_dtype == torch.float32,
+        ALIGNED=all(word % 16 == 0 for word in words),
+        ALIGNED_SCALES=all(
+            address % (4 * scale_dtype.itemsize) == 0 and stride % 4 == 0
+            for _, address, _, _, _, _, stride, _ in scales
+        ),
+        num_warps=tile.num_warps,
+    )
 
 
 def _derive(entry: TableEntry) -> None:

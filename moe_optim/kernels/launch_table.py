@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_optim.errors import LayoutError
 from moe_optim.formats import DIRECTIONS, BlockScaledFormat
 from moe_optim.kernels import fields
 from moe_optim.kernels.cutting import cut_ranges, grid, int64
@@ -68,23 +67,23 @@ class LaunchTable:
         amax: Tensor,
         *,
         first_free_slot: int = 0,
-        consumed: Tensor | None = None,
+        gaps: Sequence[Range] | None = None,
         tile: Tile | None = None,
     ) -> "LaunchTable":
         """Describe weights of one format on their device.
 
         Args:
-            planned: parameters that :func:`can_launch` accepts, with sources of one dtype, and
-                their exchanges; at least one.
+            planned: parameters of one format that :func:`can_launch` accepts, with sources of one
+                dtype, and their exchanges; at least one.
             amax: fp32 slots on the same device: the exchanged ones, then :func:`own_slots`.
             first_free_slot: first slot that only this launch uses.
-            consumed: memory that encoding zeroes. It contains all sources, see :func:`find_gaps`,
-                and no block row is cut.
+            gaps: memory that encoding zeroes besides the sources, see :func:`find_gaps`; None to
+                zero nothing, as where a block row is cut.
             tile: rectangle per program; by default the fastest for a requantization.
         """
         entries = [entry for entry, _ in planned]
-        format, dtype = _kind_of(entries)
-        gaps = [] if consumed is None else _gaps_of(consumed, planned)
+        format, dtype = entries[0].target.format, entries[0].source.dtype
+        described_gaps = _describe_gaps(gaps or ())
         tile = tile or TILES[format.name, dtype]
         members, tiles, cut_tiles, first = [], [], [], 0
         for entry, exchange in planned:
@@ -103,8 +102,8 @@ class LaunchTable:
         return cls(
             format=format,
             planned=tuple(planned),
-            descriptors=torch.cat([descriptors, _describe_gaps(gaps)]).to(device),
-            tiles=torch.cat([*tiles, _cut_gaps(first, gaps)]).to(device, torch.int32),
+            descriptors=torch.cat([descriptors, described_gaps]).to(device),
+            tiles=torch.cat([*tiles, _cut_gaps(first, described_gaps)]).to(device, torch.int32),
             num_tiles=sum(map(len, tiles)),
             cut_tiles=torch.cat(cut_tiles).to(device, torch.int32),
             amax_parts=amax_parts.to(device, torch.int32),
@@ -116,7 +115,7 @@ class LaunchTable:
             or any(height % format.block_row_height for height in heights)
             or any(bool(whole[:, 3].any()) for whole in tiles),
             aligned=all(map(is_aligned, entries)),
-            zeroes=consumed is not None,
+            zeroes=gaps is not None,
         )
 
     def bind_maxima(self, *, cut_only: bool = False) -> Iterator[BoundKernel]:
@@ -346,29 +345,6 @@ def _range_of(tensor: Tensor) -> Range:
     return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
-def _kind_of(entries: Sequence[TableEntry]) -> tuple[BlockScaledFormat, torch.dtype]:
-    kinds = {(entry.target.format, entry.source.dtype) for entry in entries}
-    if len(kinds) != 1 or not all(map(can_launch, entries)):
-        names = sorted(f"{format.name} from {dtype}" for format, dtype in kinds)
-        raise LayoutError(
-            "launch table: expected weights of one format whose buffers have an innermost "
-            f"stride of 1, and sources of one dtype, got {len(entries)} weights: "
-            f"{', '.join(names)}. Requantize them without a launch."
-        )
-    (kind,) = kinds
-    return kind
-
-
-def _gaps_of(consumed: Tensor, planned: Sequence[Planned]) -> list[Range]:
-    gaps = find_gaps(consumed, [entry.source for entry, _ in planned])
-    if gaps is None or any(exchange.block_rows for _, exchange in planned):
-        raise LayoutError(
-            "launch table: expected consumed memory that is contiguous and holds every "
-            "source once and whole, got other memory. Zero it apart from the launch."
-        )
-    return gaps
-
-
 def _describe_gaps(gaps: Sequence[Range]) -> Tensor:
     rows = [
         [address, min(_MAX_GAP, (end - address) // 2), *[0] * (fields.DESCRIPTOR_FIELDS - 2)]
@@ -378,9 +354,9 @@ def _describe_gaps(gaps: Sequence[Range]) -> Tensor:
     return int64(rows).view(-1, fields.DESCRIPTOR_FIELDS)
 
 
-def _cut_gaps(first: int, gaps: Sequence[Range]) -> Tensor:
+def _cut_gaps(first: int, gaps: Tensor) -> Tensor:
     """Return the tiles of gaps whose descriptors start at ``first``."""
-    members, numbers, _ = cut_ranges(_describe_gaps(gaps)[:, 1], GAP_TILE)
+    members, numbers, _ = cut_ranges(gaps[:, 1], GAP_TILE)
     zero = torch.zeros_like(members)
     return torch.stack([first + members, zero, numbers * GAP_TILE, zero], 1)
 

@@ -118,7 +118,8 @@ class MatrixShard:
     shape: tuple[int, int, int]
     """Number of weights, and rows and columns of each; their product is n."""
     rows: tuple[MatrixRows, ...]
-    """Matrices of each weight, disjoint, which together cover its rows."""
+    """Matrices of each weight, disjoint, which together cover its rows: of :meth:`MatrixRows.of`,
+    :func:`gate_and_up` or :func:`qkv_rows`."""
     group: int
     """Row of the hyper-parameters."""
     norm: int
@@ -130,7 +131,7 @@ class MatrixShard:
         return self.shape[0] * len(self.rows)
 
     def check(self) -> None:
-        """Raise LayoutError unless tensors and rows have the stated shapes."""
+        """Raise LayoutError unless tensors have the stated shapes."""
         where = f"Muon: {self.parameter}"
         count, rows, cols = self.shape
         if min(self.shape) < 1 or rows * cols > LARGEST:
@@ -142,17 +143,6 @@ class MatrixShard:
         dtypes = [torch.float32, torch.bfloat16]
         require_flat(f"{where}: gradient", self.gradient, numel, dtypes, device)
         require_flat(f"{where}: momentum", self.momentum, numel, dtypes[:1], device)
-        self._check_rows(where)
-
-    def _check_rows(self, where: str) -> None:
-        wanted = torch.arange(self.shape[1], device="cpu")
-        are_filled = all(min(one.span, one.groups) >= 1 for one in self.rows) and self.rows
-        held = torch.cat([one.indices() for one in self.rows]) if are_filled else wanted[:0]
-        if not torch.equal(held.sort().values, wanted):
-            raise LayoutError(
-                f"{where}: expected matrices that together contain each of {self.shape[1]} rows "
-                f"once, got {list(self.rows)}. Use MatrixRows.of, gate_and_up or qkv_rows."
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -197,17 +187,12 @@ class Piece:
         return self.shard.rows[rows].view(values.view(shape))
 
     def check(self, where: str, shape: tuple[int, int]) -> None:
-        """Raise LayoutError unless weights and matrices exist, the latter of the given shape."""
+        """Raise LayoutError unless weights exist, and matrices have the given shape."""
         shard = self.shard
         if not 0 <= self.first <= self.last <= shard.shape[0]:
             raise LayoutError(
                 f"{where}: expected weights from 0 to {shard.shape[0]} of {shard.parameter}, got "
                 f"{self.first} to {self.last}. Cut pieces within one shard."
-            )
-        if self.rows is not None and not 0 <= self.rows < len(shard.rows):
-            raise LayoutError(
-                f"{where}: expected a matrix from 0 to {len(shard.rows) - 1} of "
-                f"{shard.parameter}, got {self.rows}. Pass an index into the shard's rows."
             )
         for rows in self.taken:
             got = (shard.rows[rows].rows, shard.shape[2])

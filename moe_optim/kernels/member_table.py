@@ -13,7 +13,14 @@ from moe_optim.formats import BlockScaledFormat
 from moe_optim.formats.reference import quantize_gathered_into, ranges
 from moe_optim.kernels.exchange import AMAX_SLOTS, Exchange, plan_exchange
 from moe_optim.kernels.finish_table import plan_finish
-from moe_optim.kernels.launch_table import LaunchTable, Planned, can_launch, find_gaps, own_slots
+from moe_optim.kernels.launch_table import (
+    LaunchTable,
+    Planned,
+    Range,
+    can_launch,
+    find_gaps,
+    own_slots,
+)
 from moe_optim.kernels.plan import Backend, Call, Plan, takes_kernels
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.places import Places
@@ -97,13 +104,13 @@ class MemberTable(Plan):
                 remainder.append((entry, shared))
         owned = [own_slots(group) for group in groups.values()]
         amax = torch.zeros(slots + sum(owned), dtype=torch.float32, device=device)
-        zeroed = consumed if _can_zero_in_launch(consumed, list(groups.values())) else None
+        gaps = _gaps_to_zero(consumed, list(groups.values()))
         launches = [
             LaunchTable.build(
                 group,
                 amax,
                 first_free_slot=slots + sum(owned[:index]),
-                consumed=zeroed,
+                gaps=gaps,
             )
             for index, group in enumerate(groups.values())
         ]
@@ -158,11 +165,14 @@ def _plan_exchanges(entries: Sequence[TableEntry]) -> list[Planned]:
     return planned
 
 
-def _can_zero_in_launch(consumed: Tensor | None, groups: Sequence[Sequence[Planned]]) -> bool:
+def _gaps_to_zero(
+    consumed: Tensor | None, groups: Sequence[Sequence[Planned]]
+) -> list[Range] | None:
+    """Return what a launch zeroes besides its sources, or None if it cannot zero ``consumed``."""
     if consumed is None or len(groups) != 1 or any(shared.block_rows for _, shared in groups[0]):
-        return False
+        return None
     sources = [entry.source for entry, _ in groups[0]]
-    return consumed.device == sources[0].device and find_gaps(consumed, sources) is not None
+    return find_gaps(consumed, sources) if consumed.device == sources[0].device else None
 
 
 def _plan_calls(

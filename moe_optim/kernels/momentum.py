@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
 from moe_optim.kernels.matrices import MatrixShard, Piece
-from moe_optim.kernels.matrix_table import MatrixTable
+from moe_optim.kernels.matrix_table import bind_parts, cut_matrices, describe_state
 from moe_optim.kernels.plan import Backend, BoundKernel, Call, Plan, takes_kernels
 from moe_optim.kernels.tuning import MOMENTUM_LANES, MOMENTUM_PART, MOMENTUM_TILE
 from moe_optim.places import Places
@@ -66,10 +67,7 @@ class Momentum(Plan):
         for shard in shards:
             shard.check()
             check_indices(shard, hyper, clips)
-        starts, total = [], 0
-        for shard in shards:
-            starts.append(total)
-            total += shard.num_matrices
+        *starts, total = accumulate((shard.num_matrices for shard in shards), initial=0)
         squares = torch.zeros(total, dtype=torch.float64, device=device)
         pieces = [
             Piece(shard=shard, first=0, last=shard.shape[0], start=start)
@@ -132,11 +130,11 @@ def _bind_momentum(
 ) -> Iterator[BoundKernel]:
     from moe_optim.kernels.momentum_kernel import add_squares_kernel, momentum_kernel
 
-    table = MatrixTable.of_state(pieces)
-    parts, bounds = table.cut(MOMENTUM_PART)
+    table = describe_state(pieces)
+    parts, bounds = cut_matrices(table, MOMENTUM_PART)
     sums = torch.zeros(int(bounds[-1]), dtype=torch.float64, device=squares.device)
-    arguments = (hyper, clips, sums)
-    yield from table.bind(momentum_kernel, parts, MOMENTUM_TILE, *arguments, NESTEROV=nesterov)
+    arguments = (table, parts, MOMENTUM_TILE, hyper, clips, sums)
+    yield from bind_parts(momentum_kernel, *arguments, NESTEROV=nesterov)
     if len(squares):
         yield BoundKernel(
             add_squares_kernel,

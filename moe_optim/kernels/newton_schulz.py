@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, cycle
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.kernels.plan import ALIGNMENT, Backend, Call, Plan, require_flat
-from moe_optim.kernels.products import Polynomial, Product, Step, serves_products
+from moe_optim.kernels.products import evaluate, multiply, serves_products
 from moe_optim.places import Places
 
 Form = Literal["plain", "gram"]
@@ -75,7 +75,7 @@ class NewtonSchulz(Plan):
 
         Raises:
             LayoutError: tensors of another shape or dtype, that are not contiguous, or too small.
-            ConfigError: an unknown form or backend, no coefficients, or ``reduce`` with ``gram``.
+            ConfigError: an unknown backend, no coefficients, or ``reduce`` with ``gram``.
         """
         _check_options(form, coefficients, reduce)
         _check_matrices(x)
@@ -89,10 +89,9 @@ class NewtonSchulz(Plan):
         other, *squares = _carve(scratch, x.shape, form, is_tall)
         views = _view_wide(x, other, is_tall, takes)
         if form == "plain":
-            steps, last = _iterate_plain(views, squares, coefficients, folds=takes)
+            calls, last = _iterate_plain(views, squares, coefficients, reduce, kernels=takes)
         else:
-            steps, last = _iterate_gram(views, squares, coefficients)
-        calls = list(_make_calls(steps, reduce, takes))
+            calls, last = _iterate_gram(views, squares, coefficients, kernels=takes)
         result, spare = (x, other) if last.data_ptr() == x.data_ptr() else (other, x)
         if is_tall and not takes:
             calls.append(partial(spare.copy_, last.mT))
@@ -133,56 +132,61 @@ def _iterate_plain(
     views: Iterator[Tensor],
     squares: Sequence[Tensor],
     coefficients: Sequence[Coefficients],
+    reduce: Callable[[Tensor], object] | None,
     *,
-    folds: bool,
-) -> tuple[list[Step], Tensor]:
-    """Return all steps, and the tensor that holds the result."""
+    kernels: bool,
+) -> tuple[list[Call], Tensor]:
+    """Return all calls, and the tensor that holds the result."""
     gram, factor = squares
     x = next(views)
-    steps: list[Step] = []
+    calls: list[Call] = []
     for a, b, c in coefficients:
         new = next(views)
-        steps += [
-            Product(left=x, right=x.mT, out=gram, is_symmetric=True, is_gram=True),
-            Polynomial(squares=gram, out=factor, a=a if folds else 0.0, b=b, c=c),
-            Product(left=factor, right=x, out=new, plus=0.0 if folds else a),
-        ]
+        calls.append(multiply(x, x.mT, gram, kernels=kernels, is_symmetric=True))
+        if reduce is not None:
+            calls.append(partial(reduce, gram))
+        in_factor, plus = (a, 0.0) if kernels else (0.0, a)
+        calls.append(evaluate(gram, factor, (in_factor, b, c), kernels=kernels))
+        calls.append(multiply(factor, x, new, kernels=kernels, plus=plus))
         x = new
-    return steps, x
+    return calls, x
 
 
 def _iterate_gram(
     views: Iterator[Tensor],
     squares: Sequence[Tensor],
     coefficients: Sequence[Coefficients],
-) -> tuple[list[Step], Tensor]:
-    """Return all steps, and the tensor that holds the result.
+    *,
+    kernels: bool,
+) -> tuple[list[Call], Tensor]:
+    """Return all calls, and the tensor that holds the result.
 
     With R = X X^T and W = a I + b R + c R R, X becomes W X and R becomes W R W. Factors W are
     multiplied with each other, and with X before a restart and in the end (Gram Newton-Schulz,
     Dao-AILab). The first restart is at step 2, the next ones GRAM_SPAN steps later.
     """
     gram, factor, total, spare = squares
+    symmetric = partial(multiply, kernels=kernels, is_symmetric=True)
     x = next(views)
-    steps: list[Step] = []
-    for index, (a, b, c) in enumerate(coefficients):
+    calls: list[Call] = []
+    for index, of_step in enumerate(coefficients):
         if starts := not index or _restarts(index):
-            steps.append(Product(left=x, right=x.mT, out=gram, is_symmetric=True))
-        steps.append(Polynomial(squares=gram, out=factor, a=a, b=b, c=c))
+            calls.append(symmetric(x, x.mT, gram))
+        calls.append(evaluate(gram, factor, of_step, kernels=kernels))
         ends = index + 1 == len(coefficients) or _restarts(index + 1)
         if not ends:
-            steps.append(Product(left=gram, right=factor, out=spare, is_symmetric=True))
-            steps.append(Product(left=factor, right=spare, out=gram, is_symmetric=True))
+            calls.append(symmetric(gram, factor, spare))
+            calls.append(symmetric(factor, spare, gram))
         if starts:
             factor, total = total, factor
         else:
-            steps.append(Product(left=total, right=factor, out=spare, is_symmetric=True))
+            calls.append(symmetric(total, factor, spare))
             total, spare = spare, total
         if ends:
             new = next(views)
-            steps.append(Product(left=total, right=x, out=new))
+            calls.append(multiply(total, x, new, kernels=kernels))
             x = new
-    return steps, x
+    return calls, x
 
 
 def _restarts(index: int) -> bool:
@@ -202,12 +206,7 @@ def _carve(scratch: Tensor, shape: torch.Size, form: Form, is_tall: bool) -> Ite
         start += _pad(part.numel())
 
 
-def _check_options(form: str, coefficients: Sequence[Coefficients], reduce: object) -> None:
-    if form not in get_args(Form):
-        raise ConfigError(
-            f"newton schulz: form: expected {' or '.join(get_args(Form))}, got '{form}'. Write "
-            "plain, which every dtype serves."
-        )
+def _check_options(form: Form, coefficients: Sequence[Coefficients], reduce: object) -> None:
     if not coefficients:
         raise ConfigError(
             "newton schulz: coefficients: expected (a, b, c) of at least one step, got none. Pass "
@@ -227,12 +226,3 @@ def _check_matrices(x: Tensor) -> None:
             f"and not empty, got {list(x.shape)} {x.dtype} with strides {list(x.stride())}. Pass a "
             "batch of whole matrices."
         )
-
-
-def _make_calls(
-    steps: Sequence[Step], reduce: Callable[[Tensor], object] | None, takes: bool
-) -> Iterator[Call]:
-    for step in steps:
-        yield step.bind() if takes else step.call_torch()
-        if reduce is not None and step.is_gram:
-            yield partial(reduce, step.out)

@@ -1,7 +1,6 @@
 """Plans around the iteration of a Muon step: packing directions into batches, and unpacking."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -10,131 +9,97 @@ from torch import Tensor
 from moe_optim.errors import LayoutError
 from moe_optim.formats.reference.muon import EPS
 from moe_optim.kernels.matrices import Piece
-from moe_optim.kernels.matrix_table import MatrixTable
+from moe_optim.kernels.matrix_table import (
+    bind_parts,
+    cut_matrices,
+    describe_state,
+    describe_weights,
+)
 from moe_optim.kernels.momentum import check_indices, direction_of, tensors_of
-from moe_optim.kernels.plan import Backend, BoundKernel, Call, Plan, require_flat, takes_kernels
+from moe_optim.kernels.plan import Backend, Call, Plan, require_flat, takes_kernels
 from moe_optim.kernels.tuning import PACK_PART, PACK_TILE
 from moe_optim.places import Places
 
 _PACKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Pack(Plan):
-    """Plan that writes directions, divided by their norms, to a batch. See :meth:`build`."""
+def plan_pack(
+    pieces: Sequence[Piece],
+    squares: Tensor,
+    packed: Tensor,
+    hyper: Tensor,
+    clips: Tensor,
+    *,
+    nesterov: bool,
+    backend: Backend = "auto",
+) -> Plan:
+    """Plan what follows :class:`Momentum`: directions, divided by their norms, go to a batch.
 
-    pieces: tuple[Piece, ...]
-    """Matrices of the batch, in order."""
-    squares: Tensor
-    """Sums of squares, [num_squares] fp64, read at every launch."""
-    packed: Tensor
-    """Batch, [B, M, N]."""
+    With ``m`` the updated momentum::
 
-    @classmethod
-    def build(
-        cls,
-        pieces: Sequence[Piece],
-        squares: Tensor,
-        packed: Tensor,
-        hyper: Tensor,
-        clips: Tensor,
-        *,
-        nesterov: bool,
-        backend: Backend = "auto",
-    ) -> "Pack":
-        """Plan what a launch writes after that of :class:`Momentum`.
+        u = lerp(clip * gradient, m, momentum)      without Nesterov or with a negative clip: m
+        x = u / max(sqrt(sum of u^2), 1e-7)
 
-        With ``m`` the updated momentum::
+    Args:
+        pieces: matrices of one shape, from :meth:`Momentum.piece`, whose gradients still hold what
+            the momentum was updated with.
+        squares: :attr:`Momentum.squares`, read at every launch.
+        packed: batch that is written, [B, M, N] bf16, fp16 or fp32, contiguous: matrix b is the
+            b-th of the pieces.
+        hyper: table that the momentum was updated with.
+        clips: factors that the gradients were multiplied with.
+        nesterov: whether the direction is Nesterov's.
+        backend: kernels where supported, or plain torch.
 
-            u = lerp(clip * gradient, m, momentum)      without Nesterov or with a negative clip: m
-            x = u / max(sqrt(sum of u^2), 1e-7)
+    Raises:
+        LayoutError: matrices of other shapes or another number than the batch has.
+    """
+    device = hyper.device
+    _check_batch("pack", pieces, packed, device)
+    require_flat("pack: squares", squares, squares.numel(), [torch.float64], device)
+    for piece in pieces:
+        piece.shard.check()
+        check_indices(piece.shard, hyper, clips)
+    calls: tuple[Call, ...] = (partial(_pack, pieces, squares, packed, hyper, clips, nesterov),)
+    if takes_kernels(backend, device, e4m3=False):
+        from moe_optim.kernels.momentum_kernel import pack_kernel
 
-        Args:
-            pieces: matrices of one shape, from :meth:`Momentum.piece`, whose gradients still hold
-                what the momentum was updated with.
-            squares: :attr:`Momentum.squares`.
-            packed: batch that is written, [B, M, N] bf16, fp16 or fp32, contiguous: matrix b is the
-                b-th of the pieces.
-            hyper: table that the momentum was updated with.
-            clips: factors that the gradients were multiplied with.
-            nesterov: whether the direction is Nesterov's.
-            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
-
-        Raises:
-            LayoutError: matrices of other shapes or another number than the batch has.
-        """
-        device = hyper.device
-        _check_batch("pack", pieces, packed, device)
-        require_flat("pack: squares", squares, squares.numel(), [torch.float64], device)
-        for piece in pieces:
-            piece.shard.check()
-            check_indices(piece.shard, hyper, clips)
-            if not 0 <= piece.start <= len(squares) - piece.shard.num_matrices:
-                raise LayoutError(
-                    f"pack: squares: expected those of {piece.shard.num_matrices} matrices of "
-                    f"{piece.shard.parameter} from {piece.start} on, got {len(squares)} in all. "
-                    "Pass the squares of the Momentum that made the piece."
-                )
-        calls: tuple[Call, ...] = (partial(_pack, pieces, squares, packed, hyper, clips, nesterov),)
-        if takes_kernels(backend, device, e4m3=False):
-            calls = tuple(_bind_pack(pieces, squares, packed, hyper, clips, nesterov))
-        return cls(
-            device=device,
-            calls=calls,
-            places=Places([packed, *tensors_of(pieces, gradients=nesterov)]),
-            pieces=tuple(pieces),
-            squares=squares,
-            packed=packed,
-        )
+        table = describe_state(pieces, packed)
+        parts, _ = cut_matrices(table, PACK_PART)
+        arguments = (hyper, clips, squares, packed)
+        bound = bind_parts(pack_kernel, table, parts, PACK_TILE, *arguments, NESTEROV=nesterov)
+        calls = tuple(bound)
+    places = Places([packed, *tensors_of(pieces, gradients=nesterov)])
+    return Plan(device=device, calls=calls, places=places)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Unpack(Plan):
-    """Plan that copies a batch to rows of weights. See :meth:`build`."""
+def plan_unpack(
+    packed: Tensor, pieces: Sequence[Piece], weights: Tensor, *, backend: Backend = "auto"
+) -> Plan:
+    """Plan the inverse of :func:`plan_pack`'s permutation of rows.
 
-    pieces: tuple[Piece, ...]
-    """Matrices of the batch, in order."""
-    packed: Tensor
-    """Batch, [B, M, N]."""
-    weights: Tensor
-    """Elements of all weights of the pieces, [n]."""
+    Args:
+        packed: batch, [B, M, N] bf16, fp16 or fp32, contiguous.
+        pieces: matrices of the batch, as they were packed.
+        weights: elements that are written, [n] of the batch's dtype, contiguous: the weights of
+            the pieces, one piece after the other. Rows of other matrices are not written.
+        backend: kernels where supported, or plain torch.
 
-    @classmethod
-    def build(
-        cls,
-        packed: Tensor,
-        pieces: Sequence[Piece],
-        weights: Tensor,
-        *,
-        backend: Backend = "auto",
-    ) -> "Unpack":
-        """Plan the inverse of :class:`Pack`'s permutation of rows.
+    Raises:
+        LayoutError: matrices or weights that the tensors do not have.
+    """
+    device = packed.device
+    _check_batch("unpack", pieces, packed, device)
+    numel = sum(one.numel for one in pieces)
+    require_flat("unpack: weights", weights, numel, [packed.dtype], device)
+    calls: tuple[Call, ...] = (partial(_unpack, packed, pieces, weights),)
+    if takes_kernels(backend, device, e4m3=False):
+        from moe_optim.kernels.momentum_kernel import unpack_kernel
 
-        Args:
-            packed: batch, [B, M, N] bf16, fp16 or fp32, contiguous.
-            pieces: matrices of the batch, as they were packed.
-            weights: elements that are written, [n] of the batch's dtype, contiguous: the weights of
-                the pieces, one piece after the other. Rows of other matrices are not written.
-            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
-
-        Raises:
-            LayoutError: matrices or weights that the tensors do not have.
-        """
-        device = packed.device
-        _check_batch("unpack", pieces, packed, device)
-        numel = sum(one.numel for one in pieces)
-        require_flat("unpack: weights", weights, numel, [packed.dtype], device)
-        calls: tuple[Call, ...] = (partial(_unpack, packed, pieces, weights),)
-        if takes_kernels(backend, device, e4m3=False):
-            calls = tuple(_bind_unpack(packed, pieces, weights))
-        return cls(
-            device=device,
-            calls=calls,
-            places=Places([packed, weights]),
-            pieces=tuple(pieces),
-            packed=packed,
-            weights=weights,
-        )
+        table = describe_weights(pieces, weights, packed)
+        parts, _ = cut_matrices(table, PACK_PART)
+        calls = tuple(bind_parts(unpack_kernel, table, parts, PACK_TILE, packed))
+    return Plan(device=device, calls=calls, places=Places([packed, weights]))
 
 
 def _check_batch(where: str, pieces: Sequence[Piece], packed: Tensor, device: torch.device) -> None:
@@ -148,30 +113,6 @@ def _check_batch(where: str, pieces: Sequence[Piece], packed: Tensor, device: to
         )
     for index, piece in enumerate(pieces):
         piece.check(f"{where}: pieces[{index}]", (packed.shape[1], packed.shape[2]))
-
-
-def _bind_pack(
-    pieces: Sequence[Piece],
-    squares: Tensor,
-    packed: Tensor,
-    hyper: Tensor,
-    clips: Tensor,
-    nesterov: bool,
-) -> Iterator[BoundKernel]:
-    from moe_optim.kernels.momentum_kernel import pack_kernel
-
-    table = MatrixTable.of_state(pieces, packed)
-    parts, _ = table.cut(PACK_PART)
-    arguments = (hyper, clips, squares, packed)
-    yield from table.bind(pack_kernel, parts, PACK_TILE, *arguments, NESTEROV=nesterov)
-
-
-def _bind_unpack(packed: Tensor, pieces: Sequence[Piece], weights: Tensor) -> Iterator[BoundKernel]:
-    from moe_optim.kernels.momentum_kernel import unpack_kernel
-
-    table = MatrixTable.of_weights(pieces, weights, packed)
-    parts, _ = table.cut(PACK_PART)
-    yield from table.bind(unpack_kernel, parts, PACK_TILE, packed)
 
 
 def _pack(

@@ -1,6 +1,5 @@
 """Products of batches of matrices, as kernels or as plain torch."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,109 +10,91 @@ from moe_optim.kernels.plan import ALIGNMENT, BoundKernel, Call, takes_kernels
 from moe_optim.kernels.tuning import POLYNOMIAL_TILE, PRODUCT_TILES
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Product:
-    """Product of matrices: out = left @ right + plus * right.
+def multiply(
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    *,
+    kernels: bool,
+    plus: float = 0.0,
+    is_symmetric: bool = False,
+) -> Call:
+    """Return the call that writes left @ right + plus * right to ``out``.
 
-    Tensors may be transposed views of contiguous ones.
+    Args:
+        left: left factors, [B, m, k]; tensors may be transposed views of contiguous ones.
+        right: right factors, [B, k, n].
+        out: memory of the results, [B, m, n]; overlaps no factor.
+        kernels: whether to launch a kernel rather than plain torch.
+        plus: multiple of ``right`` to add; 0 for kernels.
+        is_symmetric: whether the results are symmetric, so that kernels compute one triangle and
+            mirror it.
     """
+    if not kernels and not plus:
+        return partial(torch.bmm, left, right, out=out)
+    if not kernels:
+        return partial(torch.baddbmm, right, left, right, beta=plus, out=out)
+    from moe_optim.kernels.newton_schulz_kernel import product_kernel
 
-    left: Tensor
-    """Left factors, [B, m, k]."""
-    right: Tensor
-    """Right factors, [B, k, n]."""
-    out: Tensor
-    """Memory of the results, [B, m, n]; overlaps no factor."""
-    plus: float = 0.0
-    """Multiple of ``right`` to add; 0 for kernels."""
-    is_symmetric: bool = False
-    """Whether the results are symmetric, so that kernels compute one triangle and mirror it."""
-    is_gram: bool = False
-    """Whether ranks sum the results, each of its slice of matrices."""
-
-    def call_torch(self) -> Call:
-        """Return a call of plain torch."""
-        left, right, out = self.left, self.right, self.out
-        if not self.plus:
-            return partial(torch.bmm, left, right, out=out)
-        return partial(torch.baddbmm, right, left, right, beta=self.plus, out=out)
-
-    def bind(self) -> BoundKernel:
-        """Return a kernel."""
-        from moe_optim.kernels.newton_schulz_kernel import product_kernel
-
-        left, right, out = self.left, self.right, self.out
-        if not out.is_contiguous():
-            left, right, out = right.mT, left.mT, out.mT
-        tile = PRODUCT_TILES[self.is_symmetric]
-        return BoundKernel(
-            product_kernel,
-            count_multiprocessors(out.device),
-            _describe(left, tile.rows, tile.inner),
-            _describe(right, tile.inner, tile.cols),
-            _describe(out, tile.rows, tile.rows),
-            *out.shape,
-            left.shape[2],
-            LEFT_IS_TRANSPOSED=not left.is_contiguous(),
-            RIGHT_IS_TRANSPOSED=not right.is_contiguous(),
-            IS_SYMMETRIC=self.is_symmetric,
-            TILE_ROWS=tile.rows,
-            TILE_COLS=tile.cols,
-            TILE_INNER=tile.inner,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+    if not out.is_contiguous():
+        left, right, out = right.mT, left.mT, out.mT
+    tile = PRODUCT_TILES[is_symmetric]
+    return BoundKernel(
+        product_kernel,
+        count_multiprocessors(out.device),
+        _describe(left, tile.rows, tile.inner),
+        _describe(right, tile.inner, tile.cols),
+        _describe(out, tile.rows, tile.rows),
+        *out.shape,
+        left.shape[2],
+        LEFT_IS_TRANSPOSED=not left.is_contiguous(),
+        RIGHT_IS_TRANSPOSED=not right.is_contiguous(),
+        IS_SYMMETRIC=is_symmetric,
+        TILE_ROWS=tile.rows,
+        TILE_COLS=tile.cols,
+        TILE_INNER=tile.inner,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Polynomial:
-    """Polynomial of symmetric matrices: out = a I + b A + c A A."""
+def evaluate(
+    squares: Tensor, out: Tensor, coefficients: tuple[float, float, float], *, kernels: bool
+) -> Call:
+    """Return the call that writes a I + b A + c A A to ``out``; plain torch rounds before a I.
 
-    squares: Tensor
-    """Matrices A, [B, m, m], contiguous."""
-    out: Tensor
-    """Memory of the results, [B, m, m], contiguous; does not overlap A."""
-    a: float
-    b: float
-    c: float
-    """Coefficient of A A; not 0 for kernels."""
-    is_gram: bool = False
+    Args:
+        squares: symmetric matrices A, [B, m, m], contiguous.
+        out: memory of the results, [B, m, m], contiguous; does not overlap A.
+        coefficients: a, b and c, which is not 0 for kernels.
+        kernels: whether to launch a kernel rather than plain torch.
+    """
+    if not kernels:
+        return partial(_evaluate, squares, out, *coefficients)
+    from moe_optim.kernels.newton_schulz_kernel import polynomial_kernel
 
-    def call_torch(self) -> Call:
-        """Return a call of plain torch, which rounds before it adds a I."""
-        return self._evaluate
-
-    def _evaluate(self) -> None:
-        squares, out = self.squares, self.out
-        torch.baddbmm(squares, squares, squares, beta=self.b, alpha=self.c, out=out)
-        if self.a:
-            out.diagonal(dim1=1, dim2=2).add_(self.a)
-
-    def bind(self) -> BoundKernel:
-        """Return a kernel."""
-        from moe_optim.kernels.newton_schulz_kernel import polynomial_kernel
-
-        tile = POLYNOMIAL_TILE
-        batch, rows, _ = self.out.shape
-        tiles_down = -(-rows // tile.rows)
-        return BoundKernel(
-            polynomial_kernel,
-            batch * tiles_down * (tiles_down + 1) // 2,
-            _describe(self.squares, tile.rows, tile.inner),
-            _describe(self.squares, tile.rows, tile.rows),
-            _describe(self.out, tile.rows, tile.rows),
-            rows,
-            self.a,
-            self.b,
-            self.c,
-            TILE_ROWS=tile.rows,
-            TILE_INNER=tile.inner,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+    tile = POLYNOMIAL_TILE
+    batch, rows, _ = out.shape
+    tiles_down = -(-rows // tile.rows)
+    return BoundKernel(
+        polynomial_kernel,
+        batch * tiles_down * (tiles_down + 1) // 2,
+        _describe(squares, tile.rows, tile.inner),
+        _describe(squares, tile.rows, tile.rows),
+        _describe(out, tile.rows, tile.rows),
+        rows,
+        *coefficients,
+        TILE_ROWS=tile.rows,
+        TILE_INNER=tile.inner,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
 
 
-Step = Product | Polynomial
+def _evaluate(squares: Tensor, out: Tensor, a: float, b: float, c: float) -> None:
+    torch.baddbmm(squares, squares, squares, beta=b, alpha=c, out=out)
+    if a:
+        out.diagonal(dim1=1, dim2=2).add_(a)
 
 
 def serves_products(backend: str, matrices: Tensor, scratch: Tensor) -> bool:

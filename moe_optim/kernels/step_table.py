@@ -156,9 +156,9 @@ def _ends_of(shard: Shard[AdamState]) -> list[int]:
     numel = shard.state.master.numel()
     length = staging.CHUNK_BYTES // shard.state.element_bytes
     length = max(1, length // RANGE_PART) * RANGE_PART
-    if shard.planned is None:
+    if shard.member is None:
         return [*range(length, numel, length), numel]
-    entry, _ = shard.planned
+    entry = shard.member.entry
     block_row = entry.target.format.block_row_height * entry.target.shape[2]
     length = max(1, length // block_row) * block_row
     ends: list[int] = []

@@ -1,27 +1,33 @@
 """Update of shards on the device, over flat ranges and over blocks that it then encodes."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
 from moe_optim.formats import BlockScaledFormat
-from moe_optim.kernels.cutting import int64
+from moe_optim.kernels.adam_state import AdamState, Rule
+from moe_optim.kernels.cutting import cut_ranges, int64
+from moe_optim.kernels.directed_state import DirectedPiece, DirectedState
 from moe_optim.kernels.exchange import Exchange
-from moe_optim.kernels.launch_table import LaunchTable, Planned, amax_part_length
+from moe_optim.kernels.fields import STATE_FIELDS
+from moe_optim.kernels.launch_table import LaunchTable, amax_part_length
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.plan import ALIGNMENT, Backend, BoundKernel, Call, Plan, takes_kernels
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tuning import RANGE_PART, RANGE_TILE, UPDATE_TILES
 
-Rule = Literal["adamw", "adam", "direction"]
-"""Rule: Adam with decoupled or coupled weight decay, or a step along a given direction."""
+OwnedState = AdamState | DirectedState
+"""Owned elements of one parameter, with their masters."""
+UpdatedState = AdamState | DirectedPiece
+"""Owned elements, and what an update of one rule reads."""
 
 _DTYPES: Mapping[torch.dtype | None, str] = MappingProxyType(
     {None: "none", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -29,60 +35,38 @@ _DTYPES: Mapping[torch.dtype | None, str] = MappingProxyType(
 """Dtypes as kernels name them."""
 
 
-class OwnedState(Protocol):
-    """Owned elements of one parameter, with their masters."""
+class Member(NamedTuple):
+    """Entry of a requantization, whose whole blocks are encoded with the update."""
 
-    @property
-    def parameter(self) -> str:
-        """Parameter name, for errors."""
-
-    @property
-    def master(self) -> Tensor:
-        """Master weights, [n] fp32."""
-
-
-class UpdatedState(OwnedState, Protocol):
-    """Tensors that an update of one rule reads and writes."""
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """Gradient and both moments, or the direction; [n] each, the moments in one dtype."""
-
-    @property
-    def weight(self) -> Tensor | None:
-        """Copy of the new masters, [n] fp32 or bf16, or None."""
-
-    @property
-    def group(self) -> int:
-        """Row of the hyper-parameters."""
-
-    @property
-    def norm(self) -> int:
-        """Index of the clip factor."""
-
-    def update(self, rule: Rule, hyper: Tensor, clip: Tensor) -> None:
-        """Update the masters in plain torch, with a row of hyper-parameters and a clip factor."""
+    entry: TableEntry
+    exchange: Exchange
+    """Maxima, with the amax slots of all experts."""
+    launch: LaunchTable
+    """Requantization that contains the entry."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Shard[State: OwnedState]:
-    """State, and the member entry of its master if kernels encode it."""
+    """State, and the member that its master is the source of if kernels encode it."""
 
     state: State
-    planned: Planned | None = None
-    """Entry, with the amax slots of all its experts."""
-    launch: LaunchTable | None = None
-    """Requantization that contains the entry."""
+    member: Member | None = None
     has_kernels: bool = True
     """Whether kernels update the shard rather than plain torch."""
 
     def piece[Part: OwnedState](self, first: int, state: Part) -> "Shard[Part]":
         """Return the elements from ``first`` on whose state is ``state``."""
-        planned = self.planned
-        if planned is not None:
-            entry, exchange = planned
-            planned = replace(entry, source=state.master, start=entry.start + first), exchange
-        return Shard(state=state, planned=planned, launch=self.launch, has_kernels=self.has_kernels)
+        member = self.member
+        if member is not None:
+            start = member.entry.start + first
+            member = member._replace(entry=replace(member.entry, source=state.master, start=start))
+        return Shard(state=state, member=member, has_kernels=self.has_kernels)
+
+
+_Members = list[tuple[UpdatedState, Member]]
+_Ranges = defaultdict[tuple[tuple[str, Any], ...], list[list[int]]]
+"""Constants of a launch over flat ranges -> its ranges: a row of STATE_FIELDS and the address of
+the master, both of element 0 of the range; first and end element, elements per part, amax slot."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -100,77 +84,93 @@ class Updates:
 
     def plan(self, shards: "Sequence[Shard[UpdatedState]]") -> Plan:
         """Plan the update of shards in place, and the encoding that needs no other rank."""
-        ranges = _Ranges()
-        of_format: dict[BlockScaledFormat, list[_Member]] = {}
+        ranges: _Ranges = defaultdict(list)
+        of_format: defaultdict[BlockScaledFormat, _Members] = defaultdict(list)
         for shard in shards:
-            if shard.launch is not None and shard.planned is not None:
-                member = _Member(*shard.planned, shard.state, shard.launch)
-                of_format.setdefault(shard.launch.format, []).append(member)
+            if shard.member is not None:
+                of_format[shard.member.launch.format].append((shard.state, shard.member))
             elif shard.has_kernels:
-                ranges.add(shard.state, 0, 0, shard.state.master.numel())
+                self._add_range(ranges, shard.state, 0, 0, shard.state.master.numel())
         encode: list[Call] = []
-        for format, group in of_format.items():
+        updated: list[Call] = []
+        for format, members in of_format.items():
             if format.has_global_amax:
-                encode += self._encode_last(group, ranges)
-        updated = [
-            kernel
-            for format, group in of_format.items()
-            if not format.has_global_amax
-            for kernel in self._update_members(format, group, ranges)
-        ]
+                encode += self._encode_last(members, ranges)
+            else:
+                updated += self._update_members(format, members, ranges)
         kernels: list[Call] = [*self._update_ranges(ranges), *updated]
         if kernels:
             kernels.append(partial(self.written.add, True))
         others = [partial(self._update, shard.state) for shard in shards if not shard.has_kernels]
         return Plan(device=self.hyper.device, calls=(*kernels, *encode, *others))
 
-    def _update_ranges(self, ranges: "_Ranges") -> Iterator[BoundKernel]:
-        """Yield one launch per kind of range; amax parts match those of a requantization."""
-        if not ranges.kinds:
+    def _add_range(
+        self, ranges: _Ranges, state: UpdatedState, base: int, first: int, last: int, slot: int = -1
+    ) -> None:
+        """Add elements ``first`` to ``last``, counted from ``base`` elements before a shard.
+
+        ``slot`` is the first of ``AMAX_SLOTS`` for the parts of the range, negative for no amax.
+        """
+        if last <= first:
+            return
+        row = _row(state, base)
+        master = state.master.data_ptr() - base * state.master.element_size()
+        constants = {
+            **self._constants(*_dtypes_of(state)),
+            "WEIGHTS": _DTYPES[None if state.weight is None else state.weight.dtype],
+            "AMAX": slot >= 0,
+            "ALIGNED": not (master | row[0] | row[1] | row[2] | row[5]) % ALIGNMENT
+            and not first % 16,
+        }
+        # amax parts match those of a requantization, which never writes the other slots
+        length = RANGE_PART if slot < 0 else amax_part_length(last - first)
+        ranges[tuple(constants.items())].append([*row, master, first, last, length, slot])
+
+    def _update_ranges(self, ranges: _Ranges) -> Iterator[BoundKernel]:
+        if not ranges:
             return
         from moe_optim.kernels.update_ranges import update_ranges_kernel
 
         amaxes = self.hyper if self.amax is None else self.amax  # placeholder, not written
-        for kind, table in ranges.kinds.items():
-            columns = (table.states, table.masters, table.parts)
-            states, masters, parts = (int64(rows).to(self.hyper.device) for rows in columns)
+        for constants, rows in ranges.items():
+            table = int64(rows)
+            states = table[:, :STATE_FIELDS]
+            masters, first, last, length, slot = table[:, STATE_FIELDS:].unbind(1)
+            which, numbers, _ = cut_ranges(last - first, length)
+            start = first[which] + numbers * length[which]
+            end = torch.minimum(start + length[which], last[which])
+            parts = torch.stack([which, start, end, slot[which] + numbers], 1)
             yield BoundKernel(
                 update_ranges_kernel,
                 len(parts),
-                states,
-                masters,
-                parts,
+                *(one.contiguous().to(self.hyper.device) for one in (states, masters, parts)),
                 self.hyper,
                 self.clips,
                 amaxes,
                 num_warps=RANGE_TILE.num_warps,
                 TILE=RANGE_TILE.cols,
-                ALIGNED=kind.aligned,
-                WEIGHTS=_DTYPES[kind.weight],
-                AMAX=kind.finds_amax,
-                **self._constants(kind.dtypes),
+                **dict(constants),
             )
 
     def _update_members(
-        self, format: BlockScaledFormat, group: "Sequence[_Member]", ranges: "_Ranges"
+        self, format: BlockScaledFormat, members: _Members, ranges: _Ranges
     ) -> Iterator[BoundKernel]:
         """Yield launches that update and encode whole blocks, and add the rest to ``ranges``."""
-        by_dtypes: dict[_Dtypes, list[_Member]] = {}
-        for member in group:
-            state = member.state
+        by_dtypes: defaultdict[tuple[Any, Any], _Members] = defaultdict(list)
+        for state, member in members:
             for part in member.entry.owned_parts():
                 base = member.entry.start - part.base
-                ranges.add(state, base, part.low, part.first_whole)
-                ranges.add(state, base, part.end_whole, part.high)
-            by_dtypes.setdefault(_Dtypes.of(state), []).append(member)
-        for dtypes, members in by_dtypes.items():
-            planned = [(one.entry, one.exchange) for one in members]
-            tile = UPDATE_TILES[format.name, dtypes.moments]
-            table = LaunchTable.build(planned, members[0].launch.amax, tile=tile)
+                self._add_range(ranges, state, base, part.low, part.first_whole)
+                self._add_range(ranges, state, base, part.end_whole, part.high)
+            by_dtypes[_dtypes_of(state)].append((state, member))
+        for (gradient, moments), alike in by_dtypes.items():
+            planned = [(one.entry, one.exchange) for _, one in alike]
+            tile = UPDATE_TILES[format.name, moments]
+            table = LaunchTable.build(planned, alike[0][1].launch.amax, tile=tile)
             rows = int64(
                 [
-                    _row(one.state, one.entry.start - part.base)
-                    for one in members
+                    _row(state, one.entry.start - part.base)
+                    for state, one in alike
                     for part in one.entry.owned_parts()
                 ]
             )
@@ -180,27 +180,26 @@ class Updates:
                     self.hyper,
                     self.clips,
                     aligned=table.aligned and not bool((rows[:, :3] % ALIGNMENT).any()),
-                    **self._constants(dtypes),
+                    **self._constants(gradient, moments),
                 )
 
-    def _encode_last(self, group: "Sequence[_Member]", ranges: "_Ranges") -> Iterator[BoundKernel]:
+    def _encode_last(self, members: _Members, ranges: _Ranges) -> Iterator[BoundKernel]:
         """Add experts to ``ranges``, which computes their amax, and yield the encoding launches."""
-        for entry, exchange, state, _ in group:
+        for state, (entry, exchange, _) in members:
             for expert, part in zip(entry.owned_experts, entry.owned_parts(), strict=True):
-                base = entry.start - part.base
-                ranges.add(state, base, part.low, part.high, exchange.experts[expert])
+                slot = exchange.experts[expert]
+                self._add_range(ranges, state, entry.start - part.base, part.low, part.high, slot)
         if self.amax is None or not self.encodes_amaxes:
             return  # some amaxes need other ranks
-        launch = group[0].launch
-        planned = [(one.entry, one.exchange) for one in group]
-        is_all = [one.entry for one in group] == [entry for entry, _ in launch.planned]
+        launch = members[0][1].launch
+        planned = [(one.entry, one.exchange) for _, one in members]
+        is_all = [entry for entry, _ in planned] == [entry for entry, _ in launch.planned]
         if not is_all or launch.amax is not self.amax:
             launch = LaunchTable.build(planned, self.amax)
         yield from launch.bind_encoding()
 
-    def _constants(self, dtypes: "_Dtypes") -> dict[str, Any]:
-        gradient, moments = (_DTYPES[one] for one in dtypes)
-        return {"RULE": self.rule, "GRADIENT": gradient, "MOMENTS": moments}
+    def _constants(self, gradient: torch.dtype, moments: torch.dtype | None) -> dict[str, Any]:
+        return {"RULE": self.rule, "GRADIENT": _DTYPES[gradient], "MOMENTS": _DTYPES[moments]}
 
     def _update(self, state: UpdatedState) -> None:
         state.update(self.rule, self.hyper[state.group], self.clips[state.norm])
@@ -209,76 +208,10 @@ class Updates:
             state.weight.copy_(state.master)
 
 
-class _Member(NamedTuple):
-    """Entry whose blocks are encoded, with its maxima and its state."""
-
-    entry: TableEntry
-    exchange: Exchange
-    state: UpdatedState
-    launch: LaunchTable
-
-
-class _Dtypes(NamedTuple):
-    """Dtypes of the inputs of an update."""
-
-    gradient: torch.dtype
-    moments: torch.dtype | None
-
-    @classmethod
-    def of(cls, state: UpdatedState) -> "_Dtypes":
-        gradient, *moments = (one.dtype for one in state.inputs)
-        return cls(gradient, moments[0] if moments else None)
-
-
-class _Kind(NamedTuple):
-    """Properties that all ranges of a launch share."""
-
-    dtypes: _Dtypes
-    weight: torch.dtype | None
-    finds_amax: bool
-    aligned: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _RangeTable:
-    """Flat ranges of one kind, as kernels read them."""
-
-    states: list[list[int]] = field(default_factory=list)
-    """Rows of STATE_FIELDS, see ``fields``; addresses are those of element 0 of the range."""
-    masters: list[int] = field(default_factory=list)
-    parts: list[list[int]] = field(default_factory=list)
-    """Range, first element, end element, and amax slot of each part."""
-
-
-class _Ranges:
-    """Collector of ranges, grouped by launch."""
-
-    def __init__(self) -> None:
-        self.kinds: dict[_Kind, _RangeTable] = {}
-
-    def add(self, state: UpdatedState, base: int, first: int, last: int, slot: int = -1) -> None:
-        """Add elements ``first`` to ``last``, counted from ``base`` elements before a shard.
-
-        ``slot`` is the first of ``AMAX_SLOTS`` for the parts of the range, negative for no amax.
-        """
-        if last <= first:
-            return
-        row = _row(state, base)
-        master = state.master.data_ptr() - base * state.master.element_size()
-        kind = _Kind(
-            dtypes=_Dtypes.of(state),
-            weight=None if state.weight is None else state.weight.dtype,
-            finds_amax=slot >= 0,
-            aligned=not (master | row[0] | row[1] | row[2] | row[5]) % ALIGNMENT and not first % 16,
-        )
-        table = self.kinds.setdefault(kind, _RangeTable())
-        # amax parts match those of a requantization, which never writes the other slots
-        length = amax_part_length(last - first) if kind.finds_amax else RANGE_PART
-        for number, start in enumerate(range(first, last, length)):
-            part = [len(table.states), start, min(last, start + length), slot + number]
-            table.parts.append(part)
-        table.states.append(row)
-        table.masters.append(master)
+def _dtypes_of(state: UpdatedState) -> tuple[torch.dtype, torch.dtype | None]:
+    """Return the dtypes of gradient, or direction, and moments."""
+    gradient, *moments = (one.dtype for one in state.inputs)
+    return gradient, moments[0] if moments else None
 
 
 def _row(state: UpdatedState, base: int) -> list[int]:
@@ -302,11 +235,11 @@ def match_members[State: OwnedState](
         missing = []
         for (entry, exchange), state in zip(launch.planned, found, strict=True):
             named = {expert: next(slots) for expert in entry.owned_experts}
-            planned = entry, replace(exchange, experts=named)
+            member = Member(entry, replace(exchange, experts=named), launch)
             if state is None:
                 missing.append(entry.parameter)
             else:
-                yield Shard(state=state, planned=planned, launch=launch)
+                yield Shard(state=state, member=member)
         if missing:
             raise LayoutError(
                 f"{', '.join(missing)}: expected states whose masters are the sources of the "

@@ -20,7 +20,7 @@ from moe_optim.kernels.matrices import MatrixShard, Piece
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.momentum import Momentum
 from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
-from moe_optim.kernels.packing import Pack, Unpack
+from moe_optim.kernels.packing import plan_pack, plan_unpack
 from moe_optim.kernels.plan import Call, Plan
 from moe_optim.optimizer.muon import MatrixWeight, MuonSettings
 from moe_optim.places import Places
@@ -450,7 +450,7 @@ class _Planner:
         pieces = [self._piece(part, batch) for part in parts]
         yield partial(scaled.copy_, result)
         yield partial(scaled.mul_, scale_of(weight, batch.rows or 0, self.settings))
-        unpack = Unpack.build(scaled, pieces, direction.view(-1), backend=self.backend)
+        unpack = plan_unpack(scaled, pieces, direction.view(-1), backend=self.backend)
         yield from unpack.calls
 
     def _piece(self, part: _Part, batch: Batch) -> Piece:
@@ -464,7 +464,7 @@ class _Planner:
         self.num_batches += 1
         number = sum(part.count for part in parts) * batch.number
         packed = space.take(number, *batch.shape)
-        pack = Pack.build(
+        pack = plan_pack(
             [self._piece(part, batch) for part in parts],
             self.momentum.squares,
             packed,

@@ -87,15 +87,11 @@ def test_kernels_give_the_bits_of_the_reference_on_gpu_and_cpu(grid, axis, dtype
 
 
 @every_dtype
-def test_values_of_the_table(dtype):
+def test_values_and_gradients_of_the_table(dtype):
     for bits, narrow_range, cases in by_grid(dtype):
         values, amax, result = value_tensors(cases, dtype, "cuda")
         got = fake_quantize(values, amax, bits, narrow_range=narrow_range, check_values=False)
         assert_values_equal(got, result, f"{bits}")
-
-
-@every_dtype
-def test_gradients_of_the_table(dtype):
     values, amax, gradients, wanted = gradient_tensors(dtype, "cuda")
     result = fake_quantize(values.requires_grad_(), amax, check_values=False)
     assert_values_equal(torch.autograd.grad(result, values, gradients)[0], wanted)

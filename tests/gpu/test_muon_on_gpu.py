@@ -84,11 +84,12 @@ def test_quantized_weights_come_from_the_stepped_masters(name: str):
         assert_bytes_equal(target.gathered_buffers()[buffer].cpu(), tensor, what=buffer)
 
 
-def test_a_launch_neither_allocates_nor_waits():
+@pytest.mark.parametrize("form", ["bf16", "fp16", "gram"])
+def test_a_launch_neither_allocates_nor_waits(form: str):
     """Planning allocates everything; a step does not, whatever the number of matrices."""
     states = make_states([(weight_of(256, 384), 5), (weight_of(128, 256, (64, 32, 32)), 2)],
                          device="cuda")  # fmt: skip
-    table = step(states)
+    table = step(states, FORMS[form])
     assert_neither_allocates_nor_waits(table.launch)
 
 
@@ -106,17 +107,23 @@ def test_the_update_follows_the_direction_to_the_bit():
     assert_bytes_equal(state.master.cpu(), expected, what="master")
 
 
-@pytest.mark.parametrize("form", ["bf16", "gram"])
+@pytest.mark.parametrize("form", ["bf16", "fp16", "gram"])
 def test_a_replayed_step_is_an_eager_one(form: str):
-    """A captured step gives the bits of the kernels that it holds, and reads the clip anew."""
+    """A captured step gives the bits of the kernels that it holds, and reads gradients and the clip
+    anew."""
     weights = [(weight_of(256, 384), 5), (weight_of(128, 256, (64, 32, 32)), 2)]
     eager, captured = (make_states(weights, device="cuda") for _ in range(2))
-    for _ in range(3):
+    step(eager, FORMS[form])
+    for state in eager:
+        state.gradient.mul_(2)
+    for _ in range(2):
         step(eager, FORMS[form])
     table = step(captured, FORMS[form])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         table.launch()
+    for state in captured:
+        state.gradient.mul_(2)
     for _ in range(2):
         graph.replay()
     clips = table.updates.updates.clips

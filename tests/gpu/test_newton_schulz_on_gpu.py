@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from moe_optim.kernels import products
-from moe_optim.kernels.products import Polynomial, Product
+from moe_optim.kernels.products import evaluate, multiply
 from tests.support.bytes import assert_bytes_equal
 from tests.support.newton_schulz import (
-    DEEPSEEK,
     QUINTIC,
     distance,
     iterate,
@@ -18,7 +17,6 @@ from tests.support.newton_schulz import (
     orthogonalize,
     random_matrices,
 )
-from tests.support.steps.launches import assert_neither_allocates_nor_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -92,10 +90,10 @@ def test_symmetric_products_are_symmetric_to_the_bit(dtype, shape):
     gram, factor, twice = (
         torch.full((shape[0], side, side), math.nan, dtype=dtype, device="cuda") for _ in range(3)
     )
-    Product(left=wide, right=wide.mT, out=gram, is_symmetric=True).bind()()
-    Polynomial(squares=gram, out=factor, a=4.0848, b=-6.8946, c=0.0625).bind()()
+    multiply(wide, wide.mT, gram, kernels=True, is_symmetric=True)()
+    evaluate(gram, factor, (4.0848, -6.8946, 0.0625), kernels=True)()
     other = gram.flip(1, 2).contiguous()
-    Product(left=factor, right=other, out=twice, is_symmetric=True).bind()()
+    multiply(factor, other, twice, kernels=True, is_symmetric=True)()
     exact = gram.double()
     eye = torch.eye(side, dtype=torch.float64, device="cuda")
     for what, got, want in (
@@ -109,26 +107,6 @@ def test_symmetric_products_are_symmetric_to_the_bit(dtype, shape):
     ):
         assert_bytes_equal(got, got.mT.contiguous(), what=what)
         assert distance(got, want) < torch.finfo(dtype).eps, what
-
-
-@EACH_FORM
-@pytest.mark.parametrize("shape", [(3, 200, 328), (3, 328, 200)], ids=str)
-def test_a_captured_graph_iterates_new_matrices(form, dtype, shape):
-    built, _ = orthogonalize(matrices(shape, dtype), form=form)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        built.launch()
-    for seed in (1, 2):
-        x = matrices(shape, dtype, seed)
-        built.x.copy_(x)
-        graph.replay()
-        assert_bytes_equal(built.result.clone(), orthogonalize(x, form=form)[1])
-
-
-@EACH_FORM
-def test_a_launch_allocates_nothing_and_does_not_wait(form, dtype):
-    built, _ = orthogonalize(matrices((4, 256, 512), dtype), DEEPSEEK, form=form)
-    assert_neither_allocates_nor_waits(lambda: built.launch())
 
 
 @pytest.mark.parametrize("shape", [(2, 256, 512), (2, 512, 256)], ids=str)

@@ -16,16 +16,21 @@ GPUS = [
     pytest.param(HOPPER, id="sm_90", marks=pytest.mark.extended),
 ]
 
-ONE_OF_EACH_PATH = pytest.mark.parametrize(
-    "format",
-    [
-        pytest.param(
-            format, id=name, marks=[] if name in REPRESENTATIVE_FORMATS else [pytest.mark.extended]
-        )
-        for name, format in FORMATS.items()
-    ],
-)
-"""Every format; those that share their code with another are extended."""
+
+def formats(every_time):
+    """Have a test take every format; those that are not named are extended."""
+    return pytest.mark.parametrize(
+        "format",
+        [
+            pytest.param(one, id=name, marks=[pytest.mark.extended] * (name not in every_time))
+            for name, one in FORMATS.items()
+        ],
+    )
+
+
+ONE_OF_EACH_PATH = formats(REPRESENTATIVE_FORMATS)
+ONE_OF_EACH_KERNEL = formats(("nvfp4", "fp8_block", "int4"))
+"""Packed elements and an amax, large blocks that edges cut, and rows."""
 
 MORE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,7 +41,7 @@ STEPS_ALONG = pytest.mark.parametrize(
             *(format, dtype),
             id=f"{name}, directions in {of}",
             marks=[]
-            if format is MXFP8 or (of == "bf16" and name in REPRESENTATIVE_FORMATS)
+            if (of == "bf16" and name in REPRESENTATIVE_FORMATS) or (format, of) == (MXFP8, "fp16")
             else [pytest.mark.extended],
         )
         for (name, format), (of, dtype) in product(FORMATS.items(), MORE_DTYPES.items())

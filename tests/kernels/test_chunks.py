@@ -2,33 +2,21 @@
 
 import pytest
 
-from moe_optim.formats import FORMATS, QuantizedWeight
+from moe_optim.formats import QuantizedWeight
 from moe_optim.kernels import staging
+from tests.kernels.conftest import ONE_OF_EACH_KERNEL
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import wide_range_weights
 from tests.support.steps.stepping import STATES, Stepping, Weight, gradients_of
 
-CUTS = {
-    "whole": (),
-    "between block rows": (2 * 32 * 128,),
-    "inside a block row": (32 * 128 + 38 * 128 + 6,),
-}
 BOUNDS = [
-    pytest.param(bounds, id=name, marks=[pytest.mark.extended] * (name == "between block rows"))
-    for name, bounds in CUTS.items()
+    pytest.param((), id="whole", marks=pytest.mark.extended),
+    pytest.param((32 * 128 + 38 * 128 + 6,), id="inside a block row"),
 ]
-BRIEF = ("nvfp4", "fp8_block", "int4")
-"""Formats with packed elements and an amax, with large blocks, and in rows."""
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)
-@pytest.mark.parametrize(
-    "format",
-    [
-        pytest.param(format, id=name, marks=[pytest.mark.extended] * (name not in BRIEF))
-        for name, format in FORMATS.items()
-    ],
-)
+@ONE_OF_EACH_KERNEL
 def test_chunks_leave_no_trace(format, bounds, launches, monkeypatch):
     """Masters, moments, buffers and dense weights after two steps, shards of ranks included."""
     monkeypatch.setattr(staging, "SMALLEST", 1000)

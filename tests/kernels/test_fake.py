@@ -1,7 +1,6 @@
 """The launches of fake quantization, without a GPU: values and gradients are the reference's."""
 
 import gc
-import math
 import weakref
 
 import pytest
@@ -13,7 +12,7 @@ from moe_optim.kernels import fake, tuning
 from moe_optim.kernels.fake import find_table
 from moe_optim.kernels.tuning import FlatTile
 from tests.support.bytes import assert_values_equal
-from tests.support.inputs import normal_weights, wide_range_weights, with_specials
+from tests.support.inputs import normal_weights, placed, wide_range_weights, with_specials
 from tests.support.number_formats.fake_values import GRIDS, by_grid, gradient_tensors, value_tensors
 from tests.support.ptx.launches import plan_kernels
 
@@ -50,13 +49,8 @@ def check(weights, amax, what, seed=1, **grid):
 
 
 def scatter(parts, dtype, offsets):
-    """Return copies that begin some elements behind 16 bytes, NaN around them, in one list."""
-    placed = []
-    for part, offset in zip(parts, offsets, strict=True):
-        memory = torch.full((part.numel() + 64,), math.nan, dtype=dtype)
-        first = -memory.data_ptr() % 16 // dtype.itemsize + offset
-        placed.append(memory[first : first + part.numel()].view(part.shape).copy_(part))
-    return placed
+    """Return copies that begin some elements behind 16 bytes, in one list."""
+    return [placed(part, dtype, offset) for part, offset in zip(parts, offsets, strict=True)]
 
 
 def amax_of(parts, factor=0.5):

@@ -9,10 +9,18 @@ from moe_optim.kernels import tuning
 from moe_optim.kernels.fake import find_table
 from moe_optim.kernels.tuning import FlatTile
 from tests.support.bytes import assert_values_equal
-from tests.support.inputs import normal_weights, wide_range_weights, with_specials
+from tests.support.inputs import normal_weights, placed, wide_range_weights, with_specials
 
-ROWS = [format for format in FORMATS.values() if format.is_row_only]
-every_format = pytest.mark.parametrize("format", ROWS, ids=lambda format: format.name)
+every_format = pytest.mark.parametrize(
+    "format",
+    [
+        pytest.param(
+            one, id=name, marks=[pytest.mark.extended] * (name in ("mxfp8_rows", "int4_g128"))
+        )
+        for name, one in FORMATS.items()
+        if one.is_row_only
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -33,16 +41,6 @@ def check(experts, format, what):
         whole = one if one.dim() == 3 else one.unsqueeze(0)
         want = fake_quantize_blocks(whole, format)
         assert_values_equal(got.view(want.shape), want, f"{what}, {index}")
-
-
-def scatter(parts, offset):
-    """Return copies whose addresses are some elements behind 16 bytes."""
-    placed = []
-    for part in parts:
-        memory = torch.full((part.numel() + 64,), torch.nan, dtype=part.dtype)
-        first = -memory.data_ptr() % 16 // part.element_size() + offset
-        placed.append(memory[first : first + part.numel()].view(part.shape).copy_(part))
-    return placed
 
 
 @every_format
@@ -74,7 +72,8 @@ def test_rounding_ties_go_to_even_codes(format, launches):
 def test_experts_anywhere_in_memory(format, launches):
     parts = [normal_weights(2, 3, 128, seed=i).bfloat16() for i in range(2)]
     for offset in (0, 1):
-        places = scatter(parts, offset)
+        places = [placed(part, part.dtype, offset) for part in parts]
         assert find_table(places).aligned == (offset == 0)
         check(places, format, f"offset {offset}")
-    check(scatter([part[0] for part in parts], 0)[::-1], format, "[R, C]")
+    places = [placed(part[0], part.dtype, 0) for part in parts[::-1]]
+    check(places, format, "[R, C]")

@@ -14,8 +14,13 @@ from tests.support.training_runs.health import assert_same_health, masters_of, m
 
 CPU = torch.device("cpu")
 WHOLE, THIRDS = (0.0, 1.0), (0.0, 0.36, 0.79, 1.0)
-BRIEF = ("nvfp4", "fp8_block", "int4")
-"""Formats with packed elements and an amax, with blocks that edges cut, and in rows."""
+
+
+EVERY_TIME = {
+    *((name, "the middle") for name in ("nvfp4", "fp8_block", "int4")),
+    ("nvfp4", "whole"),
+}
+"""Packed elements and an amax, blocks that edges cut, and rows."""
 
 
 def entry_of(source, **changes):
@@ -25,22 +30,22 @@ def entry_of(source, **changes):
 
 
 @pytest.mark.parametrize(
-    "format",
+    ("format", "cuts", "shard"),
     [
-        pytest.param(format, id=name, marks=[pytest.mark.extended] * (name not in BRIEF))
+        pytest.param(
+            *(format, cuts, shard),
+            id=f"{name}, {part}",
+            marks=[pytest.mark.extended] * ((name, part) not in EVERY_TIME),
+        )
         for name, format in FORMATS.items()
+        for part, cuts, shard in (
+            ("the middle", THIRDS, 1),
+            ("whole", WHOLE, 0),
+            ("the end", THIRDS, 2),
+        )
     ],
 )
-@pytest.mark.parametrize(
-    ("cuts", "shard"),
-    [
-        (THIRDS, 1),
-        (WHOLE, 0),
-        pytest.param(THIRDS, 2, marks=pytest.mark.extended),
-    ],
-    ids=["the middle", "whole", "the end"],
-)
-def test_what_the_kernel_finds_is_plain_torchs(cuts, shard, format, launches):
+def test_what_the_kernel_finds_is_plain_torchs(format, cuts, shard, launches):
     """Of shards that end inside of blocks, and of whole weights, which have a whole tile."""
     masters = masters_of(format)
     got = measure(format, masters, cuts=cuts, shard=shard)

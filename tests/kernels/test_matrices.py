@@ -93,23 +93,8 @@ def test_rows_that_cannot_be_cut_are_refused(make, says):
 
 
 @pytest.mark.parametrize(
-    "rows",
-    [gate_and_up(12, None), gate_and_up(12, 3), qkv_rows(12, (2, 1, 1)), (MatrixRows.of(12),)],
-)
-def test_a_shard_whose_matrices_cover_its_rows_passes(rows):
-    shard = shard_of((2, 12, COLS), rows)
-    shard.check()
-    assert shard.num_matrices == 2 * len(rows)
-
-
-@pytest.mark.parametrize(
     ("shard", "says"),
     [
-        (lambda: shard_of(rows=gate_and_up(6, None)[:1]), "each of 6 rows once, got"),
-        (lambda: shard_of(rows=(MatrixRows.of(6), MatrixRows.of(6))), "each of 6 rows once"),
-        (lambda: shard_of(rows=(MatrixRows.of(7),)), "each of 6 rows once"),
-        (lambda: shard_of(rows=()), r"each of 6 rows once, got \[\]"),
-        (lambda: shard_of(rows=(MatrixRows(first=0, span=0, stride=1, groups=1),)), "once, got"),
         (lambda: shard_of(numel=35), r"gradient: expected \[36\] .*, got \[35\]"),
         (lambda: shard_of(gradient=torch.zeros(36, dtype=torch.float16)), "gradient: .*float16"),
         (lambda: shard_of(momentum=torch.zeros(36, dtype=torch.bfloat16)), "momentum: .*bfloat16"),
@@ -131,7 +116,6 @@ def test_a_shard_of_another_shape_is_refused_by_its_parameter(shard, says):
     [
         ({"first": 0, "last": 3}, "weights from 0 to 2 of fc1, got 0 to 3"),
         ({"first": 2, "last": 1}, "weights from 0 to 2 of fc1, got 2 to 1"),
-        ({"first": 0, "last": 1, "rows": 3}, "a matrix from 0 to 2 of fc1, got 3"),
         ({"first": 0, "last": 1}, r"matrices of \[4, 3\], got \[1, 3\] of fc1"),
     ],
 )

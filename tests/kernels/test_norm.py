@@ -1,6 +1,7 @@
 """The squared norm of gradients, one number for all cuts of them, and how many are zero."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from moe_optim.kernels import norm
 from moe_optim.kernels.norm import NormInput, NormTable
 from moe_optim.kernels.tuning import NORM, NormTile
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
-from tests.support.inputs import e4m3_exact_integers, wide_range_weights
+from tests.support.inputs import e4m3_exact_integers, placed, wide_range_weights
 
 DTYPES = (torch.float32, torch.bfloat16)
 LINES = 128
@@ -20,12 +21,7 @@ SMALL = NormTile(numel=128, num_tiles=3, num_warps=1)
 """For as many tiles and parts as are soon run; those of a launch run on wide values."""
 
 
-def place(values, dtype, offset):
-    """Return a copy that begins some elements behind a cache line, with NaN around it."""
-    numel = values.numel()
-    memory = torch.full((numel + offset + 2 * LINES,), math.nan, dtype=dtype)
-    first = -memory.data_ptr() % LINES // dtype.itemsize + offset
-    return memory[first : first + numel].copy_(values)
+place = partial(placed, line=LINES)
 
 
 def check(gradients, what, *, exact=True, **options):

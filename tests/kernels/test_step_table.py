@@ -106,15 +106,24 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 def test_every_owned_element_is_stepped_once_with_what_belongs_to_it(
     with_kernels, weights, gradients, moments
 ):
-    """Gradient, moments, hyper-parameters, clip factor and weight; wherever shards meet."""
+    """Gradient, moments, hyper-parameters, clip factor and weight; wherever shards meet. What is
+    called aligned starts at multiples of 16 bytes."""
     for table in Stepping(weights, gradients=gradients, moments=moments).tables:
         assert not table.remainder
         assert_bytes_equal(launched_elements(table.update), owned_elements(table.states))
+        for (states, masters, parts, *_), constants in ranges_of(table.update):
+            index, first = parts[:, 0], parts[:, 1:2]
+            rows = torch.cat([masters[index, None], states[index]], 1)
+            rows += first * sizes_in(constants)
+            if constants["ALIGNED"]:
+                assert not (rows[:, [0, 1, 2, 3, 6]] % 16).any()
 
 
 @settings(max_examples=12)
 @given(weights=sharded_weights())
 def test_every_part_of_an_expert_has_a_slot_of_its_own_for_its_amax(with_kernels, weights):
+    """The same as in a requantization: else one of them would read maxima that the other has left,
+    as in a load after a step."""
     for table in Stepping(weights).tables:
         finding = [args for args, constants in ranges_of(table.update) if constants["AMAX"]]
         slots = [slot for args in finding for slot in args[2][:, 3].tolist()]
@@ -122,37 +131,12 @@ def test_every_part_of_an_expert_has_a_slot_of_its_own_for_its_amax(with_kernels
         for args in finding:
             assert all(one.amax is args[5] for one in table.members.launches)
             assert 0 <= min(slots) <= max(slots) < args[5].numel()
-
-
-@settings(max_examples=12)
-@given(weights=sharded_weights())
-def test_steps_and_requantizations_write_the_same_slots(with_kernels, weights):
-    """Else one of them would read maxima that the other has left, as in a load after a step."""
-    for table in Stepping(weights).tables:
-        finding = [args for args, constants in ranges_of(table.update) if constants["AMAX"]]
-        stepped = [slot for args in finding for slot in args[2][:, 3].tolist()]
         requantized = [
             one.descriptors[member, AMAX_SLOT].item() + part
             for one in (table.members.launches if table.members else ())
             for member, part in one.amax_parts.tolist()
         ]
-        assert sorted(stepped) == sorted(requantized)
-
-
-@settings(max_examples=12)
-@given(weights=sharded_weights(), gradients=DTYPES, moments=DTYPES)
-def test_what_is_called_aligned_starts_at_multiples_of_16_bytes(
-    with_kernels, weights, gradients, moments
-):
-    tables = Stepping(weights, gradients=gradients, moments=moments).tables
-    assert any(ranges_of(table.update) for table in tables) or all(one.format for one in weights)
-    for table in tables:
-        for (states, masters, parts, *_), constants in ranges_of(table.update):
-            index, first = parts[:, 0], parts[:, 1:2]
-            rows = torch.cat([masters[index, None], states[index]], 1)
-            rows += first * sizes_in(constants)
-            if constants["ALIGNED"]:
-                assert not (rows[:, [0, 1, 2, 3, 6]] % 16).any()
+        assert sorted(slots) == sorted(requantized)
 
 
 # States of the host

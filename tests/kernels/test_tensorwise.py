@@ -7,7 +7,7 @@ import torch
 
 from moe_optim.errors import LayoutError
 from moe_optim.kernels import tensorwise
-from moe_optim.kernels.finish_table import FinishTable
+from moe_optim.kernels.finish_table import plan_transposes
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.kernels.tuning import FlatTile
 from tests.support.bytes import assert_bytes_equal
@@ -96,8 +96,8 @@ def test_transposes_of_many_shapes_at_once(launches, beside):
     memory = torch.randint(0, 256, (sum(sizes) + beside,), dtype=torch.uint8)[beside:]
     sources = [one.view(shape) for one, shape in zip(memory.split(sizes), shapes, strict=True)]
     copies = [torch.full(shape[::-1], SENTINEL, dtype=torch.uint8) for shape in shapes]
-    built = FinishTable.of_transposes(list(zip(sources, copies, strict=True)))
-    assert built.pack == (1 if beside else 4)
+    built = plan_transposes(list(zip(sources, copies, strict=True)))
+    assert built.kernels[0].constants["PACK"] == (1 if beside else 4)
     built.launch()
     for source, copy in zip(sources, copies, strict=True):
         assert_bytes_equal(copy, source.t(), what=f"{list(source.shape)}")

@@ -104,13 +104,13 @@ MUTANTS = (
     ),
     Mutant(  # a part of a range finds its amax where the first one does
         "kernels/update.py",
-        "min(last, start + length), slot + number]",
-        "min(last, start + length), slot]",
+        "parts = torch.stack([which, start, end, slot[which] + numbers], 1)",
+        "parts = torch.stack([which, start, end, slot[which]], 1)",
         STEP,
     ),
     Mutant(  # what follows the last whole block is not stepped
         "kernels/update.py",
-        "            ranges.add(state, base, part.end_whole, part.high)\n",
+        "                self._add_range(ranges, state, base, part.end_whole, part.high)\n",
         "",
         STEP,
     ),
@@ -140,8 +140,8 @@ MUTANTS = (
     ),
     Mutant(  # a chunk is encoded from the beginning of its shard
         "kernels/update.py",
-        "planned = replace(entry, source=state.master, start=entry.start + first), exchange",
-        "planned = replace(entry, source=state.master, start=entry.start), exchange",
+        "start = member.entry.start + first",
+        "start = member.entry.start",
         ("tests/kernels/test_chunks.py::test_chunks_leave_no_trace",),
     ),
     Mutant(  # what lies before a gradient in its cache line is summed with it

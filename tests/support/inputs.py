@@ -34,6 +34,13 @@ def wide_range_weights(*shape, seed=0, exponents=(-40, 40)):
     return torch.where(zeros, values * 0, values).float()  # keeps the sign of what becomes zero
 
 
+def placed(values, dtype, offset, *, line=16):
+    """Return a copy some elements behind a multiple of ``line`` bytes, with NaN around it."""
+    memory = torch.full((values.numel() + offset + 2 * line,), math.nan, dtype=dtype)
+    first = -memory.data_ptr() % line // dtype.itemsize + offset
+    return memory[first : first + values.numel()].view(values.shape).copy_(values)
+
+
 def with_specials(master, *, every=97, specials=SPECIAL_BF16):
     """Return a copy in which every so many elements are special values, in turn."""
     result = master.clone()

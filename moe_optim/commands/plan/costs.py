@@ -297,7 +297,7 @@ def _quantized_costs(
     )
     block_rows = count_block_rows(format, slots, numel, dp_size)
     owned = count_owned(slots, numel, dp_size)
-    # as in LaunchTable.num_launches and FinishTable: expert amaxes, whole rows, cut rows twice
+    # as in LaunchTable and bind_finish: expert amaxes, whole rows, cut rows twice
     derives = format.is_2d or experts.in_te
     launches = (block_rows.whole > 0).astype(np.int64) + 2 * block_rows.has_cut + int(derives)
     if format.has_global_amax:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_optim.kernels.finish_table import FinishTable
-from moe_optim.kernels.plan import is_capturing, runs_triton
+from moe_optim.kernels.finish_table import plan_transposes
+from moe_optim.kernels.plan import Plan, is_capturing, runs_triton
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.places import Attributes
 from moe_optim.weights.te.fields import is_tensorwise, require_memory
@@ -79,7 +79,7 @@ def can_cast(weights: Sequence[Any]) -> bool:
     )
 
 
-_CAPTURED: set[FinishTable] = set()
+_CAPTURED: set[Plan] = set()
 """Tables that CUDA graphs read at every replay."""
 
 
@@ -87,7 +87,7 @@ class Transposes:
     """Transposes of tensorwise weights, which GEMMs on Hopper read. See :meth:`of`."""
 
     def __init__(self, weights: Sequence[Any]) -> None:
-        self._table = FinishTable.of_transposes([(one._data, one._transpose) for one in weights])
+        self._table = plan_transposes([(one._data, one._transpose) for one in weights])
         self._fields = Attributes.of(weights, ("_data", "_transpose"), ("_transpose_invalid",))
 
     @classmethod

@@ -51,7 +51,7 @@ from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import DIRECTIONS, FORMATS
 from moe_optim.integration.arguments import config_from_argv
 from moe_optim.integration.argv import spell_format
-from moe_optim.kernels.finish_table import FinishTable
+from moe_optim.kernels.finish_table import bind_finish
 from moe_optim.kernels.launch_table import LaunchTable, can_launch, own_slots
 from moe_optim.rules import Setup, config_with_flags, why_stock_step
 from moe_optim.spelling import spell_bytes, spell_count, spell_difference
@@ -169,7 +169,7 @@ class RealRank:
 def launches_of(gather):
     table = gather._table
     planned = [one for one in table.remainder if can_launch(one[0])]
-    finish = FinishTable.build(table.entries) is not None
+    finish = bool(bind_finish(table.entries))
     if not planned:
         return int(finish)
     slots = table.exchange.numel()
