@@ -105,8 +105,9 @@ def _grouped_wgrad(
     require_same_version(linear, factors.version)
     for weight in linear.weights():
         if getattr(weight, "grad_added_to_main_grad", False):  # set by an eager pass
-            weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    return linear.clip_wgrad(factors.multiply())
+            weight.grad_added_to_main_grad = False
+    wgrad: Tensor = linear.clip_wgrad(factors.multiply())
+    return wgrad
 
 
 def _require_own(linear: Linear, weights: Sequence[Tensor]) -> None:

@@ -26,7 +26,7 @@ from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.weights import managed
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.te import storage as te_weights
-from moe_optim.weights.te.fields import GROUPED, ONE, read_values, te_formats_of
+from moe_optim.weights.te.fields import GROUPED, ONE, names_of, read_values, te_formats_of
 from moe_optim.weights.te.storage import TransformerEngineStorage
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
@@ -476,9 +476,9 @@ def test_values_that_the_weight_itself_was_given_count_as_overwriting(kind: Kind
     weight, other = kind.weight(kind.masters(1)), kind.weight(1000 * kind.masters(2))
     storage = TransformerEngineStorage(weight, kind.format)
     fields = GROUPED if kind.experts else ONE
-    for name in fields.names(kind.format):
-        mine = getattr(weight, getattr(fields, name))
-        mine.copy_(getattr(other, getattr(fields, name)).view(mine.shape))
+    for name in names_of(kind.format):
+        mine = getattr(weight, fields[name])
+        mine.copy_(getattr(other, fields[name]).view(mine.shape))
     assert storage.renew_initial()
     assert_bytes_equal(weight._high_precision_init_val, read_values(other))
 
