@@ -120,9 +120,7 @@ def test_what_a_quantizer_may_not_have_is_refused_by_name(cls, name):
 @pytest.mark.parametrize(("cls", "name"), _refused(WEIGHTS))
 def test_what_a_weight_may_not_have_is_refused_by_name(cls, name):
     """By tests of the storage, too."""
-    layouts = {("fp8_block", "_is_2D_scaled"), ("nvfp4", "_row_scaled_nvfp4")}
-    layouts.add(("nvfp4", "_nvfp4_use_4over6"))
-    assert (KIND_OF[cls], name) in layouts | {(kind, field) for kind, field, *_ in OF_WEIGHTS}
+    assert (KIND_OF[cls], name) in {(kind, field) for kind, field, *_ in OF_WEIGHTS}
 
 
 WITHOUT_EFFECT = [
