@@ -39,14 +39,7 @@ def place(
         ffn=ffn // tp[1],
         has_bias=bias,
     )
-    return LocalExperts(
-        own=own,
-        interleave=interleave,
-        ep_rank=ep[0],
-        ep_size=ep[1],
-        tp_rank=tp[0],
-        tp_size=tp[1],
-    )
+    return LocalExperts(own=own, interleave=interleave, ep=ep, tp=tp)
 
 
 # What a rank takes
