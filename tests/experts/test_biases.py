@@ -17,7 +17,6 @@ from tests.support.training import Record, assert_same_tensors, pretrain
 LAYOUTS = ("grouped", "indexed")
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 STEPS = ["--train-iters", "4", "--eval-interval", "1000"]
-EP2 = ["--expert-model-parallel-size", "2"]
 
 
 def _compare() -> dict[str, Any]:
@@ -85,44 +84,10 @@ def test_parameters_have_the_attributes_of_megatrons(results, layout):
 # Training
 
 
-def _train(flags: list[str], config: MoEOptimConfig | None) -> Record:
+def _train(flags: list[str], config: MoEOptimConfig) -> Record:
     """Train with biases; ``extra`` holds the parameters of the experts at the end."""
     training.MODEL.remove("--disable-bias-linear")
     return pretrain(flags, config, observe=lambda model, _: experts.trained_values(model[0]))
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Any:
-    return tmp_path_factory.mktemp("biases")
-
-
-@pytest.fixture(scope="module")
-def stock(saved) -> list[Record]:
-    """Return four steps of Megatron's own experts on 2 ranks of expert parallelism; saves at 2."""
-    save = ["--save", str(saved / "stock"), "--save-interval", "2"]
-    return run_ranks(2, _train, [*STEPS, *EP2, *save], None)
-
-
-@pytest.fixture(scope="module")
-def ours(saved) -> dict[str, list[Record]]:
-    """Return the same of the portable experts, by layout."""
-    records = {}
-    for layout in LAYOUTS:
-        save = ["--save", str(saved / layout), "--save-interval", "2"]
-        config = MoEOptimConfig(format="bf16", expert_layout=layout)
-        records[layout] = run_ranks(2, _train, [*STEPS, *EP2, *save], config)
-    return records
-
-
-@every_layout
-@pytest.mark.extended
-def test_biased_experts_train_as_megatrons(ours, stock, layout):
-    """Weight decay spares biases in either layout, and every rank keeps those of its experts."""
-    for mine, theirs in zip(ours[layout], stock, strict=True):
-        assert mine.losses == theirs.losses
-        assert_same_tensors(mine.extra, theirs.extra, what="trained")
-        biases = [value for name, value in mine.extra.items() if name.endswith("bias")]
-        assert biases and all(value.any() for value in biases)
 
 
 @pytest.mark.parametrize("format", [pytest.param("bf16", marks=pytest.mark.extended), "mxfp8"])
@@ -140,24 +105,6 @@ def test_layouts_train_biases_alike_where_ranks_share_experts(format):
         assert len(biases) == 2 * 2  # layers, linears
         assert all(one.dtype == torch.bfloat16 and one.any() for one in biases)
     assert_same_tensors(grouped[0].extra, grouped[1].extra, what="on the other rank")
-
-
-EXCHANGES = {
-    "sequential into grouped": ("stock", MoEOptimConfig(format="bf16")),
-    "grouped into sequential": ("grouped", None),
-    "indexed into grouped": ("indexed", MoEOptimConfig(format="bf16")),
-    "sequential into indexed": ("stock", MoEOptimConfig(format="bf16", expert_layout="indexed")),
-}
-
-
-@pytest.mark.parametrize(("source", "target"), EXCHANGES.values(), ids=EXCHANGES.keys())
-@pytest.mark.extended
-def test_checkpoints_with_biases_are_exchangeable(stock, ours, saved, source, target):
-    """Weights and biases alone: optimizer states of all kinds are `test_experts.py`'s."""
-    load = ["--load", str(saved / source), "--ckpt-step", "4", "--finetune", "--no-load-optim"]
-    flags = [*STEPS[2:], "--train-iters", "1", "--lr", "0", "--min-lr", "0", *EP2, *load]
-    for got, want in zip(run_ranks(2, _train, flags, target), stock, strict=True):
-        assert_same_tensors(got.extra, want.extra, what="loaded")
 
 
 def test_a_quantized_linear_moves_its_biases_with_its_weights():

@@ -106,9 +106,9 @@ def test_outputs_and_all_gradients_are_the_same(passes, case):
         assert_same_tensors(compiled, eager, what=case)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_only_another_number_of_tokens_compiles_anew_and_once(passes, case):
-    assert [graphs for *_, graphs in passes[case]] == [1, 1, 2]
+def test_only_another_number_of_tokens_compiles_anew_and_once(passes):
+    for case in CASES:
+        assert [graphs for *_, graphs in passes[case]] == [1, 1, 2], case
 
 
 # In Megatron's MoE layers
@@ -126,9 +126,6 @@ RUNS = {
     ),
     "Muon, gathers overlapped": pytest.param(
         ([*OVERLAP, "--optimizer", "muon"], {"format": "mxfp8"}, False), marks=pytest.mark.extended
-    ),
-    "gathers overlapped, bf16 weights": pytest.param(
-        (OVERLAP, {"format": "bf16", "compute": "mxfp8"}, False), marks=pytest.mark.extended
     ),
 }
 

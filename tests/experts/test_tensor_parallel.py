@@ -107,25 +107,6 @@ def test_experts_cut_like_the_dense_parameters_train_as_megatrons():
         assert_same_tensors(mine.extra, theirs.extra, what="trained")
 
 
-EXCHANGES = {
-    "sequential into grouped": ("stock", GROUPED),
-    "grouped into sequential": ("grouped", None),
-    "grouped into indexed": ("grouped", MoEOptimConfig(format="bf16", expert_layout="indexed")),
-}
-
-
-@pytest.mark.parametrize(("source", "target"), EXCHANGES.values(), ids=EXCHANGES.keys())
-@pytest.mark.extended
-def test_checkpoints_of_cut_experts_are_exchangeable(trained, saved, source, target):
-    """Weights, masters and moments: steps 3 and 4 are those of the run that went on."""
-    load = ["--load", str(saved / source), "--ckpt-step", "2"]
-    for mine, theirs in zip(
-        run_ranks(2, _train, [*STEPS, *ETP2, *load], target), trained[source], strict=True
-    ):
-        assert mine.losses == {step: theirs.losses[step] for step in (3, 4)}
-        assert_same_tensors(mine.extra, theirs.extra, what="resumed")
-
-
 @pytest.mark.parametrize("source", ["stock", "grouped"])
 @pytest.mark.extended
 def test_cut_experts_load_whole_with_gate_and_up_in_their_halves(trained, saved, source):
