@@ -63,11 +63,7 @@ def _grouped_product(
 
 
 def _empty_dgrad(
-    output_grad: Tensor,
-    ends: Tensor,
-    handle: Tensor,
-    version: Tensor,
-    cols: int,
+    output_grad: Tensor, ends: Tensor, handle: Tensor, version: Tensor, cols: int
 ) -> Tensor:
     operand = output_grad.new_empty((ends.shape[0], output_grad.shape[1], cols))
     return grouped_mm(output_grad, operand, offs=ends)
@@ -75,11 +71,7 @@ def _empty_dgrad(
 
 @partial(library.operation, fake=_empty_dgrad)
 def _grouped_dgrad(
-    output_grad: Tensor,
-    ends: Tensor,
-    handle: Tensor,
-    version: Tensor,
-    cols: int,
+    output_grad: Tensor, ends: Tensor, handle: Tensor, version: Tensor, cols: int
 ) -> Tensor:
     linear: Linear = object_of(handle)
     require_same_version(linear, tuple(version.tolist()))
@@ -87,11 +79,7 @@ def _grouped_dgrad(
 
 
 def _empty_wgrad(
-    output_grad: Tensor,
-    tokens: Tensor,
-    ends: Tensor,
-    handle: Tensor,
-    version: Tensor,
+    output_grad: Tensor, tokens: Tensor, ends: Tensor, handle: Tensor, version: Tensor
 ) -> Tensor:
     return WgradFactors(output_grad, tokens, ends, ()).multiply()
 

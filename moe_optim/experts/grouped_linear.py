@@ -456,10 +456,7 @@ def ends_of(counts: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _empty_biases(
-    biases: list[Tensor],
-    counts: Tensor,
-    dtype: torch.dtype,
-    after: Tensor,
+    biases: list[Tensor], counts: Tensor, dtype: torch.dtype, after: Tensor
 ) -> Tensor:
     return biases[0].new_empty(after.shape, dtype=dtype)
 

@@ -14,12 +14,7 @@ from moe_optim.formats.reference import quantize
 from tests.support.bytes import assert_bytes_equal
 from tests.support.modules import experts as real
 from tests.support.modules.expert_modules import FFN, HIDDEN, LOCAL, Experts, assert_same
-from tests.support.modules.expert_states import (
-    ALL_LAYOUTS,
-    PREFIX,
-    make_experts,
-    make_state,
-)
+from tests.support.modules.expert_states import ALL_LAYOUTS, PREFIX, make_experts, make_state
 from tests.support.ranks import run_ranks
 
 every_source = pytest.mark.parametrize("source", ALL_LAYOUTS)

@@ -48,8 +48,7 @@ def _train(flags: list[str], config: MoEOptimConfig) -> Record:
 
 
 @pytest.fixture(
-    scope="module",
-    params=["mxfp8", pytest.param("nvfp4, overlapped", marks=pytest.mark.extended)],
+    scope="module", params=["mxfp8", pytest.param("nvfp4, overlapped", marks=pytest.mark.extended)]
 )
 def runs(request) -> tuple[str, list[Record], list[Record]]:
     """Return the format, and 2 ranks of both ways to train in it."""

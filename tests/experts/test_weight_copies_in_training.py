@@ -39,10 +39,7 @@ ALWAYS = "mxfp4, overlapped"
 
 
 def _train(
-    flags: list[str],
-    compute: str | None,
-    options: dict[str, Any],
-    calibrates: bool = False,
+    flags: list[str], compute: str | None, options: dict[str, Any], calibrates: bool = False
 ) -> Record:
     """Train; ``extra`` holds how many copies there had been after every step, and what is said
     of weights. ``calibrates`` has the first step clip half of the range of every expert."""
@@ -83,8 +80,7 @@ def _by_hand(format: str, cut: tuple[str, ...]) -> list[Record]:
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.extended] * (case != ALWAYS)) for case in CASES],
+    "case", [pytest.param(case, marks=[pytest.mark.extended] * (case != ALWAYS)) for case in CASES]
 )
 def test_losses_and_weights_are_those_of_values_quantized_by_hand(case):
     """And each linear is copied once per step, however many microbatches read it."""

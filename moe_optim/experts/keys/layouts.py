@@ -167,20 +167,14 @@ _TABLE = {
     # consecutive in memory although the shapes suggest columns
     "legacy": (
         KeyPattern(
-            template="weight1",
-            projections=_GATE_UP,
-            axes=("E", "H", "2F"),
-            stored=("H", "E*2F"),
+            template="weight1", projections=_GATE_UP, axes=("E", "H", "2F"), stored=("H", "E*2F")
         ),
         KeyPattern(
             template="weight2", projections=_DOWN, axes=("E", "F", "H"), stored=("E*F", "H")
         ),
     ),
     # fused experts of Hugging Face models
-    "hf": (
-        *_linear(_GATE_UP, "gate_up_proj", "E 2F H"),
-        *_linear(_DOWN, "down_proj", "E H F"),
-    ),
+    "hf": (*_linear(_GATE_UP, "gate_up_proj", "E 2F H"), *_linear(_DOWN, "down_proj", "E H F")),
     # the same keys with inputs before outputs: gpt-oss (which interleaves by 1), Llama 4
     "hf_transposed": (
         *_linear(_GATE_UP, "gate_up_proj", "E H 2F"),

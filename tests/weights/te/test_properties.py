@@ -15,13 +15,7 @@ import pytest
 
 from moe_optim.weights.te.recipe import import_error
 from moe_optim.weights.te.storage import TransformerEngineStorage
-from tests.weights.te.test_storage import (
-    FOREIGN,
-    KINDS,
-    OF_WEIGHTS,
-    assert_all_hold,
-    requantize,
-)
+from tests.weights.te.test_storage import FOREIGN, KINDS, OF_WEIGHTS, assert_all_hold, requantize
 
 PATH = os.environ.get("TRANSFORMER_ENGINE_PATH", "")
 FORMAT, REFUSED, MEGATRON, NONE = "format", "refused", "Megatron", "none"
