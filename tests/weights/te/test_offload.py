@@ -87,11 +87,16 @@ def _refusal(read: Callable[[], Any]) -> str:
     return "nothing"
 
 
+UNKNOWN = ("mxfp8", "group of nvfp4")  # kinds of which the bucket may not know it
+
+
 def _read_all() -> dict[str, str]:
     said = {}
     for (named, kind), (what, read), known in product(
         KINDS.items(), READERS.items(), (True, False)
     ):
+        if not known and named not in UNKNOWN:
+            continue
         weight: Any = kind.weight(kind.masters(1))
         storage = weight.quantized_storage = TransformerEngineStorage(weight, kind.format)
         bucket = bind(storage, bucket_memory(storage))
@@ -112,7 +117,7 @@ def test_bytes_that_are_away_are_neither_read_nor_written():
     """Also where the bucket does not know of it, as Megatron's own buffers, which hold weights with
     one scale, free memory without a word. In a process that a read would end."""
     (said,) = run_ranks(1, _read_all)
-    assert len(said) == 2 * len(KINDS) * len(READERS) + 4
+    assert len(said) == (len(KINDS) + len(UNKNOWN)) * len(READERS) + 4
     for what, message in said.items():
         assert "offloaded. Call reload_from_cpu()" in message, what
 
