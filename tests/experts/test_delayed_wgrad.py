@@ -13,6 +13,7 @@ from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import MXFP8, NVFP4
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
+from tests.support.modules import compiling
 from tests.support.states.buckets import bind
 
 SHAPE = (3, 64, 32)
@@ -25,16 +26,7 @@ every_format = pytest.mark.parametrize(
 
 def make_linear(format=MXFP8, layout="grouped", *, delay=True, fuse=True, main_grads=True):
     """Return a linear whose weights count the gradients they get, as DDP's hooks do."""
-    linear = GroupedLinear(
-        *SHAPE,
-        format=format,
-        expert_layout=layout,
-        fuse_wgrad_accumulation=fuse,
-        delay_wgrad=delay,
-        name="experts.linear_fc1",
-    )
-    linear.load_values(wide_range_weights(*SHAPE, exponents=(-8, 8)).bfloat16())
-    assert len(linear.weights()) == (1 if layout == "grouped" else SHAPE[0])
+    linear = compiling.make_linear(format, layout, fuse=fuse, delay_wgrad=delay)
     for weight in linear.weights():
         weight.gradients = 0
         if main_grads:

@@ -101,7 +101,7 @@ def _merge_all(ep: int) -> int:
 def test_a_merge_rounds_once_and_quantizes_by_the_reference(ep):
     """In each format, of every owner and layout, with matrices of all experts or of each; after
     it modules, keys and weights are as if there had been no adapter, and uncalibrated. On one rank
-    also: states of adapters alone, exports of loaded weights, refusals
+    states of adapters load alone, loaded weights are exported, and what cannot be merged is refused
     before anything changes."""
     merged = run_ranks(ep, *((_merge_all, ep) if ep > 1 else (_on_one_rank,)))
     assert merged == ep * [len(KINDS)]

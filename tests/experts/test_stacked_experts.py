@@ -9,10 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.experts.operands import lie_together, stack_experts
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import normal_weights
+from tests.support.modules.compiling import make_linear
 
 SHAPE = (4, 64, 32)
 NUMEL = SHAPE[0] * SHAPE[1] * SHAPE[2]
@@ -20,9 +20,7 @@ ENDS = torch.tensor([2, 2, 7, 8], dtype=torch.int32)
 
 
 def make(layout="indexed"):
-    linear = GroupedLinear(*SHAPE, format=None, expert_layout=layout, name="fc1")
-    linear.load_values(normal_weights(*SHAPE).bfloat16())
-    return linear
+    return make_linear(None, layout, shape=SHAPE)
 
 
 def scatter(linear):

@@ -420,19 +420,6 @@ def test_gradients_go_where_main_grad_is_bound_by_then(recomputes):
     assert all(weight.main_grad.any() for weight in list(experts.linear.parameters())[::2])
 
 
-def test_a_parameter_put_in_place_of_another_gets_the_gradients():
-    """Between two microbatches, in the memory of the other: no value of the copy differs."""
-    experts = Experts("mxfp4", fuses=True)
-    experts.copies.begin_step()
-    train(experts, 0)
-    before = experts.linear.weight0
-    experts.linear.weight0 = after = torch.nn.Parameter(before.detach())
-    after.main_grad, after.grad_added_to_main_grad = torch.zeros(after.shape), False
-    before.main_grad.zero_()
-    train(experts, 1)
-    assert after.main_grad.any() and not before.main_grad.any()
-
-
 def test_a_deleted_layer_is_freed_at_once():
     """With its copy and the graph of a microbatch, without the garbage collector."""
     experts = Experts("int8_per_expert", fuses=True, delays=True)
