@@ -148,11 +148,20 @@ def assert_takes_over(storage: TransformerEngineStorage) -> None:
 @EVERY_KIND
 @pytest.mark.parametrize("bound", [False, True], ids=["in place", "in a bucket"])
 def test_a_requantization_reaches_what_products_read(kind, bound):
-    """Data of both directions, scales with their repetition and zeroed padding, and amaxes; of a
-    group, its own tensors and those of its members."""
+    """Data of both directions, scales with their repetition and zeroed padding, which Transformer
+    Engine leaves unwritten in a group, and amaxes; of a group, its own tensors and those of its
+    members. A quantizer of one direction, which Transformer Engine sets as it needs it, changes
+    nothing, and decides on the scales of the format."""
     first, second = kind.masters(1), kind.masters(2)
     weight = kind.weight(first)
+    for one in getattr(weight, "quantized_tensors", [weight]):
+        for direction in DIRECTIONS:
+            scale = getattr(one, f"_{direction}_scale_inv")
+            scale[scale == 0] = 7  # no scale of these masters is zero
+    quantizer = weight.quantizer if kind.experts else weight._quantizer
+    quantizer.rowwise_usage, quantizer.columnwise_usage = True, False
     storage = TransformerEngineStorage(weight, kind.format)
+    assert_all_hold(weight, first, kind.format)
     if bound:
         memory = bucket_memory(storage)
         bind(storage, memory)
@@ -161,19 +170,10 @@ def test_a_requantization_reaches_what_products_read(kind, bound):
     requantize(storage, second)
     assert_all_hold(weight, second, kind.format)
     assert not storage.has_moved()
-
-
-@EVERY_KIND
-def test_padding_is_zeroed_once(kind):
-    """Transformer Engine allocates the scales of a group without writing the padding."""
-    masters = kind.masters(1)
-    weight = kind.weight(masters)
-    for one in getattr(weight, "quantized_tensors", [weight]):
-        for direction in DIRECTIONS:
-            scale = getattr(one, f"_{direction}_scale_inv")
-            scale[scale == 0] = 7  # no scale of these masters is zero
-    TransformerEngineStorage(weight, kind.format)
-    assert_all_hold(weight, masters, kind.format)
+    for one in (weight, *getattr(weight, "quantized_tensors", [])):
+        formats = te_formats_of(one)
+        assert kind.format in formats
+        assert {format.scale_encoding for format in formats} == {kind.format.scale_encoding}
 
 
 @EVERY_KIND
@@ -319,18 +319,6 @@ def test_a_weight_of_other_bytes_or_layout_is_refused(kind, field, value, messag
         read_values(weight)
 
 
-@EVERY_KIND
-def test_a_quantizer_of_one_direction_leaves_the_bytes_of_both_what_they_are(kind):
-    """Transformer Engine sets directions as it needs them; the weight is written in both."""
-    first, second = kind.masters(1), kind.masters(2)
-    weight = kind.weight(first)
-    quantizer = weight.quantizer if kind.experts else weight._quantizer
-    quantizer.rowwise_usage, quantizer.columnwise_usage = True, False
-    storage = TransformerEngineStorage(weight, kind.format)
-    requantize(storage, second)
-    assert_all_hold(weight, second, kind.format)
-
-
 @pytest.mark.parametrize(
     ("kind", "format", "message"),
     [
@@ -353,16 +341,6 @@ def test_a_group_without_data_is_refused():
     weight.rowwise_data = None
     with pytest.raises(StateError, match="no rowwise data"):
         TransformerEngineStorage(weight, MXFP8)
-
-
-@EVERY_KIND
-def test_the_quantizer_of_a_weight_decides_on_the_scales_of_its_format(kind):
-    """Of a group, its own quantizer and those of its members."""
-    weight = kind.weight(kind.masters(1))
-    for one in (weight, *getattr(weight, "quantized_tensors", [])):
-        formats = te_formats_of(one)
-        assert kind.format in formats
-        assert {format.scale_encoding for format in formats} == {kind.format.scale_encoding}
 
 
 @pytest.mark.parametrize(
