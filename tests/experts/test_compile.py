@@ -168,7 +168,7 @@ def test_products_and_gradients_are_the_same(format, layout, compute, no_recompi
 
 
 @pytest.mark.parametrize(
-    ("grid", "layout"), zip(PER_EXPERT_GRIDS.values(), ("grouped", "indexed"), strict=True)
+    ("grid", "layout"), [*zip(PER_EXPERT_GRIDS.values(), ("grouped", "indexed"), strict=True)]
 )
 def test_calibrated_amaxes_clip_gradients_in_graphs_too(grid, layout):
     """Where a weight is beyond the amax of its expert, which these are, its gradient is zero."""
