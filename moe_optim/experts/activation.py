@@ -1,6 +1,5 @@
 """The activation between the two linears of an expert, fused as in Megatron or unfused."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,32 +33,6 @@ def activate(
 def fuses_activation(config: TransformerConfig) -> bool:
     """Return whether Megatron would fuse the activation; it cannot with interleaving."""
     return bool(config.bias_activation_fusion) and config.moe_mlp_glu_interleave_size is None
-
-
-def glu(
-    hidden: Tensor,
-    activation: Callable[[Tensor], Tensor],
-    *,
-    linear_offset: float = 0.0,
-    clamp_value: float | None = None,
-    interleave_size: int | None = None,
-) -> Tensor:
-    """Apply a gated linear unit: ``activation(gate) * (linear + linear_offset)``.
-
-    Args:
-        hidden: gate half before linear half, or alternating blocks of both, [T, 2F].
-        activation: function of the gate: SiLU for SwiGLU, quick GELU for quick-GeGLU.
-        linear_offset: summand of the linear half.
-        clamp_value: upper bound of the gate, and bound of the linear half's magnitude.
-        interleave_size: columns per alternating block, a divisor of F; None for halves.
-    """
-    if interleave_size is not None:
-        hidden = remove_interleaving(hidden, interleave_size)
-    gate, linear = hidden.chunk(2, dim=-1)
-    if clamp_value is not None:
-        gate = gate.clamp(max=clamp_value)
-        linear = linear.clamp(min=-clamp_value, max=clamp_value)
-    return activation(gate) * (linear + linear_offset)
 
 
 def remove_interleaving(hidden: Tensor, size: int) -> Tensor:
@@ -104,13 +77,18 @@ def _gate(
     clamp_value: float | None,
     interleave_size: int | None,
 ) -> Tensor:
+    """Return ``activation(gate) * (linear + linear_offset) * probs``.
+
+    ``clamp_value`` bounds the gate from above and the linear half in magnitude; alternating blocks
+    of both have ``interleave_size`` columns.
+    """
     if biases is not None:
         hidden = hidden + biases
-    gated = glu(
-        hidden,
-        _ACTIVATIONS[activation],
-        linear_offset=linear_offset,
-        clamp_value=clamp_value,
-        interleave_size=interleave_size,
-    )
+    if interleave_size is not None:
+        hidden = remove_interleaving(hidden, interleave_size)
+    gate, linear = hidden.chunk(2, dim=-1)
+    if clamp_value is not None:
+        gate = gate.clamp(max=clamp_value)
+        linear = linear.clamp(min=-clamp_value, max=clamp_value)
+    gated = _ACTIVATIONS[activation](gate) * (linear + linear_offset)
     return (gated * probs).to(gated.dtype)

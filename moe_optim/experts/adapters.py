@@ -19,11 +19,7 @@ from moe_optim.weights.managed import storage_of
 from moe_optim.weights.names import ADAPTER, base_of, is_wrapper, unwrapped_name
 from moe_optim.weights.te.fields import is_quantized, read_values, require_memory
 
-_LORA = (
-    "ParallelLinearAdapter",
-    "GroupedExpertLinearAdapter",
-    "SharedOuterGroupedExpertAdapter",
-)
+_LORA = ("ParallelLinearAdapter", "GroupedExpertLinearAdapter", "SharedOuterGroupedExpertAdapter")
 """Megatron-Bridge's LoRA adapters: of one pair of matrices, of one pair for each expert, and of
 one matrix for all experts and one for each."""
 _MATRICES = ["linear_in.weight", "linear_out.weight"]

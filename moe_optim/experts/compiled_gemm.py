@@ -63,11 +63,7 @@ def _grouped_product(
 
 
 def _empty_dgrad(
-    output_grad: Tensor,
-    ends: Tensor,
-    handle: Tensor,
-    version: Tensor,
-    cols: int,
+    output_grad: Tensor, ends: Tensor, handle: Tensor, version: Tensor, cols: int
 ) -> Tensor:
     operand = output_grad.new_empty((ends.shape[0], output_grad.shape[1], cols))
     return grouped_mm(output_grad, operand, offs=ends)
@@ -75,11 +71,7 @@ def _empty_dgrad(
 
 @partial(library.operation, fake=_empty_dgrad)
 def _grouped_dgrad(
-    output_grad: Tensor,
-    ends: Tensor,
-    handle: Tensor,
-    version: Tensor,
-    cols: int,
+    output_grad: Tensor, ends: Tensor, handle: Tensor, version: Tensor, cols: int
 ) -> Tensor:
     linear: Linear = object_of(handle)
     require_same_version(linear, tuple(version.tolist()))
@@ -87,11 +79,7 @@ def _grouped_dgrad(
 
 
 def _empty_wgrad(
-    output_grad: Tensor,
-    tokens: Tensor,
-    ends: Tensor,
-    handle: Tensor,
-    version: Tensor,
+    output_grad: Tensor, tokens: Tensor, ends: Tensor, handle: Tensor, version: Tensor
 ) -> Tensor:
     return WgradFactors(output_grad, tokens, ends, ()).multiply()
 
@@ -105,8 +93,9 @@ def _grouped_wgrad(
     require_same_version(linear, factors.version)
     for weight in linear.weights():
         if getattr(weight, "grad_added_to_main_grad", False):  # set by an eager pass
-            weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    return linear.clip_wgrad(factors.multiply())
+            weight.grad_added_to_main_grad = False
+    wgrad: Tensor = linear.clip_wgrad(factors.multiply())
+    return wgrad
 
 
 def _require_own(linear: Linear, weights: Sequence[Tensor]) -> None:

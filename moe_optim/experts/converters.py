@@ -27,11 +27,7 @@ CONVERSIONS = (
 )
 """Module, class and method with which every conversion of a model begins."""
 DEQUANTIZATIONS = (
-    (
-        "megatron.bridge.models.conversion.param_mapping",
-        "MegatronParamMapping",
-        "maybe_dequantize",
-    ),
+    ("megatron.bridge.models.conversion.param_mapping", "MegatronParamMapping", "maybe_dequantize"),
 )
 """Module, class and method that every exported weight passes."""
 _MARK = "takes_weights_of_moe_optim"

@@ -62,7 +62,7 @@ class StraightThrough(torch.autograd.Function):
         passed: Sequence[Tensor | None] = gradients
         if ctx.amax is not None and not ctx.delays:
             if ctx.fuses:
-                zero_main_grads(ctx.weights, ctx.amax, ctx.backend)
+                _zero_main_grads(ctx.weights, ctx.amax, ctx.backend)
             else:
                 passed = _clip(ctx.weights, ctx.amax, gradients, ctx.backend)
         return None, None, None, None, *passed
@@ -85,12 +85,12 @@ def clip_delayed(
     if amax is None:
         return
     if linear.fuse_wgrad_accumulation:
-        zero_main_grads(weights, amax, backend)
+        _zero_main_grads(weights, amax, backend)
     else:
         _zero(weights, amax, [weight.grad for weight in weights], backend)
 
 
-def zero_main_grads(weights: Sequence[Any], amax: Tensor, backend: Backend) -> None:
+def _zero_main_grads(weights: Sequence[Any], amax: Tensor, backend: Backend) -> None:
     """Zero the ``main_grad`` of trained weights in place where ``amax`` clips the weight.
 
     It may hold the sum of several microbatches: weights and amaxes change between steps, so the

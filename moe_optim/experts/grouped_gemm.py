@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
 
 from moe_optim.errors import StateError
-from moe_optim.formats import Direction
 
 Version = tuple[int, ...]
 """Version of weights; changes whenever one is written or replaced."""
@@ -25,33 +24,8 @@ class GradientEnd(Enum):
     NOWHERE = "of a frozen weight, or not among the inputs of this pass"
 
 
-class Linear(Protocol):
-    """Interface of a linear to its GEMMs."""
-
-    name: str
-    delay_wgrad: bool
-    handle: Tensor
-
-    def operand(self, direction: Direction) -> Tensor:
-        """Return the weights of one direction, [E, R, C] bf16."""
-
-    def version(self) -> Version:
-        """Return a value that changes whenever a weight is written or replaced."""
-
-    def weights(self) -> list[torch.nn.Parameter]:
-        """Return the weights in expert order."""
-
-    def clip_wgrad(self, wgrad: Tensor) -> Tensor:
-        """Return [E, R, C], zero where GEMMs read a clipped value."""
-
-    def take_wgrad(self, wgrad: Tensor, ends: Sequence[GradientEnd]) -> Sequence[Tensor | None]:
-        """Accumulate [E, R, C] bf16, or return it for autograd, one gradient per weight."""
-
-    def call_pre_hooks(self) -> None:
-        """Call the forward pre-hooks, which gather the weights."""
-
-    def keep_for_wgrad(self, factors: "WgradFactors") -> None:
-        """Keep the factors of a delayed weight gradient."""
+Linear = Any
+"""A :class:`GroupedLinear`, whose module imports this one."""
 
 
 @dataclass(frozen=True)

@@ -106,11 +106,13 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         super().__init__()
         self.name = name
         self.shape = (num_experts, out_features, in_features)
-        self._names = {  # in either layout, in expert order
-            kind: (kind, *(f"{kind}{index}" for index in range(num_experts)))
+        self.expert_layout = expert_layout
+        self._names = {
+            kind: [kind]
+            if expert_layout == "grouped"
+            else [f"{kind}{index}" for index in range(num_experts)]
             for kind in ("weight", "bias")
         }
-        self.expert_layout = expert_layout
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad = delay_wgrad
         self._delayed: deque[WgradFactors] = deque()
@@ -118,8 +120,10 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         self.quantized_copy: QuantizedCopy | FakeQuantizedCopy | None = None
         if compute is not None and format is None:
             self.quantized_copy = make_copy(compute, self.shape, f"{name}.weight", backend)
-        storages: Sequence[WeightStorage] = ()
-        if format is not None:
+        if format is None:
+            whole = torch.empty(self.shape, dtype=torch.bfloat16, device=device)
+            weights = [part.data for part in self._cut(whole)]  # separate version counters
+        else:
             storages = make_storages(
                 format,
                 self.shape,
@@ -129,35 +133,17 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
                 record_amax=record_amax,
                 backend=backend,
             )
-        for parameter_name, parameter in self._make_parameters(storages, device):
-            self.register_parameter(parameter_name, parameter)
+            shape = self.shape if expert_layout == "grouped" else self.shape[1:]
+            weights = [GroupedWeight(storage, shape) for storage in storages]
+        named = [*zip(self._names["weight"], weights, strict=True)]
+        for weight_name, weight in named[::-1] if format is None else named:
+            self.register_parameter(weight_name, torch.nn.Parameter(weight))
         if bias:
-            for bias_name, shape in self._bias_shapes().items():
-                values = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-                biases: Any = torch.nn.Parameter(values)
+            zeros = torch.zeros(self.shape[:2], dtype=torch.bfloat16, device=device)
+            for bias_name, part in zip(self._names["bias"], self._cut(zeros), strict=True):
+                biases: Any = torch.nn.Parameter(part.clone())
                 biases.holds_biases = True  # [E, R] is no matrix for Muon
                 self.register_parameter(bias_name, biases)
-
-    def _bias_shapes(self) -> dict[str, tuple[int, ...]]:
-        experts, rows, _ = self.shape
-        if self.expert_layout == "grouped":
-            return {"bias": (experts, rows)}
-        return {f"bias{index}": (rows,) for index in range(experts)}
-
-    def _make_parameters(
-        self, storages: Sequence[WeightStorage], device: torch.device | str | None
-    ) -> list[tuple[str, torch.nn.Parameter]]:
-        experts, rows, cols = self.shape
-        names, shape = ["weight"], torch.Size(self.shape)
-        if self.expert_layout == "indexed":
-            names, shape = [f"weight{index}" for index in range(experts)], torch.Size((rows, cols))
-        weights: Iterable[Tensor] = (GroupedWeight(storage, shape) for storage in storages)
-        if not storages:
-            whole = torch.empty(self.shape, dtype=torch.bfloat16, device=device)
-            weights = (part.data for part in self._cut(whole))  # separate version counters
-        pairs = zip(names, weights, strict=True)
-        parameters = [(name, torch.nn.Parameter(weight)) for name, weight in pairs]
-        return parameters if storages else parameters[::-1]
 
     def extra_repr(self) -> str:
         """Return shape, format and layout of the weights, and the operand of the GEMMs."""
@@ -260,13 +246,13 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
 
     def weights(self) -> list[torch.nn.Parameter]:
         """Return the weights in expert order: one in ``grouped`` layout, E in ``indexed``."""
-        return self._parameters_called("weight")
+        return self._parameters_of("weight")
 
     def biases(self) -> list[torch.nn.Parameter]:
         """Return the biases in expert order, as many as weights; empty without bias."""
-        return self._parameters_called("bias")
+        return self._parameters_of("bias")
 
-    def _parameters_called(self, kind: str) -> list[torch.nn.Parameter]:
+    def _parameters_of(self, kind: str) -> list[torch.nn.Parameter]:
         found = map(self._parameters.get, self._names[kind])
         return [parameter for parameter in found if parameter is not None]
 
@@ -470,10 +456,7 @@ def ends_of(counts: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _empty_biases(
-    biases: list[Tensor],
-    counts: Tensor,
-    dtype: torch.dtype,
-    after: Tensor,
+    biases: list[Tensor], counts: Tensor, dtype: torch.dtype, after: Tensor
 ) -> Tensor:
     return biases[0].new_empty(after.shape, dtype=dtype)
 

@@ -32,11 +32,10 @@ class LocalExperts:
     """Parameters of this rank: its experts, or its shard of each."""
     interleave: int | None
     """Number of gate rows that alternate with as many up rows; None without interleaving."""
-    ep_rank: int
-    ep_size: int
-    tp_rank: int
-    """Rank in the expert-tensor-parallel group."""
-    tp_size: int
+    ep: tuple[int, int]
+    """Rank in the expert-parallel group, and its size."""
+    tp: tuple[int, int]
+    """Rank in the expert-tensor-parallel group, and its size."""
 
     @classmethod
     def of(cls, experts: Any, prefix: str) -> "LocalExperts":
@@ -55,29 +54,19 @@ class LocalExperts:
         return cls(
             own=own,
             interleave=experts.config.moe_mlp_glu_interleave_size,
-            ep_rank=groups.ep.rank(),
-            ep_size=groups.ep.size(),
-            tp_rank=groups.expt_tp.rank(),
-            tp_size=groups.expt_tp.size(),
+            ep=(groups.ep.rank(), groups.ep.size()),
+            tp=(groups.expt_tp.rank(), groups.expt_tp.size()),
         )
 
     @property
     def counts(self) -> tuple[int, int]:
         """Number of experts of this rank, and of all ranks."""
-        return self.own.num_experts, self.own.num_experts * self.ep_size
+        return self.own.num_experts, self.own.num_experts * self.ep[1]
 
     @property
     def widths(self) -> tuple[int, int]:
         """Width F of this rank's shard of an expert, and of a whole expert."""
-        return self.own.ffn, self.own.ffn * self.tp_size
-
-    def fits(self, source: ExpertSet) -> bool:
-        """Return whether a set holds local or all experts, sharded or whole."""
-        return (
-            source.num_experts in self.counts
-            and source.ffn in self.widths
-            and source.hidden == self.own.hidden
-        )
+        return self.own.ffn, self.own.ffn * self.tp[1]
 
     def take_from(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Return the local experts, or this rank's shard of them, under its own names.
@@ -93,7 +82,7 @@ class LocalExperts:
         if shapes == self.own.shapes():
             return dict(entries)
         source = self._find_source(shapes)
-        first = self.ep_rank * self.own.num_experts if source.num_experts == self.counts[1] else 0
+        first = self.ep[0] * self.own.num_experts if source.num_experts == self.counts[1] else 0
         values = convert_expert_set(
             {key: plain_values(value) for key, value in entries.items()},
             source,
@@ -115,7 +104,7 @@ class LocalExperts:
         local, whole = self.counts
         if amax.numel() != whole:
             return amax
-        return amax.reshape(-1)[self.ep_rank * local :][:local]
+        return amax.reshape(-1)[self.ep[0] * local :][:local]
 
     def _find_source(self, shapes: Mapping[str, tuple[int, ...] | None]) -> ExpertSet:
         """Return the set of the entries; ``legacy`` shapes do not give the number of experts."""
@@ -128,7 +117,13 @@ class LocalExperts:
             ]
             sets = [source for found, _ in attempts for source in found]
             raise_faults([] if sets else min((faults for _, faults in attempts), key=len))
-        fitting = [source for source in sets if self.fits(source)]
+        fitting = [  # local or all experts, sharded or whole
+            one
+            for one in sets
+            if one.num_experts in self.counts
+            and one.ffn in self.widths
+            and one.hidden == self.own.hidden
+        ]
         if len(fitting) == 1:
             return fitting[0]
         numbers, widths = (_either(values) for values in (self.counts, self.widths))
@@ -138,7 +133,7 @@ class LocalExperts:
         )
         raise LayoutError(
             f"{self.own.prefix or 'experts'}: expected {numbers} experts, those of this rank or of "
-            f"all {self.ep_size} expert-parallel ranks, of hidden size and width "
+            f"all {self.ep[1]} expert-parallel ranks, of hidden size and width "
             f"[{self.own.hidden}, {widths}], got {got}. Give the experts of this model, this "
             "rank's or all of them."
         )
@@ -147,10 +142,9 @@ class LocalExperts:
         """Return this rank's shard of whole experts: rows of gate and up, columns of fc2."""
         for dim, axis in enumerate(pattern.axes):
             if axis in ("F", "2F"):
+                rank, size = self.tp
                 parts = values.chunk(len(pattern.projections), dim)
-                return torch.cat(
-                    [part.chunk(self.tp_size, dim)[self.tp_rank] for part in parts], dim
-                )
+                return torch.cat([part.chunk(size, dim)[rank] for part in parts], dim)
         return values
 
 

@@ -36,24 +36,12 @@ class QuantizedCopy(_Copy[BlockScaledFormat]):
     Every forward GEMM renews the copy, since torch cannot detect all writes to bf16 weights:
     optimizer and gather write through the DDP buffer, others through ``data``. A dgrad reads the
     copy of the last forward GEMM.
-
-    Raises:
-        LayoutError: the shape does not fit the format.
     """
 
-    def __init__(
-        self,
-        format: BlockScaledFormat,
-        shape: tuple[int, int, int],
-        name: str,
-        backend: Backend,
-    ) -> None:
-        format.check_shape(shape, name)
-        super().__init__(format, shape, name, backend)
-        self._storage: PortableStorage | None = None
-        self._table: MemberTable | None = None
-        self._places: tuple[int, ...] = ()  # addresses of the weights in the table
-        self._made_of: tuple[int, ...] | None = None  # versions of the weights in the copy
+    _storage: PortableStorage | None = None
+    _table: MemberTable | None = None
+    _places: tuple[int, ...] = ()  # addresses of the weights in the table
+    _made_of: tuple[int, ...] | None = None  # versions of the weights in the copy
 
     @torch.no_grad()
     def dequantize(
@@ -81,28 +69,19 @@ class QuantizedCopy(_Copy[BlockScaledFormat]):
             self._made_of = now if keep else None
         return self._storage.dequantize(direction)
 
-    def clip_wgrad(
-        self,
-        weights: Sequence[Tensor],
-        wgrad: Tensor,
-        amax: Tensor | None,
-    ) -> Tensor:
+    def clip_wgrad(self, weights: Sequence[Tensor], wgrad: Tensor, amax: Tensor | None) -> Tensor:
         """Return the weight gradient unchanged: block scaling clips nothing."""
         return wgrad
 
     @torch.inference_mode(False)  # an evaluation may create buffers that training writes
     def _lay_out(self, weights: Sequence[Tensor]) -> tuple[PortableStorage, MemberTable]:
         storage = PortableStorage(self.format, self.shape, name=self.name, device=weights[0].device)
-        targets = (
-            [storage.quantized]
-            if weights[0].dim() == 3
-            else [storage.expert(index).quantized for index in range(len(weights))]
-        )
+        targets = [storage.quantized]
+        if weights[0].dim() == 2:
+            targets = [storage.expert(index).quantized for index in range(len(weights))]
         entries = [
-            TableEntry(
-                parameter=self.name, source=weight.detach().view(target.shape), target=target
-            )
-            for weight, target in zip(weights, targets, strict=True)
+            TableEntry(parameter=self.name, source=one.detach().view(target.shape), target=target)
+            for one, target in zip(weights, targets, strict=True)
         ]
         return storage, MemberTable.build(entries, backend=self.backend)
 
@@ -152,9 +131,14 @@ def make_copy(
     name: str,
     backend: Backend,
 ) -> QuantizedCopy | FakeQuantizedCopy:
-    """Return what quantizes bf16 weights [E, R, C] to ``compute``; ``name`` is for errors."""
+    """Return what quantizes bf16 weights [E, R, C] to ``compute``; ``name`` is for errors.
+
+    Raises:
+        LayoutError: the shape does not fit the format.
+    """
     if isinstance(compute, PerExpertGrid):
         return FakeQuantizedCopy(compute, shape, name, backend)
+    compute.check_shape(shape, name)
     return QuantizedCopy(compute, shape, name, backend)
 
 

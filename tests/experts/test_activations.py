@@ -1,5 +1,6 @@
 """Whatever activation is asked for, experts compute what Megatron's sequential ones do."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -46,18 +47,25 @@ NAMED_CASES = [
 LAYOUTS = ("grouped", "indexed")
 
 
+INTERLEAVE_SIZE = 16
+
+
 def _run_all() -> dict[Any, dict[str, dict[str, torch.Tensor]]]:
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
     # Megatron's own experts add their second bias in place, which torch refuses at 1 rank
     experts.start_ranks(expert_model_parallel_size=2)
     activations = {"SwiGLU": torch.nn.functional.silu, "quick-GeGLU": quick_gelu}
-    results = {}
-    for activation, options in [case.values[0] for case in NAMED_CASES]:
+
+    def configure(activation: str, options: Sequence[str], **more: Any) -> Any:
         changes = {"activation_func": activations[activation], "expert_model_parallel_size": 2}
         for option in options:
             changes |= OPTIONS[option]
-        config = experts.make_config(**changes)
+        return experts.make_config(**changes, **more)
+
+    results = {}
+    for activation, options in [case.values[0] for case in NAMED_CASES]:
+        config = configure(activation, options)
         built = {"stock": experts.make_stock(config)}
         config.delay_wgrad_compute = "delayed" in options  # without the schedule that asks for it
         built |= {layout: experts.make_ours(config, expert_layout=layout) for layout in LAYOUTS}
@@ -66,36 +74,24 @@ def _run_all() -> dict[Any, dict[str, dict[str, torch.Tensor]]]:
         results[activation, options] = {
             who: experts.run_passes(module).tensors() for who, module in built.items()
         }
+    interleaved = {"moe_mlp_glu_interleave_size": INTERLEAVE_SIZE}
+    for layout in LAYOUTS:
+        options = ("clamp", "offset", "biases")
+        built = {
+            name: experts.make_ours(configure("quick-GeGLU", options, **more), expert_layout=layout)
+            for name, more in (("halves", {}), ("interleaved", interleaved))
+        }
+        experts.randomize_biases(built["halves"])
+        mine = experts.values_of(built["interleaved"])
+        for name, values in experts.values_of(built["halves"]).items():
+            mine[name].copy_(values[interleaved_rows()] if "linear_fc1" in name else values)
+        results[layout] = {
+            name: experts.run_passes(module).tensors() for name, module in built.items()
+        }
+    for name, options in (("plain", ("biases",)), ("fused", ("biases", "fused"))):
+        module = experts.make_ours(configure("SwiGLU", options, **interleaved))
+        results[name] = experts.run_passes(module).tensors()
     return results
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[Any, dict[str, dict[str, torch.Tensor]]]:
-    """Return the passes of Megatron's experts and ours, by case."""
-    return run_ranks(2, _run_all)[0]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", NAMED_CASES)
-def test_passes_are_megatrons_to_the_bit(results, case, layout):
-    """Outputs, gradients of tokens and routing weights, and those of all parameters."""
-    assert_same_tensors(results[case][layout], results[case]["stock"], what="passes")
-
-
-def test_every_option_makes_a_difference(results):
-    """Otherwise a test above could pass on an option that is ignored. Fusion keeps more bits in
-    between, and FP8 is only what the backward pass reads."""
-    tensors = {case: passes["stock"] for case, passes in results.items()}
-    for activation, all_options in CASES.items():
-        plain = tensors[activation, ()]["dgrad"]
-        for options in all_options[1:]:
-            assert not torch.equal(tensors[activation, options]["dgrad"], plain), options
-    assert not torch.equal(tensors["SwiGLU", ()]["output"], tensors["quick-GeGLU", ()]["output"])
-
-
-# Gate and linear half in turn
-
-INTERLEAVE_SIZE = 16
 
 
 def interleaved_rows() -> list[int]:
@@ -107,28 +103,38 @@ def interleaved_rows() -> list[int]:
     return rows
 
 
-def _compare_interleaved(knobs: dict[str, str]) -> list[dict[str, torch.Tensor]]:
-    """Return the passes of experts in halves, and of the same experts interleaved."""
-    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+@pytest.fixture(scope="module")
+def results() -> dict[Any, dict[str, dict[str, torch.Tensor]]]:
+    """Return the passes of Megatron's experts and ours, by case."""
+    return run_ranks(2, _run_all)[0]
 
-    experts.start_ranks()
-    changes = {"activation_func": quick_gelu}
-    for options in OPTIONS["clamp"], OPTIONS["offset"], OPTIONS["biases"]:
-        changes |= options
-    halves = experts.make_ours(experts.make_config(**changes), **knobs)
-    changes |= {"moe_mlp_glu_interleave_size": INTERLEAVE_SIZE}
-    interleaved = experts.make_ours(experts.make_config(**changes), **knobs)
-    experts.randomize_biases(halves)
-    mine = experts.values_of(interleaved)
-    for name, values in experts.values_of(halves).items():
-        mine[name].copy_(values[interleaved_rows()] if "linear_fc1" in name else values)
-    return [experts.run_passes(module).tensors() for module in (halves, interleaved)]
+
+@pytest.mark.parametrize("case", NAMED_CASES)
+def test_passes_are_megatrons_to_the_bit(results, case):
+    """Outputs, gradients of tokens and routing weights, and those of all parameters."""
+    for layout in LAYOUTS:
+        assert_same_tensors(results[case][layout], results[case]["stock"], what="passes")
+
+
+def test_every_option_makes_a_difference(results):
+    """Otherwise a test above could pass on an option that is ignored. Fusion keeps more bits in
+    between, and FP8 is only what the backward pass reads."""
+    for activation, all_options in CASES.items():
+        plain = results[activation, ()]["stock"]["dgrad"]
+        for options in all_options[1:]:
+            dgrad = results[activation, options]["stock"]["dgrad"]
+            assert not torch.equal(dgrad, plain), options
+    outputs = [results[activation, ()]["stock"]["output"] for activation in CASES]
+    assert not torch.equal(*outputs)
+
+
+# Gate and linear half in turn
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_interleaved_experts_are_those_of_their_halves(layout):
+def test_interleaved_experts_are_those_of_their_halves(results, layout):
     """Rows in another order give the same outputs, and gradients in that order."""
-    ((halves, interleaved),) = run_ranks(1, _compare_interleaved, {"expert_layout": layout})
+    halves, interleaved = results[layout]["halves"], results[layout]["interleaved"]
     for name in halves.keys() - {"dgrad"}:  # it sums over rows, in their order
         if "linear_fc1" in name:
             halves[name] = halves[name][interleaved_rows()]
@@ -145,14 +151,6 @@ def test_columns_are_put_in_order_as_megatron_does(size):
     assert_bytes_equal(remove_interleaving(hidden, size), expected)
 
 
-def _compare_with_fusion() -> list[dict[str, torch.Tensor]]:
-    experts.start_ranks()
-    changes = {"moe_mlp_glu_interleave_size": INTERLEAVE_SIZE, **OPTIONS["biases"]}
-    configs = [experts.make_config(**changes, **fused) for fused in ({}, OPTIONS["fused"])]
-    return [experts.run_passes(experts.make_ours(config)).tensors() for config in configs]
-
-
-def test_interleaved_experts_go_step_by_step_where_fusion_is_asked_for():
+def test_interleaved_experts_go_step_by_step_where_fusion_is_asked_for(results):
     """As in Megatron's grouped experts, whose fused activations know no interleaving."""
-    ((plain, fused),) = run_ranks(1, _compare_with_fusion)
-    assert_same_tensors(fused, plain, what="fused")
+    assert_same_tensors(results["fused"], results["plain"], what="fused")

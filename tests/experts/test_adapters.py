@@ -26,6 +26,7 @@ PORTABLE = [
 ]
 TE = [Kind(owner="Transformer Engine", format="bf16", single=single) for single in (False, True)]
 ADAPTERS = ["linear_in.weight", "linear_out.weight"]
+HIDDEN_LINEAR = "linear_fc1: expected a linear of experts, or an adapter around one"
 
 
 def of_experts(state: dict[str, Any]) -> dict[str, Any]:
@@ -55,6 +56,10 @@ def _save_and_load(folder: Path, ep: int) -> int:
 
     parallel = {"expert_model_parallel_size": ep} if ep > 1 else {}
     experts.start_ranks(**parallel)
+    if ep > 1:
+        shared = wrap(make(PORTABLE[0], ep), plain=True)
+        with pytest.raises(LayoutError, match="linear_fc1: expected an adapter that has a sharded"):
+            shared.sharded_state_dict(prefix=PREFIX)
     count = 0
     for kind in [*PORTABLE, *TE]:
         for wrapper in (AdapterWrapper, PlainWrapper):
@@ -104,18 +109,18 @@ def _save_and_load(folder: Path, ep: int) -> int:
 
 @pytest.mark.parametrize("ep", [pytest.param(1, marks=pytest.mark.extended), 2])
 def test_experts_behind_adapters_are_saved_loaded_and_calibrated_as_those_without(tmp_path, ep):
-    """By their own keys, with the adapters' beside them; a checkpoint of either loads."""
+    """By their own keys, with the adapters' beside them; a checkpoint of either loads. Adapters of
+    several ranks have to say how they are shared, or one of them would be saved for all."""
     counts = run_ranks(ep, _save_and_load, tmp_path, ep)
     assert counts == ep * [len(PORTABLE) * 2 * 3 + len(TE) * 2]
 
 
-def _load_amaxes_behind_adapters(folder: Path) -> int:
+def _load_amaxes_behind_adapters(folder: Path) -> None:
     """What Megatron-Bridge asks for where linears of Transformer Engine are wrapped already."""
     from megatron.core import dist_checkpointing
 
     import moe_optim
 
-    experts.start_ranks()
     for kind in TE:
         bare, adapted = make(kind), wrap(make(kind, seed=1))
         moe_optim.calibrate([bare])
@@ -127,19 +132,12 @@ def _load_amaxes_behind_adapters(folder: Path) -> int:
         adapted.load_state_dict(came, strict=False)
         for name, amax in amaxes_of(bare).items():
             assert_bytes_equal(amaxes_of(adapted)[name], amax, what=f"{kind} {name}")
-    return len(TE)
 
 
-def test_amaxes_reach_linears_of_transformer_engine_behind_adapters(tmp_path):
-    assert run_ranks(1, _load_amaxes_behind_adapters, tmp_path) == [len(TE)]
-
-
-def _load_plain_states() -> int:
+def _load_plain_states() -> None:
     """State dicts in memory, named with ``to_wrap`` or without, in any layout of experts."""
     import moe_optim
 
-    experts.start_ranks()
-    count = 0
     for kind in PORTABLE:
         for wrapper in (AdapterWrapper, PlainWrapper):
             source = wrap(make(kind), wrapper)
@@ -160,17 +158,10 @@ def _load_plain_states() -> int:
                     other.load_state_dict(state, strict=True)
                     assert_holds(other, source, f"{kind}, {wrapper.__name__} {target.__name__}")
                     assert list(state) == before
-                    count += 1
-    return count
 
 
-def test_plain_states_load_behind_adapters_whatever_names_they_have():
-    assert run_ranks(1, _load_plain_states) == [len(PORTABLE) * 2 * 2 * 2]
-
-
-def _train() -> int:
+def _train() -> None:
     """Outputs are the base's and the adapter's, and gradients reach the adapter alone."""
-    experts.start_ranks()
     for kind in PORTABLE:
         bare, adapted = make(kind), wrap(make(kind))
         for name in LINEARS:
@@ -185,69 +176,51 @@ def _train() -> int:
             weight = adapted.get_submodule(name).adapter.linear_out.weight
             assert bool(weight.grad.count_nonzero()), str(kind)
         adapted.backward_dw()
-    return len(PORTABLE)
 
 
-def test_portable_experts_run_with_adapters():
-    assert run_ranks(1, _train) == [len(PORTABLE)]
-
-
-def _refuse() -> dict[str, str]:
+def _refuse() -> None:
+    """A weight that a save would leave out, amaxes under keys that nobody asks for again, and an
+    engine's weights without the part that adapters have."""
     import moe_optim
     from moe_optim.rollout.experts import local_experts
 
-    experts.start_ranks()
     portable, native = PORTABLE[0], TE[0]
     hidden = wrap(make(portable), Hiding)
     state = make(portable).state_dict()
     calibrated = make(native)
     moe_optim.calibrate([calibrated])
     calibrated = wrap(calibrated, Hiding)
-    calls = {
-        "save": (LayoutError, lambda: hidden.sharded_state_dict(prefix=PREFIX)),
-        "calibrate": (LayoutError, lambda: moe_optim.calibrate([hidden])),
-        "load": (LayoutError, lambda: hidden.load_state_dict(state)),
-        "synchronize": (LayoutError, lambda: moe_optim.synchronize_amax([hidden])),
-        "export hidden": (LayoutError, lambda: list(local_experts(hidden))),
-        "export": (ConfigError, lambda: list(local_experts(wrap(make(portable))))),
-        "export native": (ConfigError, lambda: list(local_experts(wrap(make(native))))),
-        "save native": (LayoutError, lambda: calibrated.sharded_state_dict(prefix=PREFIX)),
-    }
-    messages = {}
-    for name, (error, call) in calls.items():
-        with pytest.raises(error) as caught:
+    wrapped, native = wrap(make(portable)), wrap(make(native))
+    for call in (
+        lambda: hidden.sharded_state_dict(prefix=PREFIX),
+        lambda: moe_optim.calibrate([hidden]),
+        lambda: hidden.load_state_dict(state),
+        lambda: moe_optim.synchronize_amax([hidden]),
+        lambda: list(local_experts(hidden)),
+        lambda: calibrated.sharded_state_dict(prefix=PREFIX),
+    ):
+        with pytest.raises(LayoutError, match=f"{HIDDEN_LINEAR}.*got Hiding"):
             call()
-        messages[name] = str(caught.value)
-    uncalibrated = wrap(make(native), Hiding)
+    for module in (wrapped, native):
+        with pytest.raises(ConfigError, match="linear_fc1: expected experts without adapters"):
+            list(local_experts(module))
+    uncalibrated = wrap(make(TE[0]), Hiding)
     assert not [key for key in uncalibrated.sharded_state_dict(prefix=PREFIX) if "None" in key]
-    return messages
 
 
-def test_what_hides_experts_is_refused_by_its_name():
-    """A weight that a save would leave out, amaxes under keys that nobody asks for again, and an
-    engine's weights without the part that adapters have."""
-    (messages,) = run_ranks(1, _refuse)
-    for name in ("save", "calibrate", "load", "synchronize", "export hidden", "save native"):
-        assert (
-            "linear_fc1: expected a linear of experts, or an adapter around one" in messages[name]
-        )
-        assert "got Hiding" in messages[name]
-    for name in ("export", "export native"):
-        assert "linear_fc1: expected experts without adapters" in messages[name]
+def _on_one_rank(folder: Path) -> list[str]:
+    experts.start_ranks()
+    _load_amaxes_behind_adapters(folder)
+    _load_plain_states()
+    _train()
+    _refuse()
+    return ["loaded", "trained", "refused"]
 
 
-def _refuse_shared_adapters() -> str:
-    experts.start_ranks(expert_model_parallel_size=2)
-    module = wrap(make(PORTABLE[0], 2), plain=True)
-    with pytest.raises(LayoutError) as caught:
-        module.sharded_state_dict(prefix=PREFIX)
-    return str(caught.value)
-
-
-def test_adapters_of_several_ranks_have_to_say_how_they_are_shared():
-    """Each rank has its own, and torch's states would have one of them saved for all."""
-    for message in run_ranks(2, _refuse_shared_adapters):
-        assert "linear_fc1: expected an adapter that has a sharded_state_dict()" in message
+def test_experts_behind_adapters_load_and_train_and_what_hides_them_is_refused(tmp_path):
+    """Amaxes reach linears of Transformer Engine, and states in memory load whatever names they
+    have; what hides experts is refused by its name."""
+    assert run_ranks(1, _on_one_rank, tmp_path) == [["loaded", "trained", "refused"]]
 
 
 def test_conversions_keep_the_keys_of_adapters():

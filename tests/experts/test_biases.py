@@ -14,23 +14,48 @@ from tests.support.modules import experts
 from tests.support.ranks import run_ranks
 from tests.support.training import Record, assert_same_tensors, pretrain
 
-every_layout = pytest.mark.parametrize("layout", experts.LAYOUTS)
+LAYOUTS = ("grouped", "indexed")
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 STEPS = ["--train-iters", "4", "--eval-interval", "1000"]
-EP2 = ["--expert-model-parallel-size", "2"]
 
 
-def _compare(probs_dtype: torch.dtype) -> dict[str, Any]:
+def _compare() -> dict[str, Any]:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+
     # Megatron's own experts add their second bias in place, which torch refuses at 1 rank
     experts.start_ranks(expert_model_parallel_size=2)
     config = experts.make_config(add_bias_linear=True, expert_model_parallel_size=2)
-    return experts.compare_kinds(config, probs_dtype=probs_dtype)
+    found: dict[str, Any] = {
+        str(dtype): experts.compare_kinds(config, probs_dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    modules = {"stock": experts.make_stock(config)}
+    modules |= {layout: experts.make_ours(config, expert_layout=layout) for layout in LAYOUTS}
+    for name, module in modules.items():
+        state, _, _ = load_preprocess(module.sharded_state_dict("layer."))
+        entries = [one if isinstance(one, list) else [one] for one in state.values()]
+        tensors = [one for entry in entries for one in entry if isinstance(one, ShardedTensor)]
+        found[f"keys of {name}"] = {(one.key, one.global_shape) for one in tensors}
+    return found
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def results(request) -> dict[str, Any]:
-    """Return initial values, passes and attributes of all experts of the second of two ranks, by
-    dtype of routing weights."""
-    return run_ranks(2, _compare, request.param)[1]
+@pytest.fixture(scope="module")
+def rank() -> dict[str, Any]:
+    """Return what the second of two ranks found: initial values, passes and attributes of all
+    experts by dtype of routing weights, and the keys of their checkpoints."""
+    return run_ranks(2, _compare)[1]
+
+
+@pytest.fixture(params=["torch.float32", "torch.bfloat16"])
+def results(rank, request) -> dict[str, Any]:
+    return rank[request.param]
+
+
+def test_keys_and_global_shapes_are_megatrons(rank):
+    stock = rank["keys of stock"]
+    assert rank["keys of grouped"] == rank["keys of indexed"] == stock
+    assert ("layer.experts.linear_fc2.bias", (6, 64)) in stock
 
 
 @every_layout
@@ -59,116 +84,27 @@ def test_parameters_have_the_attributes_of_megatrons(results, layout):
 # Training
 
 
-def _train(flags: list[str], config: MoEOptimConfig | None) -> Record:
+def _train(flags: list[str], config: MoEOptimConfig) -> Record:
     """Train with biases; ``extra`` holds the parameters of the experts at the end."""
     training.MODEL.remove("--disable-bias-linear")
     return pretrain(flags, config, observe=lambda model, _: experts.trained_values(model[0]))
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Any:
-    return tmp_path_factory.mktemp("biases")
-
-
-@pytest.fixture(scope="module")
-def stock(saved) -> list[Record]:
-    """Return four steps of Megatron's own experts on 2 ranks of expert parallelism; saves at 2."""
-    save = ["--save", str(saved / "stock"), "--save-interval", "2"]
-    return run_ranks(2, _train, [*STEPS, *EP2, *save], None)
-
-
-@pytest.fixture(scope="module")
-def ours(saved) -> dict[str, list[Record]]:
-    """Return the same of the portable experts, by layout."""
-    records = {}
-    for layout in experts.LAYOUTS:
-        save = ["--save", str(saved / layout), "--save-interval", "2"]
-        config = MoEOptimConfig(format="bf16", expert_layout=layout)
-        records[layout] = run_ranks(2, _train, [*STEPS, *EP2, *save], config)
-    return records
-
-
-@every_layout
-@pytest.mark.extended
-def test_biased_experts_train_as_megatrons(ours, stock, layout):
-    """Weight decay spares biases in either layout, and every rank keeps those of its experts."""
-    for mine, theirs in zip(ours[layout], stock, strict=True):
-        assert mine.losses == theirs.losses
-        assert_same_tensors(mine.extra, theirs.extra, what="trained")
-        biases = [value for name, value in mine.extra.items() if name.endswith("bias")]
-        assert biases and all(value.any() for value in biases)
-
-
 @pytest.mark.parametrize("format", [pytest.param("bf16", marks=pytest.mark.extended), "mxfp8"])
 def test_layouts_train_biases_alike_where_ranks_share_experts(format):
     """Gradients are averaged over 2 data-parallel ranks, where Megatron's own experts cannot run
-    with biases."""
+    with biases; beside quantized weights biases stay bf16."""
     grouped, indexed = (
         run_ranks(2, _train, STEPS, MoEOptimConfig(format=format, expert_layout=layout))
-        for layout in experts.LAYOUTS
+        for layout in LAYOUTS
     )
     for mine, theirs in zip(grouped, indexed, strict=True):
         assert mine.losses == theirs.losses
         assert_same_tensors(mine.extra, theirs.extra, what="trained")
+        biases = [v for n, v in mine.weights.items() if ".experts." in n and ".bias" in n]
+        assert len(biases) == 2 * 2  # layers, linears
+        assert all(one.dtype == torch.bfloat16 and one.any() for one in biases)
     assert_same_tensors(grouped[0].extra, grouped[1].extra, what="on the other rank")
-
-
-EXCHANGES = {
-    "sequential into grouped": ("stock", MoEOptimConfig(format="bf16")),
-    "grouped into sequential": ("grouped", None),
-    "indexed into grouped": ("indexed", MoEOptimConfig(format="bf16")),
-    "sequential into indexed": ("stock", MoEOptimConfig(format="bf16", expert_layout="indexed")),
-}
-
-
-@pytest.mark.parametrize(("source", "target"), EXCHANGES.values(), ids=EXCHANGES.keys())
-@pytest.mark.extended
-def test_checkpoints_with_biases_are_exchangeable(stock, ours, saved, source, target):
-    """Weights and biases alone: optimizer states of all kinds are `test_experts.py`'s."""
-    load = ["--load", str(saved / source), "--ckpt-step", "4", "--finetune", "--no-load-optim"]
-    flags = [*STEPS[2:], "--train-iters", "1", "--lr", "0", "--min-lr", "0", *EP2, *load]
-    for got, want in zip(run_ranks(2, _train, flags, target), stock, strict=True):
-        assert_same_tensors(got.extra, want.extra, what="loaded")
-
-
-def test_quantized_experts_keep_their_biases_in_bf16():
-    """Biases train beside quantized weights, in buffers of Megatron's own kind."""
-    config = MoEOptimConfig(format="mxfp8")
-    for record in run_ranks(2, _train, [*STEPS, *EP2], config):
-        biases = {name: value for name, value in record.weights.items() if ".bias" in name}
-        grouped = {name: value for name, value in biases.items() if ".experts." in name}
-        assert len(grouped) == 2 * 2  # layers, linears
-        for name, value in grouped.items():
-            assert value.dtype == torch.bfloat16
-            assert value.any(), name
-
-
-def _keys() -> Any:
-    experts.start_ranks()
-    config = experts.make_config(add_bias_linear=True)
-    described = {}
-    for name, module in {
-        "stock": experts.make_stock(config),
-        "grouped": experts.make_ours(config),
-        "indexed": experts.make_ours(config, expert_layout="indexed"),
-    }.items():
-        from megatron.core.dist_checkpointing.mapping import ShardedTensor
-        from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-
-        state, _, _ = load_preprocess(module.sharded_state_dict("layer."))
-        tensors = [t for entry in state.values() for t in _leaves(entry)]
-        described[name] = {(t.key, t.global_shape) for t in tensors if isinstance(t, ShardedTensor)}
-    return described
-
-
-def _leaves(entry: Any) -> list[Any]:
-    return entry if isinstance(entry, list) else [entry]
-
-
-def test_keys_and_global_shapes_are_megatrons():
-    (described,) = run_ranks(1, _keys)
-    assert described["grouped"] == described["indexed"] == described["stock"]
-    assert ("layer.experts.linear_fc2.bias", (3, 64)) in described["stock"]
 
 
 def test_a_quantized_linear_moves_its_biases_with_its_weights():

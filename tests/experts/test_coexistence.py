@@ -1,7 +1,5 @@
 """What MoE runs turn on around the experts: Megatron's layers stay Megatron's, to the bit."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +33,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "tokens dropped over a capacity": {"moe_expert_capacity_factor": 0.5},
     "all-gathered tokens": {"moe_token_dispatcher_type": "allgather"},
-    "fused permutation": {"moe_permute_fusion": True},
     "layers recomputed one by one": FULL | {"recompute_method": "uniform"},
     "a block of layers recomputed": FULL | {"recompute_method": "block"},
     "experts recomputed": SELECTIVE | {"recompute_modules": ["moe"]},
@@ -44,7 +41,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "probs on input recomputed": PROBS_ON_INPUT | SELECTIVE | {"recompute_modules": ["moe"]},
 }
 SAME_AS = {  # what moves no bit -> what it is compared with
-    "fused permutation": "none",
     "layers recomputed one by one": "none",
     "a block of layers recomputed": "none",
     "experts recomputed": "none",
@@ -59,55 +55,8 @@ KNOBS = {
     "mxfp8": MoEOptimConfig(format="mxfp8"),
     "compute": MoEOptimConfig(format="bf16", compute="nvfp4"),
 }
+NARROW = ("mxfp8", "compute")
 Tensors = dict[str, Tensor]
-
-
-@contextmanager
-def unfused_kernels() -> Iterator[None]:
-    """Stand Megatron's own permutation in for Transformer Engine's kernels, called alike."""
-    from megatron.core.transformer.moe import moe_utils as stock
-
-    def permute(tokens: Tensor, routing_map: Tensor, num_out_tokens: int) -> tuple[Tensor, Tensor]:
-        output, _, order, _, _ = stock.permute(tokens, routing_map, num_out_tokens=num_out_tokens)
-        return output, order
-
-    def permute_with_probs(
-        tokens: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        output, probs, order, _, _ = stock.permute(tokens, routing_map, probs, num_out_tokens)
-        return output, probs, order
-
-    def unpermute(
-        tokens: Tensor, order: Tensor, *, merging_probs: None, restore_shape: torch.Size, **_: Any
-    ) -> Tensor:
-        assert merging_probs is None
-        return stock.unpermute(tokens, order, restore_shape)
-
-    def sort_chunks(tokens: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
-        return stock.sort_chunks_by_idxs(tokens, sizes, order)[0]
-
-    def sort_chunks_with_probs(
-        tokens: Tensor, probs: Tensor, sizes: Tensor, order: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return stock.sort_chunks_by_idxs(tokens, sizes, order, probs)
-
-    replaced = {
-        "HAVE_TE": True,
-        "fused_permute": permute,
-        "fused_permute_with_probs": permute_with_probs,
-        "fused_permute_and_pad_with_probs": None,
-        "fused_unpermute": unpermute,
-        "fused_sort_chunks_by_index": sort_chunks,
-        "fused_sort_chunks_by_index_with_probs": sort_chunks_with_probs,
-    }
-    before = {name: getattr(stock, name) for name in replaced}
-    try:
-        for name, value in replaced.items():
-            setattr(stock, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(stock, name, value)
 
 
 def _make_block(changes: dict[str, Any]) -> torch.nn.Module:
@@ -172,12 +121,13 @@ def _run_all() -> dict[tuple[str, str], Passes]:
     start_ranks()
     found = {}
     for feature, changes in FEATURES.items():
-        with unfused_kernels() if feature == "fused permutation" else nullcontext():
-            found[feature, "stock"] = _run_block(changes)
-            for name, config in KNOBS.items():
-                install_experts(config)
-                found[feature, name] = _run_block(changes)
-                installation.uninstall()
+        found[feature, "stock"] = _run_block(changes)
+        for name, config in KNOBS.items():
+            if name in NARROW and feature not in {*SAME_AS, *SAME_AS.values()}:
+                continue
+            install_experts(config)
+            found[feature, name] = _run_block(changes)
+            installation.uninstall()
     return found
 
 
@@ -186,39 +136,27 @@ def blocks() -> dict[tuple[str, str], Passes]:
     return run_ranks(1, _run_all)[0]
 
 
-@pytest.mark.parametrize("layout", ["grouped", "indexed"])
 @pytest.mark.parametrize("feature", FEATURES)
-def test_layers_with_portable_experts_are_megatrons(blocks, feature: str, layout: str):
+def test_layers_with_portable_experts_are_megatrons(blocks, feature: str):
     """Outputs and all gradients, of routers, attention, norms and shared experts too, are those of
     the same layers with Megatron's sequential experts."""
-    ours, theirs = blocks[feature, layout], blocks[feature, "stock"]
-    assert (ours.experts, theirs.experts) == ("GroupedExperts", "SequentialMLP")
+    theirs = blocks[feature, "stock"]
     assert len(theirs.tensors) >= 2 + 2 * (4 * 2 + 5)  # layers x (experts x linears + the others)
-    assert_same_tensors(ours.tensors, theirs.tensors, what=feature)
-
-
-@pytest.mark.parametrize("knobs", ["mxfp8", "compute"])
-@pytest.mark.parametrize("feature", SAME_AS)
-def test_what_moves_no_bit_of_bf16_experts_moves_none_of_narrow_ones(
-    blocks, feature: str, knobs: str
-):
-    """Recomputed and permuted by other kernels, stored or multiplied in a narrow format."""
-    got, want = blocks[feature, knobs].tensors, blocks[SAME_AS[feature], knobs].tensors
-    assert_same_tensors(got, want, what=feature)
-    bf16 = blocks[feature, "stock"].tensors
-    assert not torch.equal(got["output"], bf16["output"])  # it is narrow
-
-
-@pytest.mark.parametrize("feature", sorted(DIFFERENT))
-def test_what_changes_the_model_is_really_on(blocks, feature: str):
-    """Else the tests above would compare a plain layer with itself."""
-    plain = blocks["none", "grouped"].tensors["output"]
-    assert not torch.equal(blocks[feature, "grouped"].tensors["output"], plain)
+    for layout in ("grouped", "indexed"):
+        ours = blocks[feature, layout]
+        assert (ours.experts, theirs.experts) == ("GroupedExperts", "SequentialMLP")
+        assert_same_tensors(ours.tensors, theirs.tensors, what=f"{feature}, {layout}")
 
 
 @pytest.mark.parametrize("feature", SAME_AS)
-def test_what_recomputes_experts_really_does(blocks, feature: str):
-    """Each layer's experts run forward once more where they are recomputed."""
+def test_what_moves_no_bit_of_bf16_experts_moves_none_of_narrow_ones(blocks, feature: str):
+    """Recomputed, stored or multiplied in a narrow format; each layer's experts run forward once
+    more where they are recomputed."""
+    for knobs in NARROW:
+        got, want = blocks[feature, knobs].tensors, blocks[SAME_AS[feature], knobs].tensors
+        assert_same_tensors(got, want, what=feature)
+        bf16 = blocks[feature, "stock"].tensors
+        assert not torch.equal(got["output"], bf16["output"])  # it is narrow
     recomputes = "layers" in feature or feature in {
         "experts recomputed",
         "probs on input recomputed",
@@ -228,18 +166,11 @@ def test_what_recomputes_experts_really_does(blocks, feature: str):
         assert blocks[feature, knobs].expert_passes == expected
 
 
-def _pad_for_quantization() -> str:
-    start_ranks()
-    with pytest.raises(ValueError, match="moe_router_padding") as error:
-        make_config(moe_router_padding_for_quantization=True)
-    return str(error.value)
-
-
-def test_padding_for_quantized_products_comes_with_fp8_alone():
-    """Portable experts, whose activations are bf16, have nothing to pad for: Megatron takes the
-    flag with --fp8-format or --fp4-format only, and those are refused for them."""
-    (message,) = run_ranks(1, _pad_for_quantization)
-    assert "fp8/fp4 must be specified" in message
+@pytest.mark.parametrize("feature", sorted(DIFFERENT))
+def test_what_changes_the_model_is_really_on(blocks, feature: str):
+    """Else the tests above would compare a plain layer with itself."""
+    plain = blocks["none", "grouped"].tensors["output"]
+    assert not torch.equal(blocks[feature, "grouped"].tensors["output"], plain)
 
 
 # All of it in a training run

@@ -2,7 +2,7 @@
 
 import copy
 import gc
-from itertools import product
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from moe_optim.buckets.offload import ParamData
 from moe_optim.calibration.calibrated_amax import hold_calibrated_amax
 from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.errors import StateError
-from moe_optim.formats import DIRECTIONS, MXFP8, NVFP4, QuantizedWeight, reference
+from moe_optim.formats import DIRECTIONS, INT4, MXFP8, NVFP4, QuantizedWeight, reference
 from moe_optim.weights.storage import Weights
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.formats import REPRESENTATIVE_FORMATS
@@ -31,9 +31,8 @@ from tests.support.states.buckets import bind
 pytestmark = pytest.mark.slow
 
 FORMATS = REPRESENTATIVE_FORMATS
-every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 every_layout = pytest.mark.parametrize("layout", ["grouped", "indexed"])
-every_storage = pytest.mark.parametrize("format", [None, *FORMATS.values()], ids=["bf16", *FORMATS])
+stored = pytest.mark.parametrize("format", [None, MXFP8], ids=["bf16", "mxfp8"])
 
 
 @pytest.fixture(autouse=True)
@@ -65,19 +64,15 @@ def assert_same_buffers(got: QuantizedWeight, want: QuantizedWeight):
 
 
 QUANTIZERS = {
-    "reference": reference.quantize,
-    "ops": moe_optim.quantize,
-    "ops, by name": lambda m, format: moe_optim.quantize(m, format.name, backend="reference"),
+    **{
+        name: (one, lambda m, format: moe_optim.quantize(m, format))
+        for name, one in FORMATS.items()
+    },
+    "by name": (NVFP4, lambda m, format: moe_optim.quantize(m, format.name, backend="reference")),
 }
 
 
-@pytest.mark.parametrize(
-    ("format", "quantize"),
-    [
-        *(pytest.param(one, QUANTIZERS["ops"], id=name) for name, one in FORMATS.items()),
-        *(pytest.param(NVFP4, one, id=f"nvfp4, {name}") for name, one in QUANTIZERS.items()),
-    ],
-)
+@pytest.mark.parametrize(("format", "quantize"), QUANTIZERS.values(), ids=QUANTIZERS)
 def test_quantizing_gives_the_same_buffers(format, quantize, no_recompilation):
     """Also of other values, by the same graph; and no buffer wants a gradient."""
     compiled = Compiled(lambda master: quantize(master, format))
@@ -90,63 +85,46 @@ def test_quantizing_gives_the_same_buffers(format, quantize, no_recompilation):
     assert compiled.graphs == 1
 
 
-@pytest.mark.parametrize("format", [MXFP8, NVFP4], ids=lambda one: one.name)
-def test_quantizing_several_weights_gives_the_buffers_of_each(format):
+def test_several_weights_are_quantized_and_given_buffers_overwritten_in_place():
     weights = [make_master(), make_master(1)[0].bfloat16()]
-    compiled = Compiled(lambda weights: moe_optim.quantize(weights, format))
-    got = compiled(weights)
+    got = Compiled(lambda weights: moe_optim.quantize(weights, NVFP4))(weights)
     for mine, weight in zip(got, weights, strict=True):
-        assert_same_buffers(mine, moe_optim.quantize(weight, format))
-
-
-@pytest.mark.parametrize("format", [MXFP8, NVFP4], ids=lambda one: one.name)
-def test_buffers_that_are_given_are_overwritten_in_place(format):
-    out = moe_optim.quantize(make_master(1), format)
-    buffers = out.buffers()
-    compiled = Compiled(lambda master, out: moe_optim.quantize(master, format, out=out))
-    got = compiled(make_master(), out)
-    for name, buffer in got.buffers().items():
-        assert buffer.data_ptr() == buffers[name].data_ptr()
-    assert_same_buffers(out, moe_optim.quantize(make_master(), format))
+        assert_same_buffers(mine, moe_optim.quantize(weight, NVFP4))
+    out = moe_optim.quantize(make_master(1), NVFP4)
+    compiled = Compiled(lambda master, out: moe_optim.quantize(master, NVFP4, out=out))
+    for name, buffer in compiled(make_master(), out).buffers().items():
+        assert buffer.data_ptr() == out.buffers()[name].data_ptr()
+    assert_same_buffers(out, moe_optim.quantize(make_master(), NVFP4))
 
 
 DEQUANTIZERS = {
-    "reference": reference.dequantize,
-    "ops": moe_optim.dequantize,
-    "ops, into memory": lambda q, direction: reference.dequantize_bf16(
-        q.data(direction),
-        q.scale(direction),
-        q.format,
-        direction,
-        global_amax=q.global_amax,
-        out=torch.zeros(q.shape, dtype=torch.bfloat16),
+    **{name: (one, moe_optim.dequantize) for name, one in FORMATS.items()},
+    "into memory": (
+        NVFP4,
+        lambda q, direction: reference.dequantize_bf16(
+            q.data(direction),
+            q.scale(direction),
+            q.format,
+            direction,
+            global_amax=q.global_amax,
+            out=torch.zeros(q.shape, dtype=torch.bfloat16),
+        ),
     ),
 }
 
 
-@pytest.mark.parametrize(
-    ("format", "direction", "dequantize"),
-    [
-        *(
-            pytest.param(format, direction, DEQUANTIZERS["ops"], id=f"{name}, {direction}")
-            for (name, format), direction in product(FORMATS.items(), DIRECTIONS)
-        ),
-        *(
-            pytest.param(NVFP4, "columnwise", one, id=f"nvfp4, {name}")
-            for name, one in DEQUANTIZERS.items()
-        ),
-    ],
-)
-def test_dequantizing_gives_the_same_values(format, direction, dequantize, no_recompilation):
-    compiled = Compiled(lambda q: dequantize(q, direction))
+@pytest.mark.parametrize(("format", "dequantize"), DEQUANTIZERS.values(), ids=DEQUANTIZERS)
+def test_dequantizing_gives_the_same_values(format, dequantize, no_recompilation):
+    compiled = Compiled(lambda q: [dequantize(q, direction) for direction in DIRECTIONS])
     with no_recompilation:
         for seed in range(2):
             quantized = reference.quantize(make_master(seed), format)
-            assert_bytes_equal(compiled(quantized), dequantize(quantized, direction))
+            for direction, got in zip(DIRECTIONS, compiled(quantized), strict=True):
+                assert_bytes_equal(got, dequantize(quantized, direction), what=direction)
     assert compiled.graphs == 1
 
 
-@every_format
+@pytest.mark.parametrize("format", [MXFP8, INT4], ids=lambda one: one.name)
 def test_gradients_pass_by_weights_that_are_quantized_in_the_graph(format):
     """As without compiling: tokens get theirs, and the master none."""
 
@@ -170,16 +148,17 @@ def test_gradients_pass_by_weights_that_are_quantized_in_the_graph(format):
 
 
 @pytest.mark.parametrize(
-    ("format", "layout"),
+    ("format", "layout", "compute"),
     [
-        *(pytest.param(one, "grouped", id=name) for name, one in FORMATS.items()),
-        *((None, layout) for layout in ("grouped", "indexed")),
-        (MXFP8, "indexed"),
+        *((one, "grouped", None) for one in (None, MXFP8, NVFP4, INT4)),
+        (MXFP8, "indexed", None),
+        (None, "indexed", INT4),
     ],
 )
-def test_products_and_gradients_are_the_same(format, layout, no_recompilation):
-    """Also after a step has written the weights, by the same graph."""
-    linear = make_linear(format, layout)
+def test_products_and_gradients_are_the_same(format, layout, compute, no_recompilation):
+    """Also after a step has written the weights, by the same graph. With ``compute``, bf16 weights
+    are quantized at every run of it."""
+    linear = make_linear(format, layout, compute=compute)
     compiled = Compiled(linear)
     with no_recompilation:
         for seed in range(2):
@@ -188,20 +167,9 @@ def test_products_and_gradients_are_the_same(format, layout, no_recompilation):
     assert compiled.graphs == 1
 
 
-@every_format
-def test_products_of_quantized_copies_are_the_same(format, no_recompilation):
-    """With ``compute``, bf16 weights are quantized at every run of the graph."""
-    linear = make_linear(None, "indexed", compute=format)
-    compiled = Compiled(linear)
-    with no_recompilation:
-        for seed in range(2):
-            rewrite(linear, seed)
-            assert_same_tensors(run_passes(compiled, linear), run_passes(linear, linear))
-    assert compiled.graphs == 1
-
-
-@every_layout
-@pytest.mark.parametrize("grid", PER_EXPERT_GRIDS.values(), ids=PER_EXPERT_GRIDS)
+@pytest.mark.parametrize(
+    ("grid", "layout"), [*zip(PER_EXPERT_GRIDS.values(), ("grouped", "indexed"), strict=True)]
+)
 def test_calibrated_amaxes_clip_gradients_in_graphs_too(grid, layout):
     """Where a weight is beyond the amax of its expert, which these are, its gradient is zero."""
     linear = make_linear(None, layout, compute=grid)
@@ -251,9 +219,11 @@ def test_another_number_of_tokens_compiles_once_more_at_most():
         assert compiled.graphs == graphs
 
 
-@every_storage
+@pytest.mark.parametrize("format", [None, MXFP8, NVFP4], ids=["bf16", "mxfp8", "nvfp4"])
 def test_layers_share_a_graph_and_read_their_own_weights(format, no_recompilation):
-    linears = [make_linear(format, seed=seed) for seed in range(3)]
+    linears = [make_linear(format, seed=seed) for seed in range(2)]
+    linears.append(copy.deepcopy(linears[0]))
+    rewrite(linears[-1], seed=5)
     compiled = Compiled(lambda linear, tokens, ends: linear(tokens, ends))
     outputs = []
     with no_recompilation:
@@ -265,29 +235,20 @@ def test_layers_share_a_graph_and_read_their_own_weights(format, no_recompilatio
     assert not torch.equal(outputs[0], outputs[1])
 
 
-@pytest.mark.parametrize("format", [None, MXFP8], ids=["bf16", "mxfp8"])
-def test_a_copy_multiplies_its_own_weights(format):
-    """Whether it was made before or after the first was compiled."""
-    linear = make_linear(format)
-    compiled = Compiled(linear)
-    run_passes(compiled, linear)
-    other = copy.deepcopy(linear)
-    rewrite(other, seed=5)
-    want = {id(one): run_passes(one, one) for one in (linear, other)}
-    assert_same_tensors(run_passes(Compiled(other), other), want[id(other)])
-    assert_same_tensors(run_passes(compiled, linear), want[id(linear)])
-    assert not torch.equal(want[id(linear)]["output"], want[id(other)]["output"])
-
-
 @every_layout
-def test_a_linear_that_is_called_twice_gets_both_gradients(layout):
-    """Also of equal tokens, where a compiler sees one product."""
+def test_a_linear_that_is_called_twice_or_recomputed_gets_all_gradients(layout):
+    """Also of equal tokens, where a compiler sees one product; in the backward pass of
+    ``torch.utils.checkpoint`` a graph runs once more."""
     linear = make_linear(MXFP8, layout)
 
     def twice(tokens, ends):
         return linear(tokens, ends) + linear(tokens, ends)
 
-    assert_same_tensors(run_passes(Compiled(twice), linear), run_passes(twice, linear))
+    want, compiled = run_passes(twice, linear), Compiled(twice)
+    assert_same_tensors(run_passes(compiled, linear), want)
+    recomputed = partial(torch.utils.checkpoint.checkpoint, compiled, use_reentrant=False)
+    assert_same_tensors(run_passes(recomputed, linear), want)
+    assert compiled.graphs == 1
 
 
 def test_one_weight_of_several_may_be_frozen():
@@ -322,19 +283,15 @@ def watch(linear, dtype):
         weight.accumulator.register_hook(lambda *_, weight=weight: accumulate_as_ddp(weight))
 
 
-PASSES = {"compiled first": (True, True, False), "in turn": (False, True, False)}
-
-
 @every_layout
-@pytest.mark.parametrize("format", [None, MXFP8], ids=["bf16", "mxfp8"])
-@pytest.mark.parametrize("passes", PASSES.values(), ids=PASSES.keys())
-def test_main_grads_are_those_of_fused_accumulation(format, layout, passes):
+@stored
+def test_main_grads_are_those_of_fused_accumulation(format, layout):
     """Over three micro-batches, some of them not compiled, and whatever those have marked."""
     linear, want = make_linear(format, layout), make_linear(format, layout)
     watch(linear, torch.float32)
     watch(want, torch.float32)
     compiled = Compiled(linear)
-    for seed, is_compiled in enumerate(passes):
+    for seed, is_compiled in enumerate((True, False, True)):
         run_passes(compiled if is_compiled else linear, linear, seed=seed)
         run_passes(want, want, seed=seed)
         for got, fused in zip(linear.weights(), want.weights(), strict=True):
@@ -384,23 +341,14 @@ def test_products_call_the_hooks_that_gather_their_weights(no_recompilation):
     assert compiled.graphs == 1
 
 
-def test_recomputed_activations_are_the_same():
-    """In the backward pass of ``torch.utils.checkpoint`` the graph runs once more."""
-    linear = make_linear(MXFP8)
-    compiled = Compiled(linear)
-
-    def recomputed(tokens, ends):
-        return torch.utils.checkpoint.checkpoint(compiled, tokens, ends, use_reentrant=False)
-
-    assert_same_tensors(run_passes(recomputed, linear), run_passes(linear, linear))
-    assert compiled.graphs == 1
-
-
-def test_memory_that_was_freed_is_not_read_by_a_graph():
+def test_memory_that_is_stale_or_was_freed_is_not_read_by_a_graph():
     linear = make_linear(MXFP8)
     compiled = Compiled(lambda weight: weight.float().square().sum())
-    compiled(linear.weight)
+    assert_bytes_equal(compiled(linear.weight), linear.weight.float().square().sum())
     bucket, data = bind(linear.storage), ParamData([linear.storage])
+    bucket.is_now(Weights.STALE)
+    with pytest.raises(StateError, match="start_param_sync"):
+        compiled(linear.weight)
     data.resize_(0)
     for weights in (Weights.FRESH, Weights.OFFLOADED):  # for every reason to free it
         bucket.is_now(weights)
@@ -409,7 +357,7 @@ def test_memory_that_was_freed_is_not_read_by_a_graph():
     assert compiled.graphs == 1
 
 
-@every_storage
+@stored
 def test_weights_written_between_forward_and_backward_are_found(format):
     linear = make_linear(format)
     output = Compiled(linear)(*make_tokens(linear, (5, 8, 3)))
@@ -418,17 +366,7 @@ def test_weights_written_between_forward_and_backward_are_found(format):
         output.sum().backward()
 
 
-def test_stale_weights_are_not_read_by_any_run_of_a_graph():
-    linear = make_linear(MXFP8)
-    compiled = Compiled(lambda weight: weight.float().square().sum())
-    assert_bytes_equal(compiled(linear.weight), linear.weight.float().square().sum())
-    bind(linear.storage).is_now(Weights.STALE)
-    with pytest.raises(StateError, match="start_param_sync"):
-        compiled(linear.weight)
-    assert compiled.graphs == 1
-
-
-@every_format
+@pytest.mark.parametrize("format", [MXFP8, NVFP4, INT4], ids=lambda one: one.name)
 def test_graphs_read_the_values_of_quantized_weights(format, no_recompilation):
     """And weights get the gradients of what was read."""
     linear, gradients = make_linear(format), []

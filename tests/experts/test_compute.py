@@ -1,21 +1,31 @@
-"""bf16 weights in narrow products: those of storage, whoever has written the weights."""
+"""bf16 weights in narrow products: those of storage or of a grid, whoever has written them."""
 
 import copy
 import pickle
 
 import pytest
 import torch
+from torch.nn.functional import grouped_mm
 
+from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.errors import LayoutError
 from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.experts.operands import live_amax
 from moe_optim.formats import DIRECTIONS, INT4, MXFP8, NVFP4, NVFP4_ROWS
-from moe_optim.formats.reference.fake import fake_quantize_blocks
+from moe_optim.formats.reference.fake import (
+    clip_gradient,
+    fake_quantize,
+    fake_quantize_blocks,
+)
 from moe_optim.kernels.member_table import MemberTable
 from tests.support.bytes import assert_bytes_equal
 from tests.support.formats import REPRESENTATIVE_FORMATS
 from tests.support.inputs import wide_range_weights
 
 SHAPE = (3, 64, 32)
+ENDS = torch.tensor([5, 5, 16], dtype=torch.int32)
+INT8 = PER_EXPERT_GRIDS["int8_per_expert"]
+every_grid = pytest.mark.parametrize("grid", PER_EXPERT_GRIDS.values(), ids=PER_EXPERT_GRIDS)
 every_layout = pytest.mark.parametrize("layout", ["grouped", "indexed"])
 every_format = pytest.mark.parametrize(
     "format", REPRESENTATIVE_FORMATS.values(), ids=REPRESENTATIVE_FORMATS
@@ -27,8 +37,10 @@ def values(seed=0):
     return wide_range_weights(*SHAPE, seed=seed, exponents=(-8, 8)).bfloat16()
 
 
-def make_computing(format=MXFP8, layout="grouped", seed=0):
-    linear = GroupedLinear(*SHAPE, format=None, compute=format, expert_layout=layout, name="fc1")
+def make_computing(format=MXFP8, layout="grouped", seed=0, **options):
+    linear = GroupedLinear(
+        *SHAPE, format=None, compute=format, expert_layout=layout, name="fc1", **options
+    )
     linear.load_values(values(seed))
     return linear
 
@@ -39,12 +51,16 @@ def make_storing(format=MXFP8, layout="grouped", seed=0):
     return linear
 
 
+def make_tokens():
+    return torch.randn(16, SHAPE[2], generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
 def run(linear):
     """Return output, dgrad and wgrads of a forward and a backward pass."""
-    tokens = torch.randn(16, SHAPE[2], generator=torch.Generator().manual_seed(1)).bfloat16()
-    tokens.requires_grad_()
-    output = linear(tokens, torch.tensor([5, 5, 16], dtype=torch.int32))
+    tokens = make_tokens().requires_grad_()
+    output = linear(tokens, ENDS)
     output.backward(output.detach())
+    linear.backward_dw()
     wgrads = [weight.grad.clone() for weight in linear.weights()]
     linear.zero_grad()
     return [output.detach(), tokens.grad, *wgrads]
@@ -71,15 +87,11 @@ def requantizations(monkeypatch):
 @every_format
 @every_layout
 def test_products_are_those_of_storage(format, layout):
-    assert_same_passes(run(make_computing(format, layout)), run(make_storing(format, layout)))
-
-
-def test_the_copies_of_the_test_weights_differ():
-    """Otherwise no test here could tell them apart, nor from bf16."""
-    linear = make_computing()
-    rowwise, columnwise = linear.operand("rowwise"), linear.operand("columnwise")
-    assert not torch.equal(rowwise, columnwise)
-    assert not torch.equal(rowwise, values())
+    linear = make_computing(format, layout)
+    assert_same_passes(run(linear), run(make_storing(format, layout)))
+    assert not torch.equal(linear.operand("rowwise"), values())
+    if format is MXFP8:  # else no test here could tell the copies apart
+        assert not torch.equal(linear.operand("rowwise"), linear.operand("columnwise"))
 
 
 @pytest.mark.parametrize("format", [NVFP4_ROWS, INT4], ids=lambda format: format.name)
@@ -110,16 +122,6 @@ def lay_in_buffer(linear):
     return buffer
 
 
-def _step_and_write_the_buffer(linear):
-    """As a distributed optimizer does: masters step, then weights are gathered into the buffer."""
-    buffer = lay_in_buffer(linear)
-    run(linear)
-    master = torch.nn.Parameter(torch.zeros(4))
-    master.grad = torch.zeros(4)
-    torch.optim.AdamW([master]).step()
-    buffer.copy_(values(1).flatten())
-
-
 def _write_in_place(linear):
     with torch.no_grad():
         for weight, part in zip(linear.weights(), linear._cut(values(1)), strict=True):
@@ -132,7 +134,7 @@ def _write_through_data(linear):
 
 
 def _write_the_buffer(linear):
-    """As a gather does that was begun before the forward pass and ends after it."""
+    """As a gather does, also one that was begun before the forward pass and ends after it."""
     buffer = lay_in_buffer(linear)
     run(linear)
     buffer.copy_(values(1).flatten())
@@ -144,10 +146,9 @@ def _lay_elsewhere(linear):
 
 
 CHANGES = {
-    "an optimizer steps and the buffer is gathered": _step_and_write_the_buffer,
     "they are written": _write_in_place,
     "they are written through data": _write_through_data,
-    "a gather arrives without a step": _write_the_buffer,
+    "a gather arrives": _write_the_buffer,
     "they are laid elsewhere": _lay_elsewhere,
     "a state dict is loaded": lambda linear: linear.load_state_dict(
         make_computing(layout=linear.expert_layout, seed=1).state_dict()
@@ -178,18 +179,18 @@ def test_evaluation_sees_weights_exchanged_through_data_and_training_sees_them_p
     assert_same_passes(run(linear), trained)
 
 
-def test_a_backward_pass_reads_what_its_forward_pass_read():
-    """Weights that were exchanged for an evaluation in between are not its own."""
-    linear, storing = make_computing(), make_storing()
+@pytest.mark.parametrize("format", [MXFP8, INT8], ids=lambda format: format.name)
+def test_a_backward_pass_reads_what_its_forward_pass_read(format):
+    """Weights that were exchanged for an evaluation in between are not its own, nor are amaxes."""
+    linear, storing = (make_computing(format) for _ in range(2))
     gradients = []
     for one in (linear, storing):
         tokens = torch.ones(16, SHAPE[2]).bfloat16().requires_grad_()
-        ends = torch.tensor([5, 5, 16], dtype=torch.int32)
-        output = one(tokens, ends)
+        output = one(tokens, ENDS)
         if one is linear:
             kept = one.weight.detach().clone()
-            one.weight.data.copy_(values(1))
-            one.eval()(tokens.detach(), ends)
+            one.weight.data.copy_(values(1) * 8)
+            one.eval()(tokens.detach(), ENDS)
             one.weight.data.copy_(kept)
         output.float().sum().backward()
         gradients.append(tokens.grad)
@@ -204,9 +205,11 @@ def test_a_copy_first_made_in_inference_mode_is_rewritten_in_training():
     assert_same_passes(run(computing), run(storing))
 
 
-def test_it_is_no_part_of_the_state():
-    linear = make_computing()
+@pytest.mark.parametrize("format", [MXFP8, INT8], ids=lambda format: format.name)
+def test_it_is_no_part_of_the_state(format):
+    linear = make_computing(format)
     run(linear)
+    assert f"compute={format.name}" in repr(linear)
     assert list(linear.state_dict()) == ["weight"]
     assert [name for name, _ in linear.named_parameters()] == ["weight"]
     assert not list(linear.buffers())
@@ -239,3 +242,57 @@ def test_stored_weights_are_multiplied_as_they_are_stored(requantizations):
     requantizations.clear()
     assert_same_passes(run(linear), run(make_storing()))
     assert len(requantizations) == 1  # of the linear it is compared with
+
+
+# A grid, by a live or a calibrated amax
+
+
+def amax_of(weight):
+    return weight.abs().amax((1, 2), keepdim=True).float()
+
+
+def by_definition(grid, amax, *, clips):
+    """Return output, dgrad and wgrad [E, R, C] of values on a grid."""
+    quantized = fake_quantize(values(), amax, grid.bits)
+    output = grouped_mm(make_tokens(), quantized.transpose(1, 2), offs=ENDS)
+    dgrad = grouped_mm(output, quantized, offs=ENDS)
+    wgrad = grouped_mm(output.t(), make_tokens(), offs=ENDS)
+    return output, dgrad, clip_gradient(values(), amax, wgrad) if clips else wgrad
+
+
+def stacked(output, dgrad, *wgrads):
+    return output, dgrad, torch.cat([one.view(-1, *SHAPE[1:]) for one in wgrads])
+
+
+@every_grid
+@every_layout
+def test_products_are_those_of_the_grid_of_the_weights_as_they_are(layout, grid):
+    want = by_definition(grid, amax_of(values()), clips=False)
+    assert_same_passes(stacked(*run(make_computing(grid, layout))), want)
+    plain = grouped_mm(make_tokens(), values().transpose(1, 2), offs=ENDS)
+    assert not torch.equal(want[0], plain)
+
+
+@every_grid
+@every_layout
+@pytest.mark.parametrize("delay", [False, True], ids=["", "delayed"])
+@pytest.mark.parametrize("shared", [False, True], ids=["an amax an expert", "one amax"])
+def test_a_calibrated_amax_is_taken_and_clips_gradients(shared, delay, layout, grid):
+    amax = amax_of(values()) * 0.25
+    amax = amax.amax().view(1, 1, 1) if shared else amax
+    linear = make_computing(grid, layout, delay_wgrad=delay)
+    linear.register_buffer("calibrated_amax", amax)
+    want = by_definition(grid, amax, clips=True)
+    assert_same_passes(stacked(*run(linear)), want)
+    assert not torch.equal(want[2], by_definition(grid, amax, clips=False)[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_live_amaxes_are_plain_torchs(dtype):
+    """Of one tensor or of many; an expert with NaN has none, and the others theirs."""
+    weight = values().to(dtype)
+    weight[1, 3, 4] = torch.nan
+    want = weight.abs().amax((1, 2))
+    for weights in ([weight], [one.clone() for one in weight]):
+        assert torch.equal(live_amax(weights).nan_to_num(-1), want.nan_to_num(-1))
+    assert want.isnan().tolist() == [False, True, False]

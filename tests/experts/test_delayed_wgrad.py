@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import MXFP8, NVFP4
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
+from tests.support.modules import compiling
 from tests.support.states.buckets import bind
 
 SHAPE = (3, 64, 32)
@@ -24,16 +26,7 @@ every_format = pytest.mark.parametrize(
 
 def make_linear(format=MXFP8, layout="grouped", *, delay=True, fuse=True, main_grads=True):
     """Return a linear whose weights count the gradients they get, as DDP's hooks do."""
-    linear = GroupedLinear(
-        *SHAPE,
-        format=format,
-        expert_layout=layout,
-        fuse_wgrad_accumulation=fuse,
-        delay_wgrad=delay,
-        name="experts.linear_fc1",
-    )
-    linear.load_values(wide_range_weights(*SHAPE, exponents=(-8, 8)).bfloat16())
-    assert len(linear.weights()) == (1 if layout == "grouped" else SHAPE[0])
+    linear = compiling.make_linear(format, layout, fuse=fuse, delay_wgrad=delay)
     for weight in linear.weights():
         weight.gradients = 0
         if main_grads:
@@ -77,50 +70,44 @@ def run(linear, micro_batch=0, **kwargs):
     return tokens.grad
 
 
+def assert_same_gradients(got, want):
+    for mine, theirs in zip(gradients_of(got), gradients_of(want), strict=True):
+        assert_bytes_equal(mine, theirs, what="wgrad")
+
+
 @every_format
 @every_layout
-@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "unfused"])
-@pytest.mark.parametrize("main_grads", [True, False], ids=["main_grad", "grad"])
 @pytest.mark.parametrize("depth", [1, 3], ids=["one at a time", "three behind"])
-def test_delayed_gradients_are_those_of_the_backward_pass(format, layout, fuse, main_grads, depth):
+def test_delayed_gradients_are_those_of_the_backward_pass(format, layout, depth):
     """Over three micro-batches, oldest first, however many backward passes lie between."""
-    delayed, direct = (
-        make_linear(format, layout, delay=delay, fuse=fuse, main_grads=main_grads)
-        for delay in (True, False)
-    )
-    for first in range(0, 3, depth):
-        for micro_batch in range(first, first + depth):
-            got, want = run(delayed, micro_batch), run(direct, micro_batch)
-            assert_bytes_equal(got, want, what="dgrad")
-        for _ in range(depth):
-            delayed.backward_dw()
-    for got, want in zip(gradients_of(delayed), gradients_of(direct), strict=True):
-        assert_bytes_equal(got, want, what="wgrad")
-    counted = zip(delayed.weights(), direct.weights(), strict=True)
-    assert all(mine.gradients == theirs.gradients == 3 for mine, theirs in counted)
+    for fuse, main_grads in product((True, False), repeat=2):
+        delayed, direct = (
+            make_linear(format, layout, delay=delay, fuse=fuse, main_grads=main_grads)
+            for delay in (True, False)
+        )
+        for first in range(0, 3, depth):
+            for micro_batch in range(first, first + depth):
+                got, want = run(delayed, micro_batch), run(direct, micro_batch)
+                assert_bytes_equal(got, want, what="dgrad")
+            for _ in range(depth):
+                delayed.backward_dw()
+        assert_same_gradients(delayed, direct)
+        counted = zip(delayed.weights(), direct.weights(), strict=True)
+        assert all(mine.gradients == theirs.gradients == 3 for mine, theirs in counted)
 
 
-@every_format
 @every_layout
-def test_a_backward_pass_leaves_weights_alone(format, layout):
-    """No gradient, not even an unwritten one, and no hook: a bucket may not be reduced yet."""
-    linear = make_linear(format, layout)
-    run(linear)
-    for weight in linear.weights():
+def test_a_backward_pass_leaves_weights_alone(layout):
+    """No gradient, not even an unwritten one, and no hook: a bucket may not be reduced yet. Tokens
+    that want no gradient do not cost the weights theirs."""
+    delayed, direct = (make_linear(layout=layout, delay=delay) for delay in (True, False))
+    assert run(delayed, token_grads=False) is run(direct, token_grads=False) is None
+    for weight in delayed.weights():
         assert weight.grad is None
         assert weight.gradients == 0
         assert_bytes_equal(weight.main_grad, torch.full(weight.shape, 0.5))
-
-
-@every_layout
-def test_tokens_that_want_no_gradient_do_not_cost_the_weights_theirs(layout):
-    """As in the first layer behind a frozen embedding."""
-    delayed, direct = (make_linear(layout=layout, delay=delay) for delay in (True, False))
-    for linear in (delayed, direct):
-        assert run(linear, token_grads=False) is None
     delayed.backward_dw()
-    for got, want in zip(gradients_of(delayed), gradients_of(direct), strict=True):
-        assert_bytes_equal(got, want, what="wgrad")
+    assert_same_gradients(delayed, direct)
 
 
 @every_layout
@@ -134,8 +121,7 @@ def test_a_recomputed_product_leaves_its_gradient_once(layout, reentrant):
     run_backward(direct(tokens, ends), 0)
     for _ in range(2):  # the second call finds nothing
         recomputed.backward_dw()
-    for got, want in zip(gradients_of(recomputed), gradients_of(direct), strict=True):
-        assert_bytes_equal(got, want, what="wgrad")
+    assert_same_gradients(recomputed, direct)
     assert all(weight.gradients == 1 for weight in recomputed.weights())
 
 
@@ -161,8 +147,7 @@ def test_a_gradient_may_be_computed_inside_the_same_backward_pass(layout):
     ends = torch.tensor([3, 3, 8], dtype=torch.int32)
     run_backward(inside(_CallBackward.apply(inside, tokens), ends), 0)
     run_backward(direct(tokens, ends), 0)
-    for got, want in zip(gradients_of(inside), gradients_of(direct), strict=True):
-        assert_bytes_equal(got, want, what="wgrad")
+    assert_same_gradients(inside, direct)
 
 
 def test_weights_that_are_frozen_before_their_turn_get_none():
@@ -224,21 +209,16 @@ def test_gradients_of_gradients_are_refused():
         gradient.square().sum().backward()
 
 
-def test_evaluation_leaves_no_gradient():
-    linear = make_linear()
-    with torch.no_grad():
-        run_forward(linear, 0)
-    linear.require_wgrads_taken()
-    linear.backward_dw()
-    assert linear.weight.gradients == 0
-
-
-def test_without_delay_nothing_is_left():
+def test_evaluation_and_direct_gradients_leave_nothing():
     """Megatron calls ``backward_dw`` of every linear, whatever the configuration."""
-    linear = make_linear(delay=False)
-    run(linear)
-    linear.backward_dw()
-    assert linear.weight.gradients == 1
+    evaluated, direct = make_linear(), make_linear(delay=False)
+    with torch.no_grad():
+        run_forward(evaluated, 0)
+    run(direct)
+    for linear, count in ((evaluated, 0), (direct, 1)):
+        linear.require_wgrads_taken()
+        linear.backward_dw()
+        assert linear.weight.gradients == count
 
 
 # Gradients that nobody computes

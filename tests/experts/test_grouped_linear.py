@@ -6,50 +6,27 @@ import torch
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.experts import grouped_gemm
 from moe_optim.experts.grouped_linear import GroupedLinear
-from moe_optim.formats import MXFP8, reference
+from moe_optim.formats import DIRECTIONS, MXFP8, reference
+from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import Weights
 from tests.support.bytes import assert_bytes_equal
 from tests.support.formats import REPRESENTATIVE_FORMATS
-from tests.support.inputs import wide_range_weights
+from tests.support.modules.compiling import make_linear, make_tokens
 from tests.support.states.buckets import bind
 from tests.support.states.copies import every_copy
 
 SHAPE = (3, 64, 32)
+COUNTS = (5, 8, 3)
 ROUTINGS = {  # tokens of each expert
-    "every expert has tokens": (5, 8, 3),
+    "every expert has tokens": COUNTS,
     "the first has none": (0, 9, 7),
     "the middle has none": (4, 0, 12),
     "the last has none": (1, 15, 0),
     "one has all": (0, 16, 0),
     "no tokens at all": (0, 0, 0),
 }
-every_routing = pytest.mark.parametrize("counts", ROUTINGS.values(), ids=ROUTINGS.keys())
 every_layout = pytest.mark.parametrize("layout", ["grouped", "indexed"])
-every_storage = pytest.mark.parametrize(
-    "format", [None, *REPRESENTATIVE_FORMATS.values()], ids=["bf16", *REPRESENTATIVE_FORMATS]
-)
-
-
-def make_linear(format, layout, seed=0, fuse=True, shape=SHAPE):
-    """Return a linear whose rowwise and columnwise copies differ where the format has two."""
-    linear = GroupedLinear(
-        *shape,
-        format=format,
-        expert_layout=layout,
-        fuse_wgrad_accumulation=fuse,
-        name="experts.linear_fc1",
-    )
-    values = wide_range_weights(*shape, seed=seed, exponents=(-8, 8)).bfloat16()
-    linear.load_values(values)
-    assert len(linear.weights()) == (1 if layout == "grouped" else shape[0])
-    return linear
-
-
-def make_tokens(counts, features, seed=1):
-    """Return [T, C] bf16 activations that want a gradient, and where each expert's tokens end."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randn(sum(counts), features, generator=generator).bfloat16().requires_grad_()
-    return tokens, torch.tensor(counts).cumsum(0).to(torch.int32)
+stored = pytest.mark.parametrize("format", [None, MXFP8], ids=["bf16", "mxfp8"])
 
 
 def per_expert(rows, counts):
@@ -64,52 +41,42 @@ def weights_of(linear, direction):
     return list(reference.dequantize(linear.storage.quantized, direction).bfloat16())
 
 
-def loop_forward(tokens, linear, counts):
-    pairs = zip(per_expert(tokens, counts), weights_of(linear, "rowwise"), strict=True)
-    return torch.cat([part @ weight.t() for part, weight in pairs])
-
-
-def loop_dgrad(output_grad, linear, counts):
-    pairs = zip(per_expert(output_grad, counts), weights_of(linear, "columnwise"), strict=True)
-    return torch.cat([part @ weight for part, weight in pairs])
-
-
-def loop_wgrad(output_grad, tokens, counts):
-    pairs = zip(per_expert(output_grad, counts), per_expert(tokens, counts), strict=True)
-    return torch.stack([grad.t() @ part for grad, part in pairs])
-
-
 def run(linear, counts, seed=1):
     """Return tokens, output and output gradient after a forward and a backward pass."""
-    tokens, ends = make_tokens(counts, linear.shape[2], seed)
+    tokens, ends = make_tokens(linear, counts, seed)
     output = linear(tokens, ends)
-    output_grad = make_tokens(counts, linear.shape[1], seed + 1)[0].detach()
+    generator = torch.Generator().manual_seed(seed + 1)
+    output_grad = torch.randn(output.shape, generator=generator).bfloat16()
     output.backward(output_grad)
     return tokens, output, output_grad
 
 
-def test_the_copies_of_the_test_weights_differ():
-    """Otherwise no test here could tell them apart."""
-    linear = make_linear(MXFP8, "grouped")
-    assert not torch.equal(linear.operand("rowwise"), linear.operand("columnwise"))
-
-
-@every_storage
+@pytest.mark.parametrize(
+    "format", [None, *REPRESENTATIVE_FORMATS.values()], ids=["bf16", *REPRESENTATIVE_FORMATS]
+)
 @every_layout
-@every_routing
-def test_products_equal_a_loop_over_experts(format, layout, counts):
+def test_products_equal_a_loop_over_experts(format, layout):
     """Forward multiplies the rowwise copy, dgrad the columnwise one, wgrad the activations."""
     linear = make_linear(format, layout)
-    tokens, output, output_grad = run(linear, counts)
-    assert_bytes_equal(output, loop_forward(tokens, linear, counts), what="output")
-    assert_bytes_equal(tokens.grad, loop_dgrad(output_grad, linear, counts), what="dgrad")
-    wgrad = loop_wgrad(output_grad, tokens, counts)
-    parts = [wgrad] if layout == "grouped" else wgrad.unbind(0)
-    for weight, part in zip(linear.weights(), parts, strict=True):
-        assert_bytes_equal(weight.grad, part, what="wgrad")
+    assert len(linear.weights()) == (1 if layout == "grouped" else SHAPE[0])
+    rowwise, columnwise = (weights_of(linear, direction) for direction in DIRECTIONS)
+    if format is MXFP8:  # else no test here could tell the copies apart
+        assert not torch.equal(rowwise[0], columnwise[0])
+    for what, counts in ROUTINGS.items():
+        tokens, output, output_grad = run(linear, counts)
+        parts = [per_expert(rows, counts) for rows in (tokens, output_grad)]
+        want = torch.cat([t @ w.t() for t, w in zip(parts[0], rowwise, strict=True)])
+        assert_bytes_equal(output, want, what=f"{what}: output")
+        want = torch.cat([g @ w for g, w in zip(parts[1], columnwise, strict=True)])
+        assert_bytes_equal(tokens.grad, want, what=f"{what}: dgrad")
+        wgrad = torch.stack([g.t() @ t for t, g in zip(*parts, strict=True)])
+        wgrads = [wgrad] if layout == "grouped" else wgrad.unbind(0)
+        for weight, part in zip(linear.weights(), wgrads, strict=True):
+            assert_bytes_equal(weight.grad, part, what=f"{what}: wgrad")
+        linear.zero_grad()
 
 
-@every_storage
+@stored
 @every_layout
 def test_one_call_multiplies_all_experts(format, layout, monkeypatch):
     """A forward is one grouped product and a backward two, however many experts there are."""
@@ -121,16 +88,15 @@ def test_one_call_multiplies_all_experts(format, layout, monkeypatch):
 
     monkeypatch.setattr(grouped_gemm, "grouped_mm", counting)
     linear = make_linear(format, layout)
-    tokens, ends = make_tokens((5, 8, 3), 32)
-    output = linear(tokens, ends)
+    output = linear(*make_tokens(linear, COUNTS))
     assert len(calls) == 1
     output.sum().backward()
     assert len(calls) == 3
 
 
-def test_gradients_nobody_wants_are_not_computed(monkeypatch):
+def test_gradients_nobody_wants_are_not_computed():
     linear = make_linear(MXFP8, "grouped")
-    tokens, ends = make_tokens((5, 8, 3), 32)
+    tokens, ends = make_tokens(linear, COUNTS)
     linear(tokens.detach(), ends).sum().backward()
     assert tokens.grad is None
     assert linear.weight.grad is not None
@@ -171,23 +137,18 @@ def test_hooks_of_others_see_the_gradient_also_where_accumulation_is_fused(layou
     """And it is not in ``main_grad`` yet, so that what they make of it counts."""
     linear = make_linear(MXFP8, layout)
     give_main_grads(linear, torch.float32)
-    run_passes_once(linear)
+    linear(*make_tokens(linear, COUNTS)).sum().backward()
     fused = [weight.main_grad.clone() - 0.5 for weight in linear.weights()]
     seen = []
     for weight in linear.weights():
         weight.main_grad.fill_(0.5)
         weight.grad = None
         register(weight, lambda gradient: seen.append(gradient.clone()))
-    run_passes_once(linear)
+    linear(*make_tokens(linear, COUNTS)).sum().backward()
     for weight, gradient in zip(linear.weights(), fused, strict=True):
         assert any(torch.equal(gradient, one.float()) for one in seen)
         assert (weight.main_grad == 0.5).all()
         assert not weight.grad_added_to_main_grad
-
-
-def run_passes_once(linear):
-    tokens, ends = make_tokens((5, 8, 3), SHAPE[2])
-    linear(tokens, ends).sum().backward()
 
 
 def give_main_grads(linear, dtype):
@@ -195,109 +156,83 @@ def give_main_grads(linear, dtype):
         weight.main_grad = torch.full(weight.shape, 0.5, dtype=dtype)
 
 
-@every_storage
+@stored
 @every_layout
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_fused_accumulation_equals_adding_what_autograd_gives(format, layout, dtype):
-    """Over three micro-batches, ``main_grad`` holds the same bits either way."""
+    """Over three micro-batches, ``main_grad`` holds the same bits either way. DDP's hooks count
+    parameters by their gradients, and assert that there is one."""
     fused, unfused = (make_linear(format, layout, fuse=fuse) for fuse in (True, False))
     give_main_grads(fused, dtype)
     give_main_grads(unfused, dtype)
     for seed in range(3):
-        run(fused, (5, 8, 3), seed)
-        run(unfused, (5, 8, 3), seed)
+        run(fused, COUNTS, seed)
+        run(unfused, COUNTS, seed)
         for weight in unfused.weights():
             weight.main_grad.add_(weight.grad)
             weight.grad = None
     for got, want in zip(fused.weights(), unfused.weights(), strict=True):
         assert_bytes_equal(got.main_grad, want.main_grad)
         assert got.grad_added_to_main_grad
+        assert (got.grad.shape, got.grad.dtype) == (got.shape, torch.bfloat16)
         assert not hasattr(want, "grad_added_to_main_grad")
 
 
-@every_layout
-def test_fused_accumulation_still_shows_autograd_a_gradient(layout):
-    """DDP's hooks count parameters by their gradients, and assert that there is one."""
-    linear = make_linear(MXFP8, layout)
-    give_main_grads(linear, torch.float32)
-    run(linear, (5, 8, 3))
-    for weight in linear.weights():
-        assert weight.grad.shape == weight.shape
-        assert weight.grad.dtype == torch.bfloat16
+@stored
+def test_an_expanded_gradient_of_no_tokens_is_taken(format):
+    """As that of a sum is: its strides are zero, whatever its shape."""
+    linear = make_linear(format, "grouped", fuse=False)
+    tokens, ends = make_tokens(linear, (0, 0, 0))
+    linear(tokens, ends).sum().backward()
+    assert tokens.grad.shape == tokens.shape
+    assert not any(weight.grad.any() for weight in linear.parameters())
 
 
 # Weights at the wrong time
 
 
-def set_fresh(linear, fresh):
-    for weight in linear.weights():
-        bind(weight.quantized_storage).is_now(Weights.FRESH if fresh else Weights.STALE)
-
-
 @every_layout
-def test_stale_weights_are_not_multiplied(layout):
-    """Neither forward nor backward, and all is well once they are fresh again."""
+@pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
+def test_stale_weights_are_not_multiplied(layout, which):
+    """Neither forward nor backward, not even one of several, and all is well once they are fresh
+    again."""
     linear = make_linear(MXFP8, layout)
-    tokens, ends = make_tokens((5, 8, 3), 32)
+    tokens, ends = make_tokens(linear, COUNTS)
     output = linear(tokens, ends)
-    set_fresh(linear, False)
-    with pytest.raises(StateError, match=r"^experts\.linear_fc1\.weight0?: .*start_param_sync"):
+    bucket = bind(linear.weights()[which].quantized_storage)
+    bucket.is_now(Weights.STALE)
+    with pytest.raises(StateError, match=r"^experts\.linear_fc1\.weight[02]?: .*start_param_sync"):
         linear(tokens, ends)
     with pytest.raises(StateError, match="start_param_sync"):
         output.sum().backward()
-    set_fresh(linear, True)
+    bucket.is_now(Weights.FRESH)
     linear(tokens, ends).sum().backward()
 
 
-def test_one_stale_expert_is_enough():
-    linear = make_linear(MXFP8, "indexed")
-    bind(linear.weight1.quantized_storage).is_now(Weights.STALE)
-    tokens, ends = make_tokens((5, 8, 3), 32)
-    with pytest.raises(StateError, match=r"^experts\.linear_fc1\.weight1: "):
-        linear(tokens, ends)
+def _exchange(weight):
+    layout = "grouped" if weight.dim() == 3 else "indexed"
+    format = MXFP8 if isinstance(weight, GroupedWeight) else None
+    weight.data = make_linear(format, layout, seed=1).weights()[-1].data  # written as often
 
 
 REWRITES = {
-    "copy_": lambda weight: weight.data.copy_(torch.ones(weight.shape)),
-    "a gather": lambda weight: bind(weight.quantized_storage).gather(),
+    "copy_": (MXFP8, lambda weight: weight.data.copy_(torch.ones(weight.shape))),
+    "a gather": (MXFP8, lambda weight: bind(weight.quantized_storage).gather()),
+    "an exchange": (MXFP8, _exchange),
+    "bf16 written": (None, lambda weight: weight.detach().zero_()),
+    "bf16 exchanged": (None, _exchange),
 }
 
 
 @every_layout
-@pytest.mark.parametrize("rewrite", REWRITES.values(), ids=REWRITES.keys())
+@pytest.mark.parametrize(("format", "rewrite"), REWRITES.values(), ids=REWRITES.keys())
 @pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
-def test_weights_rewritten_between_forward_and_backward_raise(layout, rewrite, which):
+def test_weights_rewritten_between_forward_and_backward_raise(layout, format, rewrite, which):
     """The backward pass would multiply with weights the forward pass never saw."""
-    linear = make_linear(MXFP8, layout)
-    tokens, ends = make_tokens((5, 8, 3), 32)
+    linear = make_linear(format, layout)
+    tokens, ends = make_tokens(linear, COUNTS)
     output = linear(tokens, ends)
     rewrite(linear.weights()[which])
-    with pytest.raises(StateError, match="rewritten between forward and backward"):
-        output.sum().backward()
-    assert tokens.grad is None
-
-
-@every_layout
-def test_bf16_weights_rewritten_between_forward_and_backward_raise(layout):
-    """As torch itself raises where a weight it saved for backward has changed."""
-    linear = make_linear(None, layout)
-    tokens, ends = make_tokens((5, 8, 3), 32)
-    output = linear(tokens, ends)
-    with torch.no_grad():
-        linear.weights()[0].zero_()
-    with pytest.raises((StateError, RuntimeError)):
-        output.sum().backward()
-    assert tokens.grad is None
-
-
-@every_storage
-@every_layout
-def test_weights_exchanged_between_forward_and_backward_raise(format, layout):
-    """Also for weights that were written as often."""
-    linear, other = make_linear(format, layout), make_linear(format, layout, seed=1)
-    tokens, ends = make_tokens((5, 8, 3), 32)
-    output = linear(tokens, ends)
-    linear.weights()[-1].data = other.weights()[-1].data
     with pytest.raises(StateError, match="rewritten between forward and backward"):
         output.sum().backward()
     assert tokens.grad is None
@@ -316,13 +251,3 @@ def test_the_amax_of_whole_experts_is_that_of_the_bytes_it_was_set_for(layout, t
     for _ in range(6):
         other.load_values(torch.ones(SHAPE).bfloat16())
         assert other.whole_amax is None
-
-
-@every_storage
-def test_an_expanded_gradient_of_no_tokens_is_taken(format):
-    """As that of a sum is: its strides are zero, whatever its shape."""
-    linear = make_linear(format, "grouped", fuse=False)
-    tokens, ends = make_tokens((0, 0, 0), SHAPE[2])
-    linear(tokens, ends).sum().backward()
-    assert tokens.grad.shape == tokens.shape
-    assert not any(weight.grad.any() for weight in linear.parameters())

@@ -1,6 +1,6 @@
 """Experts load from any layout, those of this rank or of all ranks, or nothing loads."""
 
-import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,16 +14,12 @@ from moe_optim.formats.reference import quantize
 from tests.support.bytes import assert_bytes_equal
 from tests.support.modules import experts as real
 from tests.support.modules.expert_modules import FFN, HIDDEN, LOCAL, Experts, assert_same
-from tests.support.modules.expert_states import (
-    ALL_LAYOUTS,
-    PREFIX,
-    make_experts,
-    make_state,
-)
+from tests.support.modules.expert_states import ALL_LAYOUTS, PREFIX, make_experts, make_state
 from tests.support.ranks import run_ranks
 
 every_source = pytest.mark.parametrize("source", ALL_LAYOUTS)
-every_target = pytest.mark.parametrize("target", ["grouped", "indexed"])
+TARGETS = ("grouped", "indexed")
+every_target = pytest.mark.parametrize("target", TARGETS)
 
 
 def place(
@@ -38,69 +34,56 @@ def place(
         ffn=ffn // tp[1],
         has_bias=bias,
     )
-    return LocalExperts(
-        own=own,
-        interleave=interleave,
-        ep_rank=ep[0],
-        ep_size=ep[1],
-        tp_rank=tp[0],
-        tp_size=tp[1],
-    )
+    return LocalExperts(own=own, interleave=interleave, ep=ep, tp=tp)
 
 
 # What a rank takes
 
 
 @every_source
-@every_target
-@pytest.mark.parametrize("rank", range(3))
-def test_every_rank_takes_its_experts_of_all_or_its_own(source, target, rank):
+def test_every_rank_takes_its_experts_of_all_or_its_own(source):
     """Of six experts over three expert-parallel ranks, with biases where the layout has them."""
     bias = source != "legacy"
     experts = make_experts(3 * LOCAL, FFN, HIDDEN, bias=bias)
-    mine = experts.take(slice(rank * LOCAL, rank * LOCAL + LOCAL))
-    local = place(target, ep=(rank, 3), bias=bias)
-    want = make_state(mine, target)
-    assert_same(local.take_from(make_state(experts, source)), want)
-    assert_same(local.take_from(make_state(mine, source)), want)
+    for target, rank in product(TARGETS, range(3)):
+        mine = experts.take(slice(rank * LOCAL, rank * LOCAL + LOCAL))
+        local = place(target, ep=(rank, 3), bias=bias)
+        for given in (experts, mine):
+            assert_same(local.take_from(make_state(given, source)), make_state(mine, target))
 
 
 @every_source
-@every_target
-@pytest.mark.parametrize("rank", range(2))
-def test_whole_experts_are_cut_for_tensor_parallel_ranks(source, target, rank):
+def test_whole_experts_are_cut_for_tensor_parallel_ranks(source):
     """Gate and up apart, the columns of fc2, its bias not at all; parts are taken as they are.
 
-    Biases are those of the state: if the model has others, torch reports it.
+    Biases are those of the state: if the model has others, torch reports it. With expert
+    parallelism of 2 times expert tensor parallelism of 2 ranks take their part of their experts.
     """
-    experts = make_experts(LOCAL, FFN, HIDDEN, bias=source != "legacy")
-    want = make_state(experts.cut(rank, 2), target)
-    for bias in (True, False):
-        local = place(target, tp=(rank, 2), bias=bias)
-        assert_same(local.take_from(make_state(experts, source)), want)
-        assert_same(local.take_from(make_state(experts.cut(rank, 2), source)), want)
-
-
-@pytest.mark.parametrize("source", [name for name in ALL_LAYOUTS if name != "legacy"])
-def test_ranks_of_both_kinds_take_their_part_of_their_experts(source):
-    """Expert parallelism of 2 times expert tensor parallelism of 2."""
-    experts = make_experts(2 * LOCAL, FFN, HIDDEN, bias=True)
-    want = make_state(experts.take(slice(LOCAL, None)).cut(1, 2), "indexed")
-    local = place("indexed", ep=(1, 2), tp=(1, 2), bias=True)
-    for given in (experts, experts.take(slice(LOCAL, None))):
-        for parts in (given, given.cut(1, 2)):
-            assert_same(local.take_from(make_state(parts, source)), want)
+    has_bias = source != "legacy"
+    experts = make_experts(LOCAL, FFN, HIDDEN, bias=has_bias)
+    for target, rank, bias in product(TARGETS, range(2), (True, False)):
+        cut, local = experts.cut(rank, 2), place(target, tp=(rank, 2), bias=bias)
+        for given in (experts, cut):
+            assert_same(local.take_from(make_state(given, source)), make_state(cut, target))
+    if has_bias:
+        whole = make_experts(2 * LOCAL, FFN, HIDDEN, bias=True)
+        mine = whole.take(slice(LOCAL, None))
+        local, want = place(ep=(1, 2), tp=(1, 2), bias=True), make_state(mine.cut(1, 2), "grouped")
+        for given in (whole, mine, whole.cut(1, 2), mine.cut(1, 2)):
+            assert_same(local.take_from(make_state(given, source)), want)
 
 
 @every_source
-@pytest.mark.parametrize("interleave", [1, 2])
-def test_rows_alternate_in_a_state_as_in_the_model(source, interleave):
+def test_rows_alternate_in_a_state_as_in_the_model(source):
     """Where keys keep gate and up apart, they come together in the model's way."""
-    experts = make_experts(LOCAL, FFN, HIDDEN, bias=source != "legacy")
-    local = place("grouped", interleave=interleave, bias=source != "legacy")
-    given = None if source == "hf_per_expert" else interleave
-    want = make_state(experts, "grouped", interleave=interleave)
-    assert_same(local.take_from(make_state(experts, source, interleave=given)), want)
+    bias = source != "legacy"
+    experts = make_experts(LOCAL, FFN, HIDDEN, bias=bias)
+    for interleave in (1, 2):
+        given = None if source == "hf_per_expert" else interleave
+        got = place(interleave=interleave, bias=bias).take_from(
+            make_state(experts, source, interleave=given)
+        )
+        assert_same(got, make_state(experts, "grouped", interleave=interleave))
 
 
 def test_a_ranks_own_parameters_are_taken_by_reference():
@@ -118,13 +101,13 @@ WRONG = {  # number, width and hidden size of what is given -> what the error ca
 }
 
 
-@pytest.mark.parametrize("source", [name for name in ALL_LAYOUTS if name != "legacy"])
 @pytest.mark.parametrize(("sizes", "message"), WRONG.values(), ids=WRONG.keys())
-def test_other_numbers_and_sizes_are_refused_with_both(sizes, message, source):
-    state = make_state(make_experts(*sizes), source)
+def test_other_numbers_and_sizes_are_refused_with_both(sizes, message):
     expected = r"expected 2 or 8 experts, .*of hidden size and width \[3, 2 or 4\], "
-    with pytest.raises(LayoutError, match=expected + message.format(layout=source)):
-        place(ep=(1, 4), tp=(0, 2)).take_from(state)
+    for source in set(ALL_LAYOUTS) - {"legacy"}:
+        state = make_state(make_experts(*sizes), source)
+        with pytest.raises(LayoutError, match=expected + message.format(layout=source)):
+            place(ep=(1, 4), tp=(0, 2)).take_from(state)
 
 
 def test_legacy_experts_that_may_be_cut_in_two_ways_are_refused():
@@ -249,24 +232,6 @@ def test_quantized_experts_load_into_and_out_of_any_layout(target):
 # Portable experts over real process groups
 
 
-def _load_on_ranks(parallel: dict[str, int]) -> list[dict[str, torch.Tensor]]:
-    real.start_ranks(**parallel)
-    config = real.make_config(
-        **{k: v for k, v in parallel.items() if k != "expert_model_parallel_size"}
-    )
-    sizes = parallel.get("expert_model_parallel_size", 1)
-    whole = make_experts(real.EXPERTS * sizes, real.FFN, real.HIDDEN, dtype=torch.bfloat16)
-    loaded = []
-    for target, source in (("grouped", "sequential"), ("indexed", "hf_transposed")):
-        module = real.make_ours(config, expert_layout=target)
-        state = make_state(whole, source, prefix="")
-        kept = copy.copy(state)
-        module.load_state_dict(state)
-        assert state.keys() == kept.keys()
-        loaded.append(values_of(module))
-    return loaded
-
-
 PARALLEL = {
     "expert": (
         {"expert_model_parallel_size": 2},
@@ -276,11 +241,34 @@ PARALLEL = {
 }
 
 
-@pytest.mark.parametrize(("parallel", "part"), PARALLEL.values(), ids=PARALLEL.keys())
-def test_portable_experts_load_their_part_of_all_experts(parallel: dict[str, int], part: Any):
+def _whole_experts(parallel: dict[str, int]) -> Any:
+    count = real.EXPERTS * parallel.get("expert_model_parallel_size", 1)
+    return make_experts(count, real.FFN, real.HIDDEN, dtype=torch.bfloat16)
+
+
+def _load_on_ranks() -> dict[str, list[dict[str, torch.Tensor]]]:
+    from megatron.core import parallel_state
+
+    real.start_ranks()
+    loaded: dict[str, list[dict[str, torch.Tensor]]] = {}
+    for name, (parallel, _) in PARALLEL.items():
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(**parallel)
+        cut = {k: v for k, v in parallel.items() if k != "expert_model_parallel_size"}
+        for target, source in (("grouped", "sequential"), ("indexed", "hf_transposed")):
+            module = real.make_ours(real.make_config(**cut), expert_layout=target)
+            state = make_state(_whole_experts(parallel), source, prefix="")
+            keys = state.keys()
+            module.load_state_dict(state)
+            assert state.keys() == keys
+            loaded.setdefault(name, []).append(values_of(module))
+    return loaded
+
+
+def test_portable_experts_load_their_part_of_all_experts():
     """Each of two ranks, by its place in Megatron's own process groups."""
-    sizes = parallel.get("expert_model_parallel_size", 1)
-    whole = make_experts(real.EXPERTS * sizes, real.FFN, real.HIDDEN, dtype=torch.bfloat16)
-    for rank, (grouped, indexed) in enumerate(run_ranks(2, _load_on_ranks, parallel)):
-        assert_same(grouped, make_state(part(whole, rank), "grouped", prefix=""))
-        assert_same(indexed, make_state(part(whole, rank), "indexed", prefix=""))
+    for rank, loaded in enumerate(run_ranks(2, _load_on_ranks)):
+        for name, (parallel, part) in PARALLEL.items():
+            mine = part(_whole_experts(parallel), rank)
+            for target, got in zip(TARGETS, loaded[name], strict=True):
+                assert_same(got, make_state(mine, target, prefix=""))

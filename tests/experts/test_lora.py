@@ -4,7 +4,6 @@ The oracle of a merge is plain torch: ``weight + alpha / dim * B @ A`` of each e
 then the reference quantization. Adapters are those of ``tests/support/modules/adapters``.
 """
 
-import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -69,7 +68,6 @@ def _merge_all(ep: int) -> int:
     from moe_optim.weights.managed import storage_of
 
     experts.start_ranks(**({"expert_model_parallel_size": ep} if ep > 1 else {}))
-    count = 0
     for number, kind in enumerate(KINDS):
         adapter = LORA[number % len(LORA)]
         what = f"{kind}, {adapter.__name__}"
@@ -96,56 +94,24 @@ def _merge_all(ep: int) -> int:
                 assert_bytes_equal(got, bytes_, what=f"{what} {name} {buffer}")
             values = reference.dequantize(quantized).bfloat16()
             assert_bytes_equal(values_by_linear(module)[name], values, what=what)
-        count += 1
-    return count
+    return len(KINDS)
 
 
 @pytest.mark.parametrize("ep", [1, pytest.param(2, marks=pytest.mark.extended)])
 def test_a_merge_rounds_once_and_quantizes_by_the_reference(ep):
     """In each format, of every owner and layout, with matrices of all experts or of each; after
-    it modules, keys and weights are as if there had been no adapter, and uncalibrated."""
-    assert run_ranks(ep, _merge_all, ep) == ep * [len(KINDS)]
+    it modules, keys and weights are as if there had been no adapter, and uncalibrated. On one rank
+    states of adapters load alone, loaded weights are exported, and what cannot be merged is refused
+    before anything changes."""
+    merged = run_ranks(ep, *((_merge_all, ep) if ep > 1 else (_on_one_rank,)))
+    assert merged == ep * [len(KINDS)]
 
 
-def _compare_outputs() -> int:
+def _load_adapters_alone() -> None:
+    """States of adapters alone, all that Megatron-Bridge saves of a LoRA run, leave weights and
+    amaxes as they are."""
     import moe_optim
 
-    experts.start_ranks()
-    for adapter in LORA:
-        module = wrap(make(KINDS[0]), adapter=adapter)
-        bounds, outputs, inputs = {}, {}, {}
-        counts = torch.tensor([7, 0, 5, 4])
-        for name, (_, cols) in LINEARS.items():
-            one = module.get_submodule(name)
-            base, inputs[name] = one.to_wrap.weight.detach(), torch.randn(16, cols).bfloat16()
-            a, b = (m.weight.detach() for m in (one.adapter.linear_in, one.adapter.linear_out))
-            sizes = base.abs().double() + SCALE * (b.abs().double() @ a.abs().double())
-            parts = zip(inputs[name].abs().double().split(counts.tolist()), sizes, strict=True)
-            # Adapted: the base's product, both of the adapter, its scaling and the sum are rounded.
-            # Merged: weight and product. Each of these 7 errors is at most 2^-9 of
-            # |x| (|W| + s |B| |A|); those of errors and of fp32 sums are less than one more.
-            bounds[name] = torch.cat([8 * 2**-9 * part @ size.t() for part, size in parts])
-            outputs[name], bias = one(inputs[name], m_splits=counts)
-            assert bias is None
-        bare = {n: module.get_submodule(n).to_wrap(inputs[n], m_splits=counts)[0] for n in LINEARS}
-        moe_optim.merge_adapters([module])
-        for name in LINEARS:
-            got, _ = module.get_submodule(name)(inputs[name], m_splits=counts)
-            error = (got.double() - outputs[name].double()).abs()
-            assert bool((error <= bounds[name]).all()), f"{adapter.__name__} {name}"
-            change = (got.double() - bare[name].double()).abs()
-            assert bool((change > 2 * bounds[name]).any()), "the adapter adds too little"
-    return len(LORA)
-
-
-def test_merged_experts_multiply_like_adapted_ones_but_for_rounding():
-    assert run_ranks(1, _compare_outputs) == [len(LORA)]
-
-
-def _load_adapters_alone() -> int:
-    import moe_optim
-
-    experts.start_ranks()
     kinds = [kind for kind in KINDS if kind.owner == "portable" or kind.format == "bf16"]
     for kind in kinds:
         source, module = wrap(make(kind, seed=1)), wrap(make(kind))
@@ -161,20 +127,15 @@ def _load_adapters_alone() -> int:
         assert_same_tensors({key: own[key].detach() for key in given}, given, what=str(kind))
         assert_same_tensors(values_by_linear(module), before, what=str(kind))
         assert all(amaxes_of(module)[name] is amax for name, amax in amaxes.items()), str(kind)
-    return len(kinds)
 
 
-def test_states_of_adapters_alone_leave_weights_and_amaxes_as_they_are():
-    """All that Megatron-Bridge saves of a LoRA run."""
-    assert run_ranks(1, _load_adapters_alone) == [7]
-
-
-def _export_what_was_loaded() -> int:
+def _export_what_was_loaded() -> None:
+    """Frozen weights of Transformer Engine export what was loaded into them: no gather writes their
+    scales, and a load writes only those that its GEMMs read."""
     from moe_optim.rollout.experts import local_experts
     from moe_optim.weights.managed import storage_of
     from moe_optim.weights.te.fields import read_values
 
-    experts.start_ranks()
     kinds = [kind for kind in KINDS if kind.owner != "portable" and kind.format != "bf16"]
     for kind in kinds:
         module = make(kind)
@@ -192,12 +153,14 @@ def _export_what_was_loaded() -> int:
                 got = reference.dequantize(storage_of(weight).quantized).bfloat16()
                 want = read_values(weight)
                 assert_bytes_equal(got.view(want.shape), want, what=f"{kind} {one.held.linear}")
-    return len(kinds)
 
 
-def test_frozen_weights_of_transformer_engine_export_what_was_loaded_into_them():
-    """No gather writes their scales, and a load writes only those that its GEMMs read."""
-    assert run_ranks(1, _export_what_was_loaded) == [3]
+def _on_one_rank() -> int:
+    merged = _merge_all(1)
+    _load_adapters_alone()
+    _export_what_was_loaded()
+    _refuse()
+    return merged
 
 
 CHAINS = {
@@ -294,7 +257,7 @@ def _go(chain: str, flags: list[str], checkpoint: Path | None = None) -> Record:
 
 @pytest.mark.parametrize(
     "chain",
-    ["mxfp8_2d", "int4", pytest.param("int8", marks=pytest.mark.extended)],
+    ["mxfp8_2d", *(pytest.param(one, marks=pytest.mark.extended) for one in ("int4", "int8"))],
 )
 def test_a_run_of_adapters_goes_on_with_another_number_of_ranks(chain: str, tmp_path: Path):
     """Calibrated, trained, evaluated and saved on 2 expert-parallel ranks, loaded on one: experts,
@@ -324,10 +287,23 @@ class ParallelLinearDoRAAdapter(LORA[0]):  # type: ignore[misc]
         self.weight_magnitude = torch.nn.Parameter(torch.ones(4))
 
 
-def _refuse() -> dict[str, str]:
+REFUSALS = {
+    "strange": "LoRA adapters, .* alone, got Strange with linear_in.weight, linear_out.weight",
+    "DoRA": "got ParallelLinearDoRAAdapter with .*weight_magnitude",
+    "activation": "linear_fc2: expected .* with .*SiLU",
+    "disabled": "linear_fc2: expected an adapter that adds to the outputs, got a disabled one",
+    "trained": "linear_fc2: expected a frozen weight",
+    "shape": r"linear_fc2: expected linear_in \[4, 64\] and linear_out \[64, 4\]",
+    "not installed": "linear_fc1: expected a bf16 weight, or one in the installed format",
+    "shared": "again.0: expected a weight with one adapter, got that of linear_fc2, too",
+    "tied": "linear_fc2: expected a weight of its own, got one tied to embeddings",
+}
+
+
+def _refuse() -> None:
+    """What is no LoRA or cannot be written is refused by name before anything changes."""
     import moe_optim
 
-    experts.start_ranks()
     cases = {
         "strange": (ConfigError, wrap(make(KINDS[0]), adapter=Strange)),
         "DoRA": (ConfigError, wrap(make(KINDS[0]), adapter=ParallelLinearDoRAAdapter)),
@@ -346,36 +322,16 @@ def _refuse() -> dict[str, str]:
     cases["tied"][1].linear_fc2.to_wrap.weight.shared_embedding = True
     shape = cases["shape"][1].linear_fc2.adapter.linear_in
     shape.weight = torch.nn.Parameter(shape.weight[:, :-1])
-    messages = {}
     make(KINDS[0])  # installs bf16
+    assert cases.keys() == REFUSALS.keys()
     for name, (error, module) in cases.items():
         before = values_by_linear(module)
-        with pytest.raises(error) as caught:
+        with pytest.raises(error, match=REFUSALS[name]):
             moe_optim.merge_adapters([module])
-        messages[name] = str(caught.value)
         assert_same_tensors(values_by_linear(module), before, what=name)
         assert isinstance(module.linear_fc1, AdapterWrapper)
     with pytest.raises(ConfigError, match="model_chunks: expected a list"):
         moe_optim.merge_adapters(cases["DoRA"][1])
-    return messages
-
-
-def test_what_is_no_lora_or_cannot_be_written_is_refused_by_name_before_anything_changes():
-    (messages,) = run_ranks(1, _refuse)
-    expected = {
-        "strange": "LoRA adapters, .* alone, got Strange with linear_in.weight, linear_out.weight",
-        "DoRA": "got ParallelLinearDoRAAdapter with .*weight_magnitude",
-        "activation": "linear_fc2: expected .* with .*SiLU",
-        "disabled": "linear_fc2: expected an adapter that adds to the outputs, got a disabled one",
-        "trained": "linear_fc2: expected a frozen weight",
-        "shape": r"linear_fc2: expected linear_in \[4, 64\] and linear_out \[64, 4\]",
-        "not installed": "linear_fc1: expected a bf16 weight, or one in the installed format",
-        "shared": "again.0: expected a weight with one adapter, got that of linear_fc2, too",
-        "tied": "linear_fc2: expected a weight of its own, got one tied to embeddings",
-    }
-    assert messages.keys() == expected.keys()
-    for name, pattern in expected.items():
-        assert re.search(pattern, messages[name]), f"{name}: {messages[name]}"
 
 
 def _merge_cut_linears() -> str:

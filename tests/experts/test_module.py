@@ -1,4 +1,4 @@
-"""In bf16 the portable experts are Megatron's own to the bit; storage is what is multiplied."""
+"""In bf16 the portable experts are Megatron's own to the bit, from the first step to the last."""
 
 from collections.abc import Callable
 from functools import cache
@@ -10,11 +10,12 @@ import torch
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.experts.grouped_linear import GroupedLinear
-from moe_optim.formats import MXFP8, Direction
-from moe_optim.formats.reference import dequantize, quantize
+from moe_optim.experts.operands import lie_together
+from moe_optim.formats import MXFP8
+from moe_optim.formats.reference import quantize
 from tests.support import training
 from tests.support.bytes import assert_bytes_equal
-from tests.support.inputs import wide_range_weights
+from tests.support.modules import experts
 from tests.support.modules.experts import by_layer
 from tests.support.ranks import run_ranks
 from tests.support.training import Record, assert_same_tensors, pretrain
@@ -38,6 +39,16 @@ def _train(flags: list[str], config: MoEOptimConfig | None) -> Record:
     def keep(model: list[Any], _optimizer: Any) -> None:
         named = {name: p.detach().clone() for name, p in model[0].module.named_parameters()}
         initial.update(by_layer(named))
+        chunk = model[0]
+        buffers = [one.param_data for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        for module in chunk.modules():
+            if isinstance(module, GroupedLinear) and not module.storages():
+                weights = module.weights()
+                assert lie_together(weights)  # so that no forward product copies them
+                assert all(
+                    any(b.data_ptr() <= w.data_ptr() < b.data_ptr() + b.nbytes for b in buffers)
+                    for w in weights
+                )
 
     return pretrain(flags, config, after_setup=keep, observe=lambda *_: initial)
 
@@ -74,27 +85,25 @@ def assert_same_training(got: list[Record], want: list[Record]) -> None:
         assert_same_tensors(weights, expected, what="trained")
 
 
-@pytest.mark.parametrize("config", [GROUPED, INDEXED], ids=["grouped", "indexed"])
-def test_experts_are_initialized_as_megatrons(run, config):
-    """The same bits expert by expert, so that a seed means the same model."""
-    for mine, theirs in zip(run(config), run(STOCK), strict=True):
-        assert len(theirs.extra) == 2 * 4 * 2
+SAME_AS_STOCK = {
+    "grouped": (GROUPED, ()),
+    "indexed": pytest.param((INDEXED, ()), marks=pytest.mark.extended),
+    "indexed, expert parallel": (INDEXED, EP2),
+}
+
+
+@pytest.mark.parametrize("kind", SAME_AS_STOCK.values(), ids=SAME_AS_STOCK)
+def test_bf16_experts_start_and_train_as_megatrons_sequential_ones(run, kind):
+    """The same bits expert by expert, so that a seed means the same model. On 2 data-parallel
+    ranks, where a clipped norm would sum in another order, or with half of the experts on each,
+    drawn from a random stream of its own."""
+    config, parallel = kind
+    ours, stock = run(config, *parallel), run(STOCK, *parallel)
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert len(theirs.extra) == 2 * 2 * (2 if parallel else 4)  # layers, linears, experts
         assert_same_tensors(mine.extra, theirs.extra, what="initial")
-
-
-@pytest.mark.parametrize("config", [GROUPED, INDEXED], ids=["grouped", "indexed"])
-def test_bf16_experts_train_as_megatrons_sequential_ones(run, config):
-    """On 2 data-parallel ranks; a clipped norm would sum in another order."""
-    assert_same_training(run(config), run(STOCK))
-
-
-def test_bf16_experts_train_as_megatrons_under_expert_parallelism(run):
-    """Each rank holds half of the experts, drawn from a random stream of its own."""
-    grouped, stock = run(GROUPED, *EP2), run(STOCK, *EP2)
-    for mine, theirs in zip(grouped, stock, strict=True):
-        assert_same_tensors(mine.extra, theirs.extra, what="initial")
-    assert_same_training(grouped, stock)
-    assert not torch.equal(*(list(rank.extra.values())[0] for rank in stock))
+    assert_same_training(ours, stock)
+    assert torch.equal(*(list(rank.extra.values())[0] for rank in stock)) is not bool(parallel)
 
 
 EXCHANGES = {
@@ -144,67 +153,14 @@ def test_weights_loaded_alone_are_the_bytes_of_their_masters(finetuned):
     assert checked == 4
 
 
-# Storage is what is multiplied
-
-
-class QuantizedOnTheFly(GroupedLinear):
-    """bf16 weights that every product quantizes and dequantizes first: the oracle of storage."""
-
-    def operand(self, direction: Direction) -> torch.Tensor:
-        values = super().operand(direction)
-        return dequantize(quantize(values, MXFP8), direction).bfloat16()
-
-
-@pytest.mark.parametrize("layout", ["grouped", "indexed"])
-def test_stored_experts_multiply_as_experts_quantized_on_the_fly(layout):
-    """Outputs, token gradients and weight gradients, with weights whose two copies differ."""
-    values = wide_range_weights(3, 64, 32, exponents=(-8, 8)).bfloat16()
-    stored = GroupedLinear(3, 64, 32, format=MXFP8, expert_layout=layout)
-    emulated = QuantizedOnTheFly(3, 64, 32, format=None, expert_layout=layout)
-    results = []
-    for linear in (stored, emulated):
-        linear.load_values(values)
-        tokens = torch.randn(24, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
-        tokens.requires_grad_()
-        output = linear(tokens, torch.tensor([5, 5, 24], dtype=torch.int32))
-        output.backward(output.detach())
-        wgrads = [weight.grad for weight in linear.weights()]
-        results.append([output, tokens.grad, *wgrads])
-    for index, (got, want) in enumerate(zip(*results, strict=True)):
-        assert_bytes_equal(got, want, what=["output", "dgrad", "wgrad"][min(index, 2)])
-
-
-def _train_on_the_fly(flags: list[str]) -> Record:
-    from moe_optim.experts import module as experts
-
-    experts.GroupedLinear = QuantizedOnTheFly
-    return pretrain(flags, GROUPED)
-
-
-def test_training_with_stored_experts_equals_quantizing_bf16_experts_on_the_fly():
-    """Through four steps of Megatron's loop on 2 ranks, gathers and optimizer included: losses,
-    masters and moments to the bit. No stale or half-written buffer survives this."""
-    stored = run_ranks(2, pretrain, STEPS, MoEOptimConfig(format="mxfp8"))
-    emulated = run_ranks(2, _train_on_the_fly, STEPS)
-    for mine, theirs in zip(stored, emulated, strict=True):
-        assert mine.losses == theirs.losses
-        assert_same_tensors(mine.masters, theirs.masters, what="master")
-        for name, moments in theirs.moments.items():
-            assert_same_tensors(mine.moments[name], moments, what=name)
-        assert mine.weights.keys() != theirs.weights.keys()  # one of them is quantized
-
-
 # Refusing
 
 
 def _build_what_is_refused() -> str:
-    from tests.support.modules import experts
-
     experts.start_ranks()
     config = experts.make_config()
-    config.moe_apply_probs_on_input = config.moe_paged_stash = (
-        True  # with the default --moe-router-topk
-    )
+    # with the default --moe-router-topk
+    config.moe_apply_probs_on_input = config.moe_paged_stash = True
     with pytest.raises(ConfigError) as error:
         experts.make_ours(config)
     return str(error.value)

@@ -106,9 +106,9 @@ def test_outputs_and_all_gradients_are_the_same(passes, case):
         assert_same_tensors(compiled, eager, what=case)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_only_another_number_of_tokens_compiles_anew_and_once(passes, case):
-    assert [graphs for *_, graphs in passes[case]] == [1, 1, 2]
+def test_only_another_number_of_tokens_compiles_anew_and_once(passes):
+    for case in CASES:
+        assert [graphs for *_, graphs in passes[case]] == [1, 1, 2], case
 
 
 # In Megatron's MoE layers
@@ -127,14 +127,11 @@ RUNS = {
     "Muon, gathers overlapped": pytest.param(
         ([*OVERLAP, "--optimizer", "muon"], {"format": "mxfp8"}, False), marks=pytest.mark.extended
     ),
-    "gathers overlapped, bf16 weights": pytest.param(
-        (OVERLAP, {"format": "bf16", "compute": "mxfp8"}, False), marks=pytest.mark.extended
-    ),
 }
 
 
 def _train(flags: list[str], knobs: dict[str, Any], biases: bool, compiling: bool) -> Record:
-    """Train with compiled experts, or without; ``extra`` is how many graphs each layer has."""
+    """Train with the experts of one layer compiled, or without; ``extra`` counts graphs."""
     enable_compiler()
     if biases:
         training.MODEL.remove("--disable-bias-linear")
@@ -145,7 +142,7 @@ def _train(flags: list[str], knobs: dict[str, Any], biases: bool, compiling: boo
 
         enable_compiler()
         for module in model[0].modules():
-            if compiling and isinstance(module, GroupedExperts):
+            if compiling and not compiled and isinstance(module, GroupedExperts):
                 module.forward = Compiled(module.forward)
                 compiled.append(module.forward)
 
@@ -163,6 +160,6 @@ def test_compiled_experts_train_as_without_compiling(run):
     compiled, eager = (run_ranks(2, _train, *run, compiling) for compiling in (True, False))
     for rank, (got, want) in enumerate(zip(compiled, eager, strict=True)):
         assert_same_run(got, want, what=f"rank {rank}")
-        assert len(got.extra) == 2
+        assert len(got.extra) == 1
         # of a fixed and of a variable number of tokens, for training and for evaluations
         assert all(1 <= graphs <= 4 for graphs in got.extra)

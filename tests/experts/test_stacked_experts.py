@@ -9,10 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.experts.operands import lie_together, stack_experts
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import normal_weights
+from tests.support.modules.compiling import make_linear
 
 SHAPE = (4, 64, 32)
 NUMEL = SHAPE[0] * SHAPE[1] * SHAPE[2]
@@ -20,9 +20,7 @@ ENDS = torch.tensor([2, 2, 7, 8], dtype=torch.int32)
 
 
 def make(layout="indexed"):
-    linear = GroupedLinear(*SHAPE, format=None, expert_layout=layout, name="fc1")
-    linear.load_values(normal_weights(*SHAPE).bfloat16())
-    return linear
+    return make_linear(None, layout, shape=SHAPE)
 
 
 def scatter(linear):
@@ -93,6 +91,7 @@ def test_a_forward_pass_copies_no_weights(place):
     assert linear.operand("rowwise").data_ptr() == linear.weight0.data_ptr()
     assert copies_at_a_forward(linear) == []
     assert_bytes_equal(linear.operand("rowwise"), make("grouped").operand("rowwise"))
+    assert copies_at_a_forward(scatter(make())) == ["aten.stack.default"]  # which is seen
 
 
 ELSEWHERE = {
@@ -115,23 +114,13 @@ def test_experts_that_lie_otherwise_are_copied(place):
     assert_bytes_equal(stacked, torch.stack([weight.detach() for weight in weights]))
 
 
-def test_the_copy_of_scattered_experts_is_seen():
-    """Otherwise the tests above could not fail."""
-    assert copies_at_a_forward(scatter(make())) == ["aten.stack.default"]
-
-
 def test_memory_that_happens_to_be_adjacent_is_not_one():
     """Two views of one buffer whose storages are not the same: the first ends with its expert."""
     whole = torch.zeros(2, 64, 32, dtype=torch.bfloat16)
     first = torch.frombuffer(whole[0].view(torch.uint8).numpy(), dtype=torch.bfloat16).view(64, 32)
     assert not lie_together([first, whole[1]])
     assert lie_together([whole[0], whole[1]])
-
-
-def test_one_expert_is_a_view():
-    (weight,) = weights = [torch.ones(3, 8).bfloat16()]
-    assert stack_experts(weights).data_ptr() == weight.data_ptr()
-    assert stack_experts(weights).shape == (1, 3, 8)
+    assert stack_experts([first]).data_ptr() == first.data_ptr()
 
 
 def test_products_and_gradients_are_those_of_one_parameter():

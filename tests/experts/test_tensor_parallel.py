@@ -22,7 +22,12 @@ STEPS = ["--train-iters", "4", "--eval-interval", "1000", "--dist-ckpt-optim-ful
 
 def _compare() -> dict[str, tuple[Any, ...]]:
     experts.start_ranks(expert_tensor_parallel_size=2)
-    return experts.compare_kinds(experts.make_config(expert_tensor_parallel_size=2))
+    config = experts.make_config(expert_tensor_parallel_size=2)
+    # the whole has 96 columns, which MXFP8 could hold; half of them it cannot
+    refused = r"^experts: linear_fc2 \[64, 48\] in mxfp8, whose blocks have 32"
+    with pytest.raises(ConfigError, match=refused):
+        experts.make_ours(config, format="mxfp8")
+    return experts.compare_kinds(config)
 
 
 @pytest.fixture(scope="module")
@@ -102,25 +107,6 @@ def test_experts_cut_like_the_dense_parameters_train_as_megatrons():
         assert_same_tensors(mine.extra, theirs.extra, what="trained")
 
 
-EXCHANGES = {
-    "sequential into grouped": ("stock", GROUPED),
-    "grouped into sequential": ("grouped", None),
-    "grouped into indexed": ("grouped", MoEOptimConfig(format="bf16", expert_layout="indexed")),
-}
-
-
-@pytest.mark.parametrize(("source", "target"), EXCHANGES.values(), ids=EXCHANGES.keys())
-@pytest.mark.extended
-def test_checkpoints_of_cut_experts_are_exchangeable(trained, saved, source, target):
-    """Weights, masters and moments: steps 3 and 4 are those of the run that went on."""
-    load = ["--load", str(saved / source), "--ckpt-step", "2"]
-    for mine, theirs in zip(
-        run_ranks(2, _train, [*STEPS, *ETP2, *load], target), trained[source], strict=True
-    ):
-        assert mine.losses == {step: theirs.losses[step] for step in (3, 4)}
-        assert_same_tensors(mine.extra, theirs.extra, what="resumed")
-
-
 @pytest.mark.parametrize("source", ["stock", "grouped"])
 @pytest.mark.extended
 def test_cut_experts_load_whole_with_gate_and_up_in_their_halves(trained, saved, source):
@@ -151,19 +137,3 @@ def test_quantized_cut_experts_are_the_bytes_of_their_masters():
             buffers = quantize(record.masters[name].view(data.shape), MXFP8).buffers()
             for buffer, expected in buffers.items():
                 assert_bytes_equal(record.weights[f"{name}.{buffer}"], expected, what=name)
-
-
-def _refuse_a_part() -> str:
-    experts.start_ranks(expert_tensor_parallel_size=2)
-    config = experts.make_config(expert_tensor_parallel_size=2)
-    try:
-        experts.make_ours(config, format="mxfp8")
-    except ConfigError as error:
-        return str(error)
-    return "built"
-
-
-def test_a_part_that_the_format_cannot_hold_is_refused_by_name():
-    """The whole has 96 columns, which MXFP8 could hold; half of them it cannot."""
-    for message in run_ranks(2, _refuse_a_part):
-        assert message.startswith("experts: linear_fc2 [64, 48] in mxfp8, whose blocks have 32")

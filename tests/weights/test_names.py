@@ -1,20 +1,14 @@
 """A parameter has one name, whatever wraps its model."""
 
-import pytest
 import torch
 
 from moe_optim.weights.names import parameter_names, unwrapped_name
 
 
-@pytest.mark.parametrize(
-    "wrapped",
-    ["layer.weight", "module.layer.weight", "module._orig_mod.module.layer._orig_mod.weight"],
-)
-def test_wrappers_leave_no_trace_in_a_name(wrapped):
-    assert unwrapped_name(wrapped) == "layer.weight"
-
-
-def test_a_component_that_only_contains_the_name_of_a_wrapper_stays():
+def test_wrappers_leave_no_trace_in_a_name():
+    """A component that only contains the name of a wrapper stays."""
+    for name in ("layer", "module.layer", "module._orig_mod.module.layer._orig_mod"):
+        assert unwrapped_name(f"{name}.weight") == "layer.weight"
     assert unwrapped_name("module.submodule.my_module.weight") == "submodule.my_module.weight"
 
 

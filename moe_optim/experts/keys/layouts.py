@@ -133,72 +133,58 @@ _UP: tuple[Projection, ...] = ("up",)
 _DOWN: tuple[Projection, ...] = ("down",)
 
 
-def _linear(
-    projections: tuple[Projection, ...], weight: str, bias: str, axes: str
-) -> Iterator[KeyPattern]:
-    """Yield the patterns of a weight and of its bias, which lacks the input axis."""
+def _linear(projections: tuple[Projection, ...], template: str, axes: str) -> Iterator[KeyPattern]:
+    """Yield the patterns of a weight and of its bias, which lacks the input axis.
+
+    ``{kind}`` in the template is ``weight`` or ``bias``; without it the bias ends with ``_bias``.
+    """
     inputs = "F" if projections == _DOWN else "H"
     of_weight = tuple(axes.split())
     of_bias = tuple(axis for axis in of_weight if axis != inputs)
-    for template, of in ((weight, of_weight), (bias, of_bias)):
-        yield KeyPattern(template=template, projections=projections, axes=of, stored=of)
+    for kind, ending, of in (("weight", "", of_weight), ("bias", "_bias", of_bias)):
+        key = template.replace("{kind}", kind) if "{kind}" in template else template + ending
+        yield KeyPattern(template=key, projections=projections, axes=of, stored=of)
 
 
 _TABLE = {
     # one parameter per linear: TEGroupedLinear with --moe-single-grouped-weight, and ours
     "grouped": (
-        *_linear(_GATE_UP, "linear_fc1.weight", "linear_fc1.bias", "E 2F H"),
-        *_linear(_DOWN, "linear_fc2.weight", "linear_fc2.bias", "E H F"),
+        *_linear(_GATE_UP, "linear_fc1.{kind}", "E 2F H"),
+        *_linear(_DOWN, "linear_fc2.{kind}", "E H F"),
     ),
     # one parameter per expert: TEGroupedLinear, and ours
     "indexed": (
-        *_linear(_GATE_UP, "linear_fc1.weight{expert}", "linear_fc1.bias{expert}", "2F H"),
-        *_linear(_DOWN, "linear_fc2.weight{expert}", "linear_fc2.bias{expert}", "H F"),
+        *_linear(_GATE_UP, "linear_fc1.{kind}{expert}", "2F H"),
+        *_linear(_DOWN, "linear_fc2.{kind}{expert}", "H F"),
     ),
     # Megatron's SequentialMLP
     "sequential": (
-        *_linear(
-            _GATE_UP,
-            "local_experts.{expert}.linear_fc1.weight",
-            "local_experts.{expert}.linear_fc1.bias",
-            "2F H",
-        ),
-        *_linear(
-            _DOWN,
-            "local_experts.{expert}.linear_fc2.weight",
-            "local_experts.{expert}.linear_fc2.bias",
-            "H F",
-        ),
+        *_linear(_GATE_UP, "local_experts.{expert}.linear_fc1.{kind}", "2F H"),
+        *_linear(_DOWN, "local_experts.{expert}.linear_fc2.{kind}", "H F"),
     ),
     # Megatron's GroupedMLP, last in megatron-core 0.16, transformer/moe/experts.py: the forward
     # pass multiplies by weight1.view(E, H, 2F) and weight2.view(E, F, H), so experts are
     # consecutive in memory although the shapes suggest columns
     "legacy": (
         KeyPattern(
-            template="weight1",
-            projections=_GATE_UP,
-            axes=("E", "H", "2F"),
-            stored=("H", "E*2F"),
+            template="weight1", projections=_GATE_UP, axes=("E", "H", "2F"), stored=("H", "E*2F")
         ),
         KeyPattern(
             template="weight2", projections=_DOWN, axes=("E", "F", "H"), stored=("E*F", "H")
         ),
     ),
     # fused experts of Hugging Face models
-    "hf": (
-        *_linear(_GATE_UP, "gate_up_proj", "gate_up_proj_bias", "E 2F H"),
-        *_linear(_DOWN, "down_proj", "down_proj_bias", "E H F"),
-    ),
+    "hf": (*_linear(_GATE_UP, "gate_up_proj", "E 2F H"), *_linear(_DOWN, "down_proj", "E H F")),
     # the same keys with inputs before outputs: gpt-oss (which interleaves by 1), Llama 4
     "hf_transposed": (
-        *_linear(_GATE_UP, "gate_up_proj", "gate_up_proj_bias", "E H 2F"),
-        *_linear(_DOWN, "down_proj", "down_proj_bias", "E F H"),
+        *_linear(_GATE_UP, "gate_up_proj", "E H 2F"),
+        *_linear(_DOWN, "down_proj", "E F H"),
     ),
     # one module per expert: Qwen, DeepSeek
     "hf_per_expert": (
-        *_linear(_GATE, "{expert}.gate_proj.weight", "{expert}.gate_proj.bias", "F H"),
-        *_linear(_UP, "{expert}.up_proj.weight", "{expert}.up_proj.bias", "F H"),
-        *_linear(_DOWN, "{expert}.down_proj.weight", "{expert}.down_proj.bias", "H F"),
+        *_linear(_GATE, "{expert}.gate_proj.{kind}", "F H"),
+        *_linear(_UP, "{expert}.up_proj.{kind}", "F H"),
+        *_linear(_DOWN, "{expert}.down_proj.{kind}", "H F"),
     ),
 }
 
@@ -214,14 +200,9 @@ CALIBRATED_AMAX = "calibrated_amax"
 CALIBRATED_INPUT_AMAX = "calibrated_input_amax"
 """Name of the calibrated amax of a linear's inputs, [1, 1, 1]."""
 
-_EXTRA_STATES = tuple(  # of grouped, indexed and sequential experts
-    template.format(linear=linear, expert="{expert}")
-    for linear in LINEARS
-    for template in (
-        "{linear}._extra_state",
-        "{linear}._extra_state{expert}",
-        "local_experts.{expert}.{linear}._extra_state",
-    )
+_INDEX = "(?:0|[1-9][0-9]{0,8})"  # without leading zeros and signs
+_EXTRA_STATE = re.compile(  # of grouped, indexed and sequential experts
+    rf"linear_fc[12]\._extra_state{_INDEX}?|local_experts\.{_INDEX}\.linear_fc[12]\._extra_state"
 )
 
 
@@ -238,9 +219,8 @@ def get_layout(name: str) -> KeyLayout:
 
 @cache
 def _regex(template: str) -> re.Pattern[str]:
-    """Match a remainder exactly; indices have no leading zeros or signs."""
-    index = "(?P<expert>0|[1-9][0-9]{0,8})"
-    return re.compile(re.escape(template).replace(re.escape("{expert}"), index))
+    """Match a remainder exactly."""
+    return re.compile(re.escape(template).replace(re.escape("{expert}"), f"(?P<expert>{_INDEX})"))
 
 
 def match_key(remainder: str, template: str) -> tuple[int | None] | None:
@@ -257,7 +237,7 @@ def match_key(remainder: str, template: str) -> tuple[int | None] | None:
 
 def is_extra_state(remainder: str) -> bool:
     """Return whether ``remainder``, a key after the prefix, is an ``_extra_state``."""
-    return any(_regex(template).fullmatch(remainder) for template in _EXTRA_STATES)
+    return _EXTRA_STATE.fullmatch(remainder) is not None
 
 
 def is_calibrated_amax(remainder: str) -> bool:

@@ -4,7 +4,6 @@ Classes are identified by name, so Transformer Engine need not be imported.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -25,46 +24,35 @@ from moe_optim.formats import (
 from moe_optim.formats.reference import dequantize_bf16
 from moe_optim.places import has_memory
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fields:
-    """Attribute names in a Transformer Engine tensor class, by tensor."""
-
-    rowwise_data: str
-    columnwise_data: str
-    rowwise_scale: str
-    columnwise_scale: str
-    rowwise_amax: str
-    columnwise_amax: str
-
-    def names(self, format: BlockScaledFormat) -> tuple[str, ...]:
-        """Return the names in this class of the tensors that a format needs."""
-        kinds = ("data", "scale", "amax") if format.has_global_amax else ("data", "scale")
-        return tuple(f"{direction}_{kind}" for direction in DIRECTIONS for kind in kinds)
-
-    def attributes(self, format: BlockScaledFormat) -> tuple[str, ...]:
-        """Return the Transformer Engine attributes of the tensors that a format needs."""
-        return tuple(getattr(self, name) for name in self.names(format))
-
-
-ONE = Fields(
-    rowwise_data="_rowwise_data",
-    columnwise_data="_columnwise_data",
-    rowwise_scale="_rowwise_scale_inv",
-    columnwise_scale="_columnwise_scale_inv",
-    rowwise_amax="_amax_rowwise",
-    columnwise_amax="_amax_columnwise",
+ONE: Mapping[str, str] = MappingProxyType(
+    {
+        "rowwise_data": "_rowwise_data",
+        "columnwise_data": "_columnwise_data",
+        "rowwise_scale": "_rowwise_scale_inv",
+        "columnwise_scale": "_columnwise_scale_inv",
+        "rowwise_amax": "_amax_rowwise",
+        "columnwise_amax": "_amax_columnwise",
+    }
 )
-"""Fields of a tensor [R, C]: an expert, or a dense weight."""
-GROUPED = Fields(
-    rowwise_data="rowwise_data",
-    columnwise_data="columnwise_data",
-    rowwise_scale="scale_inv",
-    columnwise_scale="columnwise_scale_inv",
-    rowwise_amax="amax",
-    columnwise_amax="columnwise_amax",
+"""Attributes of a tensor [R, C], an expert or a dense weight, by what they hold."""
+GROUPED: Mapping[str, str] = MappingProxyType(
+    {
+        "rowwise_data": "rowwise_data",
+        "columnwise_data": "columnwise_data",
+        "rowwise_scale": "scale_inv",
+        "columnwise_scale": "columnwise_scale_inv",
+        "rowwise_amax": "amax",
+        "columnwise_amax": "columnwise_amax",
+    }
 )
-"""Fields of a ``GroupedTensor`` [E, R, C], flat; members are tensors [R, C] over its memory."""
+"""Those of a ``GroupedTensor`` [E, R, C], flat; members are tensors [R, C] over its memory."""
+
+
+def names_of(format: BlockScaledFormat) -> tuple[str, ...]:
+    """Return the names, in :data:`ONE` and :data:`GROUPED`, of the tensors that a format needs."""
+    kinds = ("data", "scale", "amax") if format.has_global_amax else ("data", "scale")
+    return tuple(f"{direction}_{kind}" for direction in DIRECTIONS for kind in kinds)
+
 
 SWIZZLED = "_with_gemm_swizzled_scales"
 """Attribute that marks a tensor or a group with GEMM-swizzled scales."""
@@ -140,7 +128,7 @@ def require_memory(where: str, weight: Any) -> None:
         found = data_of(weight)
     else:
         names = GROUPED if is_grouped(weight) else ONE
-        found = [getattr(weight, names.rowwise_data, None)]
+        found = [getattr(weight, names["rowwise_data"], None)]
     if not all(has_memory(data) for data in found if data is not None):
         raise StateError(
             f"{where}: expected the values of the weight, got none: they are offloaded. Call "
@@ -189,11 +177,11 @@ def read_values(weight: Any) -> Tensor:
     fields = GROUPED if is_grouped(weight) else ONE
     format = formats[0]  # rowwise reads are the same for square and 1-D blocks
     experts, rows, cols = shape = tuple(weight.shape) if fields is GROUPED else (1, *weight.shape)
-    stored = getattr(weight, fields.rowwise_scale)
+    stored = getattr(weight, fields["rowwise_scale"])
     stored = stored.view(experts, *format.storage_scale_shape(rows, cols, "rowwise"))
-    amax = getattr(weight, fields.rowwise_amax).view(-1) if format.has_global_amax else None
+    amax = getattr(weight, fields["rowwise_amax"]).view(-1) if format.has_global_amax else None
     values = dequantize_bf16(
-        getattr(weight, fields.rowwise_data).view(format.data_shape(shape, "rowwise")),
+        getattr(weight, fields["rowwise_data"]).view(format.data_shape(shape, "rowwise")),
         used_scales(stored, format, shape, "rowwise"),
         format,
         "rowwise",

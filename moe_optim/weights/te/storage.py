@@ -21,6 +21,7 @@ from moe_optim.weights.te.fields import (
     ONE,
     SWIZZLED,
     is_grouped,
+    names_of,
     read_values,
     refuse_foreign_bytes,
     used_scales,
@@ -108,11 +109,8 @@ class TransformerEngineStorage(WeightStorage):
 
     def _pointers(self) -> list[int]:
         owners = [(self._fields, self._param), *((ONE, member) for member in self._members())]
-        tensors = [
-            getattr(owner, name)
-            for fields, owner in owners
-            for name in fields.attributes(self.format)
-        ]
+        names = names_of(self.format)
+        tensors = [getattr(owner, fields[name]) for fields, owner in owners for name in names]
         return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
     def take_over(self) -> None:
@@ -124,7 +122,7 @@ class TransformerEngineStorage(WeightStorage):
         for one in self._swizzled():
             setattr(one, SWIZZLED, False)
         for name in ("rowwise_data", "columnwise_data"):
-            data = getattr(self._param, getattr(self._fields, name))
+            data = getattr(self._param, self._fields[name])
             if name not in self._gathered and (data is not None or name == "columnwise_data"):
                 continue
             if data is None or data.data_ptr() != getattr(held, name).data_ptr():
@@ -201,39 +199,32 @@ class TransformerEngineStorage(WeightStorage):
         return (experts, *self.format.storage_scale_shape(rows, cols, direction))
 
     def _get(self, name: str) -> Tensor:
-        tensor: Tensor = getattr(self._param, getattr(self._fields, name))
+        tensor: Tensor = getattr(self._param, self._fields[name])
         return tensor.view(self._shape_of(name))
 
-    def _own(self, name: str) -> Tensor:
-        """Return the tensor that the weight and its members must hold under a name."""
-        if name.endswith("data"):
-            data: Tensor = getattr(self.laid_out, name)
-            return data
-        if name.endswith("amax"):  # same values in both directions
-            amax = self.laid_out.global_amax
-            assert amax is not None
-            return amax
-        return self._get(name)
-
-    def _set(self, name: str, tensor: Tensor) -> None:
+    def _set(self, name: str, tensor: Any) -> None:
         """Assign a tensor [E, ...] to the weight and to the members of a group."""
         if self._fields is GROUPED:
-            setattr(self._param, getattr(GROUPED, name), tensor.reshape(-1))
+            setattr(self._param, GROUPED[name], tensor.reshape(-1))
         else:
-            setattr(self._param, getattr(ONE, name), _expert(tensor, 0))
+            setattr(self._param, ONE[name], _expert(tensor, 0))
         for index, member in enumerate(self._members()):
-            setattr(member, getattr(ONE, name), _expert(tensor, index))
+            setattr(member, ONE[name], _expert(tensor, index))
 
     def _point_at_buffers(self) -> None:
-        for name in self._fields.names(self.format):
-            self._set(name, self._own(name))
+        held = self.laid_out
+        for name in names_of(self.format):
+            if name.endswith("scale"):
+                self._set(name, self._get(name))
+            else:  # one amax for both directions
+                self._set(name, held.global_amax if "amax" in name else getattr(held, name))
         self._take_note_of_fields()
 
     def _take_note_of_fields(self) -> None:
         """Record all addresses, and link group members to this storage for freshness checks."""
         if self._fields is ONE:
             flags = (SWIZZLED,) if hasattr(self._param, SWIZZLED) else ()
-            names = ONE.attributes(self.format)
+            names = [ONE[name] for name in names_of(self.format)]
             self.watched = (Attributes.of([self._param], names, flags),)
         else:
             self._known_pointers = self._pointers()
@@ -247,7 +238,7 @@ class TransformerEngineStorage(WeightStorage):
         dimensions = 3 if self._fields is GROUPED else 2
         problems = {
             "scales in GEMM order (swizzled)": getattr(param, SWIZZLED, False),
-            "no rowwise data": getattr(param, self._fields.rowwise_data) is None,
+            "no rowwise data": getattr(param, self._fields["rowwise_data"]) is None,
             f"{len(shape)} dimensions": len(shape) != dimensions,
         }
         found = [what for what, is_so in problems.items() if is_so]
@@ -260,12 +251,14 @@ class TransformerEngineStorage(WeightStorage):
 
     def _complete(self) -> None:
         """Allocate the tensors that Transformer Engine creates on demand, and zero the padding."""
-        device = getattr(self._param, self._fields.rowwise_data).device
-        for name in self._fields.names(self.format):
+        device = getattr(self._param, self._fields["rowwise_data"]).device
+        for name in names_of(self.format):
             if name == "columnwise_data" and self.format.columnwise_copy == "shared":
                 self._set(name, self._get("rowwise_data"))
-            elif getattr(self._param, getattr(self._fields, name)) is None:
-                dtype = _dtype(name, self.format)
+            elif getattr(self._param, self._fields[name]) is None:
+                kind = name.rpartition("_")[2]
+                dtypes = {"scale": self.format.scale_dtype, "amax": torch.float32}
+                dtype = dtypes.get(kind, torch.uint8)
                 self._set(name, torch.zeros(self._shape_of(name), dtype=dtype, device=device))
         for direction, stored in self.storage_scales.items():
             used = used_scales(stored, self.format, self.shape, direction)
@@ -299,12 +292,6 @@ class TransformerEngineStorage(WeightStorage):
 def _expert(tensor: Tensor, index: int) -> Tensor:
     """Return one expert's tensor; an amax keeps shape [1]."""
     return tensor[index : index + 1] if tensor.dim() == 1 else tensor[index]
-
-
-def _dtype(name: str, format: BlockScaledFormat) -> torch.dtype:
-    if name.endswith("amax"):
-        return torch.float32
-    return format.scale_dtype if name.endswith("scale") else torch.uint8
 
 
 def make_te_storages(

@@ -38,10 +38,7 @@ class TensorwiseCast:
     """
 
     def __init__(
-        self,
-        weights: Sequence[Any],
-        masters: Sequence[Tensor | None],
-        starts: Sequence[int | None],
+        self, weights: Sequence[Any], masters: Sequence[Tensor | None], starts: Sequence[int | None]
     ) -> None:
         nothing = torch.empty(0, dtype=torch.float32, device=weights[0].device)
         entries = []

@@ -11,7 +11,7 @@ from moe_optim.experts.keys.layouts import get_layout
 from tests.support.bytes import assert_bytes_equal
 from tests.support.modules.expert_states import ALL_LAYOUTS, make_experts, make_state
 
-STATES = 1000
+STATES = 400
 CONTAINERS = ("decoder.layers.0.mlp.experts.", "teacher.layers.10.mlp.experts.")
 OTHERS = ("decoder.layers.0.mlp.router.weight", "decoder.layers.0.mlp.shared_experts.weight1")
 
@@ -38,12 +38,8 @@ def misspell(rng, state, key):
     near = [rest + "0", rest + ".0", rest + "_", "_" + rest, rest.upper(), rest + "\n", " " + rest]
     near += [rest.replace("weight", "weights"), rest.replace("fc1", "fc01"), rest.replace(".", "")]
     near += [rest.replace("weight", "weight0"), rest.replace("proj", "proj_blocks"), rest[:-1]]
-    near += [
-        rest.replace("experts.", "experts.+"),
-        rest.replace("_", "-"),
-        "٣" + rest,
-        "00." + rest,
-    ]
+    near += [rest.replace("experts.", "experts.+"), rest.replace("_", "-")]
+    near += ["٣" + rest, "00." + rest]
     spelled = f"{container}.experts.{rng.choice(near)}"
     if spelled in state:
         return None
@@ -105,27 +101,17 @@ def transpose(rng, state, key):
     return [key]
 
 
-def truncate(rng, state, key):
-    dim = rng.randrange(state[key].dim())
-    state[key] = state[key].narrow(dim, 0, state[key].shape[dim] - 1)
-    return [key]
-
-
-def extend(rng, state, key):
-    dim = rng.randrange(state[key].dim())
-    state[key] = torch.cat([state[key], state[key].narrow(dim, 0, 1)], dim)
-    return [key]
-
-
-def add_a_dimension(rng, state, key):
-    state[key] = state[key].unsqueeze(rng.randrange(state[key].dim() + 1))
-    return [key]
-
-
-def flatten(rng, state, key):
-    if state[key].dim() == 1:
-        return None
-    state[key] = state[key].flatten()
+def misshape(rng, state, key):
+    """A row or column fewer or more, one dimension more, or one alone."""
+    tensor = state[key]
+    dim = rng.randrange(tensor.dim())
+    others = [
+        tensor.narrow(dim, 0, tensor.shape[dim] - 1),
+        torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim),
+        tensor.unsqueeze(dim),
+        *([tensor.flatten()] if tensor.dim() > 1 else []),
+    ]
+    state[key] = rng.choice(others)
     return [key]
 
 
@@ -147,10 +133,8 @@ DAMAGES = [
     add_in_another_layout,
     add_an_index,
     transpose,
-    truncate,
-    extend,
-    add_a_dimension,
-    flatten,
+    misshape,
+    misshape,
     replace_by_no_tensor,
     change_dtype,
 ]
@@ -174,24 +158,23 @@ def make_whole(rng):
 
 
 def damage_somewhere(rng, state, experts):
-    """Apply one damage; return it, and the keys of which one must be named."""
+    """Apply one damage; return the keys of which one must be named."""
     while True:
         key = rng.choice([key for key in state if key not in OTHERS])
         damage = rng.choice(DAMAGES)
         extra = {"experts": experts} if damage is add_in_another_layout else {}
         named = damage(rng, state, key, **extra)
         if named is not None:
-            return damage, named
+            return named
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_damaged_state_dicts_are_refused_by_the_damaged_key(part):
+def test_damaged_state_dicts_are_refused_by_the_damaged_key():
     """Whatever is dropped, misspelt, moved, doubled, misshapen, no tensor or of another dtype:
     each of the damaged state dicts is refused, and is afterwards what it was before."""
-    for seed in range(part, STATES, 4):
+    for seed in range(STATES):
         rng = random.Random(seed)
         state, experts, arguments = make_whole(rng)
-        _, named = damage_somewhere(rng, state, experts)
+        named = damage_somewhere(rng, state, experts)
         before = dict(state)
         with pytest.raises(LayoutError) as refusal:
             convert_state_dict(state, **arguments)

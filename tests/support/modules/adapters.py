@@ -144,37 +144,29 @@ class AdapterWrapper(Module):
 class PlainWrapper(Module):
     """An adapter that leaves states to torch, and passes on what it does not know itself."""
 
+    NAMES = "to_wrap", "adapter"
+
     def __init__(self, to_wrap: Module, adapter: Module) -> None:
         super().__init__()
-        self.to_wrap, self.adapter = to_wrap, adapter
+        for name, child in zip(self.NAMES, (to_wrap, adapter), strict=True):
+            self.add_module(name, child)
 
     def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
-        output, bias = self.to_wrap(tokens, *args, **kwargs)
-        return output + self.adapter(tokens, *args, **kwargs), bias
+        base, extra = self._modules.values()
+        output, bias = base(tokens, *args, **kwargs)
+        return output + extra(tokens, *args, **kwargs), bias
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("to_wrap"), name)
+            return getattr(super().__getattr__(self.NAMES[0]), name)
 
 
-class Hiding(Module):
+class Hiding(PlainWrapper):
     """A wrapper whose children have other names, so that nobody can tell what they are."""
 
-    def __init__(self, to_wrap: Module, adapter: Module) -> None:
-        super().__init__()
-        self.inner, self.extra = to_wrap, adapter
-
-    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
-        output, bias = self.inner(tokens, *args, **kwargs)
-        return output + self.extra(tokens, *args, **kwargs), bias
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
+    NAMES = "inner", "extra"
 
 
 def wrap(

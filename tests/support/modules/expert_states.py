@@ -6,15 +6,7 @@ from typing import Any
 import torch
 
 PREFIX = "decoder.layers.3.mlp.experts."
-ALL_LAYOUTS = (
-    "grouped",
-    "indexed",
-    "sequential",
-    "legacy",
-    "hf",
-    "hf_transposed",
-    "hf_per_expert",
-)
+ALL_LAYOUTS = ("grouped", "indexed", "sequential", "legacy", "hf", "hf_transposed", "hf_per_expert")
 FUSED_LAYOUTS = tuple(name for name in ALL_LAYOUTS if name != "hf_per_expert")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -43,15 +43,10 @@ def make_weight(grouped: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["one", "group"])
-def test_values_are_those_of_the_storage(grouped):
+def test_values_are_those_of_the_storage_unless_scales_are_in_the_order_of_products(grouped):
     weight = make_weight(grouped)
     storage = managed.storage_of(weight)
     assert_bytes_equal(read_values(weight), storage.dequantize("rowwise").view(weight.shape))
-
-
-@pytest.mark.parametrize("grouped", [False, True], ids=["one", "group"])
-def test_scales_in_the_order_of_products_are_not_read_as_plain_ones(grouped):
-    weight = make_weight(grouped)
     weight._with_gemm_swizzled_scales = True
     with pytest.raises(StateError, match=r"expected plain scales.*start_param_sync"):
         read_values(weight)
@@ -89,17 +84,12 @@ def test_of_weights_with_one_scale_those_with_that_of_their_amax_are_left_to_meg
     assert left == {"current"}
     assert {name for name, one in weights.items() if is_quantized(one)} == {"current", "mxfp8"}
     assert not managed.is_managed(current)
-    assert_bytes_equal(read_values(current), current.dequantize(dtype=torch.bfloat16))
-
-
-def test_values_are_saved_of_weights_with_one_scale_where_megatron_would_save_bytes():
-    """Its writers read values on a GPU alone."""
-    weight = Float8Tensor(wide_range_weights(*SHAPE), Float8CurrentScalingQuantizer())
-    data = as_tensor(weight)
-    entry = ShardedTensor.from_rank_offsets("linear.weight", torch.zeros(data.shape))
-    entry.data = data
-    checkpoint_files._save_values({"weight": entry})
-    assert_bytes_equal(entry.data, weight.dequantize(dtype=torch.bfloat16))
+    values = current.dequantize(dtype=torch.bfloat16)
+    assert_bytes_equal(read_values(current), values)
+    entry = ShardedTensor.from_rank_offsets("linear.weight", torch.zeros(SHAPE))
+    entry.data = as_tensor(current)
+    checkpoint_files._save_values({"weight": entry})  # Megatron's writers read them on a GPU alone
+    assert_bytes_equal(entry.data, values)
 
 
 def test_a_copy_of_a_weight_has_a_storage_over_its_own_bytes():

@@ -15,13 +15,7 @@ import pytest
 
 from moe_optim.weights.te.recipe import import_error
 from moe_optim.weights.te.storage import TransformerEngineStorage
-from tests.weights.te.test_storage import (
-    FOREIGN,
-    KINDS,
-    OF_WEIGHTS,
-    assert_all_hold,
-    requantize,
-)
+from tests.weights.te.test_storage import FOREIGN, KINDS, OF_WEIGHTS, assert_all_hold, requantize
 
 PATH = os.environ.get("TRANSFORMER_ENGINE_PATH", "")
 FORMAT, REFUSED, MEGATRON, NONE = "format", "refused", "Megatron", "none"
@@ -120,9 +114,7 @@ def test_what_a_quantizer_may_not_have_is_refused_by_name(cls, name):
 @pytest.mark.parametrize(("cls", "name"), _refused(WEIGHTS))
 def test_what_a_weight_may_not_have_is_refused_by_name(cls, name):
     """By tests of the storage, too."""
-    layouts = {("fp8_block", "_is_2D_scaled"), ("nvfp4", "_row_scaled_nvfp4")}
-    layouts.add(("nvfp4", "_nvfp4_use_4over6"))
-    assert (KIND_OF[cls], name) in layouts | {(kind, field) for kind, field, *_ in OF_WEIGHTS}
+    assert (KIND_OF[cls], name) in {(kind, field) for kind, field, *_ in OF_WEIGHTS}
 
 
 WITHOUT_EFFECT = [

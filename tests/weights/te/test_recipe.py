@@ -84,13 +84,17 @@ def test_square_blocks_are_refused_by_name_where_there_are_none(monkeypatch):
         te_recipe.get_fp8_recipe(object())
 
 
-def test_an_older_quantizer_is_made_for_rows_and_refused_for_square_blocks(monkeypatch):
+@pytest.fixture
+def older_engine(monkeypatch):
     pytorch = ModuleType("transformer_engine.pytorch")
-    pytorch.MXFP8Quantizer = OlderMXFP8Quantizer
+    pytorch.MXFP8Quantizer, pytorch.NVFP4Quantizer = OlderMXFP8Quantizer, object
+    pytorch.Float8BlockQuantizer = Float8BlockQuantizer
     pytorch.DType = SimpleNamespace(kFloat8E4M3="e4m3")
-    pytorch.Float8BlockQuantizer = pytorch.NVFP4Quantizer = object
     monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", pytorch)
+
+
+def test_an_older_quantizer_is_made_for_rows_and_refused_for_square_blocks(older_engine):
     assert make_quantizer(MXFP8).usage == (True, True)
     with pytest.raises(ConfigError, match=TOO_OLD):
         make_quantizer(MXFP8_2D)
@@ -109,14 +113,8 @@ class Float8BlockQuantizer:
 
 
 @pytest.mark.parametrize("format", [FP8_BLOCK, FP8_BLOCK_FP32], ids=lambda format: format.name)
-def test_a_quantizer_of_fp8_blocks_has_the_scales_of_its_format(format, monkeypatch):
+def test_a_quantizer_of_fp8_blocks_has_the_scales_of_its_format(format, older_engine):
     """And a weight of this quantizer the format again."""
-    pytorch = ModuleType("transformer_engine.pytorch")
-    pytorch.Float8BlockQuantizer = Float8BlockQuantizer
-    pytorch.MXFP8Quantizer = pytorch.NVFP4Quantizer = object
-    pytorch.DType = SimpleNamespace(kFloat8E4M3="e4m3")
-    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", pytorch)
     quantizer = make_quantizer(format)
     assert quantizer.given == ("e4m3", True, True, 2)
     assert te_formats_of(quantizer) == (format,)

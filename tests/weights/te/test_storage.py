@@ -26,7 +26,7 @@ from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.weights import managed
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.te import storage as te_weights
-from moe_optim.weights.te.fields import GROUPED, ONE, read_values, te_formats_of
+from moe_optim.weights.te.fields import GROUPED, ONE, names_of, read_values, te_formats_of
 from moe_optim.weights.te.storage import TransformerEngineStorage
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
@@ -148,11 +148,20 @@ def assert_takes_over(storage: TransformerEngineStorage) -> None:
 @EVERY_KIND
 @pytest.mark.parametrize("bound", [False, True], ids=["in place", "in a bucket"])
 def test_a_requantization_reaches_what_products_read(kind, bound):
-    """Data of both directions, scales with their repetition and zeroed padding, and amaxes; of a
-    group, its own tensors and those of its members."""
+    """Data of both directions, scales with their repetition and zeroed padding, which Transformer
+    Engine leaves unwritten in a group, and amaxes; of a group, its own tensors and those of its
+    members. A quantizer of one direction, which Transformer Engine sets as it needs it, changes
+    nothing, and decides on the scales of the format."""
     first, second = kind.masters(1), kind.masters(2)
     weight = kind.weight(first)
+    for one in getattr(weight, "quantized_tensors", [weight]):
+        for direction in DIRECTIONS:
+            scale = getattr(one, f"_{direction}_scale_inv")
+            scale[scale == 0] = 7  # no scale of these masters is zero
+    quantizer = weight.quantizer if kind.experts else weight._quantizer
+    quantizer.rowwise_usage, quantizer.columnwise_usage = True, False
     storage = TransformerEngineStorage(weight, kind.format)
+    assert_all_hold(weight, first, kind.format)
     if bound:
         memory = bucket_memory(storage)
         bind(storage, memory)
@@ -161,19 +170,10 @@ def test_a_requantization_reaches_what_products_read(kind, bound):
     requantize(storage, second)
     assert_all_hold(weight, second, kind.format)
     assert not storage.has_moved()
-
-
-@EVERY_KIND
-def test_padding_is_zeroed_once(kind):
-    """Transformer Engine allocates the scales of a group without writing the padding."""
-    masters = kind.masters(1)
-    weight = kind.weight(masters)
-    for one in getattr(weight, "quantized_tensors", [weight]):
-        for direction in DIRECTIONS:
-            scale = getattr(one, f"_{direction}_scale_inv")
-            scale[scale == 0] = 7  # no scale of these masters is zero
-    TransformerEngineStorage(weight, kind.format)
-    assert_all_hold(weight, masters, kind.format)
+    for one in (weight, *getattr(weight, "quantized_tensors", [])):
+        formats = te_formats_of(one)
+        assert kind.format in formats
+        assert {format.scale_encoding for format in formats} == {kind.format.scale_encoding}
 
 
 @EVERY_KIND
@@ -262,24 +262,6 @@ def test_scales_that_were_put_in_the_order_of_products_are_plain_after_the_next_
     assert_all_hold(weight, second, kind.format)
 
 
-@pytest.mark.parametrize(
-    ("kind", "field", "value", "message"),
-    [
-        ("mxfp8", "_with_gemm_swizzled_scales", True, "swizzled"),
-        ("fp8_block", "_is_2D_scaled", False, r"1-D"),
-        ("nvfp4", "_row_scaled_nvfp4", True, "an amax per row"),
-        ("nvfp4", "_nvfp4_use_4over6", True, "four-over-six"),
-        ("group of mxfp8", "_with_gemm_swizzled_scales", True, "swizzled"),
-        ("group of mxfp8", "rowwise_data", None, "no rowwise data"),
-    ],
-)
-def test_layouts_that_are_not_known_are_refused(kind, field, value, message):
-    weight = KINDS[kind].weight(KINDS[kind].masters(1))
-    setattr(weight, field, value)
-    with pytest.raises(StateError, match=message):
-        TransformerEngineStorage(weight, KINDS[kind].format)
-
-
 E5M2 = SimpleNamespace(name="kFloat8E5M2")
 FOREIGN = [  # of a quantizer: what makes other bytes than the format's, or reads them otherwise
     ("fp8_block", "amax_epsilon", 1e-6, "an amax of 1e-06 at least"),
@@ -298,6 +280,11 @@ FOREIGN = [  # of a quantizer: what makes other bytes than the format's, or read
     ("nvfp4", "nvfp4_e4m3_max", 256, "block scales up to 256"),
 ]
 OF_WEIGHTS = [
+    ("mxfp8", "_with_gemm_swizzled_scales", True, "swizzled"),
+    ("group of mxfp8", "_with_gemm_swizzled_scales", True, "swizzled"),
+    ("fp8_block", "_is_2D_scaled", False, r"1-D"),
+    ("nvfp4", "_row_scaled_nvfp4", True, "an amax per row"),
+    ("nvfp4", "_nvfp4_use_4over6", True, "four-over-six"),
     ("fp8_block", "_fp8_dtype", E5M2, "elements of kFloat8E5M2"),
     ("mxfp8", "_fp8_dtype", E5M2, "elements of kFloat8E5M2"),
     ("nvfp4", "_nvfp4_e4m3_max", 256, "block scales up to 256"),
@@ -323,7 +310,7 @@ def test_a_quantizer_that_makes_other_bytes_is_refused_by_what_it_does(
 
 
 @pytest.mark.parametrize(("kind", "field", "value", "message"), OF_WEIGHTS)
-def test_a_weight_that_was_made_of_other_bytes_is_refused(kind, field, value, message):
+def test_a_weight_of_other_bytes_or_layout_is_refused(kind, field, value, message):
     weight = KINDS[kind].weight(KINDS[kind].masters(1))
     setattr(weight, field, value)
     with pytest.raises(StateError, match=message):
@@ -332,51 +319,28 @@ def test_a_weight_that_was_made_of_other_bytes_is_refused(kind, field, value, me
         read_values(weight)
 
 
-@EVERY_KIND
-def test_a_quantizer_of_one_direction_leaves_the_bytes_of_both_what_they_are(kind):
-    """Transformer Engine sets directions as it needs them; the weight is written in both."""
-    first, second = kind.masters(1), kind.masters(2)
-    weight = kind.weight(first)
-    quantizer = weight.quantizer if kind.experts else weight._quantizer
-    quantizer.rowwise_usage, quantizer.columnwise_usage = True, False
-    storage = TransformerEngineStorage(weight, kind.format)
-    requantize(storage, second)
-    assert_all_hold(weight, second, kind.format)
-
-
-@pytest.mark.parametrize(
-    ("kind", "format", "message"),
-    [("mxfp8", MXFP8_2D, r"blocks of one row \(1-D\)"), ("mxfp8_2d", MXFP8, r"square blocks")],
-)
-def test_a_quantizer_of_other_blocks_is_refused(kind, format, message):
-    """A later ``copy_`` would put its blocks where ours are expected."""
-    weight = KINDS[kind].weight(KINDS[kind].masters(1))
-    with pytest.raises(StateError, match=message):
-        TransformerEngineStorage(weight, format)
-
-
 @pytest.mark.parametrize(
     ("kind", "format", "message"),
     [
+        ("mxfp8", MXFP8_2D, r"blocks of one row \(1-D\)"),
+        ("mxfp8_2d", MXFP8, r"square blocks"),
         ("fp8_block", FP8_BLOCK_FP32, r"scales that are powers of two \(force_pow_2_scales=True\)"),
         ("fp8_block_fp32", FP8_BLOCK, r"scales of any mantissa \(force_pow_2_scales=False\)"),
     ],
 )
-@pytest.mark.parametrize("group", ["", "group of "], ids=["one", "group"])
-def test_a_quantizer_of_other_scales_is_refused(group, kind, format, message):
-    weight = KINDS[group + kind].weight(KINDS[group + kind].masters(1))
-    with pytest.raises(StateError, match=message):
-        TransformerEngineStorage(weight, format)
+def test_a_quantizer_of_other_blocks_or_scales_is_refused(kind, format, message):
+    """A later ``copy_`` would put its blocks where ours are expected."""
+    for name in (kind, f"group of {kind}"):
+        weight = KINDS[name].weight(KINDS[name].masters(1))
+        with pytest.raises(StateError, match=message):
+            TransformerEngineStorage(weight, format)
 
 
-@EVERY_KIND
-def test_the_quantizer_of_a_weight_decides_on_the_scales_of_its_format(kind):
-    """Of a group, its own quantizer and those of its members."""
-    weight = kind.weight(kind.masters(1))
-    for one in (weight, *getattr(weight, "quantized_tensors", [])):
-        formats = te_formats_of(one)
-        assert kind.format in formats
-        assert {format.scale_encoding for format in formats} == {kind.format.scale_encoding}
+def test_a_group_without_data_is_refused():
+    weight = KINDS["group of mxfp8"].weight(KINDS["group of mxfp8"].masters(1))
+    weight.rowwise_data = None
+    with pytest.raises(StateError, match="no rowwise data"):
+        TransformerEngineStorage(weight, MXFP8)
 
 
 @pytest.mark.parametrize(
@@ -405,16 +369,12 @@ def test_a_weight_is_managed_in_the_format_that_is_wanted(kind, wanted, found, m
     if found:
         assert managed.storage_of(weight).format.name == wanted
         assert managed.storage_of(weight) is managed.storage_of(weight)
+    if KINDS[kind].experts:  # in high precision
+        weight = KINDS[kind].weight(KINDS[kind].masters(1))
+        weight.quantizer = None
+        assert not managed.is_managed(weight)
     monkeypatch.setattr(managed, "installed_config", lambda: None)
     assert not managed.is_managed(KINDS[kind].weight(KINDS[kind].masters(1)))
-
-
-def test_a_group_in_high_precision_is_left_to_megatron(monkeypatch):
-    config = MoEOptimConfig(format="mxfp8")
-    monkeypatch.setattr(managed, "installed_config", lambda: config)
-    weight = KINDS["group of mxfp8"].weight(KINDS["group of mxfp8"].masters(1))
-    weight.quantizer = None
-    assert not managed.is_managed(weight)
 
 
 def test_its_classes_are_asked_for_where_it_cannot_be_imported(monkeypatch):
@@ -476,9 +436,9 @@ def test_values_that_the_weight_itself_was_given_count_as_overwriting(kind: Kind
     weight, other = kind.weight(kind.masters(1)), kind.weight(1000 * kind.masters(2))
     storage = TransformerEngineStorage(weight, kind.format)
     fields = GROUPED if kind.experts else ONE
-    for name in fields.names(kind.format):
-        mine = getattr(weight, getattr(fields, name))
-        mine.copy_(getattr(other, getattr(fields, name)).view(mine.shape))
+    for name in names_of(kind.format):
+        mine = getattr(weight, fields[name])
+        mine.copy_(getattr(other, fields[name]).view(mine.shape))
     assert storage.renew_initial()
     assert_bytes_equal(weight._high_precision_init_val, read_values(other))
 

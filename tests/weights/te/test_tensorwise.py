@@ -114,26 +114,15 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("quantizer", OTHERS.values(), ids=OTHERS)
-def test_other_recipes_are_left_to_megatron(quantizer):
-    plain = make_weight((4, 4))
-    assert can_cast([plain]) and not can_cast([plain, make_weight((4, 4), quantizer)])
-
-
-def test_weights_of_another_dtype_or_kind_are_left_to_megatron():
+def test_other_recipes_dtypes_and_kinds_are_left_to_megatron():
     plain, fp32, emptied = (make_weight((4, 4)) for _ in range(3))
     fp32.dtype = torch.float32
     emptied._data = None
-    other = SimpleNamespace(_quantizer=None)
-    for one in (fp32, emptied, other, MXFP8Tensor):
+    others = [make_weight((4, 4), quantizer) for quantizer in OTHERS.values()]
+    assert can_cast([plain])
+    for one in (*others, fp32, emptied, SimpleNamespace(_quantizer=None), MXFP8Tensor):
         assert not can_cast([plain, one])
     assert not can_cast([])
-
-
-def test_without_kernels_transposes_are_left_to_transformer_engine():
-    weight = make_weight((4, 4))
-    weight._transpose, weight._transpose_invalid = weight._data.t().contiguous(), False
-    assert Transposes.of([weight]) is None
 
 
 UNKNOWN_TRANSPOSES = {
@@ -147,10 +136,11 @@ UNKNOWN_TRANSPOSES = {
 @pytest.mark.parametrize("changes", UNKNOWN_TRANSPOSES.values(), ids=UNKNOWN_TRANSPOSES)
 def test_transposes_that_transformer_engine_has_to_make_are_left_to_it(changes, monkeypatch):
     """Of any of the weights: a kernel renews all of them, or none."""
-    monkeypatch.setattr(tensorwise, "runs_triton", lambda _: True)
     weights = [make_weight((6, 10)) for _ in range(2)]
     for weight in weights:
         weight._transpose, weight._transpose_invalid = weight._data.t().contiguous(), False
+    assert Transposes.of(weights) is None  # without kernels
+    monkeypatch.setattr(tensorwise, "runs_triton", lambda _: True)
     assert Transposes.of(weights) is not None
     vars(weights[1]).update(changes)
     assert Transposes.of(weights) is None
