@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from moe_optim.experts.keys.layouts import LINEARS
 from moe_optim.experts.sharding import CUTS
 from moe_optim.formats import get_format
 from moe_optim.integration.agreement import agree, gather_objects
-from moe_optim.rollout.conventions import Convention, find_convention
+from moe_optim.rollout.conventions import Convention, ConventionName, find_convention
 from moe_optim.rollout.expert_buffers import describe_expert
 from moe_optim.rollout.expert_tensors import RowSplit, stack_experts
 from moe_optim.rollout.experts import ExportedLinear, local_experts
@@ -25,7 +25,6 @@ from moe_optim.weights.te.fields import TENSORWISE
 
 Pieces = tuple[Tensor, ...]
 """A stacked tensor [E, R, ...], or one [1, R, ...] of each expert."""
-ConventionName = Literal["compressed_tensors", "modelopt", "deepseek"]
 ENGINE_NAMES = {LINEARS[0]: "w13", LINEARS[1]: "w2"}
 
 
@@ -163,10 +162,9 @@ class _Linear:
     def _stack(self, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return stacked tensors by suffix."""
         held, convention = self.local.held, self.convention
+        (stacked,) = stack_experts(buffers, held.format, convention, RowSplit(), held.linear)
         if convention is None:
-            return {"weight": buffers[0]}
-        format = get_format(held.format)
-        (stacked,) = stack_experts(buffers, format, convention, RowSplit(), held.linear)
+            return stacked
         if convention.shape is not None:
             del stacked[convention.shape]
         if convention.global_scale is not None:  # one for gate and one for up

@@ -41,6 +41,11 @@ class HeldExperts:
     cuts: int = 1
     """Number of shards of each expert."""
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Linear and kind, of which a rank holds one record."""
+        return self.linear, self.kind
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldPart:

@@ -18,8 +18,10 @@ from moe_optim.rollout.conventions import (
     find_convention,
 )
 from moe_optim.rollout.expert_tensors import (
-    export_expert_of_one_scale,
+    RowSplit,
+    each_expert,
     export_experts,
+    stack_experts,
 )
 from tests.support.bytes import assert_bytes_equal
 from tests.support.checkpoints.stored_checkpoints import interleaved
@@ -199,7 +201,9 @@ def test_each_row_of_an_expert_with_one_scale_gets_it(interleave):
     gate, up = codes.chunk(2)
     stored = codes if interleave is None else interleaved(codes, interleave)
     scale_inv = torch.tensor([0.75])
-    parts = export_expert_of_one_scale(stored, scale_inv, ONE_SCALE, parts=2, interleave=interleave)
+    split = RowSplit(parts=2, interleave=interleave)
+    stacked = stack_experts([stored[None], scale_inv], "tensorwise", ONE_SCALE, split)
+    (parts,) = each_expert(stacked)
     for part, rows in zip(parts, (gate, up), strict=True):
         assert part.keys() == {"weight", "weight_scale"}
         assert_bytes_equal(part["weight"].view(torch.uint8), rows)
