@@ -91,19 +91,23 @@ def assert_found(found: Found, experts_of_rank: slice) -> None:
 
 def test_each_expert_gets_the_amax_of_its_weight_and_of_no_other(ranks):
     """Of bf16 and of quantized weights, which products read as something else than was written;
-    two expert-parallel ranks have different amaxes, and two that hold halves the same."""
+    two expert-parallel ranks have different amaxes."""
     for rank, found in enumerate(ranks):
         assert_found(found["spread"], slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2))
+
+
+def test_amaxes_of_cut_experts_are_those_of_whole_ones(ranks):
+    """Two ranks hold a half of each expert, of which one alone has the largest element."""
+    for found in ranks:
         assert_found(found["cut"], slice(None))
 
 
-@pytest.mark.parametrize("ranks_of", ["spread", "copied"])
-def test_one_amax_of_all_experts_is_the_largest_wherever_these_are(ranks, ranks_of):
-    for found in ranks:
-        for kind in FEW:
-            for name, amax in found[f"one of all, {ranks_of}"][str(kind)].items():
-                want = want_amax(kind, whole_weights(name)).amax().view(1, 1, 1)
-                assert_bytes_equal(amax, want, what=f"{kind} {name}")
+def test_one_amax_of_all_experts_is_the_same_on_any_number_of_ranks(ranks):
+    """``axis=None`` is the largest of all experts, wherever these are."""
+    for found, way, kind in product(ranks, ("spread", "copied"), FEW):
+        for name, amax in found[f"one of all, {way}"][str(kind)].items():
+            want = want_amax(kind, whole_weights(name)).amax().view(1, 1, 1)
+            assert_bytes_equal(amax, want, what=f"{kind} {name}")
 
 
 def _given_amaxes() -> bool:

@@ -193,7 +193,7 @@ def assert_all_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]
         assert_bytes_equal(got[name], amax, what=name)
 
 
-def test_amaxes_follow_their_experts_over_sizes_and_layouts(tmp_path: Path):
+def test_amaxes_follow_their_experts_over_expert_parallel_sizes(tmp_path: Path):
     """Three experts on each of two ranks, or a half of every expert, of which neither has all
     amaxes; six on one in the other layout or in portable experts; and two ranks again: always the
     amaxes of the whole masters, rounded to bf16, in plain torch. Saved without a reduction, those
