@@ -8,8 +8,7 @@ import torch
 
 from moe_optim import ops
 from moe_optim.commands.export.engine_config import quantization_config
-from moe_optim.errors import LayoutError
-from moe_optim.formats import FORMATS, NVFP4, get_format
+from moe_optim.formats import FORMATS, NVFP4
 from moe_optim.formats.reference.nvfp4 import global_encode_scale
 from moe_optim.rollout.conventions import (
     CONVENTIONS,
@@ -60,19 +59,6 @@ def test_what_an_engine_dequantizes_is_what_training_multiplies(format, conventi
     for expert, (gate, up) in enumerate(halves):
         got = torch.cat([serving.dequantize(gate), serving.dequantize(up)])
         assert_bytes_equal(got, wanted[expert], what="gate and up")
-
-
-@pytest.mark.parametrize(("format", "convention"), CASES)
-def test_interleaved_rows_come_apart(format, convention):
-    """Runs of 128 rows, which no block of any format crosses."""
-    weights = wide_weights()
-    quantized = ops.quantize(interleaved(weights, 128), format)
-    gate, up = export_experts(quantized, convention, parts=2, interleave=128)[1]
-    straight = ops.quantize(weights, format)
-    for got, want in zip((gate, up), export_experts(straight, convention, parts=2)[1], strict=True):
-        assert got.keys() == want.keys()
-        for name in want:
-            assert_bytes_equal(got[name], want[name], what=name)
 
 
 E4M3, U8, F32 = torch.float8_e4m3fn, torch.uint8, torch.float32
@@ -213,15 +199,6 @@ def test_each_row_of_an_expert_with_one_scale_gets_it(interleave):
 
 
 # What is refused
-
-
-def test_gate_and_up_must_not_share_a_block_of_scales():
-    quantized = ops.quantize(torch.randn(1, 2 * 96, 128), "fp8_block")
-    with pytest.raises(LayoutError, match="runs of 128 rows or a multiple.*of 96 rows each"):
-        export_experts(quantized, find_convention(get_format("fp8_block")), parts=2)[0]
-    wide = ops.quantize(torch.randn(1, 512, 128), "fp8_block")
-    with pytest.raises(LayoutError, match="interleaved by 64"):
-        export_experts(wide, find_convention(wide.format), parts=2, interleave=64)[0]
 
 
 @pytest.mark.parametrize("interleave", [None, 3])

@@ -8,13 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_optim import ops
 from moe_optim.experts.grouped_linear import GroupedLinear
-from moe_optim.experts.keys.layouts import get_layout
-from moe_optim.rollout.expert_buffers import join_parts
-from moe_optim.rollout.expert_tensors import rowwise_of
-from moe_optim.rollout.exported_as import ExportedAs
-from moe_optim.rollout.units import HeldExperts
 from tests.rollout.test_export_weights import (
     OVERLAP,
     Setup,
@@ -24,7 +18,7 @@ from tests.rollout.test_export_weights import (
     refusal,
     step,
 )
-from tests.support.bytes import assert_bytes_equal, assert_same_tensors
+from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
 from tests.support.states.masters import full_master
 
@@ -147,24 +141,3 @@ def _refuse():
     for_nvfp4, _ = build(Setup(CUT, {"format": "nvfp4"}))
     in_blocks, _ = build(Setup(CUT, {"format": "fp8_block"}))
     return [refusal(lambda chunks=chunks: exported(chunks)) for chunks in (for_nvfp4, in_blocks)]
-
-
-@pytest.mark.parametrize("layout", ["hf_per_expert", "sequential"])
-@pytest.mark.parametrize(("linear", "axis"), [("linear_fc1", 0), ("linear_fc2", 1)])
-def test_parts_of_integers_become_the_whole_with_its_shape(linear, axis, layout):
-    """Rows of gate and of up of both ranks, or their columns; a shape is stored, not cut."""
-    values = torch.randn(1, 64, 128, generator=torch.Generator().manual_seed(5))
-    held = HeldExperts(
-        linear=f"decoder.layers.0.mlp.experts.{linear}", hf_layer=0, kind="weight", first=0,
-        count=1, shape=(64, 128), format="int4", cut_axis=axis, cuts=2,
-    )  # fmt: skip
-    cut = values.chunk(2, 2)
-    if axis == 0:
-        halves = [half.chunk(2, 1) for half in values.chunk(2, 1)]
-        cut = [torch.cat(of_both, 1) for of_both in zip(*halves, strict=True)]
-    parts = [rowwise_of(ops.quantize(part, "int4")) for part in cut]
-    joined = join_parts(held, [torch.cat(both) for both in zip(*parts, strict=True)], experts=1)
-    exported_as = ExportedAs(get_layout(layout), None)
-    want = exported_as.tensors(held, rowwise_of(ops.quantize(values, "int4")))
-    for got, wanted in zip(exported_as.tensors(held, joined), want, strict=True):
-        assert_bytes_equal(got, wanted)

@@ -200,13 +200,13 @@ def expected(chunks, optimizer):
         else:
             mine[stem + DENSE[name]] = whole(param)
     packed = {
-        key: (one.dtype, tuple(one.shape), one.reshape(-1).contiguous().view(torch.uint8).tolist())
+        key: (one.dtype, tuple(one.shape), one.reshape(-1).view(torch.uint8).numpy().tobytes())
         for key, one in mine.items()
     }  # Megatron lets no float8 tensor through a pickle
     everything: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everything, packed)
     return {
-        key: torch.tensor(values, dtype=torch.uint8).view(dtype).view(shape)
+        key: torch.frombuffer(bytearray(values), dtype=torch.uint8).view(dtype).view(shape)
         for of_rank in everything
         for key, (dtype, shape, values) in of_rank.items()
     }

@@ -49,12 +49,16 @@ def draw():
 
 @pytest.mark.parametrize(("format", "convention"), [*CASES, ("bf16", None)])
 def test_gate_rows_come_before_up_rows_however_they_train(format, convention):
+    """Stacked or apart; in runs of 128 rows, which no block of any format crosses."""
     weights = draw() if format != "bf16" else draw().bfloat16()
-    straight = exported("hf", convention, held(format), weights)
-    mixed = exported("hf", convention, held(format, interleave=128), interleaved(weights, 128))
-    assert straight.keys() == mixed.keys()
-    for name, want in straight.items():
-        assert_bytes_equal(mixed[name], want, what=name)
+    for layout in ("hf", "hf_per_expert"):
+        straight = exported(layout, convention, held(format), weights)
+        mixed = exported(
+            layout, convention, held(format, interleave=128), interleaved(weights, 128)
+        )
+        assert straight.keys() == mixed.keys()
+        for name, want in straight.items():
+            assert_bytes_equal(mixed[name], want, what=name)
 
 
 @pytest.mark.parametrize(("format", "convention"), [*CASES, ("bf16", None)])
@@ -88,4 +92,6 @@ def test_gate_and_up_must_not_share_a_block_of_scales():
     exported_as = ExportedAs(get_layout("hf"), None)
     with pytest.raises(LayoutError, match="runs of 128 rows or a multiple.*of 96 rows each"):
         exported_as.check(held("fp8_block", rows=2 * 96))
+    with pytest.raises(LayoutError, match="interleaved by 64"):
+        exported_as.check(held("fp8_block", interleave=64))
     ExportedAs(get_layout("grouped"), None).check(held("fp8_block", rows=2 * 96))
