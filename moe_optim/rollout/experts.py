@@ -170,7 +170,6 @@ def biases_of(linear: ExpertLinear) -> list[Tensor]:
 
 
 def _kind_of(linear: ExpertLinear, path: str) -> tuple[tuple[int, ...], str]:
-    """Return the shape of one expert, and the format of all."""
     weights = linear.weights()
     if any(map(is_tensorwise, weights)):
         if element := next(filter(None, map(foreign_element, weights)), None):

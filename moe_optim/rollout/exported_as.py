@@ -86,7 +86,6 @@ class ExportedAs:
         return patterns_of(self.layout, held.linear.rpartition(".")[2], held.kind)
 
     def _prefix(self, held: HeldExperts) -> str:
-        """Return the name prefix of a layer's experts."""
         container = held.linear.rpartition(".")[0]
         if not self.is_renamed:
             return f"{container}."

@@ -153,7 +153,6 @@ class _Linear:
         }
 
     def _stack(self, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return stacked tensors by suffix."""
         held, convention = self.local.held, self.convention
         (stacked,) = stack_experts(buffers, held.format, convention, RowSplit(), held.linear)
         if convention is None:

@@ -210,7 +210,6 @@ def _require_every_part(
 
 
 def _boxes(tensor: StackedTensor, holders: Sequence[Shard], needed: Shard) -> list[_Box]:
-    """Return the boxes of one engine rank."""
     boxes = []
     targets = list(tensor.segments(needed, in_training=False))
     _, rows, columns = tensor.local_shape(needed)

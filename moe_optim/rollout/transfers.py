@@ -186,7 +186,6 @@ def _messages(transfers: Sequence[Transfer], message_bytes: int) -> Iterator[lis
 
 
 def _exchange(outgoing: _ByPeer, incoming: _ByPeer, own: _Own, group: Any) -> None:
-    """Send and receive at most one message per peer."""
     operations, arriving = [], []
     for peer, transfers in outgoing.items():
         sent = [_source(own, one) for one in transfers]

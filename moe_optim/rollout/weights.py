@@ -179,7 +179,6 @@ class _Exporter:
     def _experts(
         self, unit: ExpertUnit, arriving: Arriving, device: torch.device | str | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Return name and tensor of all tensors of a unit."""
         buffers = arriving.wait()
         local = self.experts.get(unit.held.key)
         if local is not None:

@@ -111,7 +111,7 @@ RULES: dict[str, tuple[Any, set[str]]] = {
     ),
 }
 
-PATTERNS: dict[str, tuple[list[str], set[str]]] = {
+PATTERNS: dict[str, tuple[list[str] | None, set[str]]] = {
     "layers and a linear": (
         ["*layers.[1-9]*.linear_fc1"],
         among(EVERY, "1.mlp.experts.linear_fc1", "2.mlp.experts.linear_fc1"),
@@ -122,6 +122,7 @@ PATTERNS: dict[str, tuple[list[str], set[str]]] = {
     ),
     "a name": ([NAMES[0]], among(EVERY, NAMES[0])),
     "everything": (["*"], EVERY),
+    "no argument": (None, EVERY),
 }
 
 
@@ -138,10 +139,6 @@ def test_quantizers_of_experts_are_selected(quant_cfg, want):
     assert chosen(quant_cfg) == want
     if isinstance(quant_cfg, list):
         assert chosen(tuple(quant_cfg)) == want
-
-
-def test_without_an_argument_everything_is():
-    assert chosen(None) == EVERY
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
