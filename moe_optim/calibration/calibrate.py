@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_optim.buckets.bucket_group import gather_weights
 from moe_optim.calibration.calibrated_amax import fitted, hold_calibrated_amax
 from moe_optim.calibration.fake_quantization import Axis, expert_axis
-from moe_optim.calibration.finding import FoundAmax, find_input_amaxes, find_weight_amaxes
+from moe_optim.calibration.finding import find_input_amaxes, find_weight_amaxes
 from moe_optim.calibration.linears import (
     ExpertLinear,
     expert_linears,
@@ -94,20 +94,21 @@ def calibrate(
     for chunk in chunks:
         gather_weights(chunk)
     weights = find_weight_amaxes(of_weights, call["axis"])
-    inputs: list[FoundAmax] = []
+    inputs = None
     if forward_loop is not None:
         inputs = find_input_amaxes(chunks, of_inputs, forward_loop)
     for chunk in chunks:
         listen(chunk)
-    for kind, found, buffer in (
-        (WEIGHT, weights, CALIBRATED_AMAX),
-        (INPUT, inputs, CALIBRATED_INPUT_AMAX),
-    ):
-        for linear in linears:
-            if kind not in chosen[linear.name]:
-                hold_calibrated_amax(linear.module, None, buffer)
-        for one in found:
-            hold_calibrated_amax(one.linear.module, one.amax.view(-1, 1, 1), buffer)
+    for linear in linears:
+        if WEIGHT not in chosen[linear.name]:
+            hold_calibrated_amax(linear.module, None)
+        if INPUT not in chosen[linear.name]:
+            hold_calibrated_amax(linear.module, None, CALIBRATED_INPUT_AMAX)
+    for linear, amax in zip(of_weights, weights, strict=True):
+        hold_calibrated_amax(linear.module, amax.view(-1, 1, 1))
+    if inputs is not None:
+        for linear, amax in zip(of_inputs, inputs, strict=True):
+            hold_calibrated_amax(linear.module, amax.view(-1, 1, 1), CALIBRATED_INPUT_AMAX)
 
 
 def set_calibrated_amax(linear: torch.nn.Module, amax: Tensor | None) -> None:
