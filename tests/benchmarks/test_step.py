@@ -92,22 +92,6 @@ def test_both_sides_run_the_same_but_for_the_plug_in(deterministic):
     )
 
 
-@pytest.mark.parametrize(("chosen", "given"), [("muon", []), (None, ["--optimizer", "dist_muon"])])
-def test_stock_muon_has_bf16_weights_and_the_plug_in_quantized_ones(chosen, given):
-    """Megatron's own Muon gathers bf16; products are in FP8 on both sides."""
-    args = argparse.Namespace(
-        against="stock", deterministic=False, iterations=6, optimizer=chosen, megatron_args=given
-    )
-    recipe = load_recipe(RECIPE.parent / "hopper_fp8_block.yaml", [])
-    stock, plugin = (bench_step.megatron_argv(args, recipe, side) for side in ("stock", "plugin"))
-    assert "--fp8-param-gather" in plugin
-    assert "--fp8-param-gather" not in stock
-    assert [word for word in plugin if word != "--fp8-param-gather"][: len(stock)] == stock
-    for argv in (stock, plugin):
-        assert bench_step.optimizer_of(argv) == "muon"
-        assert {"--use-distributed-optimizer", "--fp8-format"} <= set(argv)
-
-
 def test_against_bf16_both_sides_are_the_plug_in_and_one_of_them_multiplies_bf16():
     args = argparse.Namespace(
         against="bf16", deterministic=False, iterations=6, optimizer=None, megatron_args=[]

@@ -117,28 +117,11 @@ def test_strides_and_expanded_gradients_do_not_matter():
     assert_bytes_equal(grad, want_grad.transpose(1, 2))
 
 
-@every_grid
-def test_a_grid_quantizes_its_own_values_to_themselves(grid):
-    """In fp32, with the amax that is the last value of the grid."""
-    values = normal_weights(*SHAPE)
-    amax = amax_of(values, part=1.0)
-    once = fake_quantize(values, amax, **grid)
-    twice = fake_quantize(once, amax, **grid)
-    assert (once - twice).abs().max() <= amax.max() * 2.0**-22
-
-
 ERRORS = {
     "bits, too few": ({"bits": 1}, ConfigError, "bits: expected 2 to 16 or 'e4m3', got 1"),
-    "bits, a bool": ({"bits": True}, ConfigError, "got True"),
     "backend": ({"backend": "x"}, ConfigError, "backend: expected auto or reference, got 'x'"),
     "axis": ({"axis": 1}, ConfigError, r"axis: expected 0 or \(0,\) for one amax per expert"),
-    "a truth": ({"axis": (False,)}, ConfigError, r"axis: .* got \(False,\)"),
     "no experts": ({"weights": []}, LayoutError, "at least one expert, got none"),
-    "no experts in a tensor": (
-        {"weights": torch.zeros(0, 2, 2), "amax": torch.zeros(0)},
-        LayoutError,
-        "at least one expert, got none",
-    ),
     "a matrix": (
         {"weights": torch.zeros(2, 2)},
         LayoutError,
@@ -170,15 +153,12 @@ ERRORS = {
         LayoutError,
         r"expected 2 for 2 experts .* shape \[1\]",
     ),
-    "too many amaxes": ({"axis": None}, LayoutError, r"expected 1 for all experts .* shape \[2\]"),
     "amax in fp64": ({"amax": torch.ones(2).double()}, LayoutError, "got torch.float64 on cpu"),
-    "amax elsewhere": ({"amax": torch.ones(2, device="meta")}, LayoutError, "on meta"),
     "NaN": (
         {"amax": torch.tensor([1.0, math.nan])},
         NonFiniteError,
         "expected finite values, got nan for expert 1, and 1 such values of 2",
     ),
-    "Inf": ({"amax": torch.tensor([math.inf, 1.0])}, NonFiniteError, "got inf for expert 0"),
     "negative": ({"amax": torch.tensor([1.0, -2.0])}, ConfigError, "got -2.0 for expert 1"),
 }
 
