@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,19 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes per item."""
 _ByPeer = dict[int, list[Transfer]]
 """Transfers by rank in the group."""
-_Own = tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]
-"""Sources and targets of this rank as integers [E, R, C], whole or by expert."""
+
+
+class _Own(NamedTuple):
+    """This rank's tensors as integers [E, R, C], whole or by expert."""
+
+    sources: Mapping[str, Sequence[Tensor]]
+    targets: Mapping[str, Sequence[Tensor]]
+
+    def source(self, one: Transfer) -> list[Tensor]:
+        return _views(self.sources[one.tensor], one.source, one.shape)
+
+    def target(self, one: Transfer) -> list[Tensor]:
+        return _views(self.targets[one.tensor], one.target, one.shape)
 
 
 @torch.no_grad()
@@ -67,7 +78,7 @@ def execute(
     for one in plan.transfers:
         sender, receiver = training[one.sender], engine_ranks[one.receiver]
         if sender == me == receiver:
-            _copy(_target(own, one), _source(own, one))
+            _copy(own.target(one), own.source(one))
         elif sender == me:
             sent.setdefault(receiver, []).append(one)
         elif receiver == me:
@@ -99,24 +110,10 @@ def _check_own(
     held = plan.source_shapes(training.index(me)) if me in training else {}
     needed = plan.target_shapes(engine.index(me)) if me in engine else {}
     items = {one.name: one.itemsize for one in plan.tensors}
-    return (
-        {
-            name: _pieces(name, sources.get(name), shape, items[name])
-            for name, shape in held.items()
-        },
-        {
-            name: _pieces(name, targets.get(name), shape, items[name])
-            for name, shape in needed.items()
-        },
+    return _Own(
+        sources={n: _pieces(n, sources.get(n), shape, items[n]) for n, shape in held.items()},
+        targets={n: _pieces(n, targets.get(n), shape, items[n]) for n, shape in needed.items()},
     )
-
-
-def _source(own: _Own, one: Transfer) -> list[Tensor]:
-    return _views(own[0][one.tensor], one.source, one.shape)
-
-
-def _target(own: _Own, one: Transfer) -> list[Tensor]:
-    return _views(own[1][one.tensor], one.target, one.shape)
 
 
 def _pieces(name: str, given: Stacked | None, shape: Shape, itemsize: int) -> list[Tensor]:
@@ -188,13 +185,13 @@ def _messages(transfers: Sequence[Transfer], message_bytes: int) -> Iterator[lis
 def _exchange(outgoing: _ByPeer, incoming: _ByPeer, own: _Own, group: Any) -> None:
     operations, arriving = [], []
     for peer, transfers in outgoing.items():
-        sent = [_source(own, one) for one in transfers]
+        sent = [own.source(one) for one in transfers]
         bucket, places = _bucket(transfers, sent)
         for place, views in zip(places, sent, strict=True):
             _copy([place], views)
         operations.append(dist.P2POp(dist.isend, bucket, group=group, group_peer=peer))
     for peer, transfers in incoming.items():
-        filled = [_target(own, one) for one in transfers]
+        filled = [own.target(one) for one in transfers]
         bucket, places = _bucket(transfers, filled)
         arriving.append((filled, places))
         operations.append(dist.P2POp(dist.irecv, bucket, group=group, group_peer=peer))
