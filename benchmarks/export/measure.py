@@ -116,7 +116,7 @@ class Requantizing:
         """Yield suffix and stacked tensor of each linear, in export order."""
         for held in self.buffers:
             convention = find_convention(held.format)
-            (whole,) = stack_experts(rowwise_of(held), held.format, convention, RowSplit())
+            (whole,) = stack_experts(rowwise_of(held), held.format.name, convention, RowSplit())
             yield from whole.items()
 
 

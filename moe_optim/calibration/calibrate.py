@@ -1,6 +1,6 @@
 """Calibration: amaxes of the experts of a model, computed once and kept until the next one."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_optim.buckets.bucket_group import gather_weights
 from moe_optim.calibration.calibrated_amax import fitted, hold_calibrated_amax
 from moe_optim.calibration.fake_quantization import Axis, expert_axis
-from moe_optim.calibration.finding import FoundAmax, find_input_amaxes, find_weight_amaxes
+from moe_optim.calibration.finding import find_input_amaxes, find_weight_amaxes
 from moe_optim.calibration.linears import (
     ExpertLinear,
     expert_linears,
@@ -83,21 +83,18 @@ def calibrate(
         StateError: stale weights without a DDP module that gathers them, or offloaded weights.
         NonFiniteError: an expert contains Inf, or only NaN; or inputs contain either.
     """
-    one_axis: Any = agree(lambda: _axis_of(axis), None)
-    selection: Selection = agree(lambda: Selection.of(quant_cfg), None)
-    chunks = agree(lambda: _chunks_of(model_chunks, method), None)
-    agree(lambda: _require_loop(forward_loop), None)
-    linears: list[ExpertLinear] = agree(lambda: list(_named_linears(chunks)), None)
-    call = {"axis": one_axis, "quant_cfg": selection, "forward_loop": forward_loop is not None}
-    chosen = selection.choose(_require_one_call([one.name for one in linears], call))
+    chunks, linears, call = agree(
+        lambda: _check_call(model_chunks, method, axis, quant_cfg, forward_loop), None
+    )
+    chosen = call["quant_cfg"].choose(_require_one_call([one.name for one in linears], call))
     of_weights, of_inputs = (
         [linear for linear in linears if kind in chosen[linear.name]] for kind in (WEIGHT, INPUT)
     )
     agree(lambda: _require_readable(linears, of_weights), None)
     for chunk in chunks:
         gather_weights(chunk)
-    weights = find_weight_amaxes(of_weights, one_axis)
-    inputs: list[FoundAmax] = []
+    weights = find_weight_amaxes(of_weights, call["axis"])
+    inputs = None
     if forward_loop is not None:
         inputs = find_input_amaxes(chunks, of_inputs, forward_loop)
     for chunk in chunks:
@@ -107,9 +104,11 @@ def calibrate(
             hold_calibrated_amax(linear.module, None)
         if INPUT not in chosen[linear.name]:
             hold_calibrated_amax(linear.module, None, CALIBRATED_INPUT_AMAX)
-    for found, buffer in ((weights, CALIBRATED_AMAX), (inputs, CALIBRATED_INPUT_AMAX)):
-        for one in found:
-            hold_calibrated_amax(one.linear.module, one.amax.view(-1, 1, 1), buffer)
+    for linear, amax in zip(of_weights, weights, strict=True):
+        hold_calibrated_amax(linear.module, amax.view(-1, 1, 1))
+    if inputs is not None:
+        for linear, amax in zip(of_inputs, inputs, strict=True):
+            hold_calibrated_amax(linear.module, amax.view(-1, 1, 1), CALIBRATED_INPUT_AMAX)
 
 
 def set_calibrated_amax(linear: torch.nn.Module, amax: Tensor | None) -> None:
@@ -168,35 +167,31 @@ def _set(linear: torch.nn.Module, buffer: str, amax: Tensor | None) -> None:
     hold_calibrated_amax(base, values, buffer)
 
 
-def _axis_of(axis: Any) -> Any:
-    if axis == "rank":
-        return axis
-    return expert_axis(axis, "calibrate", ", or 'rank' for one per rank")
-
-
-def _chunks_of(model_chunks: Iterable[torch.nn.Module], method: str) -> list[torch.nn.Module]:
+def _check_call(
+    model_chunks: Any, method: str, axis: Any, quant_cfg: QuantCfg | None, forward_loop: Any
+) -> tuple[list[torch.nn.Module], list[ExpertLinear], dict[str, Any]]:
+    """Return chunks, their linears, and the arguments that must be the same on every rank."""
+    if axis != "rank":
+        axis = expert_axis(axis, "calibrate", ", or 'rank' for one per rank")
+    selection = Selection.of(quant_cfg)
     if method not in METHODS:
         raise ConfigError(
             f"calibrate: method: expected one of {', '.join(METHODS)}, got {method!r}. Give one of "
             "them."
         )
-    return require_chunks(model_chunks, "calibrate")
-
-
-def _require_loop(forward_loop: Any) -> None:
+    chunks = require_chunks(model_chunks, "calibrate")
     if forward_loop is not None and not callable(forward_loop):
         raise ConfigError(
             "calibrate: forward_loop: expected a function of the model, or None, got "
             f"{type(forward_loop).__name__}. Give one that calls the model on some batches."
         )
-
-
-def _named_linears(chunks: Sequence[torch.nn.Module]) -> Iterator[ExpertLinear]:
-    """Yield all expert linears under names with global layer numbers."""
+    linears = []
     for chunk in chunks:
         modules = modules_by_name(chunk)
         for linear in expert_linears(chunk):
-            yield replace(linear, name=with_global_layers(linear.name, modules))
+            linears.append(replace(linear, name=with_global_layers(linear.name, modules)))
+    call = {"axis": axis, "quant_cfg": selection, "forward_loop": forward_loop is not None}
+    return chunks, linears, call
 
 
 def _require_one_call(names: list[str], call: dict[str, Any]) -> set[str]:

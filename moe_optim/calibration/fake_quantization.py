@@ -18,7 +18,7 @@ from moe_optim.calibration.fake_operations import (
     fake_quantized,
 )
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
-from moe_optim.formats import FORMATS, BlockScaledFormat, get_format
+from moe_optim.formats import FORMATS, get_format
 from moe_optim.kernels.plan import Backend, check_backend
 
 Bits = int | Literal["e4m3"]
@@ -217,18 +217,6 @@ def _check_experts(experts: Sequence[Tensor], dims: int) -> None:
             )
 
 
-def row_format(name: str, where: str) -> BlockScaledFormat:
-    """Return a row-only format; raise ConfigError for any other."""
-    format = get_format(name)
-    if not format.is_row_only:
-        known = " or ".join(one.name for one in FORMATS.values() if one.is_row_only)
-        raise ConfigError(
-            f"{where}: format: expected {known}, got '{name}'. Take a format whose values are the "
-            "same in the GEMMs of both directions."
-        )
-    return format
-
-
 def _check_blocks(
     experts: Sequence[Tensor], name: str, amax: Tensor | None, grid: tuple[object, ...]
 ) -> None:
@@ -237,7 +225,13 @@ def _check_blocks(
             "fake_quantize: format: expected neither amax nor bits, axis and narrow_range, got one "
             f"beside {name}. Give the format alone: its blocks have their own scales."
         )
-    format = row_format(name, "fake_quantize")
+    format = get_format(name)
+    if not format.is_row_only:
+        known = " or ".join(one.name for one in FORMATS.values() if one.is_row_only)
+        raise ConfigError(
+            f"fake_quantize: format: expected {known}, got '{name}'. Take a format whose values "
+            "are the same in the GEMMs of both directions."
+        )
     if experts[0].dtype == torch.float16:
         raise LayoutError(
             f"fake_quantize: weights: expected fp32 or bf16 for {name}, got torch.float16. Convert "

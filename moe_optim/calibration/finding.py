@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -19,39 +18,32 @@ _NONE = -1.0
 """Amax of no number on this rank; less than any other."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class FoundAmax:
-    """Amaxes of the weights or of the inputs of a linear."""
-
-    linear: ExpertLinear
-    amax: Tensor
-    """Amaxes, fp32: [E] for local experts, or [1] for all experts or for inputs."""
-
-
 def find_weight_amaxes(
     linears: Sequence[ExpertLinear], axis: Literal[0, "rank"] | None
-) -> list[FoundAmax]:
-    """Return the amaxes of weights, see :func:`moe_optim.calibrate`. Every rank must call it.
+) -> list[Tensor]:
+    """Return the amaxes of the weights of each linear, see :func:`moe_optim.calibrate`.
+
+    They are fp32, [E] for the local experts, or [1] for all experts. Every rank must call it.
 
     Raises:
         StateError: weights are stale or offloaded.
         NonFiniteError: an expert contains Inf, or only NaN; on all ranks.
     """
-    found: list[FoundAmax] = agree(lambda: [_find(linear) for linear in linears], None)
-    _reduce(found, "expt_tp", "expt_dp")
-    agree(lambda: _require_numbers(found), None)
+    amaxes: list[Tensor] = agree(lambda: [_find(linear) for linear in linears], None)
+    _reduce(linears, amaxes, "expt_tp", "expt_dp")
+    agree(lambda: _require_numbers(linears, amaxes), None)
     if axis == "rank":
-        return [replace(one, amax=one.amax.amax().expand_as(one.amax).clone()) for one in found]
+        return [amax.amax().expand_as(amax).clone() for amax in amaxes]
     if axis is None:
-        found = [replace(one, amax=one.amax.amax().view(1)) for one in found]
-        _reduce(found, "ep")
-    return found
+        amaxes = [amax.amax().view(1) for amax in amaxes]
+        _reduce(linears, amaxes, "ep")
+    return amaxes
 
 
 def find_input_amaxes(
     chunks: Sequence[Module], linears: Sequence[ExpertLinear], forward_loop: Callable[[Any], object]
-) -> list[FoundAmax]:
-    """Run a loop in evaluation mode, and return the amax of the inputs of each linear.
+) -> list[Tensor]:
+    """Run a loop in evaluation mode, and return the amax of the inputs of each linear, [1] fp32.
 
     Every rank must call it. The loop gets the chunk, or the list of several.
 
@@ -59,24 +51,26 @@ def find_input_amaxes(
         NonFiniteError: an input is NaN or Inf; on all ranks.
         LayoutError: a linear got no input on any rank; on all ranks.
     """
-    found = []
-    for linear in linears:
-        device = linear.weights()[0].device
-        amax = torch.full((1,), _NONE, dtype=torch.float32, device=device)
-        found.append(FoundAmax(linear=linear, amax=amax))
-    agree(lambda: _run(chunks, found, forward_loop), None)
-    agree(lambda: _require_finite_inputs(found), None)
-    _reduce(found, "ep", "expt_tp", "expt_dp")
-    agree(lambda: _require_inputs(found), None)
-    return found
+    amaxes = [
+        torch.full((1,), _NONE, dtype=torch.float32, device=linear.weights()[0].device)
+        for linear in linears
+    ]
+    agree(lambda: _run(chunks, linears, amaxes, forward_loop), None)
+    agree(lambda: _require_finite_inputs(linears, amaxes), None)
+    _reduce(linears, amaxes, "ep", "expt_tp", "expt_dp")
+    agree(lambda: _require_inputs(linears, amaxes), None)
+    return amaxes
 
 
 def _run(
-    chunks: Sequence[Module], found: Sequence[FoundAmax], forward_loop: Callable[[Any], object]
+    chunks: Sequence[Module],
+    linears: Sequence[ExpertLinear],
+    amaxes: Sequence[Tensor],
+    forward_loop: Callable[[Any], object],
 ) -> None:
     with ExitStack() as stack:
-        for one in found:
-            hook = one.linear.module.register_forward_pre_hook(_observer(one.amax))
+        for linear, amax in zip(linears, amaxes, strict=True):
+            hook = linear.module.register_forward_pre_hook(_observer(amax))
             stack.callback(hook.remove)
         stack.enter_context(_evaluating(chunks))
         forward_loop(chunks[0] if len(chunks) == 1 else list(chunks))
@@ -103,37 +97,36 @@ def _evaluating(chunks: Sequence[Module]) -> Iterator[None]:
             module.training = True
 
 
-def _find(linear: ExpertLinear) -> FoundAmax:
+def _find(linear: ExpertLinear) -> Tensor:
     amaxes = []
     for values in linear.values():
         amax = torch.zeros(1, dtype=torch.float32, device=values.device)
         expert_amax_into(amax, values, 0, values.numel())
         amaxes.append(torch.where(values.isnan().all(), _NONE, amax))
-    return FoundAmax(linear=linear, amax=torch.cat(amaxes))
+    return torch.cat(amaxes)
 
 
-def _reduce(found: Sequence[FoundAmax], *names: str) -> None:
-    by_groups: dict[Any, list[FoundAmax]] = {}
-    for one in found:
-        groups = tuple(getattr(one.linear.groups, name) for name in names)
-        by_groups.setdefault(groups, []).append(one)
+def _reduce(linears: Sequence[ExpertLinear], amaxes: Sequence[Tensor], *names: str) -> None:
+    by_groups: dict[Any, list[Tensor]] = {}
+    for linear, amax in zip(linears, amaxes, strict=True):
+        groups = tuple(getattr(linear.groups, name) for name in names)
+        by_groups.setdefault(groups, []).append(amax)
     for groups, members in by_groups.items():
-        amaxes = [one.amax for one in members]
-        together = torch.cat(amaxes)
+        together = torch.cat(members)
         for group in groups:
             if group.size() > 1:
                 dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
-        torch._foreach_copy_(amaxes, together.split([len(amax) for amax in amaxes]))
+        torch._foreach_copy_(members, together.split([len(amax) for amax in members]))
 
 
-def _require_numbers(found: Sequence[FoundAmax]) -> None:
+def _require_numbers(linears: Sequence[ExpertLinear], amaxes: Sequence[Tensor]) -> None:
     faults = []
-    for one in found:
-        first = one.linear.groups.ep.rank() * one.linear.num_experts
-        for index, amax in enumerate(one.amax.tolist()):
+    for linear, of_experts in zip(linears, amaxes, strict=True):
+        first = linear.groups.ep.rank() * linear.num_experts
+        for index, amax in enumerate(of_experts.tolist()):
             if not 0 <= amax < torch.inf:
                 what = "no number" if amax < 0 else "Inf"
-                faults.append(f"{one.linear.name}: expert {first + index}: {what}")
+                faults.append(f"{linear.name}: expert {first + index}: {what}")
     if faults:
         raise NonFiniteError(
             f"calibrate: expected finite weights, got {len(faults)} expert(s) without:\n  "
@@ -142,8 +135,9 @@ def _require_numbers(found: Sequence[FoundAmax]) -> None:
         )
 
 
-def _require_finite_inputs(found: Sequence[FoundAmax]) -> None:
-    faults = [one.linear.name for one in found if not one.amax.isfinite().all()]
+def _require_finite_inputs(linears: Sequence[ExpertLinear], amaxes: Sequence[Tensor]) -> None:
+    both = zip(linears, amaxes, strict=True)
+    faults = [linear.name for linear, amax in both if not amax.isfinite().all()]
     if faults:
         raise NonFiniteError(
             "calibrate: forward_loop: expected finite inputs, got NaN or Inf in those of "
@@ -152,8 +146,9 @@ def _require_finite_inputs(found: Sequence[FoundAmax]) -> None:
         )
 
 
-def _require_inputs(found: Sequence[FoundAmax]) -> None:
-    unseen = [one.linear.name for one in found if one.amax.item() == _NONE]
+def _require_inputs(linears: Sequence[ExpertLinear], amaxes: Sequence[Tensor]) -> None:
+    both = zip(linears, amaxes, strict=True)
+    unseen = [linear.name for linear, amax in both if amax.item() == _NONE]
     if unseen:
         raise LayoutError(
             "calibrate: forward_loop: expected inputs of every selected linear, got none on any "

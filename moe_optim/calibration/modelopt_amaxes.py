@@ -1,12 +1,13 @@
 """Conversion of expert amaxes between NVIDIA ModelOpt's keys and ours.
 
-ModelOpt (0.47) keeps an amax in the buffer ``_amax`` of a quantizer, and the quantizer of a
-linear's weights is its child ``weight_quantizer``. Ours is a buffer of the linear itself. Amaxes of
-inputs are in :mod:`moe_optim.calibration.modelopt_inputs`.
+ModelOpt (0.47) keeps an amax in the buffer ``_amax`` of a quantizer; quantizers are the children
+``weight_quantizer`` and ``input_quantizer`` of a linear. Ours are buffers of the linear itself.
+Inputs have one quantizer of a grouped linear, or one in each expert of a ``SequentialMLP``, with
+the same value after its synchronization.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -15,64 +16,65 @@ import torch
 from torch import Tensor
 
 from moe_optim.calibration.calibrated_amax import are_magnitudes, as_buffer
-from moe_optim.calibration.modelopt_inputs import InputAmaxes
 from moe_optim.errors import ConfigError, LayoutError, listed
 from moe_optim.experts.keys.finding import expert_remainders, survey_expert_sets
-from moe_optim.experts.keys.layouts import CALIBRATED_AMAX, LINEARS, match_key
+from moe_optim.experts.keys.layouts import (
+    CALIBRATED_AMAX,
+    CALIBRATED_INPUT_AMAX,
+    LINEARS,
+    match_key,
+)
 
 ModelOptForm = Literal["indexed", "numbered", "sequential", "grouped", "flat", "scalar"]
 
-_QUANTIZER = "weight_quantizer"
-_ONE_KEY = f"{{linear}}.{_QUANTIZER}._amax"
+_ONE_KEY = "{linear}.weight_quantizer._amax"
+_FORMS: Mapping[str, str] = MappingProxyType(
+    {
+        # GroupedQuantizer: a quantizer per expert, as Transformer Engine's linears have since 0.47
+        "indexed": "{linear}.weight_quantizer.{expert}._amax",
+        # earlier versions, with one name per quantizer
+        "numbered": "{linear}.weight_quantizer_{expert}._amax",
+        # SequentialMLP
+        "sequential": f"local_experts.{{expert}}.{_ONE_KEY}",
+        # one quantizer with axis 0 over a weight [E, R, C]
+        "grouped": _ONE_KEY,
+        "flat": _ONE_KEY,
+        # one quantizer with axis None over a rank's weight [E, R, C]
+        "scalar": _ONE_KEY,
+    }
+)
+"""Keys of the amaxes of weights after the container."""
+_INPUTS = "{linear}.input_quantizer._amax"
+_SEQUENTIAL_INPUTS = f"local_experts.{{expert}}.{_INPUTS}"
 _MOST_NAMES = 20
 """Maximum number of names in a warning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Form:
-    template: str
-    """Key after the container, with ``{linear}``, and ``{expert}`` if each has a key."""
-    values: Callable[[Tensor], Sequence[Tensor]]
-    """Function of amaxes [E, 1, 1] -> the values under these keys, in order."""
-
-
-def _scalars(amax: Tensor) -> Sequence[Tensor]:
-    return amax.flatten().unbind(0)
-
-
-_FORMS: Mapping[str, _Form] = MappingProxyType(
-    {
-        # GroupedQuantizer: a quantizer per expert, as Transformer Engine's linears have since 0.47
-        "indexed": _Form(template=f"{{linear}}.{_QUANTIZER}.{{expert}}._amax", values=_scalars),
-        # earlier versions, with one name per quantizer
-        "numbered": _Form(template=f"{{linear}}.{_QUANTIZER}_{{expert}}._amax", values=_scalars),
-        # SequentialMLP
-        "sequential": _Form(template=f"local_experts.{{expert}}.{_ONE_KEY}", values=_scalars),
-        # one quantizer with axis 0 over a weight [E, R, C]
-        "grouped": _Form(template=_ONE_KEY, values=lambda amax: [amax]),
-        "flat": _Form(template=_ONE_KEY, values=lambda amax: [amax.flatten()]),
-        # one quantizer with axis None over a rank's weight [E, R, C]
-        "scalar": _Form(template=_ONE_KEY, values=lambda amax: [amax[0, 0, 0]]),
-    }
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Container:
-    """Weights or amaxes of the experts of one layer in a state dict."""
+class _Layer:
+    """Weights and amaxes of the experts of one layer in a state dict."""
 
     prefix: str
     """Prefix of all keys, through ``experts.``; empty at the root."""
-    ours: Mapping[str, str]
-    """Linear -> key of the amaxes of its weights."""
-    theirs: Mapping[str, str]
+    num_experts: int | None
+    """Number of experts of the weights; None without weights."""
+    weights: Mapping[str, str]
+    """Linear -> our key of the amaxes of its weights."""
+    inputs: Mapping[str, str]
+    """Linear -> our key of the amax of its inputs."""
+    their_weights: Mapping[str, str]
     """Remainder -> key of every amax in a weight quantizer."""
+    their_inputs: Mapping[str, Sequence[str]]
+    """Linear -> ModelOpt's keys of amaxes of its inputs, in any form."""
     others: Sequence[str]
     """Keys of all other states of weight quantizers."""
-    num_experts: int | None
-    """Number of experts of the weights in the container; None without weights."""
-    inputs: InputAmaxes
-    """Amaxes of inputs."""
+
+    def doubled_inputs(self) -> list[str]:
+        return [
+            f"{key}: expected one amax, got also {self.their_inputs[linear][0]}"
+            for linear, key in self.inputs.items()
+            if linear in self.their_inputs
+        ]
 
 
 def amaxes_to_modelopt(state: Mapping[str, Any], form: ModelOptForm = "indexed") -> dict[str, Any]:
@@ -103,35 +105,32 @@ def amaxes_to_modelopt(state: Mapping[str, Any], form: ModelOptForm = "indexed")
     """
     if form not in _FORMS:
         raise ConfigError(f"form: expected one of {', '.join(_FORMS)}, got {form!r}. Give one.")
-    containers = list(_containers(state))
-    given = {container.prefix: tuple(container.ours) for container in containers}
-    faults, renamed = _missing(containers, given, CALIBRATED_AMAX), {}
-    for container in containers:
-        faults += [f"{key}: expected no amaxes but ours" for key in container.theirs.values()]
-        for linear, key in container.ours.items():
-            amax, new_faults = _read(state[key], key, container.num_experts)
-            faults += new_faults
+    layers = list(_layers(state))
+    given = {layer.prefix: tuple(layer.weights) for layer in layers}
+    faults, renamed = _missing(layers, given, CALIBRATED_AMAX), {}
+    for layer in layers:
+        faults += [f"{key}: expected no amaxes but ours" for key in layer.their_weights.values()]
+        for linear, key in layer.weights.items():
+            amax = _read(state[key], key, layer.num_experts, faults)
             if amax is None:
                 continue
-            template = container.prefix + _FORMS[form].template.replace("{linear}", linear)
-            if "{expert}" in template and len(amax) == 1 and container.num_experts != 1:
+            template = layer.prefix + _FORMS[form].replace("{linear}", linear)
+            is_single = len(amax) == 1
+            if is_single and "{expert}" in template and layer.num_experts != 1:
                 faults.append(
                     f"{key}: expected one value per expert for {template}, got one of all"
                 )
-                continue
             if form == "scalar" and (amax != amax[0]).any():
                 faults.append(f"{key}: expected equal amaxes for {template}, got different ones")
-            values = [amax[0, 0, 0]] if len(amax) == 1 else _FORMS[form].values(amax)
-            renamed[key] = {
-                template.format(expert=index): value.clone() for index, value in enumerate(values)
-            }
-        of_inputs, new_faults = container.inputs.to_modelopt(
-            state, form, container.num_experts or _count_amaxes(state, container.ours.values())
-        )
-        renamed |= of_inputs
-        faults += new_faults
+            values: Sequence[Tensor] = amax.flatten().unbind(0)
+            if is_single or form == "scalar":
+                values = values[:1]
+            elif form in ("grouped", "flat"):
+                values = [amax if form == "grouped" else amax.flatten()]
+            renamed[key] = _named(template, values)
+        renamed |= _inputs_to_modelopt(state, layer, form, faults)
     _raise(faults)
-    _say_what_stays(containers, given)
+    _say_what_stays(layers, given)
     return _replaced(state, renamed)
 
 
@@ -154,41 +153,70 @@ def amaxes_from_modelopt(state: Mapping[str, Any]) -> dict[str, Any]:
             forms or an unknown one, have a wrong number of experts, channels or blocks, are
             negative or non-finite, or exist under our keys already. All faults at once, by key.
     """
-    order = {key: place for place, key in enumerate(state)}
-    containers, given = list(_containers(state)), dict[str, Sequence[str]]()
-    faults, renamed, taken = [], {}, set[str]()
-    for container in containers:
-        faults += [f"{key}: expected no amaxes but ModelOpt's" for key in container.ours.values()]
-        found = {linear: _by_template(container, linear) for linear in LINEARS}
-        known = {
-            key for forms in found.values() for keys in forms.values() for key in keys.values()
+    layers = list(_layers(state))
+    given: dict[str, Sequence[str]] = {}
+    faults: list[str] = []
+    renamed: dict[str, dict[str, Tensor]] = {}
+    taken: set[str] = set()
+    for layer in layers:
+        faults += [f"{key}: expected no amaxes but ModelOpt's" for key in layer.weights.values()]
+        forms = {linear: found for linear in LINEARS if (found := _by_template(layer, linear))}
+        given[layer.prefix] = tuple(forms)
+        of_forms = {
+            linear: [key for keys in found.values() for key in keys.values()]
+            for linear, found in forms.items()
         }
+        known = {key for keys in of_forms.values() for key in keys}
         faults += [
             f"{key}: expected an amax of ModelOpt's forms ({', '.join(_FORMS)}), got one of none"
-            for key in container.theirs.values()
+            for key in layer.their_weights.values()
             if key not in known
         ]
-        there = [linear for linear, forms in found.items() if forms]
-        given[container.prefix] = there
-        for linear in there:
-            amax, new_faults = _gather(state, container, found[linear])
-            faults += new_faults
+        for linear, found in forms.items():
+            amax = _gather(state, layer, found, faults)
             if amax is not None:
-                (keys,) = found[linear].values()
-                first = min(keys.values(), key=order.__getitem__)
-                renamed[first] = {f"{container.prefix}{linear}.{CALIBRATED_AMAX}": amax}
-                taken.update(keys.values())
-        of_inputs, new_faults = container.inputs.from_modelopt(state)
-        renamed |= of_inputs
-        faults += new_faults
-        taken.update(key for keys in container.inputs.theirs.values() for key in keys)
-    faults += _missing(containers, given, f"{_QUANTIZER}._amax")
+                renamed[of_forms[linear][0]] = {f"{layer.prefix}{linear}.{CALIBRATED_AMAX}": amax}
+        faults += layer.doubled_inputs()
+        for linear, keys in layer.their_inputs.items():
+            amaxes = [_read(state[key], key, 1, faults) for key in keys]
+            found_amaxes = [one for one in amaxes if one is not None]
+            if len(found_amaxes) == len(keys):
+                name = f"{layer.prefix}{linear}.{CALIBRATED_INPUT_AMAX}"
+                renamed[keys[0]] = {name: torch.stack(found_amaxes).amax(0)}
+            known.update(keys)
+        taken |= known
+    faults += _missing(layers, given, "weight_quantizer._amax")
     _raise(faults)
-    _say_what_stays(containers, given)
+    _say_what_stays(layers, given)
     return _replaced(state, renamed, without=taken)
 
 
-def _containers(state: Mapping[str, Any]) -> Iterator[_Container]:
+def _inputs_to_modelopt(
+    state: Mapping[str, Any], layer: _Layer, form: str, faults: list[str]
+) -> dict[str, dict[str, Tensor]]:
+    """Return the entries that replace each of our keys of inputs; add all faults."""
+    faults += layer.doubled_inputs()
+    template, count = _INPUTS, 1
+    if form == "sequential" and layer.inputs:
+        template = _SEQUENTIAL_INPUTS
+        count = layer.num_experts or _count_amaxes(state, layer.weights.values())
+        if not count:
+            what = "expected weights or amaxes of each expert beside it"
+            faults += [f"{key}: {what}" for key in layer.inputs.values()]
+    renamed = {}
+    for linear, key in layer.inputs.items():
+        amax = _read(state[key], key, 1, faults)
+        if amax is not None:
+            name = layer.prefix + template.replace("{linear}", linear)
+            renamed[key] = _named(name, [amax[0, 0, 0]] * count)
+    return renamed
+
+
+def _named(template: str, values: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {template.format(expert=index): one.clone() for index, one in enumerate(values)}
+
+
+def _layers(state: Mapping[str, Any]) -> Iterator[_Layer]:
     found: dict[str, dict[str, str]] = {}  # remainder -> key, by prefix
     for key in state:
         parts = key.split(".")
@@ -196,28 +224,39 @@ def _containers(state: Mapping[str, Any]) -> Iterator[_Container]:
         prefix = "".join(f"{part}." for part in parts[:end])
         found.setdefault(prefix, {})[key.removeprefix(prefix)] = key
     for prefix, keys in found.items():
-        of_weights = {linear: keys.get(f"{linear}.{CALIBRATED_AMAX}") for linear in LINEARS}
-        ours = {linear: key for linear, key in of_weights.items() if key is not None}
-        inputs = InputAmaxes.of(prefix, keys)
-        of_quantizers = {r: key for r, key in keys.items() if _is_of_quantizer(r)}
-        theirs = {r: key for r, key in of_quantizers.items() if r.endswith("._amax")}
+        ours, inputs = (
+            {linear: keys[name] for linear in LINEARS if (name := f"{linear}.{buffer}") in keys}
+            for buffer in (CALIBRATED_AMAX, CALIBRATED_INPUT_AMAX)
+        )
+        their_inputs = {
+            linear: of_linear
+            for linear in LINEARS
+            if (of_linear := [key for r, key in keys.items() if _is_input(r, linear)])
+        }
+        of_quantizers = {r: key for r, key in keys.items() if _is_of_weight_quantizer(r)}
         weights = [keys[remainder] for remainder in expert_remainders(keys)]
-        if ours or of_quantizers or weights or inputs.ours or inputs.theirs:
-            yield _Container(
+        if ours or inputs or of_quantizers or their_inputs or weights:
+            yield _Layer(
                 prefix=prefix,
-                ours=ours,
-                theirs=theirs,
-                others=[key for r, key in of_quantizers.items() if r not in theirs],
                 num_experts=_count_experts({key: state[key] for key in weights}, prefix),
+                weights=ours,
                 inputs=inputs,
+                their_weights={r: k for r, k in of_quantizers.items() if r.endswith("._amax")},
+                their_inputs=their_inputs,
+                others=[k for r, k in of_quantizers.items() if not r.endswith("._amax")],
             )
 
 
-def _is_of_quantizer(remainder: str) -> bool:
+def _is_of_weight_quantizer(remainder: str) -> bool:
     parts = remainder.split(".")
     if parts[0] == "local_experts":
         parts = parts[2:]
-    return len(parts) > 2 and parts[0] in LINEARS and parts[1].startswith(_QUANTIZER)
+    return len(parts) > 2 and parts[0] in LINEARS and parts[1].startswith("weight_quantizer")
+
+
+def _is_input(remainder: str, linear: str) -> bool:
+    templates = (one.replace("{linear}", linear) for one in (_INPUTS, _SEQUENTIAL_INPUTS))
+    return any(match_key(remainder, template) for template in templates)
 
 
 def _count_experts(weights: Mapping[str, Any], prefix: str) -> int | None:
@@ -226,37 +265,36 @@ def _count_experts(weights: Mapping[str, Any], prefix: str) -> int | None:
     return sets[0].num_experts if len(sets) == 1 else None
 
 
-def _count_amaxes(state: Mapping[str, Any], keys: Iterable[str]) -> int | None:
+def _count_amaxes(state: Mapping[str, Any], keys: Iterable[str]) -> int:
+    """Return the number of experts that several amaxes are of, 0 if unknown."""
     counts = {state[key].numel() for key in keys if isinstance(state[key], Tensor)} - {1}
-    return counts.pop() if len(counts) == 1 else None
+    return counts.pop() if len(counts) == 1 else 0
 
 
-def _missing(
-    containers: Sequence[_Container], given: Mapping[str, Sequence[str]], name: str
-) -> list[str]:
+def _missing(layers: Sequence[_Layer], given: Mapping[str, Sequence[str]], name: str) -> list[str]:
     """Return the faults of a state in which no linear of any layer has amaxes."""
-    if any(given.values()) or any(one.inputs.ours or one.inputs.theirs for one in containers):
+    if any(given.values()) or any(layer.inputs or layer.their_inputs for layer in layers):
         return []
     return [
-        f"{container.prefix}{linear}.{name}: missing, expected of both linears of all experts"
-        for container in containers
+        f"{layer.prefix}{linear}.{name}: missing, expected of both linears of all experts"
+        for layer in layers
         for linear in LINEARS
     ]
 
 
-def _say_what_stays(containers: Sequence[_Container], given: Mapping[str, Collection[str]]) -> None:
+def _say_what_stays(layers: Sequence[_Layer], given: Mapping[str, Collection[str]]) -> None:
     said = []
-    of_inputs = {one.prefix: one.inputs.ours or one.inputs.theirs for one in containers}
+    of_inputs = {layer.prefix: layer.inputs or layer.their_inputs for layer in layers}
     for what, found in (("amaxes", given), ("input amaxes", of_inputs)):
         bare = [
-            f"{container.prefix}{linear}"
-            for container in containers
+            f"{layer.prefix}{linear}"
+            for layer in layers
             for linear in LINEARS
-            if linear not in found[container.prefix]
+            if linear not in found[layer.prefix]
         ]
         if bare and any(found.values()):
             said.append(f"no {what} of {listed(bare, most=_MOST_NAMES)}")
-    others = [key for container in containers for key in container.others]
+    others = [key for layer in layers for key in layer.others]
     if others:
         stays = listed(others, most=_MOST_NAMES)
         said.append(f"{len(others)} other states of quantizers stay: {stays}")
@@ -264,12 +302,12 @@ def _say_what_stays(containers: Sequence[_Container], given: Mapping[str, Collec
         warnings.warn(f"amaxes of experts: {'; '.join(said)}", stacklevel=3)
 
 
-def _by_template(container: _Container, linear: str) -> dict[str, dict[int | None, str]]:
+def _by_template(layer: _Layer, linear: str) -> dict[str, dict[int | None, str]]:
     """Return the keys of a linear's amaxes by template, then by expert (None for one key)."""
     found: dict[str, dict[int | None, str]] = {}
-    for template in dict.fromkeys(form.template for form in _FORMS.values()):
+    for template in dict.fromkeys(_FORMS.values()):
         template = template.replace("{linear}", linear)
-        for remainder, key in container.theirs.items():
+        for remainder, key in layer.their_weights.items():
             match = match_key(remainder, template)
             if match is not None:
                 found.setdefault(template, {})[match[0]] = key
@@ -277,50 +315,55 @@ def _by_template(container: _Container, linear: str) -> dict[str, dict[int | Non
 
 
 def _gather(
-    state: Mapping[str, Any], container: _Container, found: dict[str, dict[int | None, str]]
-) -> tuple[Tensor | None, list[str]]:
+    state: Mapping[str, Any],
+    layer: _Layer,
+    found: Mapping[str, Mapping[int | None, str]],
+    faults: list[str],
+) -> Tensor | None:
+    """Return the amaxes of a linear's experts, or None and their faults."""
     if len(found) > 1:
         keys = [key for keys in found.values() for key in keys.values()]
-        return None, [f"{key}: expected amaxes in one form, got also another" for key in keys]
+        faults += [f"{key}: expected amaxes in one form, got also another" for key in keys]
+        return None
     ((template, by_expert),) = found.items()
     if None in by_expert:
-        return _read(state[by_expert[None]], by_expert[None], container.num_experts)
-    last = max(index for index in by_expert if index is not None)
-    size = container.num_experts or last + 1
-    faults = [
-        f"{container.prefix}{template.format(expert=index)}: missing, expected of {size} experts"
+        return _read(state[by_expert[None]], by_expert[None], layer.num_experts, faults)
+    keys_of = {index: key for index, key in by_expert.items() if index is not None}
+    size = layer.num_experts or max(keys_of) + 1
+    new_faults = [
+        f"{layer.prefix}{template.format(expert=index)}: missing, expected of {size} experts"
         for index in range(size)
-        if index not in by_expert
+        if index not in keys_of
     ]
-    values = []
-    for index, key in by_expert.items():
-        if index is not None and index >= size:
-            faults.append(f"{key}: expected experts 0 to {size - 1} only")
-        value, new_faults = _read(state[key], key, 1)
-        faults += new_faults
-        if value is not None and index is not None:
-            values.append((index, value))
-    if faults:
-        return None, faults
-    return torch.cat([value for _, value in sorted(values, key=lambda one: one[0])]), []
+    new_faults += [
+        f"{key}: expected experts 0 to {size - 1} only"
+        for index, key in keys_of.items()
+        if index >= size
+    ]
+    amaxes = [_read(state[key], key, 1, new_faults) for _, key in sorted(keys_of.items())]
+    faults += new_faults
+    return None if new_faults else torch.cat([one for one in amaxes if one is not None])
 
 
-def _read(value: Any, key: str, num_experts: int | None) -> tuple[Tensor | None, list[str]]:
-    """Return an fp32 copy [E, 1, 1] or [1, 1, 1] of one entry, or its faults.
+def _read(value: Any, key: str, num_experts: int | None, faults: list[str]) -> Tensor | None:
+    """Return an fp32 copy [E, 1, 1] or [1, 1, 1] of one entry, or None and its fault.
 
     [E, 1] might be E channels: it is accepted only if weights confirm E experts.
     """
     if not isinstance(value, Tensor) or not value.is_floating_point():
-        return None, [f"{key}: expected floating-point amaxes, got something else"]
+        faults.append(f"{key}: expected floating-point amaxes, got something else")
+        return None
     shape, count = tuple(value.shape), num_experts or value.numel()
     shapes = [(count,), (count, 1, 1)] + ([(count, 1)] if num_experts else [])
     if not count or (value.numel() != 1 and shape not in shapes):
         size = "one value" if num_experts == 1 else f"[{num_experts or 'E'}, 1, 1], flat, or one"
-        return None, [f"{key}: expected {size}, got {list(shape)}"]
+        faults.append(f"{key}: expected {size}, got {list(shape)}")
+        return None
     amax = as_buffer(value)
     if not are_magnitudes(amax):
-        return None, [f"{key}: expected finite magnitudes, got {amax.flatten().tolist()}"]
-    return amax, []
+        faults.append(f"{key}: expected finite magnitudes, got {amax.flatten().tolist()}")
+        return None
+    return amax
 
 
 def _replaced(

@@ -7,9 +7,9 @@ Sources: compressed-tensors 0.20.0 (``compressors/*/base.py``), vLLM 0.33.0
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -49,49 +49,21 @@ ENGINE_FORMATS: Mapping[str, EngineFormat] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Tensors:
-    """Dtypes and block of an engine format, the same in every convention."""
-
-    data_dtype: torch.dtype
-    elements: int = 1
-    scale_dtypes: tuple[torch.dtype, ...]
-    scale_block: tuple[int, int]
-
-
-_E4M3, _FLOATS = torch.float8_e4m3fn, (torch.float32, torch.bfloat16, torch.float16)
-_INT4 = _Tensors(
-    data_dtype=torch.int32,
-    elements=8,
-    scale_dtypes=(torch.bfloat16, torch.float16, torch.float32),
-    scale_block=INT4.rowwise_block,
-)
-_TENSORS: Mapping[EngineFormat, _Tensors] = MappingProxyType(
-    {
-        "mxfp8": _Tensors(data_dtype=_E4M3, scale_dtypes=(torch.uint8,), scale_block=(1, 32)),
-        "mxfp4": _Tensors(
-            data_dtype=torch.uint8, elements=2, scale_dtypes=(torch.uint8,), scale_block=(1, 32)
-        ),
-        "nvfp4": _Tensors(
-            data_dtype=torch.uint8, elements=2, scale_dtypes=(_E4M3,), scale_block=(1, 16)
-        ),
-        "int4": _INT4,
-        "int4_g128": replace(_INT4, scale_block=INT4_G128.rowwise_block),
-        "fp8_block": _Tensors(
-            data_dtype=_E4M3,
-            scale_dtypes=(*_FLOATS, torch.float8_e8m0fnu),
-            scale_block=FP8_BLOCK.rowwise_block,
-        ),
-        "fp8": _Tensors(data_dtype=_E4M3, scale_dtypes=_FLOATS[:1], scale_block=(1, 0)),
-    }
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Convention:
     """Suffixes that replace ``weight`` for a quantized [R, C] weight, with dtypes and semantics."""
 
     format: EngineFormat
     name: ConventionName
+    engines: tuple[str, ...]
+    """Engines that support it."""
+    data_dtype: torch.dtype
+    """Dtype of the elements."""
+    elements: int = 1
+    """Elements per item of the data tensor."""
+    scale_dtypes: tuple[torch.dtype, ...]
+    """Dtypes of published block scales, the exported one first."""
+    scale_block: tuple[int, int]
+    """Rows and columns per block scale; 0 columns for whole rows."""
     data: str = "weight"
     """Elements [R, C]; FP8: ``float8_e4m3fn``; MXFP4 and NVFP4: [R, C/2] ``uint8``, low nibble
     first; INT4: [R, C/8] ``int32``, lowest nibble first."""
@@ -106,8 +78,6 @@ class Convention:
     by it, of shape []."""
     shape: str | None = None
     """R and C, ``int64`` [2], INT4 only."""
-    engines: tuple[str, ...]
-    """Engines that support it."""
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -116,78 +86,92 @@ class Convention:
         return tuple(name for name in names if name is not None)
 
     @property
-    def data_dtype(self) -> torch.dtype:
-        """Dtype of the elements."""
-        return _TENSORS[self.format].data_dtype
-
-    @property
-    def elements(self) -> int:
-        """Elements per item of the data tensor."""
-        return _TENSORS[self.format].elements
-
-    @property
-    def scale_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes of published block scales, the exported one first."""
-        return _TENSORS[self.format].scale_dtypes
-
-    @property
     def scale_dtype(self) -> torch.dtype:
         """Dtype of exported block scales."""
         return self.scale_dtypes[0]
 
-    @property
-    def scale_block(self) -> tuple[int, int]:
-        """Rows and columns per block scale; 0 columns for whole rows."""
-        return _TENSORS[self.format].scale_block
+
+_E4M3, _FLOATS = torch.float8_e4m3fn, (torch.float32, torch.bfloat16, torch.float16)
+_INT4 = {
+    "data_dtype": torch.int32,
+    "elements": 8,
+    "scale_dtypes": (torch.bfloat16, torch.float16, torch.float32),
+}
+_TENSORS: Mapping[EngineFormat, Mapping[str, Any]] = {
+    "mxfp8": {"data_dtype": _E4M3, "scale_dtypes": (torch.uint8,), "scale_block": (1, 32)},
+    "mxfp4": {
+        "data_dtype": torch.uint8,
+        "elements": 2,
+        "scale_dtypes": (torch.uint8,),
+        "scale_block": (1, 32),
+    },
+    "nvfp4": {
+        "data_dtype": torch.uint8,
+        "elements": 2,
+        "scale_dtypes": (_E4M3,),
+        "scale_block": (1, 16),
+    },
+    "int4": {**_INT4, "scale_block": INT4.rowwise_block},
+    "int4_g128": {**_INT4, "scale_block": INT4_G128.rowwise_block},
+    "fp8_block": {
+        "data_dtype": _E4M3,
+        "scale_dtypes": (*_FLOATS, torch.float8_e8m0fnu),
+        "scale_block": FP8_BLOCK.rowwise_block,
+    },
+    "fp8": {"data_dtype": _E4M3, "scale_dtypes": _FLOATS[:1], "scale_block": (1, 0)},
+}
+"""What is the same in every convention of an engine format."""
+
+
+def _convention(
+    format: EngineFormat, name: ConventionName, *engines: str, **names: Any
+) -> Convention:
+    return Convention(format=format, name=name, engines=engines, **_TENSORS[format], **names)
 
 
 _BOTH = ("vLLM", "SGLang")
-_PACKED_INT4 = Convention(
-    format="int4",
-    name="compressed_tensors",
-    data="weight_packed",
-    shape="weight_shape",
-    engines=_BOTH,
-)
+_PACKED = {"data": "weight_packed"}
 
 CONVENTIONS: tuple[Convention, ...] = (
-    Convention(format="mxfp8", name="compressed_tensors", engines=("vLLM",)),
-    Convention(format="mxfp8", name="modelopt", engines=("vLLM",)),
-    Convention(format="mxfp8", name="deepseek", scale="weight_scale_inv", engines=("SGLang",)),
-    Convention(format="mxfp4", name="compressed_tensors", data="weight_packed", engines=("vLLM",)),
-    Convention(format="nvfp4", name="modelopt", global_scale="weight_scale_2", engines=_BOTH),
-    Convention(
-        format="nvfp4",
-        name="compressed_tensors",
-        data="weight_packed",
+    _convention("mxfp8", "compressed_tensors", "vLLM"),
+    _convention("mxfp8", "modelopt", "vLLM"),
+    _convention("mxfp8", "deepseek", "SGLang", scale="weight_scale_inv"),
+    _convention("mxfp4", "compressed_tensors", "vLLM", **_PACKED),
+    _convention("nvfp4", "modelopt", *_BOTH, global_scale="weight_scale_2"),
+    _convention(
+        "nvfp4",
+        "compressed_tensors",
+        *_BOTH,
+        **_PACKED,
         global_scale="weight_global_scale",
         divides=True,
-        engines=_BOTH,
     ),
-    _PACKED_INT4,
-    replace(_PACKED_INT4, format="int4_g128"),
-    Convention(format="fp8_block", name="deepseek", scale="weight_scale_inv", engines=_BOTH),
-    Convention(format="fp8_block", name="compressed_tensors", engines=_BOTH),
+    _convention("int4", "compressed_tensors", *_BOTH, **_PACKED, shape="weight_shape"),
+    _convention("int4_g128", "compressed_tensors", *_BOTH, **_PACKED, shape="weight_shape"),
+    _convention("fp8_block", "deepseek", *_BOTH, scale="weight_scale_inv"),
+    _convention("fp8_block", "compressed_tensors", *_BOTH),
 )
 """Conventions of blockwise formats; the first of each format is its default."""
 
-ONE_SCALE = Convention(format="fp8", name="compressed_tensors", engines=_BOTH)
+ONE_SCALE = _convention("fp8", "compressed_tensors", *_BOTH)
 """FP8 weights with per-tensor scaling. The scale is repeated per row, so that engines scale
 activations per token and the two halves of a fused weight may differ."""
 
 
-def find_convention(format: BlockScaledFormat, name: str | None = None) -> Convention:
-    """Return the named or default convention of a training format; ConfigError if unknown."""
-    of_format = [one for one in CONVENTIONS if one.format == ENGINE_FORMATS[format.name]]
-    return choose_convention(of_format, name, format.name)
+def find_convention(format: BlockScaledFormat | None, name: str | None = None) -> Convention:
+    """Return the named or default convention of a training format, None for per-tensor scaling.
 
-
-def choose_convention(of_format: Sequence[Convention], name: str | None, format: str) -> Convention:
-    """Return the convention called ``name``, else the first; ``format`` is for the ConfigError."""
+    Raises:
+        ConfigError: the format has no convention of this name.
+    """
+    of_format: Sequence[Convention] = [ONE_SCALE]
+    if format is not None:
+        of_format = [one for one in CONVENTIONS if one.format == ENGINE_FORMATS[format.name]]
     found = next((one for one in of_format if name in (None, one.name)), None)
     if found is None:
         raise ConfigError(
             f"convention: expected one of {', '.join(one.name for one in of_format)} for "
-            f"{format}, got {name!r}. Name one of them, or none."
+            f"{'per-tensor scaling' if format is None else format.name}, got {name!r}. Name one of "
+            "them, or none."
         )
     return found

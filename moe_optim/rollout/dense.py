@@ -1,6 +1,7 @@
-"""Reads non-expert tensors through Megatron's sharded state dict, and reassembles them."""
+"""Reads non-expert tensors through Megatron's sharded state dict, reassembles and names them."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,21 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from moe_optim.checkpoint.files.reader import TensorInfo
-from moe_optim.errors import StateError
+from moe_optim.errors import ConfigError, StateError, listed
+from moe_optim.rollout.families import FAMILIES, Anatomy, NamePair, Trait
 from moe_optim.rollout.units import HeldPart
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.te.fields import is_quantized, read_values, require_memory
+
+_LAYERS = [re.compile(rf"{stack}\.layers\.(\d+)\.") for stack in ("decoder", "mtp")]
+_TRAITS: Mapping[Trait, str] = {
+    "untied": r"output_layer\.weight",
+    "query_lora": r".*\.linear_q_down_proj\.weight",
+    "no_query_lora": r".*\.linear_q_proj\.weight",
+    "expert_bias": r".*\.router\.expert_bias",
+    "shared_experts": r".*\.shared_experts\..*",
+}
+"""Patterns of names that only models with the trait have."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,3 +107,41 @@ class Wholes:
                 f"export_weights: expected all parts of {', '.join(sorted(self._open))}, got some. "
                 "Every rank of the model must call it, with all of its chunks."
             )
+
+
+def find_pairs(names: Collection[str]) -> Mapping[str, NamePair]:
+    """Return the name pairs of the family with exactly these tensors, by Megatron's name.
+
+    ``names`` are those of all non-expert tensors of a model. ConfigError names the closest family.
+    """
+    layers, mtp_layers = (
+        {int(match[1]) for name in names if (match := pattern.match(name))} for pattern in _LAYERS
+    )
+    anatomy = Anatomy(
+        num_layers=max(layers, default=-1) + 1,
+        moe_layers=frozenset(n for n in layers if f"decoder.layers.{n}.mlp.router.weight" in names),
+        traits=frozenset(
+            trait for trait, said in _TRAITS.items() if any(re.fullmatch(said, n) for n in names)
+        ),
+        mtp_layers=len(mtp_layers),
+    )
+    faults: dict[str, list[str]] = {}
+    for family in FAMILIES.values():
+        found: dict[str, NamePair] = {}
+        missing = []
+        for pair in family.pairs(anatomy):
+            name = next((name for name in pair.megatron if name in names), None)
+            if name is None:
+                missing.append(pair.megatron[0])
+            else:
+                found[name] = pair
+        left_over = sorted(name for name in names if name not in found)  # same order on all ranks
+        if not missing and not left_over:
+            return found
+        faults[family.name] = [f"no {n}" for n in missing] + [f"also {n}" for n in left_over]
+    closest = min(faults, key=lambda name: len(faults[name]))
+    raise ConfigError(
+        f"layout hf_per_expert: expected the tensors of one of {', '.join(FAMILIES)}, got "
+        f"others; closest is {closest}: {listed(faults[closest], most=4)}. "
+        "Export in layout sequential, which keeps Megatron's names."
+    )

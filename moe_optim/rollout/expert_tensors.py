@@ -1,6 +1,6 @@
 """Turns the data and scale buffers of an expert linear into tensors for engines."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.experts.keys.layouts import KeyLayout, KeyPattern, get_layout
-from moe_optim.formats import BlockScaledFormat, QuantizedWeight
+from moe_optim.formats import QuantizedWeight, get_format
 from moe_optim.formats.reference.nvfp4 import decoding_amax, global_encode_scale
 from moe_optim.rollout.conventions import Convention
 
@@ -79,18 +79,21 @@ def export_experts(
         ``parts`` mappings per expert, with data, scale and any global scale or shape. Both halves
             of fc1 have the global scale of their common amax.
     """
-    stacked = stack_experts(
-        rowwise_of(quantized),
-        quantized.format,
-        convention,
-        RowSplit(parts=parts, interleave=interleave),
-        name,
-    )
-    unbound = [{suffix: one.unbind(0) for suffix, one in part.items()} for part in stacked]
-    return [
-        [{suffix: tensors[expert] for suffix, tensors in part.items()} for part in unbound]
-        for expert in range(quantized.shape[0])
+    split = RowSplit(parts=parts, interleave=interleave)
+    buffers, format = rowwise_of(quantized), quantized.format.name
+    return each_expert(stack_experts(buffers, format, convention, split, name))
+
+
+def each_expert(stacked: Sequence[Mapping[str, Tensor]]) -> list[list[dict[str, Tensor]]]:
+    """Return the tensors of each expert and row part, given stacked ones per row part."""
+    of_parts = [
+        [
+            dict(zip(part, tensors, strict=True))
+            for tensors in zip(*(one.unbind(0) for one in part.values()), strict=True)
+        ]
+        for part in stacked
     ]
+    return [list(parts) for parts in zip(*of_parts, strict=True)]
 
 
 def rowwise_of(quantized: QuantizedWeight) -> list[Tensor]:
@@ -101,74 +104,50 @@ def rowwise_of(quantized: QuantizedWeight) -> list[Tensor]:
 
 def stack_experts(
     buffers: Sequence[Tensor],
-    format: BlockScaledFormat,
-    convention: Convention,
+    format: str,
+    convention: Convention | None,
     split: RowSplit,
     name: str = "weight",
 ) -> list[dict[str, Tensor]]:
     """Return the tensors of E experts per row part, under a convention's names, each [E, ...].
 
-    Data and scales are views, except for interleaved rows that come apart and the scales of square
-    blocks, which are repeated per row.
+    Data and scales are views, except for interleaved rows that come apart, the scales of square
+    blocks, which are repeated per row, and those of per-tensor scaling.
 
     Args:
-        buffers: buffers as of :func:`rowwise_of`. May be on ``meta``.
+        buffers: buffers as of :func:`rowwise_of`; codes [E, R, C] uint8 and factors [E] of
+            per-tensor scaling; or bf16 weights. May be on ``meta``.
         format: format of the buffers.
-        convention: convention of the format.
+        convention: convention of the format; None for bf16.
         split: rows of gate and up in the result.
         name: name of the weight, for errors.
 
     Raises:
         LayoutError: a scale block spans two parts, or gate and up of fused rows.
     """
-    data, scale, *amax = buffers
+    data, *scales = buffers
+    if convention is None:
+        return [{"weight": part} for part in split.split(data)]
     experts, rows = data.shape[:2]
-    parts, (block_rows, _) = split.parts, convention.scale_block
-    _check_cut(rows, 2 if split.is_fused else parts, split.interleave, block_rows, name)
-    scale = _repeated(scale, format.rowwise_block[0], block_rows).view(convention.scale_dtype)
-    found = {
-        convention.data: split.split(data.view(convention.data_dtype)),
-        convention.scale: split.split(scale, block_rows),
-    }
+    parts = split.parts
+    found = {convention.data: split.split(data.view(convention.data_dtype))}
+    if convention.format == "fp8":  # per-tensor scaling
+        factors = scales[0].view(experts, 1, 1).expand(experts, rows // parts, 1)
+        found[convention.scale] = [factors.clone(memory_format=_CONTIGUOUS) for _ in range(parts)]
+    else:
+        block_rows, _ = convention.scale_block
+        _check_cut(rows, split, block_rows, name)
+        scale = _repeated(scales[0], get_format(format).rowwise_block[0], block_rows)
+        found[convention.scale] = split.split(scale.view(convention.scale_dtype), block_rows)
     if convention.global_scale is not None:  # separate memory per part, as files require
-        found[convention.global_scale] = [_global_scales(amax[0], convention) for _ in range(parts)]
+        of_parts = [_global_scales(scales[1], convention) for _ in range(parts)]
+        found[convention.global_scale] = of_parts
     if convention.shape is not None:
-        shape = [experts, rows // parts, data.shape[2] * format.elements_per_byte]
-        found[convention.shape] = [_shapes(shape, data.device) for _ in range(parts)]
+        shape = torch.empty(experts, 2, dtype=torch.int64, device=data.device)
+        shape[:, 0] = rows // parts
+        shape[:, 1] = data.shape[2] * get_format(format).elements_per_byte
+        found[convention.shape] = [shape.clone() for _ in range(parts)]
     return [{suffix: tensors[part] for suffix, tensors in found.items()} for part in range(parts)]
-
-
-def export_expert_of_one_scale(
-    codes: Tensor,
-    scale_inv: Tensor,
-    convention: Convention,
-    *,
-    parts: int = 1,
-    interleave: int | None = None,
-) -> list[dict[str, Tensor]]:
-    """Return the tensors of an expert with per-tensor scaling, per row part.
-
-    ``codes`` are [R, C] uint8, E4M3; ``scale_inv`` is their factor, [1] fp32. Scales are copies.
-    """
-    split = RowSplit(parts=parts, interleave=interleave)
-    stacked = stack_of_one_scale([codes.unsqueeze(0), scale_inv], convention, split)
-    return [{suffix: one[0] for suffix, one in part.items()} for part in stacked]
-
-
-def stack_of_one_scale(
-    buffers: Sequence[Tensor], convention: Convention, split: RowSplit
-) -> list[dict[str, Tensor]]:
-    """Return the tensors of experts with per-tensor scaling, like :func:`stack_experts`.
-
-    ``buffers`` are codes [E, R, C] uint8, E4M3, and factors [E] fp32. Scales are copies.
-    """
-    codes, scale_inv = buffers
-    experts, rows = codes.shape[:2]
-    scales = scale_inv.view(experts, 1, 1).expand(experts, rows // split.parts, 1)
-    return [
-        {convention.data: part, convention.scale: scales.clone(memory_format=_CONTIGUOUS)}
-        for part in split.split(codes.view(convention.data_dtype))
-    ]
 
 
 def split_rows(values: Tensor, parts: int, interleave: int | None) -> Sequence[Tensor]:
@@ -195,7 +174,8 @@ def tensor_template(pattern: KeyPattern, suffix: str) -> str:
     return stem if suffix == "weight" else f"{stem}_{suffix.removeprefix('weight_')}"
 
 
-def _check_cut(rows: int, parts: int, interleave: int | None, block_rows: int, name: str) -> None:
+def _check_cut(rows: int, split: RowSplit, block_rows: int, name: str) -> None:
+    parts, interleave = 2 if split.is_fused else split.parts, split.interleave
     run = interleave or rows // parts
     if parts > 1 and run % block_rows:
         what = f"interleaved by {interleave}" if interleave else f"of {run} rows each"
@@ -215,14 +195,6 @@ def _repeated(scale: Tensor, own_rows: int, block_rows: int) -> Tensor:
     is_wide = scale.is_contiguous() and row % 8 == offset % 8 == 0
     words = scale.view(torch.int64) if is_wide else scale  # eight at a time: copies are faster
     return words.repeat_interleave(own_rows // block_rows, 1).view(scale.dtype)
-
-
-def _shapes(shape: Sequence[int], device: torch.device) -> Tensor:
-    """Return the rows and columns of each of E weights, [E, 2] int64."""
-    experts, rows, cols = shape
-    sizes = torch.empty(experts, 2, dtype=torch.int64, device=device)
-    sizes[:, 0], sizes[:, 1] = rows, cols
-    return sizes
 
 
 def _global_scales(amax: Tensor, convention: Convention) -> Tensor:

@@ -45,13 +45,11 @@ class ExportedLinear:
         Returns:
             Version of the weights, which another step or load changes if they are quantized.
         """
-        for tensor in self._tensors:
-            storage = self._storage(tensor)
-            if storage is None:
-                require_memory(f"export_weights: {self.held.linear}", tensor)
-            else:
-                _require_fresh(storage)
-                storage.read_anew()
+        for storage in self._storages:
+            _require_fresh(storage)
+            storage.read_anew()
+        for tensor in () if self._storages else self._tensors:
+            require_memory(f"export_weights: {self.held.linear}", tensor)
         return self._version
 
     def require_unchanged(self, version: int) -> None:
@@ -59,7 +57,7 @@ class ExportedLinear:
 
         ``version`` is that of :meth:`require_readable`.
         """
-        for storage in filter(None, map(self._storage, self._tensors)):
+        for storage in self._storages:
             storage.require_fresh()
         if self._version != version:
             raise StateError(
@@ -70,8 +68,7 @@ class ExportedLinear:
 
     @property
     def _version(self) -> int:
-        storages = filter(None, map(self._storage, self._tensors))
-        return max((storage.version for storage in storages), default=0)
+        return max((storage.version for storage in self._storages), default=0)
 
     def buffers(self, start: int, stop: int) -> list[Tensor]:
         """Return this rank's buffers of some of its experts: views, or copies of several tensors.
@@ -88,8 +85,8 @@ class ExportedLinear:
 
     def _read(self, tensor: Any) -> list[Tensor]:
         """Return the buffers of one tensor, [E, ...]."""
-        storage = self._storage(tensor)
-        if storage is not None:
+        if self._storages:
+            storage: Any = storage_of(tensor)
             _require_fresh(storage)
             return rowwise_of(storage.quantized)
         if self.held.format == TENSORWISE:
@@ -106,9 +103,12 @@ class ExportedLinear:
         """Weights or biases, one of all experts or one each."""
         return self.linear.weights() if self.held.kind == "weight" else biases_of(self.linear)
 
-    def _storage(self, tensor: Any) -> WeightStorage | None:
-        has_none = self.held.format in ("bf16", TENSORWISE)
-        return None if has_none else storage_of(tensor)
+    @cached_property
+    def _storages(self) -> list[WeightStorage]:
+        """Storage of each quantized weight of this package; none of others."""
+        if self.held.format in ("bf16", TENSORWISE):
+            return []
+        return [one for one in map(storage_of, self._tensors) if one is not None]
 
 
 def _require_fresh(storage: WeightStorage) -> None:
@@ -170,7 +170,6 @@ def biases_of(linear: ExpertLinear) -> list[Tensor]:
 
 
 def _kind_of(linear: ExpertLinear, path: str) -> tuple[tuple[int, ...], str]:
-    """Return the shape of one expert, and the format of all."""
     weights = linear.weights()
     if any(map(is_tensorwise, weights)):
         if element := next(filter(None, map(foreign_element, weights)), None):

@@ -9,18 +9,12 @@ from torch import Tensor
 from moe_optim.errors import ConfigError
 from moe_optim.experts.keys.layouts import LINEARS, KeyLayout, KeyPattern
 from moe_optim.formats import get_format
-from moe_optim.rollout.conventions import (
-    ONE_SCALE,
-    Convention,
-    choose_convention,
-    find_convention,
-)
+from moe_optim.rollout.conventions import Convention, find_convention
 from moe_optim.rollout.expert_buffers import describe_expert
 from moe_optim.rollout.expert_tensors import (
     RowSplit,
     patterns_of,
     stack_experts,
-    stack_of_one_scale,
     tensor_template,
 )
 from moe_optim.rollout.families import expert_prefixes
@@ -47,11 +41,12 @@ class ExportedAs:
 
     def names(self, held: HeldExperts, experts: Iterable[int]) -> tuple[str, ...]:
         """Return the names of the tensors of some experts, in export order."""
-        prefix = self._prefix(held)
+        prefix, convention = self._prefix(held), self._convention_of(held)
+        suffixes = (held.kind,) if convention is None else convention.suffixes
         templates = [
             prefix + tensor_template(pattern, suffix)
             for pattern in self._patterns(held)
-            for suffix in self._suffixes(held)
+            for suffix in suffixes
         ]
         if self.is_stacked:
             return tuple(templates)
@@ -66,13 +61,8 @@ class ExportedAs:
             interleave=held.interleave,
             is_fused=is_gate_up and count == 1 and self.is_renamed,
         )
-        if held.format == "bf16":
-            return list(split.split(buffers[0]))
-        convention = self._convention_of(held.format)
-        if held.format == TENSORWISE:
-            parts = stack_of_one_scale(buffers, convention, split)
-        else:
-            parts = stack_experts(buffers, get_format(held.format), convention, split, held.linear)
+        convention = self._convention_of(held)
+        parts = stack_experts(buffers, held.format, convention, split, held.linear)
         return [tensor for part in parts for tensor in part.values()]
 
     def listed(self, stacked: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -86,19 +76,16 @@ class ExportedAs:
         self.tensors(held, describe_expert(held))
         self._prefix(held)
 
-    def _convention_of(self, format: str) -> Convention:
-        if format == TENSORWISE:
-            return choose_convention([ONE_SCALE], self.convention, format)
-        return find_convention(get_format(format), self.convention)
-
-    def _suffixes(self, held: HeldExperts) -> tuple[str, ...]:
-        return (held.kind,) if held.format == "bf16" else self._convention_of(held.format).suffixes
+    def _convention_of(self, held: HeldExperts) -> Convention | None:
+        if held.format == "bf16":
+            return None
+        format = None if held.format == TENSORWISE else get_format(held.format)
+        return find_convention(format, self.convention)
 
     def _patterns(self, held: HeldExperts) -> tuple[KeyPattern, ...]:
         return patterns_of(self.layout, held.linear.rpartition(".")[2], held.kind)
 
     def _prefix(self, held: HeldExperts) -> str:
-        """Return the name prefix of a layer's experts."""
         container = held.linear.rpartition(".")[0]
         if not self.is_renamed:
             return f"{container}."

@@ -4,18 +4,20 @@ A plan holds no tensors, and is kept for the records that it was made from.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from moe_optim.errors import LayoutError
 from moe_optim.integration.agreement import agree, gather_objects, reduce_max
-from moe_optim.rollout.dense_names import DenseNames, find_pairs
+from moe_optim.rollout.dense import find_pairs
 from moe_optim.rollout.expert_buffers import buffers_of_part
 from moe_optim.rollout.exported_as import ExportedAs
+from moe_optim.rollout.families import NamePair
 from moe_optim.rollout.rows import Heads
 from moe_optim.rollout.units import (
     ExpertUnit,
@@ -49,8 +51,20 @@ class ExportOrder:
     """Units in export order, the same on every rank except for ``own`` experts."""
 
     units: Sequence[ExpertUnit | list[PartUnit]]
-    dense: DenseNames | None
-    """None to keep Megatron's names."""
+    options: ExportOptions
+    pairs: Mapping[str, NamePair] | None
+    """Names of non-expert tensors by Megatron's; None to keep these."""
+
+    def named(self, name: str, whole: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """Return a whole non-expert tensor under its exported names, views where possible."""
+        heads = self.options.heads
+        if self.pairs is None or heads is None:
+            return [(name, whole)]
+        pair = self.pairs[name]
+        if pair.hf[0] in ("model.embed_tokens.weight", "lm_head.weight"):
+            whole = whole[: self.options.vocab_size]
+        parts = heads.split(pair.form, whole)
+        return zip(pair.hf, parts * (len(pair.hf) // len(parts)), strict=True)
 
 
 class KeptOrders:
@@ -90,7 +104,7 @@ def make_order(
             "Build the model with --num-experts and --moe-grouped-gemm."
         )
     units: list[ExpertUnit | list[PartUnit]] = []
-    for key, group in groupby(ranks_of, _linear_of):
+    for key, group in groupby(ranks_of, lambda held: getattr(held, "key", None)):
         of_group = {held: ranks_of[held] for held in group}
         if key is None:
             parts = [
@@ -101,15 +115,10 @@ def make_order(
             units += batches(parts, options.bucket_bytes)
         else:
             units += _expert_units(options, of_group, rank, len(records))
-    dense = None
+    pairs = None
     if options.heads is not None:
         pairs = find_pairs({held.name for held in ranks_of if isinstance(held, HeldPart)})
-        dense = DenseNames(pairs=pairs, heads=options.heads, vocabulary=options.vocab_size)
-    return ExportOrder(units=units, dense=dense)
-
-
-def _linear_of(held: HeldRecord) -> tuple[str, str] | None:
-    return (held.linear, held.kind) if isinstance(held, HeldExperts) else None
+    return ExportOrder(units=units, options=options, pairs=pairs)
 
 
 def _expert_units(

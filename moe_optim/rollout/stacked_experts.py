@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from moe_optim.experts.keys.layouts import LINEARS
 from moe_optim.experts.sharding import CUTS
 from moe_optim.formats import get_format
 from moe_optim.integration.agreement import agree, gather_objects
-from moe_optim.rollout.conventions import Convention, find_convention
+from moe_optim.rollout.conventions import Convention, ConventionName, find_convention
 from moe_optim.rollout.expert_buffers import describe_expert
 from moe_optim.rollout.expert_tensors import RowSplit, stack_experts
 from moe_optim.rollout.experts import ExportedLinear, local_experts
@@ -25,7 +25,8 @@ from moe_optim.weights.te.fields import TENSORWISE
 
 Pieces = tuple[Tensor, ...]
 """A stacked tensor [E, R, ...], or one [1, R, ...] of each expert."""
-ConventionName = Literal["compressed_tensors", "modelopt", "deepseek"]
+_Record = tuple[list[StackedTensor], Shard]
+"""Tensors of a linear, of as many experts as a rank knows of, and its shard of them."""
 ENGINE_NAMES = {LINEARS[0]: "w13", LINEARS[1]: "w2"}
 
 
@@ -69,7 +70,7 @@ def plan_transfers(
     training: list[dict[str, Shard]] = []
     for records in everywhere:
         training.append({})
-        for tensor, shard in ((one, r.shard) for r in records for one in r.tensors):
+        for tensor, shard in ((one, shard) for tensors_of, shard in records for one in tensors_of):
             known = tensors.setdefault(tensor.name, tensor)
             experts = max(known.shape[0], tensor.shape[0])
             tensors[tensor.name] = replace(known, shape=(experts, *known.shape[1:]))
@@ -118,14 +119,6 @@ def stacked_experts(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Record:
-    """What a rank tells others about a linear; its tensors have as many experts as it knows of."""
-
-    tensors: tuple[StackedTensor, ...]
-    shard: Shard
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Linear:
     """An expert linear on this rank."""
 
@@ -139,14 +132,13 @@ class _Linear:
 
     @property
     def record(self) -> _Record:
-        """Shapes of whole experts, and this rank's shard of them."""
+        """What this rank tells others of the linear."""
         held, cut = self.local.held, self.local.linear.groups.expt_tp
         shard = Shard(experts=tuple(range(held.first, held.first + held.count)))
         if held.cut_axis is not None:
             shard = replace(shard, part=cut.rank(), parts=held.cuts)
         stacked = self._stack(describe_expert(held))
-        tensors = tuple(self._describe(suffix, one) for suffix, one in stacked.items())
-        return _Record(tensors=tensors, shard=shard)
+        return [self._describe(suffix, one) for suffix, one in stacked.items()], shard
 
     def read(self) -> dict[str, Pieces]:
         """Return this rank's stacked tensors by name; StateError if unreadable."""
@@ -161,12 +153,10 @@ class _Linear:
         }
 
     def _stack(self, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return stacked tensors by suffix."""
         held, convention = self.local.held, self.convention
+        (stacked,) = stack_experts(buffers, held.format, convention, RowSplit(), held.linear)
         if convention is None:
-            return {"weight": buffers[0]}
-        format = get_format(held.format)
-        (stacked,) = stack_experts(buffers, format, convention, RowSplit(), held.linear)
+            return stacked
         if convention.shape is not None:
             del stacked[convention.shape]
         if convention.global_scale is not None:  # one for gate and one for up

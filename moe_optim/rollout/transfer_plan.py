@@ -210,7 +210,6 @@ def _require_every_part(
 
 
 def _boxes(tensor: StackedTensor, holders: Sequence[Shard], needed: Shard) -> list[_Box]:
-    """Return the boxes of one engine rank."""
     boxes = []
     targets = list(tensor.segments(needed, in_training=False))
     _, rows, columns = tensor.local_shape(needed)
@@ -243,28 +242,18 @@ def _corner(experts: range, axis: int | None, offset: int) -> Corner:
 def _pairs(held: Sequence[int], needed: Sequence[int]) -> Iterator[tuple[range, range]]:
     """Yield local indices of the experts that both hold, in few ranges of even steps."""
     index = {expert: local for local, expert in enumerate(held)}
-    runs: list[list[tuple[int, int]]] = []
-    for local, expert in enumerate(needed):
-        if expert not in index:
-            continue
-        pair = index[expert], local
-        if runs and _continues(runs[-1], pair):
-            runs[-1].append(pair)
-        else:
-            runs.append([pair])
-    for run in runs:
-        steps = _step(*run[:2]) if len(run) > 1 else (1, 1)
-        source, target = (
-            range(first, first + len(run) * step, step)
-            for first, step in zip(run[0], steps, strict=True)
-        )
-        yield source, target
-
-
-def _continues(run: Sequence[tuple[int, int]], pair: tuple[int, int]) -> bool:
-    step = _step(run[-1], pair)
-    return step[0] > 0 if len(run) == 1 else step == _step(*run[-2:])
-
-
-def _step(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return other[0] - one[0], other[1] - one[1]
+    both = [(index[expert], local) for local, expert in enumerate(needed) if expert in index]
+    start = 0
+    while start < len(both):
+        source, target = both[start]
+        steps, stop = (1, 1), start + 1
+        if stop < len(both) and both[stop][0] > source:
+            steps = both[stop][0] - source, both[stop][1] - target
+        ends = source, target
+        while True:
+            ends = ends[0] + steps[0], ends[1] + steps[1]
+            if stop == len(both) or both[stop] != ends:
+                break
+            stop += 1
+        yield range(source, ends[0], steps[0]), range(target, ends[1], steps[1])
+        start = stop

@@ -1,9 +1,8 @@
 """Executes a transfer plan over torch.distributed, point to point."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,19 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes per item."""
 _ByPeer = dict[int, list[Transfer]]
 """Transfers by rank in the group."""
+
+
+class _Own(NamedTuple):
+    """This rank's tensors as integers [E, R, C], whole or by expert."""
+
+    sources: Mapping[str, Sequence[Tensor]]
+    targets: Mapping[str, Sequence[Tensor]]
+
+    def source(self, one: Transfer) -> list[Tensor]:
+        return _views(self.sources[one.tensor], one.source, one.shape)
+
+    def target(self, one: Transfer) -> list[Tensor]:
+        return _views(self.targets[one.tensor], one.target, one.shape)
 
 
 @torch.no_grad()
@@ -60,15 +72,13 @@ def execute(
     """
     me = dist.get_rank(group)
     training = range(len(plan.training)) if training_ranks is None else training_ranks
-    boxes = agree(
-        lambda: _Boxes.of(plan, sources, targets, me, training=training, engine=engine_ranks), group
-    )
+    own: _Own = agree(lambda: _check_own(plan, sources, targets, me, training, engine_ranks), group)
     sent: _ByPeer = {}
     received: _ByPeer = {}
     for one in plan.transfers:
         sender, receiver = training[one.sender], engine_ranks[one.receiver]
         if sender == me == receiver:
-            _copy(boxes.target(one), boxes.source(one))
+            _copy(own.target(one), own.source(one))
         elif sender == me:
             sent.setdefault(receiver, []).append(one)
         elif receiver == me:
@@ -77,51 +87,33 @@ def execute(
     for outgoing, incoming in zip_longest(
         _rounds(sent, message_bytes), _rounds(received, message_bytes), fillvalue=none
     ):
-        _exchange(outgoing, incoming, boxes, group)
+        _exchange(outgoing, incoming, own, group)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Boxes:
-    """This rank's tensors as integers [E, R, C], whole or by expert, and boxes of them."""
-
-    sources: Mapping[str, Sequence[Tensor]]
-    targets: Mapping[str, Sequence[Tensor]]
-
-    @classmethod
-    def of(
-        cls,
-        plan: TransferPlan,
-        sources: Mapping[str, Stacked],
-        targets: Mapping[str, Stacked],
-        me: int,
-        *,
-        training: Sequence[int],
-        engine: Sequence[int],
-    ) -> "_Boxes":
-        for what, ranks, size in (
-            ("training_ranks", training, len(plan.training)),
-            ("engine_ranks", engine, plan.engine.size),
-        ):
-            if len(ranks) != size or len(set(ranks)) != size:
-                raise LayoutError(
-                    f"execute: {what}: expected {size} different ranks, as planned, got "
-                    f"{list(ranks)}. Name the rank in the group of each."
-                )
-        held = plan.source_shapes(training.index(me)) if me in training else {}
-        needed = plan.target_shapes(engine.index(me)) if me in engine else {}
-        items = {one.name: one.itemsize for one in plan.tensors}
-        return cls(
-            sources={n: _pieces(n, sources.get(n), shape, items[n]) for n, shape in held.items()},
-            targets={n: _pieces(n, targets.get(n), shape, items[n]) for n, shape in needed.items()},
-        )
-
-    def source(self, one: Transfer) -> list[Tensor]:
-        """Return the box to send, as :func:`_views` does."""
-        return _views(self.sources[one.tensor], one.source, one.shape)
-
-    def target(self, one: Transfer) -> list[Tensor]:
-        """Return the box to fill, as :func:`_views` does."""
-        return _views(self.targets[one.tensor], one.target, one.shape)
+def _check_own(
+    plan: TransferPlan,
+    sources: Mapping[str, Stacked],
+    targets: Mapping[str, Stacked],
+    me: int,
+    training: Sequence[int],
+    engine: Sequence[int],
+) -> _Own:
+    for what, ranks, size in (
+        ("training_ranks", training, len(plan.training)),
+        ("engine_ranks", engine, plan.engine.size),
+    ):
+        if len(ranks) != size or len(set(ranks)) != size:
+            raise LayoutError(
+                f"execute: {what}: expected {size} different ranks, as planned, got "
+                f"{list(ranks)}. Name the rank in the group of each."
+            )
+    held = plan.source_shapes(training.index(me)) if me in training else {}
+    needed = plan.target_shapes(engine.index(me)) if me in engine else {}
+    items = {one.name: one.itemsize for one in plan.tensors}
+    return _Own(
+        sources={n: _pieces(n, sources.get(n), shape, items[n]) for n, shape in held.items()},
+        targets={n: _pieces(n, targets.get(n), shape, items[n]) for n, shape in needed.items()},
+    )
 
 
 def _pieces(name: str, given: Stacked | None, shape: Shape, itemsize: int) -> list[Tensor]:
@@ -140,12 +132,8 @@ def _pieces(name: str, given: Stacked | None, shape: Shape, itemsize: int) -> li
             f"execute: {name}: expected a tensor of {[shape[0], rows, columns]}, {itemsize} bytes "
             f"per item, or one for each expert, got {got}. Pass tensors of the plan's shapes."
         )
-    return [
-        one.detach().view(size).view(_INTEGERS[itemsize])
-        if one.dim() < 3
-        else one.detach().view(_INTEGERS[itemsize])
-        for one in pieces
-    ]
+    boxes = [one.detach() if one.dim() == 3 else one.detach().view(size) for one in pieces]
+    return [one.view(_INTEGERS[itemsize]) for one in boxes]
 
 
 def _long(shape: Sequence[int]) -> list[int]:
@@ -194,17 +182,16 @@ def _messages(transfers: Sequence[Transfer], message_bytes: int) -> Iterator[lis
         yield message
 
 
-def _exchange(outgoing: _ByPeer, incoming: _ByPeer, boxes: _Boxes, group: Any) -> None:
-    """Send and receive at most one message per peer."""
+def _exchange(outgoing: _ByPeer, incoming: _ByPeer, own: _Own, group: Any) -> None:
     operations, arriving = [], []
     for peer, transfers in outgoing.items():
-        sent = [boxes.source(one) for one in transfers]
+        sent = [own.source(one) for one in transfers]
         bucket, places = _bucket(transfers, sent)
         for place, views in zip(places, sent, strict=True):
             _copy([place], views)
         operations.append(dist.P2POp(dist.isend, bucket, group=group, group_peer=peer))
     for peer, transfers in incoming.items():
-        filled = [boxes.target(one) for one in transfers]
+        filled = [own.target(one) for one in transfers]
         bucket, places = _bucket(transfers, filled)
         arriving.append((filled, places))
         operations.append(dist.P2POp(dist.irecv, bucket, group=group, group_peer=peer))

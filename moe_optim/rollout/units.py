@@ -41,6 +41,11 @@ class HeldExperts:
     cuts: int = 1
     """Number of shards of each expert."""
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Linear and kind, of which a rank holds one record."""
+        return self.linear, self.kind
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldPart:
@@ -141,11 +146,6 @@ def batches(units: Iterable[PartUnit], bucket_bytes: int) -> list[list[PartUnit]
     return found
 
 
-def infos_of(tensors: Iterable[Tensor]) -> list[TensorInfo]:
-    """Return shapes and dtypes of tensors."""
-    return [TensorInfo(tuple(one.shape), one.dtype) for one in tensors]
-
-
 def bucket_nbytes(infos: Iterable[TensorInfo]) -> int:
     """Return the bytes of tensors in a bucket, padding included."""
     return sum(_aligned(info.nbytes) for info in infos)
@@ -163,7 +163,7 @@ def cut_bucket(bucket: Tensor, infos: Iterable[TensorInfo]) -> list[Tensor]:
 
 def fill_bucket(bucket: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy tensors to their places in a bucket, with as few launches as possible."""
-    places = cut_bucket(bucket, infos_of(tensors))
+    places = cut_bucket(bucket, (TensorInfo(tuple(one.shape), one.dtype) for one in tensors))
     torch._foreach_copy_([flat_bytes(one) for one in places], [flat_bytes(one) for one in tensors])
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -14,7 +13,6 @@ from moe_optim.calibration.linears import require_chunks
 from moe_optim.errors import ConfigError
 from moe_optim.integration.agreement import agree
 from moe_optim.rollout.dense import LocalPart, Wholes, local_parts
-from moe_optim.rollout.dense_names import DenseNames
 from moe_optim.rollout.expert_buffers import (
     Arriving,
     buffers_of_part,
@@ -28,6 +26,7 @@ from moe_optim.rollout.order import ExportOptions, ExportOrder, KeptOrders
 from moe_optim.rollout.rows import Heads
 from moe_optim.rollout.units import (
     ExpertUnit,
+    HeldPart,
     HeldRecord,
     PartUnit,
     bucket_nbytes,
@@ -126,10 +125,10 @@ class _Exporter:
 
     chunks: list[Any]
     exported: ExportedAs
-    experts: dict[HeldRecord, ExportedLinear]
-    parts: dict[HeldRecord, LocalPart]
+    experts: dict[tuple[str, str], ExportedLinear]
+    parts: dict[HeldPart, LocalPart]
     wholes: Wholes = field(default_factory=Wholes)
-    versions: dict[HeldRecord, int] = field(default_factory=dict)
+    versions: dict[tuple[str, str], int] = field(default_factory=dict)
     """Versions of experts as of the beginning."""
 
     @classmethod
@@ -138,17 +137,13 @@ class _Exporter:
         return cls(
             chunks=chunks,
             exported=exported,
-            experts={one.held: one for chunk in chunks for one in local_experts(chunk)},
+            experts={one.held.key: one for chunk in chunks for one in local_experts(chunk)},
             parts={one.held: one for chunk in chunks for one in local_parts(chunk)},
         )
 
-    @cached_property
+    @property
     def held(self) -> tuple[HeldRecord, ...]:
-        return *self.experts, *self.parts
-
-    @cached_property
-    def by_linear(self) -> dict[tuple[str, str], ExportedLinear]:
-        return {(one.held.linear, one.held.kind): one for one in self.experts.values()}
+        return *(one.held for one in self.experts.values()), *self.parts
 
     @property
     def heads(self) -> Heads | None:
@@ -161,8 +156,7 @@ class _Exporter:
 
     def require_readable(self) -> None:
         """Raise StateError for unreadable weights, before anything is sent."""
-        for held, local in self.experts.items():
-            self.versions[held] = local.require_readable()
+        self.versions.update({key: one.require_readable() for key, one in self.experts.items()})
 
     def stream(
         self, order: ExportOrder, device: torch.device | str | None
@@ -178,18 +172,17 @@ class _Exporter:
             if isinstance(unit, ExpertUnit) and arriving is not None:
                 yield from self._experts(unit, arriving, device)
             elif isinstance(unit, list):
-                for name, tensor in self._parts(order.dense, unit):
+                for name, tensor in self._parts(order, unit):
                     yield name, tensor if device is None else tensor.to(device)
         self.wholes.check_complete()
 
     def _experts(
         self, unit: ExpertUnit, arriving: Arriving, device: torch.device | str | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Return name and tensor of all tensors of a unit."""
         buffers = arriving.wait()
-        local = self._local(unit)
+        local = self.experts.get(unit.held.key)
         if local is not None:
-            local.require_unchanged(self.versions[local.held])
+            local.require_unchanged(self.versions[unit.held.key])
         if unit.held.cuts > 1:
             buffers = join_parts(unit.held, buffers, unit.stop - unit.start)
         stacked = self.exported.tensors(unit.held, buffers)
@@ -197,12 +190,9 @@ class _Exporter:
             stacked = [one.to(device) for one in stacked]
         return zip(unit.names, self.exported.listed(stacked), strict=True)
 
-    def _local(self, unit: ExpertUnit) -> ExportedLinear | None:
-        return self.by_linear.get((unit.held.linear, unit.held.kind))
-
     def _start(self, unit: ExpertUnit) -> Arriving:
         """Start the exchange of a unit's buffers; every rank that holds or receives some must."""
-        held, local = unit.held, self._local(unit)
+        held, local = unit.held, self.experts.get(unit.held.key)
         found = Arriving()
         if local is not None:
             found = Arriving(local.buffers(unit.start, unit.stop))
@@ -222,16 +212,12 @@ class _Exporter:
         work = dist.broadcast(bucket, src=unit.sender, async_op=True)
         return Arriving(buffers or cut_bucket(bucket, infos), bucket, [work])
 
-    def _parts(
-        self, dense: DenseNames | None, units: Sequence[PartUnit]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _parts(self, order: ExportOrder, units: Sequence[PartUnit]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that a batch completes."""
         for unit, values in zip(units, self._values(units), strict=True):
             whole = self.wholes.add(unit.held, values)
-            if whole is not None and dense is None:
-                yield unit.held.name, whole
-            elif whole is not None and dense is not None:
-                yield from dense.convert(unit.held.name, whole).items()
+            if whole is not None:
+                yield from order.named(unit.held.name, whole)
 
     def _values(self, units: Sequence[PartUnit]) -> Iterable[Tensor]:
         """Return the values of a batch, as views of its bucket on ranks that do not hold them."""

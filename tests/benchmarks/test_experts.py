@@ -7,7 +7,7 @@ import pytest
 from benchmarks import __main__ as benchmark
 from benchmarks import experts as bench_experts
 from benchmarks import timing as stopwatch
-from benchmarks.experts import ExpertsCase, _find_amax, _formula, _lay_out, _ratios, _stacked
+from benchmarks.experts import ExpertsCase, _find_amax, _formula, _lay_out, _stacked
 
 CONTIGUOUS = ["moe_optim", "loop", "stack and unbind"]
 SCATTERED = ["moe_optim", "moe_optim on a stack", "loop", "stack and unbind"]
@@ -54,19 +54,6 @@ def test_every_grid_size_placement_and_way_has_a_row(measure):
         assert (row["forward_of_best_other"] is None) == (row["way"] != "moe_optim")
         is_compared = row["placement"] == "scattered" and row["way"] != "moe_optim on a stack"
         assert (row["forward_of_contiguous"] is None) != is_compared
-
-
-def test_ratios_are_of_the_same_way_and_of_the_fastest_of_the_others():
-    times = {"moe_optim": 1.0, "moe_optim on a stack": 0.5, "loop": 8.0, "ModelOpt": 4.0}
-    rows = [{"way": way, "forward_ms": ms, "backward_ms": 2 * ms} for way, ms in times.items()]
-    contiguous = {"forward_ms": 0.8, "backward_ms": 4.0}
-    assert _ratios(rows[0], contiguous, rows) == {
-        "forward_of_contiguous": 1.25,
-        "forward_of_best_other": 0.25,
-        "backward_of_contiguous": 0.5,
-        "backward_of_best_other": 0.25,
-    }
-    assert set(_ratios(rows[2], None, rows).values()) == {None}
 
 
 @pytest.mark.parametrize("bits", [8, "e4m3"])

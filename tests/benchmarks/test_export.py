@@ -52,9 +52,3 @@ def test_every_way_has_its_bytes_and_only_quantizing_again_gives_others(tmp_path
 def _global_scales(row):
     is_native_nvfp4 = row["format"] == "nvfp4" and row["way"] == bench.AS_THEY_ARE
     return 4 * 2 * 2 * 4 if is_native_nvfp4 else 0  # fp32, of linears, layers and experts
-
-
-@pytest.mark.parametrize("ranks", ["0", "3"])
-def test_experts_that_cannot_be_spread_are_refused(ranks, capsys):
-    assert benchmark.main(["export", "--model", "small", "--ranks", ranks]) == 2
-    assert "a number that the 4 experts of small can be spread over" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """Floors count what has to be read and written, once each."""
 
 from fractions import Fraction
-from itertools import product
 
 import pytest
 
@@ -52,12 +51,3 @@ def test_a_step_reads_gradients_and_passes_over_masters_and_moments(
     found = step_bytes(format, NUMEL, grad_bytes=gradient, moment_bytes=moments)
     assert found == NUMEL * expected
     assert norm_bytes(NUMEL, grad_bytes=gradient) == NUMEL * gradient
-
-
-def test_a_step_is_its_update_and_a_requantization_that_reads_what_it_has_at_hand():
-    """So both count buffers and the amax of experts alike."""
-    for format, moments in product(FORMATS.values(), (4, 8)):
-        update = NUMEL * (4 + 4 + 4 + 2 * moments)
-        encoded = requantize_bytes(format, NUMEL, zeroed=False) - 4 * NUMEL
-        step = step_bytes(format, NUMEL, grad_bytes=4, moment_bytes=moments)
-        assert step == update + encoded

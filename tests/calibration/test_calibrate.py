@@ -4,8 +4,9 @@ Transformer Engine's linears stand in, see ``te_experts``; the oracle is plain t
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -31,16 +32,47 @@ from tests.support.ranks import run_ranks
 from tests.support.states.buckets import bind
 
 BF16 = Kind(owner="portable", format="bf16", single=True)
+FEW = (BF16, replace(BF16, format="mxfp8", single=False), KINDS[-1])
+SPREAD = {"expert_model_parallel_size": 2}
+CUT = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
 Found = dict[str, dict[str, torch.Tensor]]
 """Kind -> linear -> amax."""
 
 
-def _calibrate(parallel: dict[str, int], ep: int, tp: int, axis: int | None = 0) -> Found:
+def _on_two_ranks() -> dict[str, Any]:
+    """Return what a rank finds in every part, each with groups of its own."""
+    return {
+        "spread": _calibrate(SPREAD, KINDS, ep=2),
+        "cut": _calibrate(CUT, KINDS, tp=2),
+        "one of all, spread": _calibrate(SPREAD, FEW, ep=2, axis=None),
+        "one of all, copied": _calibrate({}, FEW, axis=None),
+        "other copies": _copies_that_differ(),
+        "special": _special_values(),
+        "loaded": _load_from_all(),
+        "refused": _refused(),
+        "staged": _only_one_rank_has_experts(),
+        "given": _given_amaxes(),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(2, _on_two_ranks)
+
+
+def _calibrate(
+    parallel: dict[str, int],
+    kinds: Sequence[Kind],
+    *,
+    ep: int = 1,
+    tp: int = 1,
+    axis: int | None = 0,
+) -> Found:
     import moe_optim
 
     experts.start_ranks(**parallel)
     found = {}
-    for kind in KINDS:
+    for kind in kinds:
         module = make(kind, ep, tp)
         assert set(amaxes_of(module).values()) == {None}
         moe_optim.calibrate([module], method="max", axis=axis)
@@ -57,96 +89,81 @@ def assert_found(found: Found, experts_of_rank: slice) -> None:
             assert_bytes_equal(amax, want[experts_of_rank].view(-1, 1, 1), what=f"{kind} {name}")
 
 
-def test_each_expert_gets_the_amax_of_its_weight_and_of_no_other():
+def test_each_expert_gets_the_amax_of_its_weight_and_of_no_other(ranks):
     """Of bf16 and of quantized weights, which products read as something else than was written;
     two expert-parallel ranks have different amaxes."""
-    parallel = {"expert_model_parallel_size": 2}
-    for rank, found in enumerate(run_ranks(2, _calibrate, parallel, 2, 1)):
-        assert_found(found, slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2))
+    for rank, found in enumerate(ranks):
+        assert_found(found["spread"], slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2))
 
 
-def test_amaxes_of_cut_experts_are_those_of_whole_ones():
+def test_amaxes_of_cut_experts_are_those_of_whole_ones(ranks):
     """Two ranks hold a half of each expert, of which one alone has the largest element."""
-    parallel = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
-    for found in run_ranks(2, _calibrate, parallel, 1, 2):
-        assert_found(found, slice(None))
-
-
-def test_one_amax_of_all_experts_is_the_same_on_any_number_of_ranks():
-    """``axis=None`` is the largest of all experts, wherever these are."""
-    parallel = {"expert_model_parallel_size": 2}
-    ranks = [
-        *run_ranks(2, _calibrate, parallel, 2, 1, None),
-        *run_ranks(1, _calibrate, {}, 1, 1, None),
-    ]
     for found in ranks:
-        for kind in KINDS:
-            for name, amax in found[str(kind)].items():
-                want = want_amax(kind, whole_weights(name)).amax().view(1, 1, 1)
-                assert_bytes_equal(amax, want, what=f"{kind} {name}")
+        assert_found(found["cut"], slice(None))
 
 
-def _given_amaxes() -> None:
+def test_one_amax_of_all_experts_is_the_same_on_any_number_of_ranks(ranks):
+    """``axis=None`` is the largest of all experts, wherever these are."""
+    for found, way, kind in product(ranks, ("spread", "copied"), FEW):
+        for name, amax in found[f"one of all, {way}"][str(kind)].items():
+            want = want_amax(kind, whole_weights(name)).amax().view(1, 1, 1)
+            assert_bytes_equal(amax, want, what=f"{kind} {name}")
+
+
+def _given_amaxes() -> bool:
     import moe_optim
     from tests.support.modules.adapters import wrap
 
     experts.start_ranks()
     values = torch.tensor([1 + 2**-20, 2.0, 0.0, 4.0])
-    for kind in KINDS:
-        for is_wrapped in (False, True):
-            module = make(kind)
-            if is_wrapped:
-                wrap(module)
-            for name in LINEARS:
-                linear = module.get_submodule(name)
-                for given in (values, values.view(-1, 1), values.view(-1, 1, 1).double()):
-                    moe_optim.set_calibrated_amax(linear, given)
-                    held = moe_optim.calibrated_amax(linear)
-                    assert_bytes_equal(held, values.view(-1, 1, 1), what=f"{kind} {name}")
-                    assert held.data_ptr() != given.data_ptr()
-                moe_optim.set_calibrated_amax(linear, torch.tensor(5.0))
-                one = moe_optim.calibrated_amax(linear)
-                assert_bytes_equal(one, torch.full((1, 1, 1), 5.0), what=f"{kind} {name}")
-                for wrong in (values[:3], -values, values * torch.inf, values.tolist()):
-                    with pytest.raises(LayoutError, match=r"linear_fc\d|experts"):
-                        moe_optim.set_calibrated_amax(linear, wrong)
-                assert moe_optim.calibrated_amax(linear) is one
-            saved = module.sharded_state_dict(prefix="layer.")
-            assert {f"layer.{name}.calibrated_amax" for name in LINEARS} <= saved.keys()
-            moe_optim.set_calibrated_amax(linear, None)
-            assert moe_optim.calibrated_amax(linear) is None
+    for kind, is_wrapped in product(FEW, (False, True)):
+        module = make(kind)
+        module = wrap(module) if is_wrapped else module
+        for name in LINEARS:
+            linear = module.get_submodule(name)
+            for given in (values, values.view(-1, 1), values.view(-1, 1, 1).double()):
+                moe_optim.set_calibrated_amax(linear, given)
+                held = moe_optim.calibrated_amax(linear)
+                assert_bytes_equal(held, values.view(-1, 1, 1), what=f"{kind} {name}")
+                assert held.data_ptr() != given.data_ptr()
+            moe_optim.set_calibrated_amax(linear, torch.tensor(5.0))
+            one = moe_optim.calibrated_amax(linear)
+            assert_bytes_equal(one, torch.full((1, 1, 1), 5.0), what=f"{kind} {name}")
+            for wrong in (values[:3], -values, values * torch.inf, values.tolist()):
+                with pytest.raises(LayoutError, match=r"linear_fc\d|experts"):
+                    moe_optim.set_calibrated_amax(linear, wrong)
+            assert moe_optim.calibrated_amax(linear) is one
+        saved = module.sharded_state_dict(prefix="layer.")
+        assert {f"layer.{name}.calibrated_amax" for name in LINEARS} <= saved.keys()
+        moe_optim.set_calibrated_amax(linear, None)
+        assert moe_optim.calibrated_amax(linear) is None
         with pytest.raises(LayoutError, match="linear: expected one of portable experts"):
             moe_optim.set_calibrated_amax(module, values)
+    return True
 
 
-def test_amaxes_that_were_found_elsewhere_are_held_as_those_of_a_calibration():
+def test_amaxes_that_were_found_elsewhere_are_held_as_those_of_a_calibration(ranks):
     """Of any shape that tells one an expert, or one of all; copied; and no others."""
-    run_ranks(1, _given_amaxes)
+    assert all(found["given"] for found in ranks)
 
 
-def _copies_that_differ() -> list[dict[str, torch.Tensor]]:
-    """Calibrate two copies of the same experts, with other weights on each rank."""
+def _copies_that_differ() -> dict[str, torch.Tensor]:
+    """Calibrate two copies of the same experts: the even ones are larger on rank 0."""
     import moe_optim
 
     experts.start_ranks()
     module = make(BF16, seed=dist.get_rank())
-    fill(module, {n: _largest_here(n) for n in LINEARS})
+    factor = torch.ones(EXPERTS, 1, 1)
+    factor[dist.get_rank() :: 2] = 2
+    fill(module, {name: whole_weights(name) * factor for name in LINEARS})
     moe_optim.calibrate([module])
     return amaxes_of(module)
 
 
-def _largest_here(name: str) -> torch.Tensor:
-    """Return weights of which the even experts are larger on rank 0, the odd ones on rank 1."""
-    factor = torch.ones(EXPERTS, 1, 1)
-    factor[dist.get_rank() :: 2] = 2
-    return whole_weights(name) * factor
-
-
-def test_copies_of_an_expert_hold_the_larger_amax():
+def test_copies_of_an_expert_hold_the_larger_amax(ranks):
     """Over expert-data-parallel ranks, of which no gather has made the weights equal."""
-    for found in run_ranks(2, _copies_that_differ):
-        assert found
-        for name, amax in found.items():
+    for found in ranks:
+        for name, amax in found["other copies"].items():
             want = 2 * want_amax(BF16, whole_weights(name)).view(-1, 1, 1)
             assert_bytes_equal(amax, want, what=name)
 
@@ -183,8 +200,8 @@ SPECIAL = {
 }
 
 
-def test_an_amax_ignores_nan_and_may_be_zero():
-    (found,) = run_ranks(1, _special_values)
+def test_an_amax_ignores_nan_and_may_be_zero(ranks):
+    found = ranks[0]["special"]
     plain = found["as they are"]
     want = dict.fromkeys(SPECIAL, plain[1]) | {
         "zeros": 0.0,
@@ -278,7 +295,7 @@ def _refused() -> dict[str, str]:
     """Calibrate what is wrong on rank 1 alone; return what is raised here."""
     import moe_optim
 
-    experts.start_ranks(expert_model_parallel_size=2)
+    experts.start_ranks(**SPREAD)
     messages = {}
     for case, (arguments, error, _) in REFUSALS.items():
         module = make(BF16, 2)
@@ -302,9 +319,9 @@ def _refused() -> dict[str, str]:
     return messages
 
 
-def test_what_one_rank_refuses_all_ranks_refuse_and_keep_what_they_had():
+def test_what_one_rank_refuses_all_ranks_refuse_and_keep_what_they_had(ranks):
     """No rank waits for another, and none stores what another does not."""
-    other, own = run_ranks(2, _refused)
+    other, own = (found["refused"] for found in ranks)
     for case, (_, _, says) in REFUSALS.items():
         assert re.search(says, own[case]), own[case]
         assert other[case] == f"rank 1: {own[case]}"
@@ -320,9 +337,8 @@ def _only_one_rank_has_experts() -> dict[str, torch.Tensor]:
     return amaxes_of(module) if dist.get_rank() else {}
 
 
-def test_a_rank_without_experts_takes_part():
-    _, found = run_ranks(2, _only_one_rank_has_experts)
-    for name, amax in found.items():
+def test_a_rank_without_experts_takes_part(ranks):
+    for name, amax in ranks[1]["staged"].items():
         assert_bytes_equal(amax, want_amax(BF16, whole_weights(name)).view(-1, 1, 1), what=name)
 
 
@@ -331,7 +347,7 @@ def test_a_rank_without_experts_takes_part():
 
 def _load_from_all() -> list[list[float]]:
     """Load the experts of all ranks, or of this one, whose amaxes are their global numbers."""
-    experts.start_ranks(expert_model_parallel_size=2)
+    experts.start_ranks(**SPREAD)
     found = []
     for kind in (BF16, replace(BF16, single=False), replace(BF16, format="mxfp8")):
         module, mine = make(kind, 2), slice(dist.get_rank() * 2, dist.get_rank() * 2 + 2)
@@ -346,6 +362,6 @@ def _load_from_all() -> list[list[float]]:
     return found
 
 
-def test_a_rank_takes_the_amaxes_of_its_experts_out_of_those_of_all():
-    for rank, found in enumerate(run_ranks(2, _load_from_all)):
-        assert found == [[2 * rank + 1, 2 * rank + 2]] * 12
+def test_a_rank_takes_the_amaxes_of_its_experts_out_of_those_of_all(ranks):
+    for rank, found in enumerate(ranks):
+        assert found["loaded"] == [[2 * rank + 1, 2 * rank + 2]] * 12

@@ -41,20 +41,13 @@ def run(experts, amax, gradients, *, quantize=fake_quantize, **options):
     return results, torch.autograd.grad(results, leaves, gradients)
 
 
-@pytest.mark.parametrize("axis", [(0,), [0]], ids=str)
-def test_an_axis_in_a_tuple_is_that_axis(axis):
-    """ModelOpt's configurations write both."""
-    values = wide_range_weights(3, 4, 5, seed=1)
-    amax = amax_of(values)
-    assert_bytes_equal(fake_quantize(values, amax, axis=axis), fake_quantize(values, amax, axis=0))
-
-
 @every_axis
 @every_grid
 def test_one_tensor_gives_the_definitions_values_and_gradients(grid, axis):
     values, gradient = weights(), weights(seed=1)
     amax = amax_of(values, axis)
-    ((got,), (grad,)) = run(values, amax, [gradient], axis=axis, **grid)
+    given = (0,) if axis == 0 else None  # ModelOpt's configurations write (0,)
+    ((got,), (grad,)) = run(values, amax, [gradient], axis=given, **grid)
     bits = None if grid["bits"] == "e4m3" else grid["bits"]
     narrow = grid.get("narrow_range", False)
     assert_bytes_equal(
@@ -105,16 +98,11 @@ def test_gradients_pass_as_they_are_inside_and_are_zero_outside(dtype):
     assert_values_equal(got, wanted)
 
 
-def test_the_amax_gets_no_gradient():
-    amax = amax_of(weights()).requires_grad_()
-    values = weights().requires_grad_()
-    fake_quantize(values, amax).sum().backward()
-    assert amax.grad is None and values.grad is not None
-
-
-def test_only_experts_that_want_a_gradient_get_one():
+def test_only_experts_that_want_a_gradient_get_one_and_the_amax_gets_none():
     parts = [one.clone().requires_grad_(index != 1) for index, one in enumerate(weights())]
-    sum(one.sum() for one in fake_quantize(parts, amax_of(weights()))).backward()
+    amax = amax_of(weights()).requires_grad_()
+    sum(one.sum() for one in fake_quantize(parts, amax)).backward()
+    assert amax.grad is None
     assert [part.grad is not None for part in parts] == [True, False, True, True]
 
 
@@ -129,30 +117,11 @@ def test_strides_and_expanded_gradients_do_not_matter():
     assert_bytes_equal(grad, want_grad.transpose(1, 2))
 
 
-@every_grid
-def test_a_grid_quantizes_its_own_values_to_themselves(grid):
-    """In fp32, with the amax that is the last value of the grid."""
-    values = normal_weights(*SHAPE)
-    amax = amax_of(values, part=1.0)
-    once = fake_quantize(values, amax, **grid)
-    twice = fake_quantize(once, amax, **grid)
-    assert (once - twice).abs().max() <= amax.max() * 2.0**-22
-
-
 ERRORS = {
     "bits, too few": ({"bits": 1}, ConfigError, "bits: expected 2 to 16 or 'e4m3', got 1"),
-    "bits, another name": ({"bits": "e5m2"}, ConfigError, "got 'e5m2'"),
-    "bits, a bool": ({"bits": True}, ConfigError, "got True"),
     "backend": ({"backend": "x"}, ConfigError, "backend: expected auto or reference, got 'x'"),
     "axis": ({"axis": 1}, ConfigError, r"axis: expected 0 or \(0,\) for one amax per expert"),
-    "axes": ({"axis": (0, 1)}, ConfigError, r"axis: .* got \(0, 1\)"),
-    "a truth": ({"axis": (False,)}, ConfigError, r"axis: .* got \(False,\)"),
     "no experts": ({"weights": []}, LayoutError, "at least one expert, got none"),
-    "no experts in a tensor": (
-        {"weights": torch.zeros(0, 2, 2), "amax": torch.zeros(0)},
-        LayoutError,
-        "at least one expert, got none",
-    ),
     "a matrix": (
         {"weights": torch.zeros(2, 2)},
         LayoutError,
@@ -184,15 +153,12 @@ ERRORS = {
         LayoutError,
         r"expected 2 for 2 experts .* shape \[1\]",
     ),
-    "too many amaxes": ({"axis": None}, LayoutError, r"expected 1 for all experts .* shape \[2\]"),
     "amax in fp64": ({"amax": torch.ones(2).double()}, LayoutError, "got torch.float64 on cpu"),
-    "amax elsewhere": ({"amax": torch.ones(2, device="meta")}, LayoutError, "on meta"),
     "NaN": (
         {"amax": torch.tensor([1.0, math.nan])},
         NonFiniteError,
         "expected finite values, got nan for expert 1, and 1 such values of 2",
     ),
-    "Inf": ({"amax": torch.tensor([math.inf, 1.0])}, NonFiniteError, "got inf for expert 0"),
     "negative": ({"amax": torch.tensor([1.0, -2.0])}, ConfigError, "got -2.0 for expert 1"),
 }
 
@@ -242,9 +208,9 @@ def compiled():
     torch._dynamo.reset()
 
 
-@every_axis
-@pytest.mark.parametrize("listed", [False, True], ids=["tensor", "list"])
-@pytest.mark.parametrize("grid", [GRIDS["8 bits"], GRIDS["e4m3"]], ids=["8 bits", "e4m3"])
+@pytest.mark.parametrize(
+    ("grid", "listed", "axis"), [(GRIDS["8 bits"], True, 0), (GRIDS["e4m3"], False, None)]
+)
 def test_compiled_graphs_give_the_same_bits_and_are_compiled_once(compiled, grid, listed, axis):
     def product(experts, amax, tokens):
         found = fake_quantize(experts, amax, axis=axis, **grid)

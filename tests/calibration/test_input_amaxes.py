@@ -117,17 +117,27 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize(("parallel", "sizes"), SIZES.values(), ids=SIZES.keys())
-def test_an_amax_is_the_largest_magnitude_of_all_ranks_inputs(parallel, sizes):
+def _on_two_ranks() -> dict[str, list[Any]]:
+    found = {name: _calibrate_inputs(parallel, *sizes) for name, (parallel, sizes) in SIZES.items()}
+    return {**found, "refused": _refused(), "selected": _selected()}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, list[Any]]]:
+    return run_ranks(2, _on_two_ranks)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_an_amax_is_the_largest_magnitude_of_all_ranks_inputs(name, ranks):
     """Of portable experts and Transformer Engine's, behind adapters too, whose own weights do not
     count: observed in evaluation mode, and only while the loop runs."""
-    ranks = run_ranks(2, _calibrate_inputs, parallel, *sizes)
-    for case, (first, second) in zip(cases(sizes[1]), zip(*ranks, strict=True), strict=True):
-        for name in LINEARS:
-            inputs = torch.cat([first[name][1], second[name][1]])
+    _, (_, tp, _) = SIZES[name]
+    for case, *both in zip(cases(tp), *(found[name] for found in ranks), strict=True):
+        for linear in LINEARS:
+            inputs = torch.cat([of_rank[linear][1] for of_rank in both])
             want = inputs.float().abs().max().view(1, 1, 1)
-            for amax, _ in (first[name], second[name]):
-                assert_bytes_equal(amax, want, what=f"{case} {name}")
+            for of_rank in both:
+                assert_bytes_equal(of_rank[linear][0], want, what=f"{case} {linear}")
 
 
 def _refused() -> list[str]:
@@ -173,8 +183,8 @@ def _refused() -> list[str]:
     return messages
 
 
-def test_what_goes_wrong_on_one_rank_is_raised_on_all_and_nothing_is_stored():
-    first, second = run_ranks(2, _refused)
+def test_what_goes_wrong_on_one_rank_is_raised_on_all_and_nothing_is_stored(ranks):
+    first, second = (found["refused"] for found in ranks)
     assert second[0] == second[1] and "NaN or Inf in those of linear_fc1, linear_fc2" in second[0]
     assert first[:2] == [f"rank 1: {message}" for message in second[:2]]
     assert first[2] == second[2] and "none on any rank for linear_fc1, linear_fc2" in first[2]
@@ -183,7 +193,7 @@ def test_what_goes_wrong_on_one_rank_is_raised_on_all_and_nothing_is_stored():
     assert first[5] == "rank 1: no data" and second[5] == "no data"
 
 
-def _selected() -> None:
+def _selected() -> list[bool]:
     import moe_optim
 
     experts.start_ranks()
@@ -232,16 +242,17 @@ def _selected() -> None:
     other = make(PORTABLE)
     moe_optim.calibrate([other], forward_loop=loop)
     other.load_state_dict(state, strict=True)
-    for name in LINEARS:  # those of the state, and no others
+    return [  # those of the state, and no others
+        held is None if buffer not in state else torch.equal(held, state[buffer])
+        for name in LINEARS
         for buffer, held in (
             (f"{name}.calibrated_amax", amaxes_of(other)[name]),
             (f"{name}.calibrated_input_amax", inputs_of(other)[name]),
-        ):
-            assert (held is None) == (buffer not in state)
-            assert held is None or torch.equal(held, state[buffer])
+        )
+    ]
 
 
-def test_weights_and_inputs_are_selected_apart_and_the_rest_loses_its_amaxes():
+def test_weights_and_inputs_are_selected_apart_and_the_rest_loses_its_amaxes(ranks):
     """As quantizers that ModelOpt disables; selected inputs without a loop keep what they had. A
     plain state dict of some amaxes loads these alone."""
-    run_ranks(1, _selected)
+    assert [found["selected"] for found in ranks] == [[True] * 4] * 2

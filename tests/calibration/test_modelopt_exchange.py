@@ -268,7 +268,7 @@ def _stand_in_for_transformer_engine() -> None:
     import_module("modelopt.torch.quantization.plugins.transformer_engine")
 
 
-def _run(layer: torch.nn.Module, seed: int) -> list[torch.Tensor]:
+def _run_layer(layer: torch.nn.Module, seed: int) -> list[torch.Tensor]:
     """Return output and gradients of a forward and a backward pass."""
     splits = [5, 0, 4]
     tokens = normal_weights(sum(splits), experts.HIDDEN, seed=seed).bfloat16().requires_grad_()
@@ -312,7 +312,7 @@ def _train_copies_beside_modelopt() -> None:
                 quantizer.amax = quantizer.amax * factor
             amaxes = torch.stack([one.amax for one in theirs.linear.weight_quantizer])
             moe_optim.set_calibrated_amax(ours.linear, amaxes)
-            got, want = _run(ours, 7), _run(theirs, 7)
+            got, want = _run_layer(ours, 7), _run_layer(theirs, 7)
             for number, pair in enumerate(zip(got, want, strict=True)):
                 assert_bytes_equal(*pair, what=f"{compute}, {factor} of amaxes, tensor {number}")
         assert (got[2] == 0).float().mean() > 0.2  # clipped

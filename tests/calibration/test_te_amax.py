@@ -22,7 +22,9 @@ from tests.support.ranks import run_ranks
 
 GLOBAL_EXPERTS, FFN = 6, 128
 PREFIX = "layer."
-CASES = [("mxfp8", False), ("mxfp8", True), ("mxfp8_2d", True), ("nvfp4", False), ("nvfp4", True)]
+SPREAD = {"expert_model_parallel_size": 2}
+CUT = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+CASES = [("mxfp8", False), ("mxfp8_2d", True), ("nvfp4", False)]
 """Format, and whether one weight holds all experts of a linear."""
 
 
@@ -118,88 +120,71 @@ def _loaded(module: Any) -> dict[str, torch.Tensor]:
     return {name: recorder_of(linear).whole_amax for name, linear in grouped_linears(module)}
 
 
-def _save_on_two_ranks(folder: Path) -> dict[str, torch.Tensor]:
-    experts.start_ranks(expert_model_parallel_size=2)
+def _save(folder: Path) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """Record and save experts spread over ranks, then cut ones, twice: before and after the amaxes
+    of parts are put together."""
+    from moe_optim.calibration.state_entries import synchronize_amax
+
+    experts.start_ranks(**SPREAD)
     for format, single in CASES:
         module = _make(2, format, single)
-        expected = _record(module, 2).whole
-        save_module(module, folder / f"{format} {single}", PREFIX)
-    return expected
+        spread = _record(module, 2)
+        save_module(module, folder / f"{format} spread", PREFIX)
+    experts.start_ranks(**CUT)
+    for format, single in CASES:
+        module = _make(1, format, single, tp=2)
+        cut = _record(module, 1, tp=2)
+        save_module(module, folder / f"{format} parts", PREFIX)
+        synchronize_amax([module])
+        assert_all_equal(_loaded(module), cut.whole)
+        save_module(module, folder / f"{format} cut", PREFIX)
+        _record(module, 1, tp=2)  # which makes amaxes of parts of them again
+        assert set(_loaded(module).values()) == {None}
+    return spread, cut
 
 
-def _load_on_one_rank(folder: Path) -> dict[tuple[str, bool, str], dict[str, torch.Tensor]]:
-    """Load into either layout, and into portable experts; save what those hold."""
+def _load_on_one(folder: Path) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
+    """Load into the other layout, and into portable experts; save what the former hold."""
     from moe_optim.experts.module import GroupedExperts
     from tests.support.modules.amax import linears_of
 
     experts.start_ranks()
     found = {}
     for format, single in CASES:
-        saved = folder / f"{format} {single}"
-        module = _load(_make(1, format, not single), saved)
-        found[format, single, "other layout"] = _loaded(module)
-        save_module(module, folder / f"{format} {single} from one", PREFIX)
+        for way in ("spread", "cut"):
+            module = _load(_make(1, format, not single), folder / f"{format} {way}")
+            found[format, way] = _loaded(module)
+        save_module(module, folder / f"{format} whole", PREFIX)
+        _load(module, folder / f"{format} parts")
+        assert set(_loaded(module).values()) == {None}
         portable = GroupedExperts(
             GLOBAL_EXPERTS,
             _config(1),
             moe_optim_config=MoEOptimConfig(format=format, record_amax=True),
             pg_collection=experts._seeded_groups(),
         )
-        _load(portable, saved)
+        _load(portable, folder / f"{format} spread")
         linears = linears_of(portable)
-        found[format, single, "portable"] = {n: one.whole_amax for n, one in linears.items()}
+        found[format, "portable"] = {n: one.whole_amax for n, one in linears.items()}
+    _check_unknown(folder)
     return found
 
 
-def _load_on_two_ranks(folder: Path) -> list[dict[str, torch.Tensor]]:
-    experts.start_ranks(expert_model_parallel_size=2)
-    return [
-        _loaded(_load(_make(2, format, single), folder / f"{format} {single} from one"))
-        for format, single in CASES
-    ]
-
-
-def test_amaxes_follow_their_experts_over_expert_parallel_sizes(tmp_path: Path):
-    """Three experts on each of two ranks, six on one in the other layout or in portable experts,
-    and two ranks again: always the amaxes of the masters, rounded to bf16, in plain torch."""
-    expected, other = run_ranks(2, _save_on_two_ranks, tmp_path)
-    (found,) = run_ranks(1, _load_on_one_rank, tmp_path)
-    again = run_ranks(2, _load_on_two_ranks, tmp_path)
-    assert len(found) == 2 * len(CASES)
-    for name, want in expected.items():
-        assert torch.equal(want, other[name]) and len(want.unique()) == GLOBAL_EXPERTS
-        for case, amaxes in found.items():
-            assert_bytes_equal(amaxes[name], want, what=f"{case} {name}")
-        for case, *ranks in zip(CASES, *again, strict=True):
-            back = torch.cat([rank[name] for rank in ranks])
-            assert_bytes_equal(back, want, what=f"{case} {name} on two ranks")
-
-
-# Experts that tensor parallelism cuts
-
-
-CUT_CASES = [("mxfp8", False), ("mxfp8_2d", True), ("nvfp4", False)]
-
-
-def _cut_ranks() -> None:
-    experts.start_ranks(tensor_model_parallel_size=2, expert_tensor_parallel_size=2)
-
-
-def _save_cut(folder: Path) -> list[dict[str, torch.Tensor]]:
-    """Record and save twice, before and after the amaxes of parts are put together."""
-    from moe_optim.calibration.state_entries import synchronize_amax
-
-    _cut_ranks()
-    for format, single in CUT_CASES:
-        module = _make(1, format, single, tp=2)
-        found = _record(module, 1, tp=2)
-        save_module(module, folder / f"{format} parts", PREFIX)
-        synchronize_amax([module])
-        assert_all_equal(_loaded(module), found.whole)
-        save_module(module, folder / f"{format} cut", PREFIX)
-        _record(module, 1, tp=2)  # which makes amaxes of parts of them again
-        assert set(_loaded(module).values()) == {None}
-    return [found.whole, found.mine]
+def _load_on_two(folder: Path) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
+    """Load what one rank saved; save and load cut experts without any reduction in between."""
+    found = {}
+    experts.start_ranks(**SPREAD)
+    for format, single in CASES:
+        module = _make(2, format, single)
+        found[format, "spread"] = _loaded(_load(module, folder / f"{format} whole"))
+    experts.start_ranks(**CUT)
+    for format, single in CASES:
+        module = _load(_make(1, format, single, tp=2), folder / f"{format} whole")
+        save_module(module, folder / f"{format} cut again", PREFIX)
+        again = _load(_make(1, format, not single, tp=2), folder / f"{format} cut")
+        found[format, "cut"] = _loaded(again)
+        assert_all_equal(_loaded(module), found[format, "cut"])
+    return found
 
 
 def assert_all_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
@@ -208,58 +193,42 @@ def assert_all_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]
         assert_bytes_equal(got[name], amax, what=name)
 
 
-def _load_cut_on_one(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    experts.start_ranks()
-    found = {}
-    for format, single in CUT_CASES:
-        module = _load(_make(1, format, not single), folder / f"{format} cut")
-        found[format] = _loaded(module)
-        save_module(module, folder / f"{format} whole", PREFIX)
-        _load(module, folder / f"{format} parts")
-        assert set(_loaded(module).values()) == {None}
-    return found
-
-
-def _load_cut_on_two(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Load what one rank saved, then save and load that, without any reduction in between."""
-    _cut_ranks()
-    found = {}
-    for format, single in CUT_CASES:
-        module = _load(_make(1, format, single, tp=2), folder / f"{format} whole")
-        save_module(module, folder / f"{format} cut again", PREFIX)
-        found[format] = _loaded(_load(_make(1, format, not single, tp=2), folder / f"{format} cut"))
-        assert_all_equal(_loaded(module), found[format])
-    return found
-
-
-def test_amaxes_of_cut_experts_are_those_of_whole_ones(tmp_path: Path):
-    """Two ranks hold a half of every expert, of which neither has all amaxes. Saved after a
-    reduction they are those of the whole masters, on one rank and on two again; saved without one
-    they are unknown, and not those of a half."""
-    ranks = run_ranks(2, _save_cut, tmp_path)
-    (found,) = run_ranks(1, _load_cut_on_one, tmp_path)
-    again = run_ranks(2, _load_cut_on_two, tmp_path)
-    (whole, mine), (_, others) = ranks
-    for name, want in whole.items():
-        assert not torch.equal(mine[name], want) and not torch.equal(others[name], want)
-        assert torch.equal(torch.maximum(mine[name], others[name]), want)
-    for format, _ in CUT_CASES:
-        for got in (found[format], *(rank[format] for rank in again)):
-            assert_all_equal(got, whole)
-    for format, _ in CUT_CASES:
+def test_amaxes_follow_their_experts_over_expert_parallel_sizes(tmp_path: Path):
+    """Three experts on each of two ranks, or a half of every expert, of which neither has all
+    amaxes; six on one in the other layout or in portable experts; and two ranks again: always the
+    amaxes of the whole masters, rounded to bf16, in plain torch. Saved without a reduction, those
+    of halves are unknown."""
+    (spread, cut), (others, other_half) = run_ranks(2, _save, tmp_path)
+    (found,) = run_ranks(1, _load_on_one, tmp_path)
+    first, second = run_ranks(2, _load_on_two, tmp_path)
+    for name, want in spread.whole.items():
+        assert torch.equal(want, others.whole[name]) and len(want.unique()) == GLOBAL_EXPERTS
+        assert torch.equal(want, cut.whole[name])
+        halves = cut.mine[name], other_half.mine[name]
+        assert not any(torch.equal(half, want) for half in halves)
+        assert torch.equal(torch.maximum(*halves), want)
+    for amaxes in found.values():
+        assert_all_equal(amaxes, spread.whole)
+    for format, _ in CASES:
+        both = first[format, "spread"], second[format, "spread"]
+        assert_all_equal({n: torch.cat([one[n] for one in both]) for n in both[0]}, spread.whole)
+        for of_rank in (first, second):
+            assert_all_equal(of_rank[format, "cut"], spread.whole)
         saved = saved_amaxes(tmp_path / f"{format} cut again")
-        for name, want in whole.items():
+        for name, want in spread.whole.items():
             key = f"{PREFIX}experts.{name}.weight_amax"
             assert_bytes_equal(saved[key].view(-1), want, what=f"{format} saved {name}")
 
 
-def _unknown(folder: Path) -> None:
-    """Save before anything was recorded, or with bf16 weights; load where nothing is recorded."""
+def _check_unknown(folder: Path) -> None:
+    """What nobody recorded is saved and loaded as unknown: before anything was recorded, with bf16
+    weights, and where nothing is recorded. Keys are the same, since those of all layers may be one
+    tensor.
+    """
     from megatron.core import dist_checkpointing
 
     from moe_optim.integration import installation
 
-    experts.start_ranks()
     module = _make(1, "mxfp8", False)
     save_module(module, folder / "new", PREFIX)
     assert set(_loaded(_load(module, folder / "new")).values()) == {None}
@@ -284,8 +253,3 @@ def _unknown(folder: Path) -> None:
 def _made(folder: Path) -> Path:
     folder.mkdir()
     return folder
-
-
-def test_what_nobody_recorded_is_saved_and_loaded_as_unknown(tmp_path: Path):
-    """Keys are the same whatever was recorded, since those of all layers may be one tensor."""
-    run_ranks(1, _unknown, tmp_path)

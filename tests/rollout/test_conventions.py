@@ -8,8 +8,7 @@ import torch
 
 from moe_optim import ops
 from moe_optim.commands.export.engine_config import quantization_config
-from moe_optim.errors import LayoutError
-from moe_optim.formats import FORMATS, NVFP4, get_format
+from moe_optim.formats import FORMATS, NVFP4
 from moe_optim.formats.reference.nvfp4 import global_encode_scale
 from moe_optim.rollout.conventions import (
     CONVENTIONS,
@@ -18,8 +17,10 @@ from moe_optim.rollout.conventions import (
     find_convention,
 )
 from moe_optim.rollout.expert_tensors import (
-    export_expert_of_one_scale,
+    RowSplit,
+    each_expert,
     export_experts,
+    stack_experts,
 )
 from tests.support.bytes import assert_bytes_equal
 from tests.support.checkpoints.stored_checkpoints import interleaved
@@ -58,19 +59,6 @@ def test_what_an_engine_dequantizes_is_what_training_multiplies(format, conventi
     for expert, (gate, up) in enumerate(halves):
         got = torch.cat([serving.dequantize(gate), serving.dequantize(up)])
         assert_bytes_equal(got, wanted[expert], what="gate and up")
-
-
-@pytest.mark.parametrize(("format", "convention"), CASES)
-def test_interleaved_rows_come_apart(format, convention):
-    """Runs of 128 rows, which no block of any format crosses."""
-    weights = wide_weights()
-    quantized = ops.quantize(interleaved(weights, 128), format)
-    gate, up = export_experts(quantized, convention, parts=2, interleave=128)[1]
-    straight = ops.quantize(weights, format)
-    for got, want in zip((gate, up), export_experts(straight, convention, parts=2)[1], strict=True):
-        assert got.keys() == want.keys()
-        for name in want:
-            assert_bytes_equal(got[name], want[name], what=name)
 
 
 E4M3, U8, F32 = torch.float8_e4m3fn, torch.uint8, torch.float32
@@ -199,7 +187,9 @@ def test_each_row_of_an_expert_with_one_scale_gets_it(interleave):
     gate, up = codes.chunk(2)
     stored = codes if interleave is None else interleaved(codes, interleave)
     scale_inv = torch.tensor([0.75])
-    parts = export_expert_of_one_scale(stored, scale_inv, ONE_SCALE, parts=2, interleave=interleave)
+    split = RowSplit(parts=2, interleave=interleave)
+    stacked = stack_experts([stored[None], scale_inv], "tensorwise", ONE_SCALE, split)
+    (parts,) = each_expert(stacked)
     for part, rows in zip(parts, (gate, up), strict=True):
         assert part.keys() == {"weight", "weight_scale"}
         assert_bytes_equal(part["weight"].view(torch.uint8), rows)
@@ -209,15 +199,6 @@ def test_each_row_of_an_expert_with_one_scale_gets_it(interleave):
 
 
 # What is refused
-
-
-def test_gate_and_up_must_not_share_a_block_of_scales():
-    quantized = ops.quantize(torch.randn(1, 2 * 96, 128), "fp8_block")
-    with pytest.raises(LayoutError, match="runs of 128 rows or a multiple.*of 96 rows each"):
-        export_experts(quantized, find_convention(get_format("fp8_block")), parts=2)[0]
-    wide = ops.quantize(torch.randn(1, 512, 128), "fp8_block")
-    with pytest.raises(LayoutError, match="interleaved by 64"):
-        export_experts(wide, find_convention(wide.format), parts=2, interleave=64)[0]
 
 
 @pytest.mark.parametrize("interleave", [None, 3])
@@ -235,9 +216,9 @@ DENSE = ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.self_attn.q_proj"
 
 
 def test_each_convention_is_configured_as_its_engines_parse_it():
+    """What compressed-tensors itself parses is in ``test_compressed_tensors.py``."""
     made = {(c.format, c.name): quantization_config(c, DENSE) for c in CONVENTIONS}
-    blocks = made["fp8_block", "deepseek"]
-    assert blocks == {
+    assert made["fp8_block", "deepseek"] == {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
@@ -246,44 +227,17 @@ def test_each_convention_is_configured_as_its_engines_parse_it():
     }
     assert made["mxfp8", "deepseek"]["quant_method"] == "mxfp8"
     assert made["mxfp8", "deepseek"]["weight_block_size"] == [1, 32]
-    for size, name in ((32, "int4"), (128, "int4_g128")):
-        integers = made[name, "compressed_tensors"]
-        assert (integers["format"], integers["ignore"]) == ("pack-quantized", DENSE)
-        group = integers["config_groups"]["group_0"]
-        assert group["input_activations"] is None
-        assert group["weights"] == {
-            "num_bits": 4,
-            "type": "int",
-            "strategy": "group",
-            "group_size": size,
-            "symmetric": True,
-            "dynamic": False,
-        }
-    assert made["mxfp4", "compressed_tensors"]["format"] == "mxfp4-pack-quantized"
-    group = made["mxfp4", "compressed_tensors"]["config_groups"]["group_0"]
-    assert group["input_activations"] is None
-    assert group["weights"] == {
-        "num_bits": 4,
-        "type": "float",
-        "strategy": "group",
-        "group_size": 32,
-        "symmetric": True,
-        "dynamic": False,
-        "scale_dtype": "torch.uint8",
-    }
     four_bits = made["nvfp4", "modelopt"]
     assert (four_bits["quant_method"], four_bits["quant_algo"]) == ("modelopt", "W4A16_NVFP4")
     assert (four_bits["group_size"], four_bits["ignore"]) == (16, DENSE)
     assert made["mxfp8", "modelopt"]["quant_algo"] == "MXFP8"
-    packed = made["nvfp4", "compressed_tensors"]
-    assert packed["format"] == "nvfp4-pack-quantized"
-    group = packed["config_groups"]["group_0"]
-    assert group["weights"]["strategy"] == "tensor_group" and group["input_activations"] is None
-    eight_bits = made["mxfp8", "compressed_tensors"]["config_groups"]["group_0"]
-    assert eight_bits["weights"]["scale_dtype"] == "torch.uint8"
-    assert eight_bits["input_activations"]["dynamic"]
-    squares = made["fp8_block", "compressed_tensors"]["config_groups"]["group_0"]["weights"]
-    assert (squares["strategy"], squares["block_structure"]) == ("block", [128, 128])
+    activations = {
+        format: config["config_groups"]["group_0"]["input_activations"]
+        for (format, name), config in made.items()
+        if name == "compressed_tensors"
+    }
+    unquantized = {"mxfp4", "nvfp4", "int4", "int4_g128"}
+    assert {format for format, one in activations.items() if one is None} == unquantized
     rows = quantization_config(ONE_SCALE, DENSE)["config_groups"]["group_0"]
     assert rows["weights"]["strategy"] == "channel" and not rows["weights"]["dynamic"]
     assert rows["input_activations"]["strategy"] == "token" and rows["input_activations"]["dynamic"]

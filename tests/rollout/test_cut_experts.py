@@ -8,13 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_optim import ops
 from moe_optim.experts.grouped_linear import GroupedLinear
-from moe_optim.experts.keys.layouts import get_layout
-from moe_optim.rollout.expert_buffers import join_parts
-from moe_optim.rollout.expert_tensors import rowwise_of
-from moe_optim.rollout.exported_as import ExportedAs
-from moe_optim.rollout.units import HeldExperts
 from tests.rollout.test_export_weights import (
     OVERLAP,
     Setup,
@@ -24,7 +18,7 @@ from tests.rollout.test_export_weights import (
     refusal,
     step,
 )
-from tests.support.bytes import assert_bytes_equal, assert_same_tensors
+from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
 from tests.support.states.masters import full_master
 
@@ -72,7 +66,6 @@ def experts_of(given):
 
 
 def _compare(setups):
-    initialize()
     compared = {}
     for name, (cut, whole) in setups.items():
         chunks, optimizer = build(cut)
@@ -114,51 +107,37 @@ SETUPS = {
 }
 
 
+def _on_two_ranks():
+    initialize()
+    return _compare(SETUPS), _refuse()
+
+
 def test_cut_experts_are_exported_as_whole_ones_of_the_same_masters():
-    """Names, order, dtypes and bytes, in both layouts: gates of both ranks, then ups of both."""
+    """Names, order, dtypes and bytes, in both layouts: gates of both ranks, then ups of both. Parts
+    that no whole expert has are refused by name: NVFP4's have a global scale each; 64 rows of gate
+    are no block of 128."""
     tensors = {"bf16": 1, "int4": 3}
-    counts = {name: 48 * tensors.get(cut.knobs["format"], 2) for name, (cut, _) in SETUPS.items()}
-    assert run_ranks(2, _compare, SETUPS) == [counts] * 2
+    counts = {name: 24 * tensors.get(cut.knobs["format"], 2) for name, (cut, _) in SETUPS.items()}
+    for compared, (scales, blocks) in run_ranks(2, _on_two_ranks):
+        assert compared == counts
+        assert "linear_fc1: expected one global scale an expert" in scales
+        assert "--expert-tensor-parallel-size 2" in scales
+        assert "in multiples of 128, a block of fp8_block, got 64" in blocks
+
+
+def _on_four_ranks(setup):
+    initialize()
+    return _compare({"both": setup})
 
 
 @pytest.mark.extended
 def test_cut_experts_are_spread_over_expert_parallel_ranks_too():
     sizes = {"expert_model_parallel_size": 2}
     setup = pair(sizes, {"format": "mxfp8"}, export={"bucket_bytes": 100_000})
-    assert run_ranks(4, _compare, {"both": setup}) == [{"both": 48}] * 4
-
-
-@pytest.mark.parametrize("layout", ["hf_per_expert", "sequential"])
-@pytest.mark.parametrize(("linear", "axis"), [("linear_fc1", 0), ("linear_fc2", 1)])
-def test_parts_of_integers_become_the_whole_with_its_shape(linear, axis, layout):
-    """Rows of gate and of up of both ranks, or their columns; a shape is stored, not cut."""
-    values = torch.randn(1, 64, 128, generator=torch.Generator().manual_seed(5))
-    held = HeldExperts(
-        linear=f"decoder.layers.0.mlp.experts.{linear}", hf_layer=0, kind="weight", first=0,
-        count=1, shape=(64, 128), format="int4", cut_axis=axis, cuts=2,
-    )  # fmt: skip
-    cut = values.chunk(2, 2)
-    if axis == 0:
-        halves = [half.chunk(2, 1) for half in values.chunk(2, 1)]
-        cut = [torch.cat(of_both, 1) for of_both in zip(*halves, strict=True)]
-    parts = [rowwise_of(ops.quantize(part, "int4")) for part in cut]
-    joined = join_parts(held, [torch.cat(both) for both in zip(*parts, strict=True)], experts=1)
-    exported_as = ExportedAs(get_layout(layout), None)
-    want = exported_as.tensors(held, rowwise_of(ops.quantize(values, "int4")))
-    for got, wanted in zip(exported_as.tensors(held, joined), want, strict=True):
-        assert_bytes_equal(got, wanted)
+    assert run_ranks(4, _on_four_ranks, setup) == [{"both": 24}] * 4
 
 
 def _refuse():
-    initialize()
     for_nvfp4, _ = build(Setup(CUT, {"format": "nvfp4"}))
     in_blocks, _ = build(Setup(CUT, {"format": "fp8_block"}))
     return [refusal(lambda chunks=chunks: exported(chunks)) for chunks in (for_nvfp4, in_blocks)]
-
-
-def test_parts_that_no_whole_expert_has_are_refused_by_name():
-    """NVFP4's parts have a global scale each; 64 rows of gate are no block of 128."""
-    for scales, blocks in run_ranks(2, _refuse):
-        assert "linear_fc1: expected one global scale an expert" in scales
-        assert "--expert-tensor-parallel-size 2" in scales
-        assert "in multiples of 128, a block of fp8_block, got 64" in blocks

@@ -36,6 +36,7 @@ class Setup:
     knobs: dict[str, Any] = field(default_factory=lambda: {"format": "mxfp8"})
     ddp: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+    layers: int = 2
     virtual_chunks: int = 1
     export: dict[str, Any] = field(default_factory=dict)
     optimizer: Literal["adam", "muon"] = "adam"
@@ -64,7 +65,8 @@ def build(setup):
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     }
     options = dict(
-        num_layers=4, hidden_size=HIDDEN, num_attention_heads=HEADS, num_query_groups=GROUPS,
+        num_layers=setup.layers, hidden_size=HIDDEN,
+        num_attention_heads=HEADS, num_query_groups=GROUPS,
         kv_channels=WIDTH, num_moe_experts=EXPERTS, moe_ffn_hidden_size=FFN,
         ffn_hidden_size=FFN, moe_router_topk=2, moe_token_dispatcher_type="alltoall",
         moe_grouped_gemm=True, gated_linear_unit=True,
@@ -198,13 +200,13 @@ def expected(chunks, optimizer):
         else:
             mine[stem + DENSE[name]] = whole(param)
     packed = {
-        key: (one.dtype, tuple(one.shape), one.reshape(-1).contiguous().view(torch.uint8).tolist())
+        key: (one.dtype, tuple(one.shape), one.reshape(-1).view(torch.uint8).numpy().tobytes())
         for key, one in mine.items()
     }  # Megatron lets no float8 tensor through a pickle
     everything: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everything, packed)
     return {
-        key: torch.tensor(values, dtype=torch.uint8).view(dtype).view(shape)
+        key: torch.frombuffer(bytearray(values), dtype=torch.uint8).view(dtype).view(shape)
         for of_rank in everything
         for key, (dtype, shape, values) in of_rank.items()
     }
@@ -245,7 +247,6 @@ def exported(chunks, **options):
 
 def _compare(setups):
     """Export each setup after a step; return how many tensors were compared."""
-    initialize()
     compared = {}
     for name, setup in setups.items():
         chunks, optimizer = build(setup)
@@ -278,6 +279,7 @@ SETUPS = {
         },
         {"format": "nvfp4"},
         ddp=OVERLAP,
+        layers=4,
         virtual_chunks=2,
         export={"bucket_bytes": 1},
     ),
@@ -289,17 +291,34 @@ SETUPS = {
     ),
     "bf16 experts": Setup({"expert_model_parallel_size": 2}, {"format": "bf16"}),
 }
-DENSE_COUNT = 3 + 4 * 9  # of ends, and of each layer
 PER_EXPERT = {"nvfp4": 9, "bf16": 3}
+"""Tensors of an expert in other formats than those of data and scales."""
 
 
-def test_every_rank_is_given_every_weight_as_its_master_says():
+def count(setup):
+    """Return the number of tensors: of the ends, of each layer, and of its experts."""
+    return 3 + setup.layers * (9 + EXPERTS * PER_EXPERT.get(setup.knobs["format"], 6))
+
+
+def _on_two_ranks():
+    initialize()
+    return _compare(SETUPS), _promises()
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(2, _on_two_ranks)
+
+
+def test_every_rank_is_given_every_weight_as_its_master_says(ranks):
     """Behind their masters before, in every topology; names, order, dtypes and bytes."""
-    counts = {
-        name: DENSE_COUNT + 4 * EXPERTS * PER_EXPERT.get(setup.knobs["format"], 6)
-        for name, setup in SETUPS.items()
-    }
-    assert run_ranks(2, _compare, SETUPS) == [counts] * 2
+    counts = {name: count(setup) for name, setup in SETUPS.items()}
+    assert [compared for compared, _ in ranks] == [counts] * 2
+
+
+def _on_four_ranks(setup):
+    initialize()
+    return _compare({"both": setup})
 
 
 @pytest.mark.extended
@@ -309,7 +328,7 @@ def test_pipeline_and_expert_parallel_ranks_at_once():
         ddp=OVERLAP,
         export={"bucket_bytes": 10_000},
     )
-    assert run_ranks(4, _compare, {"both": setup}) == [{"both": DENSE_COUNT + 96}] * 4
+    assert run_ranks(4, _on_four_ranks, setup) == [{"both": count(setup)}] * 4
 
 
 # What else an export promises
@@ -318,7 +337,6 @@ def test_pipeline_and_expert_parallel_ranks_at_once():
 def _promises():
     import moe_optim
 
-    initialize()
     facts = {}
     chunks, optimizer = build(SETUPS["experts over ranks, gathers overlapped"])
     step(chunks, optimizer)
@@ -356,14 +374,14 @@ def _promises():
         assert_bytes_equal(named[same], values[name], what=same)
     in_place = exported(chunks, layout="sequential")
     facts["sequential"] = sorted(
-        name for name in in_place if ".layers.3." in name and "local_experts.1." in name
+        name for name in in_place if ".layers.1." in name and "local_experts.1." in name
     )
-    fc1 = in_place["decoder.layers.3.mlp.experts.local_experts.1.linear_fc1.weight"]
-    parts = [want[f"model.layers.3.mlp.experts.1.{x}_proj.weight"] for x in ("gate", "up")]
+    fc1 = in_place["decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight"]
+    parts = [want[f"model.layers.1.mlp.experts.1.{x}_proj.weight"] for x in ("gate", "up")]
     assert_bytes_equal(fc1, torch.cat(parts))
     in_place = exported(chunks, layout="grouped")
-    fc1 = in_place["decoder.layers.3.mlp.experts.linear_fc1.weight_scale"]
-    assert_bytes_equal(fc1, stacked(want)["model.layers.3.mlp.experts.gate_up_proj_scale"])
+    fc1 = in_place["decoder.layers.1.mlp.experts.linear_fc1.weight_scale"]
+    assert_bytes_equal(fc1, stacked(want)["model.layers.1.mlp.experts.gate_up_proj_scale"])
     facts["errors"] = _errors(chunks, optimizer)
     return facts
 
@@ -399,10 +417,10 @@ def refusal(act):
     raise AssertionError("nothing was refused")
 
 
-def test_an_export_sends_no_more_than_asked_copies_nothing_and_refuses_what_it_cannot():
-    for facts in run_ranks(2, _promises):
+def test_an_export_sends_no_more_than_asked_copies_nothing_and_refuses_what_it_cannot(ranks):
+    for _, facts in ranks:
         assert facts["views"]
-        stem = "decoder.layers.3.mlp.experts.local_experts.1."
+        stem = "decoder.layers.1.mlp.experts.local_experts.1."
         assert facts["sequential"] == [
             f"{stem}linear_fc{n}.weight{end}" for n in (1, 2) for end in ("", "_scale")
         ]
@@ -415,44 +433,38 @@ def test_an_export_sends_no_more_than_asked_copies_nothing_and_refuses_what_it_c
 
 
 QUANTIZED = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight")
+OUTPUTS = ("self_attention.linear_proj", "self_attn.o_proj")
 
 
-def _with_quantized_dense_weights(format):
-    """Export a model whose dense linears are Transformer Engine's, as parameter gather has them."""
+def _with_quantized_dense_weights():
+    """Export models whose dense linears are Transformer Engine's, as parameter gather has them."""
     from tests.support.te.te_stand_ins import Float8BlockwiseQTensor, as_parameter
 
     initialize()
-    chunks, _ = build(Setup(knobs={"format": "fp8_block"}))
-    want = {}
-    for name, param in list(chunks[0].module.module.named_parameters()):
-        if name.endswith(QUANTIZED):
-            weight = as_parameter(Float8BlockwiseQTensor(format, param.detach().float()))
-            chunks[0].module.module.get_submodule(name.rpartition(".")[0]).weight = weight
-            values = reference.quantize(param.detach()[None], format)
-            want[name] = reference.dequantize(values, "rowwise")[0].bfloat16()
-    in_place, on_disk = exported(chunks, layout="sequential"), exported(chunks)
-    for name, values in want.items():
-        assert_bytes_equal(in_place[name], values, what=name)
-        if name.endswith(QUANTIZED[1]):
-            disk = name.replace("decoder", "model").replace(
-                "self_attention.linear_proj", "self_attn.o_proj"
-            )
-            assert_bytes_equal(on_disk[disk], values, what=disk)
-    return len(want)
-
-
-@pytest.mark.parametrize("format", [FP8_BLOCK, FP8_BLOCK_FP32], ids=lambda format: format.name)
-def test_dense_weights_that_transformer_engine_quantizes_are_there_too(format):
-    """Dequantized, in either layout: an engine that lacks them would keep those of before."""
-    assert run_ranks(1, _with_quantized_dense_weights, format) == [8]
-
-
-def _refuse_shared_blocks():
-    initialize()
+    compared = []
+    for format in (FP8_BLOCK, FP8_BLOCK_FP32):
+        chunks, _ = build(Setup(knobs={"format": "fp8_block"}))
+        gpt, want = chunks[0].module.module, {}
+        for name, param in list(gpt.named_parameters()):
+            if name.endswith(QUANTIZED):
+                weight = as_parameter(Float8BlockwiseQTensor(format, param.detach().float()))
+                gpt.get_submodule(name.rpartition(".")[0]).weight = weight
+                values = reference.quantize(param.detach()[None], format)
+                want[name] = reference.dequantize(values, "rowwise")[0].bfloat16()
+        in_place, on_disk = exported(chunks, layout="sequential"), exported(chunks)
+        for name, values in want.items():
+            assert_bytes_equal(in_place[name], values, what=name)
+            disk = name.replace("decoder", "model").replace(*OUTPUTS)
+            if name.endswith(QUANTIZED[1]):
+                assert_bytes_equal(on_disk[disk], values, what=disk)
+        compared.append(len(want))
     chunks, _ = build(Setup(knobs={"format": "fp8_block"}, model={"moe_ffn_hidden_size": 96}))
-    return refusal(lambda: exported(chunks))
+    return compared, refusal(lambda: exported(chunks))
 
 
-def test_blocks_that_gate_and_up_share_are_refused_by_name():
-    (shared,) = run_ranks(1, _refuse_shared_blocks)
+def test_dense_weights_that_transformer_engine_quantizes_are_there_too():
+    """Dequantized, in either layout: an engine that lacks them would keep those of before. Blocks
+    that gate and up share are refused by name."""
+    ((compared, shared),) = run_ranks(1, _with_quantized_dense_weights)
+    assert compared == [4, 4]
     assert "decoder.layers.0.mlp.experts.linear_fc1" in shared and "96 rows" in shared

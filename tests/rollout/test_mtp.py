@@ -4,8 +4,11 @@ import pytest
 import torch.distributed as dist
 
 from moe_optim import MoEOptimConfig
+from moe_optim.errors import ConfigError
 from moe_optim.experts.grouped_linear import GroupedLinear
-from tests.rollout.test_export_weights import exported, refusal
+from moe_optim.rollout.dense import find_pairs
+from moe_optim.rollout.families import FAMILIES, Anatomy
+from tests.rollout.test_export_weights import exported
 from tests.support.bytes import assert_bytes_equal
 from tests.support.checkpoints import hf_models
 from tests.support.modules import serving
@@ -24,20 +27,20 @@ OF_ONE_LAYER = {
 """What DeepSeek-V3 has on disk of such a layer besides its experts, less ``.weight``."""
 
 
-def _build(model):
+def _build():
     import moe_optim
 
     hf_models.install_runtime()
     moe_optim.install(MoEOptimConfig(format="mxfp8"))
     common = [flag for flag in hf_models.COMMON if flag != "--use-cpu-initialization"]
-    flags = [*common, *hf_models.MODELS[model], "--mtp-num-layers", "2", "--bf16"]
+    flags = [*common, *hf_models.MODELS["deepseek_v3"], "--mtp-num-layers", "2", "--bf16"]
     args = hf_models.start_megatron(flags)
     replace_core_attention()
     return hf_models.build_model(args), args
 
 
 def _export():
-    model, args = _build("deepseek_v3")
+    model, args = _build()
     given = exported([model])
     experts = {
         name: module for name, module in model.named_modules() if isinstance(module, GroupedLinear)
@@ -74,11 +77,9 @@ def test_layers_of_multi_token_prediction_have_deepseeks_names():
     assert experts == 4 * 8 * 6  # layers, experts, and tensors of each
 
 
-def _refuse():
-    model, _ = _build("qwen3_moe")
-    return refusal(lambda: exported([model]))
-
-
 def test_families_without_such_layers_refuse_them_by_name():
-    (error,) = run_ranks(1, _refuse)
-    assert "also mtp.layers.0." in error and "sequential" in error
+    anatomy = Anatomy(num_layers=2, moe_layers=frozenset({0, 1}), traits=frozenset({"untied"}))
+    names = {pair.megatron[0] for pair in FAMILIES["qwen3_moe"].pairs(anatomy)}
+    assert find_pairs(names).keys() == names
+    with pytest.raises(ConfigError, match=r"also mtp\.layers\.0\..*sequential"):
+        find_pairs(names | {"mtp.layers.0.eh_proj.weight"})

@@ -73,7 +73,6 @@ def engine_weights(whole, layout, rank):
 
 
 def _update(setups):
-    initialize()
     me, counts = dist.get_rank(), {}
     for name, (setup, layouts) in setups.items():
         chunks, optimizer = build(setup)
@@ -133,18 +132,36 @@ FOUR = {
 }
 
 
-def test_an_engine_has_its_bytes_of_every_format():
+def _on_two_ranks():
+    initialize()
+    return _update(TWO), [_misfit(change) for change in MISFITS], _refused()
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(2, _on_two_ranks)
+
+
+def test_an_engine_has_its_bytes_of_every_format(ranks):
     per_layer = {"bf16": 2, "nvfp4_rows": 6}
-    counts = [
-        {name: 4 * per_layer.get(one.knobs["format"], 4) * n for name, (one, _) in TWO.items()}
-        for n in (2, 3)
-    ]
-    assert run_ranks(2, _update, TWO) == counts
+    for (counts, *_), layouts in zip(ranks, (2, 3), strict=True):
+        assert counts == {
+            name: 2 * per_layer.get(one.knobs["format"], 4) * layouts
+            for name, (one, _) in TWO.items()
+        }
 
 
-def test_an_engine_has_its_bytes_of_experts_that_are_cut_spread_staged_and_replicated():
-    counts = run_ranks(4, _update, FOUR)
-    assert [sum(of_rank.values()) for of_rank in counts] == [32, 48, 64, 64]
+def _on_four_ranks():
+    initialize()
+    counts = _update(FOUR)
+    return sum(counts.values()), update_random_bytes(
+        "cpu", training_ranks=[3, 1], engine_ranks=[0, 2]
+    )
+
+
+def test_engines_have_their_bytes_of_experts_that_are_cut_spread_staged_and_replicated():
+    """Also an engine of other ranks than training's, in tensors of any strides."""
+    assert run_ranks(4, _on_four_ranks) == [(16, 5), (24, 0), (32, 5), (32, 0)]
 
 
 ITEMS = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.int32}
@@ -191,18 +208,8 @@ def update_random_bytes(device, *, training_ranks, engine_ranks):
     return len(targets)
 
 
-def _apart():
-    initialize()
-    return update_random_bytes("cpu", training_ranks=[3, 1], engine_ranks=[0, 2])
-
-
-def test_an_engine_of_other_ranks_has_its_bytes_in_tensors_of_any_strides():
-    assert run_ranks(4, _apart) == [5, 0, 5, 0]
-
-
 def _misfit(change):
     """Return what every rank is told if rank 1, the engine, does not fit the plan."""
-    initialize()
     (one, *_) = TENSORS
     everything = Shard(experts=tuple(range(6)))
     plan = plan_of_shards([one], [{one.name: everything}], EngineLayout())
@@ -219,24 +226,26 @@ def _misfit(change):
     return None
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("none", "w13_weight: expected a tensor of [6, 64, 48], 1 bytes per item, or one for each "
-         "expert, got none."),
-        ("size", "got 1 of [5, 64, 48] torch.uint8."),
-        ("transposed", "got 6 of [48, 64] torch.uint8."),
-        ("items", "got 1 of [6, 64, 12] torch.int32."),
-        ("ranks", "engine_ranks: expected 1 different ranks, as planned, got [1, 0]."),
-    ],
-)  # fmt: skip
-def test_tensors_and_ranks_other_than_planned_are_refused_on_all_ranks(change, said):
-    assert all(said in one for one in run_ranks(2, _misfit, change))
+MISFITS = {
+    "none": (
+        "w13_weight: expected a tensor of [6, 64, 48], 1 bytes per item, or one for each expert, "
+        "got none."
+    ),
+    "size": "got 1 of [5, 64, 48] torch.uint8.",
+    "transposed": "got 6 of [48, 64] torch.uint8.",
+    "items": "got 1 of [6, 64, 12] torch.int32.",
+    "ranks": "engine_ranks: expected 1 different ranks, as planned, got [1, 0].",
+}
 
 
-def _refused(sizes):
-    initialize()
-    chunks, _ = build(setup("fp8_block", sizes))
+def test_tensors_and_ranks_other_than_planned_are_refused_on_all_ranks(ranks):
+    for _, errors, _ in ranks:
+        for said, error in zip(MISFITS.values(), errors, strict=True):
+            assert said in error
+
+
+def _refused():
+    chunks, _ = build(setup("fp8_block", SPREAD))
     try:
         plan_transfers(chunks, EngineLayout(tensor_parallel_size=4))
     except LayoutError as error:
@@ -244,8 +253,8 @@ def _refused(sizes):
     return None
 
 
-def test_an_engine_that_cuts_blocks_is_refused_on_every_rank():
-    said = run_ranks(2, _refused, SPREAD)
+def test_an_engine_that_cuts_blocks_is_refused_on_every_rank(ranks):
+    said = [one[-1] for one in ranks]
     assert said[0] == said[1]
     assert "w13_weight: expected rows of gate and of up of the engine in 4 even parts" in said[0]
     assert "whole blocks of 128, got 256, 64 for each part" in said[0]

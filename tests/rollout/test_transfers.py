@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 
 pytest.importorskip("megatron.core")
 
-LINEARS, LAYERS = 2, 4
+LINEARS, LAYERS = 2, 2
 SETUPS = {
     "experts over ranks": Setup({"expert_model_parallel_size": 2}),
     "experts cut": Setup({"expert_tensor_parallel_size": 2}, model={"moe_ffn_hidden_size": 256}),
@@ -42,10 +42,20 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _on_two_ranks():
+    initialize()
+    exchanges = _exchanges()  # first, since orders are kept
+    return _transfers(), exchanges
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(2, _on_two_ranks)
+
+
 def _transfers():
     import moe_optim
 
-    initialize()
     facts = {}
     for name, setup in SETUPS.items():
         chunks, _ = build(setup)
@@ -67,10 +77,10 @@ def _transfers():
     return facts
 
 
-def test_a_linear_arrives_in_one_transfer_and_its_tensors_are_views_of_one_bucket():
+def test_a_linear_arrives_in_one_transfer_and_its_tensors_are_views_of_one_bucket(ranks):
     """Of all local experts, data and scales; aligned."""
     linears = LAYERS * LINEARS
-    for facts in run_ranks(2, _transfers):
+    for facts, _ in ranks:
         for layout in ("hf_per_expert", "hf"):
             calls, memory, arrived, unaligned = facts["experts over ranks", layout]
             assert (calls, memory, unaligned) == (linears, linears, 0)
@@ -80,13 +90,12 @@ def test_a_linear_arrives_in_one_transfer_and_its_tensors_are_views_of_one_bucke
 
 
 def _exchanges():
-    initialize()
     counts = []
     mxfp8, blocks = (
         Setup({"expert_model_parallel_size": 2}, {"format": format})
         for format in ("mxfp8", "fp8_block")
     )
-    for setup in (mxfp8, mxfp8, blocks, mxfp8):
+    for setup in (mxfp8, blocks, mxfp8):
         chunks, optimizer = build(setup)
         for _ in range(2):
             step(chunks, optimizer)
@@ -97,12 +106,11 @@ def _exchanges():
     return counts
 
 
-def test_ranks_exchange_their_records_once_for_equal_models():
+def test_ranks_exchange_their_records_once_for_equal_models(ranks):
     """Values are read at every export; the order is kept, also for a model built again."""
     first, again = 1, 0
-    assert (
-        run_ranks(2, _exchanges) == [[first, again, again, again, first, again, again, again]] * 2
-    )
+    for _, counts in ranks:
+        assert counts == [first, again, first, again, again, again]
 
 
 def test_buckets_hold_no_more_than_asked_and_at_least_an_expert_of_each_rank():

@@ -27,10 +27,12 @@ from moe_optim.formats import get_format
 from moe_optim.formats.reference import tensorwise
 from moe_optim.rollout.conventions import CONVENTIONS, ONE_SCALE, Convention
 from moe_optim.rollout.expert_tensors import (
-    export_expert_of_one_scale,
+    RowSplit,
+    each_expert,
     export_experts,
     get_export_layout,
     patterns_of,
+    stack_experts,
     tensor_name,
 )
 
@@ -270,11 +272,8 @@ def quantized(
         tensorwise.cast_into(out.view(-1), weight.view(-1), scale)
     inverse = scales.reciprocal()
     values = codes.view(torch.float8_e4m3fn).float() * inverse.unsqueeze(2)
-    given = [
-        export_expert_of_one_scale(*one, convention, parts=parts)
-        for one in zip(codes, inverse, strict=True)
-    ]
-    return given, values.bfloat16()
+    stacked = stack_experts([codes, inverse], "tensorwise", convention, RowSplit(parts=parts))
+    return each_expert(stacked), values.bfloat16()
 
 
 def exported(convention: Convention) -> dict[str, Tensor]:

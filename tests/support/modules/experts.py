@@ -19,13 +19,18 @@ READ_BY_MEGATRON = ("allreduce", "tensor_model_parallel", "partition_stride", "s
 
 
 def start_ranks(**parallel: int) -> None:
-    """Make this process a rank of Megatron on the CPU; fused functions run step by step."""
+    """Make this process a rank of Megatron on the CPU, with other groups if it is one already;
+    fused functions run step by step.
+    """
     from megatron.core import parallel_state
 
     from moe_optim.integration import cpu_runtime
 
     cpu_runtime.install()
-    torch.distributed.init_process_group("gloo")
+    if torch.distributed.is_initialized():
+        parallel_state.destroy_model_parallel()
+    else:
+        torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(**parallel)
     torch.compiler.set_stance("force_eager")  # compiled for other shapes, they may round otherwise
 
