@@ -13,8 +13,7 @@ from moe_optim.commands.conversion.layer_view import LayerView
 from moe_optim.commands.conversion.model_conversion import convert_model
 from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
 from moe_optim.commands.conversion.opening import open_checkpoint
-from moe_optim.commands.export.export import export_checkpoint
-from moe_optim.commands.export.export_plan import plan_export
+from moe_optim.commands.export.export import export_checkpoint, plan_export
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.experts.keys.conversion import convert_state_dict
 from moe_optim.formats import get_format, reference
