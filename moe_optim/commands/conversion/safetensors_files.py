@@ -85,14 +85,7 @@ class SafetensorsReader:
                         f"{self.path}: expected each tensor once, got {name} in "
                         f"{self._files[name]} and {file}. Remove one of the files."
                     )
-                entry = opened.get_slice(name)
-                kind = entry.get_dtype()
-                if kind not in _DTYPES:
-                    raise LayoutError(
-                        f"{self.path / file}: {name!r}: expected one of {', '.join(_DTYPES)}, got "
-                        f"{kind}. Store it as another type."
-                    )
-                self.tensors[name] = _info(self.path / file, name, entry)
+                self.tensors[name] = _info(self.path / file, name, opened.get_slice(name))
                 self._files[name] = file
             return opened.metadata() or {}
 
@@ -190,9 +183,15 @@ def _opened(path: Path, name: str) -> Iterator[Any]:
 
 
 def _info(file: Path, name: str, entry: Any) -> TensorInfo:
+    kind = entry.get_dtype()
+    if kind not in _DTYPES:
+        raise LayoutError(
+            f"{file}: {name!r}: expected one of {', '.join(_DTYPES)}, got {kind}. Store it as "
+            "another type."
+        )
     try:
         checked_name(name)
-        return TensorInfo(checked_shape(tuple(entry.get_shape())), _DTYPES[entry.get_dtype()])
+        return TensorInfo(checked_shape(tuple(entry.get_shape())), _DTYPES[kind])
     except ValueError as error:
         raise StateError(
             f"{file}: expected names and shapes of tensors, got: {error}. It is damaged."

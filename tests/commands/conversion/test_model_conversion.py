@@ -162,20 +162,18 @@ def test_all_that_is_missing_or_of_wrong_rows_is_named_and_nothing_is_written(tm
     assert "got 4 fault(s)" in said
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
+def test_what_is_left_over_is_named(tmp_path):
+    """A model without its adapters would be another model."""
+    keys = (
         "decoder.layers.0.self_attention.linear_qkv.bias",
         "decoder.layers.1.self_attention.linear_qkv.adapter.linear_in.weight",
         "decoder.layers.1.mlp.experts.experts.linear_fc1.adapter.linear_in.weight",
-    ],
-)
-def test_what_is_left_over_is_named(key, tmp_path):
-    """A model without its adapters would be another model."""
-    more = {key: torch.zeros(48, 2)}
+    )
+    more = dict.fromkeys(keys, torch.zeros(48, 2))
     source = write_megatron(tmp_path / "c", "qwen3_moe", stored_model("qwen3_moe") | more)
-    with pytest.raises(LayoutError, match=rf"{re.escape(key)}: left over"):
+    with pytest.raises(LayoutError) as raised:
         plan_of(source, "hf")
+    assert all(f"  {key}: left over" in str(raised.value) for key in keys)
 
 
 def test_a_model_of_hugging_face_is_complete_or_refused_with_all_faults(hf, family, tmp_path):
@@ -210,16 +208,17 @@ def test_queries_projected_at_once_keep_their_bits(tmp_path):
         plan_of(newer, "hf")
 
 
-@pytest.mark.parametrize("copy", ["embed_tokens", "shared_head.head"])
-def test_copies_that_differ_from_what_megatron_shares_are_refused(copy, tmp_path):
+def test_copies_that_differ_from_what_megatron_shares_are_refused(tmp_path):
     """One bit of the embedding or the output layer of a layer that predicts further tokens."""
     hf = convert(write_megatron(tmp_path / "c", MTP), tmp_path / "hf", "hf")
     tensors, config = in_files(hf), json.loads((hf / "config.json").read_text())
-    name = f"model.layers.3.{copy}.weight"
-    tensors[name].view(torch.int16)[5, 7] ^= 1
-    other = write_hf(tmp_path / "other", tensors, config)
-    with pytest.raises(LayoutError, match=f"{re.escape(name)}: expected the values of"):
-        convert(other, tmp_path / "back", "megatron")
+    for copy in ("embed_tokens", "shared_head.head"):
+        name = f"model.layers.3.{copy}.weight"
+        copies = tensors | {name: tensors[name].clone()}
+        copies[name].view(torch.int16)[5, 7] ^= 1
+        other = write_hf(tmp_path / copy, copies, config)
+        with pytest.raises(LayoutError, match=f"{re.escape(name)}: expected the values of"):
+            convert(other, tmp_path / "back", "megatron")
     assert not (tmp_path / "back").exists()
 
 
@@ -295,8 +294,9 @@ def test_a_tokenizer_in_the_cache_of_hugging_face_is_passed_on(tmp_path):
     assert json.loads((hf / "config.json").read_text())["eos_token_id"] == [3, 4]
 
 
-@pytest.mark.parametrize("command", ["convert", "export"])
-@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+@pytest.mark.parametrize(
+    ("command", "name"), [("convert", "tokenizer.json"), ("export", "config.json")]
+)
 def test_a_link_that_leads_out_of_the_tokenizers_folder_is_bad_input(
     name, command, words, tmp_path, capsys
 ):
@@ -316,16 +316,16 @@ def test_a_link_that_leads_out_of_the_tokenizers_folder_is_bad_input(
 TOKENS = ["NaN", "Infinity", "1e999", "1.0", "true", '"2"', "[2, NaN]", "{}", "[[2]]"]
 
 
-@pytest.mark.parametrize("value", TOKENS)
-@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "pad_token_id"])
 def test_special_tokens_that_are_no_whole_numbers_are_refused_before_anything_is_written(
-    key, value, words, tmp_path, monkeypatch
+    words, tmp_path, monkeypatch
 ):
-    (words / "config.json").write_text(f'{{"{key}": {value}}}')
     plan = plan_of(write_megatron(tmp_path / "c", "qwen3_moe"), "hf", tokenizer=words)
     monkeypatch.setattr(LayerView, "read", lambda *_: pytest.fail("a weight was read"))
-    with pytest.raises(StateError, match=f"config.json: {key}: expected a whole number"):
-        convert_model(plan, tmp_path / "hf")
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    for key, value in [*zip(keys, TOKENS, strict=False), *((keys[1], one) for one in TOKENS)]:
+        (words / "config.json").write_text(f'{{"{key}": {value}}}')
+        with pytest.raises(StateError, match=f"config.json: {key}: expected a whole number"):
+            convert_model(plan, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
 
