@@ -1,4 +1,4 @@
-"""Weights published in four bits become bf16: element times scale, rounded once, to the bit.
+"""Weights that are published quantized become bf16: element times scale, rounded once, to the bit.
 
 Each layout is written here as its publisher writes it, with random codes and scales. The oracle is
 a table of elements and products in fp64; where the publisher's own code runs, it is a second one.
@@ -16,9 +16,10 @@ from moe_optim.commands.conversion.model_sources import dequantized
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.commands.conversion.published_weights import encodings_of
 from moe_optim.errors import ConfigError, LayoutError
-from tests.support.bytes import assert_bytes_equal, assert_same_tensors
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors, assert_values_equal
 from tests.support.checkpoints.exported_models import export, in_files, stored, write
-from tests.support.checkpoints.hf_checkpoints import write_hf
+from tests.support.checkpoints.hf_checkpoints import write_hf, write_megatron
+from tests.support.checkpoints.stored_checkpoints import read_with_torch
 from tests.support.modules import serving
 
 E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -86,6 +87,32 @@ def deepseek_v4():
     return stored, values, said | {"weight_block_size": [128, 128]}
 
 
+def fp8_blocks(ue8m0=False):
+    """DeepSeek-V3's ``inference/fp8_cast_bf16.py``: whole blocks, and blocks that the edge cuts.
+
+    Among the elements are all 256, NaN included. Scales are of all magnitudes and no powers of two,
+    or bare exponents, as ``scale_fmt: ue8m0`` has them: code n means 2^(n - 127), 255 NaN.
+    """
+    stored, values = dict(DENSE), dict(DENSE)
+    for name, (rows, cols) in {"gate": (16, 12), "up": (20, 10), "down": (12, 16)}.items():
+        stem = f"model.layers.1.mlp.experts.2.{name}_proj.weight"
+        counts = -(-rows // 8), -(-cols // 4)
+        codes = drawn(0, 256, rows, cols).to(torch.uint8).view(E4M3)
+        factors = torch.ldexp(torch.rand(counts) + 0.5, drawn(-12, 3, *counts)).float()
+        scales = factors
+        if ue8m0:
+            exponent = drawn(0, 256, *counts).flatten()
+            exponent[:4] = torch.tensor([0, 1, 254, 255])
+            factors = torch.exp2(exponent.double() - 127).masked_fill(exponent == 255, torch.nan)
+            factors = factors.view(counts)
+            scales = exponent.to(torch.uint8).view(counts).view(torch.float8_e8m0fnu)
+        stored[stem], stored[f"{stem}_scale_inv"] = codes, scales
+        whole = factors.repeat_interleave(8, 0).repeat_interleave(4, 1)[:rows, :cols]
+        values[stem] = (codes.double() * whole.double()).float().bfloat16()
+    said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [8, 4]}
+    return stored, values, said
+
+
 def group(**weights):
     common = {"num_bits": 4, "strategy": "group", "symmetric": True, "dynamic": False}
     return {
@@ -135,6 +162,8 @@ def kimi_mxfp4():
 
 
 LAYOUTS = {
+    "DeepSeek-V3": fp8_blocks,
+    "DeepSeek-V3, exponents": lambda: fp8_blocks(ue8m0=True),
     "gpt-oss": gpt_oss,
     "DeepSeek-V4": deepseek_v4,
     "Kimi, INT4": kimi_int4,
@@ -153,14 +182,38 @@ def test_elements_times_scales_are_written_under_the_names_of_bf16(layout, tmp_p
     (source / "tokenizer.json").write_text("{}")
     assert cli.main(["convert", str(source), str(tmp_path / "out"), "--to", "hf"]) == 0
     assert "quantized weights in bf16" in capsys.readouterr().out
-    assert_same_tensors(in_files(tmp_path / "out"), values)
+    got = in_files(tmp_path / "out")
+    assert got.keys() == values.keys()
+    for name, want in values.items():
+        assert_values_equal(got[name], want, what=name)
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "any"}
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     reader = dequantized(open_checkpoint(source))
     for name, want in values.items():
         info = reader.tensors[name]
         assert (info.shape, info.dtype) == (tuple(want.shape), want.dtype)
-        assert_bytes_equal(reader.read(name, 1), want[1].clone())
+        assert_values_equal(reader.read(name, 1), want[1], what=name)
+
+
+def test_megatron_gets_what_it_gets_of_the_same_model_in_bf16(tmp_path):
+    """Of FP8 blocks that transformers has under the names of bf16 weights."""
+    source = write_megatron(tmp_path / "c", "deepseek_v3")
+    assert cli.main(["convert", str(source), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    tensors = in_files(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    for name in [name for name in tensors if ".experts." in name or "self_attn.o_proj" in name]:
+        values = torch.ldexp(tensors[name].float(), torch.tensor(8)).clamp(-400, 400).to(E4M3)
+        tensors[name], tensors[f"{name}_scale_inv"] = values, torch.full((1, 1), 0.375)
+    said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    write_hf(tmp_path / "fp8", tensors, config | {"quantization_config": said})
+    for name, to in (("fp8", "hf"), ("fp8", "megatron"), ("fp8 hf", "megatron")):
+        words = [str(tmp_path / name), str(tmp_path / f"{name} {to}"), "--to", to]
+        assert cli.main(["convert", *words]) == 0
+    got, want = (
+        read_with_torch(open_checkpoint(tmp_path / f"{name} megatron").path)
+        for name in ("fp8", "fp8 hf")
+    )
+    assert_same_tensors(got, want)
 
 
 def test_the_configuration_may_lie_in_that_of_the_language_model(tmp_path):
@@ -220,7 +273,23 @@ INT = "language_model.model.layers.1.mlp.experts.0.up_proj"
 OSS = "model.layers.0.mlp.experts.down_proj"
 V4 = "layers.0.ffn.experts.3.w2"
 U8 = torch.uint8
+FP8 = "model.layers.1.mlp.experts.2.gate_proj.weight"
 FAULTS = {
+    "no scales of FP8": (
+        fp8_blocks, f"{FP8}_scale_inv", None, f"{FP8}_scale_inv: missing",
+    ),
+    "scales of other blocks": (
+        fp8_blocks, f"{FP8}_scale_inv", torch.ones(3, 3),
+        f"{FP8}_scale_inv: expected float32, bfloat16, float16 or float8_e8m0fnu [2, 3] for "
+        "[16, 12], got float32 [3, 3]",
+    ),
+    "scales in fp64": (
+        fp8_blocks, f"{FP8}_scale_inv", torch.ones(2, 3).double(), "got float64 [2, 3]",
+    ),
+    "scales of no weight in FP8": (
+        fp8_blocks, "lm_head.weight_scale_inv", torch.ones(1, 16),
+        "lm_head.weight_scale_inv: left over",
+    ),
     "no scales of integers": (
         kimi_int4, f"{INT}.weight_scale", None, f"{INT}.weight_scale: missing",
     ),
@@ -286,7 +355,13 @@ def test_words_that_hold_more_columns_than_the_weight_are_refused(tmp_path, caps
     assert not (tmp_path / "out").exists()
 
 
+QUANTIZATION = fp8_blocks()[2]
 OTHERS = {
+    "another method": {"quant_method": "awq"},
+    "elements of another kind": QUANTIZATION | {"fmt": "e5m2"},
+    "no blocks": QUANTIZATION | {"weight_block_size": None},
+    "blocks of nothing": QUANTIZATION | {"weight_block_size": [0, 128]},
+    "no mapping": "fp8",
     "integers without symmetry": compressed("pack-quantized", type="int", symmetric=False),
     "an order of columns": compressed("pack-quantized", type="int", actorder="group"),
     "one scale per row": compressed("pack-quantized", type="int", strategy="channel"),
