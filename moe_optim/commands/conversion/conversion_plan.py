@@ -129,7 +129,7 @@ def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPl
         files=by_layer(experts, others),
         objects=objects,
         left_out=(
-            *(key for key in view.tensors if key not in set(kept)),
+            *(key for key in view.tensors if request.weights_only and is_state(key)),
             *(name for name in reader.objects if name not in objects),
         ),
         to=to,
@@ -181,17 +181,15 @@ def _refuse_flat_states(view: LayerView) -> None:
 
 
 def _check_states(view: LayerView, sets: list[ExpertSet]) -> None:
-    path, by_prefix = view.reader.path, {one.prefix: one for one in sets}
-    weights = {prefix for prefix in by_prefix if not is_state(prefix)}
+    by_prefix = {one.prefix: one for one in sets}
     found = {prefix: match for prefix in by_prefix if (match := STATE_KIND.match(prefix))}
-    states, trained = list(found), {prefix[match.end() :] for prefix, match in found.items()}
-    heads = _heads_of_states(view) if states else {}
-    kinds = sorted(heads)
-    expected = {
-        f"{head}{name}": name for head in heads.values() for name in weights if name in trained
-    }
+    if not found:
+        return
+    heads = _heads_of_states(view)
+    trained = {prefix[match.end() :] for prefix, match in found.items()} & by_prefix.keys()
+    expected = {f"{head}{name}": name for head in heads.values() for name in sorted(trained)}
     faults = [f"no {prefix}" for prefix in expected if prefix not in by_prefix]
-    faults += [f"{prefix} without weights" for prefix in states if prefix not in expected]
+    faults += [f"{prefix} without weights" for prefix in found if prefix not in expected]
     faults += [
         f"{prefix} of other experts than {weight}"
         for prefix, weight in expected.items()
@@ -199,8 +197,8 @@ def _check_states(view: LayerView, sets: list[ExpertSet]) -> None:
     ]
     if faults:
         raise LayoutError(
-            f"{path}: expected {' and '.join(kinds)} of a layer's experts or none, got "
-            f"{'; '.join(faults)}. Convert with --weights-only."
+            f"{view.reader.path}: expected {' and '.join(sorted(heads))} of a layer's experts or "
+            f"none, got {'; '.join(faults)}. Convert with --weights-only."
         )
 
 
@@ -209,8 +207,7 @@ def _heads_of_states(view: LayerView) -> dict[str, str]:
 
     Beside states of Muon, those of Adam belong to other parameters.
     """
-    matches = (match for key in view.tensors if (match := STATE_KIND.match(key)))
-    heads = {match[1]: match[0] for match in matches}
+    heads = {match[1]: match[0] for match in map(STATE_KIND.match, view.tensors) if match}
     if MOMENTUM not in heads:
         return heads
     of_muon = heads[MOMENTUM].removesuffix(f"{MOMENTUM}.")

@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_optim.commands.hugging_face import family_rules as rules
 from moe_optim.commands.hugging_face.family_rules import FamilyRules, SharedValue
-from moe_optim.commands.hugging_face.values import MOST_LAYERS, Values, kind_faults
+from moe_optim.commands.hugging_face.values import MOST_LAYERS, ValueKind, Values, kind_faults
 from moe_optim.rollout.families import Trait
 
 _LATENT_NORM_EPSILON = 1e-6  # fixed in the norms of q and kv in transformers' DeepseekV3Attention
@@ -106,9 +106,8 @@ def _scaling_faults(scaling: Values | None) -> list[str]:
         return []
     if scaling["rope_type"] != "yarn":
         return ["rope_scaling: expected yarn or none, got another"]
-    present = {key: "number" for _, key, _ in _YARN if key in scaling}
-    faults = kind_faults(scaling, present, ())  # type: ignore[arg-type]
-    if faults:
+    present: dict[str, ValueKind] = {key: "number" for _, key, _ in _YARN if key in scaling}
+    if faults := kind_faults(scaling, present):
         return [f"rope_scaling: {fault}" for fault in faults]
     given = {one: scaling.get(key, default) for one, key, default in _YARN}
     if scaling.get("attention_factor", _concentration(given)) != _concentration(given):
@@ -213,34 +212,23 @@ DEEPSEEK_V3 = FamilyRules(
     shared=(
         *rules.SHARED,
         SharedValue("num_experts", "n_routed_experts"),
-        SharedValue("q_lora_rank", "q_lora_rank"),
+        SharedValue("q_lora_rank", "q_lora_rank", "count?"),
         SharedValue("kv_lora_rank", "kv_lora_rank"),
         SharedValue("qk_head_dim", "qk_nope_head_dim"),
         SharedValue("qk_pos_emb_head_dim", "qk_rope_head_dim"),
         SharedValue("v_head_dim", "v_head_dim"),
     ),
-    optional=frozenset(
-        {
-            "q_lora_rank",
-            "moe_router_num_groups",
-            "moe_router_group_topk",
-            "moe_router_topk_scaling_factor",
-            "n_group",
-            "topk_group",
-            *(argument for argument, _, _ in _YARN),
-        }
-    ),
     argument_kinds={
         "moe_shared_expert_intermediate_size": "count",
-        "moe_router_num_groups": "count",
-        "moe_router_group_topk": "count",
-        "moe_router_topk_scaling_factor": "number",
-        **dict.fromkeys((argument for argument, _, _ in _YARN), "number"),
+        "moe_router_num_groups": "count?",
+        "moe_router_group_topk": "count?",
+        "moe_router_topk_scaling_factor": "number?",
+        **dict.fromkeys((argument for argument, _, _ in _YARN), "number?"),
     },
     config_kinds={
         "n_shared_experts": "count",
-        "n_group": "count",
-        "topk_group": "count",
+        "n_group": "count?",
+        "topk_group": "count?",
         "routed_scaling_factor": "number",
         "first_k_dense_replace": "number",
         "norm_topk_prob": "flag",

@@ -26,8 +26,6 @@ class FamilyRules:
     family: str
     shared: tuple[SharedValue, ...]
     """Shared values, including those of all families."""
-    optional: frozenset[str]
-    """Arguments and keys that may be None."""
     argument_kinds: Mapping[str, ValueKind]
     """Kinds of the other arguments that are read."""
     config_kinds: Mapping[str, ValueKind]

@@ -64,7 +64,7 @@ def model_from_arguments(given: Values, where: str) -> Model:
     """
     family = DEEPSEEK_V3 if given.get("multi_latent_attention") is True else QWEN3_MOE
     kinds = {**{one.argument: one.kind for one in family.shared}, **family.argument_kinds}
-    faults = kind_faults(given, kinds, family.optional) + unlike(given, family.arguments)
+    faults = kind_faults(given, kinds) + unlike(given, family.arguments)
     faults = faults or _layer_faults(given["num_layers"], given.get("moe_layer_freq", 1))
     faults = faults or family.argument_faults(given)
     _refuse(faults, where, f"arguments of a model that transformers computes as {family.family}")
@@ -87,7 +87,7 @@ def model_from_config(given: Values, where: str) -> Model:
     family = _RULES[kind]
     config = {**family.defaults, **_as_published(given)}
     kinds = {**{one.key: one.kind for one in family.shared}, **family.config_kinds}
-    faults = kind_faults(config, kinds, family.optional) + unlike(config, family.config)
+    faults = kind_faults(config, kinds) + unlike(config, family.config)
     faults = faults or _layer_faults(config["num_hidden_layers"], 1)
     faults = faults or family.config_faults(config)
     _refuse(faults, where, f"a configuration that Megatron computes as {family.family}")
