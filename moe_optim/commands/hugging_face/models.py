@@ -68,8 +68,7 @@ def model_from_arguments(given: Values, where: str) -> Model:
     faults = faults or _layer_faults(given["num_layers"], given.get("moe_layer_freq", 1))
     faults = faults or family.argument_faults(given)
     _refuse(faults, where, f"arguments of a model that transformers computes as {family.family}")
-    copied = {one.argument: given.get(one.argument) for one in family.shared}
-    return _model(family, copied | family.more_arguments(given))
+    return _model(family, _config_of(family, given))
 
 
 def model_from_config(given: Values, where: str) -> Model:
@@ -91,8 +90,7 @@ def model_from_config(given: Values, where: str) -> Model:
     faults = faults or _layer_faults(config["num_hidden_layers"], 1)
     faults = faults or family.config_faults(config)
     _refuse(faults, where, f"a configuration that Megatron computes as {family.family}")
-    copied = {one.argument: config.get(one.key) for one in family.shared}
-    return _model(family, copied | family.arguments_of(config))
+    return _model(family, config)
 
 
 _WITHOUT_ENGINE = (
@@ -123,26 +121,36 @@ def megatron_flags(model: Model, impl: str) -> list[str]:
     return [*flags, "--no-rope-fusion"] if plain_latent else flags
 
 
-def _model(rules_of: FamilyRules, arguments: Values) -> Model:
-    family = FAMILIES[rules_of.family]
-    experts = rules.layers_with_experts(arguments["moe_layer_freq"], arguments["num_layers"])
-    config = {
-        "architectures": [family.architecture],
-        "model_type": family.name,
-        **{one.key: _json_value(one, arguments[one.argument]) for one in rules_of.shared},
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": not arguments[rules.UNTIED],
-        "use_cache": True,
-        **rules_of.config_of(arguments),
-    }
+def _model(rules_of: FamilyRules, given: Values) -> Model:
+    shared = {one.argument: given.get(one.key) for one in rules_of.shared}
+    arguments = shared | rules_of.arguments_of(given)
+    experts = rules.layers_with_experts(arguments)
     anatomy = Anatomy(
         num_layers=arguments["num_layers"],
         moe_layers=frozenset(layer for layer, has_experts in enumerate(experts) if has_experts),
         traits=rules_of.traits_of(arguments) | ({"untied"} if arguments[rules.UNTIED] else set()),
         mtp_layers=arguments.get("mtp_num_layers") or 0,
     )
-    return Model(family=family, anatomy=anatomy, arguments=arguments, config=config)
+    return Model(
+        family=FAMILIES[rules_of.family],
+        anatomy=anatomy,
+        arguments=arguments,
+        config=_config_of(rules_of, arguments),
+    )
+
+
+def _config_of(rules_of: FamilyRules, arguments: Values) -> dict[str, Any]:
+    family = FAMILIES[rules_of.family]
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        **{one.key: _json_value(one, arguments.get(one.argument)) for one in rules_of.shared},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": arguments.get(rules.UNTIED) is not True,
+        "use_cache": True,
+        **rules_of.config_of(arguments),
+    }
 
 
 def _json_value(shared: SharedValue, value: Any) -> Any:

@@ -334,6 +334,8 @@ class FullDisk(io.BytesIO):
     def write(self, _):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    writelines = write
+
 
 def refuse_to_save(*_, **__):
     raise SafetensorError("I/O error: No space left on device (os error 28)")
