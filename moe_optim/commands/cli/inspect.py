@@ -19,6 +19,7 @@ from rich.table import Table
 from moe_optim.checkpoint.files.folders import files_of_ranks
 from moe_optim.commands.console.checkpoint_paths import newest_checkpoint
 from moe_optim.commands.console.checkpoint_progress import open_view, say_which_was_taken
+from moe_optim.errors import LayoutError
 from moe_optim.screen import print_table, results_console
 from moe_optim.spelling import spell_bytes
 
@@ -159,13 +160,16 @@ def _dtypes_of_states(view: "LayerView", states: list[str]) -> dict[str, list[st
 
 def _flat_states(stored: "TorchDistReader") -> Report | None:
     """Report whether flat states can be read by parameter, from sizes alone."""
-    from moe_optim.commands.conversion.flat_groups import doubt_of_flat_states
-    from moe_optim.commands.conversion.flat_states import has_flat_states
+    from moe_optim.checkpoint.flat_buffers import flat_groups
+    from moe_optim.commands.conversion.flat_groups import read_groups
 
-    if not has_flat_states(stored):
+    if not flat_groups(stored):
         return None
-    doubt = doubt_of_flat_states(stored)
-    return {"by_parameter": doubt is None, "doubt": doubt}
+    try:
+        read_groups(stored)
+    except LayoutError as error:
+        return {"by_parameter": False, "doubt": str(error)}
+    return {"by_parameter": True, "doubt": None}
 
 
 def _defects(path: Path, *, thorough: bool) -> list[str]:

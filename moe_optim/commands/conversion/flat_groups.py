@@ -86,15 +86,6 @@ class FlatGroup:
     candidates: tuple[StateManifest, ...]
 
 
-def doubt_of_flat_states(stored: TorchDistReader) -> str | None:
-    """Return why flat states cannot be read by name, judged by sizes; None if the sizes match."""
-    try:
-        read_groups(stored)
-    except LayoutError as error:
-        return str(error)
-    return None
-
-
 def read_groups(stored: TorchDistReader) -> list[FlatGroup]:
     """Return the data-parallel groups with the orders that sizes permit; LayoutError if none."""
     where, sizes = stored.path, stored.recorded.parallel_sizes

@@ -12,13 +12,7 @@ from moe_optim.commands.hugging_face import family_rules as rules
 from moe_optim.commands.hugging_face.deepseek_v3 import DEEPSEEK_V3, WITHOUT_FLAG
 from moe_optim.commands.hugging_face.family_rules import FamilyRules, SharedValue
 from moe_optim.commands.hugging_face.qwen3_moe import QWEN3_MOE
-from moe_optim.commands.hugging_face.values import (
-    MOST_LAYERS,
-    Values,
-    freq_faults,
-    kind_faults,
-    unlike,
-)
+from moe_optim.commands.hugging_face.values import Values, kind_faults, layer_faults, unlike
 from moe_optim.errors import ConfigError
 from moe_optim.rollout.families import FAMILIES, Anatomy, Family
 from moe_optim.rollout.rows import Heads
@@ -65,7 +59,7 @@ def model_from_arguments(given: Values, where: str) -> Model:
     family = DEEPSEEK_V3 if given.get("multi_latent_attention") is True else QWEN3_MOE
     kinds = {**{one.argument: one.kind for one in family.shared}, **family.argument_kinds}
     faults = kind_faults(given, kinds) + unlike(given, family.arguments)
-    faults = faults or _layer_faults(given["num_layers"], given.get("moe_layer_freq", 1))
+    faults = faults or layer_faults(given["num_layers"], given.get("moe_layer_freq", 1))
     faults = faults or family.argument_faults(given)
     _refuse(faults, where, f"arguments of a model that transformers computes as {family.family}")
     return _model(family, _config_of(family, given))
@@ -87,7 +81,7 @@ def model_from_config(given: Values, where: str) -> Model:
     config = {**family.defaults, **_as_published(given)}
     kinds = {**{one.key: one.kind for one in family.shared}, **family.config_kinds}
     faults = kind_faults(config, kinds) + unlike(config, family.config)
-    faults = faults or _layer_faults(config["num_hidden_layers"], 1)
+    faults = faults or layer_faults(config["num_hidden_layers"], 1)
     faults = faults or family.config_faults(config)
     _refuse(faults, where, f"a configuration that Megatron computes as {family.family}")
     return _model(family, config)
@@ -123,7 +117,7 @@ def megatron_flags(model: Model, impl: str) -> list[str]:
 
 def _model(rules_of: FamilyRules, given: Values) -> Model:
     shared = {one.argument: given.get(one.key) for one in rules_of.shared}
-    arguments = shared | rules_of.arguments_of(given)
+    arguments: dict[str, Any] = shared | rules_of.arguments_of(given)
     experts = rules.layers_with_experts(arguments)
     anatomy = Anatomy(
         num_layers=arguments["num_layers"],
@@ -155,12 +149,6 @@ def _config_of(rules_of: FamilyRules, arguments: Values) -> dict[str, Any]:
 
 def _json_value(shared: SharedValue, value: Any) -> Any:
     return float(value) if shared.kind == "number" else value  # transformers needs 1e4 as a float
-
-
-def _layer_faults(num_layers: int, freq: Any) -> list[str]:
-    if num_layers > MOST_LAYERS:
-        return [f"layers: expected at most {MOST_LAYERS:,}, got {num_layers:,}"]
-    return freq_faults(freq, num_layers)
 
 
 def _as_published(given: Values) -> dict[str, Any]:

@@ -36,8 +36,10 @@ def unlike(given: Values, allowed: Allowed) -> list[str]:
     ]
 
 
-def freq_faults(freq: Any, num_layers: int) -> list[str]:
-    """Return why Megatron's ``moe_layer_freq`` is invalid."""
+def layer_faults(num_layers: int, freq: Any) -> list[str]:
+    """Return why Megatron's ``num_layers`` or ``moe_layer_freq`` is invalid."""
+    if num_layers > MOST_LAYERS:
+        return [f"layers: expected at most {MOST_LAYERS:,}, got {num_layers:,}"]
     is_pattern = isinstance(freq, list) and len(freq) == num_layers
     if (type(freq) is int and freq > 0) or (
         is_pattern and all(type(x) is int and x in (0, 1) for x in freq)

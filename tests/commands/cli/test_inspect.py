@@ -164,18 +164,6 @@ def test_what_is_no_checkpoint_is_one_line_and_exits_with_2(inspect, tmp_path):
         assert err.startswith(f"error: {tmp_path / name}: expected a ")
 
 
-def test_a_pipe_gets_whole_lines_without_blanks_at_their_ends(inspect, tmp_path):
-    """Though the environment tells of 80 columns."""
-    prefix = "a." + "very.long.name." * 20 + "experts."
-    tensors = {f"{prefix}linear_fc{half}.weight": torch.zeros(2, 4, 4) for half in (1, 2)}
-    tensors[f"{prefix}linear_fc1.weight"] = torch.zeros(2, 8, 4)
-    path = tmp_path / "model.safetensors"
-    save_file(tensors, path)
-    lines = inspect(path)[1].splitlines()
-    assert f"experts in {prefix}" in lines
-    assert lines == [line.rstrip() for line in lines]
-
-
 def test_files_of_ranks_are_looked_at_without_being_loaded(inspect, tmp_path):
     """Of ``--ckpt-format torch``: whole, flipped, without a file, and while they are written."""
     save_legacy(tmp_path, (20,))

@@ -103,12 +103,6 @@ def test_a_pipe_gets_one_line_a_difference_however_long_its_key(verify, source, 
     assert lines == [line.rstrip() for line in lines]
 
 
-def test_states_can_be_left_out(verify, source, tmp_path):
-    other = write_torch_dist(tmp_path / "b", stored_tensors())
-    assert verify(source, other)[0] == 1
-    assert verify(source, other, "--weights-only")[0] == 0
-
-
 def test_states_that_could_not_be_compared_are_not_called_equal(verify, tmp_path):
     """Flat ones in buckets of other sizes. The exit code is 1, and JSON has null for equal."""
     weights = stored_tensors(states=False)

@@ -168,11 +168,17 @@ def test_manifests_of_optimizer_states_name_the_new_interleave(tmp_path):
 
 
 def test_in_torch_dist_without_a_new_interleave_everything_is_copied(source, tmp_path):
-    plan = convert(source, tmp_path / "out", "sequential")
-    out = tmp_path / "out" / "iter_0000007"
-    assert plan.copies_experts
-    assert_same_tensors(read_with_torch(out), stored_tensors())
-    assert read_object(out, COMMON) == read_object(source, COMMON)
+    """As are interleaved rows of cut experts, which are refused elsewhere: ranks of expert tensor
+    parallelism interleave the rows that each has, which are stored apart."""
+    common = common_state(4, expert_tensor_parallel_size=2)
+    cut = write_torch_dist(tmp_path / "cut", stored_tensors(), common)
+    for given in (source, cut):
+        out = tmp_path / f"{given.name} out"
+        assert convert(given, out, "sequential").copies_experts
+        assert_same_tensors(read_with_torch(out / "iter_0000007"), stored_tensors())
+        assert read_object(out / "iter_0000007", COMMON) == read_object(given, COMMON)
+    with pytest.raises(LayoutError, match="--expert-tensor-parallel-size 2"):
+        plan_of(cut, "hf", format="safetensors")
 
 
 def test_safetensors_of_other_names_become_megatrons(source, tmp_path):
@@ -271,16 +277,6 @@ CONTRADICTIONS = {
 def test_what_contradicts_the_checkpoint_or_itself_is_refused_by_name(message, source):
     with pytest.raises((ConfigError, LayoutError), match=message):
         plan_of(source, **({"to": "grouped"} | CONTRADICTIONS[message]))
-
-
-def test_interleaved_rows_of_cut_experts_are_refused_and_copied(tmp_path):
-    """Expert tensor parallel ranks interleave the rows that each has, which are stored apart."""
-    common = common_state(4, expert_tensor_parallel_size=2)
-    source = write_torch_dist(tmp_path / "source", stored_tensors(), common)
-    with pytest.raises(LayoutError, match="--expert-tensor-parallel-size 2"):
-        plan_of(source, "hf", format="safetensors")
-    convert(source, tmp_path / "out", "grouped")
-    assert_same_tensors(read_with_torch(tmp_path / "out" / "iter_0000007"), stored_tensors())
 
 
 class CountingReader:

@@ -118,7 +118,7 @@ def test_what_is_left_over_is_named(tmp_path):
     assert all(f"  {key}: left over" in str(raised.value) for key in keys)
 
 
-def test_a_model_of_hugging_face_is_complete_or_refused_with_all_faults(hf, family, tmp_path):
+def test_a_model_of_hugging_face_is_complete_or_refused_with_all_faults(hf, tmp_path):
     tensors = in_files(hf)
     config = json.loads((hf / "config.json").read_text())
     lost = "model.layers.1.mlp.experts.2.up_proj.weight"
@@ -263,31 +263,6 @@ def test_special_tokens_that_are_no_whole_numbers_are_refused_before_anything_is
         with pytest.raises(StateError, match=f"config.json: {key}: expected a whole number"):
             convert_model(plan, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
-
-
-def test_no_more_than_a_layer_of_experts_is_held(source, family, tmp_path):
-    """At most one set of experts, or a larger tensor, is read at once; the rest waits."""
-
-    class Counting:
-        def __init__(self, reader):
-            self._reader, self.largest, self.total = reader, 0, 0
-
-        def __getattr__(self, name):
-            return getattr(self._reader, name)
-
-        def read(self, name, first=None):
-            tensor = self._reader.read(name, first)
-            self.largest, self.total = max(self.largest, tensor.nbytes), self.total + tensor.nbytes
-            return tensor
-
-    plan = plan_of(source, "hf")
-    counting = Counting(plan.view.reader)
-    plan.view.reader = counting
-    done = []
-    convert_model(plan, tmp_path / "hf", done.append)
-    copies = 4 * 16 * 12 * 2 if family == MTP else 0  # two of each of two, in bf16
-    assert sum(done) == plan.total_bytes == counting.total + copies
-    assert max(counting.largest, *done) <= max(part.nbytes for part in plan.parts)
 
 
 def test_a_checkpoint_without_arguments_is_refused_with_a_reason(tmp_path):

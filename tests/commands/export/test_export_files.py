@@ -6,10 +6,8 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from moe_optim.commands.cli import main as cli
-from moe_optim.commands.conversion.layer_view import LayerView
 from moe_optim.commands.conversion.model_conversion import convert_model
 from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
 from moe_optim.commands.conversion.opening import open_checkpoint
@@ -23,7 +21,6 @@ from tests.support.checkpoints.exported_models import (
     FC1,
     FC2,
     FFN,
-    HIDDEN,
     LAYERS,
     MASTERS,
     export,
@@ -95,36 +92,18 @@ def test_interleaved_rows_of_training_come_apart(rows, tmp_path):
     assert_same_tensors(of_experts, wanted_experts(masters(), "mxfp8"))
 
 
-def test_tokenizers_come_along(hf, tmp_path):
-    beside = tmp_path / "beside"
-    write_hf(beside, in_files(hf), json.loads((hf / "config.json").read_text()))
-    (beside / "tokenizer.json").write_text("{}")
-    export(beside, tmp_path / "out", "mxfp8")
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
-
-
-def test_no_more_than_one_layer_is_read_at_once(source, tmp_path, monkeypatch):
-    """Files hold a layer, and nothing of another is read before one is written."""
-    log = []
-    read = LayerView.read
-
-    def logged(self, key):
-        log.append(key)
-        return read(self, key)
-
-    monkeypatch.setattr(LayerView, "read", logged)
-    plan = plan_export(open_checkpoint(source), request_of("mxfp8"))
-    export_checkpoint(plan, tmp_path / "out", lambda nbytes: log.append(nbytes))
-    of_experts = [one for one in log if isinstance(one, int) or ".experts." in one]
-    stem = f"{MASTERS}decoder.layers."
-    nbytes = EXPERTS * 3 * HIDDEN * FFN * 4
-    for layer in range(LAYERS):
-        keys = {f"{stem}{layer}.mlp.experts.linear_fc{n}.weight" for n in (1, 2)}
-        assert set(of_experts[3 * layer : 3 * layer + 2]) == keys
-        assert of_experts[3 * layer + 2] == nbytes
-    files = sorted((tmp_path / "out").glob("*.safetensors"))
-    layers = [{name.split(".")[2] for name in load_file(f) if ".experts." in name} for f in files]
-    assert layers[:LAYERS] == [{"0"}, {"1"}] and not any(layers[LAYERS:])
+def test_tokenizers_come_along_and_special_tokens_of_the_model_stay(hf, tmp_path):
+    """Of the model's folder, or of a given one, which may have no config.json that names them."""
+    config = json.loads((hf / "config.json").read_text()) | {"eos_token_id": 7}
+    source = write_hf(tmp_path / "source", in_files(hf), config)
+    words = tmp_path / "words"
+    words.mkdir()
+    for folder, text in ((source, "{}"), (words, "[]")):
+        (folder / "tokenizer.json").write_text(text)
+    for tokenizer, text in ((None, "{}"), (words, "[]")):
+        folder = export(source, tmp_path / f"out {text}", "mxfp8", tokenizer=tokenizer)
+        assert (folder / "tokenizer.json").read_text() == text
+        assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 7
 
 
 # From the command line
@@ -244,17 +223,6 @@ def test_masters_that_are_no_numbers_are_refused(tmp_path):
         with pytest.raises(StateError, match="linear_fc1, expert 2: expected numbers"):
             export(source, tmp_path / "out", "nvfp4")
     assert not (tmp_path / "out").exists()
-
-
-def test_special_tokens_of_the_model_stay(hf, tmp_path):
-    """Where the folder of the tokenizer has no config.json, or one that does not name them."""
-    config = json.loads((hf / "config.json").read_text()) | {"eos_token_id": 7}
-    source, words = tmp_path / "source", tmp_path / "words"
-    write_hf(source, in_files(hf), config)
-    words.mkdir()
-    (words / "tokenizer.json").write_text("{}")
-    folder = export(source, tmp_path / "out", "mxfp8", tokenizer=words)
-    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 7
 
 
 def test_files_that_are_missing_without_an_index_are_seen(hf, tmp_path):
