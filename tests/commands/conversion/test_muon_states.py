@@ -55,7 +55,7 @@ def test_momentum_is_converted_with_its_weights_and_named(prefix, tmp_path, caps
     assert [line.split()[0] for line in table.splitlines()[2:5]] == ["weights", *KINDS]
 
 
-@pytest.mark.parametrize(("kind", "prefix"), zip(KINDS, PREFIXES.values(), strict=True))
+@pytest.mark.parametrize(("kind", "prefix"), [*zip(KINDS, PREFIXES.values(), strict=True)])
 def test_experts_without_one_of_the_two_are_refused(kind, prefix, tmp_path, capsys):
     tensors = muons_tensors(prefix)
     for key in (FC1, FC2):
