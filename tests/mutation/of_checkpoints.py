@@ -141,8 +141,8 @@ MUTANTS = (
     ),
     Mutant(
         "commands/conversion/conversion_plan.py",
-        "for name in weights if name in trained",
-        "for name in weights",
+        "{prefix[match.end() :] for prefix, match in found.items()} & by_prefix.keys()",
+        "by_prefix.keys() - found.keys()",
         FROZEN,
     ),
     Mutant(

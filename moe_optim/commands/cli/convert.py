@@ -26,7 +26,7 @@ from moe_optim.spelling import spell_bytes
 if TYPE_CHECKING:
     from moe_optim.checkpoint.files.reader import CheckpointReader
     from moe_optim.commands.conversion.conversion_plan import ConversionPlan
-    from moe_optim.commands.conversion.model_plan import ModelPlan
+    from moe_optim.commands.conversion.file_plan import FilePlan
     from moe_optim.rollout.families import Implementation
 
 # Modules that import torch, which takes seconds, are imported locally.
@@ -185,7 +185,7 @@ def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
     lines = [
         f"{args.target}: {plan.model.family.architecture}, {plan.model.anatomy.num_layers} layers, "
         f"{layers} with experts",
-        _speed(plan.num_tensors, plan.total_bytes, began),
+        _speed(plan, began),
     ]
     if args.to == "megatron":
         lines.append(f"Megatron's flags: {shlex.join(megatron_flags(plan.model, side))}")
@@ -194,22 +194,20 @@ def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
 
 
 def _dequantize(args: argparse.Namespace, reader: "CheckpointReader", began: float) -> list[str]:
-    from moe_optim.commands.conversion.dequantization import (
-        dequantize_checkpoint,
-        plan_dequantization,
-    )
+    from moe_optim.commands.conversion.model_conversion import dequantize_checkpoint
+    from moe_optim.commands.conversion.model_plan import plan_dequantization
 
     refuse(
         {"--source-glu-interleave": args.source_glu_interleave},
         expected=f"--to hf: expected rows to stay in the order of {args.source}",
         remedy="Remove it.",
     )
-    plan = plan_dequantization(reader, args.tokenizer)
+    plan = plan_dequantization(reader)
     with progress_bar("dequantizing", plan.total_bytes) as report:
-        dequantize_checkpoint(plan, args.target, report)
+        dequantize_checkpoint(plan, args.target, args.tokenizer, report)
     return [
         f"{args.target}: quantized weights in bf16, all other tensors unchanged",
-        _speed(plan.num_tensors, plan.total_bytes, began),
+        _speed(plan, began),
     ]
 
 
@@ -251,14 +249,13 @@ def _convert_layout(args: argparse.Namespace, began: float) -> list[str]:
 
 def _summary(plan: "ConversionPlan", args: argparse.Namespace, began: float) -> list[str]:
     layers = sum(not one.prefix.startswith("optimizer.") for one in plan.sets)
-    count = sum(len(one.keys) for one in plan.sets) + len(plan.others)
     source, target = plan.sets[0].layout.name, plan.to.name
     before, after = plan.source_interleave, plan.target_interleave
     interleave = f", GLU interleave {before} to {after}" if before or after else ""
     lines = [
         f"{args.target}: {plan.format}, experts of {layers} layers from {source} to {target}"
         f"{interleave}",
-        _speed(count, plan.total_bytes, began),
+        _speed(plan, began),
     ]
     if plan.stored is not None and plan.objects:
         foreign = plan.stored.foreign_objects(plan.objects)
@@ -272,17 +269,17 @@ def _summary(plan: "ConversionPlan", args: argparse.Namespace, began: float) -> 
     return lines + _left_out(plan, why)
 
 
-def _speed(count: int, nbytes: int, began: float) -> str:
+def _speed(plan: "FilePlan", began: float) -> str:
     seconds = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    speed = nbytes / max(seconds, 1e-9)
+    speed = plan.total_bytes / max(seconds, 1e-9)
     return (
-        f"{count:,} tensors, {spell_bytes(nbytes)} in {seconds:.1f} s, {spell_bytes(speed)}/s; "
-        f"peak memory {spell_bytes(peak)}"
+        f"{plan.num_tensors:,} tensors, {spell_bytes(plan.total_bytes)} in {seconds:.1f} s, "
+        f"{spell_bytes(speed)}/s; peak memory {spell_bytes(peak)}"
     )
 
 
-def _left_out(plan: "ConversionPlan | ModelPlan", why: str) -> list[str]:
+def _left_out(plan: "FilePlan", why: str) -> list[str]:
     tensors = sum(name in plan.view.tensors for name in plan.left_out)
     parts = [f"{tensors} optimizer tensors"] if tensors else []
     if objects := len(plan.left_out) - tensors:

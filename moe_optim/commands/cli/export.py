@@ -23,7 +23,7 @@ from moe_optim.screen import results_console
 from moe_optim.spelling import spell_bytes
 
 if TYPE_CHECKING:
-    from moe_optim.commands.export.export_plan import ExportPlan, ExportRequest
+    from moe_optim.commands.export.export import ExportPlan, ExportRequest
 
 # Modules that import torch, which takes seconds, are imported locally.
 
@@ -81,8 +81,7 @@ def run(args: argparse.Namespace) -> int:
     """Export, and print a summary."""
     find_checkpoint(args.source)  # before the import of torch, which takes seconds
     require_writable(args.target, expected="a new folder")
-    from moe_optim.commands.export.export import export_checkpoint
-    from moe_optim.commands.export.export_plan import plan_export
+    from moe_optim.commands.export.export import export_checkpoint, plan_export
 
     began = time.perf_counter()
     plan = plan_export(open_reader(args.source), _request(args), args.config)
@@ -94,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _request(args: argparse.Namespace) -> "ExportRequest":
-    from moe_optim.commands.export.export_plan import ExportRequest
+    from moe_optim.commands.export.export import ExportRequest
     from moe_optim.experts.keys.layouts import get_layout
     from moe_optim.formats import get_format
     from moe_optim.rollout.conventions import find_convention

@@ -19,10 +19,12 @@ from rich.table import Table
 from moe_optim.checkpoint.files.folders import files_of_ranks
 from moe_optim.commands.console.checkpoint_paths import newest_checkpoint
 from moe_optim.commands.console.checkpoint_progress import open_view, say_which_was_taken
+from moe_optim.errors import LayoutError
 from moe_optim.screen import print_table, results_console
 from moe_optim.spelling import spell_bytes
 
 if TYPE_CHECKING:
+    from moe_optim.checkpoint.files.torch_dist import TorchDistReader
     from moe_optim.commands.conversion.layer_view import LayerView
     from moe_optim.commands.export.stored import StoredWeights
     from moe_optim.experts.keys.layouts import ExpertSet
@@ -80,14 +82,16 @@ def run(args: argparse.Namespace) -> int:
 def examine(view: "LayerView", *, thorough: bool = False) -> Report:
     """Return the report as JSON-ready values; ``thorough`` reads all of a torch_dist checkpoint."""
     from moe_optim.checkpoint.files.reader import is_state
+    from moe_optim.checkpoint.files.torch_dist import TorchDistReader
     from moe_optim.commands.conversion.expert_finding import survey_experts
     from moe_optim.commands.export.stored import find_quantized
 
     reader, recorded = view.reader, view.recorded
-    is_safetensors = reader.format == "safetensors"  # opening it has compared sizes
+    stored = reader if isinstance(reader, TorchDistReader) else None
     checked = "every byte" if thorough else "metadata and sizes"
-    if is_safetensors:
+    if stored is None:
         checked = "headers and sizes"
+    foreign = stored.foreign_objects(stored.objects) if thorough and stored else {}
     quantized = find_quantized(view.tensors)
     sets, faults = survey_experts(view, quantized.shapes if quantized else None)
     states = [key for key in view.tensors if is_state(key)]
@@ -99,7 +103,8 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
         "format": reader.format,
         "version": recorded.version,
         "iteration": recorded.iteration,
-        "defects": [] if is_safetensors else _defects(reader.path, thorough=thorough),
+        # opening safetensors has compared their sizes
+        "defects": _defects(reader.path, thorough=thorough) if stored else [],
         "checked": checked,
         "glu_interleave": recorded.glu_interleave,
         "parallel_sizes": dict(recorded.parallel_sizes),
@@ -108,14 +113,19 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
             "tensors": len(states),
             "bytes": view.nbytes(states),
             "dtypes": _dtypes_of_states(view, states),
-            "flat": _flat_states(view),
+            "flat": _flat_states(stored) if stored else None,
         },
         "tensors": len(reader.tensors),
         "bytes": sum(info.nbytes for info in reader.tensors.values()),
         "bytes_by_dtype": dict(dtypes.most_common()),
         "objects": len(reader.objects),
-        "foreign": _foreign_objects(view) if thorough else None,
-        "quantized": _quantized(quantized),
+        "foreign": foreign if thorough else None,
+        "quantized": quantized
+        and {
+            "format": quantized.format,
+            "conventions": [one.name for one in quantized.conventions],
+            "weights": len(quantized.weights),
+        },
         "experts": [_describe(view, one, quantized) for one in sets],
         "amaxes": _amaxes(view),
         "faults": [*(quantized.faults if quantized else ()), *faults],
@@ -148,16 +158,18 @@ def _dtypes_of_states(view: "LayerView", states: list[str]) -> dict[str, list[st
     return {kind: sorted(found[kind]) for kind in kinds}
 
 
-def _flat_states(view: "LayerView") -> Report | None:
+def _flat_states(stored: "TorchDistReader") -> Report | None:
     """Report whether flat states can be read by parameter, from sizes alone."""
-    from moe_optim.checkpoint.files.torch_dist import TorchDistReader
-    from moe_optim.commands.conversion.flat_groups import doubt_of_flat_states
-    from moe_optim.commands.conversion.flat_states import has_flat_states
+    from moe_optim.checkpoint.flat_buffers import flat_groups
+    from moe_optim.commands.conversion.flat_groups import read_groups
 
-    if not isinstance(view.reader, TorchDistReader) or not has_flat_states(view.reader):
+    if not flat_groups(stored):
         return None
-    doubt = doubt_of_flat_states(view.reader)
-    return {"by_parameter": doubt is None, "doubt": doubt}
+    try:
+        read_groups(stored)
+    except LayoutError as error:
+        return {"by_parameter": False, "doubt": str(error)}
+    return {"by_parameter": True, "doubt": None}
 
 
 def _defects(path: Path, *, thorough: bool) -> list[str]:
@@ -167,14 +179,6 @@ def _defects(path: Path, *, thorough: bool) -> list[str]:
         return [str(file) for file in corrupt_files(path)]
     defect = checkpoint_defect(path)
     return [defect] if defect else []
-
-
-def _foreign_objects(view: "LayerView") -> dict[str, str]:
-    """Return object -> globals that may run code when Megatron unpickles it."""
-    from moe_optim.checkpoint.files.torch_dist import TorchDistReader
-
-    reader = view.reader
-    return reader.foreign_objects(reader.objects) if isinstance(reader, TorchDistReader) else {}
 
 
 def _amaxes(view: "LayerView") -> list[Report]:
@@ -201,16 +205,6 @@ def _amaxes(view: "LayerView") -> list[Report]:
             }
         )
     return described
-
-
-def _quantized(found: "StoredWeights | None") -> Report | None:
-    if found is None:
-        return None
-    return {
-        "format": found.format,
-        "conventions": [one.name for one in found.conventions],
-        "weights": len(found.weights),
-    }
 
 
 def _describe(view: "LayerView", one: "ExpertSet", quantized: "StoredWeights | None") -> Report:

@@ -1,12 +1,11 @@
 """Executes a conversion one set of experts at a time."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
 from moe_optim.checkpoint.files.folders import COMMON_FILE
+from moe_optim.checkpoint.files.metadata import Blob
 from moe_optim.checkpoint.files.publishing import published
 from moe_optim.checkpoint.files.reader import Recorded
 from moe_optim.checkpoint.files.torch_dist import (
@@ -18,9 +17,11 @@ from moe_optim.checkpoint.state_manifest import MANIFEST
 from moe_optim.commands.conversion.conversion_plan import ConversionPlan
 from moe_optim.commands.conversion.file_plan import (
     BytesDone,
+    Part,
     one_thread,
     torch_dist_checkpoint,
     write_common_state,
+    write_layer,
     write_safetensors,
 )
 from moe_optim.commands.conversion.layer_view import stored_key
@@ -73,38 +74,33 @@ def _write_torch_dist(
         own = {INTERLEAVE_ARG: plan.target_interleave}
         write_common_state(writer, plan.view.recorded.iteration or 0, own)
     copied: set[str] = set()
-    for part in plan.experts:
+    for part in plan.parts:
         names = {plan.view.places[key].name for key in part.sources}
-        if stored is not None and plan.copies_experts and names <= stored.tensors.keys():
+        is_kept = part.experts is None or plan.copies_experts
+        if stored is not None and is_kept and names <= stored.tensors.keys():
             for name in sorted(names - copied):  # of all layers, if stacked
                 writer.copy(stored, name)
                 report(stored.tensors[name].nbytes)
             copied |= names
         else:
             for key, tensor in plan.convert(part).items():
-                _write_expert_tensor(plan, writer, key, tensor)
-            report(plan.part_bytes(part))
-    for part in plan.others:
-        (key,) = part.sources
-        name = plan.view.places[key].name
-        if stored is not None and name in stored.tensors:
-            writer.copy(stored, name)
-        else:
-            writer.write_whole(key, plan.view.read(key))
-        report(plan.part_bytes(part))
+                _write_tensor(plan, writer, part, key, tensor)
+            report(part.nbytes)
     writer.finish(stored.config if stored is not None else None)
 
 
-def _write_expert_tensor(
-    plan: ConversionPlan, writer: TorchDistWriter, key: str, tensor: torch.Tensor
+def _write_tensor(
+    plan: ConversionPlan, writer: TorchDistWriter, part: Part, key: str, tensor: Tensor
 ) -> None:
-    """Write one tensor of one layer, stacked with other layers if the source stacks it."""
+    """Write one tensor under its stored name, stacked with other layers if the source stacks it."""
     place = plan.view.places.get(key) if plan.view.reader.format == "torch_dist" else None
     if place is not None and place.layer is not None:
-        whole = plan.view.reader.tensors[place.name]
-        writer.write_chunk(place.name, whole, (place.layer, *[0] * tensor.ndim), tensor[None])
+        layers = plan.view.reader.tensors[place.name].shape[0]
+        write_layer(writer, place.name, tensor, place.layer, layers)
+    elif place is not None:
+        writer.write_whole(place.name, tensor)
     else:
-        writer.write_whole(stored_key(key) if place is None else place.name, tensor)
+        writer.write_whole(key if part.experts is None else stored_key(key), tensor)
 
 
 def _copy_objects(
@@ -115,21 +111,19 @@ def _copy_objects(
     report: BytesDone,
 ) -> None:
     for name in plan.objects:
-        changed = _changed(plan, stored, name, partial(stored.read_bytes, stored.blobs[name][0]))
+        changed = _changed(plan, stored, name, stored.blobs[name][0])
         if changed is not None:
             writer.write_object(name, changed)
         else:
             writer.copy(stored, name)
         report(plan.view.reader.objects[name])
     if (blob := stored.common_file) is not None:
-        changed = _changed(plan, stored, COMMON_FILE, partial(stored.read_bytes, blob))
+        changed = _changed(plan, stored, COMMON_FILE, blob)
         with (folder / COMMON_FILE).open("wb") as file:
             file.writelines(stored.blocks(blob) if changed is None else [changed])
 
 
-def _changed(
-    plan: ConversionPlan, stored: TorchDistReader, name: str, read: Callable[[], bytes]
-) -> bytes | None:
+def _changed(plan: ConversionPlan, stored: TorchDistReader, name: str, blob: Blob) -> bytes | None:
     """Return an object with the new interleave and entries; None if nothing changes."""
     is_common = name in (stored.common_key, COMMON_FILE)
     key = None
@@ -139,7 +133,7 @@ def _changed(
     entries = plan.common_entries if is_common else {}
     if key is None and not entries:
         return None
-    content = read()
+    content = stored.read_bytes(blob)
     try:
         rows = plan.target_interleave or None
         changed = content if key is None else replace_int(content, key, rows)

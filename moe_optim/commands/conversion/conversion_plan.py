@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from moe_optim.checkpoint.files.reader import FLAT_STATES, FileFormat, is_state
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
@@ -16,7 +15,7 @@ from moe_optim.commands.conversion.expert_finding import (
     require_experts,
     without_experts,
 )
-from moe_optim.commands.conversion.file_plan import BLOB_BYTES, FilePlan, Part
+from moe_optim.commands.conversion.file_plan import BLOB_BYTES, FilePlan, Part, by_layer, kept_parts
 from moe_optim.commands.conversion.flat_states import NamedStates, named_common_entries
 from moe_optim.commands.conversion.layer_view import STATE_KIND, STORED_ALIKE, LayerView
 from moe_optim.errors import ConfigError, LayoutError
@@ -52,17 +51,14 @@ class ConversionPlan(FilePlan):
     """Keys of objects to copy."""
     to: KeyLayout
     """Expert layout of the result."""
+    source_interleave: int
+    """GLU interleave of the source; 0 puts all gate rows first."""
     target_interleave: int
     """GLU interleave of the result; 0 puts all gate rows first."""
     format: FileFormat
     """File format of the result."""
     common_entries: Mapping[str, Any] = field(default_factory=dict)
     """Changed entries of Megatron's common state."""
-
-    @property
-    def sets(self) -> tuple[ExpertSet, ...]:
-        """The stored experts of all layers, then their states."""
-        return tuple(part.experts for part in self.parts if part.experts is not None)
 
     @property
     def stored(self) -> TorchDistReader | None:
@@ -81,29 +77,13 @@ class ConversionPlan(FilePlan):
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors and objects, without headers."""
-        objects = sum(self.view.reader.objects[key] for key in self.objects)
-        return sum(map(self.part_bytes, self.parts)) + objects
+        return super().total_bytes + sum(self.view.reader.objects[key] for key in self.objects)
 
     @property
     def disk_bytes(self) -> int:
         """Upper bound of the bytes written, with headers."""
         copied = sum(map(len, self.stored.blobs.values())) if self.stored is not None else 0
-        made = sum(one.num_experts * len(self.to.patterns) for one in self.sets)
-        return self.total_bytes + BLOB_BYTES * (copied + made + len(self.others) + 16)
-
-    def convert(self, part: Part) -> dict[str, Tensor]:
-        """Read a ``part``; return experts in layout :attr:`to`, other tensors unchanged."""
-        tensors, one = self.read(part), part.experts
-        interleaves = self.source_interleave, self.target_interleave
-        if one is None or (one.layout == self.to and interleaves[0] == interleaves[1]):
-            return tensors
-        return convert_expert_set(
-            tensors,
-            one,
-            self.to,
-            source_interleave=interleaves[0] or None,
-            target_interleave=interleaves[1] or None,
-        )
+        return super().disk_bytes + BLOB_BYTES * copied
 
 
 def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPlan:
@@ -134,34 +114,49 @@ def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPl
     sets = find_experts(view, kept, layout=request.source_layout, num_experts=request.num_experts)
     require_experts(view, sets, len(view.tensors))
     _check_states(view, sets)
-    source_interleave = known_interleave(view, request.source_glu_interleave)
-    target_interleave = request.glu_interleave
-    if target_interleave is None:  # only Megatron's layouts keep it
-        target_interleave = source_interleave if to.name in STORED_ALIKE else 0
+    before = known_interleave(view, request.source_glu_interleave)
+    after = request.glu_interleave
+    if after is None:  # only Megatron's layouts keep it
+        after = before if to.name in STORED_ALIKE else 0
     entries: Mapping[str, Any] = {}
     if isinstance(reader, NamedStates) and format == "torch_dist":
         entries = named_common_entries(reader.stored)
     sets.sort(key=lambda one: is_state(one.prefix))
+    experts = [_expert_part(view, one, to, before, after) for one in sets]
+    others = kept_parts(view, without_experts(kept, sets))
     plan = ConversionPlan(
         view=view,
-        parts=(
-            *(Part(sources=one.keys, experts=one) for one in sets),
-            *(Part(sources=(key,)) for key in without_experts(kept, sets)),
-        ),
+        files=by_layer(experts, others),
         objects=objects,
         left_out=(
-            *(key for key in view.tensors if key not in set(kept)),
+            *(key for key in view.tensors if request.weights_only and is_state(key)),
             *(name for name in reader.objects if name not in objects),
         ),
         to=to,
-        source_interleave=source_interleave,
-        target_interleave=target_interleave,
+        source_interleave=before,
+        target_interleave=after,
         format=format,
         common_entries=entries,
     )
     if not plan.copies_experts:
         _check_interleaves(plan)
     return plan
+
+
+def _expert_part(view: LayerView, one: ExpertSet, to: KeyLayout, before: int, after: int) -> Part:
+    part = Part(sources=one.keys, nbytes=view.nbytes(one.keys), experts=one)
+    if one.layout == to and before == after:
+        return part
+    return replace(
+        part,
+        convert=partial(
+            convert_expert_set,
+            source=one,
+            to=to,
+            source_interleave=before or None,
+            target_interleave=after or None,
+        ),
+    )
 
 
 def _target_layout(to: KeyLayout, format: FileFormat) -> KeyLayout:
@@ -186,17 +181,15 @@ def _refuse_flat_states(view: LayerView) -> None:
 
 
 def _check_states(view: LayerView, sets: list[ExpertSet]) -> None:
-    path, by_prefix = view.reader.path, {one.prefix: one for one in sets}
-    weights = {prefix for prefix in by_prefix if not is_state(prefix)}
+    by_prefix = {one.prefix: one for one in sets}
     found = {prefix: match for prefix in by_prefix if (match := STATE_KIND.match(prefix))}
-    states, trained = list(found), {prefix[match.end() :] for prefix, match in found.items()}
-    heads = _heads_of_states(view) if states else {}
-    kinds = sorted(heads)
-    expected = {
-        f"{head}{name}": name for head in heads.values() for name in weights if name in trained
-    }
+    if not found:
+        return
+    heads = _heads_of_states(view)
+    trained = {prefix[match.end() :] for prefix, match in found.items()} & by_prefix.keys()
+    expected = {f"{head}{name}": name for head in heads.values() for name in sorted(trained)}
     faults = [f"no {prefix}" for prefix in expected if prefix not in by_prefix]
-    faults += [f"{prefix} without weights" for prefix in states if prefix not in expected]
+    faults += [f"{prefix} without weights" for prefix in found if prefix not in expected]
     faults += [
         f"{prefix} of other experts than {weight}"
         for prefix, weight in expected.items()
@@ -204,8 +197,8 @@ def _check_states(view: LayerView, sets: list[ExpertSet]) -> None:
     ]
     if faults:
         raise LayoutError(
-            f"{path}: expected {' and '.join(kinds)} of a layer's experts or none, got "
-            f"{'; '.join(faults)}. Convert with --weights-only."
+            f"{view.reader.path}: expected {' and '.join(sorted(heads))} of a layer's experts or "
+            f"none, got {'; '.join(faults)}. Convert with --weights-only."
         )
 
 
@@ -214,8 +207,7 @@ def _heads_of_states(view: LayerView) -> dict[str, str]:
 
     Beside states of Muon, those of Adam belong to other parameters.
     """
-    matches = (match for key in view.tensors if (match := STATE_KIND.match(key)))
-    heads = {match[1]: match[0] for match in matches}
+    heads = {match[1]: match[0] for match in map(STATE_KIND.match, view.tensors) if match}
     if MOMENTUM not in heads:
         return heads
     of_muon = heads[MOMENTUM].removesuffix(f"{MOMENTUM}.")

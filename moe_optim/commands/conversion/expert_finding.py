@@ -71,13 +71,15 @@ def refuse_quantized(view: LayerView, keys: Iterable[str]) -> None:
 
 
 def survey_experts(
-    view: LayerView, shapes: Mapping[str, tuple[int, ...]] | None = None
+    view: LayerView,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    num_experts: int | None = None,
 ) -> tuple[list[ExpertSet], list[str]]:
     """Return the complete experts of every layer, and faults; ``shapes`` overrides stored ones."""
     return survey_expert_sets(
         _shapes(view, view.tensors) if shapes is None else shapes,
         layouts=source_layouts(view, None),
-        num_experts=_said_experts(view),
+        num_experts=num_experts or _said_experts(view),
     )
 
 

@@ -1,7 +1,7 @@
-"""Plans the rewriting of a checkpoint part by part; shared by all conversions."""
+"""A checkpoint to rewrite part by part, one part in memory at a time; shared by all conversions."""
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from moe_optim.checkpoint.files.folders import TRACKER
-from moe_optim.checkpoint.files.reader import Recorded
+from moe_optim.checkpoint.files.reader import Recorded, TensorInfo
 from moe_optim.checkpoint.files.torch_dist import COMMON_STATE, OWN_STATE
 from moe_optim.checkpoint.sealing import record_checksums
 from moe_optim.commands.conversion.layer_view import LayerView
 from moe_optim.commands.conversion.safetensors_files import SafetensorsWriter
 from moe_optim.commands.conversion.torch_dist_writer import TorchDistWriter
 from moe_optim.experts.keys.layouts import ExpertSet
-from moe_optim.rollout.families import NamePair
 
 BLOB_BYTES = 4096
 """Upper bound of the overhead of ``torch.save`` per tensor."""
@@ -32,25 +31,30 @@ class Part:
 
     sources: tuple[str, ...]
     """Keys to read."""
+    nbytes: int
+    """Bytes converted, without headers."""
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
+    """Returns the result by name, given the tensors of ``sources``."""
     experts: ExpertSet | None = None
-    """Experts of the part; None for any other tensor."""
-    pair: NamePair | None = None
-    """Names of a renamed tensor on both sides."""
-    target: str = ""
-    """Name in the result, or prefix of the experts there."""
+    """Stored experts of the part; None for any other tensor."""
+    targets: tuple[str, ...] = ()
+    """Names in the result, or prefix of the experts there; empty if they stay the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilePlan:
-    """A checkpoint and its parts, one of which is in memory at a time."""
+    """A checkpoint and the parts of each file that it becomes."""
 
     view: LayerView
-    parts: tuple[Part, ...]
-    """Parts in the order in which they are written."""
-    source_interleave: int
-    """GLU interleave of the source; 0 puts all gate rows first."""
+    files: tuple[tuple[Part, ...], ...]
+    """Parts of each file, in the order in which they are written."""
     left_out: tuple[str, ...] = ()
     """Keys of tensors and objects that the result omits."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts in order."""
+        return tuple(part for file in self.files for part in file)
 
     @property
     def experts(self) -> tuple[Part, ...]:
@@ -63,6 +67,11 @@ class FilePlan:
         return tuple(part for part in self.parts if part.experts is None)
 
     @property
+    def sets(self) -> tuple[ExpertSet, ...]:
+        """The stored experts of all parts."""
+        return tuple(part.experts for part in self.parts if part.experts is not None)
+
+    @property
     def num_tensors(self) -> int:
         """Number of tensors read."""
         return sum(len(part.sources) for part in self.parts)
@@ -70,43 +79,42 @@ class FilePlan:
     @property
     def total_bytes(self) -> int:
         """Bytes converted, without headers."""
-        return sum(map(self.part_bytes, self.parts))
+        return sum(part.nbytes for part in self.parts)
 
     @property
-    def layer_bytes(self) -> int:
-        """Bytes of the largest layer of experts, an upper bound of the memory used."""
-        return max(map(self.part_bytes, self.experts), default=0)
-
-    def part_bytes(self, part: Part) -> int:
-        """Return the stored bytes of a part."""
-        return self.view.nbytes(part.sources)
-
-    def read(self, part: Part) -> dict[str, Tensor]:
-        """Return the tensors of a part on the CPU, by key, in the shapes and dtypes of the view."""
-        return {key: self.view.read(key) for key in part.sources}
+    def disk_bytes(self) -> int:
+        """Upper bound of the bytes written, with headers."""
+        experts = sum(one.num_experts for one in self.sets)
+        return self.total_bytes + BLOB_BYTES * (self.num_tensors + experts + 16)
 
     def convert(self, part: Part) -> dict[str, Tensor]:
-        """Read a part and return its output tensors by name."""
-        return self.read(part)
+        """Read a ``part`` and return its output tensors by name, on the CPU."""
+        return part.convert({key: self.view.read(key) for key in part.sources})
 
-    def files(self) -> Iterator[list[Part]]:
-        """Yield the parts of each file: each layer of experts alone, then the others in groups."""
-        yield from ([part] for part in self.experts)
-        yield from self.grouped(self.others)
 
-    def grouped(self, parts: Iterable[Part]) -> Iterator[list[Part]]:
-        """Yield ``parts`` in groups of at most :attr:`layer_bytes`; a larger part stays alone."""
-        group: list[Part] = []
-        size, most = 0, self.layer_bytes
-        for part in parts:
-            nbytes = self.part_bytes(part)
-            if group and size + nbytes > most:
-                yield group
-                group, size = [], 0
-            group.append(part)
-            size += nbytes
-        if group:
-            yield group
+def kept_parts(view: LayerView, keys: Iterable[str]) -> list[Part]:
+    """Return parts of one tensor each, which stay as they are."""
+    return [Part(sources=(key,), nbytes=view.tensors[key].nbytes) for key in keys]
+
+
+def in_files(parts: Iterable[Part], most: int) -> Iterator[tuple[Part, ...]]:
+    """Yield ``parts`` in groups of at most ``most`` bytes; a larger part stays alone."""
+    group: list[Part] = []
+    size = 0
+    for part in parts:
+        if group and size + part.nbytes > most:
+            yield tuple(group)
+            group, size = [], 0
+        group.append(part)
+        size += part.nbytes
+    if group:
+        yield tuple(group)
+
+
+def by_layer(experts: Sequence[Part], others: Iterable[Part]) -> tuple[tuple[Part, ...], ...]:
+    """Return the parts of each file: each layer of experts alone, others up to its bytes."""
+    most = max((part.nbytes for part in experts), default=0)
+    return (*((part,) for part in experts), *in_files(others, most))
 
 
 @contextmanager
@@ -129,12 +137,12 @@ def write_safetensors(
 ) -> None:
     """Write all parts of a plan as numbered safetensors with their index."""
     writer = SafetensorsWriter(folder, recorded)
-    for group in plan.files():
+    for file in plan.files:
         tensors: dict[str, Tensor] = {}
-        for part in group:
+        for part in file:
             tensors |= plan.convert(part)
         writer.write(tensors)
-        bytes_done(sum(map(plan.part_bytes, group)))
+        bytes_done(sum(part.nbytes for part in file))
     writer.finish()
 
 
@@ -153,6 +161,14 @@ def torch_dist_checkpoint(
         yield into, writer
     record_checksums(into)
     (folder / TRACKER).write_text(said)
+
+
+def write_layer(
+    writer: TorchDistWriter, name: str, tensor: Tensor, layer: int, num_layers: int
+) -> None:
+    """Write a tensor of one layer as a chunk of the tensor that stacks all layers."""
+    whole = TensorInfo((num_layers, *tensor.shape), tensor.dtype)
+    writer.write_chunk(name, whole, (layer, *[0] * tensor.dim()), tensor[None])
 
 
 def write_common_state(writer: TorchDistWriter, iteration: int, own: Mapping[str, Any]) -> None:

@@ -1,9 +1,13 @@
 """Parameters of each group of flat states, and their possible orders given the sizes.
 
-Reads ``.metadata`` and the saved arguments, no tensor values.
+Reads ``.metadata`` and the saved arguments, no tensor values. Flat states are in the reverse of the
+order in which modules of Megatron 0.19.2 register parameters in ``__init__``: ``GPTModel``,
+``TransformerLayer``, ``SelfAttention``, ``MLASelfAttention``, ``MLP`` and ``MoELayer``. Callers
+must verify it against values.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,12 +18,60 @@ from moe_optim.checkpoint.flat_buffers import flat_groups, lower_bits_of_masters
 from moe_optim.checkpoint.state_kinds import MOMENTUM, state_kinds
 from moe_optim.checkpoint.state_manifest import StateManifest
 from moe_optim.commands.conversion.layer_view import LayerView
-from moe_optim.commands.conversion.registration import registration_order
 from moe_optim.errors import LayoutError, listed
 from moe_optim.experts.keys.finding import MAX_EXPERTS
 
 _EXPERTS = ".mlp.experts."
 _UNCUT = ("tensor", "pipeline", "virtual pipeline", "expert tensor")
+
+_LAYER = re.compile(r"decoder\.layers\.(0|[1-9][0-9]{0,3})\.(.+)")
+_INPUT_NORM = "self_attention.linear_qkv.layer_norm_weight"
+_ATTENTION = (
+    "self_attention.linear_proj.weight",
+    "self_attention.linear_proj.bias",
+    "self_attention.linear_q_proj.weight",
+    "self_attention.linear_q_down_proj.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.linear_q_up_proj.weight",
+    "self_attention.linear_kv_down_proj.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight",
+    "self_attention.linear_kv_up_proj.weight",
+    _INPUT_NORM,
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_qkv.bias",
+    "self_attention.q_layernorm.weight",
+    "self_attention.k_layernorm.weight",
+    "self_attention.kv_layernorm.weight",
+)
+_NETWORK = (
+    "pre_mlp_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight",
+    "mlp.linear_fc1.weight",
+    "mlp.linear_fc1.bias",
+    "mlp.linear_fc2.weight",
+    "mlp.linear_fc2.bias",
+    "mlp.router.weight",
+    "mlp.router.bias",
+    "mlp.experts.linear_fc1.weight",
+    "mlp.experts.linear_fc1.bias",
+    "mlp.experts.linear_fc2.weight",
+    "mlp.experts.linear_fc2.bias",
+    "mlp.shared_experts.linear_fc1.weight",
+    "mlp.shared_experts.linear_fc2.weight",
+)
+_FUSED = ("input_layernorm.weight", *_ATTENTION, *_NETWORK)
+# Megatron's local layers store the first norm as part of the next module
+_APART = (
+    "input_layernorm.weight",
+    _INPUT_NORM,
+    *(name for name in _ATTENTION if name != _INPUT_NORM),
+    *_NETWORK,
+)
+_FIRST = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight")
+_LAST = (
+    "decoder.final_layernorm.weight",
+    "output_layer.weight",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,15 +86,6 @@ class FlatGroup:
     candidates: tuple[StateManifest, ...]
 
 
-def doubt_of_flat_states(stored: TorchDistReader) -> str | None:
-    """Return why flat states cannot be read by name, judged by sizes; None if the sizes match."""
-    try:
-        read_groups(stored)
-    except LayoutError as error:
-        return str(error)
-    return None
-
-
 def read_groups(stored: TorchDistReader) -> list[FlatGroup]:
     """Return the data-parallel groups with the orders that sizes permit; LayoutError if none."""
     where, sizes = stored.path, stored.recorded.parallel_sizes
@@ -55,9 +98,9 @@ def read_groups(stored: TorchDistReader) -> list[FlatGroup]:
         raise refusal(where, "no parallel sizes but data and expert", ", ".join(cut))
     view = LayerView(stored, num_layers=num_layers_of(stored))
     names = [key for key in view.tensors if not is_state(key) and _is_parameter(key)]
-    order = registration_order(names, str(stored.arguments.get("transformer_impl")))
+    order = _registration_order(names, str(stored.arguments.get("transformer_impl")))
     if order is None:
-        unknown = [name for name in names if registration_order([name], "local") is None]
+        unknown = [name for name in names if _registration_order([name], "local") is None]
         raise refusal(where, "modules whose order is known", listed(unknown))
     parameters = [
         Parameter(name=name, shape=view.tensors[name].shape, dtype=str(view.tensors[name].dtype))
@@ -110,6 +153,31 @@ def _shares(
         )
         for name, (of_group, first_expert) in zip(names, wanted, strict=True)
     ]
+
+
+def _registration_order(names: Iterable[str], transformer_impl: str) -> list[str] | None:
+    """Return parameter names in the order in which a model registers them.
+
+    Args:
+        names: parameter names in ``torch_dist``, one per layer, experts in layout ``grouped``.
+        transformer_impl: Megatron's argument.
+
+    Returns:
+        Ordered names; None if one belongs to an unknown module.
+    """
+    within = _APART if transformer_impl == "local" else _FUSED
+    places: dict[str, tuple[int, int, int]] = {}
+    for name in names:
+        layer = _LAYER.fullmatch(name)
+        if layer and layer[2] in within:
+            places[name] = (1, int(layer[1]), within.index(layer[2]))
+        elif name in _FIRST:
+            places[name] = (0, 0, _FIRST.index(name))
+        elif name in _LAST:
+            places[name] = (2, 0, _LAST.index(name))
+        else:
+            return None
+    return sorted(places, key=lambda name: places[name])
 
 
 def _is_parameter(key: str) -> bool:

@@ -9,7 +9,6 @@ beside it. Otherwise nothing is read.
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +42,8 @@ _MOST_VALUES, _DEEPEST = 100_000, 10
 """Limits above any hyper-parameters; larger objects are refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class _StatePlace:
-    """Location of the states of a parameter, or of one expert of it."""
-
-    group: str
-    dtype: str
-    span: BucketSpan
+_Place = tuple[str, BucketSpan]
+"""Key prefix of a bucket's states, and the part of it that is a parameter, or one expert of it."""
 
 
 class NamedStates:
@@ -72,7 +66,7 @@ class NamedStates:
         groups = read_groups(stored)
         view = LayerView(stored, num_layers=num_layers_of(stored))
         self.stored = stored
-        self._places: dict[tuple[str, int | None], list[_StatePlace]] = {}
+        self._places: dict[tuple[str, int | None], list[_Place]] = {}
         found = [one for group in groups for one in _places_by_values(stored, view, group).items()]
         for (shown, _), place in sorted(found, key=lambda one: one[0][1] or 0):  # by expert
             stands = view.places[shown]
@@ -117,24 +111,19 @@ class NamedStates:
         return torch.cat([_read(self.stored, place, kind) for place in self._places[at]])
 
 
-def has_flat_states(stored: TorchDistReader) -> bool:
-    """Return whether a checkpoint stores states by bucket."""
-    return bool(flat_groups(stored))
-
-
 def states_by_name(reader: CheckpointReader) -> CheckpointReader:
     """Return a checkpoint with its states by name, converting flat ones.
 
     Raises as :class:`NamedStates` does.
     """
-    if isinstance(reader, TorchDistReader) and has_flat_states(reader):
+    if isinstance(reader, TorchDistReader) and flat_groups(reader):
         return NamedStates(reader)
     return reader
 
 
 def _places_by_values(
     stored: TorchDistReader, view: LayerView, group: FlatGroup
-) -> dict[_Shown, _StatePlace]:
+) -> dict[_Shown, _Place]:
     """Return the location of each parameter and expert, in the one order whose values match."""
     fitting, got = choose_by_values(
         [_places_of(group, candidate) for candidate in group.candidates],
@@ -149,17 +138,18 @@ def _places_by_values(
     raise refusal(stored.path, expected, got)
 
 
-def _places_of(group: FlatGroup, manifest: StateManifest) -> dict[_Shown, _StatePlace]:
+def _places_of(group: FlatGroup, manifest: StateManifest) -> dict[_Shown, _Place]:
     places = {}
     for address, span in manifest.addresses().items():
         expert = None if address.expert is None else group.first_expert + address.expert
         dtype = manifest.buffers[span.buffer].dtype
-        places[address.parameter, expert] = _StatePlace(group.name, dtype, span)
+        bucket = bucket_key(group.name, dtype, span.buffer, span.bucket)
+        places[address.parameter, expert] = bucket, span
     return places
 
 
 def _strangers(
-    stored: TorchDistReader, view: LayerView, places: Mapping[_Shown, _StatePlace]
+    stored: TorchDistReader, view: LayerView, places: Mapping[_Shown, _Place]
 ) -> set[str]:
     """Return the first parameter whose masters do not round to its weights."""
     held: tuple[str, Tensor] | None = None
@@ -172,10 +162,9 @@ def _strangers(
     return set()
 
 
-def _read(stored: TorchDistReader, place: _StatePlace, kind: str) -> Tensor:
-    span = place.span
-    key = f"{bucket_key(place.group, place.dtype, span.buffer, span.bucket)}.{kind}"
-    return stored.read_box(key, (span.start,), (span.numel,))
+def _read(stored: TorchDistReader, place: _Place, kind: str) -> Tensor:
+    bucket, span = place
+    return stored.read_box(f"{bucket}.{kind}", (span.start,), (span.numel,))
 
 
 def named_common_entries(stored: TorchDistReader) -> Mapping[str, Any]:

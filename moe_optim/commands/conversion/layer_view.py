@@ -7,12 +7,13 @@ layout ``grouped``, as ``decoder.layers.3.mlp.experts.linear_fc1.weight``; state
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from moe_optim.checkpoint.files.reader import CheckpointReader, Recorded, TensorInfo
+from moe_optim.checkpoint.state_kinds import state_kinds
 from moe_optim.errors import ConfigError, LayoutError
 
 STORED_ALIKE = ("grouped", "indexed", "sequential")
@@ -22,8 +23,6 @@ STATE = "optimizer.state."
 _STORED = re.compile(r"(?P<head>.*\bexperts\.)experts\.(?P<tail>linear_fc[12]\.(weight|bias))")
 _STACKED = re.compile(r"(?P<head>.*\blayers\.)(?P<tail>[^0-9].*)")
 STATE_KIND = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.")
-_IN_BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\..*\.gbuf_idx_\d+\..*\.([^.]+)")
-"""Key of all masters, or of one kind of moment, of a bucket."""
 _AXES = {"weight": 3, "bias": 2}
 _MAX_LAYERS = 4096  # above any model; larger stacks are shown as stored
 
@@ -115,8 +114,7 @@ class LayerView:
 
 def state_kind(key: str) -> str | None:
     """Return the kind of state of a key: masters, a moment or momentum, or None."""
-    found = STATE_KIND.match(key) or _IN_BUCKET.fullmatch(key)
-    return found[1] if found else None
+    return next(iter(state_kinds([key])), None)
 
 
 def stored_key(shown: str) -> str:
@@ -125,27 +123,23 @@ def stored_key(shown: str) -> str:
     return f"{head}experts.experts.{tail}"
 
 
-def _show(reader: CheckpointReader, num_layers: int | None) -> list[tuple[str, Place, TensorInfo]]:
-    if reader.format != "torch_dist":
-        return [(name, Place(name), info) for name, info in reader.tensors.items()]
-    shown = []
+def _show(
+    reader: CheckpointReader, num_layers: int | None
+) -> Iterator[tuple[str, Place, TensorInfo]]:
     for name, info in reader.tensors.items():
-        found = _STORED.fullmatch(name)
+        found = _STORED.fullmatch(name) if reader.format == "torch_dist" else None
         key = found["head"] + found["tail"] if found else name
-        stacked = _STACKED.fullmatch(key)
         if found:
-            is_stacked = len(info.shape) == _AXES[found[3]] + 1 and info.shape[0] <= _MAX_LAYERS
+            is_stacked = len(info.shape) == _AXES[found[3]] + 1
         else:
-            is_stacked = info.shape[:1] == (num_layers,) and info.shape[0] <= _MAX_LAYERS
-        if is_stacked and stacked:
-            of_layer = TensorInfo(info.shape[1:], info.dtype)
-            shown += [
-                (f"{stacked['head']}{layer}.{stacked['tail']}", Place(name, layer), of_layer)
-                for layer in range(info.shape[0])
-            ]
-        else:
-            shown.append((key, Place(name), info))
-    return shown
+            is_stacked = reader.format == "torch_dist" and info.shape[:1] == (num_layers,)
+        stacked = _STACKED.fullmatch(key) if is_stacked and info.shape[0] <= _MAX_LAYERS else None
+        if stacked is None:
+            yield key, Place(name), info
+            continue
+        of_layer = TensorInfo(info.shape[1:], info.dtype)
+        for layer in range(info.shape[0]):
+            yield f"{stacked['head']}{layer}.{stacked['tail']}", Place(name, layer), of_layer
 
 
 def parse_renames(texts: Sequence[str]) -> tuple[Rename, ...]:

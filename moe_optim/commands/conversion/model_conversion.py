@@ -1,27 +1,36 @@
-"""Converts a whole model, one tensor or one layer of experts at a time."""
+"""Writes whole models, for transformers and for Megatron, one part in memory at a time."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from moe_optim.checkpoint.files.publishing import published
-from moe_optim.checkpoint.files.reader import Recorded, TensorInfo
+from moe_optim.checkpoint.files.reader import Recorded
 from moe_optim.checkpoint.files.torch_dist import INTERLEAVE_ARG, OWN_ARGUMENTS
 from moe_optim.commands.conversion.file_plan import (
-    BLOB_BYTES,
     BytesDone,
+    FilePlan,
     Part,
     one_thread,
     saved,
     torch_dist_checkpoint,
     write_common_state,
+    write_layer,
     write_safetensors,
 )
 from moe_optim.commands.conversion.layer_view import stored_key
 from moe_optim.commands.conversion.model_plan import ModelPlan
-from moe_optim.commands.conversion.model_sources import CONFIG, read_tokenizer, special_tokens
+from moe_optim.commands.conversion.model_sources import (
+    CONFIG,
+    folder_of,
+    read_config,
+    read_tokenizer,
+    special_tokens,
+    unquantized_config,
+)
 from moe_optim.commands.conversion.torch_dist_writer import TorchDistWriter
 from moe_optim.rollout.families import LAYOUT_OF_EXPERTS
 
@@ -36,26 +45,60 @@ def convert_model(plan: ModelPlan, target: Path, report: BytesDone = lambda _: N
         ConfigError: ``target`` exists, or the tokenizer folder contains no tokenizer.
         StateError: a file of the source or of the tokenizer is damaged, or the disk is full.
     """
-    needed = plan.total_bytes + BLOB_BYTES * (plan.num_tensors + 16)
-    tokenizer = plan.request.tokenizer
-    passed_on = {} if tokenizer is None else read_tokenizer(tokenizer)
-    tokens = special_tokens(tokenizer)
-    with one_thread(), published(target, needed_bytes=needed) as folder:
-        if plan.request.to == "megatron":
+    if plan.request.to == "megatron":
+        with one_thread(), published(target, needed_bytes=plan.disk_bytes) as folder:
             _write_megatron(plan, folder, report)
-            return
-        recorded = Recorded(
-            layout=LAYOUT_OF_EXPERTS,
-            glu_interleave=0,
-            num_experts=plan.model.num_experts,
-            iteration=plan.view.recorded.iteration,
-        )
+        return
+    tokenizer = plan.request.tokenizer
+    texts = {} if tokenizer is None else read_tokenizer(tokenizer, beside=tokenizer)
+    recorded = Recorded(
+        layout=LAYOUT_OF_EXPERTS,
+        glu_interleave=0,
+        num_experts=plan.model.num_experts,
+        iteration=plan.view.recorded.iteration,
+    )
+    dtype = str(plan.view.tensors[plan.parts[0].sources[0]].dtype).removeprefix("torch.")
+    config = {**plan.model.config, **special_tokens(tokenizer), "torch_dtype": dtype}
+    write_hf(plan, target, recorded, config, texts, report)
+
+
+def dequantize_checkpoint(
+    plan: FilePlan,
+    target: Path,
+    tokenizer: Path | None = None,
+    report: BytesDone = lambda _: None,
+) -> None:
+    """Execute a plan; ``target`` appears when everything is written.
+
+    Writes safetensors, ``config.json`` and tokenizer files. ``tokenizer`` None means that of the
+    source, if it has any.
+
+    Raises:
+        ConfigError: ``target`` exists, or the tokenizer folder contains no tokenizer.
+        StateError: a file of the source or of the tokenizer is damaged, or the disk is full.
+    """
+    folder = folder_of(plan.view.reader)
+    texts = read_tokenizer(tokenizer, beside=folder)
+    said = {name: one for name, one in special_tokens(tokenizer).items() if one is not None}
+    config = {**unquantized_config(read_config(folder)), **said}
+    write_hf(plan, target, plan.view.recorded, config, texts, report)
+
+
+def write_hf(
+    plan: FilePlan,
+    target: Path,
+    recorded: Recorded,
+    config: Mapping[str, Any],
+    texts: Mapping[str, bytes],
+    report: BytesDone,
+) -> None:
+    """Write safetensors, ``config.json`` and tokenizer files; ``target`` appears at the end."""
+    needed = plan.disk_bytes + sum(map(len, texts.values()))
+    with one_thread(), published(target, needed_bytes=needed) as folder:
         write_safetensors(plan, folder, recorded, report)
-        dtype = plan.view.tensors[plan.parts[0].sources[0]].dtype
-        config = {**plan.model.config, **tokens, "torch_dtype": str(dtype).removeprefix("torch.")}
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        for name, content in passed_on.items():
+        for name, content in texts.items():
             (folder / name).write_bytes(content)
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _write_megatron(plan: ModelPlan, folder: Path, report: BytesDone) -> None:
@@ -67,7 +110,7 @@ def _write_megatron(plan: ModelPlan, folder: Path, report: BytesDone) -> None:
         for part in plan.parts:
             for name, tensor in plan.convert(part).items():
                 extra_states |= dict.fromkeys(_write_tensor(plan, writer, part, name, tensor))
-            report(plan.part_bytes(part))
+            report(part.nbytes)
         for key in extra_states:
             writer.write_object(key, saved(None))
         writer.finish()
@@ -84,13 +127,11 @@ def _write_tensor(
     head, _, tail = name.partition(".layers.")
     layer, _, rest = tail.partition(".")
     layers = None
-    tensor = tensor.contiguous()
     if head == "decoder" and plan.model.is_stacked:
         name, layers = f"{head}.layers.{rest}", (int(layer), plan.model.anatomy.num_layers)
-        whole = TensorInfo((layers[1], *tensor.shape), tensor.dtype)
-        writer.write_chunk(name, whole, (layers[0], *[0] * tensor.dim()), tensor[None])
+        write_layer(writer, name, tensor.contiguous(), *layers)
     else:
-        writer.write_whole(name, tensor)
+        writer.write_whole(name, tensor.contiguous())
     return _extra_states(name, layers, part.experts.num_experts if part.experts else 0)
 
 

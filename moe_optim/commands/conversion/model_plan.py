@@ -5,10 +5,10 @@ names.
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,11 +19,12 @@ from moe_optim.commands.conversion.expert_finding import (
     check_row_order,
     known_interleave,
     refuse_quantized,
-    source_layouts,
+    survey_experts,
 )
-from moe_optim.commands.conversion.file_plan import FilePlan, Part
+from moe_optim.commands.conversion.file_plan import FilePlan, Part, in_files, kept_parts
 from moe_optim.commands.conversion.layer_view import LayerView
 from moe_optim.commands.conversion.model_sources import (
+    Target,
     dequantized,
     read_model,
     require_format,
@@ -32,13 +33,12 @@ from moe_optim.commands.conversion.model_sources import (
 from moe_optim.commands.hugging_face.models import Model
 from moe_optim.errors import LayoutError
 from moe_optim.experts.keys.conversion import convert_expert_set
-from moe_optim.experts.keys.finding import survey_expert_sets
-from moe_optim.experts.keys.layouts import get_layout, is_of_adapter
+from moe_optim.experts.keys.layouts import ExpertSet, get_layout, is_of_adapter
 from moe_optim.rollout.families import LAYOUT_OF_EXPERTS, Implementation, NamePair
 
-Target = Literal["hf", "megatron"]
 _LAYER = re.compile(r"(?<=layers)\.[0-9]+\.")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_FILE_BYTES = 2**32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +51,7 @@ class ModelRequest:
     glu_interleave: int = 0
     """GLU interleave of experts written for Megatron."""
     source_glu_interleave: int | None = None
+    """GLU interleave of the source; None if it is recorded."""
     tokenizer: Path | None = None
     """Folder of tokenizer files to copy."""
 
@@ -61,41 +62,6 @@ class ModelPlan(FilePlan):
 
     model: Model
     request: ModelRequest
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of the largest part, an upper bound of the memory used."""
-        return max(map(self.part_bytes, self.parts))
-
-    def part_bytes(self, part: Part) -> int:
-        """Return the bytes of a part, the larger of read and written."""
-        nbytes = self.view.nbytes(part.sources)
-        if part.pair is None or part.pair.form != "same":
-            return nbytes
-        return max(nbytes, len(part.pair.hf) * self.view.nbytes(part.sources[:1]))  # copies
-
-    def files(self) -> Iterator[list[Part]]:
-        """Yield the parts in order, in groups no larger than the largest part."""
-        return self.grouped(self.parts)
-
-    def convert(self, part: Part) -> dict[str, Tensor]:
-        """Read a part and return it under the names of the other side."""
-        tensors, to_hf = self.read(part), self.request.to == "hf"
-        if part.pair is not None:
-            if to_hf:
-                return self.model.heads.to_hf(part.pair, tensors[part.sources[0]])
-            return {part.target: self.model.heads.to_megatron(part.pair, list(tensors.values()))}
-        assert part.experts is not None, "a part is a tensor or experts"
-        interleave = 0 if to_hf else self.request.glu_interleave
-        converted = convert_expert_set(
-            tensors,
-            part.experts,
-            get_layout(LAYOUT_OF_EXPERTS if to_hf else "grouped"),
-            source_interleave=self.source_interleave or None,
-            target_interleave=interleave or None,
-        )
-        prefix = part.experts.prefix
-        return {part.target + key.removeprefix(prefix): one for key, one in converted.items()}
 
 
 def plan_model(reader: CheckpointReader, request: ModelRequest) -> ModelPlan:
@@ -113,22 +79,17 @@ def plan_model(reader: CheckpointReader, request: ModelRequest) -> ModelPlan:
     view = LayerView(reader, num_layers=model.anatomy.num_layers)
     kept = [key for key in view.tensors if not is_state(key) and not _has_no_meaning(key)]
     refuse_quantized(view, kept)
-    source_interleave = known_interleave(view, request.source_glu_interleave)
-    check_row_order(view, source_interleave)
+    interleave = known_interleave(view, request.source_glu_interleave)
+    request = replace(request, source_glu_interleave=interleave)
+    check_row_order(view, interleave)
     faults: list[str] = []
     parts = [*_tensor_parts(view, model, request, faults)]
     parts += _expert_parts(view, model, request, kept, faults)
     taken = {key for part in parts for key in part.sources}
     if not faults:  # else tensors are left over because others are missing
         faults += [f"{key}: left over" for key in kept if key not in taken]
-    faults += _interleave_faults(parts, source_interleave, request)
-    faults += _uneven_faults(parts, view)
-    faults += [
-        f"{key}: expected bf16, fp16 or fp32, got {view.tensors[key].dtype}"
-        for part in parts
-        for key in part.sources
-        if view.tensors[key].dtype not in _FLOATS
-    ]
+    faults += _interleave_faults(parts, {interleave, request.glu_interleave} - {0})
+    faults += _dtype_faults(parts, view)
     if faults:
         raise LayoutError(
             f"{reader.path}: expected the tensors of {model.family.architecture}, got "
@@ -138,12 +99,27 @@ def plan_model(reader: CheckpointReader, request: ModelRequest) -> ModelPlan:
         )
     return ModelPlan(
         view=view,
-        parts=tuple(sorted(parts, key=_place)),
-        source_interleave=source_interleave,
+        files=tuple(in_files(sorted(parts, key=_place), max(part.nbytes for part in parts))),
         left_out=(*(key for key in view.tensors if key not in taken), *reader.objects),
         model=model,
         request=request,
     )
+
+
+def plan_dequantization(reader: CheckpointReader) -> FilePlan:
+    """Return the plan of the same tensors in bf16 without reading their values.
+
+    Raises:
+        ConfigError: ``config.json`` declares no quantization, or one that is unknown.
+        LayoutError: elements or scales are missing, superfluous, or of wrong shapes or dtypes.
+    """
+    shown = dequantized(reader)
+    if shown is reader:
+        require_format(reader, "hf")
+    view = LayerView(shown)
+    parts = kept_parts(view, view.tensors)
+    most = max(_FILE_BYTES, *(part.nbytes for part in parts))
+    return FilePlan(view=view, files=tuple(in_files(parts, most)))
 
 
 def _has_no_meaning(key: str) -> bool:
@@ -166,8 +142,29 @@ def _tensor_parts(
         fault = None if missing else _shape_fault(view, model, pair, names)
         faults += missing + ([fault] if fault else [])
         if not missing and not fault:
-            target = pair.megatron_name(request.transformer_impl)
-            yield Part(sources=names, pair=pair, target=target)
+            yield _tensor_part(view, model, request, pair, names)
+
+
+def _tensor_part(
+    view: LayerView, model: Model, request: ModelRequest, pair: NamePair, names: tuple[str, ...]
+) -> Part:
+    nbytes, target = view.nbytes(names), pair.megatron_name(request.transformer_impl)
+    if pair.form == "same":
+        nbytes = max(nbytes, len(pair.hf) * view.tensors[names[0]].nbytes)  # copies
+
+    def to_hf(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return model.heads.to_hf(pair, tensors[names[0]])
+
+    def to_megatron(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {target: model.heads.to_megatron(pair, list(tensors.values()))}
+
+    is_hf = request.to == "hf"
+    return Part(
+        sources=names,
+        nbytes=nbytes,
+        convert=to_hf if is_hf else to_megatron,
+        targets=pair.hf if is_hf else (target,),
+    )
 
 
 def _shape_fault(
@@ -191,56 +188,71 @@ def _shape_fault(
 
 def _expert_parts(
     view: LayerView, model: Model, request: ModelRequest, kept: list[str], faults: list[str]
-) -> list[Part]:
-    sets, found = survey_expert_sets(
-        {key: view.tensors[key].shape for key in kept},
-        layouts=source_layouts(view, None),
-        num_experts=model.num_experts,
-    )
+) -> Iterator[Part]:
+    shapes = {key: view.tensors[key].shape for key in kept}
+    sets, found = survey_experts(view, shapes, model.num_experts)
     faults += found
     by_prefix = {one.prefix: one for one in sets}
-    named = "".join(found)
-    parts = []
     for megatron, hf in model.anatomy.expert_prefixes():
         source, target = (megatron, hf) if request.to == "hf" else (hf, megatron)
         one = by_prefix.pop(source, None)
         if one is not None:
-            parts.append(Part(sources=one.keys, experts=one, target=target))
+            yield Part(
+                sources=one.keys,
+                nbytes=view.nbytes(one.keys),
+                convert=partial(_convert_experts, one=one, target=target, request=request),
+                experts=one,
+                targets=(target,),
+            )
             if one.has_bias:
                 faults.append(f"{one.keys[0]} and its biases: expected no biases")
-        elif source not in named:
+        elif not any(source in fault for fault in found):
             faults.append(f"{source}*: missing")
     faults += [f"{prefix}*: left over" for prefix in by_prefix]
-    return parts
 
 
-def _interleave_faults(parts: list[Part], source: int, request: ModelRequest) -> list[str]:
+def _convert_experts(
+    tensors: Mapping[str, Tensor], one: ExpertSet, target: str, request: ModelRequest
+) -> dict[str, Tensor]:
+    to_hf = request.to == "hf"
+    converted = convert_expert_set(
+        tensors,
+        one,
+        get_layout(LAYOUT_OF_EXPERTS if to_hf else "grouped"),
+        source_interleave=request.source_glu_interleave or None,
+        target_interleave=None if to_hf else request.glu_interleave or None,
+    )
+    return {target + key.removeprefix(one.prefix): values for key, values in converted.items()}
+
+
+def _interleave_faults(parts: list[Part], interleaves: set[int]) -> list[str]:
     widths = {part.experts.ffn for part in parts if part.experts is not None}
     return [
         f"GLU interleave: expected a divisor of {ffn}, the width of experts, got {interleave}"
-        for interleave in {source, request.glu_interleave} - {0}
+        for interleave in interleaves
         for ffn in widths
         if ffn % interleave
     ]
 
 
-def _uneven_faults(parts: list[Part], view: LayerView) -> list[str]:
-    """Return tensors whose shape or dtype differs from the same tensor in other layers."""
+def _dtype_faults(parts: list[Part], view: LayerView) -> list[str]:
+    """Return tensors that differ from the same tensor in other layers, or are no floats."""
     first: dict[str, str] = {}
-    faults = []
-    for part in parts:
-        for key in part.sources:
-            like = first.setdefault(_LAYER.sub(".*.", key, count=1), key)
-            got, want = view.tensors[key], view.tensors[like]
-            if got != want:
-                faults.append(
-                    f"{key}: expected {want.dtype} {list(want.shape)} as {like}, got {got.dtype} "
-                    f"{list(got.shape)}"
-                )
-    return faults
+    uneven, others = [], []
+    for key in (key for part in parts for key in part.sources):
+        like = first.setdefault(_LAYER.sub(".*.", key, count=1), key)
+        got, want = view.tensors[key], view.tensors[like]
+        if got != want:
+            uneven.append(
+                f"{key}: expected {want.dtype} {list(want.shape)} as {like}, got {got.dtype} "
+                f"{list(got.shape)}"
+            )
+        if got.dtype not in _FLOATS:
+            others.append(f"{key}: expected bf16, fp16 or fp32, got {got.dtype}")
+    return uneven + others
 
 
 def _place(part: Part) -> tuple[int, bool]:
     """Sort key: tensors outside layers first, then by layer, experts last."""
     key = part.sources[0].partition("layers.")[2].partition(".")[0]
-    return (int(key) if key.isdigit() else -1), part.pair is None
+    return (int(key) if key.isdigit() else -1), part.experts is not None

@@ -16,6 +16,8 @@ from moe_optim.commands.hugging_face.models import (
 )
 from moe_optim.errors import ConfigError, StateError
 
+Target = Literal["hf", "megatron"]
+
 CONFIG = "config.json"
 QUANTIZATION = "quantization_config"
 _TEXT = "text_config"
@@ -40,7 +42,7 @@ _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def require_format(reader: CheckpointReader, to: Literal["hf", "megatron"]) -> None:
+def require_format(reader: CheckpointReader, to: Target) -> None:
     """Raise ConfigError if a checkpoint already is in the target format."""
     wanted = "torch_dist" if to == "hf" else "safetensors"
     if reader.format != wanted:
@@ -83,10 +85,9 @@ def dequantized(reader: CheckpointReader) -> CheckpointReader:
     if reader.format != "safetensors" or not (folder / CONFIG).is_file():
         return reader
     config = read_config(folder)
-    of_text = config.get(_TEXT)
     found = config.get(QUANTIZATION)
-    if found is None and isinstance(of_text, dict):
-        found = of_text.get(QUANTIZATION)
+    if found is None:
+        found = _text_config(config).get(QUANTIZATION)
     if found is None:
         return reader
     return DequantizedWeights(reader, encodings_of(found, str(folder / CONFIG)))
@@ -146,19 +147,25 @@ def configured_experts(reader: CheckpointReader) -> int | None:
     if reader.format != "safetensors" or not (folder / CONFIG).is_file():
         return None
     config = read_config(folder)
-    of_text = config.get(_TEXT)
-    config |= of_text if isinstance(of_text, dict) else {}
+    config |= _text_config(config)
     numbers = (config.get(name) for name in _NUM_EXPERTS)
     return next((one for one in numbers if type(one) is int and one > 0), None)
 
 
-def read_tokenizer(folder: Path) -> dict[str, bytes]:
-    """Return the tokenizer files of a folder, by name; ConfigError if there are none.
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    found = config.get(_TEXT)
+    return found if isinstance(found, dict) else {}
 
-    Links within a Hugging Face cache are followed; a link out of the folder is a StateError.
+
+def read_tokenizer(given: Path | None, *, beside: Path) -> dict[str, bytes]:
+    """Return the files of a given tokenizer, else of the one in folder ``beside``, if any.
+
+    Links within a Hugging Face cache are followed; a link out of the folder is a StateError, and a
+    given folder without a tokenizer is a ConfigError.
     """
+    folder = given or beside
     names = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
-    if not names:
+    if given and not names:
         raise ConfigError(
             f"{folder}: expected files of a tokenizer, such as {_TOKENIZER_FILES[0]}, got none. "
             "Give the folder of a model of Hugging Face."
@@ -174,19 +181,6 @@ def read_tokenizer(folder: Path) -> dict[str, bytes]:
                 "Face cache."
             ) from error
     return found
-
-
-def read_given_tokenizer(given: Path | None, beside: Path) -> dict[str, bytes]:
-    """Return the files of a given tokenizer, else of the one in folder ``beside``, if any.
-
-    Raises as :func:`read_tokenizer` does, except that ``beside`` may have no tokenizer.
-    """
-    try:
-        return read_tokenizer(given or beside)
-    except ConfigError:
-        if given:
-            raise
-        return {}
 
 
 def special_tokens(folder: Path | None) -> dict[str, int | list[int] | None]:

@@ -4,7 +4,7 @@ import io
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from moe_optim.checkpoint.files.archives import Archive
@@ -19,16 +19,10 @@ def replace_int(blob: bytes, key: str, value: int | None) -> bytes | None:
     Raises:
         ValueError: the pickle in ``blob`` cannot be read.
     """
-    Archive(io.BytesIO(blob)).load()
-    found = False
-
-    def splice(pickled: bytes) -> bytes:
-        nonlocal found
-        spliced, found = _splice(pickled, key, value)
-        return spliced
-
-    changed = _with_pickle(blob, splice)
-    return changed if found else None
+    archive = Archive(io.BytesIO(blob))
+    archive.load()
+    changed = _splice(archive.pickled(), key, value)
+    return None if changed is None else _with_pickle(blob, changed)
 
 
 def replace_entries(blob: bytes, entries: Mapping[str, Any]) -> bytes:
@@ -48,13 +42,11 @@ def replace_entries(blob: bytes, entries: Mapping[str, Any]) -> bytes:
         for key, value in entries.items()
     )
 
-    def splice(pickled: bytes) -> bytes:
-        operations = [operation.name for operation, _, _ in pickletools.genops(pickled)]
-        end = -2 if operations[-2] == "APPEND" else -1  # of the dict; STOP is the last byte
-        return pickled[:end] + code + pickled[end:]
-
-    before = Archive(io.BytesIO(blob)).load()
-    changed = _with_pickle(blob, splice)
+    archive = Archive(io.BytesIO(blob))
+    before, pickled = archive.load(), archive.pickled()
+    operations = [operation.name for operation, _, _ in pickletools.genops(pickled)]
+    end = -2 if operations[-2] == "APPEND" else -1  # of the dict; STOP is the last byte
+    changed = _with_pickle(blob, pickled[:end] + code + pickled[end:])
     after = Archive(io.BytesIO(changed)).load()
     if type(before) is list and len(before) == len(after) == 1:
         before, after = before[0], after[0]
@@ -63,17 +55,16 @@ def replace_entries(blob: bytes, entries: Mapping[str, Any]) -> bytes:
     return changed
 
 
-def _with_pickle(blob: bytes, change: Callable[[bytes], bytes]) -> bytes:
+def _with_pickle(blob: bytes, pickled: bytes) -> bytes:
     source, target = zipfile.ZipFile(io.BytesIO(blob)), io.BytesIO()
     with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:
         for name in source.namelist():
-            content = source.read(name)
-            archive.writestr(name, change(content) if name.endswith("/data.pkl") else content)
+            archive.writestr(name, pickled if name.endswith("/data.pkl") else source.read(name))
     return target.getvalue()
 
 
-def _splice(pickled: bytes, key: str, value: int | None) -> tuple[bytes, bool]:
-    """Return a pickle with ``value`` after each ``key``, and whether the key occurred."""
+def _splice(pickled: bytes, key: str, value: int | None) -> bytes | None:
+    """Return a pickle with ``value`` after each ``key``; None without one, or for no number."""
     code = pickle.dumps(value, protocol=2)[2:-1]  # between PROTO and STOP
     parts, copied, awaits = [], 0, False
     operations = list(pickletools.genops(pickled))
@@ -81,8 +72,8 @@ def _splice(pickled: bytes, key: str, value: int | None) -> tuple[bytes, bool]:
     for (operation, argument, start), end in zip(operations, ends, strict=True):
         if awaits and operation.name not in ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"):
             if operation.name not in ("NONE", "BININT", "BININT1", "BININT2"):
-                return pickled, False
+                return None
             parts += [pickled[copied:start], code]
             copied, awaits = end or 0, False
         awaits = awaits or ("UNICODE" in operation.name and argument == key)
-    return b"".join([*parts, pickled[copied:]]), bool(parts)
+    return b"".join([*parts, pickled[copied:]]) if parts else None

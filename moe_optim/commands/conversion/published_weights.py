@@ -6,8 +6,10 @@ compressed-tensors 0.20.0 (``compressors/pack_quantized``, ``compressors/mxfp4``
 0.5.23 (``srt/models/deepseek_v4.py``), which load DeepSeek-V4.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +50,18 @@ class PublishedEncoding:
     """Suffix of scales."""
     scale_dtypes: tuple[torch.dtype, ...]
     """Dtypes of scales, all exact in fp32."""
-    weight: str
-    """Suffix of the bf16 weight."""
-    shape_of_weight: str | None = None
+    shape_of_weight: str = ""
     """Suffix of rows and columns, if they are stored."""
     refused: tuple[str, ...] = ()
     """Suffixes of further tensors of a weight, which would change its values."""
     is_stacked: bool = False
     """Whether data is [E, R, blocks, bytes] and scales are [E, R, blocks], of weights that are
     transposed in bf16: [E, C, R]. Otherwise data is [R, C / elements per item]."""
+
+    @property
+    def weight(self) -> str:
+        """Suffix of the bf16 weight."""
+        return ".weight" if self.data.startswith(".") else ""
 
     @property
     def is_named(self) -> bool:
@@ -67,16 +72,11 @@ class PublishedEncoding:
         """Return whether a tensor contains elements of this encoding."""
         return name.endswith(self.data) and (self.is_named or info.dtype in self.data_dtypes)
 
-    def stem(self, name: str) -> str:
-        """Return the stem of the name of elements."""
-        return name.removesuffix(self.data)
-
     def shape(self, data: TensorInfo) -> tuple[int, ...]:
         """Return the shape of the elements of a weight: [R, C], or [E, R, C] if stacked."""
         rank = 3 if self.is_stacked else 2
         per_item = self.format.elements_per_byte * data.dtype.itemsize
-        columns = per_item * torch.Size(data.shape[rank - 1 :]).numel()
-        return (*data.shape[: rank - 1], columns)
+        return (*data.shape[: rank - 1], per_item * math.prod(data.shape[rank - 1 :]))
 
 
 def _fp8_block(said: _Said) -> Block | None:
@@ -84,14 +84,6 @@ def _fp8_block(said: _Said) -> Block | None:
     block = [n for n in given if type(n) is int and n > 0] if isinstance(given, list) else []
     is_fp8 = said.get("quant_method") == "fp8" and said.get("fmt", "e4m3") == "e4m3"
     return (block[0], block[1]) if is_fp8 and len(block) == 2 and block == given else None
-
-
-def _fp4_beside_fp8(said: _Said) -> Block | None:
-    return MXFP4.rowwise_block if _fp8_block(said) else None
-
-
-def _gpt_oss_block(said: _Said) -> Block | None:
-    return MXFP4.rowwise_block if said.get("quant_method") == "mxfp4" else None
 
 
 def _group_of(said: _Said, format: str, kind: str) -> Block | None:
@@ -115,13 +107,8 @@ def _group_of(said: _Said, format: str, kind: str) -> Block | None:
     return (1, size) if type(size) is int and size > 0 and size % 8 == 0 else None
 
 
-def _packed_int4_block(said: _Said) -> Block | None:
-    return _group_of(said, "pack-quantized", "int")
-
-
-def _packed_mxfp4_block(said: _Said) -> Block | None:
-    block = _group_of(said, "mxfp4-pack-quantized", "float")
-    return block if block == MXFP4.rowwise_block else None
+def _mxfp4_if(is_declared: Callable[[_Said], bool]) -> Callable[[_Said], Block | None]:
+    return lambda said: MXFP4.rowwise_block if is_declared(said) else None
 
 
 ENCODINGS = (
@@ -133,7 +120,6 @@ ENCODINGS = (
         data_dtypes=(torch.float8_e4m3fn,),
         scale="_scale_inv",
         scale_dtypes=(*_FLOATS, torch.float8_e8m0fnu),
-        weight="",
     ),
     PublishedEncoding(  # DeepSeek-V4
         block=_fp8_block,
@@ -143,41 +129,39 @@ ENCODINGS = (
         data_dtypes=(torch.float8_e4m3fn,),
         scale=".scale",
         scale_dtypes=(*_FLOATS, torch.float8_e8m0fnu),
-        weight=".weight",
     ),
     PublishedEncoding(  # experts of DeepSeek-V4
-        block=_fp4_beside_fp8,
+        block=_mxfp4_if(lambda said: _fp8_block(said) is not None),
         declared="",
         format=MXFP4,
         data=".weight",
         data_dtypes=(torch.int8, torch.uint8),
         scale=".scale",
         scale_dtypes=_E8M0,
-        weight=".weight",
     ),
     PublishedEncoding(  # gpt-oss
-        block=_gpt_oss_block,
+        block=_mxfp4_if(lambda said: said.get("quant_method") == "mxfp4"),
         declared="quant_method mxfp4",
         format=MXFP4,
         data="_blocks",
         data_dtypes=(torch.uint8,),
         scale="_scales",
         scale_dtypes=_E8M0[::-1],
-        weight="",
         is_stacked=True,
     ),
     PublishedEncoding(  # Kimi K3
-        block=_packed_mxfp4_block,
+        block=_mxfp4_if(
+            lambda said: _group_of(said, "mxfp4-pack-quantized", "float") == MXFP4.rowwise_block
+        ),
         declared="compressed-tensors' mxfp4-pack-quantized",
         format=MXFP4,
         data=".weight_packed",
         data_dtypes=(torch.uint8,),
         scale=".weight_scale",
         scale_dtypes=_E8M0[::-1],
-        weight=".weight",
     ),
     PublishedEncoding(  # Kimi K2 Thinking and K2.5
-        block=_packed_int4_block,
+        block=partial(_group_of, format="pack-quantized", kind="int"),
         declared="compressed-tensors' pack-quantized with symmetric groups of 4-bit integers, both "
         "without a transform_config",
         format=INT4,
@@ -185,7 +169,6 @@ ENCODINGS = (
         data_dtypes=(torch.int32,),
         scale=".weight_scale",
         scale_dtypes=(torch.bfloat16, torch.float16, torch.float32),
-        weight=".weight",
         shape_of_weight=".weight_shape",
         refused=(".weight_zero_point", ".weight_g_idx"),
     ),
@@ -204,7 +187,7 @@ class _Quantized:
 
     @property
     def stem(self) -> str:
-        return self.encoding.stem(self.name)
+        return self.name.removesuffix(self.encoding.data)
 
     @property
     def scale(self) -> str:
@@ -286,8 +269,9 @@ class DequantizedWeights:
         for one in found:
             for name in one.stored:
                 tensors.pop(name, None)
-        named = {one for one in encodings if one.is_named}
-        faults += _left_over(tensors, named | {one.encoding for one in found})
+        named = {one for one in encodings if one.is_named} | {one.encoding for one in found}
+        ends = {end for one in named for end in (one.scale, one.shape_of_weight) if end}
+        faults += [f"{name}: left over" for name in tensors if name.endswith(tuple(ends))]
         if faults:
             raise LayoutError(
                 f"{stored.path}: expected elements and scales of quantized weights, got "
@@ -348,14 +332,6 @@ def _find(
         ]
         complete = [one for one in claims if one.scale in tensors]
         yield from (complete or claims)[:1]
-
-
-def _left_over(
-    tensors: Mapping[str, TensorInfo], encodings: set[PublishedEncoding]
-) -> Iterator[str]:
-    found = {end for one in encodings for end in (one.scale, one.shape_of_weight)}
-    ends = tuple(filter(None, found))
-    return (f"{name}: left over" for name in tensors if name.endswith(ends))
 
 
 def encodings_of(quantization: Any, where: str) -> dict[PublishedEncoding, Block]:

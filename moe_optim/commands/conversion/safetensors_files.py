@@ -19,8 +19,12 @@ from moe_optim.checkpoint.files.untrusted_files import given_file, locate, parse
 from moe_optim.commands.console.checkpoint_paths import INDEX_FILE, SUFFIX
 from moe_optim.errors import LayoutError, StateError
 
-_LAYOUT, _INTERLEAVE = "moe_optim.layout", "moe_optim.glu_interleave"
-_NUM_EXPERTS, _ITERATION = "moe_optim.num_experts", "iteration"
+_NOTES = {  # fact in Recorded -> its key in the metadata of files
+    "layout": "moe_optim.layout",
+    "glu_interleave": "moe_optim.glu_interleave",
+    "num_experts": "moe_optim.num_experts",
+    "iteration": "iteration",
+}
 _DIGITS = 18  # maximum of a number
 _SHARD = re.compile(r"(?P<stem>.*-)(?P<number>\d{5})-of-(?P<total>\d{5})\.safetensors")
 _INDEX_BYTES = 32 * 2**20  # twice those of models with 100,000 expert tensors and as many scales
@@ -85,14 +89,7 @@ class SafetensorsReader:
                         f"{self.path}: expected each tensor once, got {name} in "
                         f"{self._files[name]} and {file}. Remove one of the files."
                     )
-                entry = opened.get_slice(name)
-                kind = entry.get_dtype()
-                if kind not in _DTYPES:
-                    raise LayoutError(
-                        f"{self.path / file}: {name!r}: expected one of {', '.join(_DTYPES)}, got "
-                        f"{kind}. Store it as another type."
-                    )
-                self.tensors[name] = _info(self.path / file, name, entry)
+                self.tensors[name] = _info(self.path / file, name, opened.get_slice(name))
                 self._files[name] = file
             return opened.metadata() or {}
 
@@ -118,13 +115,8 @@ class SafetensorsWriter:
     def __init__(self, folder: Path, recorded: Recorded) -> None:
         """Start in an existing ``folder``; every file contains ``recorded`` as metadata."""
         self._folder = folder
-        notes = {
-            _LAYOUT: recorded.layout,
-            _INTERLEAVE: recorded.glu_interleave,
-            _NUM_EXPERTS: recorded.num_experts,
-            _ITERATION: recorded.iteration,
-        }
-        said = {key: str(value) for key, value in notes.items() if value is not None}
+        facts = {key: getattr(recorded, fact) for fact, key in _NOTES.items()}
+        said = {key: str(value) for key, value in facts.items() if value is not None}
         self._metadata = {"format": "pt", **said}
         self._names: list[list[str]] = []
         self._bytes = 0
@@ -190,9 +182,15 @@ def _opened(path: Path, name: str) -> Iterator[Any]:
 
 
 def _info(file: Path, name: str, entry: Any) -> TensorInfo:
+    kind = entry.get_dtype()
+    if kind not in _DTYPES:
+        raise LayoutError(
+            f"{file}: {name!r}: expected one of {', '.join(_DTYPES)}, got {kind}. Store it as "
+            "another type."
+        )
     try:
         checked_name(name)
-        return TensorInfo(checked_shape(tuple(entry.get_shape())), _DTYPES[entry.get_dtype()])
+        return TensorInfo(checked_shape(tuple(entry.get_shape())), _DTYPES[kind])
     except ValueError as error:
         raise StateError(
             f"{file}: expected names and shapes of tensors, got: {error}. It is damaged."
@@ -237,19 +235,14 @@ def _indexed_files(path: Path) -> dict[str, str]:
 
 
 def _read_record(path: Path, metadata: Mapping[str, str]) -> Recorded:
-    def number(key: str) -> int | None:
-        said = metadata.get(key)
+    found: dict[str, Any] = {fact: metadata.get(key) for fact, key in _NOTES.items()}
+    for fact in ("glu_interleave", "num_experts", "iteration"):
+        said = found[fact]
         if said is None:
-            return None
+            continue
         if not (said.isascii() and said.isdecimal() and len(said) <= _DIGITS):
             raise StateError(
-                f"{path}: expected a number as {key}, got {said[:40]!r}. It is damaged."
+                f"{path}: expected a number as {_NOTES[fact]}, got {said[:40]!r}. It is damaged."
             )
-        return int(said)
-
-    return Recorded(
-        glu_interleave=number(_INTERLEAVE),
-        layout=metadata.get(_LAYOUT),
-        num_experts=number(_NUM_EXPERTS),
-        iteration=number(_ITERATION),
-    )
+        found[fact] = int(said)
+    return Recorded(**found)

@@ -7,7 +7,8 @@ not, and describes its chunks with torch's metadata classes.
 import json
 import pickle
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -66,13 +67,12 @@ class TorchDistWriter:
         Raises:
             OSError: writing failed; the disk may be full.
         """
-        file, start = self._begin()
-        try:
-            torch.save(chunk, file)
-        except RuntimeError as error:  # raised by close(), hiding the disk's error
-            raise OSError(error.__context__ or error) from error
+        with self._piece(key, offsets) as file:
+            try:
+                torch.save(chunk, file)
+            except RuntimeError as error:  # raised by close(), hiding the disk's error
+                raise OSError(error.__context__ or error) from error
         self._take_chunk(key, of, offsets, tuple(chunk.shape))
-        self._end(key, offsets, start)
 
     def write_whole(self, key: str, tensor: Tensor) -> None:
         """Write a ``tensor`` under ``key`` as one chunk, as :meth:`write_chunk` does."""
@@ -82,21 +82,18 @@ class TorchDistWriter:
     def copy(self, reader: TorchDistReader, key: str) -> None:
         """Copy all chunks of the tensor or object ``key`` from ``reader`` unchanged."""
         for blob in reader.blobs[key]:
-            file, start = self._begin()
-            for block in reader.blocks(blob):
-                file.write(block)
+            with self._piece(key, blob.offset) as file:
+                file.writelines(reader.blocks(blob))
             if blob.offset is None:
                 self._objects.append(key)
             else:
                 self._take_chunk(key, reader.tensors[key], blob.corner, blob.shape)
-            self._end(key, blob.offset, start)
 
     def write_object(self, key: str, content: bytes) -> None:
         """Write an object under ``key``; ``content`` is the output of ``torch.save``."""
-        file, start = self._begin()
-        file.write(content)
+        with self._piece(key, None) as file:
+            file.write(content)
         self._objects.append(key)
-        self._end(key, None, start)
 
     def finish(self, config: Mapping[str, Any] | None = None) -> None:
         """Write ``.metadata``, then ``metadata.json`` from ``config`` or in Megatron's form."""
@@ -121,19 +118,18 @@ class TorchDistWriter:
         box = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
         self._chunks[key].append(box)
 
-    def _begin(self) -> tuple[BinaryIO, int]:
-        """Return the current file and the offset of its next chunk."""
+    @contextmanager
+    def _piece(self, key: str, offsets: tuple[int, ...] | None) -> Iterator[BinaryIO]:
+        """Yield the current file, and record what is written to it as one piece of ``key``."""
         if self._file is not None and self._file.tell() >= FILE_BYTES:
             self._close()
         if self._file is None:
             self._file = (self._folder / f"__0_{self._files}.distcp").open("wb")
             self._files += 1
-        return self._file, self._file.tell()
-
-    def _end(self, key: str, offsets: tuple[int, ...] | None, start: int) -> None:
-        assert self._file is not None, "a piece ends in the file it began in"
+        file, start = self._file, self._file.tell()
+        yield file
         index = MetadataIndex(key, None if offsets is None else torch.Size(offsets))
-        name, length = Path(self._file.name).name, self._file.tell() - start
+        name, length = Path(file.name).name, file.tell() - start
         self._storage[index] = _StorageInfo(relative_path=name, offset=start, length=length)
 
     def _close(self) -> None:

@@ -1,22 +1,267 @@
-"""Executes an export one layer of experts at a time."""
+"""Exports a checkpoint with quantized experts, one layer at a time."""
 
-import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_optim.checkpoint.files.publishing import published
-from moe_optim.checkpoint.files.reader import Recorded
-from moe_optim.commands.conversion.file_plan import BytesDone, one_thread, write_safetensors
+from torch import Tensor
+
+from moe_optim import ops
+from moe_optim.checkpoint.files.reader import CheckpointReader, Recorded, is_state
+from moe_optim.checkpoint.state_kinds import MASTERS
+from moe_optim.commands.conversion.expert_finding import (
+    check_row_order,
+    find_experts,
+    known_interleave,
+    refuse_quantized,
+    require_experts,
+    without_experts,
+)
+from moe_optim.commands.conversion.file_plan import BytesDone, FilePlan, Part, by_layer, kept_parts
+from moe_optim.commands.conversion.layer_view import STATE_KIND, LayerView, state_kind
+from moe_optim.commands.conversion.model_conversion import write_hf
+from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
 from moe_optim.commands.conversion.model_sources import (
     CONFIG,
+    QUANTIZATION,
     folder_of,
-    read_given_tokenizer,
+    read_config,
+    read_tokenizer,
     special_tokens,
 )
 from moe_optim.commands.export.engine_config import quantization_config
-from moe_optim.commands.export.export_plan import ExportPlan
+from moe_optim.errors import ConfigError, LayoutError, StateError
+from moe_optim.experts.keys.conversion import convert_expert_set, interleave_faults
+from moe_optim.experts.keys.finding import raise_faults
+from moe_optim.experts.keys.layouts import LINEARS, ExpertSet, KeyLayout, KeyPattern, get_layout
+from moe_optim.formats import FORMATS, BlockScaledFormat
+from moe_optim.rollout.conventions import Convention, find_convention
+from moe_optim.rollout.expert_tensors import export_experts, patterns_of, split_rows, tensor_name
 
-_HEADER_BYTES = 512  # upper bound per tensor in headers and index
+_GROUPED, _TARGET = get_layout("grouped"), get_layout("hf_per_expert")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """Options of an export; None derives the value from the checkpoint."""
+
+    format: BlockScaledFormat
+    convention: Convention
+    source_layout: KeyLayout | None = None
+    source_glu_interleave: int | None = None
+    tokenizer: Path | None = None
+    """Folder of tokenizer files to copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportPlan(FilePlan):
+    """Experts of all layers, from masters if every expert has one, and all other tensors."""
+
+    request: ExportRequest
+    config: Mapping[str, Any]
+    """``config.json`` of the model, without ``quantization_config``."""
+
+    @property
+    def reads_masters(self) -> bool:
+        """Whether experts are quantized from masters, as in training."""
+        return all(state_kind(part.sources[0]) in MASTERS for part in self.experts)
+
+    @property
+    def unquantized(self) -> list[str]:
+        """Sorted paths of the linears that stay in high precision."""
+        named = [
+            (name, self.view.tensors[part.sources[0]])
+            for part in self.others
+            for name in part.targets or part.sources
+        ]
+        return sorted(
+            name.removesuffix(".weight")
+            for name, info in named
+            if name.endswith(".weight") and len(info.shape) == 2 and "embed_tokens" not in name
+        )
+
+
+def plan_export(
+    reader: CheckpointReader, request: ExportRequest, config: Path | None = None
+) -> ExportPlan:
+    """Return the plan without reading tensor values.
+
+    Megatron tensors are renamed according to the arguments saved in the checkpoint; safetensors
+    must already have Hugging Face names. ``config`` None means the ``config.json`` of the
+    checkpoint.
+
+    Raises:
+        ConfigError: there is no configuration, a Megatron tensor has no Hugging Face name, or the
+            request contradicts the checkpoint.
+        LayoutError: experts are incomplete, or do not fit the format.
+    """
+    described = None if config is None else _given_config(config)
+    others: Sequence[Part]
+    if reader.format == "torch_dist":
+        asked = ModelRequest(to="hf", source_glu_interleave=request.source_glu_interleave)
+        model = plan_model(reader, asked)
+        view, others = model.view, model.others
+        weights = {part.targets[0]: part.experts for part in model.experts if part.experts}
+        found = {"torch_dtype": "bfloat16", **model.model.config}
+    else:
+        view = LayerView(reader)
+        weights, others = _find_in_safetensors(view, request)
+        found = read_config(folder_of(reader)) if described is None else {}
+    interleave = known_interleave(view, request.source_glu_interleave)
+    check_row_order(view, interleave)
+    stored = _masters_of(view, request, weights) or weights
+    _require_fits(stored.values(), request, interleave, reader.path)
+    quantize = partial(_quantize, request=request, rows=interleave, path=reader.path)
+    experts = [
+        Part(
+            sources=one.keys,
+            nbytes=view.nbytes(one.keys),
+            convert=partial(quantize, experts=one, target=target),
+            experts=one,
+        )
+        for target, one in stored.items()
+    ]
+    return ExportPlan(
+        view=view,
+        files=by_layer(experts, others),
+        request=request,
+        config=found if described is None else described,
+    )
+
+
+def _find_in_safetensors(
+    view: LayerView, request: ExportRequest
+) -> tuple[dict[str, ExpertSet], Sequence[Part]]:
+    """Return the experts of each layer by prefix, and all other tensors."""
+    keys = [key for key in view.tensors if not is_state(key)]
+    refuse_quantized(view, keys)
+    sets = find_experts(view, keys, layout=request.source_layout)
+    require_experts(view, sets, len(keys))
+    if named := [one.prefix for one in sets if one.prefix.startswith("decoder.")]:
+        raise ConfigError(
+            f"{view.reader.path}: expected names of Hugging Face, which engines load, got "
+            f"Megatron's {named[0]}*. Export the torch_dist checkpoint."
+        )
+    return {one.prefix: one for one in sets}, kept_parts(view, without_experts(keys, sets))
+
+
+def _masters_of(
+    view: LayerView, request: ExportRequest, weights: Mapping[str, ExpertSet]
+) -> dict[str, ExpertSet] | None:
+    """Return the masters of ``weights``, by the same keys; None if any are not stored by name."""
+    keys = [key for key in view.tensors if state_kind(key) in MASTERS and STATE_KIND.match(key)]
+    sets = find_experts(view, keys, layout=request.source_layout)
+    masters = {STATE_KIND.sub("", one.prefix, count=1): one for one in sets}
+    if any(one.prefix not in masters for one in weights.values()):
+        return None
+    return {target: masters[one.prefix] for target, one in weights.items()}
+
+
+def _quantize(
+    tensors: Mapping[str, Tensor],
+    experts: ExpertSet,
+    target: str,
+    request: ExportRequest,
+    rows: int,
+    path: Path,
+) -> dict[str, Tensor]:
+    """Return the tensors of all experts, quantized one by one; ``rows`` is the GLU interleave."""
+    # blocks are those of training, unless a block of the engine would mix gate and up rows
+    kept = rows if rows and rows % request.convention.scale_block[0] == 0 else None
+    found: dict[str, Tensor] = {}
+    for expert in range(experts.num_experts):
+        one = convert_expert_set(
+            tensors,
+            experts,
+            _GROUPED,
+            source_interleave=rows or None,
+            target_interleave=kept,
+            experts=range(expert, expert + 1),
+        )
+        for linear in LINEARS:
+            stem = f"{experts.prefix}{linear}"
+            values = one[f"{stem}.weight"].float()
+            if not values.isfinite().all():
+                raise StateError(
+                    f"{path}: {stem}, expert {expert}: expected numbers, got Inf or NaN, which "
+                    "engines would spread to every token. Export an earlier checkpoint."
+                )
+            bias = one[f"{stem}.bias"] if experts.has_bias else None
+            for pattern, suffix, tensor in _tensors_of(linear, values, bias, request, kept):
+                found[tensor_name(target, pattern, expert, suffix)] = tensor
+    return found
+
+
+def _tensors_of(
+    linear: str, values: Tensor, bias: Tensor | None, request: ExportRequest, kept: int | None
+) -> Iterator[tuple[KeyPattern, str, Tensor]]:
+    """Yield the tensors of a linear of one expert, from [1, R, C] and optionally a bias [1, R]."""
+    patterns = patterns_of(_TARGET, linear, "weight")
+    interleave = kept if len(patterns) > 1 else None
+    (parts,) = export_experts(
+        ops.quantize(values, request.format),
+        request.convention,
+        parts=len(patterns),
+        interleave=interleave,
+        name=linear,
+    )
+    for pattern, part in zip(patterns, parts, strict=True):
+        for suffix, tensor in part.items():
+            yield pattern, suffix, tensor
+    if bias is not None:
+        patterns = patterns_of(_TARGET, linear, "bias")
+        biases = split_rows(bias.bfloat16(), len(patterns), interleave)
+        for pattern, one in zip(patterns, biases, strict=True):
+            yield pattern, "bias", one[0]
+
+
+def _given_config(path: Path) -> dict[str, Any]:
+    if path.name != CONFIG:
+        raise ConfigError(
+            f"--config {path}: expected a file called {CONFIG}, got {path.name}. Give that of the "
+            "model."
+        )
+    return read_config(path.parent)
+
+
+def _require_fits(
+    stored: Collection[ExpertSet], request: ExportRequest, rows: int, path: Path
+) -> None:
+    """Raise LayoutError for rows that cannot be interleaved, and shapes that do not fit."""
+    raise_faults([fault for one in stored for fault in interleave_faults(one, rows or None)])
+    block_rows, _ = request.convention.scale_block
+    for ffn, hidden in {(one.ffn, one.hidden) for one in stored}:
+        if ffn % block_rows:
+            raise LayoutError(
+                f"{path}: linear_fc1: expected gate and up in runs of {block_rows} rows or a "
+                f"multiple, the height of a block of scales, got {ffn} rows each. "
+                f"{_advise(ffn, hidden)} --moe-ffn-hidden-size that is such a multiple."
+            )
+        _check_shapes(request.format, ffn, hidden, f"{path}: ")
+
+
+def _check_shapes(format: BlockScaledFormat, ffn: int, hidden: int, where: str = "") -> None:
+    format.check_shape((1, 2 * ffn, hidden), f"{where}linear_fc1")
+    format.check_shape((1, hidden, ffn), f"{where}linear_fc2")
+
+
+def _advise(ffn: int, hidden: int) -> str:
+    """Return a sentence on other formats for experts of this size, up to "train with a"."""
+    fitting = []
+    for format in FORMATS.values():
+        try:
+            _check_shapes(format, ffn, hidden)
+        except LayoutError:
+            continue
+        if ffn % find_convention(format).scale_block[0] == 0:
+            fitting.append(format.name)
+    if not fitting:
+        return "Train with a"
+    *others, last = fitting
+    named = f"{', '.join(others)} or {last}" if others else last
+    return f"Give --format {named}, which holds it, or train with a"
 
 
 def export_checkpoint(plan: ExportPlan, target: Path, report: BytesDone = lambda _: None) -> None:
@@ -29,18 +274,11 @@ def export_checkpoint(plan: ExportPlan, target: Path, report: BytesDone = lambda
         ConfigError: ``target`` exists, or the tokenizer folder contains no tokenizer.
         StateError: a file of the source or of the tokenizer is damaged, or the disk is full.
     """
-    tensors = sum(8 * one.experts.num_experts for one in plan.experts if one.experts is not None)
-    texts = read_given_tokenizer(plan.request.tokenizer, folder_of(plan.view.reader))
-    tokens = special_tokens(plan.request.tokenizer)
-    headers = _HEADER_BYTES * (tensors + len(plan.others))
-    needed = plan.total_bytes + headers + sum(map(len, texts.values()))
-    with one_thread(), published(target, needed_bytes=needed) as folder:
-        write_safetensors(plan, folder, Recorded(iteration=plan.view.recorded.iteration), report)
-        for name, content in texts.items():
-            (folder / name).write_bytes(content)
-        said = {name: one for name, one in tokens.items() if one is not None}
-        config: dict[str, Any] = {**tokens, **plan.config, **said}
-        config["quantization_config"] = quantization_config(
-            plan.request.convention, plan.unquantized
-        )
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    tokenizer = plan.request.tokenizer
+    texts = read_tokenizer(tokenizer, beside=folder_of(plan.view.reader))
+    tokens = special_tokens(tokenizer)
+    said = {name: one for name, one in tokens.items() if one is not None}
+    of_engine = quantization_config(plan.request.convention, plan.unquantized)
+    config = {**tokens, **plan.config, **said, QUANTIZATION: of_engine}
+    recorded = Recorded(iteration=plan.view.recorded.iteration)
+    write_hf(plan, target, recorded, config, texts, report)

@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_optim.commands.hugging_face import family_rules as rules
 from moe_optim.commands.hugging_face.family_rules import FamilyRules, SharedValue
-from moe_optim.commands.hugging_face.values import MOST_LAYERS, Values, kind_faults
+from moe_optim.commands.hugging_face.values import MOST_LAYERS, ValueKind, Values, kind_faults
 from moe_optim.rollout.families import Trait
 
 _LATENT_NORM_EPSILON = 1e-6  # fixed in the norms of q and kv in transformers' DeepseekV3Attention
@@ -65,7 +65,7 @@ def _argument_faults(given: Values) -> list[str]:
     groups, chosen = given.get("moe_router_num_groups"), given.get("moe_router_group_topk")
     faults = _common_faults(given, groups, chosen)
     faults += _mtp_faults("mtp_num_layers", given.get("mtp_num_layers"))
-    experts = rules.layers_with_experts(given.get("moe_layer_freq", 1), given["num_layers"])
+    experts = rules.layers_with_experts(given)
     if sorted(experts) != experts or not experts[-1]:
         faults.append("moe_layer_freq: expected dense layers before all others, got another order")
     shared = given.get("moe_shared_expert_intermediate_size")
@@ -106,9 +106,8 @@ def _scaling_faults(scaling: Values | None) -> list[str]:
         return []
     if scaling["rope_type"] != "yarn":
         return ["rope_scaling: expected yarn or none, got another"]
-    present = {key: "number" for _, key, _ in _YARN if key in scaling}
-    faults = kind_faults(scaling, present, ())  # type: ignore[arg-type]
-    if faults:
+    present: dict[str, ValueKind] = {key: "number" for _, key, _ in _YARN if key in scaling}
+    if faults := kind_faults(scaling, present):
         return [f"rope_scaling: {fault}" for fault in faults]
     given = {one: scaling.get(key, default) for one, key, default in _YARN}
     if scaling.get("attention_factor", _concentration(given)) != _concentration(given):
@@ -131,34 +130,10 @@ _ALWAYS: Mapping[str, Any] = {
 }
 
 
-def _group_arguments(groups: int | None, chosen: int | None) -> dict[str, int | None]:
-    many = bool(groups and groups > 1)
-    return {
-        "moe_router_num_groups": groups if many else None,
-        "moe_router_group_topk": chosen if many else None,
-    }
-
-
-def _more_arguments(given: Values) -> dict[str, Any]:
-    yarn = _yarn_of(given)
-    is_plain = given.get("rope_type") == "rope" or yarn["rotary_scaling_factor"] == 1
-    return {
-        **_ALWAYS,
-        "num_query_groups": given["num_attention_heads"],
-        rules.UNTIED: rules.is_untied(given),
-        "mtp_num_layers": given.get("mtp_num_layers") or None,
-        "moe_layer_freq": given.get("moe_layer_freq", 1),
-        "moe_shared_expert_intermediate_size": given["moe_shared_expert_intermediate_size"],
-        "moe_router_topk_scaling_factor": given.get("moe_router_topk_scaling_factor"),
-        **_group_arguments(given.get("moe_router_num_groups"), given.get("moe_router_group_topk")),
-        "rope_type": "rope" if is_plain else "yarn",
-        **({} if is_plain else yarn),
-    }
-
-
 def _arguments_of(config: Values) -> dict[str, Any]:
     scaling, layers = config["rope_scaling"], range(config["num_hidden_layers"])
     yarn = {one: (scaling or {}).get(key, default) for one, key, default in _YARN}
+    has_groups = (config["n_group"] or 1) > 1
     return {
         **_ALWAYS,
         "num_query_groups": config["num_attention_heads"],
@@ -168,38 +143,41 @@ def _arguments_of(config: Values) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": config["n_shared_experts"]
         * config["moe_intermediate_size"],
         "moe_router_topk_scaling_factor": config["routed_scaling_factor"],
-        **_group_arguments(config["n_group"], config["topk_group"]),
+        "moe_router_num_groups": config["n_group"] if has_groups else None,
+        "moe_router_group_topk": config["topk_group"] if has_groups else None,
         "rope_type": "yarn" if scaling else "rope",
         **(yarn if scaling else {}),
     }
 
 
 def _config_of(arguments: Values) -> dict[str, Any]:
-    experts = rules.layers_with_experts(arguments["moe_layer_freq"], arguments["num_layers"])
+    groups = arguments.get("moe_router_num_groups") or 1
+    chosen = arguments.get("moe_router_group_topk") or 1
     return {
         "num_key_value_heads": arguments["num_attention_heads"],
-        "first_k_dense_replace": experts.index(True),
+        "first_k_dense_replace": rules.layers_with_experts(arguments).index(True),
         "n_shared_experts": arguments["moe_shared_expert_intermediate_size"]
         // arguments["moe_ffn_hidden_size"],
-        "n_group": arguments["moe_router_num_groups"] or 1,
-        "topk_group": arguments["moe_router_group_topk"] or 1,
-        "routed_scaling_factor": arguments["moe_router_topk_scaling_factor"] or 1.0,
+        "n_group": groups,
+        "topk_group": chosen if groups > 1 else 1,
+        "routed_scaling_factor": arguments.get("moe_router_topk_scaling_factor") or 1.0,
         "norm_topk_prob": arguments["moe_router_topk"] > 1,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
-        "num_nextn_predict_layers": arguments["mtp_num_layers"] or 0,
+        "num_nextn_predict_layers": arguments.get("mtp_num_layers") or 0,
         "rope_scaling": _scaling_of(arguments),
         "rope_interleave": True,
     }
 
 
 def _scaling_of(arguments: Values) -> dict[str, Any] | None:
-    if arguments["rope_type"] == "rope":
+    yarn = _yarn_of(arguments)
+    if arguments.get("rope_type") == "rope" or yarn["rotary_scaling_factor"] == 1:
         return None
     scaling: dict[str, Any] = {"type": "yarn", "rope_type": "yarn"}
-    scaling |= {key: arguments[one] for one, key, _ in _YARN}
+    scaling |= {key: yarn[one] for one, key, _ in _YARN}
     if not (scaling["mscale"] and scaling["mscale_all_dim"]):  # else transformers derives it
-        scaling["attention_factor"] = _concentration(arguments)
+        scaling["attention_factor"] = _concentration(yarn)
     return scaling
 
 
@@ -213,34 +191,23 @@ DEEPSEEK_V3 = FamilyRules(
     shared=(
         *rules.SHARED,
         SharedValue("num_experts", "n_routed_experts"),
-        SharedValue("q_lora_rank", "q_lora_rank"),
+        SharedValue("q_lora_rank", "q_lora_rank", "count?"),
         SharedValue("kv_lora_rank", "kv_lora_rank"),
         SharedValue("qk_head_dim", "qk_nope_head_dim"),
         SharedValue("qk_pos_emb_head_dim", "qk_rope_head_dim"),
         SharedValue("v_head_dim", "v_head_dim"),
     ),
-    optional=frozenset(
-        {
-            "q_lora_rank",
-            "moe_router_num_groups",
-            "moe_router_group_topk",
-            "moe_router_topk_scaling_factor",
-            "n_group",
-            "topk_group",
-            *(argument for argument, _, _ in _YARN),
-        }
-    ),
     argument_kinds={
         "moe_shared_expert_intermediate_size": "count",
-        "moe_router_num_groups": "count",
-        "moe_router_group_topk": "count",
-        "moe_router_topk_scaling_factor": "number",
-        **dict.fromkeys((argument for argument, _, _ in _YARN), "number"),
+        "moe_router_num_groups": "count?",
+        "moe_router_group_topk": "count?",
+        "moe_router_topk_scaling_factor": "number?",
+        **dict.fromkeys((argument for argument, _, _ in _YARN), "number?"),
     },
     config_kinds={
         "n_shared_experts": "count",
-        "n_group": "count",
-        "topk_group": "count",
+        "n_group": "count?",
+        "topk_group": "count?",
         "routed_scaling_factor": "number",
         "first_k_dense_replace": "number",
         "norm_topk_prob": "flag",
@@ -262,7 +229,6 @@ DEEPSEEK_V3 = FamilyRules(
     defaults={**rules.DEFAULTS, "norm_topk_prob": True, "q_lora_rank": 1536},
     argument_faults=_argument_faults,
     config_faults=_config_faults,
-    more_arguments=_more_arguments,
     arguments_of=_arguments_of,
     config_of=_config_of,
     traits_of=_traits_of,

@@ -26,8 +26,6 @@ class FamilyRules:
     family: str
     shared: tuple[SharedValue, ...]
     """Shared values, including those of all families."""
-    optional: frozenset[str]
-    """Arguments and keys that may be None."""
     argument_kinds: Mapping[str, ValueKind]
     """Kinds of the other arguments that are read."""
     config_kinds: Mapping[str, ValueKind]
@@ -42,12 +40,10 @@ class FamilyRules:
     """Returns further arguments that transformers does not support; receives checked kinds."""
     config_faults: Callable[[Values], list[str]]
     """Returns further keys that Megatron does not support."""
-    more_arguments: Callable[[Values], dict[str, Any]]
-    """Returns the arguments that are not shared, from all given ones."""
     arguments_of: Callable[[Values], dict[str, Any]]
     """Returns the arguments that are not shared, from a configuration."""
     config_of: Callable[[Values], dict[str, Any]]
-    """Returns the keys that are not shared, from arguments."""
+    """Returns the keys that are not shared, from arguments, of which some may be missing."""
     traits_of: Callable[[Values], frozenset[Trait]] = lambda _: frozenset()
     """Returns the traits of a model besides ``untied``."""
 
@@ -109,19 +105,15 @@ DEFAULTS: Values = {
 }
 
 
-def is_untied(given: Values) -> bool:
-    """Return whether the output layer has its own weights."""
-    return given.get(UNTIED) is True
-
-
 def layer_freq(has_experts: Iterable[bool]) -> int | list[int]:
     """Return ``moe_layer_freq``: 1 if all layers have experts, which Megatron then stacks."""
     marks = [int(one) for one in has_experts]
     return 1 if all(marks) else marks
 
 
-def layers_with_experts(freq: int | list[int], num_layers: int) -> list[bool]:
+def layers_with_experts(given: Values) -> list[bool]:
     """Return whether each layer has experts, by Megatron's rules for ``moe_layer_freq``."""
+    freq = given.get("moe_layer_freq", 1)
     if isinstance(freq, int):
-        return [layer % freq == 0 for layer in range(num_layers)]
+        return [layer % freq == 0 for layer in range(given["num_layers"])]
     return [mark == 1 for mark in freq]

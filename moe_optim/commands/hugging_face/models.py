@@ -12,13 +12,7 @@ from moe_optim.commands.hugging_face import family_rules as rules
 from moe_optim.commands.hugging_face.deepseek_v3 import DEEPSEEK_V3, WITHOUT_FLAG
 from moe_optim.commands.hugging_face.family_rules import FamilyRules, SharedValue
 from moe_optim.commands.hugging_face.qwen3_moe import QWEN3_MOE
-from moe_optim.commands.hugging_face.values import (
-    MOST_LAYERS,
-    Values,
-    freq_faults,
-    kind_faults,
-    unlike,
-)
+from moe_optim.commands.hugging_face.values import Values, kind_faults, layer_faults, unlike
 from moe_optim.errors import ConfigError
 from moe_optim.rollout.families import FAMILIES, Anatomy, Family
 from moe_optim.rollout.rows import Heads
@@ -64,12 +58,11 @@ def model_from_arguments(given: Values, where: str) -> Model:
     """
     family = DEEPSEEK_V3 if given.get("multi_latent_attention") is True else QWEN3_MOE
     kinds = {**{one.argument: one.kind for one in family.shared}, **family.argument_kinds}
-    faults = kind_faults(given, kinds, family.optional) + unlike(given, family.arguments)
-    faults = faults or _layer_faults(given["num_layers"], given.get("moe_layer_freq", 1))
+    faults = kind_faults(given, kinds) + unlike(given, family.arguments)
+    faults = faults or layer_faults(given["num_layers"], given.get("moe_layer_freq", 1))
     faults = faults or family.argument_faults(given)
     _refuse(faults, where, f"arguments of a model that transformers computes as {family.family}")
-    copied = {one.argument: given.get(one.argument) for one in family.shared}
-    return _model(family, copied | family.more_arguments(given))
+    return _model(family, _config_of(family, given))
 
 
 def model_from_config(given: Values, where: str) -> Model:
@@ -87,12 +80,11 @@ def model_from_config(given: Values, where: str) -> Model:
     family = _RULES[kind]
     config = {**family.defaults, **_as_published(given)}
     kinds = {**{one.key: one.kind for one in family.shared}, **family.config_kinds}
-    faults = kind_faults(config, kinds, family.optional) + unlike(config, family.config)
-    faults = faults or _layer_faults(config["num_hidden_layers"], 1)
+    faults = kind_faults(config, kinds) + unlike(config, family.config)
+    faults = faults or layer_faults(config["num_hidden_layers"], 1)
     faults = faults or family.config_faults(config)
     _refuse(faults, where, f"a configuration that Megatron computes as {family.family}")
-    copied = {one.argument: config.get(one.key) for one in family.shared}
-    return _model(family, copied | family.arguments_of(config))
+    return _model(family, config)
 
 
 _WITHOUT_ENGINE = (
@@ -123,36 +115,40 @@ def megatron_flags(model: Model, impl: str) -> list[str]:
     return [*flags, "--no-rope-fusion"] if plain_latent else flags
 
 
-def _model(rules_of: FamilyRules, arguments: Values) -> Model:
-    family = FAMILIES[rules_of.family]
-    experts = rules.layers_with_experts(arguments["moe_layer_freq"], arguments["num_layers"])
-    config = {
-        "architectures": [family.architecture],
-        "model_type": family.name,
-        **{one.key: _json_value(one, arguments[one.argument]) for one in rules_of.shared},
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": not arguments[rules.UNTIED],
-        "use_cache": True,
-        **rules_of.config_of(arguments),
-    }
+def _model(rules_of: FamilyRules, given: Values) -> Model:
+    shared = {one.argument: given.get(one.key) for one in rules_of.shared}
+    arguments: dict[str, Any] = shared | rules_of.arguments_of(given)
+    experts = rules.layers_with_experts(arguments)
     anatomy = Anatomy(
         num_layers=arguments["num_layers"],
         moe_layers=frozenset(layer for layer, has_experts in enumerate(experts) if has_experts),
         traits=rules_of.traits_of(arguments) | ({"untied"} if arguments[rules.UNTIED] else set()),
         mtp_layers=arguments.get("mtp_num_layers") or 0,
     )
-    return Model(family=family, anatomy=anatomy, arguments=arguments, config=config)
+    return Model(
+        family=FAMILIES[rules_of.family],
+        anatomy=anatomy,
+        arguments=arguments,
+        config=_config_of(rules_of, arguments),
+    )
+
+
+def _config_of(rules_of: FamilyRules, arguments: Values) -> dict[str, Any]:
+    family = FAMILIES[rules_of.family]
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        **{one.key: _json_value(one, arguments.get(one.argument)) for one in rules_of.shared},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": arguments.get(rules.UNTIED) is not True,
+        "use_cache": True,
+        **rules_of.config_of(arguments),
+    }
 
 
 def _json_value(shared: SharedValue, value: Any) -> Any:
     return float(value) if shared.kind == "number" else value  # transformers needs 1e4 as a float
-
-
-def _layer_faults(num_layers: int, freq: Any) -> list[str]:
-    if num_layers > MOST_LAYERS:
-        return [f"layers: expected at most {MOST_LAYERS:,}, got {num_layers:,}"]
-    return freq_faults(freq, num_layers)
 
 
 def _as_published(given: Values) -> dict[str, Any]:

@@ -7,21 +7,12 @@ from moe_optim.commands.hugging_face.family_rules import FamilyRules, SharedValu
 from moe_optim.commands.hugging_face.values import Values
 
 
-def _more_arguments(given: Values) -> dict[str, Any]:
-    groups = given.get("num_query_groups") if given.get("group_query_attention") else None
-    return {
-        **_query_groups(groups, given["num_attention_heads"]),
-        rules.UNTIED: rules.is_untied(given),
-        "moe_router_pre_softmax": given.get("moe_router_pre_softmax") is True,
-        "moe_layer_freq": given.get("moe_layer_freq", 1),
-    }
-
-
 def _arguments_of(config: Values) -> dict[str, Any]:
     step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or ()
     layers = range(config["num_hidden_layers"])
     return {
-        **_query_groups(config["num_key_value_heads"], config["num_attention_heads"]),
+        "group_query_attention": config["num_key_value_heads"] != config["num_attention_heads"],
+        "num_query_groups": config["num_key_value_heads"],
         rules.UNTIED: not config["tie_word_embeddings"],
         "moe_router_pre_softmax": not config["norm_topk_prob"],
         "moe_layer_freq": rules.layer_freq(i not in dense and (i + 1) % step == 0 for i in layers),
@@ -29,21 +20,15 @@ def _arguments_of(config: Values) -> dict[str, Any]:
 
 
 def _config_of(arguments: Values) -> dict[str, Any]:
-    experts = rules.layers_with_experts(arguments["moe_layer_freq"], arguments["num_layers"])
+    has_groups, heads = arguments.get("group_query_attention"), arguments["num_attention_heads"]
+    experts = rules.layers_with_experts(arguments)
     return {
-        "num_key_value_heads": arguments["num_query_groups"],
-        "norm_topk_prob": not arguments["moe_router_pre_softmax"],
+        "num_key_value_heads": (arguments.get("num_query_groups") if has_groups else None) or heads,
+        "norm_topk_prob": arguments.get("moe_router_pre_softmax") is not True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer, has_experts in enumerate(experts) if not has_experts],
         "rope_scaling": None,
         "use_sliding_window": False,
-    }
-
-
-def _query_groups(groups: int | None, heads: int) -> dict[str, Any]:
-    return {
-        "group_query_attention": groups not in (None, heads),
-        "num_query_groups": groups or heads,
     }
 
 
@@ -61,12 +46,11 @@ QWEN3_MOE = FamilyRules(
         SharedValue("num_experts", "num_experts"),
         SharedValue("moe_aux_loss_coeff", "router_aux_loss_coef", "number"),
     ),
-    optional=frozenset({"num_query_groups", "mlp_only_layers"}),
-    argument_kinds={"num_query_groups": "count"},
+    argument_kinds={"num_query_groups": "count?"},
     config_kinds={
         "num_key_value_heads": "count",
         "decoder_sparse_step": "count",
-        "mlp_only_layers": "layers",
+        "mlp_only_layers": "layers?",
         "norm_topk_prob": "flag",
         "tie_word_embeddings": "flag",
     },
@@ -97,7 +81,6 @@ QWEN3_MOE = FamilyRules(
     config_faults=lambda config: _group_faults(
         config["num_attention_heads"], config["num_key_value_heads"]
     ),
-    more_arguments=_more_arguments,
     arguments_of=_arguments_of,
     config_of=_config_of,
 )

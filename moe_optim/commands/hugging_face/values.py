@@ -4,11 +4,11 @@ Functions return faults, one line each, instead of raising.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
-ValueKind = Literal["count", "number", "flag", "layers"]
-"""Positive integer, finite number, bool, or list of layer numbers."""
+ValueKind = Literal["count", "number", "flag", "layers", "count?", "number?", "layers?"]
+"""Positive integer, finite number, bool, or list of layer numbers; ``?``: may be None."""
 
 _LARGEST = 2**40
 MOST_LAYERS = 4096
@@ -18,16 +18,12 @@ Values = Mapping[str, Any]
 Allowed = Mapping[str, tuple[Any, ...]]
 
 
-def kind_faults(
-    given: Values, kinds: Mapping[str, ValueKind], optional: Iterable[str]
-) -> list[str]:
-    """Return values that are missing or of the wrong kind; ``optional`` ones may be None."""
-    optional = set(optional)
-    values = {name: given.get(name) for name in kinds}
+def kind_faults(given: Values, kinds: Mapping[str, ValueKind]) -> list[str]:
+    """Return values that are missing or of the wrong kind."""
     return [
-        f"{name}: expected {_SPELLED[kinds[name]]}, got {_spell(value)}"
-        for name, value in values.items()
-        if not (value is None and name in optional) and not _is_kind(value, kinds[name])
+        f"{name}: expected {_SPELLED[kind.removesuffix('?')]}, got {_spell(given.get(name))}"
+        for name, kind in kinds.items()
+        if not _is_kind(given.get(name), kind)
     ]
 
 
@@ -40,8 +36,10 @@ def unlike(given: Values, allowed: Allowed) -> list[str]:
     ]
 
 
-def freq_faults(freq: Any, num_layers: int) -> list[str]:
-    """Return why Megatron's ``moe_layer_freq`` is invalid."""
+def layer_faults(num_layers: int, freq: Any) -> list[str]:
+    """Return why Megatron's ``num_layers`` or ``moe_layer_freq`` is invalid."""
+    if num_layers > MOST_LAYERS:
+        return [f"layers: expected at most {MOST_LAYERS:,}, got {num_layers:,}"]
     is_pattern = isinstance(freq, list) and len(freq) == num_layers
     if (type(freq) is int and freq > 0) or (
         is_pattern and all(type(x) is int and x in (0, 1) for x in freq)
@@ -51,11 +49,13 @@ def freq_faults(freq: Any, num_layers: int) -> list[str]:
 
 
 def _is_kind(value: Any, kind: ValueKind) -> bool:
+    if value is None:
+        return kind.endswith("?")
     if kind == "flag":
         return type(value) is bool
-    if kind == "layers":
+    if kind.startswith("layers"):
         return isinstance(value, list) and all(type(x) is int and x >= 0 for x in value)
-    if kind == "count":
+    if kind.startswith("count"):
         return type(value) is int and 0 < value < _LARGEST
     return type(value) in (int, float) and math.isfinite(value) and abs(value) < _LARGEST
 
@@ -72,7 +72,7 @@ def _spell(value: Any) -> str:
 
 
 _PLAIN = (int, float, str, type(None))
-_SPELLED: Mapping[ValueKind, str] = {
+_SPELLED = {
     "count": "a whole number from 1 on",
     "number": "a number",
     "flag": "true or false",

@@ -35,7 +35,7 @@ def muons_tensors(prefix: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES.keys())
-def test_momentum_is_converted_with_its_weights(prefix, tmp_path):
+def test_momentum_is_converted_with_its_weights_and_named(prefix, tmp_path, capsys):
     """Rows of fc1 are interleaved in all three; everything else stays as it is."""
     tensors = muons_tensors(prefix)
     source = write_torch_dist(tmp_path / "source", tensors, common_state())
@@ -47,31 +47,25 @@ def test_momentum_is_converted_with_its_weights(prefix, tmp_path):
         want = interleaved(values, 4) if key.endswith(FC1) else values
         assert_bytes_equal(got[key], want, what=key)
     assert cli.main(["verify", str(source), str(out)]) == 0
+    capsys.readouterr()
+    assert cli.main(["inspect", str(source)]) == 0
+    shown = capsys.readouterr().out
+    assert "fp32_param float32, exp_avg float32, momentum_buffer float32" in shown
+    (table,) = shown.split("experts in ")[1:]
+    assert [line.split()[0] for line in table.splitlines()[2:5]] == ["weights", *KINDS]
 
 
-@pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES.keys())
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "prefix"), [*zip(KINDS, PREFIXES.values(), strict=True)])
 def test_experts_without_one_of_the_two_are_refused(kind, prefix, tmp_path, capsys):
     tensors = muons_tensors(prefix)
     for key in (FC1, FC2):
         del tensors[f"{prefix}optimizer.state.{kind}.{key}"]
     source = write_torch_dist(tmp_path / "source", tensors, common_state())
     words = ["--experts", "hf", "--format", "safetensors"]
-    code = cli.main(["convert", str(source), str(tmp_path / "out"), *words])
+    assert cli.main(["convert", str(source), str(tmp_path / "out"), *words]) == 2
     said = capsys.readouterr().err
-    assert code == 2
     assert "expected fp32_param and momentum_buffer of a layer's experts or none" in said
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES.keys())
-def test_inspect_names_the_states(prefix, tmp_path, capsys):
-    source = write_torch_dist(tmp_path / "source", muons_tensors(prefix), common_state())
-    assert cli.main(["inspect", str(source)]) == 0
-    shown = capsys.readouterr().out
-    assert "fp32_param float32, exp_avg float32, momentum_buffer float32" in shown
-    (table,) = shown.split("experts in ")[1:]
-    assert [line.split()[0] for line in table.splitlines()[2:5]] == ["weights", *KINDS]
 
 
 def test_flat_states_of_muon_are_not_taken_for_adams(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Weights published in four bits become bf16: element times scale, rounded once, to the bit.
+"""Weights that are published quantized become bf16: element times scale, rounded once, to the bit.
 
 Each layout is written here as its publisher writes it, with random codes and scales. The oracle is
 a table of elements and products in fp64; where the publisher's own code runs, it is a second one.
@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from moe_optim.commands.cli import main as cli
-from moe_optim.commands.conversion.dequantization import dequantize_checkpoint, plan_dequantization
+from moe_optim.commands.conversion.model_conversion import dequantize_checkpoint
+from moe_optim.commands.conversion.model_plan import plan_dequantization
 from moe_optim.commands.conversion.model_sources import dequantized
 from moe_optim.commands.conversion.opening import open_checkpoint
+from moe_optim.commands.conversion.published_weights import encodings_of
 from moe_optim.errors import ConfigError, LayoutError
-from tests.support.bytes import assert_bytes_equal, assert_same_tensors
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors, assert_values_equal
 from tests.support.checkpoints.exported_models import export, in_files, stored, write
-from tests.support.checkpoints.hf_checkpoints import write_hf
+from tests.support.checkpoints.hf_checkpoints import write_hf, write_megatron
 from tests.support.checkpoints.stored_checkpoints import read_with_torch
 from tests.support.modules import serving
 
@@ -85,6 +87,32 @@ def deepseek_v4():
     return stored, values, said | {"weight_block_size": [128, 128]}
 
 
+def fp8_blocks(ue8m0=False):
+    """DeepSeek-V3's ``inference/fp8_cast_bf16.py``: whole blocks, and blocks that the edge cuts.
+
+    Among the elements are all 256, NaN included. Scales are of all magnitudes and no powers of two,
+    or bare exponents, as ``scale_fmt: ue8m0`` has them: code n means 2^(n - 127), 255 NaN.
+    """
+    stored, values = dict(DENSE), dict(DENSE)
+    for name, (rows, cols) in {"gate": (16, 12), "up": (20, 10), "down": (12, 16)}.items():
+        stem = f"model.layers.1.mlp.experts.2.{name}_proj.weight"
+        counts = -(-rows // 8), -(-cols // 4)
+        codes = drawn(0, 256, rows, cols).to(torch.uint8).view(E4M3)
+        factors = torch.ldexp(torch.rand(counts) + 0.5, drawn(-12, 3, *counts)).float()
+        scales = factors
+        if ue8m0:
+            exponent = drawn(0, 256, *counts).flatten()
+            exponent[:4] = torch.tensor([0, 1, 254, 255])
+            factors = torch.exp2(exponent.double() - 127).masked_fill(exponent == 255, torch.nan)
+            factors = factors.view(counts)
+            scales = exponent.to(torch.uint8).view(counts).view(torch.float8_e8m0fnu)
+        stored[stem], stored[f"{stem}_scale_inv"] = codes, scales
+        whole = factors.repeat_interleave(8, 0).repeat_interleave(4, 1)[:rows, :cols]
+        values[stem] = (codes.double() * whole.double()).float().bfloat16()
+    said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [8, 4]}
+    return stored, values, said
+
+
 def group(**weights):
     common = {"num_bits": 4, "strategy": "group", "symmetric": True, "dynamic": False}
     return {
@@ -134,6 +162,8 @@ def kimi_mxfp4():
 
 
 LAYOUTS = {
+    "DeepSeek-V3": fp8_blocks,
+    "DeepSeek-V3, exponents": lambda: fp8_blocks(ue8m0=True),
     "gpt-oss": gpt_oss,
     "DeepSeek-V4": deepseek_v4,
     "Kimi, INT4": kimi_int4,
@@ -142,32 +172,48 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(params=LAYOUTS)
-def published(request, tmp_path):
-    """Return a folder as published, and the values that it means."""
-    stored, values, quantization = LAYOUTS[request.param]()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_elements_times_scales_are_written_under_the_names_of_bf16(layout, tmp_path, capsys):
+    """And every other tensor as it is; the configuration no longer speaks of quantization. One
+    index of the first axis is read alone."""
+    stored, values, quantization = LAYOUTS[layout]()
     config = {"model_type": "any", "expert_dtype": "fp4", "quantization_config": quantization}
-    return write_hf(tmp_path / "published", stored, config), values
-
-
-def test_elements_times_scales_are_written_under_the_names_of_bf16(published, tmp_path, capsys):
-    """And every other tensor as it is; the configuration no longer speaks of quantization."""
-    source, values = published
+    source = write_hf(tmp_path / "published", stored, config)
     (source / "tokenizer.json").write_text("{}")
     assert cli.main(["convert", str(source), str(tmp_path / "out"), "--to", "hf"]) == 0
     assert "quantized weights in bf16" in capsys.readouterr().out
-    assert_same_tensors(in_files(tmp_path / "out"), values)
+    got = in_files(tmp_path / "out")
+    assert got.keys() == values.keys()
+    for name, want in values.items():
+        assert_values_equal(got[name], want, what=name)
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "any"}
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
-
-
-def test_one_index_of_the_first_axis_is_read_alone(published):
-    source, values = published
     reader = dequantized(open_checkpoint(source))
     for name, want in values.items():
         info = reader.tensors[name]
         assert (info.shape, info.dtype) == (tuple(want.shape), want.dtype)
-        assert_bytes_equal(reader.read(name, 1), want[1].clone())
+        assert_values_equal(reader.read(name, 1), want[1], what=name)
+
+
+def test_megatron_gets_what_it_gets_of_the_same_model_in_bf16(tmp_path):
+    """Of FP8 blocks that transformers has under the names of bf16 weights."""
+    source = write_megatron(tmp_path / "c", "deepseek_v3")
+    assert cli.main(["convert", str(source), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    tensors = in_files(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    for name in [name for name in tensors if ".experts." in name or "self_attn.o_proj" in name]:
+        values = torch.ldexp(tensors[name].float(), torch.tensor(8)).clamp(-400, 400).to(E4M3)
+        tensors[name], tensors[f"{name}_scale_inv"] = values, torch.full((1, 1), 0.375)
+    said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    write_hf(tmp_path / "fp8", tensors, config | {"quantization_config": said})
+    for name, to in (("fp8", "hf"), ("fp8", "megatron"), ("fp8 hf", "megatron")):
+        words = [str(tmp_path / name), str(tmp_path / f"{name} {to}"), "--to", to]
+        assert cli.main(["convert", *words]) == 0
+    got, want = (
+        read_with_torch(open_checkpoint(tmp_path / f"{name} megatron").path)
+        for name in ("fp8", "fp8 hf")
+    )
+    assert_same_tensors(got, want)
 
 
 def test_the_configuration_may_lie_in_that_of_the_language_model(tmp_path):
@@ -208,7 +254,6 @@ def test_compressed_tensors_reads_the_same_values(layout):
 
 @pytest.mark.parametrize("format", ["mxfp4", "int4_g128"])
 def test_exported_experts_come_back_as_training_multiplies_them(format, tmp_path):
-    """For transformers, and for Megatron as from the same model in bf16."""
     source = write(tmp_path / "source", stored())
     exported = export(source, tmp_path / "exported", format)
     tensors = in_files(exported)
@@ -218,18 +263,8 @@ def test_exported_experts_come_back_as_training_multiplies_them(format, tmp_path
         parts = ("weight_packed", "weight_scale", "weight_shape")
         of_expert = {name: tensors[key] for name in parts if (key := f"{stem}.{name}") in tensors}
         wanted[f"{stem}.weight"] = serving.dequantize(of_expert)
-    config = json.loads((exported / "config.json").read_text())
-    del config["quantization_config"]
-    plain = write_hf(tmp_path / "plain", wanted, config)
-
-    def convert(folder, to):
-        out = tmp_path / f"{folder.name} {to}"
-        assert cli.main(["convert", str(folder), str(out), "--to", to]) == 0
-        return out
-
-    assert_same_tensors(in_files(convert(exported, "hf")), wanted)
-    got, want = (open_checkpoint(convert(one, "megatron")).path for one in (exported, plain))
-    assert_same_tensors(read_with_torch(got), read_with_torch(want))
+    assert cli.main(["convert", str(exported), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    assert_same_tensors(in_files(tmp_path / "hf"), wanted)
 
 
 # What is refused, with nothing written
@@ -238,7 +273,23 @@ INT = "language_model.model.layers.1.mlp.experts.0.up_proj"
 OSS = "model.layers.0.mlp.experts.down_proj"
 V4 = "layers.0.ffn.experts.3.w2"
 U8 = torch.uint8
+FP8 = "model.layers.1.mlp.experts.2.gate_proj.weight"
 FAULTS = {
+    "no scales of FP8": (
+        fp8_blocks, f"{FP8}_scale_inv", None, f"{FP8}_scale_inv: missing",
+    ),
+    "scales of other blocks": (
+        fp8_blocks, f"{FP8}_scale_inv", torch.ones(3, 3),
+        f"{FP8}_scale_inv: expected float32, bfloat16, float16 or float8_e8m0fnu [2, 3] for "
+        "[16, 12], got float32 [3, 3]",
+    ),
+    "scales in fp64": (
+        fp8_blocks, f"{FP8}_scale_inv", torch.ones(2, 3).double(), "got float64 [2, 3]",
+    ),
+    "scales of no weight in FP8": (
+        fp8_blocks, "lm_head.weight_scale_inv", torch.ones(1, 16),
+        "lm_head.weight_scale_inv: left over",
+    ),
     "no scales of integers": (
         kimi_int4, f"{INT}.weight_scale", None, f"{INT}.weight_scale: missing",
     ),
@@ -282,17 +333,16 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_does_not_fit_is_named_and_nothing_is_written(fault, tmp_path):
-    layout, name, other, said = FAULTS[fault]
-    stored, _, quantization = layout()
-    stored.pop(name, None)
-    if other is not None:
-        stored[name] = other
-    source = write_hf(tmp_path / "s", stored, {"quantization_config": quantization})
-    with pytest.raises(LayoutError) as error:
-        plan_dequantization(open_checkpoint(source))
-    assert said in str(error.value)
+def test_what_does_not_fit_is_named(tmp_path):
+    for fault, (layout, name, other, said) in FAULTS.items():
+        stored, _, quantization = layout()
+        stored.pop(name, None)
+        if other is not None:
+            stored[name] = other
+        source = write_hf(tmp_path / fault, stored, {"quantization_config": quantization})
+        with pytest.raises(LayoutError) as error:
+            plan_dequantization(open_checkpoint(source))
+        assert said in str(error.value), fault
 
 
 def test_words_that_hold_more_columns_than_the_weight_are_refused(tmp_path, capsys):
@@ -305,7 +355,13 @@ def test_words_that_hold_more_columns_than_the_weight_are_refused(tmp_path, caps
     assert not (tmp_path / "out").exists()
 
 
+QUANTIZATION = fp8_blocks()[2]
 OTHERS = {
+    "another method": {"quant_method": "awq"},
+    "elements of another kind": QUANTIZATION | {"fmt": "e5m2"},
+    "no blocks": QUANTIZATION | {"weight_block_size": None},
+    "blocks of nothing": QUANTIZATION | {"weight_block_size": [0, 128]},
+    "no mapping": "fp8",
     "integers without symmetry": compressed("pack-quantized", type="int", symmetric=False),
     "an order of columns": compressed("pack-quantized", type="int", actorder="group"),
     "one scale per row": compressed("pack-quantized", type="int", strategy="channel"),
@@ -322,11 +378,10 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_another_quantization_is_refused_with_those_that_are_read(other, tmp_path):
-    source = write_hf(tmp_path / "s", kimi_int4()[0], {"quantization_config": OTHERS[other]})
-    with pytest.raises(ConfigError, match="pack-quantized with symmetric groups of 4-bit"):
-        plan_dequantization(open_checkpoint(source))
+def test_another_quantization_is_refused_with_those_that_are_read():
+    for other in OTHERS.values():
+        with pytest.raises(ConfigError, match="pack-quantized with symmetric groups of 4-bit"):
+            encodings_of(other, "config.json")
 
 
 def test_a_model_in_bf16_is_refused(tmp_path, capsys):

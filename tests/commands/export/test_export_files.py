@@ -6,26 +6,21 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from moe_optim.commands.cli import main as cli
-from moe_optim.commands.conversion.layer_view import LayerView
 from moe_optim.commands.conversion.model_conversion import convert_model
 from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
 from moe_optim.commands.conversion.opening import open_checkpoint
-from moe_optim.commands.export.export import export_checkpoint
-from moe_optim.commands.export.export_plan import plan_export
+from moe_optim.commands.export.export import export_checkpoint, plan_export
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.experts.keys.conversion import convert_state_dict
 from moe_optim.formats import get_format, reference
-from moe_optim.rollout.conventions import CONVENTIONS
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.checkpoints.exported_models import (
     EXPERTS,
     FC1,
     FC2,
     FFN,
-    HIDDEN,
     LAYERS,
     MASTERS,
     export,
@@ -40,11 +35,6 @@ from tests.support.checkpoints.stored_checkpoints import interleaved
 from tests.support.modules import serving
 
 FORMATS = ("mxfp8", "mxfp8_2d", "nvfp4", "fp8_block", "mxfp4", "nvfp4_rows", "int4_g128")
-UNQUANTIZED = ["lm_head"] + [
-    f"model.layers.{layer}.{module}"
-    for layer in range(LAYERS)
-    for module in ("mlp.gate", *(f"self_attn.{x}_proj" for x in "koqv"))
-]
 
 
 def wanted_experts(values, format):
@@ -102,49 +92,18 @@ def test_interleaved_rows_of_training_come_apart(rows, tmp_path):
     assert_same_tensors(of_experts, wanted_experts(masters(), "mxfp8"))
 
 
-@pytest.mark.parametrize("one", CONVENTIONS, ids=lambda one: f"{one.format}-{one.name}")
-def test_each_convention_is_written_with_its_configuration(one, source, hf, tmp_path):
-    """The model is described as transformers describes it, and modules in bf16 are listed."""
-    folder = export(source, tmp_path / "out", one.format, one.name)
-    config = json.loads((folder / "config.json").read_text())
-    of_engine = config.pop("quantization_config")
-    assert config == json.loads((hf / "config.json").read_text())
-    lists = ("modules_to_not_convert", "ignore")
-    assert next(of_engine[name] for name in lists if name in of_engine) == sorted(UNQUANTIZED)
-    suffixes = {name.rpartition(".")[2] for name in in_files(folder) if ".experts." in name}
-    assert suffixes == set(one.suffixes)
-
-
-def test_tokenizers_come_along(hf, tmp_path):
-    beside = tmp_path / "beside"
-    write_hf(beside, in_files(hf), json.loads((hf / "config.json").read_text()))
-    (beside / "tokenizer.json").write_text("{}")
-    export(beside, tmp_path / "out", "mxfp8")
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
-
-
-def test_no_more_than_one_layer_is_read_at_once(source, tmp_path, monkeypatch):
-    """Files hold a layer, and nothing of another is read before one is written."""
-    log = []
-    read = LayerView.read
-
-    def logged(self, key):
-        log.append(key)
-        return read(self, key)
-
-    monkeypatch.setattr(LayerView, "read", logged)
-    plan = plan_export(open_checkpoint(source), request_of("mxfp8"))
-    export_checkpoint(plan, tmp_path / "out", lambda nbytes: log.append(nbytes))
-    of_experts = [one for one in log if isinstance(one, int) or ".experts." in one]
-    stem = f"{MASTERS}decoder.layers."
-    nbytes = EXPERTS * 3 * HIDDEN * FFN * 4
-    for layer in range(LAYERS):
-        keys = {f"{stem}{layer}.mlp.experts.linear_fc{n}.weight" for n in (1, 2)}
-        assert set(of_experts[3 * layer : 3 * layer + 2]) == keys
-        assert of_experts[3 * layer + 2] == nbytes
-    files = sorted((tmp_path / "out").glob("*.safetensors"))
-    layers = [{name.split(".")[2] for name in load_file(f) if ".experts." in name} for f in files]
-    assert layers[:LAYERS] == [{"0"}, {"1"}] and not any(layers[LAYERS:])
+def test_tokenizers_come_along_and_special_tokens_of_the_model_stay(hf, tmp_path):
+    """Of the model's folder, or of a given one, which may have no config.json that names them."""
+    config = json.loads((hf / "config.json").read_text()) | {"eos_token_id": 7}
+    source = write_hf(tmp_path / "source", in_files(hf), config)
+    words = tmp_path / "words"
+    words.mkdir()
+    for folder, text in ((source, "{}"), (words, "[]")):
+        (folder / "tokenizer.json").write_text(text)
+    for tokenizer, text in ((None, "{}"), (words, "[]")):
+        folder = export(source, tmp_path / f"out {text}", "mxfp8", tokenizer=tokenizer)
+        assert (folder / "tokenizer.json").read_text() == text
+        assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 7
 
 
 # From the command line
@@ -164,7 +123,7 @@ def test_the_command_says_what_was_quantized_from_what(source, hf, tmp_path, cap
 
 
 def test_gate_and_up_that_share_a_block_are_refused_with_formats_that_hold_them(tmp_path, capsys):
-    """Every format that the message advises is written; no other advice needs an option."""
+    """No other advice needs an option, and what the message advises is written."""
     source = write(tmp_path / "source", stored(96), 96)
     words = ["export", str(source), str(tmp_path / "out"), "--format"]
     assert cli.main([*words, "fp8_block"]) == 2
@@ -174,9 +133,9 @@ def test_gate_and_up_that_share_a_block_are_refused_with_formats_that_hold_them(
     assert not (tmp_path / "out").exists()
     (advised,) = re.findall(r"--format (.*?),? which", said)
     assert advised == "mxfp8, mxfp8_2d, nvfp4, mxfp8_rows, mxfp4, nvfp4_rows or int4"
+    reader = open_checkpoint(source)
     for name in re.split(", | or ", advised):
-        assert cli.main([*words[:2], str(tmp_path / name), "--format", name]) == 0
-        assert in_files(tmp_path / name)
+        assert plan_export(reader, request_of(name)).files
 
 
 def test_a_model_without_a_description_is_refused_with_what_to_give(hf, tmp_path):
@@ -191,31 +150,30 @@ def test_a_model_without_a_description_is_refused_with_what_to_give(hf, tmp_path
     assert written["model_type"] == "qwen3_moe"
 
 
-COMMANDS = {
-    "export": ["export", "{source}", "{target}", "--format", "mxfp8"],
-    "convert": ["convert", "{source}", "{target}", "--experts", "grouped"],
-    "inspect": ["inspect", "{source}"],
-}
+COMMANDS = (
+    ["export", "{source}", "{target}", "--format", "mxfp8"],
+    ["convert", "{source}", "{target}", "--experts", "grouped"],
+    ["inspect", "{source}"],
+)
 
 
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 @pytest.mark.parametrize("what", ["the last expert", "all experts"])
-def test_experts_that_a_layer_has_lost_are_missed(what, command, hf, tmp_path, capsys):
+def test_experts_that_a_layer_has_lost_are_missed(what, hf, tmp_path, capsys):
     """A last one has no number after it, and all leave no key: ``config.json`` and the router of
     the layer tell of them."""
     lost = "model.layers.1.mlp.experts." + (f"{EXPERTS - 1}." if what == "the last expert" else "")
     tensors = {key: one for key, one in in_files(hf).items() if not key.startswith(lost)}
     config = json.loads((hf / "config.json").read_text())
     source = write_hf(tmp_path / "source", tensors, config)
-    words = [word.format(source=source, target=tmp_path / "out") for word in command]
-    status = cli.main(words)
-    printed = capsys.readouterr()
-    said = " ".join((printed.out + printed.err).split())
-    assert status == 2 or command[0] == "inspect"
-    if what == "the last expert":
-        assert f"{lost}gate_proj.weight: missing" in said
-    else:
-        assert "model.layers.1.mlp.gate.weight: expected experts beside it" in said
+    for command in COMMANDS:
+        status = cli.main([word.format(source=source, target=tmp_path / "out") for word in command])
+        printed = capsys.readouterr()
+        said = " ".join((printed.out + printed.err).split())
+        assert status == 2 or command[0] == "inspect"
+        if what == "the last expert":
+            assert f"{lost}gate_proj.weight: missing" in said
+        else:
+            assert "model.layers.1.mlp.gate.weight: expected experts beside it" in said
     assert not (tmp_path / "out").exists()
 
 
@@ -257,42 +215,29 @@ def test_blocks_hold_the_rows_that_they_hold_in_training(format, tmp_path):
                 assert_bytes_equal(got[key].view(torch.uint8), want)
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_masters_that_are_no_numbers_are_refused(value, tmp_path):
-    tensors = stored()
-    tensors[MASTERS + FC1][1, 2, 3, 4] = value
-    source = write(tmp_path / "source", tensors)
-    with pytest.raises(StateError, match="linear_fc1, expert 2: expected numbers"):
-        export(source, tmp_path / "out", "nvfp4")
-    assert list(tmp_path.iterdir()) == [source]
-
-
-def test_special_tokens_of_the_model_stay(hf, tmp_path):
-    """Where the folder of the tokenizer has no config.json, or one that does not name them."""
-    config = json.loads((hf / "config.json").read_text()) | {"eos_token_id": 7}
-    source, words = tmp_path / "source", tmp_path / "words"
-    write_hf(source, in_files(hf), config)
-    words.mkdir()
-    (words / "tokenizer.json").write_text("{}")
-    folder = export(source, tmp_path / "out", "mxfp8", tokenizer=words)
-    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 7
+def test_masters_that_are_no_numbers_are_refused(tmp_path):
+    for value in (torch.inf, torch.nan):
+        tensors = stored()
+        tensors[MASTERS + FC1][1, 2, 3, 4] = value
+        source = write(tmp_path / str(value), tensors)
+        with pytest.raises(StateError, match="linear_fc1, expert 2: expected numbers"):
+            export(source, tmp_path / "out", "nvfp4")
+    assert not (tmp_path / "out").exists()
 
 
 def test_files_that_are_missing_without_an_index_are_seen(hf, tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
     for file in sorted(hf.glob("*.safetensors"))[1:]:
-        (source / file.name).write_bytes(file.read_bytes())
+        (tmp_path / file.name).write_bytes(file.read_bytes())
     with pytest.raises(StateError, match="model-00001-of-"):
-        open_checkpoint(source)
+        open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["source", "hf"], ids=["torch_dist", "safetensors"])
-def test_what_a_killed_command_has_left_is_no_checkpoint(kind, request, tmp_path):
+def test_what_a_killed_command_has_left_is_no_checkpoint(source, hf, tmp_path):
     """Also where all that is looked for first is there."""
-    killed = shutil.copytree(request.getfixturevalue(kind), tmp_path / "out.partial-0123abcd")
-    with pytest.raises(StateError, match="was killed"):
-        open_checkpoint(killed)
+    for folder in (source, hf):
+        killed = shutil.copytree(folder, tmp_path / f"{folder.name}.partial-0123abcd")
+        with pytest.raises(StateError, match="was killed"):
+            open_checkpoint(killed)
 
 
 UNEVEN = {

@@ -17,10 +17,30 @@ LINEARS = ("gate_proj", "up_proj", "down_proj")
 FIRST = "model.layers.0.mlp.experts.0.down_proj"
 
 
-@pytest.fixture(params=CONVENTIONS, ids=lambda one: f"{one.format}, {one.name}")
-def exported(request, source, tmp_path):
+UNQUANTIZED = ["lm_head"] + [
+    f"model.layers.{layer}.{module}"
+    for layer in range(LAYERS)
+    for module in ("mlp.gate", *(f"self_attn.{x}_proj" for x in "koqv"))
+]
+
+
+@pytest.fixture(scope="module", params=CONVENTIONS, ids=lambda one: f"{one.format}, {one.name}")
+def exported(request, source, tmp_path_factory):
     """Return a convention, and the folder of what was exported in it."""
-    return request.param, export(source, tmp_path / "e", request.param.format, request.param.name)
+    folder = tmp_path_factory.mktemp("exported") / "e"
+    return request.param, export(source, folder, request.param.format, request.param.name)
+
+
+def test_each_convention_is_written_with_its_configuration(exported, hf):
+    """The model is described as transformers describes it, and modules in bf16 are listed."""
+    convention, folder = exported
+    config = json.loads((folder / "config.json").read_text())
+    of_engine = config.pop("quantization_config")
+    assert config == json.loads((hf / "config.json").read_text())
+    lists = ("modules_to_not_convert", "ignore")
+    assert next(of_engine[name] for name in lists if name in of_engine) == sorted(UNQUANTIZED)
+    suffixes = {name.rpartition(".")[2] for name in in_files(folder) if ".experts." in name}
+    assert suffixes == set(convention.suffixes)
 
 
 def test_inspect_names_the_format_and_every_expert(exported, capsys):
@@ -60,7 +80,7 @@ def test_every_part_that_is_missing_or_does_not_fit_is_named(exported):
             assert len(found.weights) == LAYERS * EXPERTS * len(LINEARS) - 1
 
 
-def test_what_is_published_beside_weights_is_no_fault(exported, source):
+def test_what_is_published_beside_weights_is_no_fault(exported):
     """Scales of activations, blocks' scales in bf16, and other weights in another format."""
     convention, folder = exported
     tensors = dict(open_checkpoint(folder).tensors)
@@ -78,10 +98,9 @@ def test_what_is_published_beside_weights_is_no_fault(exported, source):
     assert not [name for name in found.shapes if name.endswith("input_scale")]
 
 
-def test_codes_are_not_taken_for_values(exported, hf, tmp_path, capsys):
+def test_codes_are_not_taken_for_values(exported, tmp_path, capsys):
     """One error that says so: of export, of both conversions; verify compares what is stored."""
-    _, folder = exported
-    source, out = str(folder), str(tmp_path / "out")
+    source, out = str(exported[1]), str(tmp_path / "out")
     assert cli.main(["verify", source, source]) == 0
     for command in (
         ["export", source, out, "--format", "nvfp4"],
@@ -94,8 +113,7 @@ def test_codes_are_not_taken_for_values(exported, hf, tmp_path, capsys):
         assert len(said.splitlines()) == 1
 
 
-@pytest.mark.parametrize("part", ["experts", "self_attn"])
-@pytest.mark.parametrize("to", ["export", "megatron"])
+@pytest.mark.parametrize(("part", "to"), [("self_attn", "export"), ("experts", "megatron")])
 def test_codes_without_a_configuration_are_refused(part, to, hf, tmp_path, capsys):
     """Dense weights in FP8 blocks too, which an export would list as not quantized."""
     config = json.loads((hf / "config.json").read_text())

@@ -6,8 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from moe_optim.commands.conversion.opening import open_checkpoint
-from moe_optim.commands.export.export import export_checkpoint
-from moe_optim.commands.export.export_plan import ExportRequest, plan_export
+from moe_optim.commands.export.export import ExportRequest, export_checkpoint, plan_export
 from moe_optim.formats import get_format
 from moe_optim.rollout.conventions import find_convention
 from tests.support.checkpoints.hf_checkpoints import write_megatron

@@ -1,7 +1,7 @@
-"""Small whole models as files: what Megatron stores, and what transformers has, name by name.
+"""Small whole models as files: what Megatron stores, and what transformers reads.
 
-The names and shapes are written out, as Megatron 0.19.2 was seen to store them and transformers
-5.23 to load them. Values are random bits.
+The names and shapes are written out, as Megatron 0.19.2 was seen to store them. Values are random
+bits.
 """
 
 import argparse
@@ -106,87 +106,6 @@ STORED = {
 }
 """By family: Megatron's arguments, and the shape of every tensor that layers of Transformer Engine
 are stored as."""
-
-HF_EXPERT = {"gate_proj": (8, 12), "up_proj": (8, 12), "down_proj": (12, 8)}
-
-
-def experts_of(layer: int) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the experts of one layer in transformers."""
-    return {
-        f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight": shape
-        for expert in range(3)
-        for name, shape in HF_EXPERT.items()
-    }
-
-
-_HF_ENDS = {
-    "model.embed_tokens.weight": (16, 12),
-    "model.norm.weight": (12,),
-    "lm_head.weight": (16, 12),
-}
-_HF_QWEN = {
-    "input_layernorm.weight": (12,),
-    "self_attn.q_proj.weight": (24, 12),
-    "self_attn.k_proj.weight": (12, 12),
-    "self_attn.v_proj.weight": (12, 12),
-    "self_attn.q_norm.weight": (6,),
-    "self_attn.k_norm.weight": (6,),
-    "self_attn.o_proj.weight": (12, 24),
-    "post_attention_layernorm.weight": (12,),
-    "mlp.gate.weight": (3, 12),
-}
-_HF_LATENT = {
-    "input_layernorm.weight": (12,),
-    "self_attn.q_a_proj.weight": (5, 12),
-    "self_attn.q_a_layernorm.weight": (5,),
-    "self_attn.q_b_proj.weight": (24, 5),
-    "self_attn.kv_a_proj_with_mqa.weight": (9, 12),
-    "self_attn.kv_a_layernorm.weight": (7,),
-    "self_attn.kv_b_proj.weight": (28, 7),
-    "self_attn.o_proj.weight": (12, 12),
-    "post_attention_layernorm.weight": (12,),
-}
-_HF_DENSE = {
-    "mlp.gate_proj.weight": (20, 12),
-    "mlp.up_proj.weight": (20, 12),
-    "mlp.down_proj.weight": (12, 20),
-}
-_HF_MOE = {
-    "mlp.gate.weight": (3, 12),
-    "mlp.gate.e_score_correction_bias": (3,),
-    "mlp.shared_experts.gate_proj.weight": (16, 12),
-    "mlp.shared_experts.up_proj.weight": (16, 12),
-    "mlp.shared_experts.down_proj.weight": (12, 16),
-}
-HF = {
-    "qwen3_moe": _HF_ENDS
-    | {f"model.layers.{n}.{k}": shape for n in (0, 1) for k, shape in _HF_QWEN.items()}
-    | experts_of(0)
-    | experts_of(1),
-    "deepseek_v3": _HF_ENDS
-    | {f"model.layers.0.{k}": shape for k, shape in (_HF_LATENT | _HF_DENSE).items()}
-    | {f"model.layers.1.{k}": shape for k, shape in (_HF_LATENT | _HF_MOE).items()}
-    | experts_of(1),
-}
-HF_AT_ONCE = {
-    name: shape for name, shape in HF["deepseek_v3"].items() if ".self_attn.q_" not in name
-} | {f"model.layers.{n}.self_attn.q_proj.weight": (24, 12) for n in (0, 1)}
-HF[MTP] = HF["deepseek_v3"]
-for _layer in (2, 3):  # as DeepSeek publishes its layer 61; transformers leaves it out
-    HF[MTP] = HF[MTP] | experts_of(_layer)
-    HF[MTP] |= {f"model.layers.{_layer}.{k}": shape for k, shape in (_HF_LATENT | _HF_MOE).items()}
-    HF[MTP] |= {
-        f"model.layers.{_layer}.{name}.weight": shape
-        for name, shape in {
-            "enorm": (12,),
-            "hnorm": (12,),
-            "eh_proj": (12, 24),
-            "embed_tokens": (16, 12),
-            "shared_head.norm": (12,),
-            "shared_head.head": (16, 12),
-        }.items()
-    }
-"""By family: the shape of every tensor that transformers has, and of copies in further layers."""
 
 
 def stored_model(family: str) -> dict[str, torch.Tensor]:
