@@ -22,9 +22,10 @@ from moe_optim.integration.installation import (
     installed_config,
     installed_optimizer,
 )
+from moe_optim.optimizer.chained import runs_on_kernels
 from moe_optim.optimizer.description import describe
 from moe_optim.optimizer.requirements import check_model, require_wrapped_for
-from moe_optim.optimizer.step import runs_on_kernels, this_device
+from moe_optim.places import this_device
 from moe_optim.rules import Setup, check_setup, config_with_flags, remarks
 
 logger = logging.getLogger(__name__)

@@ -254,7 +254,7 @@ def quantized_bucket():
 
 
 def plan_step(bucket):
-    return bucket.plan_step(bucket.owner.find_generation(bucket))
+    return bucket.plan_step(bucket.owner.book.check_bucket(bucket))
 
 
 def assert_weights_are_of(bucket, master):

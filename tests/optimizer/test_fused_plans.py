@@ -5,7 +5,7 @@ import torch
 
 from moe_optim.errors import LayoutError
 from moe_optim.kernels.step_table import StepTable
-from moe_optim.optimizer.graphed import GraphedStep
+from moe_optim.optimizer.chained import GraphedStep
 from moe_optim.weights.grouped_weight import GroupedWeight
 from tests.optimizer.test_nonfinite import _snapshot
 from tests.support.bytes import assert_same_tensors

@@ -16,8 +16,8 @@ import torch
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, NonFiniteError
-from moe_optim.optimizer import factory, graphed
-from moe_optim.optimizer.graphed import GraphedStep
+from moe_optim.optimizer import chained, factory
+from moe_optim.optimizer.chained import GraphedStep
 from tests.optimizer.test_nonfinite import NAME, _snapshot
 from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
@@ -73,8 +73,6 @@ def _train_on_nan(policy: str, first_after: str, *more: str) -> dict[str, Any]:
                 result = super().__call__()
                 found["steps"] = {group["step"] for group in optimizer.param_groups}
                 return result
-
-        from moe_optim.optimizer import chained
 
         chained.GraphedStep = Watched  # which a chain puts in the place of Megatron's wrapper
 
@@ -186,7 +184,7 @@ def step(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext(done.append("captured")))
-    monkeypatch.setattr(graphed, "get_shared_capture_stream", lambda: None)
+    monkeypatch.setattr(chained, "get_shared_capture_stream", lambda: None)
     monkeypatch.setattr(GraphedStep, "_run_kernels", lambda self: done.append("run"))
     made = GraphedStep(SimpleNamespace())
     made._captures = True
@@ -227,7 +225,7 @@ def test_sums_over_ranks_are_not_captured(step, monkeypatch):
         config=SimpleNamespace(log_num_zeros_in_grad=False),
         largest_norm=math.inf,
         clipped_norms=lambda: [True, False],
-        before_step=lambda: None,
+        observers=[],
         sum_squares=lambda: done.append("summed") or torch.zeros_like(made._total),
     )
     for kernels in (["run"], ["captured", "run", "replayed"], ["replayed"]):

@@ -8,7 +8,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from moe_optim.errors import StateError
-from moe_optim.optimizer.graphed import GraphedStep
+from moe_optim.optimizer.chained import GraphedStep
 from tests.optimizer.test_nonfinite import _snapshot
 from tests.optimizer.test_read_anew import (
     DENSE,

@@ -155,7 +155,7 @@ def staged_masters_are_wiped() -> None:
 
     def record(self: GroupedDistributedOptimizer, event: Event) -> None:
         stock(self, event)
-        for bucket in self._buckets if event is Event.SETTLE else ():
+        for bucket in self.managed_buckets if event is Event.SETTLE else ():
             _stage(bucket.gather, self.masters_of(bucket))
 
     GroupedDistributedOptimizer._record = record
@@ -347,7 +347,7 @@ def failed_steps_have_encoded() -> None:
         try:
             stock(self, clips)
         except BaseException:
-            for bucket in self._buckets:
+            for bucket in self.managed_buckets:
                 bucket.state.weights = Weights.ENCODED
                 bucket._master_writes = bucket._planned_writes
             raise
