@@ -122,8 +122,10 @@ def _weight(param: Any) -> tuple[torch.Tensor, ...]:
     return (param.detach().clone(),)
 
 
-@pytest.mark.parametrize("flags", [{}, {"overlap_param_gather": True, "overlap_grad_reduce": True}])
-@pytest.mark.parametrize("step", ["fused", "stock"])
+@pytest.mark.parametrize(
+    ("step", "flags"),
+    [("fused", {"overlap_param_gather": True, "overlap_grad_reduce": True}), ("stock", {})],
+)
 def test_masters_are_those_of_bf16_weights_and_weights_their_cast(step, flags):
     """Of the same gradients, on 2 ranks, in the bits; every rank has all codes after the gather.
     Fused steps cast weights themselves; quantized weights of Muon and of Adam lie apart."""

@@ -5,7 +5,8 @@ they did themselves; pull requests and sequences are those of Megatron-LM.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -370,6 +371,35 @@ def momentum_is_not_kept() -> None:
         stock(self, clips)
 
     MuonDistributedOptimizer.launch = launch
+
+
+_CHANGED = (
+    *(GroupedBucketGroup, ManagedBucket, BucketState, Bf16Gather, QuantizedGather, StepTable),
+    *(GroupedChainedOptimizer, GroupedDistributedOptimizer, MuonDistributedOptimizer),
+    *(GroupedWeight, WeightStorage),
+)
+"""Classes that bugs are put back into."""
+
+
+@contextmanager
+def put_back(bug: "Bug") -> Iterator[None]:
+    """Have a bug in a block."""
+    held: list[tuple[Any, dict[str, Any]]] = [
+        (changed, dict(vars(changed))) for changed in (*_CHANGED, address_book)
+    ]
+    tables = [(table, dict(table)) for table in (OWN_MEMORY, SHARED_MEMORY)]
+    try:
+        bug.put_back()
+        yield
+    finally:
+        for changed, names in held:
+            for name in vars(changed).keys() - names.keys():
+                delattr(changed, name)
+            for name, value in names.items():
+                if vars(changed)[name] is not value:
+                    setattr(changed, name, value)
+        for table, rows in tables:
+            table.update(rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
