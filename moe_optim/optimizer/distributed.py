@@ -241,8 +241,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             linear.require_wgrads_taken()
         for group in self._groups:
             group.finish_gather()  # which reads memory that the step writes
-            group.require_gradients("optimizer.step()")
-            group.require_weights("optimizer.step()")
+            group.require_memory("optimizer.step()")
         for group in self._managed_groups:
             group.read_gradients()
 

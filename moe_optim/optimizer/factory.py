@@ -84,7 +84,7 @@ def get_megatron_optimizer(
         with building_with(moe_optim_config):
             require_wrapped_for(config.optimizer, model_chunks)
             if config.optimizer == "muon":  # Megatron's own factory ignores the path, too
-                from moe_optim.optimizer.muon_factory import build_muon
+                from moe_optim.optimizer.muon_distributed import build_muon
 
                 optimizer = build_muon(
                     config, model_chunks, config_overrides, use_gloo_process_groups, pg_collection

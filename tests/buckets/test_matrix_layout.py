@@ -12,12 +12,14 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from moe_optim.buckets.matrix_layout import (
+    GROUPED_PADDING,
+    SINGLE_PADDING,
+    TOLERANCE,
     MatrixLayout,
     MatrixWeight,
     iteration_cost,
     lay_out_matrices,
 )
-from moe_optim.buckets.matrix_packing import GROUPED_PADDING, SINGLE_PADDING, TOLERANCE
 from moe_optim.errors import LayoutError
 
 MODELS = {  # matrices [R, C] of a layer that are not experts'
