@@ -154,7 +154,7 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
             for (param, master), key in zip(owned, keys, strict=True)
             if master.numel()
         ]
-        self._planned = {bucket: self._plan_bucket(bucket) for bucket in self._buckets}
+        self._planned = {bucket: self._plan_bucket(bucket) for bucket in self.managed_buckets}
         members = [table for _, table in self._planned.values() if table is not None]
         table = MuonTable.build(
             states,
