@@ -150,9 +150,9 @@ READERS: dict[str, Callable[[Model], Callable[[], Any]]] = {
     "export_weights": _later(lambda m: list(moe_optim.export_weights(m.chunks))),
     "broadcast of DDP": _later(lambda m: m.chunks[0].broadcast_params()),
     "another bucket": _later(lambda m: m.storage.bind({}, bucket=StandInBucket())),
-    "another DDP": _later(lambda m: m.wrap_again()),
     "reload_model_params": _later(lambda m: m.optimizer.reload_model_params()),
     "step": _later(lambda m: step(m.chunks, m.optimizer)),
+    "another DDP": _later(lambda m: m.wrap_again()),  # the last: it takes gradients away
 }
 """What each prepares while weights are there, and does once they are away."""
 BF16_READERS = {
@@ -174,15 +174,19 @@ def _outcome(act: Callable[[], Any]) -> str:
 
 def _read_all(format: str, expert_layout: str, wire: str) -> dict[str, str]:
     life_cycle.initialize()
+    model = Model(format, expert_layout, wire, record_amax=True)
+    acts = {name: prepare(model) for name, prepare in READERS.items()}
+    for buffer in model.buffers:
+        buffer.offload_to_cpu(move_grads=False)
+    described = moe_optim.describe(model.chunks, model.optimizer).line
+    assert all(format in text for text in (described, repr(model.weight), repr(model.linear)))
+    return _outcomes(acts)
+
+
+def _outcomes(acts: dict[str, Callable[[], Any]]) -> dict[str, str]:
     outcomes = {}
-    for name, prepare in READERS.items():
+    for name, act in acts.items():
         print("reads:", name, flush=True)
-        model = Model(format, expert_layout, wire, record_amax=True)
-        act = prepare(model)
-        for buffer in model.buffers:
-            buffer.offload_to_cpu(move_grads=False)
-        described = moe_optim.describe(model.chunks, model.optimizer).line
-        assert all(format in text for text in (described, repr(model.weight), repr(model.linear)))
         outcomes[name] = _outcome(act)
     return outcomes
 
@@ -197,16 +201,12 @@ def test_weights_on_the_host_are_neither_read_nor_written(format, expert_layout,
 def _read_bf16(expert_layout: str, compute: str | None) -> dict[str, str]:
     """Read bf16 experts, which lie in Megatron's own buffers with all other weights."""
     life_cycle.initialize()
-    outcomes = {}
     clipped = {"clip_wgrad": _clip} if compute == "int8_per_expert" else {}
-    for name, prepare in (BF16_READERS | clipped).items():
-        print("reads:", name, flush=True)
-        model = Model("bf16", expert_layout, compute=compute)
-        moe_optim.calibrate(model.chunks)
-        act = prepare(model)
-        send_weights_away(model.chunks)
-        outcomes[name] = _outcome(act)
-    return outcomes
+    model = Model("bf16", expert_layout, compute=compute)
+    moe_optim.calibrate(model.chunks)
+    acts = {name: prepare(model) for name, prepare in (clipped | BF16_READERS).items()}
+    send_weights_away(model.chunks)
+    return _outcomes(acts)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ def without_flags(format: str) -> list[Record]:
             [*OVERLAP, "--optimizer-offload-fraction", "0.5"],
             0.5,
             id="mxfp8, half",
+            marks=extended,
         ),
         pytest.param(
             MoEOptimConfig(format="bf16", offload_states=0.25),

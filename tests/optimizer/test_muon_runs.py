@@ -143,31 +143,6 @@ def test_gate_and_up_are_orthogonalized_apart_on_request():
     assert apart.losses[2] != together.losses[2]
 
 
-def _owned(flags: list[str], config: MoEOptimConfig) -> Any:
-    def owned(_model: Any, optimizer: Any) -> dict[str, tuple[int, float]]:
-        return {
-            weight.name: (master.numel() // weight.numel, float(master.numel() % weight.numel))
-            for part in optimizer.chained_optimizers
-            for master, weight in getattr(part.optimizer, "weights", {}).items()
-        }
-
-    return pretrain([*RUN, *flags, "--train-iters", "1"], config, observe=owned).extra
-
-
-def test_each_matrix_has_one_owner():
-    """On 3 ranks every rank owns whole matrices, and together they own each one once."""
-    of_ranks = run_ranks(3, _owned, ["--global-batch-size", "3"], MoEOptimConfig(format="mxfp8"))
-    counts: dict[str, int] = {}
-    for owned in of_ranks:
-        for name, (count, rest) in owned.items():
-            assert rest == 0
-            counts[name] = counts.get(name, 0) + count
-    assert {name for name, count in counts.items() if count == 4} == {
-        name for name in counts if "experts" in name
-    }
-    assert all(count in (1, 4) for count in counts.values())
-
-
 def _workspaces(flags: list[str], config: MoEOptimConfig) -> Any:
     def count(_model: Any, optimizer: Any) -> tuple[int, int]:
         parts = [part for part in optimizer.chained_optimizers if hasattr(part, "matrices")]

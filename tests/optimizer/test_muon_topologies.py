@@ -10,8 +10,7 @@ from moe_optim.config import MoEOptimConfig
 from tests.support.ranks import run_ranks
 from tests.support.states import given_values
 from tests.support.states.masters import assert_weights_come_from_masters
-from tests.support.training import OVERLAP, assert_same_run, pretrain
-from tests.support.training_runs.stock_muon import gather_uneven_parts
+from tests.support.training import OVERLAP, pretrain
 
 pytestmark = pytest.mark.slow
 
@@ -163,23 +162,3 @@ def test_what_is_frozen_stays_and_all_else_moves(name: str, step: str):
     found = run_ranks(2, _train_frozen, shlex.split(flags), name, step)
     assert [count for _, count in found if count is not None] == matrices
     assert sorted(found[-1][0]) == [1, 2, 3]
-
-
-# Evaluation
-
-
-def _train_with_evaluations(interval: str, step: Any) -> Any:
-    gather_uneven_parts()
-    flags = [*RUN, *OVERLAP, "--train-iters", "4", "--eval-interval", interval]
-    return pretrain(flags, MoEOptimConfig(format="nvfp4", step=step))
-
-
-@pytest.mark.parametrize("step", ["fused", pytest.param("stock", marks=pytest.mark.extended)])
-def test_an_evaluation_changes_no_bit_of_a_run(step: str):
-    """Between any two steps, with gathers behind the next forward pass."""
-    often = run_ranks(2, _train_with_evaluations, "1", step)
-    never = run_ranks(2, _train_with_evaluations, "1000", step)
-    for rank in range(2):
-        assert len(often[rank].validation_losses) > len(never[rank].validation_losses)
-        never[rank].validation_losses = often[rank].validation_losses
-        assert_same_run(often[rank], never[rank], what=f"rank {rank}")

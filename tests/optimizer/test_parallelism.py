@@ -108,10 +108,10 @@ def _train_mxfp8(flags: list[str], config: MoEOptimConfig = MXFP8) -> Record:
 
 
 @topologies(
-    "pp2 tp2 ep2",
+    "tp2 ep2",
     extended=(
-        *("dp1", "dp2", "dp4", "ep2", "ep2 edp2", "ep4"),
-        *("tp2", "tp2 etp2", "tp2 ep2", "pp2, 2 chunks", "2 instances"),
+        *("dp1", "dp2", "dp4", "ep2", "ep2 edp2", "ep4", "pp2 tp2 ep2"),
+        *("tp2", "tp2 etp2", "pp2, 2 chunks", "2 instances"),
     ),
 )
 def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, parallel: list[str]):
