@@ -49,6 +49,7 @@ class ManagedBucket:
 
     Attributes:
         slots: places of the weights in the bucket.
+        shard_numel: elements of a shard.
         staging: flat bf16 view of the first bytes of ``grads``, one entry per gradient.
         owner: ``GroupedDistributedOptimizer`` last built for the weights; None before.
         generation: generation of the owner's masters and weights in the current plan.
@@ -70,6 +71,7 @@ class ManagedBucket:
         backend: Backend = "auto",
     ) -> None:
         self.name, self.dp_size, self.grads, self.wire = name, dp_size, grads, wire
+        self.shard_numel = grads.numel() // dp_size
         self.params: tuple[torch.nn.Parameter, ...] = tuple(params)
         self.storages: tuple[WeightStorage, ...] = tuple(p.quantized_storage for p in params)
         self.slots = tuple(
@@ -95,9 +97,7 @@ class ManagedBucket:
         if not all(storage.is_fresh for storage in self.storages):
             self.state.record(Event.SETTLE)  # behind the masters of another wrapper
         make_gather = QuantizedGather if wire == "quantized" else Bf16Gather
-        self.gather: Gather = make_gather(
-            name, self.params, self.slots, self.staging, dp_size=dp_size, backend=backend
-        )
+        self.gather: Gather = make_gather(self, backend)
         for index, storage in enumerate(self.storages):
             storage.bind(self.gather.buffers_of(index), bucket=self)
         self._master_places, self._weight_places = self.places()

@@ -155,7 +155,7 @@ class HealthMonitor:
                     source=one.master,
                     target=storages[one.param].quantized,
                     start=one.start,
-                    cuts=slots[one.param].cuts(bucket.grads.numel() // bucket.dp_size),
+                    cuts=slots[one.param].cuts(bucket.shard_numel),
                 )
                 entries.append(HealthEntry(entry=entry, rows=self._rows.of(mine[one.param])))
         count = len(self._rows.names)

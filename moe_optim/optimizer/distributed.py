@@ -188,8 +188,8 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
 
     def _check_shards(self, bucket: ManagedBucket) -> None:
         """Raise LayoutError if Megatron's shards differ from the bucket's slots."""
-        rank, shard_numel = self.data_parallel_group.rank(), bucket.grads.numel() // bucket.dp_size
-        planned = sum(len(slot.owned(rank, shard_numel)) for slot in bucket.slots)
+        rank = self.data_parallel_group.rank()
+        planned = sum(len(slot.owned(rank, bucket.shard_numel)) for slot in bucket.slots)
         held = sum(one.master.numel() for one in self.masters_of(bucket))
         if held != planned:
             raise LayoutError(
