@@ -21,7 +21,6 @@ from tests.support.ranks import run_ranks
 from tests.support.states import life_cycle
 
 Change = Callable[[life_cycle.LifeCycle], Any]
-DENSE = 1
 
 
 def _after_two_steps(step: str = "fused") -> life_cycle.LifeCycle:

@@ -23,7 +23,6 @@ SHAPES = {
     "decoder.experts.linear_fc2.weight0": (32, 32),
     "output_layer.weight": (48, 32),
 }
-OF_ADAM = {"embedding.word_embeddings.weight", "decoder.norm.weight", "output_layer.weight"}
 IN_BF16 = {"embedding.word_embeddings.weight", "decoder.router.weight", "decoder.norm.weight"}
 """Parameters that are never quantized; the output layer is, which no Megatron recipe does."""
 
