@@ -337,5 +337,7 @@ def _bucket(
         if owned:
             master = torch.randn(len(owned), dtype=torch.float32, device=device)
             masters.append(OwnedMaster(param=param, start=owned.start, master=master))
-    bucket.owner = SimpleNamespace(masters_of=lambda _: masters, find_generation=lambda _: 0)
+    bucket.owner = SimpleNamespace(
+        masters_of=lambda _: masters, book=SimpleNamespace(check_bucket=lambda _: 0)
+    )
     return bucket

@@ -7,6 +7,7 @@ thousands of tensors, so the loops run in C.
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
+import torch
 from torch import Tensor
 
 _VERSION = attrgetter("_version")
@@ -85,6 +86,11 @@ class Attributes:
             )
             for (names, flags), of_names in alike.items()
         )
+
+
+def this_device() -> torch.device:
+    """Return the current device: a GPU with its index, or the CPU under the CPU runtime."""
+    return torch.empty(0, dtype=torch.uint8, device=torch.cuda.current_device()).device
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -78,7 +78,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         if self.managed:
             self.gather(force_sync=force_sync)
             return
-        self.require_weights(Event.GATHER.value)
+        self.require_memory(Event.GATHER.value, gradients=False)
         super().start_param_sync(force_sync=force_sync)
 
     @torch.inference_mode(False)  # a rollout may plan buffers that training writes
@@ -195,7 +195,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Start to reduce the gradients, after finishing any gather in flight."""
         self.finish_gather()
-        self.require_gradients(Event.REDUCE.value)
+        self.require_memory(Event.REDUCE.value, weights=False)
         already_dispatched = self.is_first_batch and self.grad_reduce_handle is not None
         if not already_dispatched:
             for bucket in self.managed:
@@ -225,20 +225,17 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
                 managed.state.record(Event.REDUCE)
             managed.state.record(Event.READ)
 
-    def require_weights(self, what: str) -> None:
-        """Raise StateError if the weights of Megatron's buckets are offloaded before ``what``."""
+    def require_memory(self, what: str, *, gradients: bool = True, weights: bool = True) -> None:
+        """Raise StateError if gradients or weights of Megatron's are offloaded before ``what``."""
         for bucket in self.buckets:
-            if bucket.param_data is not None and not has_memory(bucket.param_data):
+            if gradients:
+                require_gradient_memory(f"bucket {bucket.bucket_id}", what, bucket.grad_data)
+            if weights and bucket.param_data is not None and not has_memory(bucket.param_data):
                 raise StateError(
                     f"bucket {bucket.bucket_id}: {what}: expected weights to write into, got none: "
                     "they are offloaded. Call reload_from_cpu() on the buffers of the DDP module "
                     "first."
                 )
-
-    def require_gradients(self, what: str) -> None:
-        """Raise StateError if gradients are offloaded before ``what``."""
-        for bucket in self.buckets:
-            require_gradient_memory(f"bucket {bucket.bucket_id}", what, bucket.grad_data)
 
     def forget_masters(self) -> None:
         """Drop plans that hold addresses of masters."""

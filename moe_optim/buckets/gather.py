@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from moe_optim.buckets.layout import BufferPlan, Slot, plan_buffers
+from moe_optim.buckets.layout import BufferPlan, plan_buffers
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.kernels.amax import plan_amaxes
 from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
@@ -44,8 +44,6 @@ class OwnedMaster:
 class Gather:
     """Interface of the gather of a bucket.
 
-    ``staging`` is the front of its gradient memory, [numel] bf16, in ``dp_size`` equal shards.
-
     Attributes:
         uses_gradient_memory: whether gradients must not be written between :meth:`open` and
             :meth:`finish`.
@@ -57,19 +55,8 @@ class Gather:
     sliced: tuple[Tensor, ...]
     reduced: tuple[Tensor, ...]
 
-    def __init__(
-        self,
-        name: str,
-        params: Sequence[Any],
-        slots: Sequence[Slot],
-        staging: Tensor,
-        *,
-        dp_size: int,
-        backend: Backend,
-    ) -> None:
-        self._name, self._params, self._slots = name, params, slots
-        self._storages: list[WeightStorage] = [param.quantized_storage for param in params]
-        self._staging, self._dp_size, self._backend = staging, dp_size, backend
+    def __init__(self, bucket: Any, backend: Backend) -> None:  # a ManagedBucket
+        self._bucket, self._staging, self._backend = bucket, bucket.staging, backend
         self._table: MemberTable | None = None
         self._allocate()
 
@@ -123,17 +110,18 @@ class QuantizedGather(Gather):
     _is_encoded = False
 
     def _allocate(self) -> None:
-        formats = {storage.format for storage in self._storages}
+        bucket = self._bucket
+        formats = {storage.format for storage in bucket.storages}
         if len(formats) > 1:
             names = ", ".join(sorted(format.name for format in formats))
             raise LayoutError(
-                f"{self._name}: expected weights of one format in a bucket, got {names}."
+                f"{bucket.name}: expected weights of one format in a bucket, got {names}."
             )
         (format,) = formats
-        device, numel = self._storages[0].device, self._staging.numel()
+        device, numel = bucket.storages[0].device, self._staging.numel()
         self._buffers: list[tuple[BufferPlan, Tensor]] = [
             (plan, torch.zeros(plan.numel, dtype=_DTYPES[plan.itemsize], device=device))
-            for plan in plan_buffers(format, self._slots, numel, self._dp_size)
+            for plan in plan_buffers(format, bucket.slots, numel, bucket.dp_size)
         ]
         # bytes: a coalesced gather of mixed dtypes may return garbage
         self.sliced = tuple(
@@ -158,9 +146,8 @@ class QuantizedGather(Gather):
     def plan_step(self, masters: Sequence[OwnedMaster]) -> MemberTable:
         """Return the table of masters and buffers, which steps and gathers share."""
         if self._table is None:
-            shard_numel = self._staging.numel() // self._dp_size
-            cuts = [slot.cuts(shard_numel) for slot in self._slots]
-            entries = _entries(self._params, masters, cuts)
+            cuts = [slot.cuts(self._bucket.shard_numel) for slot in self._bucket.slots]
+            entries = _entries(self._bucket.params, masters, cuts)
             self._table = MemberTable.build(entries, backend=self._backend)
         return self._table
 
@@ -194,7 +181,7 @@ class QuantizedGather(Gather):
     def _opened(self) -> MemberTable:
         if self._table is None:
             raise StateError(
-                f"{self._name}: expected masters to gather from, got none. Only "
+                f"{self._bucket.name}: expected masters to gather from, got none. Only "
                 "start_param_sync() may gather; masters must not move while it does."
             )
         return self._table
@@ -228,7 +215,7 @@ class Bf16Gather(Gather):
         self._table = self._copies = None
 
     def _plan(self, masters: Sequence[OwnedMaster]) -> tuple[list[Tensor], list[Tensor]]:
-        slot_of = dict(zip(map(id, self._params), self._slots, strict=True))
+        slot_of = dict(zip(map(id, self._bucket.params), self._bucket.slots, strict=True))
         staged = []
         for one in masters:
             start = slot_of[id(one.param)].start + one.start
@@ -237,7 +224,7 @@ class Bf16Gather(Gather):
 
     def _build_table(self) -> MemberTable:
         entries = []
-        for storage, slot in zip(self._storages, self._slots, strict=True):
+        for storage, slot in zip(self._bucket.storages, self._bucket.slots, strict=True):
             entries.append(
                 TableEntry(
                     parameter=slot.name,

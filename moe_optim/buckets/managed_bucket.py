@@ -6,7 +6,7 @@ It is ``bucket.managed`` of Megatron's bucket, and ``bucket`` of every weight st
 from collections.abc import Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_not
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
@@ -38,16 +38,6 @@ from moe_optim.weights.storage import OFFLOADED, Watched, WeightStorage, new_ver
 _BUCKET, _HAVE_MOVED = attrgetter("bucket"), attrgetter("have_moved")
 
 
-class Owner(Protocol):
-    """The optimizer that steps the weights of a bucket."""
-
-    def masters_of(self, bucket: "ManagedBucket") -> list[OwnedMaster]:
-        """Return the masters of this rank's shard of ``bucket``."""
-
-    def find_generation(self, bucket: "ManagedBucket") -> int:
-        """Return a number that changes when masters or weights of ``bucket`` move."""
-
-
 class ManagedBucket:
     """State, plans and gather of one bucket; its bucket group runs the collectives.
 
@@ -59,8 +49,9 @@ class ManagedBucket:
 
     Attributes:
         slots: places of the weights in the bucket.
+        shard_numel: elements of a shard.
         staging: flat bf16 view of the first bytes of ``grads``, one entry per gradient.
-        owner: optimizer last built for the weights; None before.
+        owner: ``GroupedDistributedOptimizer`` last built for the weights; None before.
         generation: generation of the owner's masters and weights in the current plan.
         version: version of the gathered bytes, see ``WeightStorage.version``.
 
@@ -80,6 +71,7 @@ class ManagedBucket:
         backend: Backend = "auto",
     ) -> None:
         self.name, self.dp_size, self.grads, self.wire = name, dp_size, grads, wire
+        self.shard_numel = grads.numel() // dp_size
         self.params: tuple[torch.nn.Parameter, ...] = tuple(params)
         self.storages: tuple[WeightStorage, ...] = tuple(p.quantized_storage for p in params)
         self.slots = tuple(
@@ -92,7 +84,7 @@ class ManagedBucket:
         self._watched = Places(())
         self._apart: tuple[Tensor, ...] = ()
         self._writes = 0  # into watched gradients, as of the last zero
-        self.owner: Owner | None = None
+        self.owner: Any = None
         self._masters: list[OwnedMaster] | None = None
         self._plans = 0
         self.generation = 0
@@ -105,9 +97,7 @@ class ManagedBucket:
         if not all(storage.is_fresh for storage in self.storages):
             self.state.record(Event.SETTLE)  # behind the masters of another wrapper
         make_gather = QuantizedGather if wire == "quantized" else Bf16Gather
-        self.gather: Gather = make_gather(
-            name, self.params, self.slots, self.staging, dp_size=dp_size, backend=backend
-        )
+        self.gather: Gather = make_gather(self, backend)
         for index, storage in enumerate(self.storages):
             storage.bind(self.gather.buffers_of(index), bucket=self)
         self._master_places, self._weight_places = self.places()
@@ -144,7 +134,7 @@ class ManagedBucket:
         """
         self._apart = tuple(apart)
         self._watched = Places([gradients, *apart])
-        self._count_from_here()
+        self._writes = self._watched.count_writes()
 
     def zero(self) -> None:
         """Zero all gradients in any state; refuse while a gather uses their memory."""
@@ -152,7 +142,7 @@ class ManagedBucket:
         self.state.record(Event.ZERO)
         for gradients in (self.grads, *self._apart):
             gradients.zero_()
-        self._count_from_here()
+        self._writes = self._watched.count_writes()
 
     def find_unannounced(self, *, thoroughly: bool = False) -> None:
         """Detect gradients that were written without :meth:`before_gradient`.
@@ -162,16 +152,11 @@ class ManagedBucket:
         """
         if self.state.gradients is not Gradients.ZERO:
             return
-        if self._were_written() or (
+        were_written = self._watched.count_writes() != self._writes
+        if were_written or (
             thoroughly and any(bool(gradients.any()) for gradients in (self.grads, *self._apart))
         ):
             self.state.record(Event.ACCUMULATE)
-
-    def _were_written(self) -> bool:
-        return self._watched.count_writes() != self._writes
-
-    def _count_from_here(self) -> None:
-        self._writes = self._watched.count_writes()
 
     def require_memory(self, what: str) -> None:
         """Raise StateError if gradient memory is offloaded before ``what``."""
@@ -204,8 +189,7 @@ class ManagedBucket:
             self.forget_masters()
             self.generation = generation
         if self._masters is None:
-            assert self.owner is not None  # only an owner makes weights stale
-            self._masters = self.owner.masters_of(self)
+            self._masters = list[OwnedMaster](self.owner.masters_of(self))
             self._master_places, self._weight_places = self.places()
         return self._masters
 
@@ -265,11 +249,10 @@ class ManagedBucket:
         encoded = self.state.weights is Weights.ENCODED
         self.state.record(Event.GATHER)
         if self.gather.uses_gradient_memory:
-            self._count_from_here()
+            self._writes = self._watched.count_writes()
             self._rest.zero_()
         if generation is None:
-            assert self.owner is not None  # only an owner makes weights stale
-            masters = self.plan(self.owner.find_generation(self))
+            masters = self.plan(self.owner.book.check_bucket(self))
             encoded = encoded and self._count_master_writes() == self._master_writes
         else:
             masters = self.plan(generation)
@@ -279,7 +262,7 @@ class ManagedBucket:
 
     def finish(self) -> None:
         """Put the received data in place and mark the weights FRESH."""
-        if self.gather.uses_gradient_memory and self._were_written():
+        if self.gather.uses_gradient_memory and self._watched.count_writes() != self._writes:
             raise StateError(
                 f"{self.name}: {Event.FINISH.value}: expected memory that no gradient was written "
                 "into, got gradients written directly. Call start_param_sync(force_sync=True) on "
@@ -289,7 +272,7 @@ class ManagedBucket:
         if self._amaxes is not None:
             self._amaxes.finish()
         self.state.record(Event.FINISH)
-        self._count_from_here()
+        self._writes = self._watched.count_writes()
         self.version = new_version()
         if self._has_initial:
             self._has_initial = False
@@ -337,7 +320,7 @@ class ManagedBucket:
         self.state.replay(begins_with, leaves)
         if begins_with.weights is not leaves.weights:
             self.version = new_version()
-        self._count_from_here()
+        self._writes = self._watched.count_writes()
 
 
 def require_gradient_memory(where: str, what: str, gradients: Tensor) -> None:

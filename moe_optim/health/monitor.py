@@ -11,10 +11,11 @@ from torch import Tensor
 from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.buckets.states import Weights
 from moe_optim.formats.health_figures import ExpertLoad, LayerHealth
-from moe_optim.health.rows import ExpertRows, expert_names, this_device
+from moe_optim.health.rows import ExpertRows, expert_names
 from moe_optim.health.tokens import TokenCounts
 from moe_optim.health.writers import current_iteration, write
 from moe_optim.kernels.member_table import TableEntry
+from moe_optim.places import this_device
 
 if TYPE_CHECKING:
     from moe_optim.kernels.health import HealthTable
@@ -147,14 +148,14 @@ class HealthMonitor:
         for bucket in self._buckets:
             slots = dict(zip(bucket.params, bucket.slots, strict=True))
             storages = dict(zip(bucket.params, bucket.storages, strict=True))
-            assert bucket.owner is not None  # set for buckets of the chain
+
             for one in bucket.owner.masters_of(bucket):
                 entry = TableEntry(
                     parameter=slots[one.param].name,
                     source=one.master,
                     target=storages[one.param].quantized,
                     start=one.start,
-                    cuts=slots[one.param].cuts(bucket.grads.numel() // bucket.dp_size),
+                    cuts=slots[one.param].cuts(bucket.shard_numel),
                 )
                 entries.append(HealthEntry(entry=entry, rows=self._rows.of(mine[one.param])))
         count = len(self._rows.names)

@@ -96,8 +96,3 @@ def _names_of(name: str, storage: Any, modules: dict[str, Any]) -> list[ExpertNa
 def _numbers_and_texts(layer: str) -> list[tuple[int, str]]:
     parts = re.split(r"(\d+)", layer)
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
-
-
-def this_device() -> torch.device:
-    """Return the current device: a GPU, or the CPU under the CPU runtime."""
-    return torch.empty(0, dtype=torch.uint8, device=torch.cuda.current_device()).device

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_optim.formats.health_figures import ExpertLoad
-from moe_optim.health.rows import ExpertName, ExpertRows, this_device
+from moe_optim.health.rows import ExpertName, ExpertRows
+from moe_optim.places import this_device
 from moe_optim.weights.names import modules_by_name, with_global_layers
 
 

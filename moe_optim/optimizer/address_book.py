@@ -192,7 +192,7 @@ class AddressBook:
             [
                 self._exchanges,
                 addresses_of(moments),
-                addresses_of([*weights, *(master for _, master in self.unmanaged)]),
+                addresses_of([*weights, *[master for _, master in self.unmanaged]]),
                 None if self.tensorwise is None else self.tensorwise.addresses(),
                 list(map(len, of_groups)),
                 [_decouples(inner, group) for group in inner.param_groups],
@@ -221,7 +221,7 @@ def find_moments(inner: Any) -> list[Tensor]:
     """Return the moments that an inner optimizer currently holds."""
     states, names = inner.state.values(), state_names(inner)
     try:
-        return list(chain.from_iterable(map(itemgetter(name), states) for name in names))
+        return list(chain.from_iterable([map(itemgetter(name), states) for name in names]))
     except KeyError:  # before the first step
         return [state[name] for state in states for name in names if name in state]
 

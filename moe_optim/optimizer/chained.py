@@ -1,14 +1,16 @@
-"""The chain of optimizers: norm, skip decision, update and gather of a step."""
+"""The chain of optimizers: norm, skip decision, update and gather of a step, graphed or not."""
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from megatron.core.full_cuda_graph import get_shared_capture_stream
+from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, ChainedOptimizer
 from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
@@ -23,25 +25,29 @@ from moe_optim.checkpoint.param_groups import (
 )
 from moe_optim.checkpoint.undistributed_states import BY_NAME, SHARDING_TYPE
 from moe_optim.config import MoEOptimConfig
-from moe_optim.errors import LayoutError, NonFiniteError, listed
+from moe_optim.errors import LayoutError, NonFiniteError, StateError, listed
 from moe_optim.integration.agreement import agree
 from moe_optim.integration.installation import config_or_bf16, installed_optimizer
-from moe_optim.optimizer.address_book import NORMS
+from moe_optim.kernels.plan import has_kernels
+from moe_optim.optimizer.adam import GroupStepAdam
+from moe_optim.optimizer.address_book import NORMS, owned_masters
 from moe_optim.optimizer.checkpointed import NOT_SAVED, CheckpointedOptimizer
-from moe_optim.optimizer.graphed import GraphedStep
 from moe_optim.optimizer.nonfinite import check_states, name_culprits
-from moe_optim.optimizer.step import (
-    as_megatron_returns,
-    clip_factors,
-    norms_of,
-    reduced_over_ranks,
-    setup_of,
-    this_device,
-)
-from moe_optim.optimizer.step_hooks import StepObserver, has_pre_hooks
+from moe_optim.optimizer.step_hooks import has_pre_hooks
+from moe_optim.places import this_device
 from moe_optim.rules import Setup, check_setup, why_stock_step
 
 logger = logging.getLogger(__name__)
+
+
+class StepObserver(Protocol):
+    """Observer of all steps of a chain; see ``GroupedChainedOptimizer.observers``."""
+
+    def before_step(self) -> None:
+        """Observe masters and weights before the step changes them. Every rank calls it."""
+
+    def before_save(self) -> None:
+        """Report pending results, since a run may end with this save. Every rank calls it."""
 
 
 class GroupedChainedOptimizer(ChainedOptimizer):
@@ -86,13 +92,9 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
         Every rank must call it; raises as :meth:`get_grad_norm`.
         """
-        self.before_step()
-        return self._step_fused() if self.is_fused else super().step()
-
-    def before_step(self) -> None:
-        """Call all observers before a step. Every rank must call it."""
         for observer in self.observers:
             observer.before_step()
+        return self._step_fused() if self.is_fused else super().step()
 
     def _agree_to_fuse(self, config: MoEOptimConfig) -> bool:
         setups = [setup_of(part, config) for part in self.stepping]
@@ -145,15 +147,15 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     @property
     def largest_norm(self) -> float:
         """Gradient norm above which a step is skipped; Inf without a threshold."""
-        return min(part.config.grad_norm_skip_threshold for part in self.chained_optimizers)
+        return min([part.config.grad_norm_skip_threshold for part in self.chained_optimizers])
 
     def clipped_norms(self) -> list[bool]:
         """Return one flag per norm: whether Megatron clips by it. Every rank must call it.
 
         Megatron searches for separate norm groups once, at the first step that clips.
         """
-        clips = any(part.config.clip_grad > 0.0 for part in self.chained_optimizers)
-        return [True, *(clips and self.has_grad_norm_group(str(group)) for group in NORMS[1:])]
+        clips = any([part.config.clip_grad > 0.0 for part in self.chained_optimizers])
+        return [True, *[clips and self.has_grad_norm_group(str(group)) for group in NORMS[1:]]]
 
     def find_norms(self) -> tuple[Tensor, list[float], int]:
         """Return norms on the device, [len(NORMS)] fp32, the same on the host, and the zero count.
@@ -183,8 +185,12 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             for part in parts
         ]
         if self.grads_states_parallel_group_is_shared():
-            return reduced_over_ranks(mine, [self.get_grad_stats_parallel_group()])
-        return reduced_over_ranks(mine, [part.get_grad_stats_parallel_group() for part in parts])
+            mine, groups = [torch.stack(mine).sum(0)], [self.get_grad_stats_parallel_group()]
+        else:
+            groups = [part.get_grad_stats_parallel_group() for part in parts]
+        for found, group in zip(mine, groups, strict=True):
+            dist.all_reduce(found, group=group)
+        return torch.stack(mine).sum(0)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -314,7 +320,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             graphed.tell()
 
     @property
-    def _graphed_step(self) -> GraphedStep | None:
+    def _graphed_step(self) -> "GraphedStep | None":
         step = vars(self).get("step")
         return step if isinstance(step, GraphedStep) else None
 
@@ -332,3 +338,192 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             super().load_state_dict(state_dict)
         if graphed := self._graphed_step:
             graphed.forget()
+
+
+class GraphedStep:
+    """The fused step of a :class:`GroupedChainedOptimizer`, captured on its second run.
+
+    The norm stays on the device; if it is non-finite or too large, negative clip factors turn the
+    update into a no-op. The host learns of it when the next step begins or a checkpoint is saved.
+    Learning rates and step counts are copied before each replay, and weights are gathered after it,
+    as without a graph.
+    """
+
+    def __init__(self, chain: Any) -> None:
+        self._chain = chain
+        device = this_device()
+        self._captures = device.type == "cuda"
+        self._norms = torch.zeros(len(NORMS), dtype=torch.float32, device=device)
+        self._zeros = torch.zeros(1, dtype=torch.float64, device=device)
+        self._total = torch.zeros(len(NORMS) + 1, dtype=torch.float64, device=device)
+        self._on_host = torch.zeros(
+            len(NORMS), dtype=torch.float32, device="cpu", pin_memory=self._captures
+        )
+        self._is_there: torch.cuda.Event | None = None
+        self._is_told = True
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._plans: list[float] | None = None  # at the last step
+        self._largest_norm, self._clipped = math.inf, [True] * len(NORMS)
+
+    @torch.no_grad()
+    def __call__(self) -> Any:
+        """Step once, and return the result of Megatron's step. Every rank must call it.
+
+        Raises:
+            NonFiniteError: the previous step found non-finite gradients; neither step changed
+                anything.
+            StateError: Adam has step pre-hooks, which require clipped gradients.
+        """
+        self.tell()
+        for observer in self._chain.observers:
+            observer.before_step()
+        parts = self._chain.stepping
+        for part in parts:
+            if has_pre_hooks(part.optimizer):
+                raise StateError(
+                    "--optimizer-cuda-graph: expected no step pre-hooks of the optimizer, as "
+                    "gradients are clipped inside of the graph, got some. Remove them, or drop the "
+                    "flag."
+                )
+            part.read_gradients()
+        # outside of the graph: NCCL requires that all ranks replay a collective or none, but each
+        # rank rebuilds its plans when its own memory moves
+        self._total.copy_(self._chain.sum_squares())
+        self._largest_norm = self._chain.largest_norm
+        self._clipped = self._chain.clipped_norms()
+        read_when_captured = [self._largest_norm, *self._clipped]
+        read_when_captured += [part.config.clip_grad for part in parts]
+        plans = [part.plan_update() for part in parts]
+        with ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(part.updating())
+                stack.enter_context(part.hooks())
+                stack.enter_context(part.counting())
+            self._launch([*plans, *read_when_captured])
+        self._is_told = False
+        if self._captures:
+            self._is_there = torch.cuda.Event()
+            self._is_there.record()
+        for part in parts:
+            part.gather_unless_overlapped()
+        counts = self._chain.config.log_num_zeros_in_grad
+        return True, as_megatron_returns(self._norms[:1]), self._zeros if counts else None
+
+    def tell(self) -> None:
+        """Report the outcome of the last step, once. Every rank must call it.
+
+        Raises:
+            NonFiniteError: gradients were non-finite, and the policy is ``raise``.
+        """
+        if self._is_told:
+            return
+        self._is_told = True
+        if self._is_there is not None:
+            self._is_there.synchronize()  # waits for the last step, not for later work
+        norm, *of_groups = self._on_host.tolist()
+        is_finite = all(map(math.isfinite, (norm, *of_groups)))
+        if is_finite and norm <= self._largest_norm:
+            return
+        for part in self._chain.stepping:
+            part.count_steps(-1)
+        if is_finite:
+            message = (
+                f"moe_optim: last step skipped, its gradient norm {norm} is above the threshold"
+            )
+            log_single_rank(logger, logging.INFO, message)
+            return
+        message = f"last optimizer step: gradient norms were {[norm, *of_groups]}"
+        if self._chain.policy == "raise":
+            raise NonFiniteError(
+                f"{message}. No weight has moved. Train without --optimizer-cuda-graph to have the "
+                "parameters named, or set nonfinite: skip to drop such steps."
+            )
+        logger.warning("%s; it was skipped", message)
+
+    def forget(self) -> None:
+        """Drop the outcome of the last step, after a load of other states and step counts."""
+        self._is_told = True
+
+    def _launch(self, plans: list[float]) -> None:
+        """Run the kernels: eagerly after a change of ``plans``, else as a graph."""
+        if not self._captures or plans != self._plans:
+            self._plans, self._graph = plans, None
+            self._run_kernels()
+            return
+        if self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            stream = get_shared_capture_stream()
+            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                self._run_kernels()
+            log_single_rank(logger, logging.INFO, "moe_optim: the step is a CUDA graph from now on")
+        self._graph.replay()
+
+    def _run_kernels(self) -> None:
+        total = self._total
+        norms = norms_of(total[:-1], self._chain.config)
+        moves = norms.isfinite().all() & (norms[0] <= self._largest_norm)
+        for part in self._chain.stepping:
+            factors = clip_factors(norms, part.config.clip_grad, self._clipped)
+            part.launch(torch.where(moves, factors, -1.0))
+        self._norms.copy_(norms)
+        self._zeros.copy_(total[-1:])
+        self._on_host.copy_(norms, non_blocking=True)
+
+
+# Norms and clipping
+
+
+def norms_of(squares: Tensor, config: Any) -> Tensor:
+    """Return the square roots of ``squares``, [n] fp64, as fp32; Inf on overflow as in Megatron.
+
+    Second moments are means of squared gradients, so the bound keeps them finite even without
+    clipping. It is the bound of bf16 where second moments are stored in bf16.
+    """
+    is_narrow = config.use_precision_aware_optimizer
+    held_in = config.exp_avg_sq_dtype if is_narrow else torch.float32
+    return squares.where(squares <= torch.finfo(held_in).max, squares * torch.inf).sqrt().float()
+
+
+def clip_factors(norms: Tensor, clip_grad: float, clipped: Sequence[bool] = ()) -> Tensor:
+    """Return the clip factors ``min(1, clip_grad / (norm + 1e-6))``, as in Megatron.
+
+    A ``clip_grad`` of 0 disables clipping. ``clipped`` states for each norm whether Megatron clips
+    by it; empty for all.
+    """
+    if clip_grad <= 0.0:
+        return torch.ones_like(norms)
+    factors = (clip_grad / (norms + 1.0e-6)).clamp_max_(1.0)
+    for index, is_clipped in enumerate(clipped):
+        if not is_clipped:
+            factors[index].fill_(1.0)  # assignment would copy from the host
+    return factors
+
+
+def as_megatron_returns(norm: Tensor) -> Any:
+    """Return a norm, fp32 [1], as a tensor if Megatron's own is one, else as a number."""
+    return norm if clip_grads.multi_tensor_scale_tensor_impl is not None else norm.item()
+
+
+# Fusing decision
+
+
+def setup_of(optimizer: Any, config: MoEOptimConfig) -> Setup:
+    """Return the settings that decide whether steps of a part of a chain are fused."""
+    inner = optimizer.optimizer
+    is_torchs = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+    setup = Setup(
+        config=config,
+        optimizer=optimizer.config,
+        ddp=optimizer.ddp_config,
+        masters_of_adam=optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+        adam=None if isinstance(inner, GroupStepAdam) or not is_torchs else type(inner).__name__,
+    )
+    if why_stock_step(setup):  # there may be no masters
+        return setup
+    return replace(setup, has_kernels=runs_on_kernels(optimizer))
+
+
+def runs_on_kernels(optimizer: Any) -> bool:
+    """Return whether kernels can update every master of an optimizer."""
+    return all(has_kernels(master.device) for _, master in owned_masters(optimizer))

@@ -1,35 +1,88 @@
-"""The distributed optimizer of quantized expert weights."""
+"""The distributed optimizer of quantized expert weights, and its fused step.
+
+Megatron's step copies gradients into the masters' ``grad``, computes the norm, scales, calls Adam
+and copies masters into weights, parameter by parameter. A fused step plans all reads and writes
+once and then launches a few kernels. Masters, moments and the step count stay where Megatron keeps
+them, so fused and stock steps share checkpoints.
+"""
 
 import copy
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import (
+    param_is_not_gtp_duplicate,
+    param_is_not_tensor_parallel_duplicate,
+)
+from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from moe_optim.buckets.bucket_group import GroupedBucketGroup, bucket_groups, managed_buckets
 from moe_optim.buckets.gather import OwnedMaster
 from moe_optim.buckets.managed_bucket import ManagedBucket
-from moe_optim.buckets.states import Event
+from moe_optim.buckets.states import Event, Weights
 from moe_optim.checkpoint.model_values import model_values_for
 from moe_optim.checkpoint.param_groups import with_groups_of_adam, with_rates_of
-from moe_optim.errors import ConfigError, LayoutError
-from moe_optim.optimizer.address_book import owned_masters
+from moe_optim.errors import ConfigError, LayoutError, StateError
+from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.kernels.adam_state import AdamState
+from moe_optim.kernels.fields import HYPER_FIELDS
+from moe_optim.kernels.member_table import MemberTable
+from moe_optim.kernels.norm import NormInput, NormTable
+from moe_optim.kernels.step_table import StepTable
+from moe_optim.optimizer.adam import hyper_of, moments_of
+from moe_optim.optimizer.address_book import (
+    NORMS,
+    AddressBook,
+    flat_masters,
+    gradient_of,
+    is_decoupled,
+    norm_of,
+    owned_masters,
+    weight_of,
+)
+from moe_optim.optimizer.checkpointed import CheckpointedOptimizer
 from moe_optim.optimizer.description import describe
 from moe_optim.optimizer.host_states import HostStates
 from moe_optim.optimizer.initial_values import keep_loaded_values, renew_initial_values
-from moe_optim.optimizer.nonfinite import check_masters
-from moe_optim.optimizer.step import SteppedOptimizer
+from moe_optim.optimizer.nonfinite import check_states
+from moe_optim.optimizer.step_hooks import (
+    OwnStep,
+    has_hooks,
+    hooked,
+    require_shown,
+    showing_gradients,
+)
+from moe_optim.places import this_device
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.managed import is_managed, storage_of
+from moe_optim.weights.names import parameter_names
 from moe_optim.weights.te.fields import is_tensorwise
 
+if TYPE_CHECKING:
+    from moe_optim.weights.te.tensorwise import TensorwiseCast
 
-class GroupedDistributedOptimizer(SteppedOptimizer):
+
+class GroupedDistributedOptimizer(CheckpointedOptimizer):
     """Megatron's distributed optimizer, whose bucket groups gather quantized weights.
 
     Parameters without a quantized storage use Megatron's code unchanged. For managed buckets, a
     step ends with the weights ENCODED if it was fused, else STALE; see :class:`GroupedBucketGroup`.
+
+    A fused step of the chain calls :meth:`read_gradients`, :meth:`sum_squares`,
+    :meth:`plan_update`, :meth:`update_masters` and :meth:`gather_unless_overlapped`, in this order.
+
+    Attributes:
+        managed_buckets: buckets of quantized weights whose masters this optimizer steps.
+        book: record of every input of a fused step.
+        host_states: host-resident masters and moments.
+        encoded: buckets whose masters a step encodes, as of the last plan.
+        has_tensorwise: True if some weights have per-tensor scaling; the same on all ranks that
+            share the buffers.
     """
 
     def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -51,13 +104,44 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
             config = copy.copy(config)
             config.reuse_grad_buf_for_mxfp8_param_ag = False
         super().__init__(optimizer, config, *args, **kwargs)
-        self._placed_groups: list[tuple[Any, Any]] = []
-        if self.is_stub_optimizer or self.ddp_config.use_megatron_fsdp:
-            return
-        self._buckets = managed_buckets(b for buffer in self.buffers for b in buffer.buckets)
-        params = (param for buffer in self.buffers for param in buffer.params)
-        self.has_tensorwise = any(map(is_tensorwise, params))
-        self._placed_groups = self._find_groups()
+        self.managed_buckets: tuple[ManagedBucket, ...] = ()
+        self.book = AddressBook(self)
+        self.host_states = HostStates([], 0.0)
+        self.encoded: list[ManagedBucket] = []
+        self.has_tensorwise = False
+        self._placed_groups: list[tuple[Any, Any]] = []  # of any class, with their model chunks
+        self._groups: list[GroupedBucketGroup] = []
+        self._managed_groups: list[GroupedBucketGroup] = []
+        self._own_step = OwnStep(optimizer)
+        self._is_planned = False  # since gradients were read
+        self._is_hooked = False  # whether hooks ran in the last update
+        device = this_device()
+        self._hyper = torch.zeros(0, HYPER_FIELDS, dtype=torch.float32, device=device)
+        self._clips = torch.ones(len(NORMS), dtype=torch.float32, device=device)
+        self._norm: NormTable | None = None
+        self._norm_generation = 0
+        self._tables: dict[ManagedBucket | None, StepTable] = {}
+        self._tables_generation = 0
+        self._planned: dict[ManagedBucket, tuple[tuple[int, int, int], MemberTable | None]] = {}
+        self._cast: TensorwiseCast | None = None
+        self._plans = 0
+        if not self.is_stub_optimizer and not self.ddp_config.use_megatron_fsdp:
+            self._own_buckets()
+
+    def _own_buckets(self) -> None:
+        """Become the owner of the buckets, and drop initial values: masters have them by now."""
+        buckets = [bucket for buffer in self.buffers for bucket in buffer.buckets]
+        self.managed_buckets = managed_buckets(buckets)
+        self.has_tensorwise = any(
+            is_tensorwise(p) for buffer in self.buffers for p in buffer.params
+        )
+        mine = set(map(id, buckets))
+        self._placed_groups = [
+            (chunk, group)
+            for chunk in self.model_chunks
+            for group in bucket_groups([chunk])
+            if any(id(bucket) in mine for bucket in group.buckets)
+        ]
         groups = [group for _, group in self._placed_groups]
         self._groups = [group for group in groups if isinstance(group, GroupedBucketGroup)]
         self._managed_groups = [group for group in self._groups if group.managed]
@@ -67,32 +151,22 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
                 [master for master in masters if master is not None],
                 self.moe_optim_config.offload_states,
             )
-        for bucket in self._buckets:
+        for bucket in self.managed_buckets:
             self._check_shards(bucket)
             bucket.owner = self  # replaces an optimizer built earlier
         for group in self._managed_groups:
             group.forget_masters()
         # Megatron drops these only for parameters with a shard on this rank, and never for frozen
         # ones; other optimizers still need theirs
-        mine = {param for bucket in self._buckets for param in bucket.params}
+        held = {param for bucket in self.managed_buckets for param in bucket.params}
         for param in (param for chunk in self.model_chunks for param in chunk.parameters()):
-            if param in mine or (not param.requires_grad and is_managed(param)):
+            if param in held or (not param.requires_grad and is_managed(param)):
                 param.quantized_storage.initial = None
         keep_loaded_values(self.model_chunks)
         self.book.check_masters()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe(self.model_chunks, self).line})"
-
-    def _find_groups(self) -> list[tuple[Any, Any]]:
-        """Return this optimizer's bucket groups, of any class, with their model chunks."""
-        mine = {id(bucket) for buffer in self.buffers for bucket in buffer.buckets}
-        return [
-            (chunk, group)
-            for chunk in self.model_chunks
-            for group in bucket_groups([chunk])
-            if any(id(bucket) in mine for bucket in group.buckets)
-        ]
 
     def finish_gathers(self) -> None:
         """Finish gathers in flight."""
@@ -114,8 +188,8 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
 
     def _check_shards(self, bucket: ManagedBucket) -> None:
         """Raise LayoutError if Megatron's shards differ from the bucket's slots."""
-        rank, shard_numel = self.data_parallel_group.rank(), bucket.grads.numel() // bucket.dp_size
-        planned = sum(len(slot.owned(rank, shard_numel)) for slot in bucket.slots)
+        rank = self.data_parallel_group.rank()
+        planned = sum(len(slot.owned(rank, bucket.shard_numel)) for slot in bucket.slots)
         held = sum(one.master.numel() for one in self.masters_of(bucket))
         if held != planned:
             raise LayoutError(
@@ -153,19 +227,319 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
             tensor, GroupedWeight
         ) or DistributedOptimizer._is_grouped_quantized_tensor(tensor)
 
+    # Gradients
+
+    def read_gradients(self) -> None:
+        """Finish gathers in flight, and check that this rank's gradients are readable.
+
+        Raises:
+            StateError: gradients were not reduced, gradient or weight memory is offloaded, or some
+                experts have delayed weight gradients.
+        """
+        self._is_planned = False
+        for linear in self._delaying_linears:
+            linear.require_wgrads_taken()
+        for group in self._groups:
+            group.finish_gather()  # which reads memory that the step writes
+            group.require_memory("optimizer.step()")
+        for group in self._managed_groups:
+            group.read_gradients()
+
+    @cached_property
+    def _delaying_linears(self) -> tuple[GroupedLinear, ...]:
+        modules = (module for chunk in self.model_chunks for module in chunk.modules())
+        linears = (module for module in modules if isinstance(module, GroupedLinear))
+        return tuple(linear for linear in linears if linear.delay_wgrad)
+
+    def sum_squares(self) -> Tensor:
+        """Return this rank's squared norms and zero count, [len(NORMS) + 1] fp64, newly allocated.
+
+        Raises:
+            StateError: a parameter has no gradient, or gradient memory is offloaded.
+        """
+        table = None if self._norm is None or self._norm.has_moved else self._norm
+        if table is not None:
+            table.launch()  # runs while the host compares
+        generation = self.book.check_gradients()
+        if table is None or generation != self._norm_generation:
+            self._norm = None  # in case the new plan is refused
+            self._norm = table = self._plan_norm()
+            self._norm_generation = generation
+            table.launch()
+        return torch.cat([table.squares, table.zeros.double()])
+
+    def _plan_norm(self) -> NormTable:
+        """Plan the norm over all gradients except those of duplicates and shared parameters."""
+        sharing = {name: getattr(self, name, None) for name in ("tp_group", "expert_tp_group")}
+        counted = [
+            NormInput(gradient_of(self, param), norm_of(master))
+            for param, master in owned_masters(self)
+            if param_is_not_shared(master)
+            and param_is_not_tensor_parallel_duplicate(master, **sharing)
+            and param_is_not_gtp_duplicate(master)
+        ]
+        return NormTable.build(
+            counted,
+            count_zeros=self.config.log_num_zeros_in_grad,
+            num_groups=len(NORMS),
+            device=self._clips.device,
+        )
+
+    # Plans
+
+    def plan_update(self) -> int:
+        """Check all inputs of the update, and rebuild the plans whose inputs changed.
+
+        Call after :meth:`sum_squares`. Runs on the host, without a device synchronization. Loads
+        replace moments, and so do RL stacks that share a GPU. Returns the number of rebuilds; a
+        change invalidates captured graphs.
+
+        Raises:
+            StateError: Adam's ``step`` was replaced, a loss scale was set, gradient memory is
+                offloaded, or parameter groups do not match the masters.
+            LayoutError: masters or moments are on the host, or have dtypes without a kernel.
+        """
+        self._own_step.require(self.optimizer)
+        if self.grad_scaler is not None:
+            raise StateError(
+                "optimizer step: expected no loss scale, as when the optimizer was built, got a "
+                f"{type(self.grad_scaler).__name__}. Set step: stock."
+            )
+        if self.book.check_states() != self._tables_generation or any(
+            self._plan_bucket(bucket) != self._planned[bucket] for bucket in self.managed_buckets
+        ):
+            self._tables, self._tables_generation = {}, 0  # in case the new plan is refused
+            self._tables = self._plan_tables()
+            self.encoded = [bucket for bucket in self.managed_buckets if self._planned[bucket][1]]
+            self._cast = self._plan_cast()
+            self.book.tensorwise = None if self._cast is None else self._cast.fields
+            self._tables_generation = self.book.check_states()  # planning creates moments
+            self._plans += 1
+        self._is_planned = True
+        return self._plans
+
+    def _plan_bucket(
+        self, bucket: ManagedBucket
+    ) -> tuple[tuple[int, int, int], MemberTable | None]:
+        generation = self.book.check_bucket(bucket)
+        members = bucket.plan_step(generation)
+        # a bucket that has forgotten its masters does not tell whether they moved since
+        return (generation, *bucket.plan_number), members
+
+    def _plan_tables(self) -> dict[ManagedBucket | None, StepTable]:
+        """Return one table per managed bucket, and one for all other parameters under None."""
+        inner = self.optimizer
+        group_of = self._find_groups_of_masters()
+        if len(inner.param_groups) != len(self._hyper):
+            self._hyper = self._hyper.new_zeros(len(inner.param_groups), HYPER_FIELDS)
+        bucket_of = {param: bucket for bucket in self.managed_buckets for param in bucket.params}
+        names = parameter_names(self.model_chunks)
+        states: dict[ManagedBucket | None, list[AdamState]] = {b: [] for b in self.managed_buckets}
+        states[None] = []
+        self.make_moments()
+        for param, master in owned_masters(self):
+            exp_avg, exp_avg_sq = moments_of(inner, master)
+            states[bucket_of.get(param)].append(
+                AdamState(
+                    parameter=names[param],
+                    master=master,  # no view: it would keep the old memory
+                    gradient=gradient_of(self, param),
+                    exp_avg=exp_avg,
+                    exp_avg_sq=exp_avg_sq,
+                    group=group_of[master],
+                    norm=norm_of(master),
+                    weight=weight_of(self, param, master),
+                    on_host=self.host_states.on_host(master),
+                )
+            )
+        decoupled = is_decoupled(inner)
+        self._planned = {bucket: self._plan_bucket(bucket) for bucket in self.managed_buckets}
+        tables = {
+            bucket: StepTable.build(
+                of_bucket,
+                self._hyper,
+                self._clips,
+                members=None if bucket is None else self._planned[bucket][1],
+                decoupled=decoupled,
+            )
+            for bucket, of_bucket in states.items()
+        }
+        # holds no moments, so that offloading frees them: the address book tracks their addresses
+        return {bucket: table.watching(()) for bucket, table in tables.items()}
+
+    def _find_groups_of_masters(self) -> dict[Tensor, int]:
+        """Return the parameter group index of each master; raise StateError unless it is unique."""
+        groups = self.optimizer.param_groups
+        placed = [(one, number) for number, group in enumerate(groups) for one in group["params"]]
+        group_of = dict(placed)
+        masters = set(flat_masters(self))
+        if len(placed) == len(group_of) and group_of.keys() == masters:
+            return group_of
+        missing, others = len(masters - group_of.keys()), len(group_of.keys() - masters)
+        raise StateError(
+            "optimizer step: expected every master of this optimizer in one parameter group, and "
+            f"nothing else, got {missing} in none, {len(placed) - len(group_of)} once more, and "
+            f"{others} other tensors. Put them back, or set step: stock."
+        )
+
+    def _plan_cast(self) -> "TensorwiseCast | None":
+        if not self.has_tensorwise:
+            return None
+        from moe_optim.weights.te.tensorwise import TensorwiseCast, can_cast
+
+        weights, masters, starts = self._get_fp8_params_and_shard_fp32_from_fp8()
+        return TensorwiseCast(weights, masters, starts) if can_cast(weights) else None
+
+    def make_moments(self) -> None:
+        """Create missing moments, and move host-resident states to the host."""
+        for _, master in owned_masters(self):
+            moments_of(self.optimizer, master)
+            self.host_states.keep(self.optimizer, master)
+
+    # Update
+
+    def update_masters(self, clips: Tensor) -> None:
+        """Step masters and write this rank's weights in a few launches; see :meth:`launch`.
+
+        Adam's step hooks run around the update, with clipped gradients in ``grad``; without such
+        hooks, call :meth:`plan_update` first. Raises as :meth:`updating`, or if a hook made a
+        change that a fused step cannot see.
+        """
+        with self.updating():
+            if has_hooks(self.optimizer):  # which may move or overwrite any tensor
+                with showing_gradients(self, clips) as remaining, self.hooks():
+                    if remaining is not clips:
+                        require_shown(self)
+                    self.plan_update()
+                    with self.counting():
+                        self.launch(remaining)
+            else:
+                if not self._is_planned:  # a hook was removed since
+                    self.plan_update()
+                with self.counting():
+                    self.launch(clips)
+            if self.has_tensorwise and self._cast is not None:
+                self._cast.run(self.data_parallel_group)
+            elif self.has_tensorwise:
+                super()._copy_main_params_to_model_params()
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Mark all managed buckets MOVING in a block that updates masters, then ENCODED or STALE.
+
+        Call after :meth:`read_gradients`. An interrupted block leaves the weights STALE and the
+        gradients SPENT.
+
+        Raises:
+            StateError: gradients were not reduced, weights are offloaded, or another optimizer was
+                built for the model since.
+        """
+        self._is_hooked = False
+        try:
+            self._record(Event.STEP)
+            yield
+            # hooks may have written masters without a version counter
+            self._settle(() if self._is_hooked else self.encoded)
+        finally:
+            self._settle(())  # masters are partly stepped
+            for group in self._groups:  # weights may have been written in part
+                group.param_gather_dispatched = False
+
+    def _settle(self, encoded: Sequence[ManagedBucket]) -> None:
+        """Mark MOVING buckets ENCODED or STALE; a stock step has gathered its own by now."""
+        for bucket in self.managed_buckets:
+            if bucket.state.weights is Weights.MOVING:
+                bucket.settle(encoded=bucket in encoded)
+
+    def _record(self, event: Event) -> None:
+        for bucket in self.managed_buckets:
+            if bucket.owner is not self:
+                raise StateError(
+                    f"{bucket.name}: expected a step of the optimizer that was built last for this "
+                    "model, got one of an earlier one, whose masters are no longer gathered. Step "
+                    "the last one, and drop the others."
+                )
+        for bucket in self.managed_buckets:
+            bucket.state.record(event)
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Call Adam's step hooks around a block; weights follow their writes to masters."""
+        self._is_hooked = has_hooks(self.optimizer)
+        with hooked(self.optimizer):
+            yield
+        if self._is_hooked:
+            self._copy_unmanaged_params()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Copy hyperparameters to the device, and count the step that is launched in a block.
+
+        Call :meth:`plan_update` first. A step that fails before anything is written does not count.
+        """
+        # small pageable copies are staged at once, without a sync
+        rows = torch.tensor(self._hyper_rows(), dtype=torch.float32, device="cpu")
+        self._hyper.copy_(rows.view_as(self._hyper), non_blocking=True)
+        tables = list(self._tables.values())
+        for table in tables:
+            table.written.clear()
+        try:
+            yield
+        except BaseException:
+            if any(table.written for table in tables):
+                self.count_steps(1)
+            raise
+        self.count_steps(1)
+
+    def _hyper_rows(self) -> list[list[float]]:
+        return [hyper_of(group).row() for group in self.optimizer.param_groups]
+
+    def count_steps(self, steps: int) -> None:
+        """Add to the step count: -1 takes back a step that changed nothing."""
+        for group in self.optimizer.param_groups:
+            group["step"] = int(group.get("step", 0)) + steps
+
+    def launch(self, clips: Tensor) -> None:
+        """Step all masters of this rank, and encode whole blocks, without a device synchronization.
+
+        ``clips`` are clip factors by norm, [len(NORMS)] fp32; negative ones disable the update.
+        """
+        self._clips.copy_(clips)
+        for bucket in self.encoded:
+            bucket.gather.prepare_step()
+        with ExitStack() as stack:
+            for stage in {one.stage for one in self._tables.values() if one.stage is not None}:
+                stack.enter_context(stage.opened())  # so that tables do not wait for each other
+            for table in self._tables.values():
+                table.launch()
+
+    def _copy_unmanaged_params(self) -> None:
+        """Write the same weights as Megatron's method, without a range lookup per expert."""
+        self.book.check_masters()
+        weights, masters = [], []
+        for param, master in self.book.unmanaged:
+            weight = weight_of(self, param, master)
+            if weight is not None:
+                weights.append(weight)
+                masters.append(master.detach())
+        if weights:
+            torch._foreach_copy_(weights, masters)
+
+    # Megatron's step, gathers and loads
+
     def _copy_model_grads_to_main_grads(self) -> None:
         """Copy this rank's gradients; raises as :meth:`read_gradients`."""
         self.read_gradients()
         super()._copy_model_grads_to_main_grads()
 
     def step_with_ready_grads(self) -> bool:
-        """Step as Megatron does; see :meth:`updating`, but managed buckets end STALE."""
-        with self._moving_masters():
+        """Step as Megatron does; see :meth:`updating`."""
+        with self.updating():
             return super().step_with_ready_grads()
 
     def _copy_main_params_to_model_params(self) -> None:
         """Write this rank's bf16 and fp32 weights, and mark managed buckets STALE."""
-        if self._buckets:
+        if self.managed_buckets:
             self._copy_unmanaged_params()
         else:
             super()._copy_main_params_to_model_params()
@@ -218,16 +592,13 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
             LayoutError: a parameter is missing, duplicated or misshapen in ``state_dict``.
         """
         super()._copy_model_params_to_main_params(state_dict=state_dict)
-        if state_dict is None:
-            self._take_loaded_values()
+        for bucket in self.managed_buckets if state_dict is None else ():
+            for one in self.masters_of(bucket):
+                loaded = storage_of(one.param).initial
+                if loaded is not None:
+                    values = loaded.reshape(-1)[one.start : one.start + one.master.numel()]
+                    one.master.copy_(values)
         self.refresh_weights()
-
-    def _take_loaded_values(self) -> None:
-        for one in (one for bucket in self._buckets for one in self.masters_of(bucket)):
-            loaded = storage_of(one.param).initial
-            if loaded is not None:
-                values = loaded.reshape(-1)[one.start : one.start + one.master.numel()]
-                one.master.copy_(values)
 
     def _build_model_param_to_state_dict_param_map(
         self, state_dict: dict[str, Any]
@@ -268,25 +639,21 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
         for group in self._managed_groups:
             group.forget_masters()
 
-    def _quantize_with_megatron(self) -> None:
-        """Let Megatron quantize tensorwise weights. Every rank must call it."""
-        self.finish_gathers()
-        super()._copy_main_params_to_model_params()
-        self._start_gathers(force_sync=True)
-
     def refresh_weights(self) -> None:
         """Gather all quantized weights from the masters now. Every rank must call it.
 
         Raises:
             NonFiniteError: a master is Inf or NaN; nothing was gathered.
         """
-        if self.has_tensorwise:
-            self._quantize_with_megatron()
-        if self._buckets:
-            check_masters(
-                self,
+        if self.has_tensorwise:  # Megatron quantizes these
+            self.finish_gathers()
+            super()._copy_main_params_to_model_params()
+            self._start_gathers(force_sync=True)
+        if self.managed_buckets:
+            check_states(
+                [self],
                 "No weight has been gathered from them. Load another checkpoint.",
-                only=is_managed,
+                managed_masters_only=True,
             )
         for group in self._managed_groups:
             group.forget_masters()

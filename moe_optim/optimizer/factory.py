@@ -22,9 +22,10 @@ from moe_optim.integration.installation import (
     installed_config,
     installed_optimizer,
 )
+from moe_optim.optimizer.chained import runs_on_kernels
 from moe_optim.optimizer.description import describe
 from moe_optim.optimizer.requirements import check_model, require_wrapped_for
-from moe_optim.optimizer.step import runs_on_kernels, this_device
+from moe_optim.places import this_device
 from moe_optim.rules import Setup, check_setup, config_with_flags, remarks
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ def get_megatron_optimizer(
         with building_with(moe_optim_config):
             require_wrapped_for(config.optimizer, model_chunks)
             if config.optimizer == "muon":  # Megatron's own factory ignores the path, too
-                from moe_optim.optimizer.muon_factory import build_muon
+                from moe_optim.optimizer.muon_distributed import build_muon
 
                 optimizer = build_muon(
                     config, model_chunks, config_overrides, use_gloo_process_groups, pg_collection

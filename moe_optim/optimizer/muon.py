@@ -101,6 +101,13 @@ class MatrixWeight:
     """Tensor-parallel group of :attr:`partition_dim`."""
 
     @property
+    def ranks(self) -> dist.ProcessGroup | None:
+        """Ranks that hold parts of a matrix; None if it is whole, which Megatron marks alike."""
+        if self.partition_dim is None or self.group is None or self.group.size() == 1:
+            return None
+        return self.group
+
+    @property
     def numel(self) -> int:
         """Elements per weight."""
         return self.shape[0] * self.shape[1]

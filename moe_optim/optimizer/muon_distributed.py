@@ -1,12 +1,21 @@
-"""The distributed optimizer of matrices that Muon updates."""
+"""The distributed optimizer of matrices that Muon updates, and the chain it is a part of."""
 
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from megatron.core import optimizer as core_optimizer
+from megatron.core.optimizer import emerging_optimizers
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from moe_optim.buckets.managed_bucket import ManagedBucket
+from moe_optim.buckets.matrix_buffers import holds_matrices, is_muon_matrix
 from moe_optim.checkpoint.state_kinds import MASTER, MOMENTUM, WHOLE_MASTER
 from moe_optim.errors import LayoutError
 from moe_optim.kernels.fields import HYPER_FIELDS
@@ -17,12 +26,15 @@ from moe_optim.optimizer.address_book import (
     owned_masters,
     weight_of,
 )
+from moe_optim.optimizer.chained import GroupedChainedOptimizer
 from moe_optim.optimizer.distributed import GroupedDistributedOptimizer
 from moe_optim.optimizer.muon import (
     MatrixWeight,
+    Muon,
     MuonSettings,
     describe_weight,
     hyper_of,
+    tag_roles,
 )
 from moe_optim.optimizer.muon_step import (
     MuonState,
@@ -33,6 +45,10 @@ from moe_optim.optimizer.muon_step import (
     needed_bytes,
 )
 from moe_optim.weights.names import parameter_names
+
+_SCALARS = ParamKey(
+    predicate=ParamPredicate(name="nonlinear_or_embedding", fn=lambda p: not is_muon_matrix(p))
+)
 
 
 class MuonDistributedOptimizer(GroupedDistributedOptimizer):
@@ -138,7 +154,7 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
             for (param, master), key in zip(owned, keys, strict=True)
             if master.numel()
         ]
-        self._planned = {bucket: self._plan_bucket(bucket) for bucket in self._buckets}
+        self._planned = {bucket: self._plan_bucket(bucket) for bucket in self.managed_buckets}
         members = [table for _, table in self._planned.values() if table is not None]
         table = MuonTable.build(
             states,
@@ -156,3 +172,133 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
         groups = self.optimizer.param_groups
         rows = [hyper_of(groups[group], scale, extra).row() for group, scale in self._rows]
         return [row + [0.0] * (HYPER_FIELDS - len(row)) for row in rows]
+
+
+# The chain of optimizers
+
+
+def build_muon(
+    config: Any,
+    model_chunks: list[Any],
+    config_overrides: dict[Any, Any] | None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: Any = None,
+) -> GroupedChainedOptimizer:
+    """Build the optimizers of ``--optimizer muon``. Every rank must call it.
+
+    Matrices and the other parameters lie in buffers of their own, so each part is one distributed
+    optimizer: matrices and the rest, and both again for experts with their own data-parallel group.
+
+    Args:
+        config: Megatron's ``OptimizerConfig``.
+        model_chunks: DDP-wrapped chunks of this rank's pipeline stage.
+        config_overrides: parameter group settings; None for Megatron's.
+        use_gloo_process_groups: whether gloo groups exist for checkpoints.
+        pg_collection: process groups; None uses ``parallel_state``.
+
+    Raises:
+        ConfigError: a setting of Muon has an unsupported value.
+    """
+    if config_overrides is None:
+        config_overrides = core_optimizer.get_standard_config_overrides(config)
+    core_optimizer.check_config_overrides_consistency(config, config_overrides)
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    tag_roles(model_chunks, emerging_optimizers._get_qkv_split_shapes)
+    for chunk in model_chunks:
+        chunk.overlap_param_gather_with_optimizer_step = False
+    overrides = {**config_overrides, _SCALARS: {"optimizer": config.muon_scalar_optimizer}}
+    param_groups = core_optimizer._get_param_groups(model_chunks, config, overrides)
+    by_part: dict[tuple[str, bool], list[dict[str, Any]]] = defaultdict(list)
+    for group in param_groups:
+        by_part[group.get("optimizer", "muon"), group["is_expert_parallel"]].append(group)
+    # no rank trains a parameter: one optimizer without masters, as Megatron's factory builds
+    names = sorted(by_part, key=lambda part: (part[1], part[0] != "muon")) or [("adam", False)]
+    of_ranks = ProcessGroupCollection.setup_process_groups_for_optimizer(
+        pg_collection, model_chunks, use_gloo_process_groups
+    )
+    workspace = Workspace()
+    parts = []
+    for name, is_expert in names:
+        arguments = {
+            "model_chunks": model_chunks,
+            "per_model_buffers": _find_buffers(model_chunks, name == "muon", is_expert),
+            "distributed_optimizer_instance_id": 0,
+            **_ranks_of(of_ranks, is_expert, use_gloo_process_groups),
+        }
+        if name == "muon":
+            part = _build_matrices(config, by_part[name, is_expert], groups, workspace, arguments)
+            part.grad_stats_parallel_group = of_ranks["intra_dist_opt_group"]
+        else:
+            of_adam = copy.copy(config)
+            of_adam.optimizer = name
+            part = core_optimizer._get_megatron_optimizer_based_on_param_groups(
+                config=of_adam,
+                param_groups=by_part[name, is_expert],
+                model_parallel_group=None,
+                intra_dist_opt_group=of_ranks["intra_dist_opt_group"],
+                pg_collection=pg_collection,
+                **arguments,
+            )
+            part.config = config
+        parts.append(part)
+    return GroupedChainedOptimizer(parts)
+
+
+def _build_matrices(
+    config: Any,
+    param_groups: list[dict[str, Any]],
+    groups: Any,
+    workspace: Workspace,
+    arguments: dict[str, Any],
+) -> MuonDistributedOptimizer:
+    inner = Muon(
+        param_groups,
+        lr=config.lr,
+        momentum=config.muon_momentum,
+        weight_decay=config.weight_decay,
+        make_stock=partial(make_stock, config, arguments["model_chunks"], groups),
+    )
+    optimizer = MuonDistributedOptimizer(
+        inner, config, None, create_momenta, groups=groups, workspace=workspace, **arguments
+    )
+    optimizer.tp_group = groups.tp
+    optimizer.expert_tp_group = getattr(groups, "expt_tp", groups.tp)
+    return optimizer
+
+
+def _ranks_of(of_ranks: dict[str, Any], is_expert: bool, use_gloo: bool) -> dict[str, Any]:
+    if not is_expert:
+        return {
+            "data_parallel_group": of_ranks["intra_dp_cp_group"],
+            "data_parallel_group_gloo": of_ranks["intra_dp_cp_group_gloo"],
+            "data_parallel_group_idx": of_ranks["mp_group"].rank(),
+        }
+    return {
+        "data_parallel_group": of_ranks["intra_expt_dp_group"],
+        "data_parallel_group_gloo": of_ranks["intra_expt_dp_group_gloo"] if use_gloo else None,
+        "data_parallel_group_idx": of_ranks["expt_tp_pp_with_egtp_remat_group"].rank(),
+    }
+
+
+def _find_buffers(chunks: list[Any], is_muon: bool, is_expert: bool) -> dict[int, list[Any]]:
+    """Return the buffers of a part by number of its chunk."""
+    name = "expert_parallel_buffers" if is_expert else "buffers"
+    return {
+        number: [one for one in getattr(chunk, name) if holds_matrices(one.params) is is_muon]
+        for number, chunk in enumerate(chunks)
+    }
+
+
+def create_momenta(inner: Any, config: Any = None) -> None:  # noqa: ARG001  # Megatron's signature
+    """Create the missing momenta of an inner optimizer."""
+    for group in inner.param_groups:
+        for master in group["params"]:
+            inner.initialize_state(master)
+
+
+def make_stock(
+    config: Any, chunks: Sequence[Any], groups: Any, param_groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """Return Megatron's Muon over two-dimensional parameters; rows are split where they say so."""
+    arguments = emerging_optimizers._muon_config_to_kwargs(config, chunks, groups)
+    return emerging_optimizers.TensorParallelMuon(param_groups, **arguments | {"split_qkv": True})

@@ -125,8 +125,8 @@ class MuonTable(Plan):
         Raises:
             LayoutError: states with inconsistent tensors.
         """
-        groups = list(dict.fromkeys([None, *(_group_of(one.weight) for one in states)]))
-        ordered = sorted(states, key=lambda one: groups.index(_group_of(one.weight)))
+        groups = list(dict.fromkeys([None, *(one.weight.ranks for one in states)]))
+        ordered = sorted(states, key=lambda one: groups.index(one.weight.ranks))
         shards = [_shard(state) for state in ordered]
         momentum = Momentum.build(shards, hyper, clips, nesterov=settings.nesterov, backend=backend)
         updates = DirectedUpdates.build(
@@ -290,25 +290,14 @@ def _form(weight: MatrixWeight, settings: MuonSettings) -> Any:
     return "plain" if settings.iteration != "gram" or _is_reduced(weight, settings) else "gram"
 
 
-def _is_cut(weight: MatrixWeight) -> bool:
-    """Return whether several ranks hold parts; Megatron marks whole weights of one rank, too."""
-    is_alone = weight.group is None or weight.group.size() == 1
-    return weight.partition_dim is not None and not is_alone
-
-
-def _group_of(weight: MatrixWeight) -> dist.ProcessGroup | None:
-    """Return the ranks that hold parts of a weight; None if it is whole."""
-    return weight.group if _is_cut(weight) else None
-
-
 def _is_duplicated(weight: MatrixWeight, settings: MuonSettings) -> bool:
     """Return whether every tensor-parallel rank orthogonalizes whole matrices."""
-    return _is_cut(weight) and settings.tp_mode == "duplicated"
+    return weight.ranks is not None and settings.tp_mode == "duplicated"
 
 
 def _is_reduced(weight: MatrixWeight, settings: MuonSettings) -> bool:
     """Return whether tensor-parallel ranks sum Gram matrices of their parts."""
-    return _is_cut(weight) and settings.tp_mode == "distributed"
+    return weight.ranks is not None and settings.tp_mode == "distributed"
 
 
 def _transpose(weight: MatrixWeight, settings: MuonSettings) -> bool | None:
@@ -363,7 +352,7 @@ class _Planner:
         States of one group follow one another.
         """
         start = 0
-        for group, members in groupby(self.states, lambda one: _group_of(one.weight)):
+        for group, members in groupby(self.states, lambda one: one.weight.ranks):
             end = start + sum(one.count * len(one.weight.rows) for one in members)
             if group is not None:
                 yield partial(dist.all_reduce, self.momentum.squares[start:end], group=group)

@@ -12,6 +12,7 @@ from moe_optim.errors import NonFiniteError
 from moe_optim.experts.module import first_experts
 from moe_optim.integration.agreement import gather_objects
 from moe_optim.optimizer.address_book import gradient_of, owned_masters, state_names
+from moe_optim.weights.managed import is_managed
 from moe_optim.weights.names import global_parameter_names
 
 MOST_NAMED = 8
@@ -30,8 +31,8 @@ def name_culprits(chain: Any) -> str:
 
 
 def _find_culprits(chain: Any) -> Iterator[str]:
-    non_finite = describer(chain.model_chunks, "non-finite gradient")
-    too_large = describer(chain.model_chunks, "finite gradient", "whose square is Inf in fp32")
+    non_finite = _describer(chain.model_chunks, "non-finite gradient")
+    too_large = _describer(chain.model_chunks, "finite gradient", "whose square is Inf in fp32")
     for part in chain.stepping:
         for param, _ in owned_masters(part):
             start = part._get_model_param_range_map(param)["param"].start
@@ -43,43 +44,28 @@ def _find_culprits(chain: Any) -> Iterator[str]:
                     yield describe(param, of.nonzero().view(-1) + start)
 
 
-def check_masters(
-    optimizer: Any, remedy: str, only: Callable[[Tensor], bool] = lambda _: True
+def check_states(
+    optimizers: Iterable[Any], remedy: str, *, managed_masters_only: bool = False
 ) -> None:
-    """Raise NonFiniteError if a master is Inf or NaN on any data-parallel rank.
-
-    Every rank must call it. ``remedy`` ends the message; ``only`` selects parameters.
-    """
-    _refuse(find_nonfinite(optimizer, only), "masters", remedy)
-
-
-def check_states(optimizers: Iterable[Any], remedy: str) -> None:
     """Raise NonFiniteError if a master or moment is Inf or NaN on any data-parallel rank of any.
 
-    Every rank must call it; ranks outside of the group of the culprit do not raise.
+    Every rank must call it; ranks outside of the group of the culprit do not raise. ``remedy`` ends
+    the message; ``managed_masters_only`` leaves out moments, and masters of unmanaged weights.
     """
-    lines = [line for part in optimizers for line in find_nonfinite(part, with_moments=True)]
-    _refuse(lines, "masters and moments", remedy)
-
-
-def _refuse(lines: Sequence[str], what: str, remedy: str) -> None:
-    """Raise NonFiniteError if there are lines of :func:`find_nonfinite`."""
+    lines = [line for part in optimizers for line in _find_states(part, managed_masters_only)]
     if lines:
+        what = "masters" if managed_masters_only else "masters and moments"
         raise NonFiniteError(f"{what}: expected finite values, got {'; '.join(lines)}. {remedy}")
 
 
-def find_nonfinite(
-    optimizer: Any, only: Callable[[Tensor], bool] = lambda _: True, *, with_moments: bool = False
-) -> list[str]:
-    """Return a line for each state of an optimizer that is Inf or NaN on a data-parallel rank.
-
-    Every rank of the group must call it; all get the same lines.
-    """
+def _find_states(optimizer: Any, managed_masters_only: bool) -> list[str]:
+    """Return a line per bad state of any data-parallel rank; every rank of the group must call."""
     found: list[str] = []
-    kinds = ("master", *state_names(optimizer.optimizer)) if with_moments else ("master",)
-    describers = {kind: describer(optimizer.model_chunks, f"non-finite {kind}") for kind in kinds}
+    moments = () if managed_masters_only else state_names(optimizer.optimizer)
+    kinds = ("master", *moments)
+    describers = {kind: _describer(optimizer.model_chunks, f"non-finite {kind}") for kind in kinds}
     for param, master in owned_masters(optimizer):
-        if master is None or not only(param):
+        if master is None or (managed_masters_only and not is_managed(param)):
             continue
         start = optimizer._get_model_param_range_map(param)["param"].start
         states = {"master": master, **optimizer.optimizer.state.get(master, {})}
@@ -97,7 +83,7 @@ def find_nonfinite(
     ]
 
 
-def describer(
+def _describer(
     model_chunks: Sequence[torch.nn.Module], kind: str, more: str = ""
 ) -> Callable[[torch.nn.Parameter, Tensor], str]:
     """Return a function of a parameter and the indices [n] of its bad elements, n >= 1.

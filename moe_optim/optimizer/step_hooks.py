@@ -7,7 +7,7 @@ replaced.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,16 +21,6 @@ from moe_optim.optimizer.address_book import (
     norm_of,
     owned_masters,
 )
-
-
-class StepObserver(Protocol):
-    """Observer of all steps of a chain; see ``GroupedChainedOptimizer.observers``."""
-
-    def before_step(self) -> None:
-        """Observe masters and weights before the step changes them. Every rank calls it."""
-
-    def before_save(self) -> None:
-        """Report pending results, since a run may end with this save. Every rank calls it."""
 
 
 def has_pre_hooks(inner: Any) -> bool:

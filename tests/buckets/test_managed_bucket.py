@@ -49,29 +49,6 @@ def all_bytes(bucket):
     return bucket.grads.view(torch.uint8).clone()
 
 
-@both_dtypes
-@pytest.mark.parametrize(
-    "content",
-    [Gradients.ZERO, Gradients.PARTIAL, Gradients.REDUCED, Gradients.SPENT],
-    ids=lambda content: content.name,
-)
-def test_zeroing_makes_every_byte_zero(content, dtype):
-    """Also where there are zeros already, by all that is known: gradients may have been written
-    by a pass that did not live to tell, or by hand."""
-    bucket = full_bucket(content, dtype)
-    bucket.zero()
-    assert not all_bytes(bucket).any()
-    assert bucket.state.gradients is Gradients.ZERO
-
-
-def test_zeroing_never_wipes_a_gather():
-    bucket = full_bucket(Gradients.IN_FLIGHT)
-    before = all_bytes(bucket)
-    with pytest.raises(StateError, match="Let the parameter gather finish"):
-        bucket.zero()
-    assert_bytes_equal(all_bytes(bucket), before)
-
-
 # Gradients that nobody announces
 
 
@@ -114,15 +91,6 @@ def test_what_the_bucket_itself_writes_is_no_gradient():
         bucket.find_unannounced(thoroughly=True)
         assert bucket.state.gradients is Gradients.ZERO
         bucket.state.record(Event.SETTLE)
-
-
-def test_gradients_that_were_announced_are_forgotten_with_the_next_zeros():
-    bucket, gradient = watched()
-    bucket.before_gradient()
-    gradient.add_(1)
-    bucket.zero()
-    bucket.find_unannounced()
-    assert bucket.state.gradients is Gradients.ZERO
 
 
 def test_gradients_of_kernels_that_count_no_write_are_found_by_reading():
@@ -171,31 +139,6 @@ def test_a_gather_that_fails_leaves_memory_that_can_be_used(at, monkeypatch):
 
 def _raise(*_, **__):
     raise MemoryError
-
-
-@both_dtypes
-@pytest.mark.parametrize(
-    "content", [Gradients.PARTIAL, Gradients.REDUCED], ids=lambda content: content.name
-)
-def test_a_gather_never_overwrites_what_is_still_needed(content, dtype):
-    bucket = full_bucket(content, dtype)
-    bucket.state.record(Event.SETTLE)
-    before = all_bytes(bucket)
-    with pytest.raises(StateError, match=r"the parameter gather: .* they would be overwritten"):
-        bucket.open_gather()
-    assert_bytes_equal(all_bytes(bucket), before)
-    assert bucket.state.gradients is content
-
-
-@pytest.mark.parametrize("content", [Gradients.ZERO, Gradients.SPENT], ids=lambda c: c.name)
-def test_offloaded_memory_is_refused(content):
-    bucket = full_bucket(content)
-    bucket.state.record(Event.SETTLE)
-    bucket.grads.untyped_storage().resize_(0)
-    for use in (bucket.open_gather, bucket.zero):
-        with pytest.raises(StateError, match=r"^bucket 0: .*got none.*restore_grad_buffers\(\)"):
-            use()
-        assert bucket.state.gradients is content
 
 
 @settings(max_examples=100)
@@ -254,7 +197,7 @@ def quantized_bucket():
 
 
 def plan_step(bucket):
-    return bucket.plan_step(bucket.owner.find_generation(bucket))
+    return bucket.plan_step(bucket.owner.book.check_bucket(bucket))
 
 
 def assert_weights_are_of(bucket, master):

@@ -12,7 +12,7 @@ from megatron.core.distributed.param_and_grad_buffer import group_params_for_buf
 from moe_optim.buckets import matrix_buffers
 from moe_optim.buckets.layout import Slot, plan_buffers, side_by_side
 from moe_optim.buckets.matrix_buffers import is_muon_matrix, matrix_param_layout, tag_matrices
-from moe_optim.buckets.matrix_layout import iteration_cost, lay_out_matrices
+from moe_optim.buckets.matrix_layout import iteration_cost
 from moe_optim.errors import LayoutError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import FORMATS
@@ -187,8 +187,3 @@ def test_errors_name_the_weight_or_its_number_in_the_model():
     (named,) = make_params(FORMATS["fp8_block"], side_by_side([(64, 24, 40)], name="layers.3.fc"))
     with pytest.raises(LayoutError, match=r"muon: layers\.3\.fc0: "):
         matrix_param_layout([named], None, 8, BUSBW)
-
-
-def test_no_parameters_have_an_empty_layout():
-    assert matrix_param_layout([], None, 2, 128).bucket_indices == []
-    assert lay_out_matrices([], dp_size=2, bucket_numel=None).buckets == ()

@@ -12,12 +12,14 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from moe_optim.buckets.matrix_layout import (
+    GROUPED_PADDING,
+    SINGLE_PADDING,
+    TOLERANCE,
     MatrixLayout,
     MatrixWeight,
     iteration_cost,
     lay_out_matrices,
 )
-from moe_optim.buckets.matrix_packing import GROUPED_PADDING, SINGLE_PADDING, TOLERANCE
 from moe_optim.errors import LayoutError
 
 MODELS = {  # matrices [R, C] of a layer that are not experts'
@@ -130,19 +132,6 @@ def test_experts_of_one_shape_among_single_matrices_always_have_a_layout(
     )
 
 
-@given(weights=any_weights, dp_size=dp_sizes, bucket_numel=bucket_numels)
-def test_the_layout_does_not_depend_on_the_unit_of_costs(weights, dp_size, bucket_numel):
-    scaled = [replace(one, cost=one.cost * 2.0**-40) for one in weights]
-    try:
-        layout = lay_out_matrices(weights, dp_size=dp_size, bucket_numel=bucket_numel)
-    except LayoutError:
-        with pytest.raises(LayoutError):
-            lay_out_matrices(scaled, dp_size=dp_size, bucket_numel=bucket_numel)
-        return
-    again = lay_out_matrices(scaled, dp_size=dp_size, bucket_numel=bucket_numel)
-    assert (layout.places, layout.buckets) == (again.places, again.buckets)
-
-
 # Padding
 
 
@@ -190,20 +179,6 @@ def test_shards_of_single_matrices_are_no_longer_than_the_mean_and_the_largest(
     for number in range(len(layout.buckets)):
         padded = [up(weights[index].numel, 64) for index in members(layout, number)]
         assert shard_numel(layout, number) <= up(-(-sum(padded) // dp_size) + max(padded), unit)
-
-
-@given(weights=any_weights, bucket_numel=bucket_numels, unit=units)
-def test_one_rank_has_no_padding_but_alignment(weights, bucket_numel, unit):
-    layout = lay_out_matrices(weights, dp_size=1, bucket_numel=bucket_numel, unit=unit)
-    for number, (start, end) in enumerate(layout.buckets):
-        padded = [up(weights[index].numel, 64) for index in members(layout, number)]
-        assert end - start == up(sum(padded), unit)
-
-
-def test_a_matrix_that_dominates_its_bucket_is_paid_for_by_every_rank():
-    weights = [weight(1, 1000, 64), weight(1, 1, 64)]
-    layout = lay_out_matrices(weights, dp_size=4, bucket_numel=None)
-    assert layout.padding == (4 * 64_000 - 64_064) / 64_064
 
 
 def test_layers_join_a_bucket_until_their_experts_divide_among_the_ranks():
@@ -281,59 +256,12 @@ def test_no_rank_of_a_real_model_costs_more_than_in_megatrons_layout(shapes, dp_
     assert layout.padding <= max(theirs.padding, SINGLE_PADDING)
 
 
-def test_memory_of_matrices_with_little_cost_is_balanced_too():
-    """48 layers of DeepSeek-V3 on 64 ranks: by cost alone, 16 ranks would hold everything but the
-    48 output projections, and half of the memory would be padding."""
-    weights = [weight(1, *shape) for _ in range(48) for shape in MODELS["deepseek-v3"]]
-    layout = lay_out_matrices(weights, dp_size=64, bucket_numel=None)
-    assert layout.padding <= 0.05
-    greedy = greedy_costs([one.cost for one in weights], 64)
-    assert max(layout.costs_by_rank()) <= (1 + TOLERANCE) * max(greedy)
-
-
-def test_shards_are_longer_where_costs_would_not_balance_otherwise():
-    """Shards of 4 rows hold 6 + 5 and 5, those of 6 rows 6 and 5 + 5."""
-    weights = [weight(1, rows, 64, cost=cost) for rows, cost in ((1, 6), (3, 5), (3, 5))]
-    layout = lay_out_matrices(weights, dp_size=2, bucket_numel=None)
-    assert sorted(layout.costs_by_rank()) == [6, 10]
-    assert shard_numel(layout, 0) == 6 * 64
-
-
-def test_matrices_without_cost_are_placed_by_size():
-    """Equal costs: the largest goes first, so that two small ones lie beside it."""
-    weights = [weight(1, rows, 64, cost=0) for rows in (1, 1, 2)]
-    assert lay_out_matrices(weights, dp_size=2, bucket_numel=None).padding == 0
-
-
-def test_single_matrices_go_to_ranks_without_experts():
-    """Two experts lie on the first of four ranks, which has room for one matrix more."""
-    weights = [weight(2, 1, 64, cost=1), *[weight(1, 1, 64, cost=1)] * 4]
-    layout = lay_out_matrices(weights, dp_size=4, bucket_numel=None, unit=192)
-    assert layout.costs_by_rank() == [2, 2, 1, 1]
-
-
-def test_two_experts_are_owned_by_two_ranks_of_many():
-    layout = lay_out_matrices([weight(2, 64, 64)], dp_size=8, bucket_numel=None)
-    assert [len(owned) for owned in layout.owners(0)] == [1, 1, 0, 0, 0, 0, 0, 0]
-
-
 def test_buckets_of_experts_take_turns_in_which_rank_has_fewer():
     """17 matrices on 2 ranks in every bucket: each rank has 9 in half of the buckets."""
     weights = [weight(17, 8, 8, cost=1)] * 8
     layout = lay_out_matrices(weights, dp_size=2, bucket_numel=17 * 64)
     assert len(layout.buckets) == 8
     assert layout.costs_by_rank() == [68, 68]
-
-
-# Cost
-
-
-@given(rows=sizes, cols=sizes)
-def test_the_cost_of_an_iteration_counts_symmetric_products_by_half(rows, cols):
-    """The operations of each product of X <- aX + (bA + cA^2)X with A = XX^T, multiply and add."""
-    m, n = sorted((rows, cols))
-    gram, square, product = 2 * m * n * m, 2 * m * m * m, 2 * m * m * n
-    assert iteration_cost(rows, cols) == gram / 2 + square / 2 + product
 
 
 # Refusals

@@ -94,7 +94,7 @@ def _refuse_to_leave() -> dict[str, Any]:
     (buffer, *_) = managed_buffers([cycle.ddp])
     size = buffer.param_data.size()
     part = cycle.optimizer.chained_optimizers[0]
-    with part._moving_masters():
+    with part.updating():
         try:
             buffer.param_data.storage().resize_(0)
         except StateError as error:

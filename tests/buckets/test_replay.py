@@ -1,5 +1,6 @@
 """CUDA graphs of whole iterations: what a replay did is known, or the replay does not run."""
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,6 @@ from tests.support.states import life_cycle
 from tests.support.states.buckets import make_bucket, make_params
 from tests.support.states.life_cycle import LifeCycle
 
-extended = pytest.mark.extended
 SETTINGS = {
     "wire quantized, overlap": {"wire": "quantized", "overlap": True},
     "wire bf16, overlap": {"wire": "bf16", "overlap": True},
@@ -73,11 +73,10 @@ def _train_with_evaluations(options: dict[str, Any]) -> None:
     cycle.rollout(22)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=extended)])
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
-def test_replayed_iterations_are_those_of_plain_torch(options, ranks):
+def test_replayed_iterations_are_those_of_plain_torch(options):
     """Weights, gradients and outputs after every call, with evaluations and saves between them."""
-    run_ranks(ranks, _train_with_evaluations, options)
+    run_ranks(1, _train_with_evaluations, options)
 
 
 class WatchedLifeCycle(GraphedLifeCycle):
@@ -98,10 +97,10 @@ class WatchedLifeCycle(GraphedLifeCycle):
         super()._iterate()
 
 
-def _gather_with_few_eager_iterations(options: dict[str, Any]) -> None:
+def _gather_with_few_eager_iterations() -> None:
     life_cycle.initialize()
-    for warmup in (0, 1, 2):
-        cycle = WatchedLifeCycle(warmup, **options)
+    for warmup, wire in product((0, 1, 2), ("quantized", "bf16")):
+        cycle = WatchedLifeCycle(warmup, **SETTINGS[f"wire {wire}, overlap"])
         for seed in range(4):
             cycle.train(seed)
         assert cycle.captured_with
@@ -109,11 +108,10 @@ def _gather_with_few_eager_iterations(options: dict[str, Any]) -> None:
             assert before is after is not None
 
 
-@pytest.mark.parametrize("name", ["wire quantized, overlap", "wire bf16, overlap"])
-def test_a_capture_is_not_the_first_to_gather(name):
+def test_a_capture_is_not_the_first_to_gather():
     """Whatever the number of eager iterations before it, the tables of gathers are there by then,
     and training is that of plain torch."""
-    run_ranks(1, _gather_with_few_eager_iterations, SETTINGS[name])
+    run_ranks(1, _gather_with_few_eager_iterations)
 
 
 def _refusals(options: dict[str, Any]) -> list[str]:

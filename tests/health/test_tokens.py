@@ -42,10 +42,6 @@ class Chunk(torch.nn.Module):
 
 def count(passes, rank=0):
     """Return what was counted of each layer while ``passes`` ran a chunk."""
-    dist.init_process_group("gloo")
-    from moe_optim import use_cpu
-
-    use_cpu()
     chunk = Chunk(rank)
     counts = TokenCounts([chunk])
     passes(chunk, torch.ones(8, 2, requires_grad=True))
@@ -71,27 +67,6 @@ def evaluate(chunk, tokens):
         chunk(tokens.detach())
 
 
-def test_every_pass_that_is_trained_on_counts():
-    (counted,) = run_ranks(1, count, train_twice)
-    assert counted == [("layers.3.experts", (6, 7, 8), [6.0, 0.0, 10.0])]
-
-
-def test_recomputed_passes_count_once():
-    """As Megatron recomputes: the first pass is without gradients."""
-    (counted,) = run_ranks(1, count, recompute)
-    assert counted == [("layers.3.experts", (6, 7, 8), [6.0, 0.0, 10.0])]
-
-
-def test_evaluations_and_rollouts_do_not_count():
-    (counted,) = run_ranks(1, count, evaluate)
-    assert counted == []
-
-
-def test_slices_of_experts_are_given_the_same_tokens_which_count_once():
-    (counted,) = run_ranks(1, count, train_twice, 1)
-    assert counted == []
-
-
 def train_for_another_optimizer(chunk, tokens):
     """Counts of an optimizer that is built in the middle, and of one before it."""
     train_twice(chunk, tokens)
@@ -102,6 +77,20 @@ def train_for_another_optimizer(chunk, tokens):
     train_twice(chunk, tokens)
 
 
-def test_the_optimizer_that_was_built_last_counts_alone():
-    (counted,) = run_ranks(1, count, train_for_another_optimizer)
-    assert counted == [("layers.3.experts", (6, 7, 8), [6.0, 0.0, 10.0])]
+def count_all():
+    dist.init_process_group("gloo")
+    from moe_optim import use_cpu
+
+    use_cpu()
+    passes = (train_twice, recompute, train_for_another_optimizer, evaluate)
+    return [count(one) for one in passes], count(train_twice, rank=1)
+
+
+def test_passes_that_are_trained_on_count_once():
+    """Recomputed ones do, of which Megatron runs the first without gradients; evaluations and
+    rollouts do not count. The optimizer that was built last counts alone, and the first of the
+    ranks that share slices of experts, which are given the same tokens."""
+    (((trained, recomputed, built_again, evaluated), of_slices),) = run_ranks(1, count_all)
+    assert trained == [("layers.3.experts", (6, 7, 8), [6.0, 0.0, 10.0])]
+    assert recomputed == built_again == trained
+    assert evaluated == of_slices == []

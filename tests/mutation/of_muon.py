@@ -123,7 +123,7 @@ MUTANTS = (
         ("tests/formats/reference/test_muon.py::test_the_update_is_addition_of_torch",),
     ),
     Mutant(  # a weight goes on past the end of a shard, whatever is cut there
-        "buckets/matrix_packing.py",
+        "buckets/matrix_layout.py",
         "return None if crosses_another and shard_numel % weight.matrix_numel else start",
         "return start",
         LAYOUT,

@@ -5,13 +5,14 @@ States lie on the host and are stepped by the fused step: the run is the one wit
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from moe_optim.config import MoEOptimConfig
-from moe_optim.errors import MoEOptimError
+from moe_optim.errors import ConfigError, MoEOptimError
 from tests.optimizer.test_fused_runs import FLAGS, ONLY, RESHARDABLE, fused, states_of
 from tests.optimizer.test_fused_runs import trained as trained_without
 from tests.support import training
@@ -80,6 +81,7 @@ def without_flags(format: str) -> list[Record]:
             [*OVERLAP, "--optimizer-offload-fraction", "0.5"],
             0.5,
             id="mxfp8, half",
+            marks=extended,
         ),
         pytest.param(
             MoEOptimConfig(format="bf16", offload_states=0.25),
@@ -217,9 +219,6 @@ def test_stock_with_the_flag_goes_on_from_here(tmp_path: Path):
     assert rest.losses[3] == whole.losses[3]
 
 
-# What is refused
-
-
 def _refused(flags: list[str], config: MoEOptimConfig) -> str:
     """Return what a rank says that does not get to train."""
     with pytest.raises(MoEOptimError) as error:
@@ -227,51 +226,10 @@ def _refused(flags: list[str], config: MoEOptimConfig) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (replace(BF16, step="stock"), "--optimizer-cpu-offload with step: stock: "),
-        (
-            replace(BF16, layout="stock"),
-            "--optimizer-cpu-offload with layout: stock: Megatron's step requires states on the "
-            "device. Set step: fused; or leave states on the device.",
-        ),
-    ],
-    ids=["step", "layout"],
-)
-def test_a_step_that_is_megatrons_is_refused(config: MoEOptimConfig, message: str):
-    (said,) = run_ranks(1, _refused, [*FLAGS, *OFFLOAD], config)
-    assert message in said
-
-
-def test_a_step_that_has_to_be_megatrons_is_refused_with_what_makes_it_so():
-    """The remedy is not one that would be refused next."""
-    flags = [*FLAGS, *OFFLOAD, "--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp8"]
-    (said,) = run_ranks(1, _refused, flags, BF16)
-    assert "--optimizer-cpu-offload with moments in torch.uint8 and torch.uint8" in said
-    assert said.endswith("Give both fp32 or both bf16; or leave states on the device.")
-
-
-def _build_by_megatrons_function(flags: list[str], config: MoEOptimConfig) -> str:
-    """Train with the factory that a script has taken from Megatron before the installation."""
-    from megatron.core import optimizer
-    from megatron.training import training as megatron_training
-
-    from moe_optim.integration import installation
-
-    stock, install = optimizer.get_megatron_optimizer, installation.install
-
-    def install_all_but_the_function(config: MoEOptimConfig) -> None:
-        install(config)
-        megatron_training.get_megatron_optimizer = stock
-
-    installation.install = install_all_but_the_function
-    return _refused(flags, config)
-
-
-@pytest.mark.parametrize("format", ["bf16", pytest.param("mxfp8", marks=extended)])
-def test_megatrons_own_function_is_refused_with_the_flag(format: str):
+def test_megatrons_own_function_is_refused_with_the_flag():
     """It would have the CPU step weights of our classes, or crash where masters are not Adam's."""
-    config = MoEOptimConfig(format=format)
-    (said,) = run_ranks(1, _build_by_megatrons_function, [*FLAGS, *OFFLOAD], config)
-    assert said.startswith("--optimizer-cpu-offload: expected moe_optim.get_megatron_optimizer")
+    from moe_optim.optimizer.distributed import GroupedDistributedOptimizer
+
+    config = SimpleNamespace(optimizer_cpu_offload=True)
+    with pytest.raises(ConfigError, match="expected moe_optim.get_megatron_optimizer to build"):
+        GroupedDistributedOptimizer(None, config)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from moe_optim.buckets.bucket_group import GroupedBucketGroup
 from moe_optim.config import MoEOptimConfig
 from moe_optim.optimizer import factory
 from moe_optim.rules import Setup
@@ -39,3 +40,11 @@ def test_a_configuration_with_nothing_to_take_out_is_handed_on():
     given = config()
     setup = Setup(config=MoEOptimConfig(step="stock"), optimizer=given)
     assert factory._without_replaced_flags(given, setup) is given
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["experts of ours", "Megatron's alone"])
+def test_a_model_is_adopted_where_all_of_its_buffers_are_megatrons(ours):
+    """Beside quantized experts that are trained alone there are empty ones."""
+    groups = [object(), object.__new__(GroupedBucketGroup) if ours else object()]
+    chunk = SimpleNamespace(bucket_groups=groups, expert_parallel_bucket_groups=[])
+    assert factory._is_adopted([chunk]) is not ours

@@ -1,6 +1,5 @@
 """A fused step is one of Adam on every shard, with one norm over all gradients, to the bit."""
 
-import logging
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -143,24 +142,3 @@ def test_steps_follow_from_gradients(case: Case):
     assert (torch.float32 in dtypes) is (case.prepare is keep_routers_in_fp32_and_couple_decay)
     moments = {s.after["exp_avg"].dtype for run in runs for s in run.steps[0].shards.values()}
     assert moments == {torch.bfloat16 if "--exp-avg-dtype" in case.flags else torch.float32}
-
-
-def _messages_of_experts_alone() -> list[str]:
-    from tests.support.training import pretrain
-
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("moe_optim")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    train_experts_alone()
-    pretrain([*EP2, "--train-iters", "1", "--eval-interval", "1000000"], fused("mxfp8"))
-    return messages
-
-
-def test_a_model_whose_experts_alone_are_trained_is_none_that_was_adopted():
-    """Its other buffers are empty, and those of experts are ours."""
-    first, *_ = run_ranks(2, _messages_of_experts_alone)
-    assert first
-    assert not [said for said in first if "adopted" in said]

@@ -217,8 +217,11 @@ EXCHANGES = [
 ]
 
 
+def _exchange_everything() -> list[int]:
+    return [_exchange_and_step(overlap) for overlap in (False, True)]
+
+
 def _exchange_and_step(overlap: bool) -> int:
-    life_cycle.initialize()
     model = Apart("transformer_engine", 3, overlap=overlap)
     compared = 0
     for exchange in (lambda _: None, *EXCHANGES):
@@ -240,15 +243,13 @@ def _exchange_and_step(overlap: bool) -> int:
     return compared
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["in the step", "behind it"])
-def test_what_was_exchanged_before_a_gather_holds_the_weights_of_the_masters(overlap: bool):
+def test_what_was_exchanged_before_a_gather_holds_the_weights_of_the_masters(found):
     """Before the step, and between it and a gather that is not its own."""
-    gathers = (1 + len(EXCHANGES)) * (1 + overlap)
-    assert run_ranks(1, _exchange_and_step, overlap) == [gathers * 3 * 4]
+    gathers = 1 + len(EXCHANGES)
+    assert found["_exchange_everything"] == [gathers * 3 * 4, 2 * gathers * 3 * 4]
 
 
 def _exchange_and_count_plans(wire: str) -> list[int]:
-    life_cycle.initialize()
     model = Apart("portable", 3, wire=wire)
     (part,) = model.optimizer.chained_optimizers
     plans = []
@@ -260,14 +261,16 @@ def _exchange_and_count_plans(wire: str) -> list[int]:
     return plans
 
 
-@pytest.mark.parametrize("wire", ["quantized", "bf16"])
-def test_a_plan_is_void_once_masters_lie_elsewhere(wire: str):
+def _count_plans_of_each_wire() -> list[list[int]]:
+    return [_exchange_and_count_plans(wire) for wire in ("quantized", "bf16")]
+
+
+def test_a_plan_is_void_once_masters_lie_elsewhere(found):
     """Kernels know addresses; and nothing is planned anew where nothing moved."""
-    assert run_ranks(1, _exchange_and_count_plans, wire) == [[1, 1, 2, 2]]
+    assert found["_count_plans_of_each_wire"] == [[1, 1, 2, 2]] * 2
 
 
 def _replace_data_and_step() -> None:
-    life_cycle.initialize()
     model = Apart("transformer_engine", 3)
     for _ in range(2):
         model.backward()
@@ -281,5 +284,15 @@ def _replace_data_and_step() -> None:
         assert_bytes_equal(master, old)
 
 
-def test_data_that_a_gather_cannot_reach_is_refused_before_a_master_moves():
-    run_ranks(1, _replace_data_and_step)
+def test_data_that_a_gather_cannot_reach_is_refused_before_a_master_moves(found):
+    assert "_replace_data_and_step" in found
+
+
+ACTS = (_exchange_everything, _count_plans_of_each_wire, _replace_data_and_step)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """Return what became of all acts, one after another on one rank."""
+    (of_rank,) = run_ranks(1, life_cycle.in_turn, ACTS)
+    return of_rank

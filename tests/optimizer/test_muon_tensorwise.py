@@ -23,7 +23,6 @@ SHAPES = {
     "decoder.experts.linear_fc2.weight0": (32, 32),
     "output_layer.weight": (48, 32),
 }
-OF_ADAM = {"embedding.word_embeddings.weight", "decoder.norm.weight", "output_layer.weight"}
 IN_BF16 = {"embedding.word_embeddings.weight", "decoder.router.weight", "decoder.norm.weight"}
 """Parameters that are never quantized; the output layer is, which no Megatron recipe does."""
 
@@ -122,8 +121,10 @@ def _weight(param: Any) -> tuple[torch.Tensor, ...]:
     return (param.detach().clone(),)
 
 
-@pytest.mark.parametrize("flags", [{}, {"overlap_param_gather": True, "overlap_grad_reduce": True}])
-@pytest.mark.parametrize("step", ["fused", "stock"])
+@pytest.mark.parametrize(
+    ("step", "flags"),
+    [("fused", {"overlap_param_gather": True, "overlap_grad_reduce": True}), ("stock", {})],
+)
 def test_masters_are_those_of_bf16_weights_and_weights_their_cast(step, flags):
     """Of the same gradients, on 2 ranks, in the bits; every rank has all codes after the gather.
     Fused steps cast weights themselves; quantized weights of Muon and of Adam lie apart."""

@@ -1,12 +1,13 @@
 """Squares are added up over the ranks that share an optimizer, each norm for itself."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from moe_optim.optimizer.step import clip_factors, reduced_over_ranks
+from moe_optim.optimizer.chained import GroupedChainedOptimizer, clip_factors
 from tests.optimizer.test_read_anew import DENSE, LAST
 from tests.support.ranks import run_ranks
 from tests.support.states import life_cycle
@@ -21,14 +22,27 @@ def _reduce() -> dict[str, list[float]]:
     }
     pair = groups[(2,) if rank == 2 else (0, 1)]
 
-    def parts() -> list[torch.Tensor]:
+    def total(*of_parts: Any) -> list[float]:
         one = torch.tensor([rank + 1.0, 10.0], dtype=torch.float64)
-        return [one, 100 * one]
+        parts = [
+            SimpleNamespace(
+                is_stub_optimizer=False,
+                sum_squares=lambda squares=squares: squares,
+                get_grad_stats_parallel_group=lambda group=group: group,
+            )
+            for squares, group in zip([one, 100 * one], 2 * of_parts, strict=False)
+        ]
+        chain: Any = SimpleNamespace(
+            chained_optimizers=parts,
+            grads_states_parallel_group_is_shared=lambda: len(of_parts) == 1,
+            get_grad_stats_parallel_group=lambda: of_parts[0],
+        )
+        return GroupedChainedOptimizer.sum_squares(chain).tolist()
 
     return {
-        "shared by all": reduced_over_ranks(parts(), [groups[0, 1, 2]]).tolist(),
-        "shared by two": reduced_over_ranks(parts(), [pair]).tolist(),
-        "two groups": reduced_over_ranks(parts(), [pair, groups[0, 1, 2]]).tolist(),
+        "shared by all": total(groups[0, 1, 2]),
+        "shared by two": total(pair),
+        "two groups": total(pair, groups[0, 1, 2]),
     }
 
 

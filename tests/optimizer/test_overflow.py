@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from moe_optim.errors import NonFiniteError
 from moe_optim.formats.reference.adam import Hyper, step_into
 from moe_optim.optimizer.adam import MOMENTS
-from moe_optim.optimizer.step import norms_of
+from moe_optim.optimizer.chained import norms_of
 from tests.optimizer.test_nonfinite import _snapshot
 from tests.optimizer.test_read_anew import DENSE, LAST, _after_two_steps, _part_of
 from tests.support.bytes import assert_same_tensors

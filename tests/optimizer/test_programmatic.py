@@ -22,21 +22,15 @@ from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
 FLAGS = ["--train-iters", "6", "--eval-interval", "3", *OVERLAP, "--clip-grad", "1.0"]
 
 
-def _signatures() -> tuple[list[str], list[str]]:
+def test_the_signature_is_megatrons():
+    """Names, order and defaults of all arguments."""
     from megatron.core.optimizer import get_megatron_optimizer as stock
 
-    import moe_optim
-
-    return tuple(  # type: ignore[return-value]
+    expected, ours = (
         [f"{p.name}={p.default}" for p in inspect.signature(function).parameters.values()]
         for function in (stock, moe_optim.get_megatron_optimizer)
     )
-
-
-def test_the_signature_is_megatrons():
-    """Names, order and defaults of all arguments."""
-    ((stock, ours),) = run_ranks(1, _signatures)
-    assert ours == stock
+    assert ours == expected
 
 
 def _stock(flags: list[str]) -> Record:
@@ -61,34 +55,6 @@ def test_a_bf16_model_that_was_wrapped_before_is_adopted_to_the_bit():
         assert_same_run(ours, stock, what="adopted")
 
 
-def _train_with_other(installed: str, format: str) -> str:
-    """Build the other optimizer than that for which buffers are laid out."""
-    from megatron.training import training as megatron_training
-
-    stock = megatron_training.get_megatron_optimizer_config
-
-    def other(args: Any) -> Any:
-        optimizer_config, overrides = stock(args)
-        optimizer_config.optimizer = "adam" if installed == "muon" else "muon"
-        return optimizer_config, overrides
-
-    megatron_training.get_megatron_optimizer_config = other
-    with pytest.raises(StateError) as error:
-        pretrain(["--optimizer", installed], MoEOptimConfig(format=format))  # type: ignore[arg-type]
-    return str(error.value)
-
-
-@pytest.mark.parametrize("format", ["mxfp8", "bf16"])
-@pytest.mark.parametrize(("installed", "given"), [("adam", "muon"), ("muon", "adam")])
-def test_an_optimizer_for_which_buffers_are_not_laid_out_is_refused(installed, given, format):
-    (message,) = run_ranks(1, _train_with_other, installed, format)
-    assert message == (
-        f"OptimizerConfig.optimizer: expected {installed}, which moe_optim is installed for and "
-        f"buffers are laid out for, got {given}. Give {installed} here, or call "
-        f'moe_optim.install(config, optimizer="{given}") before the model is wrapped with DDP.'
-    )
-
-
 def _quantized_in_stock_buffers(flags: list[str]) -> str:
     """Experts of ours under Megatron's DDP: the model was built, but install() came too late."""
     with pytest.raises(StateError) as error:
@@ -101,35 +67,6 @@ def test_quantized_experts_wrapped_before_install_are_refused():
     (message,) = run_ranks(1, _quantized_in_stock_buffers, FLAGS)
     assert "experts.linear_fc2.weight" in message
     assert "call install() first" in message
-
-
-def _train_sharing(flags: list[str], config: MoEOptimConfig) -> Record:
-    """Train with the flag in the optimizer's configuration, as a caller of its own may give it."""
-    from megatron.training import training as megatron_training
-
-    stock = megatron_training.get_megatron_optimizer_config
-
-    def sharing(args: Any) -> Any:
-        optimizer_config, overrides = stock(args)
-        optimizer_config.reuse_grad_buf_for_mxfp8_param_ag = True
-        return optimizer_config, overrides
-
-    megatron_training.get_megatron_optimizer_config = sharing
-    return pretrain(flags, config)
-
-
-@pytest.mark.parametrize(
-    "overlap",
-    [pytest.param([], marks=pytest.mark.extended), OVERLAP],
-    ids=["in the step", "overlapped"],
-)
-def test_bf16_weights_follow_their_masters_whatever_the_optimizer_is_told_of_buffers(overlap):
-    """A run with the flag is the run without: no weight waits for a loop that stages it."""
-    config = MoEOptimConfig(format="bf16")
-    flags = ["--train-iters", "4", "--eval-interval", "2", *overlap]
-    (with_flag,) = run_ranks(1, _train_sharing, flags, config)
-    (without,) = run_ranks(1, pretrain, flags, config)
-    assert_same_run(with_flag, without, what="with the flag")
 
 
 def _refusals(build: Callable[..., Any] = moe_optim.get_megatron_optimizer) -> list[str]:
@@ -147,17 +84,6 @@ def _refusals(build: Callable[..., Any] = moe_optim.get_megatron_optimizer) -> l
     with pytest.raises(ConfigError) as error:
         build(flags, chunks)
     return str(error.value).splitlines()
-
-
-def test_all_that_a_built_model_is_refused_for_is_named_at_once():
-    ((first, *lines),) = run_ranks(1, _refusals)
-    assert first == "moe_optim: expected settings that go together, got:"
-    assert [line.strip().partition(":")[0] for line in lines] == [
-        "--optimizer sgd",
-        "--qk-clip",
-        "--fp16",
-        "--use-nccl-ub with quantized weights",
-    ]
 
 
 def _build_by_an_imported_name() -> list[str]:
@@ -180,11 +106,22 @@ def _build_by_an_imported_name() -> list[str]:
     return said
 
 
-def test_installing_reaches_modules_that_import_the_factory_by_name():
-    """As verl's and Megatron-Bridge's do: what they build is checked and described, too."""
-    (by_name,) = run_ranks(1, _build_by_an_imported_name)
-    (called,) = run_ranks(1, _refusals)
+def _build_both() -> tuple[list[str], list[str]]:
+    return _refusals(), _build_by_an_imported_name()
+
+
+def test_all_that_a_built_model_is_refused_for_is_named_at_once():
+    """Also in modules that import the factory by name, as verl's and Megatron-Bridge's do."""
+    ((called, by_name),) = run_ranks(1, _build_both)
     assert by_name == called
+    first, *lines = called
+    assert first == "moe_optim: expected settings that go together, got:"
+    assert [line.strip().partition(":")[0] for line in lines] == [
+        "--optimizer sgd",
+        "--qk-clip",
+        "--fp16",
+        "--use-nccl-ub with quantized weights",
+    ]
 
 
 def _train_with_megatrons_experts(config: MoEOptimConfig) -> str:
@@ -200,13 +137,9 @@ def _train_with_megatrons_experts(config: MoEOptimConfig) -> str:
     ("config", "outcome"),
     [
         (MoEOptimConfig(format="mxfp8"), r"format: mxfp8 without weights .* or set format: bf16\."),
-        (
-            MoEOptimConfig(format="bf16", compute="nvfp4"),
-            r"compute: nvfp4 without portable .* or set compute: null\.",
-        ),
         (MoEOptimConfig(format="bf16", compute="bf16"), "trained"),
     ],
-    ids=["format", "compute", "bf16"],
+    ids=["format", "bf16"],
 )
 def test_narrow_experts_that_nobody_builds_are_refused(config: MoEOptimConfig, outcome: str):
     """Without portable experts only bf16 trains: whoever asked to store or to multiply in less
@@ -269,7 +202,8 @@ def test_each_group_is_gathered_once_a_step_however_many_optimizers_there_are():
         assert_same_run(ours, stock, what="expert parallel")
 
 
-def _wrap_without_distributed_optimizer() -> str:
+def test_quantized_experts_want_the_distributed_optimizer():
+    """Said when the model is wrapped, which comes before anybody builds an optimizer."""
     from moe_optim.buckets.buffer import GroupedParamAndGradBuffer
 
     weight = GroupedLinear(2, 64, 32, format=MXFP8).weight
@@ -277,12 +211,7 @@ def _wrap_without_distributed_optimizer() -> str:
     names = [(weight, "experts.linear_fc1.weight")]
     with pytest.raises(ConfigError) as error:
         GroupedParamAndGradBuffer(config, torch.bfloat16, torch.float32, names)
-    return str(error.value)
-
-
-def test_quantized_experts_want_the_distributed_optimizer():
-    """Said when the model is wrapped, which comes before anybody builds an optimizer."""
-    (message,) = run_ranks(1, _wrap_without_distributed_optimizer)
+    message = str(error.value)
     assert "expected --use-distributed-optimizer, since experts.linear_fc1.weight is" in message
 
 

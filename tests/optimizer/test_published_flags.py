@@ -63,10 +63,7 @@ def assert_same_end(rest: list[Record], whole: list[Record]) -> None:
     ("config", "overlap"),
     [
         pytest.param(MXFP8, OVERLAP, id="wire quantized, overlap"),
-        pytest.param(SHARING, OVERLAP, id="wire bf16, overlap", marks=extended),
-        pytest.param(MXFP8, [], id="wire quantized", marks=extended),
         pytest.param(SHARING, [], id="wire bf16", marks=extended),
-        pytest.param(MoEOptimConfig(format="bf16"), OVERLAP, id="bf16", marks=extended),
     ],
 )
 def test_sharing_gradient_memory_changes_nothing(config, overlap, saved):
@@ -162,7 +159,6 @@ def test_bf16_weights_train_in_memory_that_nccl_has_registered():
             id="fp8 and fp16, fully reshardable",
             marks=extended,
         ),
-        pytest.param(("fp16", "fp8"), MXFP8, [], id="fp16 and fp8", marks=extended),
         pytest.param(
             ("fp16", "bf16"),
             SHARING,

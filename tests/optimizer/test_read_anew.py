@@ -95,16 +95,15 @@ def _exchange_gradients(cycle: life_cycle.LifeCycle) -> None:
 
 
 def _read_gradients_where_they_are() -> int:
-    life_cycle.initialize()
     ways = (_replace_gradients, _replace_one_gradient_at_its_place, _exchange_gradients)
     for way in ways:
         _assert_twins(way, _write_gradients)
     return len(ways)
 
 
-def test_a_gradient_is_the_tensor_that_main_grad_is_now():
+def test_a_gradient_is_the_tensor_that_main_grad_is_now(found):
     """Whether the attribute was given another tensor, or the tensor other memory."""
-    assert run_ranks(1, _read_gradients_where_they_are) == [3]
+    assert found["_read_gradients_where_they_are"] == 3
 
 
 def _take_away(cycle: life_cycle.LifeCycle) -> None:
@@ -127,7 +126,6 @@ def _move_to_a_group_that_rests(cycle: life_cycle.LifeCycle) -> None:
 
 
 def _move_a_master() -> None:
-    life_cycle.initialize()
     cycle = _after_two_steps()
     before = {number: master.clone() for number, master in _masters(cycle).items()}
     _move_to_a_group_that_rests(cycle)
@@ -141,9 +139,9 @@ def _move_a_master() -> None:
     assert not torch.equal(after[DENSE], before[DENSE])
 
 
-def test_a_master_has_the_rate_of_the_group_that_it_is_in_now():
+def test_a_master_has_the_rate_of_the_group_that_it_is_in_now(found):
     """Also of a group that was appended; all moments, and other masters, are as without."""
-    run_ranks(1, _move_a_master)
+    assert "_move_a_master" in found
 
 
 def _couple(cycle: life_cycle.LifeCycle) -> None:
@@ -181,14 +179,13 @@ def _assert_first_moments(
 
 
 def _switch_the_decay() -> int:
-    life_cycle.initialize()
     decoupled = _assert_first_moments(lambda _: None, lambda *_: 1.0)
     return decoupled + _assert_first_moments(_couple, lambda *_: 1.0, decay=life_cycle.WEIGHT_DECAY)
 
 
-def test_weight_decay_is_coupled_from_the_step_on_that_says_so():
+def test_weight_decay_is_coupled_from_the_step_on_that_says_so(found):
     """Moments hold the decay then, and did not before."""
-    assert run_ranks(1, _switch_the_decay) == [6]
+    assert found["_switch_the_decay"] == 6
 
 
 # Norms
@@ -209,7 +206,6 @@ def _share(cycle: life_cycle.LifeCycle) -> None:
 
 
 def _count_norms_anew() -> None:
-    life_cycle.initialize()
     for change in (_regroup, _share):
         cycle = _after_two_steps()
         want = _norm_without(cycle, DENSE)
@@ -218,9 +214,9 @@ def _count_norms_anew() -> None:
         assert float(cycle.optimizer.step()[1]) == pytest.approx(want, rel=1e-6)
 
 
-def test_a_gradient_counts_where_its_master_says_now():
+def test_a_gradient_counts_where_its_master_says_now(found):
     """In a norm of its own, or in none where a parameter is shared; and never twice."""
-    run_ranks(1, _count_norms_anew)
+    assert "_count_norms_anew" in found
 
 
 def _clip(limit: float) -> Change:
@@ -232,7 +228,6 @@ def _clip(limit: float) -> Change:
 
 
 def _read_configuration_anew() -> None:
-    life_cycle.initialize()
 
     def main_norm(norms: list[float]) -> float:
         return math.hypot(norms[0], norms[DENSE])
@@ -261,9 +256,9 @@ def _read_configuration_anew() -> None:
     assert _third_step(zeros)[1][2] == there + 7
 
 
-def test_clipping_thresholds_and_counts_are_those_of_the_configuration_now():
+def test_clipping_thresholds_and_counts_are_those_of_the_configuration_now(found):
     """Of every optimizer of the chain its own."""
-    run_ranks(1, _read_configuration_anew)
+    assert "_read_configuration_anew" in found
 
 
 # Masters
@@ -286,13 +281,12 @@ def _replace_masters(cycle: life_cycle.LifeCycle) -> None:
 
 
 def _step_other_masters() -> None:
-    life_cycle.initialize()
     replaced, kept = _third_step(_replace_masters), _third_step(lambda _: None)
     assert_same_tensors(replaced[0], kept[0], what="other masters")
 
 
-def test_masters_are_the_tensors_that_megatron_holds_now():
-    run_ranks(1, _step_other_masters)
+def test_masters_are_the_tensors_that_megatron_holds_now(found):
+    assert "_step_other_masters" in found
 
 
 # What is refused
@@ -370,7 +364,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
 
 
 def _refuse_all() -> dict[str, str]:
-    life_cycle.initialize()
     found = {}
     stock = GroupStepAdam.step
     for name, (change, _) in REFUSED.items():
@@ -387,13 +380,21 @@ def _refuse_all() -> dict[str, str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def refusals() -> dict[str, str]:
-    (found,) = run_ranks(1, _refuse_all)
-    return found
-
-
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_fused_step_cannot_read_is_refused_before_a_master_moves(refusals, name):
-    assert re.search(REFUSED[name][1], refusals[name]), refusals[name]
-    assert refusals[name].startswith("optimizer step: ")
+def test_what_a_fused_step_cannot_read_is_refused_before_a_master_moves(found, name):
+    said = found["_refuse_all"][name]
+    assert re.search(REFUSED[name][1], said), said
+    assert said.startswith("optimizer step: ")
+
+
+ACTS = (
+    *(_read_gradients_where_they_are, _move_a_master, _switch_the_decay, _count_norms_anew),
+    *(_read_configuration_anew, _step_other_masters, _refuse_all),
+)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """Return what became of all acts, one after another on one rank."""
+    (of_rank,) = run_ranks(1, life_cycle.in_turn, ACTS)
+    return of_rank

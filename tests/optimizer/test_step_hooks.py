@@ -8,7 +8,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from moe_optim.errors import StateError
-from moe_optim.optimizer.graphed import GraphedStep
+from moe_optim.optimizer.chained import GraphedStep
 from tests.optimizer.test_nonfinite import _snapshot
 from tests.optimizer.test_read_anew import (
     DENSE,
@@ -60,14 +60,13 @@ def _note_calls(step: str) -> list[tuple[str, int, int, int]]:
 
 
 def _note_both() -> list[list[tuple[str, int, int, int]]]:
-    life_cycle.initialize()
     return [_note_calls(step) for step in ("stock", "fused")]
 
 
-def test_hooks_are_called_in_torchs_order_with_its_arguments():
+def test_hooks_are_called_in_torchs_order_with_its_arguments(found):
     """Those of all optimizers, too; before the step counts, and after it. None of a step that is
     skipped."""
-    ((stock, fused),) = run_ranks(1, _note_both)
+    stock, fused = found["_note_both"]
     assert len(stock) == 8
     assert fused == stock
 
@@ -94,7 +93,6 @@ def _clips(cycle: CYCLE) -> None:
 
 
 def _change_gradients_in_hooks() -> None:
-    life_cycle.initialize()
     hooked, by_hand = _third_step(_hook_halves), _third_step(_halves)
     assert_same_tensors(hooked[0], by_hand[0], what="halved")
     assert float(hooked[1][1]) == 2 * float(by_hand[1][1])  # of before the hook, as Megatron's
@@ -121,9 +119,9 @@ def _change_gradients_in_hooks() -> None:
     assert_same_tensors(_snapshot([cycle.ddp], cycle.optimizer), clipped, what="only looked at")
 
 
-def test_pre_hooks_see_clipped_gradients_and_what_they_change_is_stepped():
+def test_pre_hooks_see_clipped_gradients_and_what_they_change_is_stepped(found):
     """Looking at them changes no bit, and no master keeps one."""
-    run_ranks(1, _change_gradients_in_hooks)
+    assert "_change_gradients_in_hooks" in found
 
 
 def _shrink(inner: Any, *_: Any) -> None:
@@ -133,7 +131,6 @@ def _shrink(inner: Any, *_: Any) -> None:
 
 
 def _remove_hooks_in_hooks() -> int:
-    life_cycle.initialize()
     cycle = _after_two_steps()
     handles: list[Any] = []
 
@@ -166,13 +163,16 @@ def _remove_hooks_in_hooks() -> int:
     return assert_weights_come_from_masters([cycle.ddp], cycle.optimizer)
 
 
-def test_hooks_may_remove_themselves():
+def test_hooks_may_remove_themselves(found):
     """What they have done before counts, for the optimizers whose turn is later, too."""
-    assert run_ranks(1, _remove_hooks_in_hooks) == [2]
+    assert found["_remove_hooks_in_hooks"] == 2
+
+
+def _write_masters_in_hooks_and_gather() -> list[int]:
+    return [_write_masters_in_hooks(overlap) for overlap in (False, True)]
 
 
 def _write_masters_in_hooks(overlap: bool) -> int:
-    life_cycle.initialize()
     cycle = life_cycle.LifeCycle(step="fused", overlap=overlap)
     for seed in (1, 2):
         _backward(cycle, seed)
@@ -193,15 +193,13 @@ def _write_masters_in_hooks(overlap: bool) -> int:
     return assert_weights_come_from_masters([cycle.ddp], cycle.optimizer)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["in the step", "behind it"])
-def test_weights_are_those_of_masters_that_a_post_hook_wrote(overlap: bool):
-    """By ``data``, of which no version counter tells."""
-    assert run_ranks(1, _write_masters_in_hooks, overlap) == [2]
+def test_weights_are_those_of_masters_that_a_post_hook_wrote(found):
+    """By ``data``, of which no version counter tells; gathered in the step and behind it."""
+    assert found["_write_masters_in_hooks_and_gather"] == [2, 2]
 
 
 def _keep_states_away() -> None:
     """Moments are elsewhere but for steps: a pre-hook brings them, a post-hook takes them away."""
-    life_cycle.initialize()
     twin = _after_two_steps()
     twin.optimizer.step()
     cycle = _after_two_steps()
@@ -228,12 +226,11 @@ def _keep_states_away() -> None:
     assert_same_tensors(found, want, what="states that hooks bring")
 
 
-def test_pre_hooks_come_before_anything_is_planned():
-    run_ranks(1, _keep_states_away)
+def test_pre_hooks_come_before_anything_is_planned(found):
+    assert "_keep_states_away" in found
 
 
 def _schedule() -> list[bool]:
-    life_cycle.initialize()
     cycle = _after_two_steps()
     inners = [part.optimizer for part in cycle.optimizer.chained_optimizers]
     schedulers = [torch.optim.lr_scheduler.ConstantLR(inner, 1.0) for inner in inners]
@@ -246,13 +243,12 @@ def _schedule() -> list[bool]:
     return [inner._opt_called for inner in inners]
 
 
-def test_torchs_schedulers_are_told_of_steps():
+def test_torchs_schedulers_are_told_of_steps(found):
     """They put a function over ``step`` that notes the call."""
-    assert run_ranks(1, _schedule) == [[True, True]]
+    assert found["_schedule"] == [True, True]
 
 
 def _graph_with_hooks() -> int:
-    life_cycle.initialize()
     cycle = _after_two_steps()
     cycle.optimizer.step = graphed = GraphedStep(cycle.optimizer)
     inner, calls = _part_of(cycle, 0).optimizer, list[int]()
@@ -269,6 +265,19 @@ def _graph_with_hooks() -> int:
     return len(calls)
 
 
-def test_a_step_that_is_captured_calls_post_hooks_and_refuses_pre_hooks():
+def test_a_step_that_is_captured_calls_post_hooks_and_refuses_pre_hooks(found):
     """Gradients are clipped inside of the graph, where no hook can see them."""
-    assert run_ranks(1, _graph_with_hooks) == [1]
+    assert found["_graph_with_hooks"] == 1
+
+
+ACTS = (
+    *(_note_both, _change_gradients_in_hooks, _remove_hooks_in_hooks, _keep_states_away),
+    *(_write_masters_in_hooks_and_gather, _schedule, _graph_with_hooks),
+)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """Return what became of all acts, one after another on one rank."""
+    (of_rank,) = run_ranks(1, life_cycle.in_turn, ACTS)
+    return of_rank

@@ -25,7 +25,7 @@ for name in (
     "moe_optim.optimizer.distributed",
     "moe_optim.buckets.matrix_layout",
     "moe_optim.optimizer.factory",
-    "moe_optim.optimizer.muon_factory",
+    "moe_optim.optimizer.muon_distributed",
     "moe_optim.commands.train.pretrain",
 ):
     importlib.import_module(name)

@@ -36,12 +36,13 @@ class Owner:
 
     def __init__(self, masters: Sequence[OwnedMaster]) -> None:
         self._masters, self._generation = list(masters), 1
+        self.book = self
 
     def masters_of(self, _: ManagedBucket) -> list[OwnedMaster]:
         """Return all of them."""
         return list(self._masters)
 
-    def find_generation(self, bucket: ManagedBucket) -> int:
+    def check_bucket(self, bucket: ManagedBucket) -> int:
         """Return another number where something has moved."""
         self._generation += bucket.has_moved
         return self._generation

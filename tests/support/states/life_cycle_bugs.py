@@ -5,7 +5,8 @@ they did themselves; pull requests and sequences are those of Megatron-LM.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,7 +156,7 @@ def staged_masters_are_wiped() -> None:
 
     def record(self: GroupedDistributedOptimizer, event: Event) -> None:
         stock(self, event)
-        for bucket in self._buckets if event is Event.SETTLE else ():
+        for bucket in self.managed_buckets if event is Event.SETTLE else ():
             _stage(bucket.gather, self.masters_of(bucket))
 
     GroupedDistributedOptimizer._record = record
@@ -347,7 +348,7 @@ def failed_steps_have_encoded() -> None:
         try:
             stock(self, clips)
         except BaseException:
-            for bucket in self._buckets:
+            for bucket in self.managed_buckets:
                 bucket.state.weights = Weights.ENCODED
                 bucket._master_writes = bucket._planned_writes
             raise
@@ -370,6 +371,35 @@ def momentum_is_not_kept() -> None:
         stock(self, clips)
 
     MuonDistributedOptimizer.launch = launch
+
+
+_CHANGED = (
+    *(GroupedBucketGroup, ManagedBucket, BucketState, Bf16Gather, QuantizedGather, StepTable),
+    *(GroupedChainedOptimizer, GroupedDistributedOptimizer, MuonDistributedOptimizer),
+    *(GroupedWeight, WeightStorage),
+)
+"""Classes that bugs are put back into."""
+
+
+@contextmanager
+def put_back(bug: "Bug") -> Iterator[None]:
+    """Have a bug in a block."""
+    held: list[tuple[Any, dict[str, Any]]] = [
+        (changed, dict(vars(changed))) for changed in (*_CHANGED, address_book)
+    ]
+    tables = [(table, dict(table)) for table in (OWN_MEMORY, SHARED_MEMORY)]
+    try:
+        bug.put_back()
+        yield
+    finally:
+        for changed, names in held:
+            for name in vars(changed).keys() - names.keys():
+                delattr(changed, name)
+            for name, value in names.items():
+                if vars(changed)[name] is not value:
+                    setattr(changed, name, value)
+        for table, rows in tables:
+            table.update(rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
