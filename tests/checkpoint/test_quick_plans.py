@@ -82,10 +82,7 @@ def test_chunks_that_share_their_longest_axis_are_not_all_compared():
         for expert in range(128)
     ]
     stored = tensor_of((48, 128, 8, 1024), chunks)
-    stocks = (
-        default_planner._validate_global_plan,
-        planner_helpers.create_read_items_for_chunk_list,
-    )
+    stock = planner_helpers.create_read_items_for_chunk_list
     compare = planner_helpers._check_shard_metadata_pair_overlap
     with (
         mock.patch.object(
