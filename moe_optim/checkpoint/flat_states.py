@@ -299,12 +299,9 @@ def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> dict
     """Return requests for this rank's states, at their places in the checkpoint.
 
     ``optimizer`` has allocated states, with any values. ``source`` is the checkpoint's manifest,
-    ``key`` its key with Megatron's prefix. LayoutError if the checkpoint has other parameters or
-    experts.
-
-    Returns:
-        ``ranges``: one dict per range of :func:`owned_ranges`: state name -> tensors to load, of
-            consecutive elements; and the bucket sizes, which strict loads expect.
+    ``key`` its key with Megatron's prefix. LayoutError if it has other parameters or experts.
+    ``ranges`` of the result has a dict per range of :func:`owned_ranges`: state name -> tensors to
+    load, of consecutive elements. Bucket sizes are there because strict loads expect them.
     """
     layouts = LayoutMap(source, manifest_of(optimizer), key)
     places = places_of(optimizer)
@@ -368,15 +365,9 @@ def rearranged_states(
 ) -> dict[Any, Any]:
     """Return legacy states with experts in the order that ``optimizer`` expects.
 
-    Args:
-        states: result of ``get_parameter_state_dp_zero``: buffer -> dtype -> name -> [elements],
-            buckets concatenated without padding. Not modified.
-        source: manifest saved with the states, or derived for them.
-        optimizer: optimizer that loads the states.
-        where: source in error messages.
-
-    Raises:
-        LayoutError: states have other parameters or experts, or are truncated.
+    ``states`` are a result of ``get_parameter_state_dp_zero``: buffer -> dtype -> name ->
+    [elements], buckets concatenated without padding; not modified. ``source`` is their manifest.
+    LayoutError if they have other parameters or experts, or are truncated.
     """
     source, target = source.joined(), manifest_of(optimizer).joined()
     LayoutMap(source, target, where)  # refuses other parameters

@@ -27,6 +27,7 @@ from moe_optim.checkpoint.sealing import (
     record_data,
 )
 from moe_optim.checkpoint.staging import MadeTensor, synchronously
+from moe_optim.checkpoint.state_kinds import BY_NAME, SHARDING_TYPE
 from moe_optim.checkpoint.state_manifest import states_with_manifests
 from moe_optim.integration.agreement import agree, gather_objects
 from moe_optim.integration.engine import original
@@ -183,8 +184,8 @@ def generate_state_dict(  # noqa: PLR0913  # Megatron's
     synchronize_amax(model)
     options = optim_sd_kwargs or {}
     is_saved = optimizer is not None and not args.no_save_optim and not options.get("is_loading")
-    sharding = (options.get("metadata") or {}).get("distrib_optim_sharding_type")
-    if is_saved and sharding == "fully_reshardable" and _differ_in_frozen(model):
+    sharding = (options.get("metadata") or {}).get(SHARDING_TYPE)
+    if is_saved and sharding == BY_NAME and _differ_in_frozen(model):
         # A tensor across all layers would lack the states of frozen ones. Megatron passes this dict
         # to model and optimizer, and saves it for loading.
         options["metadata"]["non_homogeneous_layers"] = True
