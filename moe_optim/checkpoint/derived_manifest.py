@@ -210,7 +210,6 @@ def _lay_out(order: Chunks, stored: Sequence[StoredBuffer]) -> tuple[BufferPlace
 def _lay_out_whole(
     order: Chunks, stored: Sequence[StoredBuffer], bucket_size: int | None
 ) -> tuple[BufferPlaces, ...] | None:
-    """Return places in buffers stored as one bucket, None if they do not fit."""
     groups = _by_buffer(order, is_quantized=any(buffer.is_quantized for buffer in stored))
     if len(groups) != len(stored):
         return None

@@ -50,7 +50,6 @@ def entries_of(optimizer: Any, model_sharded_state_dict: Any) -> dict[torch.nn.P
 
 
 def _named_leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf of nested dicts and lists with its own key."""
     if isinstance(state, dict):
         for key, value in state.items():
             yield from _named_leaves(value, str(key))

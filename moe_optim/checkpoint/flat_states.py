@@ -162,7 +162,6 @@ def _object(optimizer: Any, key: str, content: Any) -> ShardedObject:
 
 
 def _elements(optimizer: Any, key: str, tensor: Tensor, start: int, numel: int) -> ShardedTensor:
-    """Return an entry for the elements from ``start`` of a bucket of ``numel`` elements."""
     return ShardedTensor(
         key,
         tensor,

@@ -214,8 +214,6 @@ def _what_to_load(checkpoint: Path) -> str:
 
 
 class _Check:
-    """One check of a checkpoint; reads its metadata once."""
-
     def __init__(self, checkpoint: Path, *, is_finished: bool = True) -> None:
         self.checkpoint, self._is_finished = checkpoint, is_finished
         self.checksums = Checksums()

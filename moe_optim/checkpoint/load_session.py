@@ -81,7 +81,6 @@ class VettedReader(TorchDistReader):
 
     @cached_property
     def _places(self) -> dict[str, dict[int, int]]:
-        """Number of every archive in its file, by file and start."""
         starts: dict[str, list[int]] = defaultdict(list)
         for place in self.metadata.storage_data.values():
             starts[place.relative_path].append(place.offset)

@@ -197,7 +197,6 @@ def _fit_optional(state: Any, stored: TorchDistReader) -> None:
 def _resolve(
     sharded_state_dict: Any, requesting: list[dict[Any, Any]], stored: TorchDistReader
 ) -> None:
-    """Replace manifest requests by requests for the states in the checkpoint."""
     checkpoint = str(stored.path)
     _fit_optional(sharded_state_dict, stored)
     manifests = [key for key in stored.objects if f".{MANIFEST}." in key]
@@ -255,7 +254,6 @@ def _request_by_name(
 
 
 def _find_key(manifests: list[str], request: ManifestRequest, checkpoint: str) -> str | None:
-    """Return the key of a data-parallel group's manifest, None if the checkpoint has none."""
     group = request.group
     of_group = [key for key in manifests if key.startswith(f"{group}.{MANIFEST}.")]
     exact = [key for key in of_group if key.startswith(f"{request.key}/")]

@@ -90,7 +90,6 @@ def _regroup_experts(state: dict[str, Any], chunk: torch.nn.Module) -> None:
 
 
 def _keys_by_parameter(state: Mapping[str, Any]) -> dict[str, _Keys]:
-    """Return every possible expert key by parameter name, without wrappers and index."""
     found: dict[str, _Keys] = {}
     for key in state:
         path, dot, last = unwrapped_name(key).rpartition(".")

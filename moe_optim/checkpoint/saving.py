@@ -152,7 +152,6 @@ def _save_files(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _folder_of_ranks(given: dict[str, Any]) -> Path | None:
-    """Return the folder of the per-rank files; None for other formats."""
     from megatron.training import get_args
     from megatron.training.checkpointing import get_checkpoint_name
 

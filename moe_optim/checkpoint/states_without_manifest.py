@@ -261,7 +261,6 @@ def _belong_together(
 
 
 def _parameters_of(optimizer: Any) -> list[list[Parameter]]:
-    """Return an optimizer's parameters by model chunk, in registration order."""
     names = manifest_names(optimizer.model_chunks)
     held = {param: buffer for buffer in optimizer.buffers for param in buffer.param_index_map}
     return [

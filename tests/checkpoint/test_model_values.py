@@ -12,7 +12,7 @@ from moe_optim.experts.loading import expert_values_for, expert_values_for_chunk
 from moe_optim.formats import MXFP8
 from tests.support.bytes import assert_bytes_equal
 from tests.support.modules.expert_modules import FFN, HIDDEN, LOCAL, Experts, assert_same
-from tests.support.modules.expert_states import ALL_LAYOUTS, make_experts, make_state
+from tests.support.modules.expert_states import make_experts, make_state
 
 LAYERS = "decoder.layers.0.mlp."
 
@@ -28,28 +28,6 @@ def nest(path: str, module: torch.nn.Module) -> torch.nn.Module:
 
 def state_of(layout="indexed", *, count=LOCAL, prefix=LAYERS + "experts.", first=0):
     return make_state(make_experts(count, FFN, HIDDEN, first=first), layout, prefix=prefix)
-
-
-# Another number of experts
-
-
-@pytest.mark.parametrize("source", ALL_LAYOUTS)
-@pytest.mark.parametrize("target", ["grouped", "indexed"])
-def test_every_rank_gets_its_own_experts(source, target):
-    experts = make_experts(2 * LOCAL, FFN, HIDDEN)
-    state = make_state(experts, source, prefix=LAYERS + "experts.")
-    for rank in range(2):
-        chunk = nest(LAYERS + "experts", Experts(target, ep=(rank, 2)))
-        mine = experts.take(slice(rank * LOCAL, rank * LOCAL + LOCAL))
-        want = make_state(mine, target, prefix=LAYERS + "experts.")
-        assert_same(expert_values_for(chunk, state), want)
-        assert {name for name, _ in chunk.named_parameters()} == want.keys()
-
-
-def test_experts_of_no_rank_are_refused():
-    chunk = nest(LAYERS + "experts", Experts("indexed", ep=(0, 2)))
-    with pytest.raises(LayoutError, match=r"mlp.experts.: expected 2 or 4 experts, .* got 3 of"):
-        expert_values_for(chunk, state_of("grouped", count=3))
 
 
 # Names

@@ -159,7 +159,6 @@ class Archive:
         return values.contiguous() if into is None or tensor.is_plain else into.copy_(values)
 
     def _describe(self, dtype: str, shape: Shape) -> StoredTensor:
-        """Return the description of the only tensor, which has this dtype and shape."""
         value = self.load()
         try:
             tensor = _described(value)
