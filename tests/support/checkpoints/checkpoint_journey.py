@@ -5,6 +5,8 @@ model: layer, linear, global expert, row and column. So whoever saved it and who
 element out of place is seen.
 """
 
+import gc
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from moe_optim.checkpoint.state_manifest import MANIFEST
@@ -39,7 +42,27 @@ def run_once(folder: Path, jobs: Mapping[int, Mapping[str, Callable[..., Any]]])
 
 
 def _run_all(folder: Path, ranks: int, jobs: dict[str, Callable[..., Any]]) -> dict[str, Any]:
-    return {name: job(folder=folder / f"{ranks} {name}") for name, job in jobs.items()}
+    """Run jobs, each with process groups of its own: those of gloo have threads that wake often."""
+    found = {}
+    for name, job in jobs.items():
+        _start(name)
+        found[name] = job(folder=folder / f"{ranks} {name}")
+        parallel_state.destroy_model_parallel()
+        gc.collect()
+        torch.distributed.destroy_process_group()
+    return found
+
+
+def _start(name: str = "") -> None:
+    """Start the CPU runtime and a world of gloo, with keys of its own in the ranks' store."""
+    from moe_optim.integration import cpu_runtime
+
+    cpu_runtime.install()
+    rank, ranks, port = (int(os.environ[one]) for one in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    store = torch.distributed.TCPStore(os.environ["MASTER_ADDR"], port, ranks, is_master=False)
+    store = torch.distributed.PrefixStore(name, store)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    torch.compiler.set_stance("force_eager")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,22 +140,15 @@ class Journey:
 
     def __init__(self, station: Station) -> None:
         from megatron.core import optimizer as core_optimizer
-        from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig
 
         import moe_optim
         from tests.support.training import install_experts
 
-        _start_once()
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=station.tp,
-            pipeline_model_parallel_size=station.pp,
-            context_parallel_size=station.cp,
-            expert_model_parallel_size=station.ep,
-            expert_tensor_parallel_size=station.etp,
-        )
+        if not torch.distributed.is_initialized():
+            _start()
+        _initialize_parallel(station.tp, station.pp, station.cp, station.ep, station.etp)
         self.station = station
         layout = "indexed" if station.experts == "indexed" else "grouped"
         self.knobs = MoEOptimConfig(
@@ -367,13 +383,23 @@ def _pretend_resiliency() -> None:
     tensor_aware_state_dict.HAVE_NVRX = True
 
 
-def _start_once() -> None:
-    from moe_optim.integration import cpu_runtime
+def _initialize_parallel(tp: int, pp: int, cp: int, ep: int, etp: int) -> None:
+    """Make Megatron's process groups; those of the same sizes are used again."""
+    if parallel_state.is_initialized() and _sizes == [tp, pp, cp, ep, etp]:
+        return
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    _sizes[:] = [tp, pp, cp, ep, etp]
 
-    if not torch.distributed.is_initialized():
-        cpu_runtime.install()
-        torch.distributed.init_process_group("gloo")
-        torch.compiler.set_stance("force_eager")
+
+_sizes: list[int] = []
+"""Parallel sizes of the groups that there are."""
 
 
 def _seeded_groups() -> Any:
