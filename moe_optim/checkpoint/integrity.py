@@ -329,9 +329,9 @@ class _Check:
             corrupt = self._corrupt_archives(name, blobs) or [CorruptFile(name, _OTHER_BYTES)]
         else:
             corrupt = []
-        tables = self.checksums.tables.get(name)
-        if owns_file and not corrupt and tables not in (None, self._digest_tables(name)):
-            corrupt = [CorruptFile(name, OTHER_FILE)]
+        if owns_file and not corrupt and name in self.checksums.tables:
+            if self.checksums.tables[name] != self._digest_tables(name):
+                corrupt = [CorruptFile(name, OTHER_FILE)]
         return corrupt
 
     def _corrupt_archives(self, name: str, blobs: Iterable[Blob]) -> list[CorruptFile]:
