@@ -329,10 +329,10 @@ class _Check:
             corrupt = self._corrupt_archives(name, blobs) or [CorruptFile(name, _OTHER_BYTES)]
         else:
             corrupt = []
-        if owns_file and not corrupt and name in self.checksums.tables:
-            if self.checksums.tables[name] != self._digest_tables(name):
-                corrupt = [CorruptFile(name, OTHER_FILE)]
-        return corrupt
+        tables = self.checksums.tables.get(name)
+        if not owns_file or corrupt or tables is None or tables == self._digest_tables(name):
+            return corrupt
+        return [CorruptFile(name, OTHER_FILE)]
 
     def _corrupt_archives(self, name: str, blobs: Iterable[Blob]) -> list[CorruptFile]:
         digests, corrupt = self.checksums.archives.get(name, ""), []
