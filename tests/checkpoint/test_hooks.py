@@ -175,7 +175,7 @@ def _reload(folder: Path) -> dict[str, str]:
                 want = (journey.local_part(param) / 2**10).bfloat16().float().view(-1)
                 got = states["param"].view(-1)
                 assert torch.equal(got, want[start : start + got.numel()]), str(param.shape)
-    journey = Journey(GROUPED)
+    journey = Journey(GROUPED).fill()
     parameters = journey.model.named_parameters()
     whole = {name: journey.local_part(param).bfloat16() for name, param in parameters}
     dense = "decoder.layers.0.dense.weight"
