@@ -1,9 +1,13 @@
 """What Megatron's loads read through: checksums are compared while bytes are read, and only once.
 
-Replaces torch's reader of torch_dist files while a checkpoint is open in this package.
+Replaces torch's reader of torch_dist files while a checkpoint is open in this package. Megatron
+unpickles objects without restrictions, so those that would run code are refused.
 """
 
+import dataclasses
+import enum
 import io
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,10 +24,12 @@ from torch.futures import Future
 
 from moe_optim.checkpoint.files.archives import Archive
 from moe_optim.checkpoint.files.metadata import Blob
+from moe_optim.checkpoint.files.pickles import MEGATRONS_PACKAGES, Named, foreign_name
 from moe_optim.checkpoint.load_session import VettedReader
-from moe_optim.checkpoint.plain_objects import plain_bytes
+from moe_optim.errors import LayoutError
 from moe_optim.integration.agreement import agree
 from moe_optim.integration.engine import original
+from moe_optim.integration.installation import config_or_bf16
 
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"
 
@@ -50,6 +56,15 @@ def together(act: Callable[[], Any]) -> Any:
     return act() if _open is None else agree(act, _open[1])
 
 
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """Raise the first error that torch has collected of all ranks instead of torch's around it."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
+
+
 def get_filesystem_reader(
     checkpoint_dir: str | Path, cache_metadata: bool = False, async_strategy: str = "mcore"
 ) -> Any:
@@ -69,22 +84,13 @@ def load_tensors(
     """
     stock = original(f"{_STRATEGIES}:TorchDistLoadShardedStrategy.load")
 
+    @own_errors()
     def act() -> Any:
-        with own_errors():
-            return stock(self, sharded_state_dict, checkpoint_dir, async_strategy)
+        return stock(self, sharded_state_dict, checkpoint_dir, async_strategy)
 
     if _open is None:
         return stock(self, sharded_state_dict, checkpoint_dir, async_strategy)
     return together(act)
-
-
-@contextmanager
-def own_errors() -> Iterator[None]:
-    """Raise the first error that torch has collected of all ranks instead of torch's around it."""
-    try:
-        yield
-    except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from None
 
 
 class CheckedReader(FileSystemReader):
@@ -115,7 +121,7 @@ class CheckedReader(FileSystemReader):
 
     def _read(self, blob: Blob, items: list[ReadItem], planner: LoadPlanner) -> None:
         if items[0].type == LoadItemType.BYTE_IO:
-            content = plain_bytes(self._stored, blob)
+            content = _plain_bytes(self._stored, blob)
             for item in items:
                 planner.load_bytes(item, io.BytesIO(content))
             return
@@ -135,10 +141,8 @@ def _read_into(
     values = archive.read_tensor(blob.dtype, blob.shape)
     for item, target in zip(items, targets, strict=True):
         part = values
-        for axis, (start, length) in enumerate(
-            zip(item.storage_offsets, item.lengths, strict=True)
-        ):
-            part = part.narrow(axis, start, length)
+        for axis, start in enumerate(item.storage_offsets):
+            part = part.narrow(axis, start, item.lengths[axis])
         target.copy_(part)
 
 
@@ -151,3 +155,36 @@ def _takes_all(blob: Blob, item: ReadItem, target: torch.Tensor) -> bool:
         and str(target.dtype) == blob.dtype
         and tuple(item.lengths) == blob.shape == tuple(target.shape)
     )
+
+
+def _plain_bytes(stored: VettedReader, blob: Blob) -> bytes:
+    """Return an object as it is stored, once its checksums fit.
+
+    LayoutError if its unpickling would run code, unless ``trust_checkpoint_code`` allows that.
+    """
+    content = stored.read_bytes(blob)
+    if config_or_bf16().trust_checkpoint_code:
+        return content
+    why = foreign_name(Archive(io.BytesIO(content)).pickled(), _is_passive)
+    if why is not None:
+        raise LayoutError(
+            f"{stored.path / blob.file}: {blob.key}: expected plain data, got an object that "
+            f"Megatron would run code for while it loads: {why}. If you trust its author (types of "
+            "your own among its arguments are such code, too), set "
+            "moe_optim.trust_checkpoint_code=true; else load another checkpoint."
+        )
+    return content
+
+
+def _is_passive(named: Named) -> bool:
+    """Return whether a name is an enumeration or dataclass of Megatron's packages.
+
+    Considers loaded modules only: a checkpoint cannot cause an import.
+    """
+    found = getattr(sys.modules.get(named.module), named.name, None)
+    if not isinstance(found, type):
+        return False
+    # check the class's own module, too: modules may re-export foreign classes
+    packages = {module.partition(".")[0] for module in (named.module, found.__module__)}
+    is_value = issubclass(found, enum.Enum) or dataclasses.is_dataclass(found)
+    return is_value and packages <= MEGATRONS_PACKAGES

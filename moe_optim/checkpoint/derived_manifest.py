@@ -152,18 +152,19 @@ def _rearranged(
     layers: dict[str, dict[_ExpertTensor, Parameter]] = {}
     for parameter in chunk:
         pieces = ParameterPlace(name=parameter.name, shape=parameter.shape, start=0).pieces()
-        prefix, experts, tail = pieces[0].address.parameter.rpartition("experts.")
-        if pieces[0].address.expert is None:
+        name_of_all, expert = pieces[0][0].parameter, pieces[0][0].expert
+        if expert is None:
             arranged.append(parameter)
             continue
+        prefix, experts, tail = name_of_all.rpartition("experts.")
         if prefix + experts not in layers:
             layers[prefix + experts] = {}
             arranged.append(prefix + experts)
         linear, kind = tail.split(".")
-        holds_all = parameter.name == pieces[0].address.parameter
+        holds_all = parameter.name == name_of_all
         one = replace(parameter, shape=parameter.shape[1:]) if holds_all else parameter
-        for piece in pieces:
-            layers[prefix + experts][linear, kind, piece.address.expert or 0] = one
+        for address, _ in pieces:
+            layers[prefix + experts][linear, kind, address.expert or 0] = one
     order: list[Parameter] = []
     for of_layer in arranged:
         if isinstance(of_layer, Parameter):
@@ -209,7 +210,6 @@ def _lay_out(order: Chunks, stored: Sequence[StoredBuffer]) -> tuple[BufferPlace
 def _lay_out_whole(
     order: Chunks, stored: Sequence[StoredBuffer], bucket_size: int | None
 ) -> tuple[BufferPlaces, ...] | None:
-    """Return places in buffers stored as one bucket, None if they do not fit."""
     groups = _by_buffer(order, is_quantized=any(buffer.is_quantized for buffer in stored))
     if len(groups) != len(stored):
         return None
@@ -220,15 +220,7 @@ def _lay_out_whole(
     buffers = _lay_out(order, cut)
     if buffers is None or [one.numel for one in cut] != [one.numel for one in stored]:
         return None
-    return tuple(map(_joined, buffers))
-
-
-def _joined(buffer: BufferPlaces) -> BufferPlaces:
-    places, start = [], 0
-    for bucket in buffer.buckets:
-        places += [replace(place, start=start + place.start) for place in bucket.parameters]
-        start += bucket.numel
-    return replace(buffer, buckets=(BucketPlaces(numel=start, parameters=tuple(places)),))
+    return tuple(buffer.joined() for buffer in buffers)
 
 
 def _fill(

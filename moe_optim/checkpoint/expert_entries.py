@@ -13,44 +13,33 @@ from torch import Tensor
 from moe_optim.weights.names import parameter_names, unwrapped_name
 
 
-def with_members(optimizer: Any, model_sharded_state_dict: Any) -> Any:
-    """Return a model's sharded state with an entry for every parameter.
+def entries_of(optimizer: Any, model_sharded_state_dict: Any) -> dict[torch.nn.Parameter, Any]:
+    """Return the entry of each parameter that ``optimizer`` holds and the model's state has.
 
     Transformer Engine saves a single grouped weight as one entry per expert (views), in which
-    Megatron does not find the parameter itself. This adds a factory for the parameter, which builds
-    the entries of its experts on save and load.
+    Megatron does not find the parameter itself. Its entry is a factory, which builds those of its
+    experts on save and load.
     """
+    if not model_sharded_state_dict:
+        return {}
     entries = extract_sharded_tensors_and_factories(model_sharded_state_dict)[0]
-    added: dict[str, ShardedTensorFactory] = {}
+    by_data = {id(entry.data): entry for entry in nested_values(entries)}
+    held = {param for buffer in optimizer.buffers for param in buffer.param_index_map}
+    found: dict[torch.nn.Parameter, Any] = {}
     for number, chunk in enumerate(optimizer.model_chunks):
         of_chunk = entries.get(f"model{number}", entries)  # chunks may share names
         by_name = {unwrapped_name(name): entry for name, entry in _named_leaves(of_chunk)}
-        present = {id(entry.data) for entry in by_name.values()}
         for param, name in parameter_names([chunk]).items():
-            is_held = any(param in buffer.param_index_map for buffer in optimizer.buffers)
-            if id(param) in present or not is_held:
-                continue
-            members = [by_name.get(f"{name}{index}") for index in range(len(param))]
-            if all(member is not None for member in members):
-                added[f"{name} of all experts of chunk {number}"] = _of_all_members(param, members)
-    if not added:
-        return model_sharded_state_dict
-    return {"model": model_sharded_state_dict, "members": added}
-
-
-def entries_of(optimizer: Any, model_sharded_state_dict: Any) -> dict[torch.nn.Parameter, Any]:
-    """Return the entry of each parameter that ``optimizer`` holds and the model's state has."""
-    if not model_sharded_state_dict:
-        return {}
-    state = with_members(optimizer, model_sharded_state_dict)
-    entries = nested_values(extract_sharded_tensors_and_factories(state)[0])
-    by_data = {id(entry.data): entry for entry in entries}
-    params = (param for buffer in optimizer.buffers for param in buffer.param_index_map)
-    return {param: by_data[id(param)] for param in params if id(param) in by_data}
+            if id(param) in by_data:
+                found[param] = by_data[id(param)]
+            elif param in held:
+                members = [by_name.get(f"{name}{index}") for index in range(len(param))]
+                if all(member is not None for member in members):
+                    found[param] = _of_all_members(param, members)
+    return {param: entry for param, entry in found.items() if param in held}
 
 
 def _named_leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf of nested dicts and lists with its own key."""
     if isinstance(state, dict):
         for key, value in state.items():
             yield from _named_leaves(value, str(key))

@@ -5,10 +5,9 @@ torch_dist's ``dp_reshardable`` and ``--ckpt-format torch`` store states this wa
 """
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 from weakref import WeakValueDictionary
 from zlib import crc32
@@ -84,26 +83,19 @@ def manifest_of(optimizer: Any) -> StateManifest:
     buffers = []
     for ranges, buffer in zip(optimizer.gbuf_ranges, optimizer.buffers, strict=True):
         (dtype,) = ranges
-        buckets = [
-            BucketPlaces(
-                numel=bucket.numel_unpadded,
-                parameters=tuple(
-                    sorted(
-                        (places[param] for param in bucket.params_list), key=lambda one: one.start
-                    )
-                ),
-            )
-            for bucket in buffer.buckets
-        ]
+        buckets = []
+        for bucket in buffer.buckets:
+            held = sorted((places[p] for p in bucket.params_list), key=lambda one: one.start)
+            buckets.append(BucketPlaces(numel=bucket.numel_unpadded, parameters=tuple(held)))
         buffers.append(BufferPlaces(dtype=str(dtype), buckets=tuple(buckets)))
-    versions = {
-        "moe_optim": VERSION,
-        "megatron-core": megatron.core.__version__,
-        "torch": str(torch.__version__),
-    }
-    config = optimizer.model_chunks[0].config
     return StateManifest(
-        buffers=tuple(buffers), glu_interleave=config.moe_mlp_glu_interleave_size, versions=versions
+        buffers=tuple(buffers),
+        glu_interleave=optimizer.model_chunks[0].config.moe_mlp_glu_interleave_size,
+        versions={
+            "moe_optim": VERSION,
+            "megatron-core": megatron.core.__version__,
+            "torch": str(torch.__version__),
+        },
     )
 
 
@@ -112,9 +104,7 @@ def places_of(optimizer: Any) -> dict[torch.nn.Parameter, ParameterPlace]:
     names = manifest_names(optimizer.model_chunks)
     return {
         param: ParameterPlace(
-            name=names[param],
-            shape=tuple(param.shape),
-            start=bucket.param_to_index[param][0],
+            name=names[param], shape=tuple(param.shape), start=bucket.param_to_index[param][0]
         )
         for buffer in optimizer.buffers
         for bucket in buffer.buckets
@@ -172,7 +162,6 @@ def _object(optimizer: Any, key: str, content: Any) -> ShardedObject:
 
 
 def _elements(optimizer: Any, key: str, tensor: Tensor, start: int, numel: int) -> ShardedTensor:
-    """Return an entry for the elements from ``start`` of a bucket of ``numel`` elements."""
     return ShardedTensor(
         key,
         tensor,
@@ -250,67 +239,68 @@ def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
     manifest = manifest_of(optimizer)
     if MOMENTUM not in optimizer.optimizer_state_keys:
         require_megatrons_offsets(manifest)
-    group_key = _group_key(optimizer)
-    rank = optimizer.data_parallel_group.rank()
+    group_key, group = _group_key(optimizer), optimizer.data_parallel_group
     state: dict[Any, Any] = {
         name: _object(optimizer, f"{group_key}.{name}", getattr(optimizer, name))
         for name in _BUCKET_SIZES
     }
-    owned = owned_ranges(optimizer)
-    nothing = {
-        name: torch.zeros(0, dtype=torch.float32, device=torch.cuda.current_device())
-        for name in ("param", *optimizer.optimizer_state_keys)
-    }
+    owned: dict[tuple[int, int], list[OwnedRange]] = defaultdict(list)
+    for one in owned_ranges(optimizer):
+        owned[one.buffer, one.bucket].append(one)
     for buffer, places in enumerate(manifest.buffers):
         (dtype,) = optimizer.gbuf_ranges[buffer]
         state[buffer] = {dtype: []}
         for bucket, held in enumerate(places.buckets):
-            shard = optimizer.buffers[buffer].buckets[bucket].grad_data.numel()
-            shard //= optimizer.data_parallel_group.size()
-            end = min(shard, max(0, held.numel - rank * shard))
-            entries = []
-            at = 0
-            for one in owned:
-                if (one.buffer, one.bucket) != (buffer, bucket):
-                    continue
-                tensors = flat_states(optimizer, one.param)
-                if one.local_start > at:
-                    entries.append((at, _padding(tensors, one.local_start - at)))
-                entries.append((one.local_start, tensors))
-                at = one.local_start + one.end - one.start
-            if end > at:
-                like = entries[-1][1] if entries else nothing
-                entries.append((at, _padding(like, end - at)))
+            padded = optimizer.buffers[buffer].buckets[bucket].grad_data.numel()
+            shard = padded // group.size()
+            first = group.rank() * shard
+            end = min(shard, max(0, held.numel - first))
             key = bucket_key(group_key, places.dtype, buffer, bucket)
             state[buffer][dtype].append(
                 [
                     {
                         name: _elements(
-                            optimizer, f"{key}.{name}", tensor, rank * shard + start, held.numel
+                            optimizer, f"{key}.{name}", tensor, first + start, held.numel
                         )
                         for name, tensor in tensors.items()
                     }
-                    for start, tensors in entries
+                    for start, tensors in _fill_shard(optimizer, owned[buffer, bucket], end)
                 ]
             )
     return state
 
 
-def _padding(like: dict[str, Tensor], numel: int) -> dict[str, Tensor]:
-    """Return zeros for gaps between parameters, since a saved bucket must be contiguous."""
-    return {name: tensor.new_zeros(numel) for name, tensor in like.items()}
+def _fill_shard(
+    optimizer: Any, owned: list[OwnedRange], end: int
+) -> list[tuple[int, dict[str, Tensor]]]:
+    """Return start and states of all ranges up to ``end``; zeros fill the gaps between them."""
+    entries: list[tuple[int, dict[str, Tensor]]] = []
+    at = 0
+    for one in owned:
+        tensors = flat_states(optimizer, one.param)
+        if one.local_start > at:
+            entries.append((at, _zeros_like(tensors, one.local_start - at)))
+        entries.append((one.local_start, tensors))
+        at = one.local_start + one.end - one.start
+    if end > at:
+        device = torch.cuda.current_device()
+        names = ("param", *optimizer.optimizer_state_keys)
+        nothing = {name: torch.zeros(0, dtype=torch.float32, device=device) for name in names}
+        entries.append((at, _zeros_like(entries[-1][1] if entries else nothing, end - at)))
+    return entries
+
+
+def _zeros_like(tensors: dict[str, Tensor], numel: int) -> dict[str, Tensor]:
+    return {name: tensor.new_zeros(numel) for name, tensor in tensors.items()}
 
 
 def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> dict[str, Any]:
     """Return requests for this rank's states, at their places in the checkpoint.
 
     ``optimizer`` has allocated states, with any values. ``source`` is the checkpoint's manifest,
-    ``key`` its key with Megatron's prefix. LayoutError if the checkpoint has other parameters or
-    experts.
-
-    Returns:
-        ``ranges``: one dict per range of :func:`owned_ranges`: state name -> tensors to load, of
-            consecutive elements; and the bucket sizes, which strict loads expect.
+    ``key`` its key with Megatron's prefix. LayoutError if it has other parameters or experts.
+    ``ranges`` of the result has a dict per range of :func:`owned_ranges`: state name -> tensors to
+    load, of consecutive elements. Bucket sizes are there because strict loads expect them.
     """
     layouts = LayoutMap(source, manifest_of(optimizer), key)
     places = places_of(optimizer)
@@ -365,11 +355,8 @@ def load_flat_states(optimizer: Any, loaded: dict[str, Any]) -> None:
 
 def _lie_in(state: Tensor, parts: list[Tensor]) -> bool:
     """Return whether consecutive parts are the memory of a state."""
-    starts = accumulate((part.numel() for part in parts), initial=0)
-    return all(
-        part.data_ptr() == state[start:].data_ptr()
-        for part, start in zip(parts, starts, strict=False)
-    )
+    own = state.split([part.numel() for part in parts])
+    return all(one.data_ptr() == part.data_ptr() for one, part in zip(own, parts, strict=True))
 
 
 def rearranged_states(
@@ -377,55 +364,41 @@ def rearranged_states(
 ) -> dict[Any, Any]:
     """Return legacy states with experts in the order that ``optimizer`` expects.
 
-    Args:
-        states: result of ``get_parameter_state_dp_zero``: buffer -> dtype -> name -> [elements],
-            buckets concatenated without padding. Not modified.
-        source: manifest saved with the states, or derived for them.
-        optimizer: optimizer that loads the states.
-        where: source in error messages.
-
-    Raises:
-        LayoutError: states have other parameters or experts, or are truncated.
+    ``states`` are a result of ``get_parameter_state_dp_zero``: buffer -> dtype -> name ->
+    [elements], buckets concatenated without padding; not modified. ``source`` is their manifest.
+    LayoutError if they have other parameters or experts, or are truncated.
     """
-    target = manifest_of(optimizer)
-    layouts = LayoutMap(source, target, where)
-    saved = [_tensors(states[buffer]) for buffer in range(len(source.buffers))]
-    starts = [_bucket_starts(buffer) for buffer in source.buffers]
-    for buffer, (tensors, bounds) in enumerate(zip(saved, starts, strict=True)):
+    source, target = source.joined(), manifest_of(optimizer).joined()
+    LayoutMap(source, target, where)  # refuses other parameters
+    saved = [_tensors(states[number]) for number in range(len(source.buffers))]
+    for number, (buffer, tensors) in enumerate(zip(source.buffers, saved, strict=True)):
+        (bucket,) = buffer.buckets
         for name, tensor in tensors.items():
-            if tensor.numel() != bounds[-1]:
+            if tensor.numel() != bucket.numel:
                 raise LayoutError(
-                    f"{where}: buffer {buffer}: {name}: expected {bounds[-1]} elements as the "
+                    f"{where}: buffer {number}: {name}: expected {bucket.numel} elements as the "
                     f"manifest says, got {tensor.numel()}. The file is damaged; load another one."
                 )
-    names = [name for held in saved[:1] for name in held]  # empty if all are frozen
+    names = [name for tensors in saved[:1] for name in tensors]  # empty if all are frozen
+    numels = [buffer.numel_unpadded for buffer in optimizer.buffers]
+    made = [
+        {name: torch.zeros(numel, dtype=torch.float32, device="cpu") for name in names}
+        for numel in numels
+    ]
+    places = source.addresses()
+    for address, to in target.addresses().items():
+        at = places[address]
+        for name in names:
+            made[to.buffer][name][to.start : to.end] = saved[at.buffer][name][at.start : at.end]
     result: dict[Any, Any] = {"buckets_coalesced": True}
-    for buffer, ranges in enumerate(optimizer.gbuf_ranges):
-        (dtype,) = ranges
-        bounds = _bucket_starts(target.buffers[buffer])
-        numel = optimizer.buffers[buffer].numel_unpadded
-        made = {name: torch.zeros(numel, dtype=torch.float32, device="cpu") for name in names}
-        for bucket, held in enumerate(target.buffers[buffer].buckets):
-            for place in held.parameters:
-                at = bounds[bucket] + place.start
-                for span in layouts.spans(place, 0, place.numel):
-                    first = starts[span.buffer][span.bucket] + span.start
-                    for name in names:
-                        part = saved[span.buffer][name][first : first + span.numel]
-                        made[name][at : at + span.numel] = part
-                    at += span.numel
-        result[buffer] = {dtype: {**made, "numel_unpadded": numel}}
+    for number, ((dtype,), numel) in enumerate(zip(optimizer.gbuf_ranges, numels, strict=True)):
+        result[number] = {dtype: {**made[number], "numel_unpadded": numel}}
     return result
 
 
 def _tensors(by_dtype: dict[Any, dict[str, Any]]) -> dict[str, Tensor]:
     (states,) = by_dtype.values()
     return {name: value for name, value in states.items() if isinstance(value, Tensor)}
-
-
-def _bucket_starts(buffer: BufferPlaces) -> list[int]:
-    """Return the first element of each bucket of a buffer, followed by the end of the last one."""
-    return [0, *accumulate(bucket.numel for bucket in buffer.buckets)]
 
 
 def require_same_interleave(

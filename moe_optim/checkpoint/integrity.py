@@ -19,10 +19,10 @@ import hashlib
 import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import IO
 
 from moe_optim.checkpoint.files.archives import Archive, reason_of
 from moe_optim.checkpoint.files.checksum_manifest import (
@@ -51,6 +51,7 @@ from moe_optim.checkpoint.files.untrusted_files import (
 from moe_optim.errors import StateError
 
 _BACKEND = "torch_dist"
+_OTHER_BYTES = "does not have the SHA-256 that was recorded"
 _LEGACY_MODEL = "model_optim_rng.pt"
 OTHER_FILE = "has other checksums than were recorded: it is another file"
 """What is said of a file of another save."""
@@ -213,8 +214,6 @@ def _what_to_load(checkpoint: Path) -> str:
 
 
 class _Check:
-    """One check of a checkpoint; reads its metadata once."""
-
     def __init__(self, checkpoint: Path, *, is_finished: bool = True) -> None:
         self.checkpoint, self._is_finished = checkpoint, is_finished
         self.checksums = Checksums()
@@ -233,9 +232,8 @@ class _Check:
         for defect in self.metadata_defects():
             yield defect
             return
-        missing_or_cut = list(size_defects(self.checkpoint, self.ends))
-        yield from missing_or_cut
-        for defect in missing_or_cut:
+        for defect in size_defects(self.checkpoint, self.ends):
+            yield defect
             self.archives.pop(defect.file, None)
         if thorough:
             yield from self._corrupt_files(part, parts)
@@ -305,7 +303,7 @@ class _Check:
             raise DamageError(name, f"cannot be read: {error.strerror}") from error
         self.small[name] = hashlib.sha256(content).hexdigest()
         if self.checksums.whole.get(name) not in (None, self.small[name]):
-            raise DamageError(name, "does not have the SHA-256 that was recorded")
+            raise DamageError(name, _OTHER_BYTES)
         return content
 
     def _corrupt_files(self, part: int, parts: int) -> Iterator[CorruptFile]:
@@ -315,27 +313,53 @@ class _Check:
         for name, blobs in self.archives.items():
             ours = [blob for blob in blobs if (before + blob.start) * parts // total == part]
             before += blobs[-1].end
-            if not ours:
-                continue
             try:
-                file = _Archives(self.checkpoint, name, blobs, self.checksums)
-                yield from self._corrupt_parts(file, ours)
+                if ours:
+                    yield from self._corrupt_parts(name, ours)
             except OSError as error:
                 yield CorruptFile(name, f"cannot be read: {error.strerror}")
 
-    def _corrupt_parts(self, file: "_Archives", ours: list[Blob]) -> list[CorruptFile]:
+    def _corrupt_parts(self, name: str, ours: list[Blob]) -> list[CorruptFile]:
         """Return the defects in our share of a file; the first share checks the whole file, too."""
-        owns_file, recorded = ours[0] is file.blobs[0], self.checksums.whole.get(file.name)
+        blobs, recorded = self.archives[name], self.checksums.whole.get(name)
+        owns_file = ours[0] is blobs[0]
         if recorded is None:
-            corrupt = list(file.corrupt(ours))
-        elif owns_file and sha256_of(self.checkpoint, file.name) != recorded:
-            unknown = [CorruptFile(file.name, "does not have the SHA-256 that was recorded")]
-            corrupt = list(file.corrupt(file.blobs)) or unknown
+            corrupt = self._corrupt_archives(name, ours)
+        elif owns_file and sha256_of(self.checkpoint, name) != recorded:
+            corrupt = self._corrupt_archives(name, blobs) or [CorruptFile(name, _OTHER_BYTES)]
         else:
             corrupt = []
-        if owns_file and not corrupt and not file.has_recorded_tables():
-            corrupt = [CorruptFile(file.name, OTHER_FILE)]
+        tables = self.checksums.tables.get(name)
+        if not owns_file or corrupt or tables is None or tables == self._digest_tables(name):
+            return corrupt
+        return [CorruptFile(name, OTHER_FILE)]
+
+    def _corrupt_archives(self, name: str, blobs: Iterable[Blob]) -> list[CorruptFile]:
+        digests, corrupt = self.checksums.archives.get(name, ""), []
+        numbers = {blob.start: at for at, blob in enumerate(self.archives[name]) if digests}
+        with open_file(self.checkpoint, name) as file:
+            for blob in blobs:
+                try:
+                    archive = Archive(file_range(file, blob.start, blob.length))
+                    archive.compare_checksums()
+                    if blob.offset is not None:
+                        archive.require_tensor(blob.dtype, blob.shape)
+                    at = 8 * numbers.get(blob.start, 0)
+                    if digests and digests[at : at + 8] != archive.table_checksum():
+                        corrupt.append(CorruptFile(name, OTHER_FILE, blob.name))
+                except Exception as error:  # zipfile raises arbitrary errors for damaged archives
+                    corrupt.append(CorruptFile(name, reason_of(error), blob.name))
         return corrupt
+
+    def _digest_tables(self, name: str) -> str:
+        """Return the SHA-256 of all archive tables, as older versions recorded it."""
+        digest = hashlib.sha256()
+        with open_file(self.checkpoint, name) as file:
+            for blob in self.archives[name]:
+                with suppress(Exception):  # a damaged one is named by who checks it
+                    archive = Archive(file_range(file, blob.start, blob.length))
+                    digest.update(hashlib.sha256(archive.rows()).digest())
+        return digest.hexdigest()
 
 
 def _size_defect(checkpoint: Path, name: str, expected: int | None) -> str | None:
@@ -359,55 +383,3 @@ def _require_backend(config: bytes) -> None:
     if backend != _BACKEND:
         named = repr(backend)[:40] if isinstance(backend, str) else "none"
         raise DamageError(CONFIG_FILE, f"names the backend {named}, expected {_BACKEND!r}")
-
-
-class _Archives:
-    """The archives in one file; each is opened once for both checksums and table."""
-
-    def __init__(
-        self, checkpoint: Path, name: str, blobs: Sequence[Blob], checksums: Checksums
-    ) -> None:
-        self.checkpoint, self.name, self.blobs = checkpoint, name, blobs
-        digests = checksums.archives.get(name, "")
-        self._recorded = {
-            blob.start: digests[8 * at : 8 * at + 8] for at, blob in enumerate(blobs) if digests
-        }
-        """Checksum of the table by archive offset."""
-        self._tables = checksums.tables.get(name)
-        self._digests: dict[int, bytes] = {}
-        """SHA-256 of the table by archive offset, where ``tables`` was recorded."""
-
-    def corrupt(self, blobs: Sequence[Blob]) -> Iterator[CorruptFile]:
-        with open_file(self.checkpoint, self.name) as file:
-            for blob in blobs:
-                try:
-                    archive = self._open(file, blob)
-                    archive.compare_checksums()
-                    if blob.offset is not None:
-                        archive.require_tensor(blob.dtype, blob.shape)
-                    if self._recorded.get(blob.start) not in (None, archive.table_checksum()):
-                        yield CorruptFile(self.name, OTHER_FILE, blob.name)
-                except Exception as error:  # zipfile raises arbitrary errors for damaged archives
-                    yield CorruptFile(self.name, reason_of(error), blob.name)
-
-    def has_recorded_tables(self) -> bool:
-        """Return whether all readable archive tables are those of an older manifest, if any."""
-        if self._tables is None:
-            return True
-        missing = [blob for blob in self.blobs if blob.start not in self._digests]
-        if missing:
-            with open_file(self.checkpoint, self.name) as file:
-                for blob in missing:
-                    try:
-                        self._open(file, blob)
-                    except Exception:
-                        self._digests[blob.start] = b""
-        digest = hashlib.sha256()
-        for blob in self.blobs:
-            digest.update(self._digests[blob.start])
-        return digest.hexdigest() == self._tables
-
-    def _open(self, file: IO[bytes], blob: Blob) -> Archive:
-        archive = Archive(file_range(file, blob.start, blob.length))
-        self._digests[blob.start] = hashlib.sha256(archive.rows()).digest()
-        return archive

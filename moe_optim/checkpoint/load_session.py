@@ -9,7 +9,6 @@ import logging
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -38,8 +37,6 @@ from moe_optim.integration.installation import config_or_bf16
 
 logger = logging.getLogger(__name__)
 
-type _Version = tuple[tuple[int, ...], ...]
-
 
 class VettedReader(TorchDistReader):
     """A checkpoint whose metadata was vetted, by this rank or by the first one.
@@ -47,17 +44,19 @@ class VettedReader(TorchDistReader):
     Attributes:
         metadata: content of ``.metadata``, unpickled as torch does.
         vetted: metadata and checksums that one rank read for all.
+        version: what changes on this host when the checkpoint is saved again.
+        is_checked: whether all ranks have compared sizes, and read everything if that was asked.
     """
 
-    def __init__(self, path: Path, vetted: Vetted, *, compares: bool) -> None:
+    def __init__(self, path: Path, vetted: Vetted) -> None:
         """Unpickle vetted metadata; data stays in the files.
 
         Args:
             path: folder of one iteration.
             vetted: metadata and checksums, as one rank read them.
-            compares: whether reads compare checksums.
         """
-        self.vetted, self._compares = vetted, compares
+        self.vetted, self.version, self.is_checked = vetted, _version_of(path), False
+        self._compares = config_or_bf16().check_on_load != "quick"
         with no_collections():
             self.metadata: Metadata = pickle.loads(vetted.metadata)  # noqa: S301  # vetted
         super().__init__(path)
@@ -73,15 +72,15 @@ class VettedReader(TorchDistReader):
 
     def _archive(self, stream: IO[bytes], blob: Blob) -> Archive:
         archive = Archive(stream, compares=self._compares)
-        if self._compares and blob.file in self.vetted.checksums.archives:
+        recorded = self.vetted.checksums.archives.get(blob.file)
+        if self._compares and recorded is not None:
             at = 8 * self._places[blob.file][blob.start]
-            if self.vetted.checksums.archives[blob.file][at : at + 8] != archive.table_checksum():
+            if recorded[at : at + 8] != archive.table_checksum():
                 raise ValueError(OTHER_FILE)
         return archive
 
     @cached_property
     def _places(self) -> dict[str, dict[int, int]]:
-        """Number of every archive in its file, by file and start."""
         starts: dict[str, list[int]] = defaultdict(list)
         for place in self.metadata.storage_data.values():
             starts[place.relative_path].append(place.offset)
@@ -91,14 +90,21 @@ class VettedReader(TorchDistReader):
             for name, found in starts.items()
         }
 
-    @property
-    def identity(self) -> str:
-        """SHA-256 of ``.metadata``."""
-        return self.vetted.identity
-
     def chunk(self, index: MetadataIndex) -> Blob:
         """Return what is stored under an index of ``metadata``."""
-        return self.blobs.at(index)  # type: ignore[attr-defined]
+        return _blob_at(self.metadata, index)
+
+
+def _blob_at(metadata: Metadata, index: MetadataIndex) -> Blob:
+    place = metadata.storage_data[index]
+    where = place.relative_path, place.offset, place.length, index.fqn
+    entry = metadata.state_dict_metadata[index.fqn]
+    if not isinstance(entry, TensorStorageMetadata) or index.offset is None:
+        return Blob(*where, None)
+    chunk = entry.chunks[index.index or 0]
+    if chunk.offsets != index.offset:
+        chunk = next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
+    return Blob(*where, tuple(chunk.offsets), tuple(chunk.sizes), str(entry.properties.dtype))
 
 
 class _Blobs(Mapping[str, list[Blob]]):
@@ -109,12 +115,12 @@ class _Blobs(Mapping[str, list[Blob]]):
 
     def __getitem__(self, key: str) -> list[Blob]:
         entry = self._metadata.state_dict_metadata[key]
-        if not isinstance(entry, TensorStorageMetadata):
-            return [self.at(MetadataIndex(key))]
-        return [
-            self.at(MetadataIndex(key, chunk.offsets, number))
-            for number, chunk in enumerate(entry.chunks)
-        ]
+        indices = (
+            [MetadataIndex(key, chunk.offsets, at) for at, chunk in enumerate(entry.chunks)]
+            if isinstance(entry, TensorStorageMetadata)
+            else [MetadataIndex(key)]
+        )
+        return [_blob_at(self._metadata, index) for index in indices]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._metadata.state_dict_metadata)
@@ -122,29 +128,9 @@ class _Blobs(Mapping[str, list[Blob]]):
     def __len__(self) -> int:
         return len(self._metadata.state_dict_metadata)
 
-    def at(self, index: MetadataIndex) -> Blob:
-        place = self._metadata.storage_data[index]
-        where = place.relative_path, place.offset, place.length, index.fqn
-        entry = self._metadata.state_dict_metadata[index.fqn]
-        if not isinstance(entry, TensorStorageMetadata) or index.offset is None:
-            return Blob(*where, None)
-        chunk = entry.chunks[index.index if index.index is not None else 0]
-        if chunk.offsets != index.offset:
-            chunk = next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
-        return Blob(*where, tuple(chunk.offsets), tuple(chunk.sizes), str(entry.properties.dtype))
 
-
-@dataclass
-class _Kept:
-    """A reader of the checkpoint that is being loaded, for all calls of one load."""
-
-    stored: VettedReader
-    version: _Version
-    is_checked: bool = False
-    """Whether all ranks have compared sizes, and read everything if that was asked."""
-
-
-_kept: _Kept | None = None
+_kept: VettedReader | None = None
+"""Reader of the checkpoint that is being loaded, for all calls of one load."""
 
 
 def open_session(folder: Path, group: Any) -> VettedReader:
@@ -153,16 +139,17 @@ def open_session(folder: Path, group: Any) -> VettedReader:
     Every rank of ``group`` must call it. StateError on all ranks names all missing and damaged
     files that were found.
     """
-    kept = _kept_of(folder)
-    mine = None if kept is None else (kept.stored.identity, kept.is_checked)
+    stored = _find_kept(folder)
+    mine = (None, False) if stored is None else (stored.vetted.identity, stored.is_checked)
     everywhere = gather_objects(mine, group)
-    if kept is None or any(one is None or one[0] != everywhere[0][0] for one in everywhere):
+    identities = {identity for identity, _ in everywhere}
+    if stored is None or len(identities) > 1:
         vetted = from_first(lambda: vet(folder), group)
-        kept = agree(lambda: _keep(folder, vetted), group)
-    if not all(one is not None and one[1] for one in everywhere):
-        _check(folder, kept.stored.vetted, group)
-        kept.is_checked = True
-    return kept.stored
+        stored = agree(lambda: _keep(folder, vetted), group)
+    if not all(is_checked for _, is_checked in everywhere):
+        _check(folder, stored.vetted, group)
+        stored.is_checked = True
+    return stored
 
 
 def _check(folder: Path, vetted: Vetted, group: Any) -> None:
@@ -179,12 +166,12 @@ def open_alone(folder: Path) -> VettedReader:
 
     StateError names missing and cut files.
     """
-    kept = _kept_of(folder)
-    if kept is None:
+    stored = _find_kept(folder)
+    if stored is None:
         vetted = vet(folder)
         require_none(folder, size_defects(folder, vetted.ends))
-        kept = _keep(folder, vetted)
-    return kept.stored
+        stored = _keep(folder, vetted)
+    return stored
 
 
 def end_session() -> None:
@@ -194,21 +181,19 @@ def end_session() -> None:
     read_blobs.cache_clear()
 
 
-def _keep(folder: Path, vetted: Vetted) -> _Kept:
+def _keep(folder: Path, vetted: Vetted) -> VettedReader:
     global _kept
-    compares = config_or_bf16().check_on_load != "quick"
-    _kept = _Kept(VettedReader(folder, vetted, compares=compares), _version_of(folder))
+    _kept = VettedReader(folder, vetted)
     return _kept
 
 
-def _kept_of(folder: Path) -> _Kept | None:
-    if _kept is None or _kept.stored.path != folder or _kept.version != _version_of(folder):
+def _find_kept(folder: Path) -> VettedReader | None:
+    if _kept is None or _kept.path != folder or _kept.version != _version_of(folder):
         return None
     return _kept
 
 
-def _version_of(folder: Path) -> _Version:
-    """Return what changes on this host when a checkpoint is saved again."""
+def _version_of(folder: Path) -> tuple[tuple[int, ...], ...]:
     found = [folder / name for name in (METADATA, CONFIG_FILE, CHECKSUM_MANIFEST, COMMON_FILE)]
     stats = [path.stat() for path in found if path.exists()]
     return tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in stats)

@@ -24,19 +24,12 @@ _Keys = dict[int | None, list[str]]
 def model_values_for(
     model_chunks: Sequence[torch.nn.Module], state_dict: Mapping[str, Any]
 ) -> dict[torch.nn.Parameter, Tensor]:
-    """Return the value of every parameter of a model. No rank communicates.
+    """Return the value of every parameter of the chunks of an optimizer. No rank communicates.
 
-    Args:
-        model_chunks: chunks of one optimizer, in order.
-        state_dict: argument of ``reload_model_params``: the state of one chunk, or those of several
-            under ``model``, ``model0`` and so on. Portable experts may have any layout, those of
-            Transformer Engine linears one entry or one per expert. Not modified.
-
-    Returns:
-        A tensor for each parameter, of its shape, in any float dtype, on any device.
-
-    Raises:
-        LayoutError: parameters are missing, duplicated or of another shape; lists all of them.
+    ``state_dict`` is the argument of ``reload_model_params``: the state of one chunk, or those of
+    several under ``model``, ``model0`` and so on; not modified. Portable experts may have any
+    layout, those of Transformer Engine linears one entry or one per expert. LayoutError lists all
+    parameters that are missing, duplicated or of another shape.
     """
     state = expert_values_for_chunks(model_chunks, state_dict)
     form = next((form for form in ("model", "model_") if f"{form}0" in state), None)
@@ -97,7 +90,6 @@ def _regroup_experts(state: dict[str, Any], chunk: torch.nn.Module) -> None:
 
 
 def _keys_by_parameter(state: Mapping[str, Any]) -> dict[str, _Keys]:
-    """Return every possible expert key by parameter name, without wrappers and index."""
     found: dict[str, _Keys] = {}
     for key in state:
         path, dot, last = unwrapped_name(key).rpartition(".")

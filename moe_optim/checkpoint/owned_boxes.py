@@ -94,12 +94,7 @@ class OwnedBox:
 
 
 def owned_boxes(parts: list[OwnedBox], ranges: Iterable[tuple[Shape, Shape]]) -> Iterator[OwnedBox]:
-    """Yield boxes of a parameter, cut at the borders of its stored tensors.
-
-    Args:
-        parts: all of the parameter, from :func:`stored_parts`.
-        ranges: boxes, from :func:`cut_into_boxes`.
-    """
+    """Yield boxes of a parameter, cut at the borders of its ``parts``, see :func:`stored_parts`."""
     for first, size in ranges:
         for part in parts:
             low = tuple(map(max, first, part.start))
@@ -113,12 +108,8 @@ def owned_boxes(parts: list[OwnedBox], ranges: Iterable[tuple[Shape, Shape]]) ->
 def stored_parts(entry: Any, shape: Shape) -> list[OwnedBox]:
     """Return a box for each tensor that a parameter is stored as.
 
-    Args:
-        entry: sharded tensor or factory of the parameter in the model's sharded state.
-        shape: shape of the parameter.
-
-    Raises:
-        LayoutError: the factory's tensors are not slices of the parameter.
+    ``entry`` is the sharded tensor or factory of the parameter in the model's sharded state.
+    LayoutError if a factory's tensors are not slices of the parameter.
     """
     values = torch.empty(shape, dtype=torch.float32, device="meta")
     if isinstance(entry, ShardedTensorFactory):
@@ -158,14 +149,8 @@ def states_to_save(optimizer: Any, model: Any) -> dict[int, dict[str, ShardedTen
     """Return this rank's part of ``fully_reshardable`` states. No rank communicates.
 
     Keys, dtypes and global shapes are Megatron's. Masters and fp32 moments are views, other moments
-    entries whose fp32 values are made when they are written.
-
-    Args:
-        optimizer: distributed optimizer.
-        model: sharded state of its model chunks.
-
-    Raises:
-        LayoutError: the model's state lacks a parameter, or has one in an unknown form.
+    entries whose fp32 values are made when they are written. ``model`` is the sharded state of the
+    optimizer's model chunks; LayoutError if it lacks a parameter, or has one in an unknown form.
     """
     state = {}
     for number, (owned, boxes) in enumerate(_owned(optimizer, model, by_matrix=True)):
@@ -194,13 +179,8 @@ def _made_later(
     return MadeTensor(**{**vars(entry), "data": nowhere, "dtype": nowhere.dtype}, make=make)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Request:
-    """Tensors that a parameter's states are loaded into."""
-
-    param: torch.nn.Parameter
-    flats: dict[str, Tensor]
-    views: dict[str, Tensor]
+type _Request = tuple[torch.nn.Parameter, dict[str, Tensor], dict[str, Tensor]]
+"""A parameter, its states by kind, and the views of them that boxes are loaded into."""
 
 
 def states_to_load(optimizer: Any, model: Any) -> dict[Any, Any]:
@@ -210,12 +190,11 @@ def states_to_load(optimizer: Any, model: Any) -> dict[Any, Any]:
     errors are those of :func:`states_to_save`.
     """
     state: dict[Any, Any] = {}
-    requests = []
+    requests: list[_Request] = []
     for number, (owned, boxes) in enumerate(_owned(optimizer, model, by_matrix=False)):
         flats = flat_states(optimizer, owned.param)
         state[number] = entries = _entries(optimizer, owned, boxes, flats)
-        views = {name: entry.data for name, entry in entries.items()}
-        requests.append(_Request(owned.param, flats, views))
+        requests.append((owned.param, flats, {name: one.data for name, one in entries.items()}))
         if optimizer.ddp_config.num_distributed_optimizer_instances > 1:  # which exchange boxes
             for entry in entries.values():
                 entry.data = entry.data.contiguous()
@@ -273,23 +252,22 @@ def _entries(
 @torch.no_grad()
 def load_states(optimizer: Any, loaded: dict[Any, Any]) -> None:
     """Take the states loaded for :func:`states_to_load`; raise LayoutError if some are missing."""
-    for number, request in enumerate(loaded[REQUESTS]):
+    for number, (param, flats, views) in enumerate(loaded[REQUESTS]):
         got = loaded.get(number, {})
-        if missing := request.views.keys() - got.keys():
-            name = parameter_names(optimizer.model_chunks)[request.param]
+        if missing := views.keys() - got.keys():
+            name = parameter_names(optimizer.model_chunks)[param]
             raise LayoutError(
                 f"optimizer states of {name}: expected all that were requested, got none of "
                 f"{listed(sorted(missing))}. Load a checkpoint that has them, or give "
                 "--no-load-optim."
             )
-        for name, view in request.views.items():
+        for name, view in views.items():
             if got[name].data_ptr() != view.data_ptr():  # received from another rank
                 view.copy_(got[name])
-        held = optimizer._get_main_param_and_optimizer_states(request.param)
-        if any(held[kind].data_ptr() != flat.data_ptr() for kind, flat in request.flats.items()):
-            shape = held["param"].shape
-            states = {kind: flat.view(shape) for kind, flat in request.flats.items()}
-            optimizer._set_main_param_and_optimizer_states(request.param, states)
+        held = optimizer._get_main_param_and_optimizer_states(param)
+        if any(held[kind].data_ptr() != flat.data_ptr() for kind, flat in flats.items()):
+            states = {kind: flat.view(held["param"].shape) for kind, flat in flats.items()}
+            optimizer._set_main_param_and_optimizer_states(param, states)
 
 
 def find_tiling_faults(optimizer: Any) -> list[str]:

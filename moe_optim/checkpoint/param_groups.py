@@ -71,7 +71,6 @@ def _distributions(groups: Sequence[Group]) -> set[bool]:
 
 
 def _saved_parts(state_dict: dict[Any, Any]) -> list[dict[Any, Any]]:
-    """Return the saved states of each optimizer."""
     saved = [state_dict[key] for key in sorted(key for key in state_dict if isinstance(key, int))]
     return [part for part in (state_dict, *saved) if "optimizer" in part]
 

@@ -94,9 +94,6 @@ def mark_unfinished(checkpoint: Path) -> None:
 
     One process must call this before any rank writes: per-rank files do not show whether those of
     other ranks exist and belong to the same save. Creates a missing folder.
-
-    Raises:
-        StateError: another object has the checksum manifest's name.
     """
     checkpoint.mkdir(parents=True, exist_ok=True)
     write_checksums(checkpoint, None)

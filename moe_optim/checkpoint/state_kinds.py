@@ -10,13 +10,16 @@ MOMENTUM = "momentum_buffer"
 """Name of Muon's state, as in emerging-optimizers."""
 MASTER, WHOLE_MASTER = MASTERS = ("param", "fp32_param")
 """Names of masters: in distributed optimizers, and in all others of Megatron."""
-_BY_NAME = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[^.]+)\..+")
+SHARDING_TYPE, BY_NAME = "distrib_optim_sharding_type", "fully_reshardable"
+"""Key of the sharding type in Megatron's metadata, and its value for states by name."""
+BY_NAME_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[^.]+)\.(?P<name>.+)")
+"""Form of the keys of states by parameter name, of one optimizer or of a chain."""
 _FLAT = re.compile(rf".*{re.escape(FLAT_STATES)}\d+\..*\.bucket_idx_\d+\.(?P<kind>[^.]+)")
 
 
 def state_kinds(keys: Iterable[str]) -> set[str]:
     """Return the kinds of states among the keys of a checkpoint, such as ``exp_avg``."""
-    found = (_FLAT.fullmatch(key) or _BY_NAME.fullmatch(key) for key in keys)
+    found = (_FLAT.fullmatch(key) or BY_NAME_KEY.fullmatch(key) for key in keys)
     return {match["kind"] for match in found if match is not None}
 
 

@@ -42,14 +42,6 @@ class Address:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Consecutive elements of a parameter with one address."""
-
-    address: Address
-    numel: int
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterPlace:
     """A parameter in a bucket."""
@@ -73,19 +65,18 @@ class ParameterPlace:
             return None
         return self.shape[0] if len(self.shape) > _DIMENSIONS[match["kind"]] else None
 
-    def pieces(self) -> list[Piece]:
-        """Return its experts in order, or itself."""
-        match = _EXPERTS.fullmatch(self.name)
-        if match is None:
-            return [Piece(Address(self.name), self.numel)]
+    def pieces(self) -> list[tuple[Address, int]]:
+        """Return address and elements of each of its experts in order, or of itself."""
+        match, count = _EXPERTS.fullmatch(self.name), self.num_stacked
+        number = None if match is None else match["local"] or match["index"]
+        if match is None or (number is None and count is None):
+            return [(Address(self.name), self.numel)]
         parameter = f"{match['experts']}{match['linear']}{match['kind']}"
-        single = match["local"] or match["index"]
-        if single is not None:
-            return [Piece(Address(parameter, int(single)), self.numel)]
-        experts = self.num_stacked
-        if experts is None:  # a single expert without index
-            return [Piece(Address(self.name), self.numel)]
-        return [Piece(Address(parameter, i), self.numel // experts) for i in range(experts)]
+        if number is not None:
+            return [(Address(parameter, int(number)), self.numel)]
+        return [
+            (Address(parameter, one), self.numel // self.shape[0]) for one in range(self.shape[0])
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +95,14 @@ class BufferPlaces:
     """Buffer dtypes as in Megatron's keys."""
     buckets: tuple[BucketPlaces, ...]
 
+    def joined(self) -> "BufferPlaces":
+        """Return the buffer as one bucket, in which its buckets follow each other."""
+        places, start = [], 0
+        for bucket in self.buckets:
+            places += [replace(place, start=start + place.start) for place in bucket.parameters]
+            start += bucket.numel
+        return replace(self, buckets=(BucketPlaces(numel=start, parameters=tuple(places)),))
+
 
 @dataclass(frozen=True, slots=True)
 class BucketSpan:
@@ -118,6 +117,10 @@ class BucketSpan:
     def end(self) -> int:
         """End of the span, exclusive."""
         return self.start + self.numel
+
+    def ends_at(self, other: "BucketSpan") -> bool:
+        """Return whether ``other`` follows without a gap."""
+        return (self.buffer, self.bucket, self.end) == (other.buffer, other.bucket, other.start)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +167,14 @@ class StateManifest:
             )
         return manifest
 
+    def joined(self) -> "StateManifest":
+        """Return the manifest of the same states with one bucket per buffer."""
+        return replace(self, buffers=tuple(buffer.joined() for buffer in self.buffers))
+
+    def holds_several_experts(self) -> bool:
+        """Return whether any parameters have an ambiguous order."""
+        return any(address.expert not in (None, 0) for address in self.addresses())
+
     def places(self) -> Iterator[tuple[int, int, ParameterPlace]]:
         """Yield buffer, bucket and place of every parameter."""
         for buffer_id, buffer in enumerate(self.buffers):
@@ -176,14 +187,14 @@ class StateManifest:
         found: dict[Address, BucketSpan] = {}
         for buffer_id, bucket_id, place in self.places():
             start = place.start
-            for piece in place.pieces():
-                if piece.address in found:
+            for address, numel in place.pieces():
+                if address in found:
                     raise LayoutError(
-                        f"{piece.address}: expected one place in the optimizer state, got two: the "
+                        f"{address}: expected one place in the optimizer state, got two: the "
                         "parameters of the model have ambiguous names. Rename one of them."
                     )
-                found[piece.address] = BucketSpan(buffer_id, bucket_id, start, piece.numel)
-                start += piece.numel
+                found[address] = BucketSpan(buffer_id, bucket_id, start, numel)
+                start += numel
         return found
 
 
@@ -227,6 +238,15 @@ def _text(value: Any) -> str:
     return value
 
 
+def states_with_manifests(state: Any) -> Iterator[dict[Any, Any]]:
+    """Yield every dict in a nested state that contains a manifest or a request for one."""
+    if isinstance(state, dict) and MANIFEST in state:
+        yield state
+    for value in state.values() if isinstance(state, dict) else state:
+        if isinstance(value, dict | list):
+            yield from states_with_manifests(value)
+
+
 class LayoutMap:
     """Maps elements of the target's parameters to spans of the source's buckets.
 
@@ -258,18 +278,15 @@ class LayoutMap:
     def spans(self, place: ParameterPlace, start: int, end: int) -> list[BucketSpan]:
         """Return the source spans of elements ``start`` to ``end`` of a target parameter."""
         spans: list[BucketSpan] = []
-        piece_start = 0
-        for piece in place.pieces():
-            first, last = max(start, piece_start), min(end, piece_start + piece.numel)
+        before = 0
+        for address, numel in place.pieces():
+            first, last = max(start, before), min(end, before + numel)
             if first < last:
-                at = self._source[piece.address]
-                begin = at.start + first - piece_start
-                before = spans[-1] if spans else None
-                if before and (before.buffer, before.bucket, before.end) == (
-                    at.buffer, at.bucket, begin,
-                ):  # fmt: skip
-                    spans[-1] = replace(before, numel=before.numel + last - first)
+                at = self._source[address]
+                span = BucketSpan(at.buffer, at.bucket, at.start + first - before, last - first)
+                if spans and spans[-1].ends_at(span):
+                    spans[-1] = replace(spans[-1], numel=spans[-1].numel + span.numel)
                 else:
-                    spans.append(BucketSpan(at.buffer, at.bucket, begin, last - first))
-            piece_start += piece.numel
+                    spans.append(span)
+            before += numel
         return spans

@@ -6,7 +6,7 @@ round to the weights saved with them.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +60,12 @@ _WEIGHTS_FIRST = (
     "Load the weights of the same checkpoint first, as Megatron does (with --ckpt-step it takes "
     "states of the latest iteration)"
 )
+_NO_MODEL = (
+    "optimizer.sharded_state_dict was called without the sharded state of the model. Give it that."
+)
+_NOTHING_LOADED = (
+    f"nothing has been loaded into the quantized weights of this model. {_WEIGHTS_FIRST}."
+)
 _SHAPING = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention",
     "kv_channels", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
@@ -74,19 +80,17 @@ _SHAPING = (
 type _Entry = ShardedTensor | ShardedTensorFactory
 
 
-class _NoValuesError(Exception):
-    """No weights to compare masters with; arguments are reason and remedy."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Values:
     """Masters, and the weights saved with them."""
 
-    ranges: Iterable[tuple[ModelParameter, int, int]]
+    ranges: Sequence[tuple[ModelParameter, int, int]]
     """Parameters to compare, with start and end element."""
     master: Callable[[StateManifest, BucketSpan], Tensor]
-    weight: Callable[[ModelParameter], Tensor]
-    """Returns the whole weight; raises _NoValuesError."""
+    weight: Callable[[ModelParameter], Any]
+    """Returns the whole weight, a tensor."""
+    lacks: str
+    """Reason why there are no weights to compare with, and a remedy; empty if there are."""
     where: str
     remedy: str
     """Advice for a mismatch."""
@@ -121,14 +125,17 @@ def manifest_of_groups_states(
         key = f"{saved_key(group, source, span)}.param"
         return stored.read_box(key, (span.start,), (span.numel,))
 
+    ranges = [(one.param, one.start, one.end) for one in owned_ranges(optimizer)]
+    lacks = any(param not in entries for param, *_ in ranges)
     values = _Values(
-        [(one.param, one.start, one.end) for one in owned_ranges(optimizer)],
+        ranges,
         read_master,
-        lambda param: _read_weight(stored, entries, param),
+        lambda param: _read_weight(stored, entries[param], param),
+        _NO_MODEL if lacks else "",
         where,
         remedy,
     )
-    manifest = _chosen(optimizer, candidates, values)
+    manifest = _choose(optimizer, candidates, values)
     require_same_interleave(optimizer, manifest, where, is_flat=True)
     return f"{group}.{MANIFEST}.derived", manifest
 
@@ -156,19 +163,18 @@ def manifest_of_file_states(optimizer: Any, states: Mapping[Any, Any], where: st
             f"{where}: {_laid_out_otherwise(chunks, stored)} Start with the arguments and parallel "
             f"sizes it was saved with, or {_WEIGHTS_ALONE}."
         )
+    ranges = [(param, 0, param.numel()) for param in places_of(optimizer)]
+    weights = {param: _held_weight(param) for param, *_ in ranges}
+    lacks = any(weight is None for weight in weights.values())
     values = _Values(
-        [(param, 0, param.numel()) for param in places_of(optimizer)],
+        ranges,
         lambda _, span: masters[span.buffer][1][span.start : span.end],
-        _held_weight,
+        weights.__getitem__,
+        _NOTHING_LOADED if lacks else "",
         where,
         f"{_WEIGHTS_FIRST}; where that was done, {_WEIGHTS_ALONE}.",
     )
-    return _chosen(optimizer, candidates, values)
-
-
-def holds_several_experts(manifest: StateManifest) -> bool:
-    """Return whether any parameters have an ambiguous order."""
-    return any(address.expert not in (None, 0) for address in manifest.addresses())
+    return _choose(optimizer, candidates, values)
 
 
 def stored_buffers(stored: TorchDistReader, group: str) -> list[StoredBuffer]:
@@ -194,11 +200,25 @@ def stored_buffers(stored: TorchDistReader, group: str) -> list[StoredBuffer]:
     )
 
 
-def _chosen(optimizer: Any, candidates: Sequence[StateManifest], values: _Values) -> StateManifest:
-    """Return the candidate by which every master rounds to its weight."""
+def _choose(optimizer: Any, candidates: Sequence[StateManifest], values: _Values) -> StateManifest:
+    """Return the candidate by which every master rounds to its weight.
+
+    Without weights, the only candidate if the configuration trusts sizes.
+    """
     target = manifest_of(optimizer)
-    if not holds_several_experts(target):
+    if not target.holds_several_experts():
         return candidates[0]  # other parameters have only one order
+    if values.lacks:
+        is_single = len(candidates) == 1
+        if is_single and optimizer.moe_optim_config.trust_unmarked_states:
+            return candidates[0]
+        knob = (
+            " Or set moe_optim.trust_unmarked_states=true to go by the sizes, which fit one order."
+        )
+        raise LayoutError(
+            f"{values.where}: expected weights to compare with the masters of flat optimizer "
+            f"states without a manifest, got none: {values.lacks}{knob if is_single else ''}"
+        )
     places = places_of(optimizer)
     orders: dict[tuple[BucketSpan, ...], StateManifest] = {}
     """Candidates by the spans of the compared ranges; some differ only in other ranges."""
@@ -215,34 +235,12 @@ def _chosen(optimizer: Any, candidates: Sequence[StateManifest], values: _Values
             orders[tuple(span for _, spans in taken for span in spans)] = candidate
         return wrong
 
-    try:
-        fitting, got = choose_by_values(candidates, strangers)
-    except _NoValuesError as error:
-        trusts = optimizer.moe_optim_config.trust_unmarked_states
-        return _trusted(candidates, values.where, *error.args, trusts=trusts)
+    fitting, got = choose_by_values(candidates, strangers)
     if len(orders) == 1:
         return fitting[0]
     raise LayoutError(
         f"{values.where}: expected flat optimizer states whose masters round to the weights saved "
         f"with them in one of Megatron's orders of experts, got {got}. {values.remedy}"
-    )
-
-
-def _trusted(
-    candidates: Sequence[StateManifest], where: str, reason: str, remedy: str, *, trusts: bool
-) -> StateManifest:
-    """Return the only order that fits the sizes, if the configuration permits."""
-    is_single = len(candidates) == 1
-    if is_single and trusts:
-        return candidates[0]
-    knob = (
-        " Or set moe_optim.trust_unmarked_states=true to go by the sizes, which fit one order."
-        if is_single
-        else ""
-    )
-    raise LayoutError(
-        f"{where}: expected weights to compare with the masters of flat optimizer states without "
-        f"a manifest, got none: {reason}. {remedy}{knob}"
     )
 
 
@@ -263,7 +261,6 @@ def _belong_together(
 
 
 def _parameters_of(optimizer: Any) -> list[list[Parameter]]:
-    """Return an optimizer's parameters by model chunk, in registration order."""
     names = manifest_names(optimizer.model_chunks)
     held = {param: buffer for buffer in optimizer.buffers for param in buffer.param_index_map}
     return [
@@ -314,33 +311,18 @@ def _require_same_tensors(
         )
 
 
-def _read_weight(
-    stored: TorchDistReader, entries: Mapping[ModelParameter, _Entry], param: ModelParameter
-) -> Tensor:
-    if param not in entries:
-        raise _NoValuesError(
-            "optimizer.sharded_state_dict was called without the sharded state of the model",
-            "Give it that.",
-        )
-
+def _read_weight(stored: TorchDistReader, entry: _Entry, param: ModelParameter) -> Tensor:
     def read(part: ShardedTensor) -> Tensor:
         shape = (*(1,) * part.prepend_axis_num, *part.local_shape)
         return stored.read_box(part.key, part.global_offset, shape).view(part.local_shape)
 
-    entry = entries[param]
     parts = dict_list_map_outplace(read, [_parts(entry, param)])[0]
     return entry.merge_fn(parts) if isinstance(entry, ShardedTensorFactory) else parts
 
 
-def _held_weight(param: ModelParameter) -> Tensor:
-    if not is_managed(param):
-        return param.detach()
-    value = storage_of(param).initial
-    if value is None:
-        raise _NoValuesError(
-            "nothing has been loaded into the quantized weights of this model", f"{_WEIGHTS_FIRST}."
-        )
-    return value
+def _held_weight(param: ModelParameter) -> Tensor | None:
+    """Return the value of a weight; None if nothing was loaded into a quantized one."""
+    return storage_of(param).initial if is_managed(param) else param.detach()
 
 
 def _whole_masters(states: Mapping[Any, Any], where: str) -> list[tuple[str, Tensor]]:

@@ -18,13 +18,17 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_buffers import flat_groups
-from moe_optim.checkpoint.state_kinds import MASTER, WHOLE_MASTER
+from moe_optim.checkpoint.state_kinds import (
+    BY_NAME,
+    BY_NAME_KEY,
+    MASTER,
+    SHARDING_TYPE,
+    WHOLE_MASTER,
+    state_kinds,
+)
 from moe_optim.errors import LayoutError, listed
 
-_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[^.]+)\.(?P<name>.+)")
 _GROUPS = r"chained_{}\.optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*"
-SHARDING_TYPE, BY_NAME = "distrib_optim_sharding_type", "fully_reshardable"
-"""Key of the sharding type in Megatron's metadata, and its value for states by name."""
 _STATE_TYPE = "param_state_sharding_type"
 
 
@@ -54,16 +58,16 @@ def request_whole_states(param_state: Any, stored: TorchDistReader) -> None:
     """
     if not _has_whole_masters(stored):
         return
-    found = {_address(key): key for key in stored.tensors if _STATE.fullmatch(key)}
+    found = {_address(key): key for key in stored.tensors if BY_NAME_KEY.fullmatch(key)}
     for request in _requests(param_state):
-        address = _address(request.key)
-        if address not in found and address[0] == MASTER:
+        kind, name = _address(request.key)
+        if (kind, name) not in found and kind == MASTER:
             raise LayoutError(
-                f"{stored.path}: expected optimizer.state.{WHOLE_MASTER}.{address[1]}, got none: "
+                f"{stored.path}: expected optimizer.state.{WHOLE_MASTER}.{name}, got none: "
                 "without --use-distributed-optimizer Megatron saves masters of bf16 and fp16 "
                 "weights alone. Load with --no-load-optim."
             )
-        request.key = found.get(address, request.key)
+        request.key = found.get((kind, name), request.key)
 
 
 def require_same_states(param_state: Any, stored: TorchDistReader) -> None:
@@ -103,12 +107,10 @@ def flat_group_beside(stored: TorchDistReader, group_key: str) -> str | None:
 
 def _address(key: str) -> tuple[str, str]:
     """Return kind of state and parameter name of a key, the same for both names of masters."""
-    match = _STATE.fullmatch(key)
+    match = BY_NAME_KEY.fullmatch(key)
     assert match is not None
     return MASTER if match["kind"] == WHOLE_MASTER else match["kind"], match["name"]
 
 
 def _has_whole_masters(stored: TorchDistReader) -> bool:
-    return any(
-        match["kind"] == WHOLE_MASTER for key in stored.tensors if (match := _STATE.match(key))
-    )
+    return WHOLE_MASTER in state_kinds(stored.tensors)

@@ -304,7 +304,7 @@ OPTIMIZER: tuple[Patch, ...] = (
     Patch(
         id="state-to-save",
         target="megatron.training.checkpointing:generate_state_dict",
-        replacement="moe_optim.checkpoint.state_to_save:generate_state_dict",
+        replacement="moe_optim.checkpoint.saving:generate_state_dict",
         fits=in_all_versions(
             "(args, model, optimizer, opt_param_scheduler, rng_state, iteration, "
             "optim_sd_kwargs, model_sd_kwargs, rerun_state)"
@@ -331,7 +331,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
     Patch(
         id="load-checkpoint",
         target="megatron.core.dist_checkpointing:load",
-        replacement="moe_optim.checkpoint.hooks:load",
+        replacement="moe_optim.checkpoint.loading:load",
         fits=in_all_versions(
             "(sharded_state_dict, checkpoint_dir, sharded_strategy, validate_access_integrity, "
             "strict, verify_integrity, process_group)"
@@ -343,7 +343,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
         Patch(
             id=f"common-state:{module}",
             target=f"megatron.core.{module}:load_common_state_dict",
-            replacement="moe_optim.checkpoint.hooks:load_common_state_dict",
+            replacement="moe_optim.checkpoint.loading:load_common_state_dict",
             fits=in_all_versions("(checkpoint_dir)"),
             because="it is the first to read a checkpoint, runs what that names, and names no file",
             remove_when="Megatron looks for all files first, and unpickles plain data alone",
@@ -374,7 +374,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
     Patch(
         id="save-checkpoint",
         target="megatron.core.dist_checkpointing:save",
-        replacement="moe_optim.checkpoint.hooks:save",
+        replacement="moe_optim.checkpoint.saving:save",
         fits=in_all_versions(
             "(sharded_state_dict, checkpoint_dir, sharded_strategy, validate_access_integrity, "
             "async_sharded_save, preprocess_common_before_consistancy_check, content_metadata, "
@@ -408,7 +408,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
             "megatron.core.dist_checkpointing.strategies.torch:"
             "TorchDistLoadShardedStrategy.load_tensors_metadata"
         ),
-        replacement="moe_optim.checkpoint.hooks:load_tensors_metadata",
+        replacement="moe_optim.checkpoint.loading:load_tensors_metadata",
         fits=in_all_versions("(self, checkpoint_dir, metadata)"),
         because="it gives torch.empty all that torch keeps of a tensor, since 2.15 also strides",
         remove_when="strict loads work with torch 2.15",
@@ -421,7 +421,7 @@ CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = (
         Patch(
             id=f"save-files-of-ranks:{module}",
             target=f"megatron.training.{module}:save_checkpoint",
-            replacement=f"moe_optim.checkpoint.files_of_ranks:{replacement}",
+            replacement=f"moe_optim.checkpoint.saving:{replacement}",
             fits=in_all_versions(
                 "(iteration, model, optimizer, opt_param_scheduler, "
                 "num_floating_point_operations_so_far, checkpointing_context, pipeline_rank, "
@@ -441,7 +441,7 @@ CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = (
     Patch(
         id="load-files-of-ranks",
         target="megatron.training.checkpointing:_get_checkpoint_format",
-        replacement="moe_optim.checkpoint.files_of_ranks:get_checkpoint_format",
+        replacement="moe_optim.checkpoint.loading:get_checkpoint_format",
         fits=in_all_versions("(checkpoint_name, args)"),
         because="--ckpt-format torch compares no checksums, and exits with 0 where a file is torn",
         remove_when="--ckpt-format torch compares checksums of what it reads",

@@ -23,7 +23,7 @@ from moe_optim.checkpoint.param_groups import (
     require_groups_of,
     states_by_part,
 )
-from moe_optim.checkpoint.undistributed_states import BY_NAME, SHARDING_TYPE
+from moe_optim.checkpoint.state_kinds import BY_NAME, SHARDING_TYPE
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError, NonFiniteError, StateError, listed
 from moe_optim.integration.agreement import agree

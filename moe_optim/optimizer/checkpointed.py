@@ -22,10 +22,6 @@ from moe_optim.checkpoint.flat_states import (
 from moe_optim.checkpoint.owned_boxes import load_states, states_to_load, states_to_save
 from moe_optim.checkpoint.state_kinds import MASTER
 from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest
-from moe_optim.checkpoint.states_without_manifest import (
-    holds_several_experts,
-    manifest_of_file_states,
-)
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.integration import patches
 from moe_optim.integration.agreement import agree
@@ -219,13 +215,14 @@ class CheckpointedOptimizer(DistributedOptimizer):
     def _in_own_order(self, states: dict[Any, Any], is_old: bool) -> dict[Any, Any]:
         where = "optimizer states of a data-parallel group"
         saved = states.get(MANIFEST)
-        if is_old and not holds_several_experts(manifest_of(self)):
+        if is_old and not manifest_of(self).holds_several_experts():
             return states  # saved before February 2024: Megatron splits them
-        source = (
-            manifest_of_file_states(self, states, where)
-            if saved is None
-            else StateManifest.from_dict(saved, where)
-        )
+        if saved is not None:
+            source = StateManifest.from_dict(saved, where)
+        else:
+            from moe_optim.checkpoint.states_without_manifest import manifest_of_file_states
+
+            source = manifest_of_file_states(self, states, where)
         return rearranged_states(states, source, self, where)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

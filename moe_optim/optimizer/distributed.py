@@ -25,7 +25,6 @@ from moe_optim.buckets.bucket_group import GroupedBucketGroup, bucket_groups, ma
 from moe_optim.buckets.gather import OwnedMaster
 from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.buckets.states import Event, Weights
-from moe_optim.checkpoint.model_values import model_values_for
 from moe_optim.checkpoint.param_groups import with_groups_of_adam, with_rates_of
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
@@ -586,7 +585,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
 
         Args:
             state_dict: model state dict to use in place of the current weights, with experts in any
-                layout (see :func:`model_values_for`); not modified.
+                layout; not modified.
 
         Raises:
             LayoutError: a parameter is missing, duplicated or misshapen in ``state_dict``.
@@ -604,6 +603,8 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         self, state_dict: dict[str, Any]
     ) -> dict[torch.nn.Parameter, Tensor]:
         """Return the values of every parameter by its full name; Megatron matches suffixes."""
+        from moe_optim.checkpoint.model_values import model_values_for
+
         return model_values_for(self.model_chunks, state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

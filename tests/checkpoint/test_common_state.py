@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,9 @@ from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
 from moe_optim.checkpoint.files.folders import COMMON_FILE
 from moe_optim.checkpoint.sealing import invalidate, record_checksums
 from moe_optim.errors import StateError
-from tests.support.checkpoints.checkpoint_journey import Journey, Station
+from tests.support.checkpoints.checkpoint_journey import Journey, Station, run_once
 from tests.support.hostile.damage import flip_in, flip_in_archive
 from tests.support.hostile.hostile_checkpoints import rewrite
-from tests.support.ranks import run_ranks
 
 RESHARDABLE = "fully_reshardable"
 
@@ -50,12 +50,21 @@ def _load_beside_another(folder: Path, put: Callable[[Path, dict[str, Any]], Non
     return [*seen, str((folder / COMMON_FILE).exists())]
 
 
-@pytest.mark.parametrize("put", [_write_beside, _link_beside], ids=["a file", "a link"])
-def test_a_common_file_of_another_save_is_refused_and_removed_by_the_next_save(
-    put: Callable[..., None], tmp_path: Path
-):
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function of ranks and a name, which gives what these ranks found."""
+    jobs = {
+        "a file": partial(_load_beside_another, put=_write_beside),
+        "a link": partial(_load_beside_another, put=_link_beside),
+        "older": _load_as_older_megatrons_save,
+    }
+    return run_once(tmp_path_factory.mktemp("common"), {1: jobs, 2: {"": _load_from_own_disks}})
+
+
+@pytest.mark.parametrize("put", ["a file", "a link"])
+def test_a_common_file_of_another_save_is_refused_and_removed_by_the_next_save(put, found):
     """Megatron prefers it to the common state of this save."""
-    ((said, is_left),) = run_ranks(1, _load_beside_another, tmp_path / "saved", put)
+    ((said, is_left),) = found(1, put)
     assert f"{COMMON_FILE} is of another save" in said and "remove it" in said
     assert is_left == "False"
 
@@ -77,8 +86,8 @@ def _load_as_older_megatrons_save(folder: Path) -> dict[str, str]:
     return said
 
 
-def test_a_common_file_of_older_megatrons_is_compared_with_its_checksums(tmp_path: Path):
-    (said,) = run_ranks(1, _load_as_older_megatrons_save, tmp_path / "saved")
+def test_a_common_file_of_older_megatrons_is_compared_with_its_checksums(found):
+    (said,) = found(1, "older")
     assert said["unrecorded"].endswith("elements") and said["recorded"] == said["unrecorded"]
     assert COMMON_FILE in said["flipped"] and "Bad CRC-32" in said["flipped"]
     assert COMMON_FILE in said["another"] and "it is another file" in said["another"]
@@ -86,8 +95,6 @@ def test_a_common_file_of_older_megatrons_is_compared_with_its_checksums(tmp_pat
 
 def _load_from_own_disks(folder: Path) -> str:
     """Damage the common state on the second rank's disk alone."""
-    from megatron.core import dist_checkpointing
-
     saved, rank = folder / "saved", torch.distributed.get_rank
     Journey(Station()).fill().save(saved, RESHARDABLE)
     torch.distributed.barrier()
@@ -95,16 +102,13 @@ def _load_from_own_disks(folder: Path) -> str:
     shutil.copytree(saved, here)
     if rank() == 1:
         flip_in(here, "common_state")
-    journey = Journey(Station()).scramble()
-    metadata = {"distrib_optim_sharding_type": RESHARDABLE, "dp_cp_group": journey.groups.dp_cp}
-    model = journey.model.sharded_state_dict(metadata=metadata)
     try:
-        dist_checkpointing.load({"model": model}, str(here))
+        Journey(Station()).scramble().load_weights(here)
     except StateError as error:
         return str(error)
     return "loaded"
 
 
-def test_a_common_state_that_is_damaged_for_one_rank_is_raised_on_every_rank(tmp_path: Path):
-    for said in run_ranks(2, _load_from_own_disks, tmp_path, timeout_s=120):
+def test_a_common_state_that_is_damaged_for_one_rank_is_raised_on_every_rank(found):
+    for said in found(2, ""):
         assert "common_state" in said and "Bad CRC-32" in said

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from moe_optim.checkpoint.expert_entries import with_members
+from moe_optim.checkpoint.expert_entries import entries_of
 
 EXPERTS = 2
 
@@ -42,11 +42,10 @@ def test_entries_are_those_of_the_parameters_own_chunk(chunks):
         model_chunks=model,
         buffers=[SimpleNamespace(param_index_map=dict.fromkeys(c.weight for c in model))],
     )
-    found = with_members(optimizer, dict(zip(names, states, strict=True)))["members"].values()
-    by_parameter = {id(factory.data): factory for factory in found}
-    assert list(by_parameter) == [id(chunk.weight) for chunk in model]
+    found = entries_of(optimizer, dict(zip(names, states, strict=True)))
+    assert found.keys() == {chunk.weight for chunk in model}
     for layer, chunk in enumerate(model):
-        entries = by_parameter[id(chunk.weight)].build()
+        entries = found[chunk.weight].build()
         assert [entry.global_offset[:2] for entry in entries] == [
             (layer, expert) for expert in range(EXPERTS)
         ]

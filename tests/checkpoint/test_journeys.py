@@ -2,14 +2,21 @@
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from moe_optim.environment import find_package, satisfies
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
-from tests.support.checkpoints.checkpoint_journey import Journey, Station
+from tests.support.checkpoints.checkpoint_journey import (
+    Journey,
+    Station,
+    owned_states,
+    run_once,
+)
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -18,6 +25,51 @@ FLAT, RESHARDABLE = "dp_reshardable", "fully_reshardable"
 GROUPED, INDEXED = Station(), Station(experts="indexed")
 STOCK = Station(experts="sequential", format="bf16", stock=True)
 MANY_BUCKETS = 20_000
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function of ranks and a name, which gives what these ranks found."""
+    by_name = {
+        name: partial(_travel, stations, sharding=RESHARDABLE)
+        for name, stations in RESHARDINGS.items()
+    }
+    in_memory = {
+        f"{name}, {algo}": partial(_stay, station, algo)
+        for name, station in IN_MEMORY.items()
+        for algo in ALGORITHMS
+    }
+    many = Station(bucket_size=MANY_BUCKETS)
+    layouts = (many, INDEXED, many.but(experts="indexed"), GROUPED)
+    jobs = {
+        1: {
+            "swapped": _reversed_experts,
+            "unmarked": partial(_load_unmarked, UNMARKED[1]),
+            "advice": _follow_advice,
+            "into members": _load_into_members,
+            "mixed groups": _mixed_groups,
+            "members": _save_members,
+            "unmarked files": partial(_load_unmarked_files, UNMARKED_FILES[1]),
+            "equal experts": _load_equal_experts,
+        },
+        2: {
+            "sequential": partial(_travel, (STOCK.but(stock=False), GROUPED), sharding=FLAT),
+            "strictly": _travel_strictly,
+            "quantized": _load_quantized_unmarked,
+            "sizes": _follow_advice_on_sizes,
+            "legacy": _legacy,
+            "refusals": _refusals,
+        },
+        3: {
+            "layouts": partial(_travel, layouts, sharding=FLAT),
+            "unmarked": partial(_load_unmarked, UNMARKED[3]),
+            "advice": _follow_advice_on_padded_buckets,
+            "padded": _padded_in_stock,
+            "unmarked files": partial(_load_unmarked_files, UNMARKED_FILES[3]),
+        },
+        4: {**by_name, **in_memory, "unmarked": partial(_load_unmarked, UNMARKED[4])},
+    }
+    return run_once(tmp_path_factory.mktemp("journeys"), jobs)
 
 
 def _travel(stations: Sequence[Station], folder: Path, sharding: str) -> list[int]:
@@ -48,16 +100,6 @@ RESHARDINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("stations", RESHARDINGS.values(), ids=RESHARDINGS)
-def test_states_by_name_arrive_at_any_parallel_sizes_and_in_any_layout(
-    stations: Sequence[Station], tmp_path: Path
-):
-    """On 4 ranks, save and load fully reshardable from station to station: every element of every
-    master and moment is the one of its layer, expert, row and column, on every rank."""
-    for counts in run_ranks(4, _travel, stations, tmp_path, RESHARDABLE):
-        assert all(counts)
-
-
 IN_MEMORY = {
     "one parameter": GROUPED.but(ep=2),
     "one parameter an expert, several buckets": INDEXED.but(bucket_size=MANY_BUCKETS),
@@ -65,34 +107,30 @@ IN_MEMORY = {
 }
 
 
-def _stay(station: Station, algo: str) -> int:
+ALGORITHMS = ("atomic", "fully_parallel")
+
+
+def _stay(station: Station, algo: str, folder: Path) -> int:
     journey = Journey(station).fill().keep(algo).scramble().restore(algo)
     return journey.check()
 
 
-@pytest.mark.parametrize("algo", ["atomic", "fully_parallel"])
-@pytest.mark.parametrize("station", IN_MEMORY.values(), ids=IN_MEMORY)
-def test_checkpoints_in_memory_restore_every_element(station: Station, algo: str):
+def test_states_by_name_arrive_at_any_parallel_sizes_and_in_any_layout(found):
+    """On 4 ranks, save and load fully reshardable from station to station: every element of every
+    master and moment is the one of its layer, expert, row and column, on every rank."""
+    assert all(all(counts) for name in RESHARDINGS for counts in found(4, name))
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_checkpoints_in_memory_restore_every_element(algo, found):
     """Of ``--non-persistent-ckpt-type local``, which no loading hook of this package sees."""
-    assert all(run_ranks(4, _stay, station, algo))
+    assert all(all(found(4, f"{name}, {algo}")) for name in IN_MEMORY)
 
 
-FLAT_JOURNEYS = {
-    "layouts, many buckets": (
-        3, (GROUPED.but(bucket_size=MANY_BUCKETS), INDEXED,
-            INDEXED.but(bucket_size=MANY_BUCKETS), GROUPED),
-    ),
-    "Megatron's experts": (2, (STOCK.but(stock=False), GROUPED)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("ranks", "stations"), FLAT_JOURNEYS.values(), ids=FLAT_JOURNEYS)
-def test_flat_states_arrive_in_another_layout_by_their_manifest(
-    ranks: int, stations: Sequence[Station], tmp_path: Path
-):
+def test_flat_states_arrive_in_another_layout_by_their_manifest(found):
     """``dp_reshardable`` states keep the order of the layout they were saved in, with another
     number of buckets, too; they load into the other one element by element."""
-    for counts in run_ranks(ranks, _travel, stations, tmp_path, FLAT):
+    for counts in (*found(3, "layouts"), *found(2, "sequential")):
         assert all(counts)
 
 
@@ -105,18 +143,14 @@ def _travel_strictly(folder: Path) -> list[int]:
     return counts
 
 
-def test_a_strict_load_misses_nothing_and_leaves_nothing_over(tmp_path: Path):
+def test_a_strict_load_misses_nothing_and_leaves_nothing_over(found):
     """Manifests and sizes of buckets are asked for, too, where layouts differ."""
-    for counts in run_ranks(2, _travel_strictly, tmp_path):
+    for counts in found(2, "strictly"):
         assert all(counts)
 
 
 def _save(station: Station, folder: Path, sharding: str) -> None:
     Journey(station).fill().save(folder, sharding)
-
-
-def _load(station: Station, folder: Path) -> int:
-    return Journey(station).scramble().load(folder).check()
 
 
 @pytest.mark.parametrize("sharding", [FLAT, RESHARDABLE])
@@ -178,10 +212,10 @@ def _reversed_experts(folder: Path) -> tuple[int, int]:
     return wrong, swapped
 
 
-def test_megatron_swaps_experts_of_flat_states_in_silence(tmp_path: Path):
+def test_megatron_swaps_experts_of_flat_states_in_silence(found):
     """Why manifests are needed (F6, B1): stock loads another layout's states without an error, and
     experts get each other's masters."""
-    ((wrong, swapped),) = run_ranks(1, _reversed_experts, tmp_path / "stock")
+    ((wrong, swapped),) = found(1, "swapped")
     assert wrong == 16  # two linears of four experts in two layers
     assert swapped > 0
 
@@ -189,25 +223,26 @@ def test_megatron_swaps_experts_of_flat_states_in_silence(tmp_path: Path):
 STOCK_GROUPED, STOCK_INDEXED = (
     station.but(format="bf16", stock=True) for station in (GROUPED, INDEXED)
 )
-UNMARKED = {
-    "a parameter an expert, fc1 beside fc2": (
-        1, ((STOCK, INDEXED), (STOCK, GROUPED.but(format="nvfp4")), (STOCK, STOCK.but(stock=False)),
-            (STOCK.but(biases=True), GROUPED.but(biases=True))),
+UNMARKED = {  # ranks -> pairs of stations
+    1: (
+        # a parameter an expert, fc1 beside fc2
+        (STOCK, INDEXED), (STOCK, GROUPED.but(format="nvfp4")), (STOCK, STOCK.but(stock=False)),
+        (STOCK.but(biases=True), GROUPED.but(biases=True)),
+        # a parameter an expert, all of fc1 first
+        (STOCK_INDEXED, GROUPED), (STOCK_INDEXED, INDEXED.but(format="bf16")),
+        (STOCK_INDEXED.but(biases=True), GROUPED.but(biases=True)),
+        # a parameter for all experts
+        (STOCK_GROUPED, INDEXED), (STOCK_GROUPED, GROUPED),
     ),
-    "a parameter an expert, all of fc1 first": (
-        1, ((STOCK_INDEXED, GROUPED), (STOCK_INDEXED, INDEXED.but(format="bf16")),
-            (STOCK_INDEXED.but(biases=True), GROUPED.but(biases=True))),
+    3: (
+        (STOCK.but(bucket_size=MANY_BUCKETS), GROUPED),
+        (STOCK, INDEXED.but(bucket_size=MANY_BUCKETS)),
+        (STOCK_INDEXED.but(bucket_size=MANY_BUCKETS, biases=True), INDEXED.but(biases=True)),
     ),
-    "a parameter for all experts": (1, ((STOCK_GROUPED, INDEXED), (STOCK_GROUPED, GROUPED))),
-    "padded buckets": (
-        3, ((STOCK.but(bucket_size=MANY_BUCKETS), GROUPED),
-            (STOCK, INDEXED.but(bucket_size=MANY_BUCKETS)),
-            (STOCK_INDEXED.but(bucket_size=MANY_BUCKETS, biases=True), INDEXED.but(biases=True))),
-    ),
-    "parallel sizes": (
-        4, ((STOCK.but(tp=2, etp=2), INDEXED.but(tp=2, etp=2)),
-            (STOCK.but(tp=2, etp=1, ep=2), GROUPED.but(tp=2, etp=1, ep=2)),
-            (STOCK.but(pp=2), INDEXED.but(pp=2))),
+    4: (
+        (STOCK.but(tp=2, etp=2), INDEXED.but(tp=2, etp=2)),
+        (STOCK.but(tp=2, etp=1, ep=2), GROUPED.but(tp=2, etp=1, ep=2)),
+        (STOCK.but(pp=2), INDEXED.but(pp=2)),
     ),
 }  # fmt: skip
 
@@ -221,14 +256,11 @@ def _load_unmarked(pairs: Sequence[tuple[Station, Station]], folder: Path) -> li
     return counts
 
 
-@pytest.mark.parametrize(("ranks", "pairs"), UNMARKED.values(), ids=UNMARKED)
-def test_flat_states_without_a_manifest_arrive_in_every_layout(
-    ranks: int, pairs: Sequence[tuple[Station, Station]], tmp_path: Path
-):
+def test_flat_states_without_a_manifest_arrive_in_every_layout(found):
     """Nothing says in which order Megatron had its experts: it follows from where stored pieces
     begin and end, and is shown by masters that round to the weights beside them."""
-    for counts in run_ranks(ranks, _load_unmarked, pairs, tmp_path):
-        assert all(counts)
+    for ranks in UNMARKED:
+        assert all(map(all, found(ranks, "unmarked")))
 
 
 def _refused(load: Callable[[], object]) -> str:
@@ -276,10 +308,10 @@ def _follow_advice(folder: Path) -> dict[str, str]:
     return said
 
 
-def test_advice_on_flat_states_without_a_manifest_works_when_it_is_followed(tmp_path: Path):
+def test_advice_on_flat_states_without_a_manifest_works_when_it_is_followed(found):
     """Sizes alone are trusted where the error says so, and no further: values that contradict them
     are refused with the knob, too."""
-    (said,) = run_ranks(1, _follow_advice, tmp_path)
+    (said,) = found(1, "advice")
     no_weights = said.pop("no weights")
     assert "without the sharded state of the model. Give it that." in no_weights
     assert "Or set moe_optim.trust_unmarked_states=true" in no_weights
@@ -306,9 +338,9 @@ def _load_quantized_unmarked(folder: Path) -> list[str]:
     return said
 
 
-def test_masters_of_quantized_weights_are_known_by_being_close(tmp_path: Path):
+def test_masters_of_quantized_weights_are_known_by_being_close(found):
     """Weights that were quantized when they were saved are no masters rounded to bf16."""
-    for said in run_ranks(2, _load_quantized_unmarked, tmp_path):
+    for said in found(2, "quantized"):
         assert said[:2] == ["", ""] and said[2:]
         for message in said[2:]:
             assert "got others at decoder.layers." in message
@@ -321,9 +353,9 @@ def _load_into_members(folder: Path) -> int:
     return journey.load(folder, strict="raise_all").check()
 
 
-def test_a_parameter_saved_as_an_entry_an_expert_is_compared_with_all_of_them(tmp_path: Path):
+def test_a_parameter_saved_as_an_entry_an_expert_is_compared_with_all_of_them(found):
     """As Transformer Engine saves a grouped weight; and a strict load misses nothing."""
-    assert all(run_ranks(1, _load_into_members, tmp_path / "stock"))
+    assert all(found(1, "into members"))
 
 
 def _follow_advice_on_padded_buckets(folder: Path) -> str:
@@ -336,9 +368,9 @@ def _follow_advice_on_padded_buckets(folder: Path) -> str:
     return said
 
 
-def test_what_megatron_would_save_shifted_is_not_advised(tmp_path: Path):
+def test_what_megatron_would_save_shifted_is_not_advised(found):
     """On 3 ranks buckets are padded; see test_padding_between_buckets_shifts_nothing."""
-    for said in run_ranks(3, _follow_advice_on_padded_buckets, tmp_path / "fork"):
+    for said in found(3, "advice"):
         assert said.endswith(WEIGHTS_ALONE) and "reshardable" not in said
 
 
@@ -349,8 +381,8 @@ def _follow_advice_on_sizes(folder: Path) -> tuple[str, int]:
     return said, Journey(GROUPED).scramble().load(folder / "new").check()
 
 
-def test_other_parallel_sizes_are_reached_through_those_that_were_saved(tmp_path: Path):
-    for said, count in run_ranks(2, _follow_advice_on_sizes, tmp_path):
+def test_other_parallel_sizes_are_reached_through_those_that_were_saved(found):
+    for said, count in found(2, "sizes"):
         assert "got those of chained_0.optimizer.distributed.dp_group_idx_0" in said
         assert "parallel sizes they were saved with" in said and "loads at any sizes" in said
         assert count
@@ -370,13 +402,13 @@ def _padded_in_stock(folder: Path) -> list[str]:
     return said
 
 
-def test_padding_between_buckets_shifts_nothing(tmp_path: Path):
+def test_padding_between_buckets_shifts_nothing(found):
     """On 3 ranks, where buckets are padded, Megatron 0.19 saves shifted states; ours are right, and
     Megatron loads them."""
-    found = run_ranks(3, _padded_in_stock, tmp_path)
+    pairs = found(3, "padded")
     is_faulty = satisfies(find_package("megatron-core").version, "<0.20")
-    assert any(stock for stock, _ in found) == is_faulty
-    assert not any(ours for _, ours in found)
+    assert any(stock for stock, _ in pairs) == is_faulty
+    assert not any(ours for _, ours in pairs)
 
 
 def _mixed_groups(folder: Path) -> list[str]:
@@ -393,9 +425,9 @@ def _mixed_groups(folder: Path) -> list[str]:
     return said
 
 
-def test_groups_of_fp32_and_bf16_parameters_keep_their_states_apart(tmp_path: Path):
+def test_groups_of_fp32_and_bf16_parameters_keep_their_states_apart(found):
     """F7, B8: in a group of both, Megatron takes one parameter's states for another's."""
-    ((stock, ours),) = run_ranks(1, _mixed_groups, tmp_path)
+    ((stock, ours),) = found(1, "mixed groups")
     assert stock and not ours
 
 
@@ -438,50 +470,51 @@ def _save_members(folder: Path) -> list[str]:
             said.append(str(error))
     back = Journey(GROUPED.but(format="bf16")).scramble()
     _members(back)
-    metadata = {"distrib_optim_sharding_type": RESHARDABLE, "dp_cp_group": back.groups.dp_cp}
-    from megatron.core import dist_checkpointing
-
-    model = back.model.sharded_state_dict(metadata=metadata)
-    metadata["chained_optim_avoid_prefix"] = True
-    request = back.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata)
-    loaded = dist_checkpointing.load({"optimizer": request}, str(folder / "False"))
-    back.optimizer.load_state_dict(loaded["optimizer"])
-    assert back.check()
+    assert back.load(folder / "False").check()
     assert Journey(INDEXED.but(format="bf16")).scramble().load(folder / "False").check()
     return said
 
 
-def test_one_parameter_saved_as_an_entry_an_expert_finds_its_states(tmp_path: Path):
+def test_one_parameter_saved_as_an_entry_an_expert_finds_its_states(found):
     """F5, B2: Megatron cannot save such a parameter fully reshardable; ours can, and the
     checkpoint is the same as of one parameter an expert."""
-    ((stock, ours),) = run_ranks(1, _save_members, tmp_path)
+    ((stock, ours),) = found(1, "members")
     assert "not in model_sharded_state_dict" in stock
     assert ours == ""
 
 
+def _save_files(journey: Journey, path: Path) -> None:
+    """Save all states to a file an optimizer, as ``--ckpt-format torch`` does."""
+    for number, part in enumerate(journey.parts):
+        part.save_parameter_state(f"{path}-{number}.pt")
+    torch.distributed.barrier()
+
+
+def _load_files(journey: Journey, path: Path) -> None:
+    for number, part in enumerate(journey.parts):
+        part.load_parameter_state(f"{path}-{number}.pt")
+
+
 def _legacy(folder: Path) -> list[int]:
-    """Save all states to one file, as ``--ckpt-format torch`` does, and load the other layout."""
     counts = []
-    for first, second in (
-        (GROUPED, INDEXED),
-        (INDEXED.but(bucket_size=MANY_BUCKETS), GROUPED),
-        (INDEXED.but(format="bf16"), GROUPED),  # experts and the rest in one buffer, then in two
+    for number, (first, second) in enumerate(
+        (
+            (GROUPED, INDEXED),
+            (INDEXED.but(bucket_size=MANY_BUCKETS), GROUPED),
+            (INDEXED.but(format="bf16"), GROUPED),  # experts and the rest in one buffer, then two
+        )
     ):
-        journey = Journey(first).fill()
-        for number, part in enumerate(journey.parts):
-            part.save_parameter_state(f"{folder}/{number}.pt")
-        torch.distributed.barrier()
+        path = folder.with_name(f"legacy {number}")
+        _save_files(Journey(first).fill(), path)
         journey = Journey(second).scramble()
-        for number, part in enumerate(journey.parts):
-            part.load_parameter_state(f"{folder}/{number}.pt")
+        _load_files(journey, path)
         counts.append(journey.check())
-        torch.distributed.barrier()
     return counts
 
 
-def test_legacy_files_arrive_in_another_layout_by_their_manifest(tmp_path: Path):
+def test_legacy_files_arrive_in_another_layout_by_their_manifest(found):
     """One file of whole buffers (B9: also where the buffers of the two runs are not the same)."""
-    for counts in run_ranks(2, _legacy, tmp_path):
+    for counts in found(2, "legacy"):
         assert all(counts)
 
 
@@ -495,46 +528,37 @@ def _load_unmarked_files(
         path = folder / str(number)
         stock = Journey(first).fill()
         stock.save(path, FLAT)
-        for index, part in enumerate(stock.parts):
-            part.save_parameter_state(f"{path}-{index}.pt")
-        torch.distributed.barrier()
+        _save_files(stock, path)
         journey = Journey(second).scramble()
-
-        def load(path: Path = path, journey: Journey = journey) -> None:
-            for index, part in enumerate(journey.parts):
-                part.load_parameter_state(f"{path}-{index}.pt")
-
-        said = _refused(load)
+        said = _refused(partial(_load_files, journey, path))
         journey.load_weights(path)
-        load()
+        _load_files(journey, path)
         found.append((said, journey.check()))
     return found
 
 
 UNMARKED_FILES = {
-    "one rank": (
-        1, ((STOCK, INDEXED), (STOCK_INDEXED, GROUPED), (STOCK_GROUPED, INDEXED.but(format="bf16")),
-            (STOCK.but(biases=True), GROUPED.but(format="nvfp4", biases=True))),
+    1: (
+        (STOCK, INDEXED), (STOCK_INDEXED, GROUPED), (STOCK_GROUPED, INDEXED.but(format="bf16")),
+        (STOCK.but(biases=True), GROUPED.but(format="nvfp4", biases=True)),
     ),
-    "padded buckets": (
-        3, ((STOCK.but(bucket_size=MANY_BUCKETS), GROUPED.but(bucket_size=MANY_BUCKETS)),
-            (STOCK.but(bucket_size=MANY_BUCKETS), INDEXED.but(format="bf16"))),
+    3: (
+        (STOCK.but(bucket_size=MANY_BUCKETS), GROUPED.but(bucket_size=MANY_BUCKETS)),
+        (STOCK.but(bucket_size=MANY_BUCKETS), INDEXED.but(format="bf16")),
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("ranks", "pairs"), UNMARKED_FILES.values(), ids=UNMARKED_FILES)
-def test_legacy_files_without_a_manifest_arrive_behind_their_weights(
-    ranks: int, pairs: Sequence[tuple[Station, Station]], tmp_path: Path
-):
+def test_legacy_files_without_a_manifest_arrive_behind_their_weights(found):
     """Megatron loads the weights first; they show whose the masters are. Without them nothing
     does, and they are asked for."""
-    for found in run_ranks(ranks, _load_unmarked_files, pairs, tmp_path):
-        assert len(found) == len(pairs)
-        for said, count in found:
-            assert "Load the weights of the same checkpoint first" in said
-            assert "trust_unmarked_states" not in said
-            assert count
+    for ranks, pairs in UNMARKED_FILES.items():
+        for of_rank in found(ranks, "unmarked files"):
+            assert len(of_rank) == len(pairs)
+            for said, count in of_rank:
+                assert "Load the weights of the same checkpoint first" in said
+                assert "trust_unmarked_states" not in said
+                assert count
 
 
 def _load_equal_experts(folder: Path) -> str:
@@ -544,20 +568,14 @@ def _load_equal_experts(folder: Path) -> str:
         states["param"].fill_(0.5)
     stock._write_weights()
     stock.save(folder, FLAT)
-    for index, part in enumerate(stock.parts):
-        part.save_parameter_state(f"{folder}/{index}.pt")
+    _save_files(stock, folder)
     journey = Journey(GROUPED).scramble().load_weights(folder)
-    return _refused(
-        lambda: [
-            part.load_parameter_state(f"{folder}/{index}.pt")
-            for index, part in enumerate(journey.parts)
-        ]
-    )
+    return _refused(partial(_load_files, journey, folder))
 
 
-def test_states_whose_weights_fit_several_orders_are_refused(tmp_path: Path):
+def test_states_whose_weights_fit_several_orders_are_refused(found):
     """Their masters do not show which moments are whose."""
-    (said,) = run_ranks(1, _load_equal_experts, tmp_path / "equal")
+    (said,) = found(1, "equal experts")
     assert re.search(r"got [2-9] orders in which they do", said)
 
 
@@ -597,14 +615,12 @@ def _refusals(folder: Path) -> dict[str, str]:
 
 
 def _owned_of(journey: Journey):
-    from tests.support.checkpoints.checkpoint_journey import owned_states
-
     for part in journey.parts:
         yield from owned_states(part)
 
 
-def test_what_would_be_wrong_is_refused_on_every_rank(tmp_path: Path):
-    for said in run_ranks(2, _refusals, tmp_path):
+def test_what_would_be_wrong_is_refused_on_every_rank(found):
+    for said in found(2, "refusals"):
         assert "expected flat optimizer states" in said["other experts"]
         assert "chained_1.optimizer.distributed.dp_group_idx_1" in said["other experts"]
         for sharding in (FLAT, RESHARDABLE):

@@ -1,5 +1,7 @@
 """One load: metadata vetted once, every byte read once, and what is read is what was saved."""
 
+import hashlib
+import json
 import os
 import pickle
 import random
@@ -12,25 +14,48 @@ import pytest
 import torch
 
 from moe_optim.checkpoint.files import untrusted_files
+from moe_optim.checkpoint.files.archives import Archive
 from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
 from moe_optim.checkpoint.files.metadata import Blob, read_blobs
+from moe_optim.checkpoint.files.untrusted_files import file_range
 from moe_optim.checkpoint.integrity import corrupt_files
 from moe_optim.errors import LayoutError, StateError
-from tests.support.checkpoints.checkpoint_journey import Journey, Station
+from tests.support.checkpoints.checkpoint_journey import Journey, Station, run_once
 from tests.support.hostile.damage import flip
-from tests.support.ranks import run_ranks
 
 GROUPED = Station()
 RESHARDABLE = "fully_reshardable"
-FLIPS = 40
+FLIPS = 20
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function of ranks and a name, which gives what these ranks found."""
+    alone = {
+        "reads": _count_reads,
+        "flipped": _load_flipped,
+        "another file": _load_another_file,
+        "unfinished": _load_weights_beside_damage,
+        "copies": _count_copies,
+    }
+    together = {"one reads": _load_what_one_rank_reads, "metadata": _load_beside_foreign_metadata}
+    return run_once(tmp_path_factory.mktemp("sessions"), {1: alone, 2: together})
+
+
+def _said_of_load(station: Station, folder: Path) -> str:
+    try:
+        Journey(station).scramble().load(folder)
+    except (LayoutError, StateError) as error:
+        return str(error)
+    return "loaded"
 
 
 def _blobs(folder: Path) -> tuple[Blob, ...]:
     return read_blobs((folder / ".metadata").read_bytes())
 
 
-def _count_reads(folder: Path) -> tuple[int, int]:
-    """Return the most often that any byte of a tensor was read, and the bytes read of data."""
+def _count_reads(folder: Path) -> tuple[int, int, int]:
+    """Return the most often that any byte of a tensor was read, the bytes read, and those saved."""
     Journey(GROUPED).fill().save(folder, RESHARDABLE)
     journey, times, stock = Journey(GROUPED).scramble(), Counter[tuple[str, int]](), os.preadv
 
@@ -50,21 +75,21 @@ def _count_reads(folder: Path) -> tuple[int, int]:
         if blob.offset is not None
         for at in range(blob.start, blob.end)
     ]
-    return max(times[place] for place in tensors), times.total()
+    size = sum(path.stat().st_size for path in folder.glob("*.distcp"))
+    return max(times[place] for place in tensors), times.total(), size
 
 
-def test_a_load_reads_every_byte_of_a_tensor_once(tmp_path: Path):
+def test_a_load_reads_every_byte_of_a_tensor_once(found):
     """And with all objects at most 1.05 of the file, which one rank needs all of."""
-    folder = tmp_path / "saved"
-    ((most, total),) = run_ranks(1, _count_reads, folder)
+    ((most, total, size),) = found(1, "reads")
     assert most == 1
-    assert total <= 1.05 * sum(path.stat().st_size for path in folder.glob("*.distcp"))
+    assert total <= 1.05 * size
 
 
-def _load_flipped(folder: Path, seed: int) -> Counter[str]:
+def _load_flipped(folder: Path) -> Counter[str]:
     """Flip one bit after the other anywhere in the data, and load."""
     Journey(GROUPED).fill().save(folder, RESHARDABLE)
-    journey, rng, outcome = Journey(GROUPED).scramble(), random.Random(seed), Counter[str]()
+    journey, rng, outcome = Journey(GROUPED).scramble(), random.Random(0), Counter[str]()
     for _ in range(FLIPS):
         path = rng.choice(sorted(folder.glob("*.distcp")))
         content = path.read_bytes()
@@ -78,8 +103,8 @@ def _load_flipped(folder: Path, seed: int) -> Counter[str]:
     return outcome
 
 
-def test_a_flipped_bit_is_found_while_it_is_read_or_is_in_nothing_that_is_read(tmp_path: Path):
-    (outcome,) = run_ranks(1, _load_flipped, tmp_path / "saved", 0)
+def test_a_flipped_bit_is_found_while_it_is_read_or_is_in_nothing_that_is_read(found):
+    (outcome,) = found(1, "flipped")
     assert set(outcome) <= {"loaded to the bit", "named"}
     assert outcome["named"] > FLIPS // 2
 
@@ -94,34 +119,47 @@ def _load_what_one_rank_reads(folder: Path) -> str:
         path = folder / last.file
         path.write_bytes(flip(path.read_bytes(), last.start + last.length // 2, 3))
     torch.distributed.barrier()
-    try:
-        Journey(GROUPED).scramble().load(folder)
-    except StateError as error:
-        return str(error)
-    return "loaded"
+    return _said_of_load(GROUPED, folder)
 
 
-def test_damage_that_one_rank_reads_is_raised_on_every_rank(tmp_path: Path):
-    for said in run_ranks(2, _load_what_one_rank_reads, tmp_path / "saved"):
+def test_damage_that_one_rank_reads_is_raised_on_every_rank(found):
+    for said in found(2, "one reads"):
         assert "Bad CRC-32" in said and ".distcp" in said
 
 
-def _load_another_file(folder: Path) -> str:
-    """Exchange a data file for that of another save of the same layout."""
-    first, other = folder / "first", folder / "other"
+def _load_another_file(folder: Path) -> list[str]:
+    """Exchange a data file for that of another save of the same layout.
+
+    Also beside checksums as older versions have recorded them.
+    """
+    first, other, old = folder / "first", folder / "other", folder / "old"
     Journey(GROUPED).fill().save(first, RESHARDABLE)
     Journey(GROUPED).scramble().save(other, RESHARDABLE)
-    shutil.copy(other / "__0_0.distcp", first / "__0_0.distcp")
-    try:
-        Journey(GROUPED).load(first)
-    except StateError as error:
-        return str(error)
-    return "loaded"
+    shutil.copytree(first, old)
+    record = old / CHECKSUM_MANIFEST
+    content = json.loads(record.read_text())
+    del content["archives"]
+    content["tables"] = {}
+    for name in {blob.file for blob in _blobs(old)}:
+        digest = hashlib.sha256()
+        with (old / name).open("rb") as file:
+            for blob in _blobs(old):
+                if blob.file == name:
+                    rows = Archive(file_range(file, blob.start, blob.length)).rows()
+                    digest.update(hashlib.sha256(rows).digest())
+        content["tables"][name] = digest.hexdigest()
+    record.write_text(json.dumps(content))
+    assert list(corrupt_files(old)) == []
+    assert Journey(GROUPED).scramble().load(old).check()
+    for changed in (first, old):
+        shutil.copy(other / "__0_0.distcp", changed / "__0_0.distcp")
+    return [_said_of_load(GROUPED, changed) for changed in (first, old)]
 
 
-def test_a_file_of_another_save_is_found_by_who_reads_it(tmp_path: Path):
-    (said,) = run_ranks(1, _load_another_file, tmp_path)
+def test_a_file_of_another_save_is_found_by_who_reads_it(found):
+    ((said, beside_old),) = found(1, "another file")
     assert "it is another file" in said and "__0_0.distcp" in said
+    assert "it is another file" in beside_old
 
 
 class Command:
@@ -134,8 +172,10 @@ class Command:
         return os.mkdir, (str(self.path),)
 
 
-def _load_beside_foreign_metadata(folder: Path) -> int:
+def _load_beside_foreign_metadata(folder: Path) -> bool:
     """Load with another ``.metadata`` on the second rank's disk, which nobody vetted there."""
+    from megatron.core import dist_checkpointing
+
     saved = folder / "saved"
     Journey(GROUPED).fill().save(saved, RESHARDABLE)
     torch.distributed.barrier()
@@ -144,19 +184,14 @@ def _load_beside_foreign_metadata(folder: Path) -> int:
     if here.name == "1":
         (here / ".metadata").write_bytes(pickle.dumps(Command(folder / "ran")))
     journey = Journey(GROUPED).scramble()
-    from megatron.core import dist_checkpointing
-
-    metadata = {"distrib_optim_sharding_type": RESHARDABLE, "dp_cp_group": journey.groups.dp_cp}
-    model = journey.model.sharded_state_dict(metadata=metadata)
-    states = journey.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata)
-    loaded = dist_checkpointing.load({"model": model, "optimizer": states}, str(here))
-    journey.optimizer.load_state_dict(loaded["optimizer"])
-    return journey.check()
+    state = journey.state(RESHARDABLE, is_loading=True)
+    journey.optimizer.load_state_dict(dist_checkpointing.load(state, str(here))["optimizer"])
+    assert journey.check()
+    return (folder / "ran").exists()
 
 
-def test_every_rank_unpickles_the_metadata_that_the_first_one_vetted(tmp_path: Path):
-    assert all(run_ranks(2, _load_beside_foreign_metadata, tmp_path))
-    assert not (tmp_path / "ran").exists()
+def test_every_rank_unpickles_the_metadata_that_the_first_one_vetted(found):
+    assert found(2, "metadata") == [False, False]
 
 
 def _load_weights_beside_damage(folder: Path) -> list[str]:
@@ -178,50 +213,11 @@ def _load_weights_beside_damage(folder: Path) -> list[str]:
     return said
 
 
-def test_everything_is_read_first_where_the_last_save_did_not_finish(tmp_path: Path):
+def test_everything_is_read_first_where_the_last_save_did_not_finish(found):
     """Otherwise a rank reads, and so compares, what it loads alone."""
-    ((before, after),) = run_ranks(1, _load_weights_beside_damage, tmp_path)
+    ((before, after),) = found(1, "unfinished")
     assert before == "loaded"
     assert "exp_avg" in after and "Bad CRC-32" in after
-
-
-def _load_old_manifest(folder: Path) -> str:
-    """Record what older versions did, for a file that is then exchanged."""
-    import hashlib
-    import json
-
-    from moe_optim.checkpoint.files.archives import Archive
-    from moe_optim.checkpoint.files.untrusted_files import file_range
-
-    first, other = folder / "first", folder / "other"
-    Journey(GROUPED).fill().save(first, RESHARDABLE)
-    Journey(GROUPED).scramble().save(other, RESHARDABLE)
-    record = first / CHECKSUM_MANIFEST
-    content = json.loads(record.read_text())
-    del content["archives"]
-    content["tables"] = {}
-    for name in {blob.file for blob in _blobs(first)}:
-        digest = hashlib.sha256()
-        with (first / name).open("rb") as file:
-            for blob in _blobs(first):
-                if blob.file == name:
-                    rows = Archive(file_range(file, blob.start, blob.length)).rows()
-                    digest.update(hashlib.sha256(rows).digest())
-        content["tables"][name] = digest.hexdigest()
-    record.write_text(json.dumps(content))
-    assert list(corrupt_files(first)) == []
-    assert Journey(GROUPED).scramble().load(first).check()
-    shutil.copy(other / "__0_0.distcp", first / "__0_0.distcp")
-    try:
-        Journey(GROUPED).load(first)
-    except (StateError, LayoutError) as error:
-        return str(error)
-    return "loaded"
-
-
-def test_manifests_of_older_versions_are_still_compared(tmp_path: Path):
-    (said,) = run_ranks(1, _load_old_manifest, tmp_path)
-    assert "it is another file" in said
 
 
 def _count_copies(folder: Path) -> tuple[int, int, bool]:
@@ -257,8 +253,8 @@ def _count_copies(folder: Path) -> tuple[int, int, bool]:
     return most, len(held), copied
 
 
-def test_a_synchronous_save_holds_two_chunks_and_copies_no_master(tmp_path: Path):
-    ((most, chunks, copied),) = run_ranks(1, _count_copies, tmp_path / "saved")
+def test_a_synchronous_save_holds_two_chunks_and_copies_no_master(found):
+    ((most, chunks, copied),) = found(1, "copies")
     assert most <= 2 < chunks
     assert not copied
 

@@ -1,7 +1,4 @@
-"""Experts of a model chunk in a flat state dict: found by whole names, where Megatron guesses.
-
-The first tests show what megatron-core 0.19.2 makes of the same state dicts.
-"""
+"""Experts of a model chunk in a flat state dict: found by whole names, where Megatron guesses."""
 
 from typing import Any
 
@@ -15,7 +12,7 @@ from moe_optim.experts.loading import expert_values_for, expert_values_for_chunk
 from moe_optim.formats import MXFP8
 from tests.support.bytes import assert_bytes_equal
 from tests.support.modules.expert_modules import FFN, HIDDEN, LOCAL, Experts, assert_same
-from tests.support.modules.expert_states import ALL_LAYOUTS, make_experts, make_state
+from tests.support.modules.expert_states import make_experts, make_state
 
 LAYERS = "decoder.layers.0.mlp."
 
@@ -29,64 +26,8 @@ def nest(path: str, module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-class GroupedLinearOfTe(torch.nn.Module):
-    """What Megatron looks at to tell a grouped linear of Transformer Engine."""
-
-    def __init__(self, num_gemms: int, single_grouped_weight: bool) -> None:
-        super().__init__()
-        self.num_gemms = num_gemms
-        self.single_grouped_weight = single_grouped_weight
-
-    def _split_grouped_checkpoint_tensor(self, tensor: torch.Tensor, key: str) -> Any:
-        return tensor.unbind(0)
-
-
-def normalize(state: dict[str, torch.Tensor], chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return what Megatron makes of a state dict before it matches parameters by suffix."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    state = dict(state)
-    DistributedOptimizer._normalize_state_dict_for_grouped_params(state, chunk)
-    return state
-
-
-def te_experts(single: bool, path: str = LAYERS + "experts.linear_fc1") -> torch.nn.Module:
-    return nest(path, GroupedLinearOfTe(LOCAL, single))
-
-
 def state_of(layout="indexed", *, count=LOCAL, prefix=LAYERS + "experts.", first=0):
     return make_state(make_experts(count, FFN, HIDDEN, first=first), layout, prefix=prefix)
-
-
-# Another number of experts
-
-
-def test_megatron_gives_every_rank_the_first_experts():
-    """Of four, a rank of two stacks the first two, whichever it is, and says nothing."""
-    state = state_of(count=2 * LOCAL)
-    got = normalize(state, te_experts(single=True))
-    key = f"{LAYERS}experts.linear_fc1.weight"
-    assert_bytes_equal(got[key], torch.stack([state[f"{key}0"], state[f"{key}1"]]))
-    assert {f"{key}2", f"{key}3"} <= got.keys()
-
-
-@pytest.mark.parametrize("source", ALL_LAYOUTS)
-@pytest.mark.parametrize("target", ["grouped", "indexed"])
-def test_every_rank_gets_its_own_experts(source, target):
-    experts = make_experts(2 * LOCAL, FFN, HIDDEN)
-    state = make_state(experts, source, prefix=LAYERS + "experts.")
-    for rank in range(2):
-        chunk = nest(LAYERS + "experts", Experts(target, ep=(rank, 2)))
-        mine = experts.take(slice(rank * LOCAL, rank * LOCAL + LOCAL))
-        want = make_state(mine, target, prefix=LAYERS + "experts.")
-        assert_same(expert_values_for(chunk, state), want)
-        assert {name for name, _ in chunk.named_parameters()} == want.keys()
-
-
-def test_experts_of_no_rank_are_refused():
-    chunk = nest(LAYERS + "experts", Experts("indexed", ep=(0, 2)))
-    with pytest.raises(LayoutError, match=r"mlp.experts.: expected 2 or 4 experts, .* got 3 of"):
-        expert_values_for(chunk, state_of("grouped", count=3))
 
 
 # Names
@@ -122,21 +63,6 @@ def test_experts_under_other_names_are_left_alone(foreign):
             assert_same(expert_values_for(chunk, state), others | state_of(target))
         with pytest.raises(LayoutError, match=r"mlp.experts.: expected its experts there, got"):
             expert_values_for(chunk, others)
-
-
-def test_megatron_takes_names_that_only_end_alike():
-    """A teacher beside the student stops it without a word; alone, a name with more letters
-    passes for the right one, and shared experts pass for experts."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    student, teacher = state_of(), state_of(prefix=FOREIGN["a teacher beside the student"])
-    assert normalize(student | teacher, te_experts(single=True)) == student | teacher
-    longer = state_of(prefix=FOREIGN["a name that ends in the same letters"])
-    assert f"text_{LAYERS}experts.linear_fc1.weight" in normalize(longer, te_experts(single=True))
-    shared = dict.fromkeys([f"{LAYERS}shared_experts.linear_fc1.weight"])
-    module = f"{LAYERS}experts.linear_fc1"
-    found = DistributedOptimizer._state_dict_module_prefixes(shared, module, "weight")
-    assert found == {f"{LAYERS}shared_experts.linear_fc1."}
 
 
 WRAPPED = {  # name of the experts in the model -> prefix of the result

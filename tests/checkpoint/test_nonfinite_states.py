@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from moe_optim.errors import NonFiniteError
@@ -22,19 +21,21 @@ def _save_with(folder: Path, sharding: str, value: float) -> str:
     try:
         journey.save(folder, sharding)
     except NonFiniteError as error:
+        assert not (folder / "metadata.json").exists()
         return str(error)
     return "saved"
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
-def test_ranks_of_other_data_parallel_groups_refuse_as_well(sharding: str, tmp_path: Path):
-    """One of them would wait for the refusing rank to save otherwise."""
-    for said in run_ranks(2, _save_with, tmp_path / "saved", sharding, torch.nan):
-        assert "non-finite exp_avg" in said and "save_nonfinite" in said
-    assert not (tmp_path / "saved" / "metadata.json").exists()
-
-
-def test_finite_states_whose_sum_is_beyond_fp32_are_saved(tmp_path: Path):
+def _save_some(folder: Path) -> list[str]:
     largest = torch.finfo(torch.float32).max
-    said = run_ranks(2, _save_with, tmp_path / "saved", SHARDINGS[0], largest)
-    assert said == ["saved", "saved"]
+    refused = [_save_with(folder / one, one, torch.nan) for one in SHARDINGS]
+    return [*refused, _save_with(folder / "largest", SHARDINGS[0], largest)]
+
+
+def test_ranks_of_other_data_parallel_groups_refuse_as_well(tmp_path: Path):
+    """One of them would wait for the refusing rank to save otherwise. Finite states whose sum is
+    beyond fp32 are saved."""
+    for *refused, largest in run_ranks(2, _save_some, tmp_path / "saved"):
+        for said in refused:
+            assert "non-finite exp_avg" in said and "save_nonfinite" in said
+        assert largest == "saved"

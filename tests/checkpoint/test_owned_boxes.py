@@ -1,6 +1,7 @@
 """States by name as boxes that a rank owns: where they lie, in place, and each element once."""
 
 import itertools
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,13 @@ from moe_optim.checkpoint.owned_boxes import (
     stored_parts,
 )
 from moe_optim.errors import LayoutError
-from tests.support.checkpoints.checkpoint_journey import STATES, Journey, Station, owned_states
+from tests.support.checkpoints.checkpoint_journey import (
+    STATES,
+    Journey,
+    Station,
+    owned_states,
+    run_once,
+)
 from tests.support.ranks import run_ranks
 
 RESHARDABLE = "fully_reshardable"
@@ -164,7 +171,7 @@ def _find_copies(station: Station, folder: Path) -> list[str]:
     """Return the keys of saved and loaded entries beside the memory of masters and moments."""
     journey = Journey(station).fill()
     metadata = {"distrib_optim_sharding_type": RESHARDABLE, "dp_cp_group": journey.groups.dp_cp}
-    model = journey.model.sharded_state_dict(metadata=metadata)
+    model = journey.state(RESHARDABLE)["model"]
     before, found = _memory(journey), []
     for part, is_loading in itertools.product(journey.parts, (False, True)):
         state = part.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
@@ -214,10 +221,10 @@ def test_stock_loads_them_and_is_loaded_at_other_sizes(ranks: tuple[int, ...], t
         assert all(run_ranks(size, _load_and_save, station, *folders))
 
 
-def _save_with_wrong_ranges(station: Station, rank: int, moved: int, folder: Path) -> str:
-    """Move the end of the last range that ``rank`` owns in its first optimizer."""
+def _save_with_wrong_ranges(station: Station, moved: int, folder: Path) -> str:
+    """Move the end of the last range that the first rank owns in its first optimizer."""
     journey = Journey(station).fill()
-    if torch.distributed.get_rank() == rank:
+    if torch.distributed.get_rank() == 0:
         (buckets,) = journey.parts[0].gbuf_ranges[0].values()
         *_, ranges = sorted(
             (one["param"] for one in buckets[0]["param_map"].values()),
@@ -226,42 +233,26 @@ def _save_with_wrong_ranges(station: Station, rank: int, moved: int, folder: Pat
         ranges.end += moved
     with pytest.raises(LayoutError) as caught:
         journey.save(folder, RESHARDABLE)
+    assert not folder.exists()
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("station", "moved", "says"),
-    [
-        (GROUPED.but(tp=2), -2, "owned by no rank"),
-        (GROUPED, 1, "owned by several ranks"),
-    ],
-    ids=["a hole on one tensor-parallel rank", "an overlap"],
-)
-def test_what_would_be_saved_twice_or_not_at_all_is_refused_on_every_rank(
-    station: Station, moved: int, says: str, tmp_path: Path
-):
+def test_what_would_be_saved_twice_or_not_at_all_is_refused_on_every_rank(found):
     """Before there is a file: otherwise the first rank fails while all others wait for it."""
-    for said in run_ranks(2, _save_with_wrong_ranges, station, 0, moved, tmp_path / "saved"):
-        assert says in said and "Nothing has been saved" in said
-    assert not (tmp_path / "saved").exists()
+    for name, says in (("hole", "owned by no rank"), ("overlap", "owned by several ranks")):
+        for said in found(2, name):
+            assert says in said and "Nothing has been saved" in said
 
 
 def _save_and_scramble(journey: Journey, folder: Path) -> None:
     """Save asynchronously, and change all states before anything is written."""
-    from megatron.core import dist_checkpointing
-
-    kept: list[Any] = []
-    stock = dist_checkpointing.save
-    dist_checkpointing.save = lambda *args, **more: kept.append(
-        stock(*args, **more, async_sharded_save=True, async_strategy="mcore")
-    )
-    journey.save(folder, RESHARDABLE)
-    dist_checkpointing.save = stock
+    later = {"async_sharded_save": True, "async_strategy": "mcore"}
+    request = journey.save(folder, RESHARDABLE, **later)
     for part in journey.parts:
         for _, _, states in owned_states(part):
             for name in STATES:
                 states[name].detach().fill_(-1.0)
-    kept[0].execute_sync()
+    request.execute_sync()
 
 
 def _step_while_saving(folder: Path) -> int:
@@ -270,9 +261,9 @@ def _step_while_saving(folder: Path) -> int:
     return journey.load(folder).check()
 
 
-def test_an_asynchronous_save_has_the_states_of_the_call(tmp_path: Path):
+def test_an_asynchronous_save_has_the_states_of_the_call(found):
     """Masters and moments that a step changes in place before they are written."""
-    assert all(run_ranks(1, _step_while_saving, tmp_path / "saved"))
+    assert all(found(2, "stepped"))
 
 
 def _save_narrow_moments(folder: Path, later: bool) -> int:
@@ -292,6 +283,19 @@ def _save_narrow_moments(folder: Path, later: bool) -> int:
     return sum(one.numel() for one in got)
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "asynchronously"])
-def test_narrow_moments_are_saved_as_the_fp32_values_of_the_call(later: bool, tmp_path: Path):
-    assert all(run_ranks(2, _save_narrow_moments, tmp_path / "saved", later))
+def test_narrow_moments_are_saved_as_the_fp32_values_of_the_call(found):
+    """At once, and asynchronously."""
+    assert all(found(2, "narrow") + found(2, "narrow, later"))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function of ranks and a name, which gives what these ranks found."""
+    jobs = {
+        "hole": partial(_save_with_wrong_ranges, GROUPED.but(tp=2), -2),
+        "overlap": partial(_save_with_wrong_ranges, GROUPED, 1),
+        "stepped": _step_while_saving,
+        "narrow": partial(_save_narrow_moments, later=False),
+        "narrow, later": partial(_save_narrow_moments, later=True),
+    }
+    return run_once(tmp_path_factory.mktemp("boxes"), {2: jobs})

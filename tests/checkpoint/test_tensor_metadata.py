@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from moe_optim.checkpoint.hooks import load_tensors_metadata
+from moe_optim.checkpoint.loading import load_tensors_metadata
 
 MEGATRONS = TorchDistLoadShardedStrategy.load_tensors_metadata
 

@@ -31,7 +31,11 @@ def _train(flags: list[str]) -> Record:
     return pretrain(flags, None, without=UNDISTRIBUTED)
 
 
-@pytest.fixture(scope="module", params=["1", "2"], ids="expert parallel {}".format)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("1", marks=pytest.mark.extended), "2"],
+    ids="expert parallel {}".format,
+)
 def stock(request, tmp_path_factory) -> tuple[list[str], Path, Record]:
     """Return sizes, the folder of a checkpoint that stock has saved after three iterations of six,
     and what it saw of all."""

@@ -60,8 +60,8 @@ MORE = {
 )
 def test_they_resume_to_the_bit(flags, prepare, tmp_path: Path):
     flags = [*RUN, *flags]
-    whole = run_ranks(2, _train, flags, prepare)
-    run_ranks(2, _train, [*flags, "--save", f"{tmp_path}", "--exit-interval", "2"], prepare)
+    whole = run_ranks(2, _train, [*flags, "--save", f"{tmp_path}", "--save-interval", "2"], prepare)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     rest = run_ranks(2, _train, [*flags, "--load", f"{tmp_path}"], prepare)
     for got, want in zip(rest, whole, strict=True):
         losses = {step: want.losses[step] for step in got.losses}

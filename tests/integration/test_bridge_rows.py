@@ -52,7 +52,7 @@ def restated(state: dict[str, Any], interleave: bool) -> dict[str, Any]:
 def its_own() -> Callable[..., dict[str, Any]]:
     """Return the function of Megatron-Bridge, whose module imports much that is not here."""
     module = "megatron.bridge.training.checkpointing"
-    import moe_optim.checkpoint.hooks  # noqa: F401  # Megatron's classes, to stay the same
+    import moe_optim.checkpoint.loading  # noqa: F401  # Megatron's classes, to stay the same
 
     real = [module, "megatron.bridge.utils.import_utils"]
     with standing_in(BRIDGE, "megatron.bridge", real, {}):

@@ -240,7 +240,7 @@ def _install_over_a_wrapper() -> tuple[list[str], bool]:
     stands there again."""
     from megatron.core import dist_checkpointing
 
-    import moe_optim.checkpoint.hooks  # noqa: F401
+    import moe_optim.checkpoint.loading  # noqa: F401
 
     calls = []
 

@@ -139,8 +139,8 @@ MUTANTS = (
     ),
     Mutant(  # masters of stock's layer-wise optimizer are looked for, and momentum is not
         "checkpoint/undistributed_states.py",
-        "        request.key = found.get(address, request.key)\n",
-        "        if address[0] == MASTER:\n            request.key = found[address]\n",
+        "        request.key = found.get((kind, name), request.key)\n",
+        "        if kind == MASTER:\n            request.key = found[kind, name]\n",
         (
             "tests/checkpoint/test_muon_keys.py::"
             "test_masters_and_momentum_are_requested_as_they_were_saved",

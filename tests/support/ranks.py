@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore, distributed_c10d
 
 TIMEOUT_S = 180
 _SHOW_STACKS = signal.SIGUSR1
@@ -96,6 +96,7 @@ def _rank(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     try:
+        _share_device()
         result = function(*args)
         torch.save(result, folder / f"{rank}.tmp")
         (folder / f"{rank}.tmp").rename(folder / f"{rank}.pt")
@@ -107,6 +108,24 @@ def _rank(
         sys.stderr.flush()
         _kill(psutil.Process().children(recursive=True))
     os._exit(0)  # the result is written; gloo threads need no goodbye
+
+
+def _share_device() -> None:
+    """Let all process groups of gloo share a device.
+
+    Each has one of its own otherwise, whose thread wakes a hundred times a second: those of
+    Megatron's groups take more of a processor than what the ranks compute.
+    """
+    stock = distributed_c10d.ProcessGroupGloo
+    device = stock.create_default_device()
+
+    class SharedDevice(stock):
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+            options = stock._Options()
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = SharedDevice
 
 
 def _end(ranks: list[int]) -> None:

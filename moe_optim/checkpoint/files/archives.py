@@ -11,7 +11,6 @@ that only the archive states is allocated.
 import os
 import struct
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import IO, TYPE_CHECKING, Any
@@ -91,7 +90,7 @@ class Archive:
 
     def pickled(self) -> bytes:
         """Return the pickle of the archive; BadZipFile for a wrong CRC."""
-        return b"".join(self._blocks(self.records["data.pkl"]))
+        return self._content(self.records["data.pkl"])
 
     def load(self) -> Any:
         """Return the object, see :func:`read_pickle`; damaged archives raise arbitrary errors."""
@@ -105,8 +104,7 @@ class Archive:
         import torch  # slow import, not needed to check metadata
 
         for record in self._table:
-            for _ in self._blocks(record):
-                pass
+            self._read(record)
         self.stream.seek(0)
         reader: Any = torch._C.PyTorchFileReader(self.stream)
         if set(reader.get_all_records()) != self.records.keys():
@@ -129,36 +127,11 @@ class Archive:
         """Return the CRC-32 of :meth:`rows`, 8 hexadecimal digits."""
         return f"{crc32(self.rows()):08x}"
 
-    def describe_tensor(self) -> StoredTensor:
-        """Return the description of the only tensor in the archive.
-
-        ValueError if it holds another object, or elements outside of their record.
-        """
-        value = self.load()
-        try:
-            tensor = _described(value)
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise ValueError("expected one tensor, got another object") from error
-        record = self.records.get(tensor.record)
-        size = record.file_size if record else 0
-        if size != tensor.nbytes:
-            raise ValueError(f"{size:,} bytes of a tensor of {tensor.nbytes:,}")
-        steps = zip(tensor.shape, tensor.stride, strict=True)
-        last = tensor.start + sum((extent - 1) * step for extent, step in steps)
-        if prod(tensor.shape) and last >= tensor.nbytes // ITEM_BYTES[tensor.dtype]:
-            raise ValueError("elements outside of the bytes of their tensor")
-        order = self.records.get("byteorder")
-        if order and not (order.file_size == 6 and b"".join(self._blocks(order)) == b"little"):
-            raise ValueError("numbers that are not little-endian")
-        return tensor
-
     def require_tensor(self, dtype: str, shape: Shape) -> None:
         """Raise ValueError unless the archive holds exactly one tensor of this dtype and shape."""
-        tensor = self.describe_tensor()
-        if (tensor.dtype, tensor.shape) != (dtype, shape):
-            raise ValueError(f"expected a tensor of {dtype} {shape}, got {tensor}")
+        tensor = self._describe(dtype, shape)
         if tensor.nbytes != prod(shape) * ITEM_BYTES[dtype]:
-            raise ValueError(f"expected the bytes of {tensor}, got {tensor.nbytes} of them")
+            raise ValueError(f"{tensor.nbytes:,} bytes in place of those of {tensor}")
 
     def read_tensor(self, dtype: str, shape: Shape, into: "Tensor | None" = None) -> "Tensor":
         """Return the values of the only tensor in the archive, contiguous; reads them once.
@@ -175,40 +148,53 @@ class Archive:
         """
         import torch
 
-        tensor = self.describe_tensor()
-        if (tensor.dtype, tensor.shape) != (dtype, shape):
-            raise ValueError(f"{tensor} in place of a tensor of {dtype} {shape}")
+        tensor = self._describe(dtype, shape)
         if into is not None and tensor.is_plain:
             memory = into.view(-1).view(torch.uint8)
         else:
             memory = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
-        self._fill(self.records[tensor.record], memoryview(memory.numpy()))
+        self._read(self.records[tensor.record], memoryview(memory.numpy()))
         values = memory.view(getattr(torch, dtype.removeprefix("torch.")))
         values = values.as_strided(shape, tensor.stride, tensor.start)
         return values.contiguous() if into is None or tensor.is_plain else into.copy_(values)
 
-    def _fill(self, record: zipfile.ZipInfo, memory: memoryview) -> None:
-        """Read a record into memory of its size, and compare its CRC-32 block by block."""
+    def _describe(self, dtype: str, shape: Shape) -> StoredTensor:
+        value = self.load()
+        try:
+            tensor = _described(value)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ValueError("expected one tensor, got another object") from error
+        record = self.records.get(tensor.record)
+        size = record.file_size if record else 0
+        if size != tensor.nbytes:
+            raise ValueError(f"{size:,} bytes of a tensor of {tensor.nbytes:,}")
+        steps = zip(tensor.shape, tensor.stride, strict=True)
+        last = tensor.start + sum((extent - 1) * step for extent, step in steps)
+        if prod(tensor.shape) and last >= tensor.nbytes // ITEM_BYTES[tensor.dtype]:
+            raise ValueError("elements outside of the bytes of their tensor")
+        order = self.records.get("byteorder")
+        if order and not (order.file_size == 6 and self._content(order) == b"little"):
+            raise ValueError("numbers that are not little-endian")
+        if (tensor.dtype, tensor.shape) != (dtype, shape):
+            raise ValueError(f"{tensor} in place of a tensor of {dtype} {shape}")
+        return tensor
+
+    def _content(self, record: zipfile.ZipInfo) -> bytes:
+        content = bytearray(record.file_size)
+        self._read(record, memoryview(content))
+        return bytes(content)
+
+    def _read(self, record: zipfile.ZipInfo, memory: memoryview | None = None) -> None:
+        """Read a record into memory of its size, or into none, and compare its CRC-32."""
         self.stream.seek(self._place_of(record))
+        scratch = memoryview(bytearray(min(BLOCK_BYTES, record.file_size if memory is None else 0)))
         checksum = 0
-        for at in range(0, len(memory), BLOCK_BYTES):
-            block = memory[at : at + BLOCK_BYTES]
-            if self.stream.readinto(block) < len(block):  # type: ignore[attr-defined]
+        for at in range(0, record.file_size, BLOCK_BYTES):
+            size = min(BLOCK_BYTES, record.file_size - at)
+            block = scratch[:size] if memory is None else memory[at : at + size]
+            if self.stream.readinto(block) < size:  # type: ignore[attr-defined]
                 raise EOFError("an archive that ends too early")
             checksum = crc32(block, checksum) if self._compares else record.CRC
-        if checksum != record.CRC:
-            raise zipfile.BadZipFile(f"Bad CRC-32 of record {record.filename!r}")
-
-    def _blocks(self, record: zipfile.ZipInfo) -> Iterator[bytes]:
-        """Yield the bytes of a record, then verify its CRC-32."""
-        self.stream.seek(self._place_of(record))
-        left, checksum = record.file_size, 0
-        while left:
-            block = self.stream.read(min(left, BLOCK_BYTES))
-            if not block:
-                raise EOFError("an archive that ends too early")
-            checksum, left = crc32(block, checksum), left - len(block)
-            yield block
         if self._compares and checksum != record.CRC:
             raise zipfile.BadZipFile(f"Bad CRC-32 of record {record.filename!r}")
 

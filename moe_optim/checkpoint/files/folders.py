@@ -16,6 +16,11 @@ _TRACKER_BYTES = 4096
 _ITERATION_FOLDER = re.compile(r"iter_[0-9]{7,18}")
 
 
+def is_local(checkpoint_dir: str | Path) -> bool:
+    """Return whether files can be opened here; only Megatron reads ``msc://`` and similar URLs."""
+    return "://" not in str(checkpoint_dir)
+
+
 def iteration_folders(checkpoints: Path) -> list[Path]:
     """Return the ``iter_*`` folders, newest first."""
     found = [path for path in checkpoints.glob("iter_*") if _ITERATION_FOLDER.fullmatch(path.name)]

@@ -50,7 +50,7 @@ _DTYPE = re.compile(r"bool|(?:u?int|b?float|complex|bits|qu?int)[0-9][0-9a-z_]*"
 _LARGEST_BYTES = 512 * 2**20  # of ``.metadata``: about two million pieces
 MAX_AXES = 16
 """Limit for the dimensions of a tensor."""
-_MAX_CUT_AXES = 5  # layers, experts, gate/up, rows, columns; each doubles the cost
+MAX_CUT_AXES = 5  # layers, experts, gate/up, rows, columns; each doubles the cost
 MAX_NUMBER = 2**62
 """Limit for counts of elements and bytes."""
 _MAX_NAME = 4096  # characters
@@ -183,12 +183,12 @@ def _chunks(entries: Any) -> Iterator[tuple[tuple[str, Shape | None], tuple[Shap
         size = checked_shape(fields["size"])
         parts = [_state(chunk, "ChunkStorageMetadata") for chunk in _typed(fields["chunks"], list)]
         boxes = [(checked_shape(part["offsets"]), checked_shape(part["sizes"])) for part in parts]
-        _require_cover(key, boxes, size)
+        require_cover(key, boxes, size)
         for offset, shape in boxes:
             yield (key, offset), (shape, dtype)
 
 
-def _require_cover(key: str, boxes: list[tuple[Shape, Shape]], size: Shape) -> None:
+def require_cover(key: str, boxes: list[tuple[Shape, Shape]], size: Shape) -> None:
     """Refuse chunks that do not cover every element of a tensor exactly once.
 
     Counts the corners of all boxes with alternating signs: shared corners of adjacent boxes cancel,
@@ -204,9 +204,9 @@ def _require_cover(key: str, boxes: list[tuple[Shape, Shape]], size: Shape) -> N
         for axis, extent in enumerate(size)
         if any(offset[axis] != 0 or shape[axis] != extent for offset, shape in boxes)
     ]
-    if len(cut_axes) > _MAX_CUT_AXES:
+    if len(cut_axes) > MAX_CUT_AXES:
         raise ValueError(
-            f"{key}: expected chunks of {_MAX_CUT_AXES} cut axes at most, got {len(cut_axes)}"
+            f"{key}: expected chunks of {MAX_CUT_AXES} cut axes at most, got {len(cut_axes)}"
         )
     signs = [prod(sides) for sides in product((1, -1), repeat=len(cut_axes))]
     corners: Counter[Shape] = Counter()

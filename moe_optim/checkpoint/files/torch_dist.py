@@ -318,7 +318,6 @@ def _tensor_info(blobs: list[Blob]) -> TensorInfo:
 
 
 def _overlap(start: tuple[int, ...], shape: tuple[int, ...], blob: Blob) -> list[range]:
-    """Return the intersection of a box and a stored piece, per axis."""
     return [
         range(max(a, b), min(a + n, b + m))
         for a, n, b, m in zip(start, shape, blob.corner, blob.shape, strict=True)

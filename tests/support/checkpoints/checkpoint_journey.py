@@ -5,20 +5,64 @@ model: layer, linear, global expert, row and column. So whoever saved it and who
 element out of place is seen.
 """
 
-from collections.abc import Iterator
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from moe_optim.checkpoint.state_manifest import MANIFEST
 from moe_optim.config import MoEOptimConfig
+from tests.support.ranks import run_ranks
 
 HIDDEN, FFN, EXPERTS, LAYERS = 64, 64, 4, 2
 STATES = ("param", "exp_avg", "exp_avg_sq")
+_OF_LOCAL_ONES = "dp_reshardable"
+"""Megatron's sharding type of checkpoints in memory."""
+
+
+def run_once(folder: Path, jobs: Mapping[int, Mapping[str, Callable[..., Any]]]) -> Any:
+    """Return a function of ranks and a name, which gives the results of a job, rank 0 first.
+
+    All jobs of one number of ranks run in one launch, when the first is asked for. Each is given a
+    folder of its own, which does not exist yet.
+    """
+
+    @cache
+    def launch(ranks: int) -> list[dict[str, Any]]:
+        return run_ranks(ranks, _run_all, folder, ranks, dict(jobs[ranks]), timeout_s=500)
+
+    return lambda ranks, name: [of_rank[name] for of_rank in launch(ranks)]
+
+
+def _run_all(folder: Path, ranks: int, jobs: dict[str, Callable[..., Any]]) -> dict[str, Any]:
+    """Run jobs, each with process groups of its own: those of gloo have threads that wake often."""
+    found = {}
+    for name, job in jobs.items():
+        _start(name)
+        found[name] = job(folder=folder / f"{ranks} {name}")
+        parallel_state.destroy_model_parallel()
+        gc.collect()
+        torch.distributed.destroy_process_group()
+    return found
+
+
+def _start(name: str = "") -> None:
+    """Start the CPU runtime and a world of gloo, with keys of its own in the ranks' store."""
+    from moe_optim.integration import cpu_runtime
+
+    cpu_runtime.install()
+    rank, ranks, port = (int(os.environ[one]) for one in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    store = torch.distributed.TCPStore(os.environ["MASTER_ADDR"], port, ranks, is_master=False)
+    store = torch.distributed.PrefixStore(name, store)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    torch.compiler.set_stance("force_eager")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,22 +140,15 @@ class Journey:
 
     def __init__(self, station: Station) -> None:
         from megatron.core import optimizer as core_optimizer
-        from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig
 
         import moe_optim
         from tests.support.training import install_experts
 
-        _start_once()
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=station.tp,
-            pipeline_model_parallel_size=station.pp,
-            context_parallel_size=station.cp,
-            expert_model_parallel_size=station.ep,
-            expert_tensor_parallel_size=station.etp,
-        )
+        if not torch.distributed.is_initialized():
+            _start()
+        _initialize_parallel(station.tp, station.pp, station.cp, station.ep, station.etp)
         self.station = station
         layout = "indexed" if station.experts == "indexed" else "grouped"
         self.knobs = MoEOptimConfig(
@@ -234,10 +271,30 @@ class Journey:
                     count += got.numel()
         return count
 
-    def save(self, folder: Path, sharding: str, *, marked: bool = True, **more: Any) -> None:
+    def state(
+        self, sharding: str, *, is_loading: bool = False, alone: bool = False, **more: Any
+    ) -> dict[str, Any]:
+        """Return the sharded state of model and optimizer. No rank communicates.
+
+        ``alone`` asks for states without telling the optimizer how the model is stored.
+        """
+        metadata = {
+            "distrib_optim_sharding_type": sharding,
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": self.groups.dp_cp,
+            **more,
+        }
+        model = self.model.sharded_state_dict(metadata=metadata)
+        states = self.optimizer.sharded_state_dict(
+            {} if alone else model, is_loading=is_loading, metadata=metadata
+        )
+        return {"model": model, "optimizer": states}
+
+    def save(self, folder: Path, sharding: str, *, marked: bool = True, **more: Any) -> Any:
         """Save weights and optimizer state as ``torch_dist``. Every rank must call it.
 
-        Without ``marked`` this package's optimizer leaves manifests out, too.
+        Without ``marked`` this package's optimizer leaves manifests out, too. ``more`` are further
+        arguments of Megatron's.
         """
         from megatron.core import dist_checkpointing
 
@@ -245,21 +302,15 @@ class Journey:
             "distrib_optim_sharding_type": sharding,
             "chained_optim_avoid_prefix": True,
             "singleton_local_shards": False,
-            **more,
         }
-        metadata = {**content, "dp_cp_group": self.groups.dp_cp}
-        model = self.model.sharded_state_dict(metadata=metadata)
-        state = {
-            "model": model,
-            "optimizer": self.optimizer.sharded_state_dict(model, metadata=metadata),
-        }
+        state = self.state(sharding, singleton_local_shards=False)
         if not marked:
             for part in (state["optimizer"], *state["optimizer"].values()):
                 part.pop(MANIFEST, None) if isinstance(part, dict) else None
         if torch.distributed.get_rank() == 0:
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
         torch.distributed.barrier()
-        dist_checkpointing.save(state, str(folder), content_metadata=content)
+        return dist_checkpointing.save(state, str(folder), content_metadata=content, **more)
 
     def load(self, folder: Path, *, alone: bool = False, **more: Any) -> "Journey":
         """Load weights and optimizer state, with more arguments of Megatron's. Every rank calls.
@@ -268,13 +319,9 @@ class Journey:
         """
         from megatron.core import dist_checkpointing
 
-        metadata = dist_checkpointing.load_content_metadata(str(folder))
-        metadata["dp_cp_group"] = self.groups.dp_cp
-        model = self.model.sharded_state_dict(metadata=metadata)
-        request = self.optimizer.sharded_state_dict(
-            {} if alone else model, is_loading=True, metadata=metadata
-        )
-        state = {"model": model, "optimizer": request}
+        found = dist_checkpointing.load_content_metadata(str(folder))
+        sharding = found.pop("distrib_optim_sharding_type")
+        state = self.state(sharding, is_loading=True, alone=alone, **found)
         loaded = dist_checkpointing.load(state, str(folder), **more)
         self.model.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
@@ -292,7 +339,7 @@ class Journey:
         )
 
         self.kept, _ = MCoreTensorAwareStateDict.from_state_dict(
-            self._local_state(), algo=algo, parallelization_group=self.groups.dp_cp
+            self.state(_OF_LOCAL_ONES), algo=algo, parallelization_group=self.groups.dp_cp
         )
         self.kept.copy_tensors_to_cpu()
         return self
@@ -300,23 +347,13 @@ class Journey:
     def restore(self, algo: str) -> "Journey":
         """Load what :meth:`keep` has kept. Every rank must call it."""
         state = self.kept.to_state_dict(
-            self._local_state(is_loading=True),
+            self.state(_OF_LOCAL_ONES, is_loading=True),
             algo=algo,
             parallelization_group=self.groups.dp_cp,
         )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         return self
-
-    def _local_state(self, **more: Any) -> dict[str, Any]:
-        metadata = {
-            "distrib_optim_sharding_type": "dp_reshardable",  # Megatron's for local ones
-            "chained_optim_avoid_prefix": True,
-            "dp_cp_group": self.groups.dp_cp,
-        }
-        model = self.model.sharded_state_dict(metadata=metadata)
-        states = self.optimizer.sharded_state_dict(model, metadata=metadata, **more)
-        return {"model": model, "optimizer": states}
 
     def load_weights(self, folder: Path) -> "Journey":
         """Load the weights alone. Every rank must call it."""
@@ -346,13 +383,23 @@ def _pretend_resiliency() -> None:
     tensor_aware_state_dict.HAVE_NVRX = True
 
 
-def _start_once() -> None:
-    from moe_optim.integration import cpu_runtime
+def _initialize_parallel(tp: int, pp: int, cp: int, ep: int, etp: int) -> None:
+    """Make Megatron's process groups; those of the same sizes are used again."""
+    if parallel_state.is_initialized() and _sizes == [tp, pp, cp, ep, etp]:
+        return
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    _sizes[:] = [tp, pp, cp, ep, etp]
 
-    if not torch.distributed.is_initialized():
-        cpu_runtime.install()
-        torch.distributed.init_process_group("gloo")
-        torch.compiler.set_stance("force_eager")
+
+_sizes: list[int] = []
+"""Parallel sizes of the groups that there are."""
 
 
 def _seeded_groups() -> Any:

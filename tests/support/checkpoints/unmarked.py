@@ -43,10 +43,10 @@ def whole_states(model: Sequence[Any], optimizer: Any) -> dict[str, torch.Tensor
                             into[owned.start : owned.end] = states[state]
                 dist.all_reduce(flat, group=buffer.data_parallel_group)
                 place = ParameterPlace(name=names[param], shape=tuple(param.shape), start=0)
-                parts = flat.split([piece.numel for piece in place.pieces()], dim=1)
-                for piece, part_of in zip(place.pieces(), parts, strict=True):
+                addresses, sizes = zip(*place.pieces(), strict=True)
+                for address, part_of in zip(addresses, flat.split(sizes, dim=1), strict=True):
                     for state, values in zip(STATES, part_of, strict=True):
-                        found[f"{state} of {piece.address}"] = values.clone()
+                        found[f"{state} of {address}"] = values.clone()
     return found
 
 
@@ -119,9 +119,9 @@ def converted_states(folder: Path) -> dict[str, torch.Tensor]:
             for stored, registered in _REGISTERED.items():
                 whole = whole.replace(stored, registered)
             place = ParameterPlace(name=whole, shape=tuple(rows.shape), start=0)
-            parts = rows.reshape(-1).split([piece.numel for piece in place.pieces()])
-            for piece, part in zip(place.pieces(), parts, strict=True):
-                found[f"{match[1]} of {piece.address}"] = part
+            addresses, sizes = zip(*place.pieces(), strict=True)
+            for address, part in zip(addresses, rows.reshape(-1).split(sizes), strict=True):
+                found[f"{match[1]} of {address}"] = part
     return found
 
 
