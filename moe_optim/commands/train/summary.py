@@ -63,12 +63,8 @@ def write_summary(
         raise LayoutError(f"{folder.tensorboard}: expected the scalar {TRAIN_TAG!r}, got none.")
     test = _TEST_LOSS.findall(last_log.read_text(errors="replace"))
     summary = {
-        "format": described["format"],
-        "optimizer": described["optimizer"],
+        **described,
         "world_size": world_size,
-        "parameters": described["parameters"],
-        "quantized_parameters": described["quantized_parameters"],
-        "rank0": described["rank0"],
         "iterations": curves.train[-1].iteration,
         "loss_first": curves.train[0].value,
         "loss_last": curves.train[-1].value,
