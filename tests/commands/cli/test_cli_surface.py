@@ -10,7 +10,6 @@ import pytest
 from moe_optim import __version__
 from moe_optim.commands.cli import main as cli
 from moe_optim.errors import ConfigError, StateError
-from tests.support.training_runs.report_runs import write_run
 
 SURFACE = {  # command -> its positionals and options
     "compare": {"RUN", "--out"},
@@ -174,16 +173,6 @@ def test_the_exit_code_is_that_of_the_command_and_an_error_of_ours_is_one_line(r
         cli.main(["doctor"])
 
 
-def test_a_page_is_not_written_where_a_file_is(tmp_path, capfd):
-    """Nor below one; the run is not read, and nothing is created."""
-    run, file = write_run(tmp_path / "run"), tmp_path / "file"
-    file.write_text("")
-    for out, found in ((file, "a file"), (file / "below", f"no folder {file}")):
-        assert cli.main(["report", str(run), "--out", str(out)]) == 2
-        told = capfd.readouterr().err
-        assert told.startswith(f"error: {out}: expected a folder to write, got {found}")
-
-
 def test_what_the_system_refuses_is_one_line_and_exits_with_1():
     """A full disk behind stdout."""
     command = [sys.executable, "-m", "moe_optim.commands.cli.main", "recipes"]
@@ -221,22 +210,6 @@ def test_an_interrupt_during_a_long_import_exits_with_130_too(tmp_path):
     command = [sys.executable, "-c", STARTED]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
-
-
-@pytest.mark.parametrize("error", [StateError("refused"), OSError("refused"), BrokenPipeError()])
-def test_an_interrupt_while_an_error_is_said_exits_with_130_too(error, run_as, monkeypatch, capsys):
-    def interrupt(*args, **kwargs):
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    def refuse(args):
-        raise error
-
-    run_as(refuse)
-    for name in ("print", "fail", "discard_output"):
-        monkeypatch.setattr(cli, name, interrupt, raising=False)
-    assert cli.main(["doctor"]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_the_module_runs_as_a_program():

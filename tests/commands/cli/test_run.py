@@ -15,11 +15,10 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.integration import cpu_runtime
 from moe_optim.integration.arguments import config_from_argv
 from moe_optim.integration.engine import patch_state
-from moe_optim.integration.patches import ADAM, CPU, DATASETS, PATCHES, SCRIPT
+from moe_optim.integration.patches import PATCHES, SCRIPT
 from moe_optim.integration.script_runner import prepare_imports, run_script
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_same_run, pretrain
-from tests.support.training_runs.runs import REPOSITORY
 from tests.support.training_runs.scripts import PRETRAIN, write_fake_tree
 
 pytest.importorskip("megatron.core")
@@ -288,23 +287,6 @@ def test_without_the_flag_the_cpu_takes_what_its_runtime_lists(importing_script)
     assert of_torch == {f"{owner}:{name}" for owner, name in redirected if owner != "torch.Tensor"}
     assert variables == {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert argv == ["--lr", "1", "--distributed-backend", "gloo"]
-
-
-def test_the_documents_name_what_the_cpu_takes():
-    section = (REPOSITORY / "docs" / "without-a-gpu.md").read_text()
-    for target in ON_THE_CPU | OF_LATER_VERSIONS | WITH_TORCHS_ADAM:
-        module, _, name = target.partition(":")
-        assert f"{module}:" in section
-        assert f":{name}`" in section
-    of_cuda = {name for name in cpu_runtime.REDIRECTS if name.startswith("cuda.")}
-    assert f"{len(of_cuda)} names of `torch.cuda`" in section
-    others = cpu_runtime.REDIRECTS.keys() - of_cuda
-    assert all(f"{name}`" in section for name in others)
-    assert "gloo" in section
-    assert {patch.target for patch in CPU if patch.only_if_there} == OF_LATER_VERSIONS
-    ids = [patch.target for patch in (*ADAM, *CPU, *DATASETS) if not patch.only_if_there]
-    assert set(ids) == ON_THE_CPU | WITH_TORCHS_ADAM
-    assert len(ids) == 9  # as the help of the command counts them
 
 
 def test_the_flag_installs_the_plugin_and_the_parser_takes_its_settings(tmp_path):

@@ -77,14 +77,6 @@ def test_a_plan_fits_its_terminal_and_cuts_no_number(columns, tables, tmp_path):
         assert f" {row['gather_ms']:.3f} ms" in text
 
 
-def test_a_terminal_too_narrow_for_a_table_folds_it_and_cuts_nothing():
-    """Six tables, some of whose lines the terminal folds."""
-    code, lines = run_in_terminal(40, "plan", "qwen3_30b_a3b", "--gpus", "8", "--details")
-    rows = [line for line in lines if line[:15].rstrip() in ROWS]
-    assert code == 0 and len(rows) % len(ROWS) == 0 and max(map(len, rows)) > 40
-    assert not any("…" in line for line in lines)
-
-
 def test_a_run_is_inspected_at_60_columns_by_its_folder(tmp_path):
     """Nothing but the path is wider."""
     checkpoints = tmp_path / "run" / "checkpoints"

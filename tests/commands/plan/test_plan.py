@@ -355,24 +355,6 @@ def test_blocks_lie_on_one_rank_where_the_path_says_aligned():
         assert many["exchanged_maxima"] > 0
 
 
-def test_row_only_weights_are_kept_and_gathered_once():
-    """Per parameter, of Qwen3-30B-A3B on one GPU: data, a scale per block, an amax per expert."""
-    rows = rows_of(experts_of(LARGE), 8)
-    numel = 4 * 16 * 3 * 2048 * 768
-    for name, want in {
-        "mxfp8_rows": 1 + 1 / 32,
-        "mxfp4": 0.5 + 1 / 32,
-        "nvfp4_rows": 0.5 + 1 / 16,
-        "int4": 0.5 + 2 / 32,
-        "int4_g128": 0.5 + 2 / 128,
-    }.items():
-        row = rows[name]
-        amaxes = 4 * 4 * 16 * 2 * FORMATS[name].has_global_amax
-        assert row["parts"]["columnwise_data"] == row["parts"]["columnwise_scale"] == 0
-        assert row["gathered_bytes_per_step"] == want * numel + amaxes
-        assert row["weight_bytes_per_rank"] == want * numel + amaxes
-
-
 def test_formats_that_weights_do_not_fit_have_no_row_and_are_named():
     reason = "experts.linear_fc2.weight: int4_g128 needs columns divisible by 128, got [128, 96]"
     assert left_out(experts_of()) == {"int4_g128": reason}
@@ -504,12 +486,9 @@ def test_copies_of_compute_are_what_its_modules_hold(compute):
         buffers = [b for one in storages for b in one.quantized.buffers().values()]
         held = LAYERS * sum(buffer.nbytes for buffer in buffers)
     assert copies == held + 2 * max(map(prod, shapes))
-
-
-def test_experts_of_transformer_engine_keep_copies_of_all_layers_while_a_step_runs():
-    values = 2 * LAYERS * EXPERTS * 3 * HIDDEN * FFN
-    assert copy_bytes(experts_of(), "int8_per_expert") == copy_bytes(experts_of(), "int4") == values
-    assert copy_bytes(experts_of(), "nvfp4") > values + values // 4
+    # Those of Transformer Engine keep values of all layers while a step runs
+    values, of_te = 2 * LAYERS * sum(map(prod, shapes)), copy_bytes(experts_of(), compute)
+    assert of_te > values if compute == "mxfp8" else of_te == values
 
 
 # Steps
@@ -777,15 +756,6 @@ def test_a_plan_ends_with_the_flags_to_add_and_has_no_legend(recipe, capsys):
     with pytest.raises(SystemExit):
         cli.main(["plan", "--help"])
     assert "of bf16: fraction of the bytes that stock bf16 gathers" in capsys.readouterr().out
-
-
-def test_numbers_are_short():
-    kibi, mebi, gibi = (2**power for power in (10, 20, 30))
-    sizes = {0: "0 B", 999: "999 B", 1000: "0.98 KiB", 999.7 * kibi: "0.98 MiB"}
-    sizes |= {1023 * mebi: "1.00 GiB", 3 * gibi: "3.00 GiB", 2**50: "1.00 PiB"}
-    assert {count: spell_bytes(count) for count in sizes} == sizes
-    counts = {0: "0", 999_999: "999,999", 40_354_816: "40.4M", 1_234_567_890: "1,235M"}
-    assert {count: spell_count(count) for count in counts} == counts
 
 
 def test_a_picture_is_what_its_name_says_even_of_one_number(recipe, tmp_path):

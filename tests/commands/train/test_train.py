@@ -241,17 +241,8 @@ def test_a_disk_that_fills_up_while_training_is_named(command, text, tmp_path):
         assert not (disk / "a" / "summary.json").exists()
 
 
-def test_a_disk_too_small_for_the_dataset_is_named(command, tmp_path):
-    large = tmp_path / "large.txt"
-    large.write_bytes(bytes(2**20))
-    with small_disk(tmp_path / "disk", "1m") as disk:
-        code, _, errors = command(out=disk / "a", on=(str(large),))
-        assert code == 1
-        assert errors.startswith(f"error: {disk}/data: building the dataset failed: the disk is")
-        assert not list((disk / "data").glob("bytes-*"))
-
-
 REFUSED = {  # message -> options of the command, flags of Megatron
+    "--resume: expected the folder of a run, got no folder": (("--resume",), ()),
     "--ranks: expected 1 or more": (("--ranks", "0"), ()),
     "--set moe_optim.format: expected no config of the plug-in with --stock": (
         ("--stock", "--set", "moe_optim.format=bf16"),
@@ -263,7 +254,6 @@ REFUSED = {  # message -> options of the command, flags of Megatron
     "--load: --resume loads from": (("--resume",), ("--load", "x")),
     "--text and --mock-data both": ((), ("--mock-data",)),
     "--text missing: expected a file": (("--text", "missing"), ()),
-    "--resume: expected the folder of a run, got no folder": (("--resume",), ()),
 }
 
 
