@@ -199,7 +199,6 @@ def _render(report: Findings, *, with_patches: bool) -> RenderableType:
 
 
 def _abilities(report: Findings) -> Iterator[str]:
-    """Yield what this machine can do, a line each."""
     gpus = [f"{gpu['name']} (sm {gpu['sm']}, {gpu['memory_gib']} GiB)" for gpu in report["gpus"]]
     alike = {gpu: gpus.count(gpu) for gpu in gpus}
     trains = ", ".join(f"{count} x {gpu}" if count > 1 else gpu for gpu, count in alike.items())

@@ -219,7 +219,6 @@ def copy_bytes(experts: PlannedExperts, compute: str) -> int:
 
 
 def _stored_bytes(format: BlockScaledFormat, shape: WeightShape) -> int:
-    """Return the bytes of a weight in plain tensors."""
     nbytes = 0
     for name in format.buffer_names:
         way: Direction = "columnwise" if name.startswith("columnwise") else "rowwise"

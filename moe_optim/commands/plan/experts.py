@@ -228,7 +228,6 @@ def _expert_tensor(args: argparse.Namespace) -> int:
 
 
 def _require(args: argparse.Namespace) -> None:
-    """Raise ConfigError for the first missing required flag."""
     needed = {
         "--num-layers": args.num_layers,
         "--hidden-size": args.hidden_size,

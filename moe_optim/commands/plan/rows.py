@@ -123,8 +123,8 @@ def _memory(
     """
     most = int(total.owned.max())
     here = most - int(on_host * most)
-    aware = name == STOCK_BF16 and experts.args.use_precision_aware_optimizer
-    copies = experts.grad_bytes < 4 and not (is_fused if name in FORMATS else aware)
+    reads_bf16 = is_fused if name in FORMATS else _is_aware(name, experts)
+    copies = experts.grad_bytes < 4 and not reads_bf16
     parts = {part: total.sums.get(part, 0) for part in PARTS} | {
         "masters": _master_bytes(name, experts) * here,
         "moments": experts.moment_bytes * here,
@@ -141,13 +141,16 @@ def _memory(
     }
 
 
+def _is_aware(name: str, experts: PlannedExperts) -> bool:
+    return name == STOCK_BF16 and bool(experts.args.use_precision_aware_optimizer)
+
+
 def _master_bytes(name: str, experts: PlannedExperts) -> int:
-    aware = name == STOCK_BF16 and experts.args.use_precision_aware_optimizer
-    return 2 if aware and not experts.args.optimizer_cpu_offload else MASTER
+    halves = _is_aware(name, experts) and not experts.args.optimizer_cpu_offload
+    return 2 if halves else MASTER
 
 
 def _with_copies(row: PlanRow, nbytes: int) -> PlanRow:
-    """Return the row of bf16 experts with copies of ``nbytes``."""
     added = {key: row[key] + nbytes for key in ("weight_bytes_per_rank", "total_bytes_per_rank")}
     return row | added | {"format": "bf16", "parts": row["parts"] | {"compute_copies": nbytes}}
 

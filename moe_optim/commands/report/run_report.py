@@ -118,7 +118,6 @@ def build_page(run: Run, at: int | None = None) -> Page:
 
 
 def _last(points: Sequence[Point], at: int | None) -> list[Point]:
-    """Return the last point up to iteration ``at``, if there is one."""
     return [point for point in points if at is None or point.iteration <= at][-1:]
 
 
