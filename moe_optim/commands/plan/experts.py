@@ -152,10 +152,10 @@ class PlannedExperts:
         high_busbw = self.args.ddp_pad_buckets_for_high_nccl_busbw
         divisor = bucket_divisor(dp_size, high_busbw=high_busbw)
         lay: Callable[[Params, Shards], Iterator[Bucket]] = lay_buckets
-        if self.has_muon and format is None:
+        if self.has_muon:
             lay = lay_layer_wise_buckets
-        elif self.has_muon:
-            lay = partial(lay_matrix_buckets, format=format)
+            if format is not None:
+                lay = partial(lay_matrix_buckets, format=format)
         return Counter(
             bucket
             for params, full in self._chunks(gpus)

@@ -1,6 +1,6 @@
 """Rows of a plan: memory, gather and step of a rank in every format."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -203,9 +203,7 @@ def _compare(row: PlanRow, bf16: PlanRow, stock: PlanRow | None) -> None:
     row["against_stock_bytes"] = stock and total - stock["total_bytes_per_rank"]
 
 
-def _model_memory(
-    row: PlanRow, experts: PlannedExperts, dense: Sequence[int] | None
-) -> Mapping[str, int | None]:
+def _model_memory(row: PlanRow, experts: PlannedExperts, dense: Sequence[int] | None) -> PlanRow:
     if dense is None:
         return {"dense_bytes_per_rank": None, "model_bytes_per_rank": None}
     of_stages = [
