@@ -19,7 +19,7 @@ from moe_optim.commands.console import pictures
 from moe_optim.commands.report.comparison import figures_of
 from moe_optim.commands.report.reading import read_run
 from moe_optim.commands.report.run_report import build_page
-from moe_optim.commands.report.verdict import find_spikes
+from moe_optim.commands.report.verdict import find_largest, find_spikes, judge
 from moe_optim.commands.train.events import Point
 from moe_optim.errors import LayoutError
 from moe_optim.formats.health_figures import THRESHOLDS, Sum
@@ -141,7 +141,7 @@ def saturating(share):
 
 def verdict_of(path, losses=LOSSES, **looks):
     run = read_run(write_run(path, losses, looks={int(k[1:]): v for k, v in looks.items()}))
-    return build_page(run).verdict
+    return judge(run, find_largest(run), find_spikes(run.events.train))
 
 
 def test_a_jump_of_the_loss_is_found_once_and_noise_is_none():
@@ -180,10 +180,11 @@ def test_an_earlier_look_is_shown_on_request(tmp_path, capsys):
     """The verdict stays that of all looks."""
     path = write_run(tmp_path / "run", looks={20: saturating(0.5), 40: look_at(layers=1)})
     run = read_run(path)
-    assert build_page(run).verdict == build_page(run, 25).verdict
-    text = " ".join(Reader(build_page(run, 25).html).text.split())
+    last, earlier = build_page(run), build_page(run, 25)
+    assert last.verdict == earlier.verdict
+    text = " ".join(Reader(earlier.html).text.split())
     assert "Sample at iteration 20." in text and "saturated is 0.5, above 0.02" in text
-    assert "saturated is 0.5" not in Reader(build_page(run).html).text
+    assert "saturated is 0.5" not in Reader(last.html).text
     assert cli.main(["report", str(path), "--at", "19"]) == 2
     assert (
         "--at 19: expected an iteration from the first health sample on, got a run with the "
