@@ -170,7 +170,7 @@ LAYOUTS = ["Ett|tt|tt|ttL", "Et*4|(tt|)*1ttL", "E,t*2|(t|)*2,t*4|L", "Et|ttttttt
 LAYOUTS += ["Ettttttttm|L", "Ettttttt|t|x|L", "E(tt|)*4L", "Ett|tt|tt|ttmL", "Ettt|tt|tm|ttL"]
 
 
-@pytest.mark.parametrize(("pipeline", "further"), product((1, 2, 4), (None, 1)))
+@pytest.mark.parametrize(("pipeline", "further"), list(product((1, 2, 4), (None, 1))))
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_layouts_of_stages_are_read_as_megatron_reads_them(text, pipeline, further):
     pattern = [0, 1, 1, 0, 1, 0, 0, 1]
