@@ -51,7 +51,7 @@ def planned_bytes(experts: Experts, format: "BlockScaledFormat | None", dp_size:
     """
     from moe_optim.buckets.layout import START, Slot, plan_buffers
     from moe_optim.buckets.matrix_layout import MatrixWeight, iteration_cost, lay_out_matrices
-    from moe_optim.commands.plan.stock_layout import bucket_divisor
+    from moe_optim.commands.plan.buckets import bucket_divisor
 
     total = 0
     block = 1 if format is None else prod(format.rowwise_block)

@@ -15,8 +15,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from moe_optim.commands.plan.experts import plan_experts
 from moe_optim.config import MoEOptimConfig
-from moe_optim.integration.arguments import add_moe_optim_arguments, config_from_argv
+from moe_optim.integration.arguments import config_from_argv
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("megatron.core")
@@ -137,22 +138,13 @@ def test_the_diff_starts_the_same_run_under_the_plugin(scripts):
     assert config_from_argv(after) == MoEOptimConfig(format="fp8_block")
 
 
-def _parse_with_megatron(argv):
-    from megatron.training.arguments import parse_args
-
-    from moe_optim.commands.plan.experts import plan_experts
-
-    sys.argv = ["pretrain_gpt.py", *argv]
-    args = parse_args(extra_args_provider=add_moe_optim_arguments)
-    experts = plan_experts([word for word in argv if word not in PLUGIN], grouped=True)
-    return args.fp8_recipe, args.fp8_param_gather, experts.layers
-
-
-def test_megatron_takes_the_flags_and_they_name_the_format_of_its_recipe(scripts):
-    """Nor does the planner refuse one, which lays the weights out as the run would."""
+def test_the_planner_takes_the_flags_and_they_name_the_format_of_its_recipe(scripts):
+    """It reads them as Megatron does, and lays the weights out as the run would."""
     _, after = scripts
     argv = after[after.index("pretrain_gpt.py") + 1 :]
-    assert run_ranks(1, _parse_with_megatron, argv) == [("blockwise", True, 16)]
+    experts = plan_experts([word for word in argv if word not in PLUGIN], grouped=True)
+    args = experts.args
+    assert (args.fp8_recipe, args.fp8_param_gather, experts.layers) == ("blockwise", True, 16)
 
 
 # Megatron-Bridge, whose configurations are stand-ins

@@ -128,8 +128,8 @@ def train(asked: Asked, name: str, seed: int, gpus: Sequence[int]) -> dict[str, 
         "commands": [shlex.join(neutral(command, asked)) for command in commands],
         "figures": figures_of(name, run),
         "test_loss": run.summary["test_loss"],
-        "held_out": [[point.iteration, point.value] for point in run.curves.validation],
-        "training": [point.value for point in run.curves.train],
+        "held_out": [[point.iteration, point.value] for point in run.events.validation],
+        "training": [point.value for point in run.events.train],
     }
 
 

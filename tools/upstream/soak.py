@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "versions": run.model["environment"]["versions"],
         "iterations": args.iterations,
         "saves": len(list((args.out / "checkpoints").glob("iter_*"))),
-        "evaluations": len(run.curves.validation),
+        "evaluations": len(run.events.validation),
         "rows": rows,
         "grown": grown,
     }

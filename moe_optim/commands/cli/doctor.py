@@ -37,18 +37,11 @@ Findings = dict[str, Any]
 
 _IMPORTED = {**MODULES, "transformer-engine": "transformer_engine.pytorch"}
 """Package -> module whose import fails if the package is broken."""
-_RECIPES = {
-    "fp8": "tensorwise",
-    "fp8_block_scaling": "blockwise",
-    "mxfp8": "mxfp8",
-    "nvfp4": "nvfp4",
-}
+_RECIPES = {"fp8": "tensorwise", "fp8_block_scaling": "blockwise"}
+_RECIPES |= {"mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 """Name of a recipe in Transformer Engine -> its name in Megatron's flags."""
 _NATIVE = {"gemm": "native", "because": "grouped bf16 GEMM of torch"}
-_EMULATED = {
-    "gemm": "emulated",
-    "because": "stored in low precision, multiplied in bf16",
-}
+_EMULATED = {"gemm": "emulated", "because": "stored in low precision, multiplied in bf16"}
 """GEMMs of portable experts in a format without a native kernel."""
 _STYLES = {"ok": "green", "applied": "green", "missing": "red", "unfit": "red", "broken": "red"}
 
@@ -197,12 +190,8 @@ def _render(report: Findings, *, with_patches: bool) -> RenderableType:
         _table(("format", "GEMM of portable experts", "how"), formats),
     ]
     if patches and with_patches:
-        parts.append(
-            _table(
-                ("state", "patch, reason (off: compatible, applied on demand)"),
-                _patch_rows(patches),
-            )
-        )
+        header = ("state", "patch, reason (off: compatible, applied on demand)")
+        parts.append(_table(header, _patch_rows(patches)))
     if report["ok"]:
         parts.append(Text("All requirements are met.", "green"))
     parts += [Text.assemble(("error: ", "bold red"), problem) for problem in report["problems"]]
@@ -210,7 +199,6 @@ def _render(report: Findings, *, with_patches: bool) -> RenderableType:
 
 
 def _abilities(report: Findings) -> Iterator[str]:
-    """Yield what this machine can do, a line each."""
     gpus = [f"{gpu['name']} (sm {gpu['sm']}, {gpu['memory_gib']} GiB)" for gpu in report["gpus"]]
     alike = {gpu: gpus.count(gpu) for gpu in gpus}
     trains = ", ".join(f"{count} x {gpu}" if count > 1 else gpu for gpu, count in alike.items())

@@ -9,21 +9,47 @@ override the recipe's.
 import argparse
 from pathlib import Path
 
+from moe_optim.commands.console.files import STDOUT
 from moe_optim.commands.console.pictures import picture_path
-from moe_optim.commands.plan.gpus import GPUS
-from moe_optim.commands.plan.legend import legend
-from moe_optim.commands.plan.report import STDOUT, STEP
+from moe_optim.commands.plan.gpus import GPUS, STEP
 from moe_optim.integration.argv import add_changes, add_recipe
 
 HELP = "show memory, all-gather and step time of a model in each format, without a GPU"
 USAGE = "moe-optim plan [RECIPE] [options] [-- MEGATRON ARGS]"
+_PHYSICAL = 0.001, 1_000_000
+"""Least and largest memory and bandwidth, in any of their units."""
+_COLUMNS = {  # -> meaning, for --help
+    "experts": "weights, gradients and optimizer of a rank's experts: parameters of bf16 or two "
+    "quantized directions with scales, the gradient buffer, masters and moments",
+    "model": "the same of the whole model, of the fullest pipeline stage; without activations",
+    "vs bf16, vs stock": "experts minus those of stock Megatron in bf16, or in the same format",
+    "fits": "whether the model fits a GPU, and what is left for activations",
+    "all-gather": "bytes of a parameter all-gather on each rank, including its own shard",
+    "of bf16": "fraction of the bytes that stock bf16 gathers",
+    "at GB/s": "time of the all-gather at that bandwidth, without overlap",
+    "step": "estimated time of optimizer.step() without all-gather",
+}
+_DETAILS = {  # further ones of --details
+    "weights": "data and scales of every stored direction, and copies that compute makes",
+    "grads": "the gradient buffer (main_grad)",
+    "optimizer": "main params of 4 bytes, exp_avg and exp_avg_sq, or Muon's momentum; with "
+    "--use-precision-aware-optimizer, main params of stock bf16 use 2 bytes",
+    "copies": "fp32 copies that a step makes of bf16 gradients",
+    "kernels": "launches per step that quantize, compute maxima or derive copies; -: not counted",
+    "max/mean": "imbalance of elements owned by ranks",
+    "path": "aligned: no block spans two ranks. partial amax: some do, and ranks exchange maxima. "
+    "bf16 wire: weights are gathered in bf16. by weight: Megatron quantizes weights one by one",
+    "amaxes": "fp32 maxima that ranks reduce before encoding",
+    "norm, update": "minimum bytes that a fused step of experts reads and writes, for the gradient "
+    "norm and for Adam with quantization; formats with a global amax read masters twice",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
     add_recipe(parser, "quickstart", nargs="?")
-    parser.epilog, parser.formatter_class = legend(), argparse.RawDescriptionHelpFormatter
+    parser.epilog, parser.formatter_class = _legend(), argparse.RawDescriptionHelpFormatter
     add(
         "--gpus",
         type=int,
@@ -40,20 +66,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--gpu-memory",
-        type=_positive,
+        type=_physical,
         metavar="GIB",
         help="memory of a GPU, in place of --gpu's: show whether the model fits, and the rest",
     )
     add(
         "--bandwidth",
-        type=_positive,
+        type=_physical,
         metavar="GB/S",
         help="bus bandwidth of an all-gather over expert data parallel ranks, as in nccl-tests, in "
         "place of --gpu's: show the time of the parameter all-gather, without overlap",
     )
     add(
         "--memory-bandwidth",
-        type=_positive,
+        type=_physical,
         metavar="TB/S",
         help="memory bandwidth of a GPU by its data sheet, in place of --gpu's: show the estimated "
         "time of optimizer.step()",
@@ -76,13 +102,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _positive(text: str) -> float:
+def _legend() -> str:
+    lines = [f"  {name}: {meaning}" for name, meaning in _COLUMNS.items()]
+    further = [f"  {name}: {meaning}" for name, meaning in _DETAILS.items()]
+    return "\n".join(["Columns:", *lines, "Columns of --details:", *further])
+
+
+def _physical(text: str) -> float:
+    """Parse a memory or a bandwidth; an argparse ``type``."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
+    least, most = _PHYSICAL
+    if not least <= number <= most:
+        raise argparse.ArgumentTypeError(
+            f"expected a number from {least:g} to {most:,}, got '{text}'"
+        )
     return number
 
 

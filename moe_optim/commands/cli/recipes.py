@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich.padding import Padding
 from rich.table import Table
 
 from moe_optim.checkpoint.files.publishing import require_writable
@@ -23,8 +24,9 @@ from moe_optim.screen import print_table, results_console
 
 HELP = "list, show or copy the shipped recipes"
 
-_COLUMNS = {"name": 1, "ranks": 5, "needs": 8, "expert_weights": 9, "what": 8}
-"""Facts about a recipe -> least width of their column."""
+_FACTS = ("name", "ranks", "needs", "expert_weights", "what")
+_LEAST_WIDTH = 100
+"""Columns of a terminal that a table takes; in narrower ones each recipe is a paragraph."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,18 +70,22 @@ def _list(*, as_json: bool) -> None:
         recipe = load_recipe(path)
         weights = spell_format(recipe.moe_optim.format, recipe.megatron_argv())
         facts = (name, recipe.ranks, _needs(recipe), weights, _first_sentence(path))
-        rows.append(dict(zip(_COLUMNS, facts, strict=True)))
+        rows.append(dict(zip(_FACTS, facts, strict=True)))
     if as_json:
         print(json.dumps(rows, indent=2))
         return
+    console = results_console()
+    if console.is_terminal and console.width < _LEAST_WIDTH:
+        for row in rows:
+            text = "{name}: ranks {ranks}, {needs}, {expert_weights}".format(**row)
+            console.print(text, Padding(str(row["what"]), (0, 0, 0, 2)), sep="\n", soft_wrap=False)
+        return
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("name", no_wrap=True)  # half a name is useless
-    for header, width in _COLUMNS.items():
-        if header != "name":
-            table.add_column(header.replace("_", " "), overflow="fold", min_width=width)
+    for fact in _FACTS:
+        table.add_column(fact.replace("_", " "), no_wrap=fact != "what")
     for row in rows:
         table.add_row(*map(str, row.values()))
-    print_table(results_console(), table)
+    print_table(console, table)
 
 
 def _show(name: str, *, as_json: bool) -> None:

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import get_args
 
 from moe_optim.config import Format
+from moe_optim.config.recipes import load_recipe
+from moe_optim.errors import ConfigError
 from moe_optim.integration.argv import add_changes, add_recipe
+from moe_optim.screen import results_console
 
 HELP = "train a model from a recipe, on GPUs or on the CPU"
 USAGE = "moe-optim train RECIPE [options] [-- MEGATRON ARGS]"
@@ -54,9 +57,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, and return the exit code: 0 success, 1 failure, 128 + n stopped by signal n."""
     if args.formats:
-        from moe_optim.commands.report.formats import train_formats
-
-        return train_formats(args)
+        return _train_formats(args)
     from moe_optim.commands.train.run import train
 
     return train(args)
+
+
+def _train_formats(args: argparse.Namespace) -> int:
+    """Train one run per format, in folders named by format, then compare; return the exit code.
+
+    All formats are checked against the recipe before the first run; the first failure ends the
+    command.
+    """
+    formats = args.formats
+    if len(set(formats)) < len(formats) or len(formats) < 2:
+        raise ConfigError(
+            f"--formats: expected two or more different ones, got {' '.join(formats)}. Name every "
+            "format once; for one alone write --set moe_optim.format=NAME."
+        )
+    if any(assignment.startswith("moe_optim.format=") for assignment in args.set):
+        raise ConfigError("--formats and --set moe_optim.format both say the format. Drop one.")
+    if args.stock:
+        raise ConfigError("--formats: expected the plug-in, got --stock. Train that run apart.")
+    out = args.out or Path("runs") / args.recipe.stem
+    runs = []
+    for format in formats:
+        changed = {"out": out / format, "set": [*args.set, f"moe_optim.format={format}"]}
+        runs.append(argparse.Namespace(**(vars(args) | changed)))
+        load_recipe(args.recipe, runs[-1].set)
+    from moe_optim.commands.report.comparison import compare
+    from moe_optim.commands.train.run import train
+
+    for number, run in enumerate(runs):
+        if code := train(run):
+            results_console().print(f"not compared: {' '.join(formats[number:])} did not finish")
+            return code
+    return compare([run.out for run in runs], out / "compare")

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from moe_optim.checkpoint.files.publishing import DISK_FULL
 
+STDOUT = Path("-")
+"""Path that stands for stdout."""
+
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace ``path`` by ``content``; after a crash or a full disk the old file remains."""

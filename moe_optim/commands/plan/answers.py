@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_optim.commands.plan.costs import STOCK_BF16, PlanRow
+from moe_optim.commands.plan.costs import STOCK_BF16
 from moe_optim.commands.plan.experts import PlannedExperts, is_native
 from moe_optim.commands.plan.gpus import GPUS, PlannedGpu
+from moe_optim.commands.plan.rows import PlanRow
 from moe_optim.config import MoEOptimConfig, field_names, spell
 from moe_optim.config.recipes import Recipe
 from moe_optim.formats import FORMATS

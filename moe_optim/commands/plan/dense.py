@@ -27,8 +27,8 @@ def count_dense(args: argparse.Namespace) -> list[int]:
         dense * (layers - sum(chunks)) + moe * sum(chunks)
         for layers, chunks in zip(count_layers(args), count_moe_layers(args), strict=True)
     ]
-    stages[-1] += norm + mtp * (3 * norm + 2 * hidden * hidden // _tensor(args))
-    embedding = _vocabulary(args) * hidden // _tensor(args)
+    stages[-1] += norm + mtp * (3 * norm + 2 * hidden * hidden // args.tensor_model_parallel_size)
+    embedding = _vocabulary(args) * hidden // args.tensor_model_parallel_size
     positions = 0
     if args.add_position_embedding and args.position_embedding_type == "learned_absolute":
         positions = (args.max_position_embeddings or 0) * hidden
@@ -72,10 +72,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("the vocabulary is unknown: give --padded-vocab-size")
 
 
-def _tensor(args: argparse.Namespace) -> int:
-    return int(args.tensor_model_parallel_size)
-
-
 def _norm(args: argparse.Namespace, size: int) -> int:
     return size if args.normalization == "RMSNorm" else 2 * size
 
@@ -84,28 +80,22 @@ def _linear(
     args: argparse.Namespace, rows: int, cols: int, *, bias: bool, splits_rows: bool
 ) -> int:
     """Return the parameters of a linear on one rank; a bias is split as the rows are."""
-    tensor = _tensor(args)
-    biases = rows // tensor if splits_rows else rows
-    return rows * cols // tensor + bias * biases
+    tensor: int = args.tensor_model_parallel_size
+    return rows * cols // tensor + bias * (rows // tensor if splits_rows else rows)
 
 
 def _attention(args: argparse.Namespace) -> int:
     if args.multi_latent_attention:
         return _latent_attention(args)
-    hidden, heads = args.hidden_size, args.num_attention_heads
+    hidden, heads, bias = args.hidden_size, args.num_attention_heads, args.add_bias_linear
     width = args.kv_channels or hidden // heads
     groups = args.num_query_groups if args.group_query_attention else heads
-    bias = args.add_bias_linear
-    has_bias = bias or args.add_qkv_bias
-    qkv = (heads + 2 * groups) * width
+    rows, has_bias = (heads + 2 * groups) * width, bias or args.add_qkv_bias
+    qkv = _linear(args, rows, hidden, bias=has_bias, splits_rows=True)
+    out = _linear(args, hidden, heads * width, bias=bias, splits_rows=False)
     norms = 2 * _norm(args, width) if args.qk_layernorm else 0
-    sinks = heads // _tensor(args) if args.softmax_type == "learnable" else 0
-    return (
-        _linear(args, qkv, hidden, bias=has_bias, splits_rows=True)
-        + _linear(args, hidden, heads * width, bias=bias, splits_rows=False)
-        + norms
-        + sinks
-    )
+    sinks = heads // args.tensor_model_parallel_size if args.softmax_type == "learnable" else 0
+    return qkv + out + norms + sinks
 
 
 def _latent_attention(args: argparse.Namespace) -> int:
@@ -116,19 +106,17 @@ def _latent_attention(args: argparse.Namespace) -> int:
     norms = [latent] if args.q_lora_rank is None else [latent, args.q_lora_rank]
     down = hidden * (latent + args.qk_pos_emb_head_dim + (args.q_lora_rank or 0))
     shared = (args.q_lora_rank or hidden) * query + latent * key_value
-    out = _linear(
-        args, hidden, heads * args.v_head_dim, bias=args.add_bias_linear, splits_rows=False
-    )
+    cols, bias = heads * args.v_head_dim, args.add_bias_linear
+    out = _linear(args, hidden, cols, bias=bias, splits_rows=False)
     kept = sum(_norm(args, size) for size in norms) if args.qk_layernorm else 0
-    return int(down + shared // _tensor(args) + out + kept)
+    return int(down + shared // args.tensor_model_parallel_size + out + kept)
 
 
 def _mlp(args: argparse.Namespace, width: int | None) -> int:
     width, hidden, bias = width or 4 * args.hidden_size, args.hidden_size, args.add_bias_linear
     rows = 2 * width if args.swiglu or args.quick_geglu else width
-    return _linear(args, rows, hidden, bias=bias, splits_rows=True) + _linear(
-        args, hidden, width, bias=bias, splits_rows=False
-    )
+    up = _linear(args, rows, hidden, bias=bias, splits_rows=True)
+    return up + _linear(args, hidden, width, bias=bias, splits_rows=False)
 
 
 def _router_and_shared(args: argparse.Namespace) -> int:
@@ -144,4 +132,4 @@ def _vocabulary(args: argparse.Namespace) -> int:
     if args.padded_vocab_size is not None:
         return int(args.padded_vocab_size)
     own = args.vocab_size + (args.tokenizer_type == "NullTokenizer")  # and one that ends documents
-    return round_up(own, args.make_vocab_size_divisible_by * _tensor(args))
+    return round_up(own, args.make_vocab_size_divisible_by * args.tensor_model_parallel_size)

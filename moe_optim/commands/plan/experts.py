@@ -7,18 +7,23 @@ buckets of bf16 experts where all ranks hold the same experts.
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
-from moe_optim.buckets.layout import Slot, aligned_end
 from moe_optim.commands.hugging_face.values import MOST_LAYERS
+from moe_optim.commands.plan.buckets import (
+    Bucket,
+    Params,
+    Shards,
+    bucket_divisor,
+    lay_buckets,
+    lay_layer_wise_buckets,
+    lay_matrix_buckets,
+)
 from moe_optim.commands.plan.flags import parse_flags
-from moe_optim.commands.plan.matrix_buckets import lay_layer_wise_buckets, lay_matrix_buckets
 from moe_optim.commands.plan.stages import check_divides, count_moe_layers
-from moe_optim.commands.plan.stock_layout import bucket_divisor, lay_buckets
 from moe_optim.errors import ConfigError, refuse
 from moe_optim.formats import BlockScaledFormat
 from moe_optim.integration.arguments import extend_distributed_optimizer, ranks_multiple
@@ -37,56 +42,22 @@ _MOMENTS = MappingProxyType(
 
 MOST_EXPERTS = MOST_RANKS = 2**20
 """Limit far above any run; larger plans would take minutes and overflow byte counts."""
-_MOST_WIDTH = 2**18
-_RANKS = (1, MOST_RANKS)
-_LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
+_LIMITS: Mapping[int, Sequence[str]] = MappingProxyType(
     {
-        "num_layers": (1, MOST_LAYERS),
-        "num_layers_per_virtual_pipeline_stage": (1, MOST_LAYERS),
-        "num_virtual_stages_per_pipeline_rank": (1, MOST_LAYERS),
-        "mtp_num_layers": (0, MOST_LAYERS),
-        "decoder_first_pipeline_num_layers": (0, MOST_LAYERS),
-        "decoder_last_pipeline_num_layers": (0, MOST_LAYERS),
-        "hidden_size": (1, _MOST_WIDTH),
-        "ffn_hidden_size": (1, _MOST_WIDTH),
-        "moe_ffn_hidden_size": (1, _MOST_WIDTH),
-        "num_experts": (1, MOST_EXPERTS),
-        "tensor_model_parallel_size": _RANKS,
-        "pipeline_model_parallel_size": _RANKS,
-        "context_parallel_size": _RANKS,
-        "expert_model_parallel_size": _RANKS,
-        "expert_tensor_parallel_size": _RANKS,
-        "num_distributed_optimizer_instances": _RANKS,
+        MOST_LAYERS: (
+            *("num_layers", "num_layers_per_virtual_pipeline_stage", "mtp_num_layers"),
+            *("num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers"),
+            "decoder_last_pipeline_num_layers",
+        ),
+        2**18: ("hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size"),
+        MOST_RANKS: (
+            *("num_experts", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+            *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+            "num_distributed_optimizer_instances",
+        ),
     }
 )
-"""Flag that is a count -> minimum and maximum."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedBucket:
-    """Parameters of one bucket in Megatron's layout, independent of storage. Hashable."""
-
-    slots: tuple[Slot, ...]
-    dp_size: int
-    """Number of ranks that own equal shards of the bucket."""
-    stock_numel: int
-    """End of the bucket in stock Megatron, in elements; of matrices that Muon steps, the end."""
-    divisor: int
-    """Divisor of the bucket's end."""
-    holds_matrices: bool = False
-    """Whether every matrix lies inside one shard."""
-
-    @property
-    def used(self) -> int:
-        """Elements of parameters, without padding."""
-        return sum(slot.numel for slot in self.slots)
-
-    def numel(self, format: BlockScaledFormat) -> int:
-        """Return the end of the bucket, of Adam's weights with ``layout: aligned``."""
-        if self.holds_matrices:
-            return self.stock_numel
-        end = aligned_end(format, self.slots, dp_size=self.dp_size, divisor=self.divisor)
-        return end.numel
+"""Maximum -> flags that are counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,54 +126,41 @@ class PlannedExperts:
                 f"megatron_args need, got {gpus}. Give another number, or change them after `--`."
             )
         args = self.args
-        copy = (
-            _expert_tensor(args)
-            * args.expert_model_parallel_size
-            * args.pipeline_model_parallel_size
-        )
+        copy = _expert_tensor(args) * args.expert_model_parallel_size
+        stages = args.pipeline_model_parallel_size * args.num_distributed_optimizer_instances
+        return int(gpus // (copy * stages))
+
+    def dense_dp_size(self, gpus: int) -> int:
+        """Return how many ranks divide the states of a dense weight."""
+        args = self.args
+        copy = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
         return int(gpus // copy // args.num_distributed_optimizer_instances)
 
-    def buckets(self, gpus: int) -> Counter[PlannedBucket]:
-        """Return bucket -> count on one rank; ConfigError as above."""
-        dp_size, divisor = self.expert_dp_size(gpus), self._divisor(gpus)
-        return Counter(
-            PlannedBucket(
-                slots=bucket.slots, dp_size=dp_size, stock_numel=bucket.numel, divisor=divisor
-            )
-            for params, full in self._chunks(gpus)
-            for bucket in lay_buckets(params, full, divisor)
-        )
-
-    def matrix_buckets(self, gpus: int, format: BlockScaledFormat | None) -> Counter[PlannedBucket]:
-        """Return bucket -> count on one rank, of matrices that Muon steps.
+    def buckets(self, gpus: int, format: BlockScaledFormat | None = None) -> Counter[Bucket]:
+        """Return bucket -> count on one rank.
 
         Args:
             gpus: total number of GPUs.
-            format: format of the weights; None for stock Megatron's Muon with bf16 weights.
+            format: format of weights that Muon steps; None for stock Megatron's Muon with bf16
+                weights. Adam's buckets are the same for all.
 
         Raises:
             ConfigError: as above.
-            LayoutError: no rank can own some matrix whole.
+            LayoutError: no rank can own some matrix that Muon steps whole.
         """
-        dp_size, divisor = self.expert_dp_size(gpus), self._divisor(gpus)
-        lay = (
-            lay_layer_wise_buckets if format is None else partial(lay_matrix_buckets, format=format)
-        )
-        return Counter(
-            PlannedBucket(
-                slots=bucket.slots,
-                dp_size=dp_size,
-                stock_numel=bucket.numel,
-                divisor=divisor,
-                holds_matrices=True,
-            )
-            for params, full in self._chunks(gpus)
-            for bucket in lay(params, dp_size=dp_size, bucket_numel=full, divisor=divisor)
-        )
-
-    def _divisor(self, gpus: int) -> int:
+        dp_size = self.expert_dp_size(gpus)
         high_busbw = self.args.ddp_pad_buckets_for_high_nccl_busbw
-        return bucket_divisor(self.expert_dp_size(gpus), high_busbw=high_busbw)
+        divisor = bucket_divisor(dp_size, high_busbw=high_busbw)
+        lay: Callable[[Params, Shards], Iterator[Bucket]] = lay_buckets
+        if self.has_muon:
+            lay = lay_layer_wise_buckets
+            if format is not None:
+                lay = partial(lay_matrix_buckets, format=format)
+        return Counter(
+            bucket
+            for params, full in self._chunks(gpus)
+            for bucket in lay(params, Shards(bucket_numel=full, dp_size=dp_size, divisor=divisor))
+        )
 
     def _chunks(self, gpus: int) -> Iterator[tuple[list[tuple[str, WeightShape]], int | None]]:
         """Yield parameters and bucket size of each model chunk; None for one bucket."""
@@ -270,8 +228,7 @@ def _expert_tensor(args: argparse.Namespace) -> int:
 
 
 def _require(args: argparse.Namespace) -> None:
-    """Raise ConfigError for the first missing required flag."""
-    needed: dict[str, Any] = {
+    needed = {
         "--num-layers": args.num_layers,
         "--hidden-size": args.hidden_size,
         "--num-experts": args.num_experts,
@@ -317,8 +274,9 @@ def _refuse(args: argparse.Namespace) -> None:
 
 
 def _check_counts(args: argparse.Namespace) -> None:
-    for name, (least, most) in _LIMITS.items():
+    for most, name in ((most, name) for most, names in _LIMITS.items() for name in names):
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        least = 0 if name.startswith(("mtp_", "decoder_")) else 1
         if value is not None and not least <= value <= most:
             limit = f"{least} or more" if value < least else f"at most {most:,}"
             raise ConfigError(f"{flag}: expected {limit}, got {value}. Correct the recipe.")

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 _GB, _GIB = 10**9, 2**30
+STEP = 4
+"""Ratio of successive numbers of GPUs by default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

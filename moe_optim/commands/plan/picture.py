@@ -57,7 +57,6 @@ def draw_plan(report: Mapping[str, Any], path: Path) -> bytes:
 
 
 def _look(name: str) -> tuple[str, bool]:
-    """Return the color of a row, and whether it is stock."""
     return _COLORS.get(name.removeprefix("stock "), "black"), name.startswith("stock ")
 
 

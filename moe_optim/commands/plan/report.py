@@ -7,24 +7,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moe_optim.checkpoint.files.publishing import require_writable
-from moe_optim.commands.console.files import write_atomically
+from moe_optim.commands.console.files import STDOUT, write_atomically
 from moe_optim.commands.console.provenance import commit
+from moe_optim.commands.plan.answers import (
+    explain,
+    explain_fit,
+    explain_missing_gemms,
+    find_choice,
+    flags_to_add,
+    recommend,
+)
+from moe_optim.commands.plan.costs import STOCK_BF16, left_out
+from moe_optim.commands.plan.dense import count_dense
+from moe_optim.commands.plan.experts import MOST_RANKS, PlannedExperts, plan_experts
+from moe_optim.commands.plan.gpus import STEP, Hardware
+from moe_optim.commands.plan.rows import plan_rows
+from moe_optim.commands.plan.step_times import FUSED_ERROR
+from moe_optim.commands.plan.tables import build_tables
 from moe_optim.config.recipes import Recipe, load_recipe
 from moe_optim.errors import ConfigError
+from moe_optim.integration.arguments import add_moe_optim_arguments
+from moe_optim.rules import Setup, check_setup, config_with_flags, why_stock_step
 from moe_optim.screen import print_table, results_console
 
-if TYPE_CHECKING:
-    from moe_optim.commands.plan.experts import PlannedExperts
-    from moe_optim.commands.plan.gpus import Hardware
-
-# Modules that import numpy are imported locally, because the parser imports this module.
-
-STEP, MOST_STEPS = 4, 5
-"""Default numbers of GPUs: ratio of successive numbers, and how many."""
-STDOUT = Path("-")
+_MOST_STEPS = 5
+"""Most numbers of GPUs by default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +45,7 @@ class Planned:
     """Its ``moe_optim`` section has the plug-in's flags applied."""
     argv: Sequence[str]
     """Megatron's flags, those of the recipe first."""
-    experts: "PlannedExperts"
+    experts: PlannedExperts
     layout: str
 
 
@@ -71,9 +81,6 @@ def read_plan(path: Path | None, overrides: Sequence[str], words: Sequence[str])
     Without a recipe or ``expert_layout``, Transformer Engine's experts are one parameter each, as
     it builds them.
     """
-    from moe_optim.commands.plan.experts import plan_experts
-    from moe_optim.integration.arguments import add_moe_optim_arguments
-
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     own, further = add_moe_optim_arguments(parser).parse_known_args(list(words))
     recipe = load_recipe(path, overrides)
@@ -99,11 +106,8 @@ def read_plan(path: Path | None, overrides: Sequence[str], words: Sequence[str])
     return Planned(recipe=recipe, argv=argv, experts=experts, layout=layout)
 
 
-def estimated_rows(planned: Planned, gpus: Sequence[int], hardware: "Hardware") -> dict[str, Any]:
+def estimated_rows(planned: Planned, gpus: Sequence[int], hardware: Hardware) -> dict[str, Any]:
     """Return ``rows``, ``step`` and ``not_counted`` of a report, see :func:`make_report`."""
-    from moe_optim.commands.plan.whole_model import complete_rows, find_dense
-    from moe_optim.rules import Setup, check_setup, config_with_flags, why_stock_step
-
     recipe, experts = planned.recipe, planned.experts
     config = config_with_flags(recipe.moe_optim, experts.optimizer)
     # Adam may hold masters if no weight is quantized; such rows are stock's
@@ -116,28 +120,21 @@ def estimated_rows(planned: Planned, gpus: Sequence[int], hardware: "Hardware") 
             f"{recipe.path}: states on the host: expected a fused step, got {reason}. Remove that, "
             "or leave them on the device."
         )
-    dense = find_dense(experts)
-    rows = complete_rows(experts, dense, config, gpus, hardware, is_fused=reason is None)
+    dense, not_counted = None, None
+    try:
+        dense = count_dense(experts.args)
+    except ConfigError as error:
+        not_counted = str(error)
+    rows = plan_rows(experts, gpus, config, hardware, dense, is_fused=reason is None)
     return {
         "step": _describe_step(experts, reason),
-        "not_counted": dense.reason or None,
+        "not_counted": not_counted,
         "rows": list(rows),
     }
 
 
 def make_report(args: argparse.Namespace, planned: Planned) -> dict[str, Any]:
     """Return the content of the JSON file."""
-    from moe_optim.commands.plan.answers import (
-        explain,
-        explain_fit,
-        explain_missing_gemms,
-        find_choice,
-        flags_to_add,
-        recommend,
-    )
-    from moe_optim.commands.plan.costs import STOCK_BF16, left_out
-    from moe_optim.commands.plan.gpus import Hardware
-
     recipe, experts, hardware = planned.recipe, planned.experts, Hardware.of_options(args)
     gpus = sorted(set(args.gpus or default_gpus(experts, recipe.ranks)))
     counted = estimated_rows(planned, gpus, hardware)
@@ -167,9 +164,6 @@ def make_report(args: argparse.Namespace, planned: Planned) -> dict[str, Any]:
 
 
 def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
-    from moe_optim.commands.plan.step_times import FUSED_ERROR
-    from moe_optim.commands.plan.tables import build_tables
-
     console = results_console()
     name = f"{args.recipe}: " if args.recipe else ""
     console.print(f"{name}{report['planned']}", soft_wrap=False)
@@ -203,10 +197,8 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
     console.print(f"\nAdd these flags:\n  {shlex.join(report['flags'])}")
 
 
-def default_gpus(experts: "PlannedExperts", ranks: int) -> list[int]:
+def default_gpus(experts: PlannedExperts, ranks: int) -> list[int]:
     """Return numbers of GPUs that fit the model and the batch size, including ``ranks``."""
-    from moe_optim.commands.plan.experts import MOST_RANKS
-
     args, fewest = experts.args, experts.gpus_multiple
     most = MOST_RANKS
     if args.global_batch_size and args.micro_batch_size:
@@ -217,7 +209,7 @@ def default_gpus(experts: "PlannedExperts", ranks: int) -> list[int]:
         )
         micro_batches = max(1, args.global_batch_size // args.micro_batch_size)
         most = min(most, micro_batches * ranks_per_model)
-    numbers = [fewest * STEP**step for step in range(MOST_STEPS)]
+    numbers = [fewest * STEP**step for step in range(_MOST_STEPS)]
     numbers = [number for number in numbers if number <= max(most, fewest)]
     return numbers if ranks % fewest else [*numbers, ranks]
 
@@ -234,7 +226,7 @@ def _command(args: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def _describe(experts: "PlannedExperts", layout: str) -> str:
+def _describe(experts: PlannedExperts, layout: str) -> str:
     (_, (count, *first)), (_, (_, *second)) = experts.weights
     pipeline = experts.args.pipeline_model_parallel_size
     stage = "all" if pipeline == 1 else f"stage {experts.stage} of {pipeline}, with"
@@ -244,7 +236,7 @@ def _describe(experts: "PlannedExperts", layout: str) -> str:
     )
 
 
-def _describe_step(experts: "PlannedExperts", reason: str | None) -> str:
+def _describe_step(experts: PlannedExperts, reason: str | None) -> str:
     if reason is not None:
         return f"stock, not estimated: {reason}"
     if experts.has_muon:

@@ -13,10 +13,7 @@ from moe_optim.errors import ConfigError
 
 _REPEATED = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 """Repetitions in a layout, ``(ab|)*2`` and ``t*4``, in the order of their expansion."""
-_MOST_LETTERS, _MOST_DIGITS = (
-    16 * MOST_LAYERS,
-    9,
-)  # limits of an expanded layout, and of a number in it
+_MOST_LETTERS = 16 * MOST_LAYERS  # of an expanded layout
 _KINDS = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
 
 
@@ -136,15 +133,18 @@ def _write_out(text: str) -> str:
     """Return a layout without commas and repetitions; ConfigError if it grows too long."""
     text = text.replace(",", "")
     for repeated in _REPEATED:
-        sizes = (len(found[1]) * int(found[2][-_MOST_DIGITS:]) for found in repeated.finditer(text))
-        longest = max(map(len, re.findall(r"\d+", text)), default=0)
-        if longest > _MOST_DIGITS or len(text) + sum(sizes) > _MOST_LETTERS:
+        is_large = re.search(r"\d{6}", text)
+        if is_large or _count_letters(repeated, text) > _MOST_LETTERS:
             raise ConfigError(
                 f"--pipeline-model-parallel-layout {text[:60]}: expected at most "
                 f"{_MOST_LETTERS:,} letters, repeated ones counted, got more. Correct it."
             )
         text = repeated.sub(lambda found: found[1] * int(found[2]), text)
     return text
+
+
+def _count_letters(repeated: re.Pattern[str], text: str) -> int:
+    return len(text) + sum(len(one[1]) * int(one[2]) for one in repeated.finditer(text))
 
 
 def _fault_of_layout(

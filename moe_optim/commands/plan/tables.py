@@ -10,7 +10,8 @@ from typing import Any
 from rich.table import Table
 
 from moe_optim.commands.plan.answers import bytes_left
-from moe_optim.commands.plan.costs import STOCK_BF16, PlanRow
+from moe_optim.commands.plan.costs import STOCK_BF16
+from moe_optim.commands.plan.rows import PlanRow
 from moe_optim.spelling import spell_bytes, spell_count, spell_difference
 
 NOTHING = "-"

@@ -85,7 +85,7 @@ def figures_of(name: str, run: Run) -> dict[str, Any]:
     The training loss is the mean of the last twentieth, times are medians, gathered bytes per step
     and weight bytes are those of rank 0. Peak memory is that of the last rank, on GPUs only.
     """
-    train, held_out = run.curves.train, run.curves.validation
+    train, held_out = run.events.train, run.events.validation
     last = [point.value for point in train[-max(1, len(train) // 20) :]]
     rank0 = run.model.get("rank0") or {}
     weights = [part.get("weight_bytes") or 0 for part in rank0.get("weights") or ()]
@@ -113,8 +113,8 @@ def _losses(runs: Mapping[str, Run], unit: str) -> list[Picture]:
         alt = f"{label} of all runs over iterations"
         return Picture(name=f"{name}-loss", png=png, alt=alt)
 
-    train = {name: run.curves.train for name, run in runs.items()}
-    held_out = {name: run.curves.validation for name, run in runs.items() if run.curves.validation}
+    train = {name: run.events.train for name, run in runs.items()}
+    held_out = {name: run.events.validation for name, run in runs.items() if run.events.validation}
     pictures = [overlay("training", train, smooth=True)]
     return [*pictures, overlay("held-out", held_out, smooth=False)] if held_out else pictures
 

@@ -13,8 +13,8 @@ from matplotlib.ticker import MaxNLocator
 
 from moe_optim.commands.console.pictures import plain, png_of
 from moe_optim.commands.report.reading import Sample
-from moe_optim.commands.train.events import Point
-from moe_optim.commands.train.summary import Curves, draw_curves, smoothed
+from moe_optim.commands.train.events import Events, Point
+from moe_optim.commands.train.summary import draw_curves, smoothed
 
 _MOST_LABELS = 24
 _MOST_LETTERS = 36
@@ -50,7 +50,7 @@ def _over_iterations(axes: Axes, label: str, marks: Marks) -> None:
     axes.grid(axis="y", color="0.92")
 
 
-def plot_loss(curves: Curves, unit: str, marks: Marks = NO_MARKS) -> bytes:
+def plot_loss(curves: Events, unit: str, marks: Marks = NO_MARKS) -> bytes:
     """Draw training and held-out loss."""
     figure, axes = _new()
     draw_curves(axes, curves)

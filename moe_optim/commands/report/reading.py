@@ -13,9 +13,9 @@ import torch
 from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.checkpoint.files.untrusted_files import parse_json, read_file
 from moe_optim.commands.console.json_forms import find_misfit
-from moe_optim.commands.train.events import TRAIN_TAG, VALIDATION_TAG, Events, Point, read_events
+from moe_optim.commands.train.events import TRAIN_TAG, Events, Point, read_events
 from moe_optim.commands.train.run_folder import RunFolder
-from moe_optim.commands.train.summary import Curves, loss_unit
+from moe_optim.commands.train.summary import loss_unit
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.formats.health_figures import TAGS, THRESHOLDS, warn_of
 
@@ -70,11 +70,6 @@ class Run:
     def points(self, tag: str) -> tuple[Point, ...]:
         """Return a scalar over iterations; empty if it was not logged."""
         return self.events.scalars.get(tag, ())
-
-    @property
-    def curves(self) -> Curves:
-        """The losses."""
-        return Curves(train=self.points(TRAIN_TAG), validation=self.points(VALIDATION_TAG))
 
     @property
     def format(self) -> str:
@@ -152,7 +147,7 @@ def read_run(path: Path) -> Run:
     folder = RunFolder(path)
     of_events = folder.tensorboard if folder.tensorboard.is_dir() else path
     events = read_events(of_events, tensors=TAGS)
-    if not events.scalars.get(TRAIN_TAG):
+    if not events.train:
         raise LayoutError(
             f"{path}: expected a run folder, with TensorBoard events and the scalar {TRAIN_TAG!r} "
             "in them, got none. Name a folder that `moe-optim train` has written, or Megatron's "

@@ -74,7 +74,7 @@ def build_page(run: Run, at: int | None = None) -> Page:
     """Return the report of a run, with the last health sample up to iteration ``at``."""
     layers = run.layers_with("amax")
     health, tokens = run.sample("amax", at), run.sample("tokens", at)
-    largest, spikes = find_largest(run), find_spikes(run.curves.train)
+    largest, spikes = find_largest(run), find_spikes(run.events.train)
     verdict = judge(run, largest, spikes)
     marks = Marks(spikes=tuple(spikes), at=health.iteration if health and at is not None else None)
     times = {name: ms for name, ms in run.times.items() if math.isfinite(ms) and ms > 0}
@@ -83,7 +83,7 @@ def build_page(run: Run, at: int | None = None) -> Page:
         "loss": [
             Picture(
                 name="loss",
-                png=plots.plot_loss(run.curves, run.loss_unit, marks),
+                png=plots.plot_loss(run.events, run.loss_unit, marks),
                 alt="Training and held-out loss over iterations",
             )
         ],
@@ -118,7 +118,6 @@ def build_page(run: Run, at: int | None = None) -> Page:
 
 
 def _last(points: Sequence[Point], at: int | None) -> list[Point]:
-    """Return the last point up to iteration ``at``, if there is one."""
     return [point for point in points if at is None or point.iteration <= at][-1:]
 
 

@@ -31,6 +31,16 @@ class Events:
     texts: Mapping[str, str]
     """Tag -> last text, such as Megatron's arguments by name."""
 
+    @property
+    def train(self) -> tuple[Point, ...]:
+        """Training losses."""
+        return self.scalars.get(TRAIN_TAG, ())
+
+    @property
+    def validation(self) -> tuple[Point, ...]:
+        """Held-out losses."""
+        return self.scalars.get(VALIDATION_TAG, ())
+
 
 def read_events(folder: Path, *, tensors: str | None = None) -> Events:
     """Read the event files of all launches; on overlap, the later launch wins.
@@ -49,8 +59,8 @@ def read_events(folder: Path, *, tensors: str | None = None) -> Events:
     found: dict[str, tuple[tuple[int, np.ndarray], ...]] = {}
     texts: dict[str, str] = {}
     for launch in launches:
-        trained = [point.iteration for point in launch.scalars.get(TRAIN_TAG, ())]
-        evaluated = [point.iteration for point in launch.scalars.get(VALIDATION_TAG, ())]
+        trained = [point.iteration for point in launch.train]
+        evaluated = [point.iteration for point in launch.validation]
         begin = min(trained, default=None)
         for tag in dict.fromkeys([*scalars, *launch.scalars]):
             since = min(trained + evaluated, default=None) if tag == VALIDATION_TAG else begin
@@ -67,16 +77,14 @@ def _read(path: Path, tensors: str | None) -> Events:
     """Return the events of one launch.
 
     Megatron logs the test loss under the validation tag too, after the validation losses of the
-    same
-    iteration: only the first value of an iteration is kept.
+    same iteration: only the first value of an iteration is kept.
     """
     from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
         EventAccumulator,
     )
     from tensorboard.util.tensor_util import make_ndarray  # type: ignore[import-untyped]
 
-    keep_all = 0
-    sizes = {"scalars": keep_all} | ({} if tensors is None else {"tensors": keep_all})
+    sizes = {"scalars": 0} | ({} if tensors is None else {"tensors": 0})  # 0 keeps all
     events = EventAccumulator(str(path), size_guidance=sizes).Reload()
     scalars = {}
     for tag in events.Tags()["scalars"]:

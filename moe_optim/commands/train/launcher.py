@@ -35,16 +35,14 @@ class RankFailure:
 
     def sentence(self) -> str:
         """Return one line with rank, exit code or signal, and reason."""
-        if self.exit_code >= 0:
-            reason = self.reason or "its log tells why"
+        number, reason = -self.exit_code, self.reason or "its log tells why"
+        if number <= 0:
             return f"rank {self.rank} ended with exit code {self.exit_code}: {reason}"
-        number = -self.exit_code
         known = number in set(signal.Signals)  # real-time signals have no names
         name = signal.Signals(number).name if known else f"signal {number}"
-        ended = f"rank {self.rank} was ended by {name}"
-        if self.exit_code == -signal.SIGKILL:
-            return f"{ended}: killed from outside, or out of memory"
-        return f"{ended}: {self.reason or 'its log tells why'}"
+        if number == signal.SIGKILL:
+            reason = "killed from outside, or out of memory"
+        return f"rank {self.rank} was ended by {name}: {reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +96,7 @@ def launch(
     )
     program, *arguments = command
     failures, stopped_by = {}, None
-    with _changed_process(environment), _silenced_agent():
+    with _changed_process(environment):
         try:
             elastic_launch(config, program)(*arguments)
         except ChildFailedError as error:
@@ -154,27 +152,22 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
 @contextlib.contextmanager
 def _changed_process(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for ranks to inherit; restore them and the signal handlers afterwards."""
-    before = dict(os.environ)
+    """Set variables for ranks to inherit, and keep the log of torch's agent off the terminal.
+
+    Restores both, and the signal handlers, afterwards. The result of a launch has all of the log.
+    """
+    logger, nowhere = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
+    variables, propagates = dict(os.environ), logger.propagate
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     os.environ.update(environment)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _silenced_agent() -> Iterator[None]:
-    """Keep the log of torch's elastic agent off the terminal; the result of a launch has it all."""
-    logger, nowhere = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
-    before, logger.propagate = logger.propagate, False
+    logger.propagate = False
     logger.addHandler(nowhere)  # without any handler, Python itself prints warnings
     try:
         yield
     finally:
-        logger.propagate = before
         logger.removeHandler(nowhere)
+        logger.propagate = propagates
+        os.environ.clear()
+        os.environ.update(variables)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -36,15 +36,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum the token losses of a micro-batch.
-
-    Args:
-        loss_mask: [B, S] float, 1 for tokens that count.
-        losses: [B, S] cross entropy in nats.
-
-    Returns:
-        Summed loss, number of counted tokens (int), and both as ``lm loss`` for the log.
-    """
+    """Return the sum of token losses [B, S] in nats, the number of tokens, and both for the log."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
@@ -54,16 +46,12 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 def forward_step(
     batches: Iterator[Batch] | None, model: torch.nn.Module, return_schedule_plan: bool = False
 ) -> tuple[Any, Callable[..., Any]]:
-    """Run one micro-batch forward through one pipeline stage.
+    """Run one micro-batch forward through one pipeline stage, whose input Megatron has set.
 
     Args:
         batches: batches; None on stages that read no data, see :func:`is_data_read_here`.
-        model: model chunk; Megatron has set its input from the previous stage.
+        model: model chunk.
         return_schedule_plan: whether Megatron runs the layers itself, overlapped.
-
-    Returns:
-        Token losses [B, S] on the last stage, hidden states on others, or the schedule that
-        computes them; and the function that sums the losses.
     """
     names = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
     batch: dict[str, Any] = dict.fromkeys(names)
@@ -136,10 +124,7 @@ def refuse_unsupported(args: Namespace) -> None:
 
 
 def check(argv: Sequence[str]) -> list[str]:
-    """Return every fault of a run's flags, one sentence each.
-
-    ``argv``, Megatron's and moe_optim's flags, replaces ``sys.argv``, which Megatron parses.
-    """
+    """Return every fault of Megatron's and moe_optim's flags, one sentence each."""
     if os.environ.get("MOE_OPTIM_CPU") == "1":
         cpu_runtime.install()
 

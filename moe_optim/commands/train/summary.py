@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from rich.table import Table
 
 from moe_optim.commands.console.files import write_atomically
 from moe_optim.commands.console.pictures import png_of
-from moe_optim.commands.train.events import TRAIN_TAG, VALIDATION_TAG, Point, read_events
+from moe_optim.commands.train.events import TRAIN_TAG, Events, Point, read_events
 from moe_optim.commands.train.run_folder import RunFolder
 from moe_optim.errors import LayoutError
 from moe_optim.screen import print_table
@@ -28,20 +27,6 @@ STEPS: Mapping[str | None, str] = {
 }
 """Step of a run, as its description records it -> what the last screen says of it."""
 _TEST_LOSS = re.compile(r" validation loss at .* on test set \| lm loss value: (\S+)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curves:
-    """Losses of a run, one point per iteration, in order."""
-
-    train: tuple[Point, ...]
-    validation: tuple[Point, ...]
-
-
-def read_curves(folder: Path) -> Curves:
-    """Read the losses of all launches, see :func:`read_events`."""
-    scalars = read_events(folder).scalars
-    return Curves(train=scalars.get(TRAIN_TAG, ()), validation=scalars.get(VALIDATION_TAG, ()))
 
 
 def write_summary(
@@ -73,17 +58,13 @@ def write_summary(
             f"{folder.model}: expected a description of the model with {', '.join(_MODEL_KEYS)}, "
             f"which rank 0 writes, got {error}."
         ) from error
-    curves = read_curves(folder.tensorboard)
+    curves = read_events(folder.tensorboard)
     if not curves.train:
         raise LayoutError(f"{folder.tensorboard}: expected the scalar {TRAIN_TAG!r}, got none.")
     test = _TEST_LOSS.findall(last_log.read_text(errors="replace"))
     summary = {
-        "format": described["format"],
-        "optimizer": described["optimizer"],
+        **described,
         "world_size": world_size,
-        "parameters": described["parameters"],
-        "quantized_parameters": described["quantized_parameters"],
-        "rank0": described["rank0"],
         "iterations": curves.train[-1].iteration,
         "loss_first": curves.train[0].value,
         "loss_last": curves.train[-1].value,
@@ -128,7 +109,7 @@ def loss_unit(summary: Mapping[str, Any]) -> str:
     return "nats/byte" if summary.get("byte_entropy") is not None else "nats/token"
 
 
-def plot_losses(curves: Curves, summary: Mapping[str, Any]) -> bytes:
+def plot_losses(curves: Events, summary: Mapping[str, Any]) -> bytes:
     """Draw training and held-out loss against the byte entropy; return a PNG."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -148,7 +129,7 @@ def plot_losses(curves: Curves, summary: Mapping[str, Any]) -> bytes:
     return png_of(figure)
 
 
-def draw_curves(axes: "Axes", curves: Curves) -> None:
+def draw_curves(axes: "Axes", curves: Events) -> None:
     """Draw training loss, raw and smoothed, and held-out loss."""
     iterations = [point.iteration for point in curves.train]
     losses = [point.value for point in curves.train]

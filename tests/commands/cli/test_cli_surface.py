@@ -10,7 +10,6 @@ import pytest
 from moe_optim import __version__
 from moe_optim.commands.cli import main as cli
 from moe_optim.errors import ConfigError, StateError
-from tests.support.training_runs.report_runs import write_run
 
 SURFACE = {  # command -> its positionals and options
     "compare": {"RUN", "--out"},
@@ -31,16 +30,8 @@ SURFACE = {  # command -> its positionals and options
     "patch check": {"PATH"},
     "patch revert": {"PATH"},
     "plan": {
-        *(
-            "RECIPE",
-            "--gpus",
-            "--gpu",
-            "--gpu-memory",
-            "--bandwidth",
-            "--memory-bandwidth",
-            "--details",
-        ),
-        *("--set", "--out", "--json"),
+        *("RECIPE", "--gpus", "--gpu", "--gpu-memory", "--bandwidth", "--memory-bandwidth"),
+        *("--details", "--set", "--out", "--json"),
     },
     "recipes copy": {"NAME", "DIR"},
     "recipes list": {"--json"},
@@ -48,16 +39,8 @@ SURFACE = {  # command -> its positionals and options
     "report": {"RUN", "--out", "--at"},
     "run": {"--megatron-lm", "--recipe", "--dry-run", "SCRIPT", "ARGS"},
     "train": {
-        "RECIPE",
-        "--out",
-        "--set",
-        "--formats",
-        "--text",
-        "--quiet",
-        "--resume",
-        "--ranks",
-        "--cpu",
-        "--stock",
+        *("RECIPE", "--out", "--set", "--formats", "--text"),
+        *("--quiet", "--resume", "--ranks", "--cpu", "--stock"),
     },
     "verify": {"A", "B", "--json", "--weights-only", "--rename", "--num-experts"},
 }
@@ -94,13 +77,9 @@ def run_as(monkeypatch):
     return replace
 
 
-def test_commands_and_their_arguments_are_frozen():
-    assert {name: arguments(parser) for name, parser in commands().items()} == SURFACE
-
-
-def test_every_argument_has_a_help_text():
+def test_commands_and_their_arguments_are_frozen_and_have_a_help_text():
     found = commands()
-    assert len(found) == len(SURFACE)
+    assert {name: arguments(parser) for name, parser in found.items()} == SURFACE
     for parser in found.values():
         assert parser._actions and all(action.help for action in parser._actions)
 
@@ -114,39 +93,30 @@ def test_what_follows_two_dashes_goes_to_megatron_untouched():
     assert args.out is None
 
 
-@pytest.mark.parametrize(
-    "argv", [["trian"], ["doctor", "--jsn"], ["doctor", "--js"], ["train"]], ids=str
+WRONG = (  # words -> command whose usage is shown, what is said
+    (["trian"], "", "'trian'"),
+    (["doctor", "--js"], "doctor", "unrecognized arguments: --js. The closest: --json"),
+    (["recipes", "--zzz"], "recipes", "unrecognized arguments: --zzz\n"),
+    (["train"], "train RECIPE", "RECIPE"),
+    *(
+        (
+            [command, "run.yaml", "--lr", "1", "--", "--seed", "2"],
+            f"{command} {recipe}",
+            "unrecognized arguments: --lr 1. Arguments for Megatron go after --",
+        )
+        for command, recipe in (("train", "RECIPE"), ("plan", "[RECIPE]"))
+    ),
 )
-def test_a_wrong_command_line_exits_with_2(argv, capsys):
-    with pytest.raises(SystemExit) as exit:
-        cli.main(argv)
-    assert exit.value.code == 2
-    assert "usage: moe-optim" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("argv", "usage", "said"),
-    [
-        (["doctor", "--jsn"], "doctor", "--jsn. The closest: --json"),
-        (["recipes", "--zzz"], "recipes", "--zzz\n"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_no_command_knows_is_answered_with_its_own_usage(argv, usage, said, capsys):
-    with pytest.raises(SystemExit):
-        cli.main(argv)
-    found = capsys.readouterr().err
-    assert found.startswith(f"usage: moe-optim {usage}")
-    assert f"unrecognized arguments: {said}" in found
-
-
-@pytest.mark.parametrize(("command", "recipe"), [("train", "RECIPE"), ("plan", "[RECIPE]")])
-def test_flags_of_megatron_before_the_dashes_are_sent_behind_them(command, recipe, capsys):
-    with pytest.raises(SystemExit):
-        cli.main([command, "run.yaml", "--lr", "1", "--", "--seed", "2"])
-    said = capsys.readouterr().err
-    assert f"usage: moe-optim {command} {recipe}" in said
-    assert "unrecognized arguments: --lr 1. Arguments for Megatron go after --" in said
+def test_a_wrong_command_line_exits_with_2_and_the_usage_of_its_command(capsys):
+    for words, usage, said in WRONG:
+        with pytest.raises(SystemExit) as exit:
+            cli.main(words)
+        assert exit.value.code == 2
+        found = capsys.readouterr().err
+        assert found.startswith(f"usage: moe-optim {usage}")
+        assert said in found
 
 
 def test_the_bare_command_prints_help(capsys):
@@ -187,29 +157,20 @@ def test_commands_and_errors_that_need_no_tensor_import_no_torch(tmp_path):
     assert lines == [f"imported: {words} []" for words in LIGHT], done.stderr
 
 
-def test_the_exit_code_is_that_of_the_command(run_as):
+def test_the_exit_code_is_that_of_the_command_and_an_error_of_ours_is_one_line(run_as, capsys):
     run_as(lambda args: 7)
     assert cli.main(["doctor"]) == 7
+    for error in (ConfigError, StateError):
 
+        def refuse(args, error=error):
+            raise error("run.yaml: expected this, got that.")
 
-@pytest.mark.parametrize("error", [ConfigError, StateError])
-def test_an_error_of_ours_is_one_line_and_exits_with_2(run_as, capsys, error):
-    def refuse(args):
-        raise error("run.yaml: expected this, got that.")
-
-    run_as(refuse)
-    assert cli.main(["doctor"]) == 2
-    assert capsys.readouterr().err == "error: run.yaml: expected this, got that.\n"
-
-
-def test_a_page_is_not_written_where_a_file_is(tmp_path, capfd):
-    """Nor below one; the run is not read, and nothing is created."""
-    run, file = write_run(tmp_path / "run"), tmp_path / "file"
-    file.write_text("")
-    for out, found in ((file, "a file"), (file / "below", f"no folder {file}")):
-        assert cli.main(["report", str(run), "--out", str(out)]) == 2
-        told = capfd.readouterr().err
-        assert told.startswith(f"error: {out}: expected a folder to write, got {found}")
+        run_as(refuse)
+        assert cli.main(["doctor"]) == 2
+        assert capsys.readouterr().err == "error: run.yaml: expected this, got that.\n"
+    run_as(lambda args: 1 // 0)  # a fault of the program is not dressed up
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["doctor"])
 
 
 def test_what_the_system_refuses_is_one_line_and_exits_with_1():
@@ -229,54 +190,26 @@ def test_an_interrupt_exits_with_130(run_as, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-IMPORTED = {  # a module whose import Ctrl-C falls into -> the command
-    "torch": ["convert", "model.safetensors", "there", "--to", "hf"],
-    "moe_optim.commands.conversion.opening": ["inspect", "model.safetensors"],
-}
 STARTED = """
 import sys
 
 class Finder:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name == {where!r}:
+        if name == "torch":
             raise KeyboardInterrupt
 
 sys.meta_path.insert(0, Finder)
 from moe_optim.commands.cli.main import main  # from here on as the installed command
-sys.exit(main({words!r}))
+sys.exit(main(["convert", "model.safetensors", "there", "--to", "hf"]))
 """
 
 
-@pytest.mark.parametrize("where", IMPORTED)
-def test_an_interrupt_during_a_long_import_exits_with_130_too(where, tmp_path):
+def test_an_interrupt_during_a_long_import_exits_with_130_too(tmp_path):
     (tmp_path / "model.safetensors").touch()
-    code = STARTED.format(where=where, words=IMPORTED[where])
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", STARTED]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
-
-
-@pytest.mark.parametrize("error", [StateError("refused"), OSError("refused"), BrokenPipeError()])
-def test_an_interrupt_while_an_error_is_said_exits_with_130_too(error, run_as, monkeypatch, capsys):
-    def interrupt(*args, **kwargs):
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    def refuse(args):
-        raise error
-
-    run_as(refuse)
-    for name in ("print", "fail", "discard_output"):
-        monkeypatch.setattr(cli, name, interrupt, raising=False)
-    assert cli.main(["doctor"]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
-
-
-def test_a_fault_of_the_program_is_not_dressed_up(run_as):
-    run_as(lambda args: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        cli.main(["doctor"])
 
 
 def test_the_module_runs_as_a_program():

@@ -30,25 +30,16 @@ def script(tmp_path_factory):
     return path
 
 
-def test_bash_completes_commands_and_their_options(script):
-    assert completed(script, ["moe-optim", "pl"]) == {"plan"}
-    assert completed(script, ["moe-optim", "recipes", "co"]) == {"copy"}
-    assert completed(script, ["moe-optim", "plan", "quickstart", "--gpu"]) == {
-        "--gpu",
-        "--gpus",
-        "--gpu-memory",
-    }
-    assert completed(script, ["moe-optim", "convert", "a", "b", "--experts", "group"]) == {
-        "grouped"
-    }
-
-
-def test_bash_completes_files(script, tmp_path):
+def test_bash_completes_commands_options_and_files(script, tmp_path, capsys):
     (tmp_path / "own.yaml").touch()
-    assert completed(script, ["moe-optim", "plan", f"{tmp_path}/ow"]) == {f"{tmp_path}/own.yaml"}
-
-
-def test_zsh_gets_a_script_of_its_own(capsys):
+    for words, offered in (
+        (["pl"], {"plan"}),
+        (["recipes", "co"], {"copy"}),
+        (["plan", "quickstart", "--gpu"], {"--gpu", "--gpus", "--gpu-memory"}),
+        (["convert", "a", "b", "--experts", "group"], {"grouped"}),
+        (["plan", f"{tmp_path}/ow"], {f"{tmp_path}/own.yaml"}),
+    ):
+        assert completed(script, ["moe-optim", *words]) == offered
     with pytest.raises(SystemExit):
         cli.main(["--print-completion", "zsh"])
     assert capsys.readouterr().out.startswith("#compdef moe-optim")

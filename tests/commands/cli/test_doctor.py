@@ -72,26 +72,19 @@ def hide(monkeypatch, *modules):
     )
 
 
-def test_keys_are_frozen(report):
+def test_a_working_environment_is_healthy_and_the_keys_are_frozen(report):
+    """Transformer Engine and apex may be absent; no patch may have lost its target."""
     assert set(report) == KEYS | {"exit code"}
     assert set(report["moe_optim"]) == {"version", "path", "enabled"}
     assert set(report["packages"]) == PACKAGES
     assert all(set(package) == PACKAGE_KEYS for package in report["packages"].values())
-    assert all(set(patch) == PATCH_KEYS for patch in report["patches"])
-
-
-def test_a_working_environment_is_healthy(report):
-    """Transformer Engine and apex may be absent; no patch may have lost its target."""
     assert report["problems"] == []
     assert (report["ok"], report["exit code"]) == (True, 0)
     assert report["packages"]["torch"]["state"] == "ok"
     assert report["packages"]["megatron-core"]["note"] == "the installed wheel wins"
     assert report["packages"]["transformer-engine"]["state"] in ("ok", "absent")
-    assert report["patches"]
+    assert report["patches"] and all(set(patch) == PATCH_KEYS for patch in report["patches"])
     assert {patch["state"] for patch in report["patches"]} <= {"off", "not needed"}
-
-
-def test_every_format_says_how_its_gemms_are_computed(report):
     assert {name: entry["gemm"] for name, entry in report["formats"].items()} == GEMMS
 
 
@@ -134,8 +127,8 @@ def test_a_missing_megatron_is_an_error_with_the_line_that_installs_it(light, ca
     assert report["patches"] == []
 
 
-@pytest.mark.parametrize("version", ["0.18.3", "0.21.0", "1.0.0"])
-def test_a_checkout_of_another_version_wins_and_is_an_error(light, tmp_path, version):
+def test_a_checkout_of_another_version_wins_and_is_an_error(light, tmp_path):
+    version = "0.21.0"
     core = fake_package(tmp_path, "megatron.core", version=version)
     light.syspath_prepend(tmp_path)
     report = doctor.examine()
@@ -214,14 +207,6 @@ def test_an_optional_package_that_breaks_is_shown_and_tolerated(tmp_path, monkey
     assert "OSError: libapex.so" in apex["note"]
 
 
-def test_a_broken_patch_is_an_error(light, report, capsys):
-    patch = dict.fromkeys(PATCH_KEYS, "x") | {"id": "adam", "state": "broken: it now takes (a, b)"}
-    light.setattr(doctor, "_examine_patches", lambda: [patch])
-    assert main(["doctor"]) == 1
-    screen = capsys.readouterr().out
-    assert "error: patch adam: broken: it now takes (a, b)." in screen
-
-
 def test_the_screen_leads_with_what_this_machine_can_do_and_lists_patches_on_request(light, capsys):
     patch = dict.fromkeys(PATCH_KEYS, "x") | {"id": "the-patch", "state": "off"}
     light.setattr(doctor, "_examine_patches", lambda: [patch])
@@ -233,20 +218,18 @@ def test_the_screen_leads_with_what_this_machine_can_do_and_lists_patches_on_req
     for line, start in zip(lines, starts, strict=False):
         assert line.startswith(start)
     assert "the-patch" not in "".join(lines)
+    light.setattr(doctor, "find_gpus", lambda: (H100,))
     assert main(["doctor", "--patches"]) == 0
-    assert "the-patch" in capsys.readouterr().out
+    screen = capsys.readouterr().out
+    assert "the-patch" in screen and "Trains on: NVIDIA H100 (sm 90, 79.6 GiB)" in screen
+    patch["state"] = "broken: it now takes (a, b)"
+    assert main(["doctor"]) == 1
+    assert "error: patch the-patch: broken: it now takes (a, b)." in capsys.readouterr().out
 
 
-def test_gpus_are_listed_with_capability_and_memory(light, capsys):
-    light.setattr(doctor, "find_gpus", lambda: (Gpu(name="H100", sm=90, memory_gib=79.6),))
-    assert main(["doctor"]) == 0
-    assert "sm 90" in capsys.readouterr().out
-    assert doctor.examine()["gpus"] == [{"name": "H100", "sm": 90, "memory_gib": 79.6}]
-
-
-@pytest.mark.parametrize("columns", [60, 80, 120])
-def test_the_screen_fits_and_hides_nothing(light, capsys, columns):
+def test_the_screen_fits_and_hides_nothing(light, capsys):
     """Brackets are no markup here, and long paths are folded rather than cut."""
+    columns = 60
     light.setattr(doctor, "results_console", lambda: Console(width=columns, markup=False))
     hide(light, "megatron.core")
     assert main(["doctor"]) == 1

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import sysconfig
@@ -14,9 +13,8 @@ from moe_optim.commands.cli import doctor
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.console import site_file
 from moe_optim.environment import find_package
-from tests.support.training import MODEL
 from tests.support.training_runs.runs import REPOSITORY
-from tests.support.training_runs.scripts import PRETRAIN, write_fake_tree
+from tests.support.training_runs.scripts import write_fake_tree
 
 pytest.importorskip("megatron.core")
 
@@ -192,17 +190,13 @@ def test_a_script_that_imports_megatron_gets_what_run_gives(python, script, with
 
 
 def test_a_refusal_is_one_line_and_exits_with_2(python, script, tmp_path):
+    """The Megatron beside the script is the one that counts, as under python."""
     path = script("import megatron.training\nprint('went on')\n")
-    write_fake_tree(tmp_path)
+    core = write_fake_tree(tmp_path) / "megatron" / "core"
     done = start(python, path, FLAG, "--moe-optim-set", "format=mxfp9")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith("error: --moe-optim-set: format: expected auto")
-
-
-def test_another_version_of_megatron_is_refused(python, script, tmp_path):
-    """The Megatron beside the script is the one that counts, as under python."""
-    path = script("import megatron.training\nprint('went on')\n")
-    write_fake_tree(tmp_path, "0.18.2")
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 18\nPATCH = 2\n")
     done = start(python, path, FLAG)
     assert (done.returncode, done.stdout) == (2, "")
     assert "megatron-core: expected >=0.19,<0.21, got 0.18.2" in done.stderr
@@ -216,26 +210,3 @@ def test_who_switches_it_on_by_other_means_is_left_alone():
     import_hook.disarm()
     import_hook.disarm()
     assert import_hook._LISTENER not in sys.meta_path
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "launcher",
-    [["mine.py"], ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "mine"]],
-    ids=["python", "torchrun, a module"],
-)
-def test_an_unmodified_script_trains_under_plain_python(python, script, tmp_path, launcher):
-    """With the losses of `moe-optim run` on as many ranks, as the log has them."""
-    script(PRETRAIN)
-    flags = [*MODEL, "--train-iters", "2", "--eval-interval", "2", FLAG]
-    runner = ["--no-python", python, "-m", "moe_optim.commands.cli.main", "run", "mine.py"]
-    other = [*launcher[:4], *runner] if "--nproc-per-node" in launcher else runner[2:]
-    losses = []
-    for words in (launcher, other):
-        done = start(python, *words, *flags, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr[-3000:]
-        said = done.stdout + done.stderr
-        assert "format: auto is mxfp8" in said
-        losses.append(re.findall(r"lm loss(?: value)?: (\S+)", said))
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 5

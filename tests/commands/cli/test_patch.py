@@ -33,42 +33,32 @@ def states(tree):
     return {diff.state(tree) for diff in DIFFS}
 
 
-def test_check_says_of_each_diff_whether_it_is_applied_and_exits_accordingly(tree, capsys):
+def said_of_diffs(capsys):
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("megatron/")]
+    assert any(line.startswith(f"{VICTIM} (") and "param-layout" in line for line in lines)
+    return [line.rpartition(": ")[2] for line in lines]
+
+
+def test_diffs_are_applied_and_reverted_to_the_byte_and_check_says_of_each(tree, capsys):
+    """A second time changes nothing, and nor does check."""
+    before = fingerprint(tree)
     assert patch("check", tree) == 1
-    out = capsys.readouterr().out.splitlines()
-    assert [line.rpartition(": ")[2] for line in out] == ["not applied"] * len(DIFFS)
-    assert any(line.startswith(f"{VICTIM} (") and "param-layout" in line for line in out)
-    patch("apply", tree)
+    assert said_of_diffs(capsys) == ["not applied"] * len(DIFFS)
+    assert fingerprint(tree) == before
+    assert patch("apply", tree) == 0
+    once = fingerprint(tree)
+    assert set(once) - set(before) == {"megatron/core/moe_optim_hook.py"}
     capsys.readouterr()
     assert patch("check", tree) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert [line.rpartition(": ")[2] for line in out] == ["applied"] * len(DIFFS)
-
-
-def test_check_changes_nothing(tree):
-    before = fingerprint(tree)
-    patch("check", tree)
-    assert fingerprint(tree) == before
-
-
-def test_revert_leaves_every_file_as_it_was(tree):
-    before = fingerprint(tree)
+    assert said_of_diffs(capsys) == ["applied"] * len(DIFFS)
     assert patch("apply", tree) == 0
-    assert states(tree) == {"applied"}
-    hook = "megatron/core/moe_optim_hook.py"
-    assert set(fingerprint(tree)) - set(before) == {hook}
+    assert capsys.readouterr().out == "nothing to do\n"
+    assert fingerprint(tree) == once
     assert patch("revert", tree) == 0
+    capsys.readouterr()
+    assert patch("revert", tree) == 0
+    assert capsys.readouterr().out == "nothing to do\n"
     assert fingerprint(tree) == before
-
-
-def test_a_second_apply_and_a_second_revert_change_nothing(tree, capsys):
-    for action in ("apply", "revert"):
-        assert patch(action, tree) == 0
-        once = fingerprint(tree)
-        capsys.readouterr()
-        assert patch(action, tree) == 0
-        assert fingerprint(tree) == once
-        assert capsys.readouterr().out == "nothing to do\n"
 
 
 def test_what_was_left_in_the_middle_is_finished_or_undone(tree):
@@ -88,8 +78,7 @@ def edit(path):
     path.write_bytes(path.read_bytes() + b"\n")
 
 
-@pytest.mark.parametrize("damage", [edit, Path.unlink], ids=["edited", "missing"])
-@pytest.mark.parametrize("action", ["apply", "revert"])
+@pytest.mark.parametrize(("action", "damage"), [("apply", edit), ("revert", Path.unlink)])
 def test_a_tree_of_unknown_source_is_refused_and_left_alone(tree, capsys, action, damage):
     """The file is named, with what was expected and what was found; the others stay as they are."""
     if action == "revert":

@@ -12,9 +12,10 @@ import termios
 
 import pytest
 
+from moe_optim.config.recipes import load_recipe
+from moe_optim.config.shipped_recipes import shipped_recipes
 from moe_optim.formats import FORMATS
 from moe_optim.spelling import spell_bytes
-from tests.support.checkpoints.exported_models import stored, write
 from tests.support.checkpoints.stored_checkpoints import (
     common_state,
     stored_tensors,
@@ -76,14 +77,6 @@ def test_a_plan_fits_its_terminal_and_cuts_no_number(columns, tables, tmp_path):
         assert f" {row['gather_ms']:.3f} ms" in text
 
 
-def test_a_terminal_too_narrow_for_a_table_folds_it_and_cuts_nothing():
-    """Six tables, some of whose lines the terminal folds."""
-    code, lines = run_in_terminal(40, "plan", "qwen3_30b_a3b", "--gpus", "8", "--details")
-    rows = [line for line in lines if line[:15].rstrip() in ROWS]
-    assert code == 0 and len(rows) % len(ROWS) == 0 and max(map(len, rows)) > 40
-    assert not any("…" in line for line in lines)
-
-
 def test_a_run_is_inspected_at_60_columns_by_its_folder(tmp_path):
     """Nothing but the path is wider."""
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -122,24 +115,14 @@ def test_a_closed_pipe_loses_no_file_of_a_plan(tmp_path):
 
 
 @recorded  # importing Megatron warns
-@pytest.mark.parametrize(
-    "words", [["plan", "quickstart", "--gpus", "2", "--json"], ["recipes"]], ids=["JSON", "a table"]
-)
-def test_what_nobody_reads_ends_as_sigpipe_would_without_a_word(words):
-    assert run_without_reader(*words) == (141, "")
+def test_what_nobody_reads_ends_as_sigpipe_would_without_a_word():
+    assert run_without_reader("recipes") == (141, "")
 
 
-def test_an_export_that_nobody_reads_about_is_written_whole(tmp_path):
-    source, target = write(tmp_path / "source", stored()), tmp_path / "out"
-    assert run_without_reader("export", source, target, "--format", "mxfp8") == (141, "")
-    assert (target / "config.json").is_file()
-
-
-def test_the_first_line_of_a_pipe_comes_with_all_files(tmp_path):
-    rows, picture = tmp_path / "plan.json", tmp_path / "plan.jpg"
-    command = [*COMMAND, "plan", "qwen3_30b_a3b", "--json", rows, "--out", picture]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline().startswith("qwen3_30b_a3b: all 48 MoE layers")
-        assert rows.is_file() and picture.is_file()
-        process.stdout.close()
-    assert process.returncode in (0, 141)  # 0 where all was printed before the pipe was closed
+def test_recipes_fit_a_terminal_of_60_columns_and_break_no_word():
+    code, lines = run_in_terminal(60, "recipes")
+    assert code == 0 and max(map(len, lines)) <= 60
+    said = " ".join(" ".join(lines).split())
+    for recipe in map(load_recipe, shipped_recipes()):
+        assert f"{recipe.path.stem}: ranks {recipe.ranks}, " in said
+    assert "any machine: two ranks, no GPU needed." in said

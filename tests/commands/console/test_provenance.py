@@ -5,8 +5,6 @@ import os
 import platform
 from types import SimpleNamespace
 
-import pytest
-
 from moe_optim.commands.console import provenance
 from moe_optim.commands.console.kernel_hash import hash_kernels, kernel_sources
 
@@ -16,11 +14,11 @@ def test_without_git_there_is_no_commit(monkeypatch):
     assert provenance.commit() is None
 
 
-@pytest.mark.parametrize("changed", [None, " M moe_optim/ops.py"], ids=["clean", "dirty"])
-def test_a_changed_checkout_is_said_to_be_dirty(changed, monkeypatch):
-    answers = {"rev-parse": "0123abc", "status": changed}
-    monkeypatch.setattr(provenance, "_git", lambda verb, *_: answers[verb])
-    assert provenance.commit() == ("0123abc-dirty" if changed else "0123abc")
+def test_a_changed_checkout_is_said_to_be_dirty(monkeypatch):
+    for changed, said in ((None, "0123abc"), (" M moe_optim/ops.py", "0123abc-dirty")):
+        answers = {"rev-parse": "0123abc", "status": changed}
+        monkeypatch.setattr(provenance, "_git", lambda verb, *_, of=answers: of[verb])
+        assert provenance.commit() == said
 
 
 def test_a_report_begins_with_all_that_measuring_again_needs():
@@ -38,18 +36,11 @@ def test_a_report_begins_with_all_that_measuring_again_needs():
     assert {"moe_optim", "python"} < report["versions"].keys()
 
 
-def test_a_report_of_a_gpu_says_which_kernels_ran(monkeypatch):
-    monkeypatch.setattr(provenance, "find_gpus", lambda: [SimpleNamespace(name="H200")])
-    found = provenance.describe_environment(on_gpu=True)["kernels"]
-    assert found == hash_kernels(kernel_sources())
-
-
-@pytest.mark.parametrize(
-    ("ranks", "said"),
-    [(1, "H200"), (2, "2 x H200"), (3, "2 x H200, H100"), (8, "2 x H200, H100")],
-)
-def test_a_report_names_the_gpus_of_its_ranks(ranks, said, monkeypatch):
-    """As many as this machine has of them."""
+def test_a_report_of_gpus_names_those_of_its_ranks_and_the_kernels_that_ran(monkeypatch):
     gpus = [SimpleNamespace(name=name) for name in ("H200", "H200", "H100")]
     monkeypatch.setattr(provenance, "find_gpus", lambda: gpus)
-    assert provenance.describe_environment(on_gpu=True, ranks=ranks)["device"] == said
+    found = provenance.describe_environment(on_gpu=True)["kernels"]
+    assert found == hash_kernels(kernel_sources())
+    monkeypatch.setattr(provenance, "hash_kernels", lambda sources: "")
+    for ranks, said in ((1, "H200"), (2, "2 x H200"), (8, "2 x H200, H100")):
+        assert provenance.describe_environment(on_gpu=True, ranks=ranks)["device"] == said

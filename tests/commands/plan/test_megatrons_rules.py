@@ -18,9 +18,9 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from moe_optim.commands.plan import flags as plan_flags
+from moe_optim.commands.plan.buckets import Shards, bucket_divisor, lay_buckets
 from moe_optim.commands.plan.flags import RECORD, parse_flags
 from moe_optim.commands.plan.stages import count_moe_layers
-from moe_optim.commands.plan.stock_layout import bucket_divisor, lay_buckets
 from moe_optim.config.recipes import load_recipe
 from moe_optim.config.shipped_recipes import shipped_recipes
 from moe_optim.errors import ConfigError
@@ -46,8 +46,9 @@ def parsed_plainly(args):
 def test_flags_of_every_recipe_are_read_as_megatron_reads_them():
     patterns = ("3", "([0]*3+[1]*58)", "([1]*3+[0]*2)*2", "[0,1,1]")
     lines = [load_recipe(Path(name), []).megatron_argv() for name in shipped_recipes()]
+    parser = megatron_parser()
     for argv in [*lines, *(["--moe-layer-freq", text] for text in patterns)]:
-        expected = parsed_plainly(megatron_parser().parse_args(argv))
+        expected = parsed_plainly(parser.parse_args(argv))
         found = vars(parse_flags(argv))
         assert {name: found[name] for name in expected} == expected
 
@@ -136,7 +137,7 @@ def megatrons_stages(args, pattern):
     ]
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_layers_are_cut_where_megatron_cuts_them(data):
     draw = data.draw
@@ -169,12 +170,9 @@ LAYOUTS = ["Ett|tt|tt|ttL", "Et*4|(tt|)*1ttL", "E,t*2|(t|)*2,t*4|L", "Et|ttttttt
 LAYOUTS += ["Ettttttttm|L", "Ettttttt|t|x|L", "E(tt|)*4L", "Ett|tt|tt|ttmL", "Ettt|tt|tm|ttL"]
 
 
-def test_layouts_of_stages_are_read_as_megatron_reads_them():
-    for text, pipeline, further in product(LAYOUTS, (1, 2, 4), (None, 1)):
-        compare_layout(text, pipeline, further)
-
-
-def compare_layout(text, pipeline, further):
+@pytest.mark.parametrize(("pipeline", "further"), list(product((1, 2, 4), (None, 1))))
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_layouts_of_stages_are_read_as_megatron_reads_them(text, pipeline, further):
     pattern = [0, 1, 1, 0, 1, 0, 0, 1]
     args = flags_of_stages(
         moe_layer_freq=pattern,
@@ -201,7 +199,7 @@ def compare_layout(text, pipeline, further):
 # Buckets
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     shapes=st.lists(st.tuples(*[st.integers(1, 9)] * 3), min_size=1, max_size=12),
     size=st.one_of(st.none(), st.integers(1, 500)),
@@ -214,7 +212,8 @@ def test_buckets_are_megatrons(shapes, size, dp_size, high_busbw):
     layout = DistributedOptimizer._compute_per_buffer_param_layout(params, size, dp_size, config)
     divisor = bucket_divisor(dp_size, high_busbw=high_busbw)
     named = [(str(index), shape) for index, shape in enumerate(shapes)]
-    buckets = lay_buckets(named, size, divisor)
+    shards = Shards(bucket_numel=size, dp_size=dp_size, divisor=divisor)
+    buckets = list(lay_buckets(named, shards))
     assert [bucket.numel for bucket in buckets] == [b - a for a, b in layout.bucket_indices]
     found = {
         slot.name: (slot.start, index)

@@ -2,10 +2,7 @@
 
 import json
 import shlex
-import subprocess
-import sys
 from math import prod
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,31 +17,30 @@ from moe_optim.buckets.buffer import AlignedDistributedOptimizer
 from moe_optim.buckets.layout import Slot
 from moe_optim.buckets.states import Event
 from moe_optim.commands.cli import main as cli
-from moe_optim.commands.plan import experts as planned_experts
 from moe_optim.commands.plan.answers import (
     explain,
     explain_fit,
+    explain_missing_gemms,
     find_choice,
     flags_to_add,
     recommend,
 )
-from moe_optim.commands.plan.copies import copy_bytes
 from moe_optim.commands.plan.costs import (
     OPTIMIZER,
     PARTS,
     ROWS,
-    STEP_FIGURES,
     STOCK_BF16,
     STOCK_FP8_BLOCK,
     STOCK_MXFP8,
     STOCK_NVFP4,
     STOCKS,
+    copy_bytes,
     left_out,
-    plan_rows,
 )
 from moe_optim.commands.plan.experts import plan_experts
-from moe_optim.commands.plan.gpus import GPUS
+from moe_optim.commands.plan.gpus import GPUS, Hardware
 from moe_optim.commands.plan.report import default_gpus
+from moe_optim.commands.plan.rows import STEP_FIGURES, plan_rows
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.experts.grouped_linear import GroupedLinear
@@ -59,7 +55,6 @@ from moe_optim.weights.storage import PortableStorage
 from tests.support.formats import REPRESENTATIVE_FORMATS
 from tests.support.states.buckets import make_bucket, own_masters
 
-ROOT = Path(__file__).parents[3]
 HIDDEN, FFN, EXPERTS, LAYERS = 128, 96, 4, 3
 BUCKET_SIZE = 100_000  # more than one linear's experts, less than those of a layer
 SMALL = {
@@ -101,9 +96,12 @@ def experts_of(flags=SMALL, *, grouped=True, **changes):
     return plan_experts(argv(flags | changed), grouped=grouped)
 
 
+def rows_of(experts, gpus, **options):
+    return {row["format"]: row for row in plan_rows(experts, [gpus], **options)}
+
+
 def row_of(experts, gpus, name):
-    (row,) = [row for row in plan_rows(experts, [gpus]) if row["format"] == name]
-    return row
+    return rows_of(experts, gpus)[name]
 
 
 class RealRank:
@@ -183,11 +181,13 @@ PLANNED = [name for name in ROWS if name != "int4_g128"]
 OURS = [name for name in PLANNED if name in FORMATS]
 
 
-@pytest.mark.parametrize("name", REPRESENTATIVE_FORMATS)
-@pytest.mark.parametrize("expert_layout", ["grouped", "indexed"])
+@pytest.mark.parametrize(
+    ("name", "expert_layout"),
+    [*((name, "grouped") for name in REPRESENTATIVE_FORMATS), ("mxfp8", "indexed")],
+)
 def test_a_plan_is_what_ranks_that_are_built_hold_gather_and_launch(name, expert_layout):
     """Down to ranks that own a part of one expert."""
-    for dp_size in (1, 7, 24):
+    for dp_size in (1, 7):
         ranks = [RealRank(name, expert_layout, rank, dp_size) for rank in range(dp_size)]
         row = row_of(experts_of(grouped=expert_layout == "grouped"), dp_size, name)
         assert row["gathered_bytes_per_step"] == ranks[0].gathered()
@@ -203,27 +203,22 @@ def test_a_plan_is_what_ranks_that_are_built_hold_gather_and_launch(name, expert
         assert row["padding_fraction"] == (ranks[0].numel - total) / ranks[0].numel
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_parts_are_the_buffers_by_name_and_add_up(name):
+def test_parts_are_the_buffers_by_name_and_add_up():
     """At one rank nothing is padded: the buffers are those that the format describes."""
-    row = row_of(experts_of(ddp_bucket_size=1), 1, name)
-    parts = row["parts"]
-    assert set(parts) == set(PARTS)
-    assert sum(parts.values()) == row["total_bytes_per_rank"]
-    rank, format = RealRank(name, "grouped", 0, 1), FORMATS[name]
-    for buffer in ("rowwise_data", "rowwise_scale", "columnwise_scale", "global_amax"):
-        buffers = [p.quantized_storage.quantized.buffers().get(buffer) for p in rank.params]
-        assert parts[buffer] == sum(0 if p is None else p.nbytes for p in buffers)
-    copies = 0 if format.is_row_only or format.columnwise_copy == "shared" else 1
-    assert parts["columnwise_data"] == copies * parts["rowwise_data"]
-    assert bool(parts["columnwise_scale"]) is not format.is_row_only
-    numel = LAYERS * EXPERTS * 3 * HIDDEN * FFN
-    assert (parts["gradients"], parts["masters"], parts["moments"]) == (
-        4 * numel,
-        4 * numel,
-        8 * numel,
-    )
-    assert (parts["parameter_buffer"], parts["exchange"]) == (0, 0)
+    rows, numel = rows_of(experts_of(ddp_bucket_size=1), 1), LAYERS * EXPERTS * 3 * HIDDEN * FFN
+    for name in OURS:
+        row, format = rows[name], FORMATS[name]
+        parts = row["parts"]
+        assert set(parts) == set(PARTS)
+        assert sum(parts.values()) == row["total_bytes_per_rank"]
+        params = RealRank(name, "grouped", 0, 1).params
+        for buffer in ("rowwise_data", "rowwise_scale", "columnwise_scale", "global_amax"):
+            buffers = [p.quantized_storage.quantized.buffers().get(buffer) for p in params]
+            assert parts[buffer] == sum(0 if p is None else p.nbytes for p in buffers)
+        copies = 0 if format.is_row_only or format.columnwise_copy == "shared" else 1
+        assert parts["columnwise_data"] == copies * parts["rowwise_data"]
+        assert (parts["gradients"], parts["masters"]) == (4 * numel, 4 * numel)
+        assert (parts["moments"], parts["parameter_buffer"], parts["exchange"]) == (8 * numel, 0, 0)
 
 
 def test_gradients_moments_and_masters_have_the_dtypes_of_the_flags():
@@ -288,21 +283,20 @@ def test_stock_rows_are_megatrons_own_layout(busbw):
 
 def test_stock_mxfp8_quantizes_expert_by_expert_into_padded_storage():
     """Rows of scales are padded to 128 and columns to 4: [192, 4] and [8, 128], [128, 4] twice."""
-    row = row_of(experts_of(), 1, STOCK_MXFP8)
-    experts = LAYERS * EXPERTS
+    row, experts = row_of(experts_of(), 1, STOCK_MXFP8), LAYERS * EXPERTS
     assert row["launches_per_step"] == 2 * experts
-    data = experts * 3 * HIDDEN * FFN
-    rowwise = experts * (256 * 4 + 128 * 4)
-    columnwise = experts * (8 * 128 + 4 * 128)
-    assert [row["parts"][buffer] for buffer in PARTS[:4]] == [data, rowwise, data, columnwise]
+    data, rowwise, columnwise = 3 * HIDDEN * FFN, 256 * 4 + 128 * 4, 8 * 128 + 4 * 128
+    sizes = [row["parts"][buffer] / experts for buffer in PARTS[:4]]
+    assert sizes == [data, rowwise, data, columnwise]
 
 
 def test_weights_of_transformer_engine_have_padded_scales_besides_the_buffers():
     """And columnwise scales of 2-D blocks are a view of rowwise ones."""
+    planned = [rows_of(experts_of(**flags), 1) for flags in (LOCAL, NATIVE)]
     for name, format in FORMATS.items():
         if format.is_row_only:
             continue
-        portable, native = (row_of(experts_of(**f), 1, name)["parts"] for f in (LOCAL, NATIVE))
+        portable, native = (rows[name]["parts"] for rows in planned)
         padded = sum(
             LAYERS * EXPERTS * prod(format.storage_scale_shape(rows, cols, way))
             for rows, cols in ((2 * FFN, HIDDEN), (HIDDEN, FFN))
@@ -327,7 +321,7 @@ def test_states_on_the_host_take_no_memory_of_the_device():
         experts = experts_of(**flags)
         config = config_with_flags(MoEOptimConfig(offload_states=knob), experts.optimizer)
         assert config.offload_states == 1 - ours
-        rows = plan_rows(experts, [2], offload_states=config.offload_states, memory_tb_per_s=3.0)
+        rows = plan_rows(experts, [2], config, Hardware(memory_tb_per_s=3.0))
         for row, whole in zip(rows, without, strict=True):
             is_ours = row["format"] in FORMATS
             left = ours if is_ours else stocks if row["format"] == STOCK_BF16 else 1
@@ -339,7 +333,7 @@ def test_states_on_the_host_take_no_memory_of_the_device():
 def test_differences_are_those_of_totals_and_a_gather_takes_its_bytes_of_others():
     """As nccl-tests define bus bandwidth: 3 of 4 parts come from others, and none of one rank."""
     for gpus in (1, 4):
-        rows = {row["format"]: row for row in plan_rows(experts_of(), [gpus], network_gb_per_s=100)}
+        rows = rows_of(experts_of(), gpus, hardware=Hardware(bandwidth_gb_per_s=100))
         assert list(rows) == PLANNED
         totals = {name: row["total_bytes_per_rank"] for name, row in rows.items()}
         for name, row in rows.items():
@@ -353,29 +347,12 @@ def test_differences_are_those_of_totals_and_a_gather_takes_its_bytes_of_others(
 
 def test_blocks_lie_on_one_rank_where_the_path_says_aligned():
     """Ranks with whole experts exchange only amaxes per expert; a hundred ranks cut blocks."""
+    planned = [rows_of(experts_of(moe_ffn_hidden_size=128), gpus) for gpus in (2, 144)]
     for name, format in FORMATS.items():
-        few, many = (row_of(experts_of(moe_ffn_hidden_size=128), gpus, name) for gpus in (2, 144))
+        few, many = (rows[name] for rows in planned)
         assert (few["path"], many["path"]) == ("aligned", "partial amax")
         assert (few["exchanged_maxima"] > 0) <= format.has_global_amax
         assert many["exchanged_maxima"] > 0
-
-
-def test_row_only_weights_are_kept_and_gathered_once():
-    """Per parameter, of Qwen3-30B-A3B on one GPU: data, a scale per block, an amax per expert."""
-    experts = experts_of(LARGE)
-    numel = 4 * 16 * 3 * 2048 * 768
-    for name, want in {
-        "mxfp8_rows": 1 + 1 / 32,
-        "mxfp4": 0.5 + 1 / 32,
-        "nvfp4_rows": 0.5 + 1 / 16,
-        "int4": 0.5 + 2 / 32,
-        "int4_g128": 0.5 + 2 / 128,
-    }.items():
-        row = row_of(experts, 8, name)
-        amaxes = 4 * 4 * 16 * 2 * FORMATS[name].has_global_amax
-        assert row["parts"]["columnwise_data"] == row["parts"]["columnwise_scale"] == 0
-        assert row["gathered_bytes_per_step"] == want * numel + amaxes
-        assert row["weight_bytes_per_rank"] == want * numel + amaxes
 
 
 def test_formats_that_weights_do_not_fit_have_no_row_and_are_named():
@@ -430,17 +407,30 @@ def test_portable_experts_are_told_the_format_of_as_many_bits_with_the_least_mem
 
 
 def test_native_weights_are_told_what_their_recipe_can_have_and_others_what_to_add():
-    for flags, said in (
-        ({"--fp8-recipe": "blockwise", "--fp8-param-gather": True}, "fp8_block, the only format"),
-        ({"--fp8-recipe": "mxfp8", "--fp8-param-gather": True}, "mxfp8_2d, the least memory of"),
-        ({"--fp4-recipe": "nvfp4", "--fp4-param-gather": True}, "nvfp4, the only format that"),
-        ({"--fp8-param-gather": True}, "none of these formats, as weights of"),
+    """And which GPUs lack the GEMMs of the former; portable experts multiply in bf16."""
+    mxfp8 = argv(SMALL | {"--fp8-recipe": "mxfp8", "--fp8-param-gather": True})
+    nvfp4 = argv(SMALL | {"--fp4-recipe": "nvfp4", "--fp4-param-gather": True})
+    block = argv(SMALL | {"--fp8-recipe": "blockwise", "--fp8-param-gather": True})
+    for words, said in (
+        (block, "fp8_block, the only format"),
+        (mxfp8, "mxfp8_2d, the least memory of"),
+        (nvfp4, "nvfp4, the only format that"),
+        (argv(SMALL | {"--fp8-param-gather": True}), "none of these formats, as weights of"),
     ):
-        assert advice(argv(SMALL | flags)).startswith(f"Recommended: {said}")
+        assert advice(words).startswith(f"Recommended: {said}")
     assert advice(argv(SMALL)).startswith("Its flags keep bf16 weights; those below quantize them")
-    native = argv(SMALL | {"--fp8-recipe": "mxfp8", "--fp8-param-gather": True})
     for own, rest in (("int4", "no run can use it"), ("mxfp8", "keep it to resume a run")):
-        assert f"The recipe uses {own}; {rest}" in advice(native, format=own)
+        assert f"The recipe uses {own}; {rest}" in advice(mxfp8, format=own)
+    for words, gpu, warns in (
+        (mxfp8, "h100", True),
+        (nvfp4, "h200", True),
+        (mxfp8, "gb300", False),
+        (block, "h100", False),
+        (argv(SMALL | LOCAL_FLAGS), "h100", False),
+    ):
+        experts = plan_experts(words, grouped=True)
+        said = explain_missing_gemms(choice_of(words)[0], experts, gpu)
+        assert said.startswith(f"--gpu {gpu}: Transformer Engine has MXFP8 and NVFP4") == warns
 
 
 @pytest.mark.parametrize(
@@ -481,14 +471,14 @@ def test_a_model_fits_with_everything_but_activations():
     assert unknown.startswith("Whether the model fits is unknown: the vocabulary is unknown.")
 
 
-@pytest.mark.parametrize("compute", ["mxfp4", "int4", "nvfp4", "mxfp8", "int8_per_expert"])
+@pytest.mark.parametrize("compute", ["int4", "mxfp8", "int8_per_expert"])
 def test_copies_of_compute_are_what_its_modules_hold(compute):
     """Portable experts keep quantized bytes of every linear, and one linear's values for a GEMM."""
-    portable = row_of(experts_of(**LOCAL), 2, STOCK_BF16)
-    rows = plan_rows(experts_of(**LOCAL), [2], compute=compute)
-    (row,) = [row for row in rows if row["format"] == "bf16"]
-    copies = row["parts"]["compute_copies"]
-    assert row["total_bytes_per_rank"] - portable["total_bytes_per_rank"] == copies
+    config = MoEOptimConfig(format="bf16", compute=compute)
+    rows = rows_of(experts_of(**LOCAL), 2, config=config)
+    copies = rows["bf16"]["parts"]["compute_copies"]
+    totals = [rows[name]["total_bytes_per_rank"] for name in ("bf16", STOCK_BF16)]
+    assert totals[0] - totals[1] == copies
     shapes = [(EXPERTS, 2 * FFN, HIDDEN), (EXPERTS, HIDDEN, FFN)]
     held = 0
     if compute in FORMATS:
@@ -496,57 +486,52 @@ def test_copies_of_compute_are_what_its_modules_hold(compute):
         buffers = [b for one in storages for b in one.quantized.buffers().values()]
         held = LAYERS * sum(buffer.nbytes for buffer in buffers)
     assert copies == held + 2 * max(map(prod, shapes))
-
-
-def test_experts_of_transformer_engine_keep_copies_of_all_layers_while_a_step_runs():
-    values = 2 * LAYERS * EXPERTS * 3 * HIDDEN * FFN
-    assert copy_bytes(experts_of(), "int8_per_expert") == copy_bytes(experts_of(), "int4") == values
-    assert copy_bytes(experts_of(), "nvfp4") > values + values // 4
+    # Those of Transformer Engine keep values of all layers while a step runs
+    values, of_te = 2 * LAYERS * sum(map(prod, shapes)), copy_bytes(experts_of(), compute)
+    assert of_te > values if compute == "mxfp8" else of_te == values
 
 
 # Steps
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_a_step_moves_what_the_benchmark_holds_it_against(name):
+def test_a_step_moves_what_the_benchmark_holds_it_against():
     """Of the rank with most masters; bf16 gradients are read in half the bytes."""
     for moments in ("fp32", "bf16"):
-        case = Case(format=FORMATS[name], shape_set="small", shard=1, device="cpu")
         flags = AWARE | {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
-        row = row_of(experts_of(**flags), 7, name)
-        most, owned = row["parts"]["masters"] // 4, sum(case.owned)
-        update = requantize._step(case, None, moments).floor_bytes / owned
-        norm = requantize._norm(case, None).floor_bytes / owned
-        assert row["update_bytes_per_rank"] == round(update * most)
-        assert row["step_bytes_per_parameter"] == float(update)
-        assert row["norm_bytes_per_rank"] == norm * most
-        narrow = row_of(experts_of(**flags, grad_reduce_in_bf16=True), 7, name)
-        assert narrow["norm_bytes_per_rank"] == 2 * most
-        assert row["update_bytes_per_rank"] - narrow["update_bytes_per_rank"] == 2 * most
-    for stock in STOCKS:
-        row = row_of(experts_of(), 2, stock)
-        assert {row[figure] for figure in STEP_FIGURES} == {None}
+        wide = rows_of(experts_of(**flags), 7)
+        halved = rows_of(experts_of(**flags, grad_reduce_in_bf16=True), 7)
+        for name in OURS:
+            case = Case(format=FORMATS[name], shape_set="small", shard=1, device="cpu")
+            row, narrow = wide[name], halved[name]
+            most, owned = row["parts"]["masters"] // 4, sum(case.owned)
+            update = requantize._step(case, None, moments).floor_bytes / owned
+            norm = requantize._norm(case, None).floor_bytes / owned
+            assert row["update_bytes_per_rank"] == round(update * most)
+            assert row["step_bytes_per_parameter"] == float(update)
+            assert row["norm_bytes_per_rank"] == norm * most
+            assert narrow["norm_bytes_per_rank"] == 2 * most
+            assert row["update_bytes_per_rank"] - narrow["update_bytes_per_rank"] == 2 * most
+        for stock in STOCKS:
+            assert {wide[stock][figure] for figure in STEP_FIGURES} == {None}
 
 
 NARROW = AWARE | {"exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "fp16"}
-STOCKS_STEPS = {  # knobs, flags -> why the step is stock's
-    "asked for": ({"step": "stock"}, {}, "step: stock"),
-    "stock's layout": ({"layout": "stock"}, {}, "layout: stock"),
-    "no kernels": ({"backend": "reference"}, {}, "backend: reference"),
-    "fused in stock's layout": ({"layout": "stock", "step": "fused"}, {}, None),
-    "moments in fp16": ({}, NARROW, "moments in torch.float16 and torch.float16 (--exp-avg-dtype"),
-    "a loss scale": ({}, {"loss_scale": 128}, "a loss scale (--loss-scale, --fp16)"),
-    "nothing": ({}, {}, None),
-}
+STOCKS_STEPS = (  # knobs, flags -> why the step is stock's
+    ({"step": "stock"}, {}, "step: stock"),
+    ({"layout": "stock"}, {}, "layout: stock"),
+    ({"backend": "reference"}, {}, "backend: reference"),
+    ({"layout": "stock", "step": "fused"}, {}, None),
+    ({}, NARROW, "moments in torch.float16 and torch.float16 (--exp-avg-dtype"),
+    ({}, {"loss_scale": 128}, "a loss scale (--loss-scale, --fp16)"),
+    ({}, {}, None),
+)
 
 
-@pytest.mark.parametrize(("knobs", "flags", "reason"), STOCKS_STEPS.values(), ids=STOCKS_STEPS)
-def test_a_step_that_is_stocks_has_a_reason(knobs, flags, reason):
-    flags_of_optimizer = experts_of(**flags).optimizer
-    config = MoEOptimConfig(**knobs)
-    setup = Setup(config=config, optimizer=flags_of_optimizer, masters_of_adam=False)
-    found = why_stock_step(setup)
-    assert found == reason if reason is None else found.startswith(reason)
+def test_a_step_that_is_stocks_has_a_reason():
+    for knobs, flags, reason in STOCKS_STEPS:
+        optimizer, config = experts_of(**flags).optimizer, MoEOptimConfig(**knobs)
+        found = why_stock_step(Setup(config=config, optimizer=optimizer, masters_of_adam=False))
+        assert found == reason if reason is None else found.startswith(reason)
 
 
 # Ranks, stages and buckets
@@ -555,22 +540,13 @@ def test_a_step_that_is_stocks_has_a_reason(knobs, flags, reason):
 def test_buckets_are_as_large_as_megatrons_training_makes_them(monkeypatch):
     """``dp_size`` ranks hold the same dense weights, those of one context-parallel group too."""
     monkeypatch.setattr(training, "get_pg_size", lambda group: group)
-    lay_buckets, seen = planned_experts.lay_buckets, []
-
-    def note(params, bucket_numel, divisor):
-        seen.append(bucket_numel)
-        return lay_buckets(params, bucket_numel, divisor)
-
-    monkeypatch.setattr(planned_experts, "lay_buckets", note)
     parallel = {"tensor_model_parallel_size": 2, "context_parallel_size": 2}
-    for dp_size, size, overlap in ((2, None, True), (42, 12_345, True), (12_500, None, True)) + (
-        (40, None, False),
-        (40, 12_345, False),
-    ):
-        config = SimpleNamespace(num_buckets=None, bucket_size=size)
-        flags = {"ddp_bucket_size": size, "overlap_grad_reduce": overlap or None}
-        experts_of(**parallel, **flags).buckets(2 * dp_size)
-        assert seen.pop() == training.resolve_ddp_bucket_size(config, dp_size, overlap, 0)
+    for dp_size in (2, 42, 12_500):
+        for size, overlap in ((None, True), (12_345, True), (None, None), (12_345, None)):
+            flags = {"ddp_bucket_size": size, "overlap_grad_reduce": overlap}
+            ((_, found),) = experts_of(**parallel, **flags)._chunks(2 * dp_size)
+            config = SimpleNamespace(num_buckets=None, bucket_size=size)
+            assert found == training.resolve_ddp_bucket_size(config, dp_size, bool(overlap), 0)
 
 
 def test_the_ranks_of_an_expert_follow_from_the_parallel_sizes():
@@ -639,10 +615,10 @@ REFUSED = [  # changes -> message
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_what_cannot_be_planned_is_named(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        list(plan_rows(experts_of(**changes), [1]))
+def test_what_cannot_be_planned_is_named():
+    for changes, message in REFUSED:
+        with pytest.raises(ConfigError, match=message):
+            list(plan_rows(experts_of(**changes), [1]))
 
 
 def test_shapes_and_gpus_that_do_not_fit_are_refused():
@@ -696,20 +672,19 @@ def test_json_holds_every_row_with_the_same_keys(recipe, capsys):
     }
     assert report["step"] == "fused"
     assert report["not_counted"] == "--num-attention-heads is not given"
-    counted = list(plan_rows(experts_of(num_experts=8, grouped=False), [2, 4]))
-    further = ("dense_bytes_per_rank", "model_bytes_per_rank", "link_gb_per_s", "step_ms")
-    assert report["rows"] == [row | dict.fromkeys(further) for row in counted]
+    rows = plan_rows(experts_of(num_experts=8, grouped=False), [2, 4])
+    assert report["rows"] == json.loads(json.dumps(list(rows)))
     assert "8 experts per rank of [192, 128] and [128, 96], indexed" in report["planned"]
     memory = ("weight", "gradient", "optimizer", "step_memory", "total", "norm", "update")
     for row in report["rows"]:
         assert row["parts"].keys() == set(PARTS)
         assert row.keys() == {
             *("format", "gpus", "parts", "path", "buckets", "expert_data_parallel_size"),
-            *(f"{part}_bytes_per_rank" for part in memory),
+            *(f"{part}_bytes_per_rank" for part in (*memory, "dense", "model")),
             *("against_stock_bf16_bytes", "against_stock_bytes", "gathered_bytes_per_step"),
             *("gather_ms", "launches_per_step", "padding_fraction", "shard_imbalance"),
-            *("exchanged_maxima", "step_bytes_per_parameter", "step_floor_ms"),
-            *("owned_parameters_per_rank", *further),
+            *("exchanged_maxima", "step_bytes_per_parameter", "step_floor_ms", "link_gb_per_s"),
+            *("owned_parameters_per_rank", "step_ms"),
         }
 
 
@@ -719,44 +694,30 @@ DENSE = ["--num-attention-heads", "2", "--padded-vocab-size", "256"]
 def test_the_tables_show_the_rows_of_the_file(recipe, tmp_path, capsys):
     """What is no terminal gets one table of all columns; one rank waits for no gather."""
     path = tmp_path / "rows.json"
-    words = ["--gpus", "1", "2", "96", "--bandwidth", "400", "--memory-bandwidth", "3.35"]
+    words = ["--gpus", "1", "96", "--bandwidth", "400", "--memory-bandwidth", "3.35"]
     words += ["--gpu-memory", "80", "--details", "--json", str(path), "--", *DENSE]
     assert cli.main(["plan", str(recipe), *words]) == 0
     text = capsys.readouterr().out
     assert "96 GPUs, expert data parallel 96, 3 buckets" in text
-    rows = json.loads(path.read_text())["rows"]
-    bf16 = {r["gpus"]: r["gathered_bytes_per_step"] for r in rows if r["format"] == STOCK_BF16}
-    shown = [line.split() for line in text.splitlines() if line.startswith(tuple(FORMATS))]
-    ours = [row for row in rows if row["format"] in FORMATS]
-    for words, row in zip(shown, ours, strict=True):
-        against, step = row["against_stock_bytes"], row["step_ms"]
-        assert row["model_bytes_per_rank"] == (
-            row["total_bytes_per_rank"] + row["dense_bytes_per_rank"]
-        )
-        cells = [
-            row["format"],
-            *(spell_bytes(row[f"{part}_bytes_per_rank"]) for part in ("total", "model")),
-            spell_difference(row["against_stock_bf16_bytes"]),
-            "-" if against is None else spell_difference(against),
-            f"yes, {spell_bytes(80 * 2**30 - row['model_bytes_per_rank'])}",
-            f"{step[0]:.1f} to {step[1]:.1f} ms",
-            spell_bytes(row["gathered_bytes_per_step"]),
-            f"{row['gathered_bytes_per_step'] / bf16[row['gpus']]:.2f}",
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["format"] in FORMATS]
+    shown = [line for line in text.splitlines() if line.startswith(tuple(FORMATS))]
+    for line, row in zip(shown, rows, strict=True):
+        total, model = row["total_bytes_per_rank"], row["model_bytes_per_rank"]
+        assert model == total + row["dense_bytes_per_rank"]
+        least, most = row["step_ms"]
+        cells = [row["format"], spell_bytes(total), spell_bytes(model)]
+        cells += [spell_difference(row["against_stock_bf16_bytes"])]
+        assert " ".join(line.split()).startswith(" ".join(cells))
+        for cell in (
+            f"yes, {spell_bytes(80 * 2**30 - model)}",
+            f"{least:.1f} to {most:.1f} ms",
             "none" if row["gpus"] == 1 else f"{row['gather_ms']:.3f} ms",
-            *(
-                spell_bytes(row[f"{part}_bytes_per_rank"])
-                for part in ("weight", "gradient", "optimizer")
-            ),
-            str(row["launches_per_step"]),
             f"{row['padding_fraction']:.2%}",
             f"{row['shard_imbalance']:.3f}",
-            row["path"],
             spell_count(row["exchanged_maxima"]),
-            *(spell_bytes(row[f"{part}_bytes_per_rank"]) for part in ("norm", "update")),
-            f"{row['step_bytes_per_parameter']:.2f}",
             f"{row['step_floor_ms']:.3f} ms",
-        ]
-        assert words == " ".join(cells).split()
+        ):
+            assert f" {cell}" in line
 
 
 def test_flags_alone_are_planned_like_a_recipe_of_them(recipe, capsys):
@@ -788,23 +749,6 @@ def test_a_gpu_is_its_memory_its_bandwidth_and_its_links(recipe, capsys):
     assert (report["gpu_memory_gib"], report["rows"][0]["link_gb_per_s"]) == (70, 5)
 
 
-@pytest.mark.parametrize(
-    ("name", "gpu", "warns"),
-    [
-        ("deepseek_v3", "h100", True),
-        ("qwen3_30b_a3b_nvfp4", "h200", True),
-        ("deepseek_v3", "gb300", False),
-        ("deepseek_v3_fp8_block", "h100", False),
-        ("quickstart", "h100", False),
-    ],
-)
-def test_a_gpu_without_gemms_for_the_recipes_weights_is_named(name, gpu, warns, capsys):
-    """Transformer Engine has MXFP8 and NVFP4 GEMMs on Blackwell only; portable experts use bf16."""
-    assert cli.main(["plan", name, "--gpu", gpu]) == 0
-    said = f"--gpu {gpu}: Transformer Engine has MXFP8 and NVFP4 GEMMs on Blackwell only."
-    assert (said in capsys.readouterr().out) == warns
-
-
 def test_a_plan_ends_with_the_flags_to_add_and_has_no_legend(recipe, capsys):
     assert cli.main(["plan", str(recipe), "--gpus", "2"]) == 0
     *_, add, flags = capsys.readouterr().out.splitlines()
@@ -814,22 +758,12 @@ def test_a_plan_ends_with_the_flags_to_add_and_has_no_legend(recipe, capsys):
     assert "of bf16: fraction of the bytes that stock bf16 gathers" in capsys.readouterr().out
 
 
-def test_numbers_are_short():
-    kibi, mebi, gibi = (2**power for power in (10, 20, 30))
-    sizes = {0: "0 B", 999: "999 B", 1000: "0.98 KiB", 999.7 * kibi: "0.98 MiB"}
-    sizes |= {1023 * mebi: "1.00 GiB", 3 * gibi: "3.00 GiB", 2**50: "1.00 PiB"}
-    assert {count: spell_bytes(count) for count in sizes} == sizes
-    counts = {0: "0", 999_999: "999,999", 40_354_816: "40.4M", 1_234_567_890: "1,235M"}
-    assert {count: spell_count(count) for count in counts} == counts
-
-
 def test_a_picture_is_what_its_name_says_even_of_one_number(recipe, tmp_path):
-    magic = {"png": b"\x89PNG", "jpg": b"\xff\xd8\xff", "svg": b"<?xml", "pdf": b"%PDF"}
-    for kind, gpus in (("png", ["2"]), ("jpg", ["1", "2"]), ("svg", ["2"]), ("pdf", ["1", "8"])):
+    for kind, magic, gpus in (("jpg", b"\xff\xd8\xff", ["2"]), ("svg", b"<?xml", ["1", "2"])):
         path = tmp_path / f"plan.{kind}"
         command = ["plan", str(recipe), "--gpus", *gpus, "--gpu-memory", "80", "--out", str(path)]
         assert cli.main(command) == 0
-        assert path.read_bytes().startswith(magic[kind])
+        assert path.read_bytes().startswith(magic)
 
 
 CONTEXT = ("--context-parallel-size", "1048576", "--pipeline-model-parallel-size", "3")
@@ -847,28 +781,20 @@ BAD = [  # words of the command -> the error, in one line
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), BAD)
-def test_bad_input_is_one_line(words, message, recipe, capsys):
-    assert cli.main(["plan", str(recipe), *words]) == cli.BAD_INPUT
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {message.format(recipe)}")
-    assert said.count("\n") == 1
+def test_bad_input_is_one_line(recipe, capsys):
+    for words, message in BAD:
+        assert cli.main(["plan", str(recipe), *words]) == cli.BAD_INPUT
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {message.format(recipe)}")
+        assert said.count("\n") == 1
+    assert cli.main(["plan", "--", "--num-expert-groups-of-mine", "2"]) == cli.BAD_INPUT
+    assert "unrecognized arguments: --num-expert-groups-of-mine" in capsys.readouterr().err
 
 
-def test_an_unknown_flag_is_one_line_in_a_process_that_has_not_imported_megatron():
-    """Megatron's parser names the flag; the warnings of its import are not shown."""
-    words = ["plan", "quickstart", "--", "--num-expert-groups-of-mine", "2"]
-    command = [sys.executable, "-m", "moe_optim.commands.cli.main", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == cli.BAD_INPUT
-    assert "unrecognized arguments: --num-expert-groups-of-mine" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_speeds_and_memory_are_positive_numbers(recipe, capsys):
+def test_speeds_and_memory_are_numbers_of_a_machine(recipe, capsys):
     for option in ("--bandwidth", "--memory-bandwidth", "--gpu-memory"):
-        for speed in ("0", "-1", "fast", "inf", "nan"):
+        for speed in ("0", "-1", "fast", "inf", "nan", "1e30"):
             with pytest.raises(SystemExit):
                 cli.main(["plan", str(recipe), option, speed])
-            expected = f"{option}: expected a number above 0, got '{speed}'"
+            expected = f"{option}: expected a number from 0.001 to 1,000,000, got '{speed}'"
             assert expected in capsys.readouterr().err

@@ -2,8 +2,8 @@
 
 import base64
 import io
+import json
 import math
-import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -17,11 +17,11 @@ from matplotlib.text import Text
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.console import pictures
 from moe_optim.commands.report.comparison import figures_of
-from moe_optim.commands.report.page import render
 from moe_optim.commands.report.reading import read_run
 from moe_optim.commands.report.run_report import build_page
-from moe_optim.commands.report.verdict import find_spikes
+from moe_optim.commands.report.verdict import find_largest, find_spikes, judge
 from moe_optim.commands.train.events import Point
+from moe_optim.errors import LayoutError
 from moe_optim.formats.health_figures import THRESHOLDS, Sum
 from tests.support.training_runs.report_runs import (
     LOSSES,
@@ -88,58 +88,36 @@ def test_every_picture_lies_beside_the_page_too_and_shows_something(run, page):
         assert 0.2 < image[..., :3].mean() < 0.99
 
 
-def test_a_phone_is_told_its_width_and_pictures_give_way(run, page):
-    html = (run / "report" / "index.html").read_text()
-    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in html
-    assert re.search(r"img \{[^}]*width: 100%", html)
-    assert re.search(r"\.wide \{ overflow-x: auto", html)
+SAID = (
+    "training loss 4.0000 → 0.1000 nats/byte",
+    "held-out loss 0.2500 → 0.1250 nats/byte",
+    "recipe quickstart.yaml",
+    "torch 2.11.0, megatron-core 0.19.2",
+    "commit abc1234",
+    "device NVIDIA H100",
+    "moe-optim train quickstart --out <runs>",  # escaped
+    "2.50 iterations/s",
+    "Last sample, at iteration 40.",
+    "Iterations between the last two samples, up to iteration 40.",
+)
 
 
-SAID = {
-    "losses": "training loss 4.0000 → 0.1000 nats/byte",
-    "held-out": "held-out loss 0.2500 → 0.1250 nats/byte",
-    "recipe": "recipe quickstart.yaml",
-    "versions": "torch 2.11.0, megatron-core 0.19.2",
-    "commit": "commit abc1234",
-    "hardware": "device NVIDIA H100",
-    "command, escaped": "moe-optim train quickstart --out <runs>",
-    "speed": "2.50 iterations/s",
-    "when health was looked at": "Last sample, at iteration 40.",
-    "whose tokens": "Iterations between the last two samples, up to iteration 40.",
-}
-
-
-@pytest.mark.parametrize("text", SAID.values(), ids=SAID.keys())
-def test_the_page_says(page, text):
-    assert text in " ".join(page.text.split())
-
-
-def test_one_evaluation_is_one_figure(tmp_path):
-    once = {name: values[:1] for name, values in LOSSES.items() if "validation" in name}
-    path = write_run(tmp_path / "once", LOSSES | once)
-    assert cli.main(["report", str(path)]) == 0
-    text = Reader((path / "report" / "index.html").read_text()).text
-    assert "held-out loss 0.2500 nats/byte" in " ".join(text.split())
-
-
-def test_every_part_has_its_picture(page):
+def test_the_page_says_what_the_run_recorded_and_draws_every_part(page):
+    for text in SAID:
+        assert text in " ".join(page.text.split())
     names = " ".join(page.alts)
     for what in ("loss", "Gradient norm", "largest magnitude", "relative error", "tokens", "time"):
         assert what in names
 
 
-def test_heat_maps_have_the_last_figures_of_every_expert(run):
-    found = read_run(run).sample("amax")
+def test_samples_have_the_last_figures_of_every_expert(run):
+    found, tokens = read_run(run).sample("amax"), read_run(run).sample("tokens")
     assert found.iteration == 40
     assert found.layers == ("layers.0.fc1", "layers.0.fc2", "layers.1.fc1", "layers.1.fc2")
     wanted = np.stack([health.amax.float().numpy() for health in look_at(factor=2.0)])
     np.testing.assert_array_equal(found.values, wanted)
-
-
-def test_tokens_are_those_of_every_expert_of_every_layer(run):
-    sample = read_run(run).sample("tokens")
-    assert (sample.iteration, sample.layers) == (40, ("layers.0.experts", "layers.1.experts"))
-    np.testing.assert_array_equal(sample.values, [[50, 50, 50, 250]] * 2)
+    assert (tokens.iteration, tokens.layers) == (40, ("layers.0.experts", "layers.1.experts"))
+    np.testing.assert_array_equal(tokens.values, [[50, 50, 50, 250]] * 2)
 
 
 def test_layers_with_fewer_experts_leave_blanks(tmp_path):
@@ -163,7 +141,7 @@ def saturating(share):
 
 def verdict_of(path, losses=LOSSES, **looks):
     run = read_run(write_run(path, losses, looks={int(k[1:]): v for k, v in looks.items()}))
-    return build_page(run).verdict
+    return judge(run, find_largest(run), find_spikes(run.events.train))
 
 
 def test_a_jump_of_the_loss_is_found_once_and_noise_is_none():
@@ -202,10 +180,11 @@ def test_an_earlier_look_is_shown_on_request(tmp_path, capsys):
     """The verdict stays that of all looks."""
     path = write_run(tmp_path / "run", looks={20: saturating(0.5), 40: look_at(layers=1)})
     run = read_run(path)
-    assert build_page(run).verdict == build_page(run, 25).verdict
-    text = " ".join(Reader(build_page(run, 25).html).text.split())
+    last, earlier = build_page(run), build_page(run, 25)
+    assert last.verdict == earlier.verdict
+    text = " ".join(Reader(earlier.html).text.split())
     assert "Sample at iteration 20." in text and "saturated is 0.5, above 0.02" in text
-    assert "saturated is 0.5" not in Reader(build_page(run).html).text
+    assert "saturated is 0.5" not in Reader(last.html).text
     assert cli.main(["report", str(path), "--at", "19"]) == 2
     assert (
         "--at 19: expected an iteration from the first health sample on, got a run with the "
@@ -245,24 +224,20 @@ def test_an_expert_above_a_threshold_is_named(tmp_path):
     run = read_run(write_run(tmp_path / "run", looks={10: looks}))
     assert run.health_warnings() == ["layers.0.fc1, expert 3: saturated is 0.5, above 0.02"]
     assert run.health_warnings() == [line for one in looks for line in one.warnings()]
-    reader = Reader(build_page(run).html)
-    assert "layers.0.fc1, expert 3: saturated is 0.5, above 0.02" in reader.text
+    assert run.health_warnings()[0] in Reader(build_page(run).html).text
 
 
-@pytest.mark.parametrize("figure", ["norm", *THRESHOLDS["nvfp4"]])
-def test_a_look_that_is_cut_off_in_its_event_file_is_said(figure, tmp_path):
+def test_a_look_that_is_cut_off_in_its_event_file_is_said(tmp_path):
     """As of a run that is writing, or was killed."""
     run = read_run(write_run(tmp_path / "run", LOSSES, looks={10: look_at(layers=1)}))
-    kept = {
-        tag: values
-        for tag, values in run.events.tensors.items()
-        if not tag.endswith(f"fc2/{figure}/by_expert")
-    }
-    assert len(kept) == len(run.events.tensors) - 1
-    cut = replace(run, events=replace(run.events, tensors=kept))
-    assert cut.health_warnings() == [
-        f"layers.0.fc2: {figure} not recorded: the event file is cut off"
-    ]
+    for figure in ("norm", *THRESHOLDS["nvfp4"]):
+        end = f"fc2/{figure}/by_expert"
+        kept = {tag: v for tag, v in run.events.tensors.items() if not tag.endswith(end)}
+        assert len(kept) == len(run.events.tensors) - 1
+        cut = replace(run, events=replace(run.events, tensors=kept))
+        assert cut.health_warnings() == [
+            f"layers.0.fc2: {figure} not recorded: the event file is cut off"
+        ]
 
 
 def test_a_run_that_is_going_on_is_reported_with_what_there_is(tmp_path):
@@ -282,74 +257,47 @@ def test_events_of_megatron_alone_can_be_reported(tmp_path):
     assert (tmp_path / "out" / "index.html").is_file()
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_folder_without_a_run_is_refused(tmp_path, there, capsys):
-    path = tmp_path if there else tmp_path / "absent"
-    assert cli.main(["report", str(path)]) == 2
-    error = capsys.readouterr().err
-    assert f"{path}: expected a run folder, with TensorBoard events" in error
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
+    for path in (tmp_path, tmp_path / "absent"):
+        assert cli.main(["report", str(path)]) == 2
+        error = capsys.readouterr().err
+        assert f"{path}: expected a run folder, with TensorBoard events" in error
 
 
-@pytest.mark.parametrize("name", ["model.json", "summary.json"])
-@pytest.mark.parametrize("content", ["{", "[1]", "[]", "null", "1"])
-def test_a_damaged_file_is_refused_by_name(name, content, tmp_path, capsys):
-    run = write_run(tmp_path / "run")
-    (run / name).write_text(content)
-    assert cli.main(["report", str(run)]) == 2
-    assert f"{name}: expected names and values as JSON" in capsys.readouterr().err
-
-
-MISTYPED = {  # beginning of the fault -> file, a change of its content
-    "format: expected text, got 8": ("model", {"format": 8}),
-    "optimizer: expected text, got ['Adam']": ("model", {"optimizer": ["Adam"]}),
-    "parameters: expected a whole number, got '2,000'": ("model", {"parameters": "2,000"}),
-    "quantized_parameters: expected a whole number, got 1.5": (
-        "model",
-        {"quantized_parameters": 1.5},
-    ),
-    "rank0: expected names and values, got [1]": ("model", {"rank0": [1]}),
-    "rank0: step: expected text, got True": ("model", {"rank0": {"step": True}}),
-    "rank0: gathered_bytes: expected a whole number, got '1 MB'": (
-        "model",
-        {"rank0": {"gathered_bytes": "1 MB"}},
-    ),
-    "rank0: weights: expected a list, got 3": ("model", {"rank0": {"weights": 3}}),
-    "rank0: weights: 1: expected names and values, got None": (
+MISTYPED = (  # file, a change of its content -> beginning of the fault
+    ("model", {"format": 8}, "format: expected text, got 8"),
+    ("model", {"parameters": "2,000"}, "parameters: expected a whole number, got '2,000'"),
+    ("model", {"rank0": [1]}, "rank0: expected names and values, got [1]"),
+    ("model", {"rank0": {"step": True}}, "rank0: step: expected text, got True"),
+    ("model", {"rank0": {"weights": 3}}, "rank0: weights: expected a list, got 3"),
+    (
         "model",
         {"rank0": {"weights": [{"weight_bytes": 1}, None]}},
+        "rank0: weights: 1: expected names and values, got None",
     ),
-    "rank0: weights: 0: weight_bytes: expected a whole number, got 'much'": (
-        "model",
-        {"rank0": {"weights": [{"weight_bytes": "much"}]}},
-    ),
-    "environment: expected names and values, got 'here'": ("model", {"environment": "here"}),
-    "environment: versions: expected names and values, got 'new'": (
-        "model",
-        {"environment": {"versions": "new"}},
-    ),
-    "test_loss: expected a number, got '0.2'": ("summary", {"test_loss": "0.2"}),
-    "byte_entropy: expected a number, got True": ("summary", {"byte_entropy": True}),
-    "iterations_per_second: expected a number, got 'fast'": (
-        "summary",
-        {"iterations_per_second": "fast"},
-    ),
-    "seconds: expected a number, got [30]": ("summary", {"seconds": [30]}),
-    "world_size: expected a whole number, got {}": ("summary", {"world_size": {}}),
-    "resumed_from: expected a whole number, got '4'": ("summary", {"resumed_from": "4"}),
-    "command: expected text, got ['moe-optim']": ("summary", {"command": ["moe-optim"]}),
-}
+    ("summary", {"test_loss": "0.2"}, "test_loss: expected a number, got '0.2'"),
+    ("summary", {"byte_entropy": True}, "byte_entropy: expected a number, got True"),
+)
 
 
-@pytest.mark.parametrize("fault", MISTYPED)
-def test_a_value_of_another_type_is_refused_by_file_and_key(fault, tmp_path, capsys):
-    name, change = MISTYPED[fault]
-    content = {"model": MODEL, "summary": SUMMARY}[name] | change
-    run = write_run(tmp_path / "run", LOSSES, **{name: content})
-    for words in (["report"], ["compare", str(write_run(tmp_path / "other", LOSSES))]):
-        assert cli.main([*words, str(run), "--out", str(tmp_path / "out")]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith(f"error: {run / name}.json: {fault}. Correct it, or remove the fil")
-        assert error.count("\n") == 1
+def test_a_damaged_file_is_refused_by_name_and_key(tmp_path, capsys):
+    run = write_run(tmp_path / "run", LOSSES)
+    for name, content in {"model": MODEL, "summary": SUMMARY}.items():
+        path = run / f"{name}.json"
+        for damage in ("{", "[1]", "null"):
+            path.write_text(damage)
+            with pytest.raises(LayoutError, match="expected names and values as JSON"):
+                read_run(run)
+        for file, change, fault in MISTYPED:
+            if file == name:
+                path.write_text(json.dumps(content | change))
+                with pytest.raises(LayoutError) as error:
+                    read_run(run)
+                said = f"{path}: {fault}. Correct it, or remove the file."
+                assert str(error.value) == said
+        assert cli.main(["report", str(run)]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {path}: ")
+        path.write_text(json.dumps(content))
 
 
 def test_a_weight_without_its_bytes_counts_none(tmp_path):
@@ -366,7 +314,7 @@ def test_figures_that_a_run_has_not_recorded_may_be_null(tmp_path):
     assert "test loss nan nats/token" in Reader(build_page(run).html).text
 
 
-@pytest.mark.parametrize("name", [r"$\frac{$", "$x$", "_hidden", "[bold] :smile:", "a\\$b$"])
+@pytest.mark.parametrize("name", [r"$\frac{$", "_hidden", "[bold] :smile:"])
 def test_names_are_drawn_and_printed_as_they_are_written(name, tmp_path, monkeypatch, capsys):
     """Neither as mathematics nor as markup; a leading underscore hides nothing from a legend."""
     drawn = []
@@ -393,21 +341,3 @@ def test_names_are_drawn_and_printed_as_they_are_written(name, tmp_path, monkeyp
         assert text in shown
     legends = [text for text in drawn if text.get_text().replace(r"\$", "$") == name]
     assert len(legends) >= 2  # of training and held-out loss
-
-
-def test_text_of_a_run_is_never_markup():
-    page = Reader(
-        render(
-            "compare.html",
-            title="<script>",
-            runs=["<b>", '"&'],
-            header=["<i>"],
-            rows=[["<u>", "<s>"]],
-            unit="<a>",
-            losses=[],
-            bars=[],
-        )
-    )
-    assert not {"script", "b", "i", "u", "s", "a"} & set(page.tags)
-    for text in ("<script>", "<b>", "<i>", "<u>", "<s>", '"&'):
-        assert text in page.text

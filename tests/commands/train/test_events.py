@@ -4,6 +4,7 @@ import numpy as np
 
 from moe_optim.commands.train.events import read_events
 from tests.support.training_runs.report_runs import look_at, write_run
+from tests.support.training_runs.runs import write_events
 
 AMAX = "moe_optim/layers.0.fc1/amax/by_expert"
 
@@ -29,6 +30,21 @@ def test_tensors_are_read_where_they_are_asked_for(tmp_path):
     assert events.tensors == {} and events.texts == {}
     assert "lm loss" in events.scalars
     assert read_events(tmp_path / "tensorboard", tensors="other/").tensors == {}
+
+
+def test_of_evaluations_only_those_after_the_resume_are_taken_back(tmp_path):
+    """Also by a launch that trains nothing. Megatron logs the test loss under their tag, last."""
+    train, held_out = "lm loss", "lm loss validation"
+    losses = [(i, 3.0) for i in range(1, 31)]
+    first = [(10, 9.0), (22, 9.0), (30, 8.0), (30, 7.0)]
+    write_events(tmp_path, {train: losses, held_out: first}, 100)
+    assert [point.value for point in read_events(tmp_path).validation] == [9.0, 9.0, 8.0]
+    write_events(tmp_path, {held_out: [(30, 2.5)]}, 200)
+    assert [point.value for point in read_events(tmp_path).validation] == [9.0, 9.0, 2.5]
+    write_events(tmp_path, {train: [(i, 2.0) for i in range(21, 26)], held_out: [(25, 5.0)]}, 300)
+    events = read_events(tmp_path)
+    assert [point.iteration for point in events.train] == list(range(1, 26))
+    assert [(point.iteration, point.value) for point in events.validation] == [(10, 9.0), (25, 5.0)]
 
 
 def test_a_folder_without_events_holds_nothing(tmp_path):

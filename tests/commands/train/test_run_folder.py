@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from moe_optim.commands.train.run_folder import RunFolder, claim, read_record
+from moe_optim.commands.train.run_folder import claim
 from moe_optim.errors import ConfigError, StateError
 
 
@@ -51,15 +51,8 @@ def test_results_are_never_overwritten_without_resume(tmp_path, leftover):
         pass
 
 
-def test_a_value_of_another_type_in_the_record_is_named(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.arguments.write_text('{"set": [], "megatron_args": ["--lr", 1], "text": null}')
-    with pytest.raises(StateError, match="something else: megatron_args: 1: expected text, got 1."):
-        read_record(folder)
-
-
-@pytest.mark.parametrize("out", ["file", "file/below"])
-def test_a_file_in_the_way_is_named(tmp_path, out):
+def test_a_file_in_the_way_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="expected a folder"), claim(tmp_path / out, resume=False):
-        pass
+    for out in (tmp_path / "file", tmp_path / "file/below"):
+        with pytest.raises(ConfigError, match="expected a folder"), claim(out, resume=False):
+            pass

@@ -1,0 +1,244 @@
+"""Rows of a plan: memory, gather and step of a rank in every format."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+from moe_optim.commands.plan.costs import (
+    MASTER,
+    MUON_ROWS,
+    OPTIMIZER,
+    PARTS,
+    ROWS,
+    STOCK_BF16,
+    STOCK_MXFP8,
+    WEIGHTS,
+    Costs,
+    copy_bytes,
+    count_costs,
+    left_out,
+    norm_bytes,
+    step_bytes,
+)
+from moe_optim.commands.plan.dense import dense_bytes, dense_step_bytes
+from moe_optim.commands.plan.experts import PlannedExperts
+from moe_optim.commands.plan.gpus import Hardware
+from moe_optim.commands.plan.stages import count_moe_layers
+from moe_optim.commands.plan.step_times import StepTime, fused_step, stock_step
+from moe_optim.config import MoEOptimConfig
+from moe_optim.formats import FORMATS
+from moe_optim.rules import offload_fraction
+
+PlanRow = dict[str, Any]
+
+STEP_FIGURES = (
+    *("norm_bytes_per_rank", "update_bytes_per_rank"),
+    *("step_bytes_per_parameter", "step_floor_ms"),
+)
+"""Numbers of a fused step in a row."""
+
+
+def plan_rows(
+    experts: PlannedExperts,
+    gpus: Sequence[int],
+    config: MoEOptimConfig | None = None,
+    hardware: Hardware | None = None,
+    dense: Sequence[int] | None = None,
+    *,
+    is_fused: bool = True,
+) -> Iterator[PlanRow]:
+    """Yield a row for every format, managed and stock, at each number of GPUs.
+
+    Formats in :func:`left_out` have none. With ``compute``, a row ``bf16`` follows. Bytes are
+    those of the rank with most masters. Keys of a row:
+
+    - ``weight_bytes_per_rank``: all buffers of the weights, and exchanged maxima
+    - ``gradient_bytes_per_rank``: gradients in their own dtype
+    - ``optimizer_bytes_per_rank``: masters and two moments, or Muon's momentum
+    - ``step_memory_bytes_per_rank``: fp32 copies that Megatron's step makes of bf16 gradients
+    - ``total_bytes_per_rank``: sum of the above
+    - ``owned_parameters_per_rank``: elements whose masters the rank owns
+    - ``against_stock_bf16_bytes``, ``against_stock_bytes``: total minus that of stock in bf16, and
+      in the same format if stock supports it
+    - ``gathered_bytes_per_step``: bytes after the gather, including the rank's own shard
+    - ``gather_ms``: time of the gather at ``link_gb_per_s``, its bus bandwidth
+    - ``launches_per_step``: kernel launches, without copies and fills; not counted with Muon
+    - ``norm_bytes_per_rank``, ``update_bytes_per_rank``: minimum traffic of a fused step
+    - ``step_bytes_per_parameter``: the latter per parameter
+    - ``step_floor_ms``: time of both at the memory bandwidth; None without a fused step, with
+      Muon, and with states on the host, whose staging chunks and copies are not counted
+    - ``step_ms``: least and most time of the optimizer step without all-gather; None if unknown
+    - ``padding_fraction``: part of all buckets without weights
+    - ``shard_imbalance``: largest number of owned elements over the mean
+    - ``dense_bytes_per_rank``: weights, gradients and states outside of experts, of the fullest
+      stage
+    - ``model_bytes_per_rank``: these and the experts of that stage; None if not counted
+
+    Args:
+        experts: experts of one pipeline stage.
+        gpus: total numbers of GPUs.
+        config: configuration of the recipe, with flags applied; None for the default.
+        hardware: memory and bandwidths; None omits times.
+        dense: parameters outside of experts of each stage; None if they cannot be counted.
+        is_fused: whether steps of quantized weights are fused.
+    """
+    config, hardware = config or MoEOptimConfig(), hardware or Hardware()
+    excluded = left_out(experts)
+    names = [one for one in (MUON_ROWS if experts.has_muon else ROWS) if one not in excluded]
+    for count in gpus:
+        shared = None if experts.has_muon else experts.buckets(count)
+        rows: dict[str, PlanRow] = {}
+        for name in names:
+            buckets = shared or experts.buckets(count, FORMATS.get(name))
+            on_host = config.offload_states if name in FORMATS else 0.0
+            if name == STOCK_BF16:
+                on_host = offload_fraction(experts.optimizer)
+            total = count_costs(name, experts, buckets)
+            tb_per_s = None if on_host else hardware.memory_tb_per_s
+            rows[name] = {
+                **{"format": name, "gpus": count},
+                **_memory(name, total, experts, on_host, is_fused=is_fused),
+                **_traffic(name, total, experts, count, hardware),
+                **_step(name, total, experts, tb_per_s, is_fused=is_fused),
+                "buckets": buckets.total(),
+            }
+        if config.compute is not None and config.format == "bf16":
+            rows["bf16"] = _with_copies(rows[STOCK_BF16], copy_bytes(experts, config.compute))
+        for name, row in rows.items():
+            _compare(row, rows[STOCK_BF16], rows.get(f"stock {name}"))
+            model = _model_memory(row, experts, dense)
+            times = {"step_ms": _step_time(row, experts, dense, hardware.memory_tb_per_s)}
+            yield row | model | times
+
+
+def _memory(
+    name: str, total: Costs, experts: PlannedExperts, on_host: float, *, is_fused: bool
+) -> PlanRow:
+    """Return the memory of the rank with most masters.
+
+    A precision-aware Adam keeps 2 bytes of the master of a bf16 weight: the fp32 remainder
+    (``store_param_remainders``), or fp16 by ``--main-params-dtype``; and it reads bf16 gradients
+    (``_copy_model_grads_to_main_grads``). Quantized weights have fp32 masters, and
+    ``--optimizer-cpu-offload`` uses another Adam.
+    """
+    most = int(total.owned.max())
+    here = most - int(on_host * most)
+    reads_bf16 = is_fused if name in FORMATS else _is_aware(name, experts)
+    copies = experts.grad_bytes < 4 and not reads_bf16
+    parts = {part: total.sums.get(part, 0) for part in PARTS} | {
+        "masters": _master_bytes(name, experts) * here,
+        "moments": experts.moment_bytes * here,
+        "gradient_copies": 4 * most * copies,
+    }
+    return {
+        "weight_bytes_per_rank": sum(parts[name] for name in WEIGHTS),
+        "gradient_bytes_per_rank": parts["gradients"],
+        "optimizer_bytes_per_rank": sum(parts[name] for name in OPTIMIZER),
+        "step_memory_bytes_per_rank": parts["gradient_copies"],
+        "total_bytes_per_rank": sum(parts.values()),
+        "owned_parameters_per_rank": most,
+        "parts": parts,
+    }
+
+
+def _is_aware(name: str, experts: PlannedExperts) -> bool:
+    return name == STOCK_BF16 and bool(experts.args.use_precision_aware_optimizer)
+
+
+def _master_bytes(name: str, experts: PlannedExperts) -> int:
+    halves = _is_aware(name, experts) and not experts.args.optimizer_cpu_offload
+    return 2 if halves else MASTER
+
+
+def _with_copies(row: PlanRow, nbytes: int) -> PlanRow:
+    added = {key: row[key] + nbytes for key in ("weight_bytes_per_rank", "total_bytes_per_rank")}
+    return row | added | {"format": "bf16", "parts": row["parts"] | {"compute_copies": nbytes}}
+
+
+def _traffic(
+    name: str, total: Costs, experts: PlannedExperts, gpus: int, hardware: Hardware
+) -> PlanRow:
+    """Return gathered bytes, their time, and launches.
+
+    An all-gather over n ranks transfers (n - 1) / n of its bytes at its bus bandwidth.
+    """
+    sums, dp_size = total.sums, experts.expert_dp_size(gpus)
+    link = hardware.link_gb_per_s(gpus // experts.args.pipeline_model_parallel_size)
+    transferred = sums["gathered"] * (dp_size - 1) / dp_size
+    path = "bf16 wire" if name in (STOCK_BF16, STOCK_MXFP8) else "by weight"
+    if name in FORMATS:
+        path = "partial amax" if sums["cuts"] else "aligned"
+    return {
+        "gathered_bytes_per_step": sums["gathered"],
+        "gather_ms": None if link is None else transferred / (link * 1e6),
+        "link_gb_per_s": link,
+        "launches_per_step": None if total.launches is None else int(total.launches.max()),
+        "padding_fraction": (sums["numel"] - sums["used"]) / sums["numel"],
+        "shard_imbalance": int(total.owned.max()) * dp_size / sums["used"],
+        "exchanged_maxima": sums["maxima"],
+        "expert_data_parallel_size": dp_size,
+        "path": path,
+    }
+
+
+def _step(
+    name: str, total: Costs, experts: PlannedExperts, tb_per_s: float | None, *, is_fused: bool
+) -> PlanRow:
+    """Return the traffic of a fused step of the rank with most masters, None values without one."""
+    if name not in FORMATS or not is_fused or experts.has_muon:
+        return dict.fromkeys(STEP_FIGURES)
+    most, grad_bytes = int(total.owned.max()), experts.grad_bytes
+    norm = norm_bytes(most, grad_bytes=grad_bytes)
+    update = step_bytes(
+        FORMATS[name], most, grad_bytes=grad_bytes, moment_bytes=experts.moment_bytes
+    )
+    floor_ms = None if tb_per_s is None else float(norm + update) / (tb_per_s * 1e9)
+    figures = norm, round(update), float(update / most), floor_ms
+    return dict(zip(STEP_FIGURES, figures, strict=True))
+
+
+def _compare(row: PlanRow, bf16: PlanRow, stock: PlanRow | None) -> None:
+    total = row["total_bytes_per_rank"]
+    row["against_stock_bf16_bytes"] = total - bf16["total_bytes_per_rank"]
+    row["against_stock_bytes"] = stock and total - stock["total_bytes_per_rank"]
+
+
+def _model_memory(row: PlanRow, experts: PlannedExperts, dense: Sequence[int] | None) -> PlanRow:
+    if dense is None:
+        return {"dense_bytes_per_rank": None, "model_bytes_per_rank": None}
+    of_stages = [
+        dense_bytes(
+            numel,
+            experts.dense_dp_size(row["gpus"]),
+            grad_bytes=experts.grad_bytes,
+            moment_bytes=8 if experts.has_muon else experts.moment_bytes,  # Adam's, beside Muon
+            master_bytes=_master_bytes(row["format"], experts),
+        )
+        for numel in dense
+    ]
+    total, layers = row["total_bytes_per_rank"], experts.layers
+    model, stage = max(
+        (own + total * sum(chunks) // layers, own)
+        for own, chunks in zip(of_stages, count_moe_layers(experts.args), strict=True)
+    )
+    return {"dense_bytes_per_rank": stage, "model_bytes_per_rank": model}
+
+
+def _step_time(
+    row: PlanRow, experts: PlannedExperts, dense: Sequence[int] | None, tb_per_s: float | None
+) -> StepTime | None:
+    """Return the time of Adam's step with all states on the device; None for others."""
+    if tb_per_s is None or experts.has_muon or experts.args.optimizer_cpu_offload:
+        return None
+    own = dense[experts.stage] if dense else 0
+    own = -(-own // experts.dense_dp_size(row["gpus"]))
+    if row["step_floor_ms"] is not None:
+        others = dense_step_bytes(
+            own, grad_bytes=experts.grad_bytes, moment_bytes=experts.moment_bytes
+        )
+        nbytes = row["norm_bytes_per_rank"] + row["update_bytes_per_rank"] + others
+        return fused_step(nbytes, tb_per_s)
+    if not row["format"].startswith("stock ") or row["format"] == STOCK_BF16:
+        return None  # not measured
+    weights = experts.layers * sum(prod(shape[:1]) for _, shape in experts.weights)
+    return stock_step(row["owned_parameters_per_rank"] + own, weights, tb_per_s)
