@@ -13,7 +13,7 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, PatchError, StateError
 from moe_optim.integration import cpu_runtime, installation, patches
 from moe_optim.integration.arguments import config_from_argv
-from moe_optim.integration.engine import Patch, in_all_versions
+from moe_optim.integration.engine import Patch
 from moe_optim.kernels.member_table import MemberTable
 from tests.support.ranks import run_ranks
 from tests.support.states import life_cycle
@@ -189,7 +189,7 @@ def _fail_to_install() -> list[str]:
         id="broken",
         target="megatron.core.optimizer:NoSuchName",
         replacement="moe_optim.optimizer.adam:GroupStepAdam",
-        fits=in_all_versions("class"),
+        form="class",
         because="a test",
         remove_when="never",
     )
