@@ -115,7 +115,7 @@ def cut_weights(draw):
     return format, tuple(shape), axes
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(weight=cut_weights())
 def test_an_axis_is_needed_where_the_owners_of_some_block_differ_along_it(weight):
     """Neither more axes nor fewer, and what is reduced has every block of every owner in it."""
@@ -144,7 +144,7 @@ def test_an_axis_is_needed_where_the_owners_of_some_block_differ_along_it(weight
         assert needed == set(by_name[name].axes if name in by_name else ()), (name, partition)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(weight=cut_weights())
 def test_slices_of_all_ranks_cover_each_buffer_and_overlap_only_where_it_says_so(weight):
     format, shape, axes = weight
@@ -172,7 +172,7 @@ def flat_cuts(draw):
     return format, (experts, rows, cols), draw(st.sampled_from([1, experts])), factors
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(weight=flat_cuts(), data=st.data())
 def test_shards_of_a_bucket_are_a_cut_of_experts_and_then_of_rows(weight, data):
     """Exchanged maxima, whole block rows, and gathered bytes agree with the bucket layouts."""
