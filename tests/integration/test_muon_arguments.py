@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import sys
+import tempfile
 import types
 from argparse import Namespace
 from collections.abc import Sequence
@@ -41,6 +42,18 @@ args = parse_and_validate_args()
 """
 
 
+def _begin_anew() -> None:
+    """Forget what this process has installed, and Megatron its arguments."""
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+    from megatron.training.global_vars import destroy_global_vars
+
+    from moe_optim.integration import installation
+
+    installation.uninstall()
+    destroy_global_vars()
+    unset_num_microbatches_calculator()
+
+
 def _run_script(script: Path, argv: list[str]) -> Namespace:
     """Return the arguments of a script that `moe-optim run` runs."""
     from moe_optim.integration.script_runner import run_script
@@ -70,7 +83,7 @@ def _run_patched_tree(_script: Path, argv: list[str]) -> Namespace:
 
     cpu_runtime.install()
     name = "megatron.training.arguments"
-    tree = copy_diffed_files(_script.parent / f"tree of {os.getpid()}")
+    tree = copy_diffed_files(Path(tempfile.mkdtemp(dir=_script.parent)) / "tree")
     apply_diffs(tree, load_diffs())
     for module in (HOOK, name):
         path = tree / f"{module.replace('.', '/')}.py"
@@ -96,7 +109,7 @@ def _settle(
 
     found = {}
     for given, optimizer in product(cases, optimizers):
-        installation.uninstall()
+        _begin_anew()
         args = HOOKS[hook](script, [*GIVEN[given], *RUN, *PLUGIN, "--optimizer", optimizer])
         config, _ = get_megatron_optimizer_config(args)
         ddp = get_megatron_ddp_config(args)
@@ -202,7 +215,7 @@ def _tell(script: Path) -> dict[str, str]:
 
     told = {}
     for name, (flags, first, _) in TOLD.items():
-        installation.uninstall()
+        _begin_anew()
         if first is not None:
             installation.install(MoEOptimConfig(format="mxfp8"), optimizer=first)
         with contextlib.redirect_stderr(io.StringIO()) as said:

@@ -68,10 +68,12 @@ def _chunks(master: Tensor, height: int) -> Iterator[tuple[slice, Tensor]]:
 def block_amaxes(values: Tensor, format: BlockScaledFormat) -> Tensor:
     """Return the amax of every block, ignoring NaN: [n, block_row_height, C] -> [n, slots] fp32."""
     bits, length = magnitude_bits(values), format.block_length
-    columns = bits.amax(1)
-    if len(format.gathered_directions) == 1:
-        return as_magnitude(_amax_of_runs(pad(columns, (0, -columns.shape[1] % length)), length))
-    return as_magnitude(torch.cat([columns, _amax_of_runs(bits, length).flatten(1)], 1))
+    columns = bits.amax(1) if bits.shape[1] > 1 else bits[:, 0]
+    if len(format.gathered_directions) == 2:
+        return as_magnitude(torch.cat([columns, _amax_of_runs(bits, length).flatten(1)], 1))
+    if partial := columns.shape[1] % length:
+        columns = pad(columns, (0, length - partial))
+    return as_magnitude(_amax_of_runs(columns, length))
 
 
 def magnitude_bits(weight: Tensor) -> Tensor:
@@ -80,12 +82,13 @@ def magnitude_bits(weight: Tensor) -> Tensor:
     NaN counts as zero, so a maximum over the bits equals TE's ``fmaxf``, which ignores NaN.
     """
     bits = weight.view(torch.int16) & 0x7FFF
-    return bits.masked_fill_(bits > INFINITY_BITS, 0)
+    has_nan = bits.numel() and int(bits.max()) > INFINITY_BITS
+    return bits.masked_fill_(bits > INFINITY_BITS, 0) if has_nan else bits
 
 
 def _amax_of_runs(bits: Tensor, length: int) -> Tensor:
     # int32: torch vectorizes reductions of the innermost dimension for it, not for int16
-    return bits.int().unflatten(-1, (-1, length)).amax(-1).to(torch.int16)
+    return bits.int().view(*bits.shape[:-1], -1, length).amax(-1).to(torch.int16)
 
 
 def as_magnitude(bits: Tensor) -> Tensor:
@@ -104,18 +107,21 @@ def encode_block_rows(
     count, height, cols = values.shape
     length = format.block_length
     scale, factor = encode_scales(format, amaxes, global_amax)
-    if len(format.gathered_directions) == 2:
-        of_runs = (count, height, cols // length)
-        along_rows = factor[:, cols:].view(of_runs).repeat_interleave(length, 2)
-        return {
-            "rowwise_data": encode_elements(format, values, along_rows),
-            "rowwise_scale": scale[:, cols:].view(of_runs),
+    if format.is_2d:  # edge blocks may be partial
+        factor = factor.repeat_interleave(length, 1)[:, None, :cols]
+        data = encode_elements(format, values, factor)
+        return {"rowwise_data": data, "rowwise_scale": scale[:, None]}
+    of_rows = slice(factor.shape[1] - height * cols // length, None)
+    of_runs = (count, height, cols // length)
+    runs = values.view(*of_runs, length)
+    data = encode_elements(format, runs, factor[:, of_rows].reshape(*of_runs, 1)).flatten(2)
+    encoded = {"rowwise_data": data, "rowwise_scale": scale[:, of_rows].reshape(of_runs)}
+    if not format.is_row_only:
+        encoded |= {
             "columnwise_data": encode_elements(format, values, factor[:, None, :cols]),
             "columnwise_scale": scale[:, None, :cols],
         }
-    factor = factor.repeat_interleave(length, 1)[:, None, :cols]
-    data = encode_elements(format, values, factor)
-    return {"rowwise_data": data, "rowwise_scale": scale[:, None]}
+    return encoded
 
 
 def transpose_into(out: Tensor, source: Tensor) -> None:

@@ -29,8 +29,12 @@ def encode_e4m3(value: Tensor) -> Tensor:
     Magnitudes above 448, Inf included, give 448 with their sign; NaN gives 0x7F; zero keeps its
     sign.
     """
-    codes = _e4m3_codes(value.clamp(-448.0, 448.0))  # torch's cast overflows to NaN
-    return codes.masked_fill_(value.isnan(), E4M3_NAN)  # torch's cast keeps the sign of NaN
+    codes = _e4m3_codes(value)
+    if not codes.numel() or int((codes & E4M3_NAN).max()) < E4M3_NAN:
+        return codes
+    # torch's cast overflows to NaN, and keeps the sign of NaN
+    codes = _e4m3_codes(value.clamp(-448.0, 448.0))
+    return codes.masked_fill_(value.isnan(), E4M3_NAN)
 
 
 def decode_e4m3(code: Tensor) -> Tensor:
