@@ -44,14 +44,12 @@ args = parse_and_validate_args()
 
 def _begin_anew() -> None:
     """Forget what this process has installed, and Megatron its arguments."""
-    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
-    from megatron.training.global_vars import destroy_global_vars
+    from megatron.training.global_vars import unset_global_variables
 
     from moe_optim.integration import installation
 
     installation.uninstall()
-    destroy_global_vars()
-    unset_num_microbatches_calculator()
+    unset_global_variables()
 
 
 def _run_script(script: Path, argv: list[str]) -> Namespace:
