@@ -57,11 +57,8 @@ class Package:
     """Whether it is imported from sources rather than an installation."""
 
     def __str__(self) -> str:
-        return (
-            f"{self.version} from the source checkout {self.path}"
-            if self.checkout
-            else (self.version)
-        )
+        where = f" from the source checkout {self.path}" if self.checkout else ""
+        return self.version + where
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

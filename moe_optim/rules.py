@@ -25,21 +25,12 @@ TENSORWISE_RECIPE = "--fp8-recipe tensorwise"
 """Recipe whose weights stay in Megatron's buffers; requires ``format: auto``."""
 OPTIMIZERS = ("adam", "muon")
 """Supported values of ``--optimizer``, as Megatron's validation leaves them."""
-MUON_VALUES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "muon_coefficient_type": (
-            "simple",
-            "quintic",
-            "polar_express",
-            "cans",
-            "aol",
-            "deepseekv4",
-        ),
-        "muon_fp32_matmul_prec": ("medium", "high", "highest"),
-        "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
-        "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
-    }
-)
+MUON_VALUES = {
+    "muon_coefficient_type": ("simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"),
+    "muon_fp32_matmul_prec": ("medium", "high", "highest"),
+    "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
+    "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
+}
 """Field of Megatron's ``OptimizerConfig`` -> values with which Muon trains. Megatron's parser takes
 any coefficient type, and ``low``, which torch refuses as a precision of products."""
 _CHANGED_BYTES = (  # recipe, Transformer Engine variable, values
@@ -304,8 +295,12 @@ def native_formats(recipe: str | None) -> tuple[str, ...]:
     return native.get(recipe or "", ())
 
 
-def _of(models: str, test: Callable[[Any], object]) -> Callable[[Setup], bool]:
-    return lambda setup: any(test(model) for model in getattr(setup, models))
+def _any_model(test: Callable[[Any], object]) -> Callable[[Setup], bool]:
+    return lambda setup: any(map(test, setup.models))
+
+
+def _any_portable(test: Callable[[Any], object]) -> Callable[[Setup], bool]:
+    return lambda setup: any(map(test, setup.portable))
 
 
 def _rules(scope: str, effect: Effect, *rows: tuple[Any, ...]) -> tuple[Rule, ...]:
@@ -314,7 +309,7 @@ def _rules(scope: str, effect: Effect, *rows: tuple[Any, ...]) -> tuple[Rule, ..
 
 def _portable(*rows: tuple[str, Callable[[Any], object], str]) -> tuple[Rule, ...]:
     return tuple(
-        Rule(name, _of("portable", test), "portable experts do not have it", remedy,
+        Rule(name, _any_portable(test), "portable experts do not have it", remedy,
              scope="portable experts")
         for name, test, remedy in rows
     )  # fmt: skip
@@ -322,7 +317,7 @@ def _portable(*rows: tuple[str, Callable[[Any], object], str]) -> tuple[Rule, ..
 
 def _copied(*rows: tuple[str, Callable[[Any], object], str, str]) -> tuple[Rule, ...]:
     return tuple(
-        Rule(f"compute with {name}", _of("models", test), reason, remedy,
+        Rule(f"compute with {name}", _any_model(test), reason, remedy,
              scope="copies of Transformer Engine's experts")
         for name, test, reason, remedy in rows
     )  # fmt: skip
@@ -478,7 +473,7 @@ RULES: tuple[Rule, ...] = (
          "{step}; or run pip install 'moe_optim[muon]'"),
     ),
     *_rules("any model", "refuse",
-        ("--qk-clip", _of("models", lambda m: m.qk_clip),
+        ("--qk-clip", _any_model(lambda m: m.qk_clip),
          "Megatron rescales masters as if they were not sharded", "Remove it"),
         ("--fp8-param-gather with --fp8-recipe delayed or custom",
          lambda s: _foreign_recipe(s.recipes),
@@ -538,9 +533,9 @@ RULES: tuple[Rule, ...] = (
         ("--main-params-dtype other than fp32", lambda s: _narrow_masters(s.optimizer),
          "weights are quantized from fp32 masters", "Give fp32"),
         ("--tensor-parallel-num-weight-shards above --tensor-model-parallel-size",
-         _of("models", lambda m: m.gtp_weight_remat_size > 1), _SHARDS, "Remove it"),
+         _any_model(lambda m: m.gtp_weight_remat_size > 1), _SHARDS, "Remove it"),
         ("--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size",
-         _of("models", lambda m: m.expert_gtp_weight_remat_size > 1), _SHARDS, "Remove it"),
+         _any_model(lambda m: m.expert_gtp_weight_remat_size > 1), _SHARDS, "Remove it"),
     ),
     *_rules("tensorwise weights", "refuse",
         ("--optimizer-cuda-graph with tensorwise weights",
@@ -597,7 +592,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *_rules("portable experts", "refuse",
         ("--moe-apply-probs-on-input with --moe-router-topk above 1",
-         _of("portable", lambda m: m.moe_apply_probs_on_input and m.moe_router_topk > 1),
+         _any_portable(lambda m: m.moe_apply_probs_on_input and m.moe_router_topk > 1),
          "Megatron's experts refuse it in their first forward pass",
          "Give --moe-router-topk 1, or remove it"),
         ("compute with one amax per expert and --expert-tensor-parallel-size above 1",

@@ -68,8 +68,9 @@ def _measured(master: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("device", [None, "meta"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "device"), [(torch.bfloat16, None), (torch.float16, "meta"), (torch.float64, "meta")]
+)
 def test_bytes_norms_and_figures_are_the_same_whatever_the_defaults(dtype, device):
     master = wide_range_weights(2, 128, 128, seed=3)
     expected = _measured(master)
@@ -79,7 +80,7 @@ def test_bytes_norms_and_figures_are_the_same_whatever_the_defaults(dtype, devic
     assert_same_tensors(found, expected, what="")
 
 
-STEPS = 4
+STEPS = 2
 
 
 def _train(step: str, format: str) -> int:

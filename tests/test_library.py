@@ -36,10 +36,12 @@ OUTPUT_GRAD = make(16, 64)
 COUNTS = torch.tensor([1, 0, 3])
 BIASES = [make(8).requires_grad_() for _ in COUNTS]
 HIDDEN, PROBS = make(4, 64).requires_grad_(), torch.rand(4, 1).requires_grad_()
+KINDS = ("mxfp8", "mxfp8_2d", "nvfp4", "int4")
+"""A format of each kind of columnwise copy."""
 CASES = {
-    **{f"quantize {name}": ("quantize", ([make(2, 128, 128)], name, "auto")) for name in FORMATS},
+    **{f"quantize {name}": ("quantize", ([make(2, 128, 128)], name, "auto")) for name in KINDS},
     "reference_quantize": ("reference_quantize", (make(2, 128, 128), "nvfp4", "weight")),
-    **{f"dequantize {n}": ("dequantize_bf16", buffer_arguments(n)) for n in FORMATS},
+    **{f"dequantize {n}": ("dequantize_bf16", buffer_arguments(n)) for n in KINDS},
     "reference_dequantize": ("reference_dequantize", buffer_arguments("nvfp4")),
     "read_weight": (
         "read_weight",

@@ -57,8 +57,7 @@ TRAINS: dict[str, tuple[Settings, Settings]] = {  # Megatron's settings, the plu
     "Transformer Engine, compute and FP8 GEMMs": (TE | NATIVE | {"fp8_param": False}, COPIED),
     "Transformer Engine, compute and graphs of other parts": (
         TE | {"cuda_graph_impl": "local", "cuda_graph_modules": [SimpleNamespace(name="attn")]},
-        COPIED,
-    ),
+        COPIED),
     **{
         f"Transformer Engine, compute: {compute}": (TE | CUT, BF16 | {"compute": compute})
         for compute in ("mxfp8_2d", "nvfp4", "fp8_block", "int8_per_expert", "e4m3_per_expert")
@@ -66,9 +65,7 @@ TRAINS: dict[str, tuple[Settings, Settings]] = {  # Megatron's settings, the plu
     "Transformer Engine without compute": (TE | {"moe_single_grouped_weight": True}, BF16),
     "portable, row-only compute": (PORTABLE, COPIED),
     "portable, probs on input": (
-        PORTABLE | {"moe_apply_probs_on_input": True, "moe_router_topk": 1},
-        {"format": "nvfp4"},
-    ),
+        PORTABLE | {"moe_apply_probs_on_input": True, "moe_router_topk": 1}, {"format": "nvfp4"}),
     "portable, one amax per expert": (PORTABLE, BF16 | {"compute": "int8_per_expert"}),
     "portable, other parts graphed and recomputed": (
         PORTABLE
@@ -97,55 +94,38 @@ TRAINS: dict[str, tuple[Settings, Settings]] = {  # Megatron's settings, the plu
     "Muon, gate and up apart": (MUON, BF16 | {"muon_gate_up": "apart"}),
     "Muon, the Gram form": (
         MUON | {"muon_tp_mode": "duplicated"},
-        BF16 | {"muon_iteration": "gram", "muon_workspace_mib": 64},
-    ),
+        BF16 | {"muon_iteration": "gram", "muon_workspace_mib": 64}),
     "Muon, fp16 over ranks": (
-        MUON | {"muon_tp_mode": "distributed"},
-        BF16 | {"muon_iteration": "fp16"},
-    ),
+        MUON | {"muon_tp_mode": "distributed"}, BF16 | {"muon_iteration": "fp16"}),
     "Muon, gate and up apart in plain torch": (
-        MUON,
-        BF16 | {"muon_gate_up": "apart", "backend": "reference", "step": "fused"},
-    ),
-}
+        MUON, BF16 | {"muon_gate_up": "apart", "backend": "reference", "step": "fused"}),
+}  # fmt: skip
 
 REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -> as above
     "--use-megatron-fsdp:": (NATIVE | {"use_megatron_fsdp": True}, MXFP8),
     "--optimizer adam without --use-distributed-optimizer:": (
-        {"use_distributed_optimizer": False},
-        BF16,
-    ),
+        {"use_distributed_optimizer": False}, BF16),
     "--optimizer sgd:": ({"optimizer": "sgd"}, BF16),
     "--optimizer muon without --use-distributed-optimizer: masters": (
-        MUON | {"use_distributed_optimizer": False},
-        BF16,
-    ),
+        MUON | {"use_distributed_optimizer": False}, BF16),
     "--optimizer adaptive_muon: no step here": ({"optimizer": "adaptive_muon"}, BF16),
     "--optimizer soap: no step here": ({"optimizer": "soap"}, BF16),
     "--optimizer lion: no step here": ({"optimizer": "lion"}, BF16),
     "--optimizer dist_muon: only Adam and Muon": ({"optimizer": "dist_muon"}, BF16),
     "use_layer_wise_distributed_optimizer:": (
-        MUON | {"use_layer_wise_distributed_optimizer": True},
-        BF16,
-    ),
+        MUON | {"use_layer_wise_distributed_optimizer": True}, BF16),
     "--muon-scalar-optimizer lion:": (MUON | {"muon_scalar_optimizer": "lion"}, BF16),
     "--muon-coefficient-type custom: expected simple, quintic,": (
-        MUON | {"muon_coefficient_type": "custom"},
-        BF16,
-    ),
+        MUON | {"muon_coefficient_type": "custom"}, BF16),
     "--muon-fp32-matmul-prec low: expected medium, high or highest": (
-        MUON | {"muon_fp32_matmul_prec": "low"},
-        BF16,
-    ),
+        MUON | {"muon_fp32_matmul_prec": "low"}, BF16),
     "--muon-scale-mode none:": (MUON | {"muon_scale_mode": "none"}, BF16),
     "--muon-tp-mode gathered:": (MUON | {"muon_tp_mode": "gathered"}, BF16),
     "--muon-num-ns-steps below 1:": (MUON | {"muon_num_ns_steps": 0}, BF16),
     "--use-precision-aware-optimizer with Muon:": (MUON | AWARE, BF16 | {"step": "fused"}),
     "offload_states: 0.5 with Muon:": (MUON, BF16 | {"offload_states": 0.5}),
     "--optimizer-cpu-offload with Muon:": (
-        MUON | {"optimizer_cpu_offload": True, "bf16": True},
-        BF16,
-    ),
+        MUON | {"optimizer_cpu_offload": True, "bf16": True}, BF16),
     "--optimizer-cuda-graph with --muon-tp-mode duplicated": (
         MUON
         | {"optimizer_cuda_graph": True, "muon_tp_mode": "duplicated"}
@@ -155,98 +135,59 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
     "--moe-single-grouped-bias with Muon:": (MUON | {"moe_single_grouped_bias": True}, BF16),
     "--fp16 with Muon:": (MUON | {"fp16": True}, BF16),
     "--num-distributed-optimizer-instances above 1 with Muon:": (
-        MUON | {"num_distributed_optimizer_instances": 2},
-        BF16,
-    ),
+        MUON | {"num_distributed_optimizer_instances": 2}, BF16),
     "--tensor-parallel-num-weight-shards with Muon:": (MUON | {"gtp_weight_remat_size": 2}, BF16),
     "--expert-tensor-parallel-num-weight-shards with Muon:": (
-        MUON | {"expert_gtp_weight_remat_size": 2},
-        BF16,
-    ),
+        MUON | {"expert_gtp_weight_remat_size": 2}, BF16),
     "muon_iteration: fp16 with --muon-fp32-matmul-prec highest:": (
-        MUON | {"muon_fp32_matmul_prec": "highest"},
-        BF16 | {"muon_iteration": "fp16"},
-    ),
+        MUON | {"muon_fp32_matmul_prec": "highest"}, BF16 | {"muon_iteration": "fp16"}),
     "muon_iteration: gram with --muon-tp-mode distributed:": (
-        MUON | {"muon_tp_mode": "distributed"},
-        BF16 | {"muon_iteration": "gram"},
-    ),
+        MUON | {"muon_tp_mode": "distributed"}, BF16 | {"muon_iteration": "gram"}),
     "muon_gate_up: apart and muon_iteration: fp16 with step: stock:": (
-        MUON,
-        BF16 | {"muon_gate_up": "apart", "muon_iteration": "fp16", "step": "stock"},
-    ),
+        MUON, BF16 | {"muon_gate_up": "apart", "muon_iteration": "fp16", "step": "stock"}),
     "muon_gate_up: apart with backend: reference:": (
-        MUON,
-        BF16 | {"muon_gate_up": "apart", "backend": "reference"},
-    ),
+        MUON, BF16 | {"muon_gate_up": "apart", "backend": "reference"}),
     "--overlap-param-gather-with-optimizer-step:": (
-        {"overlap_param_gather_with_optimizer_step": True},
-        BF16,
-    ),
+        {"overlap_param_gather_with_optimizer_step": True}, BF16),
     "--qk-clip:": ({"qk_clip": True}, BF16),
     "--use-nccl-ub with quantized weights:": (NATIVE | {"nccl_ub": True}, MXFP8),
     "--fp16:": (NATIVE | {"fp16": True}, MXFP8),
     "--main-params-dtype fp16:": (NATIVE | AWARE | FP16_MASTERS, MXFP8),
     "--tensor-parallel-num-weight-shards above": (NATIVE | {"gtp_weight_remat_size": 2}, MXFP8),
     "--expert-tensor-parallel-num-weight-shards above": (
-        NATIVE | {"expert_gtp_weight_remat_size": 2},
-        MXFP8,
-    ),
+        NATIVE | {"expert_gtp_weight_remat_size": 2}, MXFP8),
     "format: nvfp4 with weights that take mxfp8 or mxfp8_2d:": (NATIVE, {"format": "nvfp4"}),
     "format: mxfp8 with weights that take auto:": (TENSORWISE, MXFP8),
     "format: bf16 with weights that take auto:": (TENSORWISE, BF16),
     "--fp8-recipe delayed with weights kept in it:": (NATIVE | {"fp8_recipe": "delayed"}, MXFP8),
     "format: mxfp8 without weights to store in it:": ({}, MXFP8),
     "compute: nvfp4 without portable experts:": ({}, BF16 | {"compute": "nvfp4"}),
-    "compute: mxfp8 with experts of Transformer Engine: GEMMs of both directions read one copy, "
-    "and this format has values of its own in each. Write mxfp8_rows or mxfp8_2d.": (
-        TE,
-        BF16 | {"compute": "mxfp8"},
-    ),
+    "compute: mxfp8 with experts of Transformer Engine: GEMMs of both directions": (
+        TE, BF16 | {"compute": "mxfp8"}),
     "compute with --transformer-impl inference_optimized:": (
-        TE | {"transformer_impl": "inference_optimized"},
-        COPIED,
-    ),
+        TE | {"transformer_impl": "inference_optimized"}, COPIED),
     "compute with --moe-single-grouped-weight:": (TE | {"moe_single_grouped_weight": True}, COPIED),
     "compute with --use-transformer-engine-op-fuser:": (
-        TE | {"use_transformer_engine_op_fuser": True},
-        COPIED,
-    ),
+        TE | {"use_transformer_engine_op_fuser": True}, COPIED),
     "compute with --cuda-graph-impl over experts:": (TE | {"cuda_graph_impl": "local"}, COPIED),
     "compute with --params-dtype other than bf16:": (TE | {"params_dtype": torch.float32}, COPIED),
     "compute with --expert-tensor-parallel-num-weight-shards above": (
-        TE | {"expert_gtp_weight_remat_size": 2},
-        COPIED,
-    ),
+        TE | {"expert_gtp_weight_remat_size": 2}, COPIED),
     "--optimizer-cuda-graph with tensorwise weights:": (
-        TENSORWISE | {"optimizer_cuda_graph": True},
-        {},
-    ),
+        TENSORWISE | {"optimizer_cuda_graph": True}, {}),
     "--reuse-grad-buf-for-mxfp8-param-ag with tensorwise weights:": (
-        TENSORWISE | {"reuse_grad_buf_for_mxfp8_param_ag": True},
-        {},
-    ),
+        TENSORWISE | {"reuse_grad_buf_for_mxfp8_param_ag": True}, {}),
     "record_amax with tensorwise weights:": (TENSORWISE, {"record_amax": True}),
     "offload_states, or --optimizer-cpu-offload, with tensorwise": (
-        TENSORWISE,
-        {"offload_states": 0.5},
-    ),
+        TENSORWISE, {"offload_states": 0.5}),
     "--optimizer-cuda-graph with layout: stock:": (
-        NATIVE | {"optimizer_cuda_graph": True},
-        MXFP8 | {"layout": "stock"},
-    ),
+        NATIVE | {"optimizer_cuda_graph": True}, MXFP8 | {"layout": "stock"}),
     "--optimizer-cuda-graph with backend: reference:": (
-        NATIVE | {"optimizer_cuda_graph": True},
-        MXFP8 | {"backend": "reference"},
-    ),
+        NATIVE | {"optimizer_cuda_graph": True}, MXFP8 | {"backend": "reference"}),
     "offload_states: 0.5 with layout: stock:": (
-        NATIVE,
-        MXFP8 | {"offload_states": 0.5, "layout": "stock"},
-    ),
+        NATIVE, MXFP8 | {"offload_states": 0.5, "layout": "stock"}),
     "offload_states: 0.5 with a loss scale": (
-        NATIVE | {"loss_scale": 8.0},
-        MXFP8 | {"offload_states": 0.5},
-    ),
+        NATIVE | {"loss_scale": 8.0}, MXFP8 | {"offload_states": 0.5}),
     "--optimizer-cpu-offload with step: stock:": (OFFLOAD, BF16 | {"step": "stock"}),
     "--optimizer-cpu-offload with layout: stock:": (OFFLOAD, BF16 | {"layout": "stock"}),
     "--optimizer-cpu-offload with masters that Adam holds": (OFFLOAD | FP16_MASTERS, BF16),
@@ -255,25 +196,16 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
     "step: fused with masters that Adam holds": (AWARE | FP16_MASTERS, BF16 | {"step": "fused"}),
     "step: fused with moments in torch.float16 and torch.float16": (
         AWARE | {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
-        BF16 | {"step": "fused"},
-    ),
+        BF16 | {"step": "fused"}),
     "linear_fc1 [128, 32] in int4_g128, whose blocks have 128 elements: expected whole": (
-        PORTABLE,
-        {"format": "int4_g128"},
-    ),
+        PORTABLE, {"format": "int4_g128"}),
     "linear_fc2 [32, 16] in mxfp8, whose blocks have 32 elements: expected whole": (
-        PORTABLE | {"expert_tensor_parallel_size": 4},
-        BF16 | {"compute": "mxfp8"},
-    ),
+        PORTABLE | {"expert_tensor_parallel_size": 4}, BF16 | {"compute": "mxfp8"}),
     "--moe-apply-probs-on-input with --moe-router-topk above 1:": (
-        PORTABLE | {"moe_apply_probs_on_input": True, "moe_router_topk": 2},
-        BF16,
-    ),
+        PORTABLE | {"moe_apply_probs_on_input": True, "moe_router_topk": 2}, BF16),
     "compute: e4m3_per_expert with --expert-tensor-parallel-size above 1:": (
-        PORTABLE | CUT,
-        BF16 | {"compute": "e4m3_per_expert"},
-    ),
-}
+        PORTABLE | CUT, BF16 | {"compute": "e4m3_per_expert"}),
+}  # fmt: skip
 
 UNSUPPORTED: dict[str, list[Settings]] = {  # by portable experts -> settings, each of which is told
     "biases with fused SwiGLU": [{"add_bias_linear": True, "bias_activation_fusion": True}],
@@ -317,7 +249,7 @@ UNSUPPORTED: dict[str, list[Settings]] = {  # by portable experts -> settings, e
     "--expert-tensor-parallel-num-weight-shards with portable experts": [
         {"expert_gtp_weight_remat_size": 2}
     ],
-}
+}  # fmt: skip
 
 RECIPES: dict[str, Settings] = {
     "--fp8-recipe blockwise": NATIVE | {"fp8_recipe": "blockwise"},

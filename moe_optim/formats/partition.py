@@ -193,7 +193,6 @@ def infer_partition(
         blocks = {f"{way}_scale": known.block(way) for way in known.gathered_directions}
         found += [_maxima(scale, block, sizes, cuts) for scale, block in blocks.items()]
         if known.has_global_amax:
-            buffers.append(_amax_buffer(sizes, cuts))
             found.append(expert_amax)
     return Partition(
         format=known,
@@ -262,17 +261,8 @@ def _layouts(
             yield f"{direction}_scale", transposed, (1, width, height)
         else:
             yield f"{direction}_scale", DIMENSIONS, (1, height, width)
-
-
-def _amax_buffer(sizes: Mapping[Dimension, int], cuts: Sequence[MeshAxis]) -> BufferPartition:
-    return BufferPartition(
-        name="global_amax",
-        shape=(sizes["experts"],),
-        dimensions=("experts",),
-        units=(1,),
-        cut_by=(_names(cuts, "experts"),),
-        overlaps=tuple(cut.name for cut in cuts if cut.dimension != "experts" and cut.parts > 1),
-    )
+    if format.has_global_amax:
+        yield "global_amax", ("experts",), (1,)
 
 
 def _buffer(
@@ -282,7 +272,7 @@ def _buffer(
     sizes: Mapping[Dimension, int],
     cuts: Sequence[MeshAxis],
 ) -> BufferPartition:
-    runs = dict(zip(dimensions, units, strict=True))
+    runs = {**sizes, **dict(zip(dimensions, units, strict=True))}
     overlaps = [cut for cut in cuts if cut.cuts_blocks(runs[cut.dimension])]
     clean = [cut for cut in cuts if cut not in overlaps]
     return BufferPartition(

@@ -83,18 +83,6 @@ def flags(argv: Sequence[str]) -> list[str]:
     return [word.partition("=")[0] for word in argv if word.startswith("--")]
 
 
-def options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return every flag of ``argv`` with the words up to the next flag."""
-    found: list[tuple[str, list[str]]] = []
-    for word in argv:
-        if word.startswith("--"):
-            name, equals, joined = word.partition("=")
-            found.append((name, [joined] if equals else []))
-        elif found:
-            found[-1][1].append(word)
-    return found
-
-
 def without_options(argv: Sequence[str], names: Collection[str]) -> list[str]:
     """Return ``argv`` without the flags in ``names`` and the words up to the next flag."""
     kept: list[str] = []
@@ -120,15 +108,3 @@ def last_value(argv: Sequence[str], flag: str) -> str | None:
         if name == flag:
             value = joined if equals else following
     return value
-
-
-def without(argv: Sequence[str], *, valued: Collection[str], bare: Collection[str]) -> list[str]:
-    """Return ``argv`` without the ``valued`` flags (one value each) and the ``bare`` flags."""
-    kept: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if word in valued:
-            next(words, None)
-        elif word not in bare and word.partition("=")[0] not in valued:
-            kept.append(word)
-    return kept

@@ -348,8 +348,8 @@ def hide_gpu_packages() -> tuple[str, ...]:
 
 def _require_nothing_compiled() -> None:
     """Raise StateError if an import of Megatron has passed functions to torch's compiler."""
-    loaded = [(name, module) for name, module in sys.modules.items() if _is_megatron(name)]
-    for name, module in loaded:
+    loaded = [name for name in sys.modules if name.partition(".")[0] == "megatron"]
+    for name, module in ((name, sys.modules[name]) for name in loaded):
         for attribute, value in vars(module).items():
             if isinstance(value, FunctionType) and hasattr(value, "_torchdynamo_orig_callable"):
                 raise StateError(
@@ -358,10 +358,6 @@ def _require_nothing_compiled() -> None:
                     "everything that imports megatron, moe_optim.install() included, or start with "
                     "TORCHDYNAMO_DISABLE=1 in the environment."
                 )
-
-
-def _is_megatron(module: str) -> bool:
-    return module.partition(".")[0] == "megatron"
 
 
 def uninstall() -> None:

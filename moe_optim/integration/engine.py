@@ -6,7 +6,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -14,25 +14,6 @@ from moe_optim.environment import NEEDED, find_package, satisfies
 from moe_optim.errors import PatchError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Signature:
-    """Expected form of a patch target, for a range of megatron-core versions."""
-
-    form: str
-    """``(names, of, parameters)``, prefixed by ``static`` for a static method; ``class``; or the
-    type name of a constant."""
-    versions: str = NEEDED["megatron-core"]
-    """Version specifier; all supported versions by default."""
-
-    def __str__(self) -> str:
-        return f"{self.form} of megatron-core {self.versions}"
-
-
-def in_all_versions(form: str) -> tuple[Signature, ...]:
-    """Return the signature of a target that is the same in every supported megatron-core."""
-    return (Signature(form=form),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +27,14 @@ class Patch:
     id: str
     target: str
     replacement: str
-    fits: tuple[Signature, ...]
-    """Signatures that the replacement supports; any other target is refused."""
+    form: str
+    """Form of the target in all supported versions; any other is refused. ``(names, of,
+    parameters)``, prefixed by ``static`` for a static method; ``class``; or the type name of a
+    constant."""
     because: str
     remove_when: str
     """Upstream change that makes the patch obsolete."""
-    not_needed_with: tuple[str, ...] = field(default=())
+    not_needed_with: tuple[str, ...] = ()
     """Modules whose presence makes the patch unnecessary."""
     only_if_there: bool = False
     """Whether to skip the patch if Megatron lacks the target."""
@@ -89,11 +72,11 @@ def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
         PatchError: a target is missing, or has a form that its replacement does not support.
     """
     patches = tuple(patches)
-    plan, installed = [], _installed()
+    plan = []
     for patch in patches:
         if patch.target in _originals or not _is_needed(patch):
             continue
-        if why := _misfit(patch, *installed):
+        if why := _misfit(patch):
             raise PatchError(
                 f"patch {patch.id}: {patch.target}: {why}. Install a megatron-core "
                 f"{NEEDED['megatron-core']}; `moe-optim doctor` checks all patches."
@@ -167,7 +150,7 @@ def patch_state(patch: Patch) -> str:
         return "applied"
     if not _is_needed(patch):
         return "not needed"
-    why = _misfit(patch, *_installed())
+    why = _misfit(patch)
     return f"broken: {why}" if why else "off"
 
 
@@ -190,15 +173,14 @@ def _is_importable(name: str) -> bool:
         return False
 
 
-def _installed() -> tuple[str, str]:
-    """Return megatron-core's name with version for messages, and its version."""
+def _core_version() -> str:
     package = find_package("megatron-core")
-    version = package.version if package else "unknown"
-    return f"megatron-core {version}", version
+    return package.version if package else "unknown"
 
 
-def _misfit(patch: Patch, name: str, version: str) -> str | None:
-    expected = f"expected {' or '.join(map(str, patch.fits))}"
+def _misfit(patch: Patch) -> str | None:
+    version, needed = _core_version(), NEEDED["megatron-core"]
+    name, expected = f"megatron-core {version}", f"expected {patch.form} of megatron-core {needed}"
     try:
         original = resolve(patch.target)[2]
     except (ImportError, AttributeError) as error:
@@ -208,7 +190,7 @@ def _misfit(patch: Patch, name: str, version: str) -> str | None:
     except (ImportError, AttributeError) as error:
         return f"expected {patch.replacement} to be there, got with {name}: {error}"
     form = form_of(original)
-    if form not in {one.form for one in patch.fits if satisfies(version, one.versions)}:
+    if form != patch.form or not satisfies(version, needed):
         return f"{expected}, got {form} in {name}"
     if isinstance(original, type):
         return _misfit_of_class(original, replacement, name)
@@ -265,7 +247,7 @@ def _takes_calls_of(mine: Any, theirs: Any) -> bool:
 
 
 def form_of(found: Any) -> str:
-    """Return the form of an object, in the syntax of :attr:`Signature.form`."""
+    """Return the form of an object, in the syntax of :attr:`Patch.form`."""
     function = _function(found)
     if isinstance(function, type):
         return "class"

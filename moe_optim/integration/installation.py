@@ -18,8 +18,6 @@ OPTIMIZERS = "optimizers that were built"
 Optimizer = Literal["adam", "muon"]
 """Optimizer of the matrices; Adam steps all else."""
 
-_UNINSTALL = "Call moe_optim.uninstall() first."
-
 _config: MoEOptimConfig | None = None
 _optimizer: Optimizer | None = None
 """None: not installed, or by a flag, before Megatron has parsed its arguments."""
@@ -54,7 +52,7 @@ def install(config: MoEOptimConfig | None = None, *, optimizer: Optimizer = "ada
             'install(config, optimizer="muon").'
         )
     import_hook.disarm()
-    _install(config, patches.INSTALLED, "install", _UNINSTALL, optimizer)
+    _install(config, patches.INSTALLED, optimizer)
 
 
 def install_by_flag(config: MoEOptimConfig) -> None:
@@ -63,7 +61,7 @@ def install_by_flag(config: MoEOptimConfig) -> None:
     :func:`set_optimizer` must follow. StateError if another configuration is installed.
     """
     import_hook.disarm()
-    _install(config, patches.INSTALLED, "install", _UNINSTALL)
+    _install(config, patches.INSTALLED)
 
 
 def install_in_patched_tree(config: MoEOptimConfig) -> None:
@@ -74,15 +72,15 @@ def install_in_patched_tree(config: MoEOptimConfig) -> None:
     """
     remedy = "Give the same flags, or drop the call of moe_optim.install()."
     needed = (*patches.ADAM, *patches.TE_EXPERTS, *patches.CHECKPOINTS_OF_RANKS)
-    _install(config, needed, "--use-moe-grouped-optim", remedy)
+    _install(config, needed, None, "--use-moe-grouped-optim", remedy)
 
 
 def _install(
     config: MoEOptimConfig,
     needed: tuple[Patch, ...],
-    where: str,
-    remedy: str,
     optimizer: Optimizer | None = None,
+    where: str = "install",
+    remedy: str = "Call moe_optim.uninstall() first.",
 ) -> None:
     global _config
     if _config is not None and _config != config:

@@ -1,6 +1,6 @@
 """Table of all Megatron names that moe_optim rebinds, with the reason for each."""
 
-from moe_optim.integration.engine import Patch, in_all_versions
+from moe_optim.integration.engine import Patch
 
 _FUSED_OPTIMIZERS = ("transformer_engine", "apex.optimizers")
 
@@ -9,7 +9,7 @@ DATASETS: tuple[Patch, ...] = (
         id="dataset-helpers",
         target="megatron.core.datasets.utils:compile_helpers",
         replacement="moe_optim.integration.dataset_helpers:compile_helpers",
-        fits=in_all_versions("()"),
+        form="()",
         because="the wheel ships the dataset helper built but not its Makefile, and exits on make",
         remove_when="the wheel skips the compilation of a helper that is already importable",
     ),
@@ -21,9 +21,8 @@ ENTRY: tuple[Patch, ...] = (
         id="describe-run",
         target="megatron.training.training:setup_model_and_optimizer",
         replacement="moe_optim.commands.train.describe_run:setup_model_and_optimizer",
-        fits=in_all_versions(
-            "(model_type, model_provider_func, checkpointing_context, cfg_container, pg_collection)"
-        ),
+        form="(model_type, model_provider_func, checkpointing_context, cfg_container, "
+        "pg_collection)",
         because="pretrain() keeps model and optimizer to itself, and summaries describe both",
         remove_when="pretrain() returns them or takes a callback",
     ),
@@ -38,7 +37,7 @@ SCRIPT: tuple[Patch, ...] = (
         id="script-arguments",
         target="megatron.training.arguments:add_megatron_arguments",
         replacement="moe_optim.integration.script_arguments:add_megatron_arguments",
-        fits=in_all_versions("(parser)"),
+        form="(parser)",
         because="the parser of an unmodified script refuses flags that it does not know",
         remove_when="Megatron takes flags from packages that are installed beside it",
     ),
@@ -46,7 +45,7 @@ SCRIPT: tuple[Patch, ...] = (
         id="script-validation",
         target="megatron.training.arguments:validate_args",
         replacement="moe_optim.integration.script_arguments:validate_args",
-        fits=in_all_versions("(args, defaults)"),
+        form="(args, defaults)",
         because="Muon turns off the distributed optimizer, and layers of a Transformer Engine that "
         "is not there end in a TypeError",
         remove_when="Megatron's Muon is a distributed optimizer, and Transformer Engine is asked "
@@ -56,7 +55,7 @@ SCRIPT: tuple[Patch, ...] = (
         id="script-yaml",
         target="megatron.training.yaml_arguments:validate_yaml",
         replacement="moe_optim.integration.script_arguments:validate_yaml",
-        fits=in_all_versions("(args, defaults)"),
+        form="(args, defaults)",
         because="--yaml-cfg builds no GPT model: one name is asked for twice, and refused twice",
         remove_when="validate_yaml reads account_for_embedding_in_pipeline_split of language_model",
     ),
@@ -69,7 +68,7 @@ ADAM: tuple[Patch, ...] = tuple(
         id=f"adam:{module.rpartition('.')[2]}.{name}",
         target=f"{module}:{name}",
         replacement=f"moe_optim.optimizer.adam:{replacement}",
-        fits=in_all_versions(form),
+        form=form,
         because="torch's Adam keeps `step` where the distributed optimizer cannot save or load it",
         remove_when="megatron-core saves and loads torch's Adam",
         not_needed_with=_FUSED_OPTIMIZERS,
@@ -99,7 +98,7 @@ CPU: tuple[Patch, ...] = (
         id="splits-on-host",
         target="megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
         replacement="moe_optim.integration.cpu_runtime:maybe_move_tensor_to_cpu",
-        fits=in_all_versions("(tensor, as_numpy, record_stream)"),
+        form="(tensor, as_numpy, record_stream)",
         because="a tensor that is on the host already is not turned into the array asked for",
         remove_when="the token dispatcher converts split sizes wherever they lie",
     ),
@@ -108,7 +107,7 @@ CPU: tuple[Patch, ...] = (
         target="megatron.core.transformer.multi_token_prediction:"
         "is_inference_column_parallel_linear",
         replacement="moe_optim.integration.cpu_runtime:is_inference_column_parallel_linear",
-        fits=in_all_versions("(module)"),
+        form="(module)",
         because="megatron-core 0.20 asks for classes that are mocks without Transformer Engine",
         remove_when="multi-token prediction is built without Transformer Engine",
         only_if_there=True,
@@ -117,7 +116,7 @@ CPU: tuple[Patch, ...] = (
         id="gathers-of-bytes",
         target="megatron.core.distributed.param_and_grad_buffer:dist_all_gather_func",
         replacement="moe_optim.integration.cpu_runtime:all_gather_bytes",
-        fits=in_all_versions("(output_tensor, input_tensor, group, async_op)"),
+        form="(output_tensor, input_tensor, group, async_op)",
         because="gloo takes all tensors of one call for elements of the first one's dtype",
         remove_when="gloo gathers tensors of several dtypes at once",
     ),
@@ -125,7 +124,7 @@ CPU: tuple[Patch, ...] = (
         id="local-mtp",
         target="megatron.core.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec",
         replacement="moe_optim.integration.cpu_runtime:get_gpt_mtp_block_spec",
-        fits=in_all_versions("(config, spec, use_transformer_engine, vp_stage, pp_rank)"),
+        form="(config, spec, use_transformer_engine, vp_stage, pp_rank)",
         because="Megatron-Bridge asks for multi-token prediction of Transformer Engine, whatever "
         "the model's layers are",
         remove_when="Megatron-Bridge asks for what the model's layers are",
@@ -138,7 +137,7 @@ EXPERTS: tuple[Patch, ...] = (
         id="local-experts",
         target="megatron.core.models.backends:LocalSpecProvider.grouped_mlp_modules",
         replacement="moe_optim.experts.module:grouped_mlp_modules",
-        fits=in_all_versions("(self, moe_use_grouped_gemm)"),
+        form="(self, moe_use_grouped_gemm)",
         because="the local spec ignores --moe-grouped-gemm and loops over experts",
         remove_when="the local spec takes its expert module from the configuration",
     ),
@@ -150,7 +149,7 @@ TE_EXPERTS: tuple[Patch, ...] = (
         id="te-experts",
         target="megatron.core.transformer.moe.experts:TEGroupedMLP.__init__",
         replacement="moe_optim.experts.weight_copies:build_experts",
-        fits=in_all_versions("(self, num_local_experts, config, submodules, pg_collection, name)"),
+        form="(self, num_local_experts, config, submodules, pg_collection, name)",
         because="GEMMs of Transformer Engine's experts read their weights, not a copy of them",
         remove_when="a grouped linear takes a function that prepares its weights",
     ),
@@ -158,7 +157,7 @@ TE_EXPERTS: tuple[Patch, ...] = (
         id="first-microbatch",
         target="megatron.core.transformer.module:MegatronModule.set_is_first_microbatch",
         replacement="moe_optim.experts.weight_copies:set_is_first_microbatch",
-        fits=in_all_versions("(self)"),
+        form="(self)",
         because="only models with FP8 or FP4 recipes learn that a step begins",
         remove_when="every model is told of its first microbatch",
     ),
@@ -173,7 +172,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="param-and-grad-buffer",
         target=f"{_DDP}:_ParamAndGradBuffer",
         replacement="moe_optim.buckets.buffer:GroupedParamAndGradBuffer",
-        fits=in_all_versions("class"),
+        form="class",
         because="DistributedDataParallel constructs the buffer by name",
         remove_when="DistributedDataParallel accepts a buffer class",
     ),
@@ -181,7 +180,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="bucket-group",
         target=f"{_BUFFER}:_ParamAndGradBucketGroup",
         replacement="moe_optim.buckets.bucket_group:GroupedBucketGroup",
-        fits=in_all_versions("class"),
+        form="class",
         because="partition_buckets constructs bucket groups by name",
         remove_when="partition_buckets accepts a bucket-group class",
     ),
@@ -189,9 +188,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="partition-buckets",
         target=f"{_DDP}:partition_buckets",
         replacement="moe_optim.buckets.bucket_group:partition_buckets",
-        fits=in_all_versions(
-            "(buffers, force_single_bucket_group, reduce_scatter_with_fp32_accumulation)"
-        ),
+        form="(buffers, force_single_bucket_group, reduce_scatter_with_fp32_accumulation)",
         because="all bf16 buckets are merged into the group of the last quantized one",
         remove_when="quantized and other buckets are grouped apart",
     ),
@@ -199,7 +196,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="quantized-storage",
         target=f"{_BUFFER}:_param_uses_quantized_storage",
         replacement="moe_optim.buckets.buffer:_param_uses_quantized_storage",
-        fits=in_all_versions("(param)"),
+        form="(param)",
         because="only Transformer Engine's classes count as quantized",
         remove_when="a parameter can say so itself",
     ),
@@ -207,7 +204,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="shared-buffer",
         target=f"{_BUFFER}:is_grouped_mxfp8tensor",
         replacement="moe_optim.buckets.buffer:is_grouped_mxfp8tensor",
-        fits=in_all_versions("(tensor)"),
+        form="(tensor)",
         because="the buffer allocates memory for the parameter unless it knows the weight's class",
         remove_when="a parameter can say so itself",
     ),
@@ -218,7 +215,7 @@ OPTIMIZER: tuple[Patch, ...] = (
             "DistributedDataParallelConfig.__post_init__"
         ),
         replacement="moe_optim.buckets.buffer:check_ddp_config",
-        fits=in_all_versions("(self)"),
+        form="(self)",
         because="--reuse-grad-buf-for-mxfp8-param-ag is taken with --fp8-param-gather alone",
         remove_when="a parameter can say so itself",
     ),
@@ -227,7 +224,7 @@ OPTIMIZER: tuple[Patch, ...] = (
             id=id,
             target=f"megatron.core.full_cuda_graph:FullCudaGraphWrapper.{name}",
             replacement=f"moe_optim.buckets.replay:{replacement}",
-            fits=in_all_versions(form),
+            form=form,
             because="a replay runs kernels alone, and buckets note on the host what they hold",
             remove_when="a graph calls back before and after its replay",
         )
@@ -245,7 +242,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="mxfp8-2d-recipe",
         target="megatron.core.fp8_utils:get_fp8_recipe",
         replacement="moe_optim.weights.te.recipe:get_fp8_recipe",
-        fits=in_all_versions("(config)"),
+        form="(config)",
         because="no flag gives MXFP8 weights of Transformer Engine square blocks",
         remove_when="--fp8-recipe has a value for MXFP8 with square blocks",
     ),
@@ -254,7 +251,7 @@ OPTIMIZER: tuple[Patch, ...] = (
             id=f"group-params:{module.rpartition('.')[2]}",
             target=f"{module}:group_params_for_buffers",
             replacement="moe_optim.buckets.matrix_buffers:group_params_for_buffers",
-            fits=in_all_versions("(params, grad_reduce_in_fp32)"),
+            form="(params, grad_reduce_in_fp32)",
             because="Muon's matrices share buffers with other parameters unless they are tagged",
             remove_when="an optimizer chooses which parameters share a buffer",
         )
@@ -264,9 +261,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="optimizer-buckets",
         target="megatron.core.optimizer.distrib_optimizer:partition_buckets",
         replacement="moe_optim.buckets.bucket_group:partition_buckets_of_optimizer",
-        fits=in_all_versions(
-            "(buffers, force_single_bucket_group, reduce_scatter_with_fp32_accumulation)"
-        ),
+        form="(buffers, force_single_bucket_group, reduce_scatter_with_fp32_accumulation)",
         because="it accepts one quantized buffer, and its result is never used",
         remove_when="the optimizer takes the groups of DistributedDataParallel",
     ),
@@ -279,9 +274,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         replacement=(
             "moe_optim.buckets.buffer:AlignedDistributedOptimizer._compute_per_buffer_param_layout"
         ),
-        fits=in_all_versions(
-            "static (params, bucket_size, data_parallel_world_size, ddp_config, param_indices)"
-        ),
+        form="static (params, bucket_size, data_parallel_world_size, ddp_config, param_indices)",
         because="the layout is computed by a method of the base class, called by its name",
         remove_when="the layout is computed by the optimizer's own class",
     ),
@@ -289,7 +282,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="distributed-optimizer",
         target="megatron.core.optimizer:DistributedOptimizer",
         replacement="moe_optim.optimizer.distributed:GroupedDistributedOptimizer",
-        fits=in_all_versions("class"),
+        form="class",
         because="the optimizer factory constructs the class by name",
         remove_when="OptimizerConfig accepts a distributed-optimizer class",
     ),
@@ -297,7 +290,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="chained-optimizer",
         target="megatron.core.optimizer:ChainedOptimizer",
         replacement="moe_optim.optimizer.chained:GroupedChainedOptimizer",
-        fits=in_all_versions("class"),
+        form="class",
         because="no hook lies between the gradient norm and the first thing a step changes",
         remove_when="the optimizer asks a policy what to do with a non-finite norm",
     ),
@@ -305,7 +298,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="state-to-save",
         target="megatron.training.checkpointing:generate_state_dict",
         replacement="moe_optim.checkpoint.saving:generate_state_dict",
-        fits=in_all_versions(
+        form=(
             "(args, model, optimizer, opt_param_scheduler, rng_state, iteration, "
             "optim_sd_kwargs, model_sd_kwargs, rerun_state)"
         ),
@@ -316,7 +309,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="get-megatron-optimizer",
         target="megatron.training.training:get_megatron_optimizer",
         replacement="moe_optim.optimizer.factory:get_installed_optimizer",
-        fits=in_all_versions(
+        form=(
             "(config, model_chunks, config_overrides, use_gloo_process_groups, pg_collection, "
             "dump_param_to_param_group_map)"
         ),
@@ -332,7 +325,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
         id="load-checkpoint",
         target="megatron.core.dist_checkpointing:load",
         replacement="moe_optim.checkpoint.loading:load",
-        fits=in_all_versions(
+        form=(
             "(sharded_state_dict, checkpoint_dir, sharded_strategy, validate_access_integrity, "
             "strict, verify_integrity, process_group)"
         ),
@@ -344,7 +337,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
             id=f"common-state:{module}",
             target=f"megatron.core.{module}:load_common_state_dict",
             replacement="moe_optim.checkpoint.loading:load_common_state_dict",
-            fits=in_all_versions("(checkpoint_dir)"),
+            form="(checkpoint_dir)",
             because="it is the first to read a checkpoint, runs what that names, and names no file",
             remove_when="Megatron looks for all files first, and unpickles plain data alone",
         )
@@ -355,7 +348,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
             id=f"checked-reading:{module.rpartition('.')[2]}",
             target=f"megatron.core.dist_checkpointing.{module}:_get_filesystem_reader",
             replacement="moe_optim.checkpoint.checked_reading:get_filesystem_reader",
-            fits=in_all_versions("(checkpoint_dir, cache_metadata, async_strategy)"),
+            form="(checkpoint_dir, cache_metadata, async_strategy)",
             because="torch compares no checksum of what it reads, and unpickles whatever it finds",
             remove_when="torch compares the checksums of records, and unpickles plain data alone",
         )
@@ -367,7 +360,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
             "megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load"
         ),
         replacement="moe_optim.checkpoint.checked_reading:load_tensors",
-        fits=in_all_versions("(self, sharded_state_dict, checkpoint_dir, async_strategy)"),
+        form="(self, sharded_state_dict, checkpoint_dir, async_strategy)",
         because="a rank that finds damage leaves the others waiting for it",
         remove_when="an error of one rank is raised on all that load",
     ),
@@ -375,7 +368,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
         id="save-checkpoint",
         target="megatron.core.dist_checkpointing:save",
         replacement="moe_optim.checkpoint.saving:save",
-        fits=in_all_versions(
+        form=(
             "(sharded_state_dict, checkpoint_dir, sharded_strategy, validate_access_integrity, "
             "async_sharded_save, preprocess_common_before_consistancy_check, content_metadata, "
             "async_strategy, verify_integrity)"
@@ -390,7 +383,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
             "FileSystemWriterAsync.prepare_write_data"
         ),
         replacement="moe_optim.checkpoint.staging:prepare_write_data",
-        fits=in_all_versions("(self, plan, planner)"),
+        form="(self, plan, planner)",
         because="all that a rank saves is copied to the host before the first byte is written",
         remove_when="a synchronous save copies one chunk at a time",
     ),
@@ -398,7 +391,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
         id="te-amaxes",
         target="megatron.core.transformer.moe.experts:TEGroupedMLP.sharded_state_dict",
         replacement="moe_optim.calibration.state_entries:sharded_state_dict",
-        fits=in_all_versions("(self, prefix, sharded_offsets, metadata)"),
+        form="(self, prefix, sharded_offsets, metadata)",
         because="Transformer Engine's linears save their weights, and nothing recorded of these",
         remove_when="a parameter can say what is saved beside it",
     ),
@@ -409,7 +402,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
             "TorchDistLoadShardedStrategy.load_tensors_metadata"
         ),
         replacement="moe_optim.checkpoint.loading:load_tensors_metadata",
-        fits=in_all_versions("(self, checkpoint_dir, metadata)"),
+        form="(self, checkpoint_dir, metadata)",
         because="it gives torch.empty all that torch keeps of a tensor, since 2.15 also strides",
         remove_when="strict loads work with torch 2.15",
     ),
@@ -422,7 +415,7 @@ CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = (
             id=f"save-files-of-ranks:{module}",
             target=f"megatron.training.{module}:save_checkpoint",
             replacement=f"moe_optim.checkpoint.saving:{replacement}",
-            fits=in_all_versions(
+            form=(
                 "(iteration, model, optimizer, opt_param_scheduler, "
                 "num_floating_point_operations_so_far, checkpointing_context, pipeline_rank, "
                 "expert_rank, tensor_rank, pipeline_parallel, expert_parallel, "
@@ -442,7 +435,7 @@ CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = (
         id="load-files-of-ranks",
         target="megatron.training.checkpointing:_get_checkpoint_format",
         replacement="moe_optim.checkpoint.loading:get_checkpoint_format",
-        fits=in_all_versions("(checkpoint_name, args)"),
+        form="(checkpoint_name, args)",
         because="--ckpt-format torch compares no checksums, and exits with 0 where a file is torn",
         remove_when="--ckpt-format torch compares checksums of what it reads",
     ),
@@ -469,7 +462,7 @@ BRIDGE: tuple[Patch, ...] = tuple(
         id=f"bridge:{module}",
         target=f"megatron.bridge.peft.{module}:get_adapter_attributes_from_linear",
         replacement="moe_optim.integration.bridge:get_adapter_attributes_from_linear",
-        fits=in_all_versions("(m, is_expert, pg_collection, sequence_parallel_input_regather)"),
+        form="(m, is_expert, pg_collection, sequence_parallel_input_regather)",
         because="LoRA refuses linears of classes that Megatron-Bridge does not know",
         remove_when="Megatron-Bridge asks a linear itself how it is cut",
         only_if_there=True,

@@ -1,6 +1,6 @@
 """Dry run: reports all faults of a command line at once, before anything is built.
 
-The script runs until Megatron parses and validates its arguments, where :class:`_DryRun` takes
+The script runs until Megatron parses and validates its arguments, where :class:`DryRun` takes
 over.
 """
 
@@ -75,7 +75,7 @@ def _list_faults(
     if broken := [f"{name}: {state}" for name, state in states.items() if "broken" in state]:
         return [f"patch {fault}. Run `moe-optim doctor`." for fault in broken]
     checks = (script_arguments.require_transformer_engine, *checks)
-    dry_run = _DryRun(argv, checks, layer_spec)
+    dry_run = DryRun(argv, checks, layer_spec)
     apply_patches(SCRIPT, _HOLDER)
     script_arguments.set_observer(dry_run)
     errors = io.StringIO()
@@ -126,7 +126,7 @@ def find_late_install(script: Path) -> str | None:
     return None
 
 
-class _DryRun:
+class DryRun:
     """Replaces Megatron's parsing and validation of arguments, and collects faults."""
 
     def __init__(

@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from moe_optim.errors import ConfigError
 from moe_optim.integration.arguments import (
@@ -23,21 +23,12 @@ _YAML = "megatron.training.yaml_arguments"
 _NAMED_TWICE = ("account_for_embedding_in_pipeline_split",)
 
 
-class Observer(Protocol):
-    """Intercepts parsing and validation of arguments, for a dry run."""
-
-    def parse(self, parser: ArgumentParser, *, takes_unknown: bool) -> Namespace:
-        """Return the parsed arguments."""
-
-    def settle(self, args: Any, defaults: Mapping[str, Any], validate: Callable[[], Any]) -> Any:
-        """Return the arguments after ``validate``, Megatron's checks."""
+_observer: Any = None
+"""``preflight.DryRun``, whose ``parse`` and ``settle`` replace Megatron's."""
 
 
-_observer: Observer | None = None
-
-
-def set_observer(observer: Observer | None) -> None:
-    """Route argument parsing and validation in this process through ``observer``, if given."""
+def set_observer(observer: Any) -> None:
+    """Route argument parsing and validation in this process through a dry run; None for none."""
     global _observer
     _observer = observer
 
@@ -45,8 +36,8 @@ def set_observer(observer: Observer | None) -> None:
 def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add Megatron's flags and the plug-in's to ``parser`` and return it."""
     parser = add_moe_optim_arguments(original(f"{_ARGUMENTS}:add_megatron_arguments")(parser))
-    if (observer := _observer) is not None:
-        parse = functools.partial(observer.parse, parser)
+    if _observer is not None:
+        parse = functools.partial(_observer.parse, parser)
         every: Any = lambda *_: parse(takes_unknown=False)  # noqa: E731
         known: Any = lambda *_: (parse(takes_unknown=True), [])  # noqa: E731
         parser.parse_args, parser.parse_known_args = every, known  # type: ignore[method-assign]

@@ -31,48 +31,28 @@ RULES = {  # format, axes -> maxima that need axes
     "whole blocks": (MXFP8, {"rows": {"tp": 8}, "columns": {"fsdp": 16}}, {}),
     "whole square blocks": (FP8_BLOCK, {"rows": {"tp": 2}, "columns": {"fsdp": 4}}, {}),
     "1x32 blocks do not mind rows": (
-        MXFP8,
-        {"rows": {"tp": 256}},
-        {"columnwise_scale": (("tp",), (256, 512))},
-    ),
+        MXFP8, {"rows": {"tp": 256}}, {"columnwise_scale": (("tp",), (256, 512))}),
     "32x1 blocks do not mind columns": (
-        MXFP8,
-        {"columns": {"tp": 512}},
-        {"rowwise_scale": (("tp",), (256, 512))},
-    ),
+        MXFP8, {"columns": {"tp": 512}}, {"rowwise_scale": (("tp",), (256, 512))}),
     "both of them": (
-        MXFP8,
-        {"rows": {"tp": 16}, "columns": {"fsdp": 32}},
-        {"rowwise_scale": (("fsdp",), (16, 512)), "columnwise_scale": (("tp",), (256, 16))},
-    ),
+        MXFP8, {"rows": {"tp": 16}, "columns": {"fsdp": 32}},
+        {"rowwise_scale": (("fsdp",), (16, 512)), "columnwise_scale": (("tp",), (256, 16))}),
     "square blocks in both": (
-        MXFP8_2D,
-        {"rows": {"tp": 16}, "columns": {"fsdp": 32}},
-        {"rowwise_scale": (("tp", "fsdp"), (256, 512))},
-    ),
+        MXFP8_2D, {"rows": {"tp": 16}, "columns": {"fsdp": 32}},
+        {"rowwise_scale": (("tp", "fsdp"), (256, 512))}),
     "the outer axis leaves whole blocks": (
-        MXFP8_2D,
-        {"rows": {"tp": 4, "fsdp": 4}},
-        {"rowwise_scale": (("fsdp",), (64, 512))},
-    ),
+        MXFP8_2D, {"rows": {"tp": 4, "fsdp": 4}}, {"rowwise_scale": (("fsdp",), (64, 512))}),
     "the outer axis cuts blocks": (
-        FP8_BLOCK,
-        {"rows": {"tp": 4, "fsdp": 2}},
-        {"rowwise_scale": (("tp", "fsdp"), (256, 512))},
-    ),
+        FP8_BLOCK, {"rows": {"tp": 4, "fsdp": 2}}, {"rowwise_scale": (("tp", "fsdp"), (256, 512))}),
     "an axis of one rank": (MXFP8, {"rows": {"tp": 1}}, {}),
     "the amax of an expert": (
-        NVFP4,
-        {"experts": {"ep": 2}, "rows": {"tp": 2}, "columns": {"fsdp": 2}},
-        {"global_amax": (("tp", "fsdp"), (256, 512))},
-    ),
+        NVFP4, {"experts": {"ep": 2}, "rows": {"tp": 2}, "columns": {"fsdp": 2}},
+        {"global_amax": (("tp", "fsdp"), (256, 512))}),
     "blocks of an expert, and its amax": (
-        NVFP4,
-        {"rows": {"tp": 2, "fsdp": 16}},
-        {"rowwise_scale": (("fsdp",), (128, 512)), "global_amax": (("tp", "fsdp"), (256, 512))},
-    ),
+        NVFP4, {"rows": {"tp": 2, "fsdp": 16}},
+        {"rowwise_scale": (("fsdp",), (128, 512)), "global_amax": (("tp", "fsdp"), (256, 512))}),
     "bf16": ("bf16", {"rows": {"tp": 256}, "columns": {"fsdp": 512}}, {}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("format", "axes", "maxima"), RULES.values(), ids=RULES)
@@ -115,7 +95,7 @@ def cut_weights(draw):
     return format, tuple(shape), axes
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(weight=cut_weights())
 def test_an_axis_is_needed_where_the_owners_of_some_block_differ_along_it(weight):
     """Neither more axes nor fewer, and what is reduced has every block of every owner in it."""
@@ -144,7 +124,7 @@ def test_an_axis_is_needed_where_the_owners_of_some_block_differ_along_it(weight
         assert needed == set(by_name[name].axes if name in by_name else ()), (name, partition)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(weight=cut_weights())
 def test_slices_of_all_ranks_cover_each_buffer_and_overlap_only_where_it_says_so(weight):
     format, shape, axes = weight
@@ -172,7 +152,7 @@ def flat_cuts(draw):
     return format, (experts, rows, cols), draw(st.sampled_from([1, experts])), factors
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(weight=flat_cuts(), data=st.data())
 def test_shards_of_a_bucket_are_a_cut_of_experts_and_then_of_rows(weight, data):
     """Exchanged maxima, whole block rows, and gathered bytes agree with the bucket layouts."""
@@ -233,33 +213,23 @@ REFUSED = {
         r"^fc1: expected equal parts, got 32 rows for the 5 ranks of fsdp\. Cut by a divisor of 32",
     ),
     "uneven experts": (
-        ("bf16", {"experts": {"ep": 3}}, (4, 64, 32)),
-        LayoutError,
-        "equal parts, got 4 experts for the 3 ranks of ep",
-    ),
+        ("bf16", {"experts": {"ep": 3}}, (4, 64, 32)), LayoutError,
+        "equal parts, got 4 experts for the 3 ranks of ep"),
     "a shape the format cannot hold": (
-        (MXFP8, {}, (1, 48, 32)),
-        LayoutError,
-        r"^fc1: mxfp8 needs rows and columns divisible by 32, got \[48, 32\]",
-    ),
+        (MXFP8, {}, (1, 48, 32)), LayoutError,
+        r"^fc1: mxfp8 needs rows and columns divisible by 32, got \[48, 32\]"),
     "a shape of two sizes": (("bf16", {}, (64, 32)), LayoutError, r"^fc1: .*\[64, 32\]"),
     "an axis that cuts twice": (
-        (MXFP8, {"rows": {"tp": 2}, "columns": {"tp": 2}}, (1, 64, 64)),
-        ConfigError,
-        "expected each mesh axis once, with one rank or more, got tp: 2 for columns. Flatten",
-    ),
+        (MXFP8, {"rows": {"tp": 2}, "columns": {"tp": 2}}, (1, 64, 64)), ConfigError,
+        "expected each mesh axis once, with one rank or more, got tp: 2 for columns. Flatten"),
     "an axis without ranks": (
-        (MXFP8, {"rows": {"tp": 0}}, (1, 64, 64)),
-        ConfigError,
-        "one rank or more, got tp: 0 for rows",
-    ),
+        (MXFP8, {"rows": {"tp": 0}}, (1, 64, 64)), ConfigError,
+        "one rank or more, got tp: 0 for rows"),
     "an unknown dimension": (
-        (MXFP8, {"cols": {"tp": 2}}, (1, 64, 64)),
-        ConfigError,
-        "expected experts, rows, columns, got cols",
-    ),
+        (MXFP8, {"cols": {"tp": 2}}, (1, 64, 64)), ConfigError,
+        "expected experts, rows, columns, got cols"),
     "an unknown format": (("mxfp6", {}, (1, 64, 64)), ConfigError, "got 'mxfp6'"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("cut", "error", "message"), REFUSED.values(), ids=REFUSED)

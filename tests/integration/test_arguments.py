@@ -124,57 +124,35 @@ def test_a_wrong_request_is_refused_by_name(argv, message):
 # What Megatron does to arguments
 
 
-def _parse_with_megatron(argv: list[str]) -> tuple[bool, list[str] | None, Any]:
-    """Return the flag and fields in Megatron's ``args``, and what the command line asks for."""
-    from megatron.training.arguments import parse_args
-
-    sys.argv = ["pretrain", *argv]
-    args = parse_args(extra_args_provider=add_moe_optim_arguments)
-    on = getattr(args, "use_moe_grouped_optim", None)
-    return on, getattr(args, "moe_optim_set", None), config_from_argv(sys.argv[1:])
-
-
-def test_megatrons_parser_knows_the_flags():
-    argv = ["--num-layers", "2", FLAG, "--moe-optim-set", "format=bf16"]
-    ((on, fields, request),) = run_ranks(1, _parse_with_megatron, argv)
-    assert (on, fields) == (True, ["format=bf16"])
-    assert request == MoEOptimConfig(format="bf16")
-
-
-def test_the_flags_survive_a_yaml_configuration(tmp_path: Path):
-    """``--yaml-cfg`` replaces Megatron's args, ours included; the command line stays."""
-    path = tmp_path / "megatron.yaml"
-    path.write_text("{num_layers: 2, disable_msc_deprecated: false, enable_msc: false}")
-    argv = ["--yaml-cfg", str(path), FLAG, "--moe-optim-set", "format=bf16"]
-    ((on, fields, request),) = run_ranks(1, _parse_with_megatron, argv)
-    assert (on, fields) == (None, None)
-    assert request == MoEOptimConfig(format="bf16")
-
-
-def _load_arguments_of_a_checkpoint(argv: list[str]) -> tuple[bool, Any, int]:
-    """Read arguments from a checkpoint that was saved without the plug-in."""
+def _parse_with_megatron(file: Path) -> list[tuple[Any, Any, Any]]:
+    """Return flag, fields and what the command line asks for: of flags, a file, a checkpoint."""
     from megatron.training import checkpointing
     from megatron.training.arguments import parse_args
 
-    sys.argv = ["pretrain", *argv]
-    args = parse_args(extra_args_provider=add_moe_optim_arguments)
-    saved = SimpleNamespace(
-        **vars(args) | {"use_moe_grouped_optim": False, "moe_optim_set": [], "num_experts": 4}
-    )
-    checkpointing._load_base_checkpoint = lambda *_args, **_kwargs: (
-        {"args": saved, "iteration": 3, "checkpoint_version": 3.0},
-        "iter_0000003",
-        False,
-        None,
-    )
-    checkpointing.load_args_from_checkpoint(args)
-    return args.use_moe_grouped_optim, config_from_argv(sys.argv[1:]), args.num_experts
+    own = [FLAG, "--moe-optim-set", "format=bf16"]
+    found = []
+    sources = (["--num-layers", "2"], ["--yaml-cfg", str(file)], ["--use-checkpoint-args"])
+    for argv in sources:
+        sys.argv = ["pretrain", *argv, "--load", "x", *own]
+        args = parse_args(extra_args_provider=add_moe_optim_arguments)
+        if argv == sources[-1]:  # saved without the plug-in
+            own_values = {"use_moe_grouped_optim": False, "moe_optim_set": [], "num_experts": 4}
+            state = {"args": SimpleNamespace(**vars(args) | own_values), "iteration": 3}
+            loaded = state | {"checkpoint_version": 3.0}, "iter_0000003", False, None
+            checkpointing._load_base_checkpoint = lambda *_, loaded=loaded, **__: loaded
+            checkpointing.load_args_from_checkpoint(args)
+            assert args.num_experts == 4
+        on = getattr(args, "use_moe_grouped_optim", None)
+        found.append((on, getattr(args, "moe_optim_set", None), config_from_argv(sys.argv[1:])))
+    return found
 
 
-def test_the_flags_survive_the_arguments_of_a_checkpoint():
-    """``--use-checkpoint-args`` takes the model's shape from the file, and not our flags."""
-    argv = ["--use-checkpoint-args", "--load", "x", FLAG, "--moe-optim-set", "format=bf16"]
-    ((on, request, experts),) = run_ranks(1, _load_arguments_of_a_checkpoint, argv)
-    assert experts == 4
-    assert on is True
-    assert request == MoEOptimConfig(format="bf16")
+def test_nothing_that_megatron_does_to_arguments_loses_what_the_command_line_asks_for(tmp_path):
+    """``--yaml-cfg`` replaces its args, ours included; ``--use-checkpoint-args`` takes the model's
+    shape from the file, and not our flags."""
+    file = tmp_path / "megatron.yaml"
+    file.write_text("{num_layers: 2, disable_msc_deprecated: false, enable_msc: false}")
+    ((flags, from_file, from_checkpoint),) = run_ranks(1, _parse_with_megatron, file)
+    bf16 = MoEOptimConfig(format="bf16")
+    assert flags == from_checkpoint == (True, ["format=bf16"], bf16)
+    assert from_file == (None, None, bf16)

@@ -1,6 +1,7 @@
 """``format: auto`` is what is built: every object has the one format that is right."""
 
 import dataclasses
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,24 +20,18 @@ from moe_optim.weights import managed
 from tests.support import training
 from tests.support.ranks import run_ranks
 from tests.support.te import te_stand_ins
-from tests.support.training import Record, assert_same_run, pretrain
+from tests.support.training import Record, pretrain
 
 AUTO = MoEOptimConfig()
+BLOCKS = ("fp8_block", "fp8_block_fp32")
 FLAGS = ["--train-iters", "2", "--eval-interval", "2"]
 
 
-def test_a_format_that_is_given_stays():
-    for format in ("bf16", "mxfp8_2d", "nvfp4"):
-        config = MoEOptimConfig(format=format, expert_layout="indexed")
-        assert config.resolved("mxfp8") is config
-
-
-def test_auto_takes_the_format_and_every_other_knob_stays():
+def test_auto_alone_takes_the_format_and_every_other_setting_stays():
+    given = MoEOptimConfig(format="nvfp4", expert_layout="indexed")
+    assert given.resolved("mxfp8") is given
     config = MoEOptimConfig(wire="bf16", save_nonfinite=True)
     assert config.resolved("nvfp4") == dataclasses.replace(config, format="nvfp4")
-
-
-def test_knobs_that_do_not_go_with_what_auto_is_are_refused():
     with pytest.raises(ConfigError, match="^format: auto, bf16 here: record_amax: true"):
         MoEOptimConfig(record_amax=True).resolved("bf16")
 
@@ -90,70 +85,59 @@ def _find(config: MoEOptimConfig, *params: Any) -> Any:
     return requirements._find_setup(flags, [_chunk(*params)], config)
 
 
-def _two_formats() -> list[str]:
+def _find_refusals() -> tuple[list[str], dict[str, dict[str, list[str]]]]:
+    """Return refusals of two formats; then of FP8 blocks by stored and requested format.
+
+    Formats of managed weights where nothing is refused.
+    """
+    from megatron.core.distributed import param_and_grad_buffer as upstream
+
     mixed = [
         te_stand_ins.MXFP8Tensor(MXFP8, torch.randn(32, 32)),
         te_stand_ins.NVFP4Tensor(NVFP4, torch.randn(32, 32)),
     ]
-    return refusals(dataclasses.replace(_find(AUTO, *mixed), quantized=False))
-
-
-def test_weights_of_two_formats_are_refused():
-    ((message,),) = run_ranks(1, _two_formats)
-    assert message.startswith("format: auto with weights in mxfp8 and nvfp4: expected quantized")
-
-
-def _each_name_of_fp8_blocks(stored: str) -> dict[str, list[str]]:
-    """Return formats of managed weights, or else refusals, by the format that is asked for."""
-    from megatron.core.distributed import param_and_grad_buffer as upstream
-
+    two = refusals(dataclasses.replace(_find(AUTO, *mixed), quantized=False))
     upstream._param_uses_quantized_storage = lambda _: True  # as of Transformer Engine's classes
-    told = {}
-    for asked in ("auto", "fp8_block", "fp8_block_fp32"):
+    told: dict[str, dict[str, list[str]]] = {}
+    for stored, asked in product(BLOCKS, ("auto", *BLOCKS)):
         stand_in = te_stand_ins.Float8BlockwiseQTensor(FORMATS[stored], torch.randn(128, 128))
-        weight = te_stand_ins.as_parameter(stand_in)
-        setup = _find(MoEOptimConfig(format=asked), weight)
-        told[asked] = setup.stored or refusals(setup)
-    return told
+        setup = _find(MoEOptimConfig(format=asked), te_stand_ins.as_parameter(stand_in))
+        told.setdefault(stored, {})[asked] = setup.stored or refusals(setup)
+    return two, told
 
 
-@pytest.mark.parametrize(
-    ("stored", "other", "said"),
-    [("fp8_block_fp32", "fp8_block", "with"), ("fp8_block", "fp8_block_fp32", "without")],
-)
-def test_fp8_blocks_of_other_scales_than_those_of_the_weights_are_refused_by_their_variable(
-    stored: str, other: str, said: str
-):
-    """Whatever the environment is by then: the quantizers of the weights decide."""
-    (told,) = run_ranks(1, _each_name_of_fp8_blocks, stored)
-    (message,) = told.pop(other)
-    assert told == {"auto": [stored], stored: [stored]}
-    weights = f"weights that take {stored} ({said} {FP32_SCALES}=1)"
-    assert message.startswith(f"format: {other} with {weights}: --fp8-recipe or --fp4-recipe makes")
+def test_weights_of_other_formats_than_the_one_requested_are_refused():
+    """Whatever Transformer Engine's variable is by then: the quantizers of the weights decide."""
+    (((message,), told),) = run_ranks(1, _find_refusals)
+    assert message.startswith("format: auto with weights in mxfp8 and nvfp4: expected quantized")
+    for stored, other, said in zip(BLOCKS, BLOCKS[::-1], ("without", "with"), strict=True):
+        (message,) = told[stored].pop(other)
+        assert told[stored] == {"auto": [stored], stored: [stored]}
+        weights = f"weights that take {stored} ({said} {FP32_SCALES}=1)"
+        assert message.startswith(f"format: {other} with {weights}: --fp8-recipe or --fp4-recipe")
 
 
-@pytest.mark.parametrize("asked", ["bf16", "mxfp8"])
-def test_weights_with_one_scale_are_refused_under_another_format_on_every_rank(asked: str):
+def test_weights_with_one_scale_are_refused_under_another_format_on_every_rank():
     """Also by ranks that have none of them: a pipeline stage may lack what another holds."""
-    for (message,) in run_ranks(2, _one_scale_on_one_rank, asked):
-        assert message.startswith(f"format: {asked} with weights that take auto: --fp8-recipe")
+    for (message,) in run_ranks(2, _one_scale_on_one_rank):
+        assert message.startswith("format: bf16 with weights that take auto: --fp8-recipe")
         assert "Set --moe-optim-set format=auto, or drop --fp8-param-gather" in message
 
 
-def _one_scale_on_one_rank(asked: str) -> list[str]:
+def _one_scale_on_one_rank() -> list[str]:
     cpu_runtime.install()
     dist.init_process_group("gloo")
     quantizer = te_stand_ins.Float8CurrentScalingQuantizer()
     weight = te_stand_ins.Float8Tensor(torch.randn(32, 32), quantizer)
     params = [weight] if dist.get_rank() == 0 else []
-    setup = _find(MoEOptimConfig(format=asked), *params)
+    setup = _find(MoEOptimConfig(format="bf16"), *params)
     return refusals(dataclasses.replace(setup, tensorwise=False))
 
 
 # Megatron's own loop: portable experts, and none
 
 
-def _train(flags: list[str], config: MoEOptimConfig, *without: str) -> Record:
+def _train(flags: list[str], *without: str) -> Record:
     """Train without some of the flags that all runs of these tests have."""
     training.MODEL = [flag for flag in training.MODEL if flag not in without]
 
@@ -162,36 +146,22 @@ def _train(flags: list[str], config: MoEOptimConfig, *without: str) -> Record:
         storages = [p.quantized_storage for p in params if managed.is_managed(p)]
         return {storage.format.name for storage in storages}
 
-    return pretrain([*FLAGS, *flags], config, observe=formats)
+    return pretrain([*FLAGS, *flags], AUTO, observe=formats)
 
 
-def test_portable_experts_are_mxfp8_to_the_bit():
-    for auto, explicit in zip(
-        run_ranks(2, _train, [], AUTO),
-        run_ranks(2, _train, [], MoEOptimConfig(format="mxfp8")),
-        strict=True,
-    ):
-        assert auto.extra == {"mxfp8"}
-        assert_same_run(auto, explicit, what="auto against mxfp8")
-
-
-def test_without_portable_experts_it_is_bf16_to_the_bit():
-    """Megatron's own experts, in the buffers and under the optimizer of this package."""
-    (auto,) = run_ranks(1, _train, [], AUTO, "--moe-grouped-gemm")
-    bf16 = MoEOptimConfig(format="bf16")
-    (explicit,) = run_ranks(1, _train, [], bf16, "--moe-grouped-gemm")
-    assert (auto.extra, auto.classes) == (set(), {"GroupedDistributedOptimizer"})
-    assert_same_run(auto, explicit, what="auto against bf16")
-
-
-def test_it_is_resolved_after_the_arguments_of_a_checkpoint(tmp_path: Path):
+def test_portable_experts_are_mxfp8_after_the_arguments_of_a_checkpoint(tmp_path: Path):
     """``--use-checkpoint-args`` brings ``--moe-grouped-gemm`` back, and with it the experts."""
     flags = ["--save", str(tmp_path), "--load", str(tmp_path), "--use-checkpoint-args"]
-    run_ranks(1, _train, flags[:2], AUTO)
+    (saved,) = run_ranks(1, _train, flags[:2])
     longer = ["--train-iters", "3", "--override-opt_param-scheduler"]
-    (resumed,) = run_ranks(1, _train, [*flags, *longer], AUTO, "--moe-grouped-gemm")
-    assert resumed.extra == {"mxfp8"}
+    (resumed,) = run_ranks(1, _train, [*flags, *longer], "--moe-grouped-gemm")
+    assert saved.extra == resumed.extra == {"mxfp8"}
     assert list(resumed.losses) == [3]
+
+
+def test_megatrons_own_experts_are_bf16_under_the_optimizer_of_this_package():
+    (auto,) = run_ranks(1, _train, [], "--moe-grouped-gemm")
+    assert (auto.extra, auto.classes) == (set(), {"GroupedDistributedOptimizer"})
 
 
 # Messages before anything is built
@@ -213,15 +183,10 @@ def test_messages_name_what_flags_say(flags: str, format: str):
     assert spell_format("mxfp8_2d", flags.split()) == "mxfp8_2d"
 
 
-@pytest.mark.parametrize(
-    ("value", "format"),
-    [(None, "fp8_block"), ("0", "fp8_block"), ("true", "fp8_block"), ("1", "fp8_block_fp32")],
-)
+@pytest.mark.parametrize(("value", "format"), [("0", "fp8_block"), ("1", "fp8_block_fp32")])
 def test_messages_name_the_scales_that_a_variable_of_transformer_engine_sets(
-    value: str | None, format: str, monkeypatch: pytest.MonkeyPatch
+    value: str, format: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.delenv(FP32_SCALES, raising=False)
-    if value is not None:
-        monkeypatch.setenv(FP32_SCALES, value)
+    monkeypatch.setenv(FP32_SCALES, value)
     flags = "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather"
     assert spell_format("auto", flags.split()) == format

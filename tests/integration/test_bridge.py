@@ -122,18 +122,18 @@ def configured() -> dict[str, Any]:
     return run_ranks(1, _configure)[0]
 
 
-def test_nothing_is_checked_or_installed_before_it_is_finalized(configured):
-    """Recipes build it, and command lines change it, before it has to make sense."""
+def test_finalizing_checks_and_installs_what_overrides_left_and_nothing_before_it(configured):
+    """Recipes build it, and command lines change it, field by field, before it has to make sense.
+    The settings are a plain mapping; a second call changes nothing, another installation fails."""
     assert configured["is one of Megatron's"]
     assert configured["refused by Megatron"].startswith("ValueError: overlap_param_gather_with_opt")
-    assert configured["installed before"] is None
-
-
-def test_finalizing_installs_what_overrides_left(configured):
-    """All fields are set anew, the knobs as a plain mapping; a second call changes nothing."""
-    assert configured["installed"] == NVFP4
     assert "optimizer.moe_optim: expected a key among format" in configured["misspelt"]
+    assert configured["installed before"] is None
+    assert configured["installed"] == NVFP4
     assert "Call moe_optim.uninstall() first" in configured["another"]
+    refusal = configured["another optimizer"]
+    assert refusal.startswith("StateError: install: expected the optimizer that is installed, adam")
+    assert refusal.endswith("got muon. Call moe_optim.uninstall() first.")
 
 
 def test_a_model_that_was_not_built_under_these_knobs_gets_no_optimizer(configured):
@@ -146,19 +146,10 @@ def test_a_model_that_was_not_built_under_these_knobs_gets_no_optimizer(configur
     assert " with adam. Call finalize()" in refusal
 
 
-@pytest.mark.parametrize("name", ["muon", "dist_muon"])
-def test_muon_becomes_a_distributed_optimizer_when_it_is_finalized(configured, name):
+def test_muon_becomes_a_distributed_optimizer_when_it_is_finalized(configured):
     """Under both names; Megatron-Bridge then turns on the distributed optimizer of DDP, too."""
-    assert configured[name] == ("muon", True, False, "muon")
+    assert configured["muon"] == configured["dist_muon"] == ("muon", True, False, "muon")
     assert configured["provided to Muon"] == ["an optimizer"] * 2
-
-
-def test_another_optimizer_than_the_installed_one_is_refused(configured):
-    refusal = configured["another optimizer"]
-    assert refusal.startswith(
-        "StateError: install: expected the optimizer that is installed, adam,"
-    )
-    assert refusal.endswith("got muon. Call moe_optim.uninstall() first.")
 
 
 def test_interleaved_experts_are_refused_where_they_are_the_first_axis(configured):
@@ -359,29 +350,17 @@ def _train_as_bridge(flags: list[str], folder: Path) -> Record:
     return pretrain(flags, None, observe=observe)
 
 
-@pytest.fixture(scope="module")
-def bridged(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
-    return run_ranks(2, _train_as_bridge, FLAGS, tmp_path_factory.mktemp("checkpoints"))
-
-
-def test_training_is_that_of_install_by_hand(bridged):
-    """Two ranks, overlapped gathers, clipped gradients, evaluations: to the bit, all of it."""
+def test_training_is_that_of_install_by_hand_and_checkpoints_bring_everything_back(tmp_path):
+    """Two ranks, overlapped gathers, clipped gradients, evaluations: to the bit, all of it. Masters
+    moments and quantized bytes come back in both sharding types, by the calls that it makes; it
+    calls ``dist_checkpointing.load`` as an attribute, so that loads look for damage first."""
+    bridged = run_ranks(2, _train_as_bridge, FLAGS, tmp_path)
     by_hand = run_ranks(2, pretrain, FLAGS, NVFP4)
     for ours, hand in zip(bridged, by_hand, strict=True):
         assert ours.extra["order"] == ["finalized nvfp4", "wrapped", "provided"]
         assert ours.classes == {"GroupedDistributedOptimizer"}
         assert any(name.endswith("rowwise_data") for name in ours.weights)
         assert_same_run(ours, hand, what="bridged")
-
-
-def test_its_checkpoints_bring_everything_back(bridged):
-    """Masters, moments and quantized bytes, in both sharding types, by the calls that it makes."""
-    for record in bridged:
-        assert record.extra["dp_reshardable"] == record.extra["fully_reshardable"] > 0
-
-
-def test_its_loads_look_for_damage_first(bridged):
-    """It calls ``dist_checkpointing.load`` as an attribute, so ours stands there."""
-    for record in bridged:
-        assert record.extra["damaged"].startswith("StateError: ")
-        assert ".distcp" in record.extra["damaged"]
+        assert ours.extra["dp_reshardable"] == ours.extra["fully_reshardable"] > 0
+        assert ours.extra["damaged"].startswith("StateError: ")
+        assert ".distcp" in ours.extra["damaged"]

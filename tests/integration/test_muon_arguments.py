@@ -4,10 +4,13 @@ import contextlib
 import io
 import os
 import sys
+import tempfile
 import types
 from argparse import Namespace
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -26,7 +29,6 @@ RUN = ["--train-iters", "2", "--eval-interval", "2"]
 GIVEN = {  # flags of a run
     "with --use-distributed-optimizer": MODEL,
     "without it": ALONE,
-    "with overlap": [*MODEL, *OVERLAP],
     "without it, with overlap": [*ALONE, *OVERLAP],
     "fully reshardable": [*MODEL, "--dist-ckpt-optim-fully-reshardable"],
     "files of ranks": [*MODEL, "--ckpt-format", "torch"],
@@ -38,6 +40,16 @@ SCRIPT = """
 from megatron.training.arguments import parse_and_validate_args
 args = parse_and_validate_args()
 """
+
+
+def _begin_anew() -> None:
+    """Forget what this process has installed, and Megatron its arguments."""
+    from megatron.training.global_vars import unset_global_variables
+
+    from moe_optim.integration import installation
+
+    installation.uninstall()
+    unset_global_variables()
 
 
 def _run_script(script: Path, argv: list[str]) -> Namespace:
@@ -69,7 +81,7 @@ def _run_patched_tree(_script: Path, argv: list[str]) -> Namespace:
 
     cpu_runtime.install()
     name = "megatron.training.arguments"
-    tree = copy_diffed_files(_script.parent / f"tree of {os.getpid()}")
+    tree = copy_diffed_files(Path(tempfile.mkdtemp(dir=_script.parent)) / "tree")
     apply_diffs(tree, load_diffs())
     for module in (HOOK, name):
         path = tree / f"{module.replace('.', '/')}.py"
@@ -82,26 +94,30 @@ def _run_patched_tree(_script: Path, argv: list[str]) -> Namespace:
 HOOKS = {"run": _run_script, "train": _train, "patched tree": _run_patched_tree}
 
 
-def _settle(hook: str, script: Path, argv: list[str]) -> dict[str, Any]:
-    """Return what arguments, configurations and installation become."""
+def _settle(
+    hook: str, script: Path, cases: Sequence[str], optimizers: Sequence[str]
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return what arguments, configurations and installation become, by case and optimizer."""
     from megatron.training.training import (
         get_megatron_ddp_config,
         get_megatron_optimizer_config,
     )
 
-    from moe_optim.integration.installation import installed_optimizer
+    from moe_optim.integration import installation
 
-    args = HOOKS[hook](script, argv)
-    settled = {name: str(value) for name, value in vars(args).items()}
-    config, _ = get_megatron_optimizer_config(args)
-    return {
-        "arguments": settled,
-        "optimizer": config.optimizer,
-        "distributed": (config.use_distributed_optimizer, get_megatron_ddp_config(args)
-                        .use_distributed_optimizer),
-        "layer-wise": config.use_layer_wise_distributed_optimizer,
-        "installed": installed_optimizer(),
-    }  # fmt: skip
+    found = {}
+    for given, optimizer in product(cases, optimizers):
+        _begin_anew()
+        args = HOOKS[hook](script, [*GIVEN[given], *RUN, *PLUGIN, "--optimizer", optimizer])
+        config, _ = get_megatron_optimizer_config(args)
+        ddp = get_megatron_ddp_config(args)
+        found[given, optimizer] = {
+            "arguments": {name: str(value) for name, value in vars(args).items()},
+            "distributed": (config.use_distributed_optimizer, ddp.use_distributed_optimizer),
+            "layer-wise": config.use_layer_wise_distributed_optimizer,
+            "installed": (config.optimizer, installation.installed_optimizer()),
+        }
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -111,37 +127,38 @@ def script(tmp_path_factory) -> Path:
     return path
 
 
-def settle(hook: str, script: Path, given: str, optimizer: str) -> dict[str, Any]:
-    argv = [*GIVEN[given], *RUN, *PLUGIN, "--optimizer", optimizer]
-    (found,) = run_ranks(1, _settle, hook, script, argv)
-    return found  # type: ignore[no-any-return]
+def assert_same_but_for_the_name(adam: dict[str, Any], muon: dict[str, Any], frozen: bool) -> None:
+    ours, theirs = muon["arguments"], adam["arguments"]
+    differing = {key for key in ours | theirs if ours.get(key) != theirs.get(key)}
+    assert differing == {"optimizer"} and ours["optimizer"] == "muon"
+    assert muon["distributed"] == adam["distributed"] == (not frozen,) * 2
+    assert muon["layer-wise"] is False
+    assert (muon["installed"], adam["installed"]) == (("muon", "muon"), ("adam", "adam"))
 
 
-CASES = [
-    *(("run", given) for given in GIVEN),
-    *(("train", given) for given in ("with --use-distributed-optimizer", "without it")),
-    *(
-        pytest.param("patched tree", given, marks=needs_diffed_files)
-        for given in ("with --use-distributed-optimizer", "without it", "frozen")
-    ),
-]
-
-
-@pytest.mark.parametrize(("hook", "given"), CASES)
-def test_arguments_of_muon_are_those_of_adam_but_for_the_name(script, hook, given):
+@pytest.mark.parametrize(
+    ("hook", "cases"),
+    [
+        ("run", list(GIVEN)),
+        pytest.param("patched tree", ["without it", "frozen"], marks=needs_diffed_files),
+    ],
+)
+def test_arguments_of_muon_are_those_of_adam_but_for_the_name(script, hook, cases):
     """All of them, so that buffers and checkpoints take the same ways; also its deprecated name."""
-    adam = settle(hook, script, given, "adam")
-    for name in ("muon", "dist_muon"):
-        muon = settle(hook, script, given, name)
-        ours, theirs = muon["arguments"], adam["arguments"]
-        differing = {key for key in ours | theirs if ours.get(key) != theirs.get(key)}
-        assert differing == {"optimizer"} and ours["optimizer"] == muon["optimizer"] == "muon"
-        assert muon["distributed"] == adam["distributed"] == (given != "frozen",) * 2
-        assert muon["layer-wise"] is False
-        assert (muon["installed"], adam["installed"]) == ("muon", "adam")
+    (found,) = run_ranks(1, _settle, hook, script, cases, ("adam", "muon", "dist_muon"))
+    for given, name in product(cases, ("muon", "dist_muon")):
+        assert_same_but_for_the_name(found[given, "adam"], found[given, name], given == "frozen")
 
 
-def _settle_file(script: Path, optimizer: str) -> dict[str, Any]:
+def test_moe_optim_train_starts_with_the_same_arguments(script):
+    """A process each: Megatron keeps the first arguments that it initializes with."""
+    (adam,), (muon,) = (
+        run_ranks(1, _settle, "train", script, ["without it"], [name]) for name in ("adam", "muon")
+    )
+    assert_same_but_for_the_name(*adam.values(), *muon.values(), frozen=False)
+
+
+def _settle_file(script: Path, optimizer: str) -> tuple[Any, ...]:
     """Return what a patched tree makes of a file, and of which optimizer it is installed for."""
     from moe_optim.integration.installation import installed_optimizer
 
@@ -151,40 +168,19 @@ def _settle_file(script: Path, optimizer: str) -> dict[str, Any]:
     contents |= {"optimizer": optimizer, "use_distributed_optimizer": optimizer == "adam"}
     file.write_text(yaml.safe_dump(contents))
     args = _run_patched_tree(script, ["--yaml-cfg", str(file), *PLUGIN])
-    return {
-        "optimizer": args.optimizer,
-        "distributed": args.use_distributed_optimizer,
-        "layer-wise": getattr(args, "use_layer_wise_distributed_optimizer", False),
-        "installed": installed_optimizer(),
-    }
+    layer_wise = getattr(args, "use_layer_wise_distributed_optimizer", False)
+    return args.optimizer, args.use_distributed_optimizer, layer_wise, installed_optimizer()
 
 
 @needs_diffed_files
 def test_a_file_is_settled_in_a_patched_tree(script):
-    for name in ("adam", "muon", "dist_muon"):
-        (found,) = run_ranks(1, _settle_file, script, name)
-        settled = name.removeprefix("dist_")
-        want = {"optimizer": settled, "distributed": True, "layer-wise": False}
-        assert found == want | {"installed": settled}
-
-
-def _outcome(hook: str, script: Path, argv: list[str], first: str | None) -> str:
-    """Return the refusal of a run whose script has called ``install()`` for ``first``."""
-    from moe_optim.config import MoEOptimConfig
-    from moe_optim.integration.installation import install
-
-    if first is not None:
-        install(MoEOptimConfig(format="mxfp8"), optimizer=first)  # type: ignore[arg-type]
-    with contextlib.redirect_stderr(io.StringIO()) as told:
-        try:
-            HOOKS[hook](script, argv)
-        except MoEOptimError as error:
-            return f"{type(error).__name__}: {error}"
-    return told.getvalue()
+    for name, settled in (("adam", "adam"), ("dist_muon", "muon")):
+        assert run_ranks(1, _settle_file, script, name) == [(settled, True, False, settled)]
 
 
 WITHOUT_GLOO = [*MODEL, "--disable-gloo-process-groups"]
-REFUSED = {  # flags, optimizer of install() -> what is told
+TOLD: dict[str, tuple[list[str], Literal["adam", "muon"] | None, str]] = {
+    # flags, optimizer of install() -> what is told
     "states on the host": (
         [*MODEL, "--moe-optim-set", "offload_states=0.5"],
         None,
@@ -201,30 +197,44 @@ REFUSED = {  # flags, optimizer of install() -> what is told
         "StateError: --optimizer: expected the optimizer that is installed, adam, got muon. Call "
         'moe_optim.install(config, optimizer="muon")',
     ),
+    "installed for Muon": (MODEL, "muon", ""),
+    "a flag without effect": (
+        [*MODEL, "--no-use-layer-wise-param-layout"],
+        None,
+        "moe_optim: --no-use-layer-wise-param-layout: ",
+    ),
 }
 
 
-@pytest.mark.parametrize(("flags", "first", "told"), REFUSED.values(), ids=REFUSED)
-def test_what_megatron_checks_for_a_distributed_optimizer_alone_is_checked(
-    script, flags, first, told
-):
+def _tell(script: Path) -> dict[str, str]:
+    """Return what runs tell whose scripts have called ``install()`` for some optimizer."""
+    from moe_optim.config import MoEOptimConfig
+    from moe_optim.integration import installation
+
+    told = {}
+    for name, (flags, first, _) in TOLD.items():
+        _begin_anew()
+        if first is not None:
+            installation.install(MoEOptimConfig(format="mxfp8"), optimizer=first)
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                _run_script(script, [*flags, *RUN, *PLUGIN, "--optimizer", "muon"])
+                told[name] = said.getvalue()
+            except MoEOptimError as error:
+                told[name] = f"{type(error).__name__}: {error}"
+    return told
+
+
+def test_what_megatron_checks_for_a_distributed_optimizer_alone_is_checked(script):
     """Its validation takes Muon for another optimizer, and skips these. What Muon does not support
-    is refused, too, before a model is built."""
-    argv = [*flags, *RUN, *PLUGIN, "--optimizer", "muon"]
-    assert run_ranks(1, _outcome, "run", script, argv, first)[0].startswith(told)
-
-
-def test_an_installation_for_muon_takes_its_flag(script):
-    argv = [*MODEL, *RUN, *PLUGIN, "--optimizer", "muon"]
-    (said,) = run_ranks(1, _outcome, "run", script, argv, "muon")
-    assert "Error" not in said
-
-
-@pytest.mark.parametrize("hook", ["run", "train"])
-def test_a_flag_without_effect_is_remarked_on(script, hook):
-    argv = [*MODEL, *RUN, *PLUGIN, "--optimizer", "muon", "--no-use-layer-wise-param-layout"]
-    (said,) = run_ranks(1, _outcome, hook, script, argv, None)
-    assert said.count("moe_optim: --no-use-layer-wise-param-layout: ") == 1
+    is refused, too, before a model is built, and what has no effect is remarked on."""
+    (told,) = run_ranks(1, _tell, script)
+    for name, (_, _, beginning) in TOLD.items():
+        lines = [line for line in told[name].splitlines() if "moe_optim" in line or "Error" in line]
+        if beginning:
+            assert told[name].count(beginning) == 1 and lines[-1].startswith(beginning), name
+        else:
+            assert lines == [], name
 
 
 def _train_without_hooks(format: str) -> str:

@@ -254,13 +254,16 @@ def found_later() -> dict[str, list[str]]:
     return run_ranks(1, _list_later)[0]
 
 
+def assert_begin(faults: list[str], beginnings: list[str]) -> None:
+    assert len(faults) == len(beginnings), faults
+    for fault, beginning in zip(faults, beginnings, strict=True):
+        assert fault.startswith(beginning)
+
+
 @pytest.mark.parametrize("case", LATER)
 def test_what_megatron_tells_while_it_builds_or_trains_is_foreseen(found_later, case):
     """Its own builder and scheduler answer; several faults are told at once."""
-    faults, want = found_later[case], LATER[case][1]
-    assert len(faults) == len(want), faults
-    for fault, beginning in zip(faults, want, strict=True):
-        assert fault.startswith(beginning)
+    assert_begin(found_later[case], LATER[case][1])
 
 
 def test_layers_are_those_that_the_script_is_built_from(found_later):
@@ -269,7 +272,7 @@ def test_layers_are_those_that_the_script_is_built_from(found_later):
     assert fault.startswith("Megatron: ") and "sequence parallel" in fault.lower()
 
 
-def _build_over(argv: list[str]) -> list[str]:
+def _build_over() -> list[list[str]]:
     """Return the faults where one more module of Megatron's asks its weight for a value."""
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.training.arguments import parse_and_validate_args
@@ -285,14 +288,17 @@ def _build_over(argv: list[str]) -> list[str]:
         self.weight.sum().item()
 
     TopKRouter.__init__ = ask
-    sys.argv = ["script", *argv]
-    return list_faults(parse_and_validate_args, argv)
+    found = []
+    for argv in (but(), but("--moe-router-topk", "8")):
+        sys.argv = ["script", *argv]
+        found.append(list_faults(parse_and_validate_args, argv))
+    return found
 
 
 def test_what_only_a_model_without_memory_cannot_is_no_fault():
     """The table is told even so."""
-    assert run_ranks(1, _build_over, but())[0] == []
-    (fault,) = run_ranks(1, _build_over, but("--moe-router-topk", "8"))[0]
+    ((none, (fault,)),) = run_ranks(1, _build_over)
+    assert none == []
     assert fault.startswith("Megatron: --moe-router-topk")
 
 
@@ -334,18 +340,13 @@ def found() -> dict[str, tuple[list[str], str]]:
 def test_every_fault_is_listed_once_and_no_other(found, case):
     """In the order parse, settle, plug-in; Megatron prints nothing meanwhile."""
     faults, printed = found[case]
-    want = CASES[case][1]
-    assert len(faults) == len(want), faults
-    for fault, beginning in zip(faults, want, strict=True):
-        assert fault.startswith(beginning)
+    assert_begin(faults, CASES[case][1])
     assert printed == ""
 
 
-def test_without_a_launcher_as_many_ranks_are_meant_as_the_parallel_sizes_need(found):
-    assert found["no launcher"][0] == []
-
-
 def test_a_script_that_never_comes_to_its_arguments_is_a_fault(found):
+    """Without a launcher as many ranks are meant as the parallel sizes need."""
+    assert found["no launcher"][0] == []
     assert found["no parser"][0][0].startswith("expected a script that has Megatron parse")
     ends = "expected a script that has Megatron parse its arguments, got one that ends before it: "
     (own,) = found["own parser"][0]
@@ -355,24 +356,32 @@ def test_a_script_that_never_comes_to_its_arguments_is_a_fault(found):
 
 
 def _dry_run(script: Path) -> list[tuple[int, str]]:
-    """Return exit code and last words of `moe-optim run --dry-run`, with and without a fault."""
+    """Return exit code and last words of dry runs, and of a run without Transformer Engine."""
     from moe_optim.commands.cli import main as cli
 
     said = []
-    for argv in (but(), but("--num-expert", "4")):
+    hide_transformer_engine()
+    dry = ["run", "--dry-run", str(script)]
+    wrong = but("--num-expert", "4")
+    missing = but(LOCAL, "transformer_engine")
+    for argv in ([*dry, *but()], [*dry, *wrong], ["run", str(script), *missing]):
         with contextlib.redirect_stderr(io.StringIO()) as errors:
-            code = cli.main(["run", "--dry-run", str(script), *argv])
+            code = cli.main(argv)
         said.append((code, errors.getvalue()))
     return said
 
 
 def test_the_command_runs_a_script_until_its_arguments_are_settled(tmp_path):
-    """It exits with 0 where nothing is wrong, else with 2; the rest of the script never runs."""
+    """It exits with 0 where nothing is wrong, else with 2; the rest of the script never runs. A run
+    says that Transformer Engine is missing before Megatron calls the class that it lacks."""
     script = tmp_path / "pretrain_mine.py"
     script.write_text(
         PRETRAIN.replace("    config =", "    raise SystemExit('too far')\n    config =")
     )
-    ((fine, wrong),) = run_ranks(1, _dry_run, script)
+    ((fine, wrong, missing),) = run_ranks(1, _dry_run, script)
+    assert missing[0] == 2
+    last = missing[1].splitlines()[-1]
+    assert last.startswith("error: --transformer-impl: expected Transformer Engine for transformer")
     assert fine[0] == 0
     assert wrong[0] == 2
     assert (
@@ -380,23 +389,6 @@ def test_the_command_runs_a_script_until_its_arguments_are_settled(tmp_path):
         in wrong[1]
     )
     assert wrong[1].splitlines()[-1].startswith("  --num-expert: no such flag. Write --num-experts")
-
-
-def _run_without_te(script: Path) -> str:
-    from moe_optim.commands.cli import main as cli
-
-    hide_transformer_engine()
-    with contextlib.redirect_stderr(io.StringIO()) as errors:
-        assert cli.main(["run", str(script), *but(LOCAL, "transformer_engine")]) == 2
-    return errors.getvalue().splitlines()[-1]
-
-
-def test_a_run_for_which_transformer_engine_is_missing_says_so(tmp_path):
-    """Before Megatron calls the class that it could not import."""
-    script = tmp_path / "pretrain_mine.py"
-    script.write_text(PRETRAIN)
-    (line,) = run_ranks(1, _run_without_te, script)
-    assert line.startswith("error: --transformer-impl: expected Transformer Engine for transformer")
 
 
 LATE = {
@@ -409,14 +401,11 @@ LATE = {
 }
 
 
-@pytest.mark.parametrize("case", LATE)
-def test_an_installation_after_the_model_is_found_in_the_script(case, tmp_path):
+def test_an_installation_after_the_model_is_found_in_the_script(tmp_path):
     from moe_optim.integration.preflight import find_late_install
 
-    source, is_late = LATE[case]
     script = tmp_path / "mine.py"
-    script.write_text(source)
-    found = find_late_install(script)
-    assert (found is not None) == is_late
-    if found:
-        assert "expected install() before the model is built, got it after " in found
+    for case, (source, is_late) in LATE.items():
+        script.write_text(source)
+        found = find_late_install(script) or ""
+        assert ("expected install() before the model is built" in found) == is_late, case

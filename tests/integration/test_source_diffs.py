@@ -64,33 +64,22 @@ def test_every_patch_that_install_applies_has_its_diff_and_no_diff_names_another
 
 
 @needs_diffed_files
-@pytest.mark.parametrize("patch", REBOUND.values(), ids=lambda patch: patch.id)
-def test_a_diff_replaces_what_the_patch_targets_where_the_patch_targets_it(patch):
-    """In the module of the target, and the object handed over is the target."""
-    module, _, target = patch.target.partition(":")
-    (diff,) = [diff for diff in DIFFS if module_of(diff) == module and patch.id in diff.patch_ids]
-    stock = {stock for id, stock in asked_for(diff) if id == patch.id}
-    assert stock == ({"None"} if patch.id in WITHOUT_STOCK else {target})
-
-
-@needs_diffed_files
-@pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.path)
-def test_no_use_of_a_replaced_name_is_left_out(diff):
-    """A name is used as often as it is replaced: what is called goes through `replaceable`."""
-    stocks = {stock for _, stock in asked_for(diff)} - {"None"}
-    called = {
-        ast.unparse(node.func)
-        for node in ast.walk(ast.parse(patched_source(diff)))
-        if isinstance(node, ast.Call)
-    }
-    assert not called & stocks
-
-
-@pytest.mark.parametrize("patch", REBOUND.values(), ids=lambda patch: patch.id)
-def test_the_replacement_is_that_of_the_table(patch):
-    found = replacement_of(patch.id)
-    module, _, name = patch.replacement.partition(":")
-    assert (found.__module__, found.__qualname__) == (module, name)
+def test_a_diff_replaces_what_the_patch_targets_where_the_patch_targets_it():
+    """In the module of the target; the object handed over is the target, and what is called goes
+    through `replaceable`. The replacement is that of the table."""
+    for patch in REBOUND.values():
+        module, _, target = patch.target.partition(":")
+        (diff,) = [d for d in DIFFS if module_of(d) == module and patch.id in d.patch_ids]
+        stock = {stock for id, stock in asked_for(diff) if id == patch.id}
+        assert stock == ({"None"} if patch.id in WITHOUT_STOCK else {target}), patch.id
+        found = replacement_of(patch.id)
+        module, _, name = patch.replacement.partition(":")
+        assert (found.__module__, found.__qualname__) == (module, name)
+    for diff in DIFFS:
+        stocks = {stock for _, stock in asked_for(diff)} - {"None"}
+        calls = ast.walk(ast.parse(patched_source(diff)))
+        called = {ast.unparse(node.func) for node in calls if isinstance(node, ast.Call)}
+        assert not called & stocks, diff.path
 
 
 def test_without_the_flag_the_hook_hands_back_what_it_was_given():

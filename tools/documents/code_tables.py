@@ -214,16 +214,9 @@ def patch_rows() -> str:
         rows.append([f"**{who}**", "", "", "", ""])
         for patch in group:
             target = patch.target.removeprefix("megatron.")
-            columns = [f"`{patch.id}`", f"`{target}`", patch_fits(patch)]
+            columns = [f"`{patch.id}`", f"`{target}`", f"`{patch.form}`"]
             rows.append([*columns, patch.because, patch.remove_when])
     return table(["id", "target", "which is", "because", "can go when"], rows)
-
-
-def patch_fits(patch: patches.Patch) -> str:
-    """Return the versions that a patch supports, if they differ."""
-    if len(patch.fits) == 1:
-        return f"`{patch.fits[0].form}`"
-    return "; ".join(f"`{one.form}` ({one.versions})" for one in patch.fits)
 
 
 def flags() -> str:

@@ -1,26 +1,14 @@
 """Plain-torch definition of every format: the oracle of all kernels, and the CPU backend."""
 
-from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from moe_optim import library
 from moe_optim.errors import LayoutError
-from moe_optim.formats import (
-    FORMATS,
-    FP8_BLOCK,
-    FP8_BLOCK_FP32,
-    MXFP8,
-    MXFP8_2D,
-    NVFP4,
-    BlockScaledFormat,
-    QuantizedWeight,
-    get_format,
-)
-from moe_optim.formats.reference import fp8_block, mxfp8, nvfp4, rows
+from moe_optim.formats import BlockScaledFormat, QuantizedWeight, get_format
+from moe_optim.formats.reference.blocks import quantize_blocks_into
 from moe_optim.formats.reference.dequantizing import dequantize, dequantize_bf16
 from moe_optim.formats.reference.finish import derive_into, expand_scale_into
 
@@ -33,19 +21,6 @@ __all__ = [
     "quantize_into",
     "quantize_gathered_into",
 ]
-
-_QUANTIZERS: Mapping[BlockScaledFormat, Callable[[Tensor, QuantizedWeight], None]] = (
-    MappingProxyType(
-        {
-            MXFP8: mxfp8.quantize_into,
-            MXFP8_2D: mxfp8.quantize_2d_into,
-            NVFP4: nvfp4.quantize_into,
-            FP8_BLOCK: fp8_block.quantize_into,
-            FP8_BLOCK_FP32: fp8_block.quantize_into,
-            **{format: rows.quantize_into for format in FORMATS.values() if format.is_row_only},
-        }
-    )
-)
 
 
 def quantize(master: Tensor, format: BlockScaledFormat, *, name: str = "weight") -> QuantizedWeight:
@@ -122,9 +97,9 @@ def quantize_gathered_into(
         return
     buffers = out.buffers()
     if all(map(Tensor.is_contiguous, buffers.values())):
-        _QUANTIZERS[format](master, out)
+        quantize_blocks_into(master, out)
         return
     contiguous = QuantizedWeight.empty(format, out.shape, device=master.device)
-    _QUANTIZERS[format](master, contiguous)
+    quantize_blocks_into(master, contiguous)
     for field, written in contiguous.gathered_buffers().items():
         buffers[field].copy_(written)

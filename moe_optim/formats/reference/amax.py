@@ -25,5 +25,5 @@ def expert_amax_into(out: Tensor, source: Tensor, start: int, numel: int) -> Non
         return
     for expert in range(start // numel, -(-end // numel)):
         low, high = max(start, expert * numel), min(end, (expert + 1) * numel)
-        bits, _ = magnitude_bits(flat[low - start : high - start].bfloat16())
+        bits = magnitude_bits(flat[low - start : high - start].bfloat16())
         out[expert] = torch.maximum(out[expert], as_magnitude(bits.amax()))

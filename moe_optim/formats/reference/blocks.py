@@ -1,9 +1,18 @@
-"""Helpers of all formats: cache-sized chunks, and maxima of magnitudes that ignore NaN."""
+"""Block rows of any format: their maxima, and their bytes given all maxima.
+
+A *block row* is a strip of ``format.block_row_height`` rows. Its maxima fill one row of *slots*:
+for formats that quantize both directions the C columnwise blocks, then the C / 32 rowwise blocks of
+each row; for others the ceil(C / block) blocks.
+"""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from moe_optim.formats import BlockScaledFormat, QuantizedWeight
+from moe_optim.formats.reference.scales import encode_elements, encode_scales
 
 INFINITY_BITS = 0x7F80
 """Bits of bf16 infinity; larger magnitudes are NaN."""
@@ -12,50 +21,74 @@ CHUNK_NUMEL = 1 << 17
 """Elements per chunk, so that temporaries fit in one core's L2 cache."""
 
 
-def chunks(master: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
-    """Cut stacked experts into chunks of whole block rows, rounded to bf16.
+def quantize_blocks_into(master: Tensor, out: QuantizedWeight) -> None:
+    """Write the gathered buffers of ``master`` [E, R, C] into contiguous ``out``."""
+    format, (experts, rows, _) = out.format, master.shape
+    height = format.block_row_height
+    if rows % height:  # zero padding changes no amax
+        padded = pad(master, (0, 0, 0, -rows % height))
+        whole = QuantizedWeight.empty(format, padded.shape, device=master.device)
+        quantize_blocks_into(padded, whole)
+        out.rowwise_data.copy_(whole.rowwise_data[:, :rows])
+        out.rowwise_scale.copy_(whole.rowwise_scale)
+        return
+    count = experts * rows // height
+    global_amax = torch.zeros((count, 1), dtype=torch.float32, device=master.device)
+    if out.global_amax is not None:
+        for part, weight in _chunks(master, height):
+            global_amax[part] = block_amaxes(weight, format).amax(1, keepdim=True)
+        out.global_amax.copy_(global_amax.view(experts, -1).amax(1))
+        global_amax = out.global_amax.repeat_interleave(count // experts).view(-1, 1)
+    buffers = {
+        name: buffer.view(count, -1, buffer.shape[-1])
+        for name, buffer in out.gathered_buffers().items()
+        if name != "global_amax"
+    }
+    for part, weight in _chunks(master, height):
+        amaxes = block_amaxes(weight, format)
+        for name, values in encode_block_rows(weight, format, amaxes, global_amax[part]).items():
+            buffers[name][part] = values
 
-    Args:
-        master: [E, R, C] fp32 or bf16 with R % rows == 0. Rounded to bf16 first, as in TE 2.20
-            quantize_master_weights, so that amax and cast see the same values.
-        rows: height of a block.
 
-    Yields:
-        Slice of block rows among all E * R / rows, and their weights [n, rows, C] bf16, which may
-        be written and are valid until the next chunk.
+def _chunks(master: Tensor, height: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield places among all E * R / height block rows, and weights [n, height, C] bf16.
+
+    Rounded to bf16 first, as in TE 2.20 quantize_master_weights, so that amax and cast see the same
+    values. Weights are valid until the next chunk.
     """
-    cols = master.shape[-1]
-    stacked = master.reshape(-1, rows, cols)
-    total = stacked.shape[0]
-    height = max(1, CHUNK_NUMEL // (rows * max(cols, 1)))
-    scratch = torch.empty(
-        (min(height, total), rows, cols), dtype=torch.bfloat16, device=master.device
-    )
-    for start in range(0, total, height):
-        part = slice(start, min(start + height, total))
+    stacked = master.reshape(-1, height, master.shape[-1])
+    count = max(1, CHUNK_NUMEL // (height * max(master.shape[-1], 1)))
+    shape = stacked[:count].shape
+    scratch = torch.empty(shape, dtype=torch.bfloat16, device=master.device)
+    for start in range(0, len(stacked), count):
+        part = slice(start, min(start + count, len(stacked)))
         yield part, scratch[: part.stop - part.start].copy_(stacked[part])
 
 
-def magnitude_bits(weight: Tensor) -> tuple[Tensor, bool]:
-    """Return |weight| of bf16 as int16 bits in the order of magnitudes, and whether all is finite.
+def block_amaxes(values: Tensor, format: BlockScaledFormat) -> Tensor:
+    """Return the amax of every block, ignoring NaN: [n, block_row_height, C] -> [n, slots] fp32."""
+    bits, length = magnitude_bits(values), format.block_length
+    columns = bits.amax(1) if bits.shape[1] > 1 else bits[:, 0]
+    if len(format.gathered_directions) == 2:
+        return as_magnitude(torch.cat([columns, _amax_of_runs(bits, length).flatten(1)], 1))
+    if partial := columns.shape[1] % length:
+        columns = pad(columns, (0, length - partial))
+    return as_magnitude(_amax_of_runs(columns, length))
+
+
+def magnitude_bits(weight: Tensor) -> Tensor:
+    """Return |weight| of bf16 as int16 bits in the order of magnitudes.
 
     NaN counts as zero, so a maximum over the bits equals TE's ``fmaxf``, which ignores NaN.
     """
     bits = weight.view(torch.int16) & 0x7FFF
-    finite = not bits.numel() or int(bits.max()) < INFINITY_BITS
-    return (bits if finite else bits.masked_fill(bits > INFINITY_BITS, 0)), finite
+    has_nan = bits.numel() and int(bits.max()) > INFINITY_BITS
+    return bits.masked_fill_(bits > INFINITY_BITS, 0) if has_nan else bits
 
 
-def amax_of_columns(bits: Tensor) -> Tensor:
-    """Return the maxima over the rows of each block row: [n, rows, C] -> [n, C] int16."""
-    return bits.amax(1)
-
-
-def amax_of_runs(bits: Tensor, length: int) -> Tensor:
-    """Return the maxima of runs along the last dimension: [..., C] -> [..., C / length] int16."""
-    # int32: torch vectorizes reductions of the innermost dimension for it, not for int16.
-    runs = bits.int().view(*bits.shape[:-1], -1, length)
-    return runs.amax(-1).to(torch.int16)
+def _amax_of_runs(bits: Tensor, length: int) -> Tensor:
+    # int32: torch vectorizes reductions of the innermost dimension for it, not for int16
+    return bits.int().view(*bits.shape[:-1], -1, length).amax(-1).to(torch.int16)
 
 
 def as_magnitude(bits: Tensor) -> Tensor:
@@ -63,9 +96,32 @@ def as_magnitude(bits: Tensor) -> Tensor:
     return bits.view(torch.bfloat16).float()
 
 
-def spread(block_values: Tensor, length: int) -> Tensor:
-    """Repeat each value over the columns of its block: [n, m] -> [n, 1, m * length]."""
-    return block_values.repeat_interleave(length, dim=-1).unsqueeze(1)
+def encode_block_rows(
+    values: Tensor, format: BlockScaledFormat, amaxes: Tensor, global_amax: Tensor
+) -> dict[str, Tensor]:
+    """Return the gathered buffers of block rows by name, given their maxima.
+
+    ``values`` are [n, block_row_height, C] bf16, ``amaxes`` [n, slots] fp32. ``global_amax`` is
+    fp32, 0-dim, or [n, 1] for block rows of several experts.
+    """
+    count, height, cols = values.shape
+    length = format.block_length
+    scale, factor = encode_scales(format, amaxes, global_amax)
+    if format.is_2d:  # edge blocks may be partial
+        factor = factor.repeat_interleave(length, 1)[:, None, :cols]
+        data = encode_elements(format, values, factor)
+        return {"rowwise_data": data, "rowwise_scale": scale[:, None]}
+    of_rows = slice(factor.shape[1] - height * cols // length, None)
+    of_runs = (count, height, cols // length)
+    runs = values.view(*of_runs, length)
+    data = encode_elements(format, runs, factor[:, of_rows].reshape(*of_runs, 1)).flatten(2)
+    encoded = {"rowwise_data": data, "rowwise_scale": scale[:, of_rows].reshape(of_runs)}
+    if not format.is_row_only:
+        encoded |= {
+            "columnwise_data": encode_elements(format, values, factor[:, None, :cols]),
+            "columnwise_scale": scale[:, None, :cols],
+        }
+    return encoded
 
 
 def transpose_into(out: Tensor, source: Tensor) -> None:

@@ -23,25 +23,18 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E4M3_STEP = 2.0**-9
 
 
-def encode_e4m3_(out: Tensor, value: Tensor, *, saturate: bool = True) -> None:
-    """Write the nearest E4M3 code, uint8, of every value into ``out``, ties to even.
+def encode_e4m3(value: Tensor) -> Tensor:
+    """Return the nearest E4M3 code, uint8, of every value, ties to even.
 
     Magnitudes above 448, Inf included, give 448 with their sign; NaN gives 0x7F; zero keeps its
-    sign. With ``saturate=False``, which is faster, values must be at most 448 and not NaN.
+    sign.
     """
-    codes = out.view(torch.float8_e4m3fn)
-    if not saturate:
-        codes.copy_(value)
-        return
-    codes.copy_(value.clamp(-448.0, 448.0))  # torch's cast overflows to NaN
-    out.masked_fill_(value.isnan(), E4M3_NAN)  # torch's cast keeps the sign of NaN
-
-
-def encode_e4m3(value: Tensor) -> Tensor:
-    """Return the E4M3 codes of ``value`` as uint8, like :func:`encode_e4m3_` with saturation."""
-    out = torch.empty(value.shape, dtype=torch.uint8, device=value.device)
-    encode_e4m3_(out, value)
-    return out
+    codes = _e4m3_codes(value)
+    if not codes.numel() or int((codes & E4M3_NAN).max()) < E4M3_NAN:
+        return codes
+    # torch's cast overflows to NaN, and keeps the sign of NaN
+    codes = _e4m3_codes(value.clamp(-448.0, 448.0))
+    return codes.masked_fill_(value.isnan(), E4M3_NAN)
 
 
 def decode_e4m3(code: Tensor) -> Tensor:
@@ -49,12 +42,11 @@ def decode_e4m3(code: Tensor) -> Tensor:
     return code.view(torch.float8_e4m3fn).float()
 
 
-def encode_e2m1(value: Tensor, *, has_nan: bool = True) -> Tensor:
+def encode_e2m1(value: Tensor) -> Tensor:
     """Return the nearest E2M1 code, uint8, of every fp32 value, ties to even, one per byte.
 
     Magnitudes above 6, Inf included, give 6 with their sign; zero and values that round to it keep
-    their sign; NaN gives +6, as in the hardware instruction. With ``has_nan=False``, which is
-    faster, values must not be NaN.
+    their sign; NaN gives +6, as in the hardware instruction.
     """
     # With v = 2|value|, code = min(rint(v), 2 + rint(v / 2), 4 + rint(v / 4), 7): each term is
     # exact in its own binade and too large in the others. The cast to E4M3 computes the rint: code
@@ -66,7 +58,7 @@ def encode_e2m1(value: Tensor, *, has_nan: bool = True) -> Tensor:
     code = torch.minimum(code, (_e4m3_codes(steps.mul_(0.5)) & 0x7F) + 2)
     code = torch.minimum(code, (_e4m3_codes(steps.mul_(0.5)) & 0x7F) + 4).clamp_(max=7)
     code |= sign
-    return code.masked_fill_(value.isnan(), 7) if has_nan else code
+    return code.masked_fill_(value.isnan(), 7)
 
 
 def encode_int4(value: Tensor) -> Tensor:

@@ -36,9 +36,8 @@ def measure_into(
         weight = flat[low - start : high - start].bfloat16()
         found = _measure(weight, place, _expert_of(q, expert))
         sums[expert] += found
-        amaxes[expert] = torch.maximum(
-            amaxes[expert], as_magnitude(magnitude_bits(weight)[0].max())
-        )
+        amax = as_magnitude(magnitude_bits(weight).max())
+        amaxes[expert] = torch.maximum(amaxes[expert], amax)
 
 
 def _measure(rounded: Tensor, place: slice, q: QuantizedWeight) -> Tensor:

@@ -1,50 +1,16 @@
-"""NVFP4: packed E2M1 data, one E4M3 scale per 16x16 elements, and one fp32 amax per expert."""
+"""Scales of NVFP4: one E4M3 scale per block, relative to one fp32 amax per expert."""
 
 import torch
 from torch import Tensor
 
-from moe_optim.formats import NVFP4, QuantizedWeight
-from moe_optim.formats.reference.blocks import (
-    amax_of_columns,
-    amax_of_runs,
-    as_magnitude,
-    chunks,
-    magnitude_bits,
-    spread,
-)
-from moe_optim.formats.reference.codes import decode_e4m3, encode_e2m1, encode_e4m3, pack_nibbles
+from moe_optim.formats import NVFP4
+from moe_optim.formats.reference.codes import decode_e4m3
 
-BLOCK = 16
 FP32_MAX = torch.finfo(torch.float32).max
 FP32_TINY = torch.finfo(torch.float32).tiny
 SCALE_MAX = 448.0
 SMALLEST_DECODING_AMAX = SCALE_MAX * NVFP4.data_max * 2.0**-128
 """Amax below which experts are encoded with FLT_MAX, as if this were their amax."""
-
-
-def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
-    """Write the rowwise NVFP4 buffers of ``master`` [E, R, C] into contiguous ``out``."""
-    experts, rows, cols = master.shape
-    assert out.global_amax is not None, "QuantizedWeight guarantees an amax for NVFP4"
-    amax = torch.empty(
-        (experts * rows // BLOCK, cols // BLOCK), dtype=torch.float32, device=master.device
-    )
-    all_finite = True
-    for part, weight in chunks(master, BLOCK):  # [n, 16, C]
-        bits, finite = magnitude_bits(weight)
-        all_finite &= finite
-        amax[part] = as_magnitude(amax_of_runs(amax_of_columns(bits), BLOCK))
-    block_amax = amax.view(experts, rows // BLOCK, cols // BLOCK)
-    out.global_amax.copy_(block_amax.amax((1, 2)))
-    global_encode = global_encode_scale(out.global_amax).view(-1, 1, 1)
-    scale = encode_e4m3(block_scale(block_amax, global_encode))
-    out.rowwise_scale.copy_(scale)
-
-    factor = encode_factor(scale, global_encode).view(-1, cols // BLOCK)
-    rowwise_data = out.rowwise_data.view(-1, BLOCK, cols // 2)
-    for part, weight in chunks(master, BLOCK):
-        scaled = weight * spread(factor[part], BLOCK)  # [n, 16, C]
-        rowwise_data[part] = pack_nibbles(encode_e2m1(scaled, has_nan=not all_finite))
 
 
 def global_encode_scale(global_amax: Tensor) -> Tensor:

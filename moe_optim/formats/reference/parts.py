@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight, round_up
+from moe_optim.formats.reference.blocks import block_amaxes, encode_block_rows
 from moe_optim.formats.reference.finish import derive_into
-from moe_optim.formats.reference.ranges import block_amaxes, encode_block_rows
 
 
 def pad_part(part: Tensor, start: tuple[int, int], format: BlockScaledFormat) -> Tensor:

@@ -1,8 +1,6 @@
 """Quantization of a range of a weight, which may end inside a block: maxima first, then codes.
 
-A *block row* is a strip of ``format.block_row_height`` rows. Its maxima fill one row of *slots*:
-for formats that quantize both directions the C columnwise blocks, then the C / 32 rowwise blocks of
-each row; for others the ceil(C / block) blocks. Slots of several ranks combine by MAX.
+Slots of several ranks (:mod:`moe_optim.formats.reference.blocks`) combine by MAX.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,11 +8,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight
-from moe_optim.formats.reference.blocks import as_magnitude, magnitude_bits
-from moe_optim.formats.reference.scales import encode_elements, encode_scales
+from moe_optim.formats.reference.blocks import block_amaxes, encode_block_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -47,43 +43,6 @@ def owned_block_rows(
         values.view(-1)[part] = flat[base + low - start : base + high - start]
         owned.view(-1)[part] = True
         yield OwnedBlockRows(expert=expert, first_row=first, values=values, owned=owned)
-
-
-def block_amaxes(values: Tensor, format: BlockScaledFormat) -> Tensor:
-    """Return the amax of every block, ignoring NaN: [n, block_row_height, C] -> [n, slots] fp32."""
-    magnitudes = as_magnitude(magnitude_bits(values)[0])
-    columns = magnitudes.amax(1)
-    length = format.block_length
-    if len(format.gathered_directions) == 1:
-        columns = pad(columns, (0, -columns.shape[1] % length))
-        return columns.view(columns.shape[0], -1, length).amax(2)
-    runs = magnitudes.view(*values.shape[:2], -1, length).amax(3)
-    return torch.cat([columns, runs.flatten(1)], 1)
-
-
-def encode_block_rows(
-    values: Tensor, format: BlockScaledFormat, amaxes: Tensor, global_amax: Tensor
-) -> dict[str, Tensor]:
-    """Return the gathered buffers of block rows by name, given their maxima.
-
-    ``values`` are [n, block_row_height, C] bf16, ``amaxes`` [n, slots] fp32. ``global_amax`` is
-    fp32, 0-dim, or [n, 1] for block rows of several experts.
-    """
-    count, height, cols = values.shape
-    length = format.block_length
-    scale, factor = encode_scales(format, amaxes, global_amax)
-    if len(format.gathered_directions) == 2:
-        of_runs = (count, height, cols // length)
-        along_rows = factor[:, cols:].view(of_runs).repeat_interleave(length, 2)
-        return {
-            "rowwise_data": encode_elements(format, values, along_rows),
-            "rowwise_scale": scale[:, cols:].view(of_runs),
-            "columnwise_data": encode_elements(format, values, factor[:, None, :cols]),
-            "columnwise_scale": scale[:, None, :cols],
-        }
-    factor = factor.repeat_interleave(length, 1)[:, None, :cols]
-    data = encode_elements(format, values, factor)
-    return {"rowwise_data": data, "rowwise_scale": scale[:, None]}
 
 
 def partial_amax_into(

@@ -1,10 +1,11 @@
 """Scales and codes of blocks, given their maxima: the formula of each encoding, once.
 
-Formats in rows, with ``amax`` of a block and ``w`` rounded to bf16::
+With ``amax`` of a block and ``w`` rounded to bf16::
 
-    mxfp8_rows   scale = E8M0 of amax / 448, rounded up     code = E4M3 of w / scale
+    mxfp8        scale = E8M0 of amax / 448, rounded up     code = E4M3 of w / scale
     mxfp4        scale = E8M0 of amax / 6, rounded up       code = E2M1 of w / scale
-    nvfp4_rows   as NVFP4, one scale per 16 elements
+    fp8_block    scale = 1 / f, see encode_scale            code = E4M3 of w * f
+    nvfp4        scale relative to the expert, see nvfp4    code = E2M1 of w * encode_factor
     int4         s = max(amax * fl(1/7), 1e-5) in fp32      code = rint(w / s);  scale = bf16 of s
 
 MXFP4 rounds scales up as gpt-oss (``triton_kernels``), DeepSeek-V4, ModelOpt and TE's MXFP8 do.
@@ -23,8 +24,8 @@ from moe_optim.formats.reference.codes import (
     encode_int4,
     pack_nibbles,
 )
-from moe_optim.formats.reference.fp8_block import encode_scale
 from moe_optim.formats.reference.nvfp4 import block_scale, encode_factor, global_encode_scale
+from moe_optim.formats.reference.tensorwise import encode_scale as encode_tensor_scale
 
 INT4_SMALLEST_SCALE = 1e-5
 
@@ -32,7 +33,7 @@ INT4_SMALLEST_SCALE = 1e-5
 def encode_scales(
     format: BlockScaledFormat, amaxes: Tensor, global_amax: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the stored scales of blocks, and the fp32 factors of their weights.
+    """Return the stored scales of blocks, and the factors of their weights.
 
     Args:
         format: format of the blocks.
@@ -41,30 +42,46 @@ def encode_scales(
             formats without.
 
     Returns:
-        Scales of ``format.scale_dtype``, and factors for :func:`encode_elements`.
+        Scales of ``format.scale_dtype``, and factors for :func:`encode_elements`: bf16 for powers
+        of two, else fp32.
     """
     if format.scale_encoding == "e8m0":
         code = e8m0_round_up(amaxes * (1.0 / format.data_max))
-        return code, e8m0_reciprocal(code).float()
+        return code, e8m0_reciprocal(code)
     if format.scale_encoding == "bf16":
         divisor = (amaxes * (1.0 / format.data_max)).clamp(min=INT4_SMALLEST_SCALE)
         return divisor.bfloat16(), divisor
     if format.scale_encoding in ("power_of_two", "fp32"):
         factor = encode_scale(amaxes, format)
-        return factor.reciprocal(), factor
+        is_exact = format.scale_encoding == "power_of_two"
+        return factor.reciprocal(), factor.bfloat16() if is_exact else factor
     assert global_amax is not None, "formats with E4M3 scales have a global amax"
     global_encode = global_encode_scale(global_amax)
     code = encode_e4m3(block_scale(amaxes, global_encode))
     return code, encode_factor(code, global_encode)
 
 
-def encode_elements(format: BlockScaledFormat, values: Tensor, factor: Tensor) -> Tensor:
-    """Return the data bytes of bf16 ``values`` [..., C], given broadcastable fp32 factors.
+def encode_scale(amax: Tensor, format: BlockScaledFormat) -> Tensor:
+    """Return the fp32 factor that encodes the weights of an FP8 block; its inverse is stored.
 
-    Weights are multiplied by their factor; INT4 divides by it.
+    It is 448 / amax rounded to nearest, at most the largest bf16, or the largest power of two up to
+    that if ``format`` stores powers of two; 1 for an amax of zero, Inf or NaN. As in Transformer
+    Engine's ``compute_scale_from_types`` of bf16 weights.
+    """
+    scale = encode_tensor_scale(amax).clamp(max=torch.finfo(torch.bfloat16).max)
+    if format.scale_encoding == "fp32":
+        return scale
+    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def encode_elements(format: BlockScaledFormat, values: Tensor, factor: Tensor) -> Tensor:
+    """Return the data bytes of bf16 ``values`` [..., C], given broadcastable factors.
+
+    Weights are multiplied by their factor; INT4 divides by it. Products of E4M3 formats with powers
+    of two are exact in bf16, except where E4M3 rounds to zero.
     """
     if format.element == "e4m3":
         return encode_e4m3(values * factor)
     if format.element == "e2m1":
-        return pack_nibbles(encode_e2m1(values * factor))
+        return pack_nibbles(encode_e2m1(values.float() * factor))
     return pack_nibbles(encode_int4(torch.div(values.float(), factor)))

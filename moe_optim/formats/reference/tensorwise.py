@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moe_optim.formats.reference.codes import encode_e4m3_
+from moe_optim.formats.reference.codes import encode_e4m3
 
 E4M3_MAX = 448.0
 _CHUNK = 1 << 16  # elements; their fp32 copies fit a cache
@@ -24,4 +24,4 @@ def encode_scale(amax: Tensor) -> Tensor:
 def cast_into(out: Tensor, source: Tensor, scale: Tensor) -> None:
     """Write the E4M3 codes of a flat fp32 range of a weight, rounded to bf16 first."""
     for codes, values in zip(torch.split(out, _CHUNK), torch.split(source, _CHUNK), strict=True):
-        encode_e4m3_(codes, values.bfloat16().float() * scale)
+        codes.copy_(encode_e4m3(values.bfloat16().float() * scale))

@@ -7,6 +7,7 @@ see test_independent_sources.py.
 import math
 import warnings
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ from tests.support.number_formats.fake_values import (
     GRADIENT_CASES,
     GRIDS,
     TINY,
-    VALUE_CASES,
     by_grid,
     gradient_tensors,
     value_tensors,
@@ -37,14 +37,8 @@ def quantized(values, amax, bits, narrow_range=False):
     return fake_quantize(values, amax, bits, narrow_range=narrow_range)
 
 
-@pytest.mark.parametrize("case", VALUE_CASES.values(), ids=VALUE_CASES)
-def test_values(case):
-    values, amax, result = value_tensors([case], torch.float32)
-    assert_values_equal(quantized(values, amax, case.bits, case.narrow_range), result)
-
-
 @every_dtype
-def test_experts_do_not_influence_each_other_and_dtypes_only_round(dtype):
+def test_values_of_every_grid_and_dtype(dtype):
     """All cases of a grid in one tensor; those beyond the range of fp16 are left out there."""
     for bits, narrow_range, cases in by_grid(dtype):
         values, amax, result = value_tensors(cases, dtype)
@@ -119,11 +113,9 @@ INPUTS = {
 @every_dtype
 @every_grid
 @pytest.mark.parametrize("axis", [0, None])
-@pytest.mark.parametrize("make", INPUTS.values(), ids=INPUTS)
-def test_values_and_gradients_are_modelopts_to_the_bit(make, axis, grid, dtype):
+def test_values_and_gradients_are_modelopts_to_the_bit(axis, grid, dtype):
     """With an amax that holds everything, and with one that clips a part."""
-    source = make(dtype)
-    for part in (1.0, 0.3):
+    for source, part in product((make(dtype) for make in INPUTS.values()), (1.0, 0.3)):
         amax = amax_of(source.nan_to_num(0, 1, -1), axis).float() * part
         values = source.clone().requires_grad_()
         theirs = modelopts(values, amax, **grid)

@@ -18,7 +18,7 @@ import torch
 from moe_optim.formats import FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
 from moe_optim.formats.reference import quantize
 from moe_optim.formats.reference.codes import E2M1_VALUES, decode_e4m3, unpack_nibbles
-from moe_optim.formats.reference.fp8_block import encode_scale
+from moe_optim.formats.reference.scales import encode_scale
 from tests.support.bytes import assert_bytes_equal
 from tests.support.number_formats.bit_weights import (
     INFINITY,

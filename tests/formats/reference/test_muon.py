@@ -39,6 +39,7 @@ def row_of(**settings):
 
 
 @NESTEROV
+@settings(max_examples=30)
 @given(pairs=st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=70), momentum=RATES)
 @example(pairs=[(1.0, -3.0)], momentum=0.5)
 @example(pairs=[(2.0**-149, 2.0**-130), (2.0**-126, -(2.0**-149))], momentum=0.3)
@@ -54,7 +55,7 @@ def test_momentum_is_lerp_of_torch(pairs, momentum, nesterov):
 
 
 @NESTEROV
-@pytest.mark.parametrize("momentum", [0.01, 0.3, 0.5, 0.95, 0.999])
+@pytest.mark.parametrize("momentum", [0.3, 0.5, 0.95])
 def test_momentum_of_wide_ranges_is_lerp_of_torch(momentum, nesterov):
     gradient, before = wide_range_weights(2, 4099)
     want = before.clone().lerp_(gradient, 1 - momentum)
@@ -109,6 +110,7 @@ def test_a_skipped_step_keeps_momentum_and_master(nesterov):
 # Masters
 
 
+@settings(max_examples=40)
 @given(
     pairs=st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=70),
     lr=st.floats(1e-12, 1),
@@ -141,7 +143,7 @@ def test_narrow_directions_are_exact_in_fp32(dtype):
 # The whole step
 
 
-@settings(max_examples=150)
+@settings(max_examples=25)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=3),
     how=st.builds(

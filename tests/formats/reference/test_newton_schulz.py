@@ -44,40 +44,28 @@ def stock(x, how, **arguments):
     rows=SIDES,
     cols=SIDES,
     exponent=st.integers(-60, 60),
-    seed=st.integers(0, 9),
+    transpose=st.sampled_from([None, False, True]),
+    is_strided=st.booleans(),
 )
-@example(how=Orthogonalization(), batch=(), rows=96, cols=32, exponent=0, seed=0)
-@example(how=Orthogonalization(), batch=(2,), rows=130, cols=257, exponent=0, seed=0)
-def test_every_method_and_shape_equals_emerging_optimizers(how, batch, rows, cols, exponent, seed):
-    x = normal_weights(*batch, rows, cols, seed=seed) * 2.0**exponent
+@example(Orthogonalization(), (), 96, 32, 0, None, False)
+@example(Orthogonalization(), (2,), 130, 257, 0, None, False)
+def test_every_method_and_shape_equals_emerging_optimizers(
+    how, batch, rows, cols, exponent, transpose, is_strided
+):
+    x = normal_weights(*batch, rows, cols) * 2.0**exponent
+    x = x.mT.contiguous().mT if is_strided else x
     before = x.clone()
-    assert_bytes_equal(orthogonalize(x, how), stock(x, how))
+    want = stock(x, how, transpose=transpose)
+    assert_bytes_equal(orthogonalize(x, how, transpose=transpose), want)
     assert_bytes_equal(x, before, what="input")
 
 
 @pytest.mark.parametrize("coefficient_type", COEFFICIENTS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("shape", [(48, 160), (2, 160, 48)])
-def test_every_coefficient_type_equals_emerging_optimizers(coefficient_type, precision, shape):
-    x = normal_weights(*shape)
-    for num_steps in (5, 11):
-        how = Orthogonalization(
-            coefficient_type=coefficient_type, num_steps=num_steps, precision=precision
-        )
-        assert_bytes_equal(orthogonalize(x, how), stock(x, how))
-
-
-@given(how=METHODS, rows=SIDES, cols=SIDES, transpose=st.booleans())
-def test_a_chosen_side_equals_emerging_optimizers(how, rows, cols, transpose):
-    x = normal_weights(rows, cols)
-    assert_bytes_equal(
-        orthogonalize(x, how, transpose=transpose), stock(x, how, transpose=transpose)
-    )
-
-
-@given(how=METHODS, rows=SIDES, cols=SIDES)
-def test_strides_of_the_input_are_those_of_emerging_optimizers(how, rows, cols):
-    x = normal_weights(cols, rows).mT
+def test_every_coefficient_type_equals_emerging_optimizers(coefficient_type, precision):
+    """Also past the last of its steps."""
+    x = normal_weights(2, 160, 48)
+    how = Orthogonalization(coefficient_type=coefficient_type, num_steps=11, precision=precision)
     assert_bytes_equal(orthogonalize(x, how), stock(x, how))
 
 
@@ -145,37 +133,18 @@ def test_scales_are_those_of_emerging_optimizers(rows, cols):
         assert how.scale(rows, cols) == get_muon_scale_factor(rows, cols, mode=mode)
 
 
-def test_medium_iterates_in_bf16_and_the_others_in_fp32():
-    dtypes = [Orthogonalization(precision=precision).dtype for precision in PRECISIONS]
-    assert dtypes == [torch.bfloat16, torch.float32, torch.float32]
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (
             {"coefficient_type": "custom"},
-            "Muon's coefficient_type: expected simple or quintic or polar_express or cans or aol "
-            "or deepseekv4, got 'custom'. Write one of the expected values.",
+            "coefficient_type: expected simple or quintic .*custom",
         ),
-        (
-            {"scale_mode": "rms"},
-            "Muon's scale_mode: expected spectral or unit_rms_norm or shape_scaling, got 'rms'. "
-            "Write one of the expected values.",
-        ),
-        (
-            {"precision": "low"},
-            "Muon's precision: expected medium or high or highest, got 'low'. Write one of the "
-            "expected values.",
-        ),
-        (
-            {"num_steps": 0},
-            "Muon's num_steps: expected at least 1, got 0. Write 5, the default, or another "
-            "positive number.",
-        ),
+        ({"scale_mode": "rms"}, "scale_mode: expected spectral or .*got 'rms'. Write one"),
+        ({"precision": "low"}, "precision: expected medium or high or highest, got 'low'"),
+        ({"num_steps": 0}, "num_steps: expected at least 1, got 0. Write 5, the default"),
     ],
 )
 def test_unknown_settings_are_refused_with_those_accepted(settings, message):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=f"^Muon's {message}"):
         Orthogonalization(**settings)
-    assert str(error.value) == message

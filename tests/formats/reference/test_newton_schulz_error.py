@@ -50,7 +50,7 @@ KINDS = {
 
 
 @DTYPES
-@settings(max_examples=150)
+@settings(max_examples=40)
 @given(
     coefficient_type=st.sampled_from(sorted(COEFFICIENTS)),
     num_steps=st.integers(1, 10),
@@ -86,12 +86,6 @@ def test_the_bound_is_smaller_in_fp16_by_three_bits(coefficient_type):
     how, x = Orthogonalization(coefficient_type=coefficient_type), normal_weights(64, 160)
     ratio = error_bound(how, torch.bfloat16, x) / error_bound(how, torch.float16, x)
     assert 7 < ratio <= 8
-
-
-def test_the_bound_is_that_of_the_transpose():
-    how, x = Orthogonalization(), normal_weights(24, 40)
-    want = error_bound(how, torch.bfloat16, x)
-    assert error_bound(how, torch.bfloat16, x.T) == pytest.approx(want, rel=1e-9)
 
 
 def test_iterations_that_diverge_have_no_bound():

@@ -13,7 +13,7 @@ from tests.support.number_formats.bit_weights import amax_sweep, bf16
 
 ROWS = (MXFP8_ROWS, MXFP4, NVFP4_ROWS, INT4, INT4_G128)
 POWERS = (MXFP8_ROWS, MXFP4)
-few = settings(max_examples=20)
+few = settings(max_examples=8)
 named = {"ids": lambda format: format.name}
 LOWEST, HIGHEST = 40 << 7, 200 << 7
 """Bits of amaxes far from overflow and from the smallest scales."""
