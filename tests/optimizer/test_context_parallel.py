@@ -2,7 +2,9 @@
 
 import copy
 import shlex
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +17,13 @@ from torch import Tensor
 from moe_optim.config import MoEOptimConfig
 from moe_optim.formats.reference.adam import step_into
 from moe_optim.optimizer.adam import GroupStepAdam, hyper_of, moments_of
+from tests.support import training
 from tests.support.ranks import run_ranks
 from tests.support.training import (
     OVERLAP,
     Record,
     assert_same_run,
+    assert_same_tensors,
     pretrain,
 )
 from tests.support.training_runs.stock_muon import gather_uneven_parts
@@ -29,6 +33,10 @@ pytestmark = pytest.mark.slow
 RUN = ["--train-iters", "4", "--eval-interval", "2"]
 CP2 = ["--context-parallel-size", "2"]
 EP2 = ["--expert-model-parallel-size", "2"]
+TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+PP2 = ["--pipeline-model-parallel-size", "2"]
+INSTANCES = ["--num-distributed-optimizer-instances", "2", "--global-batch-size", "8"]
+BY_ALL_EXPERTS = ["--moe-router-topk", "4", "--moe-z-loss-coeff", "1e-2"]
 AUX = shlex.split("--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2")
 MUON = ["--optimizer", "muon"]
 
@@ -109,10 +117,18 @@ def step_as_transformer_engine() -> None:
 
 
 def train(flags: list[str], config: MoEOptimConfig, is_ours: bool = True) -> Record:
+    """Train; ``extra`` is the state before the first step, as loaded."""
     cut_sequences()
     step_as_transformer_engine()
     gather_uneven_parts()  # for Megatron's own Muon
-    return pretrain([*RUN, *flags], config, optimizer=is_ours)
+    loaded = Record()
+    return pretrain(
+        [*RUN, *flags],
+        config,
+        optimizer=is_ours,
+        after_setup=lambda *built: training._record_state(loaded, *built),
+        observe=lambda *_: loaded,
+    )
 
 
 def cases(brief: str, of_name: dict[str, tuple[Any, ...]]) -> Any:
@@ -123,6 +139,60 @@ def cases(brief: str, of_name: dict[str, tuple[Any, ...]]) -> Any:
     ]
 
 
+# Cut sequences and whole ones
+
+
+def states_of(records: Iterable[Record]) -> dict[str, Tensor]:
+    """Return masters and moments by name, flat, joined from the parts that ranks own in turn."""
+    parts: dict[str, list[Tensor]] = {}
+    for record in records:
+        for name, master in record.masters.items():
+            for kind, values in {"master": master, **record.moments[name]}.items():
+                if isinstance(values, Tensor) and values.numel() == master.numel():
+                    parts.setdefault(f"{name} {kind}", []).append(values.flatten())
+    return {name: torch.cat(of_ranks) for name, of_ranks in parts.items()}
+
+
+WHOLE_AND_CUT = {  # format, flags
+    "Muon": ("mxfp8_2d", MUON),
+    "Adam, bf16": ("bf16", []),
+    "Adam, experts over ranks": ("mxfp8_2d", EP2),
+    "Adam, per token": ("mxfp8_2d", ["--calculate-per-token-loss", "--overlap-grad-reduce"]),
+}
+
+
+@pytest.mark.parametrize(("format", "flags"), cases("Muon", WHOLE_AND_CUT))
+def test_ranks_with_halves_of_sequences_step_as_one_with_whole_ones(
+    format: str, flags: list[str], tmp_path: Path
+):
+    """Loss, norm and every gradient, up to sums in bf16 in another order: cutting changes a few of
+    them, each by a rounding of 2^-9. Every expert gets every token, lest rounding routes some
+    elsewhere. States pass through checkpoints from one rank to two and back to the bit."""
+    config, first, second = MoEOptimConfig(format=format), tmp_path / "1", tmp_path / "2"
+    flags = [*flags, *BY_ALL_EXPERTS, "--dist-ckpt-optim-fully-reshardable"]
+    flags += ["--eval-interval", "1000", "--override-opt_param-scheduler"]
+    one_rank = [*flags, "--expert-model-parallel-size", "1"]
+
+    start = run_ranks(1, train, [*one_rank, "--train-iters", "1", "--save", str(first)], config)
+    step = ["--train-iters", "2", "--load", str(first)]
+    (whole,) = run_ranks(1, train, [*one_rank, *step], config)
+    halves = run_ranks(2, train, [*flags, *CP2, *step, "--save", str(second)], config)
+    step[-1] = str(second)
+    (loaded,) = run_ranks(1, train, [*one_rank, *step], config)
+
+    assert_same_tensors(states_of(half.extra for half in halves), states_of(start), what="to 2")
+    assert_same_tensors(states_of([loaded.extra]), states_of(halves), what="back to 1")
+    assert list(whole.losses) == [2]
+    for half in halves:
+        assert half.losses == pytest.approx(whole.losses, rel=2**-12)
+        assert half.norms == pytest.approx(whole.norms, rel=2**-6)
+    got, want = states_of(halves), states_of([whole])
+    assert got.keys() == want.keys()
+    for name in want:
+        if name.endswith((" exp_avg", " momentum_buffer")):
+            assert (got[name] - want[name]).norm() < 2**-6 * want[name].norm(), name
+
+
 # Beside Megatron
 
 BF16 = MoEOptimConfig(format="bf16", layout="stock")
@@ -130,7 +200,11 @@ FUSED = replace(BF16, step="fused")
 BESIDE_MEGATRON = {  # ranks, flags, configuration
     "fused, experts over ranks": (2, [*EP2, *OVERLAP, "--calculate-per-token-loss"], FUSED),
     "Megatron's step, clipped": (2, [*OVERLAP, "--clip-grad", "1.0"], BF16),
+    "2 copies of experts": (4, [*EP2, *OVERLAP], FUSED),
     "4 parts": (4, ["--context-parallel-size", "4"], FUSED),
+    "cut experts": (4, [*TP2, *OVERLAP, "--moe-ffn-hidden-size", "128"], FUSED),
+    "2 instances": (4, [*INSTANCES, *OVERLAP], FUSED),
+    "2 stages": (4, [*PP2, *OVERLAP], FUSED),
     "Muon": (2, [*MUON, *OVERLAP], replace(BF16, expert_layout="indexed", step="stock")),
 }
 
@@ -151,3 +225,51 @@ def test_bf16_experts_train_as_under_megatrons_optimizer(
             ours[rank].masters, ours[rank].moments = {}, {}
         assert ours[rank].classes.isdisjoint(stock[rank].classes)
         assert_same_run(ours[rank], stock[rank], what=f"rank {rank}")
+
+
+def _train_on_uneven_batches(config: MoEOptimConfig, is_ours: bool) -> Record:
+    """Train on one micro-batch a step on the first of two ranks, and on three on the second."""
+    from megatron.training import training as loop
+
+    loop.get_num_microbatches = lambda: 1 + 2 * dist.get_rank()
+    return train([*OVERLAP, "--calculate-per-token-loss"], config, is_ours)
+
+
+@pytest.mark.extended
+def test_ranks_may_take_numbers_of_micro_batches_of_their_own():
+    """As they do with ``--hybrid-context-parallel``, which gives each sample ranks of its own:
+    losses, masters, moments and weights are Megatron's to the bit."""
+    stock, ours = (run_ranks(2, _train_on_uneven_batches, FUSED, mine) for mine in (False, True))
+    for rank in range(2):
+        assert_same_run(ours[rank], stock[rank], what=f"rank {rank}")
+
+
+# Quantized experts
+
+SHARED = {"wire": "bf16", "layout": "stock"}
+QUANTIZED = {  # ranks, flags, two configurations
+    "Adam": (2, [], {"step": "fused"}, SHARED | {"step": "stock"}),
+    "Adam, experts over ranks": (4, EP2, {"step": "fused"}, SHARED | {"step": "fused"}),
+    "Muon": (2, MUON, {"step": "fused"}, {"step": "fused", "wire": "bf16"}),
+}
+
+
+@pytest.mark.parametrize(("ranks", "flags", "one", "other"), cases("Adam", QUANTIZED))
+def test_wires_layouts_steps_overlaps_and_evaluations_agree(
+    ranks: int, flags: list[str], one: dict[str, Any], other: dict[str, Any]
+):
+    """A fused step behind overlapped gathers of quantized bytes, with an evaluation after every
+    step, gives the losses and weights of what does none of this."""
+    flags = [*CP2, *AUX, *flags]
+    often, never = (
+        run_ranks(ranks, train, [*flags, *more], MoEOptimConfig(format="mxfp8_2d", **knobs))
+        for more, knobs in (
+            ([*OVERLAP, "--eval-interval", "1"], one),
+            (["--eval-interval", "1000"], other),
+        )
+    )
+    for rank in range(ranks):
+        assert len(often[rank].validation_losses) > len(never[rank].validation_losses)
+        assert often[rank].losses == never[rank].losses
+        assert len(often[rank].losses) == 4
+        assert_same_tensors(often[rank].weights, never[rank].weights, what=f"rank {rank}")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moe_optim.config import MoEOptimConfig
 from tests.support.ranks import run_ranks
@@ -108,10 +109,10 @@ def _train_mxfp8(flags: list[str], config: MoEOptimConfig = MXFP8) -> Record:
 
 
 @topologies(
-    "tp2 ep2",
+    "pp2 tp2 ep2",
     extended=(
-        *("dp1", "dp2", "dp4", "ep2", "ep2 edp2", "ep4", "pp2 tp2 ep2"),
-        *("tp2", "tp2 etp2", "pp2, 2 chunks", "2 instances"),
+        *("dp1", "dp2", "dp4", "ep2", "ep2 edp2", "ep4"),
+        *("tp2", "tp2 etp2", "tp2 ep2", "pp2, 2 chunks", "2 instances"),
     ),
 )
 def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, parallel: list[str]):
@@ -158,6 +159,57 @@ def test_instances_keep_equal_copies():
         assert_same_tensors(records[rank].masters, records[twin].masters, what="master")
     for record in records[1:]:
         assert_same_tensors(record.weights, records[0].weights, what="weight")
+
+
+# The batch is cut and fed right
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One step of four layers on one rank, saved."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    flags = ["--num-layers", "4", "--train-iters", "1", "--eval-interval", "1000000"]
+    run_ranks(1, _train_bf16, [*flags, "--save", str(folder)], BF16, True)
+    return folder
+
+
+def _train_from(checkpoint: Path, ranks: int, *flags: str) -> list[Record]:
+    start = ["--num-layers", "4", "--load", str(checkpoint), "--finetune"]
+    start += ["--no-load-optim", "--no-load-rng"]
+    return run_ranks(ranks, _train_bf16, [*RUN, *start, *flags], BF16, True)
+
+
+def test_pipeline_stages_compute_what_one_rank_computes(checkpoint: Path):
+    """Cutting a model into stages, or stages into chunks, moves no bit of any loss."""
+    expected = _train_from(checkpoint, 1)[0]
+    for cut in (PP2, [*PP2, *VIRTUAL]):
+        last = _train_from(checkpoint, 2, *cut)[-1]
+        assert last.losses == expected.losses
+        assert last.validation_losses == expected.validation_losses
+
+
+@topologies("tp2 ep2", extended=("tp2",))
+def test_tensor_parallel_ranks_compute_what_one_rank_computes(
+    ranks: int, parallel: list[str], checkpoint: Path
+):
+    """The loss and the gradients of what both ranks hold whole, up to the rounding of bf16 sums:
+    each saw half of every sequence, so without a sum over both, or with one too many, half a
+    gradient would be missing or twice there. Every expert gets every token, lest rounding routes
+    some elsewhere."""
+    one_step = ["--train-iters", "1", "--moe-router-topk", "4"]
+    expected = _train_from(checkpoint, 1, *one_step)[0]
+    cut = _train_from(checkpoint, ranks, *parallel, *one_step)
+    assert cut[0].losses[1] == pytest.approx(expected.losses[1], rel=2**-9)
+    for name, moments in expected.moments.items():
+        if "norm" in name or "router" in name:
+            assert_close(cut[0].moments[name]["exp_avg"], moments["exp_avg"], what=name)
+        elif ".experts." in name:  # its copies, or its experts, are shared out between the ranks
+            got = [rank.moments[name]["exp_avg"] for rank in cut if name in rank.moments]
+            assert_close(torch.cat(got), moments["exp_avg"], what=name)
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, *, what: str) -> None:
+    assert (got - expected).norm() < 0.1 * expected.norm(), what
 
 
 # Checkpoints, and what a run says about itself

@@ -21,7 +21,7 @@ from moe_optim.formats import (
     BlockScaledFormat,
     Direction,
 )
-from moe_optim.formats.reference import dequantize_bf16
+from moe_optim.kernels.dequantize import dequantize
 from moe_optim.places import has_memory
 
 ONE: Mapping[str, str] = MappingProxyType(
@@ -180,7 +180,7 @@ def read_values(weight: Any) -> Tensor:
     stored = getattr(weight, fields["rowwise_scale"])
     stored = stored.view(experts, *format.storage_scale_shape(rows, cols, "rowwise"))
     amax = getattr(weight, fields["rowwise_amax"]).view(-1) if format.has_global_amax else None
-    values = dequantize_bf16(
+    values = dequantize(
         getattr(weight, fields["rowwise_data"]).view(format.data_shape(shape, "rowwise")),
         used_scales(stored, format, shape, "rowwise"),
         format,

@@ -8,7 +8,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from moe_optim import MoEOptimConfig
-from moe_optim.checkpoint import hooks as checkpoint_files
+from moe_optim.checkpoint import saving as checkpoint_files
 from moe_optim.errors import StateError
 from moe_optim.formats import MXFP8
 from moe_optim.weights import managed
