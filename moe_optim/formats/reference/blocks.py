@@ -34,10 +34,10 @@ def quantize_blocks_into(master: Tensor, out: QuantizedWeight) -> None:
         return
     count = experts * rows // height
     global_amax = torch.zeros((count, 1), dtype=torch.float32, device=master.device)
+    found: Tensor | None = None
     if out.global_amax is not None:
-        for part, weight in _chunks(master, height):
-            global_amax[part] = block_amaxes(weight, format).amax(1, keepdim=True)
-        out.global_amax.copy_(global_amax.view(experts, -1).amax(1))
+        found = torch.cat([block_amaxes(weight, format) for _, weight in _chunks(master, height)])
+        out.global_amax.copy_(found.view(experts, -1).amax(1))
         global_amax = out.global_amax.repeat_interleave(count // experts).view(-1, 1)
     buffers = {
         name: buffer.view(count, -1, buffer.shape[-1])
@@ -45,7 +45,7 @@ def quantize_blocks_into(master: Tensor, out: QuantizedWeight) -> None:
         if name != "global_amax"
     }
     for part, weight in _chunks(master, height):
-        amaxes = block_amaxes(weight, format)
+        amaxes = block_amaxes(weight, format) if found is None else found[part]
         for name, values in encode_block_rows(weight, format, amaxes, global_amax[part]).items():
             buffers[name][part] = values
 
