@@ -9,6 +9,7 @@ Both gather dtypes take the same steps, each on every rank of the group::
     finish    put the received data in place
 """
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -56,7 +57,8 @@ class Gather:
     reduced: tuple[Tensor, ...]
 
     def __init__(self, bucket: Any, backend: Backend) -> None:  # a ManagedBucket
-        self._bucket, self._staging, self._backend = bucket, bucket.staging, backend
+        # weak: without a cycle, memory of a bucket that is replaced is freed at once
+        self._bucket, self._staging, self._backend = weakref.proxy(bucket), bucket.staging, backend
         self._table: MemberTable | None = None
         self._allocate()
 

@@ -72,11 +72,11 @@ def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
         PatchError: a target is missing, or has a form that its replacement does not support.
     """
     patches = tuple(patches)
-    plan = []
+    plan, version = [], _core_version()
     for patch in patches:
         if patch.target in _originals or not _is_needed(patch):
             continue
-        if why := _misfit(patch):
+        if why := _misfit(patch, version):
             raise PatchError(
                 f"patch {patch.id}: {patch.target}: {why}. Install a megatron-core "
                 f"{NEEDED['megatron-core']}; `moe-optim doctor` checks all patches."
@@ -150,7 +150,7 @@ def patch_state(patch: Patch) -> str:
         return "applied"
     if not _is_needed(patch):
         return "not needed"
-    why = _misfit(patch)
+    why = _misfit(patch, _core_version())
     return f"broken: {why}" if why else "off"
 
 
@@ -178,8 +178,8 @@ def _core_version() -> str:
     return package.version if package else "unknown"
 
 
-def _misfit(patch: Patch) -> str | None:
-    version, needed = _core_version(), NEEDED["megatron-core"]
+def _misfit(patch: Patch, version: str) -> str | None:
+    needed = NEEDED["megatron-core"]
     name, expected = f"megatron-core {version}", f"expected {patch.form} of megatron-core {needed}"
     try:
         original = resolve(patch.target)[2]

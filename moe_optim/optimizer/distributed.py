@@ -435,20 +435,26 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         """
         self._is_hooked = False
         try:
-            self._record(Event.STEP)
-            yield
-            # hooks may have written masters without a version counter
-            self._settle(() if self._is_hooked else self.encoded)
+            with self._moving_masters():
+                yield
+                # hooks may have written masters without a version counter
+                encoded = () if self._is_hooked else self.encoded
+                for bucket in self.managed_buckets:
+                    bucket.settle(encoded=bucket in encoded)
         finally:
-            self._settle(())  # masters are partly stepped
             for group in self._groups:  # weights may have been written in part
                 group.param_gather_dispatched = False
 
-    def _settle(self, encoded: Sequence[ManagedBucket]) -> None:
-        """Mark MOVING buckets ENCODED or STALE; a stock step has gathered its own by now."""
-        for bucket in self.managed_buckets:
-            if bucket.state.weights is Weights.MOVING:
-                bucket.settle(encoded=bucket in encoded)
+    @contextmanager
+    def _moving_masters(self) -> Iterator[None]:
+        """Mark all managed buckets MOVING; on exit mark the remaining ones STALE."""
+        try:
+            self._record(Event.STEP)
+            yield
+        finally:
+            for bucket in self.managed_buckets:
+                if bucket.state.weights is Weights.MOVING:
+                    bucket.settle(encoded=False)  # masters are partly stepped
 
     def _record(self, event: Event) -> None:
         for bucket in self.managed_buckets:
@@ -532,8 +538,8 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         super()._copy_model_grads_to_main_grads()
 
     def step_with_ready_grads(self) -> bool:
-        """Step as Megatron does; see :meth:`updating`."""
-        with self.updating():
+        """Step as Megatron does; see :meth:`updating`, but managed buckets end STALE."""
+        with self._moving_masters():
             return super().step_with_ready_grads()
 
     def _copy_main_params_to_model_params(self) -> None:
