@@ -15,6 +15,7 @@ from moe_optim.kernels.plan import (
     Backend,
     BoundKernel,
     current_device,
+    is_capturing,
     takes_kernels,
 )
 from moe_optim.kernels.tuning import DEQUANTIZE, DEQUANTIZE_TRANSPOSED
@@ -45,29 +46,51 @@ def dequantize(
         [E, R, C] bf16, contiguous, newly allocated.
 
     Raises:
-        LayoutError: ``global_amax`` is missing.
+        LayoutError: ``scale`` or ``global_amax`` does not fit.
     """
+    given = (data, scale, format, direction)
     if not takes_kernels(backend, data.device) or not data.is_contiguous():
-        return dequantize_bf16(data, scale, format, direction, global_amax=global_amax)
-    if format.has_global_amax and global_amax is None:
-        raise LayoutError(
-            f"dequantize: {format.name} needs global_amax [{len(scale)}], got None. Pass the amax "
-            "of every expert, which quantize returns."
-        )
+        return dequantize_bf16(*given, global_amax=global_amax)
     shape = values_shape(data, format, direction)
+    _check(scale, global_amax, format, shape, direction)
     result = torch.empty(shape, dtype=torch.bfloat16, device=data.device)
     if not result.numel():
         return result
     if format.columnwise_copy == "shared" and direction == "columnwise":
         scale = scale.mT  # scales of shared data are stored transposed
-    amaxes = None if global_amax is None else global_amax.contiguous()
+    amaxes = global_amax.contiguous() if global_amax is not None else None
     tensors = (data, scale, amaxes, result)
     aligned = tuple(one is not None and one.data_ptr() % ALIGNMENT == 0 for one in tensors)
+    stored = (len(data), data.shape[1], data.shape[2] * format.elements_per_byte)
     with current_device(data.device):
-        stored = (len(data), data.shape[1], data.shape[2] * format.elements_per_byte)
         bound = _bind(format.name, direction, stored, scale.stride(), aligned, data.device)
+        if not bound.is_compiled and is_capturing(data.device):  # which forbids loading code
+            return dequantize_bf16(*given, global_amax=global_amax, out=result)
         bound(*tensors, *stored[1:], *scale.stride())
     return result
+
+
+def _check(
+    scale: Tensor,
+    global_amax: Tensor | None,
+    format: BlockScaledFormat,
+    shape: tuple[int, int, int],
+    direction: Direction,
+) -> None:
+    wanted = format.scale_shape(shape, direction)
+    if tuple(scale.shape) != wanted or scale.dtype != format.scale_dtype:
+        raise LayoutError(
+            f"dequantize: scale: expected {list(wanted)} {format.scale_dtype}, got "
+            f"{list(scale.shape)} {scale.dtype}. Pass logical scales, without padding."
+        )
+    if not format.has_global_amax:
+        return
+    if global_amax is None or global_amax.numel() != shape[0]:
+        got = "None" if global_amax is None else str(list(global_amax.shape))
+        raise LayoutError(
+            f"dequantize: {format.name} needs global_amax [{shape[0]}], got {got}. Pass the amax "
+            "of every expert, which quantize returns."
+        )
 
 
 @lru_cache(maxsize=_KEPT)
@@ -90,7 +113,7 @@ def _bind(
     tile_rows = tile.rows or block_rows
     return BoundKernel(
         dequantize_kernel,
-        (-(-rows // tile_rows) * -(-cols // tile.cols), experts),
+        experts * -(-rows // tile_rows) * -(-cols // tile.cols),
         ELEMENT=format.element,
         SCALE=format.scale_encoding,
         BLOCK_ROWS=block_rows,

@@ -35,15 +35,17 @@ def dequantize_kernel(
     Scales are rounded to bf16 first where they are fp32 powers of two. NVFP4 multiplies by
     ``(scale * amax of the expert) * fl(1 / 2688)``, as ``formats.reference`` does.
 
-    Grid (tiles of an expert, experts).
+    Grid (tiles of all experts).
     """
     PACK: tl.constexpr = 1 if ELEMENT == "e4m3" else 2
     SCALE_ROWS: tl.constexpr = max(TILE_ROWS // BLOCK_ROWS, 1)
     SCALE_COLS: tl.constexpr = max(TILE_COLS // BLOCK_COLS, 1)
     across = tl.cdiv(cols, TILE_COLS)
-    row = tl.program_id(0) // across * TILE_ROWS
-    col = tl.program_id(0) % across * TILE_COLS
-    expert = tl.program_id(1).to(tl.int64)
+    tiles = tl.cdiv(rows, TILE_ROWS) * across
+    tile = tl.program_id(0) % tiles
+    row = tile // across * TILE_ROWS
+    col = tile % across * TILE_COLS
+    expert = (tl.program_id(0) // tiles).to(tl.int64)
 
     line = row + tl.arange(0, TILE_ROWS)
     byte = col // PACK + tl.arange(0, TILE_COLS // PACK)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, cycle
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -206,7 +206,12 @@ def _carve(scratch: Tensor, shape: torch.Size, form: Form, is_tall: bool) -> Ite
         start += _pad(part.numel())
 
 
-def _check_options(form: Form, coefficients: Sequence[Coefficients], reduce: object) -> None:
+def _check_options(form: str, coefficients: Sequence[Coefficients], reduce: object) -> None:
+    if form not in get_args(Form):
+        raise ConfigError(
+            f"newton schulz: form: expected {' or '.join(get_args(Form))}, got '{form}'. Write "
+            "plain, which every dtype serves."
+        )
     if not coefficients:
         raise ConfigError(
             "newton schulz: coefficients: expected (a, b, c) of at least one step, got none. Pass "

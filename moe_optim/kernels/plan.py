@@ -60,6 +60,11 @@ class BoundKernel:
         self._last = tuple(constants[name] for name in kernel.arg_names if name in constants)
         self._launch: Any = None
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a launch only launches."""
+        return self._launch is not None
+
     def __call__(self, *given: Any) -> None:
         """Launch on the current stream of the current device, which must hold the arguments.
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from triton import JITFunction
 
-from moe_optim import kernels
+from moe_optim import kernels, ops
 from moe_optim.formats import DIRECTIONS, FORMATS, QuantizedWeight
 from moe_optim.kernels import products
 from moe_optim.kernels.adam_state import AdamState
@@ -147,6 +147,11 @@ def fake_blocks(format, dtype):
     return calls_of(lambda: find_table([values]).launch_blocks(format, dtype, result))
 
 
+def dequantization(format, direction):
+    quantized = QuantizedWeight.empty(format, SHAPE)
+    return calls_of(lambda: ops.dequantize(quantized, direction))
+
+
 def health(format):
     target = QuantizedWeight.empty(format, SHAPE)
     entry = TableEntry(parameter="fc", source=torch.zeros(SHAPE), target=target)
@@ -212,6 +217,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Any], str]]:
         yield f"{name} along {of}", partial(step_along, format, dtype), "ftz"
     for name, format in FORMATS.items():
         yield f"health of {name}", partial(health, format), ""
+        for direction in ("rowwise",) if format.is_row_only else DIRECTIONS:
+            yield f"{direction} {name}", partial(dequantization, format, direction), ""
     for (name, format), (of, dtype) in product(ROW_ONLY.items(), DTYPES.items()):
         yield f"fake {name} from {of}", partial(fake_blocks, format, dtype), "div.full"
     for of, dtype in MORE_DTYPES.items():

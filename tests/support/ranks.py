@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +118,12 @@ def _share_device() -> None:
     Megatron's groups take more of a processor than what the ranks compute.
     """
     stock = distributed_c10d.ProcessGroupGloo
-    device = stock.create_default_device()
+    device = cache(stock.create_default_device)  # a rank may fork before it has groups
 
     class SharedDevice(stock):
         def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
             options = stock._Options()
-            options._devices, options._timeout = [device], timeout
+            options._devices, options._timeout = [device()], timeout
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = SharedDevice

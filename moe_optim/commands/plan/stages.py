@@ -133,7 +133,7 @@ def _write_out(text: str) -> str:
     """Return a layout without commas and repetitions; ConfigError if it grows too long."""
     text = text.replace(",", "")
     for repeated in _REPEATED:
-        is_large = re.search(r"\d{6}", text)
+        is_large = re.search(r"[1-9]\d{5}", text)
         if is_large or _count_letters(repeated, text) > _MOST_LETTERS:
             raise ConfigError(
                 f"--pipeline-model-parallel-layout {text[:60]}: expected at most "
