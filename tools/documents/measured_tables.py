@@ -215,13 +215,16 @@ def copies() -> str:
             f"`{row['format']}`",
             f"{row['copy_ms']:.3f}",
             f"{row['fraction_of_floor']:.2f}",
+            "" if row["dequantize_ms"] is None else f"{row['dequantize_ms']:.3f}",
+            "" if row["dequantize_ms"] is None else f"{row['dequantize_fraction']:.2f}",
             f"{row['bf16_step_ms']:.1f}",
             f"{row['step_ms']:.1f}",
             f"{row['step_ratio']:.2f}",
         ]
         for row in report["rows"]
     ]
-    header = ["", "copy, ms", "of its floor", "step in bf16, ms", "step with copies, ms", "ratio"]
+    header = ["", "copy, ms", "of its floor", "stored to bf16, ms", "of its floor"]
+    header += ["step in bf16, ms", "step with copies, ms", "ratio"]
     return table(header, rows)
 
 
