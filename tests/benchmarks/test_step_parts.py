@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from benchmarks import step_rank as counted_steps
 from benchmarks.step_parts import Parts, instrument
+from benchmarks.step_rank import CountedSteps, kind_of
 
 
 class FakeClock:
@@ -146,6 +147,28 @@ def test_all_optimizers_of_a_chain_and_all_bucket_groups_are_seen(clock):
     }
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_chain_within_a_chain_is_seen_as_are_its_own_gathers(clock, others):
+    """Stock Muon's optimizer is a chain itself, alone or beside Adam's."""
+    parts, layer_wise = Parts(), chain_of(clock)
+    inner_step, layer_wise.allgather_params = layer_wise.step, work(clock, 7)
+    chain = layer_wise
+    if others:
+        chain = SimpleNamespace(
+            chained_optimizers=[layer_wise, optimizer_of(clock, 0)],
+            get_grad_norm=layer_wise.get_grad_norm,
+            step=inner_step,
+        )
+
+    instrument(parts, [chunk_of([Group(clock)])], chain)
+    with parts.recorded(clock.mark) as recording:
+        chain.step()
+        layer_wise.allgather_params()
+    own = recording.own_ms()
+    assert own["grad_copy"] == 101
+    assert (own["inner_step"], own["requantize"], own["gather"]) == (202, 404, 7)
+
+
 @pytest.fixture
 def collectives(monkeypatch):
     """Collectives that do nothing; what is rebound is put back."""
@@ -173,3 +196,41 @@ def test_bytes_are_those_that_make_weights(collectives):
         with parts.part("requantize"):
             dist.all_reduce(maxima, dist.ReduceOp.MAX)
     assert counts == {"gathered": 3 * 20, "reduced": 12}
+
+
+@pytest.mark.usefixtures("collectives")
+def test_a_step_is_drained_on_the_host_iterations_alone(clock, monkeypatch):
+    """Ranks meet and the device is idle just before ``optimizer.step()``, and never otherwise."""
+    waits = []
+    monkeypatch.setattr(dist, "barrier", lambda: waits.append("ranks"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append("device"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
+    chain = chain_of(clock)
+
+    def train_step(forward_step, data, model, optimizer, scheduler, config, forward_backward):
+        forward_backward()
+        optimizer.step()
+        return {"lm loss": torch.tensor(0.1)}, 0
+
+    steps = CountedSteps(train_step, {"parts": clock.mark, "host": clock.mark})
+    arguments = (None, None, [chunk_of([Group(clock)])], chain, None, None, work(clock, 20))
+    drained = []
+    for _ in range(7):
+        waits.clear()
+        steps(*arguments)
+        drained.append(list(waits))
+    assert drained == [*[[]] * 5, ["ranks", "device"], []]
+    report = steps.report()
+    assert [one["kind"] for one in report] == [kind_of(n) for n in range(1, 8)]
+    assert [set(one["ms"]) for one in report[3:]] == [
+        {"iteration"},
+        {
+            *("forward_backward", "grad_copy", "grad_norm", "inner_step", "requantize"),
+            *("optimizer", "optimizer_rest", "main_to_model_and_gather"),
+        },
+        {"optimizer_host"},
+        set(),
+    ]
+    assert report[4]["ms"]["forward_backward"] == 20
+    assert report[0]["loss"] == "0.100000001"
+    assert report[0]["bytes"] == {"gathered": 0, "reduced": 0, "peak": 7}

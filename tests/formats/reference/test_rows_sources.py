@@ -24,6 +24,8 @@ from moe_optim.formats import (
 )
 from moe_optim.formats.reference import dequantize, dequantize_bf16, quantize
 from moe_optim.formats.reference.codes import (
+    E2M1_VALUES,
+    decode_e4m3,
     pack_nibbles,
     unpack_nibbles,
 )
@@ -108,6 +110,24 @@ def test_nan_takes_the_scale_of_a_block_from_torchao_and_not_from_us():
     assert unpack_nibbles(ours.rowwise_data)[0, 0, 40] == 7  # the hardware's code of NaN
 
 
+@pytest.mark.parametrize(("mode", "highest_fraction"), [("FLOOR", 2), ("EVEN", 1.75)])
+def test_mxfp4_scale_is_twice_that_of_floor_and_even_above_six_and_the_same_elsewhere(
+    mode, highest_fraction
+):
+    """With amax = f * 2^k and 1 <= f < 2: up from f > 1.5 here, from 1.75 in EVEN, never in FLOOR.
+
+    So amaxes above 6 * 2^k, but below 7 * 2^k for EVEN, saturate there.
+    """
+    amax = bf16(torch.arange(2 << 7, INFINITY))  # below, scale bytes end
+    weight = amax.view(1, -1, 1).repeat(1, 1, 32)
+    fraction = torch.frexp(amax.float()).mantissa * 2
+    doubled = (fraction > 1.5) & (fraction < highest_fraction)
+    normal = amax >= 2.0**-124
+    ours = quantize(weight, MXFP4).rowwise_scale.flatten().int()[normal]
+    theirs = torchao_mx(weight, MXFP4, mode)[0].flatten().int()[normal]
+    assert torch.equal(ours - theirs, doubled[normal].int())
+
+
 def every_mxfp4_byte():
     """Make [1, 255, 16] data and [1, 255, 1] scales: each code with each scale but NaN."""
     codes = torch.arange(32).remainder(16).to(torch.uint8)
@@ -186,6 +206,32 @@ def test_nvfp4_rows_equals_torchao_where_the_global_scale_is_a_power_of_two(expo
     assert_bytes_equal(codes[kept], unpack_nibbles(ours.rowwise_data)[kept], what="codes")
 
 
+def test_nvfp4_rows_differs_from_torchao_at_ties_only():
+    """It divides by 6 where Transformer Engine and we multiply by fl(1/6).
+
+    Scales and elements that differ lie exactly halfway between two codes before rounding.
+    """
+    weight = random_weights(12)
+    q = quantize(weight, NVFP4_ROWS)
+    scale, codes = torchao_nvfp4(weight)
+    ours = unpack_nibbles(q.rowwise_data)
+    amax = weight.unflatten(2, (-1, 16)).abs().amax(3).double()
+    global_amax = q.global_amax.double().view(-1, 1, 1)
+    limited = q.rowwise_scale.clamp(min=0x08)
+
+    off = scale != limited
+    middle = (decode_e4m3(scale).double() + decode_e4m3(limited)) / 2
+    assert 0 < off.sum() < 0.005 * off.numel()
+    assert torch.equal((amax * 448)[off], (middle * global_amax)[off])
+
+    off = (codes != ours) & (scale == q.rowwise_scale).repeat_interleave(16, 2)
+    values = torch.tensor(E2M1_VALUES, dtype=torch.float64)
+    middle = (values[codes.int() & 7] + values[ours.int() & 7]) / 2
+    decoded = decode_e4m3(scale).double().repeat_interleave(16, 2)
+    assert 0 < off.sum() < 0.001 * off.numel()
+    assert torch.equal((weight.abs().double() * 2688)[off], (middle * decoded * global_amax)[off])
+
+
 def test_nvfp4_rows_values_are_those_of_compressed_tensors_where_its_global_scale_is_exact():
     """It divides scales by 2688 / amax, which is a power of two here, and multiplies codes."""
     weight = random_weights(12, experts=1)
@@ -207,6 +253,7 @@ def test_nvfp4_rows_values_are_those_of_compressed_tensors_where_its_global_scal
 # INT4
 
 
+WEIGHTS_OF_INT4 = {**WEIGHTS, "uniform": lambda: uniform_weights()}
 both_int4 = pytest.mark.parametrize("format", [INT4, INT4_G128], ids=lambda one: one.name)
 
 
@@ -217,6 +264,31 @@ def uniform_weights():
     values = torch.randint(-255, 256, (2048, 128), generator=generator)
     steps = torch.randint(128, 256, (2048, 1), generator=generator)
     return (values * steps / 2**20).bfloat16().unsqueeze(0)
+
+
+@both_int4
+@pytest.mark.parametrize("weights", WEIGHTS_OF_INT4.values(), ids=WEIGHTS_OF_INT4.keys())
+def test_int4_equals_the_exporter_of_slime_and_miles(format, weights):
+    """Scales are rounded to bf16 after codes were computed with the fp32 scale."""
+    length = format.block_length
+    weight = weights().reshape(-1, 32)
+    weight = weight[~weight.isinf().any(1)]
+    weight = weight[: len(weight) * 32 // length * length // 32].view(1, -1, length)
+    ours = quantize(weight, format)
+    scale, codes = float32_oracle.int4(weight.float().numpy(), length)
+    stored = torch.from_numpy(float32_oracle.to_bf16(scale)).bfloat16()
+    assert_bytes_equal(ours.rowwise_scale.flatten(), stored, what="scale")
+    assert np.abs(codes).max() == 7
+    nibbles = torch.from_numpy(codes + 8).to(torch.uint8).view(weight.shape)
+    assert_bytes_equal(unpack_nibbles(ours.rowwise_data), nibbles, what="codes")
+
+
+def test_int4_survives_the_second_rounding_of_slime_and_miles():
+    """They multiply the code by the bf16 scale and divide again, in bf16, before they pack it."""
+    scale = bf16(torch.arange(int(torch.tensor(1e-5).bfloat16().view(torch.int16)), INFINITY))
+    scale = scale[scale < 2.0**125].unsqueeze(1)
+    codes = torch.arange(-8, 8).bfloat16()
+    assert torch.equal(((codes * scale) / scale).round(), codes.expand(len(scale), 16))
 
 
 def pack_quantized(group_size=32):
@@ -262,7 +334,48 @@ def test_compressed_tensors_finds_other_codes_since_it_divides_in_bf16(format):
     assert 0 < (in_fp32 != ours).sum() < (theirs != ours).sum() < 0.02 * ours.numel()
 
 
+def test_compressed_tensors_own_scales_reach_from_minus_eight_to_seven():
+    """They are amax / 7.5 in bf16, so that half of the amaxes saturate or take the code -8."""
+    amax = bf16(torch.arange(0x3F80, 0x4000)).unsqueeze(1)
+    calculate = import_module("compressed_tensors.quantization.utils.helpers").calculate_qparams
+    _, scheme = pack_quantized()
+    theirs, _ = calculate(-amax, amax, scheme.weights)
+    assert_bytes_equal(theirs, (amax.float() / 7.5).bfloat16())
+    zero, _ = calculate(torch.zeros_like(amax), torch.zeros_like(amax), scheme.weights)
+    assert (zero == torch.finfo(torch.bfloat16).eps).all()
+
+
+def test_training_of_slime_and_miles_multiplies_by_the_unrounded_scale():
+    """Its fake quantization keeps s = amax / 7 in fp32; rollouts and we read bf16(s).
+
+    It divides by 7 where we multiply by fl(1/7), so that a few ties go to the other code. Elsewhere
+    values differ by the rounding of the scale, at most 2^-8, and by those of products to bf16.
+    """
+    weight = uniform_weights()
+    q = quantize(weight, INT4)
+    scale, quotients = float32_oracle.int4(weight.float().numpy(), 32, divide=True)
+    codes = np.clip(quotients, -7, 7)
+    fake = torch.from_numpy(float32_oracle.to_bf16(codes * scale[:, None])).view(weight.shape)
+    ours = dequantize_bf16(q.rowwise_data, q.rowwise_scale, INT4).float()
+
+    off = torch.from_numpy(codes).view(weight.shape) != unpack_nibbles(q.rowwise_data) - 8.0
+    amax = weight.unflatten(2, (-1, 32)).abs().amax(3).double().repeat_interleave(32, 2)
+    assert 0 < off.sum() < 0.005 * off.numel()
+    assert ((weight.double() * 14 / amax)[off] % 2 == 1).all()
+    assert ((fake - ours).abs()[~off] <= ours.abs()[~off] * 2 * 2.0**-8).all()
+    assert 0.05 < (fake != ours).float().mean() < 0.2
+
+
 # FP8 blocks with fp32 scales
+
+
+def test_fp32_block_scale_of_every_amax_equals_the_oracle():
+    """448 / amax rounded to nearest, and 1 for zero and infinity: every bf16 amax."""
+    amaxes = bf16(torch.arange(INFINITY + 1)).float()
+    factor = encode_scale(amaxes, FP8_BLOCK_FP32)
+    scale, inverse = float32_oracle.fp32_scale(amaxes.numpy())
+    assert_bytes_equal(factor, torch.from_numpy(scale), what="factor")
+    assert_bytes_equal(factor.reciprocal(), torch.from_numpy(inverse), what="inverse")
 
 
 def test_fp32_block_scale_of_every_amax_equals_transformer_engine():
@@ -274,3 +387,19 @@ def test_fp32_block_scale_of_every_amax_equals_transformer_engine():
     ours = encode_scale(amax, FP8_BLOCK_FP32)
     assert_bytes_equal(theirs, ours)
     assert_bytes_equal(inverse, ours.reciprocal())
+
+
+def test_fp8_block_fp32_equals_the_oracle():
+    """Whole and partial blocks, of all magnitudes."""
+    weights = {
+        "sweep": amax_sweep((128, 128), step=1021)[:, :-128],
+        "random": random_weights(120, experts=2),
+        "partial": random_weights(12, experts=1)[:, :200, :72],
+    }
+    for name, weight in weights.items():
+        ours = quantize(weight, FP8_BLOCK_FP32)
+        for expert, row, col in np.ndindex(ours.rowwise_scale.shape):
+            place = expert, slice(128 * row, 128 * (row + 1)), slice(128 * col, 128 * (col + 1))
+            inverse, codes = float32_oracle.fp8_block_fp32(weight[place].float().numpy())
+            assert ours.rowwise_scale[expert, row, col] == float(inverse), name
+            assert_bytes_equal(ours.rowwise_data[place], torch.from_numpy(codes), what=name)
