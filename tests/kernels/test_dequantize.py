@@ -7,7 +7,9 @@ from moe_optim import ops
 from moe_optim.errors import LayoutError
 from moe_optim.formats import FORMATS
 from moe_optim.formats.reference import dequantize_bf16
+from moe_optim.kernels import dequantize as dequantize_module
 from moe_optim.kernels.dequantize import dequantize
+from moe_optim.kernels.plan import BoundKernel
 from tests.support.bytes import assert_values_equal
 from tests.support.inputs import normal_weights, wide_range_weights, with_specials
 
@@ -66,8 +68,26 @@ def test_scales_in_any_strides(launches):
     assert launches == ["dequantize_kernel"]
 
 
-def test_a_missing_amax_is_named(launches):
-    format = FORMATS["nvfp4_rows"]
-    quantized = ops.quantize(normal_weights(1, 16, 16), format, backend="reference")
-    with pytest.raises(LayoutError, match="nvfp4_rows needs global_amax"):
-        dequantize(quantized.rowwise_data, quantized.rowwise_scale, format)
+def test_buffers_that_do_not_fit_are_named(launches):
+    """A kernel would read beyond them."""
+    rows, nvfp4 = FORMATS["mxfp8_rows"], FORMATS["nvfp4_rows"]
+    quantized = ops.quantize(normal_weights(2, 16, 32), rows, backend="reference")
+    with pytest.raises(LayoutError, match=r"scale: expected \[2, 16, 1\] torch.uint8, got \[1, 16"):
+        dequantize(quantized.rowwise_data, quantized.rowwise_scale[:1], rows)
+    quantized = ops.quantize(normal_weights(2, 16, 32), nvfp4, backend="reference")
+    given = quantized.rowwise_data, quantized.rowwise_scale, nvfp4
+    for amax, got in ((None, "None"), (quantized.global_amax[:1], r"\[1\]")):
+        with pytest.raises(LayoutError, match=rf"nvfp4_rows needs global_amax \[2\], got {got}"):
+            dequantize(*given, global_amax=amax)
+    assert launches == []
+
+
+def test_a_kernel_is_not_loaded_while_a_graph_is_captured(launches, monkeypatch):
+    """Plain torch reads the values; a kernel that an earlier launch compiled is captured."""
+    monkeypatch.setattr(dequantize_module, "is_capturing", lambda device: True)
+    quantized = ops.quantize(normal_weights(2, 32, 32), "mxfp8_2d", backend="reference")
+    check(quantized, "columnwise")
+    assert launches == []
+    monkeypatch.setattr(BoundKernel, "is_compiled", True)
+    check(quantized, "columnwise")
+    assert launches == ["dequantize_kernel"]
