@@ -48,13 +48,13 @@ def main(words: Sequence[str]) -> int:
         print(json.dumps(found), flush=True)
         return found
 
-    if args.gpus:
-        with ThreadPoolExecutor(args.at_once) as pool:
-            report["cases"] = list(pool.map(run, cases))
-    else:  # ranks are forked from the thread that has chosen the CPU
-        report["cases"] = list(map(run, cases))
-    if args.json:
-        args.json.write_text(json.dumps(_beside(args.json, report), indent=1) + "\n")
+    report["cases"] = []
+    with ThreadPoolExecutor(args.at_once) as pool:
+        # on a CPU ranks are forked from this thread, which has chosen it
+        for found in pool.map(run, cases) if args.gpus else map(run, cases):
+            report["cases"].append(found)
+            if args.json:  # after each case: a run is long
+                args.json.write_text(json.dumps(_beside(args.json, report), indent=1) + "\n")
     return int(any(map(_is_ours, _stopped_alone(report["cases"]))))
 
 
@@ -75,8 +75,13 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 def _stopped_alone(cases: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return cases that stopped, except those whose stock run stopped, too."""
     stopped = [case for case in cases if "stopped" in case]
-    stock = {(case["recipe"], case["ranks"]) for case in stopped if not _is_ours(case)}
-    return [case for case in stopped if (case["recipe"], case["ranks"]) not in stock]
+    stock = {_twin(case) for case in stopped if not _is_ours(case)}
+    return [case for case in stopped if _twin(case) not in stock]
+
+
+def _twin(case: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what a case shares with its stock run: weights in FP8 are compared with such."""
+    return case["recipe"], case["ranks"], "fp8_block" in case["format"]
 
 
 def _is_ours(case: Mapping[str, Any]) -> bool:
