@@ -28,7 +28,7 @@ from benchmarks.timing import REPEATS, host_us, median_ms, release
 from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.errors import ConfigError
-from moe_optim.formats import DIRECTIONS, FORMATS
+from moe_optim.formats import FORMATS
 from moe_optim.screen import print_table, results_console
 
 if TYPE_CHECKING:
@@ -164,8 +164,7 @@ def _measure_dequantization(case: CopiesCase, name: str, speed: float) -> Row:
         return {"dequantize_ms": None, "dequantize_fraction": None}
     weights = torch.randn(case.experts, case.rows, case.cols, device=case.device).mul_(0.02)
     quantized = ops.quantize(weights, name)
-    ways = DIRECTIONS[: 1 if FORMATS[name].is_row_only else 2]
-    reads = [partial(ops.dequantize, quantized, way) for way in ways]
+    reads = [partial(ops.dequantize, quantized, way) for way in FORMATS[name].directions]
     slowest = max(median_ms(reads, case.device))
     data, scale = quantized.rowwise_data, quantized.rowwise_scale
     nbytes = data.nbytes + scale.nbytes + 2 * weights.numel()

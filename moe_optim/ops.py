@@ -20,8 +20,8 @@ from torch import Tensor
 from moe_optim import library
 from moe_optim.errors import LayoutError
 from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight, get_format
-from moe_optim.formats.reference.dequantizing import values_shape
-from moe_optim.kernels.dequantize import dequantize as read_values
+from moe_optim.formats.reference.dequantizing import empty_values
+from moe_optim.kernels.dequantize import dequantize as dequantize_buffers
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.plan import Backend
 from moe_optim.kernels.table_entry import TableEntry
@@ -144,17 +144,10 @@ def dequantize(
     if torch.compiler.is_compiling():
         values: Tensor = _dequantize(data, scale, amax, format.name, direction, backend)
         return values
-    return read_values(data, scale, format, direction, global_amax=amax, backend=backend)
+    return dequantize_buffers(data, scale, format, direction, global_amax=amax, backend=backend)
 
 
-def _empty_values(
-    data: Tensor, _scale: Tensor, _amax: Tensor | None, format: str, direction: str, _backend: str
-) -> Tensor:
-    shape = values_shape(data, get_format(format), cast(Direction, direction))
-    return data.new_empty(shape, dtype=torch.bfloat16)
-
-
-@partial(library.operation, fake=_empty_values)
+@partial(library.operation, fake=empty_values(torch.bfloat16))
 def _dequantize(
     data: Tensor,
     scale: Tensor,
@@ -165,7 +158,7 @@ def _dequantize(
 ) -> Tensor:
     given = get_format(format), cast(Direction, direction)
     kind = cast(Backend, backend)
-    return read_values(data, scale, *given, global_amax=global_amax, backend=kind)
+    return dequantize_buffers(data, scale, *given, global_amax=global_amax, backend=kind)
 
 
 def _check_targets(

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_optim import library
 from moe_optim.errors import StateError
 from moe_optim.formats import Direction, QuantizedWeight, get_format
-from moe_optim.formats.reference.dequantizing import values_shape
+from moe_optim.formats.reference.dequantizing import empty_values
 from moe_optim.kernels.dequantize import dequantize
 from moe_optim.weights.storage import PortableStorage, WeightStorage
 
@@ -61,7 +61,7 @@ class TracedStorage(PortableStorage):
         held = self.quantized
         data, scale = held.data(direction), held.scale(direction)
         values: Tensor = _read_weight(
-            data, scale, held.global_amax, self.handle, self.format.name, direction
+            data, scale, held.global_amax, self.format.name, direction, self.handle
         )
         return values
 
@@ -76,21 +76,14 @@ class TracedStorage(PortableStorage):
         )
 
 
-def _empty_values(
-    data: Tensor, scale: Tensor, global_amax: Tensor | None, _: Tensor, format: str, way: str
-) -> Tensor:
-    shape = values_shape(data, get_format(format), cast(Direction, way))
-    return data.new_empty(shape, dtype=torch.bfloat16)
-
-
-@partial(library.operation, fake=_empty_values)
+@partial(library.operation, fake=empty_values(torch.bfloat16))
 def _read_weight(
     data: Tensor,
     scale: Tensor,
     global_amax: Tensor | None,
-    handle: Tensor,
     format: str,
     direction: str,
+    handle: Tensor,
 ) -> Tensor:
     storage: WeightStorage = object_of(handle)
     storage.require_fresh()

@@ -217,7 +217,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Any], str]]:
         yield f"{name} along {of}", partial(step_along, format, dtype), "ftz"
     for name, format in FORMATS.items():
         yield f"health of {name}", partial(health, format), ""
-        for direction in ("rowwise",) if format.is_row_only else DIRECTIONS:
+        for direction in format.directions:
             yield f"{direction} {name}", partial(dequantization, format, direction), ""
     for (name, format), (of, dtype) in product(ROW_ONLY.items(), DTYPES.items()):
         yield f"fake {name} from {of}", partial(fake_blocks, format, dtype), "div.full"

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 PAIRS = [
     pytest.param(format, direction, id=f"{format.name}-{direction}")
     for format in FORMATS.values()
-    for direction in (("rowwise",) if format.is_row_only else ("rowwise", "columnwise"))
+    for direction in format.directions
 ]
 every_buffer = pytest.mark.parametrize(("format", "direction"), PAIRS)
 

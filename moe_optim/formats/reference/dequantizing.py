@@ -127,14 +127,18 @@ def values_shape(
     return (experts, cols, rows) if format.transposes(direction) else (experts, rows, cols)
 
 
-def _empty_values(dtype: torch.dtype) -> Callable[..., Tensor]:
-    def empty(data: Tensor, _scale: Tensor, _amax: Tensor | None, format: str, way: Any) -> Tensor:
+def empty_values(dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Return the fake of an operation that begins with data, scale, amaxes, format, direction."""
+
+    def empty(
+        data: Tensor, _scale: Tensor, _amax: Tensor | None, format: str, way: Any, *_: Any
+    ) -> Tensor:
         return data.new_empty(values_shape(data, get_format(format), way), dtype=dtype)
 
     return empty
 
 
-@partial(library.operation, fake=_empty_values(torch.float32))
+@partial(library.operation, fake=empty_values(torch.float32))
 def _reference_dequantize(
     data: Tensor, scale: Tensor, global_amax: Tensor | None, format: str, direction: str
 ) -> Tensor:
@@ -142,7 +146,7 @@ def _reference_dequantize(
     return _dequantize(data, scale, global_amax, get_format(format), way)
 
 
-@partial(library.operation, fake=_empty_values(torch.bfloat16))
+@partial(library.operation, fake=empty_values(torch.bfloat16))
 def _dequantize_bf16(
     data: Tensor, scale: Tensor, global_amax: Tensor | None, format: str, direction: str
 ) -> Tensor:
