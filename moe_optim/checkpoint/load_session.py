@@ -44,7 +44,7 @@ class VettedReader(TorchDistReader):
     Attributes:
         metadata: content of ``.metadata``, unpickled as torch does.
         vetted: metadata and checksums that one rank read for all.
-        version: what changes on this host when the checkpoint is saved again.
+        version: identity of the save on this host, which another save changes.
         is_checked: whether all ranks have compared sizes, and read everything if that was asked.
     """
 

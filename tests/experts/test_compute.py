@@ -1,4 +1,4 @@
-"""bf16 weights in narrow products: those of storage or of a grid, whoever has written them."""
+"""GEMMs of bf16 weights in low precision read current values, of a format or a grid."""
 
 import copy
 import pickle

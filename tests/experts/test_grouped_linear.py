@@ -160,8 +160,8 @@ def give_main_grads(linear, dtype):
 @every_layout
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_fused_accumulation_equals_adding_what_autograd_gives(format, layout, dtype):
-    """Over three micro-batches, ``main_grad`` holds the same bits either way. DDP's hooks count
-    parameters by their gradients, and assert that there is one."""
+    """Over three micro-batches, ``main_grad`` holds the same bits either way. DDP's hooks
+    assert that each parameter has a gradient."""
     fused, unfused = (make_linear(format, layout, fuse=fuse) for fuse in (True, False))
     give_main_grads(fused, dtype)
     give_main_grads(unfused, dtype)

@@ -42,7 +42,7 @@ def test_a_configuration_with_nothing_to_take_out_is_handed_on():
     assert factory._without_replaced_flags(given, setup) is given
 
 
-@pytest.mark.parametrize("ours", [True, False], ids=["experts of ours", "Megatron's alone"])
+@pytest.mark.parametrize("ours", [True, False], ids=["some are managed", "none is managed"])
 def test_a_model_is_adopted_where_all_of_its_buffers_are_megatrons(ours):
     """Beside quantized experts that are trained alone there are empty ones."""
     groups = [object(), object.__new__(GroupedBucketGroup) if ours else object()]

@@ -399,7 +399,7 @@ def _initialize_parallel(tp: int, pp: int, cp: int, ep: int, etp: int) -> None:
 
 
 _sizes: list[int] = []
-"""Parallel sizes of the groups that there are."""
+"""Parallel sizes of the existing process groups."""
 
 
 def _seeded_groups() -> Any:
