@@ -13,6 +13,7 @@ from tests.support.modules.compiling import Compiled, compiling, make_linear, ma
 operations = torch.ops.moe_optim
 LINEAR = make_linear(MXFP8)
 SCALES = LINEAR.storage.quantized.rowwise_scale
+STORAGE = LINEAR.weight.storage_handle
 
 
 def make(*shape, seed=0):
@@ -43,17 +44,7 @@ CASES = {
     "reference_quantize": ("reference_quantize", (make(2, 128, 128), "nvfp4", "weight")),
     **{f"dequantize {n}": ("dequantize_bf16", buffer_arguments(n)) for n in KINDS},
     "reference_dequantize": ("reference_dequantize", buffer_arguments("nvfp4")),
-    "read_weight": (
-        "read_weight",
-        (
-            BUFFERS[0],
-            LINEAR.storage.quantized.rowwise_scale,
-            None,
-            LINEAR.weight.storage_handle,
-            "mxfp8",
-            "rowwise",
-        ),
-    ),
+    "read_weight": ("read_weight", (BUFFERS[0], SCALES, None, "mxfp8", "rowwise", STORAGE)),
     "grouped_product": ("grouped_product", (TOKENS, ENDS, BUFFERS, HANDLE)),
     "grouped_dgrad": ("grouped_dgrad", (OUTPUT_GRAD, ENDS, HANDLE, VERSION, 32)),
     "grouped_wgrad": ("grouped_wgrad", (OUTPUT_GRAD, TOKENS.detach(), ENDS, HANDLE, VERSION)),
