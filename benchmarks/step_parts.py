@@ -148,18 +148,26 @@ def _links_of(optimizer: Any) -> Iterator[Any]:
 
 def _instrument_gather(parts: Parts, group: Any) -> None:
     """Attribute the start (without nested parts) and the wait to the collectives."""
-    start = parts.within("gather", group.start_param_sync)
+    for method in ("start_param_sync", "gather"):  # optimizers call the plug-in's gather() directly
+        if hasattr(group, method):
+            setattr(group, method, _starting(parts, group, getattr(group, method)))
+    # then stock gathers MXFP8 weights in bf16, and quantizes them afterwards
+    is_late = group.ddp_config.reuse_grad_buf_for_mxfp8_param_ag
+    parts.wrap(group, "_post_param_sync", "requantize" if is_late else "post_processing")
 
-    def start_param_sync(*args: Any, **kwargs: Any) -> None:
-        start(*args, **kwargs)
+
+def _starting(parts: Parts, group: Any, start: Callable[..., None]) -> Callable[..., None]:
+    """Return ``start``, which may leave a gather in flight, as the part ``gather``."""
+
+    @wraps(start)
+    def start_gather(*args: Any, **kwargs: Any) -> None:
+        with parts.part("gather"):
+            start(*args, **kwargs)
         work = group.param_gather_handle
         if work is not None and not isinstance(work, _Work):
             group.param_gather_handle = _Work(parts, work)
 
-    group.start_param_sync = start_param_sync
-    # then stock gathers MXFP8 weights in bf16, and quantizes them afterwards
-    is_late = group.ddp_config.reuse_grad_buf_for_mxfp8_param_ag
-    parts.wrap(group, "_post_param_sync", "requantize" if is_late else "post_processing")
+    return start_gather
 
 
 def _instrument_plugin(parts: Parts, groups: Iterable[Any]) -> None:
