@@ -595,9 +595,6 @@ RULES: tuple[Rule, ...] = (
          _any_portable(lambda m: m.moe_apply_probs_on_input and m.moe_router_topk > 1),
          "Megatron's experts refuse it in their first forward pass",
          "Give --moe-router-topk 1, or remove it"),
-        ("compute with one amax per expert and --expert-tensor-parallel-size above 1",
-         lambda s: _cut_amax(s), "the amax would be that of a shard",
-         "Keep experts whole, or take a block format"),
         ("--hidden-size, or --moe-ffn-hidden-size of a tensor-parallel rank, that the blocks of "
          "format or compute do not divide",
          lambda s: next(filter(None, (_partial_blocks(s.config, m) for m in s.portable)), None),
@@ -823,13 +820,6 @@ def _graphs_experts(modules: Any) -> bool:
 
 def _is_grid(compute: str) -> bool:
     return compute.endswith("_per_expert")
-
-
-def _cut_amax(setup: Setup) -> str | None:
-    compute = str(setup.config.compute)
-    if not _is_grid(compute) or max(map(_expert_tp, setup.portable)) == 1:
-        return None
-    return f"compute: {compute} with --expert-tensor-parallel-size above 1"
 
 
 def _partial_blocks(config: Any, model: Any) -> str | None:

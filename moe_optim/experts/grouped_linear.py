@@ -84,6 +84,8 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
 
     config: Any = None
     """Megatron's configuration of the layer, which Megatron-Bridge's adapters read."""
+    amax_group: Any = None
+    """Process group of several ranks that hold parts of these experts; None if they are whole."""
 
     def __init__(  # noqa: PLR0913  # keyword-only except the shape
         self,
@@ -337,7 +339,11 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         self._require_memory(weights)
         if self.quantized_copy is not None:
             return self.quantized_copy.dequantize(
-                weights, direction, keep=self.training, amax=calibrated_amax(self)
+                weights,
+                direction,
+                keep=self.training,
+                amax=calibrated_amax(self),
+                group=self.amax_group,
             )
         if self.expert_layout == "grouped":
             return weights[0].detach()

@@ -118,6 +118,8 @@ class GroupedExperts(MegatronModule):
             linear.config = config
             # read by Megatron-Bridge's converter where it does not know a class
             linear.tensor_model_parallel, linear.partition_dim = True, partition_dim
+            if pg_collection.expt_tp.size() > 1:
+                linear.amax_group = pg_collection.expt_tp
         guard_converters()
         self._initialize(keep_for_masters=settings.format != "bf16")
         for shard in list_shards(self):

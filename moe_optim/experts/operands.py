@@ -51,12 +51,13 @@ class QuantizedCopy(_Copy[BlockScaledFormat]):
         *,
         keep: bool,
         amax: Tensor | None = None,
+        group: Any = None,  # noqa: ARG002
     ) -> Tensor:
         """Return the values of one direction, [E, R, C] bf16, newly allocated.
 
         Weights are contiguous bf16, one tensor [E, R, C] or E of [R, C]. The forward GEMM reads
         rowwise values and dgrad columnwise ones, from the same copy with ``keep``. Blocks have
-        scales of their own, so ``amax`` is ignored.
+        scales of their own, so ``amax`` and ``group`` are ignored.
         """
         places = tuple(weight.data_ptr() for weight in weights)
         if self._storage is None or self._table is None or places != self._places:
@@ -98,15 +99,22 @@ class FakeQuantizedCopy(_Copy[PerExpertGrid]):
 
     @torch.no_grad()
     def dequantize(
-        self, weights: Sequence[Tensor], direction: Direction, *, keep: bool, amax: Tensor | None
+        self,
+        weights: Sequence[Tensor],
+        direction: Direction,
+        *,
+        keep: bool,
+        amax: Tensor | None,
+        group: Any = None,
     ) -> Tensor:
         """Return the values of all experts, [E, R, C] bf16, newly allocated, in either direction.
 
         Weights are contiguous bf16, one tensor [E, R, C] or E of [R, C]. ``keep`` keeps the amaxes
-        of a forward GEMM (rowwise) for its dgrad (columnwise).
+        of a forward GEMM (rowwise) for its dgrad (columnwise). Without ``amax``, ranks of ``group``
+        hold parts of the same experts, and all of them must call it.
         """
         if direction == "rowwise" or self._kept is None:
-            found = live_amax(weights) if amax is None else amax.flatten()
+            found = live_amax(weights, group) if amax is None else amax.flatten()
             if keep:
                 self._kept = found
         else:

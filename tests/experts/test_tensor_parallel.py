@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS, fake_quantize
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.formats import MXFP8
@@ -59,6 +60,38 @@ def test_parameters_have_the_attributes_of_megatrons(ranks, layout):
     for rank in ranks:
         assert rank[layout][2] == rank["stock"][2]
         assert not rank["stock"][2]["linear_fc1.weight"]["allreduce"]
+
+
+def _fake_quantize(compute: str) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Return the operands of both directions and the same rows or columns of whole experts."""
+    module = experts.make_ours(experts.make_config(expert_tensor_parallel_size=2), compute=compute)
+    group = module.pg_collection.expt_tp
+    found = []
+    for linear, dim in ((module.linear_fc1, 1), (module.linear_fc2, 2)):
+        if torch.distributed.get_rank() == 1:
+            linear.weight.data *= 3  # the amax of an expert is that of one rank's part
+        parts = [torch.empty_like(linear.weight.data) for _ in range(2)]
+        torch.distributed.all_gather(parts, linear.weight.data, group=group)
+        whole = torch.cat(parts, dim)
+        bits = PER_EXPERT_GRIDS[compute].bits or "e4m3"
+        values = fake_quantize(whole, whole.abs().amax((1, 2)), bits, backend="reference")
+        expected = values.chunk(2, dim)[torch.distributed.get_rank(group)]
+        for direction in ("rowwise", "columnwise"):
+            found.append((f"{linear.name} {direction}", linear.operand(direction), expected))
+    return found
+
+
+def _fake_quantize_each() -> dict[str, list[tuple[str, torch.Tensor, torch.Tensor]]]:
+    experts.start_ranks(expert_tensor_parallel_size=2)
+    return {compute: _fake_quantize(compute) for compute in PER_EXPERT_GRIDS}
+
+
+def test_cut_experts_multiply_values_on_the_grid_of_whole_experts():
+    """Uncalibrated: every rank takes the largest magnitude of all parts of an expert."""
+    for rank in run_ranks(2, _fake_quantize_each):
+        for compute, compared in rank.items():
+            for name, operand, expected in compared:
+                assert_bytes_equal(operand, expected.contiguous(), what=f"{compute} {name}")
 
 
 # Training and checkpoints
@@ -124,6 +157,17 @@ def test_cut_experts_load_whole_with_gate_and_up_in_their_halves(trained, saved,
         else:
             expected = torch.cat(parts, dim=1)
         assert_bytes_equal(values, expected, what=name)
+
+
+@pytest.mark.extended
+def test_cut_experts_train_on_the_grid_of_whole_ones():
+    """In forward passes, their recomputation and evaluation, every rank asks for amaxes alike."""
+    config = MoEOptimConfig(format="bf16", compute="int8_per_expert")
+    flags = [*STEPS, *ETP2, "--recompute-granularity", "full", "--recompute-method", "uniform"]
+    flags += ["--recompute-num-layers", "1", "--eval-interval", "2"]
+    first, second = run_ranks(2, _train, flags, config)
+    assert len(first.losses) == 4
+    assert first.losses == second.losses
 
 
 def test_quantized_cut_experts_are_the_bytes_of_their_masters():
