@@ -1,5 +1,5 @@
-"""verl's own functions build our optimizer, and move quantized weights, gradients and states to the
-host and back.
+"""verl's own functions build our optimizer, move quantized weights, gradients and states to the
+host and back, and save and load checkpoints.
 
 ``VERL_PATH`` names its checkout. What else its module imports is stood in for.
 """
@@ -8,13 +8,18 @@ import importlib
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import moe_optim
+from moe_optim import MoEOptimConfig
+from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
 from tests.support.states import life_cycle, making_room
+from tests.support.training import weight_bytes
 from tools.upstream.stand_in_imports import standing_in
 
 CHECKOUT = os.environ.get("VERL_PATH", "")
@@ -75,25 +80,52 @@ class _Settings(dict[str, Any]):
 OPTIMIZER = _Settings(optimizer="adam", lr=1e-6, min_lr=0.0, clip_grad=1.0, weight_decay=0.01)
 
 
-def _build_by_verl(checkout: str) -> tuple[str, bool]:
-    """Return the class of the optimizer, and whether our factory made the chain around it."""
+FACTORY = "verl.utils.megatron.optimizer"
+MANAGER = "verl.utils.checkpoint.megatron_checkpoint_manager"
+REAL = (
+    FACTORY,
+    MANAGER,
+    "verl.utils.checkpoint.checkpoint_manager",
+    "verl.utils.device",
+    "verl.utils.fs",
+    "verl.utils.megatron.dist_checkpointing",
+    "verl.utils.megatron_utils",
+    "verl.utils.torch_dtypes",
+)
+"""Modules of verl that are not stood in for."""
+
+
+def _start_verl(checkout: str, config: MoEOptimConfig | None) -> tuple[dict[str, Any], list[Any]]:
+    """Return verl's modules and a model chunk; None for the configuration of the example."""
     from tests.support import training
     from tests.support.checkpoints.hf_models import build_model, install_runtime, start_megatron
 
     install_runtime()
-    names = ["verl.utils.megatron.optimizer", "verl.utils.torch_dtypes"]
-    with standing_in(Path(checkout), "verl", names, {}):
-        verl, _ = map(importlib.import_module, names)
-    sys.modules[names[0]] = verl  # as in its workers, which import the example afterwards
-    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-    importlib.import_module("verl_external_lib")
+    with standing_in(Path(checkout), "verl", REAL, {}):
+        verl = {name: importlib.import_module(name) for name in REAL}
+    sys.modules.update(verl)  # as in its workers, which import the example afterwards
+    if config is None:
+        sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+        importlib.import_module("verl_external_lib")
+    else:
+        moe_optim.install(config)
     from megatron.core.enums import ModelType
     from megatron.training.training import get_model
 
-    args = start_megatron([*training.MODEL, "--train-iters", "1", "--distributed-backend", "gloo"])
-    model = get_model(lambda **_: build_model(args), ModelType.encoder_or_decoder)
-    settings = verl.init_megatron_optim_config(OPTIMIZER)
-    optimizer = verl.get_megatron_optimizer(model, settings)
+    flags = ["--train-iters", "1", "--distributed-backend", "gloo"]
+    flags += ["--no-check-for-nan-in-loss-and-grad"]  # which its own loop of passes does not reset
+    args = start_megatron([*training.MODEL, *flags])
+    return verl, get_model(lambda **_: build_model(args), ModelType.encoder_or_decoder)
+
+
+def _make_optimizer(verl: dict[str, Any], model: list[Any]) -> Any:
+    settings = verl[FACTORY].init_megatron_optim_config(OPTIMIZER)
+    return verl[FACTORY].get_megatron_optimizer(model, settings)
+
+
+def _build_by_verl(checkout: str) -> tuple[str, bool]:
+    """Return the class of the optimizer, and whether our factory made the chain around it."""
+    optimizer = _make_optimizer(*_start_verl(checkout, None))
     (part,) = optimizer.chained_optimizers
     return type(part).__name__, hasattr(optimizer, "health")
 
@@ -103,3 +135,83 @@ def test_its_own_function_builds_our_optimizer():
     """Where ``examples/verl_external_lib.py`` is imported."""
     (found,) = run_ranks(1, _build_by_verl, CHECKOUT)
     assert found == ("GroupedDistributedOptimizer", True)
+
+
+def _step(chunk: Any, optimizer: Any, number: int) -> float:
+    """Take a step on tokens that differ by step and rank; return the norm of the gradients."""
+    chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    seeded = torch.Generator().manual_seed(10 * number + torch.distributed.get_rank())
+    tokens = torch.randint(0, 63, (1, 32), generator=seeded)
+    mask = torch.ones(1, 1, 32, 32, dtype=torch.bool).triu(1)
+    chunk(tokens, torch.arange(32)[None], mask).float().square().mean().backward()
+    chunk.finish_grad_sync()
+    _, norm, _ = optimizer.step()
+    return float(norm)
+
+
+def _train_and_keep(
+    checkout: str, config: MoEOptimConfig, folder: str, by_name: bool, resumes: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train two steps and save, or load; return the norms of two more steps, and the weights."""
+    verl, model = _start_verl(checkout, config)
+    optimizer = _make_optimizer(verl, model)
+    for name in (MANAGER, "verl.utils.checkpoint.checkpoint_manager"):
+        verl[name].get_device_name, verl[name].is_device_available = lambda: "cpu", lambda: False
+    resharding = {
+        "dist_ckpt_optim_fully_reshardable": by_name,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+    }
+    manager = verl[MANAGER].MegatronCheckpointManager(
+        config=SimpleNamespace(
+            megatron=SimpleNamespace(**resharding), model=SimpleNamespace(path="none")
+        ),
+        checkpoint_config=_Settings(async_save=False, save_contents=None, load_contents=None),
+        model_config=None,
+        transformer_config=model[0].config,
+        role="actor",
+        model=model,
+        arch="",
+        hf_config=None,
+        param_dtype=torch.bfloat16,
+        share_embeddings_and_output_weights=False,
+        processing_class=None,
+        optimizer=optimizer,
+        optimizer_scheduler=None,
+        use_distributed_optimizer=True,
+        use_dist_checkpointing=True,
+    )
+    if resumes:
+        # Apart, as when the weights come from Hugging Face's files: loading a model empties its
+        # entries, in which Megatron's optimizer then finds no parameter, nor does ours.
+        for contents in (["model"], ["optimizer", "extra"]):
+            manager.checkpoint_load_contents = contents
+            manager.load_checkpoint(folder)
+    else:
+        for number in range(2):
+            _step(model[0], optimizer, number)
+        manager.save_checkpoint(folder, global_step=2)
+    norms = [_step(model[0], optimizer, number) for number in (2, 3)]
+    weights = {}
+    for name, param in model[0].named_parameters():
+        weights |= weight_bytes(name, param)
+    return norms, weights
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="VERL_PATH names no checkout")
+@pytest.mark.parametrize("by_name", [False, True], ids=["by rank", "by name"])
+@pytest.mark.parametrize(
+    "config",
+    [MoEOptimConfig(format="bf16"), MoEOptimConfig(format="mxfp8", offload_states=0.5)],
+    ids=["bf16", "mxfp8, half of the states on the host"],
+)
+def test_its_checkpoint_manager_resumes_to_the_bit(config, by_name, tmp_path):
+    """On two ranks. It saves weights, states and random streams as three checkpoints."""
+    arguments = CHECKOUT, config, str(tmp_path), by_name
+    kept = run_ranks(2, _train_and_keep, *arguments, False)
+    resumed = run_ranks(2, _train_and_keep, *arguments, True)
+    seals = sorted(path.parent.parent.name for path in tmp_path.glob("*/*/moe_optim.seal.json"))
+    assert seals == ["extra", "model", "optimizer"]
+    for (norms, weights), (same_norms, same_weights) in zip(kept, resumed, strict=True):
+        assert norms == same_norms
+        assert_same_tensors(same_weights, weights, what="weights")
