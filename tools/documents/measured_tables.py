@@ -29,8 +29,6 @@ STEPS = {
 MEASURED = ("mxfp8", "mxfp8_2d", "nvfp4", "fp8_block")
 """Formats of the measurements on several GPUs; :func:`newer_formats` has the others."""
 STEP_ROWS = {
-    "iteration": ("iteration_ms",),
-    "forward and backward": ("forward_backward_ms",),
     "`optimizer.step()`": ("optimizer_ms",),
     "host time of it": ("optimizer_host_ms",),
     "Adam (fused: and quantization)": ("inner_step_ms",),
@@ -92,11 +90,10 @@ FUSED_ROWS = {
     "iteration": "iteration_ms",
     "forward and backward": "forward_backward_ms",
     "`optimizer.step()`": "optimizer_ms",
-    "gradient norm": "grad_norm_ms",
     "Adam (fused: and quantization)": "inner_step_ms",
     "requantize": "requantize_ms",
     "gather and post-processing": ("gather_ms", "post_processing_ms"),
-    "other": ("grad_copy_ms", "optimizer_rest_ms"),
+    "gradients, clipping, other": ("grad_copy_ms", "grad_norm_ms", "optimizer_rest_ms"),
     "host time of `optimizer.step()`": "optimizer_host_ms",
 }
 
@@ -213,12 +210,11 @@ def copies() -> str:
 def step_kernels() -> str:
     file = "requantize-h200.json"
     rows = []
-    for moments in ("fp32", "bf16"):
-        work = STEP.format(moments)
-        for shard, of_shard in (("1/1", ""), ("1/8", ", 1/8 shards")):
-            of_te = fractions(work, shard, "te_ms", missing="none", file=file)
-            rows.append([f"{moments} moments{of_shard}", *fractions(work, shard, file=file)])
-            rows.append([f"Transformer Engine{of_shard}", *of_te])
+    for moments, shard in (("fp32", "1/1"), ("fp32", "1/8"), ("bf16", "1/1")):
+        work, of_shard = STEP.format(moments), "" if shard == "1/1" else f", {shard} shards"
+        of_te = fractions(work, shard, "te_ms", missing="none", file=file)
+        rows.append([f"{moments} moments{of_shard}", *fractions(work, shard, file=file)])
+        rows.append([f"Transformer Engine{of_shard}", *of_te])
     norms = requantize_rows(file, "w1")["mxfp8", NORM, "1/1"]
     ours, theirs = (norms["floor_ms"] / norms[by] for by in ("ms", "te_ms"))
     speed = read_result(file)["copy_tb_per_s"]
@@ -572,10 +568,11 @@ def export_cost() -> str:
     return (
         f"{first['model']} ({first['parameters'] / 1e9:.2f}e9 parameters, "
         f"{spell_bytes(first['loaded_bytes'])} in bf16) over {first['ranks']} H200 "
-        f"([figures](../recipes/results/{EXPORT})):\n\n{table(header, lines)}\n\nWithout "
-        f"communication, on [one H100](../recipes/results/{EXPORT_ALONE}), the ratio is "
-        f"{alone[0]:.2f} to {alone[-1]:.2f}. With one tensor per expert it is {each[0]:.1f} to\n"
-        f"{each[-1]:.1f}: the engine copies data and scales of each expert separately."
+        f"([figures](../recipes/results/{EXPORT})):\n\n{table(header, lines)}\n\n"
+        f"With one tensor per expert the ratio is {each[0]:.1f} to {each[-1]:.1f}: the engine "
+        f"copies data and scales of each expert separately.\nStacked, on [one "
+        f"H100](../recipes/results/{EXPORT_ALONE}) without communication, it is {alone[0]:.2f} to "
+        f"{alone[-1]:.2f}."
     )
 
 
@@ -590,46 +587,25 @@ def changed_words() -> str:
     rows = {
         (row["format"], row["lr"], row["gradients"], row["steps"]): row for row in report["rows"]
     }
-    header = [
-        "format",
-        "changed at 1e-6",
-        "at 1e-5",
-        "sent at 1e-6",
-        "constant gradient",
-        "16 steps",
-    ]
-    lines = []
-    for name in dict.fromkeys(row["format"] for row in report["rows"]):
-        changed = [rows[name, lr, "noise", 1]["changed"] for lr in (1e-6, 1e-5)]
-        cases = (("noise", 1), ("the same", 1), ("noise", 16))
-        sent = [rows[name, 1e-6, *case]["sent_4"] for case in cases]
-        lines.append(
-            [f"`{name}`", *(f"{one:.3%}" for one in changed), *(f"{one:.2%}" for one in sent)]
-        )
-    return table(header, lines)
+    cases = {"step": ("noise", 1), "largest step": ("the same", 1), "16 steps": ("noise", 16)}
+    formats = dict.fromkeys(row["format"] for row in report["rows"])
+    lines = (
+        [f"`{name}`", *(f"{rows[name, 1e-6, *case]['sent_4']:.2%}" for case in cases.values())]
+        for name in formats
+    )
+    return table(["format", *cases], lines)
 
 
 def offload_cost() -> str:
-    """Range over formats of the step's time and peak memory, for each fraction on the host."""
+    """Range over formats of a step with all states on the host."""
     report = read_result(OFFLOAD)
-    rows = report["rows"]
-    shares = list(dict.fromkeys(row["offload_states"] for row in rows))
-
-    def ranges(key: str, unit: float, digits: int) -> Iterator[str]:
-        for share in shares:
-            values = [row[key] / unit for row in rows if row["offload_states"] == share]
-            yield f"{min(values):.{digits}f} to {max(values):.{digits}f}"
-
+    rows = [row for row in report["rows"] if row["offload_states"] == 1]
+    ms, shares = ([row[key] for row in rows] for key in ("ms", "fraction_of_link"))
     return (
         f"On [one H200](../recipes/results/{OFFLOAD}), whose link moves "
         f"{report['link_gb_per_s']:.0f} GB/s each way, a fused step of "
-        f"{rows[0]['parameters'] / 1e9:.3f}e9 parameters,\nover formats:\n\n"
-    ) + table(
-        ["`offload_states`", *(f"{share:g}" for share in shares)],
-        [
-            ["step, ms", *ranges("ms", 1, 0)],
-            ["peak on the GPU, GiB", *ranges("device_bytes", 2**30, 1)],
-        ],
+        f"{rows[0]['parameters'] / 1e9:.3f}e9 parameters\nwith `offload_states: 1` takes "
+        f"{min(ms):.0f} to {max(ms):.0f} ms, {min(shares):.2f} to {max(shares):.2f} of that speed."
     )
 
 
@@ -730,9 +706,10 @@ def convert() -> str:
     report = read_result("convert-cpu.json")
     cores = report["device"].split()[-2]
     return (
-        f"Converting {report['bytes'] / 1e9:.1f} GB and comparing checksums took "
+        f"Converting {report['bytes'] / 1e9:.1f} GB took "
         f"{report['convert_s']:.0f} s, copying the files {report['copy_s']:.0f} s, on {cores} "
-        f"cores;\npeak memory was {report['peak_bytes'] / 1e9:.2f} GB."
+        f"cores; peak memory was {report['peak_bytes'] / 1e9:.2f} GB\n"
+        "([figures](../recipes/results/convert-cpu.json))."
     )
 
 

@@ -56,7 +56,7 @@ def muon_in_short(report: Report, training: Report) -> str:
         pick(host, way=way, matrices=most)["host_ms"] for way in (*SIDES, GRAPH)
     )
     rows.append(_pair(f"host time of a step of {most:,} matrices, ms", of_stock, ours_))
-    rows.append(_pair("with `--optimizer-cuda-graph`", of_stock, graphed, digits=3))
+    rows.append(_pair("moe_optim with `--optimizer-cuda-graph`", of_stock, graphed, digits=3))
     sides = (training[key]["optimizer_ms"] for key in (STOCK, _PLUGIN_KEY))
     rows.append(_pair("`optimizer.step()` in training, ms", *sides))
     ranks = gather[0]["data_parallel"]

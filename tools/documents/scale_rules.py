@@ -106,7 +106,7 @@ RULES = (
     Rule(
         "int4",
         "amax / 7 in fp32, never rounded",
-        "training of slime and miles (fake quantization)",
+        "slime and miles in training",
         int4_of_training,
     ),
     Rule(
