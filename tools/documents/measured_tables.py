@@ -93,7 +93,7 @@ FUSED_ROWS = {
     "Adam (fused: and quantization)": "inner_step_ms",
     "requantize": "requantize_ms",
     "gather and post-processing": ("gather_ms", "post_processing_ms"),
-    "gradients, clipping, other": ("grad_copy_ms", "grad_norm_ms", "optimizer_rest_ms"),
+    "gradient norm and the rest": ("grad_copy_ms", "grad_norm_ms", "optimizer_rest_ms"),
     "host time of `optimizer.step()`": "optimizer_host_ms",
 }
 
@@ -172,7 +172,7 @@ def requantize() -> str:
         ["Transformer Engine, 1/8 shards", *cells(FP32, "1/8", **of_te)],
         ["gathered bf16", *cells(BF16)],
         ["gathered bf16, 1/8 shards", *cells(BF16, "1/8")],
-        ["columnwise data", "", "", *cells(AFTER)[2:]],
+        ["columnwise data, after the gather", "", "", *cells(AFTER)[2:]],
         ["Transformer Engine", "", "", *cells(AFTER, **of_te)[2:]],
     ]
     speeds = [f"{read_result(file)['copy_tb_per_s']:.2f}" for file in KERNELS.values()]
@@ -332,9 +332,9 @@ def tensorwise_kernels() -> str:
 
     return (
         f"On [one H100](../recipes/results/{TENSORWISE_KERNELS}), the cast of a fused step with "
-        f"`--fp8-recipe tensorwise` takes {rows['1/1', CAST]['launches']} launches,\n"
-        f"{said('1/1', CAST)};\nof 1/8 shards {said('1/8', CAST)};\nthe transposes that Hopper's "
-        f"GEMMs read {said('1/1', AFTER)}."
+        f"`--fp8-recipe tensorwise` takes {rows['1/1', CAST]['launches']} launches:\n\n"
+        f"- whole weights: {said('1/1', CAST)};\n- 1/8 shards: {said('1/8', CAST)}.\n\nThe "
+        f"transposes that Hopper's GEMMs read take {said('1/1', AFTER)}."
     )
 
 
@@ -482,7 +482,7 @@ def formats_compared() -> str:
     header = ["", "mean loss", f"seeds {', '.join(map(str, seeds))}"]
     return table(header, rows) + (
         f"\n\nAll quantized runs, Megatron's included, ended {above_bf16()} above bf16. Blockwise "
-        f"FP8 has {len(more)} seeds: {means};\nthey differ by {min(more):+.3f} to "
+        f"FP8 has {len(more)} seeds: {means},\na difference of {min(more):+.3f} to "
         f"{max(more):+.3f} per seed, {mean(more):+.3f} on average. Seeds of Megatron differ by up "
         f"to {spread_of_stock():.3f}."
     )
@@ -825,10 +825,10 @@ def published_launches() -> str:
     found = [one for one in read_result(PUBLISHED)["totals"] if one["source"] in ("slime", "miles")]
     if any(one["passing"] != one["recipes"] or one["kept"] != "bf16" for one in found):
         raise ValueError("documents say that all recipes pass with bf16 weights, and some do not")
-    counts = " and ".join(f"{one['recipes']} recipes of {one['source']}" for one in found)
+    counts = " and ".join(f"{one['recipes']} of {one['source']}" for one in found)
     return (
-        f"The settings of all {counts} pass the plug-in's checks\n"
-        f"([totals](../recipes/results/{PUBLISHED})); the recipes were not run."
+        f"All published recipes, {counts}, pass the plug-in's checks\n"
+        f"([totals](../recipes/results/{PUBLISHED})); none was run."
     )
 
 
