@@ -9,11 +9,9 @@ from fractions import Fraction
 from math import prod
 
 from moe_optim.config import MoEOptimConfig, field_names, spell, spell_values
-from moe_optim.errors import LayoutError
 from moe_optim.experts.keys.layouts import LAYOUTS
 from moe_optim.formats import FORMATS, BlockScaledFormat
 from moe_optim.formats.health_figures import THRESHOLDS
-from moe_optim.formats.partition import BufferPartition, Partition, infer_partition
 from moe_optim.integration import patches
 from moe_optim.integration.arguments import add_moe_optim_arguments
 from moe_optim.rollout.conventions import CONVENTIONS, ONE_SCALE
@@ -101,11 +99,11 @@ def weight_bytes(format: BlockScaledFormat | None, *, in_te: bool = False) -> Fr
 def formats() -> str:
     return table(
         [
-            *("format", "element", "elements per scale", "scale", "columnwise copy"),
-            *("all-gather", "weight, portable", "weight, Transformer Engine"),
+            *("format", "element", "block", "scale", "columnwise copy"),
+            *("all-gather", "portable", "Transformer Engine"),
         ],
         [
-            ["`bf16`", "bf16, 16 bits", "", "", "none", "2.00", "2.00", "2.00"],
+            ["`bf16`", "bf16", "", "", "none", "2.00", "2.00", "2.00"],
             *(_format_row(format) for format in FORMATS.values()),
         ],
     )
@@ -114,98 +112,32 @@ def formats() -> str:
 def _format_row(format: BlockScaledFormat) -> list[str]:
     rows, cols = format.rowwise_block
     copies = {
-        "quantized": "quantized from the master, with scales of its own",
-        "shared": "the same data; only scales differ",
-        "transposed": "the same elements, transposed",
-        "none": "none: both GEMMs read the rows",
+        "quantized": "quantized separately",
+        "shared": "shares the data",
+        "transposed": "transposed data",
+        "none": "none",
     }
     scales = {
-        "e8m0": "E8M0: a power of two, 1 byte",
-        "e4m3": "E4M3, 1 byte",
-        "power_of_two": "a power of two, fp32",
+        "e8m0": "E8M0",
+        "e4m3": "E4M3",
+        "power_of_two": "fp32 power of two",
         "fp32": "fp32",
         "bf16": "bf16",
     }
     scale = scales[format.scale_encoding]
     has_two_blocks = len(format.gathered_directions) == 2
     if format.has_global_amax:
-        scale += "; and one fp32 amax per expert"
+        scale += ", and an fp32 amax per expert"
     return [
         f"`{format.name}`",
-        f"{format.element.upper()}, {format.element_bits} bits",
-        f"{rows} x {cols}" + (f", and {cols} x {rows}" if has_two_blocks else ""),
+        format.element.upper(),
+        f"{rows}x{cols}" + (f" and {cols}x{rows}" if has_two_blocks else ""),
         scale,
         copies[format.columnwise_copy],
         f"{float(format.gathered_bytes_per_element):.2f}",
         f"{float(weight_bytes(format)):.2f}",
         "none" if format.is_row_only else f"{float(weight_bytes(format, in_te=True)):.2f}",
     ]
-
-
-MESH_SHAPE = (8, 2048, 4096)
-MESH_CUTS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
-    "8 experts over `ep` 8": {"experts": {"ep": 8}},
-    "2048 rows over `tp` 4, `fsdp` 4": {"rows": {"tp": 4, "fsdp": 4}},
-    "over `tp` 4, `fsdp` 8": {"rows": {"tp": 4, "fsdp": 8}},
-    "over `tp` 4, `fsdp` 64": {"rows": {"tp": 4, "fsdp": 64}},
-    "over `tp` 4, `fsdp` 512": {"rows": {"tp": 4, "fsdp": 512}},
-    "4096 columns over `tp` 4": {"columns": {"tp": 4}},
-    "over `tp` 256": {"columns": {"tp": 256}},
-}
-"""Partitions of a weight, as a document spells them."""
-
-
-def mesh_maxima() -> str:
-    """Maximum reductions that formats need for a partition; a column for those that agree."""
-    columns: dict[tuple[str, ...], list[str]] = {}
-    for name in ("bf16", *FORMATS):
-        cells = tuple(_maxima_cell(name, axes) for axes in MESH_CUTS.values())
-        columns.setdefault(cells, []).append(f"`{name}`")
-    rows = []
-    for spelled, axes, *cells in zip(MESH_CUTS, MESH_CUTS.values(), *columns, strict=True):
-        part = infer_partition("bf16", axes, shape=MESH_SHAPE).part_shape
-        rows.append([spelled, str(list(part)), *cells])
-    return table(["cut", "part of a rank", *map(", ".join, columns.values())], rows)
-
-
-def _maxima_cell(format: str, axes: Mapping[str, Mapping[str, int]]) -> str:
-    try:
-        partition = infer_partition(format, axes, shape=MESH_SHAPE)
-    except LayoutError:
-        return "refused"
-    directions = {"rowwise_scale": "rowwise ", "columnwise_scale": "columnwise "}
-    cells = []
-    for maxima in partition.maxima:
-        is_only = partition.format and len(partition.format.gathered_directions) == 1
-        blocks = "blocks" if is_only else f"{directions.get(maxima.name)}blocks"
-        kind = "experts" if maxima.name == "global_amax" else blocks
-        cells.append(f"{kind}: {', '.join(f'`{axis}`' for axis in maxima.axes)}")
-    return "; ".join(cells) or "-"
-
-
-def mesh_buffers() -> str:
-    """Sharding of each dimension of a buffer."""
-    names = ["rowwise_data", "columnwise_data", "rowwise_scale", "columnwise_scale", "global_amax"]
-    rows = []
-    for format in FORMATS.values():
-        partition = infer_partition(format, {}, shape=MESH_SHAPE)
-        rows.append([f"`{format.name}`", *(_buffer_cell(partition, name) for name in names)])
-    return table(
-        ["", "data", "columnwise data", "scales", "columnwise scales", "amax of experts"], rows
-    )
-
-
-def _buffer_cell(partition: Partition, name: str) -> str:
-    buffers: list[BufferPartition] = [buffer for buffer in partition.buffers if buffer.name == name]
-    if not buffers:
-        return ""
-    letters = {"experts": "E", "rows": "R", "columns": "C"}
-    (buffer,) = buffers
-    entries = [
-        letters[dimension] + (f"/{unit}" if unit > 1 else "")
-        for dimension, unit in zip(buffer.dimensions, buffer.units, strict=True)
-    ]
-    return f"[{', '.join(entries)}]"
 
 
 def patch_rows() -> str:
@@ -250,7 +182,7 @@ def conventions() -> str:
     dtypes = {one.data_dtype for one in every} | {one.scale_dtype for one in every}
     short = {dtype: str(dtype).removeprefix("torch.") for dtype in dtypes}
     of_global = {None: "", False: "float32 [], multiplies", True: "float32 [1], divides"}
-    rows = []
+    names: dict[tuple[str, ...], list[str]] = {}  # other cells of a row -> its conventions
     for one in every:
         scales = "[R, 1]"
         if one is not ONE_SCALE:
@@ -264,7 +196,9 @@ def conventions() -> str:
         if one.shape is not None:
             tensors[1] += f"; `{one.shape}` int64 [2]"
         name = "per-tensor scaling" if one is ONE_SCALE else f"`{one.format}`"
-        rows.append([name, f"`{one.name}`", *tensors, ", ".join(one.engines)])
+        cells = (name, *tensors, ", ".join(one.engines))
+        names.setdefault(cells, []).append(f"`{one.name}`")
+    rows = ([format, ", ".join(named), *cells] for (format, *cells), named in names.items())
     header = ["format", "convention", "elements", "scales", "global scale", "read by"]
     return table(header, rows)
 
@@ -347,8 +281,6 @@ CODE_TABLES: Mapping[str, Callable[[], str]] = {
     "formats": formats,
     "health-thresholds": health_thresholds,
     "knobs": knobs,
-    "mesh-maxima": mesh_maxima,
-    "mesh-buffers": mesh_buffers,
     "patches": patch_rows,
     "refusals": lambda: refusals(portable=False),
     "refusals-of-portable-experts": lambda: refusals(portable=True),

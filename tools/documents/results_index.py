@@ -35,22 +35,25 @@ def measured_line(block: str) -> str:
 
     Empty for a block without a table or without result files.
     """
-    found: dict[str, tuple[list[str], list[str]]] = {}  # text -> files and devices
+    found: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
     for name in result_files(block):
         device, versions, commit, _ = _measured_by(RESULTS / name)
-        said = f"{SPELT.get(versions, f'{versions}; ')}commit {commit}"
-        if _has_other_kernels(read_result(name)):
-            said += "; kernels have changed since"
-        files, devices = found.setdefault(said, ([], []))
-        files.append(f"`{name}`")
-        devices += [device] if device and device not in devices else []
-    lines = [
-        (", ".join(files), "; ".join([*devices, said])) for said, (files, devices) in found.items()
-    ]
-    if len(lines) == 1:
-        return f"Measured: {lines[0][1]}."
-    listed = [f"- {files}: {said}." for files, said in lines]
-    return "\n".join(["Measured:", "", *listed]) if lines else ""
+        changed = "; kernels have changed since" if _has_other_kernels(read_result(name)) else ""
+        files = found.setdefault((SPELT.get(versions, f"{versions}; "), changed), {})
+        files.setdefault((device, f"commit {commit}"), []).append(f"`{name}`")
+    sources = [(*shared, *source) for shared, files in found.items() for source in files]
+    if len(sources) == 1:
+        ((versions, changed, device, commit),) = sources
+        return f"Measured: {f'{device}; ' if device else ''}{versions}{commit}{changed}."
+    lines = (_spell_files(files, *shared) for shared, files in found.items())
+    return f"Measured: {' '.join(lines)}" if found else ""
+
+
+def _spell_files(files: Mapping[tuple[str, str], list[str]], versions: str, changed: str) -> str:
+    spelt = (
+        f"{', '.join(names)} ({', '.join(filter(None, source))})" for source, names in files.items()
+    )
+    return f"{', '.join(spelt)}{f'; {versions}'.removesuffix('; ')}{changed}."
 
 
 def _has_other_kernels(report: Any) -> bool:

@@ -106,7 +106,7 @@ RULES = (
     Rule(
         "int4",
         "amax / 7 in fp32, never rounded",
-        "training of slime and miles (fake quantization)",
+        "slime and miles in training",
         int4_of_training,
     ),
     Rule(
@@ -133,25 +133,19 @@ def relative_error(weight: Tensor, values: Tensor) -> float:
 
 
 def scale_rules() -> str:
-    """Shares of both weights where they differ, and errors: how far a rule is from ours."""
+    """Shares of Gaussian weights where rules differ from ours, and errors for both weights."""
     rows, ours = [], {}
     for rule in RULES:
         results = [rule.quantize(weight) for weight in weights()]
         first = ours.setdefault(rule.format, results)
-        shares = [""] * 2 if first is results else [_shares(part, first, results) for part in PARTS]
-        errors = [
-            f"{relative_error(w, q.values):.4f}" for w, q in zip(weights(), results, strict=True)
-        ]
-        rows.append([f"`{rule.format}`", rule.scale, rule.used_by, *shares, *errors])
-    header = ["format", "scale", "used by", "other scales", "other codes"]
-    return table([*header, "error, Gaussian", "error, heavy tails"], rows)
+        shares = "" if first is results else _shares(first[0], results[0])
+        errors = (relative_error(w, q.values) for w, q in zip(weights(), results, strict=True))
+        cells = [shares, ", ".join(f"{one:.4f}" for one in errors)]
+        rows.append([f"`{rule.format}`", rule.scale, rule.used_by, *cells])
+    return table(["format", "scale", "used by", "other scales, codes", "errors"], rows)
 
 
-PARTS = ("scale", "codes")
-
-
-def _shares(part: str, ours: list[Quantized], theirs: list[Quantized]) -> str:
-    pairs = zip(ours, theirs, strict=True)
-    differs = (getattr(a, part) != getattr(b, part) for a, b in pairs)
-    percent = (100 * float(one.double().mean()) for one in differs)
-    return ", ".join(f"{one:.2g} %" if one < 1 else f"{one:.0f} %" for one in percent)
+def _shares(ours: Quantized, theirs: Quantized) -> str:
+    pairs = ((ours.scale, theirs.scale), (ours.codes, theirs.codes))
+    percent = (100 * float((one != other).double().mean()) for one, other in pairs)
+    return ", ".join(f"{one:.2g}%" if one < 1 else f"{one:.0f}%" for one in percent)
