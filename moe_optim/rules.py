@@ -177,9 +177,7 @@ SCOPES: Mapping[str, Callable[[Setup], bool]] = MappingProxyType(
         "quantized weights": lambda s: s.optimizer is not None and s.quantized,
         "tensorwise weights": lambda s: s.optimizer is not None and s.tensorwise,
         "portable experts": lambda s: bool(s.portable),
-        "copies of Transformer Engine's experts": lambda s: (
-            s.has_te and copied_format(s.config) is not None
-        ),
+        "Transformer Engine's experts": lambda s: s.has_te and copied_format(s.config) is not None,
         "Megatron-Bridge": lambda s: bool(s.linears),
         "moe-optim train": lambda s: s.args is not None,
         "Muon's arguments": lambda s: s.args is not None and s.args.optimizer == "muon",
@@ -318,14 +316,14 @@ def _portable(*rows: tuple[str, Callable[[Any], object], str]) -> tuple[Rule, ..
 def _copied(*rows: tuple[str, Callable[[Any], object], str, str]) -> tuple[Rule, ...]:
     return tuple(
         Rule(f"compute with {name}", _any_model(test), reason, remedy,
-             scope="copies of Transformer Engine's experts")
+             scope="Transformer Engine's experts")
         for name, test, reason, remedy in rows
     )  # fmt: skip
 
 
 _GIVE_PORTABLE = (
-    "Give --moe-grouped-gemm with --transformer-impl local (a checkpoint that is read with "
-    "--use-checkpoint-args may take them back), or "
+    "Give --moe-grouped-gemm with --transformer-impl local (--use-checkpoint-args may undo both), "
+    "or "
 )
 _SHARDS = (
     "Megatron gathers such shards separately for every GEMM, and scales and amax are those of "
@@ -374,7 +372,7 @@ RULES: tuple[Rule, ...] = (
          "masters are sharded by Megatron's distributed optimizer",
          "Set use_distributed_optimizer (the plug-in's flag and MoEOptimizerConfig imply it)"),
         *((f"--optimizer {name}", lambda s, name=name: s.optimizer.optimizer == name, reason,
-           "Give --optimizer muon, or --optimizer adam")
+           "Give --optimizer adam, or --optimizer muon")
           for name, reason in _OTHER_OPTIMIZERS.items()),
         ("--optimizer other than adam and muon",
          lambda s: s.optimizer.optimizer not in (*OPTIMIZERS, *_OTHER_OPTIMIZERS)

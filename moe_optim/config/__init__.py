@@ -36,81 +36,71 @@ class MoEOptimConfig:
     """Storage, gather and GEMM formats of expert weights. Read-only."""
 
     format: FormatSetting = "auto"
-    """Storage format of expert weights between optimizer steps; masters are always fp32. ``auto``:
-    format of Transformer Engine's weights with ``--fp8-param-gather`` or ``--fp4-param-gather``;
-    ``mxfp8`` for portable experts; else ``bf16``. ``mxfp8_rows``, ``mxfp4``, ``nvfp4_rows``,
-    ``int4`` and ``int4_g128`` are row-only, for portable experts: both GEMMs read the values that
-    an inference engine reads. FP8 weights with per-tensor scaling (``--fp8-recipe tensorwise``)
-    stay in Megatron's buffers."""
+    """Storage format of expert weights; masters are fp32. ``auto``: that of Transformer Engine's
+    quantized weights; else ``mxfp8`` for portable experts, ``bf16`` for others. Formats from
+    ``mxfp8_rows`` on are row-only, for portable experts: both GEMMs read the values that an
+    inference engine reads."""
     compute: Compute | None = None
-    """Format of the expert GEMMs, for ``format: bf16``: every forward GEMM quantizes a copy of the
-    bf16 primary weights. ``int8_per_expert`` and ``e4m3_per_expert`` fake-quantize with one amax
-    per expert, from calibration or else from the current weights. All but ``mxfp8`` also apply to
-    bf16 experts of Transformer Engine, which are copied once per step. ``null``: same as
-    ``format``."""
+    """Format to which forward GEMMs quantize copies of bf16 weights; ``null``: weights as stored.
+    ``int8_per_expert`` and ``e4m3_per_expert`` fake-quantize with one amax per expert, calibrated
+    or current. All but ``mxfp8`` also apply to bf16 experts of Transformer Engine, copied once per
+    step."""
     expert_layout: Literal["grouped", "indexed"] = "grouped"
-    """``grouped``: one parameter [experts, rows, columns] for all local experts of a linear;
+    """``grouped``: one parameter [experts, rows, columns] per linear for all local experts;
     ``indexed``: one parameter [rows, columns] per expert."""
     storage: Literal["portable", "transformer_engine"] = "portable"
     """Container of portable experts' quantized weights: plain tensors, or Transformer Engine's
-    tensor classes, which its own modules always use and which do not have row-only formats. The
-    GEMMs are the same."""
+    tensor classes, which have no row-only formats. The GEMMs are the same."""
     wire: Literal["quantized", "bf16"] = "quantized"
-    """Content of the parameter all-gather. ``quantized``: data and block scales, quantized by the
-    owner. ``bf16``: bf16 as in Megatron; every rank quantizes what it receives."""
+    """Content of the parameter all-gather. ``quantized``: data and scales, quantized by the owner.
+    ``bf16``: as in Megatron; every rank quantizes what it receives."""
     layout: Literal["aligned", "stock"] = "aligned"
-    """Bucket ends of quantized weights. ``aligned``: shards contain whole block rows if that costs
-    at most 1% padding, else whole scales or bytes. ``stock``: Megatron's bucket ends."""
+    """Bucket ends of quantized weights. ``aligned``: shards are whole block rows if that costs at
+    most 1% padding, else whole scales or bytes. ``stock``: Megatron's."""
     step: Literal["auto", "fused", "stock"] = "auto"
-    """Implementation of the master update. ``fused``: one kernel launch per format and kind of
-    weight reads gradients in place, performs Adam's step and quantizes the result. ``stock``:
-    Megatron's code. ``auto``: ``fused`` if kernels are available or ``offload_states`` is set,
-    except with ``backend: reference`` and with ``layout: stock``, which guarantees bitwise equality
-    with Megatron (a fused norm may differ in the last bit)."""
+    """Master update. ``fused``: one launch per format and kind of weight applies Adam and
+    quantizes. ``stock``: Megatron's code. ``auto``: ``fused`` with kernels or ``offload_states``,
+    except with ``backend: reference`` and with ``layout: stock``, which guarantees Megatron's bits
+    (a fused norm may differ in the last)."""
     offload_states: float = 0.0
-    """Fraction of this rank's masters and moments kept in pinned host memory between steps, in
-    whole parameter shards, evenly over the layers. They are stepped on the GPU in chunks, with
-    copies overlapped. Results are bitwise identical. Requires a fused step. With
-    ``--optimizer-cpu-offload`` the default is ``--optimizer-offload-fraction``."""
+    """Fraction of this rank's masters and moments in pinned host memory between steps, in whole
+    parameter shards; the GPU steps them in chunks, with the same bits. Requires a fused step.
+    Default with ``--optimizer-cpu-offload``: ``--optimizer-offload-fraction``."""
     muon_gate_up: Literal["together", "apart"] = "together"
-    """Matrices that Muon orthogonalizes in a gated fc1. ``together``: gate and up as one matrix, as
-    in Megatron; ``apart``: one matrix each, contiguous or interleaved."""
+    """Matrices that Muon orthogonalizes in a gated fc1. ``together``: gate and up as one, as in
+    Megatron; ``apart``: one each."""
     muon_iteration: Literal["auto", "fp16", "gram"] = "auto"
     """Newton-Schulz iteration. ``auto``: precision of ``--muon-fp32-matmul-prec``, bf16 by default;
-    ``fp16``: fp16, with 3 more bits of mantissa; ``gram``: fp16, iterating the Gram matrix, with
-    fewer operations for matrices far from square."""
+    ``fp16``: 3 more bits of mantissa; ``gram``: fp16 on the Gram matrix, with fewer operations for
+    matrices far from square."""
     muon_workspace_mib: int = 1024
-    """Device memory of the Newton-Schulz iteration in MiB. Matrices pass through it in batches; at
-    least one matrix must fit."""
+    """Device memory of the Newton-Schulz iteration in MiB; the largest matrix must fit."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """Action on an Inf or NaN gradient, before any weight changes."""
     backend: Literal["auto", "reference"] = "auto"
     """Quantization backend. ``auto``: Triton kernels where available, else plain torch.
-    ``reference``: plain torch everywhere, with the same bytes."""
+    ``reference``: plain torch, with the same bytes."""
     fuse_wgrad_accumulation: bool = True
     """Whether portable experts accumulate weight gradients directly into ``main_grad``. False:
     through autograd, which allocates one gradient per weight."""
     record_amax: bool = False
     """Whether every requantization records the amax of each expert, which checkpoints then contain.
-    ``nvfp4`` and ``nvfp4_rows`` always record it."""
+    ``nvfp4`` and ``nvfp4_rows`` always do."""
     health_interval: int = 0
     """Iterations between health samples of quantized experts; 0: none. A sample reads masters and
-    weights once and performs small asynchronous all-reduces over all ranks. See Health for its
-    output."""
+    weights once, and all ranks reduce a few numbers."""
     save_nonfinite: bool = False
     """Whether checkpoints with Inf or NaN in masters or moments may be saved."""
     trust_unmarked_states: bool = False
     """Whether flat optimizer states without a manifest, such as Megatron's, load by their sizes
-    alone if no weights are given to verify the order of experts. Contradicting weights are always
-    refused."""
+    alone if no weights verify the order of experts. Contradicting weights are always refused."""
     trust_checkpoint_code: bool = False
-    """Whether Megatron may unpickle checkpoint objects that name more than plain data, such as a
-    type of your own among its arguments. Code that they name will run."""
+    """Whether Megatron may unpickle checkpoint objects other than plain data, such as a type of
+    your own among its arguments. Code that they name will run."""
     check_on_load: Literal["loaded", "thorough", "quick"] = "loaded"
-    """Check of a checkpoint that loads. ``loaded``: detects missing and truncated files, and each
-    rank verifies checksums of what it loads; ``thorough``: first reads everything once, shared
-    among ranks; ``quick``: verifies no checksums. Where the last save did not finish, ``loaded`` is
-    ``thorough``."""
+    """Check of a checkpoint that loads. ``loaded``: all sizes, and checksums of what each rank
+    loads; ``thorough``: first all checksums, shared among ranks; ``quick``: no checksums. Where the
+    last save did not finish, ``loaded`` is ``thorough``."""
 
     def __post_init__(self) -> None:
         """Validate every field and their combination; raise ConfigError."""

@@ -58,19 +58,15 @@ def field_docs(cls: type) -> dict[str, str]:
 
 def knobs() -> str:
     docs = field_docs(MoEOptimConfig)
-    defaults = MoEOptimConfig()
-    return table(
-        ["knob", "values", "default", "what it does"],
-        (
-            [
-                f"`{name}`",
-                ", ".join(f"`{value}`" for value in spell_values(name)),
-                f"`{spell(getattr(defaults, name))}`",
-                docs[name],
-            ]
-            for name in field_names()
-        ),
-    )
+    return "\n".join(f"- **`{name}`** ({_values(name)}): {docs[name]}" for name in field_names())
+
+
+def _values(name: str) -> str:
+    default = spell(getattr(MoEOptimConfig(), name))
+    values = [value.removeprefix("a number ") for value in spell_values(name)]
+    if default not in values:  # a range
+        return f"`{default}`, {values[0]}"
+    return ", ".join(f"`{value}`" for value in sorted(values, key=lambda value: value != default))
 
 
 def weight_bytes(format: BlockScaledFormat | None, *, in_te: bool = False) -> Fraction:
@@ -153,13 +149,9 @@ def patch_rows() -> str:
 
 def flags() -> str:
     parser = add_moe_optim_arguments(argparse.ArgumentParser(add_help=False))
-    return table(
-        ["flag", "what it does"],
-        (
-            [f"`{' '.join(filter(None, (a.option_strings[0], a.metavar)))}`", in_markdown(a.help)]
-            for a in parser._actions
-        ),
-    )
+    names = (" ".join(filter(None, (a.option_strings[0], a.metavar))) for a in parser._actions)
+    helps = (in_markdown(a.help) for a in parser._actions)
+    return "\n".join(f"- `{name}`: {text}" for name, text in zip(names, helps, strict=True))
 
 
 def expert_layouts() -> str:
@@ -234,38 +226,40 @@ def health_thresholds() -> str:
     )
 
 
-def refusals(portable: bool) -> str:
-    """Return what is refused by scope; a row for what has the same remedy."""
-    rules = [
-        rule
-        for rule in RULES
-        if rule.effect == "refuse" and (rule.scope == "portable experts") is portable
-    ]
-    found: dict[tuple[str, str], list[str]] = {}
-    for rule in rules:
-        values = f" ({rule.reason})" if rule.remedy == "Give one of them" else ""
-        found.setdefault((rule.scope, rule.remedy), []).append(_flags(rule.name + values))
-    rows = [[scope, "; ".join(names), _flags(remedy)] for (scope, remedy), names in found.items()]
-    if portable:
-        return table(["refused", "instead"], (row[1:] for row in rows))
-    return table(["in", "refused", "instead"], rows)
+def refusals() -> str:
+    """Return the refused settings of each scope, one per line of a cell."""
+    found: dict[str, list[str]] = {}
+    for rule in RULES:
+        if rule.effect == "refuse":
+            values = f" ({rule.reason})" if rule.remedy == "Give one of them" else ""
+            name = rule.name.removesuffix(f" with {rule.scope}").rstrip(",")
+            found.setdefault(rule.scope, []).append(_flags(name + values))
+    return table(["in", "refused"], ([scope, "<br>".join(names)] for scope, names in found.items()))
 
 
 def stock_steps() -> str:
-    rules = [rule for rule in RULES if rule.effect == "stock step"]
-    return table(
-        ["what makes a step Megatron's", "why", "instead"],
-        ([_flags(rule.name), _flags(rule.reason), _flags(rule.remedy)] for rule in rules),
+    """Return what makes a step Megatron's, with remedies; an item for what has the same one."""
+    found: dict[str, list[str]] = {}
+    for rule in RULES:
+        if rule.effect == "stock step":
+            found.setdefault(rule.remedy, []).append(_flags(rule.name))
+    return "\n".join(
+        f"- {'; '.join(names)}: {remedy[0].lower()}{_flags(remedy[1:])}"
+        for remedy, names in found.items()
     )
 
 
 def _flags(text: str) -> str:
     """Return the text of a rule in Markdown: flags, settings and variables as code."""
-    link = "Change what [makes the step Megatron's](#what-falls-back-to-megatrons-step);"
-    text = text.replace("{step};", link)
-    settings = "|".join(field_names())
-    code = rf"--[a-z][a-z0-9-]+\*?|\b(?:{settings}): \w+(?=$|[ ,;)])|NVTE_\w+(?:=\w+)?"
-    return re.sub(code, r"`\g<0>`", text)
+    words = "|".join(name for name in field_names() if "_" in name)
+    code = (
+        r"--[a-z][a-z0-9-]+\*?(?: \w+=\w+)?",
+        rf"\b(?:{'|'.join(field_names())}): \w+(?=$|[ ,;)])",
+        rf"\b(?:(?:{words})(?:=\w+)?|use_\w+|NVTE_\w+(?:=\w+)?)\b",
+        r"\b\w+(?:\.[a-z]\w+)+(?:=\w+|\(\))?",
+        r"pip install '\S+'",
+    )
+    return re.sub("|".join(code), r"`\g<0>`", text)
 
 
 def status() -> str:
@@ -282,8 +276,7 @@ CODE_TABLES: Mapping[str, Callable[[], str]] = {
     "health-thresholds": health_thresholds,
     "knobs": knobs,
     "patches": patch_rows,
-    "refusals": lambda: refusals(portable=False),
-    "refusals-of-portable-experts": lambda: refusals(portable=True),
+    "refusals": refusals,
     "status": status,
     "stock-steps": stock_steps,
 }

@@ -354,7 +354,7 @@ def soak() -> str:
 
 
 def flags_in_short() -> str:
-    """Return what was turned on in runs that equal those beside them in every printed digit."""
+    """Return the number of settings whose runs equal those beside them in every printed digit."""
     compared = ("losses", "grad_norms", "validation_losses")
     lines = []
     for result, where in ((FLAGS, "two H200"), (FLAGS_CPU, "two CPU ranks")):
@@ -365,12 +365,8 @@ def flags_in_short() -> str:
                 raise ValueError(
                     f"documents say that all pairs are equal, and {pair['with']} is not"
                 )
-        settings = [pair["with"] for pair in report["pairs"]]
-        lines.append(
-            f"- [{len(settings)} settings](../recipes/results/{result}) on {where}: "
-            f"{'; '.join(settings)}."
-        )
-    return "\n".join(lines)
+        lines.append(f"[{len(report['pairs'])} settings](../recipes/results/{result}) on {where}")
+    return " and ".join(lines) + "."
 
 
 def smoothed(losses: list[float]) -> list[float]:
@@ -750,18 +746,20 @@ def upstream_in_short() -> str:
         rows.append(
             [
                 f"[{what}](../recipes/results/{name})",
-                device,
+                device.split()[-1],
                 str(len(counted)),
                 str(through),
                 "refused" if refused else str(differing),
             ]
         )
-    return table(["tests", "on", "cases compared", "of these, through moe_optim", "differ"], rows)
+    return table(["tests", "on", "cases", "through moe_optim", "differ"], rows)
 
 
 # Other versions
 
 VERSIONS = "versions-cpu.json"
+MOVED = {"tests/megatron/te": "tests/weights/te"}
+"""Folder of tests in a recorded command -> where these tests are today."""
 
 
 def versions() -> str:
@@ -775,13 +773,15 @@ def versions() -> str:
         if engine := numbers.get("transformer-engine"):
             core += f", Transformer Engine {engine}"
         ran = [f"`{words}`" for words in map(tests_of, run["commands"]) if words]
-        what = ", ".join(ran) if len(ran) == len(run["commands"]) else "the suite"
-        outcomes = [f"{counts[outcome]:,}" for outcome in ("passed", "failed", "skipped")]
+        what = ", ".join(ran) if len(ran) == len(run["commands"]) else "suite"
+        outcomes = [f"{counts[outcome]:,}" for outcome in ("passed", "skipped")]
         rows.append([core, numbers["torch"], what, *outcomes])
         label = f"megatron-core {numbers['megatron-core']}, torch {numbers['torch']}"
         failed += failed_cases(label, run)
-    header = ["megatron-core", "torch", "what ran", "passed", "failed", "skipped"]
-    return "\n\n".join(filter(None, (table(header, rows), "\n".join(failed))))
+    header = ["megatron-core", "torch", "what ran", "passed", "skipped"]
+    return f"{table(header, rows)}\n\n" + (
+        "\n".join(["Failed:", "", *failed]) if failed else "None failed."
+    )
 
 
 def failed_cases(label: str, run: Mapping[str, Any]) -> list[str]:
@@ -790,8 +790,8 @@ def failed_cases(label: str, run: Mapping[str, Any]) -> list[str]:
 
 def tests_of(command: str) -> str:
     """Return the tests that a command names; empty if it ran all."""
-    words = shlex.split(command)[3:]
-    return " ".join(words[sum(2 for word in words if word.startswith("--")) :])
+    words = [MOVED.get(word, word) for word in shlex.split(command)]
+    return " ".join(word for word in words if word.startswith("tests/"))
 
 
 KEPT_IN = {
@@ -808,16 +808,19 @@ OF_NVIDIA = ("Megatron-Bridge", "Megatron-LM", "Megatron-LM's functional tests")
 
 
 def published(sources: Iterable[str] = OF_NVIDIA) -> str:
+    """Return the numbers of recipes by source and storage, with what is refused in parentheses."""
     found = {(one["source"], one["kept"]): one for one in read_result(PUBLISHED)["totals"]}
+    kept = [name for name in KEPT_IN if any((source, name) in found for source in sources)]
     rows = []
     for source in sources:
-        for kept, called in KEPT_IN.items():
-            if (one := found.get((source, kept))) is None:
-                continue
-            flags = [f"`{flag}`: {count}" for flag, count in one["settings"].items()]
-            counts = [one["recipes"], one["passing"]]
-            rows.append([source, called, *map(str, counts), ", ".join(flags)])
-    return table(["recipes of", "weights kept in", "recipes", "pass", "refused"], rows)
+        totals = (found.get((source, name)) for name in kept)
+        rows.append([source, *(_spell_recipes(one) if one else "" for one in totals)])
+    return table(["recipes of", *(KEPT_IN[name] for name in kept)], rows)
+
+
+def _spell_recipes(total: Mapping[str, Any]) -> str:
+    refused = ", ".join(f"`{flag}`: {count}" for flag, count in total["settings"].items())
+    return f"{total['recipes']}" + (f" ({refused})" if refused else "")
 
 
 def published_launches() -> str:

@@ -1,4 +1,4 @@
-"""Tables of what upstream threads describe, from ``upstream_threads.yaml``."""
+"""Lists of what upstream threads describe, from ``upstream_threads.yaml``."""
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -7,11 +7,9 @@ from typing import Any
 
 import yaml
 
-from tools.documents.code_tables import table
-
 ROWS = Path(__file__).with_name("upstream_threads.yaml")
 VERDICTS = ("works", "partly", "refused", "missing", "not applicable")
-PLACES = ("CPU", "CPU with Transformer Engine", "Hopper", "compiled for Blackwell")
+PLACES = ("CPU", "CPU/TE", "Hopper", "Blackwell (emulated)")
 
 
 @cache
@@ -22,21 +20,19 @@ def threads() -> Mapping[str, list[Mapping[str, Any]]]:
 
 
 def rows_of(thread: str) -> str:
-    return table(
-        ["described", "here", "shown by", "ran on"],
-        (
-            [
-                row["what"],
-                ": ".join(filter(None, (row["here"], row.get("note")))),
-                "<br>".join(map(_evidence, row.get("shown", []))),
-                ", ".join(row.get("ran", ["not run"] if row["here"] == "missing" else [])),
-            ]
-            for row in threads()[thread]
-        ),
-    )
+    return "\n".join(map(_item, threads()[thread]))
 
 
-def _evidence(name: str) -> str:
+def _item(row: Mapping[str, Any]) -> str:
+    """Return a row as an item of a list, each piece of evidence on a line of its own."""
+    note = f": {row['note']}" if "note" in row else ""
+    verdict = f"- {row['what']}: **{row['here']}**{note}"
+    if not row.get("shown"):
+        return f"{verdict}."
+    return f"{verdict}. {', '.join(row['ran'])}:<br>{'<br>'.join(map(_link, row['shown']))}"
+
+
+def _link(name: str) -> str:
     return f"[`{name}`](../recipes/results/{name})" if name.endswith(".json") else f"`{name}`"
 
 
