@@ -203,8 +203,6 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
         PORTABLE | {"expert_tensor_parallel_size": 4}, BF16 | {"compute": "mxfp8"}),
     "--moe-apply-probs-on-input with --moe-router-topk above 1:": (
         PORTABLE | {"moe_apply_probs_on_input": True, "moe_router_topk": 2}, BF16),
-    "compute: e4m3_per_expert with --expert-tensor-parallel-size above 1:": (
-        PORTABLE | CUT, BF16 | {"compute": "e4m3_per_expert"}),
 }  # fmt: skip
 
 UNSUPPORTED: dict[str, list[Settings]] = {  # by portable experts -> settings, each of which is told
