@@ -77,7 +77,7 @@ def _rank(
     }
     try:
         (found / f"{rank}.json").write_text(json.dumps(function(*args)))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # Megatron exits where it compiles its helper
         traceback.print_exc()
         (found / f"{rank}.stopped").write_text(where_it_stopped(error))
         raise
