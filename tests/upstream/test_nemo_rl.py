@@ -47,8 +47,10 @@ def _import_nemo_rl(checkout: str) -> tuple[Any, Any]:
     for name in ("training.pretrain", "training.gpt_step"):  # without stand-ins for what it lacks
         importlib.import_module(f"megatron.bridge.{name}")
     adapters: Any = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
-    for version in ("V1", "V2"):  # of megatron-core 0.20, which NeMo-RL imports its worker with
-        setattr(adapters, f"FullyShardedDataParallel{version}", adapters.FullyShardedDataParallel)
+    if not hasattr(adapters, "FullyShardedDataParallelV1"):  # of 0.20, which its worker imports
+        for version in ("V1", "V2"):
+            wrapper = adapters.FullyShardedDataParallel
+            setattr(adapters, f"FullyShardedDataParallel{version}", wrapper)
     sys.path.insert(0, str(ROOT / "examples"))
     with standing_in(Path(checkout), "nemo_rl", OWN, BASES):
         setup: Any = importlib.import_module(SETUP)
@@ -58,8 +60,9 @@ def _import_nemo_rl(checkout: str) -> tuple[Any, Any]:
     return setup, worker
 
 
-def _build(setup: Any, folder: Path) -> Any:
+def _build(setup: Any, folder: Path, load: str | None = None) -> Any:
     config = read_recipe(RECIPE, 1, folder, 4)
+    config.checkpoint.load = load
     config.model.moe_grouped_gemm, config.model.vocab_size = True, 256
     importlib.import_module("megatron.bridge.training.config").runtime_config_update(config)
     return setup.setup_model_and_optimizer(POLICY, config)
@@ -79,6 +82,16 @@ def _step(built: Any, seed: int) -> float:
     finalize_model_grads([built.model])
     built.optimizer.step()
     return float(loss)
+
+
+def _masters(optimizer: Any) -> list[torch.Tensor]:
+    """Return copies of the fp32 masters of all parts of a chain."""
+    return [
+        master.clone()
+        for part in optimizer.chained_optimizers
+        for group in part.shard_fp32_from_float16_groups
+        for master in group
+    ]
 
 
 def _roll_out(checkout: str, folder: Path, makes_room: bool) -> dict[str, Any]:
@@ -110,13 +123,31 @@ def _roll_out(checkout: str, folder: Path, makes_room: bool) -> dict[str, Any]:
         "is ours": hasattr(built.optimizer, "health"),
         "losses": losses,
         "experts": {name: value for name, value in handed.items() if ".mlp.experts." in name},
-        "masters": [
-            master.clone()
-            for part in built.optimizer.chained_optimizers
-            for group in part.shard_fp32_from_float16_groups
-            for master in group
-        ],
+        "masters": _masters(built.optimizer),
     }
+
+
+def _train_and_keep(
+    checkout: str, folder: Path, resumes: bool
+) -> tuple[list[float], list[torch.Tensor]]:
+    """Train two steps and save by its worker, or load; return losses and masters of two more."""
+    setup, worker = _import_nemo_rl(checkout)
+    import moe_optim
+
+    moe_optim.install(moe_optim.MoEOptimConfig(format="mxfp8_2d", expert_layout="indexed"))
+    saved = str(folder / "saved")
+    built = _build(setup, folder, saved if resumes else None)
+    if not resumes:
+        for seed in range(2):
+            _step(built, seed)
+        one = object.__new__(worker)  # without the rest of a policy
+        one.cfg, one.mcore_state, one.megatron_cfg = {}, built.state, built.state.cfg
+        one.model, one.optimizer, one.scheduler = built.model, built.optimizer, built.scheduler
+        one.checkpointing_context = built.checkpointing_context
+        one.optimizer_cpu_offload, one.should_disable_forward_pre_hook = False, True
+        one.save_checkpoint(saved, optimizer_path=saved)
+    losses = [_step(built, seed) for seed in (2, 3)]
+    return losses, _masters(built.optimizer)
 
 
 @pytest.mark.skipif(not (CHECKOUT and find_bridge()), reason="NEMO_RL_PATH names no checkout")
@@ -133,3 +164,15 @@ def test_training_goes_on_to_the_bit_around_its_rollouts(tmp_path):
     assert all(map(torch.equal, moved["masters"], stayed["masters"]))
     for name, value in stayed["experts"].items():
         assert torch.equal(moved["experts"][name], value)
+
+
+@pytest.mark.skipif(not (CHECKOUT and find_bridge()), reason="NEMO_RL_PATH names no checkout")
+def test_what_its_worker_saves_resumes_to_the_bit(tmp_path):
+    """Quantized experts, loaded where it sets up a policy."""
+    (kept,), (resumed,) = (
+        run_ranks(1, _train_and_keep, CHECKOUT, tmp_path, resumes, timeout_s=600)
+        for resumes in (False, True)
+    )
+    assert resumed[0] == kept[0]
+    assert len(resumed[1]) == len(kept[1]) > 0
+    assert all(map(torch.equal, resumed[1], kept[1]))
