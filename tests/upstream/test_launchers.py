@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
+from tests.support.training import weight_bytes
+from tests.support.training_runs.small_steps import take_step
 from tools.upstream.stand_in_imports import standing_in
 
 ROOT = Path(__file__).parents[2]
@@ -36,16 +39,23 @@ OWN_FLAGS = {
 STARTED = ["--load", "nowhere", "--train-iters", "1", "--distributed-backend", "gloo"]
 
 
-PARTS = ("model", "misc_utils", "megatron_to_hf", *(f"update_weight.{x}" for x in (
+PARTS = ("model", "checkpoint", "misc_utils", "megatron_to_hf", *(f"update_weight.{x}" for x in (
     "common", "hf_weight_iterator_base", "hf_weight_iterator_direct",
 )))  # fmt: skip
 """Modules that are their own, and not stood in for."""
 
 
 def _build(
-    launcher: str, checkout: str, flags: Sequence[str], install: Callable[[Any], None]
+    launcher: str,
+    checkout: str,
+    flags: Sequence[str],
+    install: Callable[[Any], None],
+    load: str | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return what its function sets up, and its modules by the last part of their names."""
+    """Return what its function sets up, and its modules by the last part of their names.
+
+    With ``load``, its function for that reads this folder.
+    """
     from tests.support import training
     from tests.support.checkpoints.hf_models import build_model, install_runtime, start_megatron
 
@@ -65,7 +75,12 @@ def _build(
     for name in ("is_lora_enabled", "is_multi_lora_enabled"):
         setattr(model, name, lambda _args: False)
     model.get_model_provider_func = lambda *_: lambda **_kwargs: build_model(args)
-    return (*model.setup_model_and_optimizer(args), args), modules
+    if load is None:
+        return (*model.setup_model_and_optimizer(args), args), modules
+    for name in ("is_lora_model", "_critic_output_layer_needs_reinit"):
+        setattr(model, name, lambda *_: False)
+    model.clear_memory, args.load = lambda: None, load
+    return (*model.initialize_model_and_optimizer(args)[:3], args), modules
 
 
 def _set_up(launcher: str, checkout: str) -> tuple[str, bool, tuple[int, int]]:
@@ -145,3 +160,49 @@ def test_its_own_iterator_hands_over_the_experts_that_we_export(launcher: str):
     ((made, differing),) = run_ranks(1, _hand_over, launcher, CHECKOUTS[launcher])
     assert made == 24
     assert differing == []
+
+
+def _train_and_keep(
+    launcher: str, checkout: str, folder: str, resumes: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train two steps and save, or load; return the norms of two more steps, and the weights."""
+    import moe_optim
+
+    config = moe_optim.MoEOptimConfig(format="mxfp8", offload_states=0.5)
+    flags = ["--save", folder, "--no-check-for-nan-in-loss-and-grad"]
+    flags += ["--use-checkpoint-opt_param-scheduler"]
+    (model, optimizer, scheduler, args), modules = _build(
+        launcher,
+        checkout,
+        flags,
+        lambda _: moe_optim.install(config),
+        load=folder if resumes else None,
+    )
+    args.ci_test = False
+
+    def step(number: int) -> float:
+        norm = take_step(model[0], optimizer, number)
+        scheduler.step(increment=args.global_batch_size)
+        return norm
+
+    if not resumes:
+        modules["model"].is_lora_model = lambda _: False
+        for number in range(2):
+            step(number)
+        modules["model"].save(2, model, optimizer, scheduler)
+    norms = [step(number) for number in (2, 3)]
+    weights = {}
+    for name, param in model[0].named_parameters():
+        weights |= weight_bytes(name, param)
+    return norms, weights
+
+
+def test_what_its_own_functions_save_resumes_to_the_bit(launcher: str, tmp_path):
+    """On two ranks, with quantized experts and half of the states on the host."""
+    kept, resumed = (
+        run_ranks(2, _train_and_keep, launcher, CHECKOUTS[launcher], str(tmp_path), resumes)
+        for resumes in (False, True)
+    )
+    for (norms, weights), (same_norms, same_weights) in zip(kept, resumed, strict=True):
+        assert norms == same_norms
+        assert_same_tensors(same_weights, weights, what="weights")

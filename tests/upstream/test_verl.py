@@ -20,6 +20,7 @@ from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
 from tests.support.states import life_cycle, making_room
 from tests.support.training import weight_bytes
+from tests.support.training_runs.small_steps import take_step
 from tools.upstream.stand_in_imports import standing_in
 
 CHECKOUT = os.environ.get("VERL_PATH", "")
@@ -137,19 +138,6 @@ def test_its_own_function_builds_our_optimizer():
     assert found == ("GroupedDistributedOptimizer", True)
 
 
-def _step(chunk: Any, optimizer: Any, number: int) -> float:
-    """Take a step on tokens that differ by step and rank; return the norm of the gradients."""
-    chunk.zero_grad_buffer()
-    optimizer.zero_grad()
-    seeded = torch.Generator().manual_seed(10 * number + torch.distributed.get_rank())
-    tokens = torch.randint(0, 63, (1, 32), generator=seeded)
-    mask = torch.ones(1, 1, 32, 32, dtype=torch.bool).triu(1)
-    chunk(tokens, torch.arange(32)[None], mask).float().square().mean().backward()
-    chunk.finish_grad_sync()
-    _, norm, _ = optimizer.step()
-    return float(norm)
-
-
 def _train_and_keep(
     checkout: str, config: MoEOptimConfig, folder: str, by_name: bool, resumes: bool
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -189,9 +177,9 @@ def _train_and_keep(
             manager.load_checkpoint(folder)
     else:
         for number in range(2):
-            _step(model[0], optimizer, number)
+            take_step(model[0], optimizer, number)
         manager.save_checkpoint(folder, global_step=2)
-    norms = [_step(model[0], optimizer, number) for number in (2, 3)]
+    norms = [take_step(model[0], optimizer, number) for number in (2, 3)]
     weights = {}
     for name, param in model[0].named_parameters():
         weights |= weight_bytes(name, param)
