@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,19 +33,24 @@ _FEW_SAVED, _FEW_STORED = 256, 64
 def plan_quickly() -> Iterator[None]:
     """Plan the saves and loads that begin within this context."""
     with (
-        _replaced(default_planner, "_validate_global_plan", _validate),
-        _replaced(planner_helpers, "create_read_items_for_chunk_list", _plan),
+        replaced(default_planner, "_validate_global_plan", _validate),
+        replaced(planner_helpers, "create_read_items_for_chunk_list", _plan),
     ):
         yield
 
 
 @contextmanager
-def _replaced(module: Any, name: str, quick: Callable[..., Any]) -> Iterator[None]:
+def replaced(module: Any, name: str, quick: Callable[..., Any]) -> Iterator[None]:
+    """Have ``quick`` called in place of a function, with that as its first argument."""
     stock = getattr(module, name, None)
     if stock is None:  # another version of torch
         yield
         return
-    setattr(module, name, partial(quick, stock))
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # binds as a method, where stock is one
+        return quick(stock, *args, **kwargs)
+
+    setattr(module, name, call)
     try:
         yield
     finally:
