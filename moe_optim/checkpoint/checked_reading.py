@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import torch as strategies
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
@@ -26,6 +28,7 @@ from moe_optim.checkpoint.files.archives import Archive
 from moe_optim.checkpoint.files.metadata import Blob
 from moe_optim.checkpoint.files.pickles import MEGATRONS_PACKAGES, Named, foreign_name
 from moe_optim.checkpoint.load_session import VettedReader
+from moe_optim.checkpoint.quick_plans import replaced
 from moe_optim.errors import LayoutError
 from moe_optim.integration.agreement import agree
 from moe_optim.integration.engine import original
@@ -46,9 +49,23 @@ def reading(stored: VettedReader | None, group: Any = None) -> Iterator[None]:
     global _open
     before, _open = _open, None if stored is None else (stored, group)
     try:
-        yield
+        with replaced(strategies, "sharded_tensor_to_torch_sharded_tensor", _with_views):
+            yield
     finally:
         _open = before
+
+
+def _with_views(stock: Any, entries: list[ShardedTensor], *args: Any, **kwargs: Any) -> Any:
+    """Have entries read into the memory that they are parts of; Megatron reads into copies."""
+    views = {}
+    for number, entry in enumerate(entries):
+        if type(entry.data) is torch.Tensor and not entry.data.is_contiguous():
+            views[number] = entry.data.view((1,) * entry.prepend_axis_num + entry.local_shape)
+            entry.data = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
+    made = stock(entries, *args, **kwargs)
+    for number, view in views.items():
+        entries[number].data = made.local_shards()[number].tensor = view
+    return made
 
 
 def together(act: Callable[[], Any]) -> Any:
