@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_optim.calibration.state_entries import complete_amaxes, synchronize_amax
 from moe_optim.checkpoint.files.folders import is_local
-from moe_optim.checkpoint.quick_plans import plan_quickly, replaced
 from moe_optim.checkpoint.sealing import (
     invalidate,
     mark_unfinished,
@@ -38,7 +37,7 @@ from moe_optim.checkpoint.sealing import (
     record_config,
     record_data,
 )
-from moe_optim.checkpoint.staging import described, staging
+from moe_optim.checkpoint.staging import described, plan_quickly, replaced, staging
 from moe_optim.checkpoint.state_kinds import BY_NAME, SHARDING_TYPE
 from moe_optim.checkpoint.state_manifest import states_with_manifests
 from moe_optim.errors import StateError

@@ -39,7 +39,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "copies": _count_copies,
         "in place": _count_copies_of_load,
     }
-    together = {"one reads": _load_what_one_rank_reads, "metadata": _load_beside_foreign_metadata}
+    together = {
+        "one reads": _load_what_one_rank_reads,
+        "metadata": _load_beside_foreign_metadata,
+        "exchanged": _load_and_exchange,
+    }
     return run_once(tmp_path_factory.mktemp("sessions"), {1: alone, 2: together})
 
 
@@ -305,6 +309,26 @@ def test_a_load_holds_one_chunk_beside_the_tensors_that_it_reads_into(found):
     ((most, weights, in_place),) = found(1, "in place")
     assert most == 1
     assert in_place == weights > 0
+
+
+def _load_and_exchange(folder: Path) -> int:
+    """Load as ``--ckpt-fully-parallel-load`` does: each rank reads a share, and sends it."""
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelLoadStrategyWrapper,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+
+    bf16 = Station(format="bf16")
+    Journey(bf16).fill().save(folder, RESHARDABLE)
+    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
+    journey = Journey(bf16).scramble().load(folder, sharded_strategy=strategy)
+    for name, param in journey.model.named_parameters():
+        assert torch.equal(param, journey.local_part(param).bfloat16()), name
+    return journey.check()
+
+
+def test_ranks_exchange_what_each_of_them_reads(found):
+    assert all(found(2, "exchanged"))
 
 
 @pytest.mark.parametrize(
