@@ -51,8 +51,8 @@ _CHECKPOINTING = "megatron.training.checkpointing"
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 _STRATEGIES = (TorchDistSaveShardedStrategy, FullyParallelSaveStrategyWrapper)
 
-_is_prepared = False
-"""Whether the next collective of all ranks is the agreement of a save that is being prepared."""
+_may_join = False
+"""Whether the next collective of all ranks is an agreement: before and after a save is written."""
 
 
 def save(  # noqa: PLR0913  # Megatron's
@@ -74,6 +74,7 @@ def save(  # noqa: PLR0913  # Megatron's
     Raises:
         Exception: a rank failed; on every rank, with the number of that rank and its error.
     """
+    global _may_join
     stock = original("megatron.core.dist_checkpointing:save")
     more = preprocess_common_before_consistancy_check, content_metadata
     if installed_config() is None and not any(states_with_manifests(sharded_state_dict)):
@@ -105,6 +106,7 @@ def save(  # noqa: PLR0913  # Megatron's
         return request
     for finalize in request.finalize_fns:
         finalize()
+    _may_join = True
     return None
 
 
@@ -113,8 +115,8 @@ def _prepare(sharded_state_dict: Any, folder: Path | None) -> None:
 
     The first collective of a save is this agreement, which :func:`join` relies on.
     """
-    global _is_prepared
-    _is_prepared = False
+    global _may_join
+    _may_join = False
 
     def prepare() -> None:
         if installed_config() is not None:
@@ -216,29 +218,39 @@ def save_checkpoint_in_loop(iteration: int, *args: Any, **kwargs: Any) -> Any:
 
 
 def _save_files(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from megatron.training import get_args
+
     given = inspect.signature(stock).bind(*args, **kwargs)
     given.apply_defaults()
     folder = _folder_of_ranks(given.arguments)
-    if folder is None:
-        return _save_distributed(partial(stock, *args, **kwargs))
-    _on_first_rank(lambda: mark_unfinished(folder))
-    result = stock(*args, **kwargs)
-    _on_first_rank(lambda: record_checksums(folder))
-    return result
+    if folder is not None:
+        _on_first_rank(lambda: mark_unfinished(folder))
+        result = stock(*args, **kwargs)
+        _on_first_rank(lambda: record_checksums(folder))
+        return result
+    is_apart = given.arguments["non_persistent_ckpt"]
+    if is_apart and get_args().non_persistent_ckpt_type == "local":
+        return stock(*args, **kwargs)
+    return _save_distributed(partial(stock, *args, **kwargs))
 
 
 def _save_distributed(act: Callable[[], Any]) -> Any:
-    """Call ``act``; raise on all ranks what one fails at before it calls :func:`save`."""
-    global _is_prepared
-    before = count_failures()
+    """Call ``act``, Megatron's save; raise an error around :func:`save` of one rank on all."""
+    global _may_join
+    before, _may_join = count_failures(), False
+
+    def barrier(stock: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return agree(lambda: None, None) if group is None else stock(group, *args, **kwargs)
+
     try:
-        return act()
+        with replaced(torch.distributed, "barrier", barrier):
+            return act()
     except Exception as error:
-        if _is_prepared and count_failures() == before:
+        if _may_join and count_failures() == before:
             join(error)
         raise
     finally:
-        _is_prepared = False
+        _may_join = False
 
 
 def _folder_of_ranks(given: dict[str, Any]) -> Path | None:
@@ -270,7 +282,7 @@ def generate_state_dict(  # noqa: PLR0913  # Megatron's
     Every rank must call it. If parameters are frozen in some layers only, states by name are saved
     under per-layer keys, which the checkpoint's metadata declares.
     """
-    global _is_prepared
+    global _may_join
     synchronize_amax(model)
     options = optim_sd_kwargs or {}
     is_saved = optimizer is not None and not args.no_save_optim and not options.get("is_loading")
@@ -280,7 +292,7 @@ def generate_state_dict(  # noqa: PLR0913  # Megatron's
         # to model and optimizer, and saves it for loading.
         options["metadata"]["non_homogeneous_layers"] = True
     agrees = not is_saved or hasattr(optimizer, "stepping")  # others communicate when it collects
-    _is_prepared = agrees and args.ckpt_format == "torch_dist" and not options.get("is_loading")
+    _may_join = agrees and args.ckpt_format == "torch_dist" and not options.get("is_loading")
     return original(f"{_CHECKPOINTING}:generate_state_dict")(
         args,
         model,

@@ -149,13 +149,14 @@ def test_what_a_failed_save_leaves_is_incomplete_and_the_next_save_is_not(failed
 
 
 def _train(folder: Path) -> dict[str, str]:
-    """Train two iterations; the save of the second fails twice before it succeeds."""
+    """Train two iterations; the save of the second fails before it succeeds, in several ways."""
     from megatron.training import training
 
     said = {}
     faults = {
         "model": (1, "moe_optim.experts.module.GroupedExperts.sharded_state_dict", ConfigError),
         "folder": (0, "megatron.training.checkpointing.ensure_directory_exists", OSError),
+        "tracker": (0, "megatron.training.checkpointing.get_checkpoint_tracker_filename", OSError),
     }
 
     def save(stock: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
@@ -168,7 +169,8 @@ def _train(folder: Path) -> dict[str, str]:
             except Exception as caught:
                 said[name] = str(caught)
             torch.distributed.barrier()
-            assert find_resume_point(folder).iteration == 1
+            if torch.distributed.get_rank() == 0:  # it mends the tracker
+                assert find_resume_point(folder).iteration == (2 if name == "tracker" else 1)
             torch.distributed.barrier()
         stock(iteration, *args, **kwargs)
 
@@ -181,12 +183,17 @@ def _train(folder: Path) -> dict[str, str]:
     return said
 
 
-def test_a_model_that_one_rank_cannot_save_and_a_folder_that_it_cannot_make(tmp_path: Path):
-    """In Megatron's loop, which makes both between its own collectives."""
+def test_what_fails_around_a_save_in_megatrons_loop_is_raised_on_every_rank(tmp_path: Path):
+    """A model that cannot be saved, a folder that cannot be made, a tracker that is not written."""
     folder = tmp_path / "checkpoints"
     first, second = run_ranks(2, _train, folder, timeout_s=HANGS_S)
-    assert first["folder"] == "the folder is refused"
-    assert "rank 0" in second["folder"] and "the folder is refused" in second["folder"]
-    assert second["model"] == "the model is refused"
-    assert "rank 1" in first["model"] and "the model is refused" in first["model"]
+    assert set(first) == set(second) == {"model", "folder", "tracker"}
+    for name, (failing, other) in {
+        "model": (second, first),
+        "folder": (first, second),
+        "tracker": (first, second),
+    }.items():
+        assert failing[name] == f"the {name} is refused"
+        rank = 0 if failing is first else 1
+        assert other[name] == f"rank {rank}: the {name} is refused"
     assert find_resume_point(folder).iteration == 2
