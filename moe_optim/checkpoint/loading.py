@@ -8,6 +8,7 @@ Megatron reads ``common.pt`` and ``--ckpt-format torch`` with ``weights_only``, 
 """
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,6 @@ from megatron.core.dist_checkpointing.validation import StrictHandling, parse_st
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_optim.calibration.state_entries import CalibratedEntry, OptionalShardedTensor
-from moe_optim.checkpoint.checked_reading import (
-    get_filesystem_reader,
-    own_errors,
-    reading,
-    together,
-)
 from moe_optim.checkpoint.files.folders import is_local
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_states import (
@@ -31,8 +26,17 @@ from moe_optim.checkpoint.flat_states import (
     require_same_interleave,
 )
 from moe_optim.checkpoint.integrity import require_intact
-from moe_optim.checkpoint.load_session import end_session, open_alone, open_session
-from moe_optim.checkpoint.quick_plans import plan_quickly
+from moe_optim.checkpoint.load_session import (
+    end_session,
+    get_filesystem_reader,
+    into_views,
+    open_alone,
+    open_session,
+    own_errors,
+    reading,
+    together,
+)
+from moe_optim.checkpoint.staging import plan_quickly
 from moe_optim.checkpoint.state_kinds import MOMENTUM, require_same_optimizer, state_kinds
 from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest, states_with_manifests
 from moe_optim.errors import LayoutError
@@ -79,7 +83,8 @@ def load(  # noqa: PLR0913  # Megatron's
         if StrictHandling.requires_global_app_metadata(parse_strict_flag(strict)):
             sharded_state_dict = {**sharded_state_dict, _ACCOUNTED: _read_already(stored)}
     try:
-        with reading(stored, process_group), plan_quickly():
+        views = nullcontext() if stored is None else into_views(sharded_strategy)
+        with reading(stored, process_group), plan_quickly(), views:
             result = original(f"{_CORE}:load")(
                 sharded_state_dict,
                 checkpoint_dir,

@@ -7,18 +7,29 @@ save begins with a checksum manifest that marks the checkpoint unfinished.
 
 import inspect
 import re
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+)
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.validation import save_integrity_manifest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_optim.calibration.state_entries import complete_amaxes, synchronize_amax
 from moe_optim.checkpoint.files.folders import is_local
-from moe_optim.checkpoint.quick_plans import plan_quickly
 from moe_optim.checkpoint.sealing import (
     invalidate,
     mark_unfinished,
@@ -26,10 +37,11 @@ from moe_optim.checkpoint.sealing import (
     record_config,
     record_data,
 )
-from moe_optim.checkpoint.staging import MadeTensor, synchronously
+from moe_optim.checkpoint.staging import described, plan_quickly, replaced, staging
 from moe_optim.checkpoint.state_kinds import BY_NAME, SHARDING_TYPE
 from moe_optim.checkpoint.state_manifest import states_with_manifests
-from moe_optim.integration.agreement import agree, gather_objects
+from moe_optim.errors import StateError
+from moe_optim.integration.agreement import agree, count_failures, gather_objects, join
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_config
 from moe_optim.weights.names import BASE, is_wrapper, unwrapped_name
@@ -37,6 +49,10 @@ from moe_optim.weights.te.fields import is_tensorwise, read_values, te_formats_o
 
 _CHECKPOINTING = "megatron.training.checkpointing"
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
+_STRATEGIES = (TorchDistSaveShardedStrategy, FullyParallelSaveStrategyWrapper)
+
+_may_join = False
+"""Whether the next collective of all ranks is an agreement: before and after a save is written."""
 
 
 def save(  # noqa: PLR0913  # Megatron's
@@ -54,43 +70,118 @@ def save(  # noqa: PLR0913  # Megatron's
 
     An overwritten checkpoint counts as incomplete until the new one is complete and its checksums
     are recorded. States that this package did not produce pass unchanged.
+
+    Raises:
+        Exception: a rank failed; on every rank, with the number of that rank and its error.
     """
-    folder = Path(checkpoint_dir)
-    is_ours = is_local(checkpoint_dir) and (
-        installed_config() is not None or any(states_with_manifests(sharded_state_dict))
-    )
-    if installed_config() is not None:
-        complete_amaxes(sharded_state_dict)
-        _save_values(sharded_state_dict)
-    if async_sharded_save:
-        _detach_from_host_memory(sharded_state_dict)
-    if is_ours:
-        _on_first_rank(lambda: invalidate(folder))
-    with plan_quickly(), nullcontext() if async_sharded_save else synchronously():
-        request = original("megatron.core.dist_checkpointing:save")(
-            sharded_state_dict,
-            checkpoint_dir,
-            sharded_strategy,
-            validate_access_integrity,
-            True,  # a request of Megatron's own, which this executes below
-            preprocess_common_before_consistancy_check,
-            content_metadata,
-            async_strategy if async_sharded_save else "mcore",
-            verify_integrity,
-        )
-    if is_ours:
-        # the last functions write metadata.json and, if asked to, Megatron's checksums of all files
-        *data, write_config = request.finalize_fns[: -1 if verify_integrity else None]
-        request.finalize_fns[: len(data) + 1] = [
-            *data,
-            lambda: record_data(folder),
-            write_config,
-            lambda: _on_first_rank(lambda: record_config(folder)),
-        ]
+    global _may_join
+    stock = original("megatron.core.dist_checkpointing:save")
+    more = preprocess_common_before_consistancy_check, content_metadata
+    if installed_config() is None and not any(states_with_manifests(sharded_state_dict)):
+        given = sharded_strategy, validate_access_integrity, async_sharded_save, *more
+        return stock(sharded_state_dict, checkpoint_dir, *given, async_strategy, verify_integrity)
+    folder = Path(checkpoint_dir) if is_local(checkpoint_dir) else None
+    _prepare(sharded_state_dict, folder)
+    if not isinstance(sharded_strategy, _STRATEGIES):
+        sharded_strategy = TorchDistSaveShardedStrategy()
+
+    def write() -> Any:
+        given = sharded_strategy, validate_access_integrity, True, *more
+        strategy = async_strategy if async_sharded_save else "mcore"
+        request = stock(sharded_state_dict, checkpoint_dir, *given, strategy, verify_integrity)
+        if not async_sharded_save:
+            _execute(request)
+        return request
+
+    with plan_quickly(), staging(is_synchronous=not async_sharded_save):
+        request = agree(write, None)
+    collecting = request.finalize_fns[: -2 if verify_integrity else -1]
+    config = CheckpointingConfig(sharded_strategy.backend, sharded_strategy.version)
+    request.finalize_fns[:] = [
+        partial(_collect, collecting, checkpoint_dir),
+        *([] if folder is None else [partial(record_data, folder)]),
+        partial(_on_first_rank, partial(_complete, checkpoint_dir, config, verify_integrity)),
+    ]
     if async_sharded_save:
         return request
-    request.execute_sync()
+    for finalize in request.finalize_fns:
+        finalize()
+    _may_join = True
     return None
+
+
+def _prepare(sharded_state_dict: Any, folder: Path | None) -> None:
+    """Do what may fail on one rank alone, before Megatron communicates.
+
+    The first collective of a save is this agreement, which :func:`join` relies on.
+    """
+    global _may_join
+    _may_join = False
+
+    def prepare() -> None:
+        if installed_config() is not None:
+            _save_values(sharded_state_dict)
+        apply_factories(sharded_state_dict)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    agree(prepare, None)
+    if installed_config() is not None:
+        complete_amaxes(sharded_state_dict)
+    if folder is not None:
+        _on_first_rank(lambda: invalidate(folder))
+
+
+def _execute(request: Any) -> None:
+    """Write what a request of Megatron's is for, without the barrier that it ends with."""
+    rank, buckets, results = request.async_fn_args or (None, None, None)
+    if request.async_fn is not None:
+        request.async_fn(rank, request.preload_fn() if request.preload_fn else buckets, results)
+
+
+def _collect(parts: Sequence[Callable[[], None]], checkpoint_dir: str) -> None:
+    """Collect what ranks wrote, as Megatron does; raise failures of any of them on all ranks.
+
+    Megatron names failures of writers on the first rank alone, and has the others wait where that
+    rank fails to write ``.metadata``.
+    """
+    failures: dict[int, str] = {}
+
+    def finish(stock: Any, self: Any, *args: Any) -> None:
+        try:
+            stock(self, *args)
+        except Exception as error:
+            failures[0] = described(error)
+
+    with replaced(FileSystemWriterAsync, "finish", finish):
+        try:
+            for part in parts:
+                part()
+        except CheckpointException as error:
+            failures |= {rank: str(wrapped[0]) for rank, wrapped in error.failures.items()}
+    found = [failures]
+    torch.distributed.broadcast_object_list(found, src=0)
+    if found[0]:
+        said = "; ".join(f"rank {rank}: {failure}" for rank, failure in found[0].items())
+        raise StateError(
+            f"{checkpoint_dir}: expected every rank to write its part, got {said}. The checkpoint "
+            "is incomplete; those before it are as they were. Save again, or elsewhere."
+        )
+
+
+def _complete(checkpoint_dir: str, config: CheckpointingConfig, verify_integrity: bool) -> None:
+    """Declare a checkpoint complete, whose data is there with its checksums."""
+    folder = Path(checkpoint_dir) if is_local(checkpoint_dir) else None
+    try:
+        save_config(config, checkpoint_dir)
+        if folder is not None:
+            record_config(folder)
+        if verify_integrity:
+            save_integrity_manifest(checkpoint_dir)
+    except Exception:
+        if folder is not None:
+            invalidate(folder)
+        raise
 
 
 def _save_values(sharded_state_dict: Any) -> None:
@@ -105,19 +196,6 @@ def _save_values(sharded_state_dict: Any) -> None:
             is_on_host = isinstance(weight, torch.Tensor) and weight.device.type == "cpu"
             if te_formats_of(weight) or (is_on_host and is_tensorwise(weight)):
                 entry.data = read_values(weight)
-
-
-def _detach_from_host_memory(sharded_state_dict: Any) -> None:
-    """Copy states in host memory, which a step must not change while they are written.
-
-    Megatron copies views of larger memory, and everything on GPUs.
-    """
-    for entry in nested_values(sharded_state_dict):
-        is_box = isinstance(entry, ShardedTensor) and not entry.has_regular_grid
-        if isinstance(entry, MadeTensor):
-            entry.data = entry.make()
-        elif is_box and entry.data.device.type == "cpu":
-            entry.data = entry.data.clone()
 
 
 def _on_first_rank(act: Callable[[], None]) -> None:
@@ -140,15 +218,39 @@ def save_checkpoint_in_loop(iteration: int, *args: Any, **kwargs: Any) -> Any:
 
 
 def _save_files(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from megatron.training import get_args
+
     given = inspect.signature(stock).bind(*args, **kwargs)
     given.apply_defaults()
     folder = _folder_of_ranks(given.arguments)
-    if folder is None:
+    if folder is not None:
+        _on_first_rank(lambda: mark_unfinished(folder))
+        result = stock(*args, **kwargs)
+        _on_first_rank(lambda: record_checksums(folder))
+        return result
+    is_apart = given.arguments["non_persistent_ckpt"]
+    if is_apart and get_args().non_persistent_ckpt_type == "local":
         return stock(*args, **kwargs)
-    _on_first_rank(lambda: mark_unfinished(folder))
-    result = stock(*args, **kwargs)
-    _on_first_rank(lambda: record_checksums(folder))
-    return result
+    return _save_distributed(partial(stock, *args, **kwargs))
+
+
+def _save_distributed(act: Callable[[], Any]) -> Any:
+    """Call ``act``, Megatron's save; raise an error around :func:`save` of one rank on all."""
+    global _may_join
+    before, _may_join = count_failures(), False
+
+    def barrier(stock: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return agree(lambda: None, None) if group is None else stock(group, *args, **kwargs)
+
+    try:
+        with replaced(torch.distributed, "barrier", barrier):
+            return act()
+    except Exception as error:
+        if _may_join and count_failures() == before:
+            join(error)
+        raise
+    finally:
+        _may_join = False
 
 
 def _folder_of_ranks(given: dict[str, Any]) -> Path | None:
@@ -180,6 +282,7 @@ def generate_state_dict(  # noqa: PLR0913  # Megatron's
     Every rank must call it. If parameters are frozen in some layers only, states by name are saved
     under per-layer keys, which the checkpoint's metadata declares.
     """
+    global _may_join
     synchronize_amax(model)
     options = optim_sd_kwargs or {}
     is_saved = optimizer is not None and not args.no_save_optim and not options.get("is_loading")
@@ -188,6 +291,8 @@ def generate_state_dict(  # noqa: PLR0913  # Megatron's
         # A tensor across all layers would lack the states of frozen ones. Megatron passes this dict
         # to model and optimizer, and saves it for loading.
         options["metadata"]["non_homogeneous_layers"] = True
+    agrees = not is_saved or hasattr(optimizer, "stepping")  # others communicate when it collects
+    _may_join = agrees and args.ckpt_format == "torch_dist" and not options.get("is_loading")
     return original(f"{_CHECKPOINTING}:generate_state_dict")(
         args,
         model,

@@ -1,25 +1,143 @@
-"""Values of a synchronous save, copied to the host one at a time, when Megatron's writer asks.
+"""Plans of saves and reads, and the values of a save.
 
-Megatron copies everything that a rank saves to the host before it writes the first byte. Here a
-writing thread holds the chunk that it writes and the one before it; a chunk that lies contiguous in
-host memory is written from there. Asynchronous saves copy everything, since a step may follow.
+torch 2.11 sorts the chunks of a tensor along its longest axis, and compares each with all that
+overlap it there. Of expert weights this is the rows or columns, which most chunks have whole, so it
+compares nearly all pairs: 12,288 chunks took 47 s. Plans made here take a time that grows with
+chunks.
+
+Megatron copies everything that a rank saves to the host before it writes the first byte. In a
+synchronous save here, a writing thread holds the chunk that it writes and the one before it; a
+chunk that lies contiguous in host memory is written from there. An asynchronous save copies all
+that a rank writes, since a step may follow; Megatron itself copies views in host memory, but not
+tensors that have memory of their own.
 """
 
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import chain
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as strategies
 from torch import Tensor
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint import default_planner, planner_helpers
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 
+from moe_optim.checkpoint.files.metadata import MAX_CUT_AXES, require_cover
 from moe_optim.integration.engine import original
+
+logger = logging.getLogger(__name__)
 
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
 
+_FEW_SAVED, _FEW_STORED = 256, 64
+"""Chunks of a tensor that torch may compare with each other, and with each wanted one."""
+
+
 _is_synchronous = False
+
+
+@contextmanager
+def plan_quickly() -> Iterator[None]:
+    """Plan the saves and loads that begin within this context."""
+    with (
+        replaced(default_planner, "_validate_global_plan", _validate),
+        replaced(planner_helpers, "create_read_items_for_chunk_list", _plan),
+    ):
+        yield
+
+
+@contextmanager
+def replaced(module: Any, name: str, quick: Callable[..., Any]) -> Iterator[None]:
+    """Have ``quick`` called in place of a function, with that as its first argument."""
+    stock = getattr(module, name, None)
+    if stock is None:  # another version of torch
+        yield
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # binds as a method, where stock is one
+        return quick(stock, *args, **kwargs)
+
+    setattr(module, name, call)
+    try:
+        yield
+    finally:
+        setattr(module, name, stock)
+
+
+def _validate(stock: Any, plans: Any, metadata: Metadata) -> bool:
+    found = metadata.state_dict_metadata
+    many = {
+        key: tensor
+        for key, tensor in found.items()
+        if isinstance(tensor, TensorStorageMetadata)
+        and len(tensor.chunks) > _FEW_SAVED
+        and len(tensor.size) <= MAX_CUT_AXES
+    }
+    faulty = [key for key, tensor in many.items() if not is_tiled(tensor)]
+    for key in faulty:
+        logger.warning("%s: expected chunks that fill it without overlaps, got others", key)
+    rest = {key: tensor for key, tensor in found.items() if key not in many}
+    return bool(stock(plans, Metadata(rest))) and not faulty
+
+
+def is_tiled(tensor: TensorStorageMetadata) -> bool:
+    """Return whether chunks contain every element of a tensor once."""
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
+    try:
+        require_cover("", boxes, tuple(tensor.size))
+    except ValueError:
+        return False
+    return True
+
+
+def _plan(
+    stock: Any, fqn: str, stored: TensorStorageMetadata, wanted: list[ChunkStorageMetadata]
+) -> list[ReadItem]:
+    """Return torch's reads of each wanted chunk, planned with the stored ones that overlap it."""
+    if len(stored.chunks) <= _FEW_STORED or not stored.size:
+        return list(stock(fqn, stored, wanted))
+    starts = _numbers([chunk.offsets for chunk in stored.chunks])
+    ends = starts + _numbers([chunk.sizes for chunk in stored.chunks])
+    reads = []
+    for number, chunk in enumerate(wanted):
+        low = _numbers(chunk.offsets)
+        high = low + _numbers(chunk.sizes)
+        overlaps = ((starts < high) & (ends > low)).all(1).nonzero().view(-1).tolist()
+        near = replace(stored, chunks=[stored.chunks[at] for at in overlaps])
+        for read in stock(fqn, near, [chunk]):
+            source, target = read.storage_index, read.dest_index
+            reads.append(
+                replace(
+                    read,
+                    dest_index=MetadataIndex(target.fqn, target.offset, number),
+                    storage_index=MetadataIndex(source.fqn, source.offset, overlaps[source.index]),
+                )
+            )
+    return reads
+
+
+def _numbers(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 @dataclass(kw_only=True)
@@ -36,28 +154,74 @@ class MadeTensor(ShardedTensor):
 
 
 @contextmanager
-def synchronously() -> Iterator[None]:
-    """Declare that saves planned in this context are written before their values change."""
+def staging(*, is_synchronous: bool) -> Iterator[None]:
+    """Plan saves in this context: they are written before values change, or all is copied."""
     global _is_synchronous
-    before, _is_synchronous = _is_synchronous, True
+    before, _is_synchronous = _is_synchronous, is_synchronous
+    copying = replaced(strategies, "mcore_to_pyt_state_dict", _copied)
     try:
-        yield
+        with nullcontext() if is_synchronous else copying:
+            yield
     finally:
         _is_synchronous = before
+
+
+def _copied(stock: Any, state_dict: dict[str, list[Any]], *args: Any, **kwargs: Any) -> Any:
+    """Copy what lies in host memory of the entries that this rank writes, by key."""
+    for entry in chain(*state_dict.values()):
+        if isinstance(entry, MadeTensor):
+            entry.data = entry.make()
+        elif isinstance(entry, ShardedTensor) and entry.data.device.type == "cpu":
+            entry.data = entry.data.detach().clone(memory_format=torch.contiguous_format)
+    return stock(state_dict, *args, **kwargs)
 
 
 def prepare_write_data(self: Any, plan: SavePlan, planner: SavePlanner) -> None:
     """Assign the items of a plan to files; arguments are Megatron's. No rank communicates."""
     stock = original(f"{_WRITER}.prepare_write_data")
+    self.write_preloaded_data_multithread = write_files
     if not _is_synchronous:
         stock(self, plan, planner)
         return
-    stock(self, plan, _WithoutValues(planner))
+    # no process that keeps results, nor any that a failed save leaves for the next one
+    with replaced(filesystem_async, "get_write_results_queue", lambda _: SimpleQueue()):
+        stock(self, plan, _WithoutValues(planner))
     self.write_buckets = [
         (path, name, (objects, _Values([item for item, _ in tensors], planner)))
         for path, name, (objects, tensors) in self.write_buckets
     ]
     self.preload_tensors = lambda buckets, _: buckets  # which would copy all
+
+
+def write_files(
+    transforms: Any, use_msc: bool, _rank: int, buckets: list[Any], results: Any
+) -> None:
+    """Write each file in a thread; put what was written, or all errors, into ``results``.
+
+    Arguments are Megatron's, whose function keeps only the type of an error.
+    """
+    write = partial(
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data,
+        transforms,
+        results_queue=None,
+        count_queue=None,
+        use_fsync=True,
+        use_msc=use_msc,
+    )
+    with filesystem_async._disable_gc(), ThreadPoolExecutor(len(buckets)) as threads:
+        written: dict[int, Any] = dict(threads.map(write, range(len(buckets)), buckets))
+    failures = [
+        f"{buckets[number][1]}: {described(error)}"
+        for number, error in written.items()
+        if isinstance(error, Exception)
+    ]
+    results.put(RuntimeError("; ".join(failures)) if failures else written)
+
+
+def described(error: BaseException) -> str:
+    """Return an error and what it was raised after: torch hides why a file cannot be written."""
+    text, before = f"{type(error).__name__}: {error}", error.__context__
+    return text if before is None else f"{text}, after {described(before)}"
 
 
 class _WithoutValues:

@@ -24,7 +24,6 @@ from moe_optim.checkpoint.derived_manifest import (
     choose_by_values,
     derive_manifests,
 )
-from moe_optim.checkpoint.expert_entries import entries_of
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_buffers import (
     flat_groups,
@@ -41,6 +40,7 @@ from moe_optim.checkpoint.flat_states import (
     require_same_interleave,
     saved_key,
 )
+from moe_optim.checkpoint.owned_boxes import entries_of
 from moe_optim.checkpoint.state_manifest import (
     MANIFEST,
     BucketSpan,

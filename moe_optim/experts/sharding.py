@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -108,9 +109,25 @@ class ExpertShard:
             f"{prefix}{self.linear}.{self.kind}",
             self.parameter,
             build,
-            lambda pieces: torch.cat(pieces, dim=piece_dim),
+            lambda pieces: _joined(pieces, piece_dim),
             _replica_id(groups, is_cut=axis is not None),
         )
+
+
+def _joined(pieces: list[Tensor], dim: int) -> Tensor:
+    """Return pieces as one tensor, without a copy if they follow each other in memory."""
+    first, ends = pieces[0], list(accumulate(piece.shape[dim] for piece in pieces))
+    steps = [end * first.stride(dim) * first.itemsize for end in [0, *ends[:-1]]]
+    storage = first.untyped_storage().data_ptr()
+    if any(
+        piece.untyped_storage().data_ptr() != storage
+        or piece.data_ptr() != first.data_ptr() + step
+        or piece.stride() != first.stride()
+        for piece, step in zip(pieces, steps, strict=True)
+    ):
+        return torch.cat(pieces, dim=dim)
+    shape = [*first.shape[:dim], ends[-1], *first.shape[dim + 1 :]]
+    return first.as_strided(shape, first.stride())
 
 
 def grouped_linear_of(experts: torch.nn.Module, name: str) -> GroupedLinear:

@@ -8,6 +8,13 @@ from torch.distributed.distributed_c10d import _get_object_coll_device
 
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError, PatchError, StateError
 
+_failures = 0
+
+
+def count_failures() -> int:
+    """Return how many agreements of this process have raised an error on all of their ranks."""
+    return _failures
+
 
 def agree(act: Callable[[], Any], group: Any) -> Any:
     """Call ``act`` and raise an error of any rank on all ranks of ``group``.
@@ -31,6 +38,8 @@ def agree(act: Callable[[], Any], group: Any) -> Any:
         error = raised
     if reduce_max([error is not None], group) == [0]:
         return result
+    global _failures
+    _failures += 1
     kinds = (ConfigError, LayoutError, NonFiniteError, PatchError)
     kind = next((kind for kind in kinds if isinstance(error, kind)), StateError)
     errors = gather_objects(error and (kind, str(error)), group)
@@ -41,6 +50,15 @@ def agree(act: Callable[[], Any], group: Any) -> Any:
             kind, message = other
             raise kind(f"rank {rank}: {message}")
     return result
+
+
+def join(error: Exception) -> None:
+    """Raise ``error`` on all ranks, in the agreement that the other ranks are in, or will be."""
+
+    def act() -> None:
+        raise error
+
+    agree(act, None)
 
 
 def gather_objects(mine: Any, group: Any) -> list[Any]:

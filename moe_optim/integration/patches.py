@@ -347,7 +347,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
         Patch(
             id=f"checked-reading:{module.rpartition('.')[2]}",
             target=f"megatron.core.dist_checkpointing.{module}:_get_filesystem_reader",
-            replacement="moe_optim.checkpoint.checked_reading:get_filesystem_reader",
+            replacement="moe_optim.checkpoint.load_session:get_filesystem_reader",
             form="(checkpoint_dir, cache_metadata, async_strategy)",
             because="torch compares no checksum of what it reads, and unpickles whatever it finds",
             remove_when="torch compares the checksums of records, and unpickles plain data alone",
@@ -359,7 +359,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
         target=(
             "megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load"
         ),
-        replacement="moe_optim.checkpoint.checked_reading:load_tensors",
+        replacement="moe_optim.checkpoint.load_session:load_tensors",
         form="(self, sharded_state_dict, checkpoint_dir, async_strategy)",
         because="a rank that finds damage leaves the others waiting for it",
         remove_when="an error of one rank is raised on all that load",

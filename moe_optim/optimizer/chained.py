@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -262,26 +262,34 @@ class GroupedChainedOptimizer(ChainedOptimizer):
                 ``save_nonfinite`` is not set; or the last step of a CUDA graph found non-finite
                 gradients.
         """
-        self._hear_of_last_step()
+        if kwargs.get("is_loading", len(args) > 1 and args[1]):
+            self._hear_of_last_step()
+            with self._without_stubs():
+                return super().sharded_state_dict(*args, **kwargs)
+        # the first collective, which a rank joins that cannot save its model
+        agree(self._hear_of_last_step, None)
         is_by_name = (kwargs.get("metadata") or {}).get(SHARDING_TYPE) == BY_NAME
-        is_loading = kwargs.get("is_loading", len(args) > 1 and args[1])
-        is_saved_by_name = is_by_name and not is_loading
-        if is_saved_by_name:
+        if is_by_name:
             agree(self._require_tilings, None)
-        with self._without_stubs(), nullcontext() if is_loading else self._checked_states():
-            state = super().sharded_state_dict(*args, **kwargs)
-        return as_layer_wise(state) if is_saved_by_name else state
+        collect = super().sharded_state_dict
+        with self._without_stubs(), self._checked_parts() as parts:
+            refusing = [part for part in parts if not part.moe_optim_config.save_nonfinite]
+
+            def act() -> Any:
+                check_states(refusing, NOT_SAVED)
+                return collect(*args, **kwargs)
+
+            state = agree(act, None)
+        return as_layer_wise(state) if is_by_name else state
 
     @contextmanager
-    def _checked_states(self) -> Iterator[None]:
-        """Refuse non-finite states on every rank before any of them is collected."""
+    def _checked_parts(self) -> Iterator[list[CheckpointedOptimizer]]:
+        """Yield optimizers that need not look for non-finite states in this context."""
         parts = [part for part in self.stepping if isinstance(part, CheckpointedOptimizer)]
-        refusing = [part for part in parts if not part.moe_optim_config.save_nonfinite]
-        agree(lambda: check_states(refusing, NOT_SAVED), None)
         for part in parts:
             part.is_checked = True
         try:
-            yield
+            yield parts
         finally:
             for part in parts:
                 part.is_checked = False

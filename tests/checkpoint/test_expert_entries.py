@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from moe_optim.checkpoint.expert_entries import entries_of
+from moe_optim.checkpoint.owned_boxes import entries_of
 
 EXPERTS = 2
 

@@ -37,8 +37,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "another file": _load_another_file,
         "unfinished": _load_weights_beside_damage,
         "copies": _count_copies,
+        "in place": _count_copies_of_load,
     }
-    together = {"one reads": _load_what_one_rank_reads, "metadata": _load_beside_foreign_metadata}
+    together = {
+        "one reads": _load_what_one_rank_reads,
+        "metadata": _load_beside_foreign_metadata,
+        "exchanged": _load_and_exchange,
+    }
     return run_once(tmp_path_factory.mktemp("sessions"), {1: alone, 2: together})
 
 
@@ -257,6 +262,73 @@ def test_a_synchronous_save_holds_two_chunks_and_copies_no_master(found):
     ((most, chunks, copied),) = found(1, "copies")
     assert most <= 2 < chunks
     assert not copied
+
+
+def _count_copies_of_load(folder: Path) -> tuple[int, int, int]:
+    """Load bf16 weights, masters and moments.
+
+    Returns the most tensors in host memory of their own that were read and held at a time, and how
+    many weights of experts there are, and were loaded in place.
+    """
+    import weakref
+
+    from megatron.core import dist_checkpointing
+
+    bf16 = Station(format="bf16")
+    Journey(bf16).fill().save(folder, RESHARDABLE)
+    journey, stock = Journey(bf16).scramble(), Archive.read_tensor
+    held: list[weakref.ref[Any]] = []
+    most = 0
+
+    def read(self: Archive, dtype: str, shape: Any, into: Any = None) -> torch.Tensor:
+        nonlocal most
+        made = stock(self, dtype, shape, into)
+        held.extend([weakref.ref(made)] if into is None else [])
+        most = max(most, sum(one() is not None for one in held))
+        return made
+
+    Archive.read_tensor = read  # type: ignore[method-assign]
+    try:
+        state = journey.state(RESHARDABLE, is_loading=True)
+        loaded = dist_checkpointing.load(state, str(folder))
+    finally:
+        Archive.read_tensor = stock  # type: ignore[method-assign]
+    weights = {name: param for name, param in journey.model.named_parameters() if "experts" in name}
+    in_place = sum(
+        loaded["model"][name].data_ptr() == param.data_ptr() for name, param in weights.items()
+    )
+    for name, param in weights.items():
+        assert torch.equal(param, journey.local_part(param).bfloat16()), name
+    journey.optimizer.load_state_dict(loaded["optimizer"])
+    assert journey.check()
+    return most, len(weights), in_place
+
+
+def test_a_load_holds_one_chunk_beside_the_tensors_that_it_reads_into(found):
+    """Also where a weight is stored in parts: gate and up rows."""
+    ((most, weights, in_place),) = found(1, "in place")
+    assert most == 1
+    assert in_place == weights > 0
+
+
+def _load_and_exchange(folder: Path) -> int:
+    """Load as ``--ckpt-fully-parallel-load`` does: each rank reads a share, and sends it."""
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelLoadStrategyWrapper,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+
+    bf16 = Station(format="bf16")
+    Journey(bf16).fill().save(folder, RESHARDABLE)
+    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
+    journey = Journey(bf16).scramble().load(folder, sharded_strategy=strategy)
+    for name, param in journey.model.named_parameters():
+        assert torch.equal(param, journey.local_part(param).bfloat16()), name
+    return journey.check()
+
+
+def test_ranks_exchange_what_each_of_them_reads(found):
+    assert all(found(2, "exchanged"))
 
 
 @pytest.mark.parametrize(

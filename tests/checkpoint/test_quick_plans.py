@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from moe_optim.checkpoint import quick_plans
+from moe_optim.checkpoint import staging
 from moe_optim.checkpoint.owned_boxes import cut_into_boxes
-from moe_optim.checkpoint.quick_plans import is_tiled, plan_quickly
+from moe_optim.checkpoint.staging import is_tiled, plan_quickly
 
 RANKS = [None, None]  # torch looks at their number alone
 
@@ -68,7 +68,7 @@ def test_every_wanted_element_is_read_from_where_torch_reads_it(saved, loaded, d
     all_wanted = [chunk(*box) for box in boxes_of(shape, loaded)]
     wanted = data.draw(st.lists(st.sampled_from(all_wanted), unique_by=id))
     want = plan(stored, wanted)
-    with mock.patch.object(quick_plans, "_FEW_STORED", 0), plan_quickly():
+    with mock.patch.object(staging, "_FEW_STORED", 0), plan_quickly():
         got = plan(stored, wanted)
     assert sorted(map(repr, got)) == sorted(map(repr, want))
 

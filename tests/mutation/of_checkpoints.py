@@ -19,7 +19,7 @@ MUTANTS = (
     ),
     Mutant(  # no checksums
         "checkpoint/saving.py",
-        "            lambda: record_data(folder),\n",
+        "*([] if folder is None else [partial(record_data, folder)]),",
         "",
         (
             f"{MEGATRON}/test_hooks.py::"
@@ -27,7 +27,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "checkpoint/checked_reading.py",
+        "checkpoint/load_session.py",
         "    if why is not None:",
         "    if False:",
         (
@@ -36,8 +36,8 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint/saving.py",
-        "        installed_config() is not None or any(states_with_manifests(sharded_state_dict))",
-        "        any(states_with_manifests(sharded_state_dict))",
+        "if installed_config() is None and not any(states_with_manifests(sharded_state_dict)):",
+        "if not any(states_with_manifests(sharded_state_dict)):",
         (f"{MEGATRON}/test_hooks.py::test_checksums_of_weights_alone_are_recorded_as_well",),
     ),
     Mutant(
@@ -75,6 +75,18 @@ MUTANTS = (
         "    if not _is_synchronous:",
         "    if True:",
         (f"{SESSION}::test_a_synchronous_save_holds_two_chunks_and_copies_no_master",),
+    ),
+    Mutant(  # an asynchronous save writes what a step has changed
+        "checkpoint/staging.py",
+        'entry.data.device.type == "cpu":',
+        'entry.data.device.type == "cpu" and not entry.has_regular_grid:',
+        (f"{FILES}/test_async_saves.py",),
+    ),
+    Mutant(  # the first rank fails where the others wait for it
+        "checkpoint/saving.py",
+        'with replaced(FileSystemWriterAsync, "finish", finish):',
+        'with replaced(FileSystemWriterAsync, "none", finish):',
+        (f"{FILES}/test_failed_saves.py",),
     ),
     Mutant(
         "checkpoint/loading.py",

@@ -27,7 +27,9 @@ _OF_LOCAL_ONES = "dp_reshardable"
 """Megatron's sharding type of checkpoints in memory."""
 
 
-def run_once(folder: Path, jobs: Mapping[int, Mapping[str, Callable[..., Any]]]) -> Any:
+def run_once(
+    folder: Path, jobs: Mapping[int, Mapping[str, Callable[..., Any]]], timeout_s: float = 500
+) -> Any:
     """Return a function of ranks and a name, which gives the results of a job, rank 0 first.
 
     All jobs of one number of ranks run in one launch, when the first is asked for. Each is given a
@@ -36,7 +38,7 @@ def run_once(folder: Path, jobs: Mapping[int, Mapping[str, Callable[..., Any]]])
 
     @cache
     def launch(ranks: int) -> list[dict[str, Any]]:
-        return run_ranks(ranks, _run_all, folder, ranks, dict(jobs[ranks]), timeout_s=500)
+        return run_ranks(ranks, _run_all, folder, ranks, dict(jobs[ranks]), timeout_s=timeout_s)
 
     return lambda ranks, name: [of_rank[name] for of_rank in launch(ranks)]
 

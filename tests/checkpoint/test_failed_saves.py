@@ -1,0 +1,199 @@
+"""A save that fails on one rank is raised on every rank, and costs that save and nothing else."""
+
+import builtins
+import errno
+import io
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
+from moe_optim.commands.train.resume import find_resume_point
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError, LayoutError
+from tests.support.checkpoints.checkpoint_journey import Journey, Station, run_once
+from tests.support.ranks import run_ranks
+from tests.support.training import pretrain
+
+GROUPED = Station()
+FLAT, BY_NAME = "dp_reshardable", "fully_reshardable"
+LATER = {"async_sharded_save": True, "async_strategy": "mcore"}
+HANGS_S = 150
+
+type Fault = Callable[[], AbstractContextManager[Any]]
+
+
+@contextmanager
+def full_disk(name: str) -> Iterator[None]:
+    """Let no file whose name ends in ``name`` be opened for writing."""
+    stock = io.open
+
+    def open_file(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if set(mode) & set("wax+") and str(path).endswith(name):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return stock(path, mode, *args, **kwargs)
+
+    with mock.patch.object(io, "open", open_file), mock.patch.object(builtins, "open", open_file):
+        yield
+
+
+@contextmanager
+def small_files() -> Iterator[None]:
+    """Let the kernel refuse what lies beyond the first 100,000 bytes of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def raising(target: str, error: Exception) -> Fault:
+    return partial(mock.patch, target, side_effect=error)
+
+
+MEMORY = MemoryError("no host memory is left")
+REFUSED = LayoutError("these states are refused")
+STAGING = "moe_optim.checkpoint.staging._on_host"
+STATES = "moe_optim.checkpoint.{}.flat_states"
+BUILD = "megatron.core.dist_checkpointing.mapping.ShardedTensorFactory.build"
+FULL, LARGE = os.strerror(errno.ENOSPC), os.strerror(errno.EFBIG)
+NO_FILE = (partial(full_disk, ".distcp"), FULL)
+
+FAULTS: dict[str, tuple[int, str, dict[str, Any], Fault, str]] = {
+    # rank that fails, sharding type, how it saves, what fails, and what is said of it
+    "states by name": (1, BY_NAME, {}, raising(STATES.format("owned_boxes"), REFUSED), "refused"),
+    "flat states": (1, FLAT, {}, raising(STATES.format("flat_states"), REFUSED), "refused"),
+    "an entry": (1, BY_NAME, {}, raising(BUILD, MEMORY), "memory"),
+    "a value": (1, BY_NAME, {}, raising(STAGING, MEMORY), "memory"),
+    "a file": (1, BY_NAME, {}, *NO_FILE),
+    "the first rank's file": (0, BY_NAME, {}, *NO_FILE),
+    "the end of a file": (1, BY_NAME, {}, small_files, LARGE),
+    "one of several files": (1, BY_NAME, {"threads": 2}, partial(full_disk, "1_1.distcp"), FULL),
+    "a file, later": (1, BY_NAME, LATER, *NO_FILE),
+    "a flat file, later": (1, FLAT, LATER, *NO_FILE),
+    ".metadata": (0, BY_NAME, {}, partial(full_disk, ".metadata.tmp"), FULL),
+    ".metadata, later": (0, BY_NAME, LATER, partial(full_disk, ".metadata.tmp"), FULL),
+    "the checksums": (0, BY_NAME, {}, partial(full_disk, "seal.json.partial"), FULL),
+    "metadata.json": (0, BY_NAME, {}, partial(full_disk, "metadata.json"), FULL),
+    "metadata.json, later": (0, BY_NAME, LATER, partial(full_disk, "metadata.json"), FULL),
+    "Megatron's checksums": (
+        0, BY_NAME, {"verify_integrity": True}, partial(full_disk, "integrity.json"), FULL,
+    ),
+}  # fmt: skip
+
+
+def _save(journey: Journey, folder: Path, sharding: str, threads: int = 1, **more: Any) -> None:
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    strategy = TorchDistSaveShardedStrategy(thread_count=threads)
+    request = journey.save(folder, sharding, sharded_strategy=strategy, **more)
+    if request is not None:
+        request.execute_sync()
+
+
+def _fail(name: str, folder: Path) -> tuple[str, str | None, int]:
+    """Save, fail to save another iteration, and save that again.
+
+    Returns what the failing save raised, why its checkpoint is incomplete, and how many elements
+    of the checkpoint that was saved in its place were compared.
+    """
+    rank, sharding, how, fault, _ = FAULTS[name]
+    first, second = folder / "iter_0000001", folder / "iter_0000002"
+    journey = Journey(GROUPED).fill()
+    _save(journey, first, sharding)
+    said = "saved"
+    try:
+        with fault() if torch.distributed.get_rank() == rank else nullcontext():
+            _save(journey, second, sharding, **how)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    torch.distributed.barrier()
+    defect = checkpoint_defect(second) if second.exists() else "not there"
+    assert list(corrupt_files(first)) == []
+    torch.distributed.barrier()
+    _save(journey, second, sharding, **how)
+    return said, defect, Journey(GROUPED).scramble().load(second).check()
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function of ranks and a name, which gives what these ranks found."""
+    jobs = {name: partial(_fail, name) for name in FAULTS}
+    found = run_once(tmp_path_factory.mktemp("failed"), {2: jobs}, timeout_s=HANGS_S)
+    found(2, next(iter(jobs)))  # all at once; hangs once, not in every test
+    return found
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_rank_names_the_rank_that_failed_and_its_error(failed, name):
+    rank, *_, says = FAULTS[name]
+    for number, (said, _, _) in enumerate(failed(2, name)):
+        assert says in said
+        assert number == rank or f"rank {rank}" in said
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_a_failed_save_leaves_is_incomplete_and_the_next_save_is_not(failed, name):
+    for _, defect, compared in failed(2, name):
+        assert defect is not None
+        assert compared
+
+
+def _train(folder: Path) -> dict[str, str]:
+    """Train two iterations; the save of the second fails before it succeeds, in several ways."""
+    from megatron.training import training
+
+    said = {}
+    faults = {
+        "model": (1, "moe_optim.experts.module.GroupedExperts.sharded_state_dict", ConfigError),
+        "folder": (0, "megatron.training.checkpointing.ensure_directory_exists", OSError),
+        "tracker": (0, "megatron.training.checkpointing.get_checkpoint_tracker_filename", OSError),
+    }
+
+    def save(stock: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
+        for name, (rank, target, error) in faults.items() if iteration == 2 else ():
+            fails = torch.distributed.get_rank() == rank
+            fault = raising(target, error(f"the {name} is refused"))() if fails else nullcontext()
+            try:
+                with fault:
+                    stock(iteration, *args, **kwargs)
+            except Exception as caught:
+                said[name] = str(caught)
+            torch.distributed.barrier()
+            if torch.distributed.get_rank() == 0:  # it mends the tracker
+                assert find_resume_point(folder).iteration == (2 if name == "tracker" else 1)
+            torch.distributed.barrier()
+        stock(iteration, *args, **kwargs)
+
+    def replace_save(*_: Any) -> None:
+        training.save_checkpoint = partial(save, training.save_checkpoint)
+
+    flags = ["--train-iters", "2", "--eval-interval", "1000", "--save-interval", "1"]
+    config = MoEOptimConfig(format="mxfp8")
+    pretrain([*flags, "--save", str(folder)], config, after_setup=replace_save)
+    return said
+
+
+def test_what_fails_around_a_save_in_megatrons_loop_is_raised_on_every_rank(tmp_path: Path):
+    """A model that cannot be saved, a folder that cannot be made, a tracker that is not written."""
+    folder = tmp_path / "checkpoints"
+    first, second = run_ranks(2, _train, folder, timeout_s=HANGS_S)
+    assert set(first) == set(second) == {"model", "folder", "tracker"}
+    for name, (failing, other) in {
+        "model": (second, first),
+        "folder": (first, second),
+        "tracker": (first, second),
+    }.items():
+        assert failing[name] == f"the {name} is refused"
+        rank = 0 if failing is first else 1
+        assert other[name] == f"rank {rank}: the {name} is refused"
+    assert find_resume_point(folder).iteration == 2
