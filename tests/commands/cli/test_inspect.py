@@ -143,6 +143,8 @@ def test_thorough_finds_a_flipped_bit_that_sizes_do_not_show(inspect, tmp_path):
     code, out, _ = inspect(folder, "--thorough")
     assert code == 1
     assert "__0_0.distcp" in out and FC1 in "".join(out.split())
+    assert inspect(folder, "--thorough", "--workers", "2")[:2] == (code, out)
+    assert cli.main(["verify", str(folder), str(folder), "--workers", "2"]) == 2
 
 
 def test_experts_that_are_not_understood_are_named(inspect, tmp_path):

@@ -6,10 +6,10 @@ import shutil
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
+from multiprocessing import active_children
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from moe_optim.checkpoint.files import publishing
@@ -17,7 +17,7 @@ from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_states import MANIFEST
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.checkpoint.state_manifest import StateManifest
-from moe_optim.commands.conversion import safetensors_files
+from moe_optim.commands.conversion import file_plan
 from moe_optim.commands.conversion.conversion import convert_checkpoint
 from moe_optim.commands.conversion.conversion_plan import ConversionRequest, plan_conversion
 from moe_optim.commands.conversion.layer_view import LayerView, Rename
@@ -289,8 +289,8 @@ class CountingReader:
     def __getattr__(self, name):
         return getattr(self._reader, name)
 
-    def read(self, name, first=None):
-        tensor = self._reader.read(name, first)
+    def read(self, name, *index):
+        tensor = self._reader.read(name, *index)
         self.live += tensor.nbytes
         self.peak = max(self.peak, self.live)
         weakref.finalize(tensor, self._forget, tensor.nbytes)
@@ -300,16 +300,44 @@ class CountingReader:
         self.live -= nbytes
 
 
-def test_no_more_than_a_layer_is_held(source, tmp_path):
-    """At most one set of experts of one layer, or a larger tensor that is no expert's."""
-    reader = CountingReader(open_checkpoint(source))
+def test_no_more_than_an_expert_is_held(source, tmp_path):
+    """Wherever experts are stored apart, or can be."""
+    convert(source, tmp_path / "apart", "grouped", format="safetensors")
+    reader = CountingReader(open_checkpoint(tmp_path / "apart"))
     request = ConversionRequest(to=get_layout("hf_transposed"), format="safetensors")
     plan = plan_conversion(LayerView(reader), request)
     convert_checkpoint(plan, tmp_path / "out")
     of_layer = 4 * EXPERTS * 3 * FFN * stored_tensors()[FC1].shape[-1]
-    assert reader.peak == max(part.nbytes for part in plan.experts) == of_layer
+    assert (
+        reader.peak == max(part.nbytes for part in plan.experts) // EXPERTS == of_layer // EXPERTS
+    )
     assert reader.live == 0
     assert plan.total_bytes > LAYERS * of_layer
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")}
+
+
+@pytest.mark.parametrize("asked", [{"glu_interleave": 4}, {"format": "safetensors"}], ids=str)
+def test_any_number_of_processes_writes_the_same_bytes(asked, source, tmp_path):
+    plan = plan_of(source, "grouped", **asked)
+    convert_checkpoint(plan, tmp_path / "1", workers=1)
+    done = []
+    convert_checkpoint(plan, tmp_path / "3", done.append, workers=3)
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
+    assert len(contents(tmp_path / "3")) > 3 and sum(done) == plan.total_bytes
+
+
+def test_an_interrupt_ends_all_processes_and_leaves_nothing(source, tmp_path):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    before = active_children()
+    with pytest.raises(KeyboardInterrupt):
+        plan = plan_of(source, "hf", format="safetensors")
+        convert_checkpoint(plan, tmp_path / "out", interrupt, workers=2)
+    assert [*tmp_path.iterdir()] == [] and active_children() == before
 
 
 def test_progress_counts_every_byte_once(source, tmp_path):
@@ -334,14 +362,14 @@ class FullDisk(io.BytesIO):
     writelines = write
 
 
-def refuse_to_save(*_, **__):
-    raise SafetensorError("I/O error: No space left on device (os error 28)")
+def refuse_to_write(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("asked", [{"glu_interleave": 4}, {}, {"format": "safetensors"}], ids=str)
 def test_a_disk_that_fills_up_is_named_and_nothing_is_left(asked, source, tmp_path, monkeypatch):
     """In pieces that torch writes, in those that are copied, and in safetensors."""
-    monkeypatch.setattr(safetensors_files, "save_file", refuse_to_save)
+    monkeypatch.setattr(file_plan, "write_file", refuse_to_write)
     monkeypatch.setattr(TorchDistWriter, "_piece", lambda *_: nullcontext(FullDisk()))
     plan = plan_of(source, "grouped", **asked)
     with pytest.raises(StateError, match="out: expected .* got: .*No space left.* Free some"):
