@@ -71,12 +71,12 @@ class ComparedCheckpoint:
     """Keys of all other tensors."""
 
     def nbytes(self, name: str) -> int:
-        """Return the bytes of the experts at a prefix, or of a tensor; 0 if it has none."""
+        """Return the bytes of the experts at a prefix ``name``, or of a tensor; 0 without any."""
         keys = self.sets[name].keys if name in self.sets else (name,)
         return self.view.nbytes(key for key in keys if key in self.view.tensors)
 
     def read(self, prefix: str, experts: range) -> dict[str, Tensor]:
-        """Return experts at ``prefix`` in layout ``grouped``, all gate rows before the up rows.
+        """Return ``experts`` at ``prefix`` as ``grouped`` has them, gate rows before up rows.
 
         CPU tensors by key: weights [E, 2F, H] and [E, H, F], biases [E, 2F] and [E, H], in the
         dtype of the checkpoint.

@@ -109,7 +109,10 @@ class ConversionPlan(FilePlan):
         return tuple(replace(job, number=number) for number, job in enumerate(jobs, 1))
 
     def place_of(self, part: Part, name: str) -> tuple[Place, int]:
-        """Return where a tensor of the result is stored: as in the source, if that is the same."""
+        """Return where ``torch_dist`` stores the tensor ``name``, which a ``part`` becomes.
+
+        The second value is the number of layers of a tensor that stacks them.
+        """
         place = self.view.places.get(name) if self.view.reader.format == "torch_dist" else None
         if place is None:
             return Place(name if part.experts is None else stored_key(name)), 0

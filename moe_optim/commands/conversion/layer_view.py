@@ -118,7 +118,7 @@ class LayerView:
         return self.reader.read(place.name, *place.index, *([] if rows is None else [rows]))
 
     def cuts(self, key: str) -> Sequence[int]:
-        """Return the places on the first axis between which whole stored chunks lie."""
+        """Return the places on the first axis of ``key`` between which whole stored chunks lie."""
         place = self.places[key]
         return self.reader.cuts(place.name, *place.index)
 

@@ -114,7 +114,12 @@ class SafetensorsReader:
         return whole.clone() if spans else whole  # a slice keeps all of its tensor
 
     def cuts(self, name: str, *index: int) -> Sequence[int]:
-        """Return the places on an axis at which a tensor can be cut: all of them."""
+        """Return the places on an axis at which a tensor can be cut: all of them.
+
+        Args:
+            name: name of a tensor.
+            index: numbers on the axes before.
+        """
         return range(self.tensors[name].shape[len(index)] + 1)
 
 

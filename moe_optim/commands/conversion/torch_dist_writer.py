@@ -92,7 +92,7 @@ class TorchDistWriter:
         self.write_chunk(key, info, (0,) * tensor.dim(), tensor)
 
     def copy(self, reader: TorchDistReader, blob: Blob) -> None:
-        """Copy one chunk or object from ``reader`` unchanged."""
+        """Copy ``blob``, a chunk or an object of ``reader``, unchanged."""
         with self._piece(blob.key, blob.offset, blob.shape, reader.tensors.get(blob.key)) as file:
             file.writelines(reader.blocks(blob))
 
