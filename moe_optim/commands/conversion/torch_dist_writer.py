@@ -86,11 +86,6 @@ class TorchDistWriter:
             except RuntimeError as error:  # raised by close(), hiding the disk's error
                 raise OSError(error.__context__ or error) from error
 
-    def write_whole(self, key: str, tensor: Tensor) -> None:
-        """Write a ``tensor`` under ``key`` as one chunk, as :meth:`write_chunk` does."""
-        info = TensorInfo(tuple(tensor.shape), tensor.dtype)
-        self.write_chunk(key, info, (0,) * tensor.dim(), tensor)
-
     def copy(self, reader: TorchDistReader, blob: Blob) -> None:
         """Copy ``blob``, a chunk or an object of ``reader``, unchanged."""
         with self._piece(blob.key, blob.offset, blob.shape, reader.tensors.get(blob.key)) as file:

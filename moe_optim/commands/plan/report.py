@@ -1,4 +1,4 @@
-"""The report of a plan: JSON and plot, written first, and tables."""
+"""The report of a plan: JSON, written first, and tables."""
 
 import argparse
 import json
@@ -61,15 +61,11 @@ def plan(args: argparse.Namespace) -> int:
     if (fewest := min(args.gpus or [1])) < 1:
         raise ConfigError(f"--gpus: expected 1 or more, got {fewest}.")
     planned = read_plan(args.recipe, args.set, args.megatron_args)
-    require_writable(args.out, None if args.json == STDOUT else args.json)
+    require_writable(None if args.json == STDOUT else args.json)
     report = make_report(args, planned)
     text = json.dumps(report, indent=2) + "\n"
     if args.json not in (None, STDOUT):
         write_atomically(args.json, text.encode())
-    if args.out:
-        from moe_optim.commands.plan.picture import draw_plan
-
-        write_atomically(args.out, draw_plan(report, args.out))
     if args.json == STDOUT:
         print(text, end="")
     else:
