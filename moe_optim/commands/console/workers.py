@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import active_children, get_context, parent_process
 from typing import Any
 
@@ -75,7 +76,8 @@ def run_in_workers[Shared, Item, Result](
     try:
         while True:
             for pool, item in zip(idle, waiting, strict=False):
-                running[pool.submit(_run, item)] = pool, item
+                with _deferred_interrupts():
+                    running[pool.submit(_run, item)] = pool, item
             if not running:
                 break
             idle = []
@@ -97,6 +99,16 @@ def run_in_workers[Shared, Item, Result](
             pool.shutdown()
 
 
+@contextmanager
+def _deferred_interrupts() -> Iterator[None]:
+    """Block SIGINT, also in processes that start here: their parent ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def peak_memory() -> int:
     """Return the peak memory in bytes of this process or of a larger one that it waited for."""
     both = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -106,7 +118,6 @@ def peak_memory() -> int:
 def _start(*held: Any) -> None:
     import torch  # slow
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     _held[:] = held
