@@ -86,9 +86,10 @@ def ranges_of_experts(sides: Sequence[tuple[LayerView, ExpertSet]], nbytes: int)
 
 
 def ranges_of_rows(views: Iterable[LayerView], key: str, nbytes: int) -> Iterator[range | None]:
-    """Yield ranges on the first axis of a tensor of all ``views``; None for one without axes."""
+    """Yield ranges on the first axis of a tensor of all ``views``; None for one without any."""
     views = list(views)
-    if not (shape := views[0].tensors[key].shape):
+    shape = views[0].tensors[key].shape
+    if not shape or 0 in shape:
         return iter((None,))
     return _ranges([view.cuts(key) for view in views], PIECE_BYTES * shape[0] // max(1, nbytes))
 

@@ -78,18 +78,6 @@ def test_json_lists_every_difference(verify, source, tmp_path):
     assert json.loads(verify(source, source, "--json")[1])["equal"] is True
 
 
-def test_a_pipe_gets_one_line_a_difference_however_long_its_key(verify, source, tmp_path):
-    """Though the environment tells of 80 columns: what reads a pipe looks for whole keys."""
-    key = "a." + "very.long.name." * 20 + "weight"
-    tensors = stored_tensors(states=False)
-    tensors[FC1].view(torch.int16)[2, 3, 1, 4] ^= 1
-    other = write_torch_dist(tmp_path / "b", tensors | {key: torch.zeros(2)})
-    lines = verify(source, other)[1].splitlines()
-    (line,) = [line for line in lines if key in line]
-    assert line.startswith(f"{key}: only in B ")
-    assert lines == [line.rstrip() for line in lines]
-
-
 def test_states_that_could_not_be_compared_are_not_called_equal(verify, tmp_path):
     """Flat ones in buckets of other sizes. The exit code is 1, and JSON has null for equal."""
     weights = stored_tensors(states=False)

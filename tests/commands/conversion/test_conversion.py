@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_optim.checkpoint.files import publishing
+from moe_optim.checkpoint.files.reader import TensorInfo
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_states import MANIFEST
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
@@ -20,6 +21,7 @@ from moe_optim.checkpoint.state_manifest import StateManifest
 from moe_optim.commands.conversion import file_plan
 from moe_optim.commands.conversion.conversion import convert_checkpoint
 from moe_optim.commands.conversion.conversion_plan import ConversionRequest, plan_conversion
+from moe_optim.commands.conversion.file_plan import torch_dist_checkpoint, write_common_state
 from moe_optim.commands.conversion.layer_view import LayerView, Rename
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.commands.conversion.torch_dist_writer import TorchDistWriter
@@ -313,6 +315,65 @@ def test_no_more_than_an_expert_is_held(source, tmp_path):
     )
     assert reader.live == 0
     assert plan.total_bytes > LAYERS * of_layer
+
+
+def cut(shape, at):
+    """Yield boxes of a tensor [layers, experts, ...] or [rows, columns], cut unevenly.
+
+    Experts 0 and 1 of a layer are one chunk, 2 is cut by rows and 3 by columns.
+    """
+    if len(shape) == 2:
+        yield from (((0, 0), (at, shape[1])), ((at, 0), (shape[0] - at, 3)))
+        yield (at, 3), (shape[0] - at, shape[1] - 3)
+        return
+    rows, columns = shape[2:]
+    for layer in range(shape[0]):
+        yield (layer, 0, 0, 0), (1, 2, rows, columns)
+        yield (layer, 2, 0, 0), (1, 1, at, columns)
+        yield (layer, 2, at, 0), (1, 1, rows - at, columns)
+        yield (layer, 3, 0, 0), (1, 1, rows, at)
+        yield (layer, 3, 0, at), (1, 1, rows, columns - at)
+
+
+def test_chunks_of_any_cut_are_read_once_and_end_where_they_belong(source, tmp_path, monkeypatch):
+    tensors = {k: v for k, v in stored_tensors(states=False).items() if v.dim() in (2, 4)}
+    assert {FC1, FC2} < tensors.keys() and EXPERTS == 4
+    (tmp_path / "apart").mkdir()
+    with torch_dist_checkpoint(tmp_path / "apart", 7) as (folder, writer):
+        write_common_state(writer, 7, {})
+        for key, tensor in tensors.items():
+            whole = TensorInfo(tuple(tensor.shape), tensor.dtype)
+            for start, size in cut(tensor.shape, 2):
+                box = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
+                writer.write_chunk(key, whole, start, tensor[box].contiguous())
+        writer.finish()
+    load, loaded = TorchDistReader._load_chunk, []
+
+    def count(reader, blob):
+        loaded.append(blob)
+        return load(reader, blob)
+
+    monkeypatch.setattr(TorchDistReader, "_load_chunk", count)
+    convert(tmp_path / "apart", tmp_path / "hf", "hf", format="safetensors")
+    chunks = sum(len(list(cut(tensor.shape, 2))) for tensor in tensors.values())
+    assert len(loaded) == len(set(loaded)) == chunks
+    convert(source, tmp_path / "whole", "hf", format="safetensors", weights_only=True)
+    got, want = in_files(tmp_path / "hf"), in_files(tmp_path / "whole")
+    assert_same_tensors(got, {key: want[key] for key in got})
+    assert len(got) == 2 * LAYERS + len(tensors) - 2
+
+
+def test_scalars_empty_tensors_and_every_type_come_through(tmp_path):
+    head = "model.layers.0.mlp.experts."
+    tensors = {
+        **{f"{head}gate_up_proj": torch.randn(2, 8, 4), f"{head}down_proj": torch.randn(2, 4, 4)},
+        **{"empty": torch.zeros(0, 3), "scalar": torch.tensor(3.5), "flag": torch.tensor([True])},
+        "complex": torch.tensor([1 + 2j]),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    convert(tmp_path / "model.safetensors", tmp_path / "there", "grouped", format="torch_dist")
+    convert(tmp_path / "there", tmp_path / "back", "hf", format="safetensors")
+    assert_same_tensors(in_files(tmp_path / "back"), tensors)
 
 
 def contents(folder):
