@@ -11,7 +11,7 @@ from moe_optim.formats import BlockScaledFormat
 from moe_optim.spelling import spell_bytes
 
 _FP32, _BF16 = 4, 2  # bytes
-_METADATA_BYTES = 157
+_METADATA_BYTES = 145
 """Bytes of ``.metadata`` per chunk, as torch pickles them."""
 
 
@@ -19,6 +19,8 @@ def count_save(
     experts: PlannedExperts, gpus: int, format: BlockScaledFormat | None
 ) -> dict[str, int]:
     """Return what ``--dist-ckpt-optim-fully-reshardable`` writes of the experts of all ranks.
+
+    Chunks are exact where buckets hold experts alone; dense weights move cuts in others.
 
     Args:
         experts: experts of one pipeline stage.
