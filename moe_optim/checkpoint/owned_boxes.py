@@ -11,11 +11,11 @@ key, so no rank needs the states of another one. Masters and fp32 moments are sa
 place; other moments are saved as fp32 copies, made one box at a time.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from math import prod
-from operator import add, le, mul, sub
+from operator import add, le, mul
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from torch import Tensor
 
+from moe_optim.checkpoint.boxes import OwnedBox, cut_into_boxes, owned_boxes, with_axes
 from moe_optim.checkpoint.flat_states import OwnedRange, flat_states, owned_ranges
 from moe_optim.checkpoint.staging import MadeTensor
 from moe_optim.errors import LayoutError, listed
@@ -36,73 +37,6 @@ from moe_optim.weights.names import parameter_names, unwrapped_name
 
 REQUESTS = "moe_optim_requests"
 """Key of the record of requests in a state to load, which no file contains."""
-
-type Shape = tuple[int, ...]
-
-
-def cut_into_boxes(
-    start: int, end: int, shape: Shape, *, by_matrix: bool = False
-) -> Iterator[tuple[Shape, Shape]]:
-    """Yield start and size of boxes of ``shape``: its elements [start, end) in flat order.
-
-    None is empty. There are at most ``2 * len(shape) - 1``, unless ``by_matrix`` also cuts between
-    matrices, the last two axes.
-    """
-    if start == end:
-        return
-    if len(shape) < 2:
-        yield (start,) * len(shape), (end - start,) * len(shape)
-        return
-    rows, inner = shape[1:], prod(shape[1:])
-    (first, head), (last, tail) = divmod(start, inner), divmod(end, inner)
-
-    def cut_row(row: int, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
-        for first, size in cut_into_boxes(start, end, rows, by_matrix=by_matrix):
-            yield (row, *first), (1, *size)
-
-    if first == last:
-        yield from cut_row(first, head, tail)
-        return
-    if head:
-        yield from cut_row(first, head, inner)
-        first += 1
-    if by_matrix and len(shape) > 2:
-        for row in range(first, last):
-            yield from cut_row(row, 0, inner)
-    elif first < last:
-        yield (first, *(0 for _ in rows)), (last - first, *rows)
-    yield from cut_row(last, 0, tail)
-
-
-def _with_axes(values: Shape, axes: int, fill: int) -> Shape:
-    """Add or drop leading axes until there are ``axes``."""
-    more = axes - len(values)
-    return (fill,) * more + values[max(0, -more) :]
-
-
-@dataclass(frozen=True, slots=True)
-class OwnedBox:
-    """A box of a parameter that lies within one stored tensor."""
-
-    part: ShardedTensor
-    """The stored tensor, without values."""
-    start: Shape
-    """First element within the parameter."""
-    size: Shape
-    offset: Shape
-    """First element within the global tensor, whose last axes are the parameter's."""
-
-
-def owned_boxes(parts: list[OwnedBox], ranges: Iterable[tuple[Shape, Shape]]) -> Iterator[OwnedBox]:
-    """Yield boxes of a parameter, cut at the borders of its ``parts``, see :func:`stored_parts`."""
-    for first, size in ranges:
-        for part in parts:
-            low = tuple(map(max, first, part.start))
-            high = map(min, map(add, first, size), map(add, part.start, part.size))
-            extent = tuple(map(sub, high, low))
-            if all(length > 0 for length in extent):
-                moved = _with_axes(tuple(map(sub, low, part.start)), len(part.offset), 0)
-                yield OwnedBox(part.part, low, extent, tuple(map(add, part.offset, moved)))
 
 
 def entries_of(optimizer: Any, model_sharded_state_dict: Any) -> dict[torch.nn.Parameter, Any]:
@@ -167,7 +101,7 @@ def _of_all_members(param: torch.nn.Parameter, members: list[Any]) -> ShardedTen
     return ShardedTensorFactory(shared_key, param, build, merge, members[0].replica_id)
 
 
-def stored_parts(entry: Any, shape: Shape) -> list[OwnedBox]:
+def stored_parts(entry: Any, shape: tuple[int, ...]) -> list[OwnedBox]:
     """Return a box for each tensor that a parameter is stored as.
 
     ``entry`` is the sharded tensor or factory of the parameter in the model's sharded state.
@@ -294,8 +228,8 @@ def _entries(
         for index, box in enumerate(boxes):
             axes, key = len(box.offset), box.part.key
             at = flat.storage_offset() + sum(map(mul, box.start, strides)) - owned.start
-            size = _with_axes(box.size, axes, 1)
-            view = flat.detach().as_strided(size, _with_axes(strides, axes, 1), at)
+            size = with_axes(box.size, axes, 1)
+            view = flat.detach().as_strided(size, with_axes(strides, axes, 1), at)
             entries[f"{kind}.{index}"] = replace(
                 box.part,
                 key=f"optimizer.state.{optimizer.saved_names.get(kind, kind)}.{key}",

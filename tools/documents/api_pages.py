@@ -21,7 +21,6 @@ API: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "moe_optim.checkpoint.files.torch_dist.TorchDistReader",
             "moe_optim.commands.conversion.torch_dist_writer.TorchDistWriter",
             "moe_optim.commands.conversion.safetensors_files.SafetensorsReader",
-            "moe_optim.commands.conversion.safetensors_files.SafetensorsWriter",
             "moe_optim.commands.conversion.layer_view.LayerView",
             "moe_optim.commands.conversion.conversion_plan.*",
             "moe_optim.commands.conversion.conversion.*",

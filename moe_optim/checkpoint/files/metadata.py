@@ -87,6 +87,11 @@ class Blob:
         """End offset in the file, in bytes."""
         return self.start + self.length
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values of a chunk; 0 for an object."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype] if self.dtype else 0
+
 
 def read_metadata(checkpoint: Path) -> bytes:
     """Return the bytes of ``.metadata``.

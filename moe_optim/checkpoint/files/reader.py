@@ -1,6 +1,6 @@
 """Interface of all checkpoint readers: names, shapes, dtypes, and values on demand."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -80,12 +80,23 @@ class CheckpointReader(Protocol):
     def recorded(self) -> Recorded:
         """Facts recorded in the checkpoint."""
 
-    def read(self, name: str, first: int | None = None) -> Tensor:
+    def read(self, name: str, *index: int | range) -> Tensor:
         """Return a new contiguous CPU tensor, in the stored shape and dtype.
 
         Args:
             name: key in :attr:`tensors`.
-            first: index on the first axis, which the result then lacks. None: whole tensor.
+            index: numbers on the first axes, which the result then lacks; the last may be a range
+                of numbers, which stays an axis. None: whole tensor.
+        """
+
+    def cuts(self, name: str, *index: int) -> Sequence[int]:
+        """Return the places on an axis between which whole stored chunks lie, from 0 to its size.
+
+        Reading a range from one to another reads no byte of other ranges.
+
+        Args:
+            name: key in :attr:`tensors`.
+            index: numbers on the axes before; the tensor has more.
         """
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from operator import contains
 from pathlib import Path
 from typing import IO, Any
 
@@ -82,6 +83,11 @@ class TorchDistReader:
         self.objects: dict[str, int] = {}
         self.blobs: Mapping[str, list[Blob]] = self._index(blobs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process needs; it reads objects again."""
+        parsed = ("common_state", "arguments", "model_arguments")
+        return {name: value for name, value in vars(self).items() if name not in parsed}
+
     def _index(self, blobs: Sequence[Blob]) -> Mapping[str, list[Blob]]:
         """Return blobs by key, and fill ``tensors`` and ``objects``."""
         by_key: dict[str, list[Blob]] = defaultdict(list)
@@ -94,17 +100,38 @@ class TorchDistReader:
                 self.tensors[name] = _tensor_info([first, *others])
         return by_key
 
-    def read(self, name: str, first: int | None = None) -> Tensor:
+    def read(self, name: str, *index: int | range) -> Tensor:
         """Return a new contiguous CPU tensor, in the stored shape and dtype.
 
         Args:
             name: key in ``tensors``.
-            first: index on the first axis, which the result then lacks. None: whole tensor.
+            index: numbers on the first axes, which the result then lacks; the last may be a range
+                of numbers, which stays an axis. None: whole tensor.
         """
-        shape = self.tensors[name].shape
-        if first is None:
-            return self.read_box(name, (0,) * len(shape), shape)
-        return self.read_box(name, (first, *[0] * (len(shape) - 1)), (1, *shape[1:]))[0]
+        spans = [one if isinstance(one, range) else range(one, one + 1) for one in index]
+        rest = self.tensors[name].shape[len(spans) :]
+        start = (*(span.start for span in spans), *(0 for _ in rest))
+        kept = (len(one) for one in index if isinstance(one, range))
+        return self.read_box(name, start, (*map(len, spans), *rest)).view((*kept, *rest))
+
+    def cuts(self, name: str, *index: int) -> Sequence[int]:
+        """Return the places on an axis between which whole stored chunks lie, from 0 to its size.
+
+        Args:
+            name: key in ``tensors``.
+            index: numbers on the axes before; the tensor has more.
+        """
+        axis, found, reached = len(index), [], 0
+        boxes = [
+            [range(at, at + size) for at, size in zip(blob.corner, blob.shape, strict=True)]
+            for blob in self.blobs[name]
+        ]
+        spans = {box[axis] for box in boxes if all(map(contains, box, index))}
+        for span in sorted(spans, key=lambda span: span.start):
+            if span.start >= reached:
+                found.append(span.start)
+            reached = max(reached, span.stop)
+        return [*found, reached]
 
     def read_box(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """Return a region of a tensor as a new CPU tensor of ``shape``, in the stored dtype.

@@ -1,4 +1,4 @@
-"""Convert a torch_dist or safetensors checkpoint, one layer at a time.
+"""Convert a torch_dist or safetensors checkpoint, in bounded memory.
 
 --to converts the weights of a whole Qwen3-MoE or DeepSeek-V3 model: names, shapes and
 configuration. Weights published in FP8 blocks, MXFP4 or INT4 become bf16; --to hf dequantizes any
@@ -8,7 +8,6 @@ are verified. DST appears when it is complete. Megatron, transformers and a GPU 
 """
 
 import argparse
-import resource
 import shlex
 import time
 from pathlib import Path
@@ -17,6 +16,13 @@ from typing import TYPE_CHECKING
 from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.commands.console.checkpoint_paths import find_checkpoint
 from moe_optim.commands.console.checkpoint_progress import open_reader, progress_bar
+from moe_optim.commands.console.workers import (
+    add_workers,
+    number_above_zero,
+    number_of_workers,
+    peak_memory,
+    whole_number,
+)
 from moe_optim.environment import find_package
 from moe_optim.errors import refuse
 from moe_optim.experts.keys.layouts import LAYOUTS
@@ -74,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_model_options(parser.add_argument_group("with --to"))
     _add_layout_options(parser.add_argument_group("with --experts"))
     add_naming(parser)
+    add_workers(parser)
 
 
 def _add_model_options(group: "argparse._ArgumentGroup") -> None:
@@ -126,7 +133,7 @@ def add_naming(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--num-experts",
-        type=_number_above_zero,
+        type=number_above_zero,
         metavar="N",
         help="experts per layer, if the checkpoint does not record it (layout legacy)",
     )
@@ -180,7 +187,7 @@ def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
         return _dequantize(args, reader, began)
     plan = plan_model(reader, request)
     with progress_bar("converting", plan.total_bytes) as report:
-        convert_model(plan, args.target, report)
+        convert_model(plan, args.target, report, workers=_workers(args, plan))
     layers = len(plan.model.anatomy.moe_layers)
     lines = [
         f"{args.target}: {plan.model.family.architecture}, {plan.model.anatomy.num_layers} layers, "
@@ -204,7 +211,8 @@ def _dequantize(args: argparse.Namespace, reader: "CheckpointReader", began: flo
     )
     plan = plan_dequantization(reader)
     with progress_bar("dequantizing", plan.total_bytes) as report:
-        dequantize_checkpoint(plan, args.target, args.tokenizer, report)
+        workers = _workers(args, plan)
+        dequantize_checkpoint(plan, args.target, args.tokenizer, report, workers=workers)
     return [
         f"{args.target}: quantized weights in bf16, all other tensors unchanged",
         _speed(plan, began),
@@ -243,7 +251,7 @@ def _convert_layout(args: argparse.Namespace, began: float) -> list[str]:
     shown = reader if args.weights_only else states_by_name(reader)
     plan = plan_conversion(LayerView(shown, parse_renames(args.rename)), request)
     with progress_bar("converting", plan.total_bytes) as report:
-        convert_checkpoint(plan, args.target, report)
+        convert_checkpoint(plan, args.target, report, workers=_workers(args, plan))
     return _summary(plan, args, began)
 
 
@@ -269,9 +277,12 @@ def _summary(plan: "ConversionPlan", args: argparse.Namespace, began: float) -> 
     return lines + _left_out(plan, why)
 
 
+def _workers(args: argparse.Namespace, plan: "FilePlan") -> int:
+    return number_of_workers(args.workers, plan.total_bytes)
+
+
 def _speed(plan: "FilePlan", began: float) -> str:
-    seconds = time.perf_counter() - began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    seconds, peak = time.perf_counter() - began, peak_memory()
     speed = plan.total_bytes / max(seconds, 1e-9)
     return (
         f"{plan.num_tensors:,} tensors, {spell_bytes(plan.total_bytes)} in {seconds:.1f} s, "
@@ -285,16 +296,3 @@ def _left_out(plan: "FilePlan", why: str) -> list[str]:
     if objects := len(plan.left_out) - tensors:
         parts.append(f"{objects} objects, such as arguments and random states")
     return [f"Omitted: {' and '.join(parts)} ({why})."] if parts else []
-
-
-def whole_number(text: str) -> int:
-    """Parse a nonnegative integer option; an argparse ``type``."""
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"expected a whole number, got '{text}'")
-    return int(text)
-
-
-def _number_above_zero(text: str) -> int:
-    if not whole_number(text):
-        raise argparse.ArgumentTypeError("expected a number above 0, got 0")
-    return int(text)

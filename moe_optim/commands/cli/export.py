@@ -1,22 +1,26 @@
 """Write a checkpoint with quantized experts for vLLM and SGLang.
 
-Reads a torch_dist or safetensors checkpoint, one layer at a time, and quantizes its experts as
-training does, from masters if it contains them. Writes safetensors with Hugging Face names and the
+Reads a torch_dist or safetensors checkpoint and quantizes its experts, one at a time, as training
+does, from masters if it contains them. Writes safetensors with Hugging Face names and the
 quantization_config that engines read. Other tensors keep their dtype. torch_dist models are limited
 to those that convert --to hf supports. DST appears when it is complete. Megatron and a GPU are not
 needed.
 """
 
 import argparse
-import resource
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_optim.checkpoint.files.publishing import require_writable
-from moe_optim.commands.cli.convert import whole_number
 from moe_optim.commands.console.checkpoint_paths import find_checkpoint
 from moe_optim.commands.console.checkpoint_progress import open_reader, progress_bar
+from moe_optim.commands.console.workers import (
+    add_workers,
+    number_of_workers,
+    peak_memory,
+    whole_number,
+)
 from moe_optim.experts.keys.layouts import LAYOUTS
 from moe_optim.formats import FORMATS
 from moe_optim.screen import results_console
@@ -75,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="rows of alternating gate and up blocks in SRC, if it is not recorded",
     )
+    add_workers(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     plan = plan_export(open_reader(args.source), _request(args), args.config)
     with progress_bar("exporting", plan.total_bytes) as report:
-        export_checkpoint(plan, args.target, report)
+        workers = number_of_workers(args.workers, plan.total_bytes)
+        export_checkpoint(plan, args.target, report, workers=workers)
     lines = _summary(plan, args, time.perf_counter() - began)
     results_console().print(*lines, sep="\n")
     return 0
@@ -110,13 +116,12 @@ def _request(args: argparse.Namespace) -> "ExportRequest":
 
 def _summary(plan: "ExportPlan", args: argparse.Namespace, seconds: float) -> list[str]:
     convention = plan.request.convention
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     origin = "masters" if plan.reads_masters else "weights"
     lines = [
         f"{args.target}: {plan.request.format.name} experts of {len(plan.experts)} layers, as "
         f"{convention.name} names them, for {' and '.join(convention.engines)}",
         f"quantized from {origin}; {spell_bytes(plan.total_bytes)} read in {seconds:.1f} s; peak "
-        f"memory {spell_bytes(peak)}",
+        f"memory {spell_bytes(peak_memory())}",
     ]
     if not plan.reads_masters:
         lines.append(

@@ -18,7 +18,12 @@ from rich.table import Table
 
 from moe_optim.checkpoint.files.folders import files_of_ranks
 from moe_optim.commands.console.checkpoint_paths import newest_checkpoint
-from moe_optim.commands.console.checkpoint_progress import open_view, say_which_was_taken
+from moe_optim.commands.console.checkpoint_progress import (
+    open_view,
+    progress_bar,
+    say_which_was_taken,
+)
+from moe_optim.commands.console.workers import add_workers, number_of_workers, run_in_workers
 from moe_optim.errors import LayoutError
 from moe_optim.screen import print_table, results_console
 from moe_optim.spelling import spell_bytes
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
     from moe_optim.experts.keys.layouts import ExpertSet
 
 INCOMPLETE = 1
+_PART_BYTES = 256 * 2**20
 _AMAX_KINDS = {
     "weight_amax": "recorded",
     "calibrated_amax": "calibrated",
@@ -62,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also read all files and verify their checksums",
     )
+    add_workers(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,9 +76,9 @@ def run(args: argparse.Namespace) -> int:
     path = newest_checkpoint(args.checkpoint)
     if files := files_of_ranks(path):
         say_which_was_taken(args.checkpoint, path)
-        report = _examine_files(path, files, thorough=args.thorough)
+        report = _examine_files(args, path, files)
     else:
-        report = examine(open_view(args.checkpoint), thorough=args.thorough)
+        report = _examine(args, open_view(args.checkpoint))
     if args.json:
         print(json.dumps(report, indent=2))
     else:
@@ -79,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
     return INCOMPLETE if report["defects"] else 0
 
 
-def examine(view: "LayerView", *, thorough: bool = False) -> Report:
-    """Return the report as JSON-ready values; ``thorough`` reads all of a torch_dist checkpoint."""
+def _examine(args: argparse.Namespace, view: "LayerView") -> Report:
+    """Return the report as JSON-ready values."""
     from moe_optim.checkpoint.files.reader import is_state
     from moe_optim.checkpoint.files.torch_dist import TorchDistReader
     from moe_optim.commands.conversion.expert_finding import survey_experts
@@ -88,10 +95,10 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
 
     reader, recorded = view.reader, view.recorded
     stored = reader if isinstance(reader, TorchDistReader) else None
-    checked = "every byte" if thorough else "metadata and sizes"
+    checked = "every byte" if args.thorough else "metadata and sizes"
     if stored is None:
         checked = "headers and sizes"
-    foreign = stored.foreign_objects(stored.objects) if thorough and stored else {}
+    foreign = stored.foreign_objects(stored.objects) if args.thorough and stored else {}
     quantized = find_quantized(view.tensors)
     sets, faults = survey_experts(view, quantized.shapes if quantized else None)
     states = [key for key in view.tensors if is_state(key)]
@@ -104,7 +111,7 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
         "version": recorded.version,
         "iteration": recorded.iteration,
         # opening safetensors has compared their sizes
-        "defects": _defects(reader.path, thorough=thorough) if stored else [],
+        "defects": _defects(args, reader.path) if stored else [],
         "checked": checked,
         "glu_interleave": recorded.glu_interleave,
         "parallel_sizes": dict(recorded.parallel_sizes),
@@ -119,7 +126,7 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
         "bytes": sum(info.nbytes for info in reader.tensors.values()),
         "bytes_by_dtype": dict(dtypes.most_common()),
         "objects": len(reader.objects),
-        "foreign": foreign if thorough else None,
+        "foreign": foreign if args.thorough else None,
         "quantized": quantized
         and {
             "format": quantized.format,
@@ -132,13 +139,13 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
     }
 
 
-def _examine_files(path: Path, files: list[Path], *, thorough: bool) -> Report:
+def _examine_files(args: argparse.Namespace, path: Path, files: list[Path]) -> Report:
     """Check the files of ``--ckpt-format torch`` without unpickling any."""
     return {
         "path": str(path),
         "format": "torch",
-        "defects": _defects(path, thorough=thorough),
-        "checked": "every byte" if thorough else "tables of its archives",
+        "defects": _defects(args, path),
+        "checked": "every byte" if args.thorough else "tables of its archives",
         "ranks": len({file.parent for file in files}),
         "files": len(files),
         "bytes": sum(file.stat().st_size for file in files),
@@ -172,13 +179,34 @@ def _flat_states(stored: "TorchDistReader") -> Report | None:
     return {"by_parameter": True, "doubt": None}
 
 
-def _defects(path: Path, *, thorough: bool) -> list[str]:
-    from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
+def _defects(args: argparse.Namespace, path: Path) -> list[str]:
+    from moe_optim.checkpoint.integrity import checkpoint_defect
 
-    if thorough:
-        return [str(file) for file in corrupt_files(path)]
-    defect = checkpoint_defect(path)
-    return [defect] if defect else []
+    if not args.thorough:
+        defect = checkpoint_defect(path)
+        return [defect] if defect else []
+    nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    workers = number_of_workers(args.workers, nbytes)
+    parts = max(workers, min(4 * workers, nbytes // _PART_BYTES))  # each parses the metadata
+    found: dict[int, list[str]] = {}
+    with progress_bar("checking", nbytes) as report:
+        for (part, _), defects in run_in_workers(
+            _corrupt,
+            path,
+            [(part, parts) for part in range(parts)],
+            workers=workers,
+            name=lambda item: f"{path}: part {item[0] + 1} of {parts}",
+        ):
+            found[part] = defects
+            report(nbytes // parts)
+    return list(dict.fromkeys(one for _, defects in sorted(found.items()) for one in defects))
+
+
+def _corrupt(path: Path, share: tuple[int, int]) -> list[str]:
+    from moe_optim.checkpoint.integrity import corrupt_files
+
+    part, parts = share
+    return [str(file) for file in corrupt_files(path, part=part, parts=parts)]
 
 
 def _amaxes(view: "LayerView") -> list[Report]:

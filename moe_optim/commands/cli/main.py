@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moe_optim import __version__
-from moe_optim.commands.console.pictures import picture_path
 from moe_optim.errors import ConfigError, MoEOptimError, closest
 from moe_optim.screen import Screen, discard_output, fail
 
@@ -77,7 +76,7 @@ class _PrintCompletion(argparse.Action):
                 "pip install 'moe_optim[completion]'"
             ) from error
         for action in _actions(parser):
-            if action.type in (Path, picture_path):
+            if action.type is Path:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
         print(shtab.complete(parser, values[1]))
         parser.exit()

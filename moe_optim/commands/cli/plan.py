@@ -10,7 +10,6 @@ import argparse
 from pathlib import Path
 
 from moe_optim.commands.console.files import STDOUT
-from moe_optim.commands.console.pictures import picture_path
 from moe_optim.commands.plan.gpus import GPUS, STEP
 from moe_optim.integration.argv import add_changes, add_recipe
 
@@ -86,12 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--details", action="store_true", help="show all formats and columns")
     add_changes(parser, "moe_optim.expert_layout=indexed")
-    add(
-        "--out",
-        type=picture_path,
-        metavar="FILE",
-        help="plot of bytes against GPUs to write: .png, .svg, .pdf or .jpg",
-    )
     add(
         "--json",
         type=Path,

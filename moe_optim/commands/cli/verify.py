@@ -1,4 +1,4 @@
-"""Compare all tensors of two checkpoints of any format, one layer at a time.
+"""Compare all tensors of two checkpoints of any format, in bounded memory.
 
 Experts are compared bitwise in one layout and row order. Exits with 0 if all tensors are equal,
 with 1 if some differ or states could not be compared, with 2 if a checkpoint cannot be read.
@@ -18,6 +18,7 @@ from rich.table import Table
 from moe_optim.commands.cli.convert import add_naming
 from moe_optim.commands.console.checkpoint_paths import find_checkpoint
 from moe_optim.commands.console.checkpoint_progress import open_view, progress_bar
+from moe_optim.commands.console.workers import add_workers, number_of_workers
 from moe_optim.errors import LayoutError
 from moe_optim.screen import print_table, results_console
 from moe_optim.spelling import spell_bytes
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print all results as JSON")
     add("--weights-only", action="store_true", help="ignore optimizer states")
     add_naming(parser)
+    add_workers(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,8 +63,10 @@ def run(args: argparse.Namespace) -> int:
         find_side(view, num_experts=args.num_experts, weights_only=args.weights_only)
         for view in views
     ]
-    with progress_bar("comparing", views[0].nbytes(views[0].tensors)) as report:
-        found = compare_checkpoints(sides[0], sides[1], report)
+    total = views[0].nbytes(views[0].tensors)
+    workers = number_of_workers(args.workers, total)
+    with progress_bar("comparing", total) as report:
+        found = compare_checkpoints(sides[0], sides[1], report, workers=workers)
     if args.json:
         print(_spell_json(found))
     else:

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moe_optim.checkpoint.files.reader import FLAT_STATES, is_state
+from moe_optim.commands.console.workers import run_in_workers
 from moe_optim.commands.conversion.expert_finding import (
     check_row_order,
     find_experts,
@@ -15,9 +17,15 @@ from moe_optim.commands.conversion.expert_finding import (
     known_interleave,
     without_experts,
 )
-from moe_optim.commands.conversion.file_plan import BytesDone, one_thread
+from moe_optim.commands.conversion.file_plan import BytesDone, in_files, one_thread
 from moe_optim.commands.conversion.layer_view import LayerView
-from moe_optim.experts.keys.conversion import convert_expert_set
+from moe_optim.commands.conversion.pieces import (
+    PIECE_BYTES,
+    convert_experts,
+    ranges_of_experts,
+    ranges_of_rows,
+    read_experts,
+)
 from moe_optim.experts.keys.layouts import ExpertSet, get_layout
 
 GROUPED = get_layout("grouped")
@@ -62,21 +70,23 @@ class ComparedCheckpoint:
     others: tuple[str, ...]
     """Keys of all other tensors."""
 
-    def read(self, prefix: str) -> dict[str, Tensor]:
-        """Return the experts at ``prefix`` in layout ``grouped``, all gate rows before the up rows.
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of the experts at a prefix ``name``, or of a tensor; 0 without any."""
+        keys = self.sets[name].keys if name in self.sets else (name,)
+        return self.view.nbytes(key for key in keys if key in self.view.tensors)
+
+    def read(self, prefix: str, experts: range) -> dict[str, Tensor]:
+        """Return ``experts`` at ``prefix`` as ``grouped`` has them, gate rows before up rows.
 
         CPU tensors by key: weights [E, 2F, H] and [E, H, F], biases [E, 2F] and [E, H], in the
         dtype of the checkpoint.
         """
         one = self.sets[prefix]
-        tensors = {key: self.view.read(key) for key in one.keys}
+        tensors = read_experts(self.view, one, experts)
         if one.layout == GROUPED and not self.interleave:
             return tensors
-        return convert_expert_set(tensors, one, GROUPED, source_interleave=self.interleave or None)
-
-
-Side = ComparedCheckpoint
-"""Former name of :class:`ComparedCheckpoint`."""
+        target, rows = replace(one, layout=GROUPED), (self.interleave, 0)
+        return convert_experts(tensors, experts, source=one, target=target, rows=rows)
 
 
 @dataclass
@@ -129,18 +139,21 @@ def find_side(
 
 @one_thread()
 def compare_checkpoints(
-    a: ComparedCheckpoint, b: ComparedCheckpoint, report: BytesDone
+    a: ComparedCheckpoint, b: ComparedCheckpoint, report: BytesDone, *, workers: int = 1
 ) -> Comparison:
-    """Compare all tensors of two checkpoints, one layer of each in memory at a time.
+    """Compare all tensors of two checkpoints.
+
+    A process holds 16 MiB of each at a time, or a stored chunk or an expert where one is larger.
 
     Args:
         a: checkpoint named A in differences.
         b: checkpoint named B.
         report: progress callback; receives the bytes of A compared since its last call.
+        workers: number of processes that share the tensors; the result is the same for any.
 
     Raises:
         LayoutError: the interleaving of expert rows is ambiguous.
-        StateError: a file cannot be read.
+        StateError: a file cannot be read, or a process died.
     """
     result = Comparison()
     objects = [len(side.view.reader.objects) for side in (a, b)]
@@ -153,9 +166,6 @@ def compare_checkpoints(
     if a.interleave != b.interleave or sizes[0] != sizes[1]:
         for side in (a, b):
             check_row_order(side.view, side.interleave)
-    for prefix in dict.fromkeys([*a.sets, *b.sets]):
-        _compare_set(a, b, prefix, result)
-        report(a.view.nbytes(a.sets[prefix].keys) if prefix in a.sets else 0)
     keys = dict.fromkeys([*a.others, *b.others])
     if flat_states_differ(a.view, b.view):
         result.skipped = [key for key in keys if FLAT_STATES in key]
@@ -165,10 +175,42 @@ def compare_checkpoints(
             "checkpoints lay them out differently. Save with --dist-ckpt-optim-fully-reshardable."
         )
     skipped = set(result.skipped)
-    for key in keys:
-        if key not in skipped:
-            _compare_tensor(a, b, key, result)
-        report(a.view.tensors[key].nbytes if key in a.view.tensors else 0)
+    report(a.view.nbytes(key for key in skipped if key in a.view.tensors))
+    names = [_Compared(prefix, True, a.nbytes(prefix)) for prefix in {**a.sets, **b.sets}]
+    names += [_Compared(key, False, a.nbytes(key)) for key in keys if key not in skipped]
+    batches = [*enumerate(in_files(names, PIECE_BYTES))]
+    found: dict[int, Comparison] = {}
+    for (number, batch), of_batch in run_in_workers(
+        _compare,
+        (a, b),
+        batches,
+        workers=max(1, min(workers, len(batches))),
+        name=lambda one: f"{a.view.reader.path}: {one[1][0].name}",
+    ):
+        found[number] = of_batch
+        report(sum(one.nbytes for one in batch))
+    for _, one in sorted(found.items()):
+        result.tensors += one.tensors
+        result.nbytes += one.nbytes
+        result.differences += one.differences
+    return result
+
+
+class _Compared(NamedTuple):
+    """Experts or another tensor to compare."""
+
+    name: str
+    is_set: bool
+    nbytes: int
+
+
+def _compare(
+    sides: tuple[ComparedCheckpoint, ComparedCheckpoint],
+    batch: tuple[int, tuple[_Compared, ...]],
+) -> Comparison:
+    result = Comparison()
+    for name, is_set, _ in batch[1]:
+        (_compare_set if is_set else _compare_tensor)(*sides, name, result)
     return result
 
 
@@ -187,13 +229,20 @@ def _compare_set(
         detail = " against ".join(f"{list(found.values())}" for found in grouped if found)
         result.differences.append(Difference(name=prefix, what="shape", detail=detail))
         return
-    left, right = a.read(prefix), b.read(prefix)
-    for key in left:
-        if _have_one_dtype(key, left[key], right[key], result):
-            for expert in range(left[key].shape[0]):
-                found = compare_values(key, left[key][expert], right[key][expert])
-                if found:
-                    result.differences.append(replace(found, expert=expert))
+    found: dict[str, list[Difference]] = {key: [] for key in grouped[0]}
+    sides = [(side.view, side.sets[prefix]) for side in (a, b)]
+    for experts in ranges_of_experts(sides, a.nbytes(prefix)):
+        left, right = a.read(prefix, experts), b.read(prefix, experts)
+        for key, differences in found.items():
+            result.nbytes += left[key].nbytes
+            if left[key].dtype != right[key].dtype:
+                differences[:] = [_other_dtype(key, left[key].dtype, right[key].dtype)]
+                continue
+            for expert, values, other in zip(experts, left[key], right[key], strict=True):
+                if one := compare_values(key, values, other):
+                    differences.append(replace(one, expert=expert))
+    result.tensors += len(found)
+    result.differences += [one for differences in found.values() for one in differences]
 
 
 def _compare_tensor(
@@ -208,20 +257,29 @@ def _compare_tensor(
         detail = f"{list(infos[0].shape)} against {list(infos[1].shape)}"
         result.differences.append(Difference(name=key, what="shape", detail=detail))
         return
-    left, right = a.view.read(key), b.view.read(key)
-    if _have_one_dtype(key, left, right, result) and (found := compare_values(key, left, right)):
-        result.differences.append(found)
-
-
-def _have_one_dtype(key: str, left: Tensor, right: Tensor, result: Comparison) -> bool:
-    """Count a compared tensor; record a difference in dtype."""
     result.tensors += 1
-    result.nbytes += left.nbytes
-    if left.dtype == right.dtype:
-        return True
-    detail = f"{left.dtype} against {right.dtype}"
-    result.differences.append(Difference(name=key, what="dtype", detail=detail))
-    return False
+    result.nbytes += infos[0].nbytes
+    if infos[0].dtype != infos[1].dtype:
+        result.differences.append(_other_dtype(key, infos[0].dtype, infos[1].dtype))
+        return
+    found: list[Difference] = []
+    for rows in ranges_of_rows([a.view, b.view], key, infos[0].nbytes):
+        if one := compare_values(key, a.view.read(key, rows), b.view.read(key, rows)):
+            first = (one.first[0] + rows.start, *one.first[1:]) if rows else one.first
+            found.append(replace(one, first=first))
+    if found:
+        gaps = [one.largest for one in found if one.largest is not None]
+        whole = replace(
+            found[0],
+            differing=sum(one.differing for one in found),
+            elements=prod(infos[0].shape),
+            largest=max(gaps, default=None),
+        )
+        result.differences.append(whole)
+
+
+def _other_dtype(key: str, left: torch.dtype, right: torch.dtype) -> Difference:
+    return Difference(name=key, what="dtype", detail=f"{left} against {right}")
 
 
 def compare_values(name: str, left: Tensor, right: Tensor) -> Difference | None:

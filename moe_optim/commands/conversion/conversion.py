@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from torch import Tensor
-
 from moe_optim.checkpoint.files.folders import COMMON_FILE
 from moe_optim.checkpoint.files.metadata import Blob
 from moe_optim.checkpoint.files.publishing import published
@@ -17,35 +15,36 @@ from moe_optim.checkpoint.state_manifest import MANIFEST
 from moe_optim.commands.conversion.conversion_plan import ConversionPlan
 from moe_optim.commands.conversion.file_plan import (
     BytesDone,
-    Part,
     one_thread,
     torch_dist_checkpoint,
     write_common_state,
-    write_layer,
     write_safetensors,
+    write_torch_dist,
 )
-from moe_optim.commands.conversion.layer_view import stored_key
 from moe_optim.commands.conversion.object_edits import replace_entries, replace_int
 from moe_optim.commands.conversion.torch_dist_writer import TorchDistWriter
 from moe_optim.errors import LayoutError, StateError
 
 
 def convert_checkpoint(
-    plan: ConversionPlan, target: Path, report: BytesDone = lambda _: None
+    plan: ConversionPlan, target: Path, report: BytesDone = lambda _: None, *, workers: int = 1
 ) -> None:
     """Execute a plan; ``target`` appears when everything is written.
 
     A torch_dist checkpoint becomes a folder for ``--load``: one ``iter_*`` folder, or ``release``
-    if no iteration is recorded, and Megatron's tracker file.
+    if no iteration is recorded, and Megatron's tracker file. A process holds 16 MiB at a time, or a
+    stored chunk, an expert or a tensor that is no expert's where one is larger, and up to two
+    copies of it.
 
     Args:
         plan: result of :func:`~moe_optim.commands.conversion.conversion_plan.plan_conversion`.
         target: output path; must not exist.
         report: progress callback; receives the bytes converted since its last call.
+        workers: number of processes that share the files; the bytes written are the same for any.
 
     Raises:
         ConfigError: ``target`` exists.
-        StateError: a file of the source is damaged, or the disk is full.
+        StateError: a file of the source is damaged, the disk is full, or a process died.
         LayoutError: the source cannot record a changed GLU interleave.
     """
     iteration = plan.view.recorded.iteration
@@ -58,49 +57,16 @@ def convert_checkpoint(
                 num_experts=counts.pop() if len(counts) == 1 else None,
                 iteration=iteration,
             )
-            write_safetensors(plan, folder, recorded, report)
+            write_safetensors(plan, folder, recorded, report, workers)
         else:
             with torch_dist_checkpoint(folder, iteration) as (into, writer):
-                _write_torch_dist(plan, into, writer, report)
-
-
-def _write_torch_dist(
-    plan: ConversionPlan, folder: Path, writer: TorchDistWriter, report: BytesDone
-) -> None:
-    stored = plan.stored
-    if stored is not None:
-        _copy_objects(plan, stored, folder, writer, report)
-    else:
-        own = {INTERLEAVE_ARG: plan.target_interleave}
-        write_common_state(writer, plan.view.recorded.iteration or 0, own)
-    copied: set[str] = set()
-    for part in plan.parts:
-        names = {plan.view.places[key].name for key in part.sources}
-        is_kept = part.experts is None or plan.copies_experts
-        if stored is not None and is_kept and names <= stored.tensors.keys():
-            for name in sorted(names - copied):  # of all layers, if stacked
-                writer.copy(stored, name)
-                report(stored.tensors[name].nbytes)
-            copied |= names
-        else:
-            for key, tensor in plan.convert(part).items():
-                _write_tensor(plan, writer, part, key, tensor)
-            report(part.nbytes)
-    writer.finish(stored.config if stored is not None else None)
-
-
-def _write_tensor(
-    plan: ConversionPlan, writer: TorchDistWriter, part: Part, key: str, tensor: Tensor
-) -> None:
-    """Write one tensor under its stored name, stacked with other layers if the source stacks it."""
-    place = plan.view.places.get(key) if plan.view.reader.format == "torch_dist" else None
-    if place is not None and place.layer is not None:
-        layers = plan.view.reader.tensors[place.name].shape[0]
-        write_layer(writer, place.name, tensor, place.layer, layers)
-    elif place is not None:
-        writer.write_whole(place.name, tensor)
-    else:
-        writer.write_whole(key if part.experts is None else stored_key(key), tensor)
+                if plan.stored is not None:
+                    _copy_objects(plan, plan.stored, into, writer, report)
+                else:
+                    own = {INTERLEAVE_ARG: plan.target_interleave}
+                    write_common_state(writer, iteration or 0, own)
+                write_torch_dist(plan, into, writer, plan.jobs, report, workers)
+                writer.finish(plan.stored.config if plan.stored is not None else None)
 
 
 def _copy_objects(
@@ -115,7 +81,7 @@ def _copy_objects(
         if changed is not None:
             writer.write_object(name, changed)
         else:
-            writer.copy(stored, name)
+            writer.copy(stored, stored.blobs[name][0])
         report(plan.view.reader.objects[name])
     if (blob := stored.common_file) is not None:
         changed = _changed(plan, stored, COMMON_FILE, blob)

@@ -15,11 +15,26 @@ from moe_optim.commands.conversion.expert_finding import (
     require_experts,
     without_experts,
 )
-from moe_optim.commands.conversion.file_plan import BLOB_BYTES, FilePlan, Part, by_layer, kept_parts
+from moe_optim.commands.conversion.file_plan import (
+    BLOB_BYTES,
+    COPY_BYTES,
+    FileJob,
+    FilePlan,
+    Part,
+    by_layer,
+    in_files,
+    kept_parts,
+)
 from moe_optim.commands.conversion.flat_states import NamedStates, named_common_entries
-from moe_optim.commands.conversion.layer_view import STATE_KIND, STORED_ALIKE, LayerView
+from moe_optim.commands.conversion.layer_view import (
+    STATE_KIND,
+    STORED_ALIKE,
+    LayerView,
+    Place,
+    stored_key,
+)
+from moe_optim.commands.conversion.pieces import convert_experts
 from moe_optim.errors import ConfigError, LayoutError
-from moe_optim.experts.keys.conversion import convert_expert_set
 from moe_optim.experts.keys.layouts import ExpertSet, KeyLayout, get_layout
 
 
@@ -64,15 +79,44 @@ class ConversionPlan(FilePlan):
     def stored(self) -> TorchDistReader | None:
         """Reader of a ``torch_dist`` source, from which bytes can be copied; else None."""
         reader = self.view.reader
-        if isinstance(reader, NamedStates):
-            return reader.stored
-        return reader if isinstance(reader, TorchDistReader) else None
+        return reader.stored if isinstance(reader, NamedStates) else super().stored
 
     @property
     def copies_experts(self) -> bool:
         """Whether stored experts stay the same, byte for byte."""
         formats = {self.view.reader.format, self.format}
         return formats == {"torch_dist"} and self.source_interleave == self.target_interleave
+
+    @property
+    def jobs(self) -> tuple[FileJob, ...]:
+        """Files of a ``torch_dist`` result: those converted part by part, then those copied."""
+        copied: dict[str, None] = {}
+        kept: list[tuple[Part, ...]] = []
+        stored = self.stored.tensors if self.stored is not None else {}
+        for file in self.files:
+            converted = []
+            for part in file:
+                names = dict.fromkeys(self.view.places[key].name for key in part.sources)
+                stays = part.experts is None or self.copies_experts
+                if stays and names.keys() <= stored.keys():
+                    copied |= names  # of all layers, if stacked
+                else:
+                    converted.append(part)
+            kept += [tuple(converted)] if converted else []
+        blobs = self.stored.blobs if self.stored is not None else {}
+        groups = in_files((blob for name in copied for blob in blobs[name]), COPY_BYTES)
+        jobs = [*(FileJob(parts=parts) for parts in kept), *(FileJob(copies=one) for one in groups)]
+        return tuple(replace(job, number=number) for number, job in enumerate(jobs, 1))
+
+    def place_of(self, part: Part, name: str) -> tuple[Place, int]:
+        """Return where ``torch_dist`` stores the tensor ``name``, which a ``part`` becomes.
+
+        The second value is the number of layers of a tensor that stacks them.
+        """
+        place = self.view.places.get(name) if self.view.reader.format == "torch_dist" else None
+        if place is None:
+            return Place(name if part.experts is None else stored_key(name)), 0
+        return place, self.view.reader.tensors[place.name].shape[0] if place.index else 0
 
     @property
     def total_bytes(self) -> int:
@@ -144,18 +188,10 @@ def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPl
 
 
 def _expert_part(view: LayerView, one: ExpertSet, to: KeyLayout, before: int, after: int) -> Part:
-    part = Part(sources=one.keys, nbytes=view.nbytes(one.keys), experts=one)
-    if one.layout == to and before == after:
-        return part
-    return replace(
-        part,
-        convert=partial(
-            convert_expert_set,
-            source=one,
-            to=to,
-            source_interleave=before or None,
-            target_interleave=after or None,
-        ),
+    target = replace(one, layout=to)
+    convert = partial(convert_experts, source=one, target=target, rows=(before, after))
+    return Part(
+        sources=one.keys, nbytes=view.nbytes(one.keys), experts=one, convert_experts=convert
     )
 
 

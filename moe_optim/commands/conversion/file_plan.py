@@ -1,26 +1,37 @@
-"""A checkpoint to rewrite part by part, one part in memory at a time; shared by all conversions."""
+"""A checkpoint to rewrite file by file; shared by all conversions."""
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from moe_optim.checkpoint.files.folders import TRACKER
+from moe_optim.checkpoint.files.metadata import Blob
 from moe_optim.checkpoint.files.reader import Recorded, TensorInfo
-from moe_optim.checkpoint.files.torch_dist import COMMON_STATE, OWN_STATE
+from moe_optim.checkpoint.files.torch_dist import COMMON_STATE, OWN_STATE, TorchDistReader
 from moe_optim.checkpoint.sealing import record_checksums
-from moe_optim.commands.conversion.layer_view import LayerView
-from moe_optim.commands.conversion.safetensors_files import SafetensorsWriter
-from moe_optim.commands.conversion.torch_dist_writer import TorchDistWriter
+from moe_optim.commands.console.checkpoint_paths import SUFFIX
+from moe_optim.commands.console.workers import run_in_workers
+from moe_optim.commands.conversion.layer_view import LayerView, Place
+from moe_optim.commands.conversion.pieces import (
+    Piece,
+    ranges_of_experts,
+    ranges_of_rows,
+    read_experts,
+)
+from moe_optim.commands.conversion.safetensors_files import notes_of, write_file, write_index
+from moe_optim.commands.conversion.torch_dist_writer import Entry, TorchDistWriter
 from moe_optim.experts.keys.layouts import ExpertSet
 
 BLOB_BYTES = 4096
 """Upper bound of the overhead of ``torch.save`` per tensor."""
+COPY_BYTES = 2**30
+"""Size of a file of chunks that are copied, unless one chunk is larger."""
 BytesDone = Callable[[int], None]
 """Progress callback; receives the bytes converted since its last call."""
 
@@ -33,10 +44,13 @@ class Part:
     """Keys to read."""
     nbytes: int
     """Bytes converted, without headers."""
-    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
-    """Returns the result by name, given the tensors of ``sources``."""
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+    """Returns the result by name, given the tensors of ``sources``; None if they stay the same."""
     experts: ExpertSet | None = None
     """Stored experts of the part; None for any other tensor."""
+    convert_experts: Callable[[dict[str, Tensor], range], dict[str, Tensor]] | None = None
+    """Returns some experts by name, given those of the range, numbered from 0. A tensor of all
+    experts has those of the range on its first axis."""
     targets: tuple[str, ...] = ()
     """Names in the result, or prefix of the experts there; empty if they stay the same."""
 
@@ -84,12 +98,57 @@ class FilePlan:
     @property
     def disk_bytes(self) -> int:
         """Upper bound of the bytes written, with headers."""
-        experts = sum(one.num_experts for one in self.sets)
-        return self.total_bytes + BLOB_BYTES * (self.num_tensors + experts + 16)
+        chunks = sum(len(one.patterns) * one.num_experts for one in self.sets)
+        return self.total_bytes + BLOB_BYTES * (self.num_tensors + chunks + 16)
 
-    def convert(self, part: Part) -> dict[str, Tensor]:
-        """Read a ``part`` and return its output tensors by name, on the CPU."""
-        return part.convert({key: self.view.read(key) for key in part.sources})
+    @property
+    def stored(self) -> TorchDistReader | None:
+        """Reader of a ``torch_dist`` source, from which bytes can be copied; else None."""
+        reader = self.view.reader
+        return reader if isinstance(reader, TorchDistReader) else None
+
+    def place_of(self, part: Part, name: str) -> tuple[Place, int]:
+        """Return where ``torch_dist`` stores a tensor of the result.
+
+        The second value is the number of layers of a tensor that stacks them.
+        """
+        raise NotImplementedError
+
+    def tensors(self, part: Part) -> dict[str, TensorInfo]:
+        """Return the tensors that a part becomes, by name; reads no values."""
+        infos = {key: self.view.tensors[key] for key in part.sources}
+        given = {
+            key: torch.empty(info.shape, dtype=info.dtype, device="meta")
+            for key, info in infos.items()
+        }
+        if part.experts is not None and part.convert_experts is not None:
+            found = part.convert_experts(given, range(part.experts.num_experts))
+        else:
+            found = given if part.convert is None else part.convert(given)
+        return {name: TensorInfo(tuple(one.shape), one.dtype) for name, one in found.items()}
+
+    def pieces(self, part: Part) -> Iterator[Piece]:
+        """Read a ``part`` and yield what it becomes, on the CPU.
+
+        A piece has experts or rows, see :mod:`pieces`, or one whole tensor that is converted.
+        """
+        view = self.view
+        if part.experts is not None and part.convert_experts is not None:
+            whole = self.tensors(part)
+            for experts in ranges_of_experts([(view, part.experts)], part.nbytes):
+                found = part.convert_experts(read_experts(view, part.experts, experts), experts)
+                for name, values in found.items():
+                    is_part = values.shape != whole[name].shape  # of a tensor of all experts
+                    yield Piece(name, whole[name], experts.start * is_part, values)
+        elif part.convert is not None:
+            found = part.convert({key: view.read(key) for key in part.sources})
+            for name, values in found.items():
+                yield Piece(name, TensorInfo(tuple(values.shape), values.dtype), 0, values)
+        else:
+            for key in part.sources:
+                for rows in ranges_of_rows([view], key, part.nbytes):
+                    first = rows.start if rows else 0
+                    yield Piece(key, view.tensors[key], first, view.read(key, rows))
 
 
 def kept_parts(view: LayerView, keys: Iterable[str]) -> list[Part]:
@@ -97,9 +156,14 @@ def kept_parts(view: LayerView, keys: Iterable[str]) -> list[Part]:
     return [Part(sources=(key,), nbytes=view.tensors[key].nbytes) for key in keys]
 
 
-def in_files(parts: Iterable[Part], most: int) -> Iterator[tuple[Part, ...]]:
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+def in_files[Item: _Sized](parts: Iterable[Item], most: int) -> Iterator[tuple[Item, ...]]:
     """Yield ``parts`` in groups of at most ``most`` bytes; a larger part stays alone."""
-    group: list[Part] = []
+    group: list[Item] = []
     size = 0
     for part in parts:
         if group and size + part.nbytes > most:
@@ -132,18 +196,102 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileJob:
+    """Files of the result that one process writes."""
+
+    number: int = 0
+    parts: tuple[Part, ...] = ()
+    copies: tuple[Blob, ...] = ()
+    """Chunks that stay the same, byte by byte."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, without headers."""
+        return sum(one.nbytes for one in self.parts) + sum(one.nbytes for one in self.copies)
+
+    def __str__(self) -> str:
+        return next((blob.name for blob in self.copies), "") or self.parts[0].sources[0]
+
+
+def _run[Shared, Result](
+    work: Callable[[Shared, FileJob], Result],
+    shared: Shared,
+    jobs: Sequence[FileJob],
+    plan: FilePlan,
+    workers: int,
+) -> Iterator[tuple[FileJob, Result]]:
+    """Run all ``jobs``, in as many processes as there is work for."""
+    return run_in_workers(
+        work,
+        shared,
+        jobs,
+        workers=max(1, min(workers, len(jobs))),
+        name=lambda job: f"{plan.view.reader.path}: {job}",
+    )
+
+
 def write_safetensors(
-    plan: FilePlan, folder: Path, recorded: Recorded, bytes_done: BytesDone
+    plan: FilePlan, folder: Path, recorded: Recorded, bytes_done: BytesDone, workers: int
 ) -> None:
     """Write all parts of a plan as numbered safetensors with their index."""
-    writer = SafetensorsWriter(folder, recorded)
-    for file in plan.files:
-        tensors: dict[str, Tensor] = {}
-        for part in file:
-            tensors |= plan.convert(part)
-        writer.write(tensors)
-        bytes_done(sum(part.nbytes for part in file))
-    writer.finish()
+    metadata, total = notes_of(recorded), 0
+    weight_map: dict[str, str] = {}
+    jobs = [FileJob(number=n, parts=parts) for n, parts in enumerate(plan.files)]
+    shared = (plan, folder, metadata)
+    for job, infos in _run(_write_safetensors, shared, jobs, plan, workers):
+        weight_map |= dict.fromkeys(infos, _file_name(plan, job))
+        total += sum(info.nbytes for info in infos.values())
+        bytes_done(job.nbytes)
+    write_index(folder, weight_map, {"total_size": total, **metadata})
+
+
+def _write_safetensors(
+    shared: tuple[FilePlan, Path, Mapping[str, str]], job: FileJob
+) -> dict[str, TensorInfo]:
+    plan, folder, metadata = shared
+    infos = {name: info for part in job.parts for name, info in plan.tensors(part).items()}
+    pieces = (piece for part in job.parts for piece in plan.pieces(part))
+    write_file(folder / _file_name(plan, job), infos, metadata, pieces)
+    return infos
+
+
+def _file_name(plan: FilePlan, job: FileJob) -> str:
+    return f"model-{job.number + 1:05d}-of-{len(plan.files):05d}{SUFFIX}"
+
+
+def write_torch_dist(
+    plan: FilePlan,
+    folder: Path,
+    writer: TorchDistWriter,
+    jobs: Sequence[FileJob],
+    bytes_done: BytesDone,
+    workers: int,
+) -> None:
+    """Write the chunks of all ``jobs`` into ``folder``, and add them to those of ``writer``."""
+    found: dict[int, list[Entry]] = {}
+    for job, entries in _run(_write_chunks, (plan, folder), jobs, plan, workers):
+        found[job.number] = entries
+        bytes_done(job.nbytes)
+    for _, entries in sorted(found.items()):
+        writer.entries += entries
+
+
+def _write_chunks(shared: tuple[FilePlan, Path], job: FileJob) -> list[Entry]:
+    plan, folder = shared
+    with TorchDistWriter(folder, job.number) as writer:
+        for blob in job.copies:
+            assert plan.stored is not None
+            writer.copy(plan.stored, blob)
+        for part in job.parts:
+            for name, of, first, values in plan.pieces(part):
+                place, layers = plan.place_of(part, name)
+                offset = (first, *[0] * (values.dim() - 1)) if values.dim() else ()
+                if place.layer is not None:
+                    of = TensorInfo((layers, *of.shape), of.dtype)
+                    offset, values = (place.layer, *offset), values[None]
+                writer.write_chunk(place.name, of, offset, values.contiguous())
+        return writer.entries
 
 
 @contextmanager
@@ -161,14 +309,6 @@ def torch_dist_checkpoint(
         yield into, writer
     record_checksums(into)
     (folder / TRACKER).write_text(said)
-
-
-def write_layer(
-    writer: TorchDistWriter, name: str, tensor: Tensor, layer: int, num_layers: int
-) -> None:
-    """Write a tensor of one layer as a chunk of the tensor that stacks all layers."""
-    whole = TensorInfo((num_layers, *tensor.shape), tensor.dtype)
-    writer.write_chunk(name, whole, (layer, *[0] * tensor.dim()), tensor[None])
 
 
 def write_common_state(writer: TorchDistWriter, iteration: int, own: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ beside it. Otherwise nothing is read.
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,24 +91,50 @@ class NamedStates:
         """Facts that the checkpoint records about itself."""
         return self.stored.recorded
 
-    def read(self, name: str, first: int | None = None) -> Tensor:
-        """Return a tensor, or index ``first`` of its first axis."""
+    def read(self, name: str, *index: int | range) -> Tensor:
+        """Return a tensor or a part of it, see ``CheckpointReader``."""
         if name in self._weights:
-            return self.stored.read(name, first)
+            return self.stored.read(name, *index)
         kind, _, weight = name.removeprefix(STATE).partition(".")
         shape = self.tensors[name].shape
         if (weight, None) in self._places:  # single or no layer
-            whole = self._read((weight, None), kind).view(shape)
-            return whole if first is None else whole[first].clone()
-        if first is not None:
-            return self._read((weight, first), kind).view(shape[1:])
-        return torch.stack(
-            [self._read((weight, layer), kind).view(shape[1:]) for layer in range(shape[0])]
-        )
+            return self._read((weight, None), kind, shape, index)
+        layers = index[0] if index else range(shape[0])
+        if isinstance(layers, int):
+            return self._read((weight, layers), kind, shape[1:], index[1:])
+        return torch.stack([self.read(name, layer) for layer in layers])
 
-    def _read(self, at: tuple[str, int | None], kind: str) -> Tensor:
-        """Return the states of one layer of a stored tensor, 1-D, expert by expert."""
-        return torch.cat([_read(self.stored, place, kind) for place in self._places[at]])
+    def cuts(self, name: str, *index: int) -> Sequence[int]:
+        """Return the places at which an axis can be cut: layers and experts come apart."""
+        if name in self._weights:
+            return self.stored.cuts(name, *index)
+        weight = name.removeprefix(STATE).partition(".")[2]
+        size = self.tensors[name].shape[len(index)]
+        at: tuple[str, int | None] = (weight, None)
+        within = index
+        if at not in self._places:
+            at, within = (weight, index[0] if index else None), index[1:]
+        is_apart = not within and len(self._places.get(at, range(size))) == size
+        return range(size + 1) if is_apart else (0, size)
+
+    def _read(
+        self,
+        at: tuple[str, int | None],
+        kind: str,
+        shape: tuple[int, ...],
+        index: tuple[int | range, ...],
+    ) -> Tensor:
+        """Return states of one layer, of ``shape``, or those at an ``index`` on its first axis."""
+        places, first = self._places[at], index[0] if index else range(shape[0])
+        rows = range(first, first + 1) if isinstance(first, int) else first
+        is_apart = len(places) == shape[0]  # expert by expert
+        if is_apart:
+            places = places[rows.start : rows.stop]
+        flat = torch.cat([_read(self.stored, place, kind) for place in places])
+        values = flat.view(-1, *shape[1:])
+        if not is_apart and len(rows) < shape[0]:
+            values = values[rows.start : rows.stop].clone()
+        return values[0] if isinstance(first, int) else values
 
 
 def states_by_name(reader: CheckpointReader) -> CheckpointReader:

@@ -35,6 +35,11 @@ class Place:
     layer: int | None = None
     """Index along the first axis; None for the whole tensor."""
 
+    @property
+    def index(self) -> tuple[int, ...]:
+        """The layer, if there is one."""
+        return () if self.layer is None else (self.layer,)
+
 
 @dataclass(frozen=True, slots=True)
 class Rename:
@@ -103,13 +108,19 @@ class LayerView:
         """Return the total bytes of the tensors of ``keys``."""
         return sum(self.tensors[key].nbytes for key in keys)
 
-    def read(self, key: str) -> Tensor:
+    def read(self, key: str, rows: range | None = None) -> Tensor:
         """Return a copy of the tensor shown as ``key``, on the CPU, in its shown shape and dtype.
 
-        Errors are those of the reader's ``read``.
+        ``rows`` is a range on its first axis; None for all. Errors are those of the reader's
+        ``read``.
         """
         place = self.places[key]
-        return self.reader.read(place.name, place.layer)
+        return self.reader.read(place.name, *place.index, *([] if rows is None else [rows]))
+
+    def cuts(self, key: str) -> Sequence[int]:
+        """Return the places on the first axis of ``key`` between which whole stored chunks lie."""
+        place = self.places[key]
+        return self.reader.cuts(place.name, *place.index)
 
 
 def state_kind(key: str) -> str | None:

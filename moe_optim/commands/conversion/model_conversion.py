@@ -1,27 +1,24 @@
-"""Writes whole models, for transformers and for Megatron, one part in memory at a time."""
+"""Writes whole models, for transformers and for Megatron."""
 
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from moe_optim.checkpoint.files.publishing import published
 from moe_optim.checkpoint.files.reader import Recorded
 from moe_optim.checkpoint.files.torch_dist import INTERLEAVE_ARG, OWN_ARGUMENTS
 from moe_optim.commands.conversion.file_plan import (
     BytesDone,
+    FileJob,
     FilePlan,
-    Part,
     one_thread,
     saved,
     torch_dist_checkpoint,
     write_common_state,
-    write_layer,
     write_safetensors,
+    write_torch_dist,
 )
-from moe_optim.commands.conversion.layer_view import stored_key
 from moe_optim.commands.conversion.model_plan import ModelPlan
 from moe_optim.commands.conversion.model_sources import (
     CONFIG,
@@ -31,11 +28,12 @@ from moe_optim.commands.conversion.model_sources import (
     special_tokens,
     unquantized_config,
 )
-from moe_optim.commands.conversion.torch_dist_writer import TorchDistWriter
 from moe_optim.rollout.families import LAYOUT_OF_EXPERTS
 
 
-def convert_model(plan: ModelPlan, target: Path, report: BytesDone = lambda _: None) -> None:
+def convert_model(
+    plan: ModelPlan, target: Path, report: BytesDone = lambda _: None, *, workers: int = 1
+) -> None:
     """Execute a plan; ``target`` appears when everything is written.
 
     For transformers, writes safetensors, ``config.json`` and tokenizer files; for Megatron's
@@ -47,7 +45,7 @@ def convert_model(plan: ModelPlan, target: Path, report: BytesDone = lambda _: N
     """
     if plan.request.to == "megatron":
         with one_thread(), published(target, needed_bytes=plan.disk_bytes) as folder:
-            _write_megatron(plan, folder, report)
+            _write_megatron(plan, folder, report, workers)
         return
     tokenizer = plan.request.tokenizer
     texts = {} if tokenizer is None else read_tokenizer(tokenizer, beside=tokenizer)
@@ -59,7 +57,7 @@ def convert_model(plan: ModelPlan, target: Path, report: BytesDone = lambda _: N
     )
     dtype = str(plan.view.tensors[plan.parts[0].sources[0]].dtype).removeprefix("torch.")
     config = {**plan.model.config, **special_tokens(tokenizer), "torch_dtype": dtype}
-    write_hf(plan, target, recorded, config, texts, report)
+    write_hf(plan, target, recorded, config, texts, report, workers)
 
 
 def dequantize_checkpoint(
@@ -67,6 +65,8 @@ def dequantize_checkpoint(
     target: Path,
     tokenizer: Path | None = None,
     report: BytesDone = lambda _: None,
+    *,
+    workers: int = 1,
 ) -> None:
     """Execute a plan; ``target`` appears when everything is written.
 
@@ -81,7 +81,7 @@ def dequantize_checkpoint(
     texts = read_tokenizer(tokenizer, beside=folder)
     said = {name: one for name, one in special_tokens(tokenizer).items() if one is not None}
     config = {**unquantized_config(read_config(folder)), **said}
-    write_hf(plan, target, plan.view.recorded, config, texts, report)
+    write_hf(plan, target, plan.view.recorded, config, texts, report, workers)
 
 
 def write_hf(
@@ -91,48 +91,34 @@ def write_hf(
     config: Mapping[str, Any],
     texts: Mapping[str, bytes],
     report: BytesDone,
+    workers: int,
 ) -> None:
     """Write safetensors, ``config.json`` and tokenizer files; ``target`` appears at the end."""
     needed = plan.disk_bytes + sum(map(len, texts.values()))
     with one_thread(), published(target, needed_bytes=needed) as folder:
-        write_safetensors(plan, folder, recorded, report)
+        write_safetensors(plan, folder, recorded, report, workers)
         for name, content in texts.items():
             (folder / name).write_bytes(content)
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _write_megatron(plan: ModelPlan, folder: Path, report: BytesDone) -> None:
-    with torch_dist_checkpoint(folder, None) as (_, writer):
+def _write_megatron(plan: ModelPlan, folder: Path, report: BytesDone, workers: int) -> None:
+    with torch_dist_checkpoint(folder, None) as (into, writer):
         arguments = dict(plan.model.arguments)
         own = {INTERLEAVE_ARG: plan.request.glu_interleave, OWN_ARGUMENTS: arguments}
         write_common_state(writer, 0, own)
         extra_states: dict[str, None] = {}
         for part in plan.parts:
-            for name, tensor in plan.convert(part).items():
-                extra_states |= dict.fromkeys(_write_tensor(plan, writer, part, name, tensor))
-            report(part.nbytes)
+            experts = part.experts.num_experts if part.experts else 0
+            for name in plan.tensors(part) if experts else part.targets:
+                place, layers = plan.place_of(part, name)
+                of_layer = None if place.layer is None else (place.layer, layers)
+                extra_states |= dict.fromkeys(_extra_states(place.name, of_layer, experts))
         for key in extra_states:
             writer.write_object(key, saved(None))
+        jobs = [FileJob(number=n, parts=parts) for n, parts in enumerate(plan.files, 1)]
+        write_torch_dist(plan, into, writer, jobs, report, workers)
         writer.finish()
-
-
-def _write_tensor(
-    plan: ModelPlan, writer: TorchDistWriter, part: Part, name: str, tensor: Tensor
-) -> Iterator[str]:
-    """Write a tensor under Megatron's name, stacked if the model is.
-
-    Returns the keys of extra states beside it.
-    """
-    name = stored_key(name) if part.experts is not None else name
-    head, _, tail = name.partition(".layers.")
-    layer, _, rest = tail.partition(".")
-    layers = None
-    if head == "decoder" and plan.model.is_stacked:
-        name, layers = f"{head}.layers.{rest}", (int(layer), plan.model.anatomy.num_layers)
-        write_layer(writer, name, tensor.contiguous(), *layers)
-    else:
-        writer.write_whole(name, tensor.contiguous())
-    return _extra_states(name, layers, part.experts.num_experts if part.experts else 0)
 
 
 def _extra_states(stored: str, layers: tuple[int, int] | None, experts: int) -> Iterator[str]:

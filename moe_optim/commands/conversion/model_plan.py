@@ -22,7 +22,7 @@ from moe_optim.commands.conversion.expert_finding import (
     survey_experts,
 )
 from moe_optim.commands.conversion.file_plan import FilePlan, Part, in_files, kept_parts
-from moe_optim.commands.conversion.layer_view import LayerView
+from moe_optim.commands.conversion.layer_view import LayerView, Place, stored_key
 from moe_optim.commands.conversion.model_sources import (
     Target,
     dequantized,
@@ -30,11 +30,12 @@ from moe_optim.commands.conversion.model_sources import (
     require_format,
     require_promised_layers,
 )
+from moe_optim.commands.conversion.pieces import convert_experts
 from moe_optim.commands.hugging_face.models import Model
 from moe_optim.errors import LayoutError
-from moe_optim.experts.keys.conversion import convert_expert_set
-from moe_optim.experts.keys.layouts import ExpertSet, get_layout, is_of_adapter
+from moe_optim.experts.keys.layouts import get_layout, is_of_adapter
 from moe_optim.rollout.families import LAYOUT_OF_EXPERTS, Implementation, NamePair
+from moe_optim.rollout.rows import Heads
 
 _LAYER = re.compile(r"(?<=layers)\.[0-9]+\.")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -62,6 +63,15 @@ class ModelPlan(FilePlan):
 
     model: Model
     request: ModelRequest
+
+    def place_of(self, part: Part, name: str) -> tuple[Place, int]:
+        """Return where Megatron stores a tensor: in one of all layers, if these are alike."""
+        name = stored_key(name) if part.experts is not None else name
+        head, _, tail = name.partition(".layers.")
+        layer, _, rest = tail.partition(".")
+        if head == "decoder" and self.model.is_stacked:
+            return Place(f"{head}.layers.{rest}", int(layer)), self.model.anatomy.num_layers
+        return Place(name), 0
 
 
 def plan_model(reader: CheckpointReader, request: ModelRequest) -> ModelPlan:
@@ -151,20 +161,26 @@ def _tensor_part(
     nbytes, target = view.nbytes(names), pair.megatron_name(request.transformer_impl)
     if pair.form == "same":
         nbytes = max(nbytes, len(pair.hf) * view.tensors[names[0]].nbytes)  # copies
-
-    def to_hf(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return model.heads.to_hf(pair, tensors[names[0]])
-
-    def to_megatron(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {target: model.heads.to_megatron(pair, list(tensors.values()))}
-
     is_hf = request.to == "hf"
     return Part(
         sources=names,
         nbytes=nbytes,
-        convert=to_hf if is_hf else to_megatron,
+        convert=partial(_to_hf if is_hf else _to_megatron, model.heads, pair, target),
         targets=pair.hf if is_hf else (target,),
     )
+
+
+def _to_hf(
+    heads: Heads, pair: NamePair, _: str, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    (values,) = tensors.values()
+    return heads.to_hf(pair, values)
+
+
+def _to_megatron(
+    heads: Heads, pair: NamePair, target: str, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    return {target: heads.to_megatron(pair, list(tensors.values()))}
 
 
 def _shape_fault(
@@ -193,15 +209,23 @@ def _expert_parts(
     sets, found = survey_experts(view, shapes, model.num_experts)
     faults += found
     by_prefix = {one.prefix: one for one in sets}
+    layout = get_layout(LAYOUT_OF_EXPERTS if request.to == "hf" else "grouped")
+    after = 0 if request.to == "hf" else request.glu_interleave
     for megatron, hf in model.anatomy.expert_prefixes():
         source, target = (megatron, hf) if request.to == "hf" else (hf, megatron)
         one = by_prefix.pop(source, None)
         if one is not None:
+            convert = partial(
+                convert_experts,
+                source=one,
+                target=replace(one, prefix=target, layout=layout),
+                rows=(request.source_glu_interleave or 0, after),
+            )
             yield Part(
                 sources=one.keys,
                 nbytes=view.nbytes(one.keys),
-                convert=partial(_convert_experts, one=one, target=target, request=request),
                 experts=one,
+                convert_experts=convert,
                 targets=(target,),
             )
             if one.has_bias:
@@ -209,20 +233,6 @@ def _expert_parts(
         elif not any(source in fault for fault in found):
             faults.append(f"{source}*: missing")
     faults += [f"{prefix}*: left over" for prefix in by_prefix]
-
-
-def _convert_experts(
-    tensors: Mapping[str, Tensor], one: ExpertSet, target: str, request: ModelRequest
-) -> dict[str, Tensor]:
-    to_hf = request.to == "hf"
-    converted = convert_expert_set(
-        tensors,
-        one,
-        get_layout(LAYOUT_OF_EXPERTS if to_hf else "grouped"),
-        source_interleave=request.source_glu_interleave or None,
-        target_interleave=None if to_hf else request.glu_interleave or None,
-    )
-    return {target + key.removeprefix(one.prefix): values for key, values in converted.items()}
 
 
 def _interleave_faults(parts: list[Part], interleaves: set[int]) -> list[str]:

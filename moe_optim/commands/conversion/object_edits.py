@@ -59,7 +59,8 @@ def _with_pickle(blob: bytes, pickled: bytes) -> bytes:
     source, target = zipfile.ZipFile(io.BytesIO(blob)), io.BytesIO()
     with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:
         for name in source.namelist():
-            archive.writestr(name, pickled if name.endswith("/data.pkl") else source.read(name))
+            content = pickled if name.endswith("/data.pkl") else source.read(name)
+            archive.writestr(zipfile.ZipInfo(name), content)  # without the time of day
     return target.getvalue()
 
 

@@ -7,7 +7,7 @@ compressed-tensors 0.20.0 (``compressors/pack_quantized``, ``compressors/mxfp4``
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -107,8 +107,17 @@ def _group_of(said: _Said, format: str, kind: str) -> Block | None:
     return (1, size) if type(size) is int and size > 0 and size % 8 == 0 else None
 
 
-def _mxfp4_if(is_declared: Callable[[_Said], bool]) -> Callable[[_Said], Block | None]:
-    return lambda said: MXFP4.rowwise_block if is_declared(said) else None
+def _mxfp4_of_deepseek(said: _Said) -> Block | None:
+    return MXFP4.rowwise_block if _fp8_block(said) is not None else None
+
+
+def _mxfp4_of_gpt_oss(said: _Said) -> Block | None:
+    return MXFP4.rowwise_block if said.get("quant_method") == "mxfp4" else None
+
+
+def _mxfp4_of_kimi(said: _Said) -> Block | None:
+    block = _group_of(said, "mxfp4-pack-quantized", "float")
+    return block if block == MXFP4.rowwise_block else None
 
 
 ENCODINGS = (
@@ -131,7 +140,7 @@ ENCODINGS = (
         scale_dtypes=(*_FLOATS, torch.float8_e8m0fnu),
     ),
     PublishedEncoding(  # experts of DeepSeek-V4
-        block=_mxfp4_if(lambda said: _fp8_block(said) is not None),
+        block=_mxfp4_of_deepseek,
         declared="",
         format=MXFP4,
         data=".weight",
@@ -140,7 +149,7 @@ ENCODINGS = (
         scale_dtypes=_E8M0,
     ),
     PublishedEncoding(  # gpt-oss
-        block=_mxfp4_if(lambda said: said.get("quant_method") == "mxfp4"),
+        block=_mxfp4_of_gpt_oss,
         declared="quant_method mxfp4",
         format=MXFP4,
         data="_blocks",
@@ -150,9 +159,7 @@ ENCODINGS = (
         is_stacked=True,
     ),
     PublishedEncoding(  # Kimi K3
-        block=_mxfp4_if(
-            lambda said: _group_of(said, "mxfp4-pack-quantized", "float") == MXFP4.rowwise_block
-        ),
+        block=_mxfp4_of_kimi,
         declared="compressed-tensors' mxfp4-pack-quantized",
         format=MXFP4,
         data=".weight_packed",
@@ -292,20 +299,33 @@ class DequantizedWeights:
         """Facts that the checkpoint records about itself."""
         return self._stored.recorded
 
-    def read(self, name: str, first: int | None = None) -> Tensor:
-        """Return a tensor, or index ``first`` of its first axis."""
+    def read(self, name: str, *index: int | range) -> Tensor:
+        """Return a tensor or a part of it, see ``CheckpointReader``."""
         one = self._quantized.get(name)
         if one is None:
-            return self._stored.read(name, first)
+            return self._stored.read(name, *index)
+        first: int | range = index[0] if index else range(self.tensors[name].shape[0])
         if not one.encoding.is_stacked:
             values = self._values(one, None)
-            return values if first is None else values[first].clone()
-        if first is not None:
+        elif isinstance(first, int):
             return self._values(one, first).T.contiguous()
-        whole = torch.empty(self.tensors[name].shape, dtype=torch.bfloat16, device="cpu")
-        for expert, values in enumerate(whole):
-            values.copy_(self._values(one, expert).T)
-        return whole
+        else:
+            shape = (len(first), *self.tensors[name].shape[1:])
+            values = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
+            for into, expert in zip(values, first, strict=True):
+                into.copy_(self._values(one, expert).T)
+            return values
+        if isinstance(first, int):
+            return values[first].clone()
+        return values if len(first) == len(values) else values[first.start : first.stop].clone()
+
+    def cuts(self, name: str, *index: int) -> Sequence[int]:
+        """Return the places at which an axis can be cut: stacked experts come apart."""
+        one = self._quantized.get(name)
+        if one is None:
+            return self._stored.cuts(name, *index)
+        size = self.tensors[name].shape[len(index)]
+        return range(size + 1) if one.encoding.is_stacked and not index else (0, size)
 
     def _values(self, one: _Quantized, expert: int | None) -> Tensor:
         for name in one.stored[2:]:  # elements fill whole words, and rows may be shorter
@@ -317,7 +337,8 @@ class DequantizedWeights:
                     f"{self.path}: {name}: expected {shape}, as elements have, got {said}. "
                     "Dequantize it with what wrote it."
                 )
-        return one.values(self._stored.read(one.name, expert), self._stored.read(one.scale, expert))
+        index = () if expert is None else (expert,)
+        return one.values(*(self._stored.read(name, *index) for name in (one.name, one.scale)))
 
 
 def _find(

@@ -2,21 +2,20 @@
 
 import json
 import re
-import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_optim.checkpoint.files.metadata import checked_name, checked_shape
 from moe_optim.checkpoint.files.reader import FileFormat, Recorded, TensorInfo
 from moe_optim.checkpoint.files.untrusted_files import given_file, locate, parse_json, read_file
 from moe_optim.commands.console.checkpoint_paths import INDEX_FILE, SUFFIX
+from moe_optim.commands.conversion.pieces import Piece
 from moe_optim.errors import LayoutError, StateError
 
 _NOTES = {  # fact in Recorded -> its key in the metadata of files
@@ -48,6 +47,9 @@ _DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
     "C64": torch.complex64,
 }
+
+
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SafetensorsReader:
@@ -93,73 +95,90 @@ class SafetensorsReader:
                 self._files[name] = file
             return opened.metadata() or {}
 
-    def read(self, name: str, first: int | None = None) -> Tensor:
+    def read(self, name: str, *index: int | range) -> Tensor:
         """Return a copy of a tensor on the CPU, contiguous, in the stored shape and dtype.
 
         Args:
             name: name of a tensor.
-            first: index along the first axis; returns only this slice, without that axis.
+            index: numbers on the first axes, which the result then lacks; the last may be a range
+                of numbers, which stays an axis. None: whole tensor.
 
         Raises:
             StateError: its file is missing, truncated or damaged.
         """
+        spans = tuple(
+            slice(one.start, one.stop) if isinstance(one, range) else one for one in index
+        )
         with _opened(self.path, self._files[name]) as opened:
-            whole = first is None
-            tensor: Tensor = opened.get_tensor(name) if whole else opened.get_slice(name)[first]
-        return tensor
+            whole: Tensor = opened.get_slice(name)[spans] if spans else opened.get_tensor(name)
+        return whole.clone() if spans else whole  # a slice keeps all of its tensor
 
-
-class SafetensorsWriter:
-    """Writes files one by one, then numbers them and writes the index."""
-
-    def __init__(self, folder: Path, recorded: Recorded) -> None:
-        """Start in an existing ``folder``; every file contains ``recorded`` as metadata."""
-        self._folder = folder
-        facts = {key: getattr(recorded, fact) for fact, key in _NOTES.items()}
-        said = {key: str(value) for key, value in facts.items() if value is not None}
-        self._metadata = {"format": "pt", **said}
-        self._names: list[list[str]] = []
-        self._bytes = 0
-
-    def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write one file.
+    def cuts(self, name: str, *index: int) -> Sequence[int]:
+        """Return the places on an axis at which a tensor can be cut: all of them.
 
         Args:
-            tensors: CPU tensors by name, of any shapes and dtypes; copied only if not contiguous or
-                if they share memory.
+            name: name of a tensor.
+            index: numbers on the axes before.
         """
-        contiguous = {name: _own_memory(tensor) for name, tensor in tensors.items()}
-        file = self._file(len(self._names))
-        file.touch(exist_ok=False)  # with the default permissions of this folder
-        rights = stat.S_IMODE(file.stat().st_mode)
-        save_file(contiguous, file, metadata=self._metadata)
-        file.chmod(rights)  # save_file wrote a file readable only by its owner
-        self._names.append(list(tensors))
-        self._bytes += sum(tensor.nbytes for tensor in tensors.values())
-
-    def finish(self) -> None:
-        """Rename the files to their final names and write the index."""
-        count = len(self._names)
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._names):
-            name = f"model-{number + 1:05d}-of-{count:05d}{SUFFIX}"
-            self._file(number).rename(self._folder / name)
-            weight_map |= dict.fromkeys(names, name)
-        index = {
-            "metadata": {"total_size": self._bytes, **self._metadata},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
-        (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-
-    def _file(self, number: int) -> Path:
-        return self._folder / f"part-{number + 1:05d}{SUFFIX}"
+        return range(self.tensors[name].shape[len(index)] + 1)
 
 
-def _own_memory(tensor: Tensor) -> Tensor:
-    """Copy a tensor that is a view: ``save_file`` refuses shared memory."""
-    tensor = tensor.contiguous()
-    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if whole else tensor.clone()
+def write_file(
+    path: Path,
+    tensors: Mapping[str, TensorInfo],
+    metadata: Mapping[str, str],
+    pieces: Iterable[Piece],
+) -> None:
+    """Write a safetensors file piece by piece.
+
+    Args:
+        path: file; must not exist.
+        tensors: shape and dtype of every tensor, by name.
+        metadata: text by name.
+        pieces: pieces that cover every tensor once, in any order.
+
+    Raises:
+        StateError: pieces are left out, or do not fit.
+        OSError: writing failed; the disk may be full.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    starts, end = {}, 0
+    for name, info in sorted(tensors.items(), key=lambda one: (-one[1].dtype.itemsize, one[0])):
+        starts[name], after = end, end + info.nbytes
+        shape, offsets = list(info.shape), [end, after]
+        header[name] = {"dtype": _NAMES[info.dtype], "shape": shape, "data_offsets": offsets}
+        end = after
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    left = {name: info.nbytes for name, info in tensors.items()}
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        begin = file.tell()
+        for name, _, first, values in pieces:
+            left[name] -= values.nbytes
+            file.seek(begin + starts[name] + (first * values[0].nbytes if first else 0))
+            file.write(_bytes_of(values))
+    if any(left.values()):
+        name = next(name for name, nbytes in left.items() if nbytes)
+        raise StateError(f"{path}: {name}: expected all of its bytes, got {left[name]:,} fewer.")
+
+
+def notes_of(recorded: Recorded) -> dict[str, str]:
+    """Return the metadata of a file that records facts about its checkpoint."""
+    facts = {key: getattr(recorded, fact) for fact, key in _NOTES.items()}
+    return {"format": "pt", **{key: str(one) for key, one in facts.items() if one is not None}}
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
+    """Write the index of a folder: tensor -> file."""
+    index = {"metadata": dict(metadata), "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    return memoryview(values.contiguous().view(-1).view(torch.uint8).numpy())
 
 
 @contextmanager

@@ -6,9 +6,11 @@ not, and describes its chunks with torch's metadata classes.
 
 import json
 import pickle
-from collections import defaultdict
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,27 +27,36 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from moe_optim.checkpoint.files.folders import CONFIG_FILE
-from moe_optim.checkpoint.files.metadata import METADATA
+from moe_optim.checkpoint.files.metadata import METADATA, Blob
 from moe_optim.checkpoint.files.reader import TensorInfo
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
+from moe_optim.errors import StateError
 
 FILE_BYTES = 4 * 2**30
 """Size at which the writer starts the next file."""
 _CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An archive that was written: a chunk of a tensor, or an object."""
+
+    blob: Blob
+    of: TensorInfo | None
+    """The whole tensor; None for an object."""
+
+
 class TorchDistWriter:
     """Writes chunks of tensors and objects in call order; a context manager."""
 
-    def __init__(self, folder: Path) -> None:
-        """Start in an existing ``folder``."""
-        self._folder = folder
+    def __init__(self, folder: Path, number: int = 0) -> None:
+        """Start in an existing ``folder``, with files of this ``number``."""
+        self._folder, self._number = folder, number
         self._file: BinaryIO | None = None
         self._files = 0
-        self._tensors: dict[str, TensorInfo] = {}
-        self._chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
-        self._objects: list[str] = []
-        self._storage: dict[MetadataIndex, _StorageInfo] = {}
+        self.entries: list[Entry] = []
+        """All that was written. :meth:`finish` describes it, and what other writers wrote if their
+        entries are added."""
 
     def __enter__(self) -> "TorchDistWriter":
         return self
@@ -62,75 +73,87 @@ class TorchDistWriter:
             key: key of the tensor.
             of: shape and dtype of the whole tensor.
             offsets: index of the chunk's first element in the tensor.
-            chunk: contiguous tensor of any shape within the whole, of its dtype, in its own memory.
+            chunk: contiguous tensor of any shape within the whole, of its dtype.
 
         Raises:
             OSError: writing failed; the disk may be full.
         """
-        with self._piece(key, offsets) as file:
+        if chunk.untyped_storage().nbytes() != chunk.nbytes:
+            chunk = chunk.clone()  # torch.save writes all of the memory
+        with self._piece(key, offsets, tuple(chunk.shape), of) as file:
             try:
                 torch.save(chunk, file)
             except RuntimeError as error:  # raised by close(), hiding the disk's error
                 raise OSError(error.__context__ or error) from error
-        self._take_chunk(key, of, offsets, tuple(chunk.shape))
 
-    def write_whole(self, key: str, tensor: Tensor) -> None:
-        """Write a ``tensor`` under ``key`` as one chunk, as :meth:`write_chunk` does."""
-        info = TensorInfo(tuple(tensor.shape), tensor.dtype)
-        self.write_chunk(key, info, (0,) * tensor.dim(), tensor)
-
-    def copy(self, reader: TorchDistReader, key: str) -> None:
-        """Copy all chunks of the tensor or object ``key`` from ``reader`` unchanged."""
-        for blob in reader.blobs[key]:
-            with self._piece(key, blob.offset) as file:
-                file.writelines(reader.blocks(blob))
-            if blob.offset is None:
-                self._objects.append(key)
-            else:
-                self._take_chunk(key, reader.tensors[key], blob.corner, blob.shape)
+    def copy(self, reader: TorchDistReader, blob: Blob) -> None:
+        """Copy ``blob``, a chunk or an object of ``reader``, unchanged."""
+        with self._piece(blob.key, blob.offset, blob.shape, reader.tensors.get(blob.key)) as file:
+            file.writelines(reader.blocks(blob))
 
     def write_object(self, key: str, content: bytes) -> None:
         """Write an object under ``key``; ``content`` is the output of ``torch.save``."""
         with self._piece(key, None) as file:
             file.write(content)
-        self._objects.append(key)
 
     def finish(self, config: Mapping[str, Any] | None = None) -> None:
-        """Write ``.metadata``, then ``metadata.json`` from ``config`` or in Megatron's form."""
+        """Write ``.metadata``, then ``metadata.json`` from ``config`` or in Megatron's form.
+
+        StateError if chunks of a tensor are missing.
+        """
         self._close()
-        entries: dict[str, Any] = {key: BytesStorageMetadata() for key in self._objects}
-        for key, info in self._tensors.items():
-            entries[key] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=info.dtype),
-                size=torch.Size(info.shape),
-                chunks=self._chunks[key],
+        entries: dict[str, Any] = {}
+        storage: dict[MetadataIndex, _StorageInfo] = {}
+        for entry in sorted(self.entries, key=lambda entry: entry.of is not None):
+            blob, of = entry.blob, entry.of
+            # equal names are one object, as pickle tells those of other processes apart
+            key, file = sys.intern(blob.key), sys.intern(blob.file)
+            offset = None if blob.offset is None else torch.Size(blob.offset)
+            storage[MetadataIndex(key, offset)] = _StorageInfo(file, blob.start, blob.length)
+            if of is None or offset is None:
+                entries[key] = BytesStorageMetadata()
+                continue
+            whole = TensorStorageMetadata(
+                properties=TensorProperties(dtype=of.dtype), size=torch.Size(of.shape), chunks=[]
             )
+            chunk = ChunkStorageMetadata(offsets=offset, sizes=torch.Size(blob.shape))
+            entries.setdefault(key, whole).chunks.append(chunk)
+        for key, whole in entries.items():
+            self._require_all_chunks(key, whole)
         metadata = Metadata(
-            state_dict_metadata=entries, storage_data=self._storage, version=CURRENT_DCP_VERSION
+            state_dict_metadata=entries, storage_data=storage, version=CURRENT_DCP_VERSION
         )
         (self._folder / METADATA).write_bytes(pickle.dumps(metadata))
         (self._folder / CONFIG_FILE).write_text(json.dumps(dict(config or _CONFIG)))
 
-    def _take_chunk(
-        self, key: str, of: TensorInfo, offsets: tuple[int, ...], sizes: tuple[int, ...]
-    ) -> None:
-        self._tensors[key] = of
-        box = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-        self._chunks[key].append(box)
+    def _require_all_chunks(self, key: str, whole: Any) -> None:
+        if isinstance(whole, TensorStorageMetadata):
+            written = sum(prod(chunk.sizes) for chunk in whole.chunks)
+            if written != prod(whole.size):
+                raise StateError(
+                    f"{self._folder}: {key}: expected chunks of {prod(whole.size):,} elements, got "
+                    f"{written:,}."
+                )
 
     @contextmanager
-    def _piece(self, key: str, offsets: tuple[int, ...] | None) -> Iterator[BinaryIO]:
+    def _piece(
+        self,
+        key: str,
+        offset: tuple[int, ...] | None,
+        shape: tuple[int, ...] = (),
+        of: TensorInfo | None = None,
+    ) -> Iterator[BinaryIO]:
         """Yield the current file, and record what is written to it as one piece of ``key``."""
         if self._file is not None and self._file.tell() >= FILE_BYTES:
             self._close()
         if self._file is None:
-            self._file = (self._folder / f"__0_{self._files}.distcp").open("wb")
+            name = f"__{self._number}_{self._files}.distcp"
+            self._file = (self._folder / name).open("wb")
             self._files += 1
         file, start = self._file, self._file.tell()
         yield file
-        index = MetadataIndex(key, None if offsets is None else torch.Size(offsets))
-        name, length = Path(file.name).name, file.tell() - start
-        self._storage[index] = _StorageInfo(relative_path=name, offset=start, length=length)
+        blob = Blob(Path(file.name).name, start, file.tell() - start, key, offset, shape)
+        self.entries.append(Entry(blob, of))
 
     def _close(self) -> None:
         if self._file is not None:

@@ -1,7 +1,7 @@
-"""Exports a checkpoint with quantized experts, one layer at a time."""
+"""Exports a checkpoint with quantized experts."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.experts.keys.conversion import convert_expert_set, interleave_faults
 from moe_optim.experts.keys.finding import raise_faults
 from moe_optim.experts.keys.layouts import LINEARS, ExpertSet, KeyLayout, KeyPattern, get_layout
-from moe_optim.formats import FORMATS, BlockScaledFormat
+from moe_optim.formats import FORMATS, BlockScaledFormat, QuantizedWeight
 from moe_optim.rollout.conventions import Convention, find_convention
 from moe_optim.rollout.expert_tensors import export_experts, patterns_of, split_rows, tensor_name
 
@@ -118,8 +118,8 @@ def plan_export(
         Part(
             sources=one.keys,
             nbytes=view.nbytes(one.keys),
-            convert=partial(quantize, experts=one, target=target),
             experts=one,
+            convert_experts=partial(quantize, experts=one, target=target),
         )
         for target, one in stored.items()
     ]
@@ -161,29 +161,33 @@ def _masters_of(
 
 def _quantize(
     tensors: Mapping[str, Tensor],
+    numbers: range,
     experts: ExpertSet,
     target: str,
     request: ExportRequest,
     rows: int,
     path: Path,
 ) -> dict[str, Tensor]:
-    """Return the tensors of all experts, quantized one by one; ``rows`` is the GLU interleave."""
+    """Return the tensors of experts ``numbers``, quantized one by one.
+
+    ``tensors`` are those of these experts alone; ``rows`` is the GLU interleave.
+    """
     # blocks are those of training, unless a block of the engine would mix gate and up rows
     kept = rows if rows and rows % request.convention.scale_block[0] == 0 else None
     found: dict[str, Tensor] = {}
-    for expert in range(experts.num_experts):
+    for index, expert in enumerate(numbers):
         one = convert_expert_set(
             tensors,
-            experts,
+            replace(experts, num_experts=len(numbers)),
             _GROUPED,
             source_interleave=rows or None,
             target_interleave=kept,
-            experts=range(expert, expert + 1),
+            experts=range(index, index + 1),
         )
         for linear in LINEARS:
             stem = f"{experts.prefix}{linear}"
             values = one[f"{stem}.weight"].float()
-            if not values.isfinite().all():
+            if not values.is_meta and not values.isfinite().all():
                 raise StateError(
                     f"{path}: {stem}, expert {expert}: expected numbers, got Inf or NaN, which "
                     "engines would spread to every token. Export an earlier checkpoint."
@@ -200,8 +204,12 @@ def _tensors_of(
     """Yield the tensors of a linear of one expert, from [1, R, C] and optionally a bias [1, R]."""
     patterns = patterns_of(_TARGET, linear, "weight")
     interleave = kept if len(patterns) > 1 else None
+    if values.is_meta:  # asks for names, shapes and dtypes
+        quantized = QuantizedWeight.empty(request.format, values.shape, device=values.device)
+    else:
+        quantized = ops.quantize(values, request.format)
     (parts,) = export_experts(
-        ops.quantize(values, request.format),
+        quantized,
         request.convention,
         parts=len(patterns),
         interleave=interleave,
@@ -264,11 +272,13 @@ def _advise(ffn: int, hidden: int) -> str:
     return f"Give --format {named}, which holds it, or train with a"
 
 
-def export_checkpoint(plan: ExportPlan, target: Path, report: BytesDone = lambda _: None) -> None:
+def export_checkpoint(
+    plan: ExportPlan, target: Path, report: BytesDone = lambda _: None, *, workers: int = 1
+) -> None:
     """Execute a plan; ``target`` appears when everything is written.
 
     Writes safetensors with an index, ``config.json`` with a ``quantization_config``, and tokenizer
-    files if there are any. Peak memory is the experts of one layer, stored and quantized.
+    files if there are any. ``workers`` processes share the files; each holds an expert at a time.
 
     Raises:
         ConfigError: ``target`` exists, or the tokenizer folder contains no tokenizer.
@@ -281,4 +291,4 @@ def export_checkpoint(plan: ExportPlan, target: Path, report: BytesDone = lambda
     of_engine = quantization_config(plan.request.convention, plan.unquantized)
     config = {**tokens, **plan.config, **said, QUANTIZATION: of_engine}
     recorded = Recorded(iteration=plan.view.recorded.iteration)
-    write_hf(plan, target, recorded, config, texts, report)
+    write_hf(plan, target, recorded, config, texts, report, workers)

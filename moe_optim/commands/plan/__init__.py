@@ -1,1 +1,1 @@
-"""Numbers, tables and plot of ``moe-optim plan``."""
+"""Numbers and tables of ``moe-optim plan``."""

@@ -9,7 +9,6 @@
     RUN/index_cache/      Megatron's sample index of the dataset; rebuilt by every launch
     RUN/model.json        description of the model that rank 0 trained
     RUN/summary.json      written last, when the run has finished
-    RUN/loss.png
     RUN/report/           written by `moe-optim report`: index.html and its plots
     RUN/.lock             held by the launcher during the run
 """
@@ -57,7 +56,6 @@ class RunFolder:
         self.arguments = path / "arguments.json"
         self.model = path / "model.json"
         self.summary = path / "summary.json"
-        self.loss_plot = path / "loss.png"
         self.report = path / "report"
 
     @property

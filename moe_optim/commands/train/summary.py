@@ -1,4 +1,4 @@
-"""Results of a finished run: curves, ``summary.json`` and ``loss.png``."""
+"""Results of a finished run: ``summary.json`` and the last screen."""
 
 import json
 import re
@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_optim.commands.console.files import write_atomically
-from moe_optim.commands.console.pictures import png_of
 from moe_optim.commands.train.events import TRAIN_TAG, Events, Point, read_events
 from moe_optim.commands.train.run_folder import RunFolder
 from moe_optim.errors import LayoutError
@@ -39,7 +38,7 @@ def write_summary(
     byte_entropy: float | None,
     last_log: Path,
 ) -> dict[str, Any]:
-    """Write ``loss.png``, then ``summary.json``, and return the summary.
+    """Write ``summary.json`` and return the summary.
 
     Args:
         folder: folder of the run.
@@ -77,7 +76,6 @@ def write_summary(
         "resumed_from": resumed_from,
         "command": command,
     }
-    write_atomically(folder.loss_plot, plot_losses(curves, summary))
     write_atomically(folder.summary, (json.dumps(summary, indent=2) + "\n").encode())
     return summary
 
@@ -107,26 +105,6 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 def loss_unit(summary: Mapping[str, Any]) -> str:
     """Return the unit of losses: nats per byte if the summary contains a byte entropy."""
     return "nats/byte" if summary.get("byte_entropy") is not None else "nats/token"
-
-
-def plot_losses(curves: Events, summary: Mapping[str, Any]) -> bytes:
-    """Draw training and held-out loss against the byte entropy; return a PNG."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    draw_curves(axes, curves)
-    if (entropy := summary["byte_entropy"]) is not None:
-        label = f"byte entropy of the held-out text: {entropy:z.2f}"
-        axes.axhline(entropy, color="0.45", linestyle="--", linewidth=1, label=label)
-    axes.set(xlabel="iteration", ylabel=f"loss ({loss_unit(summary)})", xlim=(0, None))
-    axes.set_title(f"{summary['format']} expert weights, {summary['optimizer']}", loc="left")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(axis="y", color="0.92")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    return png_of(figure)
 
 
 def draw_curves(axes: "Axes", curves: Events) -> None:
@@ -171,7 +149,6 @@ def print_summary(
         "speed": f"{speed:.2f} iterations/s" if speed else "not measured",
         "time": f"{summary['seconds']:.0f} s for {trained:,} iterations",
         "summary": folder.summary,
-        "loss curve": folder.loss_plot,
         "checkpoints": folder.checkpoints,
         "TensorBoard": shlex.join(["tensorboard", "--logdir", str(folder.tensorboard)]),
         "train longer": longer,

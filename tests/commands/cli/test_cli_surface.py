@@ -16,22 +16,22 @@ SURFACE = {  # command -> its positionals and options
     "convert": {
         *("SRC", "DST", "--to", "--experts", "--from", "--glu-interleave"),
         *("--source-glu-interleave", "--tokenizer", "--transformer-impl"),
-        *("--format", "--weights-only", "--rename", "--num-experts"),
+        *("--format", "--weights-only", "--rename", "--num-experts", "--workers"),
     },
     "disable": set(),
     "doctor": {"--json", "--patches"},
     "enable": set(),
     "export": {
         *("SRC", "DST", "--format", "--convention", "--config", "--tokenizer"),
-        *("--from", "--source-glu-interleave"),
+        *("--from", "--source-glu-interleave", "--workers"),
     },
-    "inspect": {"CKPT", "--json", "--thorough"},
+    "inspect": {"CKPT", "--json", "--thorough", "--workers"},
     "patch apply": {"PATH"},
     "patch check": {"PATH"},
     "patch revert": {"PATH"},
     "plan": {
         *("RECIPE", "--gpus", "--gpu", "--gpu-memory", "--bandwidth", "--memory-bandwidth"),
-        *("--details", "--set", "--out", "--json"),
+        *("--details", "--set", "--json"),
     },
     "recipes copy": {"NAME", "DIR"},
     "recipes list": {"--json"},
@@ -42,7 +42,7 @@ SURFACE = {  # command -> its positionals and options
         *("RECIPE", "--out", "--set", "--formats", "--text"),
         *("--quiet", "--resume", "--ranks", "--cpu", "--stock"),
     },
-    "verify": {"A", "B", "--json", "--weights-only", "--rename", "--num-experts"},
+    "verify": {"A", "B", "--json", "--weights-only", "--rename", "--num-experts", "--workers"},
 }
 
 

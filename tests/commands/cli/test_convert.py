@@ -43,21 +43,11 @@ def convert(capsys, monkeypatch):
     return run
 
 
-def test_the_summary_says_what_was_done(convert, source, tmp_path):
-    out = tmp_path / "out"
-    code, lines, err = convert(source, out, "--experts", "hf", "--format", "safetensors")
-    assert (code, err) == (0, "")  # no bar where there is no terminal
-    assert lines[0] == (
-        f"{out}: safetensors, experts of {LAYERS} layers from grouped to hf, GLU interleave 4 to 0"
-    )
-    tensors = (1 + len(STATES)) * (2 * LAYERS + 2)
-    assert lines[1].startswith(f"{tensors} tensors, ")
-    assert "/s; peak memory" in lines[1]
-    assert lines[2] == (
-        "Omitted: 2 objects, such as arguments and random states (safetensors stores only tensors)."
-    )
+def test_the_summary_names_what_is_omitted(convert, source, tmp_path):
     words = ["--experts", "indexed", "--format", "safetensors", "--weights-only"]
-    _, lines, _ = convert(source, tmp_path / "weights", *words)
+    code, lines, err = convert(source, tmp_path / "out", *words)
+    assert (code, err) == (0, "")  # no bar where there is no terminal
+    assert "/s; peak memory" in lines[1]
     count = len(STATES) * (2 * LAYERS + 2)
     assert lines[-1].startswith(f"Omitted: {count} optimizer tensors and 2 objects")
     assert lines[-1].endswith("(--weights-only).")

@@ -63,20 +63,6 @@ def test_the_report_says_what_was_stored(inspect, tmp_path):
     }
 
 
-def test_layers_that_are_alike_take_one_line(inspect, tmp_path):
-    """Weights and each kind of state, not three layers of each; nothing wider than the screen."""
-    folder = write_torch_dist(tmp_path / "c", stored_tensors(), common_state(4))
-    code, out, _ = inspect(folder)
-    assert code == 0
-    lines = [line.rstrip() for line in out.splitlines()]
-    rows = [line.split() for line in lines if " grouped " in line]
-    assert [row[0] for row in rows] == ["weights", *STATES]
-    assert {tuple(row[2:6]) for row in rows} == {(str(LAYERS), str(EXPERTS), str(HIDDEN), str(FFN))}
-    assert "experts in decoder.layers.*.mlp.experts." in lines
-    assert "GLU interleave blocks of 4 rows" in lines
-    assert max(map(len, lines[1:])) <= 80  # the first is the path
-
-
 def test_flat_states_have_their_sharding_named(inspect, tmp_path):
     common = common_state() | {
         "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"}
@@ -89,7 +75,7 @@ def test_flat_states_have_their_sharding_named(inspect, tmp_path):
     assert "states         param float32, exp_avg bfloat16" in out
 
 
-def test_amaxes_are_shown_with_their_range(inspect, tmp_path):
+def test_amaxes_have_their_range(inspect, tmp_path):
     """Of all layers together; a NaN is no amax."""
     key = "decoder.layers.{}.mlp.experts.experts.linear_fc{}.{}"
     recorded = torch.tensor([0.25, 4.0, torch.nan, 1.0]).view(4, 1, 1)
@@ -97,14 +83,6 @@ def test_amaxes_are_shown_with_their_range(inspect, tmp_path):
     amaxes[key.format(0, 2, "calibrated_amax")] = torch.full((1, 1, 1), 0.5)
     amaxes[key.format(0, 2, "calibrated_input_amax")] = torch.full((1, 1, 1), 9.0)
     folder = write_torch_dist(tmp_path / "c", stored_tensors() | amaxes)
-    code, out, _ = inspect(folder)
-    assert code == 0
-    said = [line.rstrip() for line in out.splitlines() if " amaxes " in line]
-    assert said == [
-        "calibrated amaxes linear_fc2, 1 experts, 0.5 to 0.5",
-        "input amaxes      linear_fc2, 1 layers, 9 to 9",
-        "recorded amaxes   linear_fc1, 8 experts, 0.25 to 8, 2 without one",
-    ]
     report = json.loads(inspect(folder, "--json")[1])
     assert report["amaxes"][2] == {
         "kind": "recorded",
@@ -143,6 +121,8 @@ def test_thorough_finds_a_flipped_bit_that_sizes_do_not_show(inspect, tmp_path):
     code, out, _ = inspect(folder, "--thorough")
     assert code == 1
     assert "__0_0.distcp" in out and FC1 in "".join(out.split())
+    assert inspect(folder, "--thorough", "--workers", "2")[:2] == (code, out)
+    assert cli.main(["verify", str(folder), str(folder), "--workers", "2"]) == 2
 
 
 def test_experts_that_are_not_understood_are_named(inspect, tmp_path):

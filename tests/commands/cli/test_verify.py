@@ -7,11 +7,8 @@ import pytest
 import torch
 
 from moe_optim.commands.cli import main as cli
-from moe_optim.commands.cli import verify as command
 from tests.support.checkpoints.stored_checkpoints import (
-    EMBEDDING,
     FC1,
-    FC2,
     FFN,
     FLAT,
     HIDDEN,
@@ -79,28 +76,6 @@ def test_json_lists_every_difference(verify, source, tmp_path):
     assert by_name.pop("new")["largest"] is None
     assert not by_name
     assert json.loads(verify(source, source, "--json")[1])["equal"] is True
-
-
-def test_a_long_list_is_cut_and_says_so(verify, source, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "SHOWN", 3)
-    tensors = {key: value.clone() for key, value in stored_tensors(states=False).items()}
-    tensors[FC2].view(torch.int16).bitwise_xor_(1)
-    tensors[EMBEDDING] = tensors[EMBEDDING].float()
-    code, out, _ = verify(source, write_torch_dist(tmp_path / "b", tensors))
-    assert code == 1
-    assert f"and {LAYERS * 4 + 1 - 3} more: --json lists all" in out
-
-
-def test_a_pipe_gets_one_line_a_difference_however_long_its_key(verify, source, tmp_path):
-    """Though the environment tells of 80 columns: what reads a pipe looks for whole keys."""
-    key = "a." + "very.long.name." * 20 + "weight"
-    tensors = stored_tensors(states=False)
-    tensors[FC1].view(torch.int16)[2, 3, 1, 4] ^= 1
-    other = write_torch_dist(tmp_path / "b", tensors | {key: torch.zeros(2)})
-    lines = verify(source, other)[1].splitlines()
-    (line,) = [line for line in lines if key in line]
-    assert line.startswith(f"{key}: only in B ")
-    assert lines == [line.rstrip() for line in lines]
 
 
 def test_states_that_could_not_be_compared_are_not_called_equal(verify, tmp_path):

@@ -6,20 +6,22 @@ import shutil
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
+from multiprocessing import active_children
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from moe_optim.checkpoint.files import publishing
+from moe_optim.checkpoint.files.reader import TensorInfo
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_states import MANIFEST
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.checkpoint.state_manifest import StateManifest
-from moe_optim.commands.conversion import safetensors_files
+from moe_optim.commands.conversion import file_plan
 from moe_optim.commands.conversion.conversion import convert_checkpoint
 from moe_optim.commands.conversion.conversion_plan import ConversionRequest, plan_conversion
+from moe_optim.commands.conversion.file_plan import torch_dist_checkpoint, write_common_state
 from moe_optim.commands.conversion.layer_view import LayerView, Rename
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.commands.conversion.torch_dist_writer import TorchDistWriter
@@ -289,8 +291,8 @@ class CountingReader:
     def __getattr__(self, name):
         return getattr(self._reader, name)
 
-    def read(self, name, first=None):
-        tensor = self._reader.read(name, first)
+    def read(self, name, *index):
+        tensor = self._reader.read(name, *index)
         self.live += tensor.nbytes
         self.peak = max(self.peak, self.live)
         weakref.finalize(tensor, self._forget, tensor.nbytes)
@@ -300,16 +302,103 @@ class CountingReader:
         self.live -= nbytes
 
 
-def test_no_more_than_a_layer_is_held(source, tmp_path):
-    """At most one set of experts of one layer, or a larger tensor that is no expert's."""
-    reader = CountingReader(open_checkpoint(source))
+def test_no_more_than_an_expert_is_held(source, tmp_path):
+    """Wherever experts are stored apart, or can be."""
+    convert(source, tmp_path / "apart", "grouped", format="safetensors")
+    reader = CountingReader(open_checkpoint(tmp_path / "apart"))
     request = ConversionRequest(to=get_layout("hf_transposed"), format="safetensors")
     plan = plan_conversion(LayerView(reader), request)
     convert_checkpoint(plan, tmp_path / "out")
     of_layer = 4 * EXPERTS * 3 * FFN * stored_tensors()[FC1].shape[-1]
-    assert reader.peak == max(part.nbytes for part in plan.experts) == of_layer
+    assert (
+        reader.peak == max(part.nbytes for part in plan.experts) // EXPERTS == of_layer // EXPERTS
+    )
     assert reader.live == 0
     assert plan.total_bytes > LAYERS * of_layer
+
+
+def cut(shape, at):
+    """Yield boxes of a tensor [layers, experts, ...] or [rows, columns], cut unevenly.
+
+    Experts 0 and 1 of a layer are one chunk, 2 is cut by rows and 3 by columns.
+    """
+    if len(shape) == 2:
+        yield from (((0, 0), (at, shape[1])), ((at, 0), (shape[0] - at, 3)))
+        yield (at, 3), (shape[0] - at, shape[1] - 3)
+        return
+    rows, columns = shape[2:]
+    for layer in range(shape[0]):
+        yield (layer, 0, 0, 0), (1, 2, rows, columns)
+        yield (layer, 2, 0, 0), (1, 1, at, columns)
+        yield (layer, 2, at, 0), (1, 1, rows - at, columns)
+        yield (layer, 3, 0, 0), (1, 1, rows, at)
+        yield (layer, 3, 0, at), (1, 1, rows, columns - at)
+
+
+def test_chunks_of_any_cut_are_read_once_and_end_where_they_belong(source, tmp_path, monkeypatch):
+    tensors = {k: v for k, v in stored_tensors(states=False).items() if v.dim() in (2, 4)}
+    assert {FC1, FC2} < tensors.keys() and EXPERTS == 4
+    (tmp_path / "apart").mkdir()
+    with torch_dist_checkpoint(tmp_path / "apart", 7) as (folder, writer):
+        write_common_state(writer, 7, {})
+        for key, tensor in tensors.items():
+            whole = TensorInfo(tuple(tensor.shape), tensor.dtype)
+            for start, size in cut(tensor.shape, 2):
+                box = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
+                writer.write_chunk(key, whole, start, tensor[box].contiguous())
+        writer.finish()
+    load, loaded = TorchDistReader._load_chunk, []
+
+    def count(reader, blob):
+        loaded.append(blob)
+        return load(reader, blob)
+
+    monkeypatch.setattr(TorchDistReader, "_load_chunk", count)
+    convert(tmp_path / "apart", tmp_path / "hf", "hf", format="safetensors")
+    chunks = sum(len(list(cut(tensor.shape, 2))) for tensor in tensors.values())
+    assert len(loaded) == len(set(loaded)) == chunks
+    convert(source, tmp_path / "whole", "hf", format="safetensors", weights_only=True)
+    got, want = in_files(tmp_path / "hf"), in_files(tmp_path / "whole")
+    assert_same_tensors(got, {key: want[key] for key in got})
+    assert len(got) == 2 * LAYERS + len(tensors) - 2
+
+
+def test_scalars_empty_tensors_and_every_type_come_through(tmp_path):
+    head = "model.layers.0.mlp.experts."
+    tensors = {
+        **{f"{head}gate_up_proj": torch.randn(2, 8, 4), f"{head}down_proj": torch.randn(2, 4, 4)},
+        **{"empty": torch.zeros(0, 3), "scalar": torch.tensor(3.5), "flag": torch.tensor([True])},
+        "complex": torch.tensor([1 + 2j]),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    convert(tmp_path / "model.safetensors", tmp_path / "there", "grouped", format="torch_dist")
+    convert(tmp_path / "there", tmp_path / "back", "hf", format="safetensors")
+    assert_same_tensors(in_files(tmp_path / "back"), tensors)
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")}
+
+
+@pytest.mark.parametrize("asked", [{"glu_interleave": 4}, {"format": "safetensors"}], ids=str)
+def test_any_number_of_processes_writes_the_same_bytes(asked, source, tmp_path):
+    plan = plan_of(source, "grouped", **asked)
+    convert_checkpoint(plan, tmp_path / "1", workers=1)
+    done = []
+    convert_checkpoint(plan, tmp_path / "3", done.append, workers=3)
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
+    assert len(contents(tmp_path / "3")) > 3 and sum(done) == plan.total_bytes
+
+
+def test_an_interrupt_ends_all_processes_and_leaves_nothing(source, tmp_path):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    before = active_children()
+    with pytest.raises(KeyboardInterrupt):
+        plan = plan_of(source, "hf", format="safetensors")
+        convert_checkpoint(plan, tmp_path / "out", interrupt, workers=2)
+    assert [*tmp_path.iterdir()] == [] and active_children() == before
 
 
 def test_progress_counts_every_byte_once(source, tmp_path):
@@ -334,14 +423,14 @@ class FullDisk(io.BytesIO):
     writelines = write
 
 
-def refuse_to_save(*_, **__):
-    raise SafetensorError("I/O error: No space left on device (os error 28)")
+def refuse_to_write(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("asked", [{"glu_interleave": 4}, {}, {"format": "safetensors"}], ids=str)
 def test_a_disk_that_fills_up_is_named_and_nothing_is_left(asked, source, tmp_path, monkeypatch):
     """In pieces that torch writes, in those that are copied, and in safetensors."""
-    monkeypatch.setattr(safetensors_files, "save_file", refuse_to_save)
+    monkeypatch.setattr(file_plan, "write_file", refuse_to_write)
     monkeypatch.setattr(TorchDistWriter, "_piece", lambda *_: nullcontext(FullDisk()))
     plan = plan_of(source, "grouped", **asked)
     with pytest.raises(StateError, match="out: expected .* got: .*No space left.* Free some"):

@@ -74,22 +74,16 @@ def test_without_megatron_wrong_flags_are_named_all_the_same(monkeypatch):
 
 
 @recorded
-def test_a_plan_imports_neither_megatron_nor_torch_and_matplotlib_only_to_draw(tmp_path):
+def test_a_plan_imports_neither_megatron_nor_torch_nor_matplotlib():
     program = (
         "import sys\n"
         "from moe_optim.commands.cli.main import main\n"
-        "command = ['plan', 'qwen3_30b_a3b', '--gpus', '8']\n"
-        "main(command)\n"
+        "main(['plan', 'qwen3_30b_a3b', '--gpus', '8'])\n"
         "heavy = {'megatron.core', 'torch', 'matplotlib'}\n"
-        "print(sorted(heavy & set(sys.modules)))\n"
-        f"main([*command, '--out', {str(tmp_path / 'plan.png')!r}])\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert [line for line in done.stdout.splitlines() if line[:1] == "["] == [
-        "[]",
-        "['matplotlib']",
-    ], done.stderr
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
 # Stages

@@ -10,12 +10,8 @@ from html.parser import HTMLParser
 import matplotlib.image
 import numpy as np
 import pytest
-from matplotlib import mathtext
-from matplotlib.legend import Legend
-from matplotlib.text import Text
 
 from moe_optim.commands.cli import main as cli
-from moe_optim.commands.console import pictures
 from moe_optim.commands.report.comparison import figures_of
 from moe_optim.commands.report.reading import read_run
 from moe_optim.commands.report.run_report import build_page
@@ -192,32 +188,6 @@ def test_an_earlier_look_is_shown_on_request(tmp_path, capsys):
     )
 
 
-def test_every_figure_with_a_threshold_is_drawn_over_time_and_on_its_scale(tmp_path, monkeypatch):
-    """From 0 to the threshold; jumps of the loss are marked in every plot over iterations."""
-    drawn = {}
-
-    def keep(figure, path):
-        png = picture_of(figure, path)
-        drawn[png] = figure
-        return png
-
-    picture_of = pictures.picture_of
-    monkeypatch.setattr(pictures, "picture_of", keep)
-    looks = {10: saturating(0.5), 30: saturating(0.25)}
-    page = build_page(read_run(write_run(tmp_path, spiking(20), looks=looks)))
-    axes = {picture.name: drawn[picture.png].axes[0] for picture in page.pictures}
-    assert {"saturated-over-time", "error-over-time", "saturated", "error"} <= axes.keys()
-    for name, one in axes.items():
-        if name in THRESHOLDS["nvfp4"]:
-            assert one.images[0].get_clim() == (0.0, THRESHOLDS["nvfp4"][name])
-        elif one.get_xlabel() == "iteration":
-            assert [20, 20] in [list(line.get_xdata()) for line in one.lines], name
-    over_time = axes["saturated-over-time"]
-    shown = [list(line.get_ydata()) for line in over_time.lines]
-    assert [0.5, 0.25] in shown and [0.02, 0.02] in shown  # an expert, and the threshold
-    assert over_time.get_ylim()[0] == 0.0
-
-
 def test_an_expert_above_a_threshold_is_named(tmp_path):
     looks = look_at(layers=1)
     looks[0].sums[3, Sum.SATURATED] = 0.5 * looks[0].sums[3, Sum.ELEMENTS]
@@ -312,32 +282,3 @@ def test_figures_that_a_run_has_not_recorded_may_be_null(tmp_path):
     summary = dict.fromkeys(SUMMARY) | {"test_loss": math.nan}
     run = read_run(write_run(tmp_path / "run", LOSSES, model=model, summary=summary))
     assert "test loss nan nats/token" in Reader(build_page(run).html).text
-
-
-@pytest.mark.parametrize("name", [r"$\frac{$", "_hidden", "[bold] :smile:"])
-def test_names_are_drawn_and_printed_as_they_are_written(name, tmp_path, monkeypatch, capsys):
-    """Neither as mathematics nor as markup; a leading underscore hides nothing from a legend."""
-    drawn = []
-
-    def keep(figure, path):
-        figure.canvas.draw()
-        drawn.extend(figure.findobj(Text))
-        drawn.extend(t for legend in figure.findobj(Legend) for t in legend.get_texts())
-        return picture_of(figure, path)
-
-    picture_of = pictures.picture_of
-    monkeypatch.setattr(pictures, "picture_of", keep)
-    monkeypatch.setattr(mathtext.MathTextParser, "parse", lambda *_: pytest.fail("mathematics"))
-    losses = dict.fromkeys(("lm loss", "lm loss validation"), [(1, 0.5), (2, 0.4)])
-    scalars = losses | {f"{name}-time": [(1, 0.4)], f"{name}load_balancing_loss": [(1, 0.4)]}
-    paths = [write_run(tmp_path / each / name, scalars) for each in ("a", "b")]
-    paths[1] = paths[1].rename(tmp_path / "b" / "other")
-    assert cli.main(["report", str(paths[0])]) == 0
-    capsys.readouterr()
-    assert cli.main(["compare", *map(str, paths), "--out", str(tmp_path / "out")]) == 0
-    assert name in capsys.readouterr().out
-    shown = {text.get_text().replace(r"\$", "$") for text in drawn}
-    for text in (name, f"{name}load_balancing_loss"):
-        assert text in shown
-    legends = [text for text in drawn if text.get_text().replace(r"\$", "$") == name]
-    assert len(legends) >= 2  # of training and held-out loss

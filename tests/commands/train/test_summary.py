@@ -3,20 +3,16 @@
 import io
 import json
 
-import matplotlib.image
 import pytest
 from rich.console import Console
 
-from moe_optim.commands.train.events import read_events
 from moe_optim.commands.train.run_folder import RunFolder
 from moe_optim.commands.train.summary import (
-    plot_losses,
     print_summary,
-    smoothed,
     write_summary,
 )
 from moe_optim.errors import LayoutError
-from tests.support.training_runs.runs import small_disk, write_events
+from tests.support.training_runs.runs import write_events
 
 TRAIN, VALIDATION = "lm loss", "lm loss validation"
 MODEL = {
@@ -87,29 +83,6 @@ def test_a_run_without_its_traces_has_no_summary(tmp_path, facts):
     with pytest.raises(LayoutError, match="expected the scalar 'lm loss', got none"):
         write_summary(folder, **facts)
     assert not folder.summary.exists()
-
-
-def test_a_full_disk_leaves_no_summary(tmp_path, facts):
-    with small_disk(tmp_path / "disk", "64k") as disk:
-        folder = finished_run(disk)
-        with pytest.raises(OSError, match="the disk is full"):
-            write_summary(folder, **facts)
-        assert {path.name for path in disk.iterdir()} == {"model.json", "tensorboard"}
-
-
-def test_the_plot_is_a_png_with_something_in_it(tmp_path):
-    events = read_events(finished_run(tmp_path).tensorboard)
-    for entropy in (3.4, None):
-        png = plot_losses(events, {**MODEL, "byte_entropy": entropy})
-        image = matplotlib.image.imread(io.BytesIO(png))
-        assert image.shape[:2] == (675, 1200)
-        assert 0.5 < image[..., :3].mean() < 0.99
-
-
-def test_smoothing_keeps_length_ends_and_straight_lines():
-    for count in (0, 1, 10, 400):
-        line = [3.0 + 0.5 * index for index in range(count)]
-        assert smoothed(line) == pytest.approx(line)
 
 
 def test_the_last_screen_says_what_to_do_next_in_words_of_a_shell(tmp_path, facts):

@@ -80,7 +80,6 @@ def test_a_run_leaves_everything_and_is_not_overwritten(command, run):
     assert summary["command"].startswith(
         f"moe-optim train {RECIPE} --out {run} --cpu --quiet --set"
     )
-    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
 
     argv = rank_arguments(run)
     assert argv[-6:] == [*SHORT, "--lr", "5e-4"]

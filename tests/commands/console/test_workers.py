@@ -1,0 +1,42 @@
+"""Work that processes share ends with all results, or with the error of one of them."""
+
+import os
+from multiprocessing import active_children
+
+import pytest
+
+from moe_optim.checkpoint.files.checksum_manifest import DamageError
+from moe_optim.commands.console.workers import number_of_workers, run_in_workers
+from moe_optim.errors import StateError
+
+
+def work(shared, item):
+    if item == "dies":
+        os._exit(9)
+    if item == "raises":
+        raise DamageError("a file", "is damaged")
+    return shared + item
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("dies", "^the item dies: expected a worker process to finish it, got one that was killed"),
+        ("raises", "^a file is damaged$"),
+    ],
+)
+def test_one_failure_is_an_error_that_names_its_item_and_ends_all_processes(bad, message):
+    before = active_children()
+    got = {}
+    with pytest.raises(StateError, match=message):
+        for item, result in run_in_workers(
+            work, "x", ["1", "2", bad], workers=2, name=lambda item: f"the item {item}"
+        ):
+            got[item] = result
+    assert got.items() <= {"1": "x1", "2": "x2"}.items()
+    assert active_children() == before
+
+
+def test_small_work_stays_in_this_process_unless_processes_are_asked_for():
+    assert (number_of_workers(None, 2**20), number_of_workers(3, 2**20)) == (1, 3)
+    assert 1 <= number_of_workers(None, 2**60) <= 8
