@@ -4,7 +4,7 @@ Transformer Engine's ``GroupedLinear`` asks ``_get_weight_tensors`` for the oper
 :class:`WeightCopies` answers with fake-quantized values of all experts, made in one launch.
 """
 
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -14,7 +14,6 @@ from torch import Tensor
 from moe_optim.calibration.calibrated_amax import calibrated_amax
 from moe_optim.calibration.fake_operations import fake_blocks
 from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS, PerExpertGrid
-from moe_optim.calibration.linears import grouped_linears
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.experts.copied_gradients import StraightThrough, clip_delayed, share_attributes
@@ -158,8 +157,8 @@ class WeightCopies:
 class StepEnd:
     """Observer of an optimizer that ends the step of all copies in its model."""
 
-    def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
-        self._copies = [copies for chunk in chunks for copies in copies_in(chunk)]
+    def __init__(self, copies: Sequence[WeightCopies]) -> None:
+        self._copies = copies
 
     def before_step(self) -> None:
         """Drop copies of weights that the step changes."""
@@ -205,6 +204,8 @@ def copy_weights(experts: torch.nn.Module, config: MoEOptimConfig, name: str) ->
     """
     if (compute := copied_format(config)) is None:
         return
+    from moe_optim.calibration.linears import grouped_linears
+
     format = PER_EXPERT_GRIDS.get(compute) or get_format(compute)
     for path, linear in grouped_linears(experts):
         if linear.single_grouped_weight:

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
@@ -38,6 +39,9 @@ class Patch:
     """Modules whose presence makes the patch unnecessary."""
     only_if_there: bool = False
     """Whether to skip the patch if Megatron lacks the target."""
+    is_deferred: bool = False
+    """Whether the replacement, a function, is imported on its first call. Until then nothing
+    compares its parameters; :func:`patch_state` does."""
     is_imported_by_name: bool = False
     """Whether to rebind the target in every loaded module that has it, under whatever name. Modules
     that import it later keep the replacement, also after it is reverted."""
@@ -76,14 +80,14 @@ def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
     for patch in patches:
         if patch.target in _originals or not _is_needed(patch):
             continue
-        if why := _misfit(patch, version):
+        if why := _misfit(patch, version, loads=not patch.is_deferred):
             raise PatchError(
                 f"patch {patch.id}: {patch.target}: {why}. Install a megatron-core "
                 f"{NEEDED['megatron-core']}; `moe-optim doctor` checks all patches."
             )
         found = resolve(patch.target)
         importers = _find_importers(found[2]) if patch.is_imported_by_name else []
-        plan.append((patch, *found, resolve(patch.replacement)[2], importers))
+        plan.append((patch, *found, _replacement(patch, found[2]), importers))
     for patch, owner, name, original, replacement, importers in plan:
         if name not in vars(owner):
             _inherited.add(patch.target)
@@ -96,6 +100,18 @@ def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
     for patch in patches:
         if patch.target in _originals:
             _holders.setdefault(patch.id, set()).add(holder)
+
+
+def _replacement(patch: Patch, original: Any) -> Any:
+    if not patch.is_deferred:
+        return resolve(patch.replacement)[2]
+    ours = cache(lambda: resolve(patch.replacement)[2])
+
+    @wraps(original)
+    def import_and_call(*args: Any, **kwargs: Any) -> Any:
+        return ours()(*args, **kwargs)
+
+    return import_and_call
 
 
 def revert_patches(patches: Iterable[Patch], holder: str = "") -> None:
@@ -150,7 +166,7 @@ def patch_state(patch: Patch) -> str:
         return "applied"
     if not _is_needed(patch):
         return "not needed"
-    why = _misfit(patch, _core_version())
+    why = _misfit(patch, _core_version(), loads=True)
     return f"broken: {why}" if why else "off"
 
 
@@ -178,20 +194,23 @@ def _core_version() -> str:
     return package.version if package else "unknown"
 
 
-def _misfit(patch: Patch, version: str) -> str | None:
+def _misfit(patch: Patch, version: str, *, loads: bool) -> str | None:
+    """Return why a patch cannot be applied; ``loads`` imports the replacement to compare it."""
     needed = NEEDED["megatron-core"]
     name, expected = f"megatron-core {version}", f"expected {patch.form} of megatron-core {needed}"
     try:
         original = resolve(patch.target)[2]
     except (ImportError, AttributeError) as error:
         return f"{expected}, got none in {name} ({error})"
+    form = form_of(original)
+    if form != patch.form or not satisfies(version, needed):
+        return f"{expected}, got {form} in {name}"
+    if not loads:
+        return None
     try:
         replacement = resolve(patch.replacement)[2]
     except (ImportError, AttributeError) as error:
         return f"expected {patch.replacement} to be there, got with {name}: {error}"
-    form = form_of(original)
-    if form != patch.form or not satisfies(version, needed):
-        return f"{expected}, got {form} in {name}"
     if isinstance(original, type):
         return _misfit_of_class(original, replacement, name)
     is_fit = (

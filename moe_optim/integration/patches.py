@@ -225,6 +225,7 @@ OPTIMIZER: tuple[Patch, ...] = (
             target=f"megatron.core.full_cuda_graph:FullCudaGraphWrapper.{name}",
             replacement=f"moe_optim.buckets.replay:{replacement}",
             form=form,
+            is_deferred=True,
             because="a replay runs kernels alone, and buckets note on the host what they hold",
             remove_when="a graph calls back before and after its replay",
         )
@@ -243,6 +244,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         target="megatron.core.fp8_utils:get_fp8_recipe",
         replacement="moe_optim.weights.te.recipe:get_fp8_recipe",
         form="(config)",
+        is_deferred=True,
         because="no flag gives MXFP8 weights of Transformer Engine square blocks",
         remove_when="--fp8-recipe has a value for MXFP8 with square blocks",
     ),
@@ -302,6 +304,7 @@ OPTIMIZER: tuple[Patch, ...] = (
             "(args, model, optimizer, opt_param_scheduler, rng_state, iteration, "
             "optim_sd_kwargs, model_sd_kwargs, rerun_state)"
         ),
+        is_deferred=True,
         because="amaxes of experts that are cut over ranks are reduced before keys are walked",
         remove_when="a model can prepare itself for a save",
     ),
@@ -329,6 +332,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
             "(sharded_state_dict, checkpoint_dir, sharded_strategy, validate_access_integrity, "
             "strict, verify_integrity, process_group)"
         ),
+        is_deferred=True,
         because="nothing tells an optimizer what a checkpoint holds before it asks for it",
         remove_when="sharded_state_dict is given the checkpoint that will be loaded",
     ),
@@ -338,6 +342,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
             target=f"megatron.core.{module}:load_common_state_dict",
             replacement="moe_optim.checkpoint.loading:load_common_state_dict",
             form="(checkpoint_dir)",
+            is_deferred=True,
             because="it is the first to read a checkpoint, runs what that names, and names no file",
             remove_when="Megatron looks for all files first, and unpickles plain data alone",
         )
@@ -349,6 +354,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
             target=f"megatron.core.dist_checkpointing.{module}:_get_filesystem_reader",
             replacement="moe_optim.checkpoint.checked_reading:get_filesystem_reader",
             form="(checkpoint_dir, cache_metadata, async_strategy)",
+            is_deferred=True,
             because="torch compares no checksum of what it reads, and unpickles whatever it finds",
             remove_when="torch compares the checksums of records, and unpickles plain data alone",
         )
@@ -361,6 +367,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
         ),
         replacement="moe_optim.checkpoint.checked_reading:load_tensors",
         form="(self, sharded_state_dict, checkpoint_dir, async_strategy)",
+        is_deferred=True,
         because="a rank that finds damage leaves the others waiting for it",
         remove_when="an error of one rank is raised on all that load",
     ),
@@ -373,6 +380,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
             "async_sharded_save, preprocess_common_before_consistancy_check, content_metadata, "
             "async_strategy, verify_integrity)"
         ),
+        is_deferred=True,
         because="an iteration saved again looks whole before it is, and no checksum is recorded",
         remove_when="metadata.json is removed first, and the default save records checksums",
     ),
@@ -384,6 +392,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
         ),
         replacement="moe_optim.checkpoint.staging:prepare_write_data",
         form="(self, plan, planner)",
+        is_deferred=True,
         because="all that a rank saves is copied to the host before the first byte is written",
         remove_when="a synchronous save copies one chunk at a time",
     ),
@@ -392,6 +401,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
         target="megatron.core.transformer.moe.experts:TEGroupedMLP.sharded_state_dict",
         replacement="moe_optim.calibration.state_entries:sharded_state_dict",
         form="(self, prefix, sharded_offsets, metadata)",
+        is_deferred=True,
         because="Transformer Engine's linears save their weights, and nothing recorded of these",
         remove_when="a parameter can say what is saved beside it",
     ),
@@ -403,6 +413,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
         ),
         replacement="moe_optim.checkpoint.loading:load_tensors_metadata",
         form="(self, checkpoint_dir, metadata)",
+        is_deferred=True,
         because="it gives torch.empty all that torch keeps of a tensor, since 2.15 also strides",
         remove_when="strict loads work with torch 2.15",
     ),
@@ -423,6 +434,7 @@ CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = (
                 "release, tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group, "
                 "rng_state_key_prefix)"
             ),
+            is_deferred=True,
             because="--ckpt-format torch records neither checksums nor that all files are there",
             remove_when="--ckpt-format torch writes what it consists of when all of it is there",
         )
@@ -436,6 +448,7 @@ CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = (
         target="megatron.training.checkpointing:_get_checkpoint_format",
         replacement="moe_optim.checkpoint.loading:get_checkpoint_format",
         form="(checkpoint_name, args)",
+        is_deferred=True,
         because="--ckpt-format torch compares no checksums, and exits with 0 where a file is torn",
         remove_when="--ckpt-format torch compares checksums of what it reads",
     ),

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,6 @@ from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapp
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
-from moe_optim.checkpoint.owned_boxes import find_tiling_faults
-from moe_optim.checkpoint.param_groups import (
-    as_layer_wise,
-    require_groups_of,
-    states_by_part,
-)
-from moe_optim.checkpoint.state_kinds import BY_NAME, SHARDING_TYPE
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError, NonFiniteError, StateError, listed
 from moe_optim.integration.agreement import agree
@@ -36,6 +29,9 @@ from moe_optim.optimizer.nonfinite import check_states, name_culprits
 from moe_optim.optimizer.step_hooks import has_pre_hooks
 from moe_optim.places import this_device
 from moe_optim.rules import Setup, check_setup, why_stock_step
+
+if TYPE_CHECKING:
+    from moe_optim.health.monitor import HealthMonitor
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +54,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     """
 
     chained_optimizers: list[Any]
+    health: "HealthMonitor | None" = None
+    """Samples of expert health; None with ``health_interval: 0``."""
 
     def __init__(self, chained_optimizers: list[Any]) -> None:
         """Same arguments as Megatron's class. Every rank must call it.
@@ -262,6 +260,9 @@ class GroupedChainedOptimizer(ChainedOptimizer):
                 ``save_nonfinite`` is not set; or the last step of a CUDA graph found non-finite
                 gradients.
         """
+        from moe_optim.checkpoint.param_groups import as_layer_wise
+        from moe_optim.checkpoint.state_kinds import BY_NAME, SHARDING_TYPE
+
         self._hear_of_last_step()
         is_by_name = (kwargs.get("metadata") or {}).get(SHARDING_TYPE) == BY_NAME
         is_loading = kwargs.get("is_loading", len(args) > 1 and args[1])
@@ -287,6 +288,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
                 part.is_checked = False
 
     def _require_tilings(self) -> None:
+        from moe_optim.checkpoint.owned_boxes import find_tiling_faults
+
         faults = [fault for part in self.stepping for fault in find_tiling_faults(part)]
         if faults:
             raise LayoutError(
@@ -330,6 +333,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         Raises:
             LayoutError: another optimizer saved them, or a parameter group has no counterpart.
         """
+        from moe_optim.checkpoint.param_groups import require_groups_of, states_by_part
+
         with self._without_stubs():
             if isinstance(state_dict, dict):
                 is_muon = installed_optimizer() == "muon"

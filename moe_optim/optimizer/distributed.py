@@ -25,7 +25,6 @@ from moe_optim.buckets.bucket_group import GroupedBucketGroup, bucket_groups, ma
 from moe_optim.buckets.gather import OwnedMaster
 from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.buckets.states import Event, Weights
-from moe_optim.checkpoint.param_groups import with_groups_of_adam, with_rates_of
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.kernels.adam_state import AdamState
@@ -46,7 +45,6 @@ from moe_optim.optimizer.address_book import (
 )
 from moe_optim.optimizer.checkpointed import CheckpointedOptimizer
 from moe_optim.optimizer.description import describe
-from moe_optim.optimizer.host_states import HostStates
 from moe_optim.optimizer.initial_values import keep_loaded_values, renew_initial_values
 from moe_optim.optimizer.nonfinite import check_states
 from moe_optim.optimizer.step_hooks import (
@@ -63,6 +61,7 @@ from moe_optim.weights.names import parameter_names
 from moe_optim.weights.te.fields import is_tensorwise
 
 if TYPE_CHECKING:
+    from moe_optim.optimizer.host_states import HostStates
     from moe_optim.weights.te.tensorwise import TensorwiseCast
 
 
@@ -78,7 +77,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
     Attributes:
         managed_buckets: buckets of quantized weights whose masters this optimizer steps.
         book: record of every input of a fused step.
-        host_states: host-resident masters and moments.
+        host_states: host-resident masters and moments; None without ``offload_states``.
         encoded: buckets whose masters a step encodes, as of the last plan.
         has_tensorwise: True if some weights have per-tensor scaling; the same on all ranks that
             share the buffers.
@@ -105,7 +104,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         super().__init__(optimizer, config, *args, **kwargs)
         self.managed_buckets: tuple[ManagedBucket, ...] = ()
         self.book = AddressBook(self)
-        self.host_states = HostStates([], 0.0)
+        self.host_states: HostStates | None = None
         self.encoded: list[ManagedBucket] = []
         self.has_tensorwise = False
         self._placed_groups: list[tuple[Any, Any]] = []  # of any class, with their model chunks
@@ -145,6 +144,8 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         self._groups = [group for group in groups if isinstance(group, GroupedBucketGroup)]
         self._managed_groups = [group for group in self._groups if group.managed]
         if self.moe_optim_config.offload_states:  # excludes masters held by Adam
+            from moe_optim.optimizer.host_states import HostStates
+
             masters = [m for group in self.shard_fp32_from_float16_groups for m in group]
             self.host_states = HostStates(
                 [master for master in masters if master is not None],
@@ -336,6 +337,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         states: dict[ManagedBucket | None, list[AdamState]] = {b: [] for b in self.managed_buckets}
         states[None] = []
         self.make_moments()
+        host_states = self.host_states
         for param, master in owned_masters(self):
             exp_avg, exp_avg_sq = moments_of(inner, master)
             states[bucket_of.get(param)].append(
@@ -348,7 +350,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
                     group=group_of[master],
                     norm=norm_of(master),
                     weight=weight_of(self, param, master),
-                    on_host=self.host_states.on_host(master),
+                    on_host=None if host_states is None else host_states.on_host(master),
                 )
             )
         decoupled = is_decoupled(inner)
@@ -393,7 +395,8 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         """Create missing moments, and move host-resident states to the host."""
         for _, master in owned_masters(self):
             moments_of(self.optimizer, master)
-            self.host_states.keep(self.optimizer, master)
+            if self.host_states is not None:
+                self.host_states.keep(self.optimizer, master)
 
     # Update
 
@@ -619,11 +622,14 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         Megatron loads weights and masters separately, and requantizes dequantized values, which
         changes the scale of about one block in twenty. Every rank must call it.
         """
-        if self.host_states.numel:
+        from moe_optim.checkpoint.param_groups import with_groups_of_adam, with_rates_of
+
+        if self.host_states is not None:
             self.make_moments()  # Megatron would create all on the device
         state_dict = with_groups_of_adam(state_dict, self.optimizer)
         super().load_state_dict(with_rates_of(state_dict, self.optimizer))
-        self.host_states.keep_all(self.optimizer)
+        if self.host_states is not None:
+            self.host_states.keep_all(self.optimizer)
         if "param_state" in state_dict:  # else Megatron only builds a template
             self.refresh_weights()
 
@@ -636,12 +642,14 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         """Move masters and moments to the host, after finishing gathers that read them."""
         for group in self._managed_groups:
             group.forget_masters()
-        self.host_states.call_them_the_hosts(self.optimizer)  # Megatron then skips them
+        if self.host_states is not None:
+            self.host_states.call_them_the_hosts(self.optimizer)  # Megatron then skips them
         super().offload_to_cpu()
 
     def restore_from_cpu(self) -> None:
         """Move masters and moments back, except for host-resident ones."""
-        self.host_states.call_them_the_devices(self.optimizer)
+        if self.host_states is not None:
+            self.host_states.call_them_the_devices(self.optimizer)
         super().restore_from_cpu()
         for group in self._managed_groups:
             group.forget_masters()
