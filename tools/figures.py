@@ -11,6 +11,7 @@ on one rank and a CPU.
 import argparse
 import ast
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
@@ -101,6 +102,8 @@ class CallCounter:
         """Handle an event of ``sys.setprofile``."""
         code = frame.f_code
         if event not in ("call", "return") or not code.co_filename.startswith(str(PACKAGE)):
+            return
+        if not code.co_flags & inspect.CO_OPTIMIZED:  # a module or a class that is imported
             return
         self._now += 1 if event == "call" else -1
         if event == "call":
