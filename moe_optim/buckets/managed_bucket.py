@@ -33,7 +33,7 @@ from moe_optim.buckets.states import (
 from moe_optim.errors import StateError
 from moe_optim.kernels.member_table import Backend, MemberTable
 from moe_optim.places import Attributes, Places, has_memory
-from moe_optim.weights.storage import OFFLOADED, Watched, WeightStorage, new_version
+from moe_optim.weights.storage import OFFLOADED, VERSIONS, Watched, WeightStorage
 
 _BUCKET, _HAVE_MOVED = attrgetter("bucket"), attrgetter("have_moved")
 
@@ -91,7 +91,7 @@ class ManagedBucket:
         self._planned_step: MemberTable | None = None
         self._planned_writes = 0  # into masters, as of the step's plan
         self._master_writes = 0  # into masters, as of the last encoding step
-        self.version = new_version()
+        self.version = next(VERSIONS)
         self._has_initial = True  # some weights may have initial values
         self.state = BucketState(name, OWN_MEMORY if wire == "quantized" else SHARED_MEMORY)
         if not all(storage.is_fresh for storage in self.storages):
@@ -273,7 +273,7 @@ class ManagedBucket:
             self._amaxes.finish()
         self.state.record(Event.FINISH)
         self._writes = self._watched.count_writes()
-        self.version = new_version()
+        self.version = next(VERSIONS)
         if self._has_initial:
             self._has_initial = False
             for storage in self.storages:
@@ -319,7 +319,7 @@ class ManagedBucket:
         """Record the contents that a replay leaves, and a new version if it gathered."""
         self.state.replay(begins_with, leaves)
         if begins_with.weights is not leaves.weights:
-            self.version = new_version()
+            self.version = next(VERSIONS)
         self._writes = self._watched.count_writes()
 
 

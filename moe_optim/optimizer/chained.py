@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from moe_optim.health.monitor import HealthMonitor
 
 logger = logging.getLogger(__name__)
+_NORM_NAMES = ("gradient norm", *(f"gradient norm of {group}" for group in NORMS[1:]))
 
 
 class StepObserver(Protocol):
@@ -125,8 +126,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             for group, found, is_clipped in zip(NORMS[1:], of_groups, clipped[1:], strict=True)
             if is_clipped
         }
-        what = ["gradient norm", *(f"gradient norm of {group}" for group in NORMS[1:])]
-        self._check_norms(dict(zip(what, [norm, *of_groups], strict=True)))
+        self._check_norms(dict(zip(_NORM_NAMES, [norm, *of_groups], strict=True)))
         is_too_large = not self._must_skip and norm > self.largest_norm
         if is_too_large:
             message = f"moe_optim: step skipped, its gradient norm {norm} is above the threshold"
@@ -160,11 +160,12 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
         Every rank must call it. This is the only host synchronization of a step.
         """
-        for part in self.stepping:
+        parts = self.stepping
+        for part in parts:
             part.read_gradients()
         total = self.sum_squares()
         norms = norms_of(total[:-1], self.config)
-        for part in self.stepping:
+        for part in parts:
             if not has_pre_hooks(part.optimizer):  # pre-hooks may move planned tensors
                 part.plan_update()  # overlaps with the norm on the device
         *of_host, zeros = torch.cat([norms, total[-1:]]).tolist()

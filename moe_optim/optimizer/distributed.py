@@ -27,12 +27,13 @@ from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.buckets.states import Event, Weights
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.formats.reference.adam import Hyper
 from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.norm import NormInput, NormTable
 from moe_optim.kernels.step_table import StepTable
-from moe_optim.optimizer.adam import hyper_of, moments_of
+from moe_optim.optimizer.adam import moments_of
 from moe_optim.optimizer.address_book import (
     NORMS,
     AddressBook,
@@ -306,7 +307,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
                 f"{type(self.grad_scaler).__name__}. Set step: stock."
             )
         if self.book.check_states() != self._tables_generation or any(
-            self._plan_bucket(bucket) != self._planned[bucket] for bucket in self.managed_buckets
+            [self._plan_bucket(one) != self._planned[one] for one in self.managed_buckets]
         ):
             self._tables, self._tables_generation = {}, 0  # in case the new plan is refused
             self._tables = self._plan_tables()
@@ -500,7 +501,18 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         self.count_steps(1)
 
     def _hyper_rows(self) -> list[list[float]]:
-        return [hyper_of(group).row() for group in self.optimizer.param_groups]
+        """Return the hyperparameters of every parameter group for its next step."""
+        return [
+            Hyper(
+                lr=float(group["lr"]),
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=int(group.get("step", 0)) + 1,
+                bias_correction=bool(group.get("bias_correction", True)),
+            ).row()
+            for group in self.optimizer.param_groups
+        ]
 
     def count_steps(self, steps: int) -> None:
         """Add to the step count: -1 takes back a step that changed nothing."""
