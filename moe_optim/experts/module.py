@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models import backends
@@ -14,7 +14,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.experts.activation import activate
@@ -34,6 +33,9 @@ from moe_optim.library import as_written
 from moe_optim.rules import Setup, check_setup
 from moe_optim.weights.names import is_wrapper
 from moe_optim.weights.storage import MakeStorages, make_portable_storages
+
+if TYPE_CHECKING:
+    from moe_optim.calibration.fake_quantization import PerExpertGrid
 
 _GROUPED_MLP = "megatron.core.models.backends:LocalSpecProvider.grouped_mlp_modules"
 
@@ -94,7 +96,7 @@ class GroupedExperts(MegatronModule):
             GroupedLinear,
             num_local_experts,
             format=_find_format(settings.format),
-            compute=PER_EXPERT_GRIDS.get(settings.compute or "") or _find_format(settings.compute),
+            compute=_find_compute(settings.compute),
             expert_layout=settings.expert_layout,
             bias=config.add_bias_linear,
             fuse_wgrad_accumulation=settings.fuse_wgrad_accumulation,
@@ -276,6 +278,14 @@ def _make_storages(storage: str) -> MakeStorages:
     from moe_optim.weights.te.storage import make_te_storages
 
     return make_te_storages
+
+
+def _find_compute(name: str | None) -> "BlockScaledFormat | PerExpertGrid | None":
+    if name is None:
+        return None
+    from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
+
+    return PER_EXPERT_GRIDS.get(name) or _find_format(name)
 
 
 def _find_format(name: str | None) -> BlockScaledFormat | None:

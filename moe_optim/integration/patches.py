@@ -150,9 +150,14 @@ TE_EXPERTS: tuple[Patch, ...] = (
         target="megatron.core.transformer.moe.experts:TEGroupedMLP.__init__",
         replacement="moe_optim.experts.weight_copies:build_experts",
         form="(self, num_local_experts, config, submodules, pg_collection, name)",
+        is_deferred=True,
         because="GEMMs of Transformer Engine's experts read their weights, not a copy of them",
         remove_when="a grouped linear takes a function that prepares its weights",
     ),
+)
+"""Patches for Transformer Engine's experts."""
+
+COPIES: tuple[Patch, ...] = (
     Patch(
         id="first-microbatch",
         target="megatron.core.transformer.module:MegatronModule.set_is_first_microbatch",
@@ -162,7 +167,7 @@ TE_EXPERTS: tuple[Patch, ...] = (
         remove_when="every model is told of its first microbatch",
     ),
 )
-"""Patches for quantized copies of Transformer Engine's experts."""
+"""Patches applied once Transformer Engine's experts read quantized copies of their weights."""
 
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _DDP = "megatron.core.distributed.distributed_data_parallel"
@@ -488,4 +493,5 @@ them; not a part of Megatron, and therefore not of ``PATCHES``."""
 PATCHES: tuple[Patch, ...] = (
     *(*TRAIN, *SCRIPT, *ADAM, *CPU),
     *(patch for patch in INSTALLED if patch not in ADAM),
+    *COPIES,
 )

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -270,23 +270,15 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         is_saved_by_name = is_by_name and not is_loading
         if is_saved_by_name:
             agree(self._require_tilings, None)
-        with self._without_stubs(), nullcontext() if is_loading else self._checked_states():
+        if not is_loading:
+            agree(self._check_states, None)
+        with self._without_stubs():
             state = super().sharded_state_dict(*args, **kwargs)
         return as_layer_wise(state) if is_saved_by_name else state
 
-    @contextmanager
-    def _checked_states(self) -> Iterator[None]:
-        """Refuse non-finite states on every rank before any of them is collected."""
+    def _check_states(self) -> None:
         parts = [part for part in self.stepping if isinstance(part, CheckpointedOptimizer)]
-        refusing = [part for part in parts if not part.moe_optim_config.save_nonfinite]
-        agree(lambda: check_states(refusing, NOT_SAVED), None)
-        for part in parts:
-            part.is_checked = True
-        try:
-            yield
-        finally:
-            for part in parts:
-                part.is_checked = False
+        check_states([one for one in parts if not one.moe_optim_config.save_nonfinite], NOT_SAVED)
 
     def _require_tilings(self) -> None:
         from moe_optim.checkpoint.owned_boxes import find_tiling_faults

@@ -33,11 +33,9 @@ class CheckpointedOptimizer(DistributedOptimizer):
         moe_optim_config: plug-in configuration at construction.
         requester: owner of the pending manifest request, while a checkpoint is loaded.
         saved_names: kinds of states that are saved by name under another one.
-        is_checked: whether the chain of optimizers looks for Inf and NaN in all states to save.
     """
 
     saved_names: Mapping[str, str] = MappingProxyType({})
-    is_checked: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -129,8 +127,6 @@ class CheckpointedOptimizer(DistributedOptimizer):
                 "fully_sharded_model_space; give one of the two, or --no-load-optim where it is a "
                 "checkpoint that names none."
             )
-        if not (is_loading or self.moe_optim_config.save_nonfinite or self.is_checked):
-            check_states([self], NOT_SAVED)
         state = super().sharded_state_dict(
             model_sharded_state_dict, is_loading, sharding_type, metadata
         )

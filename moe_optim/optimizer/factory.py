@@ -13,7 +13,7 @@ from moe_optim.buckets.bucket_group import GroupedBucketGroup, bucket_groups
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
 from moe_optim.experts.converters import guard_converters
-from moe_optim.experts.weight_copies import StepEnd, copies_in
+from moe_optim.experts.operands import copies_in
 from moe_optim.integration import patches
 from moe_optim.integration.engine import apply_patches, is_rebound, original, revert_patches
 from moe_optim.integration.installation import (
@@ -133,6 +133,8 @@ def _register_observers(optimizer: Any, model_chunks: list[Any], config: MoEOpti
         optimizer.health = HealthMonitor(optimizer, config.health_interval, config.backend)
         optimizer.observers.append(optimizer.health)
     if copies := [one for chunk in model_chunks for one in copies_in(chunk)]:
+        from moe_optim.experts.weight_copies import StepEnd
+
         optimizer.observers.append(StepEnd(copies))
 
 

@@ -19,13 +19,8 @@ from moe_optim.calibration.calibrated_amax import calibrated_amax
 from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError
-from moe_optim.experts.weight_copies import (
-    StepEnd,
-    WeightCopies,
-    copies_in,
-    copies_of,
-    copy_weights,
-)
+from moe_optim.experts.operands import copies_in, copies_of
+from moe_optim.experts.weight_copies import StepEnd, WeightCopies, copy_weights
 from moe_optim.formats import FORMATS
 from moe_optim.formats.reference.fake import fake_quantize
 from tests.support.bytes import assert_bytes_equal
