@@ -49,7 +49,7 @@ def shorten(text: str, limit: int = 300) -> str:
 
 
 def quote(value: object) -> str:
-    """Return the repr of a user's value, shortened, for messages."""
+    """Return the repr of ``value``, shortened, for messages."""
     return shorten(repr(value))
 
 
