@@ -1,6 +1,13 @@
 """Table of all Megatron names that moe_optim rebinds, with the reason for each."""
 
+from dataclasses import replace
+
 from moe_optim.integration.engine import Patch
+
+
+def _deferred(*patches: Patch) -> tuple[Patch, ...]:
+    return tuple(replace(patch, is_deferred=True) for patch in patches)
+
 
 _FUSED_OPTIMIZERS = ("transformer_engine", "apex.optimizers")
 
@@ -144,13 +151,12 @@ EXPERTS: tuple[Patch, ...] = (
 )
 """Patches for portable experts."""
 
-TE_EXPERTS: tuple[Patch, ...] = (
+TE_EXPERTS: tuple[Patch, ...] = _deferred(
     Patch(
         id="te-experts",
         target="megatron.core.transformer.moe.experts:TEGroupedMLP.__init__",
         replacement="moe_optim.experts.weight_copies:build_experts",
         form="(self, num_local_experts, config, submodules, pg_collection, name)",
-        is_deferred=True,
         because="GEMMs of Transformer Engine's experts read their weights, not a copy of them",
         remove_when="a grouped linear takes a function that prepares its weights",
     ),
@@ -328,7 +334,7 @@ OPTIMIZER: tuple[Patch, ...] = (
 )
 """Patches for this package's buffers, bucket groups and optimizer."""
 
-CHECKPOINTS: tuple[Patch, ...] = (
+CHECKPOINTS: tuple[Patch, ...] = _deferred(
     Patch(
         id="load-checkpoint",
         target="megatron.core.dist_checkpointing:load",
@@ -337,7 +343,6 @@ CHECKPOINTS: tuple[Patch, ...] = (
             "(sharded_state_dict, checkpoint_dir, sharded_strategy, validate_access_integrity, "
             "strict, verify_integrity, process_group)"
         ),
-        is_deferred=True,
         because="nothing tells an optimizer what a checkpoint holds before it asks for it",
         remove_when="sharded_state_dict is given the checkpoint that will be loaded",
     ),
@@ -347,7 +352,6 @@ CHECKPOINTS: tuple[Patch, ...] = (
             target=f"megatron.core.{module}:load_common_state_dict",
             replacement="moe_optim.checkpoint.loading:load_common_state_dict",
             form="(checkpoint_dir)",
-            is_deferred=True,
             because="it is the first to read a checkpoint, runs what that names, and names no file",
             remove_when="Megatron looks for all files first, and unpickles plain data alone",
         )
@@ -359,7 +363,6 @@ CHECKPOINTS: tuple[Patch, ...] = (
             target=f"megatron.core.dist_checkpointing.{module}:_get_filesystem_reader",
             replacement="moe_optim.checkpoint.checked_reading:get_filesystem_reader",
             form="(checkpoint_dir, cache_metadata, async_strategy)",
-            is_deferred=True,
             because="torch compares no checksum of what it reads, and unpickles whatever it finds",
             remove_when="torch compares the checksums of records, and unpickles plain data alone",
         )
@@ -372,7 +375,6 @@ CHECKPOINTS: tuple[Patch, ...] = (
         ),
         replacement="moe_optim.checkpoint.checked_reading:load_tensors",
         form="(self, sharded_state_dict, checkpoint_dir, async_strategy)",
-        is_deferred=True,
         because="a rank that finds damage leaves the others waiting for it",
         remove_when="an error of one rank is raised on all that load",
     ),
@@ -385,7 +387,6 @@ CHECKPOINTS: tuple[Patch, ...] = (
             "async_sharded_save, preprocess_common_before_consistancy_check, content_metadata, "
             "async_strategy, verify_integrity)"
         ),
-        is_deferred=True,
         because="an iteration saved again looks whole before it is, and no checksum is recorded",
         remove_when="metadata.json is removed first, and the default save records checksums",
     ),
@@ -397,7 +398,6 @@ CHECKPOINTS: tuple[Patch, ...] = (
         ),
         replacement="moe_optim.checkpoint.staging:prepare_write_data",
         form="(self, plan, planner)",
-        is_deferred=True,
         because="all that a rank saves is copied to the host before the first byte is written",
         remove_when="a synchronous save copies one chunk at a time",
     ),
@@ -406,7 +406,6 @@ CHECKPOINTS: tuple[Patch, ...] = (
         target="megatron.core.transformer.moe.experts:TEGroupedMLP.sharded_state_dict",
         replacement="moe_optim.calibration.state_entries:sharded_state_dict",
         form="(self, prefix, sharded_offsets, metadata)",
-        is_deferred=True,
         because="Transformer Engine's linears save their weights, and nothing recorded of these",
         remove_when="a parameter can say what is saved beside it",
     ),
@@ -418,14 +417,13 @@ CHECKPOINTS: tuple[Patch, ...] = (
         ),
         replacement="moe_optim.checkpoint.loading:load_tensors_metadata",
         form="(self, checkpoint_dir, metadata)",
-        is_deferred=True,
         because="it gives torch.empty all that torch keeps of a tensor, since 2.15 also strides",
         remove_when="strict loads work with torch 2.15",
     ),
 )
 """Patches that check a checkpoint before it is read, and let the optimizer adapt to its layout."""
 
-CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = (
+CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = _deferred(
     *(
         Patch(
             id=f"save-files-of-ranks:{module}",
@@ -439,7 +437,6 @@ CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = (
                 "release, tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group, "
                 "rng_state_key_prefix)"
             ),
-            is_deferred=True,
             because="--ckpt-format torch records neither checksums nor that all files are there",
             remove_when="--ckpt-format torch writes what it consists of when all of it is there",
         )
@@ -453,7 +450,6 @@ CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = (
         target="megatron.training.checkpointing:_get_checkpoint_format",
         replacement="moe_optim.checkpoint.loading:get_checkpoint_format",
         form="(checkpoint_name, args)",
-        is_deferred=True,
         because="--ckpt-format torch compares no checksums, and exits with 0 where a file is torn",
         remove_when="--ckpt-format torch compares checksums of what it reads",
     ),

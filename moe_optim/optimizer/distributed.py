@@ -307,7 +307,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
                 f"{type(self.grad_scaler).__name__}. Set step: stock."
             )
         if self.book.check_states() != self._tables_generation or any(
-            [self._plan_bucket(one) != self._planned[one] for one in self.managed_buckets]
+            [self._plan_bucket(bucket) != self._planned[bucket] for bucket in self.managed_buckets]
         ):
             self._tables, self._tables_generation = {}, 0  # in case the new plan is refused
             self._tables = self._plan_tables()
