@@ -6,7 +6,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from types import ModuleType
 from typing import Any
@@ -47,10 +47,17 @@ class Patch:
     that import it later keep the replacement, also after it is reverted."""
 
 
-_originals: dict[str, Any] = {}  # target -> replaced object
-_importers: dict[str, list[tuple[Any, str]]] = {}  # target -> modules and names rebound with it
-_inherited: set[str] = set()  # targets defined on a base class
-_holders: dict[str, set[str]] = {}  # patch id -> holders
+@dataclass(kw_only=True)
+class _Applied:
+    original: Any
+    importers: list[tuple[Any, str]]
+    """Modules and names rebound with the target."""
+    is_inherited: bool
+    """Whether a base class defines the target."""
+    holders: set[str] = field(default_factory=set)
+
+
+_applied: dict[str, _Applied] = {}  # by target
 
 
 def resolve(path: str) -> tuple[Any, str, Any]:
@@ -78,7 +85,7 @@ def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
     patches = tuple(patches)
     plan, version = [], _core_version()
     for patch in patches:
-        if patch.target in _originals or not _is_needed(patch):
+        if patch.target in _applied or not _is_needed(patch):
             continue
         if why := _misfit(patch, version, loads=not patch.is_deferred):
             raise PatchError(
@@ -89,17 +96,16 @@ def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
         importers = _find_importers(found[2]) if patch.is_imported_by_name else []
         plan.append((patch, *found, _replacement(patch, found[2]), importers))
     for patch, owner, name, original, replacement, importers in plan:
-        if name not in vars(owner):
-            _inherited.add(patch.target)
+        _applied[patch.target] = _Applied(
+            original=original, importers=importers, is_inherited=name not in vars(owner)
+        )
         setattr(owner, name, replacement)
-        _originals[patch.target] = original
-        _importers[patch.target] = importers
         for importer, its_name in importers:
             setattr(importer, its_name, replacement)
         logger.debug("patch %s: %s -> %s", patch.id, patch.target, patch.replacement)
     for patch in patches:
-        if patch.target in _originals:
-            _holders.setdefault(patch.id, set()).add(holder)
+        if patch.target in _applied:
+            _applied[patch.target].holders.add(holder)
 
 
 def _replacement(patch: Patch, original: Any) -> Any:
@@ -117,20 +123,21 @@ def _replacement(patch: Patch, original: Any) -> Any:
 def revert_patches(patches: Iterable[Patch], holder: str = "") -> None:
     """Restore the original of every target that no other holder needs."""
     for patch in patches:
-        holders = _holders.get(patch.id, set())
-        holders.discard(holder)
-        if patch.target not in _originals or holders:
+        if patch.target not in _applied:
             continue
+        applied = _applied[patch.target]
+        applied.holders.discard(holder)
+        if applied.holders:
+            continue
+        del _applied[patch.target]
         owner, name, replacement = resolve(patch.target)
-        original = _originals.pop(patch.target)
-        for importer, its_name in _importers.pop(patch.target, ()):
+        for importer, its_name in applied.importers:
             if getattr(importer, its_name, None) is replacement:
-                setattr(importer, its_name, original)
-        if patch.target in _inherited:
-            _inherited.remove(patch.target)
+                setattr(importer, its_name, applied.original)
+        if applied.is_inherited:
             delattr(owner, name)
         else:
-            setattr(owner, name, original)
+            setattr(owner, name, applied.original)
 
 
 def _find_importers(target: Any) -> list[tuple[Any, str]]:
@@ -147,7 +154,7 @@ def _find_importers(target: Any) -> list[tuple[Any, str]]:
 
 def is_rebound(target: str) -> bool:
     """Return whether the replacement of ``module:attribute`` is applied."""
-    return target in _originals
+    return target in _applied
 
 
 def original(target: str) -> Any:
@@ -156,7 +163,7 @@ def original(target: str) -> Any:
     It is the object that the patch replaced, including wrappers of other packages; the current
     object if no patch is applied (a patched tree, a direct call).
     """
-    found = _originals[target] if is_rebound(target) else resolve(target)[2]
+    found = _applied[target].original if target in _applied else resolve(target)[2]
     return found.__func__ if isinstance(found, staticmethod) else found
 
 
