@@ -103,11 +103,11 @@ class CheckpointedOptimizer(DistributedOptimizer):
     ) -> dict[str, Any]:
         """Return states to save or load, with their manifest. Every rank must call it.
 
+        The chain of optimizers has checked that states to save are finite.
+
         Raises:
             ConfigError: no sharding type is given, or Megatron's default
                 ``fully_sharded_model_space``, which Megatron can no longer save.
-            NonFiniteError: a master or moment to be saved is Inf or NaN, and ``save_nonfinite`` is
-                not set.
             StateError: a load after ``uninstall()``.
         """
         from moe_optim.checkpoint.flat_states import manifest_object
