@@ -53,6 +53,7 @@ class ManagedBucket:
         staging: flat bf16 view of the first bytes of ``grads``, one entry per gradient.
         owner: ``GroupedDistributedOptimizer`` last built for the weights; None before.
         generation: generation of the owner's masters and weights in the current plan.
+        reduced: buffers that a MAX all-reduce completes in a gather.
         version: version of the gathered bytes, see ``WeightStorage.version``.
 
     Raises:
@@ -102,6 +103,8 @@ class ManagedBucket:
             storage.bind(self.gather.buffers_of(index), bucket=self)
         self._master_places, self._weight_places = self.places()
         self._amaxes = AmaxRecord.of(self.params)
+        amaxes = () if self._amaxes is None else (self._amaxes.values,)
+        self.reduced: tuple[Tensor, ...] = (*self.gather.reduced, *amaxes)
 
     # Notifications by weights
 
@@ -228,12 +231,6 @@ class ManagedBucket:
         return self._master_places.count_writes()
 
     # Gathers
-
-    @property
-    def reduced(self) -> list[Tensor]:
-        """Buffers that a MAX all-reduce completes, valid after :meth:`open_gather`."""
-        amaxes = [] if self._amaxes is None else [self._amaxes.values]
-        return [*self.gather.reduced, *amaxes]
 
     def open_gather(self, generation: int | None = None) -> None:
         """Begin a gather: read the masters of this rank.

@@ -73,7 +73,8 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
     step ends with the weights ENCODED if it was fused, else STALE; see :class:`GroupedBucketGroup`.
 
     A fused step of the chain calls :meth:`read_gradients`, :meth:`sum_squares`,
-    :meth:`plan_update`, :meth:`update_masters` and :meth:`gather_unless_overlapped`, in this order.
+    :meth:`plan_update`, :meth:`update_masters` and, unless forward passes gather,
+    :meth:`start_gathers`, in this order.
 
     Attributes:
         managed_buckets: buckets of quantized weights whose masters this optimizer steps.
@@ -258,7 +259,9 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         Raises:
             StateError: a parameter has no gradient, or gradient memory is offloaded.
         """
-        table = None if self._norm is None or self._norm.has_moved else self._norm
+        table = self._norm
+        if table is not None and table.places.have_moved:
+            table = None
         if table is not None:
             table.launch()  # runs while the host compares
         generation = self.book.check_gradients()
@@ -567,22 +570,22 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             group.param_gather_dispatched = False  # even after a gather
         self._record(Event.SETTLE)
 
-    def gather_unless_overlapped(self) -> None:
-        """Gather stale weights, unless forward passes do. Every rank must call it.
-
-        Call right after :meth:`update_masters`, before anything can move masters or weights.
-        """
-        if not self.ddp_config.overlap_param_gather:
-            self._start_gathers(unmoved=not self._is_hooked)
-
     def start_param_sync_for_bucket_group_subset(self) -> None:
         """Start the gathers of this optimizer's groups. Every rank must call it.
 
         Megatron starts those of all groups of a chunk, once per optimizer that has stepped.
         """
-        self._start_gathers()
+        self.start_gathers()
 
-    def _start_gathers(self, *, force_sync: bool = False, unmoved: bool = False) -> None:
+    def start_gathers(self, *, force_sync: bool = False, after_update: bool = False) -> None:
+        """Gather stale weights. Every rank must call it.
+
+        Args:
+            force_sync: whether to wait for the weights.
+            after_update: whether the call follows :meth:`update_masters`, before anything can move
+                masters or weights.
+        """
+        unmoved = after_update and not self._is_hooked
         for chunk, group in self._placed_groups:
             if isinstance(group, GroupedBucketGroup) and group.managed:
                 group.gather(force_sync=force_sync, unmoved=unmoved)
@@ -675,7 +678,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         if self.has_tensorwise:  # Megatron quantizes these
             self.finish_gathers()
             super()._copy_main_params_to_model_params()
-            self._start_gathers(force_sync=True)
+            self.start_gathers(force_sync=True)
         if self.managed_buckets:
             check_states(
                 [self],
