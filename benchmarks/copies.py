@@ -205,7 +205,8 @@ def _make_step(case: CopiesCase, compute: str | None) -> Callable[[], None] | No
     import torch
 
     from moe_optim.config import MoEOptimConfig
-    from moe_optim.experts.weight_copies import copies_in, copy_weights
+    from moe_optim.experts.operands import copies_in
+    from moe_optim.experts.weight_copies import copy_weights
 
     linear = _make_linear(case)
     if linear is None:

@@ -43,6 +43,16 @@ def closest(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str | 
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)), None)
 
 
+def shorten(text: str, limit: int = 300) -> str:
+    """Return ``text`` with its middle elided if longer than ``limit``, for messages."""
+    return text if len(text) <= limit else f"{text[: limit // 2]}...{text[-limit // 2 :]}"
+
+
+def quote(value: object) -> str:
+    """Return the repr of ``value``, shortened, for messages."""
+    return shorten(repr(value))
+
+
 def listed(names: Sequence[str], separator: str = ", ", most: int = 8) -> str:
     """Return ``names`` for an error message, only the first ``most``, joined by ``separator``."""
     shown, more = separator.join(names[:most]), len(names) - most

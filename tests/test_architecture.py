@@ -5,11 +5,13 @@ import subprocess
 import sys
 from graphlib import TopologicalSorter
 
+from moe_optim.integration.patches import INSTALLED
 from tools.rooms import (
     FLOORS,
     PACKAGE,
     ROOT,
     file_of,
+    imported_modules,
     modules_of,
     own_imports,
     room_of,
@@ -148,6 +150,38 @@ def test_the_definition_loads_neither_megatron_nor_triton():
     loaded = set(done.stdout.split())
     assert "torch" in loaded
     assert not loaded & (UPSTREAM | {"triton"})
+
+
+class _Eager(ast.NodeTransformer):
+    """Leaves of a file what runs when it is imported."""
+
+    def visit_FunctionDef(self, _):
+        return None
+
+    def visit_If(self, node):
+        return None if ast.unparse(node.test) == "TYPE_CHECKING" else node
+
+
+def eager_imports(path):
+    tree = _Eager().visit(ast.parse(path.read_text(encoding="utf-8")))
+    return set(map(file_of, imported_modules(tree))) - {None}
+
+
+def test_a_run_imports_no_checkpoint_code_before_it_saves_or_loads():
+    """Nor what few runs need: fake quantization, health, and Muon's arithmetic."""
+    modules = {one.replacement.partition(":")[0] for one in INSTALLED if not one.is_deferred}
+    waiting = {file_of("moe_optim.optimizer.factory"), *map(file_of, modules)}
+    loaded = set()
+    while waiting:
+        path = waiting.pop()
+        loaded.add(path)
+        waiting |= eager_imports(path) - loaded
+    rooms = set(map(room_of, loaded))
+    assert {"optimizer", "buckets", "weights", "experts", "kernels", "formats"} <= rooms
+    assert not rooms & {"checkpoint", "checkpoint/files", "health", "rollout", "commands"}
+    names = {str(path.relative_to(PACKAGE)) for path in loaded}
+    late = {"calibration/fake_quantization.py", "formats/reference/newton_schulz.py"}
+    assert not names & {*late, "optimizer/muon_step.py", "weights/te/storage.py"}
 
 
 FACTORIES = {"empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand"}

@@ -11,6 +11,7 @@ on one rank and a CPU.
 import argparse
 import ast
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
@@ -29,6 +30,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moe_optim"
 TRACED = "--traced"
 """First argument of the process that trains."""
+PLAIN_TORCH = ("formats", "integration/cpu_runtime.py")
+"""What runs on a CPU in place of kernels and CUDA."""
 LONG = 60
 """Limit on lines of a function, without its docstring."""
 
@@ -63,7 +66,8 @@ def _print_calls(what: str, name: str) -> None:
     found = run_traced()[name]
     print(
         f"{what}: {found['functions']} functions in {found['files']} files, "
-        f"{found['calls']:,} calls, {found['depth']} deep"
+        f"{found['calls']:,} calls, {found['depth']} deep; without {' and '.join(PLAIN_TORCH)} "
+        f"{found['own_functions']} in {found['own_files']}"
     )
 
 
@@ -102,6 +106,8 @@ class CallCounter:
         code = frame.f_code
         if event not in ("call", "return") or not code.co_filename.startswith(str(PACKAGE)):
             return
+        if not code.co_flags & inspect.CO_OPTIMIZED:  # a module or a class that is imported
+            return
         self._now += 1 if event == "call" else -1
         if event == "call":
             self.calls += 1
@@ -118,9 +124,13 @@ class CallCounter:
 
     def figures(self) -> dict[str, int]:
         """Return the counts to print."""
-        files = {file for file, *_ in self.functions}
-        numbers = {"calls": self.calls, "depth": self.depth}
-        return {"functions": len(self.functions), "files": len(files), **numbers}
+        plain = tuple(str(PACKAGE / name) for name in PLAIN_TORCH)
+        own = {one for one in self.functions if not one[0].startswith(plain)}
+        counts = {"calls": self.calls, "depth": self.depth}
+        for kind, functions in (("", self.functions), ("own_", own)):
+            files = {file for file, *_ in functions}
+            counts |= {f"{kind}functions": len(functions), f"{kind}files": len(files)}
+        return counts
 
 
 @cache

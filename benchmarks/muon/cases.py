@@ -108,7 +108,7 @@ def settings_of(
 ) -> "MuonSettings":
     """Return Megatron's default settings, in the default workspace unless given."""
     from moe_optim.config import MoEOptimConfig
-    from moe_optim.formats.reference.muon import Orthogonalization
+    from moe_optim.formats.reference.newton_schulz import Orthogonalization
     from moe_optim.optimizer.muon import MuonSettings
 
     return MuonSettings(

@@ -49,7 +49,7 @@ class Matrices:
         """Draw normal matrices of the given numbers and shapes."""
         import torch
 
-        from moe_optim.formats.reference.muon import Orthogonalization, orthogonalize
+        from moe_optim.formats.reference.newton_schulz import Orthogonalization, orthogonalize
 
         batches = tuple(
             draw(number * rows * cols, device, seed=seed).view(number, rows, cols)
@@ -134,7 +134,7 @@ def _measure_stock(matrices: Matrices, on: Machine) -> Taken:
 def _one_at_a_time(batches: Sequence["torch.Tensor"]) -> Callable[[], None]:
     from emerging_optimizers.utils import fp32_matmul_precision
 
-    from moe_optim.formats.reference.muon import Orthogonalization
+    from moe_optim.formats.reference.newton_schulz import Orthogonalization
 
     stock, how = stock_iteration(), Orthogonalization()
     singles = [matrix for batch in batches for matrix in batch]
@@ -151,7 +151,7 @@ def stock_iteration() -> Callable[["torch.Tensor"], "torch.Tensor"]:
     """Return emerging-optimizers' iteration of one matrix [R, C] with the default settings."""
     from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
 
-    from moe_optim.formats.reference.muon import Orthogonalization
+    from moe_optim.formats.reference.newton_schulz import Orthogonalization
 
     how = Orthogonalization()
     coefficients: Any = how.coefficient_type

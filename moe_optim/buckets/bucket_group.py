@@ -312,11 +312,7 @@ def partition_buckets(
     return groups
 
 
-def partition_buckets_of_optimizer(
-    buffers: list[_ParamAndGradBuffer],  # noqa: ARG001  # signature of Megatron's function
-    force_single_bucket_group: bool = False,  # noqa: ARG001
-    reduce_scatter_with_fp32_accumulation: bool = False,  # noqa: ARG001
-) -> list[_ParamAndGradBucketGroup]:
+def partition_buckets_of_optimizer(*_: Any, **__: Any) -> list[_ParamAndGradBucketGroup]:
     """Return no bucket groups: the distributed optimizer makes its own, and does not use them."""
     return []
 

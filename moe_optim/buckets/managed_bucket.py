@@ -33,7 +33,7 @@ from moe_optim.buckets.states import (
 from moe_optim.errors import StateError
 from moe_optim.kernels.member_table import Backend, MemberTable
 from moe_optim.places import Attributes, Places, has_memory
-from moe_optim.weights.storage import OFFLOADED, Watched, WeightStorage, new_version
+from moe_optim.weights.storage import OFFLOADED, VERSIONS, Watched, WeightStorage
 
 _BUCKET, _HAVE_MOVED = attrgetter("bucket"), attrgetter("have_moved")
 
@@ -53,6 +53,7 @@ class ManagedBucket:
         staging: flat bf16 view of the first bytes of ``grads``, one entry per gradient.
         owner: ``GroupedDistributedOptimizer`` last built for the weights; None before.
         generation: generation of the owner's masters and weights in the current plan.
+        reduced: buffers that a MAX all-reduce completes in a gather.
         version: version of the gathered bytes, see ``WeightStorage.version``.
 
     Raises:
@@ -91,7 +92,7 @@ class ManagedBucket:
         self._planned_step: MemberTable | None = None
         self._planned_writes = 0  # into masters, as of the step's plan
         self._master_writes = 0  # into masters, as of the last encoding step
-        self.version = new_version()
+        self.version = next(VERSIONS)
         self._has_initial = True  # some weights may have initial values
         self.state = BucketState(name, OWN_MEMORY if wire == "quantized" else SHARED_MEMORY)
         if not all(storage.is_fresh for storage in self.storages):
@@ -102,6 +103,8 @@ class ManagedBucket:
             storage.bind(self.gather.buffers_of(index), bucket=self)
         self._master_places, self._weight_places = self.places()
         self._amaxes = AmaxRecord.of(self.params)
+        amaxes = () if self._amaxes is None else (self._amaxes.values,)
+        self.reduced: tuple[Tensor, ...] = (*self.gather.reduced, *amaxes)
 
     # Notifications by weights
 
@@ -229,12 +232,6 @@ class ManagedBucket:
 
     # Gathers
 
-    @property
-    def reduced(self) -> list[Tensor]:
-        """Buffers that a MAX all-reduce completes, valid after :meth:`open_gather`."""
-        amaxes = [] if self._amaxes is None else [self._amaxes.values]
-        return [*self.gather.reduced, *amaxes]
-
     def open_gather(self, generation: int | None = None) -> None:
         """Begin a gather: read the masters of this rank.
 
@@ -273,7 +270,7 @@ class ManagedBucket:
             self._amaxes.finish()
         self.state.record(Event.FINISH)
         self._writes = self._watched.count_writes()
-        self.version = new_version()
+        self.version = next(VERSIONS)
         if self._has_initial:
             self._has_initial = False
             for storage in self.storages:
@@ -319,7 +316,7 @@ class ManagedBucket:
         """Record the contents that a replay leaves, and a new version if it gathered."""
         self.state.replay(begins_with, leaves)
         if begins_with.weights is not leaves.weights:
-            self.version = new_version()
+            self.version = next(VERSIONS)
         self._writes = self._watched.count_writes()
 
 

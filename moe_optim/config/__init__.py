@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from moe_optim.config.recipe_yaml import merge, parse_yaml, quote
-from moe_optim.errors import ConfigError, closest
+from moe_optim.errors import ConfigError, closest, quote
 from moe_optim.rules import Setup, check_setup
 
 Format = Literal[
@@ -285,4 +284,6 @@ def _parse_assignment(assignment: str, where: str) -> dict[str, object]:
         )
     where = f"{where}: {quote(assignment)}"
     check_key(where, key, field_names())
+    from moe_optim.config.recipe_yaml import merge, parse_yaml
+
     return merge(where, {"moe_optim": {key: parse_yaml(where, text)}})["moe_optim"]

@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from moe_optim.errors import ConfigError
+from moe_optim.errors import ConfigError, quote, shorten
 
 MAX_BYTES = 2**18
 """Limit for the size of a document; 80 times the largest shipped recipe."""
@@ -96,13 +96,3 @@ def merge(where: str, *layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dic
             f"{quote(str(error).partition(chr(10))[0])}. Correct the ${{...}} in it."
         ) from None
     return dict(resolved)
-
-
-def shorten(text: str, limit: int = 300) -> str:
-    """Return ``text`` with its middle elided if longer than ``limit``, for messages."""
-    return text if len(text) <= limit else f"{text[: limit // 2]}...{text[-limit // 2 :]}"
-
-
-def quote(value: object) -> str:
-    """Return the repr of a user's value, shortened, for messages."""
-    return shorten(repr(value))

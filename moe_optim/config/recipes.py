@@ -11,10 +11,10 @@ from typing import Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from moe_optim.config import MoEOptimConfig, check_key, field_names
-from moe_optim.config.recipe_yaml import MAX_BYTES, merge, parse_yaml, quote, shorten
+from moe_optim.config.recipe_yaml import MAX_BYTES, merge, parse_yaml
 from moe_optim.config.shipped_recipes import find_recipe, suggest_shipped
 from moe_optim.environment import find_gpus, unmet_version
-from moe_optim.errors import ConfigError
+from moe_optim.errors import ConfigError, quote, shorten
 
 Scalar = bool | int | float | str | None
 Value = Scalar | list[Scalar]

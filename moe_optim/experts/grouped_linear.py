@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from moe_optim.calibration.calibrated_amax import (
     take_calibrated_amaxes,
     take_off_amaxes,
 )
-from moe_optim.calibration.fake_quantization import PerExpertGrid
 from moe_optim.errors import StateError
 from moe_optim.experts import compiled_gemm
 from moe_optim.experts.grouped_gemm import (
@@ -44,6 +43,9 @@ from moe_optim.weights.storage import (
     make_portable_storages,
 )
 from moe_optim.weights.traced import handle_of
+
+if TYPE_CHECKING:
+    from moe_optim.calibration.fake_quantization import PerExpertGrid
 
 ExpertLayout = Literal["grouped", "indexed"]
 
@@ -94,7 +96,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         in_features: int,
         *,
         format: BlockScaledFormat | None,
-        compute: BlockScaledFormat | PerExpertGrid | None = None,
+        compute: "BlockScaledFormat | PerExpertGrid | None" = None,
         expert_layout: ExpertLayout = "grouped",
         bias: bool = False,
         fuse_wgrad_accumulation: bool = True,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models import backends
@@ -14,15 +14,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
-from moe_optim.calibration.state_entries import AmaxPlace, amax_entries
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.experts.activation import activate
 from moe_optim.experts.converters import guard_converters
 from moe_optim.experts.grouped_linear import GroupedLinear, ends_of
 from moe_optim.experts.keys.layouts import LINEARS
-from moe_optim.experts.loading import load_local_experts
 from moe_optim.experts.sharding import (
     adapter_states,
     empty_extra_state,
@@ -35,10 +32,11 @@ from moe_optim.integration.installation import installed_config
 from moe_optim.library import as_written
 from moe_optim.rules import Setup, check_setup
 from moe_optim.weights.names import is_wrapper
-from moe_optim.weights.storage import make_portable_storages
-from moe_optim.weights.te.storage import make_te_storages
+from moe_optim.weights.storage import MakeStorages, make_portable_storages
 
-_STORAGES = {"portable": make_portable_storages, "transformer_engine": make_te_storages}
+if TYPE_CHECKING:
+    from moe_optim.calibration.fake_quantization import PerExpertGrid
+
 _GROUPED_MLP = "megatron.core.models.backends:LocalSpecProvider.grouped_mlp_modules"
 
 
@@ -98,7 +96,7 @@ class GroupedExperts(MegatronModule):
             GroupedLinear,
             num_local_experts,
             format=_find_format(settings.format),
-            compute=PER_EXPERT_GRIDS.get(settings.compute or "") or _find_format(settings.compute),
+            compute=_find_compute(settings.compute),
             expert_layout=settings.expert_layout,
             bias=config.add_bias_linear,
             fuse_wgrad_accumulation=settings.fuse_wgrad_accumulation,
@@ -106,7 +104,7 @@ class GroupedExperts(MegatronModule):
                 config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
             ),
             record_amax=settings.record_amax,
-            make_storages=_STORAGES[settings.storage],
+            make_storages=_make_storages(settings.storage),
             backend=settings.backend,
             device=device,
         )
@@ -220,6 +218,8 @@ class GroupedExperts(MegatronModule):
             LayoutError: a wrapper other than an adapter hides a linear; or see
                 :func:`~moe_optim.experts.sharding.adapter_states`.
         """
+        from moe_optim.calibration.state_entries import AmaxPlace, amax_entries
+
         if (metadata or {}).get("singleton_local_shards", False):
             raise ConfigError(
                 "portable experts: singleton_local_shards: expected one key for all experts, got "
@@ -251,6 +251,8 @@ class GroupedExperts(MegatronModule):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
+        from moe_optim.experts.loading import load_local_experts
+
         load_local_experts(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -270,6 +272,22 @@ def _scaled(tokens: Tensor, probs: Tensor) -> Tensor:
 @as_written
 def _add_scaled(output: Tensor, biases: Tensor, probs: Tensor) -> Tensor:
     return (output + biases * probs).to(output.dtype)
+
+
+def _make_storages(storage: str) -> MakeStorages:
+    if storage == "portable":
+        return make_portable_storages
+    from moe_optim.weights.te.storage import make_te_storages
+
+    return make_te_storages
+
+
+def _find_compute(name: str | None) -> "BlockScaledFormat | PerExpertGrid | None":
+    if name is None:
+        return None
+    from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
+
+    return PER_EXPERT_GRIDS.get(name) or _find_format(name)
 
 
 def _find_format(name: str | None) -> BlockScaledFormat | None:

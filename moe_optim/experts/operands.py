@@ -1,18 +1,19 @@
 """GEMM operands of bf16 experts: the contiguous weights, or a quantized copy of them."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_optim.calibration.fake_operations import clipped_gradient, fake_quantized
-from moe_optim.calibration.fake_quantization import PerExpertGrid
 from moe_optim.formats import BlockScaledFormat, Direction
 from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
 from moe_optim.weights.storage import PortableStorage
+
+if TYPE_CHECKING:
+    from moe_optim.calibration.fake_quantization import PerExpertGrid
 
 _ALIGNMENT = 16  # bytes, required by grouped GEMMs for strides and addresses
 
@@ -87,7 +88,7 @@ class QuantizedCopy(_Copy[BlockScaledFormat]):
         return storage, MemberTable.build(entries, backend=self.backend)
 
 
-class FakeQuantizedCopy(_Copy[PerExpertGrid]):
+class FakeQuantizedCopy(_Copy["PerExpertGrid"]):
     """Nearest values of bf16 weights on a grid with one amax per expert.
 
     Each forward GEMM computes them in one launch, and its dgrad recomputes them from the kept
@@ -113,6 +114,8 @@ class FakeQuantizedCopy(_Copy[PerExpertGrid]):
         of a forward GEMM (rowwise) for its dgrad (columnwise). Without ``amax``, ranks of ``group``
         hold parts of the same experts, and all of them must call it.
         """
+        from moe_optim.calibration.fake_operations import fake_quantized
+
         if direction == "rowwise" or self._kept is None:
             found = live_amax(weights, group) if amax is None else amax.flatten()
             if keep:
@@ -128,13 +131,15 @@ class FakeQuantizedCopy(_Copy[PerExpertGrid]):
         """Return the weight gradient [E, R, C], zero where a calibrated amax clips the weight."""
         if amax is None:
             return wgrad
+        from moe_optim.calibration.fake_operations import clipped_gradient
+
         plain = [weight.detach() for weight in weights]
         parts = [wgrad] if weights[0].dim() == 3 else list(wgrad.unbind(0))
         return clipped_gradient(plain, amax.flatten(), parts, self.backend).view(self.shape)
 
 
 def make_copy(
-    compute: BlockScaledFormat | PerExpertGrid,
+    compute: "BlockScaledFormat | PerExpertGrid",
     shape: tuple[int, int, int],
     name: str,
     backend: Backend,
@@ -144,10 +149,21 @@ def make_copy(
     Raises:
         LayoutError: the shape does not fit the format.
     """
-    if isinstance(compute, PerExpertGrid):
+    if not isinstance(compute, BlockScaledFormat):
         return FakeQuantizedCopy(compute, shape, name, backend)
     compute.check_shape(shape, name)
     return QuantizedCopy(compute, shape, name, backend)
+
+
+def copies_of(module: torch.nn.Module) -> Any:
+    """Return the ``WeightCopies`` of a linear of Transformer Engine, None if GEMMs read weights."""
+    copies = vars(module).get("_get_weight_tensors")
+    return copies if hasattr(copies, "begin_step") else None
+
+
+def copies_in(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield :func:`copies_of` all linears of a model that have them."""
+    yield from filter(None, map(copies_of, model.modules()))
 
 
 def live_amax(weights: Sequence[Tensor], group: Any = None) -> Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -16,13 +16,14 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from moe_optim.calibration.linears import unknown_wrapper
-from moe_optim.calibration.state_entries import Offset
 from moe_optim.errors import LayoutError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.experts.keys.layouts import LINEARS
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.names import ADAPTER, base_of, is_wrapper
+
+if TYPE_CHECKING:
+    from moe_optim.calibration.state_entries import Offset
 
 CUTS = {  # sharded axis of one expert's tensor, number of parts that are each sharded
     "linear_fc1.weight": (0, 2),  # rows of gate and up
@@ -76,7 +77,7 @@ class ExpertShard:
             set_tensor_model_parallel_attributes(self.parameter, True, self.dim(axis), parts)
 
     def sharded(
-        self, prefix: str, place: Offset, sharded_offsets: tuple[Offset, ...], groups: Any
+        self, prefix: str, place: "Offset", sharded_offsets: "tuple[Offset, ...]", groups: Any
     ) -> ShardedTensorFactory:
         """Return the parameter under Megatron's key for all experts.
 
@@ -136,6 +137,8 @@ def grouped_linear_of(experts: torch.nn.Module, name: str) -> GroupedLinear:
     base = base_of(module)
     if isinstance(base, GroupedLinear):
         return base
+    from moe_optim.calibration.linears import unknown_wrapper
+
     raise unknown_wrapper(name, module)
 
 
@@ -147,7 +150,7 @@ def list_shards(experts: torch.nn.Module) -> Iterator[ExpertShard]:
 
 
 def empty_extra_state(
-    key: str, place: Offset, sharded_offsets: tuple[Offset, ...], groups: Any
+    key: str, place: "Offset", sharded_offsets: "tuple[Offset, ...]", groups: Any
 ) -> Any:
     """Return the empty object that Megatron's linears save and load per expert."""
     return make_sharded_object_for_checkpoint(

@@ -4,7 +4,7 @@ Transformer Engine's ``GroupedLinear`` asks ``_get_weight_tensors`` for the oper
 :class:`WeightCopies` answers with fake-quantized values of all experts, made in one launch.
 """
 
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from moe_optim.calibration.calibrated_amax import calibrated_amax
 from moe_optim.calibration.fake_operations import fake_blocks
 from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS, PerExpertGrid
-from moe_optim.calibration.linears import grouped_linears
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.experts.copied_gradients import StraightThrough, clip_delayed, share_attributes
-from moe_optim.experts.operands import live_amax, make_copy
+from moe_optim.experts.operands import copies_in, live_amax, make_copy
 from moe_optim.formats import BlockScaledFormat, get_format
-from moe_optim.integration.engine import original
-from moe_optim.integration.installation import config_or_bf16
+from moe_optim.integration import patches
+from moe_optim.integration.engine import apply_patches, original
+from moe_optim.integration.installation import HOLDER, config_or_bf16, installed_config
 from moe_optim.kernels.plan import Backend
 from moe_optim.rules import copied_format
 
@@ -158,8 +158,8 @@ class WeightCopies:
 class StepEnd:
     """Observer of an optimizer that ends the step of all copies in its model."""
 
-    def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
-        self._copies = [copies for chunk in chunks for copies in copies_in(chunk)]
+    def __init__(self, copies: Sequence[WeightCopies]) -> None:
+        self._copies = copies
 
     def before_step(self) -> None:
         """Drop copies of weights that the step changes."""
@@ -168,17 +168,6 @@ class StepEnd:
 
     def before_save(self) -> None:
         """Do nothing: copies are not saved."""
-
-
-def copies_of(module: torch.nn.Module) -> WeightCopies | None:
-    """Return what hands out copies of a linear's weights, None if its GEMMs read them."""
-    copies = vars(module).get("_get_weight_tensors")
-    return copies if isinstance(copies, WeightCopies) else None
-
-
-def copies_in(model: torch.nn.Module) -> Iterator[WeightCopies]:
-    """Yield :func:`copies_of` all linears of a model that have them."""
-    yield from filter(None, map(copies_of, model.modules()))
 
 
 def build_experts(
@@ -192,6 +181,8 @@ def build_experts(
     """Initialize Megatron's ``TEGroupedMLP``; give it copies if ``compute`` asks for them."""
     original(_EXPERTS)(self, num_local_experts, config, submodules, pg_collection, name)
     copy_weights(self, config_or_bf16(), name or "experts")
+    if installed_config() is not None and any(copies_in(self)):
+        apply_patches(patches.COPIES, HOLDER)
 
 
 def copy_weights(experts: torch.nn.Module, config: MoEOptimConfig, name: str) -> None:
@@ -205,6 +196,8 @@ def copy_weights(experts: torch.nn.Module, config: MoEOptimConfig, name: str) ->
     """
     if (compute := copied_format(config)) is None:
         return
+    from moe_optim.calibration.linears import grouped_linears
+
     format = PER_EXPERT_GRIDS.get(compute) or get_format(compute)
     for path, linear in grouped_linears(experts):
         if linear.single_grouped_weight:

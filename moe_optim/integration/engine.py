@@ -6,7 +6,8 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
@@ -38,15 +39,25 @@ class Patch:
     """Modules whose presence makes the patch unnecessary."""
     only_if_there: bool = False
     """Whether to skip the patch if Megatron lacks the target."""
+    is_deferred: bool = False
+    """Whether the replacement, a function, is imported on its first call. Until then nothing
+    compares its parameters; :func:`patch_state` does."""
     is_imported_by_name: bool = False
     """Whether to rebind the target in every loaded module that has it, under whatever name. Modules
     that import it later keep the replacement, also after it is reverted."""
 
 
-_originals: dict[str, Any] = {}  # target -> replaced object
-_importers: dict[str, list[tuple[Any, str]]] = {}  # target -> modules and names rebound with it
-_inherited: set[str] = set()  # targets defined on a base class
-_holders: dict[str, set[str]] = {}  # patch id -> holders
+@dataclass(kw_only=True)
+class _Applied:
+    original: Any
+    importers: list[tuple[Any, str]]
+    """Modules and names rebound with the target."""
+    is_inherited: bool
+    """Whether a base class defines the target."""
+    holders: set[str] = field(default_factory=set)
+
+
+_applied: dict[str, _Applied] = {}  # by target
 
 
 def resolve(path: str) -> tuple[Any, str, Any]:
@@ -74,47 +85,59 @@ def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
     patches = tuple(patches)
     plan, version = [], _core_version()
     for patch in patches:
-        if patch.target in _originals or not _is_needed(patch):
+        if patch.target in _applied or not _is_needed(patch):
             continue
-        if why := _misfit(patch, version):
+        if why := _misfit(patch, version, loads=not patch.is_deferred):
             raise PatchError(
                 f"patch {patch.id}: {patch.target}: {why}. Install a megatron-core "
                 f"{NEEDED['megatron-core']}; `moe-optim doctor` checks all patches."
             )
         found = resolve(patch.target)
         importers = _find_importers(found[2]) if patch.is_imported_by_name else []
-        plan.append((patch, *found, resolve(patch.replacement)[2], importers))
+        plan.append((patch, *found, _replacement(patch, found[2]), importers))
     for patch, owner, name, original, replacement, importers in plan:
-        if name not in vars(owner):
-            _inherited.add(patch.target)
+        _applied[patch.target] = _Applied(
+            original=original, importers=importers, is_inherited=name not in vars(owner)
+        )
         setattr(owner, name, replacement)
-        _originals[patch.target] = original
-        _importers[patch.target] = importers
         for importer, its_name in importers:
             setattr(importer, its_name, replacement)
         logger.debug("patch %s: %s -> %s", patch.id, patch.target, patch.replacement)
     for patch in patches:
-        if patch.target in _originals:
-            _holders.setdefault(patch.id, set()).add(holder)
+        if patch.target in _applied:
+            _applied[patch.target].holders.add(holder)
+
+
+def _replacement(patch: Patch, original: Any) -> Any:
+    if not patch.is_deferred:
+        return resolve(patch.replacement)[2]
+    ours = cache(lambda: resolve(patch.replacement)[2])
+
+    @wraps(original)
+    def import_and_call(*args: Any, **kwargs: Any) -> Any:
+        return ours()(*args, **kwargs)
+
+    return import_and_call
 
 
 def revert_patches(patches: Iterable[Patch], holder: str = "") -> None:
     """Restore the original of every target that no other holder needs."""
     for patch in patches:
-        holders = _holders.get(patch.id, set())
-        holders.discard(holder)
-        if patch.target not in _originals or holders:
+        if patch.target not in _applied:
             continue
+        applied = _applied[patch.target]
+        applied.holders.discard(holder)
+        if applied.holders:
+            continue
+        del _applied[patch.target]
         owner, name, replacement = resolve(patch.target)
-        original = _originals.pop(patch.target)
-        for importer, its_name in _importers.pop(patch.target, ()):
+        for importer, its_name in applied.importers:
             if getattr(importer, its_name, None) is replacement:
-                setattr(importer, its_name, original)
-        if patch.target in _inherited:
-            _inherited.remove(patch.target)
+                setattr(importer, its_name, applied.original)
+        if applied.is_inherited:
             delattr(owner, name)
         else:
-            setattr(owner, name, original)
+            setattr(owner, name, applied.original)
 
 
 def _find_importers(target: Any) -> list[tuple[Any, str]]:
@@ -131,7 +154,7 @@ def _find_importers(target: Any) -> list[tuple[Any, str]]:
 
 def is_rebound(target: str) -> bool:
     """Return whether the replacement of ``module:attribute`` is applied."""
-    return target in _originals
+    return target in _applied
 
 
 def original(target: str) -> Any:
@@ -140,7 +163,7 @@ def original(target: str) -> Any:
     It is the object that the patch replaced, including wrappers of other packages; the current
     object if no patch is applied (a patched tree, a direct call).
     """
-    found = _originals[target] if is_rebound(target) else resolve(target)[2]
+    found = _applied[target].original if target in _applied else resolve(target)[2]
     return found.__func__ if isinstance(found, staticmethod) else found
 
 
@@ -150,7 +173,7 @@ def patch_state(patch: Patch) -> str:
         return "applied"
     if not _is_needed(patch):
         return "not needed"
-    why = _misfit(patch, _core_version())
+    why = _misfit(patch, _core_version(), loads=True)
     return f"broken: {why}" if why else "off"
 
 
@@ -178,20 +201,23 @@ def _core_version() -> str:
     return package.version if package else "unknown"
 
 
-def _misfit(patch: Patch, version: str) -> str | None:
+def _misfit(patch: Patch, version: str, *, loads: bool) -> str | None:
+    """Return why a patch cannot be applied; ``loads`` imports the replacement to compare it."""
     needed = NEEDED["megatron-core"]
     name, expected = f"megatron-core {version}", f"expected {patch.form} of megatron-core {needed}"
     try:
         original = resolve(patch.target)[2]
     except (ImportError, AttributeError) as error:
         return f"{expected}, got none in {name} ({error})"
+    form = form_of(original)
+    if form != patch.form or not satisfies(version, needed):
+        return f"{expected}, got {form} in {name}"
+    if not loads:
+        return None
     try:
         replacement = resolve(patch.replacement)[2]
     except (ImportError, AttributeError) as error:
         return f"expected {patch.replacement} to be there, got with {name}: {error}"
-    form = form_of(original)
-    if form != patch.form or not satisfies(version, needed):
-        return f"{expected}, got {form} in {name}"
     if isinstance(original, type):
         return _misfit_of_class(original, replacement, name)
     is_fit = (

@@ -129,7 +129,7 @@ def uninstall() -> None:
     global _config, _optimizer
     revert_patches(reversed(patches.INSTALLED), HOLDER)
     revert_patches(patches.CHECKPOINTS, OPTIMIZERS)
-    revert_patches(patches.BRIDGE, HOLDER)
+    revert_patches((*patches.COPIES, *patches.BRIDGE), HOLDER)
     _config = _optimizer = None
 
 

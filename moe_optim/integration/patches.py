@@ -1,6 +1,13 @@
 """Table of all Megatron names that moe_optim rebinds, with the reason for each."""
 
+from dataclasses import replace
+
 from moe_optim.integration.engine import Patch
+
+
+def _deferred(*patches: Patch) -> tuple[Patch, ...]:
+    return tuple(replace(patch, is_deferred=True) for patch in patches)
+
 
 _FUSED_OPTIMIZERS = ("transformer_engine", "apex.optimizers")
 
@@ -144,7 +151,7 @@ EXPERTS: tuple[Patch, ...] = (
 )
 """Patches for portable experts."""
 
-TE_EXPERTS: tuple[Patch, ...] = (
+TE_EXPERTS: tuple[Patch, ...] = _deferred(
     Patch(
         id="te-experts",
         target="megatron.core.transformer.moe.experts:TEGroupedMLP.__init__",
@@ -153,6 +160,10 @@ TE_EXPERTS: tuple[Patch, ...] = (
         because="GEMMs of Transformer Engine's experts read their weights, not a copy of them",
         remove_when="a grouped linear takes a function that prepares its weights",
     ),
+)
+"""Patches for Transformer Engine's experts."""
+
+COPIES: tuple[Patch, ...] = (
     Patch(
         id="first-microbatch",
         target="megatron.core.transformer.module:MegatronModule.set_is_first_microbatch",
@@ -162,7 +173,7 @@ TE_EXPERTS: tuple[Patch, ...] = (
         remove_when="every model is told of its first microbatch",
     ),
 )
-"""Patches for quantized copies of Transformer Engine's experts."""
+"""Patches applied once Transformer Engine's experts read quantized copies of their weights."""
 
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _DDP = "megatron.core.distributed.distributed_data_parallel"
@@ -225,6 +236,7 @@ OPTIMIZER: tuple[Patch, ...] = (
             target=f"megatron.core.full_cuda_graph:FullCudaGraphWrapper.{name}",
             replacement=f"moe_optim.buckets.replay:{replacement}",
             form=form,
+            is_deferred=True,
             because="a replay runs kernels alone, and buckets note on the host what they hold",
             remove_when="a graph calls back before and after its replay",
         )
@@ -243,6 +255,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         target="megatron.core.fp8_utils:get_fp8_recipe",
         replacement="moe_optim.weights.te.recipe:get_fp8_recipe",
         form="(config)",
+        is_deferred=True,
         because="no flag gives MXFP8 weights of Transformer Engine square blocks",
         remove_when="--fp8-recipe has a value for MXFP8 with square blocks",
     ),
@@ -302,6 +315,7 @@ OPTIMIZER: tuple[Patch, ...] = (
             "(args, model, optimizer, opt_param_scheduler, rng_state, iteration, "
             "optim_sd_kwargs, model_sd_kwargs, rerun_state)"
         ),
+        is_deferred=True,
         because="amaxes of experts that are cut over ranks are reduced before keys are walked",
         remove_when="a model can prepare itself for a save",
     ),
@@ -320,7 +334,7 @@ OPTIMIZER: tuple[Patch, ...] = (
 )
 """Patches for this package's buffers, bucket groups and optimizer."""
 
-CHECKPOINTS: tuple[Patch, ...] = (
+CHECKPOINTS: tuple[Patch, ...] = _deferred(
     Patch(
         id="load-checkpoint",
         target="megatron.core.dist_checkpointing:load",
@@ -409,7 +423,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
 )
 """Patches that check a checkpoint before it is read, and let the optimizer adapt to its layout."""
 
-CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = (
+CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = _deferred(
     *(
         Patch(
             id=f"save-files-of-ranks:{module}",
@@ -475,4 +489,5 @@ them; not a part of Megatron, and therefore not of ``PATCHES``."""
 PATCHES: tuple[Patch, ...] = (
     *(*TRAIN, *SCRIPT, *ADAM, *CPU),
     *(patch for patch in INSTALLED if patch not in ADAM),
+    *COPIES,
 )

@@ -112,12 +112,8 @@ def make_muon_distributed(args: Any) -> None:
         return
     if getattr(args, "freeze_all_layers", False):
         args.use_distributed_optimizer = False  # as in Megatron's validation: nothing is stepped
-    if not getattr(args, "use_gloo_process_groups", True):
-        _check_checkpoints_without_gloo(args)
-
-
-def _check_checkpoints_without_gloo(args: Any) -> None:
-    if args.ckpt_format == "torch":
+    has_gloo = getattr(args, "use_gloo_process_groups", True)
+    if not has_gloo and args.ckpt_format == "torch":
         raise ConfigError(
             "--disable-gloo-process-groups: expected --ckpt-format torch_dist, as others collect "
             f"states over gloo, got {args.ckpt_format}. Give torch_dist, or remove the flag."

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
-from moe_optim.formats.reference.muon import EPS
+from moe_optim.formats.reference.newton_schulz import EPS
 from moe_optim.kernels.matrices import Piece
 from moe_optim.kernels.matrix_table import (
     bind_parts,

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from moe_optim.errors import ConfigError
-from moe_optim.formats.reference.adam import Hyper
 from moe_optim.integration.engine import original
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -189,18 +188,6 @@ def moments_of(inner: Any, master: Tensor) -> tuple[Tensor, Tensor]:
             state.update({name: torch.zeros_like(master.detach()) for name in MOMENTS})
     exp_avg, exp_avg_sq = (inner.state[master][name] for name in MOMENTS)
     return exp_avg, exp_avg_sq
-
-
-def hyper_of(group: dict[str, Any]) -> Hyper:
-    """Return the hyperparameters of a parameter group for its next step."""
-    return Hyper(
-        lr=float(group["lr"]),
-        betas=group["betas"],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        step=int(group.get("step", 0)) + 1,
-        bias_correction=bool(group.get("bias_correction", True)),
-    )
 
 
 def check_optimizer_config(self: Any) -> None:

@@ -164,10 +164,17 @@ class AddressBook:
         except (AttributeError, TypeError):  # a parameter without gradient
             gradients = [getattr(param, "main_grad", None) for param in params]
             addresses = [None if one is None else one.data_ptr() for one in gradients]
+        try:
+            same = self._of_masters == self._attributes
+        except RuntimeError:  # tensors have no truth value
+            same = False
+        if not same:
+            self._attributes = list(map(dict, self._of_masters))
+            self._counts_in = [tuple(map(one.get, _NORM_ATTRIBUTES)) for one in self._attributes]
         groups = [getattr(optimizer, name, None) for name in ("tp_group", "expert_tp_group")]
         return masters + self._gradients.compare(
             [*gradients, *groups],
-            [addresses, self._find_attributes(), optimizer.config.log_num_zeros_in_grad],
+            [addresses, self._counts_in, optimizer.config.log_num_zeros_in_grad],
         )
 
     def check_states(self) -> int:
@@ -195,7 +202,8 @@ class AddressBook:
                 addresses_of([*weights, *[master for _, master in self.unmanaged]]),
                 None if self.tensorwise is None else self.tensorwise.addresses(),
                 list(map(len, of_groups)),
-                [_decouples(inner, group) for group in inner.param_groups],
+                getattr(inner, "adam_w_mode", None),
+                [group.get("adam_w_mode") for group in inner.param_groups],
             ],
         )
         return self._masters.generation + self._gradients.generation + states
@@ -205,16 +213,6 @@ class AddressBook:
         if bucket.has_moved:
             self._buckets[bucket] += 1
         return self._masters.generation + self._buckets[bucket]
-
-    def _find_attributes(self) -> list[tuple[Any, ...]]:
-        try:
-            same = self._of_masters == self._attributes
-        except RuntimeError:  # tensors have no truth value
-            same = False
-        if not same:
-            self._attributes = list(map(dict, self._of_masters))
-            self._counts_in = [tuple(map(one.get, _NORM_ATTRIBUTES)) for one in self._attributes]
-        return self._counts_in
 
 
 def find_moments(inner: Any) -> list[Tensor]:
@@ -232,16 +230,18 @@ def state_names(inner: Any) -> tuple[str, ...]:
 
 
 def is_decoupled(inner: Any) -> bool:
-    """Return whether weight decay is decoupled (AdamW); raise StateError if groups differ."""
-    modes = {_decouples(inner, group) for group in inner.param_groups if group["params"]}
+    """Return whether weight decay is decoupled (AdamW); raise StateError if groups differ.
+
+    Transformer Engine's Adam reads its own attribute at every step, ours that of a group.
+    """
+    modes = {
+        bool(getattr(inner, "adam_w_mode", group.get("adam_w_mode", True)))
+        for group in inner.param_groups
+        if group["params"]
+    }
     if len(modes) > 1:
         raise StateError(
             "optimizer step: expected one adam_w_mode in all parameter groups, got True and False. "
             "Make them equal, or set step: stock, which reads that of each group."
         )
     return modes != {False}
-
-
-def _decouples(inner: Any, group: dict[str, Any]) -> bool:
-    """Transformer Engine's Adam reads its own attribute at every step, ours the group's."""
-    return bool(getattr(inner, "adam_w_mode", group.get("adam_w_mode", True)))

@@ -5,7 +5,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,6 @@ from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapp
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
-from moe_optim.checkpoint.owned_boxes import find_tiling_faults
-from moe_optim.checkpoint.param_groups import (
-    as_layer_wise,
-    require_groups_of,
-    states_by_part,
-)
-from moe_optim.checkpoint.state_kinds import BY_NAME, SHARDING_TYPE
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError, NonFiniteError, StateError, listed
 from moe_optim.integration.agreement import agree
@@ -37,7 +31,11 @@ from moe_optim.optimizer.step_hooks import has_pre_hooks
 from moe_optim.places import this_device
 from moe_optim.rules import Setup, check_setup, why_stock_step
 
+if TYPE_CHECKING:
+    from moe_optim.health.monitor import HealthMonitor
+
 logger = logging.getLogger(__name__)
+_NORM_NAMES = ("gradient norm", *(f"gradient norm of {group}" for group in NORMS[1:]))
 
 
 class StepObserver(Protocol):
@@ -58,6 +56,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     """
 
     chained_optimizers: list[Any]
+    health: "HealthMonitor | None" = None
+    """Samples of expert health; None with ``health_interval: 0``."""
 
     def __init__(self, chained_optimizers: list[Any]) -> None:
         """Same arguments as Megatron's class. Every rank must call it.
@@ -127,8 +127,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             for group, found, is_clipped in zip(NORMS[1:], of_groups, clipped[1:], strict=True)
             if is_clipped
         }
-        what = ["gradient norm", *(f"gradient norm of {group}" for group in NORMS[1:])]
-        self._check_norms(dict(zip(what, [norm, *of_groups], strict=True)))
+        self._check_norms(dict(zip(_NORM_NAMES, [norm, *of_groups], strict=True)))
         is_too_large = not self._must_skip and norm > self.largest_norm
         if is_too_large:
             message = f"moe_optim: step skipped, its gradient norm {norm} is above the threshold"
@@ -140,7 +139,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
                 with self._timed("optimizer-inner-step"):
                     part.update_masters(clips)
                 with self._timed("params-all-gather"):
-                    part.gather_unless_overlapped()
+                    if not part.ddp_config.overlap_param_gather:  # else forward passes gather
+                        part.start_gathers(after_update=True)
         counted = zeros if self.config.log_num_zeros_in_grad else None
         return moves, as_megatron_returns(norms[:1]), counted
 
@@ -162,11 +162,12 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
         Every rank must call it. This is the only host synchronization of a step.
         """
-        for part in self.stepping:
+        parts = self.stepping
+        for part in parts:
             part.read_gradients()
         total = self.sum_squares()
         norms = norms_of(total[:-1], self.config)
-        for part in self.stepping:
+        for part in parts:
             if not has_pre_hooks(part.optimizer):  # pre-hooks may move planned tensors
                 part.plan_update()  # overlaps with the norm on the device
         *of_host, zeros = torch.cat([norms, total[-1:]]).tolist()
@@ -262,6 +263,9 @@ class GroupedChainedOptimizer(ChainedOptimizer):
                 ``save_nonfinite`` is not set; or the last step of a CUDA graph found non-finite
                 gradients.
         """
+        from moe_optim.checkpoint.param_groups import as_layer_wise
+        from moe_optim.checkpoint.state_kinds import BY_NAME, SHARDING_TYPE
+
         if kwargs.get("is_loading", len(args) > 1 and args[1]):
             self._hear_of_last_step()
             with self._without_stubs():
@@ -271,30 +275,19 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         is_by_name = (kwargs.get("metadata") or {}).get(SHARDING_TYPE) == BY_NAME
         if is_by_name:
             agree(self._require_tilings, None)
-        collect = super().sharded_state_dict
-        with self._without_stubs(), self._checked_parts() as parts:
-            refusing = [part for part in parts if not part.moe_optim_config.save_nonfinite]
-
-            def act() -> Any:
-                check_states(refusing, NOT_SAVED)
-                return collect(*args, **kwargs)
-
-            state = agree(act, None)
+        agree(self._check_states, None)  # before collectives that reach beyond a culprit's group
+        collect = partial(super().sharded_state_dict, *args, **kwargs)
+        with self._without_stubs():
+            state = agree(collect, None)
         return as_layer_wise(state) if is_by_name else state
 
-    @contextmanager
-    def _checked_parts(self) -> Iterator[list[CheckpointedOptimizer]]:
-        """Yield optimizers that need not look for non-finite states in this context."""
+    def _check_states(self) -> None:
         parts = [part for part in self.stepping if isinstance(part, CheckpointedOptimizer)]
-        for part in parts:
-            part.is_checked = True
-        try:
-            yield parts
-        finally:
-            for part in parts:
-                part.is_checked = False
+        check_states([one for one in parts if not one.moe_optim_config.save_nonfinite], NOT_SAVED)
 
     def _require_tilings(self) -> None:
+        from moe_optim.checkpoint.owned_boxes import find_tiling_faults
+
         faults = [fault for part in self.stepping for fault in find_tiling_faults(part)]
         if faults:
             raise LayoutError(
@@ -338,6 +331,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         Raises:
             LayoutError: another optimizer saved them, or a parameter group has no counterpart.
         """
+        from moe_optim.checkpoint.param_groups import require_groups_of, states_by_part
+
         with self._without_stubs():
             if isinstance(state_dict, dict):
                 is_muon = installed_optimizer() == "muon"
@@ -413,7 +408,8 @@ class GraphedStep:
             self._is_there = torch.cuda.Event()
             self._is_there.record()
         for part in parts:
-            part.gather_unless_overlapped()
+            if not part.ddp_config.overlap_param_gather:  # else forward passes gather
+                part.start_gathers(after_update=True)
         counts = self._chain.config.log_num_zeros_in_grad
         return True, as_megatron_returns(self._norms[:1]), self._zeros if counts else None
 

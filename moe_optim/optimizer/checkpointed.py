@@ -2,32 +2,20 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from moe_optim.checkpoint.flat_states import (
-    ManifestRequester,
-    are_flat,
-    flat_states_to_load,
-    flat_states_to_save,
-    load_flat_states,
-    manifest_key,
-    manifest_object,
-    manifest_of,
-    rearranged_states,
-    require_same_order,
-)
-from moe_optim.checkpoint.owned_boxes import load_states, states_to_load, states_to_save
-from moe_optim.checkpoint.state_kinds import MASTER
-from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.integration import patches
 from moe_optim.integration.agreement import agree
 from moe_optim.integration.engine import apply_patches, patch_state
 from moe_optim.integration.installation import OPTIMIZERS, config_or_bf16
 from moe_optim.optimizer.nonfinite import check_states
+
+if TYPE_CHECKING:
+    from moe_optim.checkpoint.flat_states import ManifestRequester
 
 NOT_SAVED = (
     "Nothing has been saved. Load an earlier checkpoint, or set moe_optim.save_nonfinite=true to "
@@ -45,11 +33,9 @@ class CheckpointedOptimizer(DistributedOptimizer):
         moe_optim_config: plug-in configuration at construction.
         requester: owner of the pending manifest request, while a checkpoint is loaded.
         saved_names: kinds of states that are saved by name under another one.
-        is_checked: whether the chain of optimizers looks for Inf and NaN in all states to save.
     """
 
     saved_names: Mapping[str, str] = MappingProxyType({})
-    is_checked: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -102,6 +88,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
     @property
     def copied_states(self) -> set[str]:
         """Kinds of states that Megatron's getter copies."""
+        from moe_optim.checkpoint.state_kinds import MASTER
+
         if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
             return {MASTER, *self.optimizer_state_keys}
         return self._scaled_moments
@@ -115,13 +103,16 @@ class CheckpointedOptimizer(DistributedOptimizer):
     ) -> dict[str, Any]:
         """Return states to save or load, with their manifest. Every rank must call it.
 
+        The chain of optimizers has checked that states to save are finite.
+
         Raises:
             ConfigError: no sharding type is given, or Megatron's default
                 ``fully_sharded_model_space``, which Megatron can no longer save.
-            NonFiniteError: a master or moment to be saved is Inf or NaN, and ``save_nonfinite`` is
-                not set.
             StateError: a load after ``uninstall()``.
         """
+        from moe_optim.checkpoint.flat_states import manifest_object
+        from moe_optim.checkpoint.state_manifest import MANIFEST
+
         if is_loading and any(patch_state(patch) != "applied" for patch in patches.CHECKPOINTS):
             raise StateError(
                 "optimizer.sharded_state_dict: expected the plug-in to be installed, as Megatron "
@@ -136,8 +127,6 @@ class CheckpointedOptimizer(DistributedOptimizer):
                 "fully_sharded_model_space; give one of the two, or --no-load-optim where it is a "
                 "checkpoint that names none."
             )
-        if not (is_loading or self.moe_optim_config.save_nonfinite or self.is_checked):
-            check_states([self], NOT_SAVED)
         state = super().sharded_state_dict(
             model_sharded_state_dict, is_loading, sharding_type, metadata
         )
@@ -156,6 +145,13 @@ class CheckpointedOptimizer(DistributedOptimizer):
         metadata: dict[str, Any] | None = None,
     ) -> Any:
         """Return flat states in bucket order."""
+        from moe_optim.checkpoint.flat_states import (
+            flat_states_to_load,
+            flat_states_to_save,
+            manifest_key,
+            manifest_of,
+        )
+
         if not is_loading:
             return flat_states_to_save(self)
         manifest = manifest_of(self)
@@ -163,6 +159,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
     def load_parameter_state_from_dp_reshardable(self, state_dict: Any) -> None:
         """Load the states requested by :meth:`sharded_param_state_dp_reshardable`."""
+        from moe_optim.checkpoint.flat_states import load_flat_states
+
         load_flat_states(self, state_dict)
 
     def sharded_param_state_fully_reshardable(
@@ -172,15 +170,23 @@ class CheckpointedOptimizer(DistributedOptimizer):
         metadata: dict[str, Any] | None = None,
     ) -> Any:
         """Return states keyed by parameter name, of the elements that this rank owns."""
+        from moe_optim.checkpoint.owned_boxes import states_to_load, states_to_save
+
         of_rank = states_to_load if is_loading else states_to_save
         return of_rank(self, model_sharded_state_dict)
 
     def load_parameter_state_from_fully_reshardable(self, state_dict: Any) -> None:
         """Load states by name, or flat ones that lay beside the names of other parameters."""
+        from moe_optim.checkpoint.flat_states import are_flat, load_flat_states
+        from moe_optim.checkpoint.owned_boxes import load_states
+
         (load_flat_states if are_flat(state_dict) else load_states)(self, state_dict)
 
     def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
         """Gather all states on the first rank, with their manifest."""
+        from moe_optim.checkpoint.flat_states import manifest_of
+        from moe_optim.checkpoint.state_manifest import MANIFEST
+
         state = super().get_parameter_state_dp_zero(*args, **kwargs)
         if state is None:
             return None
@@ -213,6 +219,9 @@ class CheckpointedOptimizer(DistributedOptimizer):
         super().load_parameter_state_from_dp_zero(states, update_legacy_format=update_legacy_format)
 
     def _in_own_order(self, states: dict[Any, Any], is_old: bool) -> dict[Any, Any]:
+        from moe_optim.checkpoint.flat_states import manifest_of, rearranged_states
+        from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest
+
         where = "optimizer states of a data-parallel group"
         saved = states.get(MANIFEST)
         if is_old and not manifest_of(self).holds_several_experts():
@@ -233,6 +242,9 @@ class CheckpointedOptimizer(DistributedOptimizer):
                 ``dist_checkpointing.load``, or ``--ckpt-format torch`` saved the states without
                 ``--use-distributed-optimizer``.
         """
+        from moe_optim.checkpoint.flat_states import require_same_order
+        from moe_optim.checkpoint.state_manifest import MANIFEST
+
         if "fp32_from_fp16_params" in state_dict:
             raise LayoutError(
                 "optimizer.load_state_dict: expected states of a distributed optimizer, got whole "

@@ -11,7 +11,7 @@ from moe_optim.buckets.bucket_group import managed_buckets
 from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.errors import StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
-from moe_optim.experts.weight_copies import copies_in
+from moe_optim.experts.operands import copies_in
 from moe_optim.optimizer.chained import GroupedChainedOptimizer
 from moe_optim.optimizer.checkpointed import CheckpointedOptimizer
 from moe_optim.spelling import spell_bytes, spell_count

@@ -25,15 +25,15 @@ from moe_optim.buckets.bucket_group import GroupedBucketGroup, bucket_groups, ma
 from moe_optim.buckets.gather import OwnedMaster
 from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.buckets.states import Event, Weights
-from moe_optim.checkpoint.param_groups import with_groups_of_adam, with_rates_of
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.formats.reference.adam import Hyper
 from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.norm import NormInput, NormTable
 from moe_optim.kernels.step_table import StepTable
-from moe_optim.optimizer.adam import hyper_of, moments_of
+from moe_optim.optimizer.adam import moments_of
 from moe_optim.optimizer.address_book import (
     NORMS,
     AddressBook,
@@ -46,7 +46,6 @@ from moe_optim.optimizer.address_book import (
 )
 from moe_optim.optimizer.checkpointed import CheckpointedOptimizer
 from moe_optim.optimizer.description import describe
-from moe_optim.optimizer.host_states import HostStates
 from moe_optim.optimizer.initial_values import keep_loaded_values, renew_initial_values
 from moe_optim.optimizer.nonfinite import check_states
 from moe_optim.optimizer.step_hooks import (
@@ -63,6 +62,7 @@ from moe_optim.weights.names import parameter_names
 from moe_optim.weights.te.fields import is_tensorwise
 
 if TYPE_CHECKING:
+    from moe_optim.optimizer.host_states import HostStates
     from moe_optim.weights.te.tensorwise import TensorwiseCast
 
 
@@ -73,12 +73,13 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
     step ends with the weights ENCODED if it was fused, else STALE; see :class:`GroupedBucketGroup`.
 
     A fused step of the chain calls :meth:`read_gradients`, :meth:`sum_squares`,
-    :meth:`plan_update`, :meth:`update_masters` and :meth:`gather_unless_overlapped`, in this order.
+    :meth:`plan_update`, :meth:`update_masters` and, unless forward passes gather,
+    :meth:`start_gathers`, in this order.
 
     Attributes:
         managed_buckets: buckets of quantized weights whose masters this optimizer steps.
         book: record of every input of a fused step.
-        host_states: host-resident masters and moments.
+        host_states: host-resident masters and moments; None without ``offload_states``.
         encoded: buckets whose masters a step encodes, as of the last plan.
         has_tensorwise: True if some weights have per-tensor scaling; the same on all ranks that
             share the buffers.
@@ -105,7 +106,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         super().__init__(optimizer, config, *args, **kwargs)
         self.managed_buckets: tuple[ManagedBucket, ...] = ()
         self.book = AddressBook(self)
-        self.host_states = HostStates([], 0.0)
+        self.host_states: HostStates | None = None
         self.encoded: list[ManagedBucket] = []
         self.has_tensorwise = False
         self._placed_groups: list[tuple[Any, Any]] = []  # of any class, with their model chunks
@@ -145,6 +146,8 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         self._groups = [group for group in groups if isinstance(group, GroupedBucketGroup)]
         self._managed_groups = [group for group in self._groups if group.managed]
         if self.moe_optim_config.offload_states:  # excludes masters held by Adam
+            from moe_optim.optimizer.host_states import HostStates
+
             masters = [m for group in self.shard_fp32_from_float16_groups for m in group]
             self.host_states = HostStates(
                 [master for master in masters if master is not None],
@@ -256,7 +259,9 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         Raises:
             StateError: a parameter has no gradient, or gradient memory is offloaded.
         """
-        table = None if self._norm is None or self._norm.has_moved else self._norm
+        table = self._norm
+        if table is not None and table.places.have_moved:
+            table = None
         if table is not None:
             table.launch()  # runs while the host compares
         generation = self.book.check_gradients()
@@ -305,7 +310,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
                 f"{type(self.grad_scaler).__name__}. Set step: stock."
             )
         if self.book.check_states() != self._tables_generation or any(
-            self._plan_bucket(bucket) != self._planned[bucket] for bucket in self.managed_buckets
+            [self._plan_bucket(bucket) != self._planned[bucket] for bucket in self.managed_buckets]
         ):
             self._tables, self._tables_generation = {}, 0  # in case the new plan is refused
             self._tables = self._plan_tables()
@@ -336,6 +341,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         states: dict[ManagedBucket | None, list[AdamState]] = {b: [] for b in self.managed_buckets}
         states[None] = []
         self.make_moments()
+        host_states = self.host_states
         for param, master in owned_masters(self):
             exp_avg, exp_avg_sq = moments_of(inner, master)
             states[bucket_of.get(param)].append(
@@ -348,7 +354,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
                     group=group_of[master],
                     norm=norm_of(master),
                     weight=weight_of(self, param, master),
-                    on_host=self.host_states.on_host(master),
+                    on_host=None if host_states is None else host_states.on_host(master),
                 )
             )
         decoupled = is_decoupled(inner)
@@ -393,7 +399,8 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         """Create missing moments, and move host-resident states to the host."""
         for _, master in owned_masters(self):
             moments_of(self.optimizer, master)
-            self.host_states.keep(self.optimizer, master)
+            if self.host_states is not None:
+                self.host_states.keep(self.optimizer, master)
 
     # Update
 
@@ -497,7 +504,18 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         self.count_steps(1)
 
     def _hyper_rows(self) -> list[list[float]]:
-        return [hyper_of(group).row() for group in self.optimizer.param_groups]
+        """Return the hyperparameters of every parameter group for its next step."""
+        return [
+            Hyper(
+                lr=float(group["lr"]),
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=int(group.get("step", 0)) + 1,
+                bias_correction=bool(group.get("bias_correction", True)),
+            ).row()
+            for group in self.optimizer.param_groups
+        ]
 
     def count_steps(self, steps: int) -> None:
         """Add to the step count: -1 takes back a step that changed nothing."""
@@ -552,22 +570,22 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             group.param_gather_dispatched = False  # even after a gather
         self._record(Event.SETTLE)
 
-    def gather_unless_overlapped(self) -> None:
-        """Gather stale weights, unless forward passes do. Every rank must call it.
-
-        Call right after :meth:`update_masters`, before anything can move masters or weights.
-        """
-        if not self.ddp_config.overlap_param_gather:
-            self._start_gathers(unmoved=not self._is_hooked)
-
     def start_param_sync_for_bucket_group_subset(self) -> None:
         """Start the gathers of this optimizer's groups. Every rank must call it.
 
         Megatron starts those of all groups of a chunk, once per optimizer that has stepped.
         """
-        self._start_gathers()
+        self.start_gathers()
 
-    def _start_gathers(self, *, force_sync: bool = False, unmoved: bool = False) -> None:
+    def start_gathers(self, *, force_sync: bool = False, after_update: bool = False) -> None:
+        """Gather stale weights. Every rank must call it.
+
+        Args:
+            force_sync: whether to wait for the weights.
+            after_update: whether the call follows :meth:`update_masters`, before anything can move
+                masters or weights.
+        """
+        unmoved = after_update and not self._is_hooked
         for chunk, group in self._placed_groups:
             if isinstance(group, GroupedBucketGroup) and group.managed:
                 group.gather(force_sync=force_sync, unmoved=unmoved)
@@ -619,11 +637,14 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         Megatron loads weights and masters separately, and requantizes dequantized values, which
         changes the scale of about one block in twenty. Every rank must call it.
         """
-        if self.host_states.numel:
+        from moe_optim.checkpoint.param_groups import with_groups_of_adam, with_rates_of
+
+        if self.host_states is not None:
             self.make_moments()  # Megatron would create all on the device
         state_dict = with_groups_of_adam(state_dict, self.optimizer)
         super().load_state_dict(with_rates_of(state_dict, self.optimizer))
-        self.host_states.keep_all(self.optimizer)
+        if self.host_states is not None:
+            self.host_states.keep_all(self.optimizer)
         if "param_state" in state_dict:  # else Megatron only builds a template
             self.refresh_weights()
 
@@ -636,12 +657,14 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         """Move masters and moments to the host, after finishing gathers that read them."""
         for group in self._managed_groups:
             group.forget_masters()
-        self.host_states.call_them_the_hosts(self.optimizer)  # Megatron then skips them
+        if self.host_states is not None:
+            self.host_states.call_them_the_hosts(self.optimizer)  # Megatron then skips them
         super().offload_to_cpu()
 
     def restore_from_cpu(self) -> None:
         """Move masters and moments back, except for host-resident ones."""
-        self.host_states.call_them_the_devices(self.optimizer)
+        if self.host_states is not None:
+            self.host_states.call_them_the_devices(self.optimizer)
         super().restore_from_cpu()
         for group in self._managed_groups:
             group.forget_masters()
@@ -655,7 +678,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         if self.has_tensorwise:  # Megatron quantizes these
             self.finish_gathers()
             super()._copy_main_params_to_model_params()
-            self._start_gathers(force_sync=True)
+            self.start_gathers(force_sync=True)
         if self.managed_buckets:
             check_states(
                 [self],

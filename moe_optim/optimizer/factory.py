@@ -10,10 +10,10 @@ from megatron.core import optimizer as core_optimizer
 from megatron.core.utils import log_single_rank
 
 from moe_optim.buckets.bucket_group import GroupedBucketGroup, bucket_groups
+from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
 from moe_optim.experts.converters import guard_converters
-from moe_optim.experts.weight_copies import StepEnd
-from moe_optim.health.monitor import HealthMonitor
+from moe_optim.experts.operands import copies_in
 from moe_optim.integration import patches
 from moe_optim.integration.engine import apply_patches, is_rebound, original, revert_patches
 from moe_optim.integration.installation import (
@@ -103,10 +103,7 @@ def get_megatron_optimizer(
     can_capture = not optimizer.is_fused or _can_be_captured(optimizer)
     setup = replace(setup, stock_reason=optimizer.stock_reason, can_capture=can_capture)
     check_setup(setup, "moe_optim")
-    optimizer.health = HealthMonitor(
-        optimizer, moe_optim_config.health_interval, moe_optim_config.backend
-    )
-    optimizer.observers += [optimizer.health, StepEnd(model_chunks)]
+    _register_observers(optimizer, model_chunks, moe_optim_config)
     if is_adopted:
         _log("adopted a bf16 model that was wrapped before install(): layout stock, wire bf16")
     for remark in remarks(setup, "note"):
@@ -127,6 +124,18 @@ def get_installed_optimizer(*args: Any, **kwargs: Any) -> Any:
     """
     is_installed = installed_config() is not None
     return (get_megatron_optimizer if is_installed else _core_factory)(*args, **kwargs)
+
+
+def _register_observers(optimizer: Any, model_chunks: list[Any], config: MoEOptimConfig) -> None:
+    if config.health_interval:
+        from moe_optim.health.monitor import HealthMonitor
+
+        optimizer.health = HealthMonitor(optimizer, config.health_interval, config.backend)
+        optimizer.observers.append(optimizer.health)
+    if copies := [one for chunk in model_chunks for one in copies_in(chunk)]:
+        from moe_optim.experts.weight_copies import StepEnd
+
+        optimizer.observers.append(StepEnd(copies))
 
 
 def _is_adopted(model_chunks: list[Any]) -> bool:

@@ -34,11 +34,6 @@ class HostStates:
         for master in self._homes:
             self._bring_master_home(master)
 
-    @property
-    def nbytes(self) -> int:
-        """Allocated host memory in bytes."""
-        return self._memory.nbytes
-
     def keep(self, inner: Any, master: Tensor) -> None:
         """Move a host-resident master and its moments back to their host memory if they left it."""
         if master not in self._homes:

@@ -16,7 +16,6 @@ from torch.nn import Module, Parameter
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.managed import is_managed, storage_of
 from moe_optim.weights.te.fields import is_quantized
-from moe_optim.weights.te.storage import TransformerEngineStorage
 
 logger = logging.getLogger(__name__)
 _KEEPING: WeakSet[Module] = WeakSet()
@@ -31,7 +30,7 @@ def renew_initial_values(params: Iterable[Parameter]) -> None:
     stale = 0
     for param in params:
         storage = storage_of(param)
-        if isinstance(storage, TransformerEngineStorage) and not isinstance(param, GroupedWeight):
+        if storage is not None and not isinstance(param, GroupedWeight):
             stale += storage.renew_initial()
     if stale:
         log_single_rank(

@@ -18,7 +18,8 @@ from torch import Tensor
 from moe_optim.checkpoint.state_kinds import MOMENTUM
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
-from moe_optim.formats.reference.muon import MuonHyper, Orthogonalization
+from moe_optim.formats.reference.muon import MuonHyper
+from moe_optim.formats.reference.newton_schulz import Orthogonalization
 from moe_optim.kernels.matrices import MatrixRows, gate_and_up, qkv_rows
 
 _GATED = re.compile(r"(?:^|\.)linear_fc1\.weight\d*$")

@@ -14,7 +14,7 @@ from moe_optim.buckets.matrix_buffers import holds_matrices, is_muon_matrix
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
-from moe_optim.experts.weight_copies import copies_of
+from moe_optim.experts.operands import copies_of
 from moe_optim.formats import FORMATS
 from moe_optim.integration.installation import installed_optimizer
 from moe_optim.rules import Setup, check_setup

@@ -7,7 +7,6 @@ from torch import Tensor
 from moe_optim.integration.installation import installed_config
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.te.fields import te_formats_of
-from moe_optim.weights.te.storage import TransformerEngineStorage
 
 
 def storage_of(param: Any) -> Any:
@@ -19,6 +18,8 @@ def storage_of(param: Any) -> Any:
     storage = getattr(param, "quantized_storage", None)
     formats = te_formats_of(param) if storage is None else ()
     if formats and (config := installed_config()) is not None:
+        from moe_optim.weights.te.storage import TransformerEngineStorage
+
         chosen = config.resolved(formats[0].name).format
         for format in formats:
             if format.name == chosen:

@@ -20,12 +20,8 @@ from moe_optim.places import has_memory
 
 MakeStorages = Callable[..., "Sequence[WeightStorage]"]
 """Factory of the storages of one linear's weights, such as :func:`make_portable_storages`."""
-_versions = count()
-
-
-def new_version() -> int:
-    """Return a version that is unique in this process."""
-    return next(_versions)
+VERSIONS = count()
+"""Versions of bytes, each unique in this process."""
 
 
 class Weights(Enum):
@@ -107,7 +103,7 @@ class WeightStorage(ABC):
         self.recorded_amax: Tensor | None = None
         self.bucket: BindingBucket | None = None
         self.state = WeightState()
-        self._version = new_version()
+        self._version = next(VERSIONS)
 
     @property
     def quantized(self) -> QuantizedWeight:
@@ -225,7 +221,7 @@ class WeightStorage(ABC):
 
     def note_write(self) -> None:
         """Record that all buffers were overwritten."""
-        self._version = new_version()
+        self._version = next(VERSIONS)
         if self.bucket is None:
             self.state = WeightState()
 

@@ -7,7 +7,8 @@ from typing import get_args
 
 import pytest
 
-from moe_optim.config import Compute, Format, MoEOptimConfig, field_names, parse_yaml
+from moe_optim.config import Compute, Format, MoEOptimConfig, field_names
+from moe_optim.config.recipe_yaml import parse_yaml
 from moe_optim.config.recipes import load_recipe
 from moe_optim.errors import ConfigError
 from moe_optim.formats import FORMATS

@@ -19,7 +19,8 @@ from moe_optim.calibration.calibrated_amax import calibrated_amax
 from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError
-from moe_optim.experts.weight_copies import StepEnd, WeightCopies, copies_of, copy_weights
+from moe_optim.experts.operands import copies_in, copies_of
+from moe_optim.experts.weight_copies import StepEnd, WeightCopies, copy_weights
 from moe_optim.formats import FORMATS
 from moe_optim.formats.reference.fake import fake_quantize
 from tests.support.bytes import assert_bytes_equal
@@ -196,7 +197,7 @@ def test_fused_accumulation_without_ddp_leaves_no_gradient():
 def test_a_step_makes_one_copy_for_all_of_its_microbatches(reentrant, fuses, made):
     """Recomputed or not, forward passes of the step read it; the next step makes another."""
     experts = Experts("mxfp4", fuses=fuses)
-    end = StepEnd([experts])
+    end = StepEnd([*copies_in(experts)])
     for step in range(2):
         experts.copies.begin_step()
         for seed in range(3):
@@ -256,7 +257,7 @@ def test_outside_of_a_step_every_forward_pass_makes_its_copy(made):
     experts.train()
     train(experts, 1)
     assert len(made) == 5
-    StepEnd([experts]).before_step()
+    StepEnd([*copies_in(experts)]).before_step()
     experts(tokens_of(0))
     experts(tokens_of(0))
     assert len(made) == 7

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from moe_optim.formats import FORMATS, QuantizedWeight, get_format, reference
-from moe_optim.formats.reference.muon import Orthogonalization, apply_into, orthogonalize
+from moe_optim.formats.reference.muon import apply_into
+from moe_optim.formats.reference.newton_schulz import Orthogonalization, orthogonalize
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.table_entry import TableEntry
 from tests.support.bytes import assert_bytes_equal

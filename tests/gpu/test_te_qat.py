@@ -12,7 +12,8 @@ from benchmarks.step import DETERMINISTIC_ENVIRONMENT
 from moe_optim.calibration.calibrate import set_calibrated_amax
 from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.config import MoEOptimConfig
-from moe_optim.experts.weight_copies import copies_of, copy_weights
+from moe_optim.experts.operands import copies_of
+from moe_optim.experts.weight_copies import copy_weights
 from moe_optim.formats import FORMATS
 from moe_optim.formats.reference.fake import fake_quantize, fake_quantize_blocks
 from moe_optim.weights.te.recipe import import_error

@@ -220,6 +220,21 @@ def test_reverting_what_is_not_applied_does_nothing():
     revert_patches([make_patch("gone")])
 
 
+def test_a_deferred_replacement_is_imported_at_its_first_call(applied, monkeypatch):
+    """Until then the target has its signature, and only a look at its state compares the two."""
+    ours = sys.modules["stub_ours"]
+    monkeypatch.delitem(sys.modules, "stub_ours")
+    patch = make_patch(is_deferred=True)
+    assert patch_state(patch).startswith("broken: expected stub_ours:gather to be there")
+    applied(patch)
+    assert inspect.signature(current("gather")) == inspect.signature(gather)
+    monkeypatch.setitem(sys.modules, "stub_ours", ours)
+    assert current("gather")("group", wait=True) == "ours"
+    assert engine.original(patch.target)("group") == "stock"
+    revert_patches([patch])
+    assert current("gather") is gather
+
+
 # Refusing
 
 MISFITS = {  # target, replacement, why
@@ -334,13 +349,17 @@ def resolve(path):
 
 
 def _apply_and_revert_each():
-    """Return, for each patch: state, what stood there when applied, and after it was reverted."""
+    """Return, for each patch: its states, whether ours was there, and whether it was reverted."""
     report = {}
     for patch in PATCHES:
         before, states = resolve(patch.target), [patch_state(patch)]
         apply_patches([patch])
         states.append(patch_state(patch))
-        is_ours = resolve(patch.target) is resolve(patch.replacement)
+        there = resolve(patch.target)
+        if patch.is_deferred:
+            is_ours = there is not before and inspect.unwrap(there) is inspect.unwrap(before)
+        else:
+            is_ours = there is resolve(patch.replacement)
         revert_patches([patch])
         states.append(patch_state(patch))
         report[patch.id] = (states, is_ours, resolve(patch.target) is before)

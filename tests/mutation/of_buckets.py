@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     _mutant(
         BUCKET,
-        "        self.version = new_version()\n        if self._has_initial:",
+        "        self.version = next(VERSIONS)\n        if self._has_initial:",
         "        if self._has_initial:",
         "test_managed_bucket.py::test_a_gather_brings_weights_of_another_version",
     ),

@@ -15,8 +15,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
 from moe_optim.config import MoEOptimConfig
-from moe_optim.formats.reference.adam import step_into
-from moe_optim.optimizer.adam import GroupStepAdam, hyper_of, moments_of
+from moe_optim.formats.reference.adam import Hyper, step_into
+from moe_optim.optimizer.adam import GroupStepAdam, moments_of
 from tests.support import training
 from tests.support.ranks import run_ranks
 from tests.support.training import (
@@ -107,8 +107,9 @@ def step_as_transformer_engine() -> None:
     """Give Megatron's Adam in this process the arithmetic that a fused step has."""
 
     def step_group(adam: Any, group: dict[str, Any]) -> None:
-        hyper, one = hyper_of(group), torch.ones(())
-        group["step"] = hyper.step
+        group["step"] = int(group.get("step", 0)) + 1
+        names = ("lr", "betas", "eps", "weight_decay", "step")
+        hyper, one = Hyper(**{name: group[name] for name in names}), torch.ones(())
         for master in group["params"]:
             row, moments = torch.tensor(hyper.row()), moments_of(adam, master)
             step_into(master, master.grad, *moments, hyper=row, clip=one, decoupled=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from moe_optim.formats.reference.muon import Orthogonalization
+from moe_optim.formats.reference.newton_schulz import Orthogonalization
 from moe_optim.optimizer.muon_step import MuonState
 from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import run_ranks

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moe_optim.errors import ConfigError
 from moe_optim.formats import FORMATS, QuantizedWeight, get_format, reference
-from moe_optim.formats.reference.muon import Orthogonalization
+from moe_optim.formats.reference.newton_schulz import Orthogonalization
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.optimizer.muon_step import check_workspace

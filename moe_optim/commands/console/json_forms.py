@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from moe_optim.config.recipe_yaml import quote
+from moe_optim.errors import quote
 
 _NAMES = {
     str: "text",

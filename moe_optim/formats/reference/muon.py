@@ -20,26 +20,6 @@ import torch
 from torch import Tensor
 
 from moe_optim.formats.reference.fma import fma
-from moe_optim.formats.reference.newton_schulz import (
-    COEFFICIENTS,
-    EPS,
-    Orthogonalization,
-    Precision,
-    ScaleMode,
-    orthogonalize,
-)
-
-__all__ = [
-    "COEFFICIENTS",
-    "EPS",
-    "MuonHyper",
-    "Orthogonalization",
-    "Precision",
-    "ScaleMode",
-    "apply_into",
-    "momentum_into",
-    "orthogonalize",
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,14 +9,8 @@ from emerging_optimizers.orthogonalized_optimizers import Muon
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moe_optim.formats.reference.muon import (
-    COEFFICIENTS,
-    MuonHyper,
-    Orthogonalization,
-    apply_into,
-    momentum_into,
-    orthogonalize,
-)
+from moe_optim.formats.reference.muon import MuonHyper, apply_into, momentum_into
+from moe_optim.formats.reference.newton_schulz import COEFFICIENTS, Orthogonalization, orthogonalize
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import normal_weights, wide_range_weights
 

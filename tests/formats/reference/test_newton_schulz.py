@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moe_optim.errors import ConfigError
-from moe_optim.formats.reference.muon import COEFFICIENTS, Orthogonalization, orthogonalize
+from moe_optim.formats.reference.newton_schulz import COEFFICIENTS, Orthogonalization, orthogonalize
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import normal_weights
 

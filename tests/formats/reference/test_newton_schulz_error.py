@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_optim.formats.reference.muon import COEFFICIENTS, Orthogonalization, orthogonalize
+from moe_optim.formats.reference.newton_schulz import COEFFICIENTS, Orthogonalization, orthogonalize
 from tests.support.inputs import normal_weights
 from tests.support.newton_schulz_error import error_bound
 

@@ -12,7 +12,7 @@ from moe_optim.buckets.layout import Slot
 from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.buckets.states import Event, Gradients
 from moe_optim.weights.grouped_weight import GroupedWeight
-from moe_optim.weights.storage import PortableStorage, Weights, WeightState, new_version
+from moe_optim.weights.storage import VERSIONS, PortableStorage, Weights, WeightState
 
 REACHED_BY = {  # what takes a bucket that shares memory into each state
     Gradients.ZERO: (),
@@ -98,7 +98,7 @@ class StandInBucket:
 
     def gather(self) -> None:
         """New bytes have arrived."""
-        self.version = new_version()
+        self.version = next(VERSIONS)
 
 
 def bind(storage: Any, buffers: Mapping[str, Tensor] | None = None) -> StandInBucket:

@@ -23,13 +23,8 @@ from moe_optim.errors import NonFiniteError, StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import get_format, reference
 from moe_optim.formats.reference.adam import Hyper, step_into
-from moe_optim.formats.reference.muon import (
-    MuonHyper,
-    Orthogonalization,
-    apply_into,
-    momentum_into,
-    orthogonalize,
-)
+from moe_optim.formats.reference.muon import MuonHyper, apply_into, momentum_into
+from moe_optim.formats.reference.newton_schulz import Orthogonalization, orthogonalize
 from moe_optim.kernels import staging
 from moe_optim.kernels.step_table import StepTable
 from moe_optim.optimizer.address_book import state_names

@@ -7,6 +7,8 @@ from moe_optim.optimizer.adam import MOMENTS
 
 def segments_of(part: Any) -> set[int]:
     """Return the addresses of the host's memory of one optimizer."""
+    if part.host_states is None:
+        return set()
     segments = part.host_states._memory._segments
     return {segment.on_host.untyped_storage().data_ptr() for segment, _ in segments}
 

@@ -7,7 +7,7 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon as OneAtATime
 from torch import Tensor
 
-from moe_optim.formats.reference.muon import Orthogonalization
+from moe_optim.formats.reference.newton_schulz import Orthogonalization
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.optimizer.muon import MatrixWeight, MuonSettings, hyper_of

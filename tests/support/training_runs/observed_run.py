@@ -210,7 +210,7 @@ def observe(report: Report) -> None:
         report.on_host = sum(
             part.host_states.numel
             for part in getattr(optimizer, "chained_optimizers", [])
-            if hasattr(part, "host_states")
+            if getattr(part, "host_states", None) is not None
         )
         for act in _after_step:
             act(report, built, optimizer)
