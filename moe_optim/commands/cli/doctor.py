@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -31,7 +31,7 @@ from moe_optim.environment import (
     missing_for_datasets,
     unmet_version,
 )
-from moe_optim.screen import quiet, results_console
+from moe_optim.screen import print_table, quiet, results_console
 
 Findings = dict[str, Any]
 
@@ -62,7 +62,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        results_console().print(_render(report, with_patches=args.patches), soft_wrap=False)
+        console = results_console()
+        for part in _parts(report, with_patches=args.patches):
+            if isinstance(part, Table):
+                print_table(console, part)
+                console.print()
+            else:
+                console.print(part, soft_wrap=False)
     return 0 if report["ok"] else 1
 
 
@@ -179,23 +185,21 @@ def _examine_patches() -> list[dict[str, str]]:
     ]
 
 
-def _render(report: Findings, *, with_patches: bool) -> RenderableType:
+def _parts(report: Findings, *, with_patches: bool) -> Iterator[Text | Table]:
     own, patches = report["moe_optim"], report["patches"]
     formats = [(name, *entry.values()) for name, entry in report["formats"].items()]
-    parts: list[RenderableType] = [
-        Text.assemble(("moe_optim ", "bold"), own["version"], (f"  {own['path']}", "dim")),
-        *(Text(line) for line in _abilities(report)),
-        Text(),
-        _table(("package", "version", "state", "where"), _package_rows(report["packages"])),
-        _table(("format", "GEMM of portable experts", "how"), formats),
-    ]
+    yield Text.assemble(("moe_optim ", "bold"), own["version"], (f"  {own['path']}", "dim"))
+    yield from map(Text, _abilities(report))
+    yield Text()
+    yield _table(("package", "version", "state", "where"), _package_rows(report["packages"]))
+    yield _table(("format", "GEMM of portable experts", "how"), formats)
     if patches and with_patches:
         header = ("state", "patch, reason (off: compatible, applied on demand)")
-        parts.append(_table(header, _patch_rows(patches)))
+        yield _table(header, _patch_rows(patches))
     if report["ok"]:
-        parts.append(Text("All requirements are met.", "green"))
-    parts += [Text.assemble(("error: ", "bold red"), problem) for problem in report["problems"]]
-    return Group(*parts)
+        yield Text("All requirements are met.", "green")
+    for problem in report["problems"]:
+        yield Text.assemble(("error: ", "bold red"), problem)
 
 
 def _abilities(report: Findings) -> Iterator[str]:
@@ -244,7 +248,7 @@ def _patch_rows(patches: list[dict[str, str]]) -> Iterator[tuple[str | Text, ...
         yield state, details
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> RenderableType:
+def _table(header: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for title in header:
         table.add_column(title, overflow="fold")
@@ -252,4 +256,4 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Rende
         table.add_row(
             *(Text(cell, _STYLES.get(cell, "")) if isinstance(cell, str) else cell for cell in row)
         )
-    return Group(table, "")
+    return table
