@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 STEPS ?= 100000
 CASES ?= 10000
 SEED ?=
-# A worker a core; a file stays with one, since its tests share what they set up. Files come in the
+# A worker per core; a file stays with one, since its tests share what they set up. Files come in the
 # order of tests/conftest.py, not by their numbers of tests. -n 0: no workers.
 SPREAD := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 

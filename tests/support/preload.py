@@ -27,6 +27,10 @@ for name in (
     "moe_optim.optimizer.factory",
     "moe_optim.optimizer.muon_distributed",
     "moe_optim.commands.train.pretrain",
+    "pytest",
+    "hypothesis.stateful",
+    "tests.support.states.life_cycle",
+    "tests.support.training",
 ):
     importlib.import_module(name)
 
