@@ -75,6 +75,10 @@ train: $(TO_TRAIN)
 	$(VENV)/bin/moe-optim train recipes/quickstart.yaml --out runs/quickstart $(ARGS)
 	@echo "moe-optim is $(VENV)/bin/moe-optim; 'source $(VENV)/bin/activate' puts it on PATH."
 
+# Compiled modules are kept even where the environment asks for none: every process that a test
+# starts would compile the package, and every worker rewrite all assertions.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest $(SPREAD) $(PYTEST_ARGS)
 	$(call ON_GPUS,$(PYTEST_ARGS))
