@@ -490,9 +490,7 @@ for once in (*TRACES.values(), *SEQUENCES.values()):
 
 def _replay_all(options: dict[str, Any]) -> int:
     life_cycle.initialize()
-    return sum(
-        life_cycle.replay(life_cycle.LifeCycle(**options), trace) for trace in EVERYTHING
-    )
+    return sum(life_cycle.replay(life_cycle.LifeCycle(**options), trace) for trace in EVERYTHING)
 
 
 @pytest.mark.parametrize(

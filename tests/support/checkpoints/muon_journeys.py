@@ -19,7 +19,7 @@ SAVED_AT = 2
 
 
 def command_line(flags: Sequence[str]) -> list[str]:
-    """Return the flags of a run of four iterations, with Muon unless ``flags`` name an optimizer."""
+    """Return the flags of a run of 4 iterations, with Muon unless ``flags`` name an optimizer."""
     muon = [] if "--optimizer" in flags else ["--optimizer", "muon"]
     return [*_RUN.split(), *muon, *flags]
 
