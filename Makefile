@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 STEPS ?= 100000
 CASES ?= 10000
 SEED ?=
-# A worker a core; a file stays with one, since its tests share what they set up. Files come in the
+# A worker per core; a file stays with one, since its tests share what they set up. Files come in the
 # order of tests/conftest.py, not by their numbers of tests. -n 0: no workers.
 SPREAD := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
@@ -74,6 +74,10 @@ endef
 train: $(TO_TRAIN)
 	$(VENV)/bin/moe-optim train recipes/quickstart.yaml --out runs/quickstart $(ARGS)
 	@echo "moe-optim is $(VENV)/bin/moe-optim; 'source $(VENV)/bin/activate' puts it on PATH."
+
+# Compiled modules are kept even where the environment asks for none: every process that a test
+# starts would compile the package, and every worker rewrite all assertions.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest $(SPREAD) $(PYTEST_ARGS)

@@ -125,7 +125,7 @@ def _train(flags: list[str], interrupted: bool, config: MoEOptimConfig = MXFP8) 
 def test_what_a_loop_may_do_between_steps_leaves_no_trace(config: MoEOptimConfig):
     """Rollouts with hooks on, forced gathers, freed buffers, gathers nobody waits for, offloading:
     after each, training goes on to the bit as if it had not happened."""
-    flags = [*FLAGS, *OVERLAP]
+    flags = [*FLAGS, *OVERLAP, "--global-batch-size", "2"]
     undisturbed = run_ranks(2, _train, flags, False, config)
     disturbed = run_ranks(2, _train, flags, True, config)
     for rank in range(2):

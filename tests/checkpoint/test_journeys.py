@@ -149,18 +149,27 @@ def test_a_strict_load_misses_nothing_and_leaves_nothing_over(found):
         assert all(counts)
 
 
-def _save(station: Station, folder: Path, sharding: str) -> None:
-    Journey(station).fill().save(folder, sharding)
+def _save(station: Station, folder: Path) -> None:
+    journey = Journey(station).fill()
+    for sharding in (FLAT, RESHARDABLE):
+        journey.save(folder / sharding, sharding)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of what 2 ranks saved, 4 ranks in the other layout, and 2 ranks again."""
+    folder = tmp_path_factory.mktemp("there and back")
+    run_ranks(2, _save, GROUPED, folder / "2")
+    run_ranks(4, _load_and_save, INDEXED, folder / "2", folder / "4")
+    run_ranks(2, _load_and_save, GROUPED, folder / "4", folder / "back")
+    return folder
 
 
 @pytest.mark.parametrize("sharding", [FLAT, RESHARDABLE])
-def test_two_ranks_to_four_and_back(sharding: str, tmp_path: Path):
-    """2 ranks, 4 ranks in the other layout, 2 ranks: states are the same numbers, and the bytes
-    saved at the end, manifest included, are those saved at the beginning."""
-    run_ranks(2, _save, GROUPED, tmp_path / "2", sharding)
-    run_ranks(4, _load_and_save, INDEXED, tmp_path / "2", tmp_path / "4", sharding)
-    run_ranks(2, _load_and_save, GROUPED, tmp_path / "4", tmp_path / "back", sharding)
-    before, after = (_contents(tmp_path / name) for name in ("2", "back"))
+def test_two_ranks_to_four_and_back(sharding: str, saved: Path):
+    """States are the same numbers, and the bytes saved at the end, manifest included, are those
+    saved at the beginning."""
+    before, after = (_contents(saved / name / sharding) for name in ("2", "back"))
     assert before.keys() == after.keys()
     for key, value in before.items():
         same = (
@@ -171,10 +180,11 @@ def test_two_ranks_to_four_and_back(sharding: str, tmp_path: Path):
         assert same, key
 
 
-def _load_and_save(station: Station, source: Path, target: Path, sharding: str) -> int:
-    journey = Journey(station).scramble().load(source)
-    journey.save(target, sharding)
-    return journey.check()
+def _load_and_save(station: Station, source: Path, target: Path) -> None:
+    for sharding in (FLAT, RESHARDABLE):
+        journey = Journey(station).scramble().load(source / sharding)
+        journey.save(target / sharding, sharding)
+        assert journey.check()
 
 
 def _contents(folder: Path) -> dict[str, object]:

@@ -132,7 +132,7 @@ def travel(
     for journey in journeys:
         assert_same_states(journey.target, journey.source.parent / "named")
         shutil.rmtree(journey.target)
-    assert set(record.losses) == {4, 5, 6}
+    assert set(record.losses) == {3, 4}
     return record
 
 
@@ -141,7 +141,7 @@ def test_experts_apart_change_their_layout_and_go_on_to_the_bit(ours, tmp_path):
     folder, want = ours
     sources = [folder / "named", folder / "flat"]
     got = travel(2, EXPERT_PARALLEL, INDEXED, sources, tmp_path)
-    assert got.losses == {step: want.losses[step] for step in (4, 5, 6)}
+    assert got.losses == {step: want.losses[step] for step in (3, 4)}
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_checkpoints_of_stock_are_gone_on_from_to_the_bit(stocks, tmp_path):
     assert want.classes == {"LayerWiseDistributedOptimizer", "DistributedOptimizer"}
     got = travel(2, [], STOCK_STEP, [folder / "named", folder / "flat"], tmp_path)
     assert got.classes == {"MuonDistributedOptimizer", "GroupedDistributedOptimizer"}
-    assert got.losses == {step: want.losses[step] for step in (4, 5, 6)}
+    assert got.losses == {step: want.losses[step] for step in (3, 4)}
 
 
 @pytest.mark.extended
@@ -213,7 +213,7 @@ def test_states_that_stock_saves_whole_are_gone_on_from_to_the_bit(without, stoc
     (tmp_path / "named").symlink_to(stocks[0] / "named")  # the same values under other keys
     assert want.losses == stocks[1].losses
     got = travel(2, [], STOCK_STEP, [tmp_path / "flat"], tmp_path / "anew")
-    assert got.losses == {step: want.losses[step] for step in (4, 5, 6)}
+    assert got.losses == {step: want.losses[step] for step in (3, 4)}
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_states_by_name_load_in_stock(flags, ours, tmp_path):
         want = run_ranks(2, train_and_save, flags, GROUPED, folder)[0]
     got = travel(2, flags, None, [folder / "named"], tmp_path / "anew")
     assert got.classes == {"LayerWiseDistributedOptimizer", "DistributedOptimizer"}
-    assert got.losses[4] == want.losses[4]  # Newton-Schulz of several matrices rounds otherwise
+    assert got.losses[3] == want.losses[3]  # Newton-Schulz of several matrices rounds otherwise
 
 
 # Refusals
@@ -254,7 +254,7 @@ def test_states_of_adam_and_of_muon_are_told_apart(form, ours, tmp_path):
     assert "expected Muon's optimizer states, got Adam's alone (exp_avg, exp_avg_sq, param)" in line
     assert "--no-load-optim" in line
     loaded = run_ranks(2, _go_on, ["--no-load-optim", "--load", str(adams.source)])[0]
-    assert set(loaded.losses) == {4, 5, 6}
+    assert set(loaded.losses) == {3, 4}
 
 
 def _go_on(flags: list[str]) -> Record:

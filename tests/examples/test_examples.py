@@ -40,16 +40,26 @@ def run_script(name, ranks, *arguments):
     return done.stdout
 
 
-def _run_main(name):
+def _run_main(name, arguments):
     sys.path.insert(0, str(EXAMPLES))
+    sys.argv = [name, *map(str, arguments)]
     with contextlib.redirect_stdout(io.StringIO()) as said:
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return said.getvalue()
 
 
-def run_forked(name, ranks):
+def run_forked(name, ranks, *arguments):
     """Run a script in processes in which Megatron is imported, and return what rank 0 said."""
-    return run_ranks(ranks, _run_main, name)[0]
+    return run_ranks(ranks, _run_main, name, arguments)[0]
+
+
+EITHER_WAY = pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run_forked, id="forked"),
+        pytest.param(run_script, id="torchrun", marks=[pytest.mark.slow, pytest.mark.extended]),
+    ],
+)
 
 
 def check_small_moe(said):
@@ -65,11 +75,11 @@ def check_small_moe(said):
     assert resumed == (*went_on, trained[2])
 
 
-@pytest.mark.slow
+@EITHER_WAY
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("muon", marks=pytest.mark.extended)])
-def test_the_script_trains_saves_and_resumes_on_two_cpu_ranks(tmp_path, optimizer):
+def test_the_script_trains_saves_and_resumes_on_two_cpu_ranks(tmp_path, optimizer, run):
     flags = ["--save", tmp_path / "checkpoint", "--optimizer", optimizer]
-    check_small_moe(run_script("train_small_moe.py", 2, *flags))
+    check_small_moe(run("train_small_moe.py", 2, *flags))
 
 
 @pytest.mark.gpu
@@ -78,13 +88,7 @@ def test_the_script_trains_saves_and_resumes_on_a_gpu(tmp_path):
     check_small_moe(run_script("train_small_moe.py", 1, "--save", tmp_path / "checkpoint"))
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(run_forked, id="forked"),
-        pytest.param(run_script, id="torchrun", marks=[pytest.mark.slow, pytest.mark.extended]),
-    ],
-)
+@EITHER_WAY
 def test_an_engine_gets_all_experts_between_rounds_of_training_on_two_cpu_ranks(run):
     """Layers, experts, linears, and data and scale of each; the model that has been offloaded and
     read goes on learning, and says what comes next."""

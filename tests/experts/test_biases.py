@@ -16,7 +16,7 @@ from tests.support.training import Record, assert_same_tensors, pretrain
 
 LAYOUTS = ("grouped", "indexed")
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
-STEPS = ["--train-iters", "4", "--eval-interval", "1000"]
+STEPS = ["--train-iters", "3", "--eval-interval", "1000"]
 
 
 def _compare() -> dict[str, Any]:

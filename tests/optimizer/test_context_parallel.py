@@ -30,7 +30,7 @@ from tests.support.training_runs.stock_muon import gather_uneven_parts
 
 pytestmark = pytest.mark.slow
 
-RUN = ["--train-iters", "4", "--eval-interval", "2"]
+RUN = ["--train-iters", "3", "--eval-interval", "2"]
 CP2 = ["--context-parallel-size", "2"]
 EP2 = ["--expert-model-parallel-size", "2"]
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
@@ -133,7 +133,7 @@ def train(flags: list[str], config: MoEOptimConfig, is_ours: bool = True) -> Rec
 
 
 def cases(brief: str, of_name: dict[str, tuple[Any, ...]]) -> Any:
-    """Return the cases of a test, of which all but one are left to ``make test-all``."""
+    """Return the cases of a test, of which all but ``brief`` are left to ``make test-all``."""
     return [
         pytest.param(*case, id=name, marks=[pytest.mark.extended] * (name != brief))
         for name, case in of_name.items()
@@ -220,7 +220,7 @@ def test_bf16_experts_train_as_under_megatrons_optimizer(
     flags = [*CP2, *AUX, *flags]
     stock = run_ranks(ranks, train, flags, config, False)
     ours = run_ranks(ranks, train, flags, config)
-    assert len(ours[-1].losses) == 4
+    assert len(ours[-1].losses) == 3
     for rank in range(ranks):
         if not stock[rank].masters:  # Megatron's own Muon shards nothing
             ours[rank].masters, ours[rank].moments = {}, {}
@@ -255,7 +255,7 @@ QUANTIZED = {  # ranks, flags, two configurations
 }
 
 
-@pytest.mark.parametrize(("ranks", "flags", "one", "other"), cases("Adam", QUANTIZED))
+@pytest.mark.parametrize(("ranks", "flags", "one", "other"), cases("", QUANTIZED))
 def test_wires_layouts_steps_overlaps_and_evaluations_agree(
     ranks: int, flags: list[str], one: dict[str, Any], other: dict[str, Any]
 ):
@@ -272,5 +272,5 @@ def test_wires_layouts_steps_overlaps_and_evaluations_agree(
     for rank in range(ranks):
         assert len(often[rank].validation_losses) > len(never[rank].validation_losses)
         assert often[rank].losses == never[rank].losses
-        assert len(often[rank].losses) == 4
+        assert len(often[rank].losses) == 3
         assert_same_tensors(often[rank].weights, never[rank].weights, what=f"rank {rank}")

@@ -26,7 +26,7 @@ from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
 
 GRAPH = "--optimizer-cuda-graph"
 FUSED = MoEOptimConfig(format="mxfp8", step="fused")
-RUN = ["--train-iters", "6", "--eval-interval", "3", "--clip-grad", "0.5"]
+RUN = ["--train-iters", "4", "--eval-interval", "2", "--clip-grad", "0.5"]
 
 
 def _train(flags: list[str], config: MoEOptimConfig = FUSED) -> Record:

@@ -20,7 +20,7 @@ from tests.support.training import (
 pytestmark = pytest.mark.slow
 
 MXFP8 = MoEOptimConfig(format="mxfp8")
-STEPS = ["--train-iters", "4"]
+STEPS = ["--train-iters", "2"]
 NEVER = "1000000"
 WIDE = ["--hidden-size", "128", "--moe-ffn-hidden-size", "128"]
 
@@ -45,7 +45,7 @@ def test_wires_and_layouts_agree_where_shards_cut_blocks(format: str):
 
     Buckets of one weight: 16,384 and 8,192 elements a rank, of which the latter cut rows of 96.
     """
-    flags = ["--train-iters", "4", "--global-batch-size", "6", "--ddp-bucket-size", "20000"]
+    flags = ["--train-iters", "3", "--global-batch-size", "6", "--ddp-bucket-size", "20000"]
     flags += [*OVERLAP, "--eval-interval", NEVER, *(WIDE if format == "int4_g128" else [])]
     runs = {
         (wire, layout): run_ranks(

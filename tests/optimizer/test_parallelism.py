@@ -14,7 +14,7 @@ from tests.support.training import OVERLAP, Record, assert_same_run, assert_same
 
 pytestmark = pytest.mark.slow
 
-RUN = ["--train-iters", "4", "--eval-interval", "2"]
+RUN = ["--train-iters", "3", "--eval-interval", "2"]
 CUT_EXPERTS = shlex.split("--tensor-model-parallel-size 2 --sequence-parallel")
 CUT_EXPERTS += ["--moe-ffn-hidden-size", "128"]  # 64 a rank
 TP2 = shlex.split("--tensor-model-parallel-size 2 --sequence-parallel")
@@ -68,10 +68,8 @@ def assert_equals_stock(ranks: int, flags: list[str], config: MoEOptimConfig = B
         assert stock[rank].classes == {"DistributedOptimizer"}
         assert ours[rank].classes == {"GroupedDistributedOptimizer"}
         assert_same_run(ours[rank], stock[rank], what=f"rank {rank}")
-    assert len(ours[-1].losses) == 4
-    assert (
-        len(ours[-1].validation_losses) == 4
-    )  # after 2 and 4 steps, validation and test at the end
+    assert len(ours[-1].losses) == 3
+    assert len(ours[-1].validation_losses) == 3  # after 2 steps, validation and test at the end
 
 
 @topologies("pp2, 2 chunks", extended=("tp2", "tp2 etp2", "tp2 ep2 edp2", "pp2", "2 instances"))
@@ -109,10 +107,10 @@ def _train_mxfp8(flags: list[str], config: MoEOptimConfig = MXFP8) -> Record:
 
 
 @topologies(
-    "pp2 tp2 ep2",
+    "tp2 ep2",
     extended=(
         *("dp1", "dp2", "dp4", "ep2", "ep2 edp2", "ep4"),
-        *("tp2", "tp2 etp2", "tp2 ep2", "pp2, 2 chunks", "2 instances"),
+        *("tp2", "tp2 etp2", "pp2 tp2 ep2", "pp2, 2 chunks", "2 instances"),
     ),
 )
 def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, parallel: list[str]):
@@ -128,7 +126,7 @@ def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, paral
         assert plain[rank].extra in {2, 4}  # fc1 and fc2 of one layer or two
         assert_same_run(overlapped[rank], plain[rank], what=f"rank {rank}")
     losses = plain[-1].losses
-    assert losses[4] < losses[1]
+    assert losses[3] < losses[1]
 
 
 # What is copied is the same
@@ -180,12 +178,11 @@ def _train_from(checkpoint: Path, ranks: int, *flags: str) -> list[Record]:
 
 
 def test_pipeline_stages_compute_what_one_rank_computes(checkpoint: Path):
-    """Cutting a model into stages, or stages into chunks, moves no bit of any loss."""
+    """Cutting a model into stages, and stages into chunks, moves no bit of any loss."""
     expected = _train_from(checkpoint, 1)[0]
-    for cut in (PP2, [*PP2, *VIRTUAL]):
-        last = _train_from(checkpoint, 2, *cut)[-1]
-        assert last.losses == expected.losses
-        assert last.validation_losses == expected.validation_losses
+    last = _train_from(checkpoint, 2, *PP2, *VIRTUAL)[-1]
+    assert last.losses == expected.losses
+    assert last.validation_losses == expected.validation_losses
 
 
 @topologies("tp2 ep2", extended=("tp2",))
@@ -226,7 +223,7 @@ def test_resume_continues_to_the_bit(ranks: int, parallel: list[str], tmp_path: 
         whole[rank].losses = {step: loss for step, loss in whole[rank].losses.items() if step > 2}
         rest[rank].validation_losses = whole[rank].validation_losses
         assert_same_run(rest[rank], whole[rank], what=f"rank {rank}")
-    assert set(rest[-1].losses) == {3, 4}
+    assert set(rest[-1].losses) == {3}
 
 
 def _describe(flags: list[str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tests.support import training
 from tests.support.ranks import run_ranks
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
 
-FLAGS = ["--train-iters", "6", "--eval-interval", "3", *OVERLAP, "--clip-grad", "1.0"]
+FLAGS = ["--train-iters", "4", "--eval-interval", "2", *OVERLAP, "--clip-grad", "1.0"]
 
 
 def test_the_signature_is_megatrons():

@@ -8,6 +8,7 @@ import os
 import queue
 import warnings
 
+gc.disable()  # until all is imported, which leaves no garbage
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # no GPU is looked at before a fork, nor after it
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # before torch is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +28,10 @@ for name in (
     "moe_optim.optimizer.factory",
     "moe_optim.optimizer.muon_distributed",
     "moe_optim.commands.train.pretrain",
+    "pytest",
+    "hypothesis.stateful",
+    "tests.support.states.life_cycle",
+    "tests.support.training",
 ):
     importlib.import_module(name)
 
@@ -55,3 +60,4 @@ def save_without_servers() -> None:
 remember_help_texts()
 save_without_servers()
 gc.freeze()  # a collection in a rank would copy every page it inherits
+gc.enable()

@@ -6,6 +6,7 @@ import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ MODEL = shlex.split("""
 --num-workers 0 --log-interval 1 --ckpt-format torch_dist
 --init-method-std 0.2 --eval-iters 1 --save-interval 1000000
 """)
+NEVER = 100
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
 
 
@@ -56,7 +58,8 @@ def pretrain(
 ) -> Record:
     """Train, on the CPU where there is no GPU, and return what happened.
 
-    Once a process: Megatron keeps global state.
+    Once a process: Megatron keeps global state. With an ``--eval-interval`` of :data:`NEVER` or
+    more nothing is evaluated, at the end neither.
 
     Args:
         flags: added to MODEL.
@@ -87,12 +90,18 @@ def pretrain(
         contextlib.suppress(SystemExit),
     ):
         model = [word for word in MODEL if word not in without]
-        train([*model, *flags, "--tensorboard-dir", f"{events}/tb"])
+        train([*model, *flags, *_evaluations(flags), "--tensorboard-dir", f"{events}/tb"])
     if built:  # else Megatron has converted a checkpoint, and ended there
         _record_state(record, *built)
     if observe is not None:
         record.extra = observe(*built)
     return record
+
+
+def _evaluations(flags: Sequence[str]) -> list[str]:
+    """Return what spares a run that does not evaluate in between the two evaluations at its end."""
+    intervals = [int(value) for flag, value in pairwise(flags) if flag == "--eval-interval"]
+    return ["--eval-iters", "0"] if intervals and intervals[-1] >= NEVER else []
 
 
 def _settle_optimizer() -> None:

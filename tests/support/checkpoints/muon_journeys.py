@@ -13,13 +13,13 @@ from moe_optim.config import MoEOptimConfig
 from tests.support.bytes import assert_bytes_equal
 from tests.support.training import Record, pretrain
 
-_RUN = "--train-iters 6 --eval-interval 100 --global-batch-size 6 --override-opt_param-scheduler"
+_RUN = "--train-iters 4 --eval-interval 100 --global-batch-size 6 --override-opt_param-scheduler"
 BY_NAME = "--dist-ckpt-optim-fully-reshardable"
-SAVED_AT = 3
+SAVED_AT = 2
 
 
 def command_line(flags: Sequence[str]) -> list[str]:
-    """Return the flags of a run of six iterations, with Muon unless ``flags`` name an optimizer."""
+    """Return the flags of a run of 4 iterations, with Muon unless ``flags`` name an optimizer."""
     muon = [] if "--optimizer" in flags else ["--optimizer", "muon"]
     return [*_RUN.split(), *muon, *flags]
 
@@ -38,7 +38,7 @@ def train_and_save(
     without: Sequence[str] = (),
     is_laid_out: bool = True,
 ) -> Record:
-    """Train, and save after iteration 3 into ``folder/flat``, and by name into ``folder/named``.
+    """Train, and save after iteration 2 into ``folder/flat``, and by name into ``folder/named``.
 
     Args:
         flags: added to those of :func:`command_line`.
@@ -100,7 +100,7 @@ def _keep_scheduler() -> list[Any]:
 
 
 def save(training: list[Any], folder: Path, *, by_name: bool) -> None:
-    """Save model, optimizer and scheduler as after iteration 3. Every rank must call it."""
+    """Save model, optimizer and scheduler as after iteration 2. Every rank must call it."""
     from megatron.training import get_args
     from megatron.training.checkpointing import save_checkpoint
 
@@ -114,7 +114,7 @@ def save(training: list[Any], folder: Path, *, by_name: bool) -> None:
 
 
 def open_saved(folder: Path) -> TorchDistReader:
-    """Open the checkpoint of iteration 3."""
+    """Open the checkpoint of iteration 2."""
     return TorchDistReader(folder / f"iter_{SAVED_AT:07}")
 
 

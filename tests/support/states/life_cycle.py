@@ -25,6 +25,7 @@ from moe_optim.formats import get_format, reference
 from moe_optim.formats.reference.adam import Hyper, step_into
 from moe_optim.formats.reference.muon import MuonHyper, apply_into, momentum_into
 from moe_optim.formats.reference.newton_schulz import Orthogonalization, orthogonalize
+from moe_optim.integration import installation
 from moe_optim.kernels import staging
 from moe_optim.kernels.step_table import StepTable
 from moe_optim.optimizer.address_book import state_names
@@ -315,19 +316,16 @@ class LifeCycle:
         )
         from megatron.core.transformer import TransformerConfig
 
-        import moe_optim
-
         self.shares_memory, self.overlap = wire == "bf16", overlap
         self.is_fused = step == "fused"
         layout = "stock" if self.shares_memory else "aligned"
-        moe_optim.uninstall()
         knobs: dict[str, Any] = {"wire": wire, "layout": layout, "step": step}
         knobs["offload_states"] = offload_states
         staging.SMALLEST, staging.CHUNK_BYTES = 2, 20_000  # some of each weight in a chunk
         self.has_muon = optimizer != "adam"
-        moe_optim.install(
+        _install(
             MoEOptimConfig(format=format, compute=compute, **knobs),
-            optimizer="muon" if self.has_muon else "adam",
+            "muon" if self.has_muon else "adam",
         )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         config = TransformerConfig(
@@ -1147,6 +1145,14 @@ class Experts(torch.nn.Module):
         alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
         self.linear_fc2 = linear
         self.pg_collection = SimpleNamespace(ep=alone, expt_tp=alone)
+
+
+def _install(config: MoEOptimConfig, optimizer: installation.Optimizer) -> None:
+    """Install; what is installed stays, since finding Megatron's names takes as long as a step."""
+    held = installation.installed_config(), installation.installed_optimizer()
+    if held != (config, optimizer):
+        installation.uninstall()
+        installation.install(config, optimizer=optimizer)
 
 
 def initialize(**sizes: int) -> None:

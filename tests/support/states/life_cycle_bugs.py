@@ -23,6 +23,7 @@ from moe_optim.buckets.states import (
     Gradients,
     Weights,
 )
+from moe_optim.integration import installation
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.step_table import StepTable
 from moe_optim.optimizer import address_book
@@ -388,10 +389,12 @@ def put_back(bug: "Bug") -> Iterator[None]:
         (changed, dict(vars(changed))) for changed in (*_CHANGED, address_book)
     ]
     tables = [(table, dict(table)) for table in (OWN_MEMORY, SHARED_MEMORY)]
+    installation.uninstall()  # Megatron's names are bound to what a bug changes
     try:
         bug.put_back()
         yield
     finally:
+        installation.uninstall()
         for changed, names in held:
             for name in vars(changed).keys() - names.keys():
                 delattr(changed, name)
