@@ -40,7 +40,7 @@ from moe_optim.checkpoint.sealing import (
 from moe_optim.checkpoint.staging import described, plan_quickly, replaced, staging
 from moe_optim.checkpoint.state_kinds import BY_NAME, SHARDING_TYPE
 from moe_optim.checkpoint.state_manifest import states_with_manifests
-from moe_optim.errors import StateError
+from moe_optim.errors import StateError, listed
 from moe_optim.integration.agreement import agree, count_failures, gather_objects, join
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_config
@@ -162,7 +162,7 @@ def _collect(parts: Sequence[Callable[[], None]], checkpoint_dir: str) -> None:
     found = [failures]
     torch.distributed.broadcast_object_list(found, src=0)
     if found[0]:
-        said = "; ".join(f"rank {rank}: {failure}" for rank, failure in found[0].items())
+        said = listed([f"rank {rank}: {failure}" for rank, failure in found[0].items()], "; ")
         raise StateError(
             f"{checkpoint_dir}: expected every rank to write its part, got {said}. The checkpoint "
             "is incomplete; those before it are as they were. Save again, or elsewhere."
