@@ -16,9 +16,9 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import chain
 from queue import SimpleQueue
 from typing import Any
 
@@ -187,12 +187,24 @@ def _converted(stock: Any, state_dict: dict[str, list[Any]], *args: Any, **kwarg
 
 
 def _copy(state_dict: dict[str, list[Any]]) -> None:
-    """Copy what lies in host memory of the entries that this rank writes, by key."""
-    for entry in chain(*state_dict.values()):
-        if isinstance(entry, MadeTensor):
-            entry.data = entry.make()
-        elif isinstance(entry, ShardedTensor) and entry.data.device.type == "cpu":
-            entry.data = entry.data.detach().clone(memory_format=torch.contiguous_format)
+    """Copy what lies in host memory of the entries that this rank writes, by key.
+
+    The caller's entries stay views of what it trains, which it may save again.
+    """
+    for entries in state_dict.values():
+        entries[:] = [_copied(entry) for entry in entries]
+
+
+def _copied(entry: Any) -> Any:
+    if isinstance(entry, MadeTensor):
+        values = entry.make()
+    elif isinstance(entry, ShardedTensor) and entry.data.device.type == "cpu":
+        values = entry.data.detach().clone(memory_format=torch.contiguous_format)
+    else:
+        return entry
+    held = copy(entry)
+    held.data = values
+    return held
 
 
 def prepare_write_data(self: Any, plan: SavePlan, planner: SavePlanner) -> None:
