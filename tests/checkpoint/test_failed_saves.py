@@ -70,6 +70,10 @@ STATES = "moe_optim.checkpoint.{}.flat_states"
 SHARDS = "megatron.core.dist_checkpointing.validation._validate_sharding_for_key"
 FILES = "megatron.core.dist_checkpointing.strategies.filesystem_async._split_by_size_and_type"
 BUILD = "megatron.core.dist_checkpointing.mapping.ShardedTensorFactory.build"
+RESULTS = (
+    "megatron.core.dist_checkpointing.strategies.filesystem_async."
+    "FileSystemWriterAsync.retrieve_write_results"
+)
 FULL, LARGE = os.strerror(errno.ENOSPC), os.strerror(errno.EFBIG)
 NO_FILE = (partial(full_disk, ".distcp"), FULL)
 
@@ -90,6 +94,7 @@ FAULTS: dict[str, tuple[int, str, dict[str, Any], Fault, str]] = {
     "one of several files": (1, BY_NAME, {"threads": 2}, partial(full_disk, "1_1.distcp"), FULL),
     "a file, later": (1, BY_NAME, LATER, *NO_FILE),
     "a flat file, later": (1, FLAT, LATER, *NO_FILE),
+    "what was written, later": (1, BY_NAME, LATER, raising(RESULTS, EOFError()), "EOFError"),
     ".metadata": (0, BY_NAME, {}, partial(full_disk, ".metadata.tmp"), FULL),
     ".metadata, later": (0, BY_NAME, LATER, partial(full_disk, ".metadata.tmp"), FULL),
     "the checksums": (0, BY_NAME, {}, partial(full_disk, "seal.json.partial"), FULL),
