@@ -65,6 +65,9 @@ def load(  # noqa: PLR0913  # Megatron's
 ) -> Any:
     """Load a distributed checkpoint; arguments and result are Megatron's. Every rank must call it.
 
+    Tensors are read into the memory of weights and states, so a load that raises while it reads
+    leaves some of them replaced: load another checkpoint before the next step.
+
     Raises:
         StateError: files of the checkpoint are missing or damaged; lists all of them.
         LayoutError: flat optimizer states have other parameters, or an order that cannot be

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.validation import save_integrity_manifest
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from moe_optim.calibration.state_entries import complete_amaxes, synchronize_amax
 from moe_optim.checkpoint.files.folders import is_local
@@ -40,7 +40,7 @@ from moe_optim.checkpoint.sealing import (
 from moe_optim.checkpoint.staging import described, plan_quickly, replaced, staging
 from moe_optim.checkpoint.state_kinds import BY_NAME, SHARDING_TYPE
 from moe_optim.checkpoint.state_manifest import states_with_manifests
-from moe_optim.errors import StateError
+from moe_optim.errors import StateError, listed
 from moe_optim.integration.agreement import agree, count_failures, gather_objects, join
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_config
@@ -143,9 +143,15 @@ def _collect(parts: Sequence[Callable[[], None]], checkpoint_dir: str) -> None:
     """Collect what ranks wrote, as Megatron does; raise failures of any of them on all ranks.
 
     Megatron names failures of writers on the first rank alone, and has the others wait where that
-    rank fails to write ``.metadata``.
+    rank fails to write ``.metadata``, or any rank to ask its writer what was written.
     """
     failures: dict[int, str] = {}
+
+    def retrieve(stock: Any, self: Any) -> Any:
+        try:
+            return stock(self)
+        except Exception as error:  # the process that keeps results is gone
+            return _wrap_exception(StateError(described(error)))
 
     def finish(stock: Any, self: Any, *args: Any) -> None:
         try:
@@ -153,7 +159,10 @@ def _collect(parts: Sequence[Callable[[], None]], checkpoint_dir: str) -> None:
         except Exception as error:
             failures[0] = described(error)
 
-    with replaced(FileSystemWriterAsync, "finish", finish):
+    with (
+        replaced(FileSystemWriterAsync, "retrieve_write_results", retrieve),
+        replaced(FileSystemWriterAsync, "finish", finish),
+    ):
         try:
             for part in parts:
                 part()
@@ -162,7 +171,7 @@ def _collect(parts: Sequence[Callable[[], None]], checkpoint_dir: str) -> None:
     found = [failures]
     torch.distributed.broadcast_object_list(found, src=0)
     if found[0]:
-        said = "; ".join(f"rank {rank}: {failure}" for rank, failure in found[0].items())
+        said = listed([f"rank {rank}: {failure}" for rank, failure in found[0].items()], "; ")
         raise StateError(
             f"{checkpoint_dir}: expected every rank to write its part, got {said}. The checkpoint "
             "is incomplete; those before it are as they were. Save again, or elsewhere."

@@ -15,16 +15,17 @@ tensors that have memory of their own.
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import chain
 from queue import SimpleQueue
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing import state_dict_utils
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import filesystem_async, fully_parallel
 from megatron.core.dist_checkpointing.strategies import torch as strategies
 from torch import Tensor
 from torch.distributed.checkpoint import default_planner, planner_helpers
@@ -43,6 +44,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from moe_optim.checkpoint.files.metadata import MAX_CUT_AXES, require_cover
+from moe_optim.integration.agreement import agree
 from moe_optim.integration.engine import original
 
 logger = logging.getLogger(__name__)
@@ -155,25 +157,55 @@ class MadeTensor(ShardedTensor):
 
 @contextmanager
 def staging(*, is_synchronous: bool) -> Iterator[None]:
-    """Plan saves in this context: they are written before values change, or all is copied."""
+    """Plan saves in this context: they are written before values change, or all is copied.
+
+    Every rank must plan the same saves: an error of one rank is raised on all before Megatron
+    communicates, or caches a plan.
+    """
     global _is_synchronous
     before, _is_synchronous = _is_synchronous, is_synchronous
-    copying = replaced(strategies, "mcore_to_pyt_state_dict", _copied)
     try:
-        with nullcontext() if is_synchronous else copying:
+        with (
+            replaced(state_dict_utils, "validate_sharding_integrity", _together),
+            replaced(fully_parallel, "validate_sharding_integrity", _together),
+            replaced(strategies, "mcore_to_pyt_state_dict", partial(_together, _converted)),
+            replaced(filesystem_async.FileSystemWriterAsync, "prepare_write_data", _together),
+        ):
             yield
     finally:
         _is_synchronous = before
 
 
-def _copied(stock: Any, state_dict: dict[str, list[Any]], *args: Any, **kwargs: Any) -> Any:
-    """Copy what lies in host memory of the entries that this rank writes, by key."""
-    for entry in chain(*state_dict.values()):
-        if isinstance(entry, MadeTensor):
-            entry.data = entry.make()
-        elif isinstance(entry, ShardedTensor) and entry.data.device.type == "cpu":
-            entry.data = entry.data.detach().clone(memory_format=torch.contiguous_format)
+def _together(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return agree(partial(function, *args, **kwargs), None)
+
+
+def _converted(stock: Any, state_dict: dict[str, list[Any]], *args: Any, **kwargs: Any) -> Any:
+    if _is_synchronous:
+        return stock(state_dict, *args, **kwargs)
+    _copy(state_dict)
     return stock(state_dict, *args, **kwargs)
+
+
+def _copy(state_dict: dict[str, list[Any]]) -> None:
+    """Copy what lies in host memory of the entries that this rank writes, by key.
+
+    The caller's entries stay views of what it trains, which it may save again.
+    """
+    for entries in state_dict.values():
+        entries[:] = [_copied(entry) for entry in entries]
+
+
+def _copied(entry: Any) -> Any:
+    if isinstance(entry, MadeTensor):
+        values = entry.make()
+    elif isinstance(entry, ShardedTensor) and entry.data.device.type == "cpu":
+        values = entry.data.detach().clone(memory_format=torch.contiguous_format)
+    else:
+        return entry
+    held = copy(entry)
+    held.data = values
+    return held
 
 
 def prepare_write_data(self: Any, plan: SavePlan, planner: SavePlanner) -> None:

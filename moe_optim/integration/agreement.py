@@ -42,7 +42,7 @@ def agree(act: Callable[[], Any], group: Any) -> Any:
     _failures += 1
     kinds = (ConfigError, LayoutError, NonFiniteError, PatchError)
     kind = next((kind for kind in kinds if isinstance(error, kind)), StateError)
-    errors = gather_objects(error and (kind, str(error)), group)
+    errors = gather_objects(error and (kind, str(error) or type(error).__name__), group)
     if error is not None:
         raise error
     for rank, other in enumerate(errors):

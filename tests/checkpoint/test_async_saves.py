@@ -1,6 +1,6 @@
 """An asynchronous save holds the values of the call, whatever changes before they are written."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -77,10 +77,26 @@ def _save_and_change(name: str, folder: Path) -> tuple[int, set[str]]:
     }
 
 
+def _save_twice(folder: Path) -> int:
+    """Save one state before and after it changes; return how many elements were compared then."""
+    from megatron.core import dist_checkpointing
+
+    content = {"distrib_optim_sharding_type": BY_NAME, "chained_optim_avoid_prefix": True}
+    later = {"async_sharded_save": True, "async_strategy": "mcore", "content_metadata": content}
+    station = Station(format="bf16")
+    journey = Journey(station).scramble()
+    state = journey.state(BY_NAME)
+    for name in ("first", "second"):
+        dist_checkpointing.save(state, str(folder / name), **later).execute_sync()
+        journey.fill()
+    return Journey(station).scramble().load(folder / "second").check()
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function of ranks and a name, which gives what these ranks found."""
-    jobs = {name: partial(_save_and_change, name) for name in CASES}
+    jobs: dict[str, Callable[..., Any]] = {name: partial(_save_and_change, name) for name in CASES}
+    jobs["twice"] = _save_twice
     return run_once(tmp_path_factory.mktemp("later"), {2: jobs})
 
 
@@ -90,3 +106,7 @@ def test_a_step_before_the_writing_changes_nothing_that_is_written(saved, name):
     for compared, torn in saved(2, name):
         assert compared
         assert torn == set()
+
+
+def test_a_state_that_was_saved_is_saved_again_as_it_is_then(saved):
+    assert all(saved(2, "twice"))

@@ -14,11 +14,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
+from moe_optim.checkpoint.saving import _collect
 from moe_optim.commands.train.resume import find_resume_point
 from moe_optim.config import MoEOptimConfig
-from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.errors import ConfigError, LayoutError, StateError
 from tests.support.checkpoints.checkpoint_journey import Journey, Station, run_once
 from tests.support.ranks import run_ranks
 from tests.support.training import pretrain
@@ -63,8 +65,15 @@ def raising(target: str, error: Exception) -> Fault:
 MEMORY = MemoryError("no host memory is left")
 REFUSED = LayoutError("these states are refused")
 STAGING = "moe_optim.checkpoint.staging._on_host"
+COPY = "moe_optim.checkpoint.staging._copy"
 STATES = "moe_optim.checkpoint.{}.flat_states"
+SHARDS = "megatron.core.dist_checkpointing.validation._validate_sharding_for_key"
+FILES = "megatron.core.dist_checkpointing.strategies.filesystem_async._split_by_size_and_type"
 BUILD = "megatron.core.dist_checkpointing.mapping.ShardedTensorFactory.build"
+RESULTS = (
+    "megatron.core.dist_checkpointing.strategies.filesystem_async."
+    "FileSystemWriterAsync.retrieve_write_results"
+)
 FULL, LARGE = os.strerror(errno.ENOSPC), os.strerror(errno.EFBIG)
 NO_FILE = (partial(full_disk, ".distcp"), FULL)
 
@@ -73,6 +82,11 @@ FAULTS: dict[str, tuple[int, str, dict[str, Any], Fault, str]] = {
     "states by name": (1, BY_NAME, {}, raising(STATES.format("owned_boxes"), REFUSED), "refused"),
     "flat states": (1, FLAT, {}, raising(STATES.format("flat_states"), REFUSED), "refused"),
     "an entry": (1, BY_NAME, {}, raising(BUILD, MEMORY), "memory"),
+    "an object": (1, BY_NAME, {}, raising("torch.save", MEMORY), "memory"),
+    "what covers a tensor": (0, BY_NAME, {}, raising(SHARDS, REFUSED), "refused"),
+    "without a text": (1, BY_NAME, {}, raising(BUILD, AssertionError()), "AssertionError"),
+    "a copy, later": (1, BY_NAME, LATER, raising(COPY, MEMORY), "memory"),
+    "a flat copy, later": (1, FLAT, LATER, raising(COPY, MEMORY), "memory"),
     "a value": (1, BY_NAME, {}, raising(STAGING, MEMORY), "memory"),
     "a file": (1, BY_NAME, {}, *NO_FILE),
     "the first rank's file": (0, BY_NAME, {}, *NO_FILE),
@@ -80,6 +94,7 @@ FAULTS: dict[str, tuple[int, str, dict[str, Any], Fault, str]] = {
     "one of several files": (1, BY_NAME, {"threads": 2}, partial(full_disk, "1_1.distcp"), FULL),
     "a file, later": (1, BY_NAME, LATER, *NO_FILE),
     "a flat file, later": (1, FLAT, LATER, *NO_FILE),
+    "what was written, later": (1, BY_NAME, LATER, raising(RESULTS, EOFError()), "EOFError"),
     ".metadata": (0, BY_NAME, {}, partial(full_disk, ".metadata.tmp"), FULL),
     ".metadata, later": (0, BY_NAME, LATER, partial(full_disk, ".metadata.tmp"), FULL),
     "the checksums": (0, BY_NAME, {}, partial(full_disk, "seal.json.partial"), FULL),
@@ -124,10 +139,41 @@ def _fail(name: str, folder: Path) -> tuple[str, str | None, int]:
     return said, defect, Journey(GROUPED).scramble().load(second).check()
 
 
+def _fail_while_plans_are_kept(folder: Path) -> int:
+    """Plan saves once, as for ``--ckpt-assume-constant-structure``; one rank fails in the second.
+
+    Returns how many elements of the last checkpoint were compared.
+    """
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    strategy = TorchDistSaveShardedStrategy(cached_metadata=True)
+    journey = Journey(GROUPED).fill()
+    for number in range(1, 6):
+        fails = number == 2 and torch.distributed.get_rank() == 1
+        with (
+            pytest.raises((MemoryError, StateError)) if number == 2 else nullcontext(),
+            raising(FILES, MEMORY)() if fails else nullcontext(),
+        ):
+            journey.save(folder / str(number), BY_NAME, sharded_strategy=strategy)
+    return Journey(GROUPED).scramble().load(folder / str(number)).check()
+
+
+def _fail_on_many_ranks(folder: Path) -> str:
+    """Return the error of a save of which 1,000 ranks could not write their files."""
+
+    def collect() -> None:
+        raise CheckpointException("write", {rank: (OSError(FULL), None) for rank in range(1000)})
+
+    with pytest.raises(StateError) as raised:
+        _collect([collect], str(folder))
+    return str(raised.value)
+
+
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function of ranks and a name, which gives what these ranks found."""
-    jobs = {name: partial(_fail, name) for name in FAULTS}
+    jobs: dict[str, Callable[..., Any]] = {name: partial(_fail, name) for name in FAULTS}
+    jobs |= {"kept plans": _fail_while_plans_are_kept, "many ranks": _fail_on_many_ranks}
     found = run_once(tmp_path_factory.mktemp("failed"), {2: jobs}, timeout_s=HANGS_S)
     found(2, next(iter(jobs)))  # all at once; hangs once, not in every test
     return found
@@ -146,6 +192,17 @@ def test_what_a_failed_save_leaves_is_incomplete_and_the_next_save_is_not(failed
     for _, defect, compared in failed(2, name):
         assert defect is not None
         assert compared
+
+
+def test_plans_that_ranks_keep_agree_after_a_save_that_one_of_them_failed(failed):
+    assert all(failed(2, "kept plans"))
+
+
+def test_an_error_of_many_ranks_names_eight_of_them_and_counts_the_others(failed):
+    for said in failed(2, "many ranks"):
+        assert "rank 7: " in said
+        assert "rank 8: " not in said
+        assert "and 992 more" in said
 
 
 def _train(folder: Path) -> dict[str, str]:

@@ -84,8 +84,8 @@ MUTANTS = (
     ),
     Mutant(  # the first rank fails where the others wait for it
         "checkpoint/saving.py",
-        'with replaced(FileSystemWriterAsync, "finish", finish):',
-        'with replaced(FileSystemWriterAsync, "none", finish):',
+        'replaced(FileSystemWriterAsync, "finish", finish),',
+        'replaced(FileSystemWriterAsync, "none", finish),',
         (f"{FILES}/test_failed_saves.py",),
     ),
     Mutant(
