@@ -11,6 +11,7 @@ key, so no rank needs the states of another one. Masters and fp32 moments are sa
 place; other moments are saved as fp32 copies, made one box at a time.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -104,8 +105,9 @@ def _of_all_members(param: torch.nn.Parameter, members: list[Any]) -> ShardedTen
 def stored_parts(entry: Any, shape: tuple[int, ...]) -> list[OwnedBox]:
     """Return a box for each tensor that a parameter is stored as.
 
-    ``entry`` is the sharded tensor or factory of the parameter in the model's sharded state.
-    LayoutError if a factory's tensors are not slices of the parameter.
+    ``entry`` is the sharded tensor or factory of the parameter in the model's sharded state. A
+    factory may store each slice equally often, such as an adapter of all experts for each of them.
+    LayoutError if its tensors are not slices of the parameter.
     """
     values = torch.empty(shape, dtype=torch.float32, device="meta")
     if isinstance(entry, ShardedTensorFactory):
@@ -131,7 +133,9 @@ def stored_parts(entry: Any, shape: tuple[int, ...]) -> list[OwnedBox]:
             f"{entry.key}: expected a replica_id of pipeline, tensor and data-parallel rank, got "
             f"{replicas}. Give the entry three numbers, as Megatron's own have."
         )
-    if not is_slice or sum(prod(box.size) for box in found) != prod(shape):
+    copies = Counter((box.start, box.size) for box in found)
+    numel = sum(prod(size) for _, size in copies)
+    if not is_slice or numel != prod(shape) or len({*copies.values()}) > 1:
         raise LayoutError(
             f"{entry.key}: expected tensors that are slices of the parameter {list(shape)}, got "
             f"{', '.join(str(list(part.data.shape)) for part in stored)} with values moved or "
@@ -189,7 +193,8 @@ def states_to_load(optimizer: Any, model: Any) -> dict[Any, Any]:
     requests: list[_Request] = []
     for number, (owned, boxes) in enumerate(_owned(optimizer, model, by_matrix=False)):
         flats = flat_states(optimizer, owned.param)
-        state[number] = entries = _entries(optimizer, owned, boxes, flats)
+        first_copies = list({(box.start, box.size): box for box in reversed(boxes)}.values())
+        state[number] = entries = _entries(optimizer, owned, first_copies, flats)
         requests.append((owned.param, flats, {name: one.data for name, one in entries.items()}))
         if optimizer.ddp_config.num_distributed_optimizer_instances > 1:  # which exchange boxes
             for entry in entries.values():

@@ -308,7 +308,7 @@ def _find(name: str) -> Trace:
     life_cycle.initialize()
     BUGS[name].put_back()
     try:
-        _run(10_000, BUGS[name].options, phases=(Phase.generate,))
+        _run(30_000, BUGS[name].options, phases=(Phase.generate,))
     except (AssertionError, StateError):  # of the model, or a refusal of what is allowed
         return Machine.trace
     return []
@@ -329,7 +329,7 @@ FOUND_EACH_TIME = {  # of each wire, of each kind of step, and on two ranks
     ],
 )
 def test_every_historic_bug_is_found_when_it_is_put_back(name: str):
-    """Within 10,000 random steps some comparison fails."""
+    """Within 30,000 random steps some comparison fails."""
     trace, *others = run_ranks(BUGS[name].ranks, _find, name)
     assert trace, f"{name} was not found"
     assert all(other == trace for other in others)

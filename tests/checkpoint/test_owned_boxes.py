@@ -1,6 +1,7 @@
 """States by name as boxes that a rank owns: where they lie, in place, and each element once."""
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -145,6 +146,36 @@ def _values(weight: Tensor, box: OwnedBox) -> Tensor:
     while values.ndim > len(box.offset):
         (values,) = values
     return values.view((1,) * (len(box.offset) - values.ndim) + values.shape)
+
+
+def _stored(weights: Callable[[Tensor], list[Tensor]]) -> ShardedTensorFactory:
+    def build(key: str, tensor: Tensor, replica_id: Any, _flat: Any = None) -> list[ShardedTensor]:
+        return [
+            ShardedTensor.from_rank_offsets(f"{key}{n}", one, replica_id=MAIN)
+            for n, one in enumerate(weights(tensor))
+        ]
+
+    return ShardedTensorFactory("w", torch.zeros(SHAPE), build, torch.stack)
+
+
+def test_a_parameter_that_is_stored_twice_has_every_box_twice():
+    """Such as an adapter of all experts, which each expert's entry holds."""
+    ranges = list(cut_into_boxes(1, prod(SHAPE) - 1, SHAPE))
+    boxes = list(owned_boxes(stored_parts(_stored(lambda one: [one, one]), SHAPE), ranges))
+    once = list(owned_boxes(stored_parts(_stored(lambda one: [one]), SHAPE), ranges))
+    assert [(box.start, box.size) for box in boxes[::2]] == [(b.start, b.size) for b in once]
+    assert [(box.start, box.size) for box in boxes[1::2]] == [(b.start, b.size) for b in once]
+    assert {box.part.key for box in boxes} == {"w0", "w1"}
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [lambda one: [one, one[:1]], lambda one: [one[:1], one[:1]], lambda one: [*one, *one[1:]]],
+    ids=["whole and part", "the same part", "a part missing"],
+)
+def test_slices_stored_unequally_often_are_refused(weights: Any):
+    with pytest.raises(LayoutError, match="w: expected tensors that are slices .* by name"):
+        stored_parts(_stored(weights), SHAPE)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from moe_optim.config import MoEOptimConfig
+from moe_optim.integration.agreement import gather_objects
 from tests.support.ranks import run_ranks
 from tests.support.states import given_values
 from tests.support.states.masters import assert_weights_come_from_masters
@@ -56,7 +57,7 @@ def _assert_is_as_it_should(model: list[Any], optimizer: Any) -> None:
     assert_weights_come_from_masters(model, optimizer)
     parts = [part for part in optimizer.chained_optimizers if hasattr(part, "matrices")]
     names = [weight.name for part in parts for weight in part.matrices.values()]
-    assert names
+    assert any(gather_objects(names, None))  # a rank may own none
     assert not any("embedding" in name or "bias" in name for name in names)
 
 

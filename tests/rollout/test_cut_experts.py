@@ -81,7 +81,8 @@ def _compare(setups):
             linear.load_values(values)
         for layout, tensors in given.items():
             want = experts_of(exported(uncut, layout=layout))
-            assert list(tensors) == list(want)
+            sort = sorted if "expert_model_parallel_size" in cut.sizes else list
+            assert sort(tensors) == sort(want)  # ranks of experts take turns
             assert_same_tensors(tensors, want, what=f"{name} {layout}")
         mine = {key: given["hf_per_expert"][key] for key in own}
         assert_same_tensors(own, mine, what=f"{name} own")
