@@ -501,4 +501,6 @@ def _replay_all(options: dict[str, Any]) -> int:
     ],
 )
 def test_what_loops_do_is_right_on_two_ranks(options: dict[str, Any]):
-    assert run_ranks(2, _replay_all, options) == [sum(map(len, EVERYTHING))] * 2
+    # A thread of gloo crashed here twice, in some forty runs with a device for all groups.
+    calls = run_ranks(2, _replay_all, options, shares_device=False)
+    assert calls == [sum(map(len, EVERYTHING))] * 2

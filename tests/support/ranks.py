@@ -23,12 +23,17 @@ _SHOW_STACKS = signal.SIGUSR1
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = TIMEOUT_S,
+    shares_device: bool = True,
 ) -> list[Any]:
     """Call ``function(*args)`` on every rank and return what each returned, rank 0 first.
 
     The environment of a rank is torchrun's. Megatron is imported, nothing is initialised, and the
     CPU runtime is not installed. A rank that raises fails the test with its traceback and output.
+    Unless ``shares_device``, each of its process groups has a gloo device of its own.
     """
     context = fork_context()
     # served here, on a port that nobody else can take before the ranks come
@@ -36,7 +41,8 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes = [
             context.Process(
-                target=_rank, args=(rank, world_size, store.port, Path(folder), function, args)
+                target=_rank,
+                args=(rank, world_size, store.port, Path(folder), shares_device, function, args),
             )
             for rank in range(world_size)
         ]
@@ -79,6 +85,7 @@ def _rank(
     world_size: int,
     port: int,
     folder: Path,
+    shares_device: bool,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -97,7 +104,8 @@ def _rank(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     try:
-        _share_device()
+        if shares_device:
+            _share_device()
         result = function(*args)
         torch.save(result, folder / f"{rank}.tmp")
         (folder / f"{rank}.tmp").rename(folder / f"{rank}.pt")
