@@ -139,8 +139,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
                 with self._timed("optimizer-inner-step"):
                     part.update_masters(clips)
                 with self._timed("params-all-gather"):
-                    if not part.ddp_config.overlap_param_gather:  # else forward passes gather
-                        part.start_gathers(after_update=True)
+                    part.start_gathers(after_update=True)
         counted = zeros if self.config.log_num_zeros_in_grad else None
         return moves, as_megatron_returns(norms[:1]), counted
 
@@ -408,8 +407,7 @@ class GraphedStep:
             self._is_there = torch.cuda.Event()
             self._is_there.record()
         for part in parts:
-            if not part.ddp_config.overlap_param_gather:  # else forward passes gather
-                part.start_gathers(after_update=True)
+            part.start_gathers(after_update=True)
         counts = self._chain.config.log_num_zeros_in_grad
         return True, as_megatron_returns(self._norms[:1]), self._zeros if counts else None
 

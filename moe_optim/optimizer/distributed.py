@@ -73,8 +73,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
     step ends with the weights ENCODED if it was fused, else STALE; see :class:`GroupedBucketGroup`.
 
     A fused step of the chain calls :meth:`read_gradients`, :meth:`sum_squares`,
-    :meth:`plan_update`, :meth:`update_masters` and, unless forward passes gather,
-    :meth:`start_gathers`, in this order.
+    :meth:`plan_update`, :meth:`update_masters` and :meth:`start_gathers`, in this order.
 
     Attributes:
         managed_buckets: buckets of quantized weights whose masters this optimizer steps.
@@ -583,8 +582,10 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         Args:
             force_sync: whether to wait for the weights.
             after_update: whether the call follows :meth:`update_masters`, before anything can move
-                masters or weights.
+                masters or weights. It then starts nothing if forward passes gather.
         """
+        if after_update and self.ddp_config.overlap_param_gather:
+            return
         unmoved = after_update and not self._is_hooked
         for chunk, group in self._placed_groups:
             if isinstance(group, GroupedBucketGroup) and group.managed:
