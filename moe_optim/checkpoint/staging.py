@@ -181,9 +181,8 @@ def _together(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _converted(stock: Any, state_dict: dict[str, list[Any]], *args: Any, **kwargs: Any) -> Any:
-    if _is_synchronous:
-        return stock(state_dict, *args, **kwargs)
-    _copy(state_dict)
+    if not _is_synchronous:
+        _copy(state_dict)
     return stock(state_dict, *args, **kwargs)
 
 
