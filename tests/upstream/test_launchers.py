@@ -18,8 +18,7 @@ import torch
 
 from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
-from tests.support.training import weight_bytes
-from tests.support.training_runs.small_steps import take_step
+from tests.support.training_runs.small_steps import take_step, weights_of
 from tools.upstream.stand_in_imports import standing_in
 
 ROOT = Path(__file__).parents[2]
@@ -191,10 +190,7 @@ def _train_and_keep(
             step(number)
         modules["model"].save(2, model, optimizer, scheduler)
     norms = [step(number) for number in (2, 3)]
-    weights = {}
-    for name, param in model[0].named_parameters():
-        weights |= weight_bytes(name, param)
-    return norms, weights
+    return norms, weights_of(model[0])
 
 
 def test_what_its_own_functions_save_resumes_to_the_bit(launcher: str, tmp_path):

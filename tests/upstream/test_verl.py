@@ -19,8 +19,7 @@ from moe_optim import MoEOptimConfig
 from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
 from tests.support.states import life_cycle, making_room
-from tests.support.training import weight_bytes
-from tests.support.training_runs.small_steps import take_step
+from tests.support.training_runs.small_steps import take_step, weights_of
 from tools.upstream.stand_in_imports import standing_in
 
 CHECKOUT = os.environ.get("VERL_PATH", "")
@@ -180,10 +179,7 @@ def _train_and_keep(
             take_step(model[0], optimizer, number)
         manager.save_checkpoint(folder, global_step=2)
     norms = [take_step(model[0], optimizer, number) for number in (2, 3)]
-    weights = {}
-    for name, param in model[0].named_parameters():
-        weights |= weight_bytes(name, param)
-    return norms, weights
+    return norms, weights_of(model[0])
 
 
 @pytest.mark.skipif(not CHECKOUT, reason="VERL_PATH names no checkout")

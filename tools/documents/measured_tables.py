@@ -807,12 +807,12 @@ KEPT_IN = {
 OF_NVIDIA = ("Megatron-Bridge", "Megatron-LM", "Megatron-LM's functional tests")
 
 
-def published(sources: Iterable[str] = OF_NVIDIA) -> str:
+def published() -> str:
     """Return the numbers of recipes by source and storage, with what is refused in parentheses."""
     found = {(one["source"], one["kept"]): one for one in read_result(PUBLISHED)["totals"]}
-    kept = [name for name in KEPT_IN if any((source, name) in found for source in sources)]
+    kept = [name for name in KEPT_IN if any((source, name) in found for source in OF_NVIDIA)]
     rows = []
-    for source in sources:
+    for source in OF_NVIDIA:
         totals = (found.get((source, name)) for name in kept)
         rows.append([source, *(_spell_recipes(one) if one else "" for one in totals)])
     return table(["recipes of", *(KEPT_IN[name] for name in kept)], rows)

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from tests.support.training import weight_bytes
+
 
 def take_step(chunk: Any, optimizer: Any, number: int) -> float:
     """Take a step on tokens that differ by step and rank; return the norm of the gradients."""
@@ -16,3 +18,11 @@ def take_step(chunk: Any, optimizer: Any, number: int) -> float:
     chunk.finish_grad_sync()
     _, norm, _ = optimizer.step()
     return float(norm)
+
+
+def weights_of(chunk: Any) -> dict[str, torch.Tensor]:
+    """Return copies of the buffers of all quantized weights, and of the values of the others."""
+    weights = {}
+    for name, param in chunk.named_parameters():
+        weights |= weight_bytes(name, param)
+    return weights
