@@ -72,8 +72,8 @@ MUTANTS = (
     ),
     Mutant(  # everything is copied before the first byte is written
         "checkpoint/staging.py",
-        "    if not _is_synchronous:",
-        "    if True:",
+        "    if not _is_synchronous:\n        stock(",
+        "    if True:\n        stock(",
         (f"{SESSION}::test_a_synchronous_save_holds_two_chunks_and_copies_no_master",),
     ),
     Mutant(  # an asynchronous save writes what a step has changed
