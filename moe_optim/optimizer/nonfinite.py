@@ -17,6 +17,7 @@ from moe_optim.weights.names import global_parameter_names
 
 MOST_NAMED = 8
 """Maximum number of culprits per rank; with a NaN loss every gradient is one."""
+_Describe = Callable[..., str]
 
 
 def name_culprits(chain: Any) -> str:
@@ -31,17 +32,17 @@ def name_culprits(chain: Any) -> str:
 
 
 def _find_culprits(chain: Any) -> Iterator[str]:
-    non_finite = _describer(chain.model_chunks, "non-finite gradient")
-    too_large = _describer(chain.model_chunks, "finite gradient", "whose square is Inf in fp32")
+    describe = _describer(chain.model_chunks)
+    too_large = "finite gradient", "whose square is Inf in fp32"
     for part in chain.stepping:
         for param, _ in owned_masters(part):
             start = part._get_model_param_range_map(param)["param"].start
             gradient = gradient_of(part, param).float()
             bad = ~gradient.isfinite()
             overflow = ~(bad | gradient.square().isfinite())
-            for describe, of in ((non_finite, bad), (too_large, overflow)):
+            for of, what in ((bad, ("non-finite gradient",)), (overflow, too_large)):
                 if bool(of.any()):
-                    yield describe(param, of.nonzero().view(-1) + start)
+                    yield describe(param, of.nonzero().view(-1) + start, *what)
 
 
 def check_states(
@@ -61,9 +62,9 @@ def check_states(
 def _find_states(optimizer: Any, managed_masters_only: bool) -> list[str]:
     """Return a line per bad state of any data-parallel rank; every rank of the group must call."""
     found: list[str] = []
+    describe: _Describe | None = None  # names of all parameters are looked up for a bad one alone
     moments = () if managed_masters_only else state_names(optimizer.optimizer)
     kinds = ("master", *moments)
-    describers = {kind: _describer(optimizer.model_chunks, f"non-finite {kind}") for kind in kinds}
     for param, master in owned_masters(optimizer):
         if master is None or (managed_masters_only and not is_managed(param)):
             continue
@@ -74,7 +75,8 @@ def _find_states(optimizer: Any, managed_masters_only: bool) -> list[str]:
                 continue  # one pass without memory; a sum beyond fp32 is looked at more closely
             bad = (~states[kind].float().isfinite()).nonzero().view(-1) + start
             if len(bad):
-                found.append(describers[kind](param, bad))
+                describe = describe or _describer(optimizer.model_chunks)
+                found.append(describe(param, bad, f"non-finite {kind}"))
     everywhere = gather_objects(found[:MOST_NAMED], optimizer.data_parallel_group)
     return [
         f"data-parallel rank {rank}: {line}"
@@ -83,16 +85,14 @@ def _find_states(optimizer: Any, managed_masters_only: bool) -> list[str]:
     ]
 
 
-def _describer(
-    model_chunks: Sequence[torch.nn.Module], kind: str, more: str = ""
-) -> Callable[[torch.nn.Parameter, Tensor], str]:
-    """Return a function of a parameter and the indices [n] of its bad elements, n >= 1.
+def _describer(model_chunks: Sequence[torch.nn.Module]) -> _Describe:
+    """Return a function of a parameter, the indices [n] of its bad elements, and what they are.
 
     Its result names the parameter, the experts, and the count with ``kind`` and ``more``.
     """
     names, first_of = global_parameter_names(model_chunks), first_experts(model_chunks)
 
-    def describe(param: torch.nn.Parameter, bad: Tensor) -> str:
+    def describe(param: torch.nn.Parameter, bad: Tensor, kind: str, more: str = "") -> str:
         count = f"{len(bad)} {kind}{'s' if len(bad) > 1 else ''} {more}".rstrip()
         if param not in first_of:
             return f"{names[param]}: {count}"
