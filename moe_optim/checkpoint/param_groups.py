@@ -6,6 +6,7 @@ group with its step, learning rate and so on.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
@@ -30,63 +31,50 @@ _OF_HYBRID = frozenset(
     }
 )
 """Group entries of Megatron's ``HybridDeviceOptimizer`` (``--optimizer-cpu-offload``)."""
+_KINDS = {"momentum": MOMENTUM, "betas": "exp_avg"}
+"""Kind of state that an optimizer with such a group entry has."""
 
 
-def states_by_part(state_dict: dict[Any, Any], parts: Sequence[Any]) -> dict[Any, Any]:
-    """Return a loaded state arranged for ``parts``, the current optimizers.
+def states_by_part(
+    state_dict: dict[Any, Any], parts: Sequence[Any], *, is_muon: bool
+) -> dict[Any, Any]:
+    """Return a loaded state arranged for ``parts``, the current optimizers; not modified.
 
     Tensors in ``state_dict`` are arranged already, everything else is as saved, of one optimizer or
-    of several by index. Not modified. LayoutError if a group has no saved counterpart.
+    of several by index.
+
+    Raises:
+        LayoutError: the optimizer of this run did not save the groups, or one of ``parts`` has a
+            group without a saved counterpart.
     """
-    saved = _saved_parts(state_dict)
+    numbered = [state_dict[key] for key in sorted(k for k in state_dict if isinstance(k, int))]
+    saved = [one for one in (state_dict, *numbered) if "optimizer" in one]
+    of_saved = [one["optimizer"]["param_groups"] for one in saved]
+    of_parts = [part.optimizer.param_groups for part in parts]
+    groups, own = list(chain(*of_saved)), list(chain(*of_parts))
+    kinds = {kind for group in groups for name, kind in _KINDS.items() if name in group}
+    has_matrices = any("momentum" in group for group in own)
+    require_same_optimizer(kinds, "optimizer", is_muon=is_muon, has_matrices=has_matrices)
     in_form = "optimizer" in state_dict if len(parts) == 1 else "optimizer" not in state_dict
-    groups = _groups_of(saved)
     steps = [group["step"] for group in groups if "step" in group]
     have_steps = len(steps) in (0, len(groups))  # stock's Muon counts none
-    of_parts = [part.optimizer.param_groups for part in parts]
-    are_alike = [*map(_distributions, of_parts)] == [
-        _distributions(part["optimizer"]["param_groups"]) for part in saved
-    ]
+    are_alike = [*map(_distributions, of_parts)] == [*map(_distributions, of_saved)]
     if not saved or (are_alike and in_form and have_steps):
         return state_dict
     groups = [{"step": steps[0], **group} if steps else group for group in groups]
+    common = {key: value for key, value in saved[0].items() if not isinstance(key, int)}
     made = {}
-    for number, part in enumerate(parts):
+    for number, wanted in enumerate(of_parts):
         held = state_dict if len(parts) == 1 else state_dict.get(number, {})
-        common = {key: value for key, value in saved[0].items() if not isinstance(key, int)}
-        made[number] = {
-            **common,
-            "optimizer": {
-                **common["optimizer"],
-                "param_groups": [_find(group, groups) for group in part.optimizer.param_groups],
-            },
-            **{key: value for key, value in held.items() if key == "param_state"},
-        }
+        found = [_find(group, groups) for group in wanted]
+        made[number] = common | {"optimizer": {**common["optimizer"], "param_groups": found}}
+        made[number] |= {key: value for key, value in held.items() if key == "param_state"}
     return made[0] if len(parts) == 1 else made
 
 
 def _distributions(groups: Sequence[Group]) -> set[bool]:
     """Return whether groups of one optimizer are of experts with ranks of their own, and others."""
     return {bool(group.get(_BY_DISTRIBUTION)) for group in groups}
-
-
-def _saved_parts(state_dict: dict[Any, Any]) -> list[dict[Any, Any]]:
-    saved = [state_dict[key] for key in sorted(key for key in state_dict if isinstance(key, int))]
-    return [part for part in (state_dict, *saved) if "optimizer" in part]
-
-
-def _groups_of(saved: Sequence[dict[Any, Any]]) -> list[Group]:
-    return [group for part in saved for group in part["optimizer"]["param_groups"]]
-
-
-def require_groups_of(state_dict: dict[Any, Any], parts: Sequence[Any], *, is_muon: bool) -> None:
-    """Raise LayoutError unless the optimizer of this run, ``parts``, saved the groups."""
-    groups = _groups_of(_saved_parts(state_dict))
-    kinds_of = {"momentum": MOMENTUM, "betas": "exp_avg"}
-    kinds = {kind for group in groups for name, kind in kinds_of.items() if name in group}
-    own = (part.optimizer.param_groups for part in parts if part.optimizer is not None)
-    has_matrices = any("momentum" in group for groups in own for group in groups)
-    require_same_optimizer(kinds, "optimizer", is_muon=is_muon, has_matrices=has_matrices)
 
 
 def as_layer_wise(state_dict: dict[Any, Any]) -> dict[Any, Any]:
@@ -107,7 +95,8 @@ def _joined(parts: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
     """Return the state to save of optimizers of one kind, by name, as of one of them."""
     groups = [
         {name: value for name, value in group.items() if name != "step" or "momentum" not in group}
-        for group in _groups_of(parts)
+        for part in parts
+        for group in part["optimizer"]["param_groups"]
     ]
     states = {
         f"{number}.{key}": entry
@@ -126,36 +115,27 @@ def _holds_muon(part: dict[Any, Any]) -> bool:
     return any("momentum" in group for group in part["optimizer"]["param_groups"])
 
 
-def with_groups_of_adam(state_dict: dict[str, Any], adam: Any) -> dict[str, Any]:
-    """Return ``state_dict``, of one optimizer, with ``HybridDeviceOptimizer`` groups made Adam's.
+def with_own_groups(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """Return ``state_dict``, of one optimizer, with groups that Megatron finds those of it by.
 
-    Drops hybrid entries (which contain classes and would be saved again) and fills in the defaults
-    of ``adam``, the loading optimizer. Does not modify ``state_dict``.
+    Groups of ``HybridDeviceOptimizer`` become those of Adam, without hybrid entries (which contain
+    classes and would be saved again) and with the defaults of ``optimizer``. Learning rates become
+    its own: Megatron matches groups by them, among others, and raises KeyError if they changed,
+    with or without ``--override-opt_param-scheduler``. Does not modify ``state_dict``. LayoutError
+    if Megatron's arguments do not override the saved rates.
     """
     saved = state_dict["optimizer"]
     groups = [
-        {**adam.defaults, **{name: of for name, of in group.items() if name not in _OF_HYBRID}}
+        optimizer.defaults | {key: of for key, of in group.items() if key not in _OF_HYBRID}
         if "cpu_optimizer_cls" in group
         else group
         for group in saved["param_groups"]
     ]
-    return {**state_dict, "optimizer": {**saved, "param_groups": groups}}
-
-
-def with_rates_of(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Return ``state_dict``, of one optimizer, with the learning rates of ``optimizer``'s groups.
-
-    Megatron matches saved groups by learning rates, among others, and raises KeyError if they
-    changed, with or without ``--override-opt_param-scheduler``. Does not modify ``state_dict``.
-    LayoutError if Megatron's arguments do not override the saved rates.
-    """
-    saved, groups = state_dict["optimizer"], list(state_dict["optimizer"]["param_groups"])
     fixed = [key for key in param_group_identifier_keys if key not in _RATES]
     for wanted in optimizer.param_groups:
         alike = [group for group in groups if _settings(group, fixed) == _settings(wanted, fixed)]
-        if any(_settings(one, _RATES) == _settings(wanted, _RATES) for one in alike):
-            continue
-        if len(alike) == 1:
+        rates = [_settings(group, _RATES) for group in alike]
+        if len(alike) == 1 and _settings(wanted, _RATES) not in rates:
             _require_override(alike[0], wanted)
             changed = {**alike[0], **{key: wanted[key] for key in _RATES}}
             groups = [changed if group is alike[0] else group for group in groups]

@@ -330,13 +330,13 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         Raises:
             LayoutError: another optimizer saved them, or a parameter group has no counterpart.
         """
-        from moe_optim.checkpoint.param_groups import require_groups_of, states_by_part
+        from moe_optim.checkpoint.param_groups import states_by_part
 
         with self._without_stubs():
             if isinstance(state_dict, dict):
                 is_muon = installed_optimizer() == "muon"
-                require_groups_of(state_dict, self.chained_optimizers, is_muon=is_muon)
-                state_dict = states_by_part(state_dict, self.chained_optimizers)
+                parts = self.chained_optimizers
+                state_dict = states_by_part(state_dict, parts, is_muon=is_muon)
             super().load_state_dict(state_dict)
         if graphed := self._graphed_step:
             graphed.forget()

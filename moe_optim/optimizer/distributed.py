@@ -638,12 +638,11 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         Megatron loads weights and masters separately, and requantizes dequantized values, which
         changes the scale of about one block in twenty. Every rank must call it.
         """
-        from moe_optim.checkpoint.param_groups import with_groups_of_adam, with_rates_of
+        from moe_optim.checkpoint.param_groups import with_own_groups
 
         if self.host_states is not None:
             self.make_moments()  # Megatron would create all on the device
-        state_dict = with_groups_of_adam(state_dict, self.optimizer)
-        super().load_state_dict(with_rates_of(state_dict, self.optimizer))
+        super().load_state_dict(with_own_groups(state_dict, self.optimizer))
         if self.host_states is not None:
             self.host_states.keep_all(self.optimizer)
         if "param_state" in state_dict:  # else Megatron only builds a template
