@@ -18,8 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.optimizer.param_layout import pad_param_start
 from torch import Tensor
 
-from moe_optim.checkpoint.flat_buffers import bucket_key
-from moe_optim.checkpoint.state_kinds import MOMENTUM
+from moe_optim.checkpoint.state_kinds import MOMENTUM, bucket_key
 from moe_optim.checkpoint.state_manifest import (
     MANIFEST,
     BucketPlaces,

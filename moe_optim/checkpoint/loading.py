@@ -5,6 +5,17 @@ optional entries that the checkpoint lacks; what Megatron then reads is checked 
 States that this package did not produce pass unchanged.
 
 Megatron reads ``common.pt`` and ``--ckpt-format torch`` with ``weights_only``, which runs no code.
+
+States that Megatron saves whole, without ``--use-distributed-optimizer`` or of Muon, are keyed by
+parameter name like ``fully_reshardable`` ones, except for the keys of masters, and for the number
+of their optimizer where ``dp_reshardable`` is the sharding type:
+
+    optimizer.state.fp32_param.NAME
+    chained_0.optimizer.state.momentum_buffer.NAME
+
+Muon's layer-wise optimizer steps the matrices. Where it lays out buffers, the other parameters have
+a distributed optimizer, whose states are flat beside them. Megatron's distributed optimizer loads
+none of these checkpoints.
 """
 
 import re
@@ -13,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 from torch.distributed.checkpoint.api import CheckpointException
@@ -37,9 +49,19 @@ from moe_optim.checkpoint.load_session import (
     together,
 )
 from moe_optim.checkpoint.staging import plan_quickly
-from moe_optim.checkpoint.state_kinds import MOMENTUM, require_same_optimizer, state_kinds
+from moe_optim.checkpoint.state_kinds import (
+    BY_NAME,
+    BY_NAME_KEY,
+    MASTER,
+    MOMENTUM,
+    SHARDING_TYPE,
+    WHOLE_MASTER,
+    flat_groups,
+    require_same_optimizer,
+    state_kinds,
+)
 from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest, states_with_manifests
-from moe_optim.errors import LayoutError
+from moe_optim.errors import LayoutError, listed
 from moe_optim.integration.agreement import agree
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import (
@@ -50,6 +72,8 @@ from moe_optim.integration.installation import (
 
 _ACCOUNTED = "moe_optim_accounted"
 _OBJECT_KEY = re.compile(r"[^/]+/shard_[0-9.]+_[0-9.]+")
+_GROUPS = r"chained_{}\.optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*"
+"""Key of the parameter groups of an optimizer by number, where they are an object."""
 _CORE = "megatron.core.dist_checkpointing"
 _TENSORS_METADATA = f"{_CORE}.strategies.torch:TorchDistLoadShardedStrategy.load_tensors_metadata"
 
@@ -124,8 +148,6 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
 
 
 def _load_common(checkpoint_dir: str | Path) -> Any:
-    from moe_optim.checkpoint.undistributed_states import declare_reshardable
-
     stock = original(f"{_CORE}:load_common_state_dict")
     if installed_config() is None or not is_local(checkpoint_dir):
         return stock(checkpoint_dir)
@@ -143,8 +165,27 @@ def _load_common(checkpoint_dir: str | Path) -> Any:
         except Exception:  # arbitrary errors of damaged files; report the file if that is the cause
             require_intact(folder, thorough=True)
             raise
-    declare_reshardable(common, stored)
+    _declare_by_name(common, stored)
     return common
+
+
+def _declare_by_name(common: dict[str, Any], stored: TorchDistReader) -> None:
+    """Declare whole states ``fully_reshardable`` in ``common``, the common state of ``stored``.
+
+    Adds parameter groups of a distributed optimizer beside a layer-wise one, saved as objects.
+    """
+    content = common.get("content_metadata")
+    if not isinstance(content, dict) or WHOLE_MASTER not in state_kinds(stored.tensors):
+        return
+    content[SHARDING_TYPE] = BY_NAME
+    states = common["optimizer"]  # one optimizer's, or a dict of several
+    for number, state in [(0, states)] if "optimizer" in states else states.items():
+        state["param_state_sharding_type"] = BY_NAME
+        if "optimizer" not in state:
+            pattern = re.compile(_GROUPS.format(number))
+            groups = next((key for key in stored.objects if pattern.fullmatch(key)), None)
+            if groups is not None:  # the same in all data-parallel groups
+                state["optimizer"] = stored.read_object(groups)
 
 
 def load_tensors_metadata(self: Any, checkpoint_dir: Path, metadata: Any = None) -> Any:
@@ -205,28 +246,72 @@ def _fit_optional(state: Any, stored: TorchDistReader) -> None:
 def _resolve(
     sharded_state_dict: Any, requesting: list[dict[Any, Any]], stored: TorchDistReader
 ) -> None:
+    """Fit all requests to a checkpoint; ``requesting`` are the states that ask for a manifest."""
     checkpoint = str(stored.path)
     _fit_optional(sharded_state_dict, stored)
+    if not requesting:
+        return
     manifests = [key for key in stored.objects if f".{MANIFEST}." in key]
-    if requesting:
-        keys = (state[MANIFEST].requester.optimizer.optimizer_state_keys for state in requesting)
-        require_same_optimizer(
-            state_kinds(stored.tensors),
-            checkpoint,
-            is_muon=installed_optimizer() == "muon",
-            has_matrices=any(MOMENTUM in held for held in keys),
-        )
-    for state in requesting:
+    kinds = state_kinds(stored.tensors)
+    beside = flat_groups(stored.tensors) if WHOLE_MASTER in kinds else []
+    optimizers = [state[MANIFEST].requester.optimizer for state in requesting]
+    have_matrices = [MOMENTUM in one.optimizer_state_keys for one in optimizers]
+    is_muon = installed_optimizer() == "muon"
+    require_same_optimizer(kinds, checkpoint, is_muon=is_muon, has_matrices=any(have_matrices))
+    for state, optimizer, has_matrices in zip(requesting, optimizers, have_matrices, strict=True):
         request = state.pop(MANIFEST)
-        optimizer, is_flat = request.requester.optimizer, request.requester.is_flat
+        is_flat = request.requester.is_flat
         for any_key in manifests[:1]:  # all record the same interleave
             saved = StateManifest.from_dict(stored.read_object(any_key), any_key)
             require_same_interleave(optimizer, saved, checkpoint, is_flat=is_flat)
         if is_flat:
             key = _find_key(manifests, request, checkpoint)
             state["param_state"] = _request_flat(request, stored, key)
+        elif beside and not has_matrices:  # stock's Muon, whose other states are flat
+            alike = [group for group in beside if group.endswith(f".{request.group}")]
+            request.key = f"{[*alike, request.group][0]}.{MANIFEST}.none"
+            state["param_state"] = _request_flat(request, stored, None)
         else:
-            _request_by_name(state, request, stored)
+            fit_by_name(state["param_state"], stored)
+
+
+def fit_by_name(param_state: Any, stored: TorchDistReader) -> None:
+    """Rewrite the keys of requests by name, in place, to those in ``stored``.
+
+    LayoutError if ``stored`` lacks a requested state, or has it in another shape.
+    """
+    requests = [one for one in nested_values(param_state) if hasattr(one, "global_shape")]
+    found, faults = {}, set()
+    if not all(request.key in stored.tensors for request in requests):
+        found = {_address(key): key for key in stored.tensors if BY_NAME_KEY.fullmatch(key)}
+    for request in requests:
+        kind, name = _address(request.key)
+        request.key = found.get((kind, name), request.key)
+        info = stored.tensors.get(request.key)
+        if info is None and kind == MASTER and WHOLE_MASTER in state_kinds(stored.tensors):
+            raise LayoutError(
+                f"{stored.path}: expected optimizer.state.{WHOLE_MASTER}.{name}, got none: "
+                "without --use-distributed-optimizer Megatron saves masters of bf16 and fp16 "
+                "weights alone. Load with --no-load-optim."
+            )
+        if info is None:
+            faults.add(f"{request.key} is missing")
+        elif info.shape != tuple(request.global_shape) and not request.allow_shape_mismatch:
+            shapes = f"{list(info.shape)}, expected {list(request.global_shape)}"
+            faults.add(f"{request.key} is {shapes}")
+    if faults:
+        raise LayoutError(
+            f"{stored.path}: expected the optimizer states of this model, got others: "
+            f"{listed(sorted(faults))}. Start with the model that the checkpoint was saved from, "
+            "or take the weights alone (--no-load-optim)."
+        )
+
+
+def _address(key: str) -> tuple[str, str]:
+    """Return kind of state and parameter name of a key, the same for both names of masters."""
+    match = BY_NAME_KEY.fullmatch(key)
+    assert match is not None
+    return MASTER if match["kind"] == WHOLE_MASTER else match["kind"], match["name"]
 
 
 def _request_flat(
@@ -240,25 +325,6 @@ def _request_flat(
 
         key, saved = manifest_of_groups_states(request, stored)
     return flat_states_to_load(request.requester.optimizer, saved, key)
-
-
-def _request_by_name(
-    state: dict[Any, Any], request: ManifestRequest, stored: TorchDistReader
-) -> None:
-    """Fit requests by name to the keys in a checkpoint, and to flat states of stock beside them."""
-    from moe_optim.checkpoint.undistributed_states import (
-        flat_group_beside,
-        request_whole_states,
-        require_same_states,
-    )
-
-    group = flat_group_beside(stored, request.group)
-    if group is None or MOMENTUM in request.requester.optimizer.optimizer_state_keys:
-        request_whole_states(state["param_state"], stored)
-        require_same_states(state["param_state"], stored)
-    else:
-        request.key = f"{group}.{MANIFEST}.none"
-        state["param_state"] = _request_flat(request, stored, None)
 
 
 def _find_key(manifests: list[str], request: ManifestRequest, checkpoint: str) -> str | None:

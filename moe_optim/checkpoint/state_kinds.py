@@ -1,4 +1,4 @@
-"""Kinds of states in a checkpoint, by which an optimizer recognizes those of another one."""
+"""Keys and kinds of states in a checkpoint, by which an optimizer knows those of another one."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -45,3 +45,13 @@ def require_same_optimizer(
         "optimizer cannot go on from states of the other. Give the --optimizer that the checkpoint "
         "was saved with, or take the weights alone (--no-load-optim)."
     )
+
+
+def flat_groups(keys: Iterable[str]) -> list[str]:
+    """Return the prefix of each data-parallel group of flat states among keys, sorted."""
+    return sorted({key.partition(FLAT_STATES)[0] for key in keys if FLAT_STATES in key})
+
+
+def bucket_key(group: str, dtype: str, buffer: int, bucket: int) -> str:
+    """Return the key prefix of a bucket's states; the kind of state follows a dot."""
+    return f"{group}{FLAT_STATES}{buffer}.dtype_{dtype}.bucket_idx_{bucket}"

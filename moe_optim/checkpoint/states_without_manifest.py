@@ -23,14 +23,11 @@ from moe_optim.checkpoint.derived_manifest import (
     StoredBuffer,
     choose_by_values,
     derive_manifests,
-)
-from moe_optim.checkpoint.files.torch_dist import TorchDistReader
-from moe_optim.checkpoint.flat_buffers import (
-    flat_groups,
     lower_bits_of_masters,
     read_buffers,
     rounds_to,
 )
+from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_states import (
     ManifestRequest,
     manifest_names,
@@ -41,6 +38,7 @@ from moe_optim.checkpoint.flat_states import (
     saved_key,
 )
 from moe_optim.checkpoint.owned_boxes import entries_of
+from moe_optim.checkpoint.state_kinds import flat_groups
 from moe_optim.checkpoint.state_manifest import (
     MANIFEST,
     BucketSpan,
@@ -190,7 +188,7 @@ def stored_buffers(stored: TorchDistReader, group: str) -> list[StoredBuffer]:
         )
     if found := read_buffers(stored, group):
         return found
-    groups, differing = flat_groups(stored), _differing_arguments(stored)
+    groups, differing = flat_groups(stored.tensors), _differing_arguments(stored)
     raise LayoutError(
         f"{stored.path}: expected flat optimizer states of {group}, got "
         f"{f'those of {listed(groups)}' if groups else 'none'}. Load with the tensor, pipeline "

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moe_optim.checkpoint.undistributed_states import request_whole_states, require_same_states
+from moe_optim.checkpoint.loading import fit_by_name
 from moe_optim.errors import LayoutError
 
 SHAPE = (4, 8)
@@ -44,7 +44,7 @@ def test_masters_and_momentum_are_requested_as_they_were_saved(prefix: str):
         "momentum_buffer": f"{prefix}optimizer.state.momentum_buffer.w",
     }
     requests = _requests()
-    request_whole_states(requests, _stored([*saved.values()]))
+    fit_by_name(requests, _stored([*saved.values()]))
     assert _keys(requests) == saved
 
 
@@ -58,4 +58,4 @@ def test_masters_and_momentum_are_requested_as_they_were_saved(prefix: str):
 def test_momentum_of_other_matrices_is_refused(shape: tuple[int, ...], key: str, says: str):
     stored = _stored([f"optimizer.state.{key}.w"], shape)
     with pytest.raises(LayoutError, match=f"states of this model.*{says}.*--no-load-optim"):
-        require_same_states(_requests(), stored)
+        fit_by_name(_requests(), stored)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
-from moe_optim.checkpoint.undistributed_states import request_whole_states
+from moe_optim.checkpoint.loading import fit_by_name
 from moe_optim.errors import LayoutError
 from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import run_ranks
@@ -88,7 +88,7 @@ def test_a_master_that_was_not_saved_is_named(stock):
         key, global_shape = "optimizer.state.param.of.fp32", (4,)
 
     with pytest.raises(LayoutError, match=r"fp32_param\.of\.fp32, got none.*--no-load-optim"):
-        request_whole_states({0: {"param": Asked()}}, TorchDistReader(folder / SAVED))
+        fit_by_name({0: {"param": Asked()}}, TorchDistReader(folder / SAVED))
 
 
 def test_whole_states_of_legacy_checkpoints_are_refused_with_a_way_out(tmp_path):

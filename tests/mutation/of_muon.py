@@ -138,7 +138,7 @@ MUTANTS = (
         ),
     ),
     Mutant(  # masters of stock's layer-wise optimizer are looked for, and momentum is not
-        "checkpoint/undistributed_states.py",
+        "checkpoint/loading.py",
         "        request.key = found.get((kind, name), request.key)\n",
         "        if kind == MASTER:\n            request.key = found[kind, name]\n",
         (

@@ -167,10 +167,10 @@ def _dtypes_of_states(view: "LayerView", states: list[str]) -> dict[str, list[st
 
 def _flat_states(stored: "TorchDistReader") -> Report | None:
     """Report whether flat states can be read by parameter, from sizes alone."""
-    from moe_optim.checkpoint.flat_buffers import flat_groups
+    from moe_optim.checkpoint.state_kinds import flat_groups
     from moe_optim.commands.conversion.flat_groups import read_groups
 
-    if not flat_groups(stored):
+    if not flat_groups(stored.tensors):
         return None
     try:
         read_groups(stored)

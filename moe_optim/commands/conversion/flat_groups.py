@@ -11,11 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moe_optim.checkpoint.derived_manifest import Parameter, derive_manifests
+from moe_optim.checkpoint.derived_manifest import (
+    Parameter,
+    derive_manifests,
+    lower_bits_of_masters,
+    read_buffers,
+)
 from moe_optim.checkpoint.files.reader import is_state
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
-from moe_optim.checkpoint.flat_buffers import flat_groups, lower_bits_of_masters, read_buffers
-from moe_optim.checkpoint.state_kinds import MOMENTUM, state_kinds
+from moe_optim.checkpoint.state_kinds import MOMENTUM, flat_groups, state_kinds
 from moe_optim.checkpoint.state_manifest import StateManifest
 from moe_optim.commands.conversion.layer_view import LayerView
 from moe_optim.errors import LayoutError, listed
@@ -125,7 +129,7 @@ def read_groups(stored: TorchDistReader) -> list[FlatGroup]:
 def _shares(
     stored: TorchDistReader, parameters: Sequence[Parameter], expert_parallel: int
 ) -> list[FlatGroup]:
-    names = flat_groups(stored)
+    names = flat_groups(stored.tensors)
     count = 1 if expert_parallel == 1 else 1 + expert_parallel
     if len(names) != count:
         got = f"{len(names)}: {listed(names)}"

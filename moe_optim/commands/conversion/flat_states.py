@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_optim.checkpoint.derived_manifest import choose_by_values
+from moe_optim.checkpoint.derived_manifest import choose_by_values, rounds_to
 from moe_optim.checkpoint.files.reader import (
     FLAT_STATES,
     CheckpointReader,
@@ -25,7 +25,7 @@ from moe_optim.checkpoint.files.reader import (
     is_state,
 )
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
-from moe_optim.checkpoint.flat_buffers import bucket_key, flat_groups, rounds_to
+from moe_optim.checkpoint.state_kinds import bucket_key, flat_groups
 from moe_optim.checkpoint.state_manifest import MANIFEST, BucketSpan, StateManifest
 from moe_optim.commands.conversion.flat_groups import FlatGroup, num_layers_of, read_groups, refusal
 from moe_optim.commands.conversion.layer_view import STATE, LayerView, state_kind
@@ -142,7 +142,7 @@ def states_by_name(reader: CheckpointReader) -> CheckpointReader:
 
     Raises as :class:`NamedStates` does.
     """
-    if isinstance(reader, TorchDistReader) and flat_groups(reader):
+    if isinstance(reader, TorchDistReader) and flat_groups(reader.tensors):
         return NamedStates(reader)
     return reader
 
