@@ -142,7 +142,7 @@ class StateManifest:
         """Parse the result of :meth:`to_dict`; LayoutError for invalid data or a later version."""
         try:
             version = saved["version"]
-            buffers = tuple(_buffer_from(buffer) for buffer in saved["buffers"])
+            buffers = tuple(map(_buffer_from, saved["buffers"]))
             interleave = saved["glu_interleave"]
             interleave = None if interleave is None else _count(interleave)
             versions = dict(saved["versions"])
@@ -199,31 +199,19 @@ class StateManifest:
 
 
 def _buffer_from(saved: dict[str, Any]) -> BufferPlaces:
-    buckets = tuple(
-        BucketPlaces(
-            numel=_count(bucket["numel"]),
-            parameters=tuple(
-                ParameterPlace(
-                    name=_text(place["name"]),
-                    shape=_shape(place["shape"]),
-                    start=_count(place["start"]),
-                )
-                for place in bucket["parameters"]
-            ),
-        )
-        for bucket in saved["buckets"]
-    )
-    for bucket in buckets:
-        for place in bucket.parameters:
-            if place.start + place.numel > bucket.numel:
-                raise ValueError(f"{place.name[:200]!r} ends behind its bucket")
-    return BufferPlaces(dtype=_text(saved["dtype"]), buckets=buckets)
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    if len(value) > _MAX_AXES:
-        raise ValueError(f"expected at most {_MAX_AXES} axes, got {len(value)}")
-    return tuple(_count(size) for size in value)
+    buckets = []
+    for bucket in saved["buckets"]:
+        numel, places = _count(bucket["numel"]), []
+        for place in bucket["parameters"]:
+            name, shape, start = _text(place["name"]), place["shape"], _count(place["start"])
+            if len(shape) > _MAX_AXES:
+                raise ValueError(f"expected at most {_MAX_AXES} axes, got {len(shape)}")
+            one = ParameterPlace(name=name, shape=tuple(map(_count, shape)), start=start)
+            if start + one.numel > numel:
+                raise ValueError(f"{name[:200]!r} ends behind its bucket")
+            places.append(one)
+        buckets.append(BucketPlaces(numel=numel, parameters=tuple(places)))
+    return BufferPlaces(dtype=_text(saved["dtype"]), buckets=tuple(buckets))
 
 
 def _count(value: Any) -> int:
