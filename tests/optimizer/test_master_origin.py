@@ -63,7 +63,7 @@ def _load_into_frozen_and_twice(config: MoEOptimConfig) -> tuple[list[bool], int
         model.decoder.layers[0].mlp.experts.requires_grad_(False)
 
     def look(model: list[Any], optimizer: Any) -> tuple[list[bool], int, int]:
-        from moe_optim.optimizer.initial_values import keep_loaded_values
+        from moe_optim.weights.managed import keep_loaded_values
 
         weights = [p for _, p in named_parameters(model) if isinstance(p, GroupedWeight)]
         kept_at_first = [w.quantized_storage.initial is not None for w in weights]
