@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapp
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
+from moe_optim import checkpoint
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError, NonFiniteError, StateError, listed
 from moe_optim.integration.agreement import agree
@@ -262,32 +263,29 @@ class GroupedChainedOptimizer(ChainedOptimizer):
                 ``save_nonfinite`` is not set; or the last step of a CUDA graph found non-finite
                 gradients.
         """
-        from moe_optim.checkpoint.param_groups import as_layer_wise
-        from moe_optim.checkpoint.state_kinds import BY_NAME, SHARDING_TYPE
-
         if kwargs.get("is_loading", len(args) > 1 and args[1]):
             self._hear_of_last_step()
             with self._without_stubs():
                 return super().sharded_state_dict(*args, **kwargs)
         # the first collective, which a rank joins that cannot save its model
         agree(self._hear_of_last_step, None)
-        is_by_name = (kwargs.get("metadata") or {}).get(SHARDING_TYPE) == BY_NAME
+        kinds, metadata = checkpoint.state_kinds, kwargs.get("metadata") or {}
+        is_by_name = metadata.get(kinds.SHARDING_TYPE) == kinds.BY_NAME
         if is_by_name:
             agree(self._require_tilings, None)
         agree(self._check_states, None)  # before collectives that reach beyond a culprit's group
         collect = partial(super().sharded_state_dict, *args, **kwargs)
         with self._without_stubs():
             state = agree(collect, None)
-        return as_layer_wise(state) if is_by_name else state
+        return checkpoint.param_groups.as_layer_wise(state) if is_by_name else state
 
     def _check_states(self) -> None:
         parts = [part for part in self.stepping if isinstance(part, CheckpointedOptimizer)]
         check_states([one for one in parts if not one.moe_optim_config.save_nonfinite], NOT_SAVED)
 
     def _require_tilings(self) -> None:
-        from moe_optim.checkpoint.owned_boxes import find_tiling_faults
-
-        faults = [fault for part in self.stepping for fault in find_tiling_faults(part)]
+        find = checkpoint.owned_boxes.find_tiling_faults
+        faults = [fault for part in self.stepping for fault in find(part)]
         if faults:
             raise LayoutError(
                 "optimizer.sharded_state_dict: expected data-parallel ranks to own every element "
@@ -330,13 +328,12 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         Raises:
             LayoutError: another optimizer saved them, or a parameter group has no counterpart.
         """
-        from moe_optim.checkpoint.param_groups import states_by_part
-
         with self._without_stubs():
             if isinstance(state_dict, dict):
                 is_muon = installed_optimizer() == "muon"
                 parts = self.chained_optimizers
-                state_dict = states_by_part(state_dict, parts, is_muon=is_muon)
+                arrange = checkpoint.param_groups.states_by_part
+                state_dict = arrange(state_dict, parts, is_muon=is_muon)
             super().load_state_dict(state_dict)
         if graphed := self._graphed_step:
             graphed.forget()

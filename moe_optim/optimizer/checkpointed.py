@@ -2,20 +2,18 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from moe_optim import checkpoint
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.integration import patches
 from moe_optim.integration.agreement import agree
 from moe_optim.integration.engine import apply_patches, patch_state
 from moe_optim.integration.installation import OPTIMIZERS, config_or_bf16
 from moe_optim.optimizer.nonfinite import check_states
-
-if TYPE_CHECKING:
-    from moe_optim.checkpoint.flat_states import ManifestRequester
 
 NOT_SAVED = (
     "Nothing has been saved. Load an earlier checkpoint, or set moe_optim.save_nonfinite=true to "
@@ -40,7 +38,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.moe_optim_config = config_or_bf16()
-        self.requester: ManifestRequester | None = None
+        self.requester: checkpoint.flat_states.ManifestRequester | None = None
         # Applied until uninstall(): only the replacement finds the entries that this requests.
         apply_patches(patches.CHECKPOINTS, holder=OPTIMIZERS)
         if not self.is_stub_optimizer and not self.ddp_config.use_megatron_fsdp:
@@ -88,10 +86,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
     @property
     def copied_states(self) -> set[str]:
         """Kinds of states that Megatron's getter copies."""
-        from moe_optim.checkpoint.state_kinds import MASTER
-
         if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-            return {MASTER, *self.optimizer_state_keys}
+            return {checkpoint.state_kinds.MASTER, *self.optimizer_state_keys}
         return self._scaled_moments
 
     def sharded_state_dict(
@@ -110,9 +106,6 @@ class CheckpointedOptimizer(DistributedOptimizer):
                 ``fully_sharded_model_space``, which Megatron can no longer save.
             StateError: a load after ``uninstall()``.
         """
-        from moe_optim.checkpoint.flat_states import manifest_object
-        from moe_optim.checkpoint.state_manifest import MANIFEST
-
         if is_loading and any(patch_state(patch) != "applied" for patch in patches.CHECKPOINTS):
             raise StateError(
                 "optimizer.sharded_state_dict: expected the plug-in to be installed, as Megatron "
@@ -130,13 +123,11 @@ class CheckpointedOptimizer(DistributedOptimizer):
         state = super().sharded_state_dict(
             model_sharded_state_dict, is_loading, sharding_type, metadata
         )
-        state[MANIFEST] = manifest_object(
-            self,
-            model_sharded_state_dict,
-            is_loading=is_loading,
-            is_flat=chosen == "dp_reshardable",
+        is_flat = chosen == "dp_reshardable"
+        manifest = checkpoint.flat_states.manifest_object(
+            self, model_sharded_state_dict, is_loading=is_loading, is_flat=is_flat
         )
-        return state
+        return state | {checkpoint.state_manifest.MANIFEST: manifest}
 
     def sharded_param_state_dp_reshardable(
         self,
@@ -145,23 +136,15 @@ class CheckpointedOptimizer(DistributedOptimizer):
         metadata: dict[str, Any] | None = None,
     ) -> Any:
         """Return flat states in bucket order."""
-        from moe_optim.checkpoint.flat_states import (
-            flat_states_to_load,
-            flat_states_to_save,
-            manifest_key,
-            manifest_of,
-        )
-
         if not is_loading:
-            return flat_states_to_save(self)
-        manifest = manifest_of(self)
-        return flat_states_to_load(self, manifest, manifest_key(self, manifest))
+            return checkpoint.flat_states.flat_states_to_save(self)
+        manifest = checkpoint.flat_states.manifest_of(self)
+        key = checkpoint.flat_states.manifest_key(self, manifest)
+        return checkpoint.flat_states.flat_states_to_load(self, manifest, key)
 
     def load_parameter_state_from_dp_reshardable(self, state_dict: Any) -> None:
         """Load the states requested by :meth:`sharded_param_state_dp_reshardable`."""
-        from moe_optim.checkpoint.flat_states import load_flat_states
-
-        load_flat_states(self, state_dict)
+        checkpoint.flat_states.load_flat_states(self, state_dict)
 
     def sharded_param_state_fully_reshardable(
         self,
@@ -170,28 +153,24 @@ class CheckpointedOptimizer(DistributedOptimizer):
         metadata: dict[str, Any] | None = None,
     ) -> Any:
         """Return states keyed by parameter name, of the elements that this rank owns."""
-        from moe_optim.checkpoint.owned_boxes import states_to_load, states_to_save
-
-        of_rank = states_to_load if is_loading else states_to_save
-        return of_rank(self, model_sharded_state_dict)
+        if is_loading:
+            return checkpoint.owned_boxes.states_to_load(self, model_sharded_state_dict)
+        return checkpoint.owned_boxes.states_to_save(self, model_sharded_state_dict)
 
     def load_parameter_state_from_fully_reshardable(self, state_dict: Any) -> None:
         """Load states by name, or flat ones that lay beside the names of other parameters."""
-        from moe_optim.checkpoint.flat_states import are_flat, load_flat_states
-        from moe_optim.checkpoint.owned_boxes import load_states
-
-        (load_flat_states if are_flat(state_dict) else load_states)(self, state_dict)
+        if checkpoint.flat_states.are_flat(state_dict):
+            checkpoint.flat_states.load_flat_states(self, state_dict)
+        else:
+            checkpoint.owned_boxes.load_states(self, state_dict)
 
     def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
         """Gather all states on the first rank, with their manifest."""
-        from moe_optim.checkpoint.flat_states import manifest_of
-        from moe_optim.checkpoint.state_manifest import MANIFEST
-
         state = super().get_parameter_state_dp_zero(*args, **kwargs)
         if state is None:
             return None
-        state[MANIFEST] = manifest_of(self).to_dict()
-        return state
+        manifest = checkpoint.flat_states.manifest_of(self).to_dict()
+        return state | {checkpoint.state_manifest.MANIFEST: manifest}
 
     def save_parameter_state(self, filename: str) -> None:
         """Save all states to one file, as ``--ckpt-format torch`` does. Every rank must call it.
@@ -219,20 +198,16 @@ class CheckpointedOptimizer(DistributedOptimizer):
         super().load_parameter_state_from_dp_zero(states, update_legacy_format=update_legacy_format)
 
     def _in_own_order(self, states: dict[Any, Any], is_old: bool) -> dict[Any, Any]:
-        from moe_optim.checkpoint.flat_states import manifest_of, rearranged_states
-        from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest
 
         where = "optimizer states of a data-parallel group"
-        saved = states.get(MANIFEST)
-        if is_old and not manifest_of(self).holds_several_experts():
+        saved = states.get(checkpoint.state_manifest.MANIFEST)
+        if is_old and not checkpoint.flat_states.manifest_of(self).holds_several_experts():
             return states  # saved before February 2024: Megatron splits them
         if saved is not None:
-            source = StateManifest.from_dict(saved, where)
+            source = checkpoint.state_manifest.StateManifest.from_dict(saved, where)
         else:
-            from moe_optim.checkpoint.states_without_manifest import manifest_of_file_states
-
-            source = manifest_of_file_states(self, states, where)
-        return rearranged_states(states, source, self, where)
+            source = checkpoint.states_without_manifest.manifest_of_file_states(self, states, where)
+        return checkpoint.flat_states.rearranged_states(states, source, self, where)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load masters and moments.
@@ -242,9 +217,6 @@ class CheckpointedOptimizer(DistributedOptimizer):
                 ``dist_checkpointing.load``, or ``--ckpt-format torch`` saved the states without
                 ``--use-distributed-optimizer``.
         """
-        from moe_optim.checkpoint.flat_states import require_same_order
-        from moe_optim.checkpoint.state_manifest import MANIFEST
-
         if "fp32_from_fp16_params" in state_dict:
             raise LayoutError(
                 "optimizer.load_state_dict: expected states of a distributed optimizer, got whole "
@@ -254,7 +226,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
                 "DIR/torch_dist; or give --no-load-optim."
             )
         state_dict = dict(state_dict)
-        saved = state_dict.pop(MANIFEST, None)
+        saved = state_dict.pop(checkpoint.state_manifest.MANIFEST, None)
         if saved is not None:
-            require_same_order(self, saved)
+            checkpoint.flat_states.require_same_order(self, saved)
         super().load_state_dict(state_dict)

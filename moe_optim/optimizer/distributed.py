@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
+from moe_optim import checkpoint
 from moe_optim.buckets.bucket_group import GroupedBucketGroup, bucket_groups, managed_buckets
 from moe_optim.buckets.gather import OwnedMaster
 from moe_optim.buckets.managed_bucket import ManagedBucket
@@ -46,7 +47,6 @@ from moe_optim.optimizer.address_book import (
 )
 from moe_optim.optimizer.checkpointed import CheckpointedOptimizer
 from moe_optim.optimizer.description import describe
-from moe_optim.optimizer.initial_values import keep_loaded_values, renew_initial_values
 from moe_optim.optimizer.nonfinite import check_states
 from moe_optim.optimizer.step_hooks import (
     OwnStep,
@@ -57,7 +57,12 @@ from moe_optim.optimizer.step_hooks import (
 )
 from moe_optim.places import this_device
 from moe_optim.weights.grouped_weight import GroupedWeight
-from moe_optim.weights.managed import is_managed, storage_of
+from moe_optim.weights.managed import (
+    is_managed,
+    keep_loaded_values,
+    renew_initial_values,
+    storage_of,
+)
 from moe_optim.weights.names import parameter_names
 from moe_optim.weights.te.fields import is_tensorwise
 
@@ -628,9 +633,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         self, state_dict: dict[str, Any]
     ) -> dict[torch.nn.Parameter, Tensor]:
         """Return the values of every parameter by its full name; Megatron matches suffixes."""
-        from moe_optim.checkpoint.model_values import model_values_for
-
-        return model_values_for(self.model_chunks, state_dict)
+        return checkpoint.model_values.model_values_for(self.model_chunks, state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load masters and moments, and requantize the weights from the masters.
@@ -638,11 +641,10 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         Megatron loads weights and masters separately, and requantizes dequantized values, which
         changes the scale of about one block in twenty. Every rank must call it.
         """
-        from moe_optim.checkpoint.param_groups import with_own_groups
-
         if self.host_states is not None:
             self.make_moments()  # Megatron would create all on the device
-        super().load_state_dict(with_own_groups(state_dict, self.optimizer))
+        state_dict = checkpoint.param_groups.with_own_groups(state_dict, self.optimizer)
+        super().load_state_dict(state_dict)
         if self.host_states is not None:
             self.host_states.keep_all(self.optimizer)
         if "param_state" in state_dict:  # else Megatron only builds a template
