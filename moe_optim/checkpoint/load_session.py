@@ -355,24 +355,18 @@ class CheckedReader(FileSystemReader):
                 planner.load_bytes(item, io.BytesIO(content))
             return
         targets = [planner.resolve_tensor(item).detach() for item in items]
+        in_place = len(items) == 1 and _takes_all(blob, items[0], targets[0])
         with self._stored.opened(blob) as archive:
-            _read_into(archive, blob, items, targets)
+            values = archive.read_tensor(
+                blob.dtype, blob.shape, into=targets[0] if in_place else None
+            )
         for item, target in zip(items, targets, strict=True):
+            if not in_place:
+                part = values
+                for axis, start in enumerate(item.storage_offsets):
+                    part = part.narrow(axis, start, item.lengths[axis])
+                target.copy_(part)
             planner.commit_tensor(item, target)
-
-
-def _read_into(
-    archive: Archive, blob: Blob, items: list[ReadItem], targets: list[torch.Tensor]
-) -> None:
-    if len(items) == 1 and _takes_all(blob, items[0], targets[0]):
-        archive.read_tensor(blob.dtype, blob.shape, into=targets[0])
-        return
-    values = archive.read_tensor(blob.dtype, blob.shape)
-    for item, target in zip(items, targets, strict=True):
-        part = values
-        for axis, start in enumerate(item.storage_offsets):
-            part = part.narrow(axis, start, item.lengths[axis])
-        target.copy_(part)
 
 
 def _takes_all(blob: Blob, item: ReadItem, target: torch.Tensor) -> bool:

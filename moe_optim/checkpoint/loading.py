@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -69,6 +69,7 @@ from moe_optim.integration.installation import (
     installed_config,
     installed_optimizer,
 )
+from moe_optim.weights.grouped_weight import GroupedWeight
 
 _ACCOUNTED = "moe_optim_accounted"
 _OBJECT_KEY = re.compile(r"[^/]+/shard_[0-9.]+_[0-9.]+")
@@ -106,7 +107,13 @@ def load(  # noqa: PLR0913  # Megatron's
             state[MANIFEST] = ShardedObject(asked.key, None, *form)
     elif installed_config() is not None or requesting:
         stored = open_session(Path(checkpoint_dir), process_group)
-        agree(lambda: _resolve(sharded_state_dict, requesting, stored), process_group)
+
+        def fit() -> None:
+            if requesting:
+                _fit_states(requesting, stored)
+            _fit_entries(sharded_state_dict, stored)  # last: states are found by their weights
+
+        agree(fit, process_group)
         if StrictHandling.requires_global_app_metadata(parse_strict_flag(strict)):
             sharded_state_dict = {**sharded_state_dict, _ACCOUNTED: _read_already(stored)}
     try:
@@ -229,12 +236,18 @@ def _require_intact_files(folder: Path) -> None:
     agree(lambda: require_intact(folder, thorough=thorough, part=rank, parts=ranks), None)
 
 
-def _fit_optional(state: Any, stored: TorchDistReader) -> None:
-    """Drop requests for optional entries that a checkpoint lacks; fit the others to it."""
+def _fit_entries(state: Any, stored: TorchDistReader) -> None:
+    """Drop requests for optional entries that a checkpoint lacks; fit the others to it.
+
+    Quantized weights are loaded into bf16 memory, for which their own values are not needed.
+    """
     entries = list(state.items() if isinstance(state, dict) else enumerate(state))
     for key, value in reversed(entries):  # so that list indices stay valid
         if isinstance(value, dict | list):
-            _fit_optional(value, stored)
+            _fit_entries(value, stored)
+        elif isinstance(value, ShardedTensorFactory) and isinstance(value.data, GroupedWeight):
+            weight = value.data
+            value.data = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         elif not isinstance(value, OptionalShardedTensor | CalibratedEntry):
             continue
         elif value.key not in stored.tensors:
@@ -243,14 +256,9 @@ def _fit_optional(state: Any, stored: TorchDistReader) -> None:
             state[key] = value.request(stored.tensors[value.key].shape)
 
 
-def _resolve(
-    sharded_state_dict: Any, requesting: list[dict[Any, Any]], stored: TorchDistReader
-) -> None:
-    """Fit all requests to a checkpoint; ``requesting`` are the states that ask for a manifest."""
+def _fit_states(requesting: list[dict[Any, Any]], stored: TorchDistReader) -> None:
+    """Fit the states of optimizers, which ask for a manifest, to what a checkpoint holds."""
     checkpoint = str(stored.path)
-    _fit_optional(sharded_state_dict, stored)
-    if not requesting:
-        return
     manifests = [key for key in stored.objects if f".{MANIFEST}." in key]
     kinds = state_kinds(stored.tensors)
     beside = flat_groups(stored.tensors) if WHOLE_MASTER in kinds else []

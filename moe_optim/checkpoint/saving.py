@@ -41,7 +41,7 @@ from moe_optim.checkpoint.staging import described, plan_quickly, replaced, stag
 from moe_optim.checkpoint.state_kinds import BY_NAME, SHARDING_TYPE
 from moe_optim.checkpoint.state_manifest import states_with_manifests
 from moe_optim.errors import StateError, listed
-from moe_optim.integration.agreement import agree, count_failures, gather_objects, join
+from moe_optim.integration.agreement import agree, count_failures, from_first, gather_objects, join
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_config
 from moe_optim.weights.names import BASE, is_wrapper, unwrapped_name
@@ -100,7 +100,7 @@ def save(  # noqa: PLR0913  # Megatron's
     request.finalize_fns[:] = [
         partial(_collect, collecting, checkpoint_dir),
         *([] if folder is None else [partial(record_data, folder)]),
-        partial(_on_first_rank, partial(_complete, checkpoint_dir, config, verify_integrity)),
+        partial(from_first, partial(_complete, checkpoint_dir, config, verify_integrity), None),
     ]
     if async_sharded_save:
         return request
@@ -129,7 +129,7 @@ def _prepare(sharded_state_dict: Any, folder: Path | None) -> None:
     if installed_config() is not None:
         complete_amaxes(sharded_state_dict)
     if folder is not None:
-        _on_first_rank(lambda: invalidate(folder))
+        from_first(lambda: invalidate(folder), None)
 
 
 def _execute(request: Any) -> None:
@@ -207,11 +207,6 @@ def _save_values(sharded_state_dict: Any) -> None:
                 entry.data = read_values(weight)
 
 
-def _on_first_rank(act: Callable[[], None]) -> None:
-    """Call ``act`` on the first rank; raise its error on all. Every rank must call it."""
-    agree(lambda: act() if torch.distributed.get_rank() == 0 else None, None)
-
-
 def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
     """Save a checkpoint; arguments and result are Megatron's. Every rank must call it.
 
@@ -233,9 +228,9 @@ def _save_files(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given.apply_defaults()
     folder = _folder_of_ranks(given.arguments)
     if folder is not None:
-        _on_first_rank(lambda: mark_unfinished(folder))
+        from_first(lambda: mark_unfinished(folder), None)
         result = stock(*args, **kwargs)
-        _on_first_rank(lambda: record_checksums(folder))
+        from_first(lambda: record_checksums(folder), None)
         return result
     is_apart = given.arguments["non_persistent_ckpt"]
     if is_apart and get_args().non_persistent_ckpt_type == "local":

@@ -198,7 +198,6 @@ class CheckpointedOptimizer(DistributedOptimizer):
         super().load_parameter_state_from_dp_zero(states, update_legacy_format=update_legacy_format)
 
     def _in_own_order(self, states: dict[Any, Any], is_old: bool) -> dict[Any, Any]:
-
         where = "optimizer states of a data-parallel group"
         saved = states.get(checkpoint.state_manifest.MANIFEST)
         if is_old and not checkpoint.flat_states.manifest_of(self).holds_several_experts():

@@ -52,7 +52,7 @@ class RecordsAmax:
         Raises:
             LayoutError: another number of experts.
         """
-        own = self.amax()
+        own = None if loaded is None else self.amax()
         if loaded is None or own is None or loaded.isnan().any():
             return
         if loaded.numel() != own.numel():

@@ -48,7 +48,7 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint/saving.py",
-        "    _on_first_rank(lambda: record_checksums(folder))",
+        "    from_first(lambda: record_checksums(folder), None)",
         "    pass",
         (f"{MEGATRON}/test_files_of_ranks.py",),
     ),
