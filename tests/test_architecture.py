@@ -168,7 +168,10 @@ def eager_imports(path):
 
 
 def test_a_run_imports_no_checkpoint_code_before_it_saves_or_loads():
-    """Nor what few runs need: fake quantization, health, and Muon's arithmetic."""
+    """Nor what few runs need: fake quantization, health, and Muon's arithmetic.
+
+    The package of checkpoints is there, without modules: it imports each on first use.
+    """
     modules = {one.replacement.partition(":")[0] for one in INSTALLED if not one.is_deferred}
     waiting = {file_of("moe_optim.optimizer.factory"), *map(file_of, modules)}
     loaded = set()
@@ -176,7 +179,7 @@ def test_a_run_imports_no_checkpoint_code_before_it_saves_or_loads():
         path = waiting.pop()
         loaded.add(path)
         waiting |= eager_imports(path) - loaded
-    rooms = set(map(room_of, loaded))
+    rooms = set(map(room_of, loaded - {PACKAGE / "checkpoint/__init__.py"}))
     assert {"optimizer", "buckets", "weights", "experts", "kernels", "formats"} <= rooms
     assert not rooms & {"checkpoint", "checkpoint/files", "health", "rollout", "commands"}
     names = {str(path.relative_to(PACKAGE)) for path in loaded}

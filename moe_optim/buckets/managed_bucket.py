@@ -4,7 +4,7 @@ It is ``bucket.managed`` of Megatron's bucket, and ``bucket`` of every weight st
 """
 
 from collections.abc import Sequence
-from itertools import chain, repeat
+from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any
 
@@ -173,10 +173,10 @@ class ManagedBucket:
         RL stacks that offload masters replace their ``data``; modules of Transformer Engine replace
         weight tensors.
         """
-        watched = list(chain.from_iterable(storage.watched for storage in self.storages))
-        fields = Attributes.merge(one for one in watched if isinstance(one, Attributes))
-        others = (one for one in watched if not isinstance(one, Attributes))
-        return Places(one.master for one in self._masters or ()), (*fields, *others)
+        watched = [one for storage in self.storages for one in storage.watched]
+        fields = Attributes.merge([one for one in watched if isinstance(one, Attributes)])
+        others = [one for one in watched if not isinstance(one, Attributes)]
+        return Places([one.master for one in self._masters or ()]), (*fields, *others)
 
     @property
     def has_moved(self) -> bool:

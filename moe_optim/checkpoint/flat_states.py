@@ -333,7 +333,7 @@ def saved_key(group_key: str, source: StateManifest, span: BucketSpan) -> str:
 
 def are_flat(loaded: dict[Any, Any]) -> bool:
     """Return whether states were loaded for :func:`flat_states_to_load`."""
-    return any(name in loaded for name in _BUCKET_SIZES)
+    return not loaded.keys().isdisjoint(_BUCKET_SIZES)
 
 
 def load_flat_states(optimizer: Any, loaded: dict[str, Any]) -> None:

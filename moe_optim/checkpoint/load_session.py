@@ -15,8 +15,9 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any
 
@@ -259,11 +260,12 @@ def reading(stored: VettedReader | None, group: Any = None) -> Iterator[None]:
 
 
 def into_views(strategy: Any) -> AbstractContextManager[None]:
-    """Have tensors read into views of parameters, where Megatron reads into copies.
+    """Have tensors of an open checkpoint read into views of parameters, instead of copies.
 
     Strategies by which ranks exchange what they read send contiguous tensors: these change nothing.
     """
-    if type(strategy) not in (type(None), strategies.TorchDistLoadShardedStrategy):
+    plain = type(None), strategies.TorchDistLoadShardedStrategy
+    if _open is None or type(strategy) not in plain:
         return nullcontext()
     return replaced(strategies, "sharded_tensor_to_torch_sharded_tensor", _with_views)
 
@@ -312,14 +314,8 @@ def load_tensors(
     While a checkpoint is open in this package, every rank must call it: an error is raised on all.
     """
     stock = original(f"{_STRATEGIES}:TorchDistLoadShardedStrategy.load")
-
-    @own_errors()
-    def act() -> Any:
-        return stock(self, sharded_state_dict, checkpoint_dir, async_strategy)
-
-    if _open is None:
-        return stock(self, sharded_state_dict, checkpoint_dir, async_strategy)
-    return together(act)
+    read = partial(stock, self, sharded_state_dict, checkpoint_dir, async_strategy)
+    return read() if _open is None else together(own_errors()(read))
 
 
 class CheckedReader(FileSystemReader):
@@ -339,8 +335,8 @@ class CheckedReader(FileSystemReader):
         blobs = {item.storage_index: self._stored.chunk(item.storage_index) for item in plan.items}
         for item in plan.items:
             wanted[blobs[item.storage_index]].append(item)
-        in_order = sorted(wanted, key=lambda blob: (blob.file, blob.start))
-        for name, of_file in groupby(in_order, key=lambda blob: blob.file):
+        in_order = sorted(wanted, key=attrgetter("file", "start"))
+        for name, of_file in groupby(in_order, attrgetter("file")):
             with self._stored.holding(name):
                 for blob in of_file:
                     self._read(blob, wanted[blob], planner)
@@ -355,13 +351,11 @@ class CheckedReader(FileSystemReader):
                 planner.load_bytes(item, io.BytesIO(content))
             return
         targets = [planner.resolve_tensor(item).detach() for item in items]
-        in_place = len(items) == 1 and _takes_all(blob, items[0], targets[0])
+        into = targets[0] if len(items) == 1 and _takes_all(blob, items[0], targets[0]) else None
         with self._stored.opened(blob) as archive:
-            values = archive.read_tensor(
-                blob.dtype, blob.shape, into=targets[0] if in_place else None
-            )
+            values = archive.read_tensor(blob.dtype, blob.shape, into=into)
         for item, target in zip(items, targets, strict=True):
-            if not in_place:
+            if into is None:
                 part = values
                 for axis, start in enumerate(item.storage_offsets):
                     part = part.narrow(axis, start, item.lengths[axis])

@@ -19,7 +19,6 @@ none of these checkpoints.
 """
 
 import re
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +116,7 @@ def load(  # noqa: PLR0913  # Megatron's
         if StrictHandling.requires_global_app_metadata(parse_strict_flag(strict)):
             sharded_state_dict = {**sharded_state_dict, _ACCOUNTED: _read_already(stored)}
     try:
-        views = nullcontext() if stored is None else into_views(sharded_strategy)
-        with reading(stored, process_group), plan_quickly(), views:
+        with reading(stored, process_group), plan_quickly(), into_views(sharded_strategy):
             result = original(f"{_CORE}:load")(
                 sharded_state_dict,
                 checkpoint_dir,

@@ -108,7 +108,7 @@ def is_grouped(param: Any) -> bool:
 
 
 def _is_a(value: Any, name: str) -> bool:
-    return any(cls.__name__ == name for cls in type(value).__mro__)
+    return name in [cls.__name__ for cls in type(value).__mro__]
 
 
 # Reading values
