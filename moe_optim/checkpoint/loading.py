@@ -264,12 +264,13 @@ def _fit_states(requesting: list[dict[Any, Any]], stored: TorchDistReader) -> No
     have_matrices = [MOMENTUM in one.optimizer_state_keys for one in optimizers]
     is_muon = installed_optimizer() == "muon"
     require_same_optimizer(kinds, checkpoint, is_muon=is_muon, has_matrices=any(have_matrices))
+    # all record the same interleave
+    saved = [StateManifest.from_dict(stored.read_object(key), key) for key in manifests[:1]]
     for state, optimizer, has_matrices in zip(requesting, optimizers, have_matrices, strict=True):
         request = state.pop(MANIFEST)
         is_flat = request.requester.is_flat
-        for any_key in manifests[:1]:  # all record the same interleave
-            saved = StateManifest.from_dict(stored.read_object(any_key), any_key)
-            require_same_interleave(optimizer, saved, checkpoint, is_flat=is_flat)
+        for any_manifest in saved:
+            require_same_interleave(optimizer, any_manifest, checkpoint, is_flat=is_flat)
         if is_flat:
             key = _find_key(manifests, request, checkpoint)
             state["param_state"] = _request_flat(request, stored, key)

@@ -9,6 +9,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "unfinished": _load_weights_beside_damage,
         "copies": _count_copies,
         "in place": _count_copies_of_load,
+        "values": _count_dequantized,
     }
     together = {
         "one reads": _load_what_one_rank_reads,
@@ -309,6 +311,21 @@ def test_a_load_holds_one_chunk_beside_the_tensors_that_it_reads_into(found):
     ((most, weights, in_place),) = found(1, "in place")
     assert most == 1
     assert in_place == weights > 0
+
+
+def _count_dequantized(folder: Path) -> int:
+    """Return how many quantized weights a load of weights and states dequantizes."""
+    from moe_optim.weights.grouped_weight import GroupedWeight
+
+    Journey(GROUPED).fill().save(folder, RESHARDABLE)
+    journey, stock = Journey(GROUPED).scramble(), GroupedWeight.dequantize
+    with mock.patch.object(GroupedWeight, "dequantize", autospec=True, side_effect=stock) as read:
+        assert journey.load(folder).check()
+    return read.call_count
+
+
+def test_a_load_dequantizes_no_weight_that_it_replaces(found):
+    assert found(1, "values") == [0]
 
 
 def _load_and_exchange(folder: Path) -> int:
