@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 from torch.distributed.checkpoint.api import CheckpointException
 
+from moe_optim import checkpoint
 from moe_optim.calibration.state_entries import CalibratedEntry, OptionalShardedTensor
 from moe_optim.checkpoint.files.folders import is_local
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
@@ -256,28 +257,27 @@ def _fit_entries(state: Any, stored: TorchDistReader) -> None:
 
 def _fit_states(requesting: list[dict[Any, Any]], stored: TorchDistReader) -> None:
     """Fit the states of optimizers, which ask for a manifest, to what a checkpoint holds."""
-    checkpoint = str(stored.path)
+    where = str(stored.path)
     manifests = [key for key in stored.objects if f".{MANIFEST}." in key]
     kinds = state_kinds(stored.tensors)
     beside = flat_groups(stored.tensors) if WHOLE_MASTER in kinds else []
     optimizers = [state[MANIFEST].requester.optimizer for state in requesting]
     have_matrices = [MOMENTUM in one.optimizer_state_keys for one in optimizers]
     is_muon = installed_optimizer() == "muon"
-    require_same_optimizer(kinds, checkpoint, is_muon=is_muon, has_matrices=any(have_matrices))
+    require_same_optimizer(kinds, where, is_muon=is_muon, has_matrices=any(have_matrices))
     # all record the same interleave
     saved = [StateManifest.from_dict(stored.read_object(key), key) for key in manifests[:1]]
     for state, optimizer, has_matrices in zip(requesting, optimizers, have_matrices, strict=True):
         request = state.pop(MANIFEST)
         is_flat = request.requester.is_flat
         for any_manifest in saved:
-            require_same_interleave(optimizer, any_manifest, checkpoint, is_flat=is_flat)
+            require_same_interleave(optimizer, any_manifest, where, is_flat=is_flat)
         if is_flat:
-            key = _find_key(manifests, request, checkpoint)
-            state["param_state"] = _request_flat(request, stored, key)
+            state["param_state"] = _request_flat(request, stored, manifests)
         elif beside and not has_matrices:  # stock's Muon, whose other states are flat
             alike = [group for group in beside if group.endswith(f".{request.group}")]
             request.key = f"{[*alike, request.group][0]}.{MANIFEST}.none"
-            state["param_state"] = _request_flat(request, stored, None)
+            state["param_state"] = _request_flat(request, stored, [])
         else:
             fit_by_name(state["param_state"], stored)
 
@@ -288,19 +288,23 @@ def fit_by_name(param_state: Any, stored: TorchDistReader) -> None:
     LayoutError if ``stored`` lacks a requested state, or has it in another shape.
     """
     requests = [one for one in nested_values(param_state) if hasattr(one, "global_shape")]
-    found, faults = {}, set()
-    if not all(request.key in stored.tensors for request in requests):
+    absent = [request for request in requests if request.key not in stored.tensors]
+    found = {}
+    if absent:  # saved whole, or not at all
         found = {_address(key): key for key in stored.tensors if BY_NAME_KEY.fullmatch(key)}
-    for request in requests:
+    for request in absent:
         kind, name = _address(request.key)
         request.key = found.get((kind, name), request.key)
-        info = stored.tensors.get(request.key)
-        if info is None and kind == MASTER and WHOLE_MASTER in state_kinds(stored.tensors):
+        is_master = kind == MASTER and (kind, name) not in found
+        if is_master and WHOLE_MASTER in state_kinds(stored.tensors):
             raise LayoutError(
                 f"{stored.path}: expected optimizer.state.{WHOLE_MASTER}.{name}, got none: "
                 "without --use-distributed-optimizer Megatron saves masters of bf16 and fp16 "
                 "weights alone. Load with --no-load-optim."
             )
+    faults = set()
+    for request in requests:
+        info = stored.tensors.get(request.key)
         if info is None:
             faults.add(f"{request.key} is missing")
         elif info.shape != tuple(request.global_shape) and not request.allow_shape_mismatch:
@@ -322,28 +326,27 @@ def _address(key: str) -> tuple[str, str]:
 
 
 def _request_flat(
-    request: ManifestRequest, stored: TorchDistReader, key: str | None
+    request: ManifestRequest, stored: TorchDistReader, manifests: list[str]
 ) -> dict[str, Any]:
-    """Return requests for flat states by the manifest under a key; None derives one."""
-    if key is not None:
-        saved = StateManifest.from_dict(stored.read_object(key), key)
-    else:
-        from moe_optim.checkpoint.states_without_manifest import manifest_of_groups_states
+    """Return requests for flat states by one of ``manifests``, or by a derived one without any.
 
-        key, saved = manifest_of_groups_states(request, stored)
-    return flat_states_to_load(request.requester.optimizer, saved, key)
-
-
-def _find_key(manifests: list[str], request: ManifestRequest, checkpoint: str) -> str | None:
+    LayoutError if the manifests are those of other groups.
+    """
     group = request.group
     of_group = [key for key in manifests if key.startswith(f"{group}.{MANIFEST}.")]
     exact = [key for key in of_group if key.startswith(f"{request.key}/")]
-    if manifests and not of_group:
+    if of_group:
+        key = [*exact, *of_group][0]
+        saved = StateManifest.from_dict(stored.read_object(key), key)
+    elif manifests:
         others = sorted({key.partition(f".{MANIFEST}.")[0] for key in manifests})
         raise LayoutError(
-            f"{checkpoint}: expected flat optimizer states of {group}, got those of "
+            f"{stored.path}: expected flat optimizer states of {group}, got those of "
             f"{', '.join(others)}. Load with the tensor, pipeline and expert parallel sizes they "
             "were saved with, or a checkpoint that was saved fully reshardable "
             "(--dist-ckpt-optim-fully-reshardable)."
         )
-    return next(iter(exact or of_group), None)
+    else:
+        derive = checkpoint.states_without_manifest.manifest_of_groups_states
+        key, saved = derive(request, stored)
+    return flat_states_to_load(request.requester.optimizer, saved, key)

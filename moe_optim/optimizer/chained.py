@@ -330,10 +330,11 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         """
         with self._without_stubs():
             if isinstance(state_dict, dict):
-                is_muon = installed_optimizer() == "muon"
-                parts = self.chained_optimizers
-                arrange = checkpoint.param_groups.states_by_part
-                state_dict = arrange(state_dict, parts, is_muon=is_muon)
+                state_dict = checkpoint.param_groups.states_by_part(
+                    state_dict,
+                    self.chained_optimizers,
+                    is_muon=installed_optimizer() == "muon",
+                )
             super().load_state_dict(state_dict)
         if graphed := self._graphed_step:
             graphed.forget()
