@@ -52,7 +52,7 @@ _numbers = itertools.count()
 
 @dataclass
 class ManifestRequest(ShardedObject):
-    """Placeholder for a manifest in a state to load, which :mod:`hooks` replaces.
+    """Placeholder for a manifest in a state to load, which :mod:`loading` replaces.
 
     Megatron may prefix its key with the optimizer number, and compares requests across ranks.
     """
