@@ -34,7 +34,9 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _place(name: str) -> str:
     """Return where a link leads: a file of results, or a test whose name is the fragment."""
-    return f"../recipes/results/{name}" if name.endswith(".json") else f"../{name.replace('::', '#')}"
+    return (
+        f"../recipes/results/{name}" if name.endswith(".json") else f"../{name.replace('::', '#')}"
+    )
 
 
 THREAD_TABLES: Mapping[str, Callable[[], str]] = {
