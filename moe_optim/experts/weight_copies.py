@@ -178,7 +178,7 @@ def build_experts(
     pg_collection: Any = None,
     name: str | None = None,
 ) -> None:
-    """Initialize Megatron's ``TEGroupedMLP``, which loads amaxes, and has copies with ``compute``."""
+    """Initialize ``TEGroupedMLP``, which then loads amaxes, and with ``compute`` has copies."""
     from moe_optim.calibration.state_entries import listen
 
     original(_EXPERTS)(self, num_local_experts, config, submodules, pg_collection, name)
