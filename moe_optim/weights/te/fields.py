@@ -268,4 +268,6 @@ def _values_of(weight: Any, field: str) -> list[Any]:
 
 
 def _quantizer_of(weight: Any) -> Any:
-    return getattr(weight, "quantizer", None) or getattr(weight, "_quantizer", None)
+    """Return the quantizer of a weight, without a ``DebugQuantizer`` around it."""
+    quantizer = getattr(weight, "quantizer", None) or getattr(weight, "_quantizer", None)
+    return getattr(quantizer, "parent_quantizer", None) or quantizer
