@@ -12,10 +12,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 
+from moe_optim.errors import StateError
+from moe_optim.weights.te.fields import is_quantized, is_tensorwise, quantizer_of, te_formats_of
 from moe_optim.weights.te.recipe import import_error
 from moe_optim.weights.te.storage import TransformerEngineStorage
-from tests.weights.te.test_storage import FOREIGN, KINDS, OF_WEIGHTS, assert_all_hold, requantize
+from tests.support.te.te_stand_ins import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+)
+from tests.weights.te.test_storage import (
+    EVERY_KIND,
+    FOREIGN,
+    KINDS,
+    OF_WEIGHTS,
+    Kind,
+    assert_all_hold,
+    requantize,
+)
 
 PATH = os.environ.get("TRANSFORMER_ENGINE_PATH", "")
 FORMAT, REFUSED, MEGATRON, NONE = "format", "refused", "Megatron", "none"
@@ -185,5 +201,63 @@ def test_transformer_engine_has_no_property_that_is_not_in_the_table():
         assert {*found["weights"][cls]} <= known.keys() | common, cls
     for cls, known in RECIPES.items():
         assert {*found["recipes"][cls]} <= known.keys() | OF_EVERY_RECIPE.keys(), cls
-    unmanaged = {"Float8Quantizer", "HybridQuantizer", "IdentityQuantizer"}
-    assert found["quantizers"].keys() <= QUANTIZERS.keys() | unmanaged
+    assert found["quantizers"].keys() <= QUANTIZERS.keys() | UNMANAGED.keys()
+
+
+# Classes around and beside these
+
+
+class DebugQuantizer:
+    """Named as the class it stands for, whose own properties are only the directions."""
+
+    rowwise_usage = columnwise_usage = True
+
+    def __init__(self, parent_quantizer: Any) -> None:
+        self.parent_quantizer = parent_quantizer
+
+
+def wrapped(kind: Kind) -> Any:
+    """Return a weight whose quantizer is observed by nvidia-dlfw-inspect."""
+    weight = kind.weight(kind.masters(1))
+    field = "quantizer" if kind.experts else "_quantizer"
+    setattr(weight, field, DebugQuantizer(getattr(weight, field)))
+    return weight
+
+
+@EVERY_KIND
+def test_a_quantizer_that_is_wrapped_for_debugging_decides_as_without(kind: Kind):
+    weight, masters = wrapped(kind), kind.masters(2)
+    assert te_formats_of(weight) == te_formats_of(kind.weight(kind.masters(1)))
+    requantize(TransformerEngineStorage(weight, kind.format), masters)
+    assert_all_hold(weight, masters, kind.format)
+
+
+@pytest.mark.parametrize(("kind", "field", "value", "message"), FOREIGN)
+def test_what_a_wrapped_quantizer_may_not_have_is_refused_by_name(kind, field, value, message):
+    for name in (kind, f"group of {kind}"):
+        weight = wrapped(KINDS[name])
+        setattr(quantizer_of(weight), field, value)
+        with pytest.raises(StateError, match=message):
+            TransformerEngineStorage(weight, KINDS[name].format)
+
+
+def test_per_tensor_scaling_is_seen_through_the_wrapper():
+    master = torch.ones(32, 32)
+    for quantizer, wanted in ((Float8CurrentScalingQuantizer(), True), (Float8Quantizer(), False)):
+        weight = Float8Tensor(master, DebugQuantizer(quantizer))
+        assert is_tensorwise(weight) is wanted
+
+
+UNMANAGED = {
+    "Float8Quantizer": "Float8Tensor",
+    "HybridQuantizer": "HybridQuantizedTensor",
+    "IdentityQuantizer": "IdentityTensor",
+}
+"""Quantizers of delayed scaling, of another format per direction and of none, and their weights,
+which the rule on "quantized weights in no format of this package" refuses by their class."""
+
+
+@pytest.mark.parametrize("name", UNMANAGED)
+def test_weights_of_other_quantizers_are_in_no_format(name: str):
+    weight = type(UNMANAGED[name], (), {"_quantizer": type(name, (), {})()})()
+    assert not is_quantized(weight)
