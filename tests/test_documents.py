@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 from moe_optim.commands.cli.main import build_parser
 from tools.documents.blocks import BLOCKS, ROOT, blocks_in, documents, regenerated
@@ -45,7 +46,7 @@ def test_links_anchors_and_named_tests_exist():
 @cache
 def functions_in(file):
     """Return the names of the functions and methods of a file."""
-    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    tree = ast.parse(Path(ROOT, file).read_text(encoding="utf-8"))
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
@@ -66,7 +67,11 @@ def leads_somewhere(document, link, anchor):
     if "://" in link:
         return True
     target = (ROOT / document).parent / link if link else ROOT / document
-    return target.exists() and (not anchor or anchor in anchors(target.read_text(encoding="utf-8")))
+    if not target.exists() or not anchor:
+        return target.exists()
+    if target.suffix == ".py":  # the name of a test
+        return anchor in functions_in(target)
+    return anchor in anchors(target.read_text(encoding="utf-8"))
 
 
 def anchors(text):

@@ -94,6 +94,22 @@ def take_calibrated_amaxes(
             hold_calibrated_amax(linear, None, buffer)
 
 
+def local_amaxes(amax: Tensor, count: int, ep: tuple[int, int]) -> Tensor:
+    """Return the amaxes of the local experts, given local or all amaxes in any shape.
+
+    Any other number of amaxes is returned unchanged, for the linear to refuse.
+
+    Args:
+        amax: any number of amaxes.
+        count: number of local experts.
+        ep: rank in the expert-parallel group, and its size.
+    """
+    rank, size = ep
+    if amax.numel() != count * size:
+        return amax
+    return amax.reshape(-1)[rank * count :][:count]
+
+
 def fitted(amax: Any, count: int, where: str) -> Tensor:
     """Return an fp32 copy of amaxes in the shape of the buffer, [count, 1, 1] or [1, 1, 1].
 

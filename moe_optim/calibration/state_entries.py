@@ -16,6 +16,7 @@ from moe_optim.calibration.calibrated_amax import (
     BUFFERS,
     calibrated_amax,
     calibrated_input_amax,
+    local_amaxes,
     take_calibrated_amaxes,
 )
 from moe_optim.calibration.linears import (
@@ -26,7 +27,7 @@ from moe_optim.calibration.linears import (
     unknown_wrapper,
 )
 from moe_optim.errors import LayoutError, refuse
-from moe_optim.experts.keys.layouts import CALIBRATED_INPUT_AMAX, LINEARS
+from moe_optim.experts.keys.layouts import CALIBRATED_AMAX, CALIBRATED_INPUT_AMAX, LINEARS
 from moe_optim.formats import get_format
 from moe_optim.integration.agreement import gather_objects
 from moe_optim.integration.engine import original
@@ -345,5 +346,8 @@ def _take(linear: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None
     assert isinstance(recorder, LinearRecorder)
     recorder.forget_amax()
     recorder.take_amax(state_dict.pop(f"{prefix}{_RECORDED}", None))
-    name = prefix.removesuffix(".") or recorder.name
+    name, key = prefix.removesuffix(".") or recorder.name, f"{prefix}{CALIBRATED_AMAX}"
+    if isinstance(found := state_dict.get(key), Tensor):
+        ep = linear._pg_collection.ep
+        state_dict[key] = local_amaxes(found, linear.num_gemms, (ep.rank(), ep.size()))
     take_calibrated_amaxes(linear, state_dict, prefix, linear.num_gemms, name)

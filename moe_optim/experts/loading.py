@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_optim.calibration.calibrated_amax import local_amaxes
 from moe_optim.errors import LayoutError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.experts.keys.conversion import convert_expert_set
@@ -96,16 +97,6 @@ class LocalExperts:
         given = replace(self.own, has_bias=source.has_bias)
         return {key: self._cut(values[key], pattern) for pattern, _, key in given.entries()}
 
-    def amax_from(self, amax: Tensor) -> Tensor:
-        """Return the amaxes of the local experts, given local or all amaxes in any shape.
-
-        Any other number of amaxes is returned unchanged, for the linear to refuse.
-        """
-        local, whole = self.counts
-        if amax.numel() != whole:
-            return amax
-        return amax.reshape(-1)[self.ep[0] * local :][:local]
-
     def _find_source(self, shapes: Mapping[str, tuple[int, ...] | None]) -> ExpertSet:
         """Return the set of the entries; ``legacy`` shapes do not give the number of experts."""
         prefixes = [self.own.prefix]
@@ -178,7 +169,7 @@ def load_local_experts(experts: torch.nn.Module, state_dict: dict[str, Any], pre
     for linear in LINEARS:
         key = f"{prefix}{linear}.{CALIBRATED_AMAX}"
         if isinstance(state.get(key), Tensor):
-            state[key] = here.amax_from(state[key])
+            state[key] = local_amaxes(state[key], here.own.num_experts, here.ep)
     for name in wrapped:
         of_adapter = f"{prefix}{name}.{ADAPTER}."
         _rename(state, f"{prefix}{name}.", f"{prefix}{name}.{BASE}.", without=of_adapter)

@@ -178,8 +178,11 @@ def build_experts(
     pg_collection: Any = None,
     name: str | None = None,
 ) -> None:
-    """Initialize Megatron's ``TEGroupedMLP``; give it copies if ``compute`` asks for them."""
+    """Initialize ``TEGroupedMLP``, which then loads amaxes, and with ``compute`` has copies."""
+    from moe_optim.calibration.state_entries import listen
+
     original(_EXPERTS)(self, num_local_experts, config, submodules, pg_collection, name)
+    listen(self)
     copy_weights(self, config_or_bf16(), name or "experts")
     if installed_config() is not None and any(copies_in(self)):
         apply_patches(patches.COPIES, HOLDER)

@@ -76,12 +76,14 @@ class Convention:
     divides: bool = False
     """Whether values are divided by the global scale, of shape [1]; otherwise they are multiplied
     by it, of shape []."""
+    input_scale: str | None = None
+    """Factor of quantized inputs, like the global scale of the same convention; NVFP4 only."""
     shape: str | None = None
     """R and C, ``int64`` [2], INT4 only."""
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """All suffixes, data first."""
+        """All suffixes of a weight, data first; without that of its inputs."""
         names = self.data, self.scale, self.global_scale, self.shape
         return tuple(name for name in names if name is not None)
 
@@ -137,13 +139,20 @@ CONVENTIONS: tuple[Convention, ...] = (
     _convention("mxfp8", "modelopt", "vLLM"),
     _convention("mxfp8", "deepseek", "SGLang", scale="weight_scale_inv"),
     _convention("mxfp4", "compressed_tensors", "vLLM", **_PACKED),
-    _convention("nvfp4", "modelopt", *_BOTH, global_scale="weight_scale_2"),
+    _convention(
+        "nvfp4",
+        "modelopt",
+        *_BOTH,
+        global_scale="weight_scale_2",
+        input_scale="input_scale",
+    ),
     _convention(
         "nvfp4",
         "compressed_tensors",
         *_BOTH,
         **_PACKED,
         global_scale="weight_global_scale",
+        input_scale="input_global_scale",
         divides=True,
     ),
     _convention("int4", "compressed_tensors", *_BOTH, **_PACKED, shape="weight_shape"),

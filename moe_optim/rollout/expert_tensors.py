@@ -65,6 +65,7 @@ def export_experts(
     parts: int = 1,
     interleave: int | None = None,
     name: str = "weight",
+    input_amax: float | None = None,
 ) -> list[list[dict[str, Tensor]]]:
     """Return the tensors of each expert and row part, views of those of :func:`stack_experts`.
 
@@ -74,6 +75,7 @@ def export_experts(
         parts: 2 to separate gate and up, else 1.
         interleave: rows per alternating gate and up block; None: not interleaved.
         name: name of the weight, for errors.
+        input_amax: amax of the inputs of a convention that scales them; None omits the scale.
 
     Returns:
         ``parts`` mappings per expert, with data, scale and any global scale or shape. Both halves
@@ -81,7 +83,7 @@ def export_experts(
     """
     split = RowSplit(parts=parts, interleave=interleave)
     buffers, format = rowwise_of(quantized), quantized.format.name
-    return each_expert(stack_experts(buffers, format, convention, split, name))
+    return each_expert(stack_experts(buffers, format, convention, split, name, input_amax))
 
 
 def each_expert(stacked: Sequence[Mapping[str, Tensor]]) -> list[list[dict[str, Tensor]]]:
@@ -108,6 +110,7 @@ def stack_experts(
     convention: Convention | None,
     split: RowSplit,
     name: str = "weight",
+    input_amax: float | None = None,
 ) -> list[dict[str, Tensor]]:
     """Return the tensors of E experts per row part, under a convention's names, each [E, ...].
 
@@ -121,6 +124,7 @@ def stack_experts(
         convention: convention of the format; None for bf16.
         split: rows of gate and up in the result.
         name: name of the weight, for errors.
+        input_amax: amax of the inputs of a convention that scales them; None omits the scale.
 
     Raises:
         LayoutError: a scale block spans two parts, or gate and up of fused rows.
@@ -142,6 +146,10 @@ def stack_experts(
     if convention.global_scale is not None:  # separate memory per part, as files require
         of_parts = [_global_scales(scales[1], convention) for _ in range(parts)]
         found[convention.global_scale] = of_parts
+    if convention.input_scale is not None and input_amax is not None:
+        amaxes = torch.full((experts,), input_amax, dtype=torch.float32, device=data.device)
+        of_parts = [_input_scales(amaxes, convention) for _ in range(parts)]
+        found[convention.input_scale] = of_parts
     if convention.shape is not None:
         shape = torch.empty(experts, 2, dtype=torch.int64, device=data.device)
         shape[:, 0] = rows // parts
@@ -201,6 +209,20 @@ def _global_scales(amax: Tensor, convention: Convention) -> Tensor:
     """Return the global scales of all experts: decode scales [E], or encode scales [E, 1]."""
     if convention.divides:
         return global_encode_scale(amax.view(-1, 1))
-    amax = decoding_amax(amax.view(-1))
+    return _decode_scales(decoding_amax(amax.view(-1)))
+
+
+def _input_scales(amax: Tensor, convention: Convention) -> Tensor:
+    """Return the scales of inputs: decode scales [E], or encode scales [E, 1].
+
+    The former are ModelOpt's ``amax / 2688``, the latter compressed-tensors' ``2688 / amax``, which
+    torch computes by a rounded reciprocal.
+    """
+    if convention.divides:
+        return amax.view(-1, 1).reciprocal() * _NVFP4_UNIT
+    return _decode_scales(amax)
+
+
+def _decode_scales(amax: Tensor) -> Tensor:
     # not `amax / 2688`, which torch may compute by a rounded reciprocal
     return torch.div(amax, torch.full_like(amax, _NVFP4_UNIT))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_optim.calibration.calibrated_amax import calibrated_input_amax
 from moe_optim.calibration.linears import ExpertLinear, expert_linears, members_of
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.experts.keys.layouts import LINEARS
@@ -117,8 +118,11 @@ def _require_fresh(storage: WeightStorage) -> None:
         storage.take_over()
 
 
-def local_experts(chunk: Any) -> Iterator[ExportedLinear]:
+def local_experts(chunk: Any, *, with_input_amaxes: bool = False) -> Iterator[ExportedLinear]:
     """Yield the expert linears of a chunk: weights, and any biases.
+
+    Records hold calibrated amaxes of inputs only ``with_input_amaxes``: then another calibration
+    makes other records.
 
     Raises:
         ConfigError: experts have adapters, no gate, shards with separate global scales, or
@@ -151,6 +155,8 @@ def local_experts(chunk: Any) -> Iterator[ExportedLinear]:
                 _require_joinable(path, stored_as, part[axis], axis, size)
             whole = tuple(n * size if axis == at else n for at, n in enumerate(part))
             facts |= {"cut_axis": axis, "cuts": 1 if axis is None else size}
+            amax = calibrated_input_amax(linear.module) if with_input_amaxes else None
+            facts["input_amax"] = None if amax is None or kind == "bias" else amax.item()
             held = HeldExperts(kind=kind, shape=whole, format=stored_as, **facts)
             yield ExportedLinear(held=held, linear=linear)
 

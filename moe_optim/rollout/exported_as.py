@@ -1,5 +1,6 @@
 """Names of exported experts, and the tensors that they name."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -28,6 +29,8 @@ class ExportedAs:
 
     layout: KeyLayout
     convention: str | None
+    has_input_scales: bool = False
+    """Whether the scale of its inputs is exported with each weight."""
 
     @property
     def is_stacked(self) -> bool:
@@ -43,6 +46,8 @@ class ExportedAs:
         """Return the names of the tensors of some experts, in export order."""
         prefix, convention = self._prefix(held), self._convention_of(held)
         suffixes = (held.kind,) if convention is None else convention.suffixes
+        if self.has_input_scales and convention is not None and convention.input_scale:
+            suffixes += (convention.input_scale,)
         templates = [
             prefix + tensor_template(pattern, suffix)
             for pattern in self._patterns(held)
@@ -62,7 +67,8 @@ class ExportedAs:
             is_fused=is_gate_up and count == 1 and self.is_renamed,
         )
         convention = self._convention_of(held)
-        parts = stack_experts(buffers, held.format, convention, split, held.linear)
+        amax = held.input_amax if self.has_input_scales else None
+        parts = stack_experts(buffers, held.format, convention, split, held.linear, amax)
         return [tensor for part in parts for tensor in part.values()]
 
     def listed(self, stacked: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -73,6 +79,9 @@ class ExportedAs:
 
     def check(self, held: HeldExperts) -> None:
         """Raise ConfigError or LayoutError if experts have no such tensors or names."""
+        if self.has_input_scales and held.kind == "weight":
+            require_input_scale("export_weights: input_scales", self._convention_of(held))
+            require_input_amax(f"export_weights: {held.linear}", held.input_amax)
         self.tensors(held, describe_expert(held))
         self._prefix(held)
 
@@ -96,4 +105,23 @@ class ExportedAs:
             f"or of an MTP layer, got {container}, for which Hugging "
             "Face's models have no name here. Export in layout sequential, which keeps Megatron's "
             "names."
+        )
+
+
+def require_input_scale(where: str, convention: Convention | None) -> None:
+    """Raise ConfigError, starting with ``where``, if engines scale no inputs of a convention."""
+    if convention is None or convention.input_scale is None:
+        got = "bf16" if convention is None else f"{convention.format} in {convention.name}"
+        raise ConfigError(
+            f"{where}: expected experts in nvfp4, whose inputs engines scale by a calibrated amax, "
+            f"got {got}. Export without scales of inputs."
+        )
+
+
+def require_input_amax(where: str, amax: float | None) -> None:
+    """Raise ConfigError, starting with ``where``, unless an amax of inputs is above zero."""
+    if amax is None or not 0 < amax < math.inf:
+        raise ConfigError(
+            f"{where}: expected a calibrated amax of inputs above zero, got {amax}. Call "
+            "moe_optim.calibrate(..., forward_loop=...), or export without scales of inputs."
         )

@@ -128,6 +128,11 @@ def _expert_units(
     spread = [held for held in ranks_of if isinstance(held, HeldExperts)]
     first = spread[0]
     options.exported.check(first)
+    if len(amaxes := {held.input_amax for held in spread}) > 1:
+        raise LayoutError(
+            f"export_weights: {first.linear}: expected one amax of inputs on all ranks, got "
+            f"{sorted(map(str, amaxes))}. Set the largest of them everywhere, or calibrate anew."
+        )
     ranks = frozenset().union(*ranks_of.values())
     if options.own:
         spread = [held for held in spread if rank in ranks_of[held]]

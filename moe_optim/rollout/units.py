@@ -40,6 +40,8 @@ class HeldExperts:
     """Axis sharded by expert tensor parallelism; None: not sharded."""
     cuts: int = 1
     """Number of shards of each expert."""
+    input_amax: float | None = None
+    """Calibrated amax of the inputs of weights, where it is exported."""
 
     @property
     def key(self) -> tuple[str, str]:

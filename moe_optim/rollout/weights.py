@@ -48,6 +48,7 @@ def export_weights(
     device: torch.device | str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     vocab_size: int | None = None,
+    input_scales: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Return name and tensor of every weight of a model, without dequantizing experts.
 
@@ -80,20 +81,27 @@ def export_weights(
         bucket_bytes: size of a message in bytes; larger tensors, and one expert of each rank, are
             sent alone.
         vocab_size: rows of embeddings to yield, without Megatron's padding; None: all.
+        input_scales: whether each weight of experts in NVFP4 is followed by the scale of its
+            inputs, of their calibrated amax, see :func:`moe_optim.calibrate`. Engines then quantize
+            activations to NVFP4.
 
     Yields:
         Names and tensors; with ``experts="all"`` the same on every rank, in the same order.
 
     Raises:
-        ConfigError: layout or convention is unknown; the layout has no names for the model; or
-            experts have no gate, or are sharded with separate scales or global scales.
+        ConfigError: layout or convention is unknown; the layout has no names for the model;
+            experts have no gate, or are sharded with separate scales or global scales; or
+            ``input_scales`` with other formats, or without calibrated amaxes of inputs.
         LayoutError: gate and up, or expert shards of two ranks, share a scale block; or no rank has
             grouped experts.
         StateError: weights are on the host, their gather would overwrite unused gradients, or a
             step was taken during the iteration.
     """
     exporter = agree(
-        lambda: _Exporter.of(model_chunks, ExportedAs(get_export_layout(layout), convention)), None
+        lambda: _Exporter.of(
+            model_chunks, ExportedAs(get_export_layout(layout), convention, input_scales)
+        ),
+        None,
     )
     if experts not in ("all", "own"):
         raise ConfigError(
@@ -137,7 +145,11 @@ class _Exporter:
         return cls(
             chunks=chunks,
             exported=exported,
-            experts={one.held.key: one for chunk in chunks for one in local_experts(chunk)},
+            experts={
+                one.held.key: one
+                for chunk in chunks
+                for one in local_experts(chunk, with_input_amaxes=exported.has_input_scales)
+            },
             parts={one.held: one for chunk in chunks for one in local_parts(chunk)},
         )
 

@@ -21,9 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_optim import ops
 from moe_optim.calibration.modelopt_amaxes import amaxes_from_modelopt, amaxes_to_modelopt
 from moe_optim.config import MoEOptimConfig
 from moe_optim.experts.keys.conversion import convert_state_dict
+from moe_optim.formats import NVFP4
+from moe_optim.rollout.conventions import find_convention
+from moe_optim.rollout.expert_tensors import export_experts
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import normal_weights
 from tests.support.modules import experts
@@ -321,3 +325,20 @@ def _train_copies_beside_modelopt() -> None:
 def test_copies_train_as_modelopt_trains_the_same_linear():
     """Weights on one grid an expert: outputs and gradients, with clipped ones and without."""
     run_ranks(1, _train_copies_beside_modelopt)
+
+
+def test_scales_of_exported_inputs_are_modelopts():
+    """Of ``NVFP4QTensor``, which its checkpoints are made by, on a CPU: a GPU divides otherwise."""
+    from modelopt.torch.quantization.config import QuantizerAttributeConfig
+    from modelopt.torch.quantization.nn import TensorQuantizer
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    blocks = {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}
+    settings = QuantizerAttributeConfig(num_bits=(2, 1), block_sizes=blocks, axis=None)
+    quantizer, weights = TensorQuantizer(settings), ops.quantize(torch.ones(1, 16, 16), "nvfp4")
+    drawn = torch.rand(200, generator=torch.Generator().manual_seed(1))
+    for amax in (drawn * torch.logspace(-8, 8, 200)).tolist():
+        quantizer.amax = torch.tensor(amax)
+        theirs = NVFP4QTensor.get_activation_scaling_factor(quantizer)
+        ((ours,),) = export_experts(weights, find_convention(NVFP4), input_amax=amax)
+        assert_bytes_equal(ours["input_scale"], theirs)

@@ -42,6 +42,9 @@ class OneRank:
     def size(self):
         return 1
 
+    def rank(self):
+        return 0
+
 
 class Experts(torch.nn.Module):
     """A layer of experts with one linear, and the same values every time."""
@@ -52,7 +55,7 @@ class Experts(torch.nn.Module):
             *(EXPERTS, cols, ROWS),
             config=SimpleNamespace(expert_model_parallel_size=1),
             init_method=torch.Tensor.zero_,
-            pg_collection=SimpleNamespace(expt_tp=group or OneRank()),
+            pg_collection=SimpleNamespace(ep=OneRank(), expt_tp=group or OneRank()),
             cut_along=0,
             **options,
         )

@@ -1,4 +1,4 @@
-"""Lists of what upstream threads describe, from ``upstream_threads.yaml``."""
+"""Tables of what upstream threads describe, from ``upstream_threads.yaml``."""
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -9,6 +9,7 @@ import yaml
 
 ROWS = Path(__file__).with_name("upstream_threads.yaml")
 VERDICTS = ("works", "partly", "refused", "missing", "not applicable")
+HEADER = ("what the thread describes", "what there is", "ran on", "shown by")
 PLACES = ("CPU", "CPU/TE", "Hopper", "Blackwell (emulated)")
 
 
@@ -19,23 +20,25 @@ def threads() -> Mapping[str, list[Mapping[str, Any]]]:
     return rows
 
 
-def rows_of(thread: str) -> str:
-    return "\n".join(map(_item, threads()[thread]))
+def table_of(thread: str) -> str:
+    """Return the rows of a thread as a table, whose cells have no spaces around them."""
+    lines = [HEADER, ("---",) * len(HEADER), *map(_cells, threads()[thread])]
+    return "\n".join(f"|{'|'.join(line)}|" for line in lines)
 
 
-def _item(row: Mapping[str, Any]) -> str:
-    """Return a row as an item of a list, each piece of evidence on a line of its own."""
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     note = f": {row['note']}" if "note" in row else ""
-    verdict = f"- {row['what']}: **{row['here']}**{note}"
-    if not row.get("shown"):
-        return f"{verdict}."
-    return f"{verdict}. {', '.join(row['ran'])}:<br>{'<br>'.join(map(_link, row['shown']))}"
+    links = (f"[{n}]({_place(name)})" for n, name in enumerate(row.get("shown", ()), start=1))
+    return row["what"], f"**{row['here']}**{note}", ", ".join(row.get("ran", ())), " ".join(links)
 
 
-def _link(name: str) -> str:
-    return f"[`{name}`](../recipes/results/{name})" if name.endswith(".json") else f"`{name}`"
+def _place(name: str) -> str:
+    """Return where a link leads: a file of results, or a test whose name is the fragment."""
+    return (
+        f"../recipes/results/{name}" if name.endswith(".json") else f"../{name.replace('::', '#')}"
+    )
 
 
 THREAD_TABLES: Mapping[str, Callable[[], str]] = {
-    f"thread-{name}": partial(rows_of, name) for name in threads()
+    f"thread-{name}": partial(table_of, name) for name in threads()
 }

@@ -55,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "blocks, else compressed_tensors)",
     )
     add(
+        "--input-scales",
+        action="store_true",
+        help="write the scale of its inputs with each weight, of their calibrated amaxes, so that "
+        "engines quantize activations to NVFP4",
+    )
+    add(
         "--config",
         type=Path,
         metavar="FILE",
@@ -111,6 +117,7 @@ def _request(args: argparse.Namespace) -> "ExportRequest":
         source_layout=get_layout(args.source_layout) if args.source_layout else None,
         source_glu_interleave=args.source_glu_interleave,
         tokenizer=args.tokenizer,
+        has_input_scales=args.input_scales,
     )
 
 

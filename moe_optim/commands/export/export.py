@@ -20,7 +20,12 @@ from moe_optim.commands.conversion.expert_finding import (
     without_experts,
 )
 from moe_optim.commands.conversion.file_plan import BytesDone, FilePlan, Part, by_layer, kept_parts
-from moe_optim.commands.conversion.layer_view import STATE_KIND, LayerView, state_kind
+from moe_optim.commands.conversion.layer_view import (
+    STATE_KIND,
+    LayerView,
+    state_kind,
+    stored_key,
+)
 from moe_optim.commands.conversion.model_conversion import write_hf
 from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
 from moe_optim.commands.conversion.model_sources import (
@@ -35,10 +40,18 @@ from moe_optim.commands.export.engine_config import quantization_config
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.experts.keys.conversion import convert_expert_set, interleave_faults
 from moe_optim.experts.keys.finding import raise_faults
-from moe_optim.experts.keys.layouts import LINEARS, ExpertSet, KeyLayout, KeyPattern, get_layout
+from moe_optim.experts.keys.layouts import (
+    CALIBRATED_INPUT_AMAX,
+    LINEARS,
+    ExpertSet,
+    KeyLayout,
+    KeyPattern,
+    get_layout,
+)
 from moe_optim.formats import FORMATS, BlockScaledFormat, QuantizedWeight
 from moe_optim.rollout.conventions import Convention, find_convention
 from moe_optim.rollout.expert_tensors import export_experts, patterns_of, split_rows, tensor_name
+from moe_optim.rollout.exported_as import require_input_amax, require_input_scale
 
 _GROUPED, _TARGET = get_layout("grouped"), get_layout("hf_per_expert")
 
@@ -53,6 +66,8 @@ class ExportRequest:
     source_glu_interleave: int | None = None
     tokenizer: Path | None = None
     """Folder of tokenizer files to copy."""
+    has_input_scales: bool = False
+    """Whether the scale of its inputs is written with each weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +101,7 @@ class ExportPlan(FilePlan):
 def plan_export(
     reader: CheckpointReader, request: ExportRequest, config: Path | None = None
 ) -> ExportPlan:
-    """Return the plan without reading tensor values.
+    """Return the plan without reading tensor values, except amaxes of inputs.
 
     Megatron tensors are renamed according to the arguments saved in the checkpoint; safetensors
     must already have Hugging Face names. ``config`` None means the ``config.json`` of the
@@ -94,7 +109,8 @@ def plan_export(
 
     Raises:
         ConfigError: there is no configuration, a Megatron tensor has no Hugging Face name, or the
-            request contradicts the checkpoint.
+            request contradicts the checkpoint, or scales of inputs are wanted that the format does
+            not have, or whose amaxes are not calibrated.
         LayoutError: experts are incomplete, or do not fit the format.
     """
     described = None if config is None else _given_config(config)
@@ -113,13 +129,16 @@ def plan_export(
     check_row_order(view, interleave)
     stored = _masters_of(view, request, weights) or weights
     _require_fits(stored.values(), request, interleave, reader.path)
+    amaxes = _input_amaxes(view, request, weights)
     quantize = partial(_quantize, request=request, rows=interleave, path=reader.path)
     experts = [
         Part(
             sources=one.keys,
             nbytes=view.nbytes(one.keys),
             experts=one,
-            convert_experts=partial(quantize, experts=one, target=target),
+            convert_experts=partial(
+                quantize, experts=one, target=target, input_amaxes=amaxes[target]
+            ),
         )
         for target, one in stored.items()
     ]
@@ -159,6 +178,23 @@ def _masters_of(
     return {target: masters[one.prefix] for target, one in weights.items()}
 
 
+def _input_amaxes(
+    view: LayerView, request: ExportRequest, weights: Mapping[str, ExpertSet]
+) -> dict[str, dict[str, float]]:
+    """Return the amax of the inputs of each linear, by the keys of ``weights``; empty if unused."""
+    found: dict[str, dict[str, float]] = {target: {} for target in weights}
+    if not request.has_input_scales:
+        return found
+    require_input_scale("--input-scales", request.convention)
+    for target, one in weights.items():
+        for linear in LINEARS:
+            key = stored_key(f"{one.prefix}{linear}.{CALIBRATED_INPUT_AMAX}")
+            amax = view.read(key).item() if key in view.tensors else None
+            require_input_amax(f"--input-scales: {view.reader.path}: {key}", amax)
+            found[target][linear] = float(amax or 0)
+    return found
+
+
 def _quantize(
     tensors: Mapping[str, Tensor],
     numbers: range,
@@ -167,6 +203,7 @@ def _quantize(
     request: ExportRequest,
     rows: int,
     path: Path,
+    input_amaxes: Mapping[str, float],
 ) -> dict[str, Tensor]:
     """Return the tensors of experts ``numbers``, quantized one by one.
 
@@ -193,13 +230,19 @@ def _quantize(
                     "engines would spread to every token. Export an earlier checkpoint."
                 )
             bias = one[f"{stem}.bias"] if experts.has_bias else None
-            for pattern, suffix, tensor in _tensors_of(linear, values, bias, request, kept):
+            amax = input_amaxes.get(linear)
+            for pattern, suffix, tensor in _tensors_of(linear, values, bias, request, kept, amax):
                 found[tensor_name(target, pattern, expert, suffix)] = tensor
     return found
 
 
 def _tensors_of(
-    linear: str, values: Tensor, bias: Tensor | None, request: ExportRequest, kept: int | None
+    linear: str,
+    values: Tensor,
+    bias: Tensor | None,
+    request: ExportRequest,
+    kept: int | None,
+    input_amax: float | None,
 ) -> Iterator[tuple[KeyPattern, str, Tensor]]:
     """Yield the tensors of a linear of one expert, from [1, R, C] and optionally a bias [1, R]."""
     patterns = patterns_of(_TARGET, linear, "weight")
@@ -214,6 +257,7 @@ def _tensors_of(
         parts=len(patterns),
         interleave=interleave,
         name=linear,
+        input_amax=input_amax,
     )
     for pattern, part in zip(patterns, parts, strict=True):
         for suffix, tensor in part.items():
@@ -288,7 +332,11 @@ def export_checkpoint(
     texts = read_tokenizer(tokenizer, beside=folder_of(plan.view.reader))
     tokens = special_tokens(tokenizer)
     said = {name: one for name, one in tokens.items() if one is not None}
-    of_engine = quantization_config(plan.request.convention, plan.unquantized)
+    of_engine = quantization_config(
+        plan.request.convention,
+        plan.unquantized,
+        has_input_scales=plan.request.has_input_scales,
+    )
     config = {**tokens, **plan.config, **said, QUANTIZATION: of_engine}
     recorded = Recorded(iteration=plan.view.recorded.iteration)
     write_hf(plan, target, recorded, config, texts, report, workers)

@@ -78,7 +78,7 @@ def te_formats_of(param: Any) -> tuple[BlockScaledFormat, ...]:
 
     The quantizer of the weight decides on the scales of FP8 blocks.
     """
-    deciding = param.quantizer if is_grouped(param) else param
+    deciding = quantizer_of(param) if is_grouped(param) else param
     names = [cls.__name__ for cls in type(deciding).__mro__]
     formats = next((_FORMATS[name] for name in names if name in _FORMATS), ())
     if FP8_BLOCK not in formats:
@@ -93,8 +93,8 @@ def is_tensorwise(param: Any) -> bool:
     not write bf16 shards of them, since every shard needs the scale of the whole weight. Weights
     with delayed scaling are not included.
     """
-    quantizer = getattr(param, "_quantizer", None)
-    return _is_a(param, "Float8Tensor") and _is_a(quantizer, "Float8CurrentScalingQuantizer")
+    is_of_class = _is_a(param, "Float8Tensor")
+    return is_of_class and _is_a(quantizer_of(param), "Float8CurrentScalingQuantizer")
 
 
 def is_quantized(param: Any) -> bool:
@@ -105,6 +105,12 @@ def is_quantized(param: Any) -> bool:
 def is_grouped(param: Any) -> bool:
     """Return whether a weight is a ``GroupedTensor``."""
     return _is_a(param, "GroupedTensor")
+
+
+def quantizer_of(weight: Any) -> Any:
+    """Return the quantizer of a weight, without a ``DebugQuantizer`` around it."""
+    quantizer = getattr(weight, "quantizer", None) or getattr(weight, "_quantizer", None)
+    return getattr(quantizer, "parent_quantizer", None) or quantizer
 
 
 def _is_a(value: Any, name: str) -> bool:
@@ -246,7 +252,7 @@ def refuse_foreign_bytes(weight: Any, formats: Sequence[BlockScaledFormat], name
 def foreign_element(weight: Any) -> str | None:
     """Return the element dtype of a weight if it is neither E4M3 nor E2M1, such as E5M2."""
     dtypes = [*_values_of(weight, "fp8_dtype"), *_values_of(weight, "fp4_dtype")]
-    dtypes += [getattr(_quantizer_of(weight), "dtype", None)]
+    dtypes += [getattr(quantizer_of(weight), "dtype", None)]
     names = [getattr(dtype, "name", None) for dtype in dtypes]
     return next((one for one in names if one not in (None, "kFloat8E4M3", "kFloat4E2M1")), None)
 
@@ -256,16 +262,12 @@ def _have_square_blocks(weight: Any, format: BlockScaledFormat) -> set[bool]:
     said = {*_values_of(weight, "is_2D_scaled"), *_values_of(weight, "with_2d_quantization")}
     said |= {dimensions == 2 for dimensions in _values_of(weight, "block_scaling_dim")}
     if not said and format.name == "mxfp8_2d":
-        return {_quantizer_of(weight) is None}  # MXFP8 of Transformer Engine 2.18 is 1-D only
+        return {quantizer_of(weight) is None}  # MXFP8 of Transformer Engine 2.18 is 1-D only
     return said
 
 
 def _values_of(weight: Any, field: str) -> list[Any]:
     """Return the values of a property in a weight and its quantizer, which may differ."""
-    places = ((weight, f"_{field}"), (weight, field), (_quantizer_of(weight), field))
+    places = ((weight, f"_{field}"), (weight, field), (quantizer_of(weight), field))
     values = [getattr(place, called, None) for place, called in places]
     return [value for value in values if value is not None]
-
-
-def _quantizer_of(weight: Any) -> Any:
-    return getattr(weight, "quantizer", None) or getattr(weight, "_quantizer", None)

@@ -14,7 +14,7 @@ from moe_optim.kernels.finish_table import plan_transposes
 from moe_optim.kernels.plan import Plan, is_capturing, runs_triton
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.places import Attributes
-from moe_optim.weights.te.fields import is_tensorwise, require_memory
+from moe_optim.weights.te.fields import is_tensorwise, quantizer_of, require_memory
 
 
 def codes_and_scale(weight: Any) -> tuple[Tensor, Tensor]:
@@ -69,9 +69,9 @@ def can_cast(weights: Sequence[Any]) -> bool:
         is_tensorwise(weight)
         and getattr(weight, "_data", None) is not None
         and weight.dtype == torch.bfloat16
-        and weight._quantizer.dtype.name == "kFloat8E4M3"
-        and not weight._quantizer.force_pow_2_scales
-        and not weight._quantizer.amax_epsilon
+        and (quantizer := quantizer_of(weight)).dtype.name == "kFloat8E4M3"
+        and not quantizer.force_pow_2_scales
+        and not quantizer.amax_epsilon
         for weight in weights
     )
 

@@ -22,7 +22,7 @@ SURFACE = {  # command -> its positionals and options
     "doctor": {"--json", "--patches"},
     "enable": set(),
     "export": {
-        *("SRC", "DST", "--format", "--convention", "--config", "--tokenizer"),
+        *("SRC", "DST", "--format", "--convention", "--input-scales", "--config", "--tokenizer"),
         *("--from", "--source-glu-interleave", "--workers"),
     },
     "inspect": {"CKPT", "--json", "--thorough", "--workers"},

@@ -12,10 +12,27 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 
+from moe_optim import rules
+from moe_optim.errors import StateError
+from moe_optim.weights.te.fields import is_quantized, is_tensorwise, quantizer_of, te_formats_of
 from moe_optim.weights.te.recipe import import_error
 from moe_optim.weights.te.storage import TransformerEngineStorage
-from tests.weights.te.test_storage import FOREIGN, KINDS, OF_WEIGHTS, assert_all_hold, requantize
+from tests.support.te.te_stand_ins import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+)
+from tests.weights.te.test_storage import (
+    EVERY_KIND,
+    FOREIGN,
+    KINDS,
+    OF_WEIGHTS,
+    Kind,
+    assert_all_hold,
+    requantize,
+)
 
 PATH = os.environ.get("TRANSFORMER_ENGINE_PATH", "")
 FORMAT, REFUSED, MEGATRON, NONE = "format", "refused", "Megatron", "none"
@@ -86,6 +103,16 @@ RECIPES: Mapping[str, Mapping[str, str]] = {
     },
 }
 OF_EVERY_RECIPE = PRODUCTS | {"fp8_format": REFUSED, "backward_override": NONE}
+VARIABLES: Mapping[str, str] = {
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": FORMAT,
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": MEGATRON,
+    **dict.fromkeys(("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "NVTE_NVFP4_4OVER6"), REFUSED),
+    # of four-over-six blocks; of activations and gradients; of products
+    **dict.fromkeys(("NVTE_NVFP4_4OVER6_E4M3_USE_256", "NVTE_NVFP4_4OVER6_ERR_MODE"), NONE),
+    **dict.fromkeys(("NVTE_NVFP4_DISABLE_RHT", "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"), NONE),
+    **dict.fromkeys(("NVTE_NVFP4_ROW_SCALED_ACTIVATION", "NVTE_BACKWARD_OVERRIDE"), NONE),
+}
+"""Environment variables of recipes. ``NVTE_USE_FAST_MATH`` changes casts with 1-D blocks alone."""
 KIND_OF = {
     "Float8BlockQuantizer": "fp8_block",
     "MXFP8Quantizer": "mxfp8",
@@ -117,6 +144,13 @@ def test_what_a_weight_may_not_have_is_refused_by_name(cls, name):
     assert (KIND_OF[cls], name) in {(kind, field) for kind, field, *_ in OF_WEIGHTS}
 
 
+def test_variables_that_change_the_bytes_of_weights_are_refused_by_name():
+    """By ``test_what_is_refused_is_told_by_what_the_user_has_set``."""
+    refused = {name for name, effect in VARIABLES.items() if effect == REFUSED}
+    assert {variable for _, variable, _ in rules._CHANGED_BYTES} == refused
+    assert VARIABLES[rules.FP32_SCALES] == FORMAT
+
+
 WITHOUT_EFFECT = [
     ("nvfp4", "with_post_rht_amax", True),
     ("nvfp4", "nvfp4_4over6_err_mode", "MSE"),
@@ -138,7 +172,7 @@ def test_what_changes_no_byte_is_not_refused(kind: str, field: str, value: Any):
 
 
 LIST = """
-import dataclasses, inspect, json
+import dataclasses, inspect, json, re
 import torch  # first: its libraries are those of Transformer Engine
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
@@ -154,6 +188,7 @@ storages = {s for c in classes for s in c.__mro__ if s.__name__.endswith("Storag
 recipes = {n: c for n, c in vars(recipe).items() if dataclasses.is_dataclass(c)}
 print(json.dumps({
     "quantizers": quantizers,
+    "variables": re.findall(r"NVTE_\\w+", inspect.getsource(recipe)),
     "weights": {s.__name__: [*s.__annotations__] for s in storages},
     "recipes": {n: [f.name for f in dataclasses.fields(c)] for n, c in recipes.items()},
 }))
@@ -185,5 +220,64 @@ def test_transformer_engine_has_no_property_that_is_not_in_the_table():
         assert {*found["weights"][cls]} <= known.keys() | common, cls
     for cls, known in RECIPES.items():
         assert {*found["recipes"][cls]} <= known.keys() | OF_EVERY_RECIPE.keys(), cls
-    unmanaged = {"Float8Quantizer", "HybridQuantizer", "IdentityQuantizer"}
-    assert found["quantizers"].keys() <= QUANTIZERS.keys() | unmanaged
+    assert found["quantizers"].keys() <= QUANTIZERS.keys() | UNMANAGED.keys()
+    assert {*found["variables"]} <= VARIABLES.keys()
+
+
+# Classes around and beside these
+
+
+class DebugQuantizer:
+    """Named as the class it stands for, whose own properties are only the directions."""
+
+    rowwise_usage = columnwise_usage = True
+
+    def __init__(self, parent_quantizer: Any) -> None:
+        self.parent_quantizer = parent_quantizer
+
+
+def wrapped(kind: Kind) -> Any:
+    """Return a weight whose quantizer is observed by nvidia-dlfw-inspect."""
+    weight = kind.weight(kind.masters(1))
+    field = "quantizer" if kind.experts else "_quantizer"
+    setattr(weight, field, DebugQuantizer(getattr(weight, field)))
+    return weight
+
+
+@EVERY_KIND
+def test_a_quantizer_that_is_wrapped_for_debugging_decides_as_without(kind: Kind):
+    weight, masters = wrapped(kind), kind.masters(2)
+    assert te_formats_of(weight) == te_formats_of(kind.weight(kind.masters(1)))
+    requantize(TransformerEngineStorage(weight, kind.format), masters)
+    assert_all_hold(weight, masters, kind.format)
+
+
+@pytest.mark.parametrize(("kind", "field", "value", "message"), FOREIGN)
+def test_what_a_wrapped_quantizer_may_not_have_is_refused_by_name(kind, field, value, message):
+    for name in (kind, f"group of {kind}"):
+        weight = wrapped(KINDS[name])
+        setattr(quantizer_of(weight), field, value)
+        with pytest.raises(StateError, match=message):
+            TransformerEngineStorage(weight, KINDS[name].format)
+
+
+def test_per_tensor_scaling_is_seen_through_the_wrapper():
+    master = torch.ones(32, 32)
+    for quantizer, wanted in ((Float8CurrentScalingQuantizer(), True), (Float8Quantizer(), False)):
+        weight = Float8Tensor(master, DebugQuantizer(quantizer))
+        assert is_tensorwise(weight) is wanted
+
+
+UNMANAGED = {
+    "Float8Quantizer": "Float8Tensor",
+    "HybridQuantizer": "HybridQuantizedTensor",
+    "IdentityQuantizer": "IdentityTensor",
+}
+"""Quantizers of delayed scaling, of another format per direction and of none, and their weights,
+which the rule on "quantized weights in no format of this package" refuses by their class."""
+
+
+@pytest.mark.parametrize("name", UNMANAGED)
+def test_weights_of_other_quantizers_are_in_no_format(name: str):
+    weight = type(UNMANAGED[name], (), {"_quantizer": type(name, (), {})()})()
+    assert not is_quantized(weight)
