@@ -51,18 +51,17 @@ def newest_complete_checkpoint(checkpoints: Path) -> int | None:
 
 
 def _correct_tracker(checkpoints: Path, iteration: int) -> list[str]:
-    tracker = checkpoints / TRACKER
     try:
         found = read_tracker(checkpoints)
         if found == str(iteration):
             return []
-        write_atomically(tracker, str(iteration).encode())
+        write_atomically(checkpoints / TRACKER, str(iteration).encode())
     except OSError as error:
         if error.errno in DISK_FULL:
             raise
         raise StateError(
-            f"{error.filename or tracker}: expected a file with an iteration, got: "
-            f"{error.strerror}. Remove it."
+            f"{checkpoints / TRACKER}: expected a file with an iteration, got: {error.strerror}. "
+            "Remove it."
         ) from error
-    was = "missing" if found is None else found[:40] if found.isprintable() else repr(found)[:40]
-    return [f"set {TRACKER} to {iteration} (it was {was or 'empty'})"]
+    was = "missing" if found is None else repr(found)[:40]
+    return [f"set {TRACKER} to {iteration} (it was {was})"]

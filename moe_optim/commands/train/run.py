@@ -14,25 +14,26 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from moe_optim.commands.console.files import free_bytes, full_disk_explained
-from moe_optim.commands.train.byte_dataset import ByteDataset, prepare_dataset
-from moe_optim.commands.train.resume import find_resume_point, newest_complete_checkpoint
-from moe_optim.commands.train.run_folder import (
-    CKPT_STEP,
-    OVERRIDE_SCHEDULE,
-    RunFolder,
-    claim,
-    inherit,
-    read_record,
-    refuse_other_rates,
-    write_record,
+from moe_optim.commands.console.files import free_bytes, full_disk_explained, write_atomically
+from moe_optim.commands.train.dataset import (
+    ByteDataset,
+    find_text,
+    prepare_dataset,
+    standard_library_text,
 )
+from moe_optim.commands.train.resume import find_resume_point, newest_complete_checkpoint
+from moe_optim.commands.train.run_folder import RunFolder, claim
 from moe_optim.commands.train.summary import print_summary, write_summary
-from moe_optim.commands.train.text_files import find_text, standard_library_text
 from moe_optim.config.recipes import Recipe, check_requirements, load_recipe
 from moe_optim.errors import ConfigError, raise_faults
 from moe_optim.formats import FORMATS
-from moe_optim.integration.argv import data_flags, flags, last_value, spell_format
+from moe_optim.integration.argv import (
+    data_flags,
+    flags,
+    last_value,
+    spell_format,
+    without_options,
+)
 from moe_optim.screen import fail, results_console
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ RANK_MODULE = "moe_optim.commands.train.pretrain"
 _FOLDER_FLAGS = ("--save", "--tensorboard-dir", "--data-cache-path")
 _CPU_DEFAULTS = ("--num-workers", "0")  # loader processes would compete with the ranks for cores
 _LITTLE_FREE_BYTES = 2**26
+_OVERRIDE, _CKPT_STEP = "--override-opt_param-scheduler", "--ckpt-step"
+_OF_ONE_LOAD = (_OVERRIDE, _CKPT_STEP, "--finetune", "--no-load-optim", "--no-load-rng")
+"""Megatron flags for a single load of a checkpoint, which no printed command repeats."""
 
 
 def train(args: argparse.Namespace) -> int:
@@ -52,13 +56,6 @@ def train(args: argparse.Namespace) -> int:
     check_requirements(recipe)
     _check_arguments(args, recipe)
     with claim(args.out or Path("runs") / args.recipe.stem, resume=args.resume) as folder:
-        if args.resume and (record := read_record(folder)) is not None:
-            args = inherit(args, folder, record)
-            before = load_recipe(args.recipe, record.set).megatron_argv() + record.megatron_args
-            recipe = load_recipe(args.recipe, args.set)
-            now = recipe.megatron_argv() + args.megatron_args
-            _check_arguments(args, recipe)
-            refuse_other_rates(before, now, stock=args.stock)
         return _Training(args, recipe, folder, results_console()).run()
 
 
@@ -112,6 +109,7 @@ class _Training:
         self._check_flags(cpu)
         resumed_from = self._resume_point() if self.args.resume else None
         dataset = self._prepare_dataset()
+        self._require_same(dataset)
         began = time.monotonic()
         result = self._launch(dataset, cpu)
         if result.stopped_by is not None:
@@ -177,9 +175,9 @@ class _Training:
             raise_faults(f"{self.recipe.path} and flags after --", json.loads(done.stdout))
 
     def _resume_point(self) -> int:
-        step = last_value(self.megatron_argv, CKPT_STEP)
+        step = last_value(self.megatron_argv, _CKPT_STEP)
         if step is not None and step.isdigit():
-            self._say(f"resume: from the checkpoint of iteration {step}, as given by {CKPT_STEP}")
+            self._say(f"resume: from the checkpoint of iteration {step}, as given by {_CKPT_STEP}")
             return int(step)
         point = find_resume_point(self.folder.checkpoints)
         for note in (*point.notes, f"from the checkpoint of iteration {point.iteration}"):
@@ -206,26 +204,31 @@ class _Training:
             dataset.require_sequence_length(int(length))
         return dataset
 
+    def _require_same(self, dataset: ByteDataset | None) -> None:
+        """Raise ConfigError if a resumed run began on another dataset; record that of a new one."""
+        record = self.folder.dataset
+        name = dataset.folder.name if dataset else "data of Megatron's flags"
+        if not self.args.resume or not record.is_file():
+            write_atomically(record, name.encode())
+        elif (began := record.read_text(errors="replace")) != name:
+            raise ConfigError(
+                f"--resume: expected {began[:60]}, on which {self.folder.path} began to train, got "
+                f"{name}. Repeat the options of the first start, or start a new run with --out."
+            )
+
     def _launch(self, dataset: ByteDataset | None, cpu: bool) -> "LaunchResult":
-        """Train; record the arguments unless a resumed run leaves no newer checkpoint."""
         from moe_optim.commands.train.launcher import launch, python_command, rank_environment
 
-        if not self.args.resume:
-            write_record(self.folder, self.args, self.megatron_argv)
-        before = newest_complete_checkpoint(self.folder.checkpoints)
         # the index may be truncated after a full disk
         shutil.rmtree(self.folder.index_cache, ignore_errors=True)
         with full_disk_explained(self.folder.path, "starting the ranks"):
-            result = launch(
+            return launch(
                 python_command(RANK_MODULE, *self._rank_arguments(dataset, cpu)),
                 ranks=self.ranks,
                 logs=self.folder.logs,
                 environment=rank_environment(self.ranks, cpu=cpu),
                 is_shown=not self.args.quiet,
             )
-        if newest_complete_checkpoint(self.folder.checkpoints) != before:
-            write_record(self.folder, self.args, self.megatron_argv)
-        return result
 
     def _rank_arguments(self, dataset: ByteDataset | None, cpu: bool) -> list[str]:
         """Return the command line of every rank; the user's flags come last and override."""
@@ -252,7 +255,7 @@ class _Training:
         if (free := free_bytes(self.folder.path)) < _LITTLE_FREE_BYTES:
             lines.append(f"The disk is almost full: {free / 2**20:.1f} MiB are free.")
         if "OptimizerParamScheduler" in failure.reason:
-            lines.append(f"{OVERRIDE_SCHEDULE} overrides the schedule of the checkpoint.")
+            lines.append(f"{_OVERRIDE} overrides the schedule of the checkpoint.")
         return fail("\n  ".join([*lines, self._way_on()]))
 
     def _way_on(self) -> str:
@@ -267,7 +270,7 @@ class _Training:
         length = ["--train-iters", str(2 * iterations)]
         if samples is not None:  # Megatron takes one of the two
             length = ["--train-samples", str(2 * int(samples))]
-        return f"{self._resume_command()} -- {shlex.join([*length, OVERRIDE_SCHEDULE])}"
+        return self._resume_command([*length, _OVERRIDE])
 
     def _uses(self, format: str) -> list[str]:
         """Return commands that use the run; conversions only for models with names elsewhere."""
@@ -279,12 +282,15 @@ class _Training:
             commands[f"moe-optim export --format {exported}"] = [run, f"{run}/{exported}"]
         return [f"{command} {shlex.join(paths)}" for command, paths in commands.items()]
 
-    def _resume_command(self) -> str:
-        """Return the command that resumes this run, which inherits --set, --text and flags."""
+    def _resume_command(self, further: Sequence[str] = ()) -> str:
+        """Return the command that resumes this run, with further flags of Megatron."""
         args = self.args
         words = ["moe-optim", "train", str(args.recipe)]
-        words += ["--out", str(args.out)] if args.out else []
-        words += ["--ranks", str(args.ranks)] if args.ranks else []
-        words += ["--cpu"] if args.cpu else []
-        words += ["--stock"] if args.stock else []
-        return shlex.join([*words, "--resume"])
+        for option, value in (("--out", args.out), ("--ranks", args.ranks)):
+            words += [option, str(value)] if value else []
+        for option, values in (("--set", args.set), ("--text", args.text)):
+            words += [option, *map(str, values)] if values else []
+        words += [f"--{name}" for name in ("cpu", "stock", "quiet") if getattr(args, name)]
+        replaced = {*_OF_ONE_LOAD, *flags(further)}
+        megatron = [*without_options(args.megatron_args, replaced), *further]
+        return shlex.join([*words, "--resume", *(["--", *megatron] if megatron else [])])

@@ -2,15 +2,13 @@
 
 import json
 import re
-from argparse import Namespace
+import shlex
 from pathlib import Path
 
 import pytest
 
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.train import run as train
-from moe_optim.commands.train.run_folder import Record, RunFolder, inherit, refuse_other_rates
-from moe_optim.errors import ConfigError
 from tests.support.training_runs.runs import FAKE_RANK, REPOSITORY, small_disk, write_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -62,7 +60,7 @@ def summary_of(run):
     return json.loads((run / "summary.json").read_text())
 
 
-def test_a_run_leaves_everything_and_is_not_overwritten(command, run):
+def test_a_run_leaves_everything_and_is_not_overwritten(command, run, text):
     """The user's flags come last on the ranks' command line. Megatron trusts any index it finds, so
     every launch starts without one that a full disk may have cut off."""
     cache = run / "index_cache"
@@ -90,8 +88,13 @@ def test_a_run_leaves_everything_and_is_not_overwritten(command, run):
     assert argv[argv.index("--save") + 1] == str(run / "checkpoints")
 
     assert screen.startswith("Training finished\nexpert weights")  # and nothing of Megatron's
-    longer = rf"moe-optim train {RECIPE} --out {run} --cpu --resume -- --train-iters 12 {OVERRIDE}"
-    assert f"  {longer}\n" in screen  # in one line, as it is no terminal
+    words = shlex.split(re.search(r"train longer +(.*)", screen)[1])  # one line, as no terminal
+    assert words[: words.index("--")] == [
+        *("moe-optim", "train", str(RECIPE), "--out", str(run), *options[1:], "--text", str(text)),
+        *("--cpu", "--quiet", "--resume"),
+    ]
+    further = [*EVERY_SECOND, "--lr", "5e-4", "--train-iters", "12", OVERRIDE]
+    assert words[words.index("--") + 1 :] == further
 
     code, _, errors = command()
     assert code == 2
@@ -112,93 +115,35 @@ def test_with_stock_ranks_get_no_flag_of_the_plugin(command, run):
     )
 
 
-def test_a_resume_skips_a_broken_checkpoint_and_takes_over_what_the_run_was_started_with(
-    command, run, text
-):
-    """Stopped at 6 while it saved, resumed from 4 to 8: eight points, none twice. Flags, knobs and
-    text are kept; what is given anew wins, and flags of one load are dropped."""
-    options = ("--set", "moe_optim.format=bf16", "megatron_args.--seed=7")
-    own = ("--lr", "5e-4", "--min-lr", "1e-5", "--finetune", "--ckpt-step", "3")
-    assert command(*options, megatron=(*SHORT, *own))[0] == 0
-    data = rank_arguments(run)
+def test_a_resume_skips_a_broken_checkpoint(command, run):
+    """Stopped at 6 while it saved, resumed from 4 to 8: eight points, none twice."""
+    assert command()[0] == 0
     for iteration in (4, 6):
         write_checkpoint(run / "checkpoints", iteration)
     (run / "checkpoints" / "iter_0000006" / "metadata.json").unlink()
-    new = ("--resume", "--set", "moe_optim.health_interval=2")
-    code, screen, _ = command(*new, megatron=("--train-iters", "8"), on=())
+    code, screen, _ = command("--resume", megatron=(*EVERY_SECOND, "--train-iters", "8"))
     assert code == 0
     assert "resume: skipped the incomplete checkpoint iter_0000006: no metadata.json" in screen
-    assert "resume: set latest_checkpointed_iteration.txt to 4 (it was 6)" in screen
-    argv = rank_arguments(run)
-    assert argv.count("--load") == 1
-    assert argv[-8:] == ["--eval-interval", "2", *own[:4], "--train-iters", "8"]
-    assert argv[argv.index("--seed") + 1] == "7"
-    fields = [argv[at + 1] for at, word in enumerate(argv) if word == "--moe-optim-set"]
-    assert fields == ['format="bf16"', "health_interval=2"]
-    assert not {"--finetune", "--ckpt-step"} & set(argv)
-    flag = argv.index("--train-data-path")
-    assert argv[flag + 1] == data[data.index("--train-data-path") + 1]
+    assert "resume: set latest_checkpointed_iteration.txt to 4 (it was '6')" in screen
+    assert rank_arguments(run).count("--load") == 1
     summary = summary_of(run)
     assert (summary["resumed_from"], summary["iterations"]) == (4, 8)
     assert summary["validation_iterations"] == [2, 4, 6, 8]
 
 
-def resumed(record, text=(), megatron=()):
-    """Return what a resumed run takes over from a record, given new arguments."""
-    args = Namespace(set=[], text=list(map(Path, text)), megatron_args=list(megatron))
-    return inherit(args, RunFolder(Path("runs/a")), record)
-
-
-def test_a_resume_may_count_in_another_unit_but_not_change_to_other_data():
-    """Megatron takes one of iterations and samples."""
-    iterations = ["--train-iters", "6", "--lr-decay-iters", "9", "--lr-warmup-iters", "1"]
-    record = Record(set=[], megatron_args=[*iterations, "--seed", "7"], text=["/a"])
-    args = resumed(record, megatron=["--train-samples", "96"])
-    assert args.megatron_args == ["--seed", "7", "--train-samples", "96"]
-    assert resumed(record, ["/a"]).text == [Path("/a")]
-    mock = Record(set=[], megatron_args=["--mock-data"], text=None)
-    assert resumed(mock, megatron=["--mock-data"]).text == []
-    for before, change in (
-        (record, {"text": ["/b"]}),
-        (record, {"megatron": ["--mock-data"]}),
-        (mock, {"text": ["/b"]}),
-    ):
-        with pytest.raises(ConfigError, match="runs/a began to train on"):
-            resumed(before, **change)
-
-
-def test_another_rate_of_a_resumed_run_is_refused_unless_it_overrides_the_schedule():
-    """In Megatron's own words it is a KeyError, with the flag that overrides it, too."""
-    old, new = ["--lr", "5e-4"], ["--lr", "1e-3"]
-    refuse_other_rates(old, ["--lr", "0.0005"], stock=False)  # the same number
-    refuse_other_rates(old, [*new, OVERRIDE], stock=False)
-    for now, stock, remedy in (
-        (new, False, f"add {OVERRIDE}"),
-        ([*new, OVERRIDE], True, "train without --stock"),
-        (["--lr", "much"], False, f"add {OVERRIDE}"),
-    ):
-        message = f"--lr: expected 5e-4, as the run was started, got {now[1]}. .* {remedy}"
-        with pytest.raises(ConfigError, match=message):
-            refuse_other_rates(old, now, stock=stock)
-
-
-def test_a_damaged_record_of_arguments_is_one_message(command, run):
+@pytest.mark.parametrize(("began", "goes_on"), [("text", "mock"), ("mock", "text")])
+def test_a_resume_on_other_data_is_refused(command, run, text, began, goes_on):
+    data = {"text": {"on": (str(text),)}, "mock": {"on": (), "megatron": (*SHORT, "--mock-data")}}
+    assert command(**data[began])[0] == 0
     write_checkpoint(run / "checkpoints", 4)
-    record = run / "arguments.json"
-    for harm in (
-        "[" * 100_000,
-        '{"set": []}',
-        '{"set": [], "megatron_args": null, "text": null}',
-        '{"set": [], "megatron_args": [], "text": [1]}',
-    ):
-        record.write_text(harm)
-        code, _, errors = command("--resume")
-        assert code == 2
-        assert errors.startswith(f"error: {record}: expected the arguments of the run, got some")
+    code, _, errors = command("--resume", **data[goes_on])
+    assert code == 2
+    assert f"on which {run} began to train" in errors
+    assert command("--resume", **data[began])[0] == 0
 
 
-def test_a_failed_rank_ends_in_one_message_with_the_way_on(command, run, monkeypatch):
-    """With another schedule where that was the fault; its arguments are not taken over."""
+def test_a_failed_rank_ends_in_one_message_with_the_way_on(command, run, text, monkeypatch):
+    """With another schedule where that was the fault; flags of one load are not repeated."""
     code, _, errors = command(behaviour="error")
     assert code == 1
     message, logs, way_on = errors.splitlines()[-3:]
@@ -207,14 +152,14 @@ def test_a_failed_rank_ends_in_one_message_with_the_way_on(command, run, monkeyp
     assert way_on == "  There is no complete checkpoint: start again, without --resume."
     assert not (run / "summary.json").exists()
     write_checkpoint(run / "checkpoints", 4)
-    record = (run / "arguments.json").read_text()
     monkeypatch.setenv("FAKE_ERROR", "AssertionError: OptimizerParamScheduler: class input value")
-    errors = command("--resume", behaviour="error", megatron=("--seed", "8777"))[2]
+    once = ("--finetune", "--ckpt-step", "4")
+    errors = command("--resume", behaviour="error", megatron=("--seed", "8777", *once))[2]
     assert f"  {OVERRIDE} overrides the schedule" in errors
     assert errors.splitlines()[-1] == (
-        f"  Continue from iteration 4: moe-optim train {RECIPE} --out {run} --cpu --resume"
+        f"  Continue from iteration 4: moe-optim train {RECIPE} --out {run} --text {text} --cpu "
+        "--resume -- --seed 8777"
     )
-    assert (run / "arguments.json").read_text() == record
 
 
 def test_all_wrong_flags_are_refused_at_once_before_a_rank_starts(command, run, monkeypatch):

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from moe_optim.commands.train import byte_dataset as module
-from moe_optim.commands.train.byte_dataset import END_OF_DOCUMENT, prepare_dataset
-from moe_optim.commands.train.text_files import SPLITS, find_text
+from moe_optim.commands.train import dataset as module
+from moe_optim.commands.train.dataset import END_OF_DOCUMENT, SPLITS, find_text, prepare_dataset
 from moe_optim.errors import ConfigError
 from tests.support.training_runs.runs import small_disk
 
