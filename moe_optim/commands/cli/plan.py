@@ -34,13 +34,7 @@ _DETAILS = {  # further ones of --details
     "optimizer": "main params of 4 bytes, exp_avg and exp_avg_sq, or Muon's momentum; with "
     "--use-precision-aware-optimizer, main params of stock bf16 use 2 bytes",
     "copies": "fp32 copies that a step makes of bf16 gradients",
-    "kernels": "launches per step that quantize, compute maxima or derive copies; -: not counted",
-    "max/mean": "imbalance of elements owned by ranks",
-    "path": "aligned: no block spans two ranks. partial amax: some do, and ranks exchange maxima. "
-    "bf16 wire: weights are gathered in bf16. by weight: Megatron quantizes weights one by one",
-    "amaxes": "fp32 maxima that ranks reduce before encoding",
-    "norm, update": "minimum bytes that a fused step of experts reads and writes, for the gradient "
-    "norm and for Adam with quantization; formats with a global amax read masters twice",
+    "padding": "part of the buckets without weights",
 }
 
 

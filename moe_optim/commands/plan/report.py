@@ -25,12 +25,10 @@ from moe_optim.commands.plan.dense import count_dense
 from moe_optim.commands.plan.experts import MOST_RANKS, PlannedExperts, plan_experts
 from moe_optim.commands.plan.gpus import STEP, Hardware
 from moe_optim.commands.plan.rows import plan_rows
-from moe_optim.commands.plan.saves import count_save, explain_save
 from moe_optim.commands.plan.step_times import FUSED_ERROR
 from moe_optim.commands.plan.tables import build_tables
 from moe_optim.config.recipes import Recipe, load_recipe
 from moe_optim.errors import ConfigError
-from moe_optim.formats import FORMATS
 from moe_optim.integration.arguments import add_moe_optim_arguments
 from moe_optim.rules import Setup, check_setup, config_with_flags, why_stock_step
 from moe_optim.screen import print_table, results_console
@@ -140,17 +138,15 @@ def make_report(args: argparse.Namespace, planned: Planned) -> dict[str, Any]:
     advised = recipe.ranks if recipe.ranks in gpus else gpus[0]
     rows = [row for row in counted["rows"] if row["gpus"] == advised]
     best = recommend(choice, rows)
-    format = FORMATS.get(best["format"] if best else choice.own)
     fit = None
     if hardware.memory_gib is not None:
         shown = best or next(row for row in rows if row["format"] == STOCK_BF16)
         fit = explain_fit(shown, hardware.memory_gib, counted["not_counted"] or "")
     return {
-        "command": _command(args),
+        "command": shlex.join(["moe-optim", *args.argv]),
         "commit": commit(),
         "planned": _describe(experts, planned.layout),
         "recommended": explain(choice, best, rows),
-        "save": {"gpus": advised} | count_save(experts, advised, format),
         "missing_gemms": explain_missing_gemms(choice, experts, args.gpu),
         "fits": fit,
         "flags": flags_to_add(choice, best, recipe.moe_optim, hardware.gpu),
@@ -194,7 +190,6 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
     for answer in ("missing_gemms", "fits"):
         if report[answer]:
             console.print(report[answer], soft_wrap=False)
-    console.print(explain_save(report["save"]), soft_wrap=False)
     console.print(f"\nAdd these flags:\n  {shlex.join(report['flags'])}")
 
 
@@ -213,18 +208,6 @@ def default_gpus(experts: PlannedExperts, ranks: int) -> list[int]:
     numbers = [fewest * STEP**step for step in range(_MOST_STEPS)]
     numbers = [number for number in numbers if number <= max(most, fewest)]
     return numbers if ranks % fewest else [*numbers, ranks]
-
-
-def _command(args: argparse.Namespace) -> str:
-    words = ["moe-optim", "plan"] + ([] if args.recipe is None else [str(args.recipe)])
-    words += ["--gpus", *map(str, args.gpus)] if args.gpus else []
-    words += ["--gpu", args.gpu] if args.gpu else []
-    for option in ("gpu_memory", "bandwidth", "memory_bandwidth"):
-        value = getattr(args, option)
-        words += [f"--{option.replace('_', '-')}", f"{value:g}"] if value else []
-    words += ["--set", *args.set] if args.set else []
-    words += ["--", *args.megatron_args] if args.megatron_args else []
-    return shlex.join(words)
 
 
 def _describe(experts: PlannedExperts, layout: str) -> str:
