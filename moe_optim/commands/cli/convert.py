@@ -31,7 +31,7 @@ from moe_optim.spelling import spell_bytes
 
 if TYPE_CHECKING:
     from moe_optim.checkpoint.files.reader import CheckpointReader
-    from moe_optim.commands.conversion.conversion_plan import ConversionPlan
+    from moe_optim.commands.conversion.conversion import ConversionPlan
     from moe_optim.commands.conversion.file_plan import FilePlan
     from moe_optim.rollout.families import Implementation
 
@@ -170,8 +170,11 @@ def _refuse_mixed(args: argparse.Namespace) -> None:
 
 
 def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
-    from moe_optim.commands.conversion.model_conversion import convert_model
-    from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
+    from moe_optim.commands.conversion.model_conversion import (
+        ModelRequest,
+        convert_model,
+        plan_model,
+    )
     from moe_optim.commands.hugging_face.models import megatron_flags
 
     side: Implementation = args.transformer_impl or SIDES[0]
@@ -201,8 +204,10 @@ def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
 
 
 def _dequantize(args: argparse.Namespace, reader: "CheckpointReader", began: float) -> list[str]:
-    from moe_optim.commands.conversion.model_conversion import dequantize_checkpoint
-    from moe_optim.commands.conversion.model_plan import plan_dequantization
+    from moe_optim.commands.conversion.model_conversion import (
+        dequantize_checkpoint,
+        plan_dequantization,
+    )
 
     refuse(
         {"--source-glu-interleave": args.source_glu_interleave},
@@ -232,8 +237,11 @@ def _absent_layers(side: "Implementation", *, is_latent: bool) -> list[str]:
 
 
 def _convert_layout(args: argparse.Namespace, began: float) -> list[str]:
-    from moe_optim.commands.conversion.conversion import convert_checkpoint
-    from moe_optim.commands.conversion.conversion_plan import ConversionRequest, plan_conversion
+    from moe_optim.commands.conversion.conversion import (
+        ConversionRequest,
+        convert_checkpoint,
+        plan_conversion,
+    )
     from moe_optim.commands.conversion.flat_states import states_by_name
     from moe_optim.commands.conversion.layer_view import LayerView, parse_renames
     from moe_optim.experts.keys.layouts import get_layout

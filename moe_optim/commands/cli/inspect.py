@@ -168,7 +168,7 @@ def _dtypes_of_states(view: "LayerView", states: list[str]) -> dict[str, list[st
 def _flat_states(stored: "TorchDistReader") -> Report | None:
     """Report whether flat states can be read by parameter, from sizes alone."""
     from moe_optim.checkpoint.flat_buffers import flat_groups
-    from moe_optim.commands.conversion.flat_groups import read_groups
+    from moe_optim.commands.conversion.flat_states import read_groups
 
     if not flat_groups(stored):
         return None

@@ -17,15 +17,17 @@ from moe_optim.commands.conversion.expert_finding import (
     known_interleave,
     without_experts,
 )
-from moe_optim.commands.conversion.file_plan import BytesDone, in_files, one_thread
-from moe_optim.commands.conversion.layer_view import LayerView
-from moe_optim.commands.conversion.pieces import (
+from moe_optim.commands.conversion.file_plan import (
     PIECE_BYTES,
+    BytesDone,
     convert_experts,
+    in_files,
+    one_thread,
     ranges_of_experts,
     ranges_of_rows,
     read_experts,
 )
+from moe_optim.commands.conversion.layer_view import LayerView
 from moe_optim.experts.keys.layouts import ExpertSet, get_layout
 
 GROUPED = get_layout("grouped")

@@ -21,8 +21,7 @@ from moe_optim.commands.conversion.expert_finding import (
 )
 from moe_optim.commands.conversion.file_plan import BytesDone, FilePlan, Part, by_layer, kept_parts
 from moe_optim.commands.conversion.layer_view import STATE_KIND, LayerView, state_kind
-from moe_optim.commands.conversion.model_conversion import write_hf
-from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
+from moe_optim.commands.conversion.model_conversion import ModelRequest, plan_model, write_hf
 from moe_optim.commands.conversion.model_sources import (
     CONFIG,
     QUANTIZATION,

@@ -19,8 +19,11 @@ from moe_optim.checkpoint.flat_states import MANIFEST
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.checkpoint.state_manifest import StateManifest
 from moe_optim.commands.conversion import file_plan
-from moe_optim.commands.conversion.conversion import convert_checkpoint
-from moe_optim.commands.conversion.conversion_plan import ConversionRequest, plan_conversion
+from moe_optim.commands.conversion.conversion import (
+    ConversionRequest,
+    convert_checkpoint,
+    plan_conversion,
+)
 from moe_optim.commands.conversion.file_plan import torch_dist_checkpoint, write_common_state
 from moe_optim.commands.conversion.layer_view import LayerView, Rename
 from moe_optim.commands.conversion.opening import open_checkpoint
