@@ -10,15 +10,14 @@ are verified. DST appears when it is complete. Megatron, transformers and a GPU 
 import argparse
 import shlex
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_optim.checkpoint.files.publishing import require_writable
+from moe_optim.commands.cli.options import add_naming, add_source_and_target
 from moe_optim.commands.console.checkpoint_paths import find_checkpoint
 from moe_optim.commands.console.checkpoint_progress import open_reader, progress_bar
 from moe_optim.commands.console.workers import (
     add_workers,
-    number_above_zero,
     number_of_workers,
     peak_memory,
     whole_number,
@@ -40,16 +39,12 @@ if TYPE_CHECKING:
 FORMATS = ("safetensors", "torch_dist")
 TARGETS = ("hf", "megatron")
 SIDES: "tuple[Implementation, ...]" = ("transformer_engine", "local")
-
-
 HELP = "write a checkpoint for transformers or for Megatron, or change its expert layout"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    add = parser.add_argument
-    add("source", type=Path, metavar="SRC", help="checkpoint, or run folder, whose newest is used")
-    add("target", type=Path, metavar="DST", help="output folder; must not exist")
+    add_source_and_target(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--to",
@@ -64,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LAYOUT",
         help=f"convert only the expert layout, to {', '.join(LAYOUTS)}",
     )
+    add = parser.add_argument
     add(
         "--glu-interleave",
         type=whole_number,
@@ -72,71 +68,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that of SRC for Megatron's layouts, else 0)",
     )
     add(
-        "--source-glu-interleave",
-        type=whole_number,
-        metavar="N",
-        help="the same for SRC, if it is not recorded (default: 0)",
-    )
-    _add_model_options(parser.add_argument_group("with --to"))
-    _add_layout_options(parser.add_argument_group("with --experts"))
-    add_naming(parser)
-    add_workers(parser)
-
-
-def _add_model_options(group: "argparse._ArgumentGroup") -> None:
-    add = group.add_argument
-    add(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="folder of tokenizer files to copy to DST, with the special tokens of its config.json "
-        "(--to hf)",
-    )
-    add(
         "--transformer-impl",
         choices=SIDES,
         help=f"Megatron's --transformer-impl that will load DST: {' or '.join(SIDES)} (--to "
         f"megatron; default: {SIDES[0]})",
     )
-
-
-def _add_layout_options(group: "argparse._ArgumentGroup") -> None:
-    add = group.add_argument
-    add(
-        "--from",
-        choices=LAYOUTS,
-        dest="source_layout",
-        metavar="LAYOUT",
-        help="expert layout of SRC, if it is not recorded or several match",
-    )
     add(
         "--format",
         choices=FORMATS,
-        help=f"file format: {', '.join(FORMATS)} (default: that of SRC)",
+        help=f"file format: {', '.join(FORMATS)} (--experts; default: that of SRC)",
     )
     add(
         "--weights-only",
         action="store_true",
-        help="omit masters, moments and all other optimizer state",
+        help="omit masters, moments and all other optimizer state (--experts)",
     )
-
-
-def add_naming(parser: argparse.ArgumentParser) -> None:
-    """Add the options for facts that a checkpoint does not record."""
-    add = parser.add_argument
-    add(
-        "--rename",
-        action="append",
-        default=[],
-        metavar="FROM=TO",
-        help="replace the key prefix FROM of the first checkpoint by TO; may be repeated",
-    )
-    add(
-        "--num-experts",
-        type=number_above_zero,
-        metavar="N",
-        help="experts per layer, if the checkpoint does not record it (layout legacy)",
-    )
+    add_naming(parser)
+    add_workers(parser)
 
 
 def run(args: argparse.Namespace) -> int:
