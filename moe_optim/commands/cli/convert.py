@@ -3,7 +3,7 @@
 --to converts the weights of a whole Qwen3-MoE or DeepSeek-V3 model: names, shapes and
 configuration. Weights published in FP8 blocks, MXFP4 or INT4 become bf16; --to hf dequantizes any
 such model. --experts converts only the layout of experts: every other tensor keeps its name,
-and masters and moments are converted too, by name if they were flat. Checksums in SRC (torch_dist)
+and masters and moments saved by name are converted too. Checksums in SRC (torch_dist)
 are verified. DST appears when it is complete. Megatron, transformers and a GPU are not needed.
 """
 
@@ -190,7 +190,6 @@ def _convert_layout(args: argparse.Namespace, began: float) -> list[str]:
         convert_checkpoint,
         plan_conversion,
     )
-    from moe_optim.commands.conversion.flat_states import states_by_name
     from moe_optim.commands.conversion.layer_view import LayerView, parse_renames
     from moe_optim.experts.keys.layouts import get_layout
 
@@ -204,8 +203,7 @@ def _convert_layout(args: argparse.Namespace, began: float) -> list[str]:
         num_experts=args.num_experts,
     )
     reader = open_reader(args.source)
-    shown = reader if args.weights_only else states_by_name(reader)
-    plan = plan_conversion(LayerView(shown, parse_renames(args.rename)), request)
+    plan = plan_conversion(LayerView(reader, parse_renames(args.rename)), request)
     with progress_bar("converting", plan.total_bytes) as report:
         convert_checkpoint(plan, args.target, report, workers=_workers(args, plan))
     return _summary(plan, args, began)

@@ -24,12 +24,10 @@ from moe_optim.commands.console.checkpoint_progress import (
     say_which_was_taken,
 )
 from moe_optim.commands.console.workers import add_workers, number_of_workers, run_in_workers
-from moe_optim.errors import LayoutError
 from moe_optim.screen import print_table, results_console
 from moe_optim.spelling import spell_bytes
 
 if TYPE_CHECKING:
-    from moe_optim.checkpoint.files.torch_dist import TorchDistReader
     from moe_optim.commands.conversion.layer_view import LayerView
     from moe_optim.commands.export.stored import StoredWeights
     from moe_optim.experts.keys.layouts import ExpertSet
@@ -120,7 +118,6 @@ def _examine(args: argparse.Namespace, view: "LayerView") -> Report:
             "tensors": len(states),
             "bytes": view.nbytes(states),
             "dtypes": _dtypes_of_states(view, states),
-            "flat": _flat_states(stored) if stored else None,
         },
         "tensors": len(reader.tensors),
         "bytes": sum(info.nbytes for info in reader.tensors.values()),
@@ -163,20 +160,6 @@ def _dtypes_of_states(view: "LayerView", states: list[str]) -> dict[str, list[st
             found.setdefault(kind, set()).add(dtype)
     kinds = sorted(found, key=lambda kind: (kind not in MASTERS, kind))
     return {kind: sorted(found[kind]) for kind in kinds}
-
-
-def _flat_states(stored: "TorchDistReader") -> Report | None:
-    """Report whether flat states can be read by parameter, from sizes alone."""
-    from moe_optim.checkpoint.flat_buffers import flat_groups
-    from moe_optim.commands.conversion.flat_states import read_groups
-
-    if not flat_groups(stored):
-        return None
-    try:
-        read_groups(stored)
-    except LayoutError as error:
-        return {"by_parameter": False, "doubt": str(error)}
-    return {"by_parameter": True, "doubt": None}
 
 
 def _defects(args: argparse.Namespace, path: Path) -> list[str]:
@@ -325,9 +308,6 @@ def _optimizer_facts(state: Report) -> Iterator[tuple[str, str]]:
     yield "optimizer", f"{sharding}, {state['tensors']:,} tensors, {spell_bytes(state['bytes'])}"
     if kinds := [f"{kind} {' and '.join(held)}" for kind, held in state["dtypes"].items()]:
         yield "states", ", ".join(kinds)
-    if flat := state["flat"]:
-        said = flat["doubt"] or "`convert` takes them, if masters round to their weights"
-        yield "by name", said
 
 
 def _experts_tables(experts: list[Report]) -> Iterator[tuple[str, Table]]:

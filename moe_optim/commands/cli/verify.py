@@ -8,7 +8,6 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,13 +18,11 @@ from moe_optim.commands.cli.convert import add_naming
 from moe_optim.commands.console.checkpoint_paths import find_checkpoint
 from moe_optim.commands.console.checkpoint_progress import open_view, progress_bar
 from moe_optim.commands.console.workers import add_workers, number_of_workers
-from moe_optim.errors import LayoutError
 from moe_optim.screen import print_table, results_console
 from moe_optim.spelling import spell_bytes
 
 if TYPE_CHECKING:
     from moe_optim.commands.conversion.comparison import Comparison, Difference
-    from moe_optim.commands.conversion.layer_view import LayerView
 
 DIFFERENT = 1  # or not known to be equal
 SHOWN = 20
@@ -50,15 +47,9 @@ def run(args: argparse.Namespace) -> int:
     """Compare, print the differences, and return 1 if any exist or states were skipped unasked."""
     for path in (args.a, args.b):  # before the import of torch, which takes seconds
         find_checkpoint(path)
-    from moe_optim.commands.conversion.comparison import (
-        compare_checkpoints,
-        find_side,
-        flat_states_differ,
-    )
+    from moe_optim.commands.conversion.comparison import compare_checkpoints, find_side
 
     views = [open_view(args.a, args.rename), open_view(args.b)]
-    if not args.weights_only and flat_states_differ(*views):
-        views = [_by_name(view) for view in views]
     sides = [
         find_side(view, num_experts=args.num_experts, weights_only=args.weights_only)
         for view in views
@@ -72,16 +63,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(found)
     return 0 if found.equal else DIFFERENT
-
-
-def _by_name(view: "LayerView") -> "LayerView":
-    """Return the checkpoint with flat states shown by name, unchanged if that is uncertain."""
-    from moe_optim.commands.conversion.flat_states import states_by_name
-    from moe_optim.commands.conversion.layer_view import LayerView
-
-    with suppress(LayoutError):
-        return LayerView(states_by_name(view.reader), view.renames)
-    return view
 
 
 def _spell_json(found: "Comparison") -> str:

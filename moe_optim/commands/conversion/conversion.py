@@ -1,10 +1,8 @@
 """Converts a checkpoint's experts to another layout; other tensors are kept."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from moe_optim.checkpoint.files.folders import COMMON_FILE
 from moe_optim.checkpoint.files.metadata import Blob
@@ -41,7 +39,6 @@ from moe_optim.commands.conversion.file_plan import (
     write_safetensors,
     write_torch_dist,
 )
-from moe_optim.commands.conversion.flat_states import NamedStates, named_common_entries
 from moe_optim.commands.conversion.layer_view import (
     STATE_KIND,
     STORED_ALIKE,
@@ -49,7 +46,7 @@ from moe_optim.commands.conversion.layer_view import (
     Place,
     stored_key,
 )
-from moe_optim.commands.conversion.object_edits import replace_entries, replace_int
+from moe_optim.commands.conversion.object_edits import replace_int
 from moe_optim.commands.conversion.torch_dist_writer import TorchDistWriter
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.experts.keys.layouts import ExpertSet, KeyLayout, get_layout
@@ -89,14 +86,6 @@ class ConversionPlan(FilePlan):
     """GLU interleave of the result; 0 puts all gate rows first."""
     format: FileFormat
     """File format of the result."""
-    common_entries: Mapping[str, Any] = field(default_factory=dict)
-    """Changed entries of Megatron's common state."""
-
-    @property
-    def stored(self) -> TorchDistReader | None:
-        """Reader of a ``torch_dist`` source, from which bytes can be copied; else None."""
-        reader = self.view.reader
-        return reader.stored if isinstance(reader, NamedStates) else super().stored
 
     @property
     def copies_experts(self) -> bool:
@@ -179,9 +168,6 @@ def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPl
     after = request.glu_interleave
     if after is None:  # only Megatron's layouts keep it
         after = before if to.name in STORED_ALIKE else 0
-    entries: Mapping[str, Any] = {}
-    if isinstance(reader, NamedStates) and format == "torch_dist":
-        entries = named_common_entries(reader.stored)
     sets.sort(key=lambda one: is_state(one.prefix))
     experts = [_expert_part(view, one, to, before, after) for one in sets]
     others = kept_parts(view, without_experts(kept, sets))
@@ -197,7 +183,6 @@ def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPl
         source_interleave=before,
         target_interleave=after,
         format=format,
-        common_entries=entries,
     )
     if not plan.copies_experts:
         _check_interleaves(plan)
@@ -228,8 +213,8 @@ def _refuse_flat_states(view: LayerView) -> None:
     if flat:
         raise LayoutError(
             f"{view.reader.path}: expected optimizer states by parameter, got whole buckets "
-            f"({flat[0]} and {len(flat) - 1} more). Save with --dist-ckpt-optim-fully-reshardable, "
-            "or convert with --weights-only."
+            f"({flat[0]} and {len(flat) - 1} more). Load it at its own sizes and save with "
+            "--dist-ckpt-optim-fully-reshardable, or convert with --weights-only."
         )
 
 
@@ -351,21 +336,15 @@ def _copy_objects(
 
 
 def _changed(plan: ConversionPlan, stored: TorchDistReader, name: str, blob: Blob) -> bytes | None:
-    """Return an object with the new interleave and entries; None if nothing changes."""
-    is_common = name in (stored.common_key, COMMON_FILE)
-    key = None
-    if plan.source_interleave != plan.target_interleave:
-        in_manifest = MANIFEST_INTERLEAVE if f".{MANIFEST}." in name else None
-        key = INTERLEAVE_ARG if is_common else in_manifest
-    entries = plan.common_entries if is_common else {}
-    if key is None and not entries:
+    """Return an object with the new interleave; None if nothing changes."""
+    if plan.source_interleave == plan.target_interleave:
         return None
-    content = stored.read_bytes(blob)
+    in_manifest = MANIFEST_INTERLEAVE if f".{MANIFEST}." in name else None
+    key = INTERLEAVE_ARG if name in (stored.common_key, COMMON_FILE) else in_manifest
+    if key is None:
+        return None
     try:
-        rows = plan.target_interleave or None
-        changed = content if key is None else replace_int(content, key, rows)
-        if changed is not None and entries:
-            changed = replace_entries(changed, entries)
+        changed = replace_int(stored.read_bytes(blob), key, plan.target_interleave or None)
     except ValueError as error:
         raise StateError(
             f"{plan.view.reader.path}: expected {name} as Megatron saves it, got: {error}. The "
