@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 FORMATS = ("safetensors", "torch_dist")
 TARGETS = ("hf", "megatron")
 SIDES: "tuple[Implementation, ...]" = ("transformer_engine", "local")
-HELP = "write a checkpoint for transformers or for Megatron, or change its expert layout"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 # Modules that import torch, which takes seconds, are imported locally.
 
 CONVENTIONS = ("compressed_tensors", "modelopt", "deepseek")
-HELP = "write a checkpoint with quantized experts for vLLM and SGLang"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,6 @@ from moe_optim.commands.console.files import STDOUT
 from moe_optim.commands.plan.gpus import GPUS, STEP
 from moe_optim.integration.argv import add_changes, add_recipe
 
-HELP = "show memory, all-gather and step time of a model in each format, without a GPU"
 USAGE = "moe-optim plan [RECIPE] [options] [-- MEGATRON ARGS]"
 _PHYSICAL = 0.001, 1_000_000
 """Least and largest memory and bandwidth, in any of their units."""

@@ -7,8 +7,6 @@ plots also as PNGs. The run may still be in progress.
 import argparse
 from pathlib import Path
 
-HELP = "write a report of a run: whether quantization harmed it, losses, expert health, time"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""

@@ -23,7 +23,6 @@ from moe_optim.integration.script_runner import (
     trains_on_cpu,
 )
 
-HELP = "run an unmodified script such as pretrain_gpt.py of Megatron-LM"
 USAGE = "moe-optim run [--megatron-lm PATH] [--recipe RECIPE] [--dry-run] SCRIPT [ARGS ...]"
 
 

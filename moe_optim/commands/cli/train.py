@@ -13,7 +13,6 @@ from moe_optim.errors import ConfigError
 from moe_optim.integration.argv import add_changes, add_recipe
 from moe_optim.screen import results_console
 
-HELP = "train a model from a recipe, on GPUs or on the CPU"
 USAGE = "moe-optim train RECIPE [options] [-- MEGATRON ARGS]"
 
 
@@ -39,11 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=Path,
         metavar="PATH",
-        help="files or folders to train on as bytes (default: Python's standard library; for a "
-        "resumed run, its own)",
+        help="files or folders to train on as bytes (default: Python's standard library)",
     )
     add("--quiet", action="store_true", help="print errors and results, not the log of Megatron")
-    add("--resume", action="store_true", help="continue from the newest complete checkpoint")
+    add(
+        "--resume",
+        action="store_true",
+        help="continue from the newest complete checkpoint, given the other options once more",
+    )
     add("--ranks", type=int, metavar="N", help="number of processes (default: the recipe's)")
     add("--cpu", action="store_true", help="train on the CPU even if there are GPUs")
     add(

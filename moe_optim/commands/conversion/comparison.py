@@ -182,13 +182,7 @@ def compare_checkpoints(
     names += [_Compared(key, False, a.nbytes(key)) for key in keys if key not in skipped]
     batches = [*enumerate(in_files(names, PIECE_BYTES))]
     found: dict[int, Comparison] = {}
-    for (number, batch), of_batch in run_in_workers(
-        _compare,
-        (a, b),
-        batches,
-        workers=max(1, min(workers, len(batches))),
-        name=lambda one: f"{a.view.reader.path}: {one[1][0].name}",
-    ):
+    for (number, batch), of_batch in run_in_workers(_compare, (a, b), batches, workers=workers):
         found[number] = of_batch
         report(sum(one.nbytes for one in batch))
     for _, one in sorted(found.items()):

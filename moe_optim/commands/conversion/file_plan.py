@@ -292,26 +292,6 @@ class FileJob:
         """Bytes of all tensors, without headers."""
         return sum(one.nbytes for one in self.parts) + sum(one.nbytes for one in self.copies)
 
-    def __str__(self) -> str:
-        return next((blob.name for blob in self.copies), "") or self.parts[0].sources[0]
-
-
-def _run[Shared, Result](
-    work: Callable[[Shared, FileJob], Result],
-    shared: Shared,
-    jobs: Sequence[FileJob],
-    plan: FilePlan,
-    workers: int,
-) -> Iterator[tuple[FileJob, Result]]:
-    """Run all ``jobs``, in as many processes as there is work for."""
-    return run_in_workers(
-        work,
-        shared,
-        jobs,
-        workers=max(1, min(workers, len(jobs))),
-        name=lambda job: f"{plan.view.reader.path}: {job}",
-    )
-
 
 def write_safetensors(
     plan: FilePlan, folder: Path, recorded: Recorded, bytes_done: BytesDone, workers: int
@@ -321,7 +301,7 @@ def write_safetensors(
     weight_map: dict[str, str] = {}
     jobs = [FileJob(number=n, parts=parts) for n, parts in enumerate(plan.files)]
     shared = (plan, folder, metadata)
-    for job, infos in _run(_write_safetensors, shared, jobs, plan, workers):
+    for job, infos in run_in_workers(_write_safetensors, shared, jobs, workers=workers):
         weight_map |= dict.fromkeys(infos, _file_name(plan, job))
         total += sum(info.nbytes for info in infos.values())
         bytes_done(job.nbytes)
@@ -352,7 +332,7 @@ def write_torch_dist(
 ) -> None:
     """Write the chunks of all ``jobs`` into ``folder``, and add them to those of ``writer``."""
     found: dict[int, list[Entry]] = {}
-    for job, entries in _run(_write_chunks, (plan, folder), jobs, plan, workers):
+    for job, entries in run_in_workers(_write_chunks, (plan, folder), jobs, workers=workers):
         found[job.number] = entries
         bytes_done(job.nbytes)
     for _, entries in sorted(found.items()):

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from moe_optim.commands.console.tables import build_table
 from moe_optim.commands.plan.answers import bytes_left
 from moe_optim.commands.plan.costs import STOCK_BF16
 from moe_optim.commands.plan.rows import PlanRow
@@ -118,17 +119,11 @@ def _width(columns: Sequence[Column]) -> int:
 
 
 def _table(title: str, columns: Sequence[Column], rows: Sequence[PlanRow]) -> Table:
-    table = Table(
-        title=f"\n{title}".rstrip() if title else None,
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for column in (_FORMAT, *columns):
-        side: Any = "left" if column is _FORMAT else "right"
-        table.add_column(column.header, justify=side, no_wrap=True, width=column.width)
-    for row in rows:
-        table.add_row(*(column.cell(row) for column in (_FORMAT, *columns)))
+    shown = [_FORMAT, *columns]
+    numbers = [column.header for column in columns]
+    cells = [[column.cell(row) for column in shown] for row in rows]
+    table = build_table([column.header for column in shown], cells, right=numbers)
+    for column, of_table in zip(shown, table.columns, strict=True):
+        of_table.width = column.width
+    table.title, table.title_justify, table.title_style = title and f"\n{title}", "left", "bold"
     return table

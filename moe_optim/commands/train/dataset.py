@@ -1,27 +1,24 @@
 """Builds byte-level Megatron datasets from plain files: one token per byte, 256 ends a document.
 
-A dataset is built once per list of files (paths, sizes and modification times) and then reused:
-``ROOT/bytes-<fingerprint>/`` contains ``train``, ``validation`` and ``test`` as ``.bin`` and
-``.idx``, and ``dataset.json``. It is built under a temporary name and renamed when complete.
+A dataset consists of ``train``, ``validation`` and ``test`` as ``.bin`` and ``.idx``, and of
+``dataset.json``, which is written last.
 """
 
 import contextlib
 import hashlib
 import json
 import os
-import shutil
 import sysconfig
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from moe_optim.checkpoint.files.publishing import synchronize
-from moe_optim.errors import ConfigError
+from moe_optim.commands.console.files import write_atomically
+from moe_optim.errors import ConfigError, StateError
 from moe_optim.screen import quiet
 
 Split = Literal["train", "validation", "test"]
@@ -40,7 +37,6 @@ class TextFile:
     name: str
     """Path below the given folder; determines the split."""
     size: int
-    mtime_ns: int
 
 
 @dataclass(frozen=True)
@@ -102,10 +98,9 @@ def _walk(root: Path, skip: Set[str] = frozenset({"__pycache__"})) -> Iterator[T
 
 
 def _describe(path: Path, name: str) -> TextFile:
-    status = path.stat()
     if not os.access(path, os.R_OK):
         raise ConfigError(f"{path}: cannot be read: permission denied.")
-    return TextFile(path, name, status.st_size, status.st_mtime_ns)
+    return TextFile(path, name, path.stat().st_size)
 
 
 def split_text(files: Sequence[TextFile]) -> dict[Split, list[Span]]:
@@ -145,10 +140,8 @@ END_OF_DOCUMENT = 256
 VOCABULARY_SIZE = 257
 """All bytes, and the end of a document, which Megatron's NullTokenizer puts last."""
 
-_FORMAT_VERSION = 1  # of split, tokens and files; changing it rebuilds datasets
-_TOKEN_BYTES = 2  # uint16, the smallest indexed dtype that holds 257 values
 _CHUNK_BYTES = 16 * 2**20
-_FACTS = ("documents", "bytes", "byte_entropy")
+_FACTS = "dataset.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,63 +184,37 @@ class ByteDataset:
                 )
 
 
-def prepare_dataset(files: Sequence[TextFile], root: Path) -> tuple[ByteDataset, bool]:
-    """Return the dataset of ``files`` below ``root``, and whether it was built.
-
-    Args:
-        files: nonempty result of :func:`find_text` or :func:`standard_library_text`.
-        root: folder of all datasets; created.
+def build_dataset(files: Sequence[TextFile], folder: Path) -> ByteDataset:
+    """Write the dataset of ``files``, the nonempty result of a search, into a folder.
 
     Raises:
         ConfigError: a file can no longer be read.
-        OSError: the disk is full; the partial dataset is removed.
+        OSError: the disk is full.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    parts = [(str(file.path.resolve()), file.name, file.size, file.mtime_ns) for file in files]
-    name = hashlib.sha256(json.dumps([_FORMAT_VERSION, parts]).encode()).hexdigest()[:12]
-    folder = root / f"bytes-{name}"
-    if (dataset := _load(folder)) is not None:
-        return dataset, False
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=root))
-    try:
-        dataset = _write(files, partial)
-        facts: dict[str, object] = {key: getattr(dataset, key) for key in _FACTS}
-        facts["files"] = [str(file.path) for file in files]
-        (partial / "dataset.json").write_text(json.dumps(facts, indent=1) + "\n")
-        synchronize(partial)
-        if _load(folder) is None:  # unless another process has built it meanwhile
-            shutil.rmtree(folder, ignore_errors=True)
-            partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return replace(dataset, folder=folder), True
-
-
-def _load(folder: Path) -> ByteDataset | None:
-    """Read a finished dataset; None if it is missing or damaged."""
-    try:
-        facts = json.loads((folder / "dataset.json").read_text())
-        dataset = ByteDataset(folder=folder, **{key: facts[key] for key in _FACTS})
-        sizes = {split: (folder / f"{split}.bin").stat().st_size for split in SPLITS}
-    except (OSError, ValueError, KeyError):
-        return None
-    is_whole = all(
-        sizes[split] == dataset.tokens(split) * _TOKEN_BYTES and (folder / f"{split}.idx").is_file()
-        for split in SPLITS
-    )
-    return dataset if is_whole else None
-
-
-def _write(files: Sequence[TextFile], folder: Path) -> ByteDataset:
+    folder.mkdir(exist_ok=True)
     spans = split_text(files)
     counts = {split: _write_split(spans[split], folder / split) for split in SPLITS}
     shares = counts["validation"][counts["validation"] > 0] / counts["validation"].sum()
-    return ByteDataset(
-        folder=folder,
-        documents={split: len(spans[split]) for split in SPLITS},
-        bytes={split: int(counts[split].sum()) for split in SPLITS},
-        byte_entropy=float((shares * np.log(1 / shares)).sum()),
-    )
+    facts = {
+        "documents": {split: len(spans[split]) for split in SPLITS},
+        "bytes": {split: int(counts[split].sum()) for split in SPLITS},
+        "byte_entropy": float((shares * np.log(1 / shares)).sum()),
+    }
+    write_atomically(folder / _FACTS, (json.dumps(facts, indent=1) + "\n").encode())
+    return ByteDataset(folder=folder, **facts)
+
+
+def load_dataset(folder: Path) -> ByteDataset | None:
+    """Return a finished dataset; None if there is none, StateError if it is damaged."""
+    try:
+        facts = json.loads((folder / _FACTS).read_text())
+        return ByteDataset(folder=folder, **facts)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise StateError(
+            f"{folder / _FACTS}: expected the facts of a dataset, got: {error}. Start a new run."
+        ) from error
 
 
 def _write_split(spans: Sequence[Span], prefix: Path) -> npt.NDArray[np.int64]:

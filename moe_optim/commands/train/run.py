@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from moe_optim.commands.console.files import free_bytes, full_disk_explained, write_atomically
+from moe_optim.commands.console.files import free_bytes, full_disk_explained
 from moe_optim.commands.train.dataset import (
     ByteDataset,
+    build_dataset,
     find_text,
-    prepare_dataset,
+    load_dataset,
     standard_library_text,
 )
 from moe_optim.commands.train.resume import find_resume_point, newest_complete_checkpoint
@@ -109,7 +110,6 @@ class _Training:
         self._check_flags(cpu)
         resumed_from = self._resume_point() if self.args.resume else None
         dataset = self._prepare_dataset()
-        self._require_same(dataset)
         began = time.monotonic()
         result = self._launch(dataset, cpu)
         if result.stopped_by is not None:
@@ -185,36 +185,31 @@ class _Training:
         return point.iteration
 
     def _prepare_dataset(self) -> ByteDataset | None:
-        """Build or reuse the dataset; None if Megatron's flags name another one."""
-        if data_flags(self.megatron_argv):
+        """Build the dataset, or load that of a resumed run; None if Megatron's flags name data."""
+        args, folder = self.args, self.folder.dataset.resolve()
+        data = data_flags(self.megatron_argv)
+        dataset = load_dataset(folder) if args.resume else None
+        if args.resume and (args.text or (dataset is None) != bool(data)):
+            began = f"Python's library or --text, in {folder}" if dataset else "Megatron's data"
+            raise ConfigError(
+                f"--resume: expected the data that the run began with, {began}, got "
+                f"{' '.join(data) or '--text or none'}. Leave --text out, and repeat Megatron's "
+                "flags of data; or start a new run with --out."
+            )
+        if data:
             return None
-        files = find_text(self.args.text) if self.args.text else standard_library_text()
-        size = sum(file.size for file in files)
-        self._say(f"dataset: {len(files)} file{'s' * (len(files) != 1)}, {size / 1e6:.1f} MB")
-        root = self.folder.path.resolve().parent / "data"
-        with full_disk_explained(root, "building the dataset"):
-            dataset, built = prepare_dataset(files, root)
+        if dataset is None:
+            files = find_text(args.text) if args.text else standard_library_text()
+            size = sum(file.size for file in files)
+            self._say(f"dataset: {len(files)} file{'s' * (len(files) != 1)}, {size / 1e6:.1f} MB")
+            with full_disk_explained(folder, "building the dataset"):
+                dataset = build_dataset(files, folder)
         counts = ", ".join(f"{count:,} {split}" for split, count in dataset.bytes.items())
-        self._say(
-            f"dataset: {'built' if built else 'reused'} {dataset.folder} ({counts} bytes; "
-            f"byte entropy {dataset.byte_entropy:z.3f} nats/byte)"
-        )
+        self._say(f"dataset: {counts} bytes; byte entropy {dataset.byte_entropy:z.3f} nats/byte")
         length = last_value(self.megatron_argv, "--seq-length")
         if length is not None and length.isdigit():
             dataset.require_sequence_length(int(length))
         return dataset
-
-    def _require_same(self, dataset: ByteDataset | None) -> None:
-        """Raise ConfigError if a resumed run began on another dataset; record that of a new one."""
-        record = self.folder.dataset
-        name = dataset.folder.name if dataset else "data of Megatron's flags"
-        if not self.args.resume or not record.is_file():
-            write_atomically(record, name.encode())
-        elif (began := record.read_text(errors="replace")) != name:
-            raise ConfigError(
-                f"--resume: expected {began[:60]}, on which {self.folder.path} began to train, got "
-                f"{name}. Repeat the options of the first start, or start a new run with --out."
-            )
 
     def _launch(self, dataset: ByteDataset | None, cpu: bool) -> "LaunchResult":
         from moe_optim.commands.train.launcher import launch, python_command, rank_environment
@@ -288,8 +283,7 @@ class _Training:
         words = ["moe-optim", "train", str(args.recipe)]
         for option, value in (("--out", args.out), ("--ranks", args.ranks)):
             words += [option, str(value)] if value else []
-        for option, values in (("--set", args.set), ("--text", args.text)):
-            words += [option, *map(str, values)] if values else []
+        words += ["--set", *args.set] if args.set else []
         words += [f"--{name}" for name in ("cpu", "stock", "quiet") if getattr(args, name)]
         replaced = {*_OF_ONE_LOAD, *flags(further)}
         megatron = [*without_options(args.megatron_args, replaced), *further]

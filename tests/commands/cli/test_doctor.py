@@ -84,7 +84,6 @@ def test_a_working_environment_is_healthy_and_the_keys_are_frozen(report):
     assert report["packages"]["transformer-engine"]["state"] in ("ok", "absent")
     assert report["patches"] and all(set(patch) == PATCH_KEYS for patch in report["patches"])
     assert {patch["state"] for patch in report["patches"]} <= {"off", "not needed"}
-    assert {name: entry["gemm"] for name, entry in report["formats"].items()} == GEMMS
 
 
 @pytest.mark.parametrize(
@@ -97,7 +96,6 @@ def test_a_working_environment_is_healthy_and_the_keys_are_frozen(report):
 def test_gemms_of_transformer_engine_are_those_that_it_says_it_has(
     gpus, recipes, said, light, capsys
 ):
-    """The table of formats is headed as of portable experts, which multiply alike everywhere."""
     answers = {"fp8": True, "fp8_block_scaling": True, "mxfp8": False}  # an older one: no NVFP4
     engine = SimpleNamespace(
         **{f"is_{name}_available": partial(bool, answer) for name, answer in answers.items()}
@@ -111,7 +109,7 @@ def test_gemms_of_transformer_engine_are_those_that_it_says_it_has(
     main(["doctor"])
     out = capsys.readouterr().out
     assert f"Transformer Engine's own GEMMs: {said}" in out
-    assert "GEMM of portable experts" in out
+    assert "Portable experts: every format on any machine" in out
 
 
 def test_a_missing_megatron_is_an_error_with_the_line_that_installs_it(light, capsys):

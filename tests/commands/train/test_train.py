@@ -60,7 +60,7 @@ def summary_of(run):
     return json.loads((run / "summary.json").read_text())
 
 
-def test_a_run_leaves_everything_and_is_not_overwritten(command, run, text):
+def test_a_run_leaves_everything_and_is_not_overwritten(command, run):
     """The user's flags come last on the ranks' command line. Megatron trusts any index it finds, so
     every launch starts without one that a full disk may have cut off."""
     cache = run / "index_cache"
@@ -90,7 +90,7 @@ def test_a_run_leaves_everything_and_is_not_overwritten(command, run, text):
     assert screen.startswith("Training finished\nexpert weights")  # and nothing of Megatron's
     words = shlex.split(re.search(r"train longer +(.*)", screen)[1])  # one line, as no terminal
     assert words[: words.index("--")] == [
-        *("moe-optim", "train", str(RECIPE), "--out", str(run), *options[1:], "--text", str(text)),
+        *("moe-optim", "train", str(RECIPE), "--out", str(run), *options[1:]),
         *("--cpu", "--quiet", "--resume"),
     ]
     further = [*EVERY_SECOND, "--lr", "5e-4", "--train-iters", "12", OVERRIDE]
@@ -121,7 +121,7 @@ def test_a_resume_skips_a_broken_checkpoint(command, run):
     for iteration in (4, 6):
         write_checkpoint(run / "checkpoints", iteration)
     (run / "checkpoints" / "iter_0000006" / "metadata.json").unlink()
-    code, screen, _ = command("--resume", megatron=(*EVERY_SECOND, "--train-iters", "8"))
+    code, screen, _ = command("--resume", megatron=(*EVERY_SECOND, "--train-iters", "8"), on=())
     assert code == 0
     assert "resume: skipped the incomplete checkpoint iter_0000006: no metadata.json" in screen
     assert "resume: set latest_checkpointed_iteration.txt to 4 (it was '6')" in screen
@@ -131,18 +131,22 @@ def test_a_resume_skips_a_broken_checkpoint(command, run):
     assert summary["validation_iterations"] == [2, 4, 6, 8]
 
 
-@pytest.mark.parametrize(("began", "goes_on"), [("text", "mock"), ("mock", "text")])
-def test_a_resume_on_other_data_is_refused(command, run, text, began, goes_on):
-    data = {"text": {"on": (str(text),)}, "mock": {"on": (), "megatron": (*SHORT, "--mock-data")}}
-    assert command(**data[began])[0] == 0
+@pytest.mark.parametrize("began", ["text", "mock"])
+def test_a_resume_goes_on_with_its_data_and_no_other(command, run, text, began):
+    mock = (*SHORT, "--mock-data")
+    first = {"text": {}, "mock": {"on": (), "megatron": mock}}[began]
+    assert command(**first)[0] == 0
     write_checkpoint(run / "checkpoints", 4)
-    code, _, errors = command("--resume", **data[goes_on])
-    assert code == 2
-    assert f"on which {run} began to train" in errors
-    assert command("--resume", **data[began])[0] == 0
+    same, other = ({"on": ()}, {"on": (), "megatron": mock})
+    if began == "mock":
+        same, other = other, same
+    for change in (other, {"on": (str(text),)}):
+        code, _, errors = command("--resume", **change)
+        assert (code, "expected the data that the run began with" in errors) == (2, True)
+    assert command("--resume", **same)[0] == 0
 
 
-def test_a_failed_rank_ends_in_one_message_with_the_way_on(command, run, text, monkeypatch):
+def test_a_failed_rank_ends_in_one_message_with_the_way_on(command, run, monkeypatch):
     """With another schedule where that was the fault; flags of one load are not repeated."""
     code, _, errors = command(behaviour="error")
     assert code == 1
@@ -154,10 +158,11 @@ def test_a_failed_rank_ends_in_one_message_with_the_way_on(command, run, text, m
     write_checkpoint(run / "checkpoints", 4)
     monkeypatch.setenv("FAKE_ERROR", "AssertionError: OptimizerParamScheduler: class input value")
     once = ("--finetune", "--ckpt-step", "4")
-    errors = command("--resume", behaviour="error", megatron=("--seed", "8777", *once))[2]
+    flags = ("--seed", "8777", *once)
+    errors = command("--resume", behaviour="error", megatron=flags, on=())[2]
     assert f"  {OVERRIDE} overrides the schedule" in errors
     assert errors.splitlines()[-1] == (
-        f"  Continue from iteration 4: moe-optim train {RECIPE} --out {run} --text {text} --cpu "
+        f"  Continue from iteration 4: moe-optim train {RECIPE} --out {run} --cpu "
         "--resume -- --seed 8777"
     )
 
