@@ -45,43 +45,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add_source_and_target(parser)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--to",
-        choices=TARGETS,
-        metavar="SIDE",
-        help=f"convert the whole model, to {' or '.join(TARGETS)}: hf for transformers, megatron "
-        "for --load",
+    text = (
+        f"convert the whole model, to {' or '.join(TARGETS)}: hf for transformers, megatron "
+        "for --load"
     )
-    what.add_argument(
-        "--experts",
-        choices=LAYOUTS,
-        metavar="LAYOUT",
-        help=f"convert only the expert layout, to {', '.join(LAYOUTS)}",
-    )
+    what.add_argument("--to", choices=TARGETS, metavar="SIDE", help=text)
+    text = f"convert only the expert layout, to {', '.join(LAYOUTS)}"
+    what.add_argument("--experts", choices=LAYOUTS, metavar="LAYOUT", help=text)
     add = parser.add_argument
-    add(
-        "--glu-interleave",
-        type=whole_number,
-        metavar="N",
-        help="rows of alternating gate and up blocks in DST, 0 for all gate rows first (default: "
-        "that of SRC for Megatron's layouts, else 0)",
+    text = (
+        "rows of alternating gate and up blocks in DST, 0 for all gate rows first (default: "
+        "that of SRC for Megatron's layouts, else 0)"
     )
-    add(
-        "--transformer-impl",
-        choices=SIDES,
-        help=f"Megatron's --transformer-impl that will load DST: {' or '.join(SIDES)} (--to "
-        f"megatron; default: {SIDES[0]})",
+    add("--glu-interleave", type=whole_number, metavar="N", help=text)
+    text = (
+        f"Megatron's --transformer-impl that will load DST: {' or '.join(SIDES)} (--to "
+        f"megatron; default: {SIDES[0]})"
     )
-    add(
-        "--format",
-        choices=FORMATS,
-        help=f"file format: {', '.join(FORMATS)} (--experts; default: that of SRC)",
-    )
-    add(
-        "--weights-only",
-        action="store_true",
-        help="omit masters, moments and all other optimizer state (--experts)",
-    )
+    add("--transformer-impl", choices=SIDES, help=text)
+    text = f"file format: {', '.join(FORMATS)} (--experts; default: that of SRC)"
+    add("--format", choices=FORMATS, help=text)
+    text = "omit masters, moments and all other optimizer state (--experts)"
+    add("--weights-only", action="store_true", help=text)
     add_naming(parser)
     add_workers(parser)
 

@@ -40,6 +40,10 @@ _IMPORTED = {**MODULES, "transformer-engine": "transformer_engine.pytorch"}
 _RECIPES = {"fp8": "tensorwise", "fp8_block_scaling": "blockwise"}
 _RECIPES |= {"mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 """Name of a recipe in Transformer Engine -> its name in Megatron's flags."""
+_WITHOUT = {
+    "emerging-optimizers": "Megatron's own step of Muon calls it: pip install 'moe_optim[muon]'",
+    "pybind11": "a checkout of Megatron-LM, as --megatron-lm gives one, compiles a helper with it",
+}
 _STYLES = {"ok": "green", "applied": "green", "missing": "red", "unfit": "red", "broken": "red"}
 
 
@@ -103,34 +107,32 @@ def _examine_package(name: str) -> Findings:
     ``state`` is ``ok``, ``absent`` (and optional), ``missing``, ``unfit`` or ``broken``.
     """
     package, needed = find_package(name), NEEDED.get(name)
-    entry: Findings = {
+    problem = unmet_version(name, needed) if needed else None
+    if name == "pybind11":
+        problem = missing_for_datasets()
+    state, note = "ok" if package else "absent", _note(name, package)
+    if problem:
+        state = "unfit" if package else "missing"
+    elif package and (error := _failure(name)):
+        state, note = "broken", error
+        problem = f"{name}: expected it to work, got: {error}" if needed else None
+    return {
         "version": package.version if package else None,
         "path": package.path if package else None,
         "checkout": package.checkout if package else False,
         "needed": needed,
-        "state": "ok" if package else "absent",
-        "note": _note(name, package),
-        "problem": unmet_version(name, needed) if needed else None,
+        "state": state,
+        "note": note,
+        "problem": problem,
     }
-    if name == "pybind11":
-        entry["problem"] = missing_for_datasets()
-    if entry["problem"]:
-        entry["state"] = "unfit" if package else "missing"
-    elif package and (error := _failure(name)):
-        entry |= {"state": "broken", "note": error}
-        if needed:
-            entry["problem"] = f"{name}: expected it to work, got: {error}"
-    return entry
 
 
 def _note(name: str, package: Package | None) -> str:
-    if name == "apex" and package is None and (folder := find_folder("apex")):
-        return f"{folder} is the unrelated apex of the package index, not NVIDIA's"
-    if name == "emerging-optimizers" and package is None:
-        return "Megatron's own step of Muon calls it: pip install 'moe_optim[muon]'"
-    if name == "pybind11" and package is None:
-        return "a checkout of Megatron-LM, as --megatron-lm gives one, compiles a helper with it"
-    if name != "megatron-core" or package is None:
+    if package is None:
+        if name == "apex" and (folder := find_folder("apex")):
+            return f"{folder} is the unrelated apex of the package index, not NVIDIA's"
+        return _WITHOUT.get(name, "")
+    if name != "megatron-core":
         return ""
     if not package.checkout:
         return "the installed wheel wins"
@@ -166,14 +168,9 @@ def _examine_patches() -> list[dict[str, str]]:
     from moe_optim.integration.engine import patch_state  # needs Megatron
     from moe_optim.integration.patches import PATCHES
 
+    facts = ("id", "target", "because", "remove_when")
     return [
-        {
-            "id": patch.id,
-            "state": patch_state(patch),
-            "target": patch.target,
-            "because": patch.because,
-            "remove_when": patch.remove_when,
-        }
+        {"state": patch_state(patch), **{fact: getattr(patch, fact) for fact in facts}}
         for patch in PATCHES
     ]
 

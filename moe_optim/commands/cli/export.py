@@ -33,24 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add_source_and_target(parser)
     add = parser.add_argument
-    add(
-        "--format",
-        choices=FORMATS,
-        required=True,
-        help=f"format of the experts: {', '.join(FORMATS)}",
+    text = f"format of the experts: {', '.join(FORMATS)}"
+    add("--format", choices=FORMATS, required=True, help=text)
+    text = (
+        "names of data and scales (default: modelopt for NVFP4, deepseek for FP8 "
+        "blocks, else compressed_tensors)"
     )
-    add(
-        "--convention",
-        choices=CONVENTIONS,
-        help="names of data and scales (default: modelopt for NVFP4, deepseek for FP8 "
-        "blocks, else compressed_tensors)",
-    )
-    add(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="config.json of the model (default: that of SRC)",
-    )
+    add("--convention", choices=CONVENTIONS, help=text)
+    text = "config.json of the model (default: that of SRC)"
+    add("--config", type=Path, metavar="FILE", help=text)
     add_workers(parser)
 
 

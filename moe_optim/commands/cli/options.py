@@ -18,42 +18,24 @@ def add_source_and_target(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
     add = parser.add_argument
     add("target", type=Path, metavar="DST", help="output folder; must not exist")
-    add(
-        "--from",
-        choices=LAYOUTS,
-        dest="source_layout",
-        metavar="LAYOUT",
-        help="expert layout of SRC, if it is not recorded or several match",
+    text = "expert layout of SRC, if it is not recorded or several match"
+    add("--from", choices=LAYOUTS, dest="source_layout", metavar="LAYOUT", help=text)
+    text = (
+        "rows of alternating gate and up blocks in SRC, if it is not recorded (default: 0, "
+        "all gate rows first)"
     )
-    add(
-        "--source-glu-interleave",
-        type=whole_number,
-        metavar="N",
-        help="rows of alternating gate and up blocks in SRC, if it is not recorded (default: 0, "
-        "all gate rows first)",
+    add("--source-glu-interleave", type=whole_number, metavar="N", help=text)
+    text = (
+        "folder of tokenizer files to copy to DST, with the special tokens of its config.json "
+        "(default: that of SRC, if it is safetensors)"
     )
-    add(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="folder of tokenizer files to copy to DST, with the special tokens of its config.json "
-        "(default: that of SRC, if it is safetensors)",
-    )
+    add("--tokenizer", type=Path, metavar="DIR", help=text)
 
 
 def add_naming(parser: argparse.ArgumentParser) -> None:
     """Add the options for facts that a checkpoint does not record."""
     add = parser.add_argument
-    add(
-        "--rename",
-        action="append",
-        default=[],
-        metavar="FROM=TO",
-        help="replace the key prefix FROM of the first checkpoint by TO; may be repeated",
-    )
-    add(
-        "--num-experts",
-        type=number_above_zero,
-        metavar="N",
-        help="experts per layer, if the checkpoint does not record it (layout legacy)",
-    )
+    text = "replace the key prefix FROM of the first checkpoint by TO; may be repeated"
+    add("--rename", action="append", default=[], metavar="FROM=TO", help=text)
+    text = "experts per layer, if the checkpoint does not record it (layout legacy)"
+    add("--num-experts", type=number_above_zero, metavar="N", help=text)

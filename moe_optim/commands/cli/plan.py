@@ -42,50 +42,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_recipe(parser, "quickstart", nargs="?")
     parser.epilog, parser.formatter_class = _legend(), argparse.RawDescriptionHelpFormatter
-    add(
-        "--gpus",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="total numbers of GPUs (default: the recipe's ranks, and the minimum for the model "
-        f"times powers of {STEP}, up to the batch size)",
+    text = (
+        "total numbers of GPUs (default: the recipe's ranks, and the minimum for the model "
+        f"times powers of {STEP}, up to the batch size)"
     )
-    add(
-        "--gpu",
-        choices=GPUS,
-        help="kind of GPU, by its data sheet: memory, memory bandwidth, and the link that the "
-        "all-gather uses (NVLink, or one network port per GPU)",
+    add("--gpus", type=int, nargs="+", metavar="N", help=text)
+    text = (
+        "kind of GPU, by its data sheet: memory, memory bandwidth, and the link that the "
+        "all-gather uses (NVLink, or one network port per GPU)"
     )
-    add(
-        "--gpu-memory",
-        type=_physical,
-        metavar="GIB",
-        help="memory of a GPU, in place of --gpu's: show whether the model fits, and the rest",
+    add("--gpu", choices=GPUS, help=text)
+    text = "memory of a GPU, in place of --gpu's: show whether the model fits, and the rest"
+    add("--gpu-memory", type=_physical, metavar="GIB", help=text)
+    text = (
+        "bus bandwidth of an all-gather over expert data parallel ranks, as in nccl-tests, in "
+        "place of --gpu's: show the time of the parameter all-gather, without overlap"
     )
-    add(
-        "--bandwidth",
-        type=_physical,
-        metavar="GB/S",
-        help="bus bandwidth of an all-gather over expert data parallel ranks, as in nccl-tests, in "
-        "place of --gpu's: show the time of the parameter all-gather, without overlap",
+    add("--bandwidth", type=_physical, metavar="GB/S", help=text)
+    text = (
+        "memory bandwidth of a GPU by its data sheet, in place of --gpu's: show the estimated "
+        "time of optimizer.step()"
     )
-    add(
-        "--memory-bandwidth",
-        type=_physical,
-        metavar="TB/S",
-        help="memory bandwidth of a GPU by its data sheet, in place of --gpu's: show the estimated "
-        "time of optimizer.step()",
-    )
+    add("--memory-bandwidth", type=_physical, metavar="TB/S", help=text)
     add("--details", action="store_true", help="show all formats and columns")
     add_changes(parser, "moe_optim.expert_layout=indexed")
-    add(
-        "--json",
-        type=Path,
-        nargs="?",
-        const=STDOUT,
-        metavar="FILE",
-        help="write the rows and their components to FILE, or print them as JSON",
-    )
+    text = "write the rows and their components to FILE, or print them as JSON"
+    add("--json", type=Path, nargs="?", const=STDOUT, metavar="FILE", help=text)
 
 
 def _legend() -> str:

@@ -46,14 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text = "name listed by `moe-optim recipes`" + ", or a file" * (name == "show")
         added[name].add_argument("name", metavar="NAME", help=text)
     copy = added["copy"]
-    copy.add_argument(
-        "folder",
-        type=Path,
-        nargs="?",
-        default=Path(),
-        metavar="DIR",
-        help="existing folder for the files (default: the current one)",
-    )
+    text = "existing folder for the files (default: the current one)"
+    copy.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="DIR", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,12 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="output folder (default: RUN/report)"
     )
-    parser.add_argument(
-        "--at",
-        type=int,
-        metavar="ITERATION",
-        help="show the last health sample up to this iteration (default: the last of all)",
-    )
+    text = "show the last health sample up to this iteration (default: the last of all)"
+    parser.add_argument("--at", type=int, metavar="ITERATION", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,13 +23,11 @@ _held: list[Any] = []  # in a worker: the function and what all of its items sha
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
     """Add the option ``--workers``."""
-    parser.add_argument(
-        "--workers",
-        type=number_above_zero,
-        metavar="N",
-        help="processes that share the work (default: one for each 256 MiB, at most the number of "
-        f"cores and {_MOST})",
+    text = (
+        "processes that share the work (default: one for each 256 MiB, at most the number of "
+        f"cores and {_MOST})"
     )
+    parser.add_argument("--workers", type=number_above_zero, metavar="N", help=text)
 
 
 def number_of_workers(given: int | None, nbytes: int) -> int:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from moe_optim.commands.console.files import free_bytes, full_disk_explained
 from moe_optim.commands.train.dataset import (
     ByteDataset,
     build_dataset,
@@ -202,8 +201,7 @@ class _Training:
             files = find_text(args.text) if args.text else standard_library_text()
             size = sum(file.size for file in files)
             self._say(f"dataset: {len(files)} file{'s' * (len(files) != 1)}, {size / 1e6:.1f} MB")
-            with full_disk_explained(folder, "building the dataset"):
-                dataset = build_dataset(files, folder)
+            dataset = build_dataset(files, folder)
         counts = ", ".join(f"{count:,} {split}" for split, count in dataset.bytes.items())
         self._say(f"dataset: {counts} bytes; byte entropy {dataset.byte_entropy:z.3f} nats/byte")
         length = last_value(self.megatron_argv, "--seq-length")
@@ -216,14 +214,13 @@ class _Training:
 
         # the index may be truncated after a full disk
         shutil.rmtree(self.folder.index_cache, ignore_errors=True)
-        with full_disk_explained(self.folder.path, "starting the ranks"):
-            return launch(
-                python_command(RANK_MODULE, *self._rank_arguments(dataset, cpu)),
-                ranks=self.ranks,
-                logs=self.folder.logs,
-                environment=rank_environment(self.ranks, cpu=cpu),
-                is_shown=not self.args.quiet,
-            )
+        return launch(
+            python_command(RANK_MODULE, *self._rank_arguments(dataset, cpu)),
+            ranks=self.ranks,
+            logs=self.folder.logs,
+            environment=rank_environment(self.ranks, cpu=cpu),
+            is_shown=not self.args.quiet,
+        )
 
     def _rank_arguments(self, dataset: ByteDataset | None, cpu: bool) -> list[str]:
         """Return the command line of every rank; the user's flags come last and override."""
@@ -247,7 +244,7 @@ class _Training:
 
     def _report_failure(self, failure: "RankFailure") -> int:
         lines = [failure.sentence(), f"Logs: {failure.logs}"]
-        if (free := free_bytes(self.folder.path)) < _LITTLE_FREE_BYTES:
+        if (free := shutil.disk_usage(self.folder.path).free) < _LITTLE_FREE_BYTES:
             lines.append(f"The disk is almost full: {free / 2**20:.1f} MiB are free.")
         if "OptimizerParamScheduler" in failure.reason:
             lines.append(f"{_OVERRIDE} overrides the schedule of the checkpoint.")

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from moe_optim.checkpoint.files.folders import iteration_folders
 from moe_optim.checkpoint.files.publishing import require_writable
-from moe_optim.commands.console.files import full_disk_explained
 from moe_optim.errors import StateError
 
 
@@ -61,9 +60,7 @@ def claim(path: Path, *, resume: bool) -> Iterator[RunFolder]:
             "with --out, or start a new one without --resume."
         )
     require_writable(path, expected="a folder")
-    with full_disk_explained(path, "creating the run folder"):
-        path.mkdir(parents=True, exist_ok=True)
-        (path / ".lock").touch()
+    path.mkdir(parents=True, exist_ok=True)
     with (path / ".lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
