@@ -23,15 +23,11 @@ from moe_optim.commands.conversion.expert_finding import (
     without_experts,
 )
 from moe_optim.commands.conversion.file_plan import (
-    BLOB_BYTES,
-    COPY_BYTES,
     BytesDone,
-    FileJob,
     FilePlan,
     Part,
     by_layer,
     convert_experts,
-    in_files,
     kept_parts,
     one_thread,
     torch_dist_checkpoint,
@@ -87,33 +83,6 @@ class ConversionPlan(FilePlan):
     format: FileFormat
     """File format of the result."""
 
-    @property
-    def copies_experts(self) -> bool:
-        """Whether stored experts stay the same, byte for byte."""
-        formats = {self.view.reader.format, self.format}
-        return formats == {"torch_dist"} and self.source_interleave == self.target_interleave
-
-    @property
-    def jobs(self) -> tuple[FileJob, ...]:
-        """Files of a ``torch_dist`` result: those converted part by part, then those copied."""
-        copied: dict[str, None] = {}
-        kept: list[tuple[Part, ...]] = []
-        stored = self.stored.tensors if self.stored is not None else {}
-        for file in self.files:
-            converted = []
-            for part in file:
-                names = dict.fromkeys(self.view.places[key].name for key in part.sources)
-                stays = part.experts is None or self.copies_experts
-                if stays and names.keys() <= stored.keys():
-                    copied |= names  # of all layers, if stacked
-                else:
-                    converted.append(part)
-            kept += [tuple(converted)] if converted else []
-        blobs = self.stored.blobs if self.stored is not None else {}
-        groups = in_files((blob for name in copied for blob in blobs[name]), COPY_BYTES)
-        jobs = [*(FileJob(parts=parts) for parts in kept), *(FileJob(copies=one) for one in groups)]
-        return tuple(replace(job, number=number) for number, job in enumerate(jobs, 1))
-
     def place_of(self, part: Part, name: str) -> tuple[Place, int]:
         """Return where ``torch_dist`` stores the tensor ``name``, which a ``part`` becomes.
 
@@ -128,12 +97,6 @@ class ConversionPlan(FilePlan):
     def total_bytes(self) -> int:
         """Bytes of all tensors and objects, without headers."""
         return super().total_bytes + sum(self.view.reader.objects[key] for key in self.objects)
-
-    @property
-    def disk_bytes(self) -> int:
-        """Upper bound of the bytes written, with headers."""
-        copied = sum(map(len, self.stored.blobs.values())) if self.stored is not None else 0
-        return super().disk_bytes + BLOB_BYTES * copied
 
 
 def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPlan:
@@ -169,7 +132,8 @@ def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPl
     if after is None:  # only Megatron's layouts keep it
         after = before if to.name in STORED_ALIKE else 0
     sets.sort(key=lambda one: is_state(one.prefix))
-    experts = [_expert_part(view, one, to, before, after) for one in sets]
+    stays = reader.format == format == "torch_dist" and before == after
+    experts = [_expert_part(view, one, to, before, after, stays=stays) for one in sets]
     others = kept_parts(view, without_experts(kept, sets))
     plan = ConversionPlan(
         view=view,
@@ -184,16 +148,21 @@ def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPl
         target_interleave=after,
         format=format,
     )
-    if not plan.copies_experts:
+    if not stays:
         _check_interleaves(plan)
     return plan
 
 
-def _expert_part(view: LayerView, one: ExpertSet, to: KeyLayout, before: int, after: int) -> Part:
+def _expert_part(
+    view: LayerView, one: ExpertSet, to: KeyLayout, before: int, after: int, *, stays: bool
+) -> Part:
     target = replace(one, layout=to)
     convert = partial(convert_experts, source=one, target=target, rows=(before, after))
     return Part(
-        sources=one.keys, nbytes=view.nbytes(one.keys), experts=one, convert_experts=convert
+        sources=one.keys,
+        nbytes=view.nbytes(one.keys),
+        experts=one,
+        convert_experts=None if stays else convert,
     )
 
 
@@ -311,7 +280,7 @@ def convert_checkpoint(
                 else:
                     own = {INTERLEAVE_ARG: plan.target_interleave}
                     write_common_state(writer, iteration or 0, own)
-                write_torch_dist(plan, into, writer, plan.jobs, report, workers)
+                write_torch_dist(plan, into, writer, report, workers)
                 writer.finish(plan.stored.config if plan.stored is not None else None)
 
 

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from moe_optim.checkpoint.files.folders import TRACKER
-from moe_optim.checkpoint.files.metadata import Blob
 from moe_optim.checkpoint.files.reader import Recorded, TensorInfo
 from moe_optim.checkpoint.files.torch_dist import COMMON_STATE, OWN_STATE, TorchDistReader
 from moe_optim.checkpoint.sealing import record_checksums
@@ -112,8 +111,6 @@ def _ranges(cuts: Iterable[Sequence[int]], most: int) -> Iterator[range]:
 
 BLOB_BYTES = 4096
 """Upper bound of the overhead of ``torch.save`` per tensor."""
-COPY_BYTES = 2**30
-"""Size of a file of chunks that are copied, unless one chunk is larger."""
 BytesDone = Callable[[int], None]
 """Progress callback; receives the bytes converted since its last call."""
 
@@ -181,7 +178,8 @@ class FilePlan:
     def disk_bytes(self) -> int:
         """Upper bound of the bytes written, with headers."""
         chunks = sum(len(one.patterns) * one.num_experts for one in self.sets)
-        return self.total_bytes + BLOB_BYTES * (self.num_tensors + chunks + 16)
+        stored = sum(map(len, self.stored.blobs.values())) if self.stored is not None else 0
+        return self.total_bytes + BLOB_BYTES * (self.num_tensors + chunks + stored + 16)
 
     @property
     def stored(self) -> TorchDistReader | None:
@@ -278,19 +276,16 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileJob:
-    """Files of the result that one process writes."""
+class FileJob(NamedTuple):
+    """A file of the result."""
 
-    number: int = 0
-    parts: tuple[Part, ...] = ()
-    copies: tuple[Blob, ...] = ()
-    """Chunks that stay the same, byte by byte."""
+    number: int
+    parts: tuple[Part, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, without headers."""
-        return sum(one.nbytes for one in self.parts) + sum(one.nbytes for one in self.copies)
+        return sum(one.nbytes for one in self.parts)
 
 
 def write_safetensors(
@@ -299,7 +294,7 @@ def write_safetensors(
     """Write all parts of a plan as numbered safetensors with their index."""
     metadata, total = notes_of(recorded), 0
     weight_map: dict[str, str] = {}
-    jobs = [FileJob(number=n, parts=parts) for n, parts in enumerate(plan.files)]
+    jobs = [FileJob(n, parts) for n, parts in enumerate(plan.files)]
     shared = (plan, folder, metadata)
     for job, infos in run_in_workers(_write_safetensors, shared, jobs, workers=workers):
         weight_map |= dict.fromkeys(infos, _file_name(plan, job))
@@ -326,12 +321,12 @@ def write_torch_dist(
     plan: FilePlan,
     folder: Path,
     writer: TorchDistWriter,
-    jobs: Sequence[FileJob],
     bytes_done: BytesDone,
     workers: int,
 ) -> None:
-    """Write the chunks of all ``jobs`` into ``folder``, and add them to those of ``writer``."""
+    """Write the chunks of all parts into ``folder``, and add them to those of ``writer``."""
     found: dict[int, list[Entry]] = {}
+    jobs = [FileJob(n, parts) for n, parts in enumerate(plan.files, 1)]
     for job, entries in run_in_workers(_write_chunks, (plan, folder), jobs, workers=workers):
         found[job.number] = entries
         bytes_done(job.nbytes)
@@ -342,9 +337,6 @@ def write_torch_dist(
 def _write_chunks(shared: tuple[FilePlan, Path], job: FileJob) -> list[Entry]:
     plan, folder = shared
     with TorchDistWriter(folder, job.number) as writer:
-        for blob in job.copies:
-            assert plan.stored is not None
-            writer.copy(plan.stored, blob)
         for part in job.parts:
             for name, of, first, values in plan.pieces(part):
                 place, layers = plan.place_of(part, name)

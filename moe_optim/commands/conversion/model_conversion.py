@@ -27,7 +27,6 @@ from moe_optim.commands.conversion.expert_finding import (
 )
 from moe_optim.commands.conversion.file_plan import (
     BytesDone,
-    FileJob,
     FilePlan,
     Part,
     convert_experts,
@@ -376,8 +375,7 @@ def _write_megatron(plan: ModelPlan, folder: Path, report: BytesDone, workers: i
                 extra_states |= dict.fromkeys(_extra_states(place.name, of_layer, experts))
         for key in extra_states:
             writer.write_object(key, saved(None))
-        jobs = [FileJob(number=n, parts=parts) for n, parts in enumerate(plan.files, 1)]
-        write_torch_dist(plan, into, writer, jobs, report, workers)
+        write_torch_dist(plan, into, writer, report, workers)
         writer.finish()
 
 
