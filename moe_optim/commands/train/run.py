@@ -21,8 +21,12 @@ from moe_optim.commands.train.dataset import (
     load_dataset,
     standard_library_text,
 )
-from moe_optim.commands.train.resume import find_resume_point, newest_complete_checkpoint
-from moe_optim.commands.train.run_folder import RunFolder, claim
+from moe_optim.commands.train.run_folder import (
+    RunFolder,
+    claim,
+    find_resume_point,
+    newest_complete_checkpoint,
+)
 from moe_optim.commands.train.summary import print_summary, write_summary
 from moe_optim.config.recipes import Recipe, check_requirements, load_recipe
 from moe_optim.errors import ConfigError, raise_faults

@@ -8,7 +8,7 @@ import pytest
 
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.train.dataset import find_text, prepare_dataset
-from moe_optim.commands.train.resume import checkpoint_defect
+from moe_optim.commands.train.run_folder import checkpoint_defect
 from moe_optim.environment import find_package
 from tests.support.training_runs.runs import REPOSITORY
 

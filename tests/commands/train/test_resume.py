@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from moe_optim.checkpoint.files.folders import TRACKER
-from moe_optim.commands.train.resume import (
+from moe_optim.commands.train.run_folder import (
     ResumePoint,
     find_resume_point,
     newest_complete_checkpoint,
