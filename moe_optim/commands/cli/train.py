@@ -27,11 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(get_args(Format))}"
     )
     add("--formats", nargs="+", default=[], choices=get_args(Format), metavar="FORMAT", help=text)
-    text = "files or folders to train on as bytes (default: Python's standard library)"
+    text = "files or folders to train on as bytes (default: Python's standard library; for a resumed run, its own)"
     add("--text", action="extend", nargs="+", default=[], type=Path, metavar="PATH", help=text)
     add("--quiet", action="store_true", help="print errors and results, not the log of Megatron")
-    text = "continue from the newest complete checkpoint, given the other options once more"
-    add("--resume", action="store_true", help=text)
+    add("--resume", action="store_true", help="continue from the newest complete checkpoint")
     add("--ranks", type=int, metavar="N", help="number of processes (default: the recipe's)")
     add("--cpu", action="store_true", help="train on the CPU even if there are GPUs")
     text = (

@@ -25,10 +25,12 @@ from moe_optim.commands.plan.dense import count_dense
 from moe_optim.commands.plan.experts import MOST_RANKS, PlannedExperts, plan_experts
 from moe_optim.commands.plan.gpus import STEP, Hardware
 from moe_optim.commands.plan.rows import plan_rows
+from moe_optim.commands.plan.saves import count_save, explain_save
 from moe_optim.commands.plan.step_times import FUSED_ERROR
 from moe_optim.commands.plan.tables import build_tables
 from moe_optim.config.recipes import Recipe, load_recipe
 from moe_optim.errors import ConfigError
+from moe_optim.formats import FORMATS
 from moe_optim.integration.arguments import add_moe_optim_arguments
 from moe_optim.rules import Setup, check_setup, config_with_flags, why_stock_step
 from moe_optim.screen import print_table, results_console
@@ -138,6 +140,7 @@ def make_report(args: argparse.Namespace, planned: Planned) -> dict[str, Any]:
     advised = recipe.ranks if recipe.ranks in gpus else gpus[0]
     rows = [row for row in counted["rows"] if row["gpus"] == advised]
     best = recommend(choice, rows)
+    format = FORMATS.get(best["format"] if best else choice.own)
     fit = None
     if hardware.memory_gib is not None:
         shown = best or next(row for row in rows if row["format"] == STOCK_BF16)
@@ -147,6 +150,7 @@ def make_report(args: argparse.Namespace, planned: Planned) -> dict[str, Any]:
         "commit": commit(),
         "planned": _describe(experts, planned.layout),
         "recommended": explain(choice, best, rows),
+        "save": {"gpus": advised} | count_save(experts, advised, format),
         "missing_gemms": explain_missing_gemms(choice, experts, args.gpu),
         "fits": fit,
         "flags": flags_to_add(choice, best, recipe.moe_optim, hardware.gpu),
@@ -190,6 +194,7 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
     for answer in ("missing_gemms", "fits"):
         if report[answer]:
             console.print(report[answer], soft_wrap=False)
+    console.print(explain_save(report["save"]), soft_wrap=False)
     console.print(f"\nAdd these flags:\n  {shlex.join(report['flags'])}")
 
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from moe_optim.checkpoint.files.untrusted_files import parse_json
+from moe_optim.commands.console.files import write_atomically
 from moe_optim.commands.train.dataset import (
     ByteDataset,
     build_dataset,
@@ -29,7 +31,7 @@ from moe_optim.commands.train.run_folder import (
 )
 from moe_optim.commands.train.summary import print_summary, write_summary
 from moe_optim.config.recipes import Recipe, check_requirements, load_recipe
-from moe_optim.errors import ConfigError, raise_faults
+from moe_optim.errors import ConfigError, StateError, raise_faults
 from moe_optim.formats import FORMATS
 from moe_optim.integration.argv import (
     data_flags,
@@ -50,8 +52,9 @@ _FOLDER_FLAGS = ("--save", "--tensorboard-dir", "--data-cache-path")
 _CPU_DEFAULTS = ("--num-workers", "0")  # loader processes would compete with the ranks for cores
 _LITTLE_FREE_BYTES = 2**26
 _OVERRIDE, _CKPT_STEP = "--override-opt_param-scheduler", "--ckpt-step"
-_OF_ONE_LOAD = (_OVERRIDE, _CKPT_STEP, "--finetune", "--no-load-optim", "--no-load-rng")
-"""Megatron flags for a single load of a checkpoint, which no printed command repeats."""
+_OF_ONE_LOAD = (_OVERRIDE, _CKPT_STEP, "--use-checkpoint-opt_param-scheduler", "--load")
+_OF_ONE_LOAD += ("--finetune", "--no-load-optim", "--no-load-rng")
+"""Megatron flags for a single load of a checkpoint, which a resumed run does not inherit."""
 
 
 def train(args: argparse.Namespace) -> int:
@@ -60,6 +63,10 @@ def train(args: argparse.Namespace) -> int:
     check_requirements(recipe)
     _check_arguments(args, recipe)
     with claim(args.out or Path("runs") / args.recipe.stem, resume=args.resume) as folder:
+        if args.resume and folder.arguments.is_file():
+            args = _inherit(args, folder.arguments)
+            recipe = load_recipe(args.recipe, args.set)
+            _check_arguments(args, recipe)
         return _Training(args, recipe, folder, results_console()).run()
 
 
@@ -86,6 +93,25 @@ def _check_arguments(args: argparse.Namespace, recipe: Recipe) -> None:
         raise ConfigError("--load: --resume loads from the run folder itself. Drop one of the two.")
     if args.text and (data := data_flags(given)):
         raise ConfigError(f"--text and {data[0]} both set the training data. Drop one of the two.")
+
+
+def _inherit(args: argparse.Namespace, path: Path) -> argparse.Namespace:
+    """Return ``args`` behind the recorded ones, which they override."""
+    given = {*flags(args.megatron_args)}
+    for unit, other in (("iters", "samples"), ("samples", "iters")):
+        if f"--train-{unit}" in given:  # Megatron counts a whole run in one unit
+            given |= {f"--{one}-{other}" for one in ("train", "lr-decay", "lr-warmup")}
+    try:
+        record = parse_json(path.read_bytes())
+        changes, words = ([str(one) for one in record[key]] for key in ("set", "megatron_args"))
+    except (ValueError, TypeError, KeyError) as error:
+        raise StateError(
+            f"{path}: expected the options of the run, got something else: {error}. Remove the "
+            "file, and give all options that the run was started with."
+        ) from error
+    keys = {one.partition("=")[0].removeprefix("megatron_args.") for one in args.set}
+    words = [*without_options(words, given | keys), *args.megatron_args]
+    return argparse.Namespace(**vars(args) | {"set": [*changes, *args.set], "megatron_args": words})
 
 
 def _changed_fields(assignments: Sequence[str]) -> list[str]:
@@ -216,15 +242,27 @@ class _Training:
     def _launch(self, dataset: ByteDataset | None, cpu: bool) -> "LaunchResult":
         from moe_optim.commands.train.launcher import launch, python_command, rank_environment
 
+        if not self.args.resume:
+            self._record()
+        before = newest_complete_checkpoint(self.folder.checkpoints)
         # the index may be truncated after a full disk
         shutil.rmtree(self.folder.index_cache, ignore_errors=True)
-        return launch(
+        result = launch(
             python_command(RANK_MODULE, *self._rank_arguments(dataset, cpu)),
             ranks=self.ranks,
             logs=self.folder.logs,
             environment=rank_environment(self.ranks, cpu=cpu),
             is_shown=not self.args.quiet,
         )
+        if newest_complete_checkpoint(self.folder.checkpoints) != before:
+            self._record()
+        return result
+
+    def _record(self) -> None:
+        """Record the options for a resumed run to inherit."""
+        words = without_options(self.args.megatron_args, _OF_ONE_LOAD)
+        record = {"set": self.args.set, "megatron_args": words}
+        write_atomically(self.folder.arguments, f"{json.dumps(record, indent=1)}\n".encode())
 
     def _rank_arguments(self, dataset: ByteDataset | None, cpu: bool) -> list[str]:
         """Return the command line of every rank; the user's flags come last and override."""
@@ -266,7 +304,7 @@ class _Training:
         length = ["--train-iters", str(2 * iterations)]
         if samples is not None:  # Megatron takes one of the two
             length = ["--train-samples", str(2 * int(samples))]
-        return self._resume_command([*length, _OVERRIDE])
+        return f"{self._resume_command()} -- {shlex.join([*length, _OVERRIDE])}"
 
     def _uses(self, format: str) -> list[str]:
         """Return commands that use the run; conversions only for models with names elsewhere."""
@@ -278,14 +316,11 @@ class _Training:
             commands[f"moe-optim export --format {exported}"] = [run, f"{run}/{exported}"]
         return [f"{command} {shlex.join(paths)}" for command, paths in commands.items()]
 
-    def _resume_command(self, further: Sequence[str] = ()) -> str:
-        """Return the command that resumes this run, with further flags of Megatron."""
+    def _resume_command(self) -> str:
+        """Return the command that resumes this run, which inherits --set and flags."""
         args = self.args
         words = ["moe-optim", "train", str(args.recipe)]
         for option, value in (("--out", args.out), ("--ranks", args.ranks)):
             words += [option, str(value)] if value else []
-        words += ["--set", *args.set] if args.set else []
-        words += [f"--{name}" for name in ("cpu", "stock", "quiet") if getattr(args, name)]
-        replaced = {*_OF_ONE_LOAD, *flags(further)}
-        megatron = [*without_options(args.megatron_args, replaced), *further]
-        return shlex.join([*words, "--resume", *(["--", *megatron] if megatron else [])])
+        words += [f"--{name}" for name in ("cpu", "stock") if getattr(args, name)]
+        return shlex.join([*words, "--resume"])

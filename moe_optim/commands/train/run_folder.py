@@ -5,6 +5,7 @@
     RUN/checkpoints/      Megatron's torch_dist checkpoints and its tracker file
     RUN/logs/             stdout.log and stderr.log of every rank and launch
     RUN/tensorboard/      event files of every launch
+    RUN/arguments.json    options of the run, inherited by a resumed run
     RUN/dataset/          tokens of the text, unless Megatron's flags name other data
     RUN/index_cache/      Megatron's sample index of the dataset; rebuilt by every launch
     RUN/model.json        description of the model that rank 0 trained
@@ -40,6 +41,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.tensorboard = path / "tensorboard"
         self.index_cache = path / "index_cache"
+        self.arguments = path / "arguments.json"
         self.dataset = path / "dataset"
         self.model = path / "model.json"
         self.summary = path / "summary.json"

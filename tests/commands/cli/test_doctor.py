@@ -15,17 +15,15 @@ from moe_optim import environment
 from moe_optim.commands.cli import doctor
 from moe_optim.commands.cli.main import main
 from moe_optim.environment import Gpu
-from moe_optim.formats import FORMATS
 
 ROOT = Path(__file__).parents[3]
 
-KEYS = {"ok", "problems", "moe_optim", "packages", "gpus", "formats", "native_gemms", "patches"}
+KEYS = {"ok", "problems", "moe_optim", "packages", "gpus", "native_gemms", "patches"}
 PACKAGES = {"python", "torch", "megatron-core", "transformer-engine", "apex", "triton", "pybind11"}
 PACKAGES |= {"emerging-optimizers"}
 PACKAGE_KEYS = {"version", "path", "checkout", "needed", "state", "note", "problem"}
 PATCH_KEYS = {"id", "state", "target", "because", "remove_when"}
 H100 = Gpu(name="NVIDIA H100", sm=90, memory_gib=79.6)
-GEMMS = {"bf16": "native", **dict.fromkeys(FORMATS, "emulated")}
 
 
 def fake_package(folder, module, source="", version=None):

@@ -613,7 +613,7 @@ def test_json_holds_every_row_with_the_same_keys(recipe, capsys):
     assert report.keys() == {
         *("command", "commit", "planned", "recommended", "step", "gpu", "gpu_memory_gib", "fits"),
         *("memory_bandwidth_tb_per_s", "rows", "left_out", "flags", "shown", "not_counted"),
-        "missing_gemms",
+        *("missing_gemms", "save"),
     }
     assert report["step"] == "fused"
     assert report["not_counted"] == "--num-attention-heads is not given"

@@ -2,13 +2,14 @@
 
 import json
 import re
-import shlex
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.train import run as train
+from moe_optim.errors import StateError
 from tests.support.training_runs.runs import FAKE_RANK, REPOSITORY, small_disk, write_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -88,13 +89,8 @@ def test_a_run_leaves_everything_and_is_not_overwritten(command, run):
     assert argv[argv.index("--save") + 1] == str(run / "checkpoints")
 
     assert screen.startswith("Training finished\nexpert weights")  # and nothing of Megatron's
-    words = shlex.split(re.search(r"train longer +(.*)", screen)[1])  # one line, as no terminal
-    assert words[: words.index("--")] == [
-        *("moe-optim", "train", str(RECIPE), "--out", str(run), *options[1:]),
-        *("--cpu", "--quiet", "--resume"),
-    ]
-    further = [*EVERY_SECOND, "--lr", "5e-4", "--train-iters", "12", OVERRIDE]
-    assert words[words.index("--") + 1 :] == further
+    longer = rf"moe-optim train {RECIPE} --out {run} --cpu --resume -- --train-iters 12 {OVERRIDE}"
+    assert f"  {longer}\n" in screen  # in one line, as it is no terminal
 
     code, _, errors = command()
     assert code == 2
@@ -115,20 +111,55 @@ def test_with_stock_ranks_get_no_flag_of_the_plugin(command, run):
     )
 
 
-def test_a_resume_skips_a_broken_checkpoint(command, run):
-    """Stopped at 6 while it saved, resumed from 4 to 8: eight points, none twice."""
-    assert command()[0] == 0
+def test_a_resume_skips_a_broken_checkpoint_and_takes_over_what_the_run_was_started_with(
+    command, run
+):
+    """Stopped at 6 while it saved, resumed from 4 to 8: eight points, none twice. Flags, settings
+    and text are kept; what is given anew wins, and flags of one load are dropped."""
+    options = ("--set", "moe_optim.format=bf16", "megatron_args.--seed=7")
+    own = ("--lr", "5e-4", "--min-lr", "1e-5", "--finetune", "--ckpt-step", "3")
+    assert command(*options, megatron=(*SHORT, *own))[0] == 0
+    data = rank_arguments(run)
     for iteration in (4, 6):
         write_checkpoint(run / "checkpoints", iteration)
     (run / "checkpoints" / "iter_0000006" / "metadata.json").unlink()
-    code, screen, _ = command("--resume", megatron=(*EVERY_SECOND, "--train-iters", "8"), on=())
+    new = ("--resume", "--set", "moe_optim.health_interval=2")
+    code, screen, _ = command(*new, megatron=("--train-iters", "8"), on=())
     assert code == 0
     assert "resume: skipped the incomplete checkpoint iter_0000006: no metadata.json" in screen
     assert "resume: set latest_checkpointed_iteration.txt to 4 (it was '6')" in screen
-    assert rank_arguments(run).count("--load") == 1
+    argv = rank_arguments(run)
+    assert argv.count("--load") == 1
+    assert argv[-8:] == ["--eval-interval", "2", *own[:4], "--train-iters", "8"]
+    assert argv[argv.index("--seed") + 1] == "7"
+    fields = [argv[at + 1] for at, word in enumerate(argv) if word == "--moe-optim-set"]
+    assert fields == ['format="bf16"', "health_interval=2"]
+    assert not {"--finetune", "--ckpt-step"} & set(argv)
+    flag = argv.index("--train-data-path")
+    assert argv[flag + 1] == data[data.index("--train-data-path") + 1]
     summary = summary_of(run)
     assert (summary["resumed_from"], summary["iterations"]) == (4, 8)
     assert summary["validation_iterations"] == [2, 4, 6, 8]
+
+
+def test_a_resume_may_count_in_another_unit(tmp_path):
+    """Megatron takes one of iterations and samples."""
+    iterations = ["--train-iters", "6", "--lr-decay-iters", "9", "--lr-warmup-iters", "1"]
+    record = tmp_path / "arguments.json"
+    record.write_text(json.dumps({"set": [], "megatron_args": [*iterations, "--seed", "7"]}))
+    args = Namespace(set=[], megatron_args=["--train-samples", "96"])
+    found = train._inherit(args, record)
+    assert found.megatron_args == ["--seed", "7", "--train-samples", "96"]
+
+
+@pytest.mark.parametrize(
+    "harm", ["[" * 100_000, '{"set": []}', '{"set": [], "megatron_args": null}']
+)
+def test_a_damaged_record_of_options_is_one_message(harm, tmp_path):
+    record = tmp_path / "arguments.json"
+    record.write_text(harm)
+    with pytest.raises(StateError, match="expected the options of the run, got something else"):
+        train._inherit(Namespace(set=[], megatron_args=[]), record)
 
 
 @pytest.mark.parametrize("began", ["text", "mock"])
@@ -137,17 +168,15 @@ def test_a_resume_goes_on_with_its_data_and_no_other(command, run, text, began):
     first = {"text": {}, "mock": {"on": (), "megatron": mock}}[began]
     assert command(**first)[0] == 0
     write_checkpoint(run / "checkpoints", 4)
-    same, other = ({"on": ()}, {"on": (), "megatron": mock})
-    if began == "mock":
-        same, other = other, same
-    for change in (other, {"on": (str(text),)}):
+    others = [{"on": (str(text),)}] + [{"on": (), "megatron": mock}] * (began == "text")
+    for change in others:
         code, _, errors = command("--resume", **change)
-        assert (code, "expected the data that the run began with" in errors) == (2, True)
-    assert command("--resume", **same)[0] == 0
+        assert code == 2 and errors.startswith("error: --")
+    assert command("--resume", on=())[0] == 0
 
 
 def test_a_failed_rank_ends_in_one_message_with_the_way_on(command, run, monkeypatch):
-    """With another schedule where that was the fault; flags of one load are not repeated."""
+    """With another schedule where that was the fault; its options are not taken over."""
     code, _, errors = command(behaviour="error")
     assert code == 1
     message, logs, way_on = errors.splitlines()[-3:]
@@ -157,14 +186,13 @@ def test_a_failed_rank_ends_in_one_message_with_the_way_on(command, run, monkeyp
     assert not (run / "summary.json").exists()
     write_checkpoint(run / "checkpoints", 4)
     monkeypatch.setenv("FAKE_ERROR", "AssertionError: OptimizerParamScheduler: class input value")
-    once = ("--finetune", "--ckpt-step", "4")
-    flags = ("--seed", "8777", *once)
-    errors = command("--resume", behaviour="error", megatron=flags, on=())[2]
+    record = (run / "arguments.json").read_text()
+    errors = command("--resume", behaviour="error", megatron=("--seed", "8777"), on=())[2]
     assert f"  {OVERRIDE} overrides the schedule" in errors
     assert errors.splitlines()[-1] == (
-        f"  Continue from iteration 4: moe-optim train {RECIPE} --out {run} --cpu "
-        "--resume -- --seed 8777"
+        f"  Continue from iteration 4: moe-optim train {RECIPE} --out {run} --cpu --resume"
     )
+    assert (run / "arguments.json").read_text() == record
 
 
 def test_all_wrong_flags_are_refused_at_once_before_a_rank_starts(command, run, monkeypatch):
