@@ -27,7 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(get_args(Format))}"
     )
     add("--formats", nargs="+", default=[], choices=get_args(Format), metavar="FORMAT", help=text)
-    text = "files or folders to train on as bytes (default: Python's standard library; for a resumed run, its own)"
+    text = (
+        "files or folders to train on as bytes (default: Python's standard library; for a resumed "
+        "run, its own)"
+    )
     add("--text", action="extend", nargs="+", default=[], type=Path, metavar="PATH", help=text)
     add("--quiet", action="store_true", help="print errors and results, not the log of Megatron")
     add("--resume", action="store_true", help="continue from the newest complete checkpoint")
