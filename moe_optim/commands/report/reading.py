@@ -21,8 +21,10 @@ from moe_optim.formats.health_figures import TAGS, THRESHOLDS, warn_of
 Look = tuple[int, npt.NDArray[Any]]
 """Iteration of a health sample, and one value per expert."""
 _BY_EXPERT = "/by_expert"
-_NUMBERS = ("parameters", "quantized_parameters", "test_loss", "byte_entropy", "world_size")
-_NUMBERS += ("iterations_per_second", "seconds", "resumed_from")
+_NUMBERS = (
+    *("parameters", "quantized_parameters", "test_loss", "byte_entropy", "world_size"),
+    *("iterations_per_second", "seconds", "resumed_from"),
+)
 _KINDS: Mapping[str, Any] = {
     **dict.fromkeys(("format", "optimizer", "command"), str),
     **dict.fromkeys(("rank0", "environment"), dict),

@@ -12,7 +12,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -195,7 +195,7 @@ def build_dataset(files: Sequence[TextFile], folder: Path) -> ByteDataset:
     spans = split_text(files)
     counts = {split: _write_split(spans[split], folder / split) for split in SPLITS}
     shares = counts["validation"][counts["validation"] > 0] / counts["validation"].sum()
-    facts = {
+    facts: dict[str, Any] = {
         "documents": {split: len(spans[split]) for split in SPLITS},
         "bytes": {split: int(counts[split].sum()) for split in SPLITS},
         "byte_entropy": float((shares * np.log(1 / shares)).sum()),

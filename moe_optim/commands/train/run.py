@@ -52,8 +52,10 @@ _FOLDER_FLAGS = ("--save", "--tensorboard-dir", "--data-cache-path")
 _CPU_DEFAULTS = ("--num-workers", "0")  # loader processes would compete with the ranks for cores
 _LITTLE_FREE_BYTES = 2**26
 _OVERRIDE, _CKPT_STEP = "--override-opt_param-scheduler", "--ckpt-step"
-_OF_ONE_LOAD = (_OVERRIDE, _CKPT_STEP, "--use-checkpoint-opt_param-scheduler", "--load")
-_OF_ONE_LOAD += ("--finetune", "--no-load-optim", "--no-load-rng")
+_OF_ONE_LOAD = (
+    *(_OVERRIDE, _CKPT_STEP, "--use-checkpoint-opt_param-scheduler", "--load"),
+    *("--finetune", "--no-load-optim", "--no-load-rng"),
+)
 """Megatron flags for a single load of a checkpoint, which a resumed run does not inherit."""
 
 
