@@ -183,8 +183,8 @@ def _parts(report: Findings, *, with_patches: bool) -> Iterator[Text | Table]:
     header = ("package", "version", "state", "where")
     yield build_table(header, _package_rows(report["packages"]), fold=header, gap=2)
     if patches and with_patches:
-        header = ("state", "patch, reason (off: compatible, applied on demand)")
-        yield build_table(header, _patch_rows(patches), fold=header, gap=2)
+        columns = ("state", "patch, reason (off: compatible, applied on demand)")
+        yield build_table(columns, _patch_rows(patches), fold=columns, gap=2)
     if report["ok"]:
         yield Text("All requirements are met.", "green")
     for problem in report["problems"]:

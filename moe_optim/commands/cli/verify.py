@@ -98,7 +98,8 @@ def _print(found: "Comparison") -> None:
 
 def _table(differences: "Sequence[Difference]") -> Table:
     numbers = ("expert", "elements", "first at", "largest")
-    rows, last = [], ""
+    rows: list[tuple[str, ...]] = []
+    last = ""
     for one in differences:
         if one.what == "values":
             name = "" if one.name == last else one.name
