@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.provenance import begin_report
 from benchmarks.row_report import fill_report, table_of_rows
 from moe_optim.checkpoint.files.publishing import require_writable
-from moe_optim.commands.console.provenance import begin_report
 from moe_optim.errors import ConfigError
 from moe_optim.formats import FORMATS, get_format
 from moe_optim.screen import print_table, results_console

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from torch.multiprocessing.spawn import spawn
 
-    from moe_optim.commands.console.provenance import begin_report
+    from benchmarks.provenance import begin_report
 
     if min(args.parameters, *args.ranks) < 1:
         raise ConfigError("--parameters, --ranks: expected numbers above 0. Give larger ones.")

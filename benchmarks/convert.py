@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: size is not positive, or the folder not writable.
         StateError: a command failed, or the result is not equal.
     """
-    from moe_optim.commands.console.provenance import begin_report
+    from benchmarks.provenance import begin_report
 
     if not 0 < args.gigabytes < float("inf"):
         raise ConfigError(f"--gigabytes: expected a size above 0, got {args.gigabytes:g}.")

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from torch.multiprocessing.spawn import spawn
 
-    from moe_optim.commands.console.provenance import begin_report
+    from benchmarks.provenance import begin_report
 
     gpus = torch.cuda.device_count()
     args.format = args.format or list(FORMATS)

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.provenance import begin_report
 from benchmarks.timing import copy_bytes_per_ms, release
-from moe_optim.commands.console.provenance import begin_report
 from moe_optim.errors import ConfigError
 
 

@@ -18,8 +18,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.step_figures import SIDES, Measured, meanings, merge, summarize, table_of
+from benchmarks.step_picture import draw, picture_path
 from moe_optim.checkpoint.files.publishing import require_writable
-from moe_optim.commands.console.pictures import picture_path
 from moe_optim.config.recipes import Recipe, check_requirements, load_recipe
 from moe_optim.errors import ConfigError
 from moe_optim.integration.argv import (
@@ -132,8 +132,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     if args.out:
-        from benchmarks.step_picture import draw
-
         args.out.write_bytes(draw(report, args.out))
     print_table(results_console(), table_of(report))
     return 0
@@ -252,8 +250,8 @@ def _report(
 ) -> dict[str, Any]:
     import torch
 
+    from benchmarks.provenance import begin_report
     from benchmarks.step_rank import WARM_UP
-    from moe_optim.commands.console.provenance import begin_report
 
     argv = megatron_argv(args, recipe, "plugin")
     ranks = args.ranks or recipe.ranks

@@ -1,15 +1,35 @@
 """Draws the parts of a training step as stacked bars, for both sides."""
 
+import argparse
+import io
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.step_figures import FIGURES, PARTS, REST, SIDES, rest_of, sides_of, title_of
-from moe_optim.commands.console.pictures import picture_of, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+KINDS = (".png", ".svg", ".pdf", ".jpg", ".jpeg")
+"""Supported suffixes."""
+
+
+def picture_path(text: str) -> Path:
+    """Parse the path of a plot; an argparse ``type``.
+
+    Raises:
+        argparse.ArgumentTypeError: the suffix is not in :data:`KINDS`.
+    """
+    path = Path(text)
+    if path.suffix.lower() not in KINDS:
+        raise argparse.ArgumentTypeError(
+            f"expected a name that ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}, got '{text}'"
+        )
+    return path
+
 
 _COLORS = {
     "forward_backward_ms": "#c8d3dc",
@@ -53,7 +73,7 @@ def draw(report: dict[str, Any], path: Path) -> bytes:
     ]
     figure.legend(handles=entries, loc="outside right center", frameon=False, fontsize=9)
     title = "\n".join(textwrap.wrap(f"Parts of a step, medians. {title_of(report)}", _TITLE))
-    figure.suptitle(plain(title), x=0.01, ha="left", fontsize=10)
+    figure.suptitle(title.replace("$", r"\$"), x=0.01, ha="left", fontsize=10)
     return picture_of(figure, path)
 
 
@@ -86,3 +106,10 @@ def _draw_bars(axes: "Axes", report: dict[str, Any], keys: Sequence[str]) -> Non
     axes.set_yticks(range(len(SIDES)), list(sides_of(report).values()))
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def picture_of(figure: "Figure", path: Path) -> bytes:
+    """Encode a figure in the file type of ``path``'s suffix."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix[1:].lower())
+    return picture.getvalue()

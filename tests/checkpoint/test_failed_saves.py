@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.checkpoint.saving import _collect
-from moe_optim.commands.train.resume import find_resume_point
+from moe_optim.commands.train.run_folder import find_resume_point
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from tests.support.checkpoints.checkpoint_journey import Journey, Station, run_once

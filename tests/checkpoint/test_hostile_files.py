@@ -21,7 +21,7 @@ from moe_optim.checkpoint.sealing import record_checksums
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.commands.conversion.safetensors_files import SafetensorsReader
-from moe_optim.commands.train.resume import find_resume_point
+from moe_optim.commands.train.run_folder import find_resume_point
 from moe_optim.errors import LayoutError, StateError
 from tests.support.checkpoints.stored_checkpoints import (
     EMBEDDING,

@@ -12,7 +12,7 @@ from moe_optim.checkpoint.files.checksum_manifest import read_checksums
 from moe_optim.checkpoint.files.folders import TRACKER
 from moe_optim.checkpoint.files.metadata import read_blobs
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
-from moe_optim.commands.train.resume import find_resume_point
+from moe_optim.commands.train.run_folder import find_resume_point
 from moe_optim.config import MoEOptimConfig
 from tests.support.checkpoints.killed_saves import kill_saves
 from tests.support.ranks import run_ranks

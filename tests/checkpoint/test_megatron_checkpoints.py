@@ -10,8 +10,11 @@ import torch
 from moe_optim.checkpoint.files.pickles import Made
 from moe_optim.checkpoint.integrity import checkpoint_defect
 from moe_optim.commands.conversion.comparison import compare_checkpoints, find_side
-from moe_optim.commands.conversion.conversion import convert_checkpoint
-from moe_optim.commands.conversion.conversion_plan import ConversionRequest, plan_conversion
+from moe_optim.commands.conversion.conversion import (
+    ConversionRequest,
+    convert_checkpoint,
+    plan_conversion,
+)
 from moe_optim.commands.conversion.layer_view import LayerView
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.experts.keys.layouts import get_layout

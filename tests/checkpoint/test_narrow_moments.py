@@ -73,7 +73,7 @@ def test_flat_states_are_inspected_and_compared_and_converted_without_them(momen
         target = tmp_path / f"refused {to}"
         code, said = run("convert", saved, target, "--experts", to, *more)
         assert code == 2
-        assert "weights in high precision, got quantized ones" in said
+        assert "expected optimizer states by parameter, got whole buckets" in said
         assert "--dist-ckpt-optim-fully-reshardable, or convert with --weights-only" in said
         assert not target.exists()
 

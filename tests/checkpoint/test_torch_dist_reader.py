@@ -12,7 +12,7 @@ from moe_optim.checkpoint.files.archives import Archive
 from moe_optim.checkpoint.files.pickles import Made
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.commands.conversion.layer_view import LayerView, Rename
-from moe_optim.commands.conversion.object_edits import replace_entries, replace_int
+from moe_optim.commands.conversion.object_edits import replace_int
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.errors import ConfigError, LayoutError, MoEOptimError, StateError
 from tests.support.bytes import assert_bytes_equal
@@ -104,25 +104,6 @@ def test_one_number_of_a_common_state_is_replaced_and_nothing_else(before, after
     (state,) = torch.load(io.BytesIO(changed), weights_only=False)
     assert state == common_state(after)
     assert replace_int(changed, "no_such_key", 1) is None
-
-
-@pytest.mark.parametrize("wrap", [lambda state: [state], dict], ids=["an object", "common.pt"])
-def test_entries_of_a_common_state_are_replaced_and_nothing_else(wrap):
-    """Objects of any class among the others keep their bytes: nothing is unpickled."""
-    content = io.BytesIO()
-    torch.save(wrap(common_state(32)), content)
-    entries = {"optimizer": {0: {"param_groups": [{"betas": (0.9, 0.95)}]}}, "iteration": None}
-    changed = replace_entries(content.getvalue(), entries)
-    state = torch.load(io.BytesIO(changed), weights_only=False)
-    assert state == wrap({**common_state(32), **entries})
-
-
-@pytest.mark.parametrize("value", [7, [{}, {}], [[1]]], ids=repr)
-def test_entries_of_anything_but_a_dict_are_refused(value):
-    content = io.BytesIO()
-    torch.save(value, content)
-    with pytest.raises(ValueError):
-        replace_entries(content.getvalue(), {"iteration": 1})
 
 
 def cut(name):

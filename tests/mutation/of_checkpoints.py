@@ -149,7 +149,7 @@ MUTANTS = (
         FROZEN,
     ),
     Mutant(
-        "commands/conversion/conversion_plan.py",
+        "commands/conversion/conversion.py",
         "{prefix[match.end() :] for prefix, match in found.items()} & by_prefix.keys()",
         "by_prefix.keys() - found.keys()",
         FROZEN,

@@ -22,7 +22,6 @@ API: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "moe_optim.commands.conversion.torch_dist_writer.TorchDistWriter",
             "moe_optim.commands.conversion.safetensors_files.SafetensorsReader",
             "moe_optim.commands.conversion.layer_view.LayerView",
-            "moe_optim.commands.conversion.conversion_plan.*",
             "moe_optim.commands.conversion.conversion.*",
             "moe_optim.commands.conversion.comparison.*",
             "moe_optim.checkpoint.integrity.*",

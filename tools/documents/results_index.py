@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moe_optim.commands.console.kernel_hash import hash_kernels, kernel_sources
+from benchmarks.kernel_hash import hash_kernels, kernel_sources
 from tools.documents.code_tables import table
 from tools.documents.measured_tables import RESULTS, read_result, result_files
 

@@ -27,7 +27,7 @@ def main(words: Sequence[str]) -> int:
     """Run the cases that the command line names; return the exit status."""
     args = _parse(words)
     sys.path[:0] = args.path.split(":") if args.path else []
-    from moe_optim.commands.console.provenance import begin_report
+    from benchmarks.provenance import begin_report
     from tools.stacks import bridge
 
     if not args.gpus:

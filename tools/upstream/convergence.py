@@ -23,7 +23,8 @@ from queue import Queue
 from threading import Lock
 from typing import Any
 
-from moe_optim.commands.console.provenance import commit, kernels
+from benchmarks.provenance import kernels
+from moe_optim.commands.console.provenance import commit
 from moe_optim.commands.report.comparison import figures_of
 from moe_optim.commands.report.reading import read_run
 from moe_optim.environment import find_gpus

@@ -29,8 +29,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.provenance import begin_report
 from benchmarks.step import DETERMINISTIC_ENVIRONMENT
-from moe_optim.commands.console.provenance import begin_report
 
 SCRIPT = ("pretrain_gpt.py", "gpt_builders.py", "model_provider.py")
 MODEL = shlex.split("""

@@ -22,7 +22,8 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from moe_optim.commands.console.provenance import commit, kernels
+from benchmarks.provenance import kernels
+from moe_optim.commands.console.provenance import commit
 from moe_optim.environment import find_gpus
 from tools.upstream.engine_version import versions_of_ranks
 

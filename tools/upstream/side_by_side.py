@@ -28,7 +28,8 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from moe_optim.commands.console.provenance import commit, kernels
+from benchmarks.provenance import kernels
+from moe_optim.commands.console.provenance import commit
 from moe_optim.commands.train.launcher import RankFailure, launch, rank_environment
 from moe_optim.environment import find_gpus
 from tools.upstream.engine_version import versions_of_ranks

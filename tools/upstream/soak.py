@@ -23,7 +23,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from moe_optim.commands.console.provenance import commit, kernels
+from benchmarks.provenance import kernels
+from moe_optim.commands.console.provenance import commit
 from moe_optim.commands.report.reading import Run, read_run
 from tools.upstream.convergence import FP8_BLOCKS, RECIPE
 

@@ -28,7 +28,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_optim.commands.console.provenance import commit, describe_cpu, kernels
+from benchmarks.provenance import kernels
+from moe_optim.commands.console.provenance import commit, describe_cpu
 from moe_optim.environment import find_gpus, find_package
 from tools.upstream.engine_version import find_version
 

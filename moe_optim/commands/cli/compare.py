@@ -6,8 +6,6 @@ Prints a table, and writes one HTML page, its plots as PNGs, and the numbers as 
 import argparse
 from pathlib import Path
 
-HELP = "compare runs: losses, speed, bytes, memory"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""

@@ -3,22 +3,21 @@
 --to converts the weights of a whole Qwen3-MoE or DeepSeek-V3 model: names, shapes and
 configuration. Weights published in FP8 blocks, MXFP4 or INT4 become bf16; --to hf dequantizes any
 such model. --experts converts only the layout of experts: every other tensor keeps its name,
-and masters and moments are converted too, by name if they were flat. Checksums in SRC (torch_dist)
+and masters and moments saved by name are converted too. Checksums in SRC (torch_dist)
 are verified. DST appears when it is complete. Megatron, transformers and a GPU are not needed.
 """
 
 import argparse
 import shlex
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_optim.checkpoint.files.publishing import require_writable
+from moe_optim.commands.cli.options import add_naming, add_source_and_target
 from moe_optim.commands.console.checkpoint_paths import find_checkpoint
 from moe_optim.commands.console.checkpoint_progress import open_reader, progress_bar
 from moe_optim.commands.console.workers import (
     add_workers,
-    number_above_zero,
     number_of_workers,
     peak_memory,
     whole_number,
@@ -31,7 +30,7 @@ from moe_optim.spelling import spell_bytes
 
 if TYPE_CHECKING:
     from moe_optim.checkpoint.files.reader import CheckpointReader
-    from moe_optim.commands.conversion.conversion_plan import ConversionPlan
+    from moe_optim.commands.conversion.conversion import ConversionPlan
     from moe_optim.commands.conversion.file_plan import FilePlan
     from moe_optim.rollout.families import Implementation
 
@@ -42,101 +41,34 @@ TARGETS = ("hf", "megatron")
 SIDES: "tuple[Implementation, ...]" = ("transformer_engine", "local")
 
 
-HELP = "write a checkpoint for transformers or for Megatron, or change its expert layout"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    add = parser.add_argument
-    add("source", type=Path, metavar="SRC", help="checkpoint, or run folder, whose newest is used")
-    add("target", type=Path, metavar="DST", help="output folder; must not exist")
+    add_source_and_target(parser)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--to",
-        choices=TARGETS,
-        metavar="SIDE",
-        help=f"convert the whole model, to {' or '.join(TARGETS)}: hf for transformers, megatron "
-        "for --load",
+    text = (
+        f"convert the whole model, to {' or '.join(TARGETS)}: hf for transformers, megatron "
+        "for --load"
     )
-    what.add_argument(
-        "--experts",
-        choices=LAYOUTS,
-        metavar="LAYOUT",
-        help=f"convert only the expert layout, to {', '.join(LAYOUTS)}",
+    what.add_argument("--to", choices=TARGETS, metavar="SIDE", help=text)
+    text = f"convert only the expert layout, to {', '.join(LAYOUTS)}"
+    what.add_argument("--experts", choices=LAYOUTS, metavar="LAYOUT", help=text)
+    add = parser.add_argument
+    text = (
+        "rows of alternating gate and up blocks in DST, 0 for all gate rows first (default: "
+        "that of SRC for Megatron's layouts, else 0)"
     )
-    add(
-        "--glu-interleave",
-        type=whole_number,
-        metavar="N",
-        help="rows of alternating gate and up blocks in DST, 0 for all gate rows first (default: "
-        "that of SRC for Megatron's layouts, else 0)",
+    add("--glu-interleave", type=whole_number, metavar="N", help=text)
+    text = (
+        f"Megatron's --transformer-impl that will load DST: {' or '.join(SIDES)} (--to "
+        f"megatron; default: {SIDES[0]})"
     )
-    add(
-        "--source-glu-interleave",
-        type=whole_number,
-        metavar="N",
-        help="the same for SRC, if it is not recorded (default: 0)",
-    )
-    _add_model_options(parser.add_argument_group("with --to"))
-    _add_layout_options(parser.add_argument_group("with --experts"))
+    add("--transformer-impl", choices=SIDES, help=text)
+    text = f"file format: {', '.join(FORMATS)} (--experts; default: that of SRC)"
+    add("--format", choices=FORMATS, help=text)
+    text = "omit masters, moments and all other optimizer state (--experts)"
+    add("--weights-only", action="store_true", help=text)
     add_naming(parser)
     add_workers(parser)
-
-
-def _add_model_options(group: "argparse._ArgumentGroup") -> None:
-    add = group.add_argument
-    add(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="folder of tokenizer files to copy to DST, with the special tokens of its config.json "
-        "(--to hf)",
-    )
-    add(
-        "--transformer-impl",
-        choices=SIDES,
-        help=f"Megatron's --transformer-impl that will load DST: {' or '.join(SIDES)} (--to "
-        f"megatron; default: {SIDES[0]})",
-    )
-
-
-def _add_layout_options(group: "argparse._ArgumentGroup") -> None:
-    add = group.add_argument
-    add(
-        "--from",
-        choices=LAYOUTS,
-        dest="source_layout",
-        metavar="LAYOUT",
-        help="expert layout of SRC, if it is not recorded or several match",
-    )
-    add(
-        "--format",
-        choices=FORMATS,
-        help=f"file format: {', '.join(FORMATS)} (default: that of SRC)",
-    )
-    add(
-        "--weights-only",
-        action="store_true",
-        help="omit masters, moments and all other optimizer state",
-    )
-
-
-def add_naming(parser: argparse.ArgumentParser) -> None:
-    """Add the options for facts that a checkpoint does not record."""
-    add = parser.add_argument
-    add(
-        "--rename",
-        action="append",
-        default=[],
-        metavar="FROM=TO",
-        help="replace the key prefix FROM of the first checkpoint by TO; may be repeated",
-    )
-    add(
-        "--num-experts",
-        type=number_above_zero,
-        metavar="N",
-        help="experts per layer, if the checkpoint does not record it (layout legacy)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -170,8 +102,11 @@ def _refuse_mixed(args: argparse.Namespace) -> None:
 
 
 def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
-    from moe_optim.commands.conversion.model_conversion import convert_model
-    from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
+    from moe_optim.commands.conversion.model_conversion import (
+        ModelRequest,
+        convert_model,
+        plan_model,
+    )
     from moe_optim.commands.hugging_face.models import megatron_flags
 
     side: Implementation = args.transformer_impl or SIDES[0]
@@ -201,8 +136,10 @@ def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
 
 
 def _dequantize(args: argparse.Namespace, reader: "CheckpointReader", began: float) -> list[str]:
-    from moe_optim.commands.conversion.model_conversion import dequantize_checkpoint
-    from moe_optim.commands.conversion.model_plan import plan_dequantization
+    from moe_optim.commands.conversion.model_conversion import (
+        dequantize_checkpoint,
+        plan_dequantization,
+    )
 
     refuse(
         {"--source-glu-interleave": args.source_glu_interleave},
@@ -232,9 +169,11 @@ def _absent_layers(side: "Implementation", *, is_latent: bool) -> list[str]:
 
 
 def _convert_layout(args: argparse.Namespace, began: float) -> list[str]:
-    from moe_optim.commands.conversion.conversion import convert_checkpoint
-    from moe_optim.commands.conversion.conversion_plan import ConversionRequest, plan_conversion
-    from moe_optim.commands.conversion.flat_states import states_by_name
+    from moe_optim.commands.conversion.conversion import (
+        ConversionRequest,
+        convert_checkpoint,
+        plan_conversion,
+    )
     from moe_optim.commands.conversion.layer_view import LayerView, parse_renames
     from moe_optim.experts.keys.layouts import get_layout
 
@@ -248,8 +187,7 @@ def _convert_layout(args: argparse.Namespace, began: float) -> list[str]:
         num_experts=args.num_experts,
     )
     reader = open_reader(args.source)
-    shown = reader if args.weights_only else states_by_name(reader)
-    plan = plan_conversion(LayerView(shown, parse_renames(args.rename)), request)
+    plan = plan_conversion(LayerView(reader, parse_renames(args.rename)), request)
     with progress_bar("converting", plan.total_bytes) as report:
         convert_checkpoint(plan, args.target, report, workers=_workers(args, plan))
     return _summary(plan, args, began)

@@ -2,9 +2,7 @@
 
 import argparse
 
-from moe_optim.commands.console.site_file import disable, site_file
-
-HELP = "remove the file that `moe-optim enable` wrote"
+from moe_optim.commands.cli.enable import disable, site_file
 
 
 def run(_args: argparse.Namespace) -> int:

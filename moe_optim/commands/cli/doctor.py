@@ -9,18 +9,18 @@ import argparse
 import importlib
 import importlib.metadata
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from moe_optim import __version__
-from moe_optim.commands.console.site_file import is_enabled, site_file
-from moe_optim.config import Format
+from moe_optim.commands.cli.enable import is_enabled, site_file
+from moe_optim.commands.console.tables import build_table
 from moe_optim.environment import (
     MODULES,
     NEEDED,
@@ -40,13 +40,11 @@ _IMPORTED = {**MODULES, "transformer-engine": "transformer_engine.pytorch"}
 _RECIPES = {"fp8": "tensorwise", "fp8_block_scaling": "blockwise"}
 _RECIPES |= {"mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 """Name of a recipe in Transformer Engine -> its name in Megatron's flags."""
-_NATIVE = {"gemm": "native", "because": "grouped bf16 GEMM of torch"}
-_EMULATED = {"gemm": "emulated", "because": "stored in low precision, multiplied in bf16"}
-"""GEMMs of portable experts in a format without a native kernel."""
+_WITHOUT = {
+    "emerging-optimizers": "Megatron's own step of Muon calls it: pip install 'moe_optim[muon]'",
+    "pybind11": "a checkout of Megatron-LM, as --megatron-lm gives one, compiles a helper with it",
+}
 _STYLES = {"ok": "green", "applied": "green", "missing": "red", "unfit": "red", "broken": "red"}
-
-
-HELP = "show what this machine can do, installed packages, and remedies for problems"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +96,6 @@ def examine() -> Findings:
         },
         "packages": packages,
         "gpus": gpus,
-        "formats": {name: _NATIVE if name == "bf16" else _EMULATED for name in get_args(Format)},
         "native_gemms": _native_gemms() if gpus and has_te else [],
         "patches": patches,
     }
@@ -110,34 +107,32 @@ def _examine_package(name: str) -> Findings:
     ``state`` is ``ok``, ``absent`` (and optional), ``missing``, ``unfit`` or ``broken``.
     """
     package, needed = find_package(name), NEEDED.get(name)
-    entry: Findings = {
+    problem = unmet_version(name, needed) if needed else None
+    if name == "pybind11":
+        problem = missing_for_datasets()
+    state, note = "ok" if package else "absent", _note(name, package)
+    if problem:
+        state = "unfit" if package else "missing"
+    elif package and (error := _failure(name)):
+        state, note = "broken", error
+        problem = f"{name}: expected it to work, got: {error}" if needed else None
+    return {
         "version": package.version if package else None,
         "path": package.path if package else None,
         "checkout": package.checkout if package else False,
         "needed": needed,
-        "state": "ok" if package else "absent",
-        "note": _note(name, package),
-        "problem": unmet_version(name, needed) if needed else None,
+        "state": state,
+        "note": note,
+        "problem": problem,
     }
-    if name == "pybind11":
-        entry["problem"] = missing_for_datasets()
-    if entry["problem"]:
-        entry["state"] = "unfit" if package else "missing"
-    elif package and (error := _failure(name)):
-        entry |= {"state": "broken", "note": error}
-        if needed:
-            entry["problem"] = f"{name}: expected it to work, got: {error}"
-    return entry
 
 
 def _note(name: str, package: Package | None) -> str:
-    if name == "apex" and package is None and (folder := find_folder("apex")):
-        return f"{folder} is the unrelated apex of the package index, not NVIDIA's"
-    if name == "emerging-optimizers" and package is None:
-        return "Megatron's own step of Muon calls it: pip install 'moe_optim[muon]'"
-    if name == "pybind11" and package is None:
-        return "a checkout of Megatron-LM, as --megatron-lm gives one, compiles a helper with it"
-    if name != "megatron-core" or package is None:
+    if package is None:
+        if name == "apex" and (folder := find_folder("apex")):
+            return f"{folder} is the unrelated apex of the package index, not NVIDIA's"
+        return _WITHOUT.get(name, "")
+    if name != "megatron-core":
         return ""
     if not package.checkout:
         return "the installed wheel wins"
@@ -173,29 +168,23 @@ def _examine_patches() -> list[dict[str, str]]:
     from moe_optim.integration.engine import patch_state  # needs Megatron
     from moe_optim.integration.patches import PATCHES
 
+    facts = ("id", "target", "because", "remove_when")
     return [
-        {
-            "id": patch.id,
-            "state": patch_state(patch),
-            "target": patch.target,
-            "because": patch.because,
-            "remove_when": patch.remove_when,
-        }
+        {"state": patch_state(patch), **{fact: getattr(patch, fact) for fact in facts}}
         for patch in PATCHES
     ]
 
 
 def _parts(report: Findings, *, with_patches: bool) -> Iterator[Text | Table]:
     own, patches = report["moe_optim"], report["patches"]
-    formats = [(name, *entry.values()) for name, entry in report["formats"].items()]
     yield Text.assemble(("moe_optim ", "bold"), own["version"], (f"  {own['path']}", "dim"))
     yield from map(Text, _abilities(report))
     yield Text()
-    yield _table(("package", "version", "state", "where"), _package_rows(report["packages"]))
-    yield _table(("format", "GEMM of portable experts", "how"), formats)
+    header = ("package", "version", "state", "where")
+    yield build_table(header, _package_rows(report["packages"]), fold=header, gap=2)
     if patches and with_patches:
-        header = ("state", "patch, reason (off: compatible, applied on demand)")
-        yield _table(header, _patch_rows(patches))
+        columns = ("state", "patch, reason (off: compatible, applied on demand)")
+        yield build_table(columns, _patch_rows(patches), fold=columns, gap=2)
     if report["ok"]:
         yield Text("All requirements are met.", "green")
     for problem in report["problems"]:
@@ -207,7 +196,7 @@ def _abilities(report: Findings) -> Iterator[str]:
     alike = {gpu: gpus.count(gpu) for gpu in gpus}
     trains = ", ".join(f"{count} x {gpu}" if count > 1 else gpu for gpu, count in alike.items())
     yield f"Trains on: {trains or 'the CPU over gloo, as torch sees no GPU'}"
-    yield "Portable experts: every format below, on any machine"
+    yield "Portable experts: every format on any machine; all multiply in bf16"
     yield f"Transformer Engine's own GEMMs: {_spell_native(report)}"
     enabled = report["moe_optim"]["enabled"]
     yield "Scripts: " + (
@@ -229,10 +218,11 @@ def _spell_native(report: Findings) -> str:
     return "none on this machine" if report["gpus"] else "none, as there is no GPU"
 
 
-def _package_rows(packages: dict[str, Findings]) -> Iterator[tuple[str, ...]]:
+def _package_rows(packages: dict[str, Findings]) -> Iterator[tuple[str | Text, ...]]:
     for name, entry in packages.items():
         where = "\n".join(filter(None, (entry["path"], entry["note"])))
-        yield name, entry["version"] or "", entry["state"], where or "optional"
+        state = Text(entry["state"], _STYLES.get(entry["state"], ""))
+        yield name, entry["version"] or "", state, where or "optional"
 
 
 def _patch_rows(patches: list[dict[str, str]]) -> Iterator[tuple[str | Text, ...]]:
@@ -245,15 +235,4 @@ def _patch_rows(patches: list[dict[str, str]]) -> Iterator[tuple[str | Text, ...
         if fault:
             details.append(f"\n{fault}", "red")
         above = patch["because"]
-        yield state, details
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for title in header:
-        table.add_column(title, overflow="fold")
-    for row in rows:
-        table.add_row(
-            *(Text(cell, _STYLES.get(cell, "")) if isinstance(cell, str) else cell for cell in row)
-        )
-    return table
+        yield Text(state, _STYLES.get(state, "")), details

@@ -6,10 +6,85 @@ nothing of this package. `moe-optim disable` removes the file.
 """
 
 import argparse
+import contextlib
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
 
-from moe_optim.commands.console.site_file import enable, site_file
+from moe_optim.commands.console.files import write_atomically
+from moe_optim.errors import ConfigError
 
-HELP = "make plain python and torchrun of this environment accept --use-moe-grouped-optim"
+_MARK = b"# Written by `moe-optim enable`; `moe-optim disable` removes it.\n"
+CONTENT = _MARK + (
+    b"import sys; '--use-moe-grouped-optim' in sys.orig_argv and "
+    b"__import__('moe_optim.import_hook', fromlist=['arm']).arm()\n"
+)
+"""``sys.argv`` is not set yet. Without the flag, only ``sys`` is imported."""
+
+
+def site_file() -> Path:
+    """Return the path of the file in this environment, existing or not."""
+    return Path(sysconfig.get_path("purelib")) / "moe_optim_enable.pth"
+
+
+def is_enabled() -> bool:
+    """Return whether plain ``python`` of this environment accepts the plug-in's flags."""
+    return _content() == CONTENT
+
+
+def enable() -> bool:
+    """Write the file and return True, or False if it already exists.
+
+    Raises:
+        ConfigError: the folder is not writable, or a foreign file has this name.
+    """
+    if _own_content() == CONTENT:
+        return False
+    with _refusing():
+        write_atomically(site_file(), CONTENT)
+    return True
+
+
+def disable() -> bool:
+    """Remove the file and return True, or False if it does not exist.
+
+    Raises:
+        ConfigError: the file cannot be removed, or is foreign.
+    """
+    if _own_content() is None:
+        return False
+    with _refusing():
+        site_file().unlink()
+    return True
+
+
+def _content() -> bytes | None:
+    with _refusing(), contextlib.suppress(FileNotFoundError):
+        return site_file().read_bytes()
+    return None
+
+
+def _own_content() -> bytes | None:
+    """Return the content of the file if any version of this package wrote it."""
+    content = _content()
+    if content is None or content.startswith(_MARK):
+        return content
+    raise ConfigError(
+        f"{site_file()}: expected no file, or one that moe-optim enable wrote, got another. Move "
+        "it away."
+    )
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{site_file()}: expected a file that may be written, got: {error.strerror}. Call it "
+            "as the owner of this environment or in a virtual environment of your own, or start "
+            "scripts with `moe-optim run`, which writes nothing."
+        ) from error
 
 
 def run(_args: argparse.Namespace) -> int:

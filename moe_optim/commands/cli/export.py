@@ -13,15 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_optim.checkpoint.files.publishing import require_writable
+from moe_optim.commands.cli.options import add_source_and_target
 from moe_optim.commands.console.checkpoint_paths import find_checkpoint
 from moe_optim.commands.console.checkpoint_progress import open_reader, progress_bar
-from moe_optim.commands.console.workers import (
-    add_workers,
-    number_of_workers,
-    peak_memory,
-    whole_number,
-)
-from moe_optim.experts.keys.layouts import LAYOUTS
+from moe_optim.commands.console.workers import add_workers, number_of_workers, peak_memory
 from moe_optim.formats import FORMATS
 from moe_optim.screen import results_console
 from moe_optim.spelling import spell_bytes
@@ -34,57 +29,24 @@ if TYPE_CHECKING:
 CONVENTIONS = ("compressed_tensors", "modelopt", "deepseek")
 
 
-HELP = "write a checkpoint with quantized experts for vLLM and SGLang"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    add_source_and_target(parser)
     add = parser.add_argument
-    add("source", type=Path, metavar="SRC", help="checkpoint, or run folder, whose newest is used")
-    add("target", type=Path, metavar="DST", help="output folder; must not exist")
-    add(
-        "--format",
-        choices=FORMATS,
-        required=True,
-        help=f"format of the experts: {', '.join(FORMATS)}",
+    text = f"format of the experts: {', '.join(FORMATS)}"
+    add("--format", choices=FORMATS, required=True, help=text)
+    text = (
+        "names of data and scales (default: modelopt for NVFP4, deepseek for FP8 "
+        "blocks, else compressed_tensors)"
     )
-    add(
-        "--convention",
-        choices=CONVENTIONS,
-        help="names of data and scales (default: modelopt for NVFP4, deepseek for FP8 "
-        "blocks, else compressed_tensors)",
+    add("--convention", choices=CONVENTIONS, help=text)
+    text = (
+        "write the scale of its inputs with each weight, of their calibrated amaxes, so that "
+        "engines quantize activations to NVFP4"
     )
-    add(
-        "--input-scales",
-        action="store_true",
-        help="write the scale of its inputs with each weight, of their calibrated amaxes, so that "
-        "engines quantize activations to NVFP4",
-    )
-    add(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="config.json of the model (default: that of SRC)",
-    )
-    add(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="folder of tokenizer files to copy to DST (default: that of SRC)",
-    )
-    add(
-        "--from",
-        choices=LAYOUTS,
-        dest="source_layout",
-        metavar="LAYOUT",
-        help="expert layout of SRC, if it is not recorded or several match",
-    )
-    add(
-        "--source-glu-interleave",
-        type=whole_number,
-        metavar="N",
-        help="rows of alternating gate and up blocks in SRC, if it is not recorded",
-    )
+    add("--input-scales", action="store_true", help=text)
+    text = "config.json of the model (default: that of SRC)"
+    add("--config", type=Path, metavar="FILE", help=text)
     add_workers(parser)
 
 

@@ -15,27 +15,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from moe_optim.checkpoint.files.folders import files_of_ranks
+from moe_optim.commands.cli.options import add_source
 from moe_optim.commands.console.checkpoint_paths import newest_checkpoint
 from moe_optim.commands.console.checkpoint_progress import (
     open_view,
     progress_bar,
     say_which_was_taken,
 )
-from moe_optim.commands.console.workers import add_workers, number_of_workers, run_in_workers
-from moe_optim.errors import LayoutError
+from moe_optim.commands.console.tables import build_table
+from moe_optim.commands.console.workers import (
+    BYTES_OF_EACH,
+    add_workers,
+    number_of_workers,
+    run_in_workers,
+)
 from moe_optim.screen import print_table, results_console
 from moe_optim.spelling import spell_bytes
 
 if TYPE_CHECKING:
-    from moe_optim.checkpoint.files.torch_dist import TorchDistReader
     from moe_optim.commands.conversion.layer_view import LayerView
     from moe_optim.commands.export.stored import StoredWeights
     from moe_optim.experts.keys.layouts import ExpertSet
 
 INCOMPLETE = 1
-_PART_BYTES = 256 * 2**20
 _AMAX_KINDS = {
     "weight_amax": "recorded",
     "calibrated_amax": "calibrated",
@@ -50,24 +55,13 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 Report = dict[str, Any]
 
 
-HELP = "show the contents of a checkpoint, and check that it is complete"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    add_source(parser, "checkpoint", "CKPT")
     add = parser.add_argument
-    add(
-        "checkpoint",
-        type=Path,
-        metavar="CKPT",
-        help="checkpoint, or run folder, whose newest is used",
-    )
     add("--json", action="store_true", help="print the report as JSON")
-    add(
-        "--thorough",
-        action="store_true",
-        help="also read all files and verify their checksums",
-    )
+    text = "also read all files and verify their checksums"
+    add("--thorough", action="store_true", help=text)
     add_workers(parser)
 
 
@@ -120,7 +114,6 @@ def _examine(args: argparse.Namespace, view: "LayerView") -> Report:
             "tensors": len(states),
             "bytes": view.nbytes(states),
             "dtypes": _dtypes_of_states(view, states),
-            "flat": _flat_states(stored) if stored else None,
         },
         "tensors": len(reader.tensors),
         "bytes": sum(info.nbytes for info in reader.tensors.values()),
@@ -165,20 +158,6 @@ def _dtypes_of_states(view: "LayerView", states: list[str]) -> dict[str, list[st
     return {kind: sorted(found[kind]) for kind in kinds}
 
 
-def _flat_states(stored: "TorchDistReader") -> Report | None:
-    """Report whether flat states can be read by parameter, from sizes alone."""
-    from moe_optim.checkpoint.state_kinds import flat_groups
-    from moe_optim.commands.conversion.flat_groups import read_groups
-
-    if not flat_groups(stored.tensors):
-        return None
-    try:
-        read_groups(stored)
-    except LayoutError as error:
-        return {"by_parameter": False, "doubt": str(error)}
-    return {"by_parameter": True, "doubt": None}
-
-
 def _defects(args: argparse.Namespace, path: Path) -> list[str]:
     from moe_optim.checkpoint.integrity import checkpoint_defect
 
@@ -187,16 +166,11 @@ def _defects(args: argparse.Namespace, path: Path) -> list[str]:
         return [defect] if defect else []
     nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     workers = number_of_workers(args.workers, nbytes)
-    parts = max(workers, min(4 * workers, nbytes // _PART_BYTES))  # each parses the metadata
+    parts = max(workers, min(4 * workers, nbytes // BYTES_OF_EACH))  # each parses the metadata
     found: dict[int, list[str]] = {}
     with progress_bar("checking", nbytes) as report:
-        for (part, _), defects in run_in_workers(
-            _corrupt,
-            path,
-            [(part, parts) for part in range(parts)],
-            workers=workers,
-            name=lambda item: f"{path}: part {item[0] + 1} of {parts}",
-        ):
+        shares = [(part, parts) for part in range(parts)]
+        for (part, _), defects in run_in_workers(_corrupt, path, shares, workers=workers):
             found[part] = defects
             report(nbytes // parts)
     return list(dict.fromkeys(one for _, defects in sorted(found.items()) for one in defects))
@@ -258,13 +232,13 @@ def _describe(view: "LayerView", one: "ExpertSet", quantized: "StoredWeights | N
 def _print(report: Report) -> None:
     console = results_console()
     console.print(report["path"], style="bold")
-    facts = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
-    facts.add_column(no_wrap=True)
-    facts.add_column(overflow="fold")  # a key must stay whole
-    for name, said in _facts(report):
-        style = "red" if name == "whole" and report["defects"] else None
-        facts.add_row(name, said, style=style)
-    print_table(console, facts)
+    facts = [
+        (name, Text(said, "red" if name == "whole" and report["defects"] else ""))
+        for name, said in _facts(report)
+    ]
+    table = build_table(("", " "), facts, fold=" ")  # a key must stay whole
+    table.show_header = False
+    print_table(console, table)
     for prefix, table in _experts_tables(report.get("experts", [])):
         console.print(f"\nexperts in {prefix}", style="italic")
         print_table(console, table)
@@ -325,9 +299,6 @@ def _optimizer_facts(state: Report) -> Iterator[tuple[str, str]]:
     yield "optimizer", f"{sharding}, {state['tensors']:,} tensors, {spell_bytes(state['bytes'])}"
     if kinds := [f"{kind} {' and '.join(held)}" for kind, held in state["dtypes"].items()]:
         yield "states", ", ".join(kinds)
-    if flat := state["flat"]:
-        said = flat["doubt"] or "`convert` takes them, if masters round to their weights"
-        yield "by name", said
 
 
 def _experts_tables(experts: list[Report]) -> Iterator[tuple[str, Table]]:
@@ -340,16 +311,16 @@ def _experts_tables(experts: list[Report]) -> Iterator[tuple[str, Table]]:
         rows = groups.setdefault(_LAYER.sub("*", prefix), {})
         rows.setdefault(tuple(one[name] for name in alike), []).append(one)
     for prefix, rows in groups.items():
-        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-        for header in ("", "layout", "layers", "experts", "hidden", "ffn", "dtype", "bytes"):
-            is_text = header in ("", "layout", "dtype")
-            table.add_column(header, justify="left" if is_text else "right", no_wrap=True)
-        for (holds, layout, count, hidden, ffn, biases, dtype), layers in rows.items():
-            table.add_row(
+        cells = [
+            (
                 holds + (", biases" if biases else ""),
                 layout,
                 *(str(number) for number in (len(layers), count, hidden, ffn)),
                 ", ".join(_SHORT.get(one, one) for one in dtype.split(", ")),
                 spell_bytes(sum(one["bytes"] for one in layers)),
             )
-        yield prefix, table
+            for (holds, layout, count, hidden, ffn, biases, dtype), layers in rows.items()
+        ]
+        numbers = ("layers", "experts", "hidden", "ffn")
+        header = ("", "layout", *numbers, "dtype", "bytes")
+        yield prefix, build_table(header, cells, right=(*numbers, "bytes"))

@@ -14,12 +14,25 @@ from moe_optim.screen import Screen, discard_output, fail
 BAD_INPUT, INTERRUPTED = 2, 130  # argparse itself exits with 2
 PIPE_CLOSED = 141  # exit code of a process ended by SIGPIPE; the command itself completes
 
-COMMANDS = (
-    "train", "run", "enable", "disable", "recipes", "patch", "plan", "doctor",
-    "inspect", "convert", "export", "verify", "report", "compare",
-)  # fmt: skip
-"""Modules of this package. Each docstring is the description of the command. Each module defines
-``HELP`` and ``run(args) -> int``, and optionally ``add_arguments(parser)`` and ``USAGE``.
+COMMANDS = {
+    "train": "train a model from a recipe, on GPUs or on the CPU",
+    "run": "run an unmodified script such as pretrain_gpt.py of Megatron-LM",
+    "enable": "make plain python and torchrun of this environment accept --use-moe-grouped-optim",
+    "disable": "remove the file that `moe-optim enable` wrote",
+    "recipes": "list, show or copy the shipped recipes",
+    "patch": "add the plug-in to a checkout of Megatron-LM as source diffs",
+    "plan": "show memory, all-gather and step time of a model in each format, without a GPU",
+    "doctor": "show what this machine can do, installed packages, and remedies for problems",
+    "inspect": "show the contents of a checkpoint, and check that it is complete",
+    "convert": "write a checkpoint for transformers or for Megatron, or change its expert layout",
+    "export": "write a checkpoint with quantized experts for vLLM and SGLang",
+    "verify": "compare two checkpoints bitwise, across expert layouts",
+    "report": "write a report of a run: whether quantization harmed it, losses, health, time",
+    "compare": "compare runs: losses, speed, bytes, memory",
+}
+"""Module of this package -> its line in the list of commands. Each docstring is the description of
+the command. Each module defines ``run(args) -> int``, and optionally ``add_arguments(parser)`` and
+``USAGE``.
 """
 
 
@@ -43,14 +56,14 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         help="print the completion script of a shell",
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name in COMMANDS:
+    for name, text in COMMANDS.items():
         if only not in (None, name):
             subparsers.add_parser(name)
             continue
         command: Any = _module_of(name)
         added = subparsers.add_parser(
             name,
-            help=command.HELP,
+            help=text,
             description=command.__doc__,
             usage=getattr(command, "USAGE", None),
             allow_abbrev=False,

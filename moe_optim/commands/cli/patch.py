@@ -20,9 +20,6 @@ _ACTIONS = {
 }
 
 
-HELP = "add the plug-in to a checkout of Megatron-LM as source diffs"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)

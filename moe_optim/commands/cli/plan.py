@@ -13,7 +13,6 @@ from moe_optim.commands.console.files import STDOUT
 from moe_optim.commands.plan.gpus import GPUS, STEP
 from moe_optim.integration.argv import add_changes, add_recipe
 
-HELP = "show memory, all-gather and step time of a model in each format, without a GPU"
 USAGE = "moe-optim plan [RECIPE] [options] [-- MEGATRON ARGS]"
 _PHYSICAL = 0.001, 1_000_000
 """Least and largest memory and bandwidth, in any of their units."""
@@ -34,13 +33,7 @@ _DETAILS = {  # further ones of --details
     "optimizer": "main params of 4 bytes, exp_avg and exp_avg_sq, or Muon's momentum; with "
     "--use-precision-aware-optimizer, main params of stock bf16 use 2 bytes",
     "copies": "fp32 copies that a step makes of bf16 gradients",
-    "kernels": "launches per step that quantize, compute maxima or derive copies; -: not counted",
-    "max/mean": "imbalance of elements owned by ranks",
-    "path": "aligned: no block spans two ranks. partial amax: some do, and ranks exchange maxima. "
-    "bf16 wire: weights are gathered in bf16. by weight: Megatron quantizes weights one by one",
-    "amaxes": "fp32 maxima that ranks reduce before encoding",
-    "norm, update": "minimum bytes that a fused step of experts reads and writes, for the gradient "
-    "norm and for Adam with quantization; formats with a global amax read masters twice",
+    "padding": "part of the buckets without weights",
 }
 
 
@@ -49,50 +42,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_recipe(parser, "quickstart", nargs="?")
     parser.epilog, parser.formatter_class = _legend(), argparse.RawDescriptionHelpFormatter
-    add(
-        "--gpus",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="total numbers of GPUs (default: the recipe's ranks, and the minimum for the model "
-        f"times powers of {STEP}, up to the batch size)",
+    text = (
+        "total numbers of GPUs (default: the recipe's ranks, and the minimum for the model "
+        f"times powers of {STEP}, up to the batch size)"
     )
-    add(
-        "--gpu",
-        choices=GPUS,
-        help="kind of GPU, by its data sheet: memory, memory bandwidth, and the link that the "
-        "all-gather uses (NVLink, or one network port per GPU)",
+    add("--gpus", type=int, nargs="+", metavar="N", help=text)
+    text = (
+        "kind of GPU, by its data sheet: memory, memory bandwidth, and the link that the "
+        "all-gather uses (NVLink, or one network port per GPU)"
     )
-    add(
-        "--gpu-memory",
-        type=_physical,
-        metavar="GIB",
-        help="memory of a GPU, in place of --gpu's: show whether the model fits, and the rest",
+    add("--gpu", choices=GPUS, help=text)
+    text = "memory of a GPU, in place of --gpu's: show whether the model fits, and the rest"
+    add("--gpu-memory", type=_physical, metavar="GIB", help=text)
+    text = (
+        "bus bandwidth of an all-gather over expert data parallel ranks, as in nccl-tests, in "
+        "place of --gpu's: show the time of the parameter all-gather, without overlap"
     )
-    add(
-        "--bandwidth",
-        type=_physical,
-        metavar="GB/S",
-        help="bus bandwidth of an all-gather over expert data parallel ranks, as in nccl-tests, in "
-        "place of --gpu's: show the time of the parameter all-gather, without overlap",
+    add("--bandwidth", type=_physical, metavar="GB/S", help=text)
+    text = (
+        "memory bandwidth of a GPU by its data sheet, in place of --gpu's: show the estimated "
+        "time of optimizer.step()"
     )
-    add(
-        "--memory-bandwidth",
-        type=_physical,
-        metavar="TB/S",
-        help="memory bandwidth of a GPU by its data sheet, in place of --gpu's: show the estimated "
-        "time of optimizer.step()",
-    )
+    add("--memory-bandwidth", type=_physical, metavar="TB/S", help=text)
     add("--details", action="store_true", help="show all formats and columns")
     add_changes(parser, "moe_optim.expert_layout=indexed")
-    add(
-        "--json",
-        type=Path,
-        nargs="?",
-        const=STDOUT,
-        metavar="FILE",
-        help="write the rows and their components to FILE, or print them as JSON",
-    )
+    text = "write the rows and their components to FILE, or print them as JSON"
+    add("--json", type=Path, nargs="?", const=STDOUT, metavar="FILE", help=text)
 
 
 def _legend() -> str:

@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 from rich.padding import Padding
-from rich.table import Table
 
 from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.commands.console.files import write_atomically
+from moe_optim.commands.console.tables import build_table
 from moe_optim.config import MoEOptimConfig, field_names
 from moe_optim.config.recipes import Recipe, load_recipe
 from moe_optim.config.shipped_recipes import shipped_recipes, suggest_shipped
@@ -22,9 +22,12 @@ from moe_optim.errors import ConfigError
 from moe_optim.integration.argv import spell_format
 from moe_optim.screen import print_table, results_console
 
-HELP = "list, show or copy the shipped recipes"
-
 _FACTS = ("name", "ranks", "needs", "expert_weights", "what")
+_ACTIONS = {
+    "list": "list all recipes (default)",
+    "show": "show a recipe with its base recipes merged",
+    "copy": "copy a recipe and its base recipes, without overwriting files",
+}
 _LEAST_WIDTH = 100
 """Columns of a terminal that a table takes; in narrower ones each recipe is a paragraph."""
 
@@ -33,24 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.set_defaults(action="list", json=False)
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    text = "list all recipes (default)"
-    shown = actions.add_parser("list", help=text, description=text, allow_abbrev=False)
-    shown.add_argument("--json", action="store_true", help="print the list as JSON")
-    text = "show a recipe with its base recipes merged"
-    show = actions.add_parser("show", help=text, description=text, allow_abbrev=False)
-    show.add_argument("name", metavar="NAME", help="name listed by `moe-optim recipes`, or a file")
-    show.add_argument("--json", action="store_true", help="print the recipe as JSON")
-    text = "copy a recipe and its base recipes, without overwriting files"
-    copy = actions.add_parser("copy", help=text, description=text, allow_abbrev=False)
-    copy.add_argument("name", metavar="NAME", help="name listed by `moe-optim recipes`")
-    copy.add_argument(
-        "folder",
-        type=Path,
-        nargs="?",
-        default=Path(),
-        metavar="DIR",
-        help="existing folder for the files (default: the current one)",
-    )
+    added = {
+        name: actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        for name, text in _ACTIONS.items()
+    }
+    for name in ("list", "show"):
+        added[name].add_argument("--json", action="store_true", help="print JSON")
+    for name in ("show", "copy"):
+        text = "name listed by `moe-optim recipes`" + ", or a file" * (name == "show")
+        added[name].add_argument("name", metavar="NAME", help=text)
+    copy = added["copy"]
+    text = "existing folder for the files (default: the current one)"
+    copy.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="DIR", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,12 +77,9 @@ def _list(*, as_json: bool) -> None:
             text = "{name}: ranks {ranks}, {needs}, {expert_weights}".format(**row)
             console.print(text, Padding(str(row["what"]), (0, 0, 0, 2)), sep="\n", soft_wrap=False)
         return
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for fact in _FACTS:
-        table.add_column(fact.replace("_", " "), no_wrap=fact != "what")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    print_table(console, table)
+    cells = [[str(value) for value in row.values()] for row in rows]
+    header = [fact.replace("_", " ") for fact in _FACTS]
+    print_table(console, build_table(header, cells, fold=("what",)))
 
 
 def _show(name: str, *, as_json: bool) -> None:

@@ -7,8 +7,6 @@ plots also as PNGs. The run may still be in progress.
 import argparse
 from pathlib import Path
 
-HELP = "write a report of a run: whether quantization harmed it, losses, expert health, time"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -16,12 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="output folder (default: RUN/report)"
     )
-    parser.add_argument(
-        "--at",
-        type=int,
-        metavar="ITERATION",
-        help="show the last health sample up to this iteration (default: the last of all)",
-    )
+    text = "show the last health sample up to this iteration (default: the last of all)"
+    parser.add_argument("--at", type=int, metavar="ITERATION", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

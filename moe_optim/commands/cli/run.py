@@ -23,42 +23,34 @@ from moe_optim.integration.script_runner import (
     trains_on_cpu,
 )
 
-HELP = "run an unmodified script such as pretrain_gpt.py of Megatron-LM"
 USAGE = "moe-optim run [--megatron-lm PATH] [--recipe RECIPE] [--dry-run] SCRIPT [ARGS ...]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
-    add(
-        "--megatron-lm",
-        type=Path,
-        metavar="PATH",
-        help="checkout of Megatron-LM that overrides an installed megatron-core, and is also "
-        "searched for SCRIPT",
+    text = (
+        "checkout of Megatron-LM that overrides an installed megatron-core, and is also "
+        "searched for SCRIPT"
     )
-    add(
-        "--recipe",
-        type=Path,
-        metavar="RECIPE",
-        help="recipe to pass to SCRIPT: its megatron_args, --use-moe-grouped-optim and its section "
-        "moe_optim; ARGS override it. A YAML file, or a name listed by `moe-optim recipes`",
+    add("--megatron-lm", type=Path, metavar="PATH", help=text)
+    text = (
+        "recipe to pass to SCRIPT: its megatron_args, --use-moe-grouped-optim and its section "
+        "moe_optim; ARGS override it. A YAML file, or a name listed by `moe-optim recipes`"
     )
-    add(
-        "--dry-run",
-        action="store_true",
-        help="run SCRIPT until its arguments are parsed, and list every error in them; exits with "
+    add("--recipe", type=Path, metavar="RECIPE", help=text)
+    text = (
+        "run SCRIPT until its arguments are parsed, and list every error in them; exits with "
         "0 if there are none, else with 2. Without a launcher it assumes WORLD_SIZE ranks, or the "
-        "minimum for the parallel sizes",
+        "minimum for the parallel sizes"
     )
+    add("--dry-run", action="store_true", help=text)
     add("script", type=Path, metavar="SCRIPT", help="script that calls Megatron's pretrain()")
-    add(
-        "script_args",
-        nargs=argparse.REMAINDER,
-        metavar="ARGS",
-        help="the script's own arguments, and --use-moe-grouped-optim, --moe-optim-recipe PATH, "
-        "--moe-optim-set KEY=VALUE",
+    text = (
+        "the script's own arguments, and --use-moe-grouped-optim, --moe-optim-recipe PATH, "
+        "--moe-optim-set KEY=VALUE"
     )
+    add("script_args", nargs=argparse.REMAINDER, metavar="ARGS", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,7 +13,6 @@ from moe_optim.errors import ConfigError
 from moe_optim.integration.argv import add_changes, add_recipe
 from moe_optim.screen import results_console
 
-HELP = "train a model from a recipe, on GPUs or on the CPU"
 USAGE = "moe-optim train RECIPE [options] [-- MEGATRON ARGS]"
 
 
@@ -23,35 +22,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser, "quickstart")
     add("--out", type=Path, metavar="DIR", help="run folder (default: runs/<recipe name>)")
     add_changes(parser, "moe_optim.format=bf16")
-    add(
-        "--formats",
-        nargs="+",
-        default=[],
-        choices=get_args(Format),
-        metavar="FORMAT",
-        help="train one run per format, in subfolders of --out, and compare them: "
-        f"{', '.join(get_args(Format))}",
+    text = (
+        "train one run per format, in subfolders of --out, and compare them: "
+        f"{', '.join(get_args(Format))}"
     )
-    add(
-        "--text",
-        action="extend",
-        nargs="+",
-        default=[],
-        type=Path,
-        metavar="PATH",
-        help="files or folders to train on as bytes (default: Python's standard library; for a "
-        "resumed run, its own)",
+    add("--formats", nargs="+", default=[], choices=get_args(Format), metavar="FORMAT", help=text)
+    text = (
+        "files or folders to train on as bytes (default: Python's standard library; for a resumed "
+        "run, its own)"
     )
+    add("--text", action="extend", nargs="+", default=[], type=Path, metavar="PATH", help=text)
     add("--quiet", action="store_true", help="print errors and results, not the log of Megatron")
     add("--resume", action="store_true", help="continue from the newest complete checkpoint")
     add("--ranks", type=int, metavar="N", help="number of processes (default: the recipe's)")
     add("--cpu", action="store_true", help="train on the CPU even if there are GPUs")
-    add(
-        "--stock",
-        action="store_true",
-        help="train with Megatron's own optimizer and experts, for comparison: uses only the "
-        "megatron_args of the recipe",
+    text = (
+        "train with Megatron's own optimizer and experts, for comparison: uses only the "
+        "megatron_args of the recipe"
     )
+    add("--stock", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,38 +8,32 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from moe_optim.commands.cli.convert import add_naming
+from moe_optim.commands.cli.options import add_naming, add_source
 from moe_optim.commands.console.checkpoint_paths import find_checkpoint
 from moe_optim.commands.console.checkpoint_progress import open_view, progress_bar
+from moe_optim.commands.console.tables import build_table
 from moe_optim.commands.console.workers import add_workers, number_of_workers
-from moe_optim.errors import LayoutError
 from moe_optim.screen import print_table, results_console
 from moe_optim.spelling import spell_bytes
 
 if TYPE_CHECKING:
     from moe_optim.commands.conversion.comparison import Comparison, Difference
-    from moe_optim.commands.conversion.layer_view import LayerView
 
 DIFFERENT = 1  # or not known to be equal
 SHOWN = 20
 """Maximum number of differences in the table; the JSON contains all."""
 
 
-HELP = "compare two checkpoints bitwise, across expert layouts"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    add_source(parser, "a", "A")
+    add_source(parser, "b", "B")
     add = parser.add_argument
-    add("a", type=Path, metavar="A", help="checkpoint, or run folder, whose newest is used")
-    add("b", type=Path, metavar="B", help="checkpoint to compare with")
     add("--json", action="store_true", help="print all results as JSON")
     add("--weights-only", action="store_true", help="ignore optimizer states")
     add_naming(parser)
@@ -50,15 +44,9 @@ def run(args: argparse.Namespace) -> int:
     """Compare, print the differences, and return 1 if any exist or states were skipped unasked."""
     for path in (args.a, args.b):  # before the import of torch, which takes seconds
         find_checkpoint(path)
-    from moe_optim.commands.conversion.comparison import (
-        compare_checkpoints,
-        find_side,
-        flat_states_differ,
-    )
+    from moe_optim.commands.conversion.comparison import compare_checkpoints, find_side
 
     views = [open_view(args.a, args.rename), open_view(args.b)]
-    if not args.weights_only and flat_states_differ(*views):
-        views = [_by_name(view) for view in views]
     sides = [
         find_side(view, num_experts=args.num_experts, weights_only=args.weights_only)
         for view in views
@@ -72,16 +60,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(found)
     return 0 if found.equal else DIFFERENT
-
-
-def _by_name(view: "LayerView") -> "LayerView":
-    """Return the checkpoint with flat states shown by name, unchanged if that is uncertain."""
-    from moe_optim.commands.conversion.flat_states import states_by_name
-    from moe_optim.commands.conversion.layer_view import LayerView
-
-    with suppress(LayoutError):
-        return LayerView(states_by_name(view.reader), view.renames)
-    return view
 
 
 def _spell_json(found: "Comparison") -> str:
@@ -119,21 +97,18 @@ def _print(found: "Comparison") -> None:
 
 
 def _table(differences: "Sequence[Difference]") -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("tensor", overflow="fold", ratio=1)
-    for header in ("expert", "elements", "first at", "largest"):
-        table.add_column(header, justify="right", no_wrap=True)
+    numbers = ("expert", "elements", "first at", "largest")
+    rows: list[tuple[str, ...]] = []
     last = ""
     for one in differences:
         if one.what == "values":
             name = "" if one.name == last else one.name
             largest = "-" if one.largest is None else f"{one.largest:.3g}"
-            counts = f"{one.differing:,} of {one.elements:,}"
-            first = ", ".join(map(str, one.first))
             expert = "-" if one.expert is None else str(one.expert)
-            table.add_row(name, expert, counts, f"[{first}]", largest)
+            counts = f"{one.differing:,} of {one.elements:,}"
+            rows.append((name, expert, counts, f"[{', '.join(map(str, one.first))}]", largest))
         else:
             detail = f": {one.detail}" if one.detail else ""
-            table.add_row(f"{one.name}: {one.what}{detail}", *["-"] * 4)
+            rows.append((f"{one.name}: {one.what}{detail}", *["-"] * 4))
         last = one.name
-    return table
+    return build_table(("tensor", *numbers), rows, right=numbers, fold=("tensor",))

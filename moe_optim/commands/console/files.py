@@ -1,12 +1,7 @@
-"""Writes files atomically and explains a full disk."""
+"""Writes files atomically."""
 
-import contextlib
 import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
-
-from moe_optim.checkpoint.files.publishing import DISK_FULL
 
 STDOUT = Path("-")
 """Path that stands for stdout."""
@@ -17,31 +12,12 @@ def write_atomically(path: Path, content: bytes) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)  # any leftover, also a link
     try:
-        with full_disk_explained(path, f"writing {path.name}"), partial.open("xb") as file:
+        with partial.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+    except OSError as error:  # those of a write name no file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         partial.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def full_disk_explained(path: Path, doing: str) -> Iterator[None]:
-    """Add the file system and the remedy to an ``OSError`` about a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        sentence = (
-            f"{path}: {doing} failed: the disk is full ({free_bytes(path) / 2**20:.1f} MiB free). "
-            "Free some space, or give a folder on another disk with --out."
-        )
-        raise OSError(error.errno, sentence) from error
-
-
-def free_bytes(path: Path) -> int:
-    """Return the bytes free on the file system of ``path`` or its nearest existing parent."""
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    return shutil.disk_usage(existing).free

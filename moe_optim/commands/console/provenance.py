@@ -1,4 +1,4 @@
-"""Code version and machine of a measurement or plan."""
+"""Code version and machine of a run or plan."""
 
 import os
 import platform
@@ -7,37 +7,16 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from moe_optim.commands.console.kernel_hash import hash_kernels, kernel_sources
 from moe_optim.environment import find_gpus, find_versions
 
 
-def begin_report(command: str, *, on_gpu: bool, ranks: int = 1) -> dict[str, Any]:
-    """Return the header of a measurement report.
-
-    Args:
-        command: command that repeats the measurement.
-        on_gpu: whether the measurement runs on GPUs or on the CPU.
-        ranks: number of measuring ranks, one per GPU.
-
-    Returns:
-        ``command``, ``commit``, ``device`` and ``versions``, for JSON; on GPUs also ``kernels``.
-    """
-    return {"command": command, **describe_environment(on_gpu=on_gpu, ranks=ranks)}
-
-
 def describe_environment(*, on_gpu: bool, ranks: int = 1) -> dict[str, Any]:
-    """Return ``commit``, ``device`` and ``versions``; on GPUs also :func:`kernels`."""
+    """Return ``commit``, ``device`` and ``versions``; ``ranks`` is the number of GPUs used."""
     return {
         "commit": commit(),
         "device": _describe_gpus(ranks) if on_gpu else describe_cpu(),
         "versions": find_versions(),
-        **kernels(on_gpu=on_gpu),
     }
-
-
-def kernels(*, on_gpu: bool) -> dict[str, str]:
-    """Return ``{"kernels": hash}`` on a GPU, else an empty dict."""
-    return {"kernels": hash_kernels(kernel_sources())} if on_gpu else {}
 
 
 def _describe_gpus(count: int) -> str:

@@ -5,10 +5,9 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from multiprocessing import active_children, get_context, parent_process
 from typing import Any
 
@@ -16,7 +15,7 @@ from moe_optim.errors import MoEOptimError, StateError
 
 _MOST = 8
 """Number of processes that disks and memory of a machine feed, by default."""
-_BYTES_OF_EACH = 256 * 2**20
+BYTES_OF_EACH = 256 * 2**20
 """Bytes for which it pays to start another process, which imports torch."""
 
 _held: list[Any] = []  # in a worker: the function and what all of its items share
@@ -24,89 +23,66 @@ _held: list[Any] = []  # in a worker: the function and what all of its items sha
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
     """Add the option ``--workers``."""
-    parser.add_argument(
-        "--workers",
-        type=number_above_zero,
-        metavar="N",
-        help="processes that share the work (default: one for each 256 MiB, at most the number of "
-        f"cores and {_MOST})",
+    text = (
+        "processes that share the work (default: one for each 256 MiB, at most the number of "
+        f"cores and {_MOST})"
     )
+    parser.add_argument("--workers", type=number_above_zero, metavar="N", help=text)
 
 
 def number_of_workers(given: int | None, nbytes: int) -> int:
     """Return the number of processes for ``nbytes`` of work; ``given`` is that of the option."""
     cores = len(os.sched_getaffinity(0))
-    return given or max(1, min(_MOST, cores, nbytes // _BYTES_OF_EACH))
+    return given or max(1, min(_MOST, cores, nbytes // BYTES_OF_EACH))
 
 
 def run_in_workers[Shared, Item, Result](
     work: Callable[[Shared, Item], Result],
     shared: Shared,
-    items: Iterable[Item],
+    items: Collection[Item],
     *,
     workers: int,
-    name: Callable[[Item], str],
 ) -> Iterator[tuple[Item, Result]]:
     """Yield each item with the result of ``work(shared, item)``, in the order in which they end.
 
-    Each process has one item at a time. If one raises, dies or is interrupted, all others are ended
-    before this returns.
+    If a process raises, dies or is interrupted, all others are ended before this returns.
 
     Args:
         work: function of a module.
         shared: argument that every process receives once.
-        items: work, taken when a process is free.
-        workers: number of processes; 1 for this one.
-        name: function that names an item, for errors.
+        items: work, of which a process has one at a time.
+        workers: most processes; with 1, or one item, this process does the work.
 
     Raises:
         StateError: a process died.
     """
-    if workers == 1:
+    workers = min(workers, len(items))
+    if workers <= 1:
         for item in items:
             yield item, work(shared, item)
         return
-    spawn, before = get_context("spawn"), set(active_children())
-    idle = [
-        ProcessPoolExecutor(1, mp_context=spawn, initializer=_start, initargs=(work, shared))
-        for _ in range(workers)
-    ]
-    pools, waiting = list(idle), iter(items)
-    running: dict[Future[Result], tuple[ProcessPoolExecutor, Item]] = {}
+    others = set(active_children())
+    pool = ProcessPoolExecutor(
+        workers, mp_context=get_context("spawn"), initializer=_start, initargs=(work, shared)
+    )
     try:
-        while True:
-            for pool, item in zip(idle, waiting, strict=False):
-                with _deferred_interrupts():
-                    running[pool.submit(_run, item)] = pool, item
-            if not running:
-                break
-            idle = []
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                pool, item = running.pop(future)
-                try:
-                    result = future.result()
-                except BrokenProcessPool:
-                    raise StateError(
-                        f"{name(item)}: expected a worker process to finish it, got one that was "
-                        "killed, perhaps as memory is short. Give fewer --workers."
-                    ) from None
-                idle.append(pool)
-                yield item, result
+        # processes that start now inherit the mask: on SIGINT their parent ends them
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            running = {pool.submit(_run, item): item for item in items}
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for future in as_completed(running):
+            yield running[future], future.result()
+    except BrokenProcessPool:
+        raise StateError(
+            "--workers: expected processes that finish their work, got one that was killed, "
+            "perhaps as memory is short. Give fewer."
+        ) from None
     finally:
-        for child in set(active_children()) - before:
+        for child in set(active_children()) - others:
             child.terminate()
-        for pool in pools:
-            pool.shutdown()
-
-
-@contextmanager
-def _deferred_interrupts() -> Iterator[None]:
-    """Block SIGINT, also in processes that start here: their parent ends them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        pool.shutdown(cancel_futures=True)
 
 
 def peak_memory() -> int:

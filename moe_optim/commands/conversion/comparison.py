@@ -17,15 +17,17 @@ from moe_optim.commands.conversion.expert_finding import (
     known_interleave,
     without_experts,
 )
-from moe_optim.commands.conversion.file_plan import BytesDone, in_files, one_thread
-from moe_optim.commands.conversion.layer_view import LayerView
-from moe_optim.commands.conversion.pieces import (
+from moe_optim.commands.conversion.file_plan import (
     PIECE_BYTES,
+    BytesDone,
     convert_experts,
+    in_files,
+    one_thread,
     ranges_of_experts,
     ranges_of_rows,
     read_experts,
 )
+from moe_optim.commands.conversion.layer_view import LayerView
 from moe_optim.experts.keys.layouts import ExpertSet, get_layout
 
 GROUPED = get_layout("grouped")
@@ -167,9 +169,8 @@ def compare_checkpoints(
         for side in (a, b):
             check_row_order(side.view, side.interleave)
     keys = dict.fromkeys([*a.others, *b.others])
-    if flat_states_differ(a.view, b.view):
+    if _flat_states_differ(a.view, b.view):
         result.skipped = [key for key in keys if FLAT_STATES in key]
-    if result.skipped:
         result.notes.append(
             f"Flat optimizer states, {len(result.skipped)} in all, were not compared: the two "
             "checkpoints lay them out differently. Save with --dist-ckpt-optim-fully-reshardable."
@@ -180,13 +181,7 @@ def compare_checkpoints(
     names += [_Compared(key, False, a.nbytes(key)) for key in keys if key not in skipped]
     batches = [*enumerate(in_files(names, PIECE_BYTES))]
     found: dict[int, Comparison] = {}
-    for (number, batch), of_batch in run_in_workers(
-        _compare,
-        (a, b),
-        batches,
-        workers=max(1, min(workers, len(batches))),
-        name=lambda one: f"{a.view.reader.path}: {one[1][0].name}",
-    ):
+    for (number, batch), of_batch in run_in_workers(_compare, (a, b), batches, workers=workers):
         found[number] = of_batch
         report(sum(one.nbytes for one in batch))
     for _, one in sorted(found.items()):
@@ -218,15 +213,15 @@ def _compare_set(
     a: ComparedCheckpoint, b: ComparedCheckpoint, prefix: str, result: Comparison
 ) -> None:
     grouped = [
-        replace(side.sets[prefix], layout=GROUPED).shapes() if prefix in side.sets else None
+        replace(side.sets[prefix], layout=GROUPED).shapes() if prefix in side.sets else {}
         for side in (a, b)
     ]
-    if grouped[0] is None or grouped[1] is None:
-        what, keys = ("only in B", grouped[1]) if grouped[0] is None else ("only in A", grouped[0])
-        result.differences += [Difference(name=key, what=what) for key in keys or ()]
+    if not (grouped[0] and grouped[1]):
+        what, keys = ("only in A", grouped[0]) if grouped[0] else ("only in B", grouped[1])
+        result.differences += [Difference(name=key, what=what) for key in keys]
         return
     if grouped[0] != grouped[1]:
-        detail = " against ".join(f"{list(found.values())}" for found in grouped if found)
+        detail = " against ".join(f"{list(shapes.values())}" for shapes in grouped)
         result.differences.append(Difference(name=prefix, what="shape", detail=detail))
         return
     found: dict[str, list[Difference]] = {key: [] for key in grouped[0]}
@@ -236,7 +231,7 @@ def _compare_set(
         for key, differences in found.items():
             result.nbytes += left[key].nbytes
             if left[key].dtype != right[key].dtype:
-                differences[:] = [_other_dtype(key, left[key].dtype, right[key].dtype)]
+                differences[:] = [_other(key, "dtype", left[key].dtype, right[key].dtype)]
                 continue
             for expert, values, other in zip(experts, left[key], right[key], strict=True):
                 if one := compare_values(key, values, other):
@@ -248,38 +243,37 @@ def _compare_set(
 def _compare_tensor(
     a: ComparedCheckpoint, b: ComparedCheckpoint, key: str, result: Comparison
 ) -> None:
-    infos = [side.view.tensors.get(key) for side in (a, b)]
-    if infos[0] is None or infos[1] is None:
-        what = "only in B" if infos[0] is None else "only in A"
+    left, right = (side.view.tensors.get(key) for side in (a, b))
+    if left is None or right is None:
+        what = "only in B" if left is None else "only in A"
         result.differences.append(Difference(name=key, what=what))
         return
-    if infos[0].shape != infos[1].shape:
-        detail = f"{list(infos[0].shape)} against {list(infos[1].shape)}"
-        result.differences.append(Difference(name=key, what="shape", detail=detail))
+    if left.shape != right.shape:
+        shapes = list(left.shape), list(right.shape)
+        result.differences.append(_other(key, "shape", *shapes))
         return
     result.tensors += 1
-    result.nbytes += infos[0].nbytes
-    if infos[0].dtype != infos[1].dtype:
-        result.differences.append(_other_dtype(key, infos[0].dtype, infos[1].dtype))
+    result.nbytes += left.nbytes
+    if left.dtype != right.dtype:
+        result.differences.append(_other(key, "dtype", left.dtype, right.dtype))
         return
     found: list[Difference] = []
-    for rows in ranges_of_rows([a.view, b.view], key, infos[0].nbytes):
+    for rows in ranges_of_rows([a.view, b.view], key, left.nbytes):
         if one := compare_values(key, a.view.read(key, rows), b.view.read(key, rows)):
             first = (one.first[0] + rows.start, *one.first[1:]) if rows else one.first
             found.append(replace(one, first=first))
     if found:
-        gaps = [one.largest for one in found if one.largest is not None]
         whole = replace(
             found[0],
             differing=sum(one.differing for one in found),
-            elements=prod(infos[0].shape),
-            largest=max(gaps, default=None),
+            elements=prod(left.shape),
+            largest=max((one.largest for one in found if one.largest is not None), default=None),
         )
         result.differences.append(whole)
 
 
-def _other_dtype(key: str, left: torch.dtype, right: torch.dtype) -> Difference:
-    return Difference(name=key, what="dtype", detail=f"{left} against {right}")
+def _other(key: str, what: str, left: object, right: object) -> Difference:
+    return Difference(name=key, what=what, detail=f"{left} against {right}")
 
 
 def compare_values(name: str, left: Tensor, right: Tensor) -> Difference | None:
@@ -320,7 +314,7 @@ def _largest_gap(left: Tensor, right: Tensor) -> float | None:
     return float(gaps_of_floats.max()) if gaps_of_floats.numel() else None
 
 
-def flat_states_differ(a: LayerView, b: LayerView) -> bool:
+def _flat_states_differ(a: LayerView, b: LayerView) -> bool:
     """Return whether the sides store states in different buckets, or only one of them in buckets.
 
     False if ``a`` or ``b`` has no states. Dtypes may differ, since they do not affect the layout.

@@ -1,37 +1,116 @@
 """A checkpoint to rewrite file by file; shared by all conversions."""
 
 import io
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from moe_optim.checkpoint.files.folders import TRACKER
-from moe_optim.checkpoint.files.metadata import Blob
 from moe_optim.checkpoint.files.reader import Recorded, TensorInfo
 from moe_optim.checkpoint.files.torch_dist import COMMON_STATE, OWN_STATE, TorchDistReader
 from moe_optim.checkpoint.sealing import record_checksums
 from moe_optim.commands.console.checkpoint_paths import SUFFIX
 from moe_optim.commands.console.workers import run_in_workers
 from moe_optim.commands.conversion.layer_view import LayerView, Place
-from moe_optim.commands.conversion.pieces import (
-    Piece,
-    ranges_of_experts,
-    ranges_of_rows,
-    read_experts,
-)
-from moe_optim.commands.conversion.safetensors_files import notes_of, write_file, write_index
+from moe_optim.commands.conversion.safetensors_files import Piece, notes_of, write_file, write_index
 from moe_optim.commands.conversion.torch_dist_writer import Entry, TorchDistWriter
+from moe_optim.experts.keys.conversion import convert_expert_set
 from moe_optim.experts.keys.layouts import ExpertSet
+
+PIECE_BYTES = 16 * 2**20
+"""Size of a piece, unless one stored chunk, or one expert, is larger."""
+
+
+def read_experts(view: LayerView, one: ExpertSet, experts: range) -> dict[str, Tensor]:
+    """Return some experts of a set, by the keys of a set of these alone, numbered from 0."""
+    if len(experts) == one.num_experts:
+        return {key: view.read(key) for key in one.keys}
+    return {
+        key: view.read(one.prefix + pattern.key(), experts)
+        if index is None
+        else view.read(one.prefix + pattern.key(experts[index]))
+        for pattern, index, key in replace(one, num_experts=len(experts)).entries()
+    }
+
+
+def convert_experts(
+    tensors: Mapping[str, Tensor],
+    experts: range,
+    *,
+    source: ExpertSet,
+    target: ExpertSet,
+    rows: tuple[int, int],
+) -> dict[str, Tensor]:
+    """Return some experts of ``source`` under the keys of ``target``.
+
+    Args:
+        tensors: result of :func:`read_experts`.
+        experts: numbers of these experts.
+        source: set of all experts.
+        target: set of all experts in the result.
+        rows: GLU interleave of both; 0 puts all gate rows first.
+    """
+    count = len(experts)
+    found = convert_expert_set(
+        tensors,
+        replace(source, num_experts=count),
+        target.layout,
+        source_interleave=rows[0] or None,
+        target_interleave=rows[1] or None,
+    )
+    keys = replace(target, prefix=source.prefix, num_experts=count).entries()
+    return {
+        target.prefix + pattern.key(None if index is None else experts[index]): found[key]
+        for pattern, index, key in keys
+    }
+
+
+def ranges_of_experts(sides: Sequence[tuple[LayerView, ExpertSet]], nbytes: int) -> Iterator[range]:
+    """Yield ranges of experts that can be read one after the other, on all ``sides``.
+
+    ``nbytes`` is the size of the set.
+    """
+    count = sides[0][1].num_experts
+    cuts: list[Sequence[int]] = [range(count + 1)]
+    for view, one in sides:
+        for pattern in one.patterns:
+            if not pattern.is_per_expert:
+                is_first = pattern.stored[0] == "E"  # else experts have no axis of their own
+                cuts.append(view.cuts(one.prefix + pattern.key()) if is_first else (0, count))
+    return _ranges(cuts, PIECE_BYTES * count // max(1, nbytes))
+
+
+def ranges_of_rows(views: Iterable[LayerView], key: str, nbytes: int) -> Iterator[range | None]:
+    """Yield ranges on the first axis of a tensor of all ``views``; None for one without any."""
+    views = list(views)
+    shape = views[0].tensors[key].shape
+    if not shape or 0 in shape:
+        return iter((None,))
+    return _ranges([view.cuts(key) for view in views], PIECE_BYTES * shape[0] // max(1, nbytes))
+
+
+def _ranges(cuts: Iterable[Sequence[int]], most: int) -> Iterator[range]:
+    """Yield ranges between common cuts, of ``most`` indices unless a single one has more."""
+    found, *others = sorted(cuts, key=len)
+    for other in others:
+        if other != found:
+            kept = other if isinstance(other, range) else set(other)
+            found = [cut for cut in found if cut in kept]
+    at = 0
+    while at < len(found) - 1:
+        after = max(at + 1, bisect_right(found, found[at] + most) - 1)
+        yield range(found[at], found[after])
+        at = after
+
 
 BLOB_BYTES = 4096
 """Upper bound of the overhead of ``torch.save`` per tensor."""
-COPY_BYTES = 2**30
-"""Size of a file of chunks that are copied, unless one chunk is larger."""
 BytesDone = Callable[[int], None]
 """Progress callback; receives the bytes converted since its last call."""
 
@@ -99,7 +178,8 @@ class FilePlan:
     def disk_bytes(self) -> int:
         """Upper bound of the bytes written, with headers."""
         chunks = sum(len(one.patterns) * one.num_experts for one in self.sets)
-        return self.total_bytes + BLOB_BYTES * (self.num_tensors + chunks + 16)
+        stored = sum(map(len, self.stored.blobs.values())) if self.stored is not None else 0
+        return self.total_bytes + BLOB_BYTES * (self.num_tensors + chunks + stored + 16)
 
     @property
     def stored(self) -> TorchDistReader | None:
@@ -196,39 +276,16 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileJob:
-    """Files of the result that one process writes."""
+class FileJob(NamedTuple):
+    """A file of the result."""
 
-    number: int = 0
-    parts: tuple[Part, ...] = ()
-    copies: tuple[Blob, ...] = ()
-    """Chunks that stay the same, byte by byte."""
+    number: int
+    parts: tuple[Part, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, without headers."""
-        return sum(one.nbytes for one in self.parts) + sum(one.nbytes for one in self.copies)
-
-    def __str__(self) -> str:
-        return next((blob.name for blob in self.copies), "") or self.parts[0].sources[0]
-
-
-def _run[Shared, Result](
-    work: Callable[[Shared, FileJob], Result],
-    shared: Shared,
-    jobs: Sequence[FileJob],
-    plan: FilePlan,
-    workers: int,
-) -> Iterator[tuple[FileJob, Result]]:
-    """Run all ``jobs``, in as many processes as there is work for."""
-    return run_in_workers(
-        work,
-        shared,
-        jobs,
-        workers=max(1, min(workers, len(jobs))),
-        name=lambda job: f"{plan.view.reader.path}: {job}",
-    )
+        return sum(one.nbytes for one in self.parts)
 
 
 def write_safetensors(
@@ -237,9 +294,9 @@ def write_safetensors(
     """Write all parts of a plan as numbered safetensors with their index."""
     metadata, total = notes_of(recorded), 0
     weight_map: dict[str, str] = {}
-    jobs = [FileJob(number=n, parts=parts) for n, parts in enumerate(plan.files)]
+    jobs = [FileJob(n, parts) for n, parts in enumerate(plan.files)]
     shared = (plan, folder, metadata)
-    for job, infos in _run(_write_safetensors, shared, jobs, plan, workers):
+    for job, infos in run_in_workers(_write_safetensors, shared, jobs, workers=workers):
         weight_map |= dict.fromkeys(infos, _file_name(plan, job))
         total += sum(info.nbytes for info in infos.values())
         bytes_done(job.nbytes)
@@ -264,13 +321,13 @@ def write_torch_dist(
     plan: FilePlan,
     folder: Path,
     writer: TorchDistWriter,
-    jobs: Sequence[FileJob],
     bytes_done: BytesDone,
     workers: int,
 ) -> None:
-    """Write the chunks of all ``jobs`` into ``folder``, and add them to those of ``writer``."""
+    """Write the chunks of all parts into ``folder``, and add them to those of ``writer``."""
     found: dict[int, list[Entry]] = {}
-    for job, entries in _run(_write_chunks, (plan, folder), jobs, plan, workers):
+    jobs = [FileJob(n, parts) for n, parts in enumerate(plan.files, 1)]
+    for job, entries in run_in_workers(_write_chunks, (plan, folder), jobs, workers=workers):
         found[job.number] = entries
         bytes_done(job.nbytes)
     for _, entries in sorted(found.items()):
@@ -280,9 +337,6 @@ def write_torch_dist(
 def _write_chunks(shared: tuple[FilePlan, Path], job: FileJob) -> list[Entry]:
     plan, folder = shared
     with TorchDistWriter(folder, job.number) as writer:
-        for blob in job.copies:
-            assert plan.stored is not None
-            writer.copy(plan.stored, blob)
         for part in job.parts:
             for name, of, first, values in plan.pieces(part):
                 place, layers = plan.place_of(part, name)

@@ -4,8 +4,6 @@ import io
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Mapping
-from typing import Any
 
 from moe_optim.checkpoint.files.archives import Archive
 
@@ -23,36 +21,6 @@ def replace_int(blob: bytes, key: str, value: int | None) -> bytes | None:
     archive.load()
     changed = _splice(archive.pickled(), key, value)
     return None if changed is None else _with_pickle(blob, changed)
-
-
-def replace_entries(blob: bytes, entries: Mapping[str, Any]) -> bytes:
-    """Return a ``torch.save`` archive of a dict, or of a list with one, with updated ``entries``.
-
-    Everything else stays the same, including objects of unknown classes.
-
-    Args:
-        blob: archive.
-        entries: key -> plain value (numbers, text, None, and lists, tuples and dicts of these).
-
-    Raises:
-        ValueError: the archive cannot be read, or contains another object.
-    """
-    code = b"".join(  # sets items of the dict on top of the stack, between PROTO and STOP
-        pickle.dumps(key, protocol=2)[2:-1] + pickle.dumps(value, protocol=2)[2:-1] + b"s"
-        for key, value in entries.items()
-    )
-
-    archive = Archive(io.BytesIO(blob))
-    before, pickled = archive.load(), archive.pickled()
-    operations = [operation.name for operation, _, _ in pickletools.genops(pickled)]
-    end = -2 if operations[-2] == "APPEND" else -1  # of the dict; STOP is the last byte
-    changed = _with_pickle(blob, pickled[:end] + code + pickled[end:])
-    after = Archive(io.BytesIO(changed)).load()
-    if type(before) is list and len(before) == len(after) == 1:
-        before, after = before[0], after[0]
-    if not isinstance(before, dict) or list(after) != list({**before, **entries}):
-        raise ValueError("expected a dict, got something else")
-    return changed
 
 
 def _with_pickle(blob: bytes, pickled: bytes) -> bytes:

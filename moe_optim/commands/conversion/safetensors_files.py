@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,7 +15,6 @@ from moe_optim.checkpoint.files.metadata import checked_name, checked_shape
 from moe_optim.checkpoint.files.reader import FileFormat, Recorded, TensorInfo
 from moe_optim.checkpoint.files.untrusted_files import given_file, locate, parse_json, read_file
 from moe_optim.commands.console.checkpoint_paths import INDEX_FILE, SUFFIX
-from moe_optim.commands.conversion.pieces import Piece
 from moe_optim.errors import LayoutError, StateError
 
 _NOTES = {  # fact in Recorded -> its key in the metadata of files
@@ -50,6 +49,16 @@ _DTYPES = {
 
 
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Piece(NamedTuple):
+    """Values of a tensor from one index of its first axis on."""
+
+    name: str
+    of: TensorInfo
+    """The whole tensor."""
+    first: int
+    values: Tensor
 
 
 class SafetensorsReader:

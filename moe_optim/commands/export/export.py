@@ -1,6 +1,7 @@
 """Exports a checkpoint with quantized experts."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,7 @@ from moe_optim.commands.conversion.layer_view import (
     state_kind,
     stored_key,
 )
-from moe_optim.commands.conversion.model_conversion import write_hf
-from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
+from moe_optim.commands.conversion.model_conversion import ModelRequest, plan_model, write_hf
 from moe_optim.commands.conversion.model_sources import (
     CONFIG,
     QUANTIZATION,
@@ -303,17 +303,13 @@ def _advise(ffn: int, hidden: int) -> str:
     """Return a sentence on other formats for experts of this size, up to "train with a"."""
     fitting = []
     for format in FORMATS.values():
-        try:
+        with suppress(LayoutError):
             _check_shapes(format, ffn, hidden)
-        except LayoutError:
-            continue
-        if ffn % find_convention(format).scale_block[0] == 0:
-            fitting.append(format.name)
+            if ffn % find_convention(format).scale_block[0] == 0:
+                fitting.append(format.name)
     if not fitting:
         return "Train with a"
-    *others, last = fitting
-    named = f"{', '.join(others)} or {last}" if others else last
-    return f"Give --format {named}, which holds it, or train with a"
+    return f"Give --format {' or '.join(fitting)}, which holds it, or train with a"
 
 
 def export_checkpoint(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moe_optim.commands.hugging_face import values
 from moe_optim.commands.hugging_face.values import Allowed, ValueKind, Values
 from moe_optim.rollout.families import Trait
 
@@ -112,8 +113,5 @@ def layer_freq(has_experts: Iterable[bool]) -> int | list[int]:
 
 
 def layers_with_experts(given: Values) -> list[bool]:
-    """Return whether each layer has experts, by Megatron's rules for ``moe_layer_freq``."""
-    freq = given.get("moe_layer_freq", 1)
-    if isinstance(freq, int):
-        return [layer % freq == 0 for layer in range(given["num_layers"])]
-    return [mark == 1 for mark in freq]
+    """Return whether each layer of a model has experts, given its arguments."""
+    return values.layers_with_experts(given["num_layers"], given.get("moe_layer_freq", 1))

@@ -48,6 +48,13 @@ def layer_faults(num_layers: int, freq: Any) -> list[str]:
     return [f"moe_layer_freq: expected a number or {num_layers} zeros and ones, got {_spell(freq)}"]
 
 
+def layers_with_experts(num_layers: int, freq: int | list[int]) -> list[bool]:
+    """Return whether each layer has experts, by Megatron's rules for ``moe_layer_freq``."""
+    if isinstance(freq, int):
+        return [layer % freq == 0 for layer in range(num_layers)]
+    return [mark == 1 for mark in freq]
+
+
 def _is_kind(value: Any, kind: ValueKind) -> bool:
     if value is None:
         return kind.endswith("?")

@@ -173,41 +173,8 @@ def count_owned(slots: Sequence[Slot], bucket_numel: int, dp_size: int) -> Count
 
     Shards are equal parts of the bucket; gaps between ``slots`` are padding.
     """
-    slots, index, offset = _find_edges(slots, bucket_numel, dp_size)
-    return np.diff(_sizes_before([slot.numel for slot in slots])[index] + offset)
-
-
-def count_block_rows(
-    format: BlockScaledFormat, slots: Sequence[Slot], bucket_numel: int, dp_size: int
-) -> tuple[Counts, NDArray[np.bool_]]:
-    """Return the whole block rows in the shard of each rank, and whether it has a cut one."""
-    slots, index, offset = _find_edges(slots, bucket_numel, dp_size)
-    of_expert = np.array([-(-slot.shape[1] // format.block_row_height) for slot in slots])
-    rows = np.array([slot.shape[1] for slot in slots])[index]
-    cols = np.array([slot.shape[2] for slot in slots])[index]
-    before = _sizes_before(of_expert * [slot.shape[0] for slot in slots])[index]
-    expert, inside = np.divmod(offset, rows * cols)
-    ended_here, rest = np.divmod(inside, cols * format.block_row_height)
-    ended = before + expert * of_expert[index] + ended_here  # at an edge or before
-    begun = ended + (rest > 0)  # before an edge
-    # Block rows follow each other: those that end in a shard and begin in it are whole
-    is_inside = begun > ended
-    return np.maximum(ended[1:] - begun[:-1], 0), is_inside[:-1] | is_inside[1:]
-
-
-def _find_edges(
-    slots: Sequence[Slot], bucket_numel: int, dp_size: int
-) -> tuple[list[Slot], Counts, Counts]:
-    """Return the slots in order; for each shard edge the last that begins before, and its part."""
-    slots = sorted(slots, key=lambda slot: slot.start)
     edges = np.arange(dp_size + 1, dtype=np.int64) * (bucket_numel // dp_size)
-    starts = np.array([slot.start for slot in slots], dtype=np.int64)
-    numels = np.array([slot.numel for slot in slots], dtype=np.int64)
-    index = np.maximum(np.searchsorted(starts, edges, side="right") - 1, 0)
-    return slots, index, np.clip(edges - starts[index], 0, numels[index])
-
-
-def _sizes_before(sizes: Sequence[int] | Counts) -> Counts:
-    """Return the total size of all before each."""
-    total = np.asarray(sizes, dtype=np.int64)
-    return np.asarray(total.cumsum() - total)
+    before = np.zeros_like(edges)
+    for slot in slots:
+        before += np.clip(edges - slot.start, 0, slot.numel)
+    return np.diff(before)

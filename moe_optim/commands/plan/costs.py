@@ -14,13 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_optim.buckets.layout import Slot, plan_buffers
-from moe_optim.commands.plan.buckets import (
-    Bucket,
-    Counts,
-    count_block_rows,
-    count_owned,
-    packed_nbytes,
-)
+from moe_optim.commands.plan.buckets import Bucket, Counts, count_owned, packed_nbytes
 from moe_optim.commands.plan.experts import PlannedExperts, WeightShape
 from moe_optim.errors import LayoutError
 from moe_optim.formats import DIRECTIONS, FORMATS, BlockScaledFormat, Direction
@@ -62,13 +56,9 @@ class Costs(NamedTuple):
     sums: Mapping[str, int]
     """Component of :data:`PARTS` -> bytes, but masters and moments, which follow from
     :attr:`owned`; ``gathered``: bytes of the gather on each rank, including its own shard;
-    ``maxima``: fp32 values that ranks reduce with MAX before encoding, all of them on each rank;
-    ``cuts``: shards with a cut block row; ``numel`` and ``used``: elements, with and without
-    padding."""
+    ``numel`` and ``used``: elements, with and without padding."""
     owned: Counts
     """Weight elements whose masters each rank owns."""
-    launches: Counts | None
-    """Launches that quantize, compute maxima, or derive buffers; None: unknown."""
 
 
 def left_out(experts: PlannedExperts) -> dict[str, str]:
@@ -106,7 +96,7 @@ def step_bytes(
 def count_costs(name: str, experts: PlannedExperts, buckets: Counter[Bucket]) -> Costs:
     """Return the costs of all buckets of a rank, each with its number, in the row ``name``."""
     sums: Counter[str] = Counter()
-    owned, launches = [], []
+    owned = []
     for bucket, number in buckets.items():
         if name in FORMATS:
             costs = _quantized_costs(FORMATS[name], bucket, experts)
@@ -117,9 +107,7 @@ def count_costs(name: str, experts: PlannedExperts, buckets: Counter[Bucket]) ->
         for what, count in {**costs.sums, "used": used}.items():
             sums[what] += count * number
         owned.append(costs.owned * number)
-        if costs.launches is not None:
-            launches.append(costs.launches * number)
-    return Costs(sums, np.sum(owned, axis=0), np.sum(launches, axis=0) if launches else None)
+    return Costs(sums, np.sum(owned, axis=0))
 
 
 def _quantized_costs(format: BlockScaledFormat, bucket: Bucket, experts: PlannedExperts) -> Costs:
@@ -139,23 +127,14 @@ def _quantized_costs(format: BlockScaledFormat, bucket: Bucket, experts: Planned
         plan_exchange(format, slot.shape, slot.cuts(numel // dp_size), name=slot.name).size
         for slot in slots
     )
-    whole, has_cut = count_block_rows(format, slots, numel, dp_size)
-    owned = count_owned(slots, numel, dp_size)
-    # as in LaunchTable and bind_finish: expert amaxes, whole rows, cut rows twice
-    derives = format.is_2d or experts.in_te
-    launches = (whole > 0).astype(np.int64) + 2 * has_cut + int(derives)
-    if format.has_global_amax:
-        launches += owned > 0
     sums = {
         **parts,
         "exchange": 4 * maxima,
         "gradients": numel * experts.grad_bytes,
         "gathered": sum(gathered.values()),
-        "maxima": maxima,
-        "cuts": int(has_cut.sum()),
         "numel": numel,
     }
-    return Costs(sums, owned, None if experts.has_muon else launches)
+    return Costs(sums, count_owned(slots, numel, dp_size))
 
 
 def _stock_costs(format: BlockScaledFormat | None, bucket: Bucket, grad_bytes: int) -> Costs:
@@ -164,28 +143,22 @@ def _stock_costs(format: BlockScaledFormat | None, bucket: Bucket, grad_bytes: i
     Quantized weights are Transformer Engine tensors with padded scales. MXFP8 is quantized after
     the gather, each expert separately; the gather reuses the gradient memory
     (``--reuse-grad-buf-for-mxfp8-param-ag``). Other formats are quantized before the gather, with
-    the rowwise data as the parameter buffer; their launches are not counted.
+    the rowwise data as the parameter buffer.
     """
     slots, numel, dp_size = bucket.slots, bucket.numel, bucket.shards.dp_size
     experts = sum(slot.shape[0] for slot in slots)
-    gathered, parts, launches = BF16 * numel, {"parameter_buffer": BF16 * numel}, 0
-    after_gather = format is not None and format.columnwise_copy == "quantized"
+    gathered, parts = BF16 * numel, {"parameter_buffer": BF16 * numel}
     if format is not None:
         parts = _storage_scale_bytes(format, slots)
         parts["columnwise_data"] = _data_bytes(format, slots)
-        if after_gather:
+        if format.columnwise_copy == "quantized":
             parts["rowwise_data"] = _data_bytes(format, slots)
-            launches = experts
         else:
             gathered = packed_nbytes(slots, format.elements_per_byte, bucket.shards.divisor)
             parts["parameter_buffer"] = gathered
             parts["global_amax"] = 2 * 4 * experts * format.has_global_amax
-    counted = format is None or after_gather
-    return Costs(
-        {**parts, "gradients": numel * grad_bytes, "gathered": gathered, "numel": numel},
-        count_owned(slots, numel, dp_size),
-        np.full(dp_size, launches, dtype=np.int64) if counted else None,
-    )
+    sums = {**parts, "gradients": numel * grad_bytes, "gathered": gathered, "numel": numel}
+    return Costs(sums, count_owned(slots, numel, dp_size))
 
 
 def _data_bytes(format: BlockScaledFormat, slots: Sequence[Slot]) -> int:

@@ -7,12 +7,11 @@ buckets of bf16 experts where all ranks hold the same experts.
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-from moe_optim.commands.hugging_face.values import MOST_LAYERS
 from moe_optim.commands.plan.buckets import (
     Bucket,
     Params,
@@ -40,24 +39,8 @@ _MOMENTS = MappingProxyType(
 )
 """Moment dtype in Megatron's flags -> torch dtype and bytes per element."""
 
-MOST_EXPERTS = MOST_RANKS = 2**20
-"""Limit far above any run; larger plans would take minutes and overflow byte counts."""
-_LIMITS: Mapping[int, Sequence[str]] = MappingProxyType(
-    {
-        MOST_LAYERS: (
-            *("num_layers", "num_layers_per_virtual_pipeline_stage", "mtp_num_layers"),
-            *("num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers"),
-            "decoder_last_pipeline_num_layers",
-        ),
-        2**18: ("hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size"),
-        MOST_RANKS: (
-            *("num_experts", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
-            *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
-            "num_distributed_optimizer_instances",
-        ),
-    }
-)
-"""Maximum -> flags that are counts."""
+MOST_RANKS = 2**20
+"""Limit far above any run; larger plans would take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +185,6 @@ def plan_experts(
     extend_distributed_optimizer(args)
     _require(args)
     _refuse(args)
-    _check_counts(args)
     expert, cut = args.expert_model_parallel_size, _expert_tensor(args)
     ffn = args.moe_ffn_hidden_size or args.ffn_hidden_size
     check_divides("--num-experts", args.num_experts, "--expert-model-parallel-size", expert)
@@ -244,6 +226,13 @@ def _require(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"megatron_args: expected {flag}, got none. Add it to the recipe, or after `--`."
             )
+    sizes = [name for name in vars(args) if name.endswith("_parallel_size")]
+    for name in ("num_layers", "hidden_size", "num_experts", *sizes):
+        if type(value := getattr(args, name)) is int and not 1 <= value <= MOST_RANKS:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: expected 1 to {MOST_RANKS:,}, got {value}. Correct "
+                "the recipe."
+            )
 
 
 def _refuse(args: argparse.Namespace) -> None:
@@ -271,18 +260,3 @@ def _refuse(args: argparse.Namespace) -> None:
         expected="megatron_args: expected flags that a plan supports",
         remedy="Leave them out of the plan.",
     )
-
-
-def _check_counts(args: argparse.Namespace) -> None:
-    for most, name in ((most, name) for most, names in _LIMITS.items() for name in names):
-        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
-        least = 0 if name.startswith(("mtp_", "decoder_")) else 1
-        if value is not None and not least <= value <= most:
-            limit = f"{least} or more" if value < least else f"at most {most:,}"
-            raise ConfigError(f"{flag}: expected {limit}, got {value}. Correct the recipe.")
-    if args.num_layers * args.num_experts > MOST_EXPERTS:
-        raise ConfigError(
-            f"--num-layers {args.num_layers} with --num-experts {args.num_experts}: expected at "
-            f"most {MOST_EXPERTS:,} experts in all, got {args.num_layers * args.num_experts:,}. "
-            "Correct the recipe."
-        )

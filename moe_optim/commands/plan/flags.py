@@ -6,15 +6,14 @@ used if another version is installed, or if the flags have errors.
 """
 
 import argparse
-import ast
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moe_optim.commands.hugging_face.values import MOST_LAYERS
 from moe_optim.environment import Package, find_package
 from moe_optim.errors import ConfigError
 from moe_optim.integration.arguments import FlagsParser, parse_with_megatron
@@ -25,6 +24,8 @@ RECORD = Path(__file__).with_name("megatron_flags.json")
 flags share a record.
 """
 
+_PATTERN = re.compile(r"(?:[][()+*, ]|(?<!\*)\*(?!\*)|(?<!\d)\d{1,4}(?!\d)){1,200}")
+"""Lists, sums and products of numbers up to 9999, which cannot be large."""
 _ACTIONS: Mapping[str, Any] = MappingProxyType(
     {
         "value": "store",
@@ -54,39 +55,16 @@ def is_recorded(installed: Package) -> bool:
 
 
 def _layer_pattern(text: str) -> int | list[int]:
-    """Parse a number, or a list expression such as ``([0]*3+[1]*58)``."""
+    """Parse a number, or a list expression such as ``([0]*3+[1]*58)``, with Python."""
     if "[" not in text:
         return int(text)
+    if not _PATTERN.fullmatch(text):
+        raise ValueError(f"expected lists and numbers, got {text[:60]}")
     try:
-        pattern: int | list[int] = _evaluate(ast.parse(text, mode="eval").body)
-    except (SyntaxError, RecursionError, MemoryError) as error:  # too many brackets
+        pattern: int | list[int] = eval(text, {"__builtins__": {}})  # noqa: S307
+    except Exception as error:  # of brackets that are calls or indices, or do not match
         raise ValueError(f"expected lists and numbers, got {text[:60]}") from error
     return pattern
-
-
-def _evaluate(node: ast.expr) -> Any:
-    """Evaluate lists, numbers, sums and products; ValueError for anything else.
-
-    Lists are truncated one element above the limit on layers.
-    """
-    match node:
-        case ast.Constant(value=int() as number):
-            return number
-        case ast.List(elts=items):
-            return [_evaluate(item) for item in items]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _cut(_evaluate(left) + _evaluate(right))
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            one, other = _evaluate(left), _evaluate(right)
-            if isinstance(one, list) != isinstance(other, list):
-                items, times = (one, other) if isinstance(one, list) else (other, one)
-                return _cut(items * min(times, MOST_LAYERS + 1))
-            return one * other
-    raise ValueError(f"expected lists and numbers, got {ast.unparse(node)[:60]}")
-
-
-def _cut(value: Any) -> Any:
-    return value[: MOST_LAYERS + 1] if isinstance(value, list) else value
 
 
 TYPES: Mapping[str, Callable[[str], Any]] = MappingProxyType(

@@ -15,7 +15,7 @@ STEP = 4
 """Ratio of successive numbers of GPUs by default."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PlannedGpu:
     """One kind of GPU, in the units of its data sheet."""
 
@@ -39,28 +39,13 @@ class PlannedGpu:
 
 GPUS: Mapping[str, PlannedGpu] = MappingProxyType(
     {
-        "h100": PlannedGpu(
-            memory_gb=80, memory_tb_per_s=3.35, domain=8,
-            nvlink_gb_per_s=450, network_gb_per_s=50, is_blackwell=False,
-        ),
-        "h200": PlannedGpu(
-            memory_gb=141, memory_tb_per_s=4.8, domain=8,
-            nvlink_gb_per_s=450, network_gb_per_s=50, is_blackwell=False,
-        ),
-        "b200": PlannedGpu(
-            memory_gb=180, memory_tb_per_s=8.0, domain=8,
-            nvlink_gb_per_s=900, network_gb_per_s=50, is_blackwell=True,
-        ),
-        "gb200": PlannedGpu(
-            memory_gb=186, memory_tb_per_s=8.0, domain=72,
-            nvlink_gb_per_s=900, network_gb_per_s=50, is_blackwell=True,
-        ),
-        "gb300": PlannedGpu(
-            memory_gb=279, memory_tb_per_s=8.0, domain=72,
-            nvlink_gb_per_s=900, network_gb_per_s=100, is_blackwell=True,
-        ),
+        "h100": PlannedGpu(80, 3.35, 8, 450, 50, is_blackwell=False),
+        "h200": PlannedGpu(141, 4.8, 8, 450, 50, is_blackwell=False),
+        "b200": PlannedGpu(180, 8.0, 8, 900, 50, is_blackwell=True),
+        "gb200": PlannedGpu(186, 8.0, 72, 900, 50, is_blackwell=True),
+        "gb300": PlannedGpu(279, 8.0, 72, 900, 100, is_blackwell=True),
     }
-)  # fmt: skip
+)
 """Name of ``--gpu`` -> GPU."""
 
 

@@ -146,7 +146,7 @@ def make_report(args: argparse.Namespace, planned: Planned) -> dict[str, Any]:
         shown = best or next(row for row in rows if row["format"] == STOCK_BF16)
         fit = explain_fit(shown, hardware.memory_gib, counted["not_counted"] or "")
     return {
-        "command": _command(args),
+        "command": shlex.join(["moe-optim", *args.argv]),
         "commit": commit(),
         "planned": _describe(experts, planned.layout),
         "recommended": explain(choice, best, rows),
@@ -213,18 +213,6 @@ def default_gpus(experts: PlannedExperts, ranks: int) -> list[int]:
     numbers = [fewest * STEP**step for step in range(_MOST_STEPS)]
     numbers = [number for number in numbers if number <= max(most, fewest)]
     return numbers if ranks % fewest else [*numbers, ranks]
-
-
-def _command(args: argparse.Namespace) -> str:
-    words = ["moe-optim", "plan"] + ([] if args.recipe is None else [str(args.recipe)])
-    words += ["--gpus", *map(str, args.gpus)] if args.gpus else []
-    words += ["--gpu", args.gpu] if args.gpu else []
-    for option in ("gpu_memory", "bandwidth", "memory_bandwidth"):
-        value = getattr(args, option)
-        words += [f"--{option.replace('_', '-')}", f"{value:g}"] if value else []
-    words += ["--set", *args.set] if args.set else []
-    words += ["--", *args.megatron_args] if args.megatron_args else []
-    return shlex.join(words)
 
 
 def _describe(experts: PlannedExperts, layout: str) -> str:

@@ -11,7 +11,6 @@ from moe_optim.commands.plan.costs import (
     PARTS,
     ROWS,
     STOCK_BF16,
-    STOCK_MXFP8,
     WEIGHTS,
     Costs,
     copy_bytes,
@@ -30,12 +29,6 @@ from moe_optim.formats import FORMATS
 from moe_optim.rules import offload_fraction
 
 PlanRow = dict[str, Any]
-
-STEP_FIGURES = (
-    *("norm_bytes_per_rank", "update_bytes_per_rank"),
-    *("step_bytes_per_parameter", "step_floor_ms"),
-)
-"""Numbers of a fused step in a row."""
 
 
 def plan_rows(
@@ -62,12 +55,8 @@ def plan_rows(
       in the same format if stock supports it
     - ``gathered_bytes_per_step``: bytes after the gather, including the rank's own shard
     - ``gather_ms``: time of the gather at ``link_gb_per_s``, its bus bandwidth
-    - ``launches_per_step``: kernel launches, without copies and fills; not counted with Muon
-    - ``norm_bytes_per_rank``, ``update_bytes_per_rank``: minimum traffic of a fused step
-    - ``step_bytes_per_parameter``: the latter per parameter
-    - ``step_floor_ms``: time of both at the memory bandwidth; None without a fused step, with
-      Muon, and with states on the host, whose staging chunks and copies are not counted
-    - ``step_ms``: least and most time of the optimizer step without all-gather; None if unknown
+    - ``step_ms``: least and most time of the optimizer step without all-gather; None if unknown, as
+      with Muon and with states on the host
     - ``padding_fraction``: part of all buckets without weights
     - ``shard_imbalance``: largest number of owned elements over the mean
     - ``dense_bytes_per_rank``: weights, gradients and states outside of experts, of the fullest
@@ -94,12 +83,10 @@ def plan_rows(
             if name == STOCK_BF16:
                 on_host = offload_fraction(experts.optimizer)
             total = count_costs(name, experts, buckets)
-            tb_per_s = None if on_host else hardware.memory_tb_per_s
             rows[name] = {
                 **{"format": name, "gpus": count},
                 **_memory(name, total, experts, on_host, is_fused=is_fused),
-                **_traffic(name, total, experts, count, hardware),
-                **_step(name, total, experts, tb_per_s, is_fused=is_fused),
+                **_traffic(total, experts, count, hardware),
                 "buckets": buckets.total(),
             }
         if config.compute is not None and config.format == "bf16":
@@ -107,8 +94,9 @@ def plan_rows(
         for name, row in rows.items():
             _compare(row, rows[STOCK_BF16], rows.get(f"stock {name}"))
             model = _model_memory(row, experts, dense)
-            times = {"step_ms": _step_time(row, experts, dense, hardware.memory_tb_per_s)}
-            yield row | model | times
+            is_timed = is_fused and not config.offload_states
+            step = _step_time(row, experts, dense, hardware.memory_tb_per_s, is_fused=is_timed)
+            yield row | model | {"step_ms": step}
 
 
 def _memory(
@@ -155,46 +143,22 @@ def _with_copies(row: PlanRow, nbytes: int) -> PlanRow:
     return row | added | {"format": "bf16", "parts": row["parts"] | {"compute_copies": nbytes}}
 
 
-def _traffic(
-    name: str, total: Costs, experts: PlannedExperts, gpus: int, hardware: Hardware
-) -> PlanRow:
-    """Return gathered bytes, their time, and launches.
+def _traffic(total: Costs, experts: PlannedExperts, gpus: int, hardware: Hardware) -> PlanRow:
+    """Return gathered bytes and their time.
 
     An all-gather over n ranks transfers (n - 1) / n of its bytes at its bus bandwidth.
     """
     sums, dp_size = total.sums, experts.expert_dp_size(gpus)
     link = hardware.link_gb_per_s(gpus // experts.args.pipeline_model_parallel_size)
     transferred = sums["gathered"] * (dp_size - 1) / dp_size
-    path = "bf16 wire" if name in (STOCK_BF16, STOCK_MXFP8) else "by weight"
-    if name in FORMATS:
-        path = "partial amax" if sums["cuts"] else "aligned"
     return {
         "gathered_bytes_per_step": sums["gathered"],
         "gather_ms": None if link is None else transferred / (link * 1e6),
         "link_gb_per_s": link,
-        "launches_per_step": None if total.launches is None else int(total.launches.max()),
         "padding_fraction": (sums["numel"] - sums["used"]) / sums["numel"],
         "shard_imbalance": int(total.owned.max()) * dp_size / sums["used"],
-        "exchanged_maxima": sums["maxima"],
         "expert_data_parallel_size": dp_size,
-        "path": path,
     }
-
-
-def _step(
-    name: str, total: Costs, experts: PlannedExperts, tb_per_s: float | None, *, is_fused: bool
-) -> PlanRow:
-    """Return the traffic of a fused step of the rank with most masters, None values without one."""
-    if name not in FORMATS or not is_fused or experts.has_muon:
-        return dict.fromkeys(STEP_FIGURES)
-    most, grad_bytes = int(total.owned.max()), experts.grad_bytes
-    norm = norm_bytes(most, grad_bytes=grad_bytes)
-    update = step_bytes(
-        FORMATS[name], most, grad_bytes=grad_bytes, moment_bytes=experts.moment_bytes
-    )
-    floor_ms = None if tb_per_s is None else float(norm + update) / (tb_per_s * 1e9)
-    figures = norm, round(update), float(update / most), floor_ms
-    return dict(zip(STEP_FIGURES, figures, strict=True))
 
 
 def _compare(row: PlanRow, bf16: PlanRow, stock: PlanRow | None) -> None:
@@ -225,20 +189,26 @@ def _model_memory(row: PlanRow, experts: PlannedExperts, dense: Sequence[int] | 
 
 
 def _step_time(
-    row: PlanRow, experts: PlannedExperts, dense: Sequence[int] | None, tb_per_s: float | None
+    row: PlanRow,
+    experts: PlannedExperts,
+    dense: Sequence[int] | None,
+    tb_per_s: float | None,
+    *,
+    is_fused: bool,
 ) -> StepTime | None:
     """Return the time of Adam's step with all states on the device; None for others."""
     if tb_per_s is None or experts.has_muon or experts.args.optimizer_cpu_offload:
         return None
+    name, most = row["format"], row["owned_parameters_per_rank"]
     own = dense[experts.stage] if dense else 0
     own = -(-own // experts.dense_dp_size(row["gpus"]))
-    if row["step_floor_ms"] is not None:
-        others = dense_step_bytes(
-            own, grad_bytes=experts.grad_bytes, moment_bytes=experts.moment_bytes
-        )
-        nbytes = row["norm_bytes_per_rank"] + row["update_bytes_per_rank"] + others
+    grads, moments = experts.grad_bytes, experts.moment_bytes
+    if name in FORMATS and is_fused:
+        nbytes = norm_bytes(most, grad_bytes=grads)
+        nbytes += round(step_bytes(FORMATS[name], most, grad_bytes=grads, moment_bytes=moments))
+        nbytes += dense_step_bytes(own, grad_bytes=grads, moment_bytes=moments)
         return fused_step(nbytes, tb_per_s)
-    if not row["format"].startswith("stock ") or row["format"] == STOCK_BF16:
+    if name in FORMATS or name.removeprefix("stock ") not in FORMATS:
         return None  # not measured
     weights = experts.layers * sum(prod(shape[:1]) for _, shape in experts.weights)
-    return stock_step(row["owned_parameters_per_rank"] + own, weights, tb_per_s)
+    return stock_step(most + own, weights, tb_per_s)

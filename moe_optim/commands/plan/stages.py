@@ -8,12 +8,11 @@ import argparse
 import re
 from collections.abc import Sequence
 
-from moe_optim.commands.hugging_face.values import MOST_LAYERS
+from moe_optim.commands.hugging_face.values import layer_faults, layers_with_experts
 from moe_optim.errors import ConfigError
 
 _REPEATED = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 """Repetitions in a layout, ``(ab|)*2`` and ``t*4``, in the order of their expansion."""
-_MOST_LETTERS = 16 * MOST_LAYERS  # of an expanded layout
 _KINDS = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
 
 
@@ -22,7 +21,12 @@ def count_moe_layers(args: argparse.Namespace) -> list[tuple[int, ...]]:
 
     An MTP layer is of the same kind as the last layer.
     """
-    return _count(args, _moe_pattern(args.moe_layer_freq, args.num_layers))
+    if faults := layer_faults(args.num_layers, args.moe_layer_freq):
+        raise ConfigError(f"{faults[0]}. Correct it.")
+    pattern = layers_with_experts(args.num_layers, args.moe_layer_freq)
+    if not any(pattern):
+        raise ConfigError("--moe-layer-freq: expected a layer with experts, got none. Correct it.")
+    return _count(args, pattern)
 
 
 def count_layers(args: argparse.Namespace) -> list[int]:
@@ -130,21 +134,16 @@ def _laid_out(
 
 
 def _write_out(text: str) -> str:
-    """Return a layout without commas and repetitions; ConfigError if it grows too long."""
+    """Return a layout without commas and repetitions; ConfigError for too many of them."""
+    if re.search(r"\d{4}", text):
+        raise ConfigError(
+            f"--pipeline-model-parallel-layout {text[:60]}: expected repetitions up to 999, got "
+            "more. Correct it."
+        )
     text = text.replace(",", "")
     for repeated in _REPEATED:
-        is_large = re.search(r"[1-9]\d{5}", text)
-        if is_large or _count_letters(repeated, text) > _MOST_LETTERS:
-            raise ConfigError(
-                f"--pipeline-model-parallel-layout {text[:60]}: expected at most "
-                f"{_MOST_LETTERS:,} letters, repeated ones counted, got more. Correct it."
-            )
         text = repeated.sub(lambda found: found[1] * int(found[2]), text)
     return text
-
-
-def _count_letters(repeated: re.Pattern[str], text: str) -> int:
-    return len(text) + sum(len(one[1]) * int(one[2]) for one in repeated.finditer(text))
 
 
 def _fault_of_layout(
@@ -168,29 +167,6 @@ def _fault_of_layout(
     if len(with_further) > 1 or any(index < len(parts) - pipeline for index in with_further):
         return "MTP layers (m) in several parts, or not in the last one of a stage"
     return None
-
-
-def _moe_pattern(freq: int | list[int], num_layers: int) -> list[int]:
-    """Return 1 for each layer with experts, else 0, by ``--moe-layer-freq``."""
-    expected = None
-    if isinstance(freq, int):
-        if freq >= 1:
-            return [int(layer % freq == 0) for layer in range(num_layers)]
-        expected = f"expected 1 or more, got {freq}"
-    elif len(freq) != num_layers:
-        got = f"more than {MOST_LAYERS:,}" if len(freq) > MOST_LAYERS else len(freq)
-        raise ConfigError(
-            f"--moe-layer-freq: expected a pattern of --num-layers {num_layers}, got {got} layers. "
-            "Change one of the two."
-        )
-    elif others := [mark for mark in freq if mark not in (0, 1)]:
-        expected = f"expected zeros and ones, got {others[0]}"
-    elif not any(freq):
-        expected = "expected a layer with experts, got none"
-    if expected is not None:
-        raise ConfigError(f"--moe-layer-freq: {expected}. Correct it.")
-    assert isinstance(freq, list), "a number is returned or refused above"
-    return list(freq)
 
 
 def check_divides(whole: str, number: int, part: str, divisor: int) -> None:

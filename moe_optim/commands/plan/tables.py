@@ -9,10 +9,11 @@ from typing import Any
 
 from rich.table import Table
 
+from moe_optim.commands.console.tables import build_table
 from moe_optim.commands.plan.answers import bytes_left
 from moe_optim.commands.plan.costs import STOCK_BF16
 from moe_optim.commands.plan.rows import PlanRow
-from moe_optim.spelling import spell_bytes, spell_count, spell_difference
+from moe_optim.spelling import spell_bytes, spell_difference
 
 NOTHING = "-"
 
@@ -62,52 +63,34 @@ def _groups(
     gather = [
         _bytes("all-gather", "gathered_bytes_per_step", 10),
         Column("of bf16", 7, "gathered_bytes_per_step", lambda count: f"{count / bf16:.2f}"),
-        *_times("gather_ms", rows[0]["link_gb_per_s"], "GB/s"),
+        *_times(rows[0]["link_gb_per_s"]),
     ]
     fits = _fits(report["gpu_memory_gib"]) if is_counted else []
     step = [Column("step", 13, "step_ms", _spell_range)] * any(row["step_ms"] for row in rows)
     groups = [memory, [*fits, *step], gather] if fits or step else [memory, gather]
-    return [*groups, *_details(report, rows)] if details else groups
+    return [*groups, _details(rows)] if details else groups
 
 
-def _details(report: Mapping[str, Any], rows: Sequence[PlanRow]) -> list[list[Column]]:
+def _details(rows: Sequence[PlanRow]) -> list[Column]:
     copies = any(row["step_memory_bytes_per_rank"] for row in rows)
-    groups = [
-        [
-            _bytes("weights", "weight_bytes_per_rank"),
-            _bytes("grads", "gradient_bytes_per_rank"),
-            _bytes("optimizer", "optimizer_bytes_per_rank", 9),
-            *[_bytes("copies", "step_memory_bytes_per_rank")] * copies,
-            Column("kernels", 7, "launches_per_step"),
-        ],
-        [
-            Column("padding", 7, "padding_fraction", "{:.2%}".format),
-            Column("max/mean", 8, "shard_imbalance", "{:.3f}".format),
-            Column("path", 12, "path"),
-            Column("amaxes", 7, "exchanged_maxima", spell_count),
-        ],
+    return [
+        _bytes("weights", "weight_bytes_per_rank"),
+        _bytes("grads", "gradient_bytes_per_rank"),
+        _bytes("optimizer", "optimizer_bytes_per_rank", 9),
+        *[_bytes("copies", "step_memory_bytes_per_rank")] * copies,
+        Column("padding", 7, "padding_fraction", "{:.2%}".format),
     ]
-    if any(row["norm_bytes_per_rank"] is not None for row in rows):
-        groups.append(
-            [
-                _bytes("norm", "norm_bytes_per_rank"),
-                _bytes("update", "update_bytes_per_rank"),
-                Column("B/param", 7, "step_bytes_per_parameter", "{:.2f}".format),
-                *_times("step_floor_ms", report["memory_bandwidth_tb_per_s"], "TB/s"),
-            ]
-        )
-    return groups
 
 
 def _bytes(header: str, key: str, width: int = 8) -> Column:
     return Column(header, width, key, spell_bytes)
 
 
-def _times(key: str, speed: float | None, unit: str) -> list[Column]:
-    if speed is None:
+def _times(gb_per_s: float | None) -> list[Column]:
+    if gb_per_s is None:
         return []
-    header = f"at {speed:g} {unit}"
-    return [Column(header, max(12, len(header)), key, _spell_ms)]
+    header = f"at {gb_per_s:g} GB/s"
+    return [Column(header, max(12, len(header)), "gather_ms", _spell_ms)]
 
 
 def _spell_ms(time: float) -> str:
@@ -136,17 +119,11 @@ def _width(columns: Sequence[Column]) -> int:
 
 
 def _table(title: str, columns: Sequence[Column], rows: Sequence[PlanRow]) -> Table:
-    table = Table(
-        title=f"\n{title}".rstrip() if title else None,
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for column in (_FORMAT, *columns):
-        side: Any = "left" if column.header in ("format", "path") else "right"
-        table.add_column(column.header, justify=side, no_wrap=True, width=column.width)
-    for row in rows:
-        table.add_row(*(column.cell(row) for column in (_FORMAT, *columns)))
+    shown = [_FORMAT, *columns]
+    numbers = [column.header for column in columns]
+    cells = [[column.cell(row) for column in shown] for row in rows]
+    table = build_table([column.header for column in shown], cells, right=numbers)
+    for column, of_table in zip(shown, table.columns, strict=True):
+        of_table.width = column.width
+    table.title, table.title_justify, table.title_style = title and f"\n{title}", "left", "bold"
     return table

@@ -6,9 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.table import Table
-
 from moe_optim.commands.console.files import write_atomically
+from moe_optim.commands.console.tables import build_table
 from moe_optim.commands.report import plots
 from moe_optim.commands.report.page import Picture, render, write_page
 from moe_optim.commands.report.reading import Run, read_run, require_no_run
@@ -69,12 +68,7 @@ def compare(paths: Sequence[Path], out: Path) -> int:
     content = json.dumps(rows, indent=2) + "\n"
     write_atomically(out / "compare.json", content.encode())
     console = results_console()
-    screen = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for header in HEADER.values():
-        screen.add_column(header, no_wrap=True)
-    for cells in table:
-        screen.add_row(*cells)
-    print_table(console, screen)
+    print_table(console, build_table([*HEADER.values()], table, gap=2))
     console.print(str(page))
     return 0
 

@@ -1,5 +1,6 @@
 """Plots of runs as PNGs, about five inches wide, legible on a phone."""
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from moe_optim.commands.console.pictures import plain, png_of
 from moe_optim.commands.report.reading import Sample
 from moe_optim.commands.train.events import Events, Point
 from moe_optim.commands.train.summary import draw_curves, smoothed
@@ -25,6 +25,17 @@ def _new(height: float = 3.0) -> tuple[Figure, Axes]:
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def _plain(text: str) -> str:
+    """Escape matplotlib's mathtext characters."""
+    return text.replace("$", r"\$")
+
+
+def _png_of(figure: Figure) -> bytes:
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    return picture.getvalue()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +56,7 @@ def _over_iterations(axes: Axes, label: str, marks: Marks) -> None:
         axes.axvline(spike, color="tab:red", linewidth=0.8, linestyle=":", zorder=0)
     if marks.at is not None:
         axes.axvline(marks.at, color="0.5", linewidth=0.8, linestyle="--", zorder=0)
-    axes.set(xlabel="iteration", ylabel=plain(label))
+    axes.set(xlabel="iteration", ylabel=_plain(label))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color="0.92")
 
@@ -56,7 +67,7 @@ def plot_loss(curves: Events, unit: str, marks: Marks = NO_MARKS) -> bytes:
     draw_curves(axes, curves)
     _over_iterations(axes, f"loss ({unit})", marks)
     axes.legend(frameon=False)
-    return png_of(figure)
+    return _png_of(figure)
 
 
 def plot_curves(
@@ -116,7 +127,7 @@ def plot_curves(
             fontsize=8,
             ncols=3,
         )
-    return png_of(figure)
+    return _png_of(figure)
 
 
 def plot_heat_map(
@@ -140,12 +151,12 @@ def plot_heat_map(
     colors = colormaps["viridis"].with_extremes(over="tab:red")
     image = axes.imshow(values, aspect="auto", norm=scale, cmap=colors, interpolation="nearest")
     step = -(-rows // _MOST_LABELS)
-    axes.set_yticks(range(0, rows, step), list(map(plain, sample.layers[::step])), fontsize=8)
+    axes.set_yticks(range(0, rows, step), list(map(_plain, sample.layers[::step])), fontsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("expert")
     axes.set_title(label, loc="left", fontsize=10)
     figure.colorbar(image, ax=axes, extend="neither" if threshold is None else "max")
-    return png_of(figure)
+    return _png_of(figure)
 
 
 def plot_bars(values: Mapping[str, float], label: str) -> bytes:
@@ -160,9 +171,9 @@ def plot_bars(values: Mapping[str, float], label: str) -> bytes:
     axes.tick_params(axis="y", labelsize=8)
     axes.set_xlabel(label)
     axes.margins(x=0.18)
-    return png_of(figure)
+    return _png_of(figure)
 
 
 def _named(name: str) -> str:
     """Shorten a name at its front; paths differ at their ends."""
-    return plain(name if len(name) <= _MOST_LETTERS else f"…{name[1 - _MOST_LETTERS :]}")
+    return _plain(name if len(name) <= _MOST_LETTERS else f"…{name[1 - _MOST_LETTERS :]}")

@@ -12,38 +12,25 @@ import torch
 
 from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.checkpoint.files.untrusted_files import parse_json, read_file
-from moe_optim.commands.console.json_forms import find_misfit
 from moe_optim.commands.train.events import TRAIN_TAG, Events, Point, read_events
 from moe_optim.commands.train.run_folder import RunFolder
 from moe_optim.commands.train.summary import loss_unit
-from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.errors import ConfigError, LayoutError, quote
 from moe_optim.formats.health_figures import TAGS, THRESHOLDS, warn_of
 
 Look = tuple[int, npt.NDArray[Any]]
 """Iteration of a health sample, and one value per expert."""
 _BY_EXPERT = "/by_expert"
-_MODEL = {
-    "format": str,
-    "optimizer": str,
-    "parameters": int,
-    "quantized_parameters": int,
-    "rank0": {
-        "step": str,
-        "gathered_bytes": int,
-        "other_gathered_bytes": int,
-        "weights": [{"weight_bytes": int}],
-    },
-    "environment": {"device": str, "commit": str, "versions": dict},
+_NUMBERS = (
+    *("parameters", "quantized_parameters", "test_loss", "byte_entropy", "world_size"),
+    *("iterations_per_second", "seconds", "resumed_from"),
+)
+_KINDS: Mapping[str, Any] = {
+    **dict.fromkeys(("format", "optimizer", "command"), str),
+    **dict.fromkeys(("rank0", "environment"), dict),
+    **dict.fromkeys(_NUMBERS, (int, float)),
 }
-_SUMMARY = {
-    "test_loss": float,
-    "byte_entropy": float,
-    "iterations_per_second": float,
-    "seconds": float,
-    "world_size": int,
-    "resumed_from": int,
-    "command": str,
-}
+"""Key of ``model.json`` or ``summary.json`` -> type of its value, which may be null."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +140,11 @@ def read_run(path: Path) -> Run:
             "in them, got none. Name a folder that `moe-optim train` has written, or Megatron's "
             "--tensorboard-dir."
         )
-    model, summary = _read(folder.model, _MODEL), _read(folder.summary, _SUMMARY)
+    model, summary = _read(folder.model), _read(folder.summary)
     return Run(name=path.resolve().name, path=path, model=model, summary=summary, events=events)
 
 
-def _read(path: Path, form: Mapping[str, Any]) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
@@ -168,8 +155,13 @@ def _read(path: Path, form: Mapping[str, Any]) -> dict[str, Any]:
         raise LayoutError(
             f"{path}: expected names and values as JSON, got something else. Remove the file."
         ) from error
-    if misfit := find_misfit(content, form):
-        raise LayoutError(f"{path}: {misfit}. Correct it, or remove the file.")
+    for key, kind in _KINDS.items():
+        value = content.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+            raise LayoutError(
+                f"{path}: {key}: expected a value of another type, got {quote(value)}. Correct it, "
+                "or remove the file."
+            )
     return content
 
 

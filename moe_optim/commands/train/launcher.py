@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this machine with torch's elastic agent, as ``torchrun`` does."""
+"""Starts the ranks of a run on this machine with torchrun, and names the one that failed."""
 
 import contextlib
 import logging
@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.run import parse_args, run
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _LOST_PEER = re.compile(
@@ -26,23 +26,14 @@ class RankFailure:
     """The first rank that failed."""
 
     rank: int
-    exit_code: int
-    """Exit code; negative: signal number."""
     reason: str
-    """Recorded error, ``Type: message``; may be empty."""
+    """Exit code or signal, and the recorded error, ``Type: message``."""
     logs: Path
     """Folder with ``stdout.log`` and ``stderr.log`` of the rank."""
 
     def sentence(self) -> str:
-        """Return one line with rank, exit code or signal, and reason."""
-        number, reason = -self.exit_code, self.reason or "its log tells why"
-        if number <= 0:
-            return f"rank {self.rank} ended with exit code {self.exit_code}: {reason}"
-        known = number in set(signal.Signals)  # real-time signals have no names
-        name = signal.Signals(number).name if known else f"signal {number}"
-        if number == signal.SIGKILL:
-            reason = "killed from outside, or out of memory"
-        return f"rank {self.rank} was ended by {name}: {reason}"
+        """Return one line with rank and reason."""
+        return f"rank {self.rank} ended with {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,36 +60,24 @@ def launch(
     A failed rank, or a signal to this process, ends all other ranks.
 
     Args:
-        command: program and arguments of a rank. Rank and world size are environment variables, as
-            under torchrun.
+        command: program and arguments of a rank.
         ranks: number of processes.
         logs: folder of the logs of all launches; created.
         environment: variables set for every rank.
         is_shown: whether the last rank, which logs losses, also prints to this terminal.
     """
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id="launch",
-        role="rank",  # lines on the terminal begin with [rank1]:
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        signals_to_handle=",".join(one.name for one in _SIGNALS if _is_heard(one)),
-        logs_specs=DefaultLogsSpecs(
-            log_dir=str(logs),
-            redirects=Std.ALL,
-            tee=Std.OUT if is_shown else Std.NONE,
-            local_ranks_filter={ranks - 1},
-        ),
-    )
-    program, *arguments = command
-    failures, stopped_by = {}, None
+    # torchrun would catch signals that nohup or a shell has set to be ignored
+    heard = [one.name for one in _SIGNALS if signal.getsignal(one) != signal.SIG_IGN]
+    options = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=launch"]
+    options += ["--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", "--role=rank"]
+    options += [f"--signals-to-handle={','.join(heard)}"]
+    options += [f"--log-dir={logs}", "--redirects=3", f"--tee={int(is_shown)}"]
+    options += [f"--local-ranks-filter={ranks - 1}", "--no-python"]
+    failures: Mapping[int, ProcessFailure] = {}
+    stopped_by = None
     with _changed_process(environment):
         try:
-            elastic_launch(config, program)(*arguments)
+            run(parse_args([*options, *command]))
         except ChildFailedError as error:
             failures = error.failures
         except SignalException as stop:
@@ -108,25 +87,22 @@ def launch(
     return LaunchResult(logs=newest, failure=failure, stopped_by=stopped_by)
 
 
-def _is_heard(number: signal.Signals) -> bool:
-    """Return False for a signal that ``nohup`` or a shell has set to be ignored."""
-    return signal.getsignal(number) != signal.SIG_IGN
-
-
 def _first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> RankFailure:
     """Return the earliest failure; ranks that lost a peer failed as a consequence."""
-
-    def reason(failure: ProcessFailure) -> str:
-        recorded = failure.error_file_data["message"]
-        return str(recorded["message"]).strip() if isinstance(recorded, dict) else ""
-
-    rank, first = min(
-        failures.items(),
-        key=lambda one: (bool(_LOST_PEER.search(reason(one[1]))), one[1].timestamp),
+    reasons = {rank: _reason(failure) for rank, failure in failures.items()}
+    rank = min(
+        failures, key=lambda one: (bool(_LOST_PEER.search(reasons[one])), failures[one].timestamp)
     )
-    return RankFailure(
-        rank=rank, exit_code=first.exitcode, reason=reason(first), logs=logs / str(rank)
-    )
+    return RankFailure(rank=rank, reason=reasons[rank], logs=logs / str(rank))
+
+
+def _reason(failure: ProcessFailure) -> str:
+    if failure.exitcode == -signal.SIGKILL:
+        return "SIGKILL: killed from outside, or out of memory"
+    ended = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    recorded = failure.error_file_data["message"]
+    said = str(recorded["message"]).strip() if isinstance(recorded, dict) else ""
+    return f"{ended}: {said or 'its log tells why'}"
 
 
 def rank_environment(ranks: int, *, cpu: bool) -> dict[str, str]:

@@ -14,25 +14,32 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from moe_optim.commands.console.files import free_bytes, full_disk_explained
-from moe_optim.commands.train.byte_dataset import ByteDataset, prepare_dataset
-from moe_optim.commands.train.resume import find_resume_point, newest_complete_checkpoint
+from moe_optim.checkpoint.files.untrusted_files import parse_json
+from moe_optim.commands.console.files import write_atomically
+from moe_optim.commands.train.dataset import (
+    ByteDataset,
+    build_dataset,
+    find_text,
+    load_dataset,
+    standard_library_text,
+)
 from moe_optim.commands.train.run_folder import (
-    CKPT_STEP,
-    OVERRIDE_SCHEDULE,
     RunFolder,
     claim,
-    inherit,
-    read_record,
-    refuse_other_rates,
-    write_record,
+    find_resume_point,
+    newest_complete_checkpoint,
 )
 from moe_optim.commands.train.summary import print_summary, write_summary
-from moe_optim.commands.train.text_files import find_text, standard_library_text
 from moe_optim.config.recipes import Recipe, check_requirements, load_recipe
-from moe_optim.errors import ConfigError, raise_faults
+from moe_optim.errors import ConfigError, StateError, raise_faults
 from moe_optim.formats import FORMATS
-from moe_optim.integration.argv import data_flags, flags, last_value, spell_format
+from moe_optim.integration.argv import (
+    data_flags,
+    flags,
+    last_value,
+    spell_format,
+    without_options,
+)
 from moe_optim.screen import fail, results_console
 
 if TYPE_CHECKING:
@@ -44,6 +51,12 @@ RANK_MODULE = "moe_optim.commands.train.pretrain"
 _FOLDER_FLAGS = ("--save", "--tensorboard-dir", "--data-cache-path")
 _CPU_DEFAULTS = ("--num-workers", "0")  # loader processes would compete with the ranks for cores
 _LITTLE_FREE_BYTES = 2**26
+_OVERRIDE, _CKPT_STEP = "--override-opt_param-scheduler", "--ckpt-step"
+_OF_ONE_LOAD = (
+    *(_OVERRIDE, _CKPT_STEP, "--use-checkpoint-opt_param-scheduler", "--load"),
+    *("--finetune", "--no-load-optim", "--no-load-rng"),
+)
+"""Megatron flags for a single load of a checkpoint, which a resumed run does not inherit."""
 
 
 def train(args: argparse.Namespace) -> int:
@@ -52,13 +65,10 @@ def train(args: argparse.Namespace) -> int:
     check_requirements(recipe)
     _check_arguments(args, recipe)
     with claim(args.out or Path("runs") / args.recipe.stem, resume=args.resume) as folder:
-        if args.resume and (record := read_record(folder)) is not None:
-            args = inherit(args, folder, record)
-            before = load_recipe(args.recipe, record.set).megatron_argv() + record.megatron_args
+        if args.resume and folder.arguments.is_file():
+            args = _inherit(args, folder.arguments)
             recipe = load_recipe(args.recipe, args.set)
-            now = recipe.megatron_argv() + args.megatron_args
             _check_arguments(args, recipe)
-            refuse_other_rates(before, now, stock=args.stock)
         return _Training(args, recipe, folder, results_console()).run()
 
 
@@ -85,6 +95,25 @@ def _check_arguments(args: argparse.Namespace, recipe: Recipe) -> None:
         raise ConfigError("--load: --resume loads from the run folder itself. Drop one of the two.")
     if args.text and (data := data_flags(given)):
         raise ConfigError(f"--text and {data[0]} both set the training data. Drop one of the two.")
+
+
+def _inherit(args: argparse.Namespace, path: Path) -> argparse.Namespace:
+    """Return ``args`` behind the recorded ones, which they override."""
+    given = {*flags(args.megatron_args)}
+    for unit, other in (("iters", "samples"), ("samples", "iters")):
+        if f"--train-{unit}" in given:  # Megatron counts a whole run in one unit
+            given |= {f"--{one}-{other}" for one in ("train", "lr-decay", "lr-warmup")}
+    try:
+        record = parse_json(path.read_bytes())
+        changes, words = ([str(one) for one in record[key]] for key in ("set", "megatron_args"))
+    except (ValueError, TypeError, KeyError) as error:
+        raise StateError(
+            f"{path}: expected the options of the run, got something else: {error}. Remove the "
+            "file, and give all options that the run was started with."
+        ) from error
+    keys = {one.partition("=")[0].removeprefix("megatron_args.") for one in args.set}
+    words = [*without_options(words, given | keys), *args.megatron_args]
+    return argparse.Namespace(**vars(args) | {"set": [*changes, *args.set], "megatron_args": words})
 
 
 def _changed_fields(assignments: Sequence[str]) -> list[str]:
@@ -177,9 +206,9 @@ class _Training:
             raise_faults(f"{self.recipe.path} and flags after --", json.loads(done.stdout))
 
     def _resume_point(self) -> int:
-        step = last_value(self.megatron_argv, CKPT_STEP)
+        step = last_value(self.megatron_argv, _CKPT_STEP)
         if step is not None and step.isdigit():
-            self._say(f"resume: from the checkpoint of iteration {step}, as given by {CKPT_STEP}")
+            self._say(f"resume: from the checkpoint of iteration {step}, as given by {_CKPT_STEP}")
             return int(step)
         point = find_resume_point(self.folder.checkpoints)
         for note in (*point.notes, f"from the checkpoint of iteration {point.iteration}"):
@@ -187,45 +216,55 @@ class _Training:
         return point.iteration
 
     def _prepare_dataset(self) -> ByteDataset | None:
-        """Build or reuse the dataset; None if Megatron's flags name another one."""
-        if data_flags(self.megatron_argv):
+        """Build the dataset, or load that of a resumed run; None if Megatron's flags name data."""
+        args, folder = self.args, self.folder.dataset.resolve()
+        data = data_flags(self.megatron_argv)
+        dataset = load_dataset(folder) if args.resume else None
+        if args.resume and (args.text or (dataset is None) != bool(data)):
+            began = f"Python's library or --text, in {folder}" if dataset else "Megatron's data"
+            raise ConfigError(
+                f"--resume: expected the data that the run began with, {began}, got "
+                f"{' '.join(data) or '--text or none'}. Leave --text out, and repeat Megatron's "
+                "flags of data; or start a new run with --out."
+            )
+        if data:
             return None
-        files = find_text(self.args.text) if self.args.text else standard_library_text()
-        size = sum(file.size for file in files)
-        self._say(f"dataset: {len(files)} file{'s' * (len(files) != 1)}, {size / 1e6:.1f} MB")
-        root = self.folder.path.resolve().parent / "data"
-        with full_disk_explained(root, "building the dataset"):
-            dataset, built = prepare_dataset(files, root)
+        if dataset is None:
+            files = find_text(args.text) if args.text else standard_library_text()
+            size = sum(file.size for file in files)
+            self._say(f"dataset: {len(files)} file{'s' * (len(files) != 1)}, {size / 1e6:.1f} MB")
+            dataset = build_dataset(files, folder)
         counts = ", ".join(f"{count:,} {split}" for split, count in dataset.bytes.items())
-        self._say(
-            f"dataset: {'built' if built else 'reused'} {dataset.folder} ({counts} bytes; "
-            f"byte entropy {dataset.byte_entropy:z.3f} nats/byte)"
-        )
+        self._say(f"dataset: {counts} bytes; byte entropy {dataset.byte_entropy:z.3f} nats/byte")
         length = last_value(self.megatron_argv, "--seq-length")
         if length is not None and length.isdigit():
             dataset.require_sequence_length(int(length))
         return dataset
 
     def _launch(self, dataset: ByteDataset | None, cpu: bool) -> "LaunchResult":
-        """Train; record the arguments unless a resumed run leaves no newer checkpoint."""
         from moe_optim.commands.train.launcher import launch, python_command, rank_environment
 
         if not self.args.resume:
-            write_record(self.folder, self.args, self.megatron_argv)
+            self._record()
         before = newest_complete_checkpoint(self.folder.checkpoints)
         # the index may be truncated after a full disk
         shutil.rmtree(self.folder.index_cache, ignore_errors=True)
-        with full_disk_explained(self.folder.path, "starting the ranks"):
-            result = launch(
-                python_command(RANK_MODULE, *self._rank_arguments(dataset, cpu)),
-                ranks=self.ranks,
-                logs=self.folder.logs,
-                environment=rank_environment(self.ranks, cpu=cpu),
-                is_shown=not self.args.quiet,
-            )
+        result = launch(
+            python_command(RANK_MODULE, *self._rank_arguments(dataset, cpu)),
+            ranks=self.ranks,
+            logs=self.folder.logs,
+            environment=rank_environment(self.ranks, cpu=cpu),
+            is_shown=not self.args.quiet,
+        )
         if newest_complete_checkpoint(self.folder.checkpoints) != before:
-            write_record(self.folder, self.args, self.megatron_argv)
+            self._record()
         return result
+
+    def _record(self) -> None:
+        """Record the options for a resumed run to inherit."""
+        words = without_options(self.args.megatron_args, _OF_ONE_LOAD)
+        record = {"set": self.args.set, "megatron_args": words}
+        write_atomically(self.folder.arguments, f"{json.dumps(record, indent=1)}\n".encode())
 
     def _rank_arguments(self, dataset: ByteDataset | None, cpu: bool) -> list[str]:
         """Return the command line of every rank; the user's flags come last and override."""
@@ -249,10 +288,10 @@ class _Training:
 
     def _report_failure(self, failure: "RankFailure") -> int:
         lines = [failure.sentence(), f"Logs: {failure.logs}"]
-        if (free := free_bytes(self.folder.path)) < _LITTLE_FREE_BYTES:
+        if (free := shutil.disk_usage(self.folder.path).free) < _LITTLE_FREE_BYTES:
             lines.append(f"The disk is almost full: {free / 2**20:.1f} MiB are free.")
         if "OptimizerParamScheduler" in failure.reason:
-            lines.append(f"{OVERRIDE_SCHEDULE} overrides the schedule of the checkpoint.")
+            lines.append(f"{_OVERRIDE} overrides the schedule of the checkpoint.")
         return fail("\n  ".join([*lines, self._way_on()]))
 
     def _way_on(self) -> str:
@@ -267,7 +306,7 @@ class _Training:
         length = ["--train-iters", str(2 * iterations)]
         if samples is not None:  # Megatron takes one of the two
             length = ["--train-samples", str(2 * int(samples))]
-        return f"{self._resume_command()} -- {shlex.join([*length, OVERRIDE_SCHEDULE])}"
+        return f"{self._resume_command()} -- {shlex.join([*length, _OVERRIDE])}"
 
     def _uses(self, format: str) -> list[str]:
         """Return commands that use the run; conversions only for models with names elsewhere."""
@@ -280,11 +319,10 @@ class _Training:
         return [f"{command} {shlex.join(paths)}" for command, paths in commands.items()]
 
     def _resume_command(self) -> str:
-        """Return the command that resumes this run, which inherits --set, --text and flags."""
+        """Return the command that resumes this run, which inherits --set and flags."""
         args = self.args
         words = ["moe-optim", "train", str(args.recipe)]
-        words += ["--out", str(args.out)] if args.out else []
-        words += ["--ranks", str(args.ranks)] if args.ranks else []
-        words += ["--cpu"] if args.cpu else []
-        words += ["--stock"] if args.stock else []
+        for option, value in (("--out", args.out), ("--ranks", args.ranks)):
+            words += [option, str(value)] if value else []
+        words += [f"--{name}" for name in ("cpu", "stock") if getattr(args, name)]
         return shlex.join([*words, "--resume"])

@@ -5,7 +5,8 @@
     RUN/checkpoints/      Megatron's torch_dist checkpoints and its tracker file
     RUN/logs/             stdout.log and stderr.log of every rank and launch
     RUN/tensorboard/      event files of every launch
-    RUN/arguments.json    arguments of the run, inherited by a resumed run
+    RUN/arguments.json    options of the run, inherited by a resumed run
+    RUN/dataset/          tokens of the text, unless Megatron's flags name other data
     RUN/index_cache/      Megatron's sample index of the dataset; rebuilt by every launch
     RUN/model.json        description of the model that rank 0 trained
     RUN/summary.json      written last, when the run has finished
@@ -13,35 +14,22 @@
     RUN/.lock             held by the launcher during the run
 """
 
-import argparse
 import contextlib
 import fcntl
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from moe_optim.checkpoint.files.folders import iteration_folders
-from moe_optim.checkpoint.files.publishing import require_writable
-from moe_optim.checkpoint.files.untrusted_files import parse_json
-from moe_optim.commands.console.files import full_disk_explained, write_atomically
-from moe_optim.commands.console.json_forms import find_misfit
-from moe_optim.errors import ConfigError, StateError
-from moe_optim.integration.argv import data_flags, flags, last_value, without_options
-
-OVERRIDE_SCHEDULE = "--override-opt_param-scheduler"
-CKPT_STEP = "--ckpt-step"
-_OF_ONE_LOAD = (
-    CKPT_STEP,
-    OVERRIDE_SCHEDULE,
-    "--use-checkpoint-opt_param-scheduler",
-    "--load",
-    "--finetune",
-    "--no-load-optim",
-    "--no-load-rng",
+from moe_optim.checkpoint.files.folders import (
+    TRACKER,
+    iteration_folders,
+    iteration_of,
+    read_tracker,
 )
-"""Megatron flags that apply to a single load of a checkpoint."""
-_RATES = ("--lr", "--min-lr", "--decoupled-lr", "--decoupled-min-lr")
+from moe_optim.checkpoint.files.publishing import DISK_FULL, require_writable
+from moe_optim.checkpoint.integrity import checkpoint_defect
+from moe_optim.commands.console.files import write_atomically
+from moe_optim.errors import StateError
 
 
 class RunFolder:
@@ -54,6 +42,7 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"
         self.index_cache = path / "index_cache"
         self.arguments = path / "arguments.json"
+        self.dataset = path / "dataset"
         self.model = path / "model.json"
         self.summary = path / "summary.json"
         self.report = path / "report"
@@ -81,9 +70,7 @@ def claim(path: Path, *, resume: bool) -> Iterator[RunFolder]:
             "with --out, or start a new one without --resume."
         )
     require_writable(path, expected="a folder")
-    with full_disk_explained(path, "creating the run folder"):
-        path.mkdir(parents=True, exist_ok=True)
-        (path / ".lock").touch()
+    path.mkdir(parents=True, exist_ok=True)
     with (path / ".lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,96 +90,52 @@ def claim(path: Path, *, resume: bool) -> Iterator[RunFolder]:
 
 
 @dataclass(frozen=True)
-class Record:
-    """Arguments of a run, inherited when it is resumed."""
+class ResumePoint:
+    """Checkpoint to resume from."""
 
-    set: list[str]
-    megatron_args: list[str]
-    text: list[str] | None
-    """Absolute paths of ``--text``, empty for the standard library; None for Megatron's data."""
-
-
-def write_record(folder: RunFolder, args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Record the arguments of a launch; ``argv`` contains all of its Megatron flags."""
-    text = None if data_flags(argv) else [str(path.absolute()) for path in args.text]
-    kept = without_options(args.megatron_args, _OF_ONE_LOAD)
-    record = Record(set=args.set, megatron_args=kept, text=text)
-    write_atomically(folder.arguments, f"{json.dumps(asdict(record), indent=1)}\n".encode())
+    iteration: int
+    notes: tuple[str, ...]
+    """One sentence per skipped checkpoint, and one for a corrected tracker file."""
 
 
-def read_record(folder: RunFolder) -> Record | None:
-    """Return the arguments of the run; None if they were not recorded.
+def find_resume_point(checkpoints: Path) -> ResumePoint:
+    """Find the newest complete checkpoint and write its iteration to Megatron's tracker file.
 
     Raises:
-        StateError: the record is damaged.
+        StateError: no checkpoint is complete, or the tracker cannot be read or written.
     """
-    if not folder.arguments.is_file():
-        return None
+    notes: list[str] = []
+    for checkpoint in iteration_folders(checkpoints):
+        defect = checkpoint_defect(checkpoint)
+        if defect is None:
+            iteration = iteration_of(checkpoint)
+            return ResumePoint(iteration, (*notes, *_correct_tracker(checkpoints, iteration)))
+        notes.append(f"skipped the incomplete checkpoint {checkpoint.name}: {defect}")
+    raise StateError(
+        f"--resume: {checkpoints} contains no complete checkpoint "
+        f"({'; '.join(notes) or 'there are none'}). "
+        "Start a new run without --resume in another folder with --out."
+    )
+
+
+def newest_complete_checkpoint(checkpoints: Path) -> int | None:
+    """Return the iteration of the newest complete checkpoint, or None; changes nothing."""
+    complete = (one for one in iteration_folders(checkpoints) if checkpoint_defect(one) is None)
+    return next(map(iteration_of, complete), None)
+
+
+def _correct_tracker(checkpoints: Path, iteration: int) -> list[str]:
     try:
-        content = parse_json(folder.arguments.read_bytes())
-        record = Record(**content)
-        misfit = find_misfit(content, dict.fromkeys(("set", "megatron_args", "text"), [str]))
-        if misfit or None in (record.set, record.megatron_args):
-            raise TypeError(misfit or "null")
-    except (ValueError, TypeError) as error:
+        found = read_tracker(checkpoints)
+        if found == str(iteration):
+            return []
+        write_atomically(checkpoints / TRACKER, str(iteration).encode())
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise
         raise StateError(
-            f"{folder.arguments}: expected the arguments of the run, got something else: "
-            f"{error}. Remove the file, and give all arguments that the run was started with."
+            f"{checkpoints / TRACKER}: expected a file with an iteration, got: {error.strerror}. "
+            "Remove it."
         ) from error
-    return record
-
-
-def inherit(args: argparse.Namespace, folder: RunFolder, record: Record) -> argparse.Namespace:
-    """Return ``args`` completed by the recorded arguments; new values override them."""
-    data = data_flags(args.megatron_args)
-    given = [str(path.absolute()) for path in args.text]
-    if (record.text is not None and data) or (given and given != record.text):
-        began = "Megatron's data" if record.text is None else " ".join(record.text)
-        raise ConfigError(
-            f"{data[0] if data else '--text'}: expected {began or 'the standard library'}, which "
-            f"{folder.path} began to train on, got {' '.join(given) or 'other data'}. Leave it "
-            "out, or start a new run in another folder with --out."
-        )
-    old = without_options(record.megatron_args, _given_anew(args))
-    taken = {
-        "set": [*record.set, *args.set],
-        "megatron_args": [*old, *args.megatron_args],
-        "text": list(map(Path, record.text or [])),
-    }
-    return argparse.Namespace(**vars(args) | taken)
-
-
-def _given_anew(args: argparse.Namespace) -> set[str]:
-    """Return the Megatron flags set by ``args``, and those that they exclude."""
-    found = {*flags(args.megatron_args)}
-    found |= {one.partition("=")[0].removeprefix("megatron_args.") for one in args.set}
-    for unit, other in (("iters", "samples"), ("samples", "iters")):
-        if f"--train-{unit}" in found:  # Megatron counts a whole run in one unit
-            found |= {f"--{one}-{other}" for one in ("train", "lr-decay", "lr-warmup")}
-    return found
-
-
-def refuse_other_rates(old: Sequence[str], new: Sequence[str], *, stock: bool) -> None:
-    """Refuse a learning rate for which Megatron 0.19 would not find its saved optimizer state.
-
-    Args:
-        old: recorded Megatron flags of the run.
-        new: current Megatron flags.
-        stock: whether Megatron's own optimizer loads the state; no flag helps then.
-    """
-    for flag in _RATES:
-        before, now = last_value(old, flag), last_value(new, flag)
-        if _is_same_number(before, now) or (OVERRIDE_SCHEDULE in new and not stock):
-            continue
-        remedy = "train without --stock" if stock else f"add {OVERRIDE_SCHEDULE}"
-        raise ConfigError(
-            f"{flag}: expected {before}, as the run was started, got {now}. Leave it out to go on "
-            f"as before; to go on with another, {remedy}."
-        )
-
-
-def _is_same_number(one: str | None, other: str | None) -> bool:
-    try:
-        return one == other or float(one or "") == float(other or "")
-    except ValueError:
-        return False
+    was = "missing" if found is None else repr(found)[:40]
+    return [f"set {TRACKER} to {iteration} (it was {was})"]

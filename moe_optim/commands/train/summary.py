@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from moe_optim.commands.console.files import write_atomically
+from moe_optim.commands.console.tables import build_table
 from moe_optim.commands.train.events import TRAIN_TAG, Events, Point, read_events
 from moe_optim.commands.train.run_folder import RunFolder
 from moe_optim.errors import LayoutError
@@ -123,16 +124,6 @@ def print_summary(
     summary: Mapping[str, Any], folder: RunFolder, longer: str, console: Console
 ) -> None:
     """Print losses, speed, paths of the results, and the command ``longer``."""
-    table = Table(
-        title="Training finished",
-        title_justify="left",
-        show_header=False,
-        box=None,
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
-    )
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
     total, quantized = summary["parameters"], summary["quantized_parameters"]
     share = quantized / max(total, 1)
     held_out, test = summary["validation_losses"], summary["test_loss"]
@@ -153,7 +144,6 @@ def print_summary(
         "TensorBoard": shlex.join(["tensorboard", "--logdir", str(folder.tensorboard)]),
         "train longer": longer,
     }
-    for name, value in rows.items():
-        if value:
-            table.add_row(name, str(value))
+    cells = [(Text(name, "bold"), str(value)) for name, value in rows.items() if value]
+    table = build_table(("Training finished", ""), cells, fold=("",), gap=2)
     print_table(console, table)

@@ -10,8 +10,8 @@ import pytest
 
 from moe_optim import import_hook
 from moe_optim.commands.cli import doctor
+from moe_optim.commands.cli import enable as site_file
 from moe_optim.commands.cli import main as cli
-from moe_optim.commands.console import site_file
 from moe_optim.environment import find_package
 from tests.support.training_runs.runs import REPOSITORY
 from tests.support.training_runs.scripts import write_fake_tree

@@ -57,7 +57,7 @@ def read_some(terminal):
         return b""
 
 
-@pytest.mark.parametrize(("columns", "tables"), [(60, 6), (120, 3)])
+@pytest.mark.parametrize(("columns", "tables"), [(60, 4), (120, 2)])
 def test_a_plan_fits_its_terminal_and_cuts_no_number(columns, tables, tmp_path):
     """All figures of the file stand in it, in fewer and wider tables where there is room."""
     path = tmp_path / "plan.json"

@@ -21,17 +21,15 @@ def work(shared, item):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ("dies", "^the item dies: expected a worker process to finish it, got one that was killed"),
+        ("dies", "^--workers: expected processes that finish their work, got one that was killed"),
         ("raises", "^a file is damaged$"),
     ],
 )
-def test_one_failure_is_an_error_that_names_its_item_and_ends_all_processes(bad, message):
+def test_one_failure_is_an_error_and_ends_all_processes(bad, message):
     before = active_children()
     got = {}
     with pytest.raises(StateError, match=message):
-        for item, result in run_in_workers(
-            work, "x", ["1", "2", bad], workers=2, name=lambda item: f"the item {item}"
-        ):
+        for item, result in run_in_workers(work, "x", ["1", "2", bad], workers=2):
             got[item] = result
     assert got.items() <= {"1": "x1", "2": "x2"}.items()
     assert active_children() == before

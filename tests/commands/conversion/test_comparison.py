@@ -9,8 +9,11 @@ from moe_optim.commands.conversion.comparison import (
     compare_values,
     find_side,
 )
-from moe_optim.commands.conversion.conversion import convert_checkpoint
-from moe_optim.commands.conversion.conversion_plan import ConversionRequest, plan_conversion
+from moe_optim.commands.conversion.conversion import (
+    ConversionRequest,
+    convert_checkpoint,
+    plan_conversion,
+)
 from moe_optim.commands.conversion.layer_view import LayerView
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.errors import LayoutError

@@ -19,8 +19,11 @@ from moe_optim.checkpoint.flat_states import MANIFEST
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.checkpoint.state_manifest import StateManifest
 from moe_optim.commands.conversion import file_plan
-from moe_optim.commands.conversion.conversion import convert_checkpoint
-from moe_optim.commands.conversion.conversion_plan import ConversionRequest, plan_conversion
+from moe_optim.commands.conversion.conversion import (
+    ConversionRequest,
+    convert_checkpoint,
+    plan_conversion,
+)
 from moe_optim.commands.conversion.file_plan import torch_dist_checkpoint, write_common_state
 from moe_optim.commands.conversion.layer_view import LayerView, Rename
 from moe_optim.commands.conversion.opening import open_checkpoint
@@ -169,14 +172,14 @@ def test_manifests_of_optimizer_states_name_the_new_interleave(tmp_path):
     assert StateManifest.from_dict(saved, "here") == replace(manifest, glu_interleave=4)
 
 
-def test_in_torch_dist_without_a_new_interleave_everything_is_copied(source, tmp_path):
+def test_in_torch_dist_without_a_new_interleave_everything_stays(source, tmp_path):
     """As are interleaved rows of cut experts, which are refused elsewhere: ranks of expert tensor
     parallelism interleave the rows that each has, which are stored apart."""
     common = common_state(4, expert_tensor_parallel_size=2)
     cut = write_torch_dist(tmp_path / "cut", stored_tensors(), common)
     for given in (source, cut):
         out = tmp_path / f"{given.name} out"
-        assert convert(given, out, "sequential").copies_experts
+        convert(given, out, "sequential")
         assert_same_tensors(read_with_torch(out / "iter_0000007"), stored_tensors())
         assert read_object(out / "iter_0000007", COMMON) == read_object(given, COMMON)
     with pytest.raises(LayoutError, match="--expert-tensor-parallel-size 2"):
@@ -429,7 +432,7 @@ def refuse_to_write(*_):
 
 @pytest.mark.parametrize("asked", [{"glu_interleave": 4}, {}, {"format": "safetensors"}], ids=str)
 def test_a_disk_that_fills_up_is_named_and_nothing_is_left(asked, source, tmp_path, monkeypatch):
-    """In pieces that torch writes, in those that are copied, and in safetensors."""
+    """In pieces of experts, in those of other tensors, and in safetensors."""
     monkeypatch.setattr(file_plan, "write_file", refuse_to_write)
     monkeypatch.setattr(TorchDistWriter, "_piece", lambda *_: nullcontext(FullDisk()))
     plan = plan_of(source, "grouped", **asked)

@@ -9,8 +9,7 @@ import torch
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.conversion.layer_view import LayerView
-from moe_optim.commands.conversion.model_conversion import convert_model
-from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
+from moe_optim.commands.conversion.model_conversion import ModelRequest, convert_model, plan_model
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from moe_optim.commands.conversion.model_conversion import convert_model
-from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
+from moe_optim.commands.conversion.model_conversion import ModelRequest, convert_model, plan_model
 from moe_optim.commands.conversion.opening import open_checkpoint
 from tests.support.bytes import assert_same_tensors
 from tests.support.checkpoints import hf_models

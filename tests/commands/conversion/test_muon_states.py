@@ -68,19 +68,6 @@ def test_experts_without_one_of_the_two_are_refused(kind, prefix, tmp_path, caps
     assert not (tmp_path / "out").exists()
 
 
-def test_flat_states_of_muon_are_not_taken_for_adams(tmp_path, capsys):
-    """Their order is not stock's."""
-    bucket = "chained_0.optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(a, b).bucket_idx_0"
-    flat = {f"{bucket}.{kind}": torch.zeros(64) for kind in ("param", "momentum_buffer")}
-    tensors = stored_tensors(states=False) | flat
-    source = write_torch_dist(tmp_path / "source", tensors, common_state())
-    words = ["--experts", "hf", "--format", "safetensors"]
-    assert cli.main(["convert", str(source), str(tmp_path / "out"), *words]) == 2
-    said = capsys.readouterr().err
-    assert "got Muon's (momentum_buffer)" in said
-    assert "--dist-ckpt-optim-fully-reshardable" in said
-
-
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES.keys())
 def test_exports_take_masters_of_muon(prefix, tmp_path):
     tensors = stored()

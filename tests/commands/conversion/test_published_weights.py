@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from moe_optim.commands.cli import main as cli
-from moe_optim.commands.conversion.model_conversion import dequantize_checkpoint
-from moe_optim.commands.conversion.model_plan import plan_dequantization
+from moe_optim.commands.conversion.model_conversion import (
+    dequantize_checkpoint,
+    plan_dequantization,
+)
 from moe_optim.commands.conversion.model_sources import dequantized
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.commands.conversion.published_weights import encodings_of

@@ -2,8 +2,7 @@
 
 import pytest
 
-from moe_optim.commands.conversion.model_conversion import convert_model
-from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
+from moe_optim.commands.conversion.model_conversion import ModelRequest, convert_model, plan_model
 from moe_optim.commands.conversion.opening import open_checkpoint
 from tests.support.checkpoints.exported_models import stored, write
 

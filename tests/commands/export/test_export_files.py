@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from moe_optim.commands.cli import main as cli
-from moe_optim.commands.conversion.model_conversion import convert_model
-from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
+from moe_optim.commands.conversion.model_conversion import ModelRequest, convert_model, plan_model
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.commands.export.export import export_checkpoint, plan_export
 from moe_optim.errors import ConfigError, StateError

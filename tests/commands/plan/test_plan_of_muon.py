@@ -14,7 +14,7 @@ from moe_optim.buckets.matrix_buffers import matrix_param_layout, tag_matrices
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.plan.costs import MUON_ROWS, STOCK_BF16
 from moe_optim.commands.plan.gpus import Hardware
-from moe_optim.commands.plan.rows import STEP_FIGURES, plan_rows
+from moe_optim.commands.plan.rows import plan_rows
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import FORMATS
 from tests.commands.plan.test_plan import (
@@ -82,7 +82,6 @@ def test_our_rows_are_the_layouts_of_matrices(name, layout):
         ]
         row = row_of(experts_of(grouped=layout == "grouped", optimizer="muon"), dp_size, name)
         assert_counts(row, layouts, dp_size)
-        assert (row["path"], row["exchanged_maxima"] > 0) == ("aligned", False)
 
 
 @pytest.mark.parametrize(("busbw", "dp_size"), [(None, 1), (None, 24), (True, 7)])
@@ -104,14 +103,13 @@ def test_the_stock_row_is_megatrons_layer_wise_layout(busbw, dp_size):
 
 
 def test_what_is_not_known_of_a_step_is_not_told():
-    """Launches and time. Stock's rows of quantized weights are left out: it gathers bf16."""
+    """Stock's rows of quantized weights are left out: it gathers bf16."""
     rows = list(
         plan_rows(experts_of(optimizer="muon"), [1, 2], hardware=Hardware(memory_tb_per_s=3.0))
     )
     assert [row["format"] for row in rows] == [n for n in MUON_ROWS if n != "int4_g128"] * 2
     for row in rows:
-        assert all(row[figure] is None for figure in STEP_FIGURES)
-        assert row["launches_per_step"] is None or row["format"] == STOCK_BF16
+        assert row["step_ms"] is None
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def test_killing_one_rank_ends_all_and_says_which(tmp_path):
     with when_all_hang(tmp_path, lambda pids: os.kill(pids[0], signal.SIGKILL)):
         failure = start(tmp_path, "hang").failure
     assert failure.sentence() == (
-        "rank 0 was ended by SIGKILL: killed from outside, or out of memory"
+        "rank 0 ended with SIGKILL: killed from outside, or out of memory"
     )
 
 
@@ -96,11 +96,11 @@ def test_a_signal_to_the_launcher_ends_all_ranks_and_restores_the_handlers(tmp_p
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path, monkeypatch):
     handled = []
 
-    def keep(config, program):
-        handled.append(config.signals_to_handle)
-        return lambda *arguments: (tmp_path / "logs" / "launch_0").mkdir()
+    def keep(args):
+        handled.append(args.signals_to_handle)
+        (tmp_path / "logs" / "launch_0").mkdir(parents=True)
 
-    monkeypatch.setattr(launcher, "elastic_launch", keep)
+    monkeypatch.setattr(launcher, "run", keep)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         start(tmp_path)

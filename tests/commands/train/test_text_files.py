@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from moe_optim.commands.train.text_files import SPLITS, find_text, split_text, standard_library_text
+from moe_optim.commands.train.dataset import SPLITS, find_text, split_text, standard_library_text
 from moe_optim.errors import ConfigError
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.train import run as train
-from moe_optim.commands.train.run_folder import Record, RunFolder, inherit, refuse_other_rates
-from moe_optim.errors import ConfigError
+from moe_optim.errors import StateError
 from tests.support.training_runs.runs import FAKE_RANK, REPOSITORY, small_disk, write_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -113,10 +112,10 @@ def test_with_stock_ranks_get_no_flag_of_the_plugin(command, run):
 
 
 def test_a_resume_skips_a_broken_checkpoint_and_takes_over_what_the_run_was_started_with(
-    command, run, text
+    command, run
 ):
-    """Stopped at 6 while it saved, resumed from 4 to 8: eight points, none twice. Flags, knobs and
-    text are kept; what is given anew wins, and flags of one load are dropped."""
+    """Stopped at 6 while it saved, resumed from 4 to 8: eight points, none twice. Flags, settings
+    and text are kept; what is given anew wins, and flags of one load are dropped."""
     options = ("--set", "moe_optim.format=bf16", "megatron_args.--seed=7")
     own = ("--lr", "5e-4", "--min-lr", "1e-5", "--finetune", "--ckpt-step", "3")
     assert command(*options, megatron=(*SHORT, *own))[0] == 0
@@ -128,7 +127,7 @@ def test_a_resume_skips_a_broken_checkpoint_and_takes_over_what_the_run_was_star
     code, screen, _ = command(*new, megatron=("--train-iters", "8"), on=())
     assert code == 0
     assert "resume: skipped the incomplete checkpoint iter_0000006: no metadata.json" in screen
-    assert "resume: set latest_checkpointed_iteration.txt to 4 (it was 6)" in screen
+    assert "resume: set latest_checkpointed_iteration.txt to 4 (it was '6')" in screen
     argv = rank_arguments(run)
     assert argv.count("--load") == 1
     assert argv[-8:] == ["--eval-interval", "2", *own[:4], "--train-iters", "8"]
@@ -143,62 +142,41 @@ def test_a_resume_skips_a_broken_checkpoint_and_takes_over_what_the_run_was_star
     assert summary["validation_iterations"] == [2, 4, 6, 8]
 
 
-def resumed(record, text=(), megatron=()):
-    """Return what a resumed run takes over from a record, given new arguments."""
-    args = Namespace(set=[], text=list(map(Path, text)), megatron_args=list(megatron))
-    return inherit(args, RunFolder(Path("runs/a")), record)
-
-
-def test_a_resume_may_count_in_another_unit_but_not_change_to_other_data():
+def test_a_resume_may_count_in_another_unit(tmp_path):
     """Megatron takes one of iterations and samples."""
     iterations = ["--train-iters", "6", "--lr-decay-iters", "9", "--lr-warmup-iters", "1"]
-    record = Record(set=[], megatron_args=[*iterations, "--seed", "7"], text=["/a"])
-    args = resumed(record, megatron=["--train-samples", "96"])
-    assert args.megatron_args == ["--seed", "7", "--train-samples", "96"]
-    assert resumed(record, ["/a"]).text == [Path("/a")]
-    mock = Record(set=[], megatron_args=["--mock-data"], text=None)
-    assert resumed(mock, megatron=["--mock-data"]).text == []
-    for before, change in (
-        (record, {"text": ["/b"]}),
-        (record, {"megatron": ["--mock-data"]}),
-        (mock, {"text": ["/b"]}),
-    ):
-        with pytest.raises(ConfigError, match="runs/a began to train on"):
-            resumed(before, **change)
+    record = tmp_path / "arguments.json"
+    record.write_text(json.dumps({"set": [], "megatron_args": [*iterations, "--seed", "7"]}))
+    args = Namespace(set=[], megatron_args=["--train-samples", "96"])
+    found = train._inherit(args, record)
+    assert found.megatron_args == ["--seed", "7", "--train-samples", "96"]
 
 
-def test_another_rate_of_a_resumed_run_is_refused_unless_it_overrides_the_schedule():
-    """In Megatron's own words it is a KeyError, with the flag that overrides it, too."""
-    old, new = ["--lr", "5e-4"], ["--lr", "1e-3"]
-    refuse_other_rates(old, ["--lr", "0.0005"], stock=False)  # the same number
-    refuse_other_rates(old, [*new, OVERRIDE], stock=False)
-    for now, stock, remedy in (
-        (new, False, f"add {OVERRIDE}"),
-        ([*new, OVERRIDE], True, "train without --stock"),
-        (["--lr", "much"], False, f"add {OVERRIDE}"),
-    ):
-        message = f"--lr: expected 5e-4, as the run was started, got {now[1]}. .* {remedy}"
-        with pytest.raises(ConfigError, match=message):
-            refuse_other_rates(old, now, stock=stock)
+@pytest.mark.parametrize(
+    "harm", ["[" * 100_000, '{"set": []}', '{"set": [], "megatron_args": null}']
+)
+def test_a_damaged_record_of_options_is_one_message(harm, tmp_path):
+    record = tmp_path / "arguments.json"
+    record.write_text(harm)
+    with pytest.raises(StateError, match="expected the options of the run, got something else"):
+        train._inherit(Namespace(set=[], megatron_args=[]), record)
 
 
-def test_a_damaged_record_of_arguments_is_one_message(command, run):
+@pytest.mark.parametrize("began", ["text", "mock"])
+def test_a_resume_goes_on_with_its_data_and_no_other(command, run, text, began):
+    mock = (*SHORT, "--mock-data")
+    first = {"text": {}, "mock": {"on": (), "megatron": mock}}[began]
+    assert command(**first)[0] == 0
     write_checkpoint(run / "checkpoints", 4)
-    record = run / "arguments.json"
-    for harm in (
-        "[" * 100_000,
-        '{"set": []}',
-        '{"set": [], "megatron_args": null, "text": null}',
-        '{"set": [], "megatron_args": [], "text": [1]}',
-    ):
-        record.write_text(harm)
-        code, _, errors = command("--resume")
-        assert code == 2
-        assert errors.startswith(f"error: {record}: expected the arguments of the run, got some")
+    others = [{"on": (str(text),)}] + [{"on": (), "megatron": mock}] * (began == "text")
+    for change in others:
+        code, _, errors = command("--resume", **change)
+        assert code == 2 and errors.startswith("error: --")
+    assert command("--resume", on=())[0] == 0
 
 
 def test_a_failed_rank_ends_in_one_message_with_the_way_on(command, run, monkeypatch):
-    """With another schedule where that was the fault; its arguments are not taken over."""
+    """With another schedule where that was the fault; its options are not taken over."""
     code, _, errors = command(behaviour="error")
     assert code == 1
     message, logs, way_on = errors.splitlines()[-3:]
@@ -207,9 +185,9 @@ def test_a_failed_rank_ends_in_one_message_with_the_way_on(command, run, monkeyp
     assert way_on == "  There is no complete checkpoint: start again, without --resume."
     assert not (run / "summary.json").exists()
     write_checkpoint(run / "checkpoints", 4)
-    record = (run / "arguments.json").read_text()
     monkeypatch.setenv("FAKE_ERROR", "AssertionError: OptimizerParamScheduler: class input value")
-    errors = command("--resume", behaviour="error", megatron=("--seed", "8777"))[2]
+    record = (run / "arguments.json").read_text()
+    errors = command("--resume", behaviour="error", megatron=("--seed", "8777"), on=())[2]
     assert f"  {OVERRIDE} overrides the schedule" in errors
     assert errors.splitlines()[-1] == (
         f"  Continue from iteration 4: moe-optim train {RECIPE} --out {run} --cpu --resume"

@@ -36,7 +36,7 @@ from moe_optim.commands.conversion import (  # noqa: F401  # before the clock
     conversion,
     opening,  # noqa: F401  # before the clock
 )
-from moe_optim.commands.train.resume import find_resume_point
+from moe_optim.commands.train.run_folder import find_resume_point
 from moe_optim.errors import MoEOptimError, StateError
 from tests.support.hostile.hostile_checkpoints import KINDS, SECRET, make_case
 

@@ -5,8 +5,9 @@ import os
 import platform
 from types import SimpleNamespace
 
+from benchmarks.kernel_hash import hash_kernels, kernel_sources
+from benchmarks.provenance import begin_report
 from moe_optim.commands.console import provenance
-from moe_optim.commands.console.kernel_hash import hash_kernels, kernel_sources
 
 
 def test_without_git_there_is_no_commit(monkeypatch):
@@ -23,7 +24,7 @@ def test_a_changed_checkout_is_said_to_be_dirty(monkeypatch):
 
 def test_a_report_begins_with_all_that_measuring_again_needs():
     """Each version is that of the package that an import finds; the device is no GPU's here."""
-    report = provenance.begin_report("python -m benchmarks gather", on_gpu=False)
+    report = begin_report("python -m benchmarks gather", on_gpu=False)
     assert report == {
         "command": "python -m benchmarks gather",
         "commit": provenance.commit(),
@@ -39,8 +40,7 @@ def test_a_report_begins_with_all_that_measuring_again_needs():
 def test_a_report_of_gpus_names_those_of_its_ranks_and_the_kernels_that_ran(monkeypatch):
     gpus = [SimpleNamespace(name=name) for name in ("H200", "H200", "H100")]
     monkeypatch.setattr(provenance, "find_gpus", lambda: gpus)
-    found = provenance.describe_environment(on_gpu=True)["kernels"]
+    found = begin_report("", on_gpu=True)["kernels"]
     assert found == hash_kernels(kernel_sources())
-    monkeypatch.setattr(provenance, "hash_kernels", lambda sources: "")
     for ranks, said in ((1, "H200"), (2, "2 x H200"), (8, "2 x H200, H100")):
         assert provenance.describe_environment(on_gpu=True, ranks=ranks)["device"] == said

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+import moe_optim
+
 Definition = ast.FunctionDef | ast.expr
 
 
 def kernel_sources() -> dict[str, str]:
     """Return path -> source of every file of ``moe_optim/kernels``."""
-    folder = Path(__file__).parents[2] / "kernels"
+    folder = Path(moe_optim.__file__).parent / "kernels"
     paths = sorted(folder.rglob("*.py"))
     return {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in paths}
 

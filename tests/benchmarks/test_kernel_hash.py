@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_optim.commands.console.kernel_hash import hash_kernels, kernel_sources
+from benchmarks.kernel_hash import hash_kernels, kernel_sources
 
 CODE = """
 TILE = 64

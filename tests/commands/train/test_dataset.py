@@ -1,17 +1,21 @@
-"""A dataset holds exactly the bytes of its text, is built once, and is whole or absent."""
+"""A dataset holds exactly the bytes of its text, and is whole or absent."""
 
 import errno
 import math
-import os
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from moe_optim.commands.train import byte_dataset as module
-from moe_optim.commands.train.byte_dataset import END_OF_DOCUMENT, prepare_dataset
-from moe_optim.commands.train.text_files import SPLITS, find_text
-from moe_optim.errors import ConfigError
+from moe_optim.commands.train import dataset as module
+from moe_optim.commands.train.dataset import (
+    END_OF_DOCUMENT,
+    SPLITS,
+    build_dataset,
+    find_text,
+    load_dataset,
+)
+from moe_optim.errors import ConfigError, StateError
 from tests.support.training_runs.runs import small_disk
 
 pytest.importorskip("megatron.core")
@@ -47,8 +51,7 @@ def test_megatron_reads_back_the_bytes_of_every_file_and_their_ends(text, tmp_pa
     """Also for files larger than what is read at a time; the end mark is never an item alone."""
     monkeypatch.setattr(module, "_CHUNK_BYTES", 1000)
     files = find_text([text])
-    dataset, built = prepare_dataset(files, tmp_path / "data")
-    assert built
+    dataset = build_dataset(files, tmp_path / "data")
     splits = [documents(dataset, split) for split in SPLITS]
     for file, *parts in zip(files, *splits, strict=True):
         assert all(part[-1] == END_OF_DOCUMENT for part in parts)
@@ -60,44 +63,35 @@ def test_megatron_reads_back_the_bytes_of_every_file_and_their_ends(text, tmp_pa
     assert dataset.byte_entropy == pytest.approx(-sum(p * math.log(p) for p in shares if p))
 
 
-def touch(path):
-    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+def test_a_dataset_is_loaded_if_it_is_finished(text, tmp_path):
+    folder = tmp_path / "data"
+    assert load_dataset(folder) is None
+    built = build_dataset(find_text([text]), folder)
+    assert load_dataset(folder) == built
+    (folder / "dataset.json").write_text("{")
+    with pytest.raises(StateError, match="expected the facts of a dataset"):
+        load_dataset(folder)
+    assert build_dataset(find_text([text]), folder) == built
 
 
-def test_a_dataset_is_built_once_for_a_text_and_again_if_it_is_damaged(text, tmp_path):
-    first, built = prepare_dataset(find_text([text]), tmp_path / "data")
-    before = {path: path.stat().st_mtime_ns for path in first.folder.iterdir()}
-    assert (built, prepare_dataset(find_text([text]), tmp_path / "data")) == (True, (first, False))
-    assert {path: path.stat().st_mtime_ns for path in first.folder.iterdir()} == before
-    for damage in ("train.bin", "test.idx", "dataset.json"):
-        (first.folder / damage).unlink()
-        assert prepare_dataset(find_text([text]), tmp_path / "data") == (first, True)
-    folders = {first.folder}
-    for change in (touch, lambda path: path.write_bytes(b"x"), lambda path: path.unlink()):
-        change(text / "short.txt")
-        other, built = prepare_dataset(find_text([text]), tmp_path / "data")
-        assert built and other.folder not in folders
-        folders.add(other.folder)
-
-
-def test_a_full_disk_leaves_nothing_of_a_dataset(text, tmp_path):
+def test_a_full_disk_leaves_no_finished_dataset(text, tmp_path):
     (text / "large.txt").write_bytes(bytes(2**20))
     with small_disk(tmp_path / "disk", "1m") as disk:
         with pytest.raises(OSError) as raised:
-            prepare_dataset(find_text([text]), disk / "data")
+            build_dataset(find_text([text]), disk / "data")
         assert raised.value.errno == errno.ENOSPC
-        assert not list((disk / "data").iterdir())
+        assert load_dataset(disk / "data") is None
 
 
 def test_a_file_that_shrinks_meanwhile_is_named(text, tmp_path):
     files = find_text([text])
     (text / "short.txt").write_bytes(b"abc")
     with pytest.raises(ConfigError, match=r"short.txt: became shorter"):
-        prepare_dataset(files, tmp_path / "data")
+        build_dataset(files, tmp_path / "data")
 
 
 def test_text_shorter_than_one_sample_is_refused_by_split(text, tmp_path):
-    dataset, _ = prepare_dataset(find_text([text]), tmp_path / "data")
+    dataset = build_dataset(find_text([text]), tmp_path / "data")
     enough = min(dataset.tokens(split) for split in SPLITS) - 1
     dataset.require_sequence_length(enough)
     with pytest.raises(ConfigError, match=f"(validation|test) text: .*{enough + 1} bytes.*--text"):
@@ -107,7 +101,7 @@ def test_text_shorter_than_one_sample_is_refused_by_split(text, tmp_path):
 def test_megatron_takes_the_flags_and_ends_documents_with_256(text, tmp_path):
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-    dataset, _ = prepare_dataset(find_text([text]), tmp_path / "data")
+    dataset = build_dataset(find_text([text]), tmp_path / "data")
     argv = dataset.megatron_argv(tmp_path / "cache")
     flags = dict(zip(argv[::2], argv[1::2], strict=True))
     assert flags["--data-cache-path"] == str(tmp_path / "cache")
