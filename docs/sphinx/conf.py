@@ -7,6 +7,7 @@ are no documents are copied beside them. A link that leads nowhere fails the bui
 import sys
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +35,7 @@ exclude_patterns = [
 _NAVIGATION = ROOT / "docs/sphinx/navigation.md"
 
 highlight_language = "none"  # where a block does not say
+smartquotes_action = "qe"  # leaves the dashes of --flags
 extensions = ["myst_parser"]
 myst_heading_anchors = 6
 
@@ -53,6 +55,17 @@ def add_navigation(_app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] += "\n" + _NAVIGATION.read_text(encoding="utf-8")
 
 
+def classify_widths(_app: Sphinx, doctree: nodes.document, _docname: str) -> None:
+    """Mark cells of text and long words of code, so that both are legible on a phone."""
+    for cell in doctree.findall(nodes.entry):
+        if len(cell.astext()) > 24:
+            cell["classes"].append("prose")
+    for code in doctree.findall(nodes.literal):
+        if max(map(len, code.astext().split()), default=0) > 32:
+            code["classes"].append("long")
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", add_navigation)
+    app.connect("doctree-resolved", classify_widths)
