@@ -4,6 +4,7 @@ Sphinx reads the repository as it is: links between documents lead from page to 
 are no documents are copied beside them. A link that leads nowhere fails the build.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -55,8 +56,12 @@ def add_navigation(_app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] += "\n" + _NAVIGATION.read_text(encoding="utf-8")
 
 
-def classify_widths(_app: Sphinx, doctree: nodes.document, _docname: str) -> None:
-    """Mark cells of text and long words of code, so that both are legible on a phone."""
+def fit_phones(_app: Sphinx, doctree: nodes.document, _docname: str) -> None:
+    """Mark cells of text and long words of code; let names in headings break after . and _."""
+    for title in doctree.findall(nodes.title):
+        for text in list(title.findall(nodes.Text)):
+            broken = re.sub(r"(?<=\w)[._](?=\w)", "\\g<0>\u200b", text)
+            text.parent.replace(text, nodes.Text(broken))
     for cell in doctree.findall(nodes.entry):
         if len(cell.astext()) > 24:
             cell["classes"].append("prose")
@@ -68,4 +73,4 @@ def classify_widths(_app: Sphinx, doctree: nodes.document, _docname: str) -> Non
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", add_navigation)
-    app.connect("doctree-resolved", classify_widths)
+    app.connect("doctree-resolved", fit_phones)

@@ -62,7 +62,7 @@ def draw_step_time(figures: Mapping[str, Bars]) -> "Figure":
     times = [bars["stock"] / bars["plugin"] for bars in steps.values()]
     if [round(min(times)), round(max(times))] != [3, 10]:
         raise ValueError(f"the title is not what the figures say: {times}")
-    figure = _new_figure(5.6)
+    figure = _new_figure(4.8)
     _draw_steps(figure.subplots(), steps)
     _set_title(figure, "optimizer.step() runs 3 to 10 times faster")
     return figure
