@@ -55,14 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to",
         choices=TARGETS,
         metavar="SIDE",
-        help=f"convert the whole model, to {' or '.join(TARGETS)}: hf for transformers, megatron "
-        "for --load",
+        help="convert the whole model: hf for transformers, megatron for --load",
     )
     what.add_argument(
         "--experts",
         choices=LAYOUTS,
         metavar="LAYOUT",
-        help=f"convert only the expert layout, to {', '.join(LAYOUTS)}",
+        help=f"convert only the expert layout: {', '.join(LAYOUTS)}",
     )
     add(
         "--glu-interleave",
@@ -95,6 +94,7 @@ def _add_model_options(group: "argparse._ArgumentGroup") -> None:
     add(
         "--transformer-impl",
         choices=SIDES,
+        metavar="IMPL",
         help=f"Megatron's --transformer-impl that will load DST: {' or '.join(SIDES)} (--to "
         f"megatron; default: {SIDES[0]})",
     )
@@ -112,6 +112,7 @@ def _add_layout_options(group: "argparse._ArgumentGroup") -> None:
     add(
         "--format",
         choices=FORMATS,
+        metavar="FORMAT",
         help=f"file format: {', '.join(FORMATS)} (default: that of SRC)",
     )
     add(

@@ -9,6 +9,7 @@ import argparse
 import importlib
 import importlib.metadata
 import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -136,7 +137,7 @@ def _note(name: str, package: Package | None) -> str:
     if name == "emerging-optimizers" and package is None:
         return "Megatron's own step of Muon calls it: pip install 'moe_optim[muon]'"
     if name == "pybind11" and package is None:
-        return "a checkout of Megatron-LM, as --megatron-lm gives one, compiles a helper with it"
+        return "optional; a checkout of Megatron-LM compiles a helper with it"
     if name != "megatron-core" or package is None:
         return ""
     if not package.checkout:
@@ -187,12 +188,15 @@ def _examine_patches() -> list[dict[str, str]]:
 
 def _parts(report: Findings, *, with_patches: bool) -> Iterator[Text | Table]:
     own, patches = report["moe_optim"], report["patches"]
-    formats = [(name, *entry.values()) for name, entry in report["formats"].items()]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, entry in report["formats"].items():
+        alike.setdefault(tuple(entry.values()), []).append(name)
+    formats = [(*entry, ", ".join(names)) for entry, names in alike.items()]
     yield Text.assemble(("moe_optim ", "bold"), own["version"], (f"  {own['path']}", "dim"))
     yield from map(Text, _abilities(report))
     yield Text()
     yield _table(("package", "version", "state", "where"), _package_rows(report["packages"]))
-    yield _table(("format", "GEMM of portable experts", "how"), formats)
+    yield _table(("GEMM of portable experts", "how", "formats"), formats)
     if patches and with_patches:
         header = ("state", "patch, reason (off: compatible, applied on demand)")
         yield _table(header, _patch_rows(patches))
@@ -206,7 +210,7 @@ def _abilities(report: Findings) -> Iterator[str]:
     gpus = [f"{gpu['name']} (sm {gpu['sm']}, {gpu['memory_gib']} GiB)" for gpu in report["gpus"]]
     alike = {gpu: gpus.count(gpu) for gpu in gpus}
     trains = ", ".join(f"{count} x {gpu}" if count > 1 else gpu for gpu, count in alike.items())
-    yield f"Trains on: {trains or 'the CPU over gloo, as torch sees no GPU'}"
+    yield f"Trains on: {trains or 'the CPU over gloo (torch finds no GPU)'}"
     yield "Portable experts: every format below, on any machine"
     yield f"Transformer Engine's own GEMMs: {_spell_native(report)}"
     enabled = report["moe_optim"]["enabled"]
@@ -219,20 +223,29 @@ def _abilities(report: Findings) -> Iterator[str]:
         unfit = sum(patch["state"].startswith("broken") for patch in patches)
         found = f"{unfit} of {len(patches)} do not fit" if unfit else f"all {len(patches)} fit"
         yield f"Patches of megatron-core: {found} (--patches lists them)"
+    yield f"Environment: {sys.prefix}"
 
 
 def _spell_native(report: Findings) -> str:
     if report["native_gemms"]:
         return f"{', '.join(report['native_gemms'])}, which its experts use"
     if report["packages"]["transformer-engine"]["state"] != "ok":
-        return "none, as it is not installed"
-    return "none on this machine" if report["gpus"] else "none, as there is no GPU"
+        return "none (it is not installed)"
+    return "none on this machine" if report["gpus"] else "none (there is no GPU)"
 
 
 def _package_rows(packages: dict[str, Findings]) -> Iterator[tuple[str, ...]]:
     for name, entry in packages.items():
-        where = "\n".join(filter(None, (entry["path"], entry["note"])))
+        where = "\n".join(filter(None, (_shorten(entry["path"]), entry["note"])))
         yield name, entry["version"] or "", entry["state"], where or "optional"
+
+
+def _shorten(path: str | None) -> str | None:
+    """Omit the folder of the environment, which is printed above."""
+    if path is None or not Path(path).is_relative_to(sys.prefix):
+        return path
+    inner = str(Path(path).relative_to(sys.prefix))
+    return inner[inner.find("site-packages") :] if "site-packages" in inner else inner
 
 
 def _patch_rows(patches: list[dict[str, str]]) -> Iterator[tuple[str | Text, ...]]:

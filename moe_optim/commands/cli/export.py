@@ -46,13 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=FORMATS,
         required=True,
+        metavar="FORMAT",
         help=f"format of the experts: {', '.join(FORMATS)}",
     )
     add(
         "--convention",
         choices=CONVENTIONS,
-        help="names of data and scales (default: modelopt for NVFP4, deepseek for FP8 "
-        "blocks, else compressed_tensors)",
+        metavar="CONVENTION",
+        help=f"names of data and scales: {', '.join(CONVENTIONS)} (default: modelopt for NVFP4, "
+        "deepseek for blockwise FP8, else compressed_tensors)",
     )
     add(
         "--config",

@@ -82,7 +82,8 @@ def _list(*, as_json: bool) -> None:
         return
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for fact in _FACTS:
-        table.add_column(fact.replace("_", " "), no_wrap=fact != "what")
+        heading = "purpose" if fact == "what" else fact.replace("_", " ")
+        table.add_column(heading, no_wrap=fact != "what")
     for row in rows:
         table.add_row(*map(str, row.values()))
     print_table(console, table)
@@ -103,7 +104,7 @@ def _show(name: str, *, as_json: bool) -> None:
         for key, value in content["moe_optim"].items()
         if value != getattr(MoEOptimConfig(), key)
     }
-    print(f"# {' + '.join(map(str, recipe.files))}")
+    print("\n".join(f"# {path}" for path in recipe.files))
     print(yaml.safe_dump(content | {"moe_optim": changed}, sort_keys=False), end="")
 
 

@@ -69,10 +69,14 @@ def compare(paths: Sequence[Path], out: Path) -> int:
     content = json.dumps(rows, indent=2) + "\n"
     write_atomically(out / "compare.json", content.encode())
     console = results_console()
+    rows_of_screen = [list(HEADER.values()), *table]
+    widths = [max(map(len, column)) + 2 for column in zip(*rows_of_screen, strict=True)]
+    if console.is_terminal and sum(widths) > console.width:  # a run per column
+        rows_of_screen = [list(column) for column in zip(*rows_of_screen, strict=True)]
     screen = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for header in HEADER.values():
-        screen.add_column(header, no_wrap=True)
-    for cells in table:
+    for heading in rows_of_screen[0]:
+        screen.add_column(heading, no_wrap=not console.is_terminal, overflow="fold")
+    for cells in rows_of_screen[1:]:
         screen.add_row(*cells)
     print_table(console, screen)
     console.print(str(page))
