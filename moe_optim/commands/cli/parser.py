@@ -55,7 +55,14 @@ class HelpFormatter(argparse.HelpFormatter):
         return "\n\n".join(paragraphs)
 
 
-def _wrap(text: str, width: int, **indents: str) -> list[str]:
+def _wrap(
+    text: str, width: int, initial_indent: str = "", subsequent_indent: str = ""
+) -> list[str]:
     return textwrap.wrap(
-        " ".join(text.split()), width, break_long_words=False, break_on_hyphens=False, **indents
+        " ".join(text.split()),
+        width,
+        initial_indent=initial_indent,
+        subsequent_indent=subsequent_indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
