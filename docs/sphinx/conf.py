@@ -57,7 +57,7 @@ def add_navigation(_app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def fit_phones(_app: Sphinx, doctree: nodes.document, _docname: str) -> None:
-    """Mark cells of text and long words of code; let names in headings break after . and _."""
+    """Mark cells of text, and let long names break at their parts."""
     for title in doctree.findall(nodes.title):
         for text in list(title.findall(nodes.Text)):
             broken = re.sub(r"(?<=\w)[._](?=\w)", "\\g<0>\u200b", text)
@@ -68,6 +68,10 @@ def fit_phones(_app: Sphinx, doctree: nodes.document, _docname: str) -> None:
     for code in doctree.findall(nodes.literal):
         if max(map(len, code.astext().split()), default=0) > 32:
             code["classes"].append("long")
+            parts = re.split(r"(?<=[/_:.])(?=\w)", code.astext())
+            code.clear()
+            for part in parts:
+                code += [nodes.Text(part), nodes.raw("", "<wbr>", format="html")]
 
 
 def setup(app: Sphinx) -> None:

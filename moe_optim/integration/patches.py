@@ -351,7 +351,7 @@ CHECKPOINTS: tuple[Patch, ...] = _deferred(
             target=f"megatron.core.{module}:load_common_state_dict",
             replacement="moe_optim.checkpoint.loading:load_common_state_dict",
             form="(checkpoint_dir)",
-            because="it reads a checkpoint first, runs code named there, and its errors name no file",
+            because="it reads a checkpoint first, runs code named there, and errors name no file",
             remove_when="Megatron looks for all files first, and unpickles only plain data",
         )
         for module in ("dist_checkpointing", "dist_checkpointing.serialization")
