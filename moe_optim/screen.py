@@ -4,7 +4,9 @@ import contextlib
 import io
 import logging
 import os
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 
@@ -36,9 +38,26 @@ def discard_output() -> None:
         os.close(nowhere)
 
 
+def print_error(message: str) -> None:
+    """Print an error to stderr."""
+    print(wrap_for_stderr(f"error: {message}"), file=sys.stderr)
+
+
+def wrap_for_stderr(text: str) -> str:
+    """Wrap lines between words if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    lines = (
+        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+        for line in text.splitlines()
+    )
+    return "\n".join(lines)
+
+
 def fail(message: str) -> int:
     """Print an error, and return the exit code of a failed command."""
-    print(f"error: {message}", file=sys.stderr)
+    print_error(message)
     return FAILED
 
 

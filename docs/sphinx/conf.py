@@ -4,9 +4,11 @@ Sphinx reads the repository as it is: links between documents lead from page to 
 are no documents are copied beside them. A link that leads nowhere fails the build.
 """
 
+import re
 import sys
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +36,7 @@ exclude_patterns = [
 _NAVIGATION = ROOT / "docs/sphinx/navigation.md"
 
 highlight_language = "none"  # where a block does not say
+smartquotes_action = "qe"  # leaves the dashes of --flags
 extensions = ["myst_parser"]
 myst_heading_anchors = 6
 
@@ -53,6 +56,25 @@ def add_navigation(_app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] += "\n" + _NAVIGATION.read_text(encoding="utf-8")
 
 
+def fit_phones(_app: Sphinx, doctree: nodes.document, _docname: str) -> None:
+    """Mark cells of text, and let long names break at their parts."""
+    for title in doctree.findall(nodes.title):
+        for text in list(title.findall(nodes.Text)):
+            broken = re.sub(r"(?<=\w)[._](?=\w)", "\\g<0>\u200b", text)
+            text.parent.replace(text, nodes.Text(broken))
+    for cell in doctree.findall(nodes.entry):
+        if len(cell.astext()) > 24:
+            cell["classes"].append("prose")
+    for code in doctree.findall(nodes.literal):
+        if max(map(len, code.astext().split()), default=0) > 32:
+            code["classes"].append("long")
+            parts = re.split(r"(?<=[/_:.])(?=\w)", code.astext())
+            code.clear()
+            for part in parts:
+                code += [nodes.Text(part), nodes.raw("", "<wbr>", format="html")]
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", add_navigation)
+    app.connect("doctree-resolved", fit_phones)

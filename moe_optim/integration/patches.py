@@ -46,24 +46,24 @@ SCRIPT: tuple[Patch, ...] = (
         replacement="moe_optim.integration.script_arguments:add_megatron_arguments",
         form="(parser)",
         because="the parser of an unmodified script refuses flags that it does not know",
-        remove_when="Megatron takes flags from packages that are installed beside it",
+        remove_when="Megatron accepts flags of other installed packages",
     ),
     Patch(
         id="script-validation",
         target="megatron.training.arguments:validate_args",
         replacement="moe_optim.integration.script_arguments:validate_args",
         form="(args, defaults)",
-        because="Muon turns off the distributed optimizer, and layers of a Transformer Engine that "
-        "is not there end in a TypeError",
-        remove_when="Megatron's Muon is a distributed optimizer, and Transformer Engine is asked "
-        "for before its layers are built",
+        because="Muon turns off the distributed optimizer, and layers of a missing "
+        "Transformer Engine end in a TypeError",
+        remove_when="Megatron's Muon is a distributed optimizer, and Transformer Engine is "
+        "checked before its layers are built",
     ),
     Patch(
         id="script-yaml",
         target="megatron.training.yaml_arguments:validate_yaml",
         replacement="moe_optim.integration.script_arguments:validate_yaml",
         form="(args, defaults)",
-        because="--yaml-cfg builds no GPT model: one name is asked for twice, and refused twice",
+        because="--yaml-cfg builds no GPT model: one name is required twice, and refused twice",
         remove_when="validate_yaml reads account_for_embedding_in_pipeline_split of language_model",
     ),
 )
@@ -106,7 +106,7 @@ CPU: tuple[Patch, ...] = (
         target="megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
         replacement="moe_optim.integration.cpu_runtime:maybe_move_tensor_to_cpu",
         form="(tensor, as_numpy, record_stream)",
-        because="a tensor that is on the host already is not turned into the array asked for",
+        because="tensors already on the host are not converted to the requested array",
         remove_when="the token dispatcher converts split sizes wherever they lie",
     ),
     Patch(
@@ -115,7 +115,7 @@ CPU: tuple[Patch, ...] = (
         "is_inference_column_parallel_linear",
         replacement="moe_optim.integration.cpu_runtime:is_inference_column_parallel_linear",
         form="(module)",
-        because="megatron-core 0.20 asks for classes that are mocks without Transformer Engine",
+        because="megatron-core 0.20 requires classes that are mocks without Transformer Engine",
         remove_when="multi-token prediction is built without Transformer Engine",
         only_if_there=True,
     ),
@@ -124,7 +124,7 @@ CPU: tuple[Patch, ...] = (
         target="megatron.core.distributed.param_and_grad_buffer:dist_all_gather_func",
         replacement="moe_optim.integration.cpu_runtime:all_gather_bytes",
         form="(output_tensor, input_tensor, group, async_op)",
-        because="gloo takes all tensors of one call for elements of the first one's dtype",
+        because="gloo treats all tensors of a call as the first one's dtype",
         remove_when="gloo gathers tensors of several dtypes at once",
     ),
     Patch(
@@ -132,9 +132,8 @@ CPU: tuple[Patch, ...] = (
         target="megatron.core.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec",
         replacement="moe_optim.integration.cpu_runtime:get_gpt_mtp_block_spec",
         form="(config, spec, use_transformer_engine, vp_stage, pp_rank)",
-        because="Megatron-Bridge asks for multi-token prediction of Transformer Engine, whatever "
-        "the model's layers are",
-        remove_when="Megatron-Bridge asks for what the model's layers are",
+        because="Megatron-Bridge builds MTP layers of Transformer Engine for any model",
+        remove_when="Megatron-Bridge builds MTP layers like the model's",
     ),
 )
 """Required by the CPU runtime, in addition to its redirections in torch."""
@@ -237,7 +236,7 @@ OPTIMIZER: tuple[Patch, ...] = (
             replacement=f"moe_optim.buckets.replay:{replacement}",
             form=form,
             is_deferred=True,
-            because="a replay runs kernels alone, and buckets note on the host what they hold",
+            because="a replay runs only kernels, and buckets track on the host what they hold",
             remove_when="a graph calls back before and after its replay",
         )
         for id, name, replacement, form in (
@@ -256,7 +255,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         replacement="moe_optim.weights.te.recipe:get_fp8_recipe",
         form="(config)",
         is_deferred=True,
-        because="no flag gives MXFP8 weights of Transformer Engine square blocks",
+        because="no flag selects square blocks for Transformer Engine's MXFP8 weights",
         remove_when="--fp8-recipe has a value for MXFP8 with square blocks",
     ),
     *(
@@ -352,8 +351,8 @@ CHECKPOINTS: tuple[Patch, ...] = _deferred(
             target=f"megatron.core.{module}:load_common_state_dict",
             replacement="moe_optim.checkpoint.loading:load_common_state_dict",
             form="(checkpoint_dir)",
-            because="it is the first to read a checkpoint, runs what that names, and names no file",
-            remove_when="Megatron looks for all files first, and unpickles plain data alone",
+            because="it reads a checkpoint first, runs code named there, and errors name no file",
+            remove_when="Megatron looks for all files first, and unpickles only plain data",
         )
         for module in ("dist_checkpointing", "dist_checkpointing.serialization")
     ),
@@ -363,8 +362,8 @@ CHECKPOINTS: tuple[Patch, ...] = _deferred(
             target=f"megatron.core.dist_checkpointing.{module}:_get_filesystem_reader",
             replacement="moe_optim.checkpoint.load_session:get_filesystem_reader",
             form="(checkpoint_dir, cache_metadata, async_strategy)",
-            because="torch compares no checksum of what it reads, and unpickles whatever it finds",
-            remove_when="torch compares the checksums of records, and unpickles plain data alone",
+            because="torch verifies no checksums, and unpickles anything",
+            remove_when="torch verifies the checksums of records, and unpickles only plain data",
         )
         for module in ("strategies.torch", "serialization")
     ),

@@ -237,7 +237,7 @@ class DryRun:
         if model is None:  # weights are unknown
             config = MoEOptimConfig(format="bf16")
         setup = Setup.of_flags(config, optimizer, ddp, [] if model is None else [model])
-        self.faults += [f"refused with the plug-in: {line}" for line in refusals(setup)]
+        self.faults += [f"refused by moe_optim: {line}" for line in refusals(setup)]
         if model is None:
             self._add("The plug-in checks the model's flags once these are correct.")
 
@@ -320,7 +320,7 @@ def _of_megatron(error: Exception) -> str:
         )
     said = " ".join(text.split()).rstrip(".") or _failed_line(error)
     if isinstance(error, MoEOptimError):
-        return f"refused with the plug-in: {said}."
+        return f"refused by moe_optim: {said}."
     return f"Megatron: {said}. Change these flags."
 
 

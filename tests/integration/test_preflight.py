@@ -48,15 +48,15 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
         but("--optimizer", "muon", "--muon-scalar-optimizer", "lion",
             "--muon-coefficient-type", "newton"),
         [
-            "refused with the plug-in: --muon-scalar-optimizer lion",
-            "refused with the plug-in: --muon-coefficient-type newton: expected simple, quintic, p",
+            "refused by moe_optim: --muon-scalar-optimizer lion",
+            "refused by moe_optim: --muon-coefficient-type newton: expected simple, quintic, p",
         ],
     ),
     "flags of Adam's moments with Muon": (
         but("--optimizer", "muon", "--use-precision-aware-optimizer"),
         [
             "Megatron: --use-precision-aware-optimizer only supported with adam",
-            "refused with the plug-in: --use-precision-aware-optimizer with Muon",
+            "refused by moe_optim: --use-precision-aware-optimizer with Muon",
         ],
     ),
     "Muon's files of ranks without gloo": (
@@ -100,19 +100,19 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
     "refused by the plug-in": (
         but("--optimizer", "sgd", "--use-cpu-initialization"),
         [
-            "refused with the plug-in: --optimizer sgd: only Adam and Muon are supported. Giv",
-            "refused with the plug-in: --use-cpu-initialization",
+            "refused by moe_optim: --optimizer sgd: only Adam and Muon are supported. Giv",
+            "refused by moe_optim: --use-cpu-initialization",
         ],
     ),
     "nothing to quantize": (
         but("--moe-optim-set", "format=mxfp8", without=("--moe-grouped-gemm",)),
-        ["refused with the plug-in: format: mxfp8 without weights to store in it"],
+        ["refused by moe_optim: format: mxfp8 without weights to store in it"],
     ),
     "knobs": (
         but("--moe-optim-set", "fromat=mxfp8", "--optimizer", "sgd"),
         [
             "--moe-optim-set: 'fromat=mxfp8': expected a key among",
-            "refused with the plug-in: --optimizer sgd",
+            "refused by moe_optim: --optimizer sgd",
         ],
     ),
     "Megatron's own": (
@@ -128,8 +128,8 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
             without=("--num-experts", "--hidden-size")),
         [
             "--num-expert: no such", "--lr: invalid", "--hidden-size: expected",
-            "--transformer-impl: expected", "refused with the plug-in: --optimizer sgd",
-            "refused with the plug-in: format: mxfp8 without",
+            "--transformer-impl: expected", "refused by moe_optim: --optimizer sgd",
+            "refused by moe_optim: format: mxfp8 without",
         ],
     ),
 }  # fmt: skip
@@ -151,7 +151,7 @@ LATER = {  # what Megatron tells while it builds or trains -> a command line, be
     "nothing, another token predicted": (but("--mtp-num-layers", "1"), []),
     "cut experts that do not fit a format": (
         but(*TENSOR, "--sequence-parallel", "--moe-optim-set", "format=mxfp8"),
-        ["refused with the plug-in: linear_fc2 [64, 48] in mxfp8, whose blocks have 32 elements"],
+        ["refused by moe_optim: linear_fc2 [64, 48] in mxfp8, whose blocks have 32 elements"],
     ),
     "nothing, dense layers between": (but("--moe-layer-freq", "[1,0]"), []),
     "tensor parallel alone": (but(*TENSOR, *WHOLE), ["Megatron: MoE layers with --tensor-mode"]),

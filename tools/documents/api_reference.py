@@ -10,7 +10,7 @@ from tools.documents.api_pages import API
 from tools.documents.public_names import Name, entries, names_of_block, sections
 
 _ROLE = re.compile(r":(?:func|meth|class|attr|data|mod|exc):`~?([\w.]+)`")
-_WIDTH = 100
+_WIDTH = 88
 
 
 def render_block(block: str) -> str:
@@ -70,8 +70,8 @@ def _signature(name: Name, shown: str) -> str:
         return head
     value = ast.unparse(node.value) if node.value is not None else ""
     kind = f": {ast.unparse(node.annotation)}" if isinstance(node, ast.AnnAssign) else ""
-    short = value if len(value) < _WIDTH - len(shown) else "..."
-    return f"{shown}{kind} = {short}"
+    line = f"{shown}{kind} = {value}"
+    return line if len(line) <= _WIDTH else f"{shown}{kind} = ..."
 
 
 def _call(node: ast.FunctionDef, shown: str, returns: str | None) -> str:

@@ -161,7 +161,7 @@ def expert_layouts() -> str:
             [
                 f"`{layout.name}`",
                 "<br>".join(f"`{p.template.format(expert='N')}`" for p in layout.patterns),
-                "<br>".join(f"[{', '.join(p.stored)}]" for p in layout.patterns),
+                "<br>".join(f"[{', '.join(p.stored)}]" for p in layout.patterns).replace("*", " "),
             ]
             for layout in LAYOUTS.values()
         ),

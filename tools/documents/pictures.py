@@ -27,10 +27,11 @@ from tools.documents.measured_tables import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, FigureBase
 
 FOLDER = Path(__file__).parents[2] / "docs" / "images"
 STOCK, OURS, INK = "#b8c4ce", "#0f7f6c", "#26323b"
+NAMES = ("Megatron", "moe_optim")
 _KEY = "Drawn from"
 """Metadata key of a PNG for the hash of its data."""
 
@@ -57,26 +58,29 @@ def step_figures() -> Bars:
 
 def draw_step_time(figures: Mapping[str, Bars]) -> "Figure":
     """Draw the time of a step beside that of Megatron in the same format."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     steps = figures["steps"]
     times = [bars["stock"] / bars["plugin"] for bars in steps.values()]
     if [round(min(times)), round(max(times))] != [3, 10]:
         raise ValueError(f"the title is not what the figures say: {times}")
-    figure = Figure(figsize=(9, 6.2), dpi=150, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = _new_figure(4.8)
     _draw_steps(figure.subplots(), steps)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
-    figure.suptitle(
-        "optimizer.step() runs 3 to 10 times faster",
-        x=0.012,
-        ha="left",
-        fontsize=17,
-        weight="bold",
-        color=INK,
-    )
+    _set_title(figure, "optimizer.step() runs 3 to 10 times faster")
     return figure
+
+
+def _new_figure(height: float) -> "Figure":
+    """Return a figure whose text is legible at the width of a phone and of a page."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, height), dpi=220, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
+    return figure
+
+
+def _set_title(figure: "FigureBase", title: str) -> None:
+    figure.suptitle(title, x=0.012, ha="left", fontsize=12, weight="bold", color=INK)
 
 
 def _draw_steps(axes: "Axes", steps: Bars) -> None:
@@ -87,48 +91,47 @@ def _draw_steps(axes: "Axes", steps: Bars) -> None:
             axes.barh(y, bars[side], height=height, color=color)
             said, weight = f"{bars[side]:.0f} ms", "normal"
             if side == "plugin":
-                said += f", {bars['stock'] / bars['plugin']:.1f} times faster"
+                said += f", {bars['stock'] / bars['plugin']:.1f}x faster"
                 weight = "bold"
             axes.text(
                 bars[side] + 0.012 * widest,
                 y,
                 said,
                 va="center",
-                fontsize=12,
+                fontsize=10,
                 weight=weight,
                 color=INK,
             )
-    axes.set_title(
-        "Blockwise FP8 unless noted; the same FP8 weights on both sides",
-        loc="left",
-        fontsize=12,
-        color=INK,
-    )
     axes.set_yticks(range(len(steps)), [name.replace(", ", ",\n", 1) for name in steps])
-    axes.tick_params(axis="y", length=0, labelsize=12, colors=INK)
+    axes.tick_params(axis="y", length=0, labelsize=10, colors=INK)
     axes.set_xticks([])
+    axes.set_xlabel(
+        "Blockwise FP8 unless noted, the same on both sides", loc="right", fontsize=10, color=INK
+    )
     axes.invert_yaxis()
     axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
-    axes.set_xlim(0, 1.1 * widest)
+    axes.set_xlim(0, 1.12 * widest)
     axes.legend(
         handles=[axes.patches[0], axes.patches[1]],
-        labels=["Megatron 0.19 with --fp8-param-gather", "with moe_optim"],
-        loc="lower right",
-        bbox_to_anchor=(1, 0.25),
+        labels=["Megatron 0.19", "moe_optim"],
+        loc="lower left",
+        bbox_to_anchor=(-0.02, 1.0),  # above the axes
+        ncols=2,
+        columnspacing=1.2,
         frameon=False,
-        fontsize=12,
+        fontsize=10,
     )
 
 
 def draw_convergence(figures: Mapping[str, Any]) -> "Figure":
     """Draw the losses of 300 steps with Adam."""
-    title = "300 steps in blockwise FP8: moe_optim is closer to Megatron than another seed"
+    title = "300 steps in blockwise FP8:\nmoe_optim is closer to Megatron than another seed"
     return _draw_losses(figures["losses"], figures["distances"], title)
 
 
 def draw_muon_convergence(figures: Mapping[str, Any]) -> "Figure":
     """Draw the losses of 300 steps with Muon, whose weights are bf16 in stock."""
-    title = "300 steps of Muon in blockwise FP8: closer to Megatron than another seed"
+    title = "300 steps of Muon in blockwise FP8:\nmoe_optim is closer to Megatron than another seed"
     return _draw_losses(figures["muon_losses"], figures["muon_distances"], title)
 
 
@@ -136,65 +139,54 @@ def _draw_losses(
     rows: Sequence[Mapping[str, Any]], distances: Mapping[str, Any], title: str
 ) -> "Figure":
     """Draw the losses of both sides, and their difference beside that of two seeds."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11.5, 4.6), dpi=150, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    for row in rows:
-        left.plot(row["stock"], color=STOCK, linewidth=4, label=f"Megatron, seed {row['seed']}")
-        left.plot(row["plugin"], color=OURS, linewidth=1, label=f"moe_optim, seed {row['seed']}")
-    left.set_title("Loss, nats per token", loc="left", fontsize=12, color=INK)
+    figure = _new_figure(5.6)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    seeds = " and ".join(str(row["seed"]) for row in rows)
+    for number, row in enumerate(rows):
+        first = number == 0  # both seeds have one row of the legend
+        stock, ours = (f"{side}, seeds {seeds}" if first else None for side in NAMES)
+        upper.plot(row["stock"], color=STOCK, linewidth=4, label=stock)
+        upper.plot(row["plugin"], color=OURS, linewidth=1, label=ours)
+    _set_panel_title(upper, "Loss, nats per token")
     for (name, values), color in zip(distances.items(), (OURS, "#6fb7a8", STOCK), strict=True):
-        right.plot(values, color=color, linewidth=2, label=name)
-    right.set_yscale("log")
-    right.set_title(
-        f"Distance from Megatron, means of {SMOOTHED} losses", loc="left", fontsize=12, color=INK
-    )
-    for axes in (left, right):
-        axes.set_xlabel("iteration", color=INK)
+        lower.plot(values, color=color, linewidth=1.5, label=name)
+    lower.set_yscale("log")
+    lower.set_ylim(bottom=0.03 * lower.get_ylim()[0])  # room for the legend
+    _set_panel_title(lower, f"Distance from Megatron, means of {SMOOTHED} losses")
+    lower.set_xlabel("iteration", color=INK)
+    for axes in (upper, lower):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=10)
-    figure.suptitle(
-        title,
-        x=0.012,
-        ha="left",
-        fontsize=13,
-        weight="bold",
-        color=INK,
-    )
+        axes.legend(frameon=False, fontsize=9, labelspacing=0.2, borderaxespad=0.0)
+    _set_title(figure, title)
     return figure
+
+
+def _set_panel_title(axes: "Axes", title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
 
 
 def draw_formats(figures: Mapping[str, Any]) -> "Figure":
     """Draw held-out losses of all sides, averaged over common seeds, and final losses by seed."""
     from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11.5, 4.8), dpi=150, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    colors = (*colormaps["tab10"].colors, *colormaps["Dark2"].colors)
-    for number, (side, curves) in enumerate(figures["held_out"].items()):
-        color = INK if number == 0 else colors[number - 1]
+    figure = _new_figure(6.4)
+    above, below = figure.subfigures(2, 1, height_ratios=(2, 3))
+    upper, lower = above.subplots(), below.subplots()
+    colors = (INK, *colormaps["tab10"].colors, *colormaps["Dark2"].colors)
+    for (side, curves), color in zip(figures["held_out"].items(), colors, strict=False):
         iterations = [iteration for iteration, _ in curves[0]]
         losses = [[loss for _, loss in curve] for curve in curves]
         means = [sum(of_seeds) / len(of_seeds) for of_seeds in zip(*losses, strict=True)]
-        left.plot(iterations, means, color=color, linewidth=1.8, label=side)
+        upper.plot(iterations, means, color=color, linewidth=1.5)
         last = figures["last"][side]
-        right.plot(last, [side] * len(last), "o", color=color, markersize=8)
-    left.set_ylim(0.95, 2.6)
-    left.set_xlabel("iteration", color=INK)
-    left.legend(frameon=False, fontsize=10)
-    left.set_title(
-        "Held-out loss, nats per byte, means of two seeds", loc="left", fontsize=12, color=INK
-    )
-    right.invert_yaxis()
-    right.grid(axis="y", color="0.92")
-    right.set_title("Mean of the last five, one point per seed", loc="left", fontsize=12, color=INK)
-    for axes in (left, right):
+        lower.plot(last, [side] * len(last), "o", color=color, markersize=7)
+    upper.set_ylim(0.95, 2.6)
+    upper.set_xlabel("iteration", color=INK)
+    _set_title(above, "Held-out loss, nats per byte, means of two seeds")
+    lower.invert_yaxis()
+    lower.grid(axis="y", color="0.92")
+    _set_title(below, "Mean of the last five, one point per seed")
+    for axes in (upper, lower):
         axes.spines[["top", "right"]].set_visible(False)
     return figure
 

@@ -45,12 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add_source_and_target(parser)
     what = parser.add_mutually_exclusive_group(required=True)
-    text = (
-        f"convert the whole model, to {' or '.join(TARGETS)}: hf for transformers, megatron "
-        "for --load"
-    )
+    text = "convert the whole model: hf for transformers, megatron for --load"
     what.add_argument("--to", choices=TARGETS, metavar="SIDE", help=text)
-    text = f"convert only the expert layout, to {', '.join(LAYOUTS)}"
+    text = f"convert only the expert layout: {', '.join(LAYOUTS)}"
     what.add_argument("--experts", choices=LAYOUTS, metavar="LAYOUT", help=text)
     add = parser.add_argument
     text = (
@@ -62,9 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"Megatron's --transformer-impl that will load DST: {' or '.join(SIDES)} (--to "
         f"megatron; default: {SIDES[0]})"
     )
-    add("--transformer-impl", choices=SIDES, help=text)
+    add("--transformer-impl", choices=SIDES, metavar="IMPL", help=text)
     text = f"file format: {', '.join(FORMATS)} (--experts; default: that of SRC)"
-    add("--format", choices=FORMATS, help=text)
+    add("--format", choices=FORMATS, metavar="FORMAT", help=text)
     text = "omit masters, moments and all other optimizer state (--experts)"
     add("--weights-only", action="store_true", help=text)
     add_naming(parser)

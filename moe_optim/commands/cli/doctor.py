@@ -9,6 +9,7 @@ import argparse
 import importlib
 import importlib.metadata
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -42,7 +43,7 @@ _RECIPES |= {"mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 """Name of a recipe in Transformer Engine -> its name in Megatron's flags."""
 _WITHOUT = {
     "emerging-optimizers": "Megatron's own step of Muon calls it: pip install 'moe_optim[muon]'",
-    "pybind11": "a checkout of Megatron-LM, as --megatron-lm gives one, compiles a helper with it",
+    "pybind11": "optional; a checkout of Megatron-LM compiles a helper with it",
 }
 _STYLES = {"ok": "green", "applied": "green", "missing": "red", "unfit": "red", "broken": "red"}
 
@@ -195,7 +196,7 @@ def _abilities(report: Findings) -> Iterator[str]:
     gpus = [f"{gpu['name']} (sm {gpu['sm']}, {gpu['memory_gib']} GiB)" for gpu in report["gpus"]]
     alike = {gpu: gpus.count(gpu) for gpu in gpus}
     trains = ", ".join(f"{count} x {gpu}" if count > 1 else gpu for gpu, count in alike.items())
-    yield f"Trains on: {trains or 'the CPU over gloo, as torch sees no GPU'}"
+    yield f"Trains on: {trains or 'the CPU over gloo (torch finds no GPU)'}"
     yield "Portable experts: every format on any machine; all multiply in bf16"
     yield f"Transformer Engine's own GEMMs: {_spell_native(report)}"
     enabled = report["moe_optim"]["enabled"]
@@ -208,21 +209,30 @@ def _abilities(report: Findings) -> Iterator[str]:
         unfit = sum(patch["state"].startswith("broken") for patch in patches)
         found = f"{unfit} of {len(patches)} do not fit" if unfit else f"all {len(patches)} fit"
         yield f"Patches of megatron-core: {found} (--patches lists them)"
+    yield f"Environment: {sys.prefix}"
 
 
 def _spell_native(report: Findings) -> str:
     if report["native_gemms"]:
         return f"{', '.join(report['native_gemms'])}, which its experts use"
     if report["packages"]["transformer-engine"]["state"] != "ok":
-        return "none, as it is not installed"
-    return "none on this machine" if report["gpus"] else "none, as there is no GPU"
+        return "none (it is not installed)"
+    return "none on this machine" if report["gpus"] else "none (there is no GPU)"
 
 
 def _package_rows(packages: dict[str, Findings]) -> Iterator[tuple[str | Text, ...]]:
     for name, entry in packages.items():
-        where = "\n".join(filter(None, (entry["path"], entry["note"])))
+        where = "\n".join(filter(None, (_shorten(entry["path"]), entry["note"])))
         state = Text(entry["state"], _STYLES.get(entry["state"], ""))
         yield name, entry["version"] or "", state, where or "optional"
+
+
+def _shorten(path: str | None) -> str | None:
+    """Omit the folder of the environment, which is printed above."""
+    if path is None or not Path(path).is_relative_to(sys.prefix):
+        return path
+    inner = str(Path(path).relative_to(sys.prefix))
+    return inner[inner.find("site-packages") :] if "site-packages" in inner else inner
 
 
 def _patch_rows(patches: list[dict[str, str]]) -> Iterator[tuple[str | Text, ...]]:

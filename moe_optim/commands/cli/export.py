@@ -34,12 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_and_target(parser)
     add = parser.add_argument
     text = f"format of the experts: {', '.join(FORMATS)}"
-    add("--format", choices=FORMATS, required=True, help=text)
+    add("--format", choices=FORMATS, required=True, metavar="FORMAT", help=text)
     text = (
-        "names of data and scales (default: modelopt for NVFP4, deepseek for FP8 "
-        "blocks, else compressed_tensors)"
+        f"names of data and scales: {', '.join(CONVENTIONS)} (default: modelopt for NVFP4, "
+        "deepseek for blockwise FP8, else compressed_tensors)"
     )
-    add("--convention", choices=CONVENTIONS, help=text)
+    add("--convention", choices=CONVENTIONS, metavar="CONVENTION", help=text)
     text = (
         "write the scale of its inputs with each weight, of their calibrated amaxes, so that "
         "engines quantize activations to NVFP4"

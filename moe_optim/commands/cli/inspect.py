@@ -233,7 +233,7 @@ def _print(report: Report) -> None:
     console = results_console()
     console.print(report["path"], style="bold")
     facts = [
-        (name, Text(said, "red" if name == "whole" and report["defects"] else ""))
+        (name, Text(said, "red" if name == "complete" and report["defects"] else ""))
         for name, said in _facts(report)
     ]
     table = build_table(("", " "), facts, fold=" ")  # a key must stay whole
@@ -257,21 +257,21 @@ def _together(faults: list[str]) -> Iterator[str]:
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
     defects = "; ".join(report["defects"])
-    whole = f"no: {defects}" if defects else f"yes, by {report['checked']}"
+    complete = f"no: {defects}" if defects else f"yes, by {report['checked']}"
     if report["format"] == "torch":
         yield "format", "torch: files of model-parallel ranks"
-        yield "whole", whole
+        yield "complete", complete
         size = spell_bytes(report["bytes"])
-        yield "holds", f"{report['files']:,} files of {report['ranks']:,} ranks, {size}"
+        yield "contents", f"{report['files']:,} files of {report['ranks']:,} ranks, {size}"
         return
     version = f", version {report['version']}" if report["version"] else ""
     yield "format", report["format"] + version
     if report["iteration"] is not None:
         yield "iteration", f"{report['iteration']:,}"
-    yield "whole", whole
+    yield "complete", complete
     held = [f"{spell_bytes(size)} {dtype}" for dtype, size in report["bytes_by_dtype"].items()]
     objects = f"; {report['objects']} objects" if report["objects"] else ""
-    yield "holds", f"{report['tensors']:,} tensors, {', '.join(held)}{objects}"
+    yield "contents", f"{report['tensors']:,} tensors, {', '.join(held)}{objects}"
     for name, why in (report["foreign"] or {}).items():
         yield "may run code", f"{name}: {why}"
     if quantized := report["quantized"]:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moe_optim import __version__
+from moe_optim.commands.cli.parser import Parser
 from moe_optim.errors import ConfigError, MoEOptimError, closest
-from moe_optim.screen import Screen, discard_output, fail
+from moe_optim.screen import Screen, discard_output, fail, print_error
 
 BAD_INPUT, INTERRUPTED = 2, 130  # argparse itself exits with 2
 PIPE_CLOSED = 141  # exit code of a process ended by SIGPIPE; the command itself completes
@@ -41,7 +42,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
     ``only`` names the command to give its arguments, which imports less; None for all.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="moe-optim",
         description="Train Megatron MoE models with quantized expert weights.",
         epilog="Exit codes: 0 success, 1 the run failed, 2 bad input, 130 interrupted, 141 output "
@@ -73,6 +74,14 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
+def _subparsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield inner
+                yield from _subparsers(inner)
+
+
 def _module_of(command: str) -> Any:
     return importlib.import_module(f"moe_optim.commands.cli.{command}")
 
@@ -88,19 +97,12 @@ class _PrintCompletion(argparse.Action):
                 "--print-completion: expected shtab, got none. Install it: "
                 "pip install 'moe_optim[completion]'"
             ) from error
-        for action in _actions(parser):
-            if action.type is Path:
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        for each in (parser, *_subparsers(parser)):
+            for action in each._actions:
+                if action.type is Path:
+                    action.complete = shtab.FILE  # type: ignore[attr-defined]
         print(shtab.complete(parser, values[1]))
         parser.exit()
-
-
-def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    for action in parser._actions:
-        yield action
-        if isinstance(action, argparse._SubParsersAction):
-            for inner in action.choices.values():
-                yield from _actions(inner)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,7 +152,7 @@ def _run(
         discard_output()
         return PIPE_CLOSED
     except MoEOptimError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(str(error))
         return BAD_INPUT
     except OSError as error:  # such as a full disk, or a file where a folder is expected
         where = "" if error.filename is None else f"{error.filename}: "

@@ -1,4 +1,4 @@
-"""Add the plug-in to a checkout of Megatron-LM as source diffs, with git apply.
+"""Add moe_optim to a checkout of Megatron-LM as source diffs, with git apply.
 
 With the diffs of patches/megatron-lm-0.19, a checkout of core_v0.19.0 accepts
 --use-moe-grouped-optim itself. Any other source tree is refused.

@@ -41,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
     add_recipe(parser, "quickstart", nargs="?")
-    parser.epilog, parser.formatter_class = _legend(), argparse.RawDescriptionHelpFormatter
+    parser.epilog = _legend()
     text = (
-        "total numbers of GPUs (default: the recipe's ranks, and the minimum for the model "
+        "numbers of GPUs to compare (default: the recipe's ranks, and the minimum for the model "
         f"times powers of {STEP}, up to the batch size)"
     )
     add("--gpus", type=int, nargs="+", metavar="N", help=text)
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _legend() -> str:
     lines = [f"  {name}: {meaning}" for name, meaning in _COLUMNS.items()]
     further = [f"  {name}: {meaning}" for name, meaning in _DETAILS.items()]
-    return "\n".join(["Columns:", *lines, "Columns of --details:", *further])
+    return "\n".join(["Columns:", *lines, "\nColumns of --details:", *further])
 
 
 def _physical(text: str) -> float:

@@ -78,8 +78,8 @@ def _list(*, as_json: bool) -> None:
             console.print(text, Padding(str(row["what"]), (0, 0, 0, 2)), sep="\n", soft_wrap=False)
         return
     cells = [[str(value) for value in row.values()] for row in rows]
-    header = [fact.replace("_", " ") for fact in _FACTS]
-    print_table(console, build_table(header, cells, fold=("what",)))
+    header = ["purpose" if fact == "what" else fact.replace("_", " ") for fact in _FACTS]
+    print_table(console, build_table(header, cells, fold=("purpose",)))
 
 
 def _show(name: str, *, as_json: bool) -> None:
@@ -97,7 +97,7 @@ def _show(name: str, *, as_json: bool) -> None:
         for key, value in content["moe_optim"].items()
         if value != getattr(MoEOptimConfig(), key)
     }
-    print(f"# {' + '.join(map(str, recipe.files))}")
+    print("\n".join(f"# {path}" for path in recipe.files))
     print(yaml.safe_dump(content | {"moe_optim": changed}, sort_keys=False), end="")
 
 

@@ -1,7 +1,7 @@
 """Write a report of a run folder.
 
-The report answers whether quantization harmed the run, as one self-contained HTML page, with its
-plots also as PNGs. The run may still be in progress.
+One self-contained HTML page answers whether quantization harmed the run; its plots are also written
+as PNGs. The run may still be in progress.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Train an MoE GPT with Megatron and the grouped optimizer on this machine.
+"""Train an MoE GPT with Megatron and moe_optim on this machine.
 
 Arguments after `--` are passed to Megatron unchanged and override the recipe's.
 """
@@ -65,9 +65,9 @@ def _train_formats(args: argparse.Namespace) -> int:
             "format once; for one alone write --set moe_optim.format=NAME."
         )
     if any(assignment.startswith("moe_optim.format=") for assignment in args.set):
-        raise ConfigError("--formats and --set moe_optim.format both say the format. Drop one.")
+        raise ConfigError("--formats and --set moe_optim.format both set the format. Remove one.")
     if args.stock:
-        raise ConfigError("--formats: expected the plug-in, got --stock. Train that run apart.")
+        raise ConfigError("--formats: expected no --stock beside it. Train that run separately.")
     out = args.out or Path("runs") / args.recipe.stem
     runs = []
     for format in formats:

@@ -34,7 +34,7 @@ def say_which_was_taken(path: Path, taken: Path) -> None:
     """Print the path of the opened checkpoint on stderr, if it differs from the given one."""
     if taken != path:
         console = Console(stderr=True, markup=False, highlight=False)
-        console.print(f"{path}: taking its newest checkpoint, {taken.name}", soft_wrap=True)
+        console.print(f"{path}: using its newest checkpoint, {taken.name}", soft_wrap=True)
 
 
 def open_view(path: Path, renames: Sequence[str] = ()) -> "LayerView":

@@ -79,6 +79,6 @@ def explain_save(save: Mapping[str, int]) -> str:
         f"A save by name at {gpus:,} GPU{'s' * (gpus != 1)} writes "
         f"{spell_bytes(save['state_bytes'])} of experts' masters and moments in "
         f"{save['state_chunks']:,} chunks, {spell_bytes(save['weight_bytes'])} of their weights in "
-        f"{save['weight_chunks']:,}, {save['files']:,} file{'s' * (save['files'] != 1)}, and about "
-        f"{spell_bytes(save['metadata_bytes'])} of metadata."
+        f"{save['weight_chunks']:,}, to {save['files']:,} file{'s' * (save['files'] != 1)}, and "
+        f"about {spell_bytes(save['metadata_bytes'])} of metadata."
     )

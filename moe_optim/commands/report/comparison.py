@@ -68,7 +68,12 @@ def compare(paths: Sequence[Path], out: Path) -> int:
     content = json.dumps(rows, indent=2) + "\n"
     write_atomically(out / "compare.json", content.encode())
     console = results_console()
-    print_table(console, build_table([*HEADER.values()], table, gap=2))
+    header, cells = [*HEADER.values()], [list(row) for row in table]
+    widths = [max(map(len, column)) + 2 for column in zip(header, *cells, strict=True)]
+    if console.is_terminal and sum(widths) > console.width:  # a run per column
+        header, *cells = map(list, zip(header, *cells, strict=True))
+    fold = header if console.is_terminal else ()
+    print_table(console, build_table(header, cells, fold=fold, gap=2))
     console.print(str(page))
     return 0
 

@@ -17,6 +17,7 @@ from moe_optim.commands.train.events import Events, Point
 from moe_optim.commands.train.summary import draw_curves, smoothed
 
 _MOST_LABELS = 24
+_LEGEND_COLUMNS = 3
 _MOST_LETTERS = 36
 
 
@@ -52,11 +53,12 @@ NO_MARKS = Marks()
 
 
 def _over_iterations(axes: Axes, label: str, marks: Marks) -> None:
-    for spike in marks.spikes:
-        axes.axvline(spike, color="tab:red", linewidth=0.8, linestyle=":", zorder=0)
     if marks.at is not None:
         axes.axvline(marks.at, color="0.5", linewidth=0.8, linestyle="--", zorder=0)
-    axes.set(xlabel="iteration", ylabel=_plain(label))
+    for spike in marks.spikes:
+        axes.axvline(spike, color="tab:red", linewidth=0.8, linestyle=":", zorder=0)
+    axes.set_xlabel("iteration")
+    axes.set_title(_plain(label), loc="left", fontsize=10)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color="0.92")
 
@@ -87,7 +89,8 @@ def plot_curves(
         marks: iterations to mark.
         threshold: value to draw as a line, with an axis that begins at 0; None for neither.
     """
-    figure, axes = _new()
+    rows = -(-len(curves) // _LEGEND_COLUMNS) if len(curves) > 1 else 0
+    figure, axes = _new(3.0 + 0.18 * rows)
     lines = []
     for points in curves.values():
         ys = [point.value for point in points]
@@ -116,16 +119,14 @@ def plot_curves(
     elif finite and min(finite) > 0 and max(finite) > 30 * min(finite):
         axes.set_yscale("log")
     _over_iterations(axes, label, marks)
-    if len(curves) > 1:
-        axes.legend(
+    if rows:
+        figure.legend(
             lines,
             [_named(name) for name in curves],
-            loc="lower left",
-            bbox_to_anchor=(0.0, 1.0),  # above the axes
-            borderaxespad=0.0,
+            loc="outside lower left",
             frameon=False,
             fontsize=8,
-            ncols=3,
+            ncols=_LEGEND_COLUMNS,
         )
     return _png_of(figure)
 
@@ -143,14 +144,14 @@ def plot_heat_map(
     """
     rows, values = len(sample.layers), sample.values
     scale: Normalize | None = None if threshold is None else Normalize(0.0, threshold)
-    figure, axes = _new(min(12.0, 1.3 + 0.22 * rows))
+    step = -(-rows // _MOST_LABELS)
+    figure, axes = _new(1.3 + 0.22 * min(rows, _MOST_LABELS))
     positive = values[np.isfinite(values) & (values > 0)]
     if logarithmic and len(positive) and positive.max() > positive.min():
         scale = LogNorm(float(positive.min()), float(positive.max()))
         values = np.maximum(values, positive.min())
     colors = colormaps["viridis"].with_extremes(over="tab:red")
     image = axes.imshow(values, aspect="auto", norm=scale, cmap=colors, interpolation="nearest")
-    step = -(-rows // _MOST_LABELS)
     axes.set_yticks(range(0, rows, step), list(map(_plain, sample.layers[::step])), fontsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("expert")
@@ -169,7 +170,9 @@ def plot_bars(values: Mapping[str, float], label: str) -> bytes:
     axes.bar_label(bars, texts, padding=3, fontsize=8)
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=8)
-    axes.set_xlabel(label)
+    axes.set_title(label, loc="left", fontsize=10)
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
     axes.margins(x=0.18)
     return _png_of(figure)
 

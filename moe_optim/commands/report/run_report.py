@@ -50,7 +50,7 @@ def report(path: Path, out: Path | None = None, at: int | None = None) -> int:
         )
     page = build_page(run, at)
     console = results_console()
-    console.print(page.verdict, soft_wrap=False)
+    console.print(f"Was it quantization? {page.verdict}", soft_wrap=False)
     console.print(str(write_page(out, page.html, page.pictures)))
     return 0
 

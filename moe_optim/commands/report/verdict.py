@@ -41,10 +41,9 @@ class Largest:
 
     def sentence(self) -> str:
         """Return the value beside its threshold, with its place."""
-        side = "above" if self.is_above else f"{self.value / self.threshold:.0%} of"
         return (
-            f"{self.figure.replace('_', ' ')} {self.value:.3g} ({self.layer}, expert "
-            f"{self.expert}, iteration {self.iteration}), {side} its threshold {self.threshold:g}"
+            f"{self.figure.replace('_', ' ')} {self.value:.3g}, threshold {self.threshold:g} "
+            f"({self.layer}, expert {self.expert}, iteration {self.iteration})"
         )
 
 
@@ -113,27 +112,24 @@ def _is_zero(norms: "np.ndarray | None", values: "np.ndarray") -> "np.ndarray":
 
 def judge(run: Run, largest: Sequence[Largest], spikes: Sequence[int]) -> str:
     """Return the answer to "was it quantization?" in a sentence or two."""
-    jumped = (
-        f"The loss jumped at iteration {_listed(spikes)}." if spikes else "The loss never jumped."
-    )
+    jumped = f"The loss jumped at {_listed(spikes)}." if spikes else "The loss never jumped."
     if not largest:
         return f"Unknown: the health of quantized experts was not sampled. {jumped}"
-    worst = largest[0]
-    if not worst.is_above:
-        return (
-            f"No sign of harm by quantization: the largest figure is {worst.sentence()}. {jumped}"
-        )
+    worst = largest[0].sentence()
+    if not largest[0].is_above:
+        return f"No sign of it: no figure exceeded its threshold. Closest: {worst}. {jumped}"
     first = min(one.first_above for one in largest if one.first_above is not None)
+    exceeded = f"thresholds were exceeded from iteration {first} on"
     if not spikes:
-        return f"Figures are high, without harm so far: {worst.sentence()}. {jumped}"
+        return f"No harm so far, but {exceeded}. Largest: {worst}. {jumped}"
     if any(first <= spike for spike in spikes):
-        return f"Possibly: {worst.sentence()}; first above at iteration {first}. {jumped}"
-    return (
-        f"Rather not: figures were below their thresholds before the loss jumped. Later "
-        f"{worst.sentence()}, first above at iteration {first}. {jumped}"
-    )
+        return f"Possibly: {exceeded}. Largest: {worst}. {jumped}"
+    return f"Probably not: {exceeded}, after the loss jumped. Largest: {worst}. {jumped}"
 
 
 def _listed(iterations: Sequence[int]) -> str:
-    shown = ", ".join(map(str, iterations[:8]))
-    return shown if len(iterations) <= 8 else f"{shown} and {len(iterations) - 8} more"
+    if len(iterations) == 1:
+        return f"iteration {iterations[0]}"
+    shown = [str(one) for one in iterations[:8]]
+    more = f"{len(iterations) - 8} more" if len(iterations) > 8 else shown.pop()
+    return f"iterations {', '.join(shown)} and {more}"

@@ -88,7 +88,7 @@ def test_a_working_environment_is_healthy_and_the_keys_are_frozen(report):
     ("gpus", "recipes", "said"),
     [
         ((H100,), ["tensorwise", "blockwise"], "tensorwise, blockwise, which its experts use"),
-        ((), [], "none, as there is no GPU"),
+        ((), [], "none (there is no GPU)"),
     ],
 )
 def test_gemms_of_transformer_engine_are_those_that_it_says_it_has(
@@ -154,7 +154,7 @@ def test_a_checkout_needs_pybind11_for_the_helper_of_its_datasets(
     report = doctor.examine()
     entry = report["packages"]["pybind11"]
     assert entry["state"] == state
-    assert "as --megatron-lm gives one, compiles a helper with it" in entry["note"]
+    assert "a checkout of Megatron-LM compiles a helper with it" in entry["note"]
     problem = (
         f"pybind11: expected it for {datasets}, which compiles its helper with it, got none. "
         "pip install 'pybind11'"

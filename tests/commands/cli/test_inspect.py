@@ -100,7 +100,7 @@ def test_of_a_run_the_newest_of_its_checkpoints_is_taken(inspect, tmp_path):
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("7")
     code, out, err = inspect(tmp_path)
     assert (code, out.splitlines()[0]) == (0, str(checkpoints / "iter_0000007"))
-    assert f"{tmp_path}: taking its newest checkpoint, iter_0000007" in err
+    assert f"{tmp_path}: using its newest checkpoint, iter_0000007" in err
 
 
 def test_a_checkpoint_that_is_not_whole_exits_with_1_and_names_the_file(inspect, tmp_path):
@@ -109,7 +109,7 @@ def test_a_checkpoint_that_is_not_whole_exits_with_1_and_names_the_file(inspect,
     (folder / lost).unlink()
     code, out, _ = inspect(folder)
     assert code == 1
-    assert f"whole          no: {lost} is missing" in out
+    assert f"complete       no: {lost} is missing" in out
     (defect,) = json.loads(inspect(folder, "--json")[1])["defects"]
     assert defect.startswith(f"{lost} is missing")
 

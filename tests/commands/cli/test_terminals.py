@@ -57,6 +57,13 @@ def read_some(terminal):
         return b""
 
 
+@pytest.mark.parametrize("command", ["run", "plan", "export"])
+def test_a_help_text_fits_its_terminal_and_breaks_no_word(command):
+    code, narrow = run_in_terminal(60, command, "--help")
+    assert code == 0 and max(map(len, narrow)) <= 60
+    assert " ".join(narrow).split() == " ".join(run_in_terminal(500, command, "--help")[1]).split()
+
+
 @pytest.mark.parametrize(("columns", "tables"), [(60, 4), (120, 2)])
 def test_a_plan_fits_its_terminal_and_cuts_no_number(columns, tables, tmp_path):
     """All figures of the file stand in it, in fewer and wider tables where there is room."""

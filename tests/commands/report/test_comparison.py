@@ -1,10 +1,13 @@
 """Runs beside each other: figures as they recorded them, and a dash for what they did not."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from moe_optim.commands.cli import main as cli
+from moe_optim.commands.report import comparison
 from tests.commands.report.test_run_report import Reader
 from tests.support.training_runs.report_runs import LOSSES, MODEL, SUMMARY, TIMES, write_run
 
@@ -35,6 +38,15 @@ def test_no_page_is_written_over_a_run_or_its_report(runs, tmp_path, capsys):
         assert [sorted(run.rglob("*")) for run in (runs[0], other)] == before
     for _ in range(2):
         assert cli.main(["report", str(other), "--out", str(other / "report")]) == 0
+
+
+def test_a_terminal_narrower_than_the_table_has_a_run_per_column(runs, tmp_path, monkeypatch):
+    screen = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None)
+    monkeypatch.setattr(comparison, "results_console", lambda: screen)
+    assert cli.main(["compare", *map(str, runs), "--out", str(tmp_path / "out")]) == 0
+    lines = [line.split() for line in screen.file.getvalue().splitlines()]
+    assert lines[0] == ["run", "fp4", "bare"]
+    assert ["held-out", "loss", "0.1250", "–"] in lines and ["peak", "MiB", "3.00", "–"] in lines
 
 
 def test_figures_are_those_of_the_runs(runs, tmp_path, capsys):

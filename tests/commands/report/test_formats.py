@@ -52,7 +52,7 @@ REFUSED = (  # options -> message
     (["--formats", "bf16", "bf16"], "got bf16 bf16. Name every format once"),
     (
         ["--formats", "bf16", "nvfp4", "--set", "moe_optim.format=mxfp8"],
-        "--formats and --set moe_optim.format both say the format.",
+        "--formats and --set moe_optim.format both set the format.",
     ),
     (
         ["--formats", "mxfp8", "bf16", "--set", "moe_optim.record_amax=true"],

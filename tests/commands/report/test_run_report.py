@@ -155,17 +155,16 @@ def test_a_jump_of_the_loss_is_found_once_and_noise_is_none():
 def test_the_verdict_is_the_largest_figure_of_all_looks_beside_its_threshold(tmp_path):
     """Also where the last look is calm, and against jumps of the loss before and after it."""
     said = verdict_of(tmp_path / "calm", i10=look_at(), i20=look_at())
-    assert said.startswith("No sign of harm by quantization: the largest figure is ")
-    assert said.endswith("The loss never jumped.") and "% of its threshold 0." in said
-    high = "saturated 0.5 (layers.0.fc2, expert 2, iteration 20), above its threshold 0.02"
+    assert said.startswith("No sign of it: no figure exceeded its threshold. Closest: ")
+    assert said.endswith("The loss never jumped.") and ", threshold 0." in said
+    since = "thresholds were exceeded from iteration 20 on"
+    high = "Largest: saturated 0.5, threshold 0.02 (layers.0.fc2, expert 2, iteration 20)"
     said = verdict_of(tmp_path / "no harm", i20=saturating(0.5), i40=look_at())
-    assert said == f"Figures are high, without harm so far: {high}. The loss never jumped."
+    assert said == f"No harm so far, but {since}. {high}. The loss never jumped."
     said = verdict_of(tmp_path / "cause", spiking(30), i20=saturating(0.5), i40=look_at())
-    assert said == (
-        f"Possibly: {high}; first above at iteration 20. The loss jumped at iteration 30."
-    )
+    assert said == f"Possibly: {since}. {high}. The loss jumped at iteration 30."
     said = verdict_of(tmp_path / "effect", spiking(15), i10=look_at(), i20=saturating(0.5))
-    assert said.startswith("Rather not: figures were below their thresholds before the loss jumped")
+    assert said.startswith(f"Probably not: {since}, after the loss jumped. {high}.")
     said = verdict_of(tmp_path / "unknown", spiking(15))
     assert said == (
         "Unknown: the health of quantized experts was not sampled. The loss jumped at iteration 15."
