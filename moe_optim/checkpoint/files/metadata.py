@@ -282,9 +282,9 @@ def _states(values: Iterable[Any], kind: str) -> list[dict[str, Any]]:
     """Return the states of many objects, which all have one class."""
     records = list(values)
     for named in set(map(type, records)):
-        if not issubclass(named, Record) or named.name != kind:
-            got = named if isinstance(named, Named) else "none"
-            raise TypeError(f"expected {kind}, got {got}")
+        of_class = named.name if isinstance(named, Named) else "none"
+        if of_class != kind or not issubclass(named, Record):
+            raise TypeError(f"expected {kind}, got {of_class}")
     states = list(chain.from_iterable(records))
     if len(states) != len(records) or set(map(len, records)) - {1}:
         raise TypeError(f"expected one state of each {kind}, got more or fewer")
