@@ -58,7 +58,7 @@ def _seconds(act: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _look_up(sent: bytes) -> None:
-    entries = stored_metadata(pickle.loads(sent)).state_dict_metadata
+    entries: Any = stored_metadata(pickle.loads(sent)).state_dict_metadata
     for key in list(entries)[::8]:
         list(entries[key].chunks)
 
