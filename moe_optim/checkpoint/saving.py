@@ -7,7 +7,8 @@ save begins with a checksum manifest that marks the checkpoint unfinished.
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     apply_factories,
 )
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
@@ -37,7 +37,13 @@ from moe_optim.checkpoint.sealing import (
     record_config,
     record_data,
 )
-from moe_optim.checkpoint.staging import described, plan_quickly, replaced, staging
+from moe_optim.checkpoint.staging import (
+    described,
+    plan_quickly,
+    replaced,
+    replaced_in_writers,
+    staging,
+)
 from moe_optim.checkpoint.state_kinds import BY_NAME, SHARDING_TYPE
 from moe_optim.checkpoint.state_manifest import states_with_manifests
 from moe_optim.errors import StateError, listed
@@ -160,8 +166,8 @@ def _collect(parts: Sequence[Callable[[], None]], checkpoint_dir: str) -> None:
             failures[0] = described(error)
 
     with (
-        replaced(FileSystemWriterAsync, "retrieve_write_results", retrieve),
-        replaced(FileSystemWriterAsync, "finish", finish),
+        replaced_in_writers("retrieve_write_results", retrieve),
+        replaced_in_writers("finish", finish),
     ):
         try:
             for part in parts:
@@ -239,8 +245,27 @@ def _save_files(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return result
     is_apart = given.arguments["non_persistent_ckpt"]
     if is_apart and get_args().non_persistent_ckpt_type == "local":
-        return stock(*args, **kwargs)
+        manager = given.arguments["checkpointing_context"]["local_checkpoint_manager"]
+        with writing_together(manager, is_synchronous=not get_args().async_save):
+            return stock(*args, **kwargs)
     return _save_distributed(partial(stock, *args, **kwargs))
+
+
+@contextmanager
+def writing_together(manager: Any, *, is_synchronous: bool) -> Iterator[None]:
+    """Have a manager of local checkpoints raise an error of one rank that writes on all.
+
+    It lets the others wait for that rank. After an asynchronous save it compares what all have.
+    """
+    if not is_synchronous:
+        yield
+        return
+
+    def write(stock: Any, *args: Any) -> Any:
+        return agree(partial(stock, *args), None)
+
+    with replaced(type(manager), "_save_fn", write):
+        yield
 
 
 def _save_distributed(act: Callable[[], Any]) -> Any:

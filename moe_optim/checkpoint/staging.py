@@ -13,9 +13,10 @@ tensors that have memory of their own.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -51,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
 
+_NVRX_WRITER = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
+
 _FEW_SAVED, _FEW_STORED = 256, 64
 """Chunks of a tensor that torch may compare with each other, and with each wanted one."""
 
@@ -84,6 +87,19 @@ def replaced(module: Any, name: str, quick: Callable[..., Any]) -> Iterator[None
         yield
     finally:
         setattr(module, name, stock)
+
+
+@contextmanager
+def replaced_in_writers(name: str, quick: Callable[..., Any]) -> Iterator[None]:
+    """Have ``quick`` called in place of a method of Megatron's writer, and of NVRx's.
+
+    Megatron has imported ``nvidia-resiliency-ext`` where a compatible one is installed.
+    """
+    nvrx = sys.modules.get(_NVRX_WRITER)
+    with ExitStack() as stack:
+        for module in filter(None, (filesystem_async, nvrx)):
+            stack.enter_context(replaced(module.FileSystemWriterAsync, name, quick))
+        yield
 
 
 def _validate(stock: Any, plans: Any, metadata: Metadata) -> bool:
@@ -169,7 +185,7 @@ def staging(*, is_synchronous: bool) -> Iterator[None]:
             replaced(state_dict_utils, "validate_sharding_integrity", _together),
             replaced(fully_parallel, "validate_sharding_integrity", _together),
             replaced(strategies, "mcore_to_pyt_state_dict", partial(_together, _converted)),
-            replaced(filesystem_async.FileSystemWriterAsync, "prepare_write_data", _together),
+            replaced_in_writers("prepare_write_data", _together),
         ):
             yield
     finally:
