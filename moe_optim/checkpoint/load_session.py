@@ -129,6 +129,7 @@ def open_session(folder: Path, group: Any) -> VettedReader:
     if not all(is_checked for _, is_checked in everywhere):
         _check(folder, stored.vetted, group)
         stored.is_checked = True
+        read_blobs.cache_clear()
     return stored
 
 

@@ -99,8 +99,12 @@ def save(  # noqa: PLR0913  # Megatron's
             _execute(request)
         return request
 
-    with plan_quickly(), staging(is_synchronous=not async_sharded_save):
-        request = agree(write, None)
+    try:
+        with plan_quickly(), staging(is_synchronous=not async_sharded_save):
+            request = agree(write, None)
+    except Exception:
+        _forget_plans(sharded_strategy)
+        raise
     collecting = request.finalize_fns[: -2 if verify_integrity else -1]
     config = CheckpointingConfig(sharded_strategy.backend, sharded_strategy.version)
     request.finalize_fns[:] = [
@@ -136,6 +140,19 @@ def _prepare(sharded_state_dict: Any, folder: Path | None) -> None:
         complete_amaxes(sharded_state_dict)
     if folder is not None:
         _on_first_rank(lambda: invalidate(folder))
+
+
+def _forget_plans(strategy: Any) -> None:
+    """Forget what ``--ckpt-assume-constant-structure`` keeps: ranks may have kept other plans.
+
+    A rank that uses a kept plan does not communicate, and the others would wait for it.
+    """
+    if isinstance(strategy, FullyParallelSaveStrategyWrapper):
+        strategy.cached_distribution = None
+        strategy = strategy.base_strategy
+    strategy.cached_central_plan = strategy.cached_local_plan = None
+    strategy.cached_global_metadata = strategy._metadata_cache = None
+    strategy.validated_cache_reuse = strategy.validated_loaded_metadata_reuse = False
 
 
 def _execute(request: Any) -> None:
