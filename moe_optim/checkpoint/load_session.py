@@ -21,7 +21,6 @@ from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as strategies
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -45,7 +44,7 @@ from moe_optim.checkpoint.integrity import (
     size_defects,
     vet,
 )
-from moe_optim.checkpoint.staging import replaced
+from moe_optim.checkpoint.staging import replaced, with_views
 from moe_optim.checkpoint.stored_metadata import dtype_named, stored_metadata
 from moe_optim.errors import LayoutError
 from moe_optim.integration.agreement import agree, from_first, gather_objects
@@ -224,19 +223,7 @@ def into_views(strategy: Any) -> AbstractContextManager[None]:
     """
     if type(strategy) not in (type(None), strategies.TorchDistLoadShardedStrategy):
         return nullcontext()
-    return replaced(strategies, "sharded_tensor_to_torch_sharded_tensor", _with_views)
-
-
-def _with_views(stock: Any, entries: list[ShardedTensor], *args: Any, **kwargs: Any) -> Any:
-    views = {}
-    for number, entry in enumerate(entries):
-        if type(entry.data) is torch.Tensor and not entry.data.is_contiguous():
-            views[number] = entry.data.view((1,) * entry.prepend_axis_num + entry.local_shape)
-            entry.data = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
-    made = stock(entries, *args, **kwargs)
-    for number, view in views.items():
-        entries[number].data = made.local_shards()[number].tensor = view
-    return made
+    return replaced(strategies, "sharded_tensor_to_torch_sharded_tensor", with_views)
 
 
 def together(act: Callable[[], Any]) -> Any:
