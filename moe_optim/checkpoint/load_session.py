@@ -21,6 +21,8 @@ from typing import IO, Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as strategies
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -44,10 +46,11 @@ from moe_optim.checkpoint.integrity import (
     size_defects,
     vet,
 )
+from moe_optim.checkpoint.partial_loads import mark_loaded, mark_partly_loaded
 from moe_optim.checkpoint.staging import replaced, with_views
 from moe_optim.checkpoint.stored_metadata import dtype_named, stored_metadata
 from moe_optim.errors import LayoutError
-from moe_optim.integration.agreement import agree, from_first, gather_objects
+from moe_optim.integration.agreement import agree, from_first, gather_objects, reduce_max
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import config_or_bf16
 
@@ -62,6 +65,7 @@ class VettedReader(TorchDistReader):
         vetted: metadata and checksums that one rank read for all.
         version: identity of the save on this host, which another save changes.
         is_checked: whether all ranks have compared sizes, and read everything if that was asked.
+        has_read: whether this rank has begun to read tensors in the load that is running.
     """
 
     def __init__(self, path: Path, vetted: Vetted) -> None:
@@ -72,6 +76,7 @@ class VettedReader(TorchDistReader):
             vetted: metadata and checksums, as one rank read them.
         """
         self.vetted, self.version, self.is_checked = vetted, _version_of(path), False
+        self.has_read = False
         self._compares = config_or_bf16().check_on_load != "quick"
         self.metadata = stored_metadata(vetted.table)
         self._of_keys: dict[str, dict[Any, tuple[Blob, int]]] = {}
@@ -265,7 +270,22 @@ def load_tensors(
 
     if _open is None:
         return stock(self, sharded_state_dict, checkpoint_dir, async_strategy)
-    return together(act)
+    stored, group = _open
+    stored.has_read = False
+    try:
+        loaded = together(act)
+    except Exception:  # on every rank
+        if reduce_max([stored.has_read], group) != [0]:
+            mark_partly_loaded(_targets(sharded_state_dict), str(stored.path))
+        raise
+    mark_loaded(_targets(sharded_state_dict))
+    return loaded
+
+
+def _targets(sharded_state_dict: Any) -> Iterator[torch.Tensor]:
+    for entry in nested_values(sharded_state_dict):
+        if isinstance(entry, ShardedTensor) and entry.data is not None:
+            yield entry.data
 
 
 class CheckedReader(FileSystemReader):
@@ -301,6 +321,7 @@ class CheckedReader(FileSystemReader):
                 planner.load_bytes(item, io.BytesIO(content))
             return
         targets = [planner.resolve_tensor(item).detach() for item in items]
+        self._stored.has_read = True
         with self._stored.opened(blob) as archive:
             _read_into(archive, blob, items, targets)
         for item, target in zip(items, targets, strict=True):

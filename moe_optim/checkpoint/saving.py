@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 from moe_optim.calibration.state_entries import complete_amaxes, synchronize_amax
 from moe_optim.checkpoint.files.folders import is_local
+from moe_optim.checkpoint.partial_loads import require_loaded
 from moe_optim.checkpoint.sealing import (
     invalidate,
     mark_unfinished,
@@ -131,6 +132,9 @@ def _prepare(sharded_state_dict: Any, folder: Path | None) -> None:
     def prepare() -> None:
         if installed_config() is not None:
             _save_values(sharded_state_dict)
+        kinds = ShardedTensor | ShardedTensorFactory
+        entries = (one for one in nested_values(sharded_state_dict) if isinstance(one, kinds))
+        require_loaded(entry.data for entry in entries)
         apply_factories(sharded_state_dict)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)

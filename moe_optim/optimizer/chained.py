@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapp
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
+from moe_optim.checkpoint.partial_loads import require_loaded
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError, NonFiniteError, StateError, listed
 from moe_optim.integration.agreement import agree
@@ -90,11 +91,23 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     def step(self) -> Any:
         """Return whether weights moved, the gradient norm and the zero count, on every rank.
 
-        Every rank must call it; raises as :meth:`get_grad_norm`.
+        Every rank must call it; raises as :meth:`get_grad_norm`. StateError if a load has failed
+        after it replaced a part of weights or states.
         """
+        require_loaded(self._tensors())
         for observer in self.observers:
             observer.before_step()
         return self._step_fused() if self.is_fused else super().step()
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Yield weights, masters and moments."""
+        for part in self.stepping:
+            for chunk in getattr(part, "model_chunks", ()):
+                yield from chunk.parameters()
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+            for states in part.optimizer.state.values():
+                yield from (value for value in states.values() if isinstance(value, Tensor))
 
     def _agree_to_fuse(self, config: MoEOptimConfig) -> bool:
         setups = [setup_of(part, config) for part in self.stepping]
