@@ -46,13 +46,13 @@ from moe_optim.checkpoint.integrity import (
     size_defects,
     vet,
 )
-from moe_optim.checkpoint.partial_loads import mark_loaded, mark_partly_loaded
 from moe_optim.checkpoint.staging import replaced, with_views
 from moe_optim.checkpoint.stored_metadata import dtype_named, stored_metadata
 from moe_optim.errors import LayoutError
 from moe_optim.integration.agreement import agree, from_first, gather_objects, reduce_max
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import config_or_bf16
+from moe_optim.weights.partial_loads import mark_loaded, mark_partly_loaded
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 from moe_optim.calibration.state_entries import complete_amaxes, synchronize_amax
 from moe_optim.checkpoint.files.folders import is_local
-from moe_optim.checkpoint.partial_loads import require_loaded
 from moe_optim.checkpoint.sealing import (
     invalidate,
     mark_unfinished,
@@ -52,6 +51,7 @@ from moe_optim.integration.agreement import agree, count_failures, gather_object
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_config
 from moe_optim.weights.names import BASE, is_wrapper, unwrapped_name
+from moe_optim.weights.partial_loads import require_loaded
 from moe_optim.weights.te.fields import is_tensorwise, read_values, te_formats_of
 
 _CHECKPOINTING = "megatron.training.checkpointing"

@@ -18,7 +18,6 @@ from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapp
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
-from moe_optim.checkpoint.partial_loads import require_loaded
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError, NonFiniteError, StateError, listed
 from moe_optim.integration.agreement import agree
@@ -31,6 +30,7 @@ from moe_optim.optimizer.nonfinite import check_states, name_culprits
 from moe_optim.optimizer.step_hooks import has_pre_hooks
 from moe_optim.places import this_device
 from moe_optim.rules import Setup, check_setup, why_stock_step
+from moe_optim.weights.partial_loads import require_loaded
 
 if TYPE_CHECKING:
     from moe_optim.health.monitor import HealthMonitor

@@ -28,7 +28,7 @@ from tests.support.training import pretrain
 GROUPED = Station()
 FLAT, BY_NAME = "dp_reshardable", "fully_reshardable"
 LATER = {"async_sharded_save": True, "async_strategy": "mcore"}
-HANGS_S = 150
+HANGS_S = 240
 
 type Fault = Callable[[], AbstractContextManager[Any]]
 

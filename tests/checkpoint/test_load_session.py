@@ -20,8 +20,8 @@ from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
 from moe_optim.checkpoint.files.metadata import Blob, read_blobs
 from moe_optim.checkpoint.files.untrusted_files import file_range
 from moe_optim.checkpoint.integrity import corrupt_files
-from moe_optim.checkpoint.partial_loads import require_loaded
 from moe_optim.errors import LayoutError, StateError
+from moe_optim.weights.partial_loads import require_loaded
 from tests.support.checkpoints.checkpoint_journey import Journey, Station, run_once
 from tests.support.hostile.damage import flip
 

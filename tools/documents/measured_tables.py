@@ -687,7 +687,7 @@ def checkpoint() -> str:
     rows = {(row["ranks"], row["side"]): row for row in report["rows"]}
 
     def cell(ranks: int, name: str) -> str:
-        values = [rows[ranks, side][name] for side in ("stock", "stock-flat", "ours")]
+        values = [rows[ranks, side][name] for side in ("stock", "ours")]
         is_size = name.endswith("bytes")
         return ", ".join(f"{one / 2**20:.0f}" if is_size else f"{one:.1f}" for one in values)
 
