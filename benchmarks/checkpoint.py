@@ -3,8 +3,10 @@
 CPU ranks over gloo hold the experts of a model, their masters and Adam's moments, sharded by the
 distributed optimizer. They save weights and states as ``fully_reshardable``, and load them again.
 ``stock`` is Megatron's sequential experts with its own optimizer, ``ours`` the portable experts in
-bf16 with this package's; both files have the same tensors. The second of two saves and loads
-counts; a load of this package compares checksums of what it reads.
+bf16 with this package's; both files have the same tensors. ``stock-flat`` is ``stock`` with
+Megatron's default states, ``dp_reshardable``, which load at no other sizes than data-parallel ones.
+The second of two saves and loads counts; a load of this package compares checksums of what it
+reads.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from moe_optim.errors import ConfigError
 from moe_optim.screen import print_table, results_console
 
 HIDDEN, FFN, EXPERTS = 512, 768, 8
-SIDES = ("stock", "ours")
+SIDES = ("stock", "stock-flat", "ours")
 COLUMNS = {
     "ranks": "ranks",
     "side": "side",
@@ -58,7 +60,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     ranks: dict[str, Any] = {"type": int, "nargs": "+", "default": [1, 2, 4], "metavar": "N"}
     add("--ranks", **ranks, help="data-parallel sizes; default: 1 2 4")
     sides: dict[str, Any] = {"choices": SIDES, "nargs": "+", "default": list(SIDES)}
-    add("--side", **sides, help="what to measure; default: both")
+    add("--side", **sides, help="what to measure; default: all")
     add("--dir", type=Path, default=Path(), metavar="DIR", help="folder for it; default: here")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
 
@@ -195,13 +197,15 @@ class _Run:
     model: Any
     optimizer: Any
     dp_cp: Any
+    sharding: str
+    """Megatron's sharding type of optimizer states."""
 
     def save(self, folder: Path) -> None:
         """Save weights and states."""
         from megatron.core import dist_checkpointing
 
         content = {
-            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_sharding_type": self.sharding,
             "chained_optim_avoid_prefix": True,
             "singleton_local_shards": False,
         }
@@ -272,7 +276,8 @@ def _build(side: str, layers: int) -> _Run:
                 master.grad = torch.ones_like(master)
         part.optimizer.step()
         part.optimizer.zero_grad()
-    return _Run(model, optimizer, groups.dp_cp)
+    sharding = "dp_reshardable" if side == "stock-flat" else "fully_reshardable"
+    return _Run(model, optimizer, groups.dp_cp, sharding)
 
 
 def _model(config: Any, groups: Any, side: str) -> Any:

@@ -25,6 +25,7 @@ from itertools import groupby
 from pathlib import Path
 
 from moe_optim.checkpoint.files.archives import Archive, reason_of
+from moe_optim.checkpoint.files.blob_table import BlobTable
 from moe_optim.checkpoint.files.checksum_manifest import (
     Checksums,
     CorruptFile,
@@ -40,6 +41,7 @@ from moe_optim.checkpoint.files.folders import (
     iteration_of,
 )
 from moe_optim.checkpoint.files.metadata import METADATA, Blob, read_blobs, read_metadata
+from moe_optim.checkpoint.files.pickles import no_collections
 from moe_optim.checkpoint.files.untrusted_files import (
     file_range,
     is_file,
@@ -114,10 +116,10 @@ def require_intact(
 class Vetted:
     """What one rank read of a checkpoint for all."""
 
-    metadata: bytes
+    table: BlobTable
     """Content of ``.metadata``, consistent and without foreign names."""
     identity: str
-    """Its SHA-256 in hexadecimal."""
+    """SHA-256 of ``.metadata`` in hexadecimal."""
     checksums: Checksums
     """Content of the checksum manifests."""
     ends: Mapping[str, int | None]
@@ -131,7 +133,9 @@ def vet(checkpoint: Path) -> Vetted:
     """
     check = _Check(Path(checkpoint))
     require_none(check.checkpoint, check.metadata_defects())
-    return Vetted(check.content, check.small[METADATA], check.checksums, check.ends)
+    with no_collections():
+        table = BlobTable(check.blobs)
+    return Vetted(table, check.small[METADATA], check.checksums, check.ends)
 
 
 def size_defects(checkpoint: Path, ends: Mapping[str, int | None]) -> Iterator[CorruptFile]:
@@ -217,8 +221,6 @@ class _Check:
     def __init__(self, checkpoint: Path, *, is_finished: bool = True) -> None:
         self.checkpoint, self._is_finished = checkpoint, is_finished
         self.checksums = Checksums()
-        self.content = b""
-        """Content of ``.metadata``."""
         self.blobs: Sequence[Blob] = ()
         self.archives: dict[str, list[Blob]] = {}
         """Archives of each file, in file order."""
@@ -275,8 +277,7 @@ class _Check:
             return {name: self._whole_file(name) for name in names}
         if self._is_finished:
             _require_backend(self._read_small(CONFIG_FILE))
-        self.content = self._read_small(METADATA)
-        self.blobs = read_blobs(self.content)
+        self.blobs = read_blobs(self._read_small(METADATA))
         archives = {name: list(group) for name, group in groupby(self.blobs, lambda one: one.file)}
         has_common = any(blob.key.startswith("common_state") for blob in self.blobs)
         if os.path.lexists(path / COMMON_FILE):  # Megatron prefers it, and follows links

@@ -1,8 +1,9 @@
 """One load of a torch_dist checkpoint: metadata is vetted once, data is checked as it is read.
 
-The first rank reads and vets ``.metadata``; all ranks unpickle its bytes, so that Megatron opens no
-other. Sizes of all files are compared first, each by one rank. Megatron then reads through
-:class:`CheckedReader`, which compares the checksums of every archive while it reads it, once.
+The first rank reads and vets ``.metadata``, and sends what it describes to all ranks, which give it
+to Megatron: none opens another. Sizes of all files are compared first, each by one rank. Megatron
+then reads through :class:`CheckedReader`, which compares the checksums of every archive while it
+reads it, once.
 Megatron unpickles objects without restrictions, so those that would run code are refused.
 """
 
@@ -10,12 +11,11 @@ import dataclasses
 import enum
 import io
 import logging
-import pickle
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -23,11 +23,12 @@ from typing import IO, Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as strategies
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -35,12 +36,7 @@ from moe_optim.checkpoint.files.archives import Archive
 from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
 from moe_optim.checkpoint.files.folders import COMMON_FILE, CONFIG_FILE, iteration_folders
 from moe_optim.checkpoint.files.metadata import METADATA, Blob, read_blobs
-from moe_optim.checkpoint.files.pickles import (
-    MEGATRONS_PACKAGES,
-    Named,
-    foreign_name,
-    no_collections,
-)
+from moe_optim.checkpoint.files.pickles import MEGATRONS_PACKAGES, Named, foreign_name
 from moe_optim.checkpoint.files.reader import TensorInfo
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.integrity import (
@@ -52,11 +48,13 @@ from moe_optim.checkpoint.integrity import (
     size_defects,
     vet,
 )
-from moe_optim.checkpoint.staging import replaced
+from moe_optim.checkpoint.staging import replaced, with_views
+from moe_optim.checkpoint.stored_metadata import dtype_named, stored_metadata
 from moe_optim.errors import LayoutError
-from moe_optim.integration.agreement import agree, from_first, gather_objects
+from moe_optim.integration.agreement import agree, from_first, gather_objects, reduce_max
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import config_or_bf16
+from moe_optim.weights.partial_loads import mark_loaded, mark_partly_loaded
 
 logger = logging.getLogger(__name__)
 
@@ -65,91 +63,56 @@ class VettedReader(TorchDistReader):
     """A checkpoint whose metadata was vetted, by this rank or by the first one.
 
     Attributes:
-        metadata: content of ``.metadata``, unpickled as torch does.
+        metadata: content of ``.metadata`` as torch reads it; chunks are made when asked for.
         vetted: metadata and checksums that one rank read for all.
         version: identity of the save on this host, which another save changes.
         is_checked: whether all ranks have compared sizes, and read everything if that was asked.
+        has_read: whether this rank has begun to read tensors in the load that is running.
     """
 
     def __init__(self, path: Path, vetted: Vetted) -> None:
-        """Unpickle vetted metadata; data stays in the files.
+        """Take vetted metadata; data stays in the files.
 
         Args:
             path: folder of one iteration.
             vetted: metadata and checksums, as one rank read them.
         """
         self.vetted, self.version, self.is_checked = vetted, _version_of(path), False
+        self.has_read = False
         self._compares = config_or_bf16().check_on_load != "quick"
-        with no_collections():
-            self.metadata: Metadata = pickle.loads(vetted.metadata)  # noqa: S301  # vetted
+        self.metadata = stored_metadata(vetted.table)
+        self._of_keys: dict[str, dict[Any, tuple[Blob, int]]] = {}
         super().__init__(path)
 
     def _index(self, _: object = ()) -> Mapping[str, list[Blob]]:
-        blobs = _Blobs(self.metadata)
-        for name, entry in self.metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):
-                self.tensors[name] = TensorInfo(tuple(entry.size), entry.properties.dtype)
+        table = self.vetted.table
+        for name, stored in table.keys_stored.items():
+            if stored.dtype:
+                self.tensors[name] = TensorInfo(stored.shape, dtype_named(stored.dtype))
             else:
-                self.objects[name] = blobs[name][0].length
-        return blobs
+                self.objects[name] = table[name][0].length
+        return table
 
     def _archive(self, stream: IO[bytes], blob: Blob) -> Archive:
         archive = Archive(stream, compares=self._compares)
         recorded = self.vetted.checksums.archives.get(blob.file)
         if self._compares and recorded is not None:
-            at = 8 * self._places[blob.file][blob.start]
+            at = 8 * (0 if blob.file == COMMON_FILE else self._of_key(blob.key)[blob.offset][1])
             if recorded[at : at + 8] != archive.table_checksum():
                 raise ValueError(OTHER_FILE)
         return archive
 
-    @cached_property
-    def _places(self) -> dict[str, dict[int, int]]:
-        starts: dict[str, list[int]] = defaultdict(list)
-        for place in self.metadata.storage_data.values():
-            starts[place.relative_path].append(place.offset)
-        starts[COMMON_FILE] = [0]
-        return {
-            name: {start: number for number, start in enumerate(sorted(found))}
-            for name, found in starts.items()
-        }
+    def _of_key(self, key: str) -> dict[Any, tuple[Blob, int]]:
+        """Return each blob of a key with its place in its file, by offset."""
+        if key not in self._of_keys:
+            table = self.vetted.table
+            places = zip(table[key], table.places(key), strict=True)
+            self._of_keys[key] = {blob.offset: (blob, place) for blob, place in places}
+        return self._of_keys[key]
 
     def chunk(self, index: MetadataIndex) -> Blob:
         """Return what is stored under an index of ``metadata``."""
-        return _blob_at(self.metadata, index)
-
-
-def _blob_at(metadata: Metadata, index: MetadataIndex) -> Blob:
-    place = metadata.storage_data[index]
-    where = place.relative_path, place.offset, place.length, index.fqn
-    entry = metadata.state_dict_metadata[index.fqn]
-    if not isinstance(entry, TensorStorageMetadata) or index.offset is None:
-        return Blob(*where, None)
-    chunk = entry.chunks[index.index or 0]
-    if chunk.offsets != index.offset:
-        chunk = next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
-    return Blob(*where, tuple(chunk.offsets), tuple(chunk.sizes), str(entry.properties.dtype))
-
-
-class _Blobs(Mapping[str, list[Blob]]):
-    """Blobs of vetted metadata by key, made when asked for."""
-
-    def __init__(self, metadata: Metadata) -> None:
-        self._metadata = metadata
-
-    def __getitem__(self, key: str) -> list[Blob]:
-        entry = self._metadata.state_dict_metadata[key]
-        indices = (
-            [MetadataIndex(key, chunk.offsets, at) for at, chunk in enumerate(entry.chunks)]
-            if isinstance(entry, TensorStorageMetadata)
-            else [MetadataIndex(key)]
-        )
-        return [_blob_at(self._metadata, index) for index in indices]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._metadata.state_dict_metadata)
-
-    def __len__(self) -> int:
-        return len(self._metadata.state_dict_metadata)
+        return self._of_key(index.fqn)[None if index.offset is None else tuple(index.offset)][0]
 
 
 _kept: VettedReader | None = None
@@ -172,6 +135,7 @@ def open_session(folder: Path, group: Any) -> VettedReader:
     if not all(is_checked for _, is_checked in everywhere):
         _check(folder, stored.vetted, group)
         stored.is_checked = True
+        read_blobs.cache_clear()
     return stored
 
 
@@ -267,19 +231,7 @@ def into_views(strategy: Any) -> AbstractContextManager[None]:
     plain = type(None), strategies.TorchDistLoadShardedStrategy
     if _open is None or type(strategy) not in plain:
         return nullcontext()
-    return replaced(strategies, "sharded_tensor_to_torch_sharded_tensor", _with_views)
-
-
-def _with_views(stock: Any, entries: list[ShardedTensor], *args: Any, **kwargs: Any) -> Any:
-    views = {}
-    for number, entry in enumerate(entries):
-        if type(entry.data) is torch.Tensor and not entry.data.is_contiguous():
-            views[number] = entry.data.view((1,) * entry.prepend_axis_num + entry.local_shape)
-            entry.data = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
-    made = stock(entries, *args, **kwargs)
-    for number, view in views.items():
-        entries[number].data = made.local_shards()[number].tensor = view
-    return made
+    return replaced(strategies, "sharded_tensor_to_torch_sharded_tensor", with_views)
 
 
 def together(act: Callable[[], Any]) -> Any:
@@ -315,7 +267,24 @@ def load_tensors(
     """
     stock = original(f"{_STRATEGIES}:TorchDistLoadShardedStrategy.load")
     read = partial(stock, self, sharded_state_dict, checkpoint_dir, async_strategy)
-    return read() if _open is None else together(own_errors()(read))
+    if _open is None:
+        return read()
+    stored, group = _open
+    stored.has_read = False
+    try:
+        loaded = together(own_errors()(read))
+    except Exception:  # on every rank
+        if reduce_max([stored.has_read], group) != [0]:
+            mark_partly_loaded(_targets(sharded_state_dict), str(stored.path))
+        raise
+    mark_loaded(_targets(sharded_state_dict))
+    return loaded
+
+
+def _targets(sharded_state_dict: Any) -> Iterator[torch.Tensor]:
+    for entry in nested_values(sharded_state_dict):
+        if isinstance(entry, ShardedTensor) and entry.data is not None:
+            yield entry.data
 
 
 class CheckedReader(FileSystemReader):
@@ -351,6 +320,7 @@ class CheckedReader(FileSystemReader):
                 planner.load_bytes(item, io.BytesIO(content))
             return
         targets = [planner.resolve_tensor(item).detach() for item in items]
+        self._stored.has_read = True
         into = targets[0] if len(items) == 1 and _takes_all(blob, items[0], targets[0]) else None
         with self._stored.opened(blob) as archive:
             values = archive.read_tensor(blob.dtype, blob.shape, into=into)

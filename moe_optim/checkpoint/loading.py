@@ -91,7 +91,7 @@ def load(  # noqa: PLR0913  # Megatron's
     """Load a distributed checkpoint; arguments and result are Megatron's. Every rank must call it.
 
     Tensors are read into the memory of weights and states, so a load that raises while it reads
-    leaves some of them replaced: load another checkpoint before the next step.
+    leaves some of them replaced, which the next step or save refuses, until another load ends.
 
     Raises:
         StateError: files of the checkpoint are missing or damaged; lists all of them.

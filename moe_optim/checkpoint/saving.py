@@ -7,7 +7,8 @@ save begins with a checksum manifest that marks the checkpoint unfinished.
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     apply_factories,
 )
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
@@ -37,7 +37,13 @@ from moe_optim.checkpoint.sealing import (
     record_config,
     record_data,
 )
-from moe_optim.checkpoint.staging import described, plan_quickly, replaced, staging
+from moe_optim.checkpoint.staging import (
+    described,
+    plan_quickly,
+    replaced,
+    replaced_in_writers,
+    staging,
+)
 from moe_optim.checkpoint.state_kinds import BY_NAME, SHARDING_TYPE
 from moe_optim.checkpoint.state_manifest import states_with_manifests
 from moe_optim.errors import StateError, listed
@@ -45,6 +51,7 @@ from moe_optim.integration.agreement import agree, count_failures, from_first, g
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_config
 from moe_optim.weights.names import BASE, is_wrapper, unwrapped_name
+from moe_optim.weights.partial_loads import require_loaded
 from moe_optim.weights.te.fields import is_tensorwise, read_values, te_formats_of
 
 _CHECKPOINTING = "megatron.training.checkpointing"
@@ -93,8 +100,12 @@ def save(  # noqa: PLR0913  # Megatron's
             _execute(request)
         return request
 
-    with plan_quickly(), staging(is_synchronous=not async_sharded_save):
-        request = agree(write, None)
+    try:
+        with plan_quickly(), staging(is_synchronous=not async_sharded_save):
+            request = agree(write, None)
+    except Exception:
+        _forget_plans(sharded_strategy)
+        raise
     collecting = request.finalize_fns[: -2 if verify_integrity else -1]
     config = CheckpointingConfig(sharded_strategy.backend, sharded_strategy.version)
     request.finalize_fns[:] = [
@@ -121,6 +132,9 @@ def _prepare(sharded_state_dict: Any, folder: Path | None) -> None:
     def prepare() -> None:
         if installed_config() is not None:
             _save_values(sharded_state_dict)
+        kinds = ShardedTensor | ShardedTensorFactory
+        entries = (one for one in nested_values(sharded_state_dict) if isinstance(one, kinds))
+        require_loaded(entry.data for entry in entries)
         apply_factories(sharded_state_dict)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -130,6 +144,19 @@ def _prepare(sharded_state_dict: Any, folder: Path | None) -> None:
         complete_amaxes(sharded_state_dict)
     if folder is not None:
         from_first(lambda: invalidate(folder), None)
+
+
+def _forget_plans(strategy: Any) -> None:
+    """Forget what ``--ckpt-assume-constant-structure`` keeps: ranks may have kept other plans.
+
+    A rank that uses a kept plan does not communicate, and the others would wait for it.
+    """
+    if isinstance(strategy, FullyParallelSaveStrategyWrapper):
+        strategy.cached_distribution = None
+        strategy = strategy.base_strategy
+    strategy.cached_central_plan = strategy.cached_local_plan = None
+    strategy.cached_global_metadata = strategy._metadata_cache = None
+    strategy.validated_cache_reuse = strategy.validated_loaded_metadata_reuse = False
 
 
 def _execute(request: Any) -> None:
@@ -160,8 +187,8 @@ def _collect(parts: Sequence[Callable[[], None]], checkpoint_dir: str) -> None:
             failures[0] = described(error)
 
     with (
-        replaced(FileSystemWriterAsync, "retrieve_write_results", retrieve),
-        replaced(FileSystemWriterAsync, "finish", finish),
+        replaced_in_writers("retrieve_write_results", retrieve),
+        replaced_in_writers("finish", finish),
     ):
         try:
             for part in parts:
@@ -234,8 +261,27 @@ def _save_files(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return result
     is_apart = given.arguments["non_persistent_ckpt"]
     if is_apart and get_args().non_persistent_ckpt_type == "local":
-        return stock(*args, **kwargs)
+        manager = given.arguments["checkpointing_context"]["local_checkpoint_manager"]
+        with writing_together(manager, is_synchronous=not get_args().async_save):
+            return stock(*args, **kwargs)
     return _save_distributed(partial(stock, *args, **kwargs))
+
+
+@contextmanager
+def writing_together(manager: Any, *, is_synchronous: bool) -> Iterator[None]:
+    """Have a manager of local checkpoints raise an error of one rank that writes on all.
+
+    It lets the others wait for that rank. After an asynchronous save it compares what all have.
+    """
+    if not is_synchronous:
+        yield
+        return
+
+    def write(stock: Any, *args: Any) -> Any:
+        return agree(partial(stock, *args), None)
+
+    with replaced(type(manager), "_save_fn", write):
+        yield
 
 
 def _save_distributed(act: Callable[[], Any]) -> Any:

@@ -5,17 +5,19 @@ overlap it there. Of expert weights this is the rows or columns, which most chun
 compares nearly all pairs: 12,288 chunks took 47 s. Plans made here take a time that grows with
 chunks.
 
-Megatron copies everything that a rank saves to the host before it writes the first byte. In a
-synchronous save here, a writing thread holds the chunk that it writes and the one before it; a
-chunk that lies contiguous in host memory is written from there. An asynchronous save copies all
-that a rank writes, since a step may follow; Megatron itself copies views in host memory, but not
-tensors that have memory of their own.
+Megatron copies everything that a rank saves to the host before it writes the first byte, and before
+that all views with gaps, such as the gate rows of all experts. In a synchronous save here, a
+writing thread holds the chunk that it writes and the one before it; a chunk that lies contiguous in
+host memory is written from there. An asynchronous save copies all that a rank writes, since a step
+may follow; Megatron itself copies views in host memory, but not tensors that have memory of their
+own.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -51,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
 
+_NVRX_WRITER = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
+
 _FEW_SAVED, _FEW_STORED = 256, 64
 """Chunks of a tensor that torch may compare with each other, and with each wanted one."""
 
@@ -84,6 +88,19 @@ def replaced(module: Any, name: str, quick: Callable[..., Any]) -> Iterator[None
         yield
     finally:
         setattr(module, name, stock)
+
+
+@contextmanager
+def replaced_in_writers(name: str, quick: Callable[..., Any]) -> Iterator[None]:
+    """Have ``quick`` called in place of a method of Megatron's writer, and of NVRx's.
+
+    Megatron has imported ``nvidia-resiliency-ext`` where a compatible one is installed.
+    """
+    nvrx = sys.modules.get(_NVRX_WRITER)
+    with ExitStack() as stack:
+        for module in filter(None, (filesystem_async, nvrx)):
+            stack.enter_context(replaced(module.FileSystemWriterAsync, name, quick))
+        yield
 
 
 def _validate(stock: Any, plans: Any, metadata: Metadata) -> bool:
@@ -169,11 +186,27 @@ def staging(*, is_synchronous: bool) -> Iterator[None]:
             replaced(state_dict_utils, "validate_sharding_integrity", _together),
             replaced(fully_parallel, "validate_sharding_integrity", _together),
             replaced(strategies, "mcore_to_pyt_state_dict", partial(_together, _converted)),
-            replaced(filesystem_async.FileSystemWriterAsync, "prepare_write_data", _together),
+            replaced(strategies, "sharded_tensor_to_torch_sharded_tensor", with_views)
+            if is_synchronous
+            else nullcontext(),
+            replaced_in_writers("prepare_write_data", _together),
         ):
             yield
     finally:
         _is_synchronous = before
+
+
+def with_views(stock: Any, entries: list[ShardedTensor], *args: Any, **kwargs: Any) -> Any:
+    """Return torch's form of entries, with views where Megatron would make contiguous copies."""
+    views = {}
+    for number, entry in enumerate(entries):
+        if type(entry.data) is torch.Tensor and not entry.data.is_contiguous():
+            views[number] = entry.data.view((1,) * entry.prepend_axis_num + entry.local_shape)
+            entry.data = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
+    made = stock(entries, *args, **kwargs)
+    for number, view in views.items():
+        entries[number].data = made.local_shards()[number].tensor = view
+    return made
 
 
 def _together(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -294,8 +327,8 @@ def _on_host(value: Tensor) -> Tensor:
     value = value.detach()
     if value.device.type != "cpu":
         is_quantized = value.device.type == "cuda" and "dequantize" in type(value).__dict__
-        host: Tensor = (value.dequantize() if is_quantized else value).to("cpu")
-        return host
+        plain: Tensor = value.dequantize() if is_quantized else value
+        return plain.to("cpu", memory_format=torch.contiguous_format)
     if value.untyped_storage().nbytes() == value.numel() * value.itemsize:
         return value
     if type(value) is not Tensor or not value.is_contiguous() or not value.numel():

@@ -31,6 +31,7 @@ from moe_optim.optimizer.nonfinite import check_states, name_culprits
 from moe_optim.optimizer.step_hooks import has_pre_hooks
 from moe_optim.places import this_device
 from moe_optim.rules import Setup, check_setup, why_stock_step
+from moe_optim.weights.partial_loads import require_loaded
 
 if TYPE_CHECKING:
     from moe_optim.health.monitor import HealthMonitor
@@ -91,11 +92,23 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     def step(self) -> Any:
         """Return whether weights moved, the gradient norm and the zero count, on every rank.
 
-        Every rank must call it; raises as :meth:`get_grad_norm`.
+        Every rank must call it; raises as :meth:`get_grad_norm`. StateError if a load has failed
+        after it replaced a part of weights or states.
         """
+        require_loaded(self._tensors())
         for observer in self.observers:
             observer.before_step()
         return self._step_fused() if self.is_fused else super().step()
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Yield weights, masters and moments."""
+        for part in self.stepping:
+            for chunk in getattr(part, "model_chunks", ()):
+                yield from chunk.parameters()
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+            for states in part.optimizer.state.values():
+                yield from (value for value in states.values() if isinstance(value, Tensor))
 
     def _agree_to_fuse(self, config: MoEOptimConfig) -> bool:
         setups = [setup_of(part, config) for part in self.stepping]

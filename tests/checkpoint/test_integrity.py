@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from moe_optim.checkpoint.files import metadata as metadata_file
 from moe_optim.checkpoint.files import untrusted_files
@@ -318,4 +319,24 @@ def test_metadata_that_contradicts_itself_is_refused(checkpoint):
     first, second = [index for index in metadata.storage_data if index.fqn == "experts.weight"]
     metadata.storage_data[first] = metadata.storage_data[second]
     with pytest.raises(DamageError, match="does not lie behind the blob before it"):
+        metadata_file.read_blobs(pickle.dumps(metadata))
+
+
+HARMS = {
+    "expected ChunkStorageMetadata, got": lambda chunks: chunks.append(3),
+    "got BytesStorageMetadata": lambda chunks: chunks.append(BytesStorageMetadata()),
+    "expected tuple, got list": lambda chunks: vars(chunks[-1]).update(offsets=[0, 0, 0]),
+    "expected whole numbers": lambda chunks: vars(chunks[-1]).update(sizes=(1, 2, 0.5)),
+    "do not cover": lambda chunks: chunks.pop(),
+    "offsets": lambda chunks: vars(chunks[-1]).pop("offsets"),
+    "expected at most": lambda chunks: vars(chunks[-1]).update(sizes=(1,) * 17),
+    "begin at one place": lambda chunks: chunks.append(chunks[0]),
+}
+
+
+@pytest.mark.parametrize("says", HARMS)
+def test_one_bad_chunk_among_many_is_refused(says, checkpoint):
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    HARMS[says](metadata.state_dict_metadata["experts.weight"].chunks)
+    with pytest.raises(DamageError, match=says):
         metadata_file.read_blobs(pickle.dumps(metadata))

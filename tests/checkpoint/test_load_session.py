@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from moe_optim.checkpoint.files.metadata import Blob, read_blobs
 from moe_optim.checkpoint.files.untrusted_files import file_range
 from moe_optim.checkpoint.integrity import corrupt_files
 from moe_optim.errors import LayoutError, StateError
+from moe_optim.weights.partial_loads import require_loaded
 from tests.support.checkpoints.checkpoint_journey import Journey, Station, run_once
 from tests.support.hostile.damage import flip
 
@@ -43,6 +45,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     }
     together = {
         "one reads": _load_what_one_rank_reads,
+        "partly": _go_on_after_a_failed_load,
         "metadata": _load_beside_foreign_metadata,
         "exchanged": _load_and_exchange,
     }
@@ -119,6 +122,11 @@ def test_a_flipped_bit_is_found_while_it_is_read_or_is_in_nothing_that_is_read(f
 def _load_what_one_rank_reads(folder: Path) -> str:
     """Flip a byte of the last chunk of a moment, which the last rank alone reads."""
     Journey(GROUPED).fill().save(folder, RESHARDABLE)
+    _damage_last_moment(folder)
+    return _said_of_load(GROUPED, folder)
+
+
+def _damage_last_moment(folder: Path) -> None:
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         moments = [blob for blob in _blobs(folder) if ".exp_avg." in blob.key]
@@ -126,7 +134,37 @@ def _load_what_one_rank_reads(folder: Path) -> str:
         path = folder / last.file
         path.write_bytes(flip(path.read_bytes(), last.start + last.length // 2, 3))
     torch.distributed.barrier()
-    return _said_of_load(GROUPED, folder)
+
+
+def _go_on_after_a_failed_load(folder: Path) -> tuple[list[str], int]:
+    """Step, and save, after a load that one rank fails, and after another load.
+
+    Returns what was said of step and save, and how many elements the other load restored.
+    """
+    bf16 = Station(format="bf16")
+    for name in ("good", "bad"):
+        Journey(bf16).fill().save(folder / name, RESHARDABLE)
+    _damage_last_moment(folder / "bad")
+    journey, said = Journey(bf16).scramble(), []
+    with pytest.raises(StateError, match="Bad CRC-32"):
+        journey.load(folder / "bad")
+    for act in (journey.optimizer.step, partial(journey.save, folder / "next", RESHARDABLE)):
+        with pytest.raises(StateError) as refusal:
+            act()
+        said.append(str(refusal.value))
+    Journey(bf16).fill().save(folder / "of another model", RESHARDABLE)
+    restored = journey.load(folder / "good").check()
+    journey.save(folder / "next", RESHARDABLE)
+    require_loaded(journey.optimizer._tensors())
+    return said, restored
+
+
+def test_half_loaded_weights_are_neither_trained_nor_saved(found):
+    """On every rank, also on one that has read all of its own; until another load ends."""
+    for said, restored in found(2, "partly"):
+        assert len(said) == 2
+        assert all("that a failed load of" in one for one in said)
+        assert restored
 
 
 def test_damage_that_one_rank_reads_is_raised_on_every_rank(found):

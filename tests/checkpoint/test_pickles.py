@@ -18,6 +18,7 @@ from moe_optim.checkpoint.files.archives import Archive
 from moe_optim.checkpoint.files.pickles import (
     ForeignNameError,
     Made,
+    Record,
     Stored,
     foreign_name,
     read_pickle,
@@ -170,3 +171,28 @@ def test_plain_data_are_values_tensors_and_what_the_caller_knows():
     red = archive(Color.RED).pickled()
     assert foreign_name(red) == f"it names {__name__}.Color"
     assert foreign_name(red, lambda named: named.name == "Color") is None
+
+
+def _record(value, protocol=4):
+    names = {(__name__, kind.__qualname__) for kind in (Nothing, Color, Call)}
+    return read_pickle(pickle.dumps(value, protocol), records=names)
+
+
+def test_a_record_is_the_states_that_a_pickle_gives_it_and_runs_nothing():
+    record = _record(Nothing())
+    assert isinstance(record, Record) and list(record) == [{"size": 3}]
+    assert str(type(record)) == f"{__name__}.Nothing"
+    assert len({record: 1, _record(Nothing()): 2}) == 2  # a key by identity, never by content
+    assert list(_record(Color.RED)) == []  # made with arguments, without a state
+    name = f"c{__name__}\nNothing\n".encode()
+    for code, want in (
+        (b"]K\x01aR.", None),  # arguments that are no tuple
+        (b"(K\x01K\x02tR.", []),
+        (b")R}b}b.", [{}, {}]),
+        (b")RK\x00}s.", None),  # an item where there is none
+    ):
+        content = b"\x80\x04" + name + code
+        try:
+            assert list(read_pickle(content, records={(__name__, "Nothing")})) == want
+        except ValueError:
+            assert want is None

@@ -82,10 +82,22 @@ MUTANTS = (
         'entry.data.device.type == "cpu" and not entry.has_regular_grid:',
         (f"{FILES}/test_async_saves.py",),
     ),
+    Mutant(  # ranks keep the plans of a save that failed, and not the same ones
+        "checkpoint/saving.py",
+        "        _forget_plans(sharded_strategy)\n",
+        "        pass\n",
+        (f"{FILES}/test_failed_saves.py",),
+    ),
+    Mutant(  # a rank that has read all of its own goes on
+        "checkpoint/load_session.py",
+        "mark_partly_loaded(_targets(sharded_state_dict), str(stored.path))",
+        "pass",
+        (f"{SESSION}::test_half_loaded_weights_are_neither_trained_nor_saved",),
+    ),
     Mutant(  # the first rank fails where the others wait for it
         "checkpoint/saving.py",
-        'replaced(FileSystemWriterAsync, "finish", finish),',
-        'replaced(FileSystemWriterAsync, "none", finish),',
+        'replaced_in_writers("finish", finish),',
+        'replaced_in_writers("none", finish),',
         (f"{FILES}/test_failed_saves.py",),
     ),
     Mutant(
@@ -138,7 +150,7 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint/files/metadata.py",
-        "    if any(corners.values()):",
+        "    if dict.__ne__(*corners):",
         "    if False:",
         (f"{INTEGRITY}::test_chunks_pass_exactly_if_they_hold_every_element_once",),
     ),

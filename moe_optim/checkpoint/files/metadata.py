@@ -8,19 +8,20 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import product
+from collections.abc import Iterable, Sequence
+from functools import lru_cache, partial
+from itertools import chain, compress, count, product, repeat
 from math import prod
+from operator import add, gt, itemgetter
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_optim.checkpoint.files.checksum_manifest import DamageError
 from moe_optim.checkpoint.files.pickles import (
     ITEM_BYTES,
     Made,
     Named,
+    Record,
     names_of,
     no_collections,
     read_pickle,
@@ -45,6 +46,9 @@ _NAMES = names_of(  # torch's classes, and those of older Megatron versions
         "collections": "OrderedDict",
     }
 )
+_PER_CHUNK = names_of(
+    {f"{_DCP}.metadata": "ChunkStorageMetadata MetadataIndex", f"{_DCP}.filesystem": "_StorageInfo"}
+)
 _DTYPE = re.compile(r"bool|(?:u?int|b?float|complex|bits|qu?int)[0-9][0-9a-z_]*")
 
 _LARGEST_BYTES = 512 * 2**20  # of ``.metadata``: about two million pieces
@@ -58,8 +62,7 @@ _MAX_NAME = 4096  # characters
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Blob:
+class Blob(NamedTuple):
     """One archive in a file of a checkpoint."""
 
     file: str
@@ -114,7 +117,7 @@ def read_blobs(content: bytes) -> tuple[Blob, ...]:
     their elements.
     """
     try:
-        metadata = read_pickle(content, _is_allowed)
+        metadata = read_pickle(content, _is_allowed, _PER_CHUNK)
     except ValueError as error:
         raise DamageError(METADATA, f"is cut off or foreign: {error}") from error
     try:
@@ -126,7 +129,8 @@ def read_blobs(content: bytes) -> tuple[Blob, ...]:
 
 def checked_shape(numbers: Any) -> Shape:
     """Return a valid shape or offset; TypeError for other types, ValueError for bad numbers."""
-    shape = _numbers(numbers)
+    shape: Shape = _typed(numbers, tuple)
+    _require_numbers(shape)
     if len(shape) > MAX_AXES:
         raise ValueError(f"expected at most {MAX_AXES} axes, got {len(shape):,}")
     if prod([extent or 1 for extent in shape]) > MAX_NUMBER:
@@ -149,95 +153,143 @@ def _is_allowed(named: Named) -> bool:
 
 def _blobs(metadata: Any) -> list[Blob]:
     fields = _state(metadata, "Metadata")
-    chunks = dict(_chunks(fields["state_dict_metadata"]))
-    files: set[str] = set()
-    blobs = []
-    for index, extent in _typed(fields["storage_data"], dict).items():
-        place, where = _state(extent, "_StorageInfo"), _state(index, "MetadataIndex")
-        offset = where.get("offset")
-        identity = (checked_name(where["fqn"]), None if offset is None else checked_shape(offset))
-        if identity not in chunks:
-            raise ValueError(f"{identity} is stored twice, or not as a part of a tensor")
-        if place.get("transform_descriptors"):
-            raise ValueError(f"{identity} is stored transformed, which cannot be checked")
-        file = place["relative_path"]
-        if file not in files:
-            if PurePath(checked_name(file)).name != file:
-                raise ValueError(f"{file!r} is not the name of a file")
-            files.add(file)
-        start, length = _numbers((place["offset"], place["length"]))
-        blobs.append(Blob(file, start, length, *identity, *chunks.pop(identity)))
-    if chunks:
-        raise ValueError(f"{next(iter(chunks))} is not stored")
-    blobs.sort(key=lambda blob: (blob.file, blob.start))
+    extents = _extents(_typed(fields["state_dict_metadata"], dict))
+    stored: dict[Any, Any] = _typed(fields["storage_data"], dict)
+    keys, offsets = _identities(_states(stored, "MetadataIndex"))
+    files, starts, lengths = _places(_states(stored.values(), "_StorageInfo"))
+    try:
+        of_blobs = list(map(extents.pop, zip(keys, offsets, strict=True)))
+    except KeyError as error:
+        what = f"{error.args[0]} is stored twice, or not as a part of a tensor"
+        raise ValueError(what) from None
+    if extents:
+        raise ValueError(f"{next(iter(extents))} is not stored")
+    shapes, dtypes, needed = (map(itemgetter(place), of_blobs) for place in range(3))
+    columns = zip(files, starts, lengths, keys, offsets, shapes, dtypes, strict=True)
+    blobs = list(map(partial(tuple.__new__, Blob), columns))
+    for number in compress(count(), map(gt, needed, lengths)):
+        blob = blobs[number]
+        what = f"{blob.dtype} {blob.shape} does not fit in {blob.length:,} bytes"
+        raise ValueError(f"{blob.name}: {what}")
+    blobs.sort(key=itemgetter(1))
+    blobs.sort(key=itemgetter(0))
     _require_one_behind_the_other(blobs)
     return blobs
 
 
-def _chunks(entries: Any) -> Iterator[tuple[tuple[str, Shape | None], tuple[Shape, str]]]:
-    """Yield key and offset of every chunk of every tensor, with shape and dtype."""
-    for key, entry in _typed(entries, dict).items():
+def _identities(indices: list[dict[str, Any]]) -> tuple[list[str], list[Shape | None]]:
+    keys = [index["fqn"] for index in indices]
+    offsets = [index.get("offset") for index in indices]
+    _require_type(keys, str)
+    _require_shapes([offset for offset in offsets if offset is not None])
+    for key in set(keys):
+        checked_name(key)
+    return keys, offsets
+
+
+def _places(places: list[dict[str, Any]]) -> tuple[list[str], list[int], list[int]]:
+    files = [place["relative_path"] for place in places]
+    starts = [place["offset"] for place in places]
+    lengths = [place["length"] for place in places]
+    if any(place.get("transform_descriptors") for place in places):
+        raise ValueError("a part is stored transformed, which cannot be checked")
+    _require_type(files, str)
+    _require_numbers(starts)
+    _require_numbers(lengths)
+    for file in set(files):
+        if PurePath(checked_name(file)).name != file:
+            raise ValueError(f"{file!r} is not the name of a file")
+    return files, starts, lengths
+
+
+def _extents(entries: dict[Any, Any]) -> dict[tuple[str, Shape | None], tuple[Shape, str, int]]:
+    """Return shape, dtype and bytes of every chunk of every tensor, by key and offset."""
+    extents: dict[tuple[str, Shape | None], tuple[Shape, str, int]] = {}
+    for key, entry in entries.items():
         key = checked_name(key)
         if _is_a(entry, "BytesStorageMetadata"):
-            yield (key, None), ((), "")
+            extents[key, None] = (), "", 0
             continue
         fields = _state(entry, "TensorStorageMetadata")
         dtype = str(_typed(_typed(fields["properties"], Made).state[0], Named))
         if dtype not in ITEM_BYTES:
             raise ValueError(f"{key}: expected one of {', '.join(ITEM_BYTES)}, got {dtype}")
         size = checked_shape(fields["size"])
-        parts = [_state(chunk, "ChunkStorageMetadata") for chunk in _typed(fields["chunks"], list)]
-        boxes = [(checked_shape(part["offsets"]), checked_shape(part["sizes"])) for part in parts]
-        require_cover(key, boxes, size)
-        for offset, shape in boxes:
-            yield (key, offset), (shape, dtype)
+        chunks = _states(_typed(fields["chunks"], list), "ChunkStorageMetadata")
+        offsets = [chunk["offsets"] for chunk in chunks]
+        shapes = [chunk["sizes"] for chunk in chunks]
+        _require_shapes(offsets)
+        _require_shapes(shapes)
+        _require_tiling(key, offsets, shapes, size)
+        needed = [prod(shape) * ITEM_BYTES[dtype] for shape in shapes]
+        identities = zip(repeat(key), offsets, strict=False)
+        of_chunks = zip(shapes, repeat(dtype), needed, strict=False)
+        extents.update(zip(identities, of_chunks, strict=True))
+    return extents
 
 
-def require_cover(key: str, boxes: list[tuple[Shape, Shape]], size: Shape) -> None:
+def require_cover(key: str, boxes: Sequence[tuple[Shape, Shape]], size: Shape) -> None:
+    """Refuse chunks, given by offset and shape, that do not cover each element of a tensor once."""
+    _require_tiling(key, [offset for offset, _ in boxes], [shape for _, shape in boxes], size)
+
+
+def _require_tiling(key: str, offsets: list[Shape], shapes: list[Shape], size: Shape) -> None:
     """Refuse chunks that do not cover every element of a tensor exactly once.
 
     Counts the corners of all boxes with alternating signs: shared corners of adjacent boxes cancel,
     and only the corners of the whole tensor remain.
     """
-    if any(len(offset) != len(size) or len(shape) != len(size) for offset, shape in boxes):
+    if set(map(len, chain(offsets, shapes))) - {len(size)}:
         raise ValueError(f"{key} has {len(size)} axes, and a chunk has others")
-    if len({offset for offset, _ in boxes}) < len(boxes):
+    if len(set(offsets)) < len(offsets):
         raise ValueError(f"two chunks of {key} begin at one place")
-    whole = ((0,) * len(size), size)
-    cut_axes = [
-        axis
-        for axis, extent in enumerate(size)
-        if any(offset[axis] != 0 or shape[axis] != extent for offset, shape in boxes)
-    ]
-    if len(cut_axes) > MAX_CUT_AXES:
+    ends = []  # of the boxes and then of the whole, on each axis that is cut
+    for axis, extent in enumerate(size):
+        low, lengths = [one[axis] for one in offsets], [one[axis] for one in shapes]
+        if any(low) or set(lengths) - {extent}:
+            ends.append(([*low, 0], [*map(add, low, lengths), extent]))
+    if len(ends) > MAX_CUT_AXES:
         raise ValueError(
-            f"{key}: expected chunks of {MAX_CUT_AXES} cut axes at most, got {len(cut_axes)}"
+            f"{key}: expected chunks of {MAX_CUT_AXES} cut axes at most, got {len(ends)}"
         )
-    signs = [prod(sides) for sides in product((1, -1), repeat=len(cut_axes))]
-    corners: Counter[Shape] = Counter()
-    for (offset, shape), weight in [*((box, 1) for box in boxes), (whole, -1)]:
-        ends = [(offset[axis], offset[axis] + shape[axis]) for axis in cut_axes]
-        for corner, sign in zip(product(*ends), signs, strict=True):
-            corners[corner] += sign * weight
-    if any(corners.values()):
+    corners: tuple[Counter[Shape], Counter[Shape]] = Counter(), Counter()
+    for columns in product(*([(low, 0), (high, 1)] for low, high in ends)):
+        is_negative = sum(side for _, side in columns) % 2
+        sides = [column for column, _ in columns]
+        *of_boxes, of_whole = zip(*sides, strict=True) if ends else [()] * (len(offsets) + 1)
+        corners[is_negative].update(of_boxes)
+        corners[1 - is_negative][of_whole] += 1
+    if dict.__ne__(*corners):
         raise ValueError(f"the chunks of {key} do not cover its {size} once")
 
 
 def _require_one_behind_the_other(blobs: list[Blob]) -> None:
-    end_of: dict[str, int] = {}
+    file, end = "", 0
     for blob in blobs:
-        if blob.start != end_of.get(blob.file, 0):
-            raise ValueError(f"{blob.name} does not lie behind the blob before it in {blob.file}")
-        if blob.offset is not None and prod(blob.shape) * ITEM_BYTES[blob.dtype] > blob.length:
-            raise ValueError(
-                f"{blob.name}: {blob.dtype} {blob.shape} does not fit in {blob.length:,} bytes"
-            )
-        end_of[blob.file] = blob.end
+        if blob[0] != file:
+            file, end = blob[0], 0
+        if blob[1] != end:
+            raise ValueError(f"{blob.name} does not lie behind the blob before it in {file}")
+        end += blob[2]
 
 
 def _is_a(value: Any, kind: str) -> bool:
     """Return whether a value's class has this name, with or without the older prefix ``MCore``."""
     return isinstance(value, Made) and value.by.name.removeprefix("MCore") == kind
+
+
+def _states(values: Iterable[Any], kind: str) -> list[dict[str, Any]]:
+    """Return the states of many objects, which all have one class."""
+    records = list(values)
+    for named in set(map(type, records)):
+        of_class = named.name if isinstance(named, Named) else "none"
+        if of_class != kind or not issubclass(named, Record):
+            raise TypeError(f"expected {kind}, got {of_class}")
+    states = list(chain.from_iterable(records))
+    if len(states) != len(records) or set(map(len, records)) - {1}:
+        raise TypeError(f"expected one state of each {kind}, got more or fewer")
+    _require_type(states, dict)
+    return states
 
 
 def _state(value: Any, kind: str) -> dict[str, Any]:
@@ -253,9 +305,23 @@ def _typed(value: Any, kind: type) -> Any:
     return value
 
 
-def _numbers(value: Any) -> Shape:
-    numbers: Shape = _typed(value, tuple)
-    for number in numbers:
-        if type(number) is not int or not 0 <= number <= MAX_NUMBER:
-            raise ValueError("expected whole numbers from 0 to 2^62, got others")
-    return numbers
+def _require_type(values: Iterable[Any], kind: type) -> None:
+    for other in set(map(type, values)) - {kind}:
+        raise TypeError(f"expected {kind.__name__}, got {other.__name__}")
+
+
+def _require_shapes(values: list[Any]) -> None:
+    """Refuse what :func:`checked_shape` refuses, of many shapes at once."""
+    _require_type(values, tuple)
+    numbers = list(chain.from_iterable(values))
+    _require_numbers(numbers)
+    axes = max(map(len, values), default=0)
+    if axes > MAX_AXES or max(numbers, default=0) ** axes > MAX_NUMBER:
+        for value in values:
+            checked_shape(value)
+
+
+def _require_numbers(numbers: Sequence[Any]) -> None:
+    kinds = set(map(type, numbers))
+    if kinds - {int} or (kinds and not 0 <= min(numbers) <= max(numbers) <= MAX_NUMBER):
+        raise ValueError("expected whole numbers from 0 to 2^62, got others")

@@ -14,7 +14,7 @@ import io
 import pickle
 import re
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -124,6 +124,22 @@ class Made:
         return f"<{self.by}>"  # arguments may be nested arbitrarily
 
 
+class Record(list[Any]):
+    """An object of a class without arguments, as a list of the states that a pickle gives it.
+
+    Unlike for :class:`Made`, no Python function runs for each of them. Arguments are dropped.
+    """
+
+    __slots__ = ()
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+    __init__ = object.__init__
+    __setstate__ = list.append
+
+    def __repr__(self) -> str:
+        return f"<{type(self)}>"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
     """A persistent reference, such as to the bytes of a tensor."""
@@ -151,14 +167,19 @@ class ForeignNameError(ValueError):
         super().__init__(f"it names {named}")
 
 
-def read_pickle(content: bytes, allows: Callable[[Named], bool] = lambda _: True) -> Any:
-    """Return the content of a pickle: plain values, ``Named``, ``Made`` and ``Stored``.
+def read_pickle(
+    content: bytes,
+    allows: Callable[[Named], bool] = lambda _: True,
+    records: Container[tuple[str, str]] = (),
+) -> Any:
+    """Return the content of a pickle: plain values, ``Named``, ``Made``, ``Record``, ``Stored``.
 
     ``torch.Size`` becomes a tuple and ``OrderedDict`` a dict.
 
     Args:
         content: pickle of protocol 2 or later.
         allows: predicate of allowed names.
+        records: module and name of classes whose objects become ``Record``.
 
     Raises:
         ForeignNameError: a name is not allowed.
@@ -167,7 +188,7 @@ def read_pickle(content: bytes, allows: Callable[[Named], bool] = lambda _: True
     try:
         protocol = _scan(content)
         with no_collections():
-            return _Unpickler(content, protocol, allows).load()
+            return _Unpickler(content, protocol, allows, records).load()
     except ForeignNameError:
         raise
     except Exception as error:  # the unpickler raises arbitrary errors for damaged pickles
@@ -214,9 +235,15 @@ def no_collections() -> Iterator[None]:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, content: bytes, protocol: int, allows: Callable[[Named], bool]) -> None:
+    def __init__(
+        self,
+        content: bytes,
+        protocol: int,
+        allows: Callable[[Named], bool],
+        records: Container[tuple[str, str]],
+    ) -> None:
         super().__init__(io.BytesIO(content))
-        self._has_old_names, self._allows = protocol < 3, allows
+        self._has_old_names, self._allows, self._records = protocol < 3, allows, records
         self._names: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: D102
@@ -226,11 +253,13 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) not in self._names:
             if len(self._names) == _MOST_NAMES:
                 raise ValueError(f"it names more than {_MOST_NAMES:,} classes")
-            named = Named("Made", (Made,), {"__slots__": (), "module": module, "name": name})
+            base = Record if (module, name) in self._records else Made
+            named = Named("Made", (base,), {"__slots__": (), "module": module, "name": name})
             if not self._allows(named):
                 raise ForeignNameError(named)
             make = _FUNCTIONS.get((module, name))
-            self._names[module, name] = _Function(make, named) if make else named
+            made = _Function(make, named) if make else named
+            self._names[module, name] = _SIZE if (module, name) == ("torch", "Size") else made
         return self._names[module, name]
 
     def persistent_load(self, words: Any) -> Stored:  # noqa: D102
@@ -249,10 +278,8 @@ class _Function:
         return self._make(self._named, *args)
 
 
-def _size(_: Named, numbers: Any) -> tuple[Any, ...]:
-    if not isinstance(numbers, tuple):  # a list would be copied on every call
-        raise TypeError("torch.Size of an object that is no tuple")
-    return numbers
+_SIZE = ().__add__
+"""Returns a tuple as it is, and refuses lists, which would be copied on every call."""
 
 
 def _ordered_dict(named: Named, *args: Any) -> Any:
@@ -266,7 +293,6 @@ def _encode(named: Named, text: Any, *encoding: str) -> Any:
 
 
 _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch", "Size"): _size,
     ("collections", "OrderedDict"): _ordered_dict,
     ("_codecs", "encode"): _encode,
 }
@@ -279,15 +305,17 @@ _NO_ARGUMENT = (
     pickle.MEMOIZE, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD,
     pickle.BINPERSID,
 )  # fmt: skip
+_ALONE = re.escape(b"".join(_NO_ARGUMENT))
 _OF_FIXED_LENGTH = re.compile(
-    rb"(?:[%b]|[%b].|%b..|[%b].{4}|[%b].{8}|%b[^\n]{1,999}\n[^\n]{1,999}\n)*+"
+    rb"(?:[%b]*+(?:[%b].|[%b].{4}|%b..|[%b].{8}|%b[^\n]{1,999}\n[^\n]{1,999}\n))*+[%b]*+"
     % (
-        re.escape(b"".join(_NO_ARGUMENT)),
+        _ALONE,
         pickle.BININT1 + pickle.BINPUT + pickle.BINGET,
-        pickle.BININT2,
         pickle.BININT + pickle.LONG_BINGET,
+        pickle.BININT2,
         pickle.BINFLOAT + pickle.FRAME,
         pickle.GLOBAL,
+        _ALONE,
     ),
     re.DOTALL,
 )

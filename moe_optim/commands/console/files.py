@@ -1,6 +1,7 @@
 """Writes files atomically."""
 
 import os
+import secrets
 from pathlib import Path
 
 STDOUT = Path("-")
@@ -8,9 +9,11 @@ STDOUT = Path("-")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content``; after a crash or a full disk the old file remains."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)  # any leftover, also a link
+    """Replace ``path`` by ``content``; after a crash or a full disk the old file remains.
+
+    Of processes that call it at once, the last one's content remains.
+    """
+    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
     try:
         with partial.open("xb") as file:
             file.write(content)
