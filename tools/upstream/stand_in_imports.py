@@ -154,3 +154,8 @@ def standing_in(
                 del sys.modules[name]
         sys.modules.update(before)
         importlib.invalidate_caches()
+
+
+def stand_in_for(packages: Collection[str]) -> None:
+    """Make these packages stand-ins for the rest of the process."""
+    sys.meta_path.insert(0, _Hidden(packages, _Loader({})))
