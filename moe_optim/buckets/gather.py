@@ -298,7 +298,9 @@ def start_gather(
 
     Returns a handle if ``asynchronous``, else waits and returns None.
     """
-    with dist._coalescing_manager(group, async_ops=asynchronous) as slices:
+    # looked up now: a stack may have replaced it by one that unwraps its groups
+    coalescing = dist._coalescing_manager  # type: ignore[attr-defined]
+    with coalescing(group, async_ops=asynchronous) as slices:
         for buffer in sliced:
             own = buffer.chunk(group.size())[group.rank()]
             dist.all_gather_into_tensor(buffer, own, group=group, async_op=asynchronous)

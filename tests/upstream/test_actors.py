@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
-from tests.support.training_runs.actors import run_actor
+from tests.support.training_runs.actors import run_actor, values_of
 
 CHECKOUTS = {name: os.environ.get(f"{name.upper()}_PATH") for name in ("slime", "miles")}
 RANKS, ROLLOUTS = 2, 2
@@ -91,16 +90,4 @@ def test_quantized_experts_are_sent_in_bf16_with_the_values_they_have(
     """Each of two ranks has two of the four experts, and sends all of them to its engine."""
     knobs = {"format": "mxfp8_2d", "expert_layout": "indexed"}
     for rank in _run(launcher, hf_checkpoint, knobs, "--expert-model-parallel-size", "2"):
-        names = [name for name in rank["exported"] if name.endswith("weight")]
-        assert rank["sent"].keys() == set(names)
-        assert_same_tensors(
-            rank["sent"], {name: _values(rank["exported"], name) for name in names}, what="sent"
-        )
-
-
-def _values(exported: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    weight, scales = exported[name], exported.get(f"{name}_scale")
-    if scales is None:
-        return weight
-    powers = (scales.float() - 127).exp2().repeat_interleave(32, dim=1)
-    return (weight.float() * powers).bfloat16()
+        assert_same_tensors(rank["sent"], values_of(rank["exported"]), what="sent")

@@ -114,7 +114,7 @@ class _Hidden(MetaPathFinder):
         self._packages, self._loader = packages, loader
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        if name.partition(".")[0] not in self._packages:
+        if not any(f"{name}.".startswith(f"{package}.") for package in self._packages):
             return None
         return ModuleSpec(name, self._loader, is_package=True)
 

@@ -306,9 +306,20 @@ def run_actor(
     if knobs is not None:
         import moe_optim
 
-        exported = moe_optim.export_weights(actor.model, vocab_size=64)
+        exported = moe_optim.export_weights(actor.model, vocab_size=63)
         found["exported"] = {name: tensor.clone() for name, tensor in exported}
     return found
+
+
+def values_of(exported: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return exported weights in bf16, those in MXFP8 multiplied by their scales."""
+    values = {}
+    for name in filter(lambda name: name.endswith("weight"), exported):
+        values[name] = exported[name]
+        if (scales := exported.get(f"{name}_scale")) is not None:
+            powers = (scales.float() - 127).exp2().repeat_interleave(32, dim=1)
+            values[name] = (values[name].float() * powers).bfloat16()
+    return values
 
 
 def _refuse(name: str) -> Any:
