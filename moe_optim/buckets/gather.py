@@ -18,7 +18,6 @@ from typing import Any, Literal, override
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 from moe_optim.buckets.layout import BufferPlan, plan_buffers
 from moe_optim.errors import LayoutError, StateError
@@ -299,7 +298,9 @@ def start_gather(
 
     Returns a handle if ``asynchronous``, else waits and returns None.
     """
-    with _coalescing_manager(group, async_ops=asynchronous) as slices:
+    # looked up now: a stack may have replaced it by one that unwraps its groups
+    coalescing = dist._coalescing_manager  # type: ignore[attr-defined]
+    with coalescing(group, async_ops=asynchronous) as slices:
         for buffer in sliced:
             own = buffer.chunk(group.size())[group.rank()]
             dist.all_gather_into_tensor(buffer, own, group=group, async_op=asynchronous)

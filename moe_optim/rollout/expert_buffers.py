@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 from moe_optim.checkpoint.files.reader import TensorInfo
 from moe_optim.experts.keys.layouts import LINEARS
@@ -92,7 +91,9 @@ def gather_buffers(buffers: Sequence[Tensor], group: dist.ProcessGroup) -> Arriv
     infos = [TensorInfo((ranks * len(one), *one.shape[1:]), one.dtype) for one in buffers]
     bucket = torch.empty(bucket_nbytes(infos), dtype=torch.uint8, device=buffers[0].device)
     places = cut_bucket(bucket, infos)
-    with _coalescing_manager(group, async_ops=True) as works:  # as bytes: gloo knows no FP8
+    # looked up now: a stack may have replaced it by one that unwraps its groups
+    coalescing = dist._coalescing_manager  # type: ignore[attr-defined]
+    with coalescing(group, async_ops=True) as works:  # as bytes: gloo knows no FP8
         for place, own in zip(places, buffers, strict=True):
             dist.all_gather_into_tensor(
                 flat_bytes(place), flat_bytes(own), group=group, async_op=True

@@ -114,7 +114,7 @@ class _Hidden(MetaPathFinder):
         self._packages, self._loader = packages, loader
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        if name.partition(".")[0] not in self._packages:
+        if not any(f"{name}.".startswith(f"{package}.") for package in self._packages):
             return None
         return ModuleSpec(name, self._loader, is_package=True)
 
@@ -154,3 +154,8 @@ def standing_in(
                 del sys.modules[name]
         sys.modules.update(before)
         importlib.invalidate_caches()
+
+
+def stand_in_for(packages: Collection[str]) -> None:
+    """Make these packages stand-ins for the rest of the process."""
+    sys.meta_path.insert(0, _Hidden(packages, _Loader({})))
