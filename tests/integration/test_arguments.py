@@ -92,11 +92,6 @@ def test_what_a_command_line_asks_for(argv, config):
     assert argv == before
 
 
-def test_a_recipe_gives_its_section_and_nothing_else(recipe):
-    expected = MoEOptimConfig(format="bf16", expert_layout="indexed")
-    assert config_from_argv([FLAG, "--moe-optim-recipe", recipe]) == expected
-
-
 @pytest.mark.parametrize("recipe_first", [True, False], ids=["recipe first", "recipe last"])
 def test_fields_go_over_the_recipe_wherever_they_stand(recipe, recipe_first):
     parts = [["--moe-optim-recipe", recipe], ["--moe-optim-set", "format=mxfp8"]]

@@ -268,18 +268,3 @@ LEFT_ON = {  # where: quantized weights cannot be wrapped without a distributed 
 def test_a_layer_wise_optimizer_that_a_script_leaves_on_is_refused_by_name(format):
     (told,) = run_ranks(1, _train_without_hooks, format)
     assert told.startswith("ConfigError: moe_optim: expected ") and LEFT_ON[format] in told
-
-
-def _parse_stock(argv: list[str]) -> tuple[str, bool, bool]:
-    """Return what Megatron makes of Muon in a run of `moe-optim train` without the flag."""
-    args = _train(Path(), argv)
-    return (
-        args.optimizer,
-        args.use_distributed_optimizer,
-        args.use_layer_wise_distributed_optimizer,
-    )
-
-
-def test_without_the_flag_muon_is_megatrons():
-    (found,) = run_ranks(1, _parse_stock, [*MODEL, *RUN, "--optimizer", "muon"])
-    assert found == ("muon", False, True)

@@ -130,44 +130,6 @@ def _shrink(inner: Any, *_: Any) -> None:
             master.data.mul_(0.5)
 
 
-def _remove_hooks_in_hooks() -> int:
-    cycle = _after_two_steps()
-    handles: list[Any] = []
-
-    def once(inner: Any, *_: Any) -> None:
-        for handle in handles:
-            handle.remove()
-        _shrink(inner)
-
-    def move(*_: Any) -> None:
-        """Give the masters of both optimizers other memory, before either steps."""
-        if not handles:
-            return
-        for handle in handles:
-            handle.remove()
-        handles.clear()
-        for master in _masters(cycle).values():
-            left, master.data = master.data, master.data.clone()
-            left.fill_(torch.nan)
-
-    handles.append(_part_of(cycle, 0).optimizer.register_step_post_hook(once))
-    cycle.optimizer.step()
-    dense = cycle.params[DENSE].detach().view(-1)
-    assert_bytes_equal(dense, _masters(cycle)[DENSE].detach().bfloat16(), what="dense")
-    handles[:] = [torch_optimizer.register_optimizer_step_pre_hook(move)]
-    _backward(cycle, 4)
-    cycle.optimizer.step()
-    assert not handles and not torch_optimizer._global_optimizer_pre_hooks
-    assert all(master.isfinite().all() for master in _masters(cycle).values())
-    cycle.ddp.start_param_sync(force_sync=True)
-    return assert_weights_come_from_masters([cycle.ddp], cycle.optimizer)
-
-
-def test_hooks_may_remove_themselves(found):
-    """What they have done before counts, for the optimizers whose turn is later, too."""
-    assert found["_remove_hooks_in_hooks"] == 2
-
-
 def _write_masters_in_hooks_and_gather() -> list[int]:
     return [_write_masters_in_hooks(overlap) for overlap in (False, True)]
 
@@ -271,7 +233,7 @@ def test_a_step_that_is_captured_calls_post_hooks_and_refuses_pre_hooks(found):
 
 
 ACTS = (
-    *(_note_both, _change_gradients_in_hooks, _remove_hooks_in_hooks, _keep_states_away),
+    *(_note_both, _change_gradients_in_hooks, _keep_states_away),
     *(_write_masters_in_hooks_and_gather, _schedule, _graph_with_hooks),
 )
 
