@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from moe_optim.config import MoEOptimConfig
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.states import life_cycle
 
 RANKS = 2
@@ -65,8 +65,9 @@ def test_models_without_a_distributed_optimizer_are_wrapped_and_reduced():
         assert found == {name: [("GroupedBucketGroup", [True] * 4)] * 2 for name in REDUCTIONS}
 
 
-def _is_first_after_each() -> list[bool]:
-    """Return whether the next pass is the first one still, after one that reached parameters."""
+@on_ranks(1)
+def test_a_first_pass_counts_once_it_has_reached_all_parameters():
+    """One that was given up before is no measure of those to come; Megatron asserts there."""
     life_cycle.initialize()
     found = []
     for reached in (slice(1), slice(None)):
@@ -76,9 +77,4 @@ def _is_first_after_each() -> list[bool]:
             group.register_grad_ready(param)
         group.reset()
         found.append(group.is_first_batch)
-    return found
-
-
-def test_a_first_pass_counts_once_it_has_reached_all_parameters():
-    """One that was given up before is no measure of those to come; Megatron asserts there."""
-    assert run_ranks(1, _is_first_after_each) == [[True, False]]
+    assert found == [True, False]

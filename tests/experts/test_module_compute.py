@@ -9,7 +9,7 @@ from moe_optim.formats import MXFP8, Direction, get_format
 from moe_optim.formats.reference import dequantize, quantize
 from moe_optim.kernels.member_table import MemberTable
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.states import life_cycle
 from tests.support.training import OVERLAP, Record, pretrain
 
@@ -101,8 +101,10 @@ def test_training_with_stored_experts_equals_quantizing_bf16_experts_on_the_fly(
         assert mine.weights.keys() != theirs.weights.keys()  # one of them is quantized
 
 
-def _read_before_the_gather() -> list[bool]:
-    """Step, run a forward pass that no hook precedes, gather, and run another."""
+@on_ranks(2)
+def test_a_copy_made_before_a_gather_does_not_outlive_it():
+    """On two ranks a forward pass between a step and its gather sees weights half of which are
+    old; the next one sees what has arrived."""
     life_cycle.initialize()
     cycle = life_cycle.LifeCycle(format="bf16", compute="mxfp8")
     for seed in (0, 1):
@@ -118,10 +120,4 @@ def _read_before_the_gather() -> list[bool]:
         for layer, param in zip(fresh, cycle.params, strict=True):
             layer.weight.copy_(param)
     wanted = life_cycle.run_layers(fresh, life_cycle.tokens_of(9, 0))
-    return [torch.equal(output, wanted) for output in outputs]
-
-
-def test_a_copy_made_before_a_gather_does_not_outlive_it():
-    """On two ranks a forward pass between a step and its gather sees weights half of which are
-    old; the next one sees what has arrived."""
-    assert run_ranks(2, _read_before_the_gather) == [[True, True]] * 2
+    assert [torch.equal(output, wanted) for output in outputs] == [True, True]

@@ -17,7 +17,7 @@ from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.formats import FP8_BLOCK, FP8_BLOCK_FP32, reference
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.modules import serving
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.states.life_cycle import initialize
 from tests.support.states.making_room import managed_buffers
 from tests.support.states.masters import full_master
@@ -316,19 +316,16 @@ def test_every_rank_is_given_every_weight_as_its_master_says(ranks):
     assert [compared for compared, _ in ranks] == [counts] * 2
 
 
-def _on_four_ranks(setup):
-    initialize()
-    return _compare({"both": setup})
-
-
 @pytest.mark.extended
+@on_ranks(4)
 def test_pipeline_and_expert_parallel_ranks_at_once():
     setup = Setup(
         {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2},
         ddp=OVERLAP,
         export={"bucket_bytes": 10_000},
     )
-    assert run_ranks(4, _on_four_ranks, setup) == [{"both": count(setup)}] * 4
+    initialize()
+    assert _compare({"both": setup}) == {"both": count(setup)}
 
 
 # What else an export promises
@@ -436,8 +433,10 @@ QUANTIZED = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.wei
 OUTPUTS = ("self_attention.linear_proj", "self_attn.o_proj")
 
 
-def _with_quantized_dense_weights():
-    """Export models whose dense linears are Transformer Engine's, as parameter gather has them."""
+@on_ranks(1)
+def test_dense_weights_that_transformer_engine_quantizes_are_there_too():
+    """Dequantized, in either layout: an engine that lacks them would keep those of before. Blocks
+    that gate and up share are refused by name."""
     from tests.support.te.te_stand_ins import Float8BlockwiseQTensor, as_parameter
 
     initialize()
@@ -459,12 +458,6 @@ def _with_quantized_dense_weights():
                 assert_bytes_equal(on_disk[disk], values, what=disk)
         compared.append(len(want))
     chunks, _ = build(Setup(knobs={"format": "fp8_block"}, model={"moe_ffn_hidden_size": 96}))
-    return compared, refusal(lambda: exported(chunks))
-
-
-def test_dense_weights_that_transformer_engine_quantizes_are_there_too():
-    """Dequantized, in either layout: an engine that lacks them would keep those of before. Blocks
-    that gate and up share are refused by name."""
-    ((compared, shared),) = run_ranks(1, _with_quantized_dense_weights)
+    shared = refusal(lambda: exported(chunks))
     assert compared == [4, 4]
     assert "decoder.layers.0.mlp.experts.linear_fc1" in shared and "96 rows" in shared
