@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from torch.distributed import TCPStore, distributed_c10d
 
@@ -121,7 +122,7 @@ def _call_tests(prepare: Callable[[], object], module: str, names: list[str]) ->
     for name in names:
         try:
             _call_test(module, name, {})
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             failures[name] = traceback.format_exc()
     return failures
 
@@ -130,9 +131,10 @@ def _call_test(module: str, name: str, given: dict[str, Any]) -> None:
     """Call a test; where it fails, print what its last line saw: pytest rewrites no assert here."""
     try:
         vars(import_module(module))[name].__wrapped__(**given)
-    except AssertionError:
-        *_, (frame, _) = traceback.walk_tb(sys.exc_info()[2])
-        for local, value in frame.f_locals.items():
+    except (AssertionError, pytest.fail.Exception):
+        frames = [frame for frame, _ in traceback.walk_tb(sys.exc_info()[2])]
+        *_, last = (frame for frame in frames if frame.f_globals["__name__"] == module)
+        for local, value in last.f_locals.items():
             print(f"{local} = {value!r:.300}")
         raise
 

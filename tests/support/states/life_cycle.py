@@ -6,7 +6,7 @@ outputs to the bit. It runs on any number of gloo ranks, all of which call the s
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +33,7 @@ from moe_optim.optimizer.muon_step import MuonTable
 from moe_optim.weights.grouped_weight import GradientNote, GroupedWeight
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.modules import serving
+from tests.support.ranks import sharing_a_rank
 from tests.support.states import making_room
 
 EXPERTS, WIDTH, TOKENS = 3, 32, 8  # two ranks cut the second expert, inside of a block
@@ -1173,10 +1174,8 @@ def initialize(**sizes: int) -> None:
     parallel_state.initialize_model_parallel(**sizes)
 
 
-def in_turn(acts: Sequence[Callable[[], Any]]) -> dict[str, Any]:
-    """Return what functions return, by their names: a launch of a rank is dearer than most."""
-    initialize()
-    return {act.__name__: act() for act in acts}
+on_a_rank = sharing_a_rank(initialize)
+"""Marks tests without arguments: those of a file run on one rank, which is initialized."""
 
 
 def replay(cycle: LifeCycle, trace: list[tuple[str, dict[str, Any]]]) -> int:
