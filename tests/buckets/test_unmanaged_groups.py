@@ -7,6 +7,7 @@ import torch
 from moe_optim.config import MoEOptimConfig
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.states import life_cycle
+from tests.support.wrapping import layer_config, wrap
 
 RANKS = 2
 REDUCTIONS = {"when asked": False, "in the backward pass": True}
@@ -15,8 +16,6 @@ REDUCTIONS = {"when asked": False, "in the backward pass": True}
 
 def _wrapped(**buffers: Any) -> Any:
     """Return two dense layers in Megatron's DDP, with the plug-in installed."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.transformer import TransformerConfig
 
     import moe_optim
 
@@ -24,8 +23,7 @@ def _wrapped(**buffers: Any) -> Any:
     moe_optim.install(MoEOptimConfig(format="mxfp8"))
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).bfloat16()
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, bf16=True)
-    return DistributedDataParallel(config, DistributedDataParallelConfig(**buffers), layers)
+    return wrap(layer_config(8), layers, grad_reduce_in_fp32=False, **buffers)
 
 
 def _backward(ddp: Any) -> None:

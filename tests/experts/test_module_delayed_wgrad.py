@@ -22,6 +22,7 @@ from tests.support.training import (
     named_parameters,
     pretrain,
 )
+from tests.support.wrapping import wrap
 
 LAYERS, STEPS, MICRO_BATCHES = 2, 2, 2
 KNOBS = {
@@ -53,7 +54,6 @@ class Reduced:
 
 def _make_ddp(*, delay: bool) -> Any:
     """Return two MoE layers with biases under DDP, every weight a bucket of its own."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_block import TransformerBlock
@@ -73,15 +73,8 @@ def _make_ddp(*, delay: bool) -> Any:
     )
     config.delay_wgrad_compute = delay  # given to the constructor, it asks for expert parallelism
     spec = get_gpt_layer_local_spec(4, moe_grouped_gemm=True)
-    ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=True,
-        grad_reduce_in_fp32=True,
-        bucket_size=1,
-        delay_wgrad_compute=delay,
-    )
     block = TransformerBlock(config, spec, post_layer_norm=False)
-    return DistributedDataParallel(config, ddp_config, block)
+    return wrap(config, block, overlap_grad_reduce=True, bucket_size=1, delay_wgrad_compute=delay)
 
 
 def _reductions(ddp: Any) -> int:

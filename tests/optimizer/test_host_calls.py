@@ -22,6 +22,7 @@ from tests.support.ranks import on_ranks
 from tests.support.states import life_cycle
 from tests.support.te import te_stand_ins
 from tests.support.te.te_stand_ins import MXFP8Tensor
+from tests.support.wrapping import build_optimizer, layer_config, wrap
 
 WIDTH = 32
 KINDS = ("portable", "transformer_engine")
@@ -40,12 +41,7 @@ class Apart:
     def __init__(
         self, kind: str, experts: int, *, overlap: bool = False, wire: Any = "quantized"
     ) -> None:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-        )
-        from megatron.core.optimizer import OptimizerConfig
-        from megatron.core.transformer import MegatronModule, TransformerConfig
+        from megatron.core.transformer import MegatronModule
 
         import moe_optim
 
@@ -53,28 +49,16 @@ class Apart:
         moe_optim.uninstall()
         layout = "aligned" if wire == "quantized" else "stock"
         moe_optim.install(MoEOptimConfig(format="mxfp8", layout=layout, wire=wire, step="fused"))
-        shared: dict[str, Any] = {
-            "use_distributed_optimizer": True,
-            "overlap_param_gather": overlap,
-        }
         self.generator = torch.Generator().manual_seed(0)
-        config = TransformerConfig(
-            num_layers=1, hidden_size=WIDTH, num_attention_heads=1, bf16=True
-        )
+        config = layer_config(WIDTH)
         model, linear = MegatronModule(config=config), self._make_linear(kind, experts)
         model.add_module("experts", linear)
         self.weights = list(linear.parameters())
-        self.ddp = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(overlap_grad_reduce=overlap, **shared),
-            model,
+        gathers = {"overlap_param_gather": overlap}
+        self.ddp = wrap(
+            config, model, grad_reduce_in_fp32=False, overlap_grad_reduce=overlap, **gathers
         )
-        self.optimizer = moe_optim.get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam", lr=1e-2, weight_decay=0.1, clip_grad=1.0, bf16=True, **shared
-            ),
-            [self.ddp],
-        )
+        self.optimizer = build_optimizer(self.ddp, lr=1e-2, weight_decay=0.1, **gathers)
         (part,) = self.optimizer.chained_optimizers
         owned = zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True)
         self.masters = {

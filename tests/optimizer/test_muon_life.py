@@ -17,6 +17,7 @@ from moe_optim.optimizer.muon import Muon
 from tests.optimizer.test_nonfinite import _snapshot
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.states import life_cycle
+from tests.support.wrapping import build_optimizer, layer_config, wrap
 
 Change = Callable[[life_cycle.LifeCycle], Any]
 
@@ -179,9 +180,6 @@ def test_muon_takes_no_closure():
 
 def _build(installed: str | None, optimizer: str, settings: dict[str, Any], knobs: Any) -> Any:
     """Build a model of two layers, and an optimizer; return the optimizer."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import TransformerConfig
 
     import moe_optim
 
@@ -189,26 +187,10 @@ def _build(installed: str | None, optimizer: str, settings: dict[str, Any], knob
     config = MoEOptimConfig(format="mxfp8" if installed else "bf16", **knobs)
     if installed in ("adam", "muon"):
         moe_optim.install(config, optimizer=installed)
-    width = life_cycle.WIDTH
-    transformer = TransformerConfig(
-        num_layers=1, hidden_size=width, num_attention_heads=1, bf16=True
-    )
+    transformer = layer_config(life_cycle.WIDTH)
     layers = life_cycle.make_layers("mxfp8" if installed else "bf16")
-    ddp = DistributedDataParallel(
-        transformer,
-        DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
-        life_cycle.make_model(transformer, layers),
-    )
-    return moe_optim.get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer=optimizer,
-            lr=0.01,
-            bf16=True,
-            use_distributed_optimizer=True,
-            **settings,
-        ),
-        [ddp],
-    )
+    ddp = wrap(transformer, life_cycle.make_model(transformer, layers))
+    return build_optimizer(ddp, optimizer=optimizer, lr=0.01, **settings)
 
 
 BAD: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {

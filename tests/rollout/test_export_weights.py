@@ -21,6 +21,7 @@ from tests.support.ranks import on_ranks, run_ranks
 from tests.support.states.life_cycle import initialize
 from tests.support.states.making_room import managed_buffers
 from tests.support.states.masters import full_master
+from tests.support.wrapping import build_optimizer, wrap
 
 pytest.importorskip("megatron.core")
 
@@ -45,10 +46,8 @@ class Setup:
 def build(setup):
     """Return model chunks and their optimizer; every rank must call it."""
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import OptimizerConfig
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
@@ -98,16 +97,11 @@ def build(setup):
             config, spec, VOCABULARY, 32, position_embedding_type="rope",
             share_embeddings_and_output_weights=False, **ends,
         )  # fmt: skip
-        buffers = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True, **setup.ddp
-        )
-        chunks.append(DistributedDataParallel(config, buffers, Float16Module(config, gpt)))
-    settings = OptimizerConfig(
-        optimizer=setup.optimizer, lr=0.1, min_lr=0.1, bf16=True,
-        use_distributed_optimizer=True, clip_grad=0.0,
+        chunks.append(wrap(config, Float16Module(config, gpt), **setup.ddp))
+    return chunks, build_optimizer(
+        *chunks, optimizer=setup.optimizer, lr=0.1, min_lr=0.1, clip_grad=0.0,
         overlap_param_gather=setup.ddp.get("overlap_param_gather", False),
     )  # fmt: skip
-    return chunks, moe_optim.get_megatron_optimizer(settings, chunks)
 
 
 def step(chunks, optimizer):

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import io
 import multiprocessing
 import os
 import signal
@@ -120,10 +121,11 @@ def _call_tests(prepare: Callable[[], object], module: str, names: list[str]) ->
     prepare()
     failures = dict.fromkeys(names, "")
     for name in names:
-        try:
-            _call_test(module, name, {})
-        except (Exception, pytest.fail.Exception):
-            failures[name] = traceback.format_exc()
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            try:
+                _call_test(module, name, {})
+            except (Exception, pytest.fail.Exception):
+                failures[name] = f"{said.getvalue()}{traceback.format_exc()}"
     return failures
 
 
