@@ -512,6 +512,13 @@ def test_all_gemms_read_the_only_direction_of_a_row_only_format():
     assert [one.direction for one in operands] == ["rowwise", "rowwise", "columnwise", "rowwise"]
 
 
+def test_bytes_are_those_of_the_rank_that_holds_the_most_scales():
+    """Of 96 rows in blocks of 32, every rank has 24: those in the middle lie in two blocks."""
+    weight = infer_partition("mxfp8_2d", {"rows": {"fsdp": 4}}, shape=(1, 96, 32))
+    plan = infer_gemm_partition(weight, tokens=0, token_axes={"fsdp": 4}, fsdp=["fsdp"])
+    assert plan.forward.right.nbytes == 24 * 32 + 2
+
+
 def test_sequence_parallel_axes_share_tokens_in_bf16():
     """10 tokens of 64 rows; four ranks hold 3 at most."""
     cuts = {"cp": 2, "tp": 2}
@@ -528,6 +535,14 @@ def test_each_gemm_exchanges_the_maxima_of_its_own_direction():
     assert plan.dgrad.right.maxima == plan.held.maxima != ()
     plan = infer("mxfp8", {"rows": {"tp": 4, "fsdp": 2}}, {"fsdp": 2}, wire="bf16")
     assert [one.axes for one in plan.dgrad.right.maxima] == [("tp",)]
+
+
+def test_amaxes_of_experts_travel_with_experts_alone():
+    rows = infer("nvfp4", {"rows": {"fsdp": 2}}, {"fsdp": 2}).forward.right
+    assert "global_amax" not in rows.gathered_buffers
+    assert [one.axes for one in rows.maxima if one.name == "global_amax"] == [("fsdp",)]
+    experts = infer("nvfp4", {"experts": {"fsdp": 2}}, {"fsdp": 2}).forward.right
+    assert "global_amax" in experts.gathered_buffers and not experts.maxima
 
 
 # What is refused

@@ -233,6 +233,21 @@ def te_params(kind: Any, count: int, rows: int, cols: int, *, grouped: bool) -> 
     return weights
 
 
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [((1,), "over 1 rank "), ((4,), "over 4 ranks "), ((4, 1), "over 1 or 4 ranks ")],
+)
+def test_it_says_how_many_ranks_share_a_bucket(sizes, said):
+    """Expert parallelism divides experts, and not the other weights, which are quantized, too."""
+    from moe_optim.optimizer.description import describe
+
+    kind = get_format("fp8_block")
+    params = {size: te_params(kind, 1, 128, 256, grouped=False) for size in sizes}
+    description = describe(*te_chunk(params))
+    assert description.ranks == tuple(sorted(sizes))
+    assert said in str(description)
+
+
 def te_chunk(params: dict[int, list[Any]]) -> tuple[list[Any], Any]:
     """Return one chunk and an optimizer around managed buckets.
 
