@@ -16,7 +16,7 @@ from moe_optim.formats.reference.health import measure_into
 from moe_optim.kernels.norm import NormInput, NormTable
 from tests.support.bytes import assert_same_tensors
 from tests.support.inputs import wide_range_weights
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.states import life_cycle
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float64)
@@ -83,8 +83,11 @@ def test_bytes_norms_and_figures_are_the_same_whatever_the_defaults(dtype, devic
 STEPS = 2
 
 
-def _train(step: str, format: str) -> int:
+@pytest.mark.parametrize("step", ["fused", "stock"])
+@on_ranks(1)
+def test_masters_moments_and_weights_of_a_step_are_the_same_whatever_the_defaults(step):
     """Return how many steps were those of plain torch, whatever the defaults in ``step()``."""
+    format = NVFP4.name
     life_cycle.initialize()
     taken = 0
     for dtype in DTYPES:
@@ -103,9 +106,4 @@ def _train(step: str, format: str) -> int:
             cycle.rollout(seed)
             cycle.check()
             taken += 1
-    return taken
-
-
-@pytest.mark.parametrize("step", ["fused", "stock"])
-def test_masters_moments_and_weights_of_a_step_are_the_same_whatever_the_defaults(step):
-    assert run_ranks(1, _train, step, NVFP4.name) == [STEPS * len(DTYPES)]
+    assert taken == STEPS * len(DTYPES)

@@ -113,17 +113,6 @@ def test_any_table_equals_one_by_one_and_zeroes_its_memory(parameters, seed, zer
     assert_bytes_equal(memory, torch.zeros_like(memory) if zero else before, what="memory")
 
 
-def test_one_table_serves_every_step():
-    """It holds views: new values in the same memory are found by the next launch."""
-    memory, entries = lay_out(MIXED)
-    table = MemberTable.build(entries, consumed=memory)
-    for step in range(3):
-        memory.copy_(wide_range_weights(memory.numel(), seed=step))
-        expected = expected_buffers(entries)
-        rewrite(table)
-        assert_written(entries, expected)
-
-
 def test_an_empty_table_still_zeroes_what_is_consumed():
     """A rank may own no expert of a bucket, and its padding is gathered like any other."""
     memory = torch.ones(8, dtype=torch.bfloat16)
@@ -246,17 +235,6 @@ def test_special_values_on_both_sides_of_a_cut(format):
     assert_buffers_equal(target, master)
 
 
-def test_shards_of_whole_blocks_exchange_nothing():
-    for format, cuts in ((MXFP8, [32 * 96, 64 * 96]), (NVFP4, [64 * 96]), (FP8_BLOCK, [64 * 96])):
-        master = wide_range_weights(2, 64, 96)
-        target, tables = cut_at(master, format, cuts)
-        assert not any(table.exchange.numel() for table in tables)
-        for table in tables:
-            table.launch()
-        tables[0].finish.launch()
-        assert_buffers_equal(target, master)
-
-
 def test_a_shard_writes_nothing_that_belongs_to_others():
     """Data of its own elements, scales of its own block rows, and not a byte besides."""
     for format in FORMATS.values():
@@ -273,19 +251,6 @@ def test_a_shard_writes_nothing_that_belongs_to_others():
         untouched = target.rowwise_scale.view(torch.uint8)
         assert (untouched[0, 0] == SENTINEL).all()
         assert (untouched[1, -1] == SENTINEL).all()
-
-
-def test_a_rank_that_owns_nothing_joins_the_exchange():
-    master = wide_range_weights(1, 64, 32)
-    target, tables = cut_at(master, MXFP8, [1000])
-    entry = TableEntry(parameter="fc1", source=torch.empty(0), target=target, cuts=(1000,))
-    idle = MemberTable.build([entry])
-    assert idle.exchange.shape == tables[0].exchange.shape == (64,)
-    idle.find_maxima.launch()
-    assert not idle.exchange.any()
-    idle.encode.launch()
-    rewrite_in_shards([*tables, idle])
-    assert_buffers_equal(target, master)
 
 
 def test_shards_that_cut_blocks_are_not_requantized_without_an_exchange():

@@ -17,7 +17,6 @@ from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.formats import fitting
 from tests.support.inputs import wide_range_weights
 from tests.support.steps.stepping import (
-    HYPERS,
     Stepping,
     Weight,
     assert_a_clip_of_zero_steps_without_gradients,
@@ -94,23 +93,6 @@ def test_where_shards_meet_makes_no_difference(bounds):
     run = Stepping(weights)
     run.step(gradients_of(weights, 100))
     run.assert_equal_to_the_whole()
-
-
-def test_groups_have_hyper_parameters_and_norms_have_clip_factors():
-    """The same masters and gradients, under each pair of them, against a run of that pair alone."""
-    master, gradient = wide_range_weights(1, 32, 64), wide_range_weights(1, 32, 64, seed=1)
-    pairs = [(group, norm) for group in range(2) for norm in range(2)]
-    clips = (1.0, 0.37)
-    weights = [Weight(master=master, format=MXFP8, group=g, norm=n) for g, n in pairs]
-    run = Stepping(weights, clips=clips)
-    run.step([gradient] * len(pairs))
-    run.assert_equal_to_the_whole()
-    masters = [run.states(index)[0] for index in range(len(pairs))]
-    for (group, norm), got in zip(pairs, masters, strict=True):
-        alone = Stepping([Weight(master=master)], hypers=[HYPERS[group]], clips=[clips[norm]])
-        alone.step([gradient])
-        assert_bytes_equal(got, alone.states(0)[0], what=f"group {group}, norm {norm}")
-    assert len({tuple(got.tolist()) for got in masters}) == len(pairs)
 
 
 CUTS_OF_THE_LAST_BLOCK_ROW = {

@@ -15,14 +15,8 @@ import moe_optim
 from moe_optim.errors import LayoutError
 from moe_optim.formats import (
     FORMATS,
-    FP8_BLOCK,
-    INT4,
-    MXFP4,
     MXFP8,
-    MXFP8_2D,
-    MXFP8_ROWS,
     NVFP4,
-    NVFP4_ROWS,
     QuantizedWeight,
     reference,
 )
@@ -148,41 +142,6 @@ def test_special_values_on_all_sides_of_cuts(shape, axes):
     for format in NAMES:
         partition = infer_partition(format, axes, shape=shape)
         assert_parts_are_slices(weight, partition, quantize_on_ranks(weight, partition))
-
-
-SHARED = {  # a cut that needs maxima, and the buffer that is wrong without them
-    "mxfp8, rows": (MXFP8, {"rows": {"tp": 8}}, "columnwise_scale"),
-    "mxfp8, columns": (MXFP8, {"columns": {"tp": 8}}, "rowwise_scale"),
-    "mxfp8_2d": (MXFP8_2D, {"rows": {"tp": 8}}, "rowwise_scale"),
-    "nvfp4, blocks": (NVFP4, {"rows": {"tp": 16}}, "rowwise_scale"),
-    "nvfp4, whole blocks": (NVFP4, {"columns": {"tp": 2}}, "global_amax"),
-    "fp8_block": (FP8_BLOCK, {"columns": {"tp": 2}}, "rowwise_scale"),
-    "nvfp4_rows, rows": (NVFP4_ROWS, {"rows": {"tp": 2}}, "global_amax"),
-    "int4, columns": (INT4, {"columns": {"tp": 8}}, "rowwise_scale"),
-}
-
-
-@pytest.mark.parametrize("format", [INT4, MXFP4, MXFP8_ROWS], ids=lambda format: format.name)
-def test_a_cut_of_rows_needs_no_exchange_where_blocks_lie_in_rows(format):
-    """Wherever it lies: each rank's rows are a weight."""
-    assert infer_partition(format, {"rows": {"tp": 3}}, shape=(1, 3, 32)).has_whole_blocks
-    with pytest.raises(LayoutError, match="needs columns divisible by 32"):
-        infer_partition(format, {"rows": {"tp": 3}}, shape=(1, 3, 48))
-
-
-@pytest.mark.parametrize(("format", "axes", "name"), SHARED.values(), ids=SHARED)
-def test_without_the_exchange_the_bytes_are_others(format, axes, name):
-    """So a rank that left it out would be noticed here."""
-    weight = wide_range_weights(1, 128, 128)
-    partition = infer_partition(format, axes, shape=weight.shape)
-    whole = quantized_whole(weight, format.name)[name]
-    differs = False
-    for coordinate in coordinates(partition):
-        part = part_of(weight, partition, coordinate)
-        alone = quantize_part(part, partition, coordinate, lambda values, axis: None)
-        expected = whole[partition.buffer(name).slices(partition.bounds(coordinate))]
-        differs |= not torch.equal(alone[name], expected)
-    assert differs
 
 
 def _whole_blocks(format):

@@ -21,7 +21,7 @@ from moe_optim.errors import StateError
 from moe_optim.formats import reference
 from moe_optim.weights.grouped_weight import GroupedWeight
 from tests.support.bytes import assert_bytes_equal
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.states import life_cycle
 from tests.support.states.making_room import list_masters, move_masters
 from tests.support.states.masters import assert_weights_come_from_masters, full_master
@@ -135,8 +135,9 @@ def test_what_a_loop_may_do_between_steps_leaves_no_trace(config: MoEOptimConfig
 WIRES = ("quantized", "bf16")
 
 
-def _roll_out_in_inference_mode() -> None:
-    """Gather first in inference mode, then in training, and the other way round."""
+@on_ranks(2)
+def test_a_gather_may_be_started_in_inference_mode():
+    """What it plans and allocates is written again in training."""
     life_cycle.initialize()
     for wire in WIRES:
         cycle = life_cycle.LifeCycle(wire=wire, format="nvfp4")
@@ -148,11 +149,6 @@ def _roll_out_in_inference_mode() -> None:
                 with torch.inference_mode():
                     cycle.rollout(step)
             cycle.check()
-
-
-def test_a_gather_may_be_started_in_inference_mode():
-    """What it plans and allocates is written again in training."""
-    run_ranks(2, _roll_out_in_inference_mode)
 
 
 def _start(**options: Any) -> life_cycle.LifeCycle:
@@ -209,7 +205,9 @@ def test_context_parallel_ranks_share_a_step_as_data_parallel_ones_do(knobs: dic
             assert_bytes_equal(got[name], tensor, what=f"rank {rank}: {name}")
 
 
-def _replace_the_optimizer() -> None:
+@on_ranks(1)
+def test_an_optimizer_takes_the_place_of_the_one_before_it():
+    """Its masters are gathered, the others are freed, and stepping them raises."""
     life_cycle.initialize()
     for wire in WIRES:
         cycle = _start(wire=wire)
@@ -226,12 +224,10 @@ def _replace_the_optimizer() -> None:
         assert masters() is None
 
 
-def test_an_optimizer_takes_the_place_of_the_one_before_it():
-    """Its masters are gathered, the others are freed, and stepping them raises."""
-    run_ranks(1, _replace_the_optimizer)
-
-
-def _wrap_again_and_train() -> None:
+@on_ranks(1)
+def test_a_model_that_is_wrapped_again_trains():
+    """Buckets of before, which nobody zeroes any more, hear of no gradient, and gather nothing into
+    memory that no product reads any more."""
     from megatron.core.distributed import DistributedDataParallel
 
     life_cycle.initialize()
@@ -248,12 +244,6 @@ def _wrap_again_and_train() -> None:
         cycle.optimizer = cycle.build_optimizer()
         _go_on(cycle)
         _assert_weights_of_masters(cycle)
-
-
-def test_a_model_that_is_wrapped_again_trains():
-    """Buckets of before, which nobody zeroes any more, hear of no gradient, and gather nothing into
-    memory that no product reads any more."""
-    run_ranks(1, _wrap_again_and_train)
 
 
 def _accumulate(**settings: Any) -> list[torch.Tensor]:
@@ -279,16 +269,13 @@ def _accumulate(**settings: Any) -> list[torch.Tensor]:
     return [*added_up, *reduced]
 
 
-def _accumulate_both() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    life_cycle.initialize()
-    apart = {"param_name_patterns_for_fp32_local_accumulation": ("all",)}
-    return _accumulate(), _accumulate(grad_reduce_in_fp32=False, **apart)
-
-
+@on_ranks(1)
 def test_gradients_are_added_up_in_fp32_where_they_are_reduced_in_bf16():
     """By ``--ddp-param-name-patterns-for-fp32-local-accumulation``: sums are those of fp32 buffers,
     what is reduced are these sums, rounded; they are zeroed, and writes by hand noticed."""
-    ((want, got),) = run_ranks(1, _accumulate_both)
+    life_cycle.initialize()
+    apart = {"param_name_patterns_for_fp32_local_accumulation": ("all",)}
+    want, got = _accumulate(), _accumulate(grad_reduce_in_fp32=False, **apart)
     half = len(want) // 2
     for index, sums in enumerate(want[:half]):
         assert_bytes_equal(got[index], sums, what=f"sums of weight {index}")
@@ -357,17 +344,7 @@ def assert_holds(model: list[Any], buffers: dict[str, torch.Tensor], *, what: st
         assert_bytes_equal(buffer, buffers[key], what=f"{key} {what}")
 
 
-def _group_without_dense(flags: list[str]) -> list[tuple[bool, list[int]]]:
-    def groups(model: list[Any], _optimizer: Any) -> list[tuple[bool, list[int]]]:
-        names = {param: i for i, param in enumerate(model[0].module.parameters())}
-        return [
-            (bool(group.managed), sorted(names[param] for param in group.params))
-            for group in model[0].bucket_groups
-        ]
-
-    return pretrain(flags, MXFP8, observe=groups).extra
-
-
+@on_ranks(1)
 def test_dense_buckets_are_not_dragged_into_the_group_of_quantized_ones():
     """Groups are all managed or not at all, cover every parameter once, and follow each other in
     the order of the backward pass."""
@@ -380,7 +357,15 @@ def test_dense_buckets_are_not_dragged_into_the_group_of_quantized_ones():
         "--ddp-bucket-size",
         "20000",
     ]
-    (groups,) = run_ranks(1, _group_without_dense, flags)
+
+    def groups(model: list[Any], _optimizer: Any) -> list[tuple[bool, list[int]]]:
+        names = {param: i for i, param in enumerate(model[0].module.parameters())}
+        return [
+            (bool(group.managed), sorted(names[param] for param in group.params))
+            for group in model[0].bucket_groups
+        ]
+
+    groups = pretrain(flags, MXFP8, observe=groups).extra
     assert {managed for managed, _ in groups} == {True, False}
     members = [index for _, group in groups for index in group]
     assert sorted(members) == list(range(len(members)))

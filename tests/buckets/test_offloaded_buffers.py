@@ -9,7 +9,7 @@ import torch
 
 from moe_optim.errors import StateError
 from moe_optim.weights.grouped_weight import GradientNote
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.states import life_cycle, making_room
 
 TRAIN = [("zero", {}), ("micro", {"seed": 1, "last": True}), ("step", {})]
@@ -49,8 +49,10 @@ def test_training_goes_on_to_the_bit_after_all_buffers_were_on_the_host(knobs):
 # Gradients
 
 
-def _use_gradients(step: str, wire: str) -> dict[str, str]:
-    """Reach for gradient memory while it is away, at every point of an iteration."""
+@pytest.mark.parametrize(("step", "wire"), [("fused", "quantized"), ("stock", "bf16")])
+@on_ranks(1)
+def test_gradients_that_are_away_are_neither_read_nor_written(step, wire):
+    """Freed by Megatron's call, or by verl's, which tells nobody."""
     life_cycle.initialize()
     said = {}
     for name, act in {
@@ -78,20 +80,14 @@ def _use_gradients(step: str, wire: str) -> dict[str, str]:
         said[name] = str(refused.value)
         for master, before in zip(making_room.list_masters(cycle.optimizer), masters, strict=True):
             assert torch.equal(master, before)
-    return said
-
-
-@pytest.mark.parametrize(("step", "wire"), [("fused", "quantized"), ("stock", "bf16")])
-def test_gradients_that_are_away_are_neither_read_nor_written(step, wire):
-    """Freed by Megatron's call, or by verl's, which tells nobody."""
-    (said,) = run_ranks(1, _use_gradients, step, wire)
     assert len(said) == 6
     for what, message in said.items():
         assert "expected gradient memory, got none: it is offloaded" in message, what
         assert "restore_grad_buffers()" in message
 
 
-def _step_without_weights() -> list[str]:
+@on_ranks(1)
+def test_neither_a_step_nor_a_gather_writes_weights_that_are_away():
     """Step while weights of Megatron's own buffers are away, whoever sent them."""
     life_cycle.initialize()
     said = []
@@ -111,11 +107,7 @@ def _step_without_weights() -> list[str]:
             said.append(str(refused.value))
         for master, before in zip(making_room.list_masters(cycle.optimizer), masters, strict=True):
             assert torch.equal(master, before)
-    return said
-
-
-def test_neither_a_step_nor_a_gather_writes_weights_that_are_away():
-    (found,) = run_ranks(1, _step_without_weights)
+    found = said
     assert len(found) == 8
     for said in found:
         assert "expected weights to write into, got none: they are offloaded" in said
@@ -129,8 +121,10 @@ def managed_weights(cycle: life_cycle.LifeCycle) -> list[Any]:
     return [param for param in cycle.params if hasattr(param, "quantized_storage")]
 
 
-def _offload_the_old_wrapper(step: str, wire: str) -> list[str]:
-    """Wrap a trained model again, and handle the buffers of its first wrapper."""
+@pytest.mark.parametrize(("step", "wire"), [("fused", "quantized"), ("stock", "bf16")])
+@on_ranks(1)
+def test_buffers_of_a_first_wrapper_leave_the_weights_of_a_second_alone(step, wire):
+    """It holds gradients and other weights of its own, quantized ones no longer."""
     life_cycle.initialize()
     from megatron.core.distributed import DistributedDataParallel
 
@@ -170,13 +164,6 @@ def _offload_the_old_wrapper(step: str, wire: str) -> list[str]:
         buffer.reload_from_cpu(move_grads=False)
     for param, values in zip(cycle.params, before, strict=True):
         assert torch.equal(param.detach().float(), values)
-    return said
-
-
-@pytest.mark.parametrize(("step", "wire"), [("fused", "quantized"), ("stock", "bf16")])
-def test_buffers_of_a_first_wrapper_leave_the_weights_of_a_second_alone(step, wire):
-    """It holds gradients and other weights of its own, quantized ones no longer."""
-    (said,) = run_ranks(1, _offload_the_old_wrapper, step, wire)
     assert len(said) >= 12
     for message in said:
         assert "in this bucket, got them in one of a DistributedDataParallel that was" in message

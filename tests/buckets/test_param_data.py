@@ -1,7 +1,5 @@
 """``param_data`` of quantized weights: every byte leaves and comes back, whoever calls for it."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from moe_optim.formats import FORMATS
 from moe_optim.weights.storage import PortableStorage
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.states import life_cycle
 from tests.support.states.making_room import managed_buffers
 
@@ -87,7 +85,8 @@ def test_what_it_cannot_be_asked_for_is_refused():
     assert torch.equal(data.cpu(), on_host)
 
 
-def _refuse_to_leave() -> dict[str, Any]:
+@on_ranks(1)
+def test_weights_do_not_leave_in_the_middle_of_a_step():
     """Ask for the memory of weights whose masters are moving."""
     life_cycle.initialize()
     cycle = life_cycle.LifeCycle(step="fused")
@@ -99,10 +98,10 @@ def _refuse_to_leave() -> dict[str, Any]:
             buffer.param_data.storage().resize_(0)
         except StateError as error:
             said = str(error)
-    return {"said": said, "kept": buffer.param_data.size() == size, "cached": buffer.param_data_cpu}
-
-
-def test_weights_do_not_leave_in_the_middle_of_a_step():
-    (found,) = run_ranks(1, _refuse_to_leave)
+    found = {
+        "said": said,
+        "kept": buffer.param_data.size() == size,
+        "cached": buffer.param_data_cpu,
+    }
     assert "Offload between two steps." in found["said"]
     assert found["kept"] and found["cached"] is None

@@ -16,7 +16,7 @@ from moe_optim.errors import StateError
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import PortableStorage
 from tests.rollout.test_export_weights import Setup, build, step
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.states import life_cycle
 from tests.support.states.buckets import StandInBucket
 from tests.support.states.making_room import managed_buffers, send_weights_away
@@ -172,17 +172,6 @@ def _outcome(act: Callable[[], Any]) -> str:
     return "no error"
 
 
-def _read_all(format: str, expert_layout: str, wire: str) -> dict[str, str]:
-    life_cycle.initialize()
-    model = Model(format, expert_layout, wire, record_amax=True)
-    acts = {name: prepare(model) for name, prepare in READERS.items()}
-    for buffer in model.buffers:
-        buffer.offload_to_cpu(move_grads=False)
-    described = moe_optim.describe(model.chunks, model.optimizer).line
-    assert all(format in text for text in (described, repr(model.weight), repr(model.linear)))
-    return _outcomes(acts)
-
-
 def _outcomes(acts: dict[str, Callable[[], Any]]) -> dict[str, str]:
     outcomes = {}
     for name, act in acts.items():
@@ -192,29 +181,33 @@ def _outcomes(acts: dict[str, Callable[[], Any]]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("format", "expert_layout", "wire"), CASES)
+@on_ranks(1)
 def test_weights_on_the_host_are_neither_read_nor_written(format, expert_layout, wire):
     """Each reader raises StateError that says what to call; a description reads nothing."""
-    (outcomes,) = run_ranks(1, _read_all, format, expert_layout, wire)
-    assert outcomes == dict.fromkeys(READERS, "refused")
-
-
-def _read_bf16(expert_layout: str, compute: str | None) -> dict[str, str]:
-    """Read bf16 experts, which lie in Megatron's own buffers with all other weights."""
     life_cycle.initialize()
-    clipped = {"clip_wgrad": _clip} if compute == "int8_per_expert" else {}
-    model = Model("bf16", expert_layout, compute=compute)
-    moe_optim.calibrate(model.chunks)
-    acts = {name: prepare(model) for name, prepare in (clipped | BF16_READERS).items()}
-    send_weights_away(model.chunks)
-    return _outcomes(acts)
+    model = Model(format, expert_layout, wire, record_amax=True)
+    acts = {name: prepare(model) for name, prepare in READERS.items()}
+    for buffer in model.buffers:
+        buffer.offload_to_cpu(move_grads=False)
+    described = moe_optim.describe(model.chunks, model.optimizer).line
+    assert all(format in text for text in (described, repr(model.weight), repr(model.linear)))
+    outcomes = _outcomes(acts)
+    assert outcomes == dict.fromkeys(READERS, "refused")
 
 
 @pytest.mark.parametrize(
     ("expert_layout", "compute"),
     [("grouped", "int8_per_expert"), ("indexed", "mxfp8"), ("grouped", None)],
 )
+@on_ranks(1)
 def test_bf16_experts_on_the_host_are_neither_read_nor_written(expert_layout, compute):
     """Nor is a quantized or fake-quantized copy made of them."""
-    (outcomes,) = run_ranks(1, _read_bf16, expert_layout, compute)
+    life_cycle.initialize()
+    clipped = {"clip_wgrad": _clip} if compute == "int8_per_expert" else {}
+    model = Model("bf16", expert_layout, compute=compute)
+    moe_optim.calibrate(model.chunks)
+    acts = {name: prepare(model) for name, prepare in (clipped | BF16_READERS).items()}
+    send_weights_away(model.chunks)
+    outcomes = _outcomes(acts)
     assert len(outcomes) >= len(BF16_READERS)
     assert set(outcomes.values()) == {"refused"}, outcomes

@@ -13,7 +13,7 @@ from moe_optim.buckets.layout import side_by_side
 from moe_optim.buckets.states import Event
 from moe_optim.errors import StateError
 from moe_optim.formats import MXFP8
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.states import life_cycle
 from tests.support.states.buckets import make_bucket, make_params
 from tests.support.states.life_cycle import LifeCycle
@@ -54,7 +54,10 @@ class GraphedLifeCycle(LifeCycle):
         self.check()
 
 
-def _train_with_evaluations(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+@on_ranks(1)
+def test_replayed_iterations_are_those_of_plain_torch(options):
+    """Weights, gradients and outputs after every call, with evaluations and saves between them."""
     life_cycle.initialize()
     cycle = GraphedLifeCycle(**options)
     for seed in range(6):  # two eager ones, the capture, three replays
@@ -71,12 +74,6 @@ def _train_with_evaluations(options: dict[str, Any]) -> None:
     cycle.train(20)
     cycle.train(21)
     cycle.rollout(22)
-
-
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
-def test_replayed_iterations_are_those_of_plain_torch(options):
-    """Weights, gradients and outputs after every call, with evaluations and saves between them."""
-    run_ranks(1, _train_with_evaluations, options)
 
 
 class WatchedLifeCycle(GraphedLifeCycle):
@@ -97,7 +94,10 @@ class WatchedLifeCycle(GraphedLifeCycle):
         super()._iterate()
 
 
-def _gather_with_few_eager_iterations() -> None:
+@on_ranks(1)
+def test_a_capture_is_not_the_first_to_gather():
+    """Whatever the number of eager iterations before it, the tables of gathers are there by then,
+    and training is that of plain torch."""
     life_cycle.initialize()
     for warmup, wire in product((0, 1, 2), ("quantized", "bf16")):
         cycle = WatchedLifeCycle(warmup, **SETTINGS[f"wire {wire}, overlap"])
@@ -108,13 +108,10 @@ def _gather_with_few_eager_iterations() -> None:
             assert before is after is not None
 
 
-def test_a_capture_is_not_the_first_to_gather():
-    """Whatever the number of eager iterations before it, the tables of gathers are there by then,
-    and training is that of plain torch."""
-    run_ranks(1, _gather_with_few_eager_iterations)
-
-
-def _refusals(options: dict[str, Any]) -> list[str]:
+@on_ranks(1)
+def test_a_replay_from_elsewhere_is_refused_before_it_runs():
+    """Gradients that were not zeroed, masters that were planned anew, weights on the host."""
+    options = SETTINGS["wire quantized, overlap"]
     life_cycle.initialize()
     said = []
     for spoil in ("dirty", "load", "offload"):
@@ -135,12 +132,7 @@ def _refusals(options: dict[str, Any]) -> list[str]:
         with pytest.raises(StateError) as error:
             cycle.iterate()
         said.append(str(error.value))
-    return said
-
-
-def test_a_replay_from_elsewhere_is_refused_before_it_runs():
-    """Gradients that were not zeroed, masters that were planned anew, weights on the host."""
-    ((dirty, loaded, offloaded),) = run_ranks(1, _refusals, SETTINGS["wire quantized, overlap"])
+    dirty, loaded, offloaded = said
     assert "the replay of a CUDA graph: expected zeros, got gradients a step has" in dirty
     assert "expected masters, weights and gradients where they lay" in loaded
     assert "got weights on the host" in offloaded

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from moe_optim.errors import StateError
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.states import life_cycle
 from tests.support.states.life_cycle_bugs import BUGS, put_back
 
@@ -464,17 +464,16 @@ def test_a_few_calls_suffice_to_show_each_bug(shown: dict[str, bool], name: str)
     assert shown[name]
 
 
-def _replay(runs: list[tuple[dict[str, Any], Trace]]) -> int:
-    life_cycle.initialize()
-    return sum(life_cycle.replay(life_cycle.LifeCycle(**one), trace) for one, trace in runs)
-
-
+@on_ranks(1)
 def test_what_shows_a_bug_shows_nothing_without_it():
     """Under the bug's own settings; and a step that gathers, whatever loops do after it."""
     runs = [(bug.options, TRACES[name]) for name, bug in BUGS.items() if bug.ranks == 1]
     gathering = {"wire": "quantized", "overlap": False, "step": "fused"}
     runs += [(gathering, trace) for trace in SEQUENCES.values()]
-    assert run_ranks(1, _replay, runs) == [sum(len(trace) for _, trace in runs)]
+    life_cycle.initialize()
+    assert sum(life_cycle.replay(life_cycle.LifeCycle(**one), trace) for one, trace in runs) == sum(
+        (len(trace) for _, trace in runs)
+    )
 
 
 BRIEF = ("quantized, overlap, fused", "muon and adam, bf16, overlap, fused")

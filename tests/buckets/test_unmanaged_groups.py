@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from moe_optim.config import MoEOptimConfig
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.states import life_cycle
+from tests.support.wrapping import layer_config, wrap
 
 RANKS = 2
 REDUCTIONS = {"when asked": False, "in the backward pass": True}
@@ -15,8 +16,6 @@ REDUCTIONS = {"when asked": False, "in the backward pass": True}
 
 def _wrapped(**buffers: Any) -> Any:
     """Return two dense layers in Megatron's DDP, with the plug-in installed."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.transformer import TransformerConfig
 
     import moe_optim
 
@@ -24,8 +23,7 @@ def _wrapped(**buffers: Any) -> Any:
     moe_optim.install(MoEOptimConfig(format="mxfp8"))
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).bfloat16()
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, bf16=True)
-    return DistributedDataParallel(config, DistributedDataParallelConfig(**buffers), layers)
+    return wrap(layer_config(8), layers, grad_reduce_in_fp32=False, **buffers)
 
 
 def _backward(ddp: Any) -> None:
@@ -65,8 +63,9 @@ def test_models_without_a_distributed_optimizer_are_wrapped_and_reduced():
         assert found == {name: [("GroupedBucketGroup", [True] * 4)] * 2 for name in REDUCTIONS}
 
 
-def _is_first_after_each() -> list[bool]:
-    """Return whether the next pass is the first one still, after one that reached parameters."""
+@on_ranks(1)
+def test_a_first_pass_counts_once_it_has_reached_all_parameters():
+    """One that was given up before is no measure of those to come; Megatron asserts there."""
     life_cycle.initialize()
     found = []
     for reached in (slice(1), slice(None)):
@@ -76,9 +75,4 @@ def _is_first_after_each() -> list[bool]:
             group.register_grad_ready(param)
         group.reset()
         found.append(group.is_first_batch)
-    return found
-
-
-def test_a_first_pass_counts_once_it_has_reached_all_parameters():
-    """One that was given up before is no measure of those to come; Megatron asserts there."""
-    assert run_ranks(1, _is_first_after_each) == [[True, False]]
+    assert found == [True, False]

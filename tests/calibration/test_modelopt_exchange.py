@@ -32,7 +32,7 @@ from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import normal_weights
 from tests.support.modules import experts
 from tests.support.modules.amax import amax_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.te.grouped_gemm import GroupedGemm
 from tests.support.te.te_experts import GroupedLinear
 
@@ -130,7 +130,10 @@ FORMS = {"indexed": 0, "grouped": 0, "of all": None}
 """Form -> axis; ``of all`` is a quantizer of one amax."""
 
 
-def _exchange() -> None:
+@on_ranks(1)
+def test_quantizers_of_modelopt_and_our_linears_exchange_amaxes():
+    """One quantizer an expert, one with axis 0 over all, and one of a single amax: each finds what
+    :func:`moe_optim.calibrate` finds, and quantizes the same after an exchange either way."""
     import moe_optim
 
     experts.start_ranks()
@@ -166,12 +169,6 @@ def _exchange() -> None:
             assert not torch.equal(values, weights[name])
 
 
-def test_quantizers_of_modelopt_and_our_linears_exchange_amaxes():
-    """One quantizer an expert, one with axis 0 over all, and one of a single amax: each finds what
-    :func:`moe_optim.calibrate` finds, and quantizes the same after an exchange either way."""
-    run_ranks(1, _exchange)
-
-
 def _run(module: torch.nn.Module) -> None:
     """Send tokens through experts, of which the last one alone gets the largest."""
     tokens = torch.randn(9, experts.HIDDEN, generator=torch.Generator().manual_seed(4))
@@ -186,7 +183,10 @@ def _quantize(module: torch.nn.Module) -> torch.nn.Module:
     return mtq.quantize(module, mtq.FP8_DEFAULT_CFG, forward_loop=_run)
 
 
-def _exchange_sequential() -> None:
+@on_ranks(1)
+def test_megatrons_sequential_experts_under_modelopt_load_here_and_back():
+    """Weights and amaxes in one state dict; doubled here, they arrive there. What ModelOpt finds of
+    inputs is found here, too, by the same configuration and loop."""
     import modelopt.torch.quantization as mtq
 
     import moe_optim
@@ -222,12 +222,6 @@ def _exchange_sequential() -> None:
         if key.endswith(("weight_quantizer._amax", "input_quantizer._amax")):
             assert torch.equal(value, 2 * theirs[key]), key
             assert_bytes_equal(value.float(), back[key], what=key)
-
-
-def test_megatrons_sequential_experts_under_modelopt_load_here_and_back():
-    """Weights and amaxes in one state dict; doubled here, they arrive there. What ModelOpt finds of
-    inputs is found here, too, by the same configuration and loop."""
-    run_ranks(1, _exchange_sequential)
 
 
 class _GroupedLinear(GroupedGemm):
@@ -295,7 +289,9 @@ def _make_layer() -> torch.nn.Module:
     return layer
 
 
-def _train_copies_beside_modelopt() -> None:
+@on_ranks(1)
+def test_copies_train_as_modelopt_trains_the_same_linear():
+    """Weights on one grid an expert: outputs and gradients, with clipped ones and without."""
     import moe_optim
     from moe_optim.experts.weight_copies import copy_weights
 
@@ -320,11 +316,6 @@ def _train_copies_beside_modelopt() -> None:
             for number, pair in enumerate(zip(got, want, strict=True)):
                 assert_bytes_equal(*pair, what=f"{compute}, {factor} of amaxes, tensor {number}")
         assert (got[2] == 0).float().mean() > 0.2  # clipped
-
-
-def test_copies_train_as_modelopt_trains_the_same_linear():
-    """Weights on one grid an expert: outputs and gradients, with clipped ones and without."""
-    run_ranks(1, _train_copies_beside_modelopt)
 
 
 def test_scales_of_exported_inputs_are_modelopts():

@@ -17,7 +17,7 @@ from tests.support.modules import experts
 from tests.support.modules.adapters import AdapterWrapper, Hiding, PlainWrapper, wrap
 from tests.support.modules.amax import save_module, saved_amaxes
 from tests.support.modules.calibrating import EXPERTS, HIDDEN, LINEARS, Kind, amaxes_of, make
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 PREFIX = "layer."
 PORTABLE = [
@@ -208,19 +208,16 @@ def _refuse() -> None:
     assert not [key for key in uncalibrated.sharded_state_dict(prefix=PREFIX) if "None" in key]
 
 
-def _on_one_rank(folder: Path) -> list[str]:
+@on_ranks(1)
+def test_experts_behind_adapters_load_and_train_and_what_hides_them_is_refused(tmp_path):
+    """Amaxes reach linears of Transformer Engine, and states in memory load whatever names they
+    have; what hides experts is refused by its name."""
+    folder = tmp_path
     experts.start_ranks()
     _load_amaxes_behind_adapters(folder)
     _load_plain_states()
     _train()
     _refuse()
-    return ["loaded", "trained", "refused"]
-
-
-def test_experts_behind_adapters_load_and_train_and_what_hides_them_is_refused(tmp_path):
-    """Amaxes reach linears of Transformer Engine, and states in memory load whatever names they
-    have; what hides experts is refused by its name."""
-    assert run_ranks(1, _on_one_rank, tmp_path) == [["loaded", "trained", "refused"]]
 
 
 def test_conversions_keep_the_keys_of_adapters():

@@ -21,7 +21,7 @@ from tests.support.checkpoints.stored_checkpoints import read_with_torch
 from tests.support.modules import experts
 from tests.support.modules.adapters import LORA, Adapter, AdapterWrapper, Matrix, wrap
 from tests.support.modules.calibrating import EXPERTS, LINEARS, Kind, amaxes_of, make
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.training import Record, pretrain, weight_bytes
 
 SCALE = 6 / 4  # alpha / dim of the adapters
@@ -385,8 +385,10 @@ def test_dense_linears_are_merged_where_they_are_cut_and_experts_refused():
         assert "got --expert-tensor-parallel-size 2" in message
 
 
-def _adapt_by_bridge() -> dict[str, Any]:
-    """Ask what Megatron-Bridge's LoRA asks, of a stand-in for its modules."""
+@on_ranks(1)
+def test_megatron_bridge_is_told_what_it_asks_of_portable_experts():
+    """Sizes of whole experts, and along which side they are cut; of others, what it finds itself.
+    Only while the plug-in is installed."""
     from moe_optim.integration import installation
     from moe_optim.integration.bridge import MoEOptimizerConfig
 
@@ -414,13 +416,6 @@ def _adapt_by_bridge() -> dict[str, Any]:
     assert module.linear_fc1.config is module.config
     installation.uninstall()
     assert all(user.get_adapter_attributes_from_linear is stock for user in users)
-    return found
-
-
-def test_megatron_bridge_is_told_what_it_asks_of_portable_experts():
-    """Sizes of whole experts, and along which side they are cut; of others, what it finds itself.
-    Only while the plug-in is installed."""
-    (found,) = run_ranks(1, _adapt_by_bridge)
     common = {
         "disable_tensor_parallel_comm": False,
         "disable_sequence_parallel_comm": True,

@@ -11,10 +11,6 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.experts.operands import lie_together
-from moe_optim.formats import MXFP8
-from moe_optim.formats.reference import quantize
-from tests.support import training
-from tests.support.bytes import assert_bytes_equal
 from tests.support.modules import experts
 from tests.support.modules.experts import by_layer
 from tests.support.ranks import run_ranks
@@ -124,35 +120,6 @@ def test_checkpoints_are_exchangeable_in_the_middle_of_training(run, checkpoints
         assert_same_tensors(by_layer(mine.weights), by_layer(theirs.weights), what="resumed")
 
 
-def _load_weights_alone(flags: list[str]) -> Record:
-    """Return masters and buffers as they are after loading, before the first step."""
-    loaded = Record()
-    config = MoEOptimConfig(format="mxfp8")
-    pretrain(flags, config, after_setup=lambda *built: training._record_state(loaded, *built))
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def finetuned(run, checkpoints) -> Record:
-    """Return quantized experts on one rank, loaded from the weights of a stock run alone."""
-    run(STOCK)
-    load = ["--load", str(checkpoints / folder_of(STOCK)), "--ckpt-step", "4"]
-    flags = ["--train-iters", "1", "--eval-interval", "1", "--finetune", "--no-load-optim", *load]
-    return run_ranks(1, _load_weights_alone, flags)[0]
-
-
-def test_weights_loaded_alone_are_the_bytes_of_their_masters(finetuned):
-    """Without optimizer state masters are made of the weights; then the weights of the masters."""
-    checked = 0
-    for name, master in finetuned.masters.items():
-        data = finetuned.weights.get(f"{name}.rowwise_data")
-        if data is not None:
-            for buffer, expected in quantize(master.view(data.shape), MXFP8).buffers().items():
-                assert_bytes_equal(finetuned.weights[f"{name}.{buffer}"], expected, what=name)
-            checked += 1
-    assert checked == 4
-
-
 # Refusing
 
 
@@ -173,19 +140,3 @@ def test_what_the_experts_do_not_have_is_refused_before_they_are_built():
         "--moe-paged-stash",
         "--moe-apply-probs-on-input with --moe-router-topk above 1",
     ]
-
-
-def _ask_for_quantized_experts_that_are_not_built() -> str:
-    training.MODEL.remove("--moe-grouped-gemm")
-    try:
-        pretrain([*STEPS[:1], "1", *STEPS[2:]], MoEOptimConfig(format="mxfp8"))
-    except ConfigError as error:
-        return str(error)
-    return "trained in bf16"
-
-
-def test_quantized_experts_that_nobody_builds_are_refused():
-    """Without --moe-grouped-gemm, or where --use-checkpoint-args takes it back, Megatron builds its
-    own experts in bf16: whoever asked for quantized ones has to hear of it."""
-    (outcome,) = run_ranks(1, _ask_for_quantized_experts_that_are_not_built)
-    assert "--moe-grouped-gemm" in outcome

@@ -9,13 +9,12 @@ from moe_optim.formats import MXFP8, Direction, get_format
 from moe_optim.formats.reference import dequantize, quantize
 from moe_optim.kernels.member_table import MemberTable
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.states import life_cycle
 from tests.support.training import OVERLAP, Record, pretrain
 
 STEPS = ["--train-iters", "4", "--eval-interval", "2"]  # evaluates in the middle and at the end
 LINEARS = 2 * 2  # layers, linears of one
-GRID = "int8_per_expert"
 CASES = {  # compute, layout, flags
     "mxfp8": ("mxfp8", "grouped", []),
     "nvfp4, overlapped": ("nvfp4", "indexed", OVERLAP),
@@ -81,16 +80,6 @@ def test_weights_quantize_to_what_is_stored(runs):
                 assert_bytes_equal(got, expected, what=f"{name}.{buffer}")
 
 
-def test_each_forward_product_requantizes_its_linear_once(runs):
-    """And no backward pass does. There are 2 micro-batches on each rank, and an evaluation between
-    steps 2 and 3."""
-    _, computing, _ = runs
-    for record in computing:
-        grown = [b - a for a, b in zip([0, *record.extra], record.extra, strict=False)]
-        assert [grown[step] for step in (0, 1, 3)] == [2 * LINEARS] * 3
-        assert grown[2] > 2 * LINEARS
-
-
 def _train_on_the_fly() -> Record:
     from moe_optim.experts import module as experts
 
@@ -112,20 +101,10 @@ def test_training_with_stored_experts_equals_quantizing_bf16_experts_on_the_fly(
         assert mine.weights.keys() != theirs.weights.keys()  # one of them is quantized
 
 
-@pytest.mark.extended
-def test_losses_on_a_grid_do_not_depend_on_the_layout_of_parameters():
-    grouped, indexed = (
-        run_ranks(2, pretrain, flags, MoEOptimConfig(format="bf16", compute=GRID, **knobs))
-        for flags, knobs in ((STEPS, {}), ([*STEPS, *OVERLAP], {"expert_layout": "indexed"}))
-    )
-    for mine, theirs in zip(indexed, grouped, strict=True):
-        assert len(mine.losses) == 4 and mine.validation_losses
-        assert mine.losses == theirs.losses
-        assert mine.validation_losses == theirs.validation_losses
-
-
-def _read_before_the_gather() -> list[bool]:
-    """Step, run a forward pass that no hook precedes, gather, and run another."""
+@on_ranks(2)
+def test_a_copy_made_before_a_gather_does_not_outlive_it():
+    """On two ranks a forward pass between a step and its gather sees weights half of which are
+    old; the next one sees what has arrived."""
     life_cycle.initialize()
     cycle = life_cycle.LifeCycle(format="bf16", compute="mxfp8")
     for seed in (0, 1):
@@ -141,10 +120,4 @@ def _read_before_the_gather() -> list[bool]:
         for layer, param in zip(fresh, cycle.params, strict=True):
             layer.weight.copy_(param)
     wanted = life_cycle.run_layers(fresh, life_cycle.tokens_of(9, 0))
-    return [torch.equal(output, wanted) for output in outputs]
-
-
-def test_a_copy_made_before_a_gather_does_not_outlive_it():
-    """On two ranks a forward pass between a step and its gather sees weights half of which are
-    old; the next one sees what has arrived."""
-    assert run_ranks(2, _read_before_the_gather) == [[True, True]] * 2
+    assert [torch.equal(output, wanted) for output in outputs] == [True, True]

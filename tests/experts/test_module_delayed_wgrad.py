@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
 from tests.support.modules.experts import make_config, start_ranks
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.states.schedules import turn_on
 from tests.support.training import (
     OVERLAP,
@@ -22,6 +22,7 @@ from tests.support.training import (
     named_parameters,
     pretrain,
 )
+from tests.support.wrapping import wrap
 
 LAYERS, STEPS, MICRO_BATCHES = 2, 2, 2
 KNOBS = {
@@ -53,7 +54,6 @@ class Reduced:
 
 def _make_ddp(*, delay: bool) -> Any:
     """Return two MoE layers with biases under DDP, every weight a bucket of its own."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_block import TransformerBlock
@@ -73,15 +73,8 @@ def _make_ddp(*, delay: bool) -> Any:
     )
     config.delay_wgrad_compute = delay  # given to the constructor, it asks for expert parallelism
     spec = get_gpt_layer_local_spec(4, moe_grouped_gemm=True)
-    ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=True,
-        grad_reduce_in_fp32=True,
-        bucket_size=1,
-        delay_wgrad_compute=delay,
-    )
     block = TransformerBlock(config, spec, post_layer_norm=False)
-    return DistributedDataParallel(config, ddp_config, block)
+    return wrap(config, block, overlap_grad_reduce=True, bucket_size=1, delay_wgrad_compute=delay)
 
 
 def _reductions(ddp: Any) -> int:
@@ -235,11 +228,11 @@ def test_schedules_that_compute_gradients_later_train_alike(
         assert_same_run(got, want, what=str(switch))
 
 
-def _train_forgetting(config: MoEOptimConfig) -> tuple[str, int]:
-    """Train under a schedule that never asks for the delayed gradients; then drop them.
-
-    Returns what it was stopped with, and how many linears have none left.
-    """
+@pytest.mark.parametrize("experts", ["mxfp8", pytest.param("bf16", marks=pytest.mark.extended)])
+@on_ranks(1)
+def test_training_without_its_delayed_gradients_is_stopped(experts):
+    """Before its first step: they would be lost in it. ``zero_grad()`` drops them."""
+    config = replace(TRAINED["mxfp8"], format=experts)
     from moe_optim.integration import cpu_runtime
 
     cpu_runtime.install()
@@ -263,14 +256,7 @@ def _train_forgetting(config: MoEOptimConfig) -> tuple[str, int]:
     linears = [one for one in model[0].modules() if isinstance(one, GroupedLinear)]
     for linear in linears:
         linear.require_wgrads_taken()
-    return str(error.value), len(linears)
-
-
-@pytest.mark.parametrize("experts", ["mxfp8", pytest.param("bf16", marks=pytest.mark.extended)])
-def test_training_without_its_delayed_gradients_is_stopped(experts):
-    """Before its first step: they would be lost in it. ``zero_grad()`` drops them."""
-    config = replace(TRAINED["mxfp8"], format=experts)
-    ((message, linears),) = run_ranks(1, _train_forgetting, config)
+    message, linears = str(error.value), len(linears)
     assert "experts.linear_fc1.weight: expected the gradients of all backward passes" in message
     assert "got 4 still delayed" in message
     assert linears == 2 * LAYERS

@@ -10,6 +10,7 @@ from moe_optim.config import MoEOptimConfig
 from tests.support.bytes import assert_bytes_equal
 from tests.support.modules import experts
 from tests.support.ranks import run_ranks
+from tests.support.wrapping import build_optimizer, wrap
 
 PAGE = Path(__file__).parents[2] / "docs" / "api" / "modules.md"
 HIDDEN, FFN, EXPERTS, TOKENS = 64, 32, 4, 3
@@ -37,8 +38,6 @@ def make_values() -> tuple[list[torch.Tensor], torch.Tensor]:
 
 def step_once(ep_size: int) -> list[torch.Tensor]:
     """Step the layer on one of two ranks, and return its weights, [E, R, C] fp32."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
 
     import moe_optim
 
@@ -55,13 +54,8 @@ def step_once(ep_size: int) -> list[torch.Tensor]:
     first = torch.distributed.get_rank() * local if ep_size > 1 else 0
     model = torch.nn.Module()
     model.config, model.experts = config, own_experts(ep_size, values, first)
-    ddp = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
-        model,
-    )
-    settings = OptimizerConfig(lr=1e-2, bf16=True, use_distributed_optimizer=True, clip_grad=0.0)
-    optimizer = moe_optim.get_megatron_optimizer(settings, [ddp])
+    ddp = wrap(config, model)
+    optimizer = build_optimizer(ddp, lr=1e-2, clip_grad=0.0)
     mine = tokens[first : first + local].flatten(0, 1)
     output = model.experts(mine, torch.full((local,), TOKENS))
     (ep_size * output.float().square().sum()).backward()  # as of the tokens of every rank

@@ -159,17 +159,6 @@ def test_cut_experts_load_whole_with_gate_and_up_in_their_halves(trained, saved,
         assert_bytes_equal(values, expected, what=name)
 
 
-@pytest.mark.extended
-def test_cut_experts_train_on_the_grid_of_whole_ones():
-    """In forward passes, their recomputation and evaluation, every rank asks for amaxes alike."""
-    config = MoEOptimConfig(format="bf16", compute="int8_per_expert")
-    flags = [*STEPS, *ETP2, "--recompute-granularity", "full", "--recompute-method", "uniform"]
-    flags += ["--recompute-num-layers", "1", "--eval-interval", "2"]
-    first, second = run_ranks(2, _train, flags, config)
-    assert len(first.losses) == 4
-    assert first.losses == second.losses
-
-
 def test_quantized_cut_experts_are_the_bytes_of_their_masters():
     """Each rank quantizes its own part; blocks do not reach across."""
     flags = [*STEPS, *ETP2, "--moe-ffn-hidden-size", "128"]

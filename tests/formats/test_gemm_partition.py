@@ -18,7 +18,7 @@ from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
 from tests.support.number_formats.meshes import coordinates, on_each_rank, part_of
 
-EXPERTS, ROWS, COLS = SHAPE = (4, 64, 128)
+_, ROWS, COLS = SHAPE = (4, 64, 128)
 DIMENSIONS = ("experts", "rows", "columns")
 GROUPS = ((64, 0, 32, 32), (0, 64, 32, 32), (32, 32, 64, 0), (64, 0, 0, 64))
 """Tokens of each expert; one row for each place along the axes that cut tokens."""

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from moe_optim.health.tokens import TokenCounts
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 GIVEN = torch.tensor([3, 0, 5])
 
@@ -77,20 +77,20 @@ def train_for_another_optimizer(chunk, tokens):
     train_twice(chunk, tokens)
 
 
-def count_all():
+@on_ranks(1)
+def test_passes_that_are_trained_on_count_once():
+    """Recomputed ones do, of which Megatron runs the first without gradients; evaluations and
+    rollouts do not count. The optimizer that was built last counts alone, and the first of the
+    ranks that share slices of experts, which are given the same tokens."""
     dist.init_process_group("gloo")
     from moe_optim import use_cpu
 
     use_cpu()
     passes = (train_twice, recompute, train_for_another_optimizer, evaluate)
-    return [count(one) for one in passes], count(train_twice, rank=1)
-
-
-def test_passes_that_are_trained_on_count_once():
-    """Recomputed ones do, of which Megatron runs the first without gradients; evaluations and
-    rollouts do not count. The optimizer that was built last counts alone, and the first of the
-    ranks that share slices of experts, which are given the same tokens."""
-    (((trained, recomputed, built_again, evaluated), of_slices),) = run_ranks(1, count_all)
+    ((trained, recomputed, built_again, evaluated), of_slices) = (
+        [count(one) for one in passes],
+        count(train_twice, rank=1),
+    )
     assert trained == [("layers.3.experts", (6, 7, 8), [6.0, 0.0, 10.0])]
     assert recomputed == built_again == trained
     assert evaluated == of_slices == []

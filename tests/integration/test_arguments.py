@@ -2,16 +2,14 @@
 
 import argparse
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.integration.arguments import add_moe_optim_arguments, config_from_argv
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 SURFACE = {  # flag -> action, what it takes, default
     "--use-moe-grouped-optim": ("_SwitchOn", None, False),
@@ -92,11 +90,6 @@ def test_what_a_command_line_asks_for(argv, config):
     assert argv == before
 
 
-def test_a_recipe_gives_its_section_and_nothing_else(recipe):
-    expected = MoEOptimConfig(format="bf16", expert_layout="indexed")
-    assert config_from_argv([FLAG, "--moe-optim-recipe", recipe]) == expected
-
-
 @pytest.mark.parametrize("recipe_first", [True, False], ids=["recipe first", "recipe last"])
 def test_fields_go_over_the_recipe_wherever_they_stand(recipe, recipe_first):
     parts = [["--moe-optim-recipe", recipe], ["--moe-optim-set", "format=mxfp8"]]
@@ -124,8 +117,12 @@ def test_a_wrong_request_is_refused_by_name(argv, message):
 # What Megatron does to arguments
 
 
-def _parse_with_megatron(file: Path) -> list[tuple[Any, Any, Any]]:
-    """Return flag, fields and what the command line asks for: of flags, a file, a checkpoint."""
+@on_ranks(1)
+def test_nothing_that_megatron_does_to_arguments_loses_what_the_command_line_asks_for(tmp_path):
+    """``--yaml-cfg`` replaces its args, ours included; ``--use-checkpoint-args`` takes the model's
+    shape from the file, and not our flags."""
+    file = tmp_path / "megatron.yaml"
+    file.write_text("{num_layers: 2, disable_msc_deprecated: false, enable_msc: false}")
     from megatron.training import checkpointing
     from megatron.training.arguments import parse_args
 
@@ -144,15 +141,7 @@ def _parse_with_megatron(file: Path) -> list[tuple[Any, Any, Any]]:
             assert args.num_experts == 4
         on = getattr(args, "use_moe_grouped_optim", None)
         found.append((on, getattr(args, "moe_optim_set", None), config_from_argv(sys.argv[1:])))
-    return found
-
-
-def test_nothing_that_megatron_does_to_arguments_loses_what_the_command_line_asks_for(tmp_path):
-    """``--yaml-cfg`` replaces its args, ours included; ``--use-checkpoint-args`` takes the model's
-    shape from the file, and not our flags."""
-    file = tmp_path / "megatron.yaml"
-    file.write_text("{num_layers: 2, disable_msc_deprecated: false, enable_msc: false}")
-    ((flags, from_file, from_checkpoint),) = run_ranks(1, _parse_with_megatron, file)
+    flags, from_file, from_checkpoint = found
     bf16 = MoEOptimConfig(format="bf16")
     assert flags == from_checkpoint == (True, ["format=bf16"], bf16)
     assert from_file == (None, None, bf16)

@@ -18,7 +18,7 @@ from moe_optim.integration.argv import spell_format
 from moe_optim.rules import FP32_SCALES, refusals
 from moe_optim.weights import managed
 from tests.support import training
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.te import te_stand_ins
 from tests.support.training import Record, pretrain
 
@@ -85,11 +85,9 @@ def _find(config: MoEOptimConfig, *params: Any) -> Any:
     return requirements._find_setup(flags, [_chunk(*params)], config)
 
 
-def _find_refusals() -> tuple[list[str], dict[str, dict[str, list[str]]]]:
-    """Return refusals of two formats; then of FP8 blocks by stored and requested format.
-
-    Formats of managed weights where nothing is refused.
-    """
+@on_ranks(1)
+def test_weights_of_other_formats_than_the_one_requested_are_refused():
+    """Whatever Transformer Engine's variable is by then: the quantizers of the weights decide."""
     from megatron.core.distributed import param_and_grad_buffer as upstream
 
     mixed = [
@@ -103,12 +101,7 @@ def _find_refusals() -> tuple[list[str], dict[str, dict[str, list[str]]]]:
         stand_in = te_stand_ins.Float8BlockwiseQTensor(FORMATS[stored], torch.randn(128, 128))
         setup = _find(MoEOptimConfig(format=asked), te_stand_ins.as_parameter(stand_in))
         told.setdefault(stored, {})[asked] = setup.stored or refusals(setup)
-    return two, told
-
-
-def test_weights_of_other_formats_than_the_one_requested_are_refused():
-    """Whatever Transformer Engine's variable is by then: the quantizers of the weights decide."""
-    (((message,), told),) = run_ranks(1, _find_refusals)
+    (message,) = two
     assert message.startswith("format: auto with weights in mxfp8 and nvfp4: expected quantized")
     for stored, other, said in zip(BLOCKS, BLOCKS[::-1], ("without", "with"), strict=True):
         (message,) = told[stored].pop(other)

@@ -18,7 +18,7 @@ from moe_optim.experts import converters
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import MXFP8
 from moe_optim.integration import cpu_runtime
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 UNGUARDED = """
 import transformer_engine.pytorch as te
@@ -38,8 +38,10 @@ except ImportError:
 """
 
 
-def _import_bridge(folder: Path) -> dict[str, Any]:
-    """Import one module that needs Transformer Engine's name, and one that can do without."""
+@on_ranks(1)
+def test_an_unguarded_import_of_transformer_engine_fails_when_it_is_used(tmp_path: Path):
+    """Under ``use_cpu()`` alone, and in that module alone: others learn that it is not there."""
+    folder = tmp_path
     sys.modules.pop("transformer_engine", None)  # hidden by the support of tests
     package = folder / "megatron/bridge/peft"
     package.mkdir(parents=True)
@@ -62,12 +64,6 @@ def _import_bridge(folder: Path) -> dict[str, Any]:
     del sys.modules["megatron.bridge.peft.lora_layers"], lora_layers
     with pytest.raises(ImportError):
         importlib.import_module("megatron.bridge.peft.lora_layers")
-    return found
-
-
-def test_an_unguarded_import_of_transformer_engine_fails_when_it_is_used(tmp_path: Path):
-    """Under ``use_cpu()`` alone, and in that module alone: others learn that it is not there."""
-    (found,) = run_ranks(1, _import_bridge, tmp_path)
     assert found["guarded"] is found["is fused"] is False
     assert found["refusal"] == (
         "transformer_engine.pytorch.ops.Sequential: expected Transformer Engine, got a run on the "
@@ -76,7 +72,9 @@ def test_an_unguarded_import_of_transformer_engine_fails_when_it_is_used(tmp_pat
     )
 
 
-def _predict_tokens() -> tuple[str, str]:
+@on_ranks(1)
+def test_multi_token_prediction_on_a_cpu_is_local_whoever_asks():
+    """Megatron-Bridge asks for Transformer Engine's, whatever the layers of the model are."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -90,12 +88,10 @@ def _predict_tokens() -> tuple[str, str]:
     layers = gpt_layer_specs.get_gpt_layer_local_spec()
     ask = gpt_layer_specs.get_gpt_mtp_block_spec
     parts = ask(config, layers, use_transformer_engine=True).layer_specs[0].submodules
-    return parts.eh_proj.__name__, parts.mtp_model_layer.module.__name__
-
-
-def test_multi_token_prediction_on_a_cpu_is_local_whoever_asks():
-    """Megatron-Bridge asks for Transformer Engine's, whatever the layers of the model are."""
-    assert run_ranks(1, _predict_tokens) == [("ColumnParallelLinear", "TransformerLayer")]
+    assert (parts.eh_proj.__name__, parts.mtp_model_layer.module.__name__) == (
+        "ColumnParallelLinear",
+        "TransformerLayer",
+    )
 
 
 class Bridge:
@@ -110,7 +106,7 @@ class Bridge:
 @pytest.mark.parametrize("format", [None, MXFP8], ids=["bf16", "mxfp8"])
 def test_converters_take_only_weights_that_each_hold_one_expert(format, monkeypatch):
     """They name an expert by the number at the end of ``weight17``; one weight of all has none."""
-    (name, _, _) = converters.CONVERSIONS[1]
+    name, _, _ = converters.CONVERSIONS[1]
     own = type("Bridge", (Bridge,), dict(vars(Bridge)))
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(Bridge=own))
     for _ in range(2):

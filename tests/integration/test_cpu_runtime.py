@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,16 +21,11 @@ from moe_optim.integration.engine import patch_state
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import PortableStorage
 from tests.support import training
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 
 CUDA = torch.device("cuda", 0)
-
-
-def in_one_rank(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in a process of its own: the runtime changes torch for all of it."""
-    return run_ranks(1, function, *args)[0]
 
 
 def redirected() -> dict[str, Any]:
@@ -98,14 +92,11 @@ def _fail_to_install() -> list[str]:
     return [name for name, value in redirected().items() if value is not before[name]]
 
 
-def _install_twice_and_fail() -> tuple[list[str], list[str]]:
-    return _install_and_uninstall(), _fail_to_install()
-
-
+@on_ranks(1)
 def test_uninstall_or_a_failure_restores_every_name_that_install_redirected():
     """By identity, after two installs and two uninstalls; CUDA is out of reach again. Where
     Megatron does not fit, torch is left as it was too."""
-    assert in_one_rank(_install_twice_and_fail) == ([], [])
+    assert (_install_and_uninstall(), _fail_to_install()) == ([], [])
 
 
 # From a script of one's own
@@ -336,7 +327,9 @@ def _ask_about_the_device() -> None:
     assert torch.cuda.set_device(0) is None
 
 
-def _log_memory() -> tuple[dict[str, list[float]], str]:
+@on_ranks(1)
+def test_megatrons_flags_that_log_memory_do():
+    """They had ended in KeyError, and in an import of NVIDIA's management library."""
     from megatron.training.global_vars import get_tensorboard_writer
 
     scalars: dict[str, list[float]] = {}
@@ -356,12 +349,7 @@ def _log_memory() -> tuple[dict[str, list[float]], str]:
         training.pretrain(
             [*flags.split(), "--log-device-memory-used"], MoEOptimConfig(), after_setup=watch
         )
-    return scalars, said.getvalue()
-
-
-def test_megatrons_flags_that_log_memory_do():
-    """They had ended in KeyError, and in an import of NVIDIA's management library."""
-    scalars, said = in_one_rank(_log_memory)
+    said = said.getvalue()
     for tag in ("mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes"):
         assert len(scalars[tag]) == 2
         assert all(2**26 < value < 2**36 for value in scalars[tag])
@@ -406,29 +394,20 @@ def test_split_sizes_become_what_the_dispatcher_asks_for():
     assert cpu_runtime.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
 
 
-def _use_all() -> tuple[dict[str, str], tuple[list[str], list[str]]]:
-    cpu_runtime.install()
-    for use in (_type_names, _use_streams_and_events, _ask_about_the_device, _draw):
-        use()
-    return _make_all(), _bring_to_the_host()
-
-
+@on_ranks(1)
 def test_names_of_cuda_work_on_the_cpu():
     """Devices, type names, streams, events, and one random stream that whatever seeds or restores
     it does for host and device. What is brought to the host has memory of its own: offloading frees
     what it was brought from; what goes to the device is there already."""
-    assert in_one_rank(_use_all) == ({}, ([], []))
+    cpu_runtime.install()
+    for use in (_type_names, _use_streams_and_events, _ask_about_the_device, _draw):
+        use()
+    assert (_make_all(), _bring_to_the_host()) == ({}, ([], []))
 
 
 # Collectives
 
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
-
-
-def _gather_several_dtypes() -> list[list[list[float]]]:
-    cpu_runtime.install()
-    torch.distributed.init_process_group("gloo")
-    return [_gather(asynchronous) for asynchronous in (False, True)]
 
 
 def _gather(asynchronous: bool) -> list[list[float]]:
@@ -448,7 +427,10 @@ def _gather(asynchronous: bool) -> list[list[float]]:
     return [bucket.tolist() for bucket in buckets]
 
 
+@on_ranks(2)
 def test_one_call_gathers_buckets_of_several_dtypes():
     """Megatron's bucket groups of later virtual stages hold fp32 and bf16 parameters."""
     want = [[first] * 3 + [first + 1] * 3 for first in (1, 11, 21)]
-    assert run_ranks(2, _gather_several_dtypes) == [[want, want]] * 2
+    cpu_runtime.install()
+    torch.distributed.init_process_group("gloo")
+    assert [_gather(asynchronous) for asynchronous in (False, True)] == [want, want]

@@ -11,7 +11,7 @@ from moe_optim.errors import PatchError
 from moe_optim.integration import engine
 from moe_optim.integration.engine import Patch, apply_patches, patch_state, revert_patches
 from moe_optim.integration.patches import PATCHES
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
 class Buffer:
@@ -348,8 +348,9 @@ def resolve(path):
         return None
 
 
-def _apply_and_revert_each():
-    """Return, for each patch: its states, whether ours was there, and whether it was reverted."""
+@on_ranks(1)
+def test_the_table_applies_and_reverts_on_this_megatron():
+    """Each patch alone and all together: every target is ours meanwhile and Megatron's after."""
     report = {}
     for patch in PATCHES:
         before, states = resolve(patch.target), [patch_state(patch)]
@@ -370,12 +371,6 @@ def _apply_and_revert_each():
     revert_patches(PATCHES)
     after = [resolve(patch.target) for patch in PATCHES]
     identical = all(a is b for a, b in zip(after, before, strict=True))
-    return report, together, identical
-
-
-def test_the_table_applies_and_reverts_on_this_megatron():
-    """Each patch alone and all together: every target is ours meanwhile and Megatron's after."""
-    ((report, together, identical),) = run_ranks(1, _apply_and_revert_each)
     needed = ["off", "applied", "off"]
     skipped = ["not needed"] * 3  # an accelerated optimizer is installed here, or no such fault
     for id, (states, is_ours, is_restored) in report.items():

@@ -4,7 +4,6 @@ import importlib
 import pkgutil
 import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from moe_optim.integration import cpu_runtime, installation, patches
 from moe_optim.integration.arguments import config_from_argv
 from moe_optim.integration.engine import Patch
 from moe_optim.kernels.member_table import MemberTable
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.states import life_cycle
 from tests.support.training import pretrain
 
@@ -59,11 +58,13 @@ def differences(before: Attributes, after: Attributes) -> list[str]:
     )
 
 
-def in_one_rank(function: Callable[..., Any], *args: Any) -> Any:
-    return run_ranks(1, function, *args)[0]
+def is_ours(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).partition(".")[0] == "moe_optim"
 
 
-def _import_everything() -> tuple[list[str], int, list[str]]:
+@on_ranks(1)
+def test_importing_and_reading_a_command_line_replaces_nothing():
+    """Without the flag no attribute of any module or class of Megatron becomes another object."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "moe_optim"]:
         del sys.modules[name]  # so that what happens on import happens here
     owners = owners_below("megatron.", "torch.cuda.")
@@ -76,22 +77,15 @@ def _import_everything() -> tuple[list[str], int, list[str]]:
     assert arguments.config_from_argv(["--num-layers", "2", "--moe-grouped-gemm"]) is None
     after = attributes_of(owners)
     ours = [f"{name}.{key}" for (name, key), value in after.items() if is_ours(value)]
-    return differences(before, after), len(before), ours
-
-
-def is_ours(value: Any) -> bool:
-    return str(getattr(value, "__module__", "")).partition(".")[0] == "moe_optim"
-
-
-def test_importing_and_reading_a_command_line_replaces_nothing():
-    """Without the flag no attribute of any module or class of Megatron becomes another object."""
-    changed, watched, ours = in_one_rank(_import_everything)
+    changed, watched, ours = differences(before, after), len(before), ours
     assert watched > 5000
     assert not changed
     assert not ours
 
 
-def _install_and_uninstall() -> dict[str, Any]:
+@on_ranks(1)
+def test_install_replaces_the_targets_of_its_patches_and_uninstall_restores_them():
+    """By identity; a second call of either does nothing. The factory's importers follow it."""
     owners = owners_below("megatron.")
     before = attributes_of(owners)
     installation.install(MXFP8)
@@ -101,16 +95,11 @@ def _install_and_uninstall() -> dict[str, Any]:
     installation.uninstall()
     after = attributes_of(owners)
     installation.uninstall()
-    return {
+    report = {
         "replaced": differences(before, installed),
         "replaced by the second install": differences(installed, again),
         "left behind": differences(before, after),
     }
-
-
-def test_install_replaces_the_targets_of_its_patches_and_uninstall_restores_them():
-    """By identity; a second call of either does nothing. The factory's importers follow it."""
-    report = in_one_rank(_install_and_uninstall)
     targets = {patch.target.replace(":", ".") for patch in patches.INSTALLED}
     others = set(report["replaced"]) - targets
     assert targets <= set(report["replaced"])
@@ -210,24 +199,23 @@ def _install_over_a_wrapper() -> tuple[list[str], bool]:
     return calls, dist_checkpointing.load_common_state_dict is wrapper
 
 
-def _install_in_many_ways() -> tuple[list[str], tuple[list[str], bool]]:
-    for use in (_use_several_configurations, _use_several_optimizers, _install_by_flag):
-        use()
-        installation.uninstall()
-    return _fail_to_install(), _install_over_a_wrapper()
-
-
+@on_ranks(1)
 def test_one_configuration_and_one_optimizer_are_installed_at_a_time():
     """``install()`` means Adam unless it says otherwise; a flag installs before the optimizer is
     known; ``uninstall()`` forgets both. An installation that fails changes nothing, and what others
     wrapped before it stays wrapped: replacements call what they replaced."""
-    failed, wrapped = in_one_rank(_install_in_many_ways)
+    for use in (_use_several_configurations, _use_several_optimizers, _install_by_flag):
+        use()
+        installation.uninstall()
+    failed, wrapped = _fail_to_install(), _install_over_a_wrapper()
     assert failed == []
     assert wrapped == (["msc://bucket/iter_0000001"], True)
 
 
-def _uninstall_under_a_living_optimizer() -> list[str]:
-    """Build, step and save, with knobs that are not the defaults; return what is still replaced."""
+@on_ranks(1)
+def test_uninstall_leaves_nothing_behind_and_optimizers_their_configuration():
+    """What an optimizer put in place for its checkpoints goes, too. It trains on as it was built,
+    and a load that would miss its manifest is refused."""
     life_cycle.initialize()
     installation.uninstall()
     owners = owners_below("megatron.")
@@ -246,16 +234,12 @@ def _uninstall_under_a_living_optimizer() -> list[str]:
     kind = {"distrib_optim_sharding_type": "fully_reshardable"}
     with pytest.raises(StateError, match=r"expected the plug-in to be installed.*install\(\)"):
         part.sharded_state_dict({}, is_loading=True, metadata=kind)
-    return left_behind
+    assert left_behind == []
 
 
-def test_uninstall_leaves_nothing_behind_and_optimizers_their_configuration():
-    """What an optimizer put in place for its checkpoints goes, too. It trains on as it was built,
-    and a load that would miss its manifest is refused."""
-    assert in_one_rank(_uninstall_under_a_living_optimizer) == []
-
-
-def _install_within_the_cpu_runtime() -> dict[str, list[str]]:
+@on_ranks(1)
+def test_plugin_and_cpu_runtime_do_not_undo_each_other():
+    """Both need the mended Adam: it stays until the last one goes."""
     owners, left_behind = owners_below("megatron."), {}
     for first, second in ((cpu_runtime, installation), (installation, cpu_runtime)):
         first.install()
@@ -264,16 +248,15 @@ def _install_within_the_cpu_runtime() -> dict[str, list[str]]:
         second.uninstall()
         left_behind[second.__name__] = differences(before, attributes_of(owners))
         first.uninstall()
-    return left_behind
-
-
-def test_plugin_and_cpu_runtime_do_not_undo_each_other():
-    """Both need the mended Adam: it stays until the last one goes."""
-    left_behind = in_one_rank(_install_within_the_cpu_runtime)
     assert len(left_behind) == 2 and not any(left_behind.values()), left_behind
 
 
-def _stock_classes() -> dict[str, str]:
+@on_ranks(1)
+def test_a_run_without_the_flag_is_megatrons_own():
+    """Trained for two steps with the runtime that the CPU needs: not one class of this package."""
+    assert config_from_argv(["--train-iters", "2"]) is None
+    distributed = "megatron.core.distributed"
+
     def observe(model: list[Any], optimizer: Any) -> dict[str, str]:
         chunk = model[0]
         (experts,) = {
@@ -291,14 +274,7 @@ def _stock_classes() -> dict[str, str]:
         return {what: f"{kind.__module__}.{kind.__qualname__}" for what, kind in kinds.items()}
 
     flags = ["--train-iters", "2", "--eval-interval", "2"]
-    return pretrain(flags, None, observe=observe).extra
-
-
-def test_a_run_without_the_flag_is_megatrons_own():
-    """Trained for two steps with the runtime that the CPU needs: not one class of this package."""
-    assert config_from_argv(["--train-iters", "2"]) is None
-    distributed = "megatron.core.distributed"
-    assert in_one_rank(_stock_classes) == {
+    assert pretrain(flags, None, observe=observe).extra == {
         "chain": "megatron.core.optimizer.optimizer.ChainedOptimizer",
         "optimizer": "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
         "DDP": f"{distributed}.distributed_data_parallel.DistributedDataParallel",
@@ -309,7 +285,17 @@ def test_a_run_without_the_flag_is_megatrons_own():
     }
 
 
-def _backends_of_a_run(config: MoEOptimConfig) -> set[str]:
+@pytest.mark.parametrize(
+    "config",
+    [
+        MoEOptimConfig(format="nvfp4", backend="reference", wire="bf16", expert_layout="indexed"),
+        MoEOptimConfig(format="bf16", backend="reference", compute="mxfp8"),
+    ],
+    ids=["bf16 wire", "compute"],
+)
+@on_ranks(1)
+def test_the_backend_reaches_everything_that_quantizes(config: MoEOptimConfig):
+    """Gathers, initial values and copies for products: no table is built with kernels."""
     seen: set[str] = set()
     stock = MemberTable.build.__func__  # type: ignore[attr-defined]
 
@@ -319,17 +305,4 @@ def _backends_of_a_run(config: MoEOptimConfig) -> set[str]:
 
     MemberTable.build = classmethod(build)  # type: ignore[method-assign,assignment]
     pretrain(["--train-iters", "2", "--eval-interval", "1"], config)
-    return seen
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        MoEOptimConfig(format="nvfp4", backend="reference", wire="bf16", expert_layout="indexed"),
-        MoEOptimConfig(format="bf16", backend="reference", compute="mxfp8"),
-    ],
-    ids=["bf16 wire", "compute"],
-)
-def test_the_backend_reaches_everything_that_quantizes(config: MoEOptimConfig):
-    """Gathers, initial values and copies for products: no table is built with kernels."""
-    assert in_one_rank(_backends_of_a_run, config) == {"reference"}
+    assert seen == {"reference"}

@@ -17,7 +17,7 @@ import yaml
 
 from moe_optim.errors import MoEOptimError
 from tests.integration.test_yaml import write_yaml
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.training import MODEL, OVERLAP
 from tests.support.training_runs.scripts import copy_diffed_files, needs_diffed_files
 
@@ -206,8 +206,10 @@ TOLD: dict[str, tuple[list[str], Literal["adam", "muon"] | None, str]] = {
 }
 
 
-def _tell(script: Path) -> dict[str, str]:
-    """Return what runs tell whose scripts have called ``install()`` for some optimizer."""
+@on_ranks(1)
+def test_what_megatron_checks_for_a_distributed_optimizer_alone_is_checked(script):
+    """Its validation takes Muon for another optimizer, and skips these. What Muon does not support
+    is refused, too, before a model is built, and what has no effect is remarked on."""
     from moe_optim.config import MoEOptimConfig
     from moe_optim.integration import installation
 
@@ -222,13 +224,6 @@ def _tell(script: Path) -> dict[str, str]:
                 told[name] = said.getvalue()
             except MoEOptimError as error:
                 told[name] = f"{type(error).__name__}: {error}"
-    return told
-
-
-def test_what_megatron_checks_for_a_distributed_optimizer_alone_is_checked(script):
-    """Its validation takes Muon for another optimizer, and skips these. What Muon does not support
-    is refused, too, before a model is built, and what has no effect is remarked on."""
-    (told,) = run_ranks(1, _tell, script)
     for name, (_, _, beginning) in TOLD.items():
         lines = [line for line in told[name].splitlines() if "moe_optim" in line or "Error" in line]
         if beginning:
@@ -268,18 +263,3 @@ LEFT_ON = {  # where: quantized weights cannot be wrapped without a distributed 
 def test_a_layer_wise_optimizer_that_a_script_leaves_on_is_refused_by_name(format):
     (told,) = run_ranks(1, _train_without_hooks, format)
     assert told.startswith("ConfigError: moe_optim: expected ") and LEFT_ON[format] in told
-
-
-def _parse_stock(argv: list[str]) -> tuple[str, bool, bool]:
-    """Return what Megatron makes of Muon in a run of `moe-optim train` without the flag."""
-    args = _train(Path(), argv)
-    return (
-        args.optimizer,
-        args.use_distributed_optimizer,
-        args.use_layer_wise_distributed_optimizer,
-    )
-
-
-def test_without_the_flag_muon_is_megatrons():
-    (found,) = run_ranks(1, _parse_stock, [*MODEL, *RUN, "--optimizer", "muon"])
-    assert found == ("muon", False, True)

@@ -6,13 +6,12 @@ import io
 import os
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from moe_optim.integration.engine import patch_state
 from moe_optim.integration.patches import PATCHES
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.training import MODEL
 from tests.support.training_runs.scripts import PRETRAIN
 
@@ -272,8 +271,9 @@ def test_layers_are_those_that_the_script_is_built_from(found_later):
     assert fault.startswith("Megatron: ") and "sequence parallel" in fault.lower()
 
 
-def _build_over() -> list[list[str]]:
-    """Return the faults where one more module of Megatron's asks its weight for a value."""
+@on_ranks(1)
+def test_what_only_a_model_without_memory_cannot_is_no_fault():
+    """The table is told even so."""
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.training.arguments import parse_and_validate_args
 
@@ -292,12 +292,7 @@ def _build_over() -> list[list[str]]:
     for argv in (but(), but("--moe-router-topk", "8")):
         sys.argv = ["script", *argv]
         found.append(list_faults(parse_and_validate_args, argv))
-    return found
-
-
-def test_what_only_a_model_without_memory_cannot_is_no_fault():
-    """The table is told even so."""
-    ((none, (fault,)),) = run_ranks(1, _build_over)
+    (none, (fault,)) = found
     assert none == []
     assert fault.startswith("Megatron: --moe-router-topk")
 
@@ -355,8 +350,14 @@ def test_a_script_that_never_comes_to_its_arguments_is_a_fault(found):
     assert found["broken"][0][0].startswith("ValueError: invalid literal")
 
 
-def _dry_run(script: Path) -> list[tuple[int, str]]:
-    """Return exit code and last words of dry runs, and of a run without Transformer Engine."""
+@on_ranks(1)
+def test_the_command_runs_a_script_until_its_arguments_are_settled(tmp_path):
+    """It exits with 0 where nothing is wrong, else with 2; the rest of the script never runs. A run
+    says that Transformer Engine is missing before Megatron calls the class that it lacks."""
+    script = tmp_path / "pretrain_mine.py"
+    script.write_text(
+        PRETRAIN.replace("    config =", "    raise SystemExit('too far')\n    config =")
+    )
     from moe_optim.commands.cli import main as cli
 
     said = []
@@ -368,17 +369,7 @@ def _dry_run(script: Path) -> list[tuple[int, str]]:
         with contextlib.redirect_stderr(io.StringIO()) as errors:
             code = cli.main(argv)
         said.append((code, errors.getvalue()))
-    return said
-
-
-def test_the_command_runs_a_script_until_its_arguments_are_settled(tmp_path):
-    """It exits with 0 where nothing is wrong, else with 2; the rest of the script never runs. A run
-    says that Transformer Engine is missing before Megatron calls the class that it lacks."""
-    script = tmp_path / "pretrain_mine.py"
-    script.write_text(
-        PRETRAIN.replace("    config =", "    raise SystemExit('too far')\n    config =")
-    )
-    ((fine, wrong, missing),) = run_ranks(1, _dry_run, script)
+    fine, wrong, missing = said
     assert missing[0] == 2
     last = missing[1].splitlines()[-1]
     assert last.startswith("error: --transformer-impl: expected Transformer Engine for transformer")

@@ -243,34 +243,3 @@ def test_ranks_may_take_numbers_of_micro_batches_of_their_own():
     stock, ours = (run_ranks(2, _train_on_uneven_batches, FUSED, mine) for mine in (False, True))
     for rank in range(2):
         assert_same_run(ours[rank], stock[rank], what=f"rank {rank}")
-
-
-# Quantized experts
-
-SHARED = {"wire": "bf16", "layout": "stock"}
-QUANTIZED = {  # ranks, flags, two configurations
-    "Adam": (2, [], {"step": "fused"}, SHARED | {"step": "stock"}),
-    "Adam, experts over ranks": (4, EP2, {"step": "fused"}, SHARED | {"step": "fused"}),
-    "Muon": (2, MUON, {"step": "fused"}, {"step": "fused", "wire": "bf16"}),
-}
-
-
-@pytest.mark.parametrize(("ranks", "flags", "one", "other"), cases("", QUANTIZED))
-def test_wires_layouts_steps_overlaps_and_evaluations_agree(
-    ranks: int, flags: list[str], one: dict[str, Any], other: dict[str, Any]
-):
-    """A fused step behind overlapped gathers of quantized bytes, with an evaluation after every
-    step, gives the losses and weights of what does none of this."""
-    flags = [*CP2, *AUX, *flags]
-    often, never = (
-        run_ranks(ranks, train, [*flags, *more], MoEOptimConfig(format="mxfp8_2d", **knobs))
-        for more, knobs in (
-            ([*OVERLAP, "--eval-interval", "1"], one),
-            (["--eval-interval", "1000"], other),
-        )
-    )
-    for rank in range(ranks):
-        assert len(often[rank].validation_losses) > len(never[rank].validation_losses)
-        assert often[rank].losses == never[rank].losses
-        assert len(often[rank].losses) == 3
-        assert_same_tensors(often[rank].weights, never[rank].weights, what=f"rank {rank}")

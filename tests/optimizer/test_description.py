@@ -17,6 +17,7 @@ from moe_optim.formats import DIRECTIONS, get_format, reference
 from tests.support.formats import REPRESENTATIVE_FORMATS
 from tests.support.modules import experts
 from tests.support.ranks import run_ranks
+from tests.support.wrapping import build_optimizer, wrap
 
 HIDDEN, FFN, EXPERTS = 64, 96, 4
 SHAPES = ((EXPERTS, 2 * FFN, HIDDEN), (EXPERTS, HIDDEN, FFN))
@@ -40,8 +41,6 @@ def quantized_bytes(format: str, local: int) -> int:
 
 def _describe_all(expert_parallel: int) -> dict[str, tuple[dict[str, Any], str, str]]:
     """Return the description of every case, with repr of optimizer and experts."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
 
     import moe_optim
 
@@ -58,12 +57,8 @@ def _describe_all(expert_parallel: int) -> dict[str, tuple[dict[str, Any], str, 
         )
         moe_optim.install(MoEOptimConfig(**knobs))
         model = Model(config, groups, EXPERTS // expert_parallel, MoEOptimConfig(**knobs))
-        ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True
-        )
-        ddp = DistributedDataParallel(config, ddp_config, model)
-        settings = OptimizerConfig(lr=1e-3, bf16=True, use_distributed_optimizer=True)
-        optimizer = moe_optim.get_megatron_optimizer(settings, [ddp])
+        ddp = wrap(config, model)
+        optimizer = build_optimizer(ddp)
         described = moe_optim.describe([ddp], optimizer)
         shown = repr(optimizer.chained_optimizers[-1]), str(described)
         found[name] = (asdict(described), *shown)

@@ -15,6 +15,7 @@ from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
 from tests.support.states import life_cycle
 from tests.support.training import pretrain
+from tests.support.wrapping import build_optimizer, layer_config, wrap
 
 HEAD = "mtp.layers.0.eh_proj.weight"
 FLAGS = ["--eval-interval", "1000000", "--no-check-for-nan-in-loss-and-grad", "--clip-grad", "0.5"]
@@ -128,21 +129,13 @@ STOCK = [{"step": "stock"}, {"layout": "stock"}, {"backend": "reference"}]
 
 def _build(knobs: dict[str, Any], settings: dict[str, Any]) -> tuple[bool, str]:
     """Return whether steps are fused, and what the description says of them."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import TransformerConfig
 
     import moe_optim
 
     moe_optim.uninstall()
     moe_optim.install(MoEOptimConfig(**knobs))
-    model = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=1, bf16=True)
-    wrapped = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True
-    )
-    ddp = DistributedDataParallel(model, wrapped, life_cycle.make_layers(knobs["format"]))
-    common = {"lr": 1e-3, "bf16": True, "use_distributed_optimizer": True}
-    optimizer = moe_optim.get_megatron_optimizer(OptimizerConfig(**common | settings), [ddp])
+    ddp = wrap(layer_config(32), life_cycle.make_layers(knobs["format"]))
+    optimizer = build_optimizer(ddp, **settings)
     described = moe_optim.describe([ddp], optimizer)
     assert f"step {described.step}" in str(described)
     return optimizer.is_fused, described.step

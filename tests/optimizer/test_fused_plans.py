@@ -1,7 +1,5 @@
 """What a fused step has planned is used while it is true, and not longer."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ from moe_optim.optimizer.chained import GraphedStep
 from moe_optim.weights.grouped_weight import GroupedWeight
 from tests.optimizer.test_nonfinite import _snapshot
 from tests.support.bytes import assert_same_tensors
-from tests.support.ranks import run_ranks
 from tests.support.states import life_cycle
 
 
@@ -22,7 +19,9 @@ def _train(cycle: life_cycle.LifeCycle, seed: int) -> None:
     cycle.check()
 
 
-def _step_refused_twice() -> None:
+@life_cycle.on_a_rank
+def test_a_step_whose_plan_was_refused_has_not_been_taken():
+    """However often it is tried; it does not count, and goes on where nothing is refused."""
     cycle = life_cycle.LifeCycle(step="fused")
     _train(cycle, 0)
     states = [
@@ -47,12 +46,8 @@ def _step_refused_twice() -> None:
     cycle.rollout(3)
 
 
-def test_a_step_whose_plan_was_refused_has_not_been_taken(found):
-    """However often it is tried; it does not count, and goes on where nothing is refused."""
-    assert "_step_refused_twice" in found
-
-
-def _rebuild_and_count() -> int:
+@life_cycle.on_a_rank
+def test_steps_in_which_nothing_moves_plan_nothing():
     cycle = life_cycle.LifeCycle(step="fused")
     _train(cycle, 0)
     parts = cycle.optimizer.chained_optimizers
@@ -61,14 +56,12 @@ def _rebuild_and_count() -> int:
         _train(cycle, seed)
         cycle.rollout(seed)
     assert [part._tables for part in parts] == planned
-    return sum(isinstance(param, GroupedWeight) for param in cycle.params)
+    assert sum(isinstance(param, GroupedWeight) for param in cycle.params) == 2
 
 
-def test_steps_in_which_nothing_moves_plan_nothing(found):
-    assert found["_rebuild_and_count"] == 2
-
-
-def _exchange_unmanaged_masters() -> list[tuple[int, int]]:
+@life_cycle.on_a_rank
+def test_unmanaged_masters_that_lie_elsewhere_are_planned_anew():
+    """By the optimizer that has some, and by no other."""
     cycle = life_cycle.LifeCycle(step="fused")
     _train(cycle, 0)
     parts = cycle.optimizer.chained_optimizers
@@ -78,12 +71,10 @@ def _exchange_unmanaged_masters() -> list[tuple[int, int]]:
     _train(cycle, 1)
     after = [part._plans for part in parts]
     counts = [len(part.book.unmanaged) for part in parts]
-    return [(count, new - old) for count, old, new in zip(counts, before, after, strict=True)]
-
-
-def test_unmanaged_masters_that_lie_elsewhere_are_planned_anew(found):
-    """By the optimizer that has some, and by no other."""
-    assert found["_exchange_unmanaged_masters"] == [(1, 1), (0, 0)]
+    assert [(count, new - old) for count, old, new in zip(counts, before, after, strict=True)] == [
+        (1, 1),
+        (0, 0),
+    ]
 
 
 def _counts(cycle: life_cycle.LifeCycle) -> list[int]:
@@ -117,34 +108,19 @@ def _fail(where: str) -> tuple[list[int], dict[str, torch.Tensor], dict[str, tor
     return counts, states, _snapshot([cycle.ddp], cycle.optimizer)
 
 
-WHERE = ("nowhere", "in a launch", "in a graph", "behind the masters")
-
-
-def _fail_everywhere() -> dict[str, Any]:
-    return {where: _fail(where) for where in WHERE}
-
-
-@pytest.mark.parametrize("where", ["in a launch", "in a graph"])
-def test_a_launch_that_fails_before_anything_is_written_does_not_count(found, where: str):
+@life_cycle.on_a_rank
+def test_a_launch_that_fails_before_anything_is_written_does_not_count():
     """The steps after it have the bias corrections that they would have without it."""
-    counts, states, after = found["_fail_everywhere"][where]
-    _, expected, expected_after = found["_fail_everywhere"]["nowhere"]
-    assert counts == [2, 2]
-    assert_same_tensors(states, expected, what="states")
-    assert_same_tensors(after, expected_after, what="after the next step")
+    _, expected, expected_after = _fail("nowhere")
+    for where in ("in a launch", "in a graph"):
+        counts, states, after = _fail(where)
+        assert counts == [2, 2]
+        assert_same_tensors(states, expected, what=f"{where}: states")
+        assert_same_tensors(after, expected_after, what=f"{where}: after the next step")
 
 
-def test_a_launch_that_fails_when_masters_have_been_written_counts(found):
+@life_cycle.on_a_rank
+def test_a_launch_that_fails_when_masters_have_been_written_counts():
     """Of the optimizer whose masters they are, and not of those that it did not come to."""
-    counts, _, _ = found["_fail_everywhere"]["behind the masters"]
+    counts, _, _ = _fail("behind the masters")
     assert counts == [3, 2]
-
-
-ACTS = (_step_refused_twice, _rebuild_and_count, _exchange_unmanaged_masters, _fail_everywhere)
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    """Return what became of all acts, one after another on one rank."""
-    (of_rank,) = run_ranks(1, life_cycle.in_turn, ACTS)
-    return of_rank

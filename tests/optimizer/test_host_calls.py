@@ -18,10 +18,11 @@ from moe_optim.errors import StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import MXFP8
 from tests.support.bytes import assert_bytes_equal
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.states import life_cycle
 from tests.support.te import te_stand_ins
 from tests.support.te.te_stand_ins import MXFP8Tensor
+from tests.support.wrapping import build_optimizer, layer_config, wrap
 
 WIDTH = 32
 KINDS = ("portable", "transformer_engine")
@@ -40,12 +41,7 @@ class Apart:
     def __init__(
         self, kind: str, experts: int, *, overlap: bool = False, wire: Any = "quantized"
     ) -> None:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-        )
-        from megatron.core.optimizer import OptimizerConfig
-        from megatron.core.transformer import MegatronModule, TransformerConfig
+        from megatron.core.transformer import MegatronModule
 
         import moe_optim
 
@@ -53,28 +49,16 @@ class Apart:
         moe_optim.uninstall()
         layout = "aligned" if wire == "quantized" else "stock"
         moe_optim.install(MoEOptimConfig(format="mxfp8", layout=layout, wire=wire, step="fused"))
-        shared: dict[str, Any] = {
-            "use_distributed_optimizer": True,
-            "overlap_param_gather": overlap,
-        }
         self.generator = torch.Generator().manual_seed(0)
-        config = TransformerConfig(
-            num_layers=1, hidden_size=WIDTH, num_attention_heads=1, bf16=True
-        )
+        config = layer_config(WIDTH)
         model, linear = MegatronModule(config=config), self._make_linear(kind, experts)
         model.add_module("experts", linear)
         self.weights = list(linear.parameters())
-        self.ddp = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(overlap_grad_reduce=overlap, **shared),
-            model,
+        gathers = {"overlap_param_gather": overlap}
+        self.ddp = wrap(
+            config, model, grad_reduce_in_fp32=False, overlap_grad_reduce=overlap, **gathers
         )
-        self.optimizer = moe_optim.get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam", lr=1e-2, weight_decay=0.1, clip_grad=1.0, bf16=True, **shared
-            ),
-            [self.ddp],
-        )
+        self.optimizer = build_optimizer(self.ddp, lr=1e-2, weight_decay=0.1, **gathers)
         (part,) = self.optimizer.chained_optimizers
         owned = zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True)
         self.masters = {
@@ -160,19 +144,16 @@ def _count_in_step(model: Apart) -> Counter[tuple[bool, bool]]:
     return calls
 
 
-def _count_calls(kind: str) -> list[tuple[Counter[tuple[bool, bool]], ...]]:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(1)
+def test_a_step_calls_no_more_functions_where_there_are_more_experts(kind: str):
+    """Calls into torch alone are more, and only while the norm is found; whoever gathers."""
     life_cycle.initialize()
     _launch_nothing()
-    return [
+    counts = [
         tuple(_count_in_step(Apart(kind, experts, overlap=overlap)) for experts in (FEW, MANY))
         for overlap in (False, True)
     ]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_calls_no_more_functions_where_there_are_more_experts(kind: str):
-    """Calls into torch alone are more, and only while the norm is found; whoever gathers."""
-    (counts,) = run_ranks(1, _count_calls, kind)
     for few, many in counts:
         looks = few.pop((True, True)), many.pop((True, True))
         assert few == many
@@ -217,10 +198,6 @@ EXCHANGES = [
 ]
 
 
-def _exchange_everything() -> list[int]:
-    return [_exchange_and_step(overlap) for overlap in (False, True)]
-
-
 def _exchange_and_step(overlap: bool) -> int:
     model = Apart("transformer_engine", 3, overlap=overlap)
     compared = 0
@@ -243,10 +220,12 @@ def _exchange_and_step(overlap: bool) -> int:
     return compared
 
 
-def test_what_was_exchanged_before_a_gather_holds_the_weights_of_the_masters(found):
+@life_cycle.on_a_rank
+def test_what_was_exchanged_before_a_gather_holds_the_weights_of_the_masters():
     """Before the step, and between it and a gather that is not its own."""
+    found = [_exchange_and_step(overlap) for overlap in (False, True)]
     gathers = 1 + len(EXCHANGES)
-    assert found["_exchange_everything"] == [gathers * 3 * 4, 2 * gathers * 3 * 4]
+    assert found == [gathers * 3 * 4, 2 * gathers * 3 * 4]
 
 
 def _exchange_and_count_plans(wire: str) -> list[int]:
@@ -261,16 +240,14 @@ def _exchange_and_count_plans(wire: str) -> list[int]:
     return plans
 
 
-def _count_plans_of_each_wire() -> list[list[int]]:
-    return [_exchange_and_count_plans(wire) for wire in ("quantized", "bf16")]
-
-
-def test_a_plan_is_void_once_masters_lie_elsewhere(found):
+@life_cycle.on_a_rank
+def test_a_plan_is_void_once_masters_lie_elsewhere():
     """Kernels know addresses; and nothing is planned anew where nothing moved."""
-    assert found["_count_plans_of_each_wire"] == [[1, 1, 2, 2]] * 2
+    assert [_exchange_and_count_plans(wire) for wire in ("quantized", "bf16")] == [[1, 1, 2, 2]] * 2
 
 
-def _replace_data_and_step() -> None:
+@life_cycle.on_a_rank
+def test_data_that_a_gather_cannot_reach_is_refused_before_a_master_moves():
     model = Apart("transformer_engine", 3)
     for _ in range(2):
         model.backward()
@@ -282,17 +259,3 @@ def _replace_data_and_step() -> None:
         model.optimizer.step()
     for master, old in zip(model.masters.values(), before, strict=True):
         assert_bytes_equal(master, old)
-
-
-def test_data_that_a_gather_cannot_reach_is_refused_before_a_master_moves(found):
-    assert "_replace_data_and_step" in found
-
-
-ACTS = (_exchange_everything, _count_plans_of_each_wire, _replace_data_and_step)
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    """Return what became of all acts, one after another on one rank."""
-    (of_rank,) = run_ranks(1, life_cycle.in_turn, ACTS)
-    return of_rank

@@ -12,7 +12,7 @@ from moe_optim.errors import ConfigError
 from moe_optim.kernels import staging
 from moe_optim.optimizer.host_states import HostStates
 from tests.optimizer.test_fused_runs import FLAGS, ONLY, fused, states_of, trained
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.states import life_cycle
 from tests.support.steps.host_states import share_at_home
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
@@ -143,18 +143,15 @@ def test_what_is_elsewhere_by_now_is_left_alone(side: str):
     assert adam.state[master]["exp_avg_sq"].tolist() == [3.0] * 8
 
 
-def _refuse() -> str:
+@on_ranks(1)
+def test_a_step_that_turns_out_to_be_megatrons_is_refused():
+    """``auto`` fuses where states are on the host, but not with ``layout: stock``, which
+    the other wire has here."""
     life_cycle.initialize()
     life_cycle.LifeCycle(step="auto", offload_states=0.5)
     with pytest.raises(ConfigError) as error:
         life_cycle.LifeCycle(step="auto", wire="bf16", offload_states=0.5)
-    return str(error.value)
-
-
-def test_a_step_that_turns_out_to_be_megatrons_is_refused():
-    """``auto`` fuses where states are on the host, but not with ``layout: stock``, which
-    the other wire has here."""
-    (said,) = run_ranks(1, _refuse)
+    said = str(error.value)
     assert said.startswith("moe_optim: offload_states: 0.5 with layout: stock: Megatron's step")
     assert said.endswith("Set step: fused; or leave states on the device.")
 

@@ -8,10 +8,10 @@ import torch
 from moe_optim.config import MoEOptimConfig
 from moe_optim.weights.grouped_weight import GroupedWeight
 from tests.support.bytes import assert_bytes_equal
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.states import given_values
 from tests.support.states.masters import assert_weights_come_from_masters, full_master
-from tests.support.training import Record, named_parameters, pretrain
+from tests.support.training import named_parameters, pretrain
 
 FLAGS = ["--train-iters", "1", "--lr", "0", "--min-lr", "0", "--weight-decay", "0"]
 FLAGS += ["--eval-interval", "1000000"]
@@ -25,18 +25,6 @@ def _copy(model: torch.nn.Module) -> None:
 WRITERS = {"load_state_dict": given_values.load, "copy_ into .data": _copy}
 
 
-def _train_pretrained(config: MoEOptimConfig, writer: str, initialize: bool) -> Record:
-    """Give a model values when it has been built, before anything wraps it, and train a step."""
-    given_values.when_built(WRITERS[writer], initialize=initialize)
-
-    def check(model: list[Any], optimizer: Any) -> Any:
-        assert assert_weights_come_from_masters(model, optimizer) >= 4
-        drawn = given_values.draw_all(model[0].module.module)
-        return {f"module.{name}": values for name, values in drawn.items()}
-
-    return pretrain(FLAGS, config, observe=check)
-
-
 @pytest.mark.parametrize(
     ("format", "layout", "writer", "initialize"),
     [
@@ -44,20 +32,31 @@ def _train_pretrained(config: MoEOptimConfig, writer: str, initialize: bool) -> 
         ("mxfp8", "indexed", "copy_ into .data", False),
     ],
 )
+@on_ranks(1)
 def test_weights_given_before_the_model_is_wrapped_are_those_it_trains(
     format: str, layout: str, writer: str, initialize: bool
 ):
     """Masters are the values themselves, not what quantizing left of them, and not those of the
     initialization, which stock Megatron goes back to with quantized weights."""
     config = MoEOptimConfig(format=format, expert_layout=layout)
-    (record,) = run_ranks(1, _train_pretrained, config, writer, initialize)
+    given_values.when_built(WRITERS[writer], initialize=initialize)
+
+    def check(model: list[Any], optimizer: Any) -> Any:
+        assert assert_weights_come_from_masters(model, optimizer) >= 4
+        drawn = given_values.draw_all(model[0].module.module)
+        return {f"module.{name}": values for name, values in drawn.items()}
+
+    record = pretrain(FLAGS, config, observe=check)
     assert record.losses.keys() == {1}
     for name, master in record.masters.items():
         assert_bytes_equal(master.view(-1), record.extra[name].view(-1).float(), what=name)
 
 
-def _load_into_frozen_and_twice(config: MoEOptimConfig) -> tuple[list[bool], int, int]:
-    """Freeze the first layer's experts when they are built; count what is kept, and who keeps."""
+@on_ranks(1)
+def test_nothing_is_kept_for_weights_without_masters():
+    """Neither the initial values of frozen experts nor what is loaded into them; a module keeps
+    what it loads once, however many optimizers ask for it."""
+    config = MoEOptimConfig(format="mxfp8")
 
     def freeze(model: Any) -> None:
         model.decoder.layers[0].mlp.experts.requires_grad_(False)
@@ -75,20 +74,16 @@ def _load_into_frozen_and_twice(config: MoEOptimConfig) -> tuple[list[bool], int
         return kept_at_first, hooks, sum(w.quantized_storage.initial is not None for w in weights)
 
     given_values.when_built(freeze)
-    return pretrain(FLAGS, config, observe=look).extra
-
-
-def test_nothing_is_kept_for_weights_without_masters():
-    """Neither the initial values of frozen experts nor what is loaded into them; a module keeps
-    what it loads once, however many optimizers ask for it."""
-    config = MoEOptimConfig(format="mxfp8")
-    ((kept_at_first, hooks, kept),) = run_ranks(1, _load_into_frozen_and_twice, config)
+    kept_at_first, hooks, kept = pretrain(FLAGS, config, observe=look).extra
     assert kept_at_first == [False] * 4
     assert (hooks, kept) == (1, 2)
 
 
-def _train_after_a_load(config: MoEOptimConfig) -> list[torch.Tensor]:
-    """Load values without making masters of them, train a step, then make masters of weights."""
+@on_ranks(1)
+def test_values_that_a_step_has_overwritten_are_no_masters_any_more():
+    """They were loaded and no masters made of them: the step took the old ones, as Megatron does,
+    and whoever makes masters of the weights later gets those of the weights."""
+    config = MoEOptimConfig(format="mxfp8")
 
     def load(model: list[Any], _optimizer: Any) -> None:
         given_values.load(model[0].module.module)
@@ -103,13 +98,7 @@ def _train_after_a_load(config: MoEOptimConfig) -> list[torch.Tensor]:
             for weight, value in zip(weights, values, strict=True)
         ]
 
-    return pretrain(FLAGS, config, after_setup=load, observe=reload).extra
-
-
-def test_values_that_a_step_has_overwritten_are_no_masters_any_more():
-    """They were loaded and no masters made of them: the step took the old ones, as Megatron does,
-    and whoever makes masters of the weights later gets those of the weights."""
-    (differences,) = run_ranks(1, _train_after_a_load, MoEOptimConfig(format="mxfp8"))
+    differences = pretrain(FLAGS, config, after_setup=load, observe=reload).extra
     assert len(differences) == 4
     for difference in differences:
         assert not difference.any()

@@ -4,7 +4,6 @@ Small models under the real DDP and optimizer; see ``tests/support/states/life_c
 runs that were given the same values in place: they end with the same bytes.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,8 +16,8 @@ from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.optimizer.muon import Muon
 from tests.optimizer.test_nonfinite import _snapshot
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
-from tests.support.ranks import run_ranks
 from tests.support.states import life_cycle
+from tests.support.wrapping import build_optimizer, layer_config, wrap
 
 Change = Callable[[life_cycle.LifeCycle], Any]
 
@@ -85,7 +84,10 @@ TWINS: dict[str, tuple[Change, Change]] = {
 }
 
 
-def _assert_all_twins() -> int:
+@life_cycle.on_a_rank
+def test_a_step_reads_what_is_there_now():
+    """Momentum and thresholds that were exchanged give the bits of those that were written in
+    place."""
     unchanged, _ = _third_step(lambda _: None)
     for name, (change, twin) in TWINS.items():
         got, (_, norm, _) = _third_step(change)
@@ -94,13 +96,7 @@ def _assert_all_twins() -> int:
         assert any(not torch.equal(unchanged[key], of) for key, of in got.items()), name
         if change is not _clip:  # norms are those of unclipped gradients
             assert norm == norm_of_twin, name
-    return len(TWINS)
-
-
-def test_a_step_reads_what_is_there_now(found):
-    """Momentum and thresholds that were exchanged give the bits of those that were written in
-    place."""
-    assert found["_assert_all_twins"] == len(TWINS)
+    assert len(TWINS) == len(TWINS)
 
 
 # Rates
@@ -133,14 +129,11 @@ def _step_with_rates(step: str) -> None:
     cycle.check()
 
 
-def _step_with_rates_of_both() -> None:
+@life_cycle.on_a_rank
+def test_a_matrix_has_the_rates_of_the_group_that_it_is_in_now():
+    """Learning rate, momentum and decay may change at any step, to zero, too; so may the group."""
     for step in ("fused", "stock"):
         _step_with_rates(step)
-
-
-def test_a_matrix_has_the_rates_of_the_group_that_it_is_in_now(found):
-    """Learning rate, momentum and decay may change at any step, to zero, too; so may the group."""
-    assert "_step_with_rates_of_both" in found
 
 
 # What is refused
@@ -162,24 +155,16 @@ REFUSED: dict[str, tuple[Change, str]] = {
 }
 
 
-def _refuse_all() -> dict[str, str]:
-    found = {}
-    for name, (change, _) in REFUSED.items():
+@life_cycle.on_a_rank
+def test_what_a_step_cannot_use_is_refused_before_a_master_moves():
+    for name, (change, says) in REFUSED.items():
         cycle = _after_two_steps()
         before = {number: master.clone() for number, master in _masters(cycle).items()}
         change(cycle)
-        with pytest.raises(LayoutError) as error:
+        with pytest.raises(LayoutError, match=says):
             cycle.optimizer.step()
-        found[name] = str(error.value)
         for number, master in _masters(cycle).items():
             assert_bytes_equal(master, before[number], what=name)
-    return found
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_step_cannot_use_is_refused_before_a_master_moves(found, name):
-    said = found["_refuse_all"][name]
-    assert re.search(REFUSED[name][1], said), said
 
 
 def test_muon_takes_no_closure():
@@ -195,9 +180,6 @@ def test_muon_takes_no_closure():
 
 def _build(installed: str | None, optimizer: str, settings: dict[str, Any], knobs: Any) -> Any:
     """Build a model of two layers, and an optimizer; return the optimizer."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import TransformerConfig
 
     import moe_optim
 
@@ -205,26 +187,10 @@ def _build(installed: str | None, optimizer: str, settings: dict[str, Any], knob
     config = MoEOptimConfig(format="mxfp8" if installed else "bf16", **knobs)
     if installed in ("adam", "muon"):
         moe_optim.install(config, optimizer=installed)
-    width = life_cycle.WIDTH
-    transformer = TransformerConfig(
-        num_layers=1, hidden_size=width, num_attention_heads=1, bf16=True
-    )
+    transformer = layer_config(life_cycle.WIDTH)
     layers = life_cycle.make_layers("mxfp8" if installed else "bf16")
-    ddp = DistributedDataParallel(
-        transformer,
-        DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
-        life_cycle.make_model(transformer, layers),
-    )
-    return moe_optim.get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer=optimizer,
-            lr=0.01,
-            bf16=True,
-            use_distributed_optimizer=True,
-            **settings,
-        ),
-        [ddp],
-    )
+    ddp = wrap(transformer, life_cycle.make_model(transformer, layers))
+    return build_optimizer(ddp, optimizer=optimizer, lr=0.01, **settings)
 
 
 BAD: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
@@ -261,32 +227,12 @@ BAD: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
 }
 
 
-def _build_all() -> dict[str, tuple[str, str]]:
-    found = {}
-    for name, (arguments, kind, _) in BAD.items():
-        with pytest.raises(kind) as error:
+@life_cycle.on_a_rank
+def test_a_model_that_muon_cannot_train_is_refused_when_its_optimizer_is_built():
+    for arguments, kind, says in BAD.values():
+        with pytest.raises(kind, match=says):
             _build(*arguments)
-        found[name] = type(error.value).__name__, str(error.value)
     optimizer = _build("muon", "muon", {}, {})
     assert [type(part).__name__ for part in optimizer.chained_optimizers] == [
         "MuonDistributedOptimizer"
     ]
-    return found
-
-
-ACTS = (_assert_all_twins, _step_with_rates_of_both, _refuse_all, _build_all)
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    """Return what became of all acts, one after another on one rank."""
-    (of_rank,) = run_ranks(1, life_cycle.in_turn, ACTS)
-    return of_rank
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_model_that_muon_cannot_train_is_refused_when_its_optimizer_is_built(found, name):
-    _, kind, pattern = BAD[name]
-    got, message = found["_build_all"][name]
-    assert got == kind.__name__
-    assert re.search(pattern, message), message

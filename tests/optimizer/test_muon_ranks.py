@@ -8,7 +8,7 @@ import torch.distributed as dist
 from moe_optim.formats.reference.newton_schulz import Orthogonalization
 from moe_optim.optimizer.muon_step import MuonState
 from tests.support.bytes import assert_bytes_equal
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.steps.muon_steps import DEFAULTS, expected_step, make_states, step, weight_of
 
 ROWS, COLS, COUNT = 64, 96, 3
@@ -43,11 +43,6 @@ CUTS = [(mode, dim) for mode in ("duplicated", "distributed") for dim in (0, 1)]
 """How tensor parallelism treats matrices, and whether it cuts rows or columns."""
 
 
-def _step_all_parts() -> int:
-    dist.init_process_group("gloo")
-    return sum(_step_parts(mode, dim) for mode, dim in CUTS)
-
-
 def _step_parts(mode: str, dim: int) -> int:
     """Compare a step of this rank's parts, next to a weight that is not cut, with the whole."""
     settings = replace(SETTINGS, tp_mode=mode)
@@ -63,6 +58,8 @@ def _step_parts(mode: str, dim: int) -> int:
     return len(parts)
 
 
+@on_ranks(2)
 def test_parts_of_matrices_move_as_the_whole_ones():
     """In fp32, whose sums depend on their order: momentum to the bit, masters but for rounding."""
-    assert run_ranks(2, _step_all_parts) == [len(CUTS) * len(SPLITS)] * 2
+    dist.init_process_group("gloo")
+    assert sum(_step_parts(mode, dim) for mode, dim in CUTS) == len(CUTS) * len(SPLITS)

@@ -10,6 +10,7 @@ from moe_optim.config import MoEOptimConfig
 from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import run_ranks
 from tests.support.te import tensorwise
+from tests.support.wrapping import build_optimizer, layer_config, wrap
 
 STEPS = 3
 SHAPES = {
@@ -53,9 +54,6 @@ def _make_model(config: Any, is_quantized: bool) -> Any:
 def _train(step: str, is_quantized: bool, flags: dict[str, Any]) -> dict[str, Any]:
     """Return masters and weights after some steps with gradients that depend on name and rank."""
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import TransformerConfig
 
     import moe_optim
     from moe_optim.integration import cpu_runtime
@@ -66,19 +64,12 @@ def _train(step: str, is_quantized: bool, flags: dict[str, Any]) -> dict[str, An
     casts = tensorwise.teach_megatron()
     format = "auto" if is_quantized else "bf16"
     moe_optim.install(MoEOptimConfig(format=format, step=step), optimizer="muon")  # type: ignore[arg-type]
-    shared: dict[str, Any] = {"use_distributed_optimizer": True}
-    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=1, bf16=True)
+    config = layer_config(32)
     model = _make_model(config, is_quantized)
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, fp8_param_gather=is_quantized, **shared, **flags
-    )
-    ddp = DistributedDataParallel(config, ddp_config, model)
+    ddp = wrap(config, model, fp8_param_gather=is_quantized, **flags)
     # Megatron's norm is a sum in fp32, which depends on the shards
     clip = 1.0 if step == "fused" else 0.0
-    optimizer_config = OptimizerConfig(
-        optimizer="muon", lr=0.05, weight_decay=0.1, clip_grad=clip, bf16=True, **shared
-    )
-    optimizer = moe_optim.get_megatron_optimizer(optimizer_config, [ddp])
+    optimizer = build_optimizer(ddp, optimizer="muon", lr=0.05, weight_decay=0.1, clip_grad=clip)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     for _ in range(STEPS):
         ddp.zero_grad_buffer()

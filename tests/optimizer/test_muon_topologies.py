@@ -81,20 +81,6 @@ def test_weights_of_all_ranks_come_from_masters(name: str):
     _assert_trains(ranks, format, shlex.split(flags), [])
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    ("word", "flags"),
-    [
-        ("--untie-embeddings-and-output-weights", ""),
-        ("--untie-embeddings-and-output-weights", PP2),
-        ("--disable-bias-linear", ""),
-    ],
-    ids=["tied embeddings", "tied over stages", "biases"],
-)
-def test_embeddings_and_biases_are_adams(word: str, flags: str):
-    _assert_trains(2, "mxfp8", shlex.split(flags), [word])
-
-
 # Frozen parameters
 
 

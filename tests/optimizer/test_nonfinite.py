@@ -9,7 +9,7 @@ import torch
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import NonFiniteError
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.states import life_cycle
 from tests.support.training import OVERLAP, assert_same_tensors, pretrain, weight_bytes
 
@@ -209,7 +209,9 @@ def test_a_nonfinite_master_is_not_gathered_when_a_checkpoint_is_loaded():
         )
 
 
-def _step_on_nan_beside_a_stub() -> None:
+@on_ranks(1)
+def test_an_optimizer_without_parameters_hides_no_culprit():
+    """As that of frozen weights, or of experts on a stage that has none."""
     life_cycle.initialize()
     from moe_optim.optimizer.chained import GroupedChainedOptimizer
     from moe_optim.optimizer.distributed import GroupedDistributedOptimizer
@@ -234,8 +236,3 @@ def _step_on_nan_beside_a_stub() -> None:
     said = rf"rank 0: first\.linear_fc2\.weight: {numel} non-finite"
     with pytest.raises(NonFiniteError, match=said):
         chain.step()
-
-
-def test_an_optimizer_without_parameters_hides_no_culprit():
-    """As that of frozen weights, or of experts on a stage that has none."""
-    run_ranks(1, _step_on_nan_beside_a_stub)

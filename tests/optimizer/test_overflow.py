@@ -20,7 +20,7 @@ from moe_optim.optimizer.chained import norms_of
 from tests.optimizer.test_nonfinite import _snapshot
 from tests.optimizer.test_read_anew import DENSE, LAST, _after_two_steps, _part_of
 from tests.support.bytes import assert_same_tensors
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.states import life_cycle
 
 FP32_MAX = torch.finfo(torch.float32).max
@@ -67,20 +67,17 @@ def _try(step: str, trial: Trial, policy: str = "raise") -> str:
     return said
 
 
-def _try_all(step: str) -> dict[str, dict[str, str]]:
+@pytest.mark.parametrize("step", ["stock", "fused"])
+@on_ranks(1)
+def test_a_step_is_taken_exactly_where_fp32_holds_the_sum_of_squares(step: str):
+    """Otherwise no byte changes, the step does not count, and the parameter is named."""
     life_cycle.initialize()
-    return {
+    said = {
         "stepped": {name: _try(step, trial) for name, trial in STEPPED.items()},
         "stopped": {name: _try(step, trial) for name, trial in STOPPED.items()},
         "skipped": {"above": _try(step, STOPPED["above"], "skip")},
         "together": {"together": _try(step, TOGETHER)},
     }
-
-
-@pytest.mark.parametrize("step", ["stock", "fused"])
-def test_a_step_is_taken_exactly_where_fp32_holds_the_sum_of_squares(step: str):
-    """Otherwise no byte changes, the step does not count, and the parameter is named."""
-    (said,) = run_ranks(1, _try_all, step)
     assert said["stepped"] == dict.fromkeys(STEPPED, "")
     for name, (number, _) in STOPPED.items():
         layer = ("first", "dense", "last")[number]
@@ -154,7 +151,9 @@ def test_the_bound_is_that_of_the_dtype_of_second_moments():
         assert norms[finite:-1].isinf().all() and norms[-1].isnan()
 
 
-def _save_non_finite_moments() -> list[str]:
+@on_ranks(1)
+def test_no_checkpoint_is_saved_of_moments_that_are_not_finite():
+    """They would never heal, and are named as masters are."""
     life_cycle.initialize()
     cycle = _after_two_steps()
     cycle.optimizer.step()
@@ -167,12 +166,6 @@ def _save_non_finite_moments() -> list[str]:
             part.save_parameter_state("/nowhere")
         said.append(str(error.value))
         state[name].copy_(kept)
-    return said
-
-
-def test_no_checkpoint_is_saved_of_moments_that_are_not_finite():
-    """They would never heal, and are named as masters are."""
-    (said,) = run_ranks(1, _save_non_finite_moments)
     for name, line in zip(MOMENTS, said, strict=True):
         assert re.search(
             rf"masters and moments: expected finite values, got data-parallel rank 0: \S*weight.*: "

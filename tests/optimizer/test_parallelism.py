@@ -2,10 +2,8 @@
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from moe_optim.config import MoEOptimConfig
 from tests.support.ranks import run_ranks
@@ -132,23 +130,6 @@ def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, paral
 # What is copied is the same
 
 
-@pytest.mark.parametrize(
-    "config",
-    [pytest.param(BF16, id="bf16", marks=pytest.mark.extended), pytest.param(MXFP8, id="mxfp8")],
-)
-def test_tensor_parallel_ranks_keep_equal_copies(config: MoEOptimConfig):
-    """Experts, norms and routers lie whole on both ranks, which saw halves of every sequence: their
-    gradients were summed, or the copies would part with the first step."""
-    records = run_ranks(2, _train_bf16, [*RUN, *TP2], config, True)
-    copied = ("experts", "norm", "router")
-    first, second = (
-        {name: buffer for name, buffer in record.weights.items() if any(c in name for c in copied)}
-        for record in records
-    )
-    assert len(first) >= 2 * 4 + 1
-    assert_same_tensors(first, second, what="tensor-parallel copy")
-
-
 def test_instances_keep_equal_copies():
     """Each instance has all masters, shared out between its two ranks; gradients are those of all
     four, so weights are equal everywhere and masters on every second rank."""
@@ -157,56 +138,6 @@ def test_instances_keep_equal_copies():
         assert_same_tensors(records[rank].masters, records[twin].masters, what="master")
     for record in records[1:]:
         assert_same_tensors(record.weights, records[0].weights, what="weight")
-
-
-# The batch is cut and fed right
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One step of four layers on one rank, saved."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    flags = ["--num-layers", "4", "--train-iters", "1", "--eval-interval", "1000000"]
-    run_ranks(1, _train_bf16, [*flags, "--save", str(folder)], BF16, True)
-    return folder
-
-
-def _train_from(checkpoint: Path, ranks: int, *flags: str) -> list[Record]:
-    start = ["--num-layers", "4", "--load", str(checkpoint), "--finetune"]
-    start += ["--no-load-optim", "--no-load-rng"]
-    return run_ranks(ranks, _train_bf16, [*RUN, *start, *flags], BF16, True)
-
-
-def test_pipeline_stages_compute_what_one_rank_computes(checkpoint: Path):
-    """Cutting a model into stages, and stages into chunks, moves no bit of any loss."""
-    expected = _train_from(checkpoint, 1)[0]
-    last = _train_from(checkpoint, 2, *PP2, *VIRTUAL)[-1]
-    assert last.losses == expected.losses
-    assert last.validation_losses == expected.validation_losses
-
-
-@topologies("tp2 ep2", extended=("tp2",))
-def test_tensor_parallel_ranks_compute_what_one_rank_computes(
-    ranks: int, parallel: list[str], checkpoint: Path
-):
-    """The loss and the gradients of what both ranks hold whole, up to the rounding of bf16 sums:
-    each saw half of every sequence, so without a sum over both, or with one too many, half a
-    gradient would be missing or twice there. Every expert gets every token, lest rounding routes
-    some elsewhere."""
-    one_step = ["--train-iters", "1", "--moe-router-topk", "4"]
-    expected = _train_from(checkpoint, 1, *one_step)[0]
-    cut = _train_from(checkpoint, ranks, *parallel, *one_step)
-    assert cut[0].losses[1] == pytest.approx(expected.losses[1], rel=2**-9)
-    for name, moments in expected.moments.items():
-        if "norm" in name or "router" in name:
-            assert_close(cut[0].moments[name]["exp_avg"], moments["exp_avg"], what=name)
-        elif ".experts." in name:  # its copies, or its experts, are shared out between the ranks
-            got = [rank.moments[name]["exp_avg"] for rank in cut if name in rank.moments]
-            assert_close(torch.cat(got), moments["exp_avg"], what=name)
-
-
-def assert_close(got: torch.Tensor, expected: torch.Tensor, *, what: str) -> None:
-    assert (got - expected).norm() < 0.1 * expected.norm(), what
 
 
 # Checkpoints, and what a run says about itself
@@ -224,21 +155,3 @@ def test_resume_continues_to_the_bit(ranks: int, parallel: list[str], tmp_path: 
         rest[rank].validation_losses = whole[rank].validation_losses
         assert_same_run(rest[rank], whole[rank], what=f"rank {rank}")
     assert set(rest[-1].losses) == {3}
-
-
-def _describe(flags: list[str]) -> dict[str, Any]:
-    from moe_optim.commands.train.describe_run import describe_model
-
-    return pretrain(flags, MXFP8, observe=describe_model).extra
-
-
-def test_parameters_are_counted_once_wherever_they_lie():
-    """Any cut of the same model has the same number of parameters, quantized and in all."""
-    flags = ["--train-iters", "1", "--eval-interval", "1000000", "--num-layers", "4"]
-    one, *cut = [
-        run_ranks(ranks, _describe, [*flags, *parallel])[0]
-        for ranks, parallel in ((1, []), (2, [*TP2, *EP2]), (2, [*PP2, *VIRTUAL]))
-    ]
-    assert one["quantized_parameters"] == 4 * 4 * 3 * 64 * 96  # layers, experts, gate up down
-    assert one["parameters"] > one["quantized_parameters"]
-    assert all(description == one for description in cut)

@@ -16,7 +16,7 @@ from moe_optim.errors import ConfigError, StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import MXFP8
 from tests.support import training
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
 
 FLAGS = ["--train-iters", "4", "--eval-interval", "2", *OVERLAP, "--clip-grad", "1.0"]
@@ -55,16 +55,13 @@ def test_a_bf16_model_that_was_wrapped_before_is_adopted_to_the_bit():
         assert_same_run(ours, stock, what="adopted")
 
 
-def _quantized_in_stock_buffers(flags: list[str]) -> str:
-    """Experts of ours under Megatron's DDP: the model was built, but install() came too late."""
-    with pytest.raises(StateError) as error:
-        pretrain(flags, MoEOptimConfig(format="mxfp8"), optimizer=False)
-    return str(error.value)
-
-
+@on_ranks(1)
 def test_quantized_experts_wrapped_before_install_are_refused():
     """Megatron's buffer would replace quantized storage by plain memory; it is stopped by name."""
-    (message,) = run_ranks(1, _quantized_in_stock_buffers, FLAGS)
+    flags = FLAGS
+    with pytest.raises(StateError) as error:
+        pretrain(flags, MoEOptimConfig(format="mxfp8"), optimizer=False)
+    message = str(error.value)
     assert "experts.linear_fc2.weight" in message
     assert "call install() first" in message
 
@@ -106,13 +103,10 @@ def _build_by_an_imported_name() -> list[str]:
     return said
 
 
-def _build_both() -> tuple[list[str], list[str]]:
-    return _refusals(), _build_by_an_imported_name()
-
-
+@on_ranks(1)
 def test_all_that_a_built_model_is_refused_for_is_named_at_once():
     """Also in modules that import the factory by name, as verl's and Megatron-Bridge's do."""
-    ((called, by_name),) = run_ranks(1, _build_both)
+    called, by_name = _refusals(), _build_by_an_imported_name()
     assert by_name == called
     first, *lines = called
     assert first == "moe_optim: expected settings that go together, got:"

@@ -5,7 +5,6 @@ the beginning, or were given the same values in place: they end with the same by
 """
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,6 @@ from moe_optim.errors import StateError
 from moe_optim.optimizer.adam import GroupStepAdam
 from tests.optimizer.test_nonfinite import _snapshot
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
-from tests.support.ranks import run_ranks
 from tests.support.states import life_cycle
 
 Change = Callable[[life_cycle.LifeCycle], Any]
@@ -94,16 +92,13 @@ def _exchange_gradients(cycle: life_cycle.LifeCycle) -> None:
         param.main_grad.data = param.main_grad.data * 0.5
 
 
-def _read_gradients_where_they_are() -> int:
+@life_cycle.on_a_rank
+def test_a_gradient_is_the_tensor_that_main_grad_is_now():
+    """Whether the attribute was given another tensor, or the tensor other memory."""
     ways = (_replace_gradients, _replace_one_gradient_at_its_place, _exchange_gradients)
     for way in ways:
         _assert_twins(way, _write_gradients)
-    return len(ways)
-
-
-def test_a_gradient_is_the_tensor_that_main_grad_is_now(found):
-    """Whether the attribute was given another tensor, or the tensor other memory."""
-    assert found["_read_gradients_where_they_are"] == 3
+    assert len(ways) == 3
 
 
 def _take_away(cycle: life_cycle.LifeCycle) -> None:
@@ -125,7 +120,9 @@ def _move_to_a_group_that_rests(cycle: life_cycle.LifeCycle) -> None:
     inner.param_groups.append({**home, "params": [master], "lr": 0.0})
 
 
-def _move_a_master() -> None:
+@life_cycle.on_a_rank
+def test_a_master_has_the_rate_of_the_group_that_it_is_in_now():
+    """Also of a group that was appended; all moments, and other masters, are as without."""
     cycle = _after_two_steps()
     before = {number: master.clone() for number, master in _masters(cycle).items()}
     _move_to_a_group_that_rests(cycle)
@@ -137,11 +134,6 @@ def _move_a_master() -> None:
     same = {name for name, of in whole.items() if torch.equal(of, moved[name])}
     assert {name for name in whole if name.startswith("exp_avg")} <= same
     assert not torch.equal(after[DENSE], before[DENSE])
-
-
-def test_a_master_has_the_rate_of_the_group_that_it_is_in_now(found):
-    """Also of a group that was appended; all moments, and other masters, are as without."""
-    assert "_move_a_master" in found
 
 
 def _couple(cycle: life_cycle.LifeCycle) -> None:
@@ -178,14 +170,14 @@ def _assert_first_moments(
     return len(want)
 
 
-def _switch_the_decay() -> int:
-    decoupled = _assert_first_moments(lambda _: None, lambda *_: 1.0)
-    return decoupled + _assert_first_moments(_couple, lambda *_: 1.0, decay=life_cycle.WEIGHT_DECAY)
-
-
-def test_weight_decay_is_coupled_from_the_step_on_that_says_so(found):
+@life_cycle.on_a_rank
+def test_weight_decay_is_coupled_from_the_step_on_that_says_so():
     """Moments hold the decay then, and did not before."""
-    assert found["_switch_the_decay"] == 6
+    decoupled = _assert_first_moments(lambda _: None, lambda *_: 1.0)
+    assert (
+        decoupled + _assert_first_moments(_couple, lambda *_: 1.0, decay=life_cycle.WEIGHT_DECAY)
+        == 6
+    )
 
 
 # Norms
@@ -205,18 +197,15 @@ def _share(cycle: life_cycle.LifeCycle) -> None:
     _masters(cycle)[DENSE].shared = True
 
 
-def _count_norms_anew() -> None:
+@life_cycle.on_a_rank
+def test_a_gradient_counts_where_its_master_says_now():
+    """In a norm of its own, or in none where a parameter is shared; and never twice."""
     for change in (_regroup, _share):
         cycle = _after_two_steps()
         want = _norm_without(cycle, DENSE)
         assert want < 0.9 * _norm_without(cycle, -1)
         change(cycle)
         assert float(cycle.optimizer.step()[1]) == pytest.approx(want, rel=1e-6)
-
-
-def test_a_gradient_counts_where_its_master_says_now(found):
-    """In a norm of its own, or in none where a parameter is shared; and never twice."""
-    assert "_count_norms_anew" in found
 
 
 def _clip(limit: float) -> Change:
@@ -227,7 +216,9 @@ def _clip(limit: float) -> Change:
     return change
 
 
-def _read_configuration_anew() -> None:
+@life_cycle.on_a_rank
+def test_clipping_thresholds_and_counts_are_those_of_the_configuration_now():
+    """Of every optimizer of the chain its own."""
 
     def main_norm(norms: list[float]) -> float:
         return math.hypot(norms[0], norms[DENSE])
@@ -256,11 +247,6 @@ def _read_configuration_anew() -> None:
     assert _third_step(zeros)[1][2] == there + 7
 
 
-def test_clipping_thresholds_and_counts_are_those_of_the_configuration_now(found):
-    """Of every optimizer of the chain its own."""
-    assert "_read_configuration_anew" in found
-
-
 # Masters
 
 
@@ -280,13 +266,10 @@ def _replace_masters(cycle: life_cycle.LifeCycle) -> None:
             master.data.fill_(torch.nan)
 
 
-def _step_other_masters() -> None:
+@life_cycle.on_a_rank
+def test_masters_are_the_tensors_that_megatron_holds_now():
     replaced, kept = _third_step(_replace_masters), _third_step(lambda _: None)
     assert_same_tensors(replaced[0], kept[0], what="other masters")
-
-
-def test_masters_are_the_tensors_that_megatron_holds_now(found):
-    assert "_step_other_masters" in found
 
 
 # What is refused
@@ -363,38 +346,16 @@ REFUSED: dict[str, tuple[Change, str]] = {
 }
 
 
-def _refuse_all() -> dict[str, str]:
-    found = {}
+@life_cycle.on_a_rank
+def test_what_a_fused_step_cannot_read_is_refused_before_a_master_moves():
     stock = GroupStepAdam.step
-    for name, (change, _) in REFUSED.items():
+    for name, (change, says) in REFUSED.items():
         cycle = _after_two_steps()
         masters = _masters(cycle)
         before = {number: master.clone() for number, master in masters.items()}
         change(cycle)
-        with pytest.raises(StateError) as error:
+        with pytest.raises(StateError, match=f"(?s:^optimizer step: .*){says}"):
             cycle.optimizer.step()
-        found[name] = str(error.value)
         GroupStepAdam.step = stock
         for number in (0, DENSE):
             assert_bytes_equal(masters[number], before[number], what=name)
-    return found
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_fused_step_cannot_read_is_refused_before_a_master_moves(found, name):
-    said = found["_refuse_all"][name]
-    assert re.search(REFUSED[name][1], said), said
-    assert said.startswith("optimizer step: ")
-
-
-ACTS = (
-    *(_read_gradients_where_they_are, _move_a_master, _switch_the_decay, _count_norms_anew),
-    *(_read_configuration_anew, _step_other_masters, _refuse_all),
-)
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    """Return what became of all acts, one after another on one rank."""
-    (of_rank,) = run_ranks(1, life_cycle.in_turn, ACTS)
-    return of_rank

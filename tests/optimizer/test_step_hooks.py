@@ -20,7 +20,6 @@ from tests.optimizer.test_read_anew import (
     _third_step,
 )
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
-from tests.support.ranks import run_ranks
 from tests.support.states import life_cycle
 from tests.support.states.masters import assert_weights_come_from_masters
 
@@ -59,14 +58,11 @@ def _note_calls(step: str) -> list[tuple[str, int, int, int]]:
     return calls
 
 
-def _note_both() -> list[list[tuple[str, int, int, int]]]:
-    return [_note_calls(step) for step in ("stock", "fused")]
-
-
-def test_hooks_are_called_in_torchs_order_with_its_arguments(found):
+@life_cycle.on_a_rank
+def test_hooks_are_called_in_torchs_order_with_its_arguments():
     """Those of all optimizers, too; before the step counts, and after it. None of a step that is
     skipped."""
-    stock, fused = found["_note_both"]
+    stock, fused = [_note_calls(step) for step in ("stock", "fused")]
     assert len(stock) == 8
     assert fused == stock
 
@@ -92,7 +88,9 @@ def _clips(cycle: CYCLE) -> None:
         part.config.clip_grad = 0.25
 
 
-def _change_gradients_in_hooks() -> None:
+@life_cycle.on_a_rank
+def test_pre_hooks_see_clipped_gradients_and_what_they_change_is_stepped():
+    """Looking at them changes no bit, and no master keeps one."""
     hooked, by_hand = _third_step(_hook_halves), _third_step(_halves)
     assert_same_tensors(hooked[0], by_hand[0], what="halved")
     assert float(hooked[1][1]) == 2 * float(by_hand[1][1])  # of before the hook, as Megatron's
@@ -119,57 +117,10 @@ def _change_gradients_in_hooks() -> None:
     assert_same_tensors(_snapshot([cycle.ddp], cycle.optimizer), clipped, what="only looked at")
 
 
-def test_pre_hooks_see_clipped_gradients_and_what_they_change_is_stepped(found):
-    """Looking at them changes no bit, and no master keeps one."""
-    assert "_change_gradients_in_hooks" in found
-
-
 def _shrink(inner: Any, *_: Any) -> None:
     for group in inner.param_groups:
         for master in group["params"]:
             master.data.mul_(0.5)
-
-
-def _remove_hooks_in_hooks() -> int:
-    cycle = _after_two_steps()
-    handles: list[Any] = []
-
-    def once(inner: Any, *_: Any) -> None:
-        for handle in handles:
-            handle.remove()
-        _shrink(inner)
-
-    def move(*_: Any) -> None:
-        """Give the masters of both optimizers other memory, before either steps."""
-        if not handles:
-            return
-        for handle in handles:
-            handle.remove()
-        handles.clear()
-        for master in _masters(cycle).values():
-            left, master.data = master.data, master.data.clone()
-            left.fill_(torch.nan)
-
-    handles.append(_part_of(cycle, 0).optimizer.register_step_post_hook(once))
-    cycle.optimizer.step()
-    dense = cycle.params[DENSE].detach().view(-1)
-    assert_bytes_equal(dense, _masters(cycle)[DENSE].detach().bfloat16(), what="dense")
-    handles[:] = [torch_optimizer.register_optimizer_step_pre_hook(move)]
-    _backward(cycle, 4)
-    cycle.optimizer.step()
-    assert not handles and not torch_optimizer._global_optimizer_pre_hooks
-    assert all(master.isfinite().all() for master in _masters(cycle).values())
-    cycle.ddp.start_param_sync(force_sync=True)
-    return assert_weights_come_from_masters([cycle.ddp], cycle.optimizer)
-
-
-def test_hooks_may_remove_themselves(found):
-    """What they have done before counts, for the optimizers whose turn is later, too."""
-    assert found["_remove_hooks_in_hooks"] == 2
-
-
-def _write_masters_in_hooks_and_gather() -> list[int]:
-    return [_write_masters_in_hooks(overlap) for overlap in (False, True)]
 
 
 def _write_masters_in_hooks(overlap: bool) -> int:
@@ -193,12 +144,14 @@ def _write_masters_in_hooks(overlap: bool) -> int:
     return assert_weights_come_from_masters([cycle.ddp], cycle.optimizer)
 
 
-def test_weights_are_those_of_masters_that_a_post_hook_wrote(found):
+@life_cycle.on_a_rank
+def test_weights_are_those_of_masters_that_a_post_hook_wrote():
     """By ``data``, of which no version counter tells; gathered in the step and behind it."""
-    assert found["_write_masters_in_hooks_and_gather"] == [2, 2]
+    assert [_write_masters_in_hooks(overlap) for overlap in (False, True)] == [2, 2]
 
 
-def _keep_states_away() -> None:
+@life_cycle.on_a_rank
+def test_pre_hooks_come_before_anything_is_planned():
     """Moments are elsewhere but for steps: a pre-hook brings them, a post-hook takes them away."""
     twin = _after_two_steps()
     twin.optimizer.step()
@@ -226,11 +179,9 @@ def _keep_states_away() -> None:
     assert_same_tensors(found, want, what="states that hooks bring")
 
 
-def test_pre_hooks_come_before_anything_is_planned(found):
-    assert "_keep_states_away" in found
-
-
-def _schedule() -> list[bool]:
+@life_cycle.on_a_rank
+def test_torchs_schedulers_are_told_of_steps():
+    """They put a function over ``step`` that notes the call."""
     cycle = _after_two_steps()
     inners = [part.optimizer for part in cycle.optimizer.chained_optimizers]
     schedulers = [torch.optim.lr_scheduler.ConstantLR(inner, 1.0) for inner in inners]
@@ -240,15 +191,12 @@ def _schedule() -> list[bool]:
         scheduler.step()
     found = _snapshot([cycle.ddp], cycle.optimizer)
     assert_same_tensors(found, _third_step(lambda _: None)[0], what="scheduled")
-    return [inner._opt_called for inner in inners]
+    assert [inner._opt_called for inner in inners] == [True, True]
 
 
-def test_torchs_schedulers_are_told_of_steps(found):
-    """They put a function over ``step`` that notes the call."""
-    assert found["_schedule"] == [True, True]
-
-
-def _graph_with_hooks() -> int:
+@life_cycle.on_a_rank
+def test_a_step_that_is_captured_calls_post_hooks_and_refuses_pre_hooks():
+    """Gradients are clipped inside of the graph, where no hook can see them."""
     cycle = _after_two_steps()
     cycle.optimizer.step = graphed = GraphedStep(cycle.optimizer)
     inner, calls = _part_of(cycle, 0).optimizer, list[int]()
@@ -262,22 +210,4 @@ def _graph_with_hooks() -> int:
     with pytest.raises(StateError, match=r"--optimizer-cuda-graph: expected no step pre-hooks"):
         graphed()
     assert_bytes_equal(_masters(cycle)[0], before)
-    return len(calls)
-
-
-def test_a_step_that_is_captured_calls_post_hooks_and_refuses_pre_hooks(found):
-    """Gradients are clipped inside of the graph, where no hook can see them."""
-    assert found["_graph_with_hooks"] == 1
-
-
-ACTS = (
-    *(_note_both, _change_gradients_in_hooks, _remove_hooks_in_hooks, _keep_states_away),
-    *(_write_masters_in_hooks_and_gather, _schedule, _graph_with_hooks),
-)
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    """Return what became of all acts, one after another on one rank."""
-    (of_rank,) = run_ranks(1, life_cycle.in_turn, ACTS)
-    return of_rank
+    assert len(calls) == 1

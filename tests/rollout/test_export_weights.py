@@ -17,10 +17,11 @@ from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.formats import FP8_BLOCK, FP8_BLOCK_FP32, reference
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.modules import serving
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.states.life_cycle import initialize
 from tests.support.states.making_room import managed_buffers
 from tests.support.states.masters import full_master
+from tests.support.wrapping import build_optimizer, wrap
 
 pytest.importorskip("megatron.core")
 
@@ -45,10 +46,8 @@ class Setup:
 def build(setup):
     """Return model chunks and their optimizer; every rank must call it."""
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import OptimizerConfig
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
@@ -98,16 +97,11 @@ def build(setup):
             config, spec, VOCABULARY, 32, position_embedding_type="rope",
             share_embeddings_and_output_weights=False, **ends,
         )  # fmt: skip
-        buffers = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True, **setup.ddp
-        )
-        chunks.append(DistributedDataParallel(config, buffers, Float16Module(config, gpt)))
-    settings = OptimizerConfig(
-        optimizer=setup.optimizer, lr=0.1, min_lr=0.1, bf16=True,
-        use_distributed_optimizer=True, clip_grad=0.0,
+        chunks.append(wrap(config, Float16Module(config, gpt), **setup.ddp))
+    return chunks, build_optimizer(
+        *chunks, optimizer=setup.optimizer, lr=0.1, min_lr=0.1, clip_grad=0.0,
         overlap_param_gather=setup.ddp.get("overlap_param_gather", False),
     )  # fmt: skip
-    return chunks, moe_optim.get_megatron_optimizer(settings, chunks)
 
 
 def step(chunks, optimizer):
@@ -316,19 +310,16 @@ def test_every_rank_is_given_every_weight_as_its_master_says(ranks):
     assert [compared for compared, _ in ranks] == [counts] * 2
 
 
-def _on_four_ranks(setup):
-    initialize()
-    return _compare({"both": setup})
-
-
 @pytest.mark.extended
+@on_ranks(4)
 def test_pipeline_and_expert_parallel_ranks_at_once():
     setup = Setup(
         {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2},
         ddp=OVERLAP,
         export={"bucket_bytes": 10_000},
     )
-    assert run_ranks(4, _on_four_ranks, setup) == [{"both": count(setup)}] * 4
+    initialize()
+    assert _compare({"both": setup}) == {"both": count(setup)}
 
 
 # What else an export promises
@@ -436,8 +427,10 @@ QUANTIZED = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.wei
 OUTPUTS = ("self_attention.linear_proj", "self_attn.o_proj")
 
 
-def _with_quantized_dense_weights():
-    """Export models whose dense linears are Transformer Engine's, as parameter gather has them."""
+@on_ranks(1)
+def test_dense_weights_that_transformer_engine_quantizes_are_there_too():
+    """Dequantized, in either layout: an engine that lacks them would keep those of before. Blocks
+    that gate and up share are refused by name."""
     from tests.support.te.te_stand_ins import Float8BlockwiseQTensor, as_parameter
 
     initialize()
@@ -459,12 +452,6 @@ def _with_quantized_dense_weights():
                 assert_bytes_equal(on_disk[disk], values, what=disk)
         compared.append(len(want))
     chunks, _ = build(Setup(knobs={"format": "fp8_block"}, model={"moe_ffn_hidden_size": 96}))
-    return compared, refusal(lambda: exported(chunks))
-
-
-def test_dense_weights_that_transformer_engine_quantizes_are_there_too():
-    """Dequantized, in either layout: an engine that lacks them would keep those of before. Blocks
-    that gate and up share are refused by name."""
-    ((compared, shared),) = run_ranks(1, _with_quantized_dense_weights)
+    shared = refusal(lambda: exported(chunks))
     assert compared == [4, 4]
     assert "decoder.layers.0.mlp.experts.linear_fc1" in shared and "96 rows" in shared

@@ -12,7 +12,7 @@ from tests.rollout.test_export_weights import exported
 from tests.support.bytes import assert_bytes_equal
 from tests.support.checkpoints import hf_models
 from tests.support.modules import serving
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tools.stacks.attention import replace_core_attention
 
 pytest.importorskip("megatron.core")
@@ -39,7 +39,9 @@ def _build():
     return hf_models.build_model(args), args
 
 
-def _export():
+@on_ranks(1)
+def test_layers_of_multi_token_prediction_have_deepseeks_names():
+    """Two behind three layers, the first of which is dense: bytes, and no name but these."""
     model, args = _build()
     given = exported([model])
     experts = {
@@ -66,12 +68,7 @@ def _export():
         }.items():
             assert_bytes_equal(given[f"{stem}{theirs}.weight"], named[ours].detach(), what=theirs)
     dist.destroy_process_group()
-    return found, len([name for name in given if ".experts." in name])
-
-
-def test_layers_of_multi_token_prediction_have_deepseeks_names():
-    """Two behind three layers, the first of which is dense: bytes, and no name but these."""
-    ((found, experts),) = run_ranks(1, _export)
+    experts = len([name for name in given if ".experts." in name])
     want = {f"{name}.weight" for name in OF_ONE_LAYER} | {"mlp.gate.e_score_correction_bias"}
     assert found == {"model.layers.3.": want, "model.layers.4.": want}
     assert experts == 4 * 8 * 6  # layers, experts, and tensors of each

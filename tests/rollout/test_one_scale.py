@@ -9,7 +9,7 @@ import torch
 from moe_optim.errors import ConfigError
 from tests.support.bytes import assert_bytes_equal
 from tests.support.modules.calibrating import LINEARS, Kind, make, whole_weights
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.te.te_stand_ins import Float8CurrentScalingQuantizer, Float8Tensor, as_tensor
 
 pytest.importorskip("megatron.core")
@@ -29,7 +29,9 @@ def _experts_with_one_scale() -> Any:
     return module
 
 
-def _read() -> tuple[int, list[str]]:
+@on_ranks(1)
+def test_elements_of_e4m3_are_exported_and_those_of_e5m2_refused_by_name():
+    """No convention says E5M2 of weights: engines would read other values from its bytes."""
     from moe_optim.experts.keys.layouts import get_layout
     from moe_optim.rollout.experts import local_experts
     from moe_optim.rollout.exported_as import ExportedAs
@@ -56,12 +58,6 @@ def _read() -> tuple[int, list[str]]:
         with pytest.raises(ConfigError) as error:
             list(local_experts(module))
         errors.append(str(error.value))
-    return found, errors
-
-
-def test_elements_of_e4m3_are_exported_and_those_of_e5m2_refused_by_name():
-    """No convention says E5M2 of weights: engines would read other values from its bytes."""
-    ((found, errors),) = run_ranks(1, _read)
     assert found == 2 * 4
     for error in errors:
         assert "linear_fc2: expected elements of E4M3, got kFloat8E5M2" in error

@@ -13,7 +13,7 @@ from moe_optim.rollout.conventions import find_convention
 from tests.rollout.test_cut_experts import linears
 from tests.rollout.test_export_weights import Setup, build, exported, initialize, step
 from tests.support.bytes import assert_bytes_equal
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("compressed_tensors")
@@ -32,7 +32,8 @@ def _decompress(format, tensors):
     return compressor.decompress(tensors, config.config_groups["group_0"])["weight"].bfloat16()
 
 
-def _compare():
+@on_ranks(1)
+def test_an_engine_decompresses_what_the_gemms_of_training_multiply():
     initialize()
     compared = {}
     for format in FORMATS:
@@ -56,8 +57,4 @@ def _compare():
                     rows.append(_decompress(format, parts))
                 assert_bytes_equal(torch.cat(rows), want, what=f"{format} {stem}")
                 compared[format] = compared.get(format, 0) + 1
-    return compared
-
-
-def test_an_engine_decompresses_what_the_gemms_of_training_multiply():
-    assert run_ranks(1, _compare) == [dict.fromkeys(FORMATS, 2 * 2 * 4)]
+    assert compared == dict.fromkeys(FORMATS, 2 * 2 * 4)

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import io
 import multiprocessing
 import os
 import signal
@@ -10,11 +11,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from torch.distributed import TCPStore, distributed_c10d
 
@@ -71,6 +74,71 @@ def run_ranks(
             )
             raise AssertionError(f"{state} in {function.__name__}\n{tails}")
         return [torch.load(path, weights_only=False) for path in results]
+
+
+def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Have a test run on ranks, all of which call it; see :func:`run_ranks` for ``options``.
+
+    Ranks are given what the test is given, pickled.
+    """
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(test)
+        def launch(**given: Any) -> None:
+            run_ranks(world_size, _call_test, test.__module__, test.__name__, given, **options)
+
+        return launch
+
+    return decorate
+
+
+def sharing_a_rank(prepare: Callable[[], object]) -> Callable[[Callable[[], object]], Any]:
+    """Return what has tests without arguments run on one rank a file, after ``prepare()``.
+
+    Launching a rank is dearer than most of them. Each test fails by itself.
+    """
+    marked: dict[str, list[str]] = {}
+
+    @cache
+    def outcomes(module: str) -> dict[str, str]:
+        (found,) = run_ranks(1, _call_tests, prepare, module, marked[module])
+        return found
+
+    def mark(test: Callable[[], object]) -> Any:
+        marked.setdefault(test.__module__, []).append(test.__name__)
+
+        @wraps(test)
+        def look() -> None:
+            failure = outcomes(test.__module__)[test.__name__]
+            assert not failure, failure
+
+        return look
+
+    return mark
+
+
+def _call_tests(prepare: Callable[[], object], module: str, names: list[str]) -> dict[str, str]:
+    prepare()
+    failures = dict.fromkeys(names, "")
+    for name in names:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            try:
+                _call_test(module, name, {})
+            except (Exception, pytest.fail.Exception):
+                failures[name] = f"{said.getvalue()}{traceback.format_exc()}"
+    return failures
+
+
+def _call_test(module: str, name: str, given: dict[str, Any]) -> None:
+    """Call a test; where it fails, print what its last line saw: pytest rewrites no assert here."""
+    try:
+        vars(import_module(module))[name].__wrapped__(**given)
+    except (AssertionError, pytest.fail.Exception):
+        frames = [frame for frame, _ in traceback.walk_tb(sys.exc_info()[2])]
+        *_, last = (frame for frame in frames if frame.f_globals["__name__"] == module)
+        for local, value in last.f_locals.items():
+            print(f"{local} = {value!r:.300}")
+        raise
 
 
 def fork_context() -> Any:

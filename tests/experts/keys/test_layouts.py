@@ -56,26 +56,6 @@ def test_every_layout_is_recognised_behind_any_prefix(name):
         assert found.shapes() == shapes
 
 
-OTHER_KEYS = [
-    "decoder.layers.3.mlp.shared_experts.linear_fc1.weight",
-    "decoder.layers.3.mlp.shared_experts.linear_fc1.weight0",
-    "decoder.layers.3.mlp.my_experts.weight1",
-    "decoder.layers.3.mlp.experts",
-    "decoder.layers.3.mlp.experts_gate_up_proj",
-    "decoder.layers.3.mlp.linear_fc1.weight",
-    "model.layers.0.mlp.gate_proj.weight",
-    "linear_fc1.weight_quantizer._amax",
-    "router.weight1",
-]
-
-
-def test_keys_that_only_look_like_an_experts_are_not_in_a_set():
-    others = dict.fromkeys(OTHER_KEYS, (3, 3))
-    assert find_expert_sets(others) == []
-    (found,) = find_expert_sets(others | shapes_in("grouped"))
-    assert not others.keys() & set(found.keys)
-
-
 EXTRA_STATES = {
     "grouped": "linear_fc1._extra_state",
     "indexed": "linear_fc2._extra_state1",

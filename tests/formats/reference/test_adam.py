@@ -134,16 +134,6 @@ def test_masters_follow_from_the_moments_to_the_last_place_but_one(decoupled, st
     assert ((master.double() - want).abs() <= units * unit).all()
 
 
-def test_decay_is_added_to_the_update_or_to_the_gradient():
-    """A master of 8 decays by a half of it, beside a gradient of 3 (all exact)."""
-    row = Hyper(lr=0.5, betas=(0.5, 0.5), eps=1.0, weight_decay=0.5, step=1).row()
-    states, gradient = torch.tensor([[8.0], [0.0], [0.0]]), torch.tensor([3.0])
-    apart = stepped(states, gradient, row, decoupled=True)
-    added = stepped(states, gradient, row, decoupled=False)
-    assert [one.item() for one in apart] == [8 - (3 / 4 + 4) / 2, 1.5, 4.5]
-    assert [one.item() for one in added] == [8 - (7 / 8) / 2, 3.5, 24.5]
-
-
 def test_the_clip_factor_rounds_the_gradient_first():
     states, gradient = random_states()
     clip = torch.tensor(0.37)

@@ -48,18 +48,6 @@ def test_momentum_is_lerp_of_torch(pairs, momentum, nesterov):
     assert_bytes_equal(direction, want_direction, what="direction")
 
 
-@NESTEROV
-@pytest.mark.parametrize("momentum", [0.3, 0.5, 0.95])
-def test_momentum_of_wide_ranges_is_lerp_of_torch(momentum, nesterov):
-    gradient, before = wide_range_weights(2, 4099)
-    want = before.clone().lerp_(gradient, 1 - momentum)
-    want_direction = gradient.lerp(want, momentum) if nesterov else want
-    got, row = before.clone(), row_of(momentum=momentum)
-    direction = momentum_into(gradient, got, hyper=row, clip=ONE, nesterov=nesterov)
-    assert_bytes_equal(got, want, what="momentum")
-    assert_bytes_equal(direction, want_direction, what="direction")
-
-
 def test_weights_of_one_and_zero_return_one_of_both():
     gradient, before = wide_range_weights(2, 100)
     taken, kept = before.clone(), before.clone()

@@ -1,7 +1,5 @@
 """Orthogonalization equals emerging-optimizers to the bit on a CPU, matrices and batches."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers.muon import get_muon_scale_factor
@@ -116,14 +114,6 @@ def test_the_precision_of_the_caller_neither_matters_nor_changes(precision):
 def test_coefficients_are_those_of_emerging_optimizers():
     wanted = {name: tuple(steps) for name, steps in _COEFFICIENT_SETS.items()}
     assert dict(COEFFICIENTS) == wanted
-
-
-def test_types_start_again_or_repeat_their_last_step():
-    simple, (*_, last) = COEFFICIENTS["simple"], COEFFICIENTS["cans"]
-    how = Orthogonalization(coefficient_type="quintic", num_steps=7)
-    assert how.coefficients() == COEFFICIENTS["quintic"] + COEFFICIENTS["quintic"][:2]
-    assert replace(how, coefficient_type="cans").coefficients()[4:] == (last,) * 3
-    assert replace(how, coefficient_type="simple").coefficients() == simple * 7
 
 
 @given(rows=st.integers(1, 100_000), cols=st.integers(1, 100_000))

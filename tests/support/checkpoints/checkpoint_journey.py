@@ -20,6 +20,7 @@ from torch import Tensor
 from moe_optim.checkpoint.state_manifest import MANIFEST
 from moe_optim.config import MoEOptimConfig
 from tests.support.ranks import run_ranks
+from tests.support.wrapping import wrap
 
 HIDDEN, FFN, EXPERTS, LAYERS = 64, 64, 4, 2
 STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -142,7 +143,6 @@ class Journey:
 
     def __init__(self, station: Station) -> None:
         from megatron.core import optimizer as core_optimizer
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig
 
         import moe_optim
@@ -164,13 +164,10 @@ class Journey:
             LAYERS // station.pp
         )
         self.model = _make_model(self, config)
-        ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=True,
-            grad_reduce_in_fp32=True,
-            bucket_size=station.bucket_size,
-            overlap_grad_reduce=station.bucket_size is not None,
+        overlap = station.bucket_size is not None
+        self.ddp = wrap(
+            config, self.model, bucket_size=station.bucket_size, overlap_grad_reduce=overlap
         )
-        self.ddp = DistributedDataParallel(config, ddp_config, self.model)
         factories = core_optimizer if station.stock else moe_optim
         make = factories.get_megatron_optimizer
         self.optimizer = make(

@@ -8,7 +8,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -189,11 +188,6 @@ def _take_norms_from_the_spec() -> None:
     QKNormConfigResolver.resolve = lambda self: {
         name: getattr(self.submodules, name) for name in (*names, "kv_layernorm")
     }
-
-
-def newest(checkpoints: Path) -> Path:
-    """Return the folder of the iteration that :func:`run_jobs` saves."""
-    return checkpoints / "iter_0000005"
 
 
 def draw_in_transformers(name: str) -> Any:

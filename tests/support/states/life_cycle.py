@@ -6,7 +6,7 @@ outputs to the bit. It runs on any number of gloo ranks, all of which call the s
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +33,9 @@ from moe_optim.optimizer.muon_step import MuonTable
 from moe_optim.weights.grouped_weight import GradientNote, GroupedWeight
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.modules import serving
+from tests.support.ranks import sharing_a_rank
 from tests.support.states import making_room
+from tests.support.wrapping import build_optimizer, layer_config, wrap
 
 EXPERTS, WIDTH, TOKENS = 3, 32, 8  # two ranks cut the second expert, inside of a block
 QUANTIZED = (0, 2)  # layers, of which the last has an optimizer of its own
@@ -310,11 +312,6 @@ class LifeCycle:
         offload_states: float = 0.0,
         optimizer: str = "adam",
     ) -> None:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-        )
-        from megatron.core.transformer import TransformerConfig
 
         self.shares_memory, self.overlap = wire == "bf16", overlap
         self.is_fused = step == "fused"
@@ -328,17 +325,7 @@ class LifeCycle:
             "muon" if self.has_muon else "adam",
         )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        config = TransformerConfig(
-            num_layers=1, hidden_size=WIDTH, num_attention_heads=1, bf16=True
-        )
-        ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=overlap,
-            overlap_param_gather=overlap,
-            grad_reduce_in_fp32=True,
-            bucket_size=1,
-            reuse_grad_buf_for_mxfp8_param_ag=True,  # a loop then does more, and means the same
-        )
+        config = layer_config(WIDTH)
         layers = make_layers(format, compute)
         layers[2].weight.allreduce = False  # a second optimizer, as experts have at EP above 1
         layers[2].weight.grad_norm_group = "mtp"  # and a norm of its own
@@ -348,7 +335,14 @@ class LifeCycle:
         for index, layer in enumerate(layers):  # before DDP and buffers register theirs
             layer.weight.register_hook(Tripwire(self, index))
         self.layers = layers
-        self.ddp = DistributedDataParallel(config, ddp_config, make_model(config, layers))
+        self.ddp = wrap(
+            config,
+            make_model(config, layers),
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=overlap,
+            bucket_size=1,
+            reuse_grad_buf_for_mxfp8_param_ag=True,  # a loop then does more, and means the same
+        )
         self.optimizer = self.build_optimizer()
         self.params = [layer.weight for layer in layers]
         assert len(self.parts) == (3 if optimizer == "muon and adam" else 2)
@@ -357,26 +351,18 @@ class LifeCycle:
 
     def build_optimizer(self) -> Any:
         """Return a new optimizer of the wrapped model."""
-        from megatron.core.optimizer import OptimizerConfig
-
-        import moe_optim
-
-        return moe_optim.get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="muon" if self.has_muon else "adam",
-                muon_momentum=MUON_MOMENTUM,
-                muon_nesterov=True,
-                muon_extra_scale_factor=MUON_FACTOR,
-                lr=LR,
-                min_lr=LR,
-                weight_decay=WEIGHT_DECAY,
-                clip_grad=0.0,
-                bf16=True,
-                use_distributed_optimizer=True,
-                overlap_param_gather=self.overlap,
-                reuse_grad_buf_for_mxfp8_param_ag=True,
-            ),
-            [self.ddp],
+        return build_optimizer(
+            self.ddp,
+            optimizer="muon" if self.has_muon else "adam",
+            muon_momentum=MUON_MOMENTUM,
+            muon_nesterov=True,
+            muon_extra_scale_factor=MUON_FACTOR,
+            lr=LR,
+            min_lr=LR,
+            weight_decay=WEIGHT_DECAY,
+            clip_grad=0.0,
+            overlap_param_gather=self.overlap,
+            reuse_grad_buf_for_mxfp8_param_ag=True,
         )
 
     @property
@@ -1173,10 +1159,8 @@ def initialize(**sizes: int) -> None:
     parallel_state.initialize_model_parallel(**sizes)
 
 
-def in_turn(acts: Sequence[Callable[[], Any]]) -> dict[str, Any]:
-    """Return what functions return, by their names: a launch of a rank is dearer than most."""
-    initialize()
-    return {act.__name__: act() for act in acts}
+on_a_rank = sharing_a_rank(initialize)
+"""Marks tests without arguments: those of a file run on one rank, which is initialized."""
 
 
 def replay(cycle: LifeCycle, trace: list[tuple[str, dict[str, Any]]]) -> int:

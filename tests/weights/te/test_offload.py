@@ -16,7 +16,7 @@ from moe_optim.weights.storage import PortableStorage, Weights
 from moe_optim.weights.te.fields import read_values
 from moe_optim.weights.te.storage import TransformerEngineStorage
 from moe_optim.weights.te.tensorwise import codes_and_scale
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.states.buckets import bind
 from tests.support.te import te_stand_ins
 from tests.support.te.te_stand_ins import Float8CurrentScalingQuantizer, Float8Tensor, MXFP8Tensor
@@ -90,7 +90,10 @@ def _refusal(read: Callable[[], Any]) -> str:
 UNKNOWN = ("mxfp8", "group of nvfp4")  # kinds of which the bucket may not know it
 
 
-def _read_all() -> dict[str, str]:
+@on_ranks(1)
+def test_bytes_that_are_away_are_neither_read_nor_written():
+    """Also where the bucket does not know of it, as Megatron's own buffers, which hold weights with
+    one scale, free memory without a word. In a process that a read would end."""
     said = {}
     for (named, kind), (what, read), known in product(
         KINDS.items(), READERS.items(), (True, False)
@@ -110,13 +113,6 @@ def _read_all() -> dict[str, str]:
         read(weight)
         getattr(weight, field).untyped_storage().resize_(0)
         said[f"{field}: {read.__name__}"] = _refusal(lambda: read(weight))  # noqa: B023  # at once
-    return said
-
-
-def test_bytes_that_are_away_are_neither_read_nor_written():
-    """Also where the bucket does not know of it, as Megatron's own buffers, which hold weights with
-    one scale, free memory without a word. In a process that a read would end."""
-    (said,) = run_ranks(1, _read_all)
     assert len(said) == (len(KINDS) + len(UNKNOWN)) * len(READERS) + 4
     for what, message in said.items():
         assert "offloaded. Call reload_from_cpu()" in message, what

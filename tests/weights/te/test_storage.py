@@ -30,7 +30,7 @@ from moe_optim.weights.te.fields import GROUPED, ONE, names_of, read_values, te_
 from moe_optim.weights.te.storage import TransformerEngineStorage
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.states.buckets import bind, make_bucket, own_masters
 from tests.support.te import te_stand_ins
 from tests.support.te.te_stand_ins import (
@@ -467,16 +467,13 @@ def test_a_bucket_finds_the_weight_of_many_that_was_given_another_tensor(name, i
             assert_holds(weight, master, FP8_BLOCK)
 
 
-def _broadcast_each_kind() -> None:
+@on_ranks(2)
+def test_a_broadcast_leaves_every_rank_with_the_bytes_of_the_first():
+    """Of square blocks too, whose columnwise scales are the others seen the other way round: no
+    collective takes such memory."""
     dist.init_process_group("gloo")
     for kind in KINDS.values():
         weight = kind.weight(kind.masters(1 + dist.get_rank()))
         managed_weight = GroupedWeight(TransformerEngineStorage(weight, kind.format))
         dist.broadcast(managed_weight.data, src=0)
         assert_all_hold(weight, kind.masters(1), kind.format)
-
-
-def test_a_broadcast_leaves_every_rank_with_the_bytes_of_the_first():
-    """Of square blocks too, whose columnwise scales are the others seen the other way round: no
-    collective takes such memory."""
-    run_ranks(2, _broadcast_each_kind)
