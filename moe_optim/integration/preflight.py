@@ -180,7 +180,10 @@ class DryRun:
                 raise _CheckedError from None
         is_given = not self.faults
         config = self._config or installed_config()
-        own = [] if config is None else [script_arguments.make_muon_distributed]
+        own = [
+            script_arguments.make_muon_distributed,
+            script_arguments.require_megatron_checkpoint,
+        ] * (config is not None)
         for check in (*own, *self._checks):
             try:
                 check(args)

@@ -5,9 +5,11 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from moe_optim.checkpoint.files.folders import is_hugging_face, is_local
 from moe_optim.errors import ConfigError
 from moe_optim.integration.arguments import (
     add_moe_optim_arguments,
@@ -74,6 +76,7 @@ def _settle(args: Any, defaults: Mapping[str, Any], validate: Callable[..., Any]
     settled = validate()
     if installed_config() is not None:
         settle_optimizer(settled)
+        require_megatron_checkpoint(settled)
     require_transformer_engine(settled)
     return settled
 
@@ -117,6 +120,21 @@ def make_muon_distributed(args: Any) -> None:
         raise ConfigError(
             "--disable-gloo-process-groups: expected --ckpt-format torch_dist, as others collect "
             f"states over gloo, got {args.ckpt_format}. Give torch_dist, or remove the flag."
+        )
+
+
+def require_megatron_checkpoint(args: Any) -> None:
+    """Raise ConfigError if ``--load`` names a Hugging Face checkpoint.
+
+    Megatron finds no tracker file there, and trains from random weights. ``args`` are validated;
+    those from a YAML file may lack the field.
+    """
+    load = getattr(args, "load", None)
+    if load is not None and is_local(load) and is_hugging_face(Path(load)):
+        raise ConfigError(
+            f"--load {load}: expected a Megatron checkpoint, got a Hugging Face one, in place of "
+            f"which Megatron would train random weights. Run `moe-optim convert --to megatron "
+            f"{load} DIR`, and give --load DIR."
         )
 
 

@@ -355,8 +355,8 @@ def test_a_script_that_never_comes_to_its_arguments_is_a_fault(found):
     assert found["broken"][0][0].startswith("ValueError: invalid literal")
 
 
-def _dry_run(script: Path) -> list[tuple[int, str]]:
-    """Return exit code and last words of dry runs, and of a run without Transformer Engine."""
+def _dry_run(script: Path, published: Path) -> list[tuple[int, str]]:
+    """Return exit code and last words of dry runs, and of runs that are refused."""
     from moe_optim.commands.cli import main as cli
 
     said = []
@@ -364,7 +364,9 @@ def _dry_run(script: Path) -> list[tuple[int, str]]:
     dry = ["run", "--dry-run", str(script)]
     wrong = but("--num-expert", "4")
     missing = but(LOCAL, "transformer_engine")
-    for argv in ([*dry, *but()], [*dry, *wrong], ["run", str(script), *missing]):
+    load = but("--load", str(published))
+    run = ["run", str(script)]
+    for argv in ([*dry, *but()], [*dry, *wrong], [*run, *missing], [*dry, *load], [*run, *load]):
         with contextlib.redirect_stderr(io.StringIO()) as errors:
             code = cli.main(argv)
         said.append((code, errors.getvalue()))
@@ -373,12 +375,21 @@ def _dry_run(script: Path) -> list[tuple[int, str]]:
 
 def test_the_command_runs_a_script_until_its_arguments_are_settled(tmp_path):
     """It exits with 0 where nothing is wrong, else with 2; the rest of the script never runs. A run
-    says that Transformer Engine is missing before Megatron calls the class that it lacks."""
+    says that Transformer Engine is missing before Megatron calls the class that it lacks. Both
+    refuse to load a Hugging Face checkpoint, in whose place Megatron trains random weights."""
     script = tmp_path / "pretrain_mine.py"
     script.write_text(
         PRETRAIN.replace("    config =", "    raise SystemExit('too far')\n    config =")
     )
-    ((fine, wrong, missing),) = run_ranks(1, _dry_run, script)
+    published = tmp_path / "published"
+    published.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (published / name).touch()
+    ((fine, wrong, missing, *loads),) = run_ranks(1, _dry_run, script, published)
+    for code, said in loads:
+        assert code == 2
+        assert f"--load {published}: expected a Megatron checkpoint, got a Hugging Face" in said
+        assert f"moe-optim convert --to megatron {published} DIR" in said
     assert missing[0] == 2
     last = missing[1].splitlines()[-1]
     assert last.startswith("error: --transformer-impl: expected Transformer Engine for transformer")
