@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -47,6 +48,7 @@ from moe_optim.integration.installation import (
     installed_config,
     installed_optimizer,
 )
+from moe_optim.weights.grouped_weight import GroupedWeight
 
 _ACCOUNTED = "moe_optim_accounted"
 _OBJECT_KEY = re.compile(r"[^/]+/shard_[0-9.]+_[0-9.]+")
@@ -74,6 +76,7 @@ def load(  # noqa: PLR0913  # Megatron's
             derived; gate and up are interleaved differently; or objects are not plain data.
     """
     stored = None
+    _request_values(sharded_state_dict)
     requesting = list(states_with_manifests(sharded_state_dict))
     if not is_local(checkpoint_dir):
         for state in requesting:  # Megatron loads manifests; they are compared with the states
@@ -102,6 +105,14 @@ def load(  # noqa: PLR0913  # Megatron's
     state = result[0] if isinstance(result, tuple) else result
     state.pop(_ACCOUNTED, None)
     return result
+
+
+def _request_values(sharded_state_dict: Any) -> None:
+    """Request plain values for quantized weights, which ``load_state_dict`` copies into them."""
+    for entry in nested_values(sharded_state_dict):
+        if isinstance(entry, ShardedTensor) and isinstance(entry.data, GroupedWeight):
+            shape, device = entry.data.shape, entry.data.device
+            entry.data = torch.empty(shape, dtype=torch.bfloat16, device=device)
 
 
 def _read_already(stored: TorchDistReader) -> dict[str, ShardedObject]:
