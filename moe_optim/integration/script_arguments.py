@@ -138,6 +138,11 @@ def require_megatron_checkpoint(args: Any) -> None:
         )
 
 
+def has_no_transformer_engine() -> bool:
+    """Return whether Transformer Engine cannot be imported."""
+    return import_error() is not None
+
+
 def require_transformer_engine(args: Any) -> None:
     """Raise ConfigError if ``args`` select Transformer Engine's layers but it is not importable.
 
@@ -149,5 +154,6 @@ def require_transformer_engine(args: Any) -> None:
     if is_needed and (why := import_error()):
         raise ConfigError(
             "--transformer-impl: expected Transformer Engine for transformer_engine, Megatron's "
-            f"default, got {why}. Install it, or give --transformer-impl local."
+            f"default, got {why}. Megatron stops here without it. Do a dry run inside the "
+            "training container; to train here, install it, or give --transformer-impl local."
         )

@@ -119,7 +119,17 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
         but("--tensor-model-parallel-size", "2"),
         [
             "Megatron: world size (1) is not divisible by total_model_size (total_model_size=2). "
-            "Change these flags. The plug-in checks the model's flags once these are correct.",
+            "Change the number of ranks (--ranks of `moe-optim train`), or the parallel sizes. The "
+            "plug-in checks the model's flags once these are correct.",
+        ],
+    ),
+    "both halves": (but("--fp16"), ["--fp16 and --bf16 exclude each other. Remove one."]),
+    "a batch that ranks do not divide": (
+        but("--micro-batch-size", "3", "--global-batch-size", "4"),
+        [
+            "Megatron: eval_global_batch_size (4) must be divisible by eval_micro_batch_size (3) * "
+            "data_parallel_size (1). Change --global-batch-size, --micro-batch-size or the number "
+            "of ranks (--ranks of `moe-optim train`).",
         ],
     ),
     "everything at once": (
@@ -395,10 +405,7 @@ def test_the_command_runs_a_script_until_its_arguments_are_settled(tmp_path):
     assert last.startswith("error: --transformer-impl: expected Transformer Engine for transformer")
     assert fine[0] == 0
     assert wrong[0] == 2
-    assert (
-        f"error: {script}: arguments: expected what Megatron and moe_optim take, got 1 fault:\n"
-        in wrong[1]
-    )
+    assert f"error: {script}: arguments: found 1 problem:\n" in wrong[1]
     assert wrong[1].splitlines()[-1].startswith("  --num-expert: no such flag. Write --num-experts")
 
 
