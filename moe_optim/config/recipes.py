@@ -297,11 +297,12 @@ def _unmet_hardware(recipe: Recipe) -> list[str]:
 def _start_elsewhere(recipe: Recipe, gpus: int) -> str:
     if gpus <= _GPUS_OF_A_NODE:
         return "a machine with more."
-    nodes = -(-gpus // _GPUS_OF_A_NODE)
+    nodes, name = -(-gpus // _GPUS_OF_A_NODE), recipe.path.stem
+    shown = name if find_recipe(name) == recipe.path else recipe.path
     return (
         f"start it on {nodes} machines with {_GPUS_OF_A_NODE} GPUs, on each: torchrun --nnodes "
         f"{nodes} --nproc-per-node {_GPUS_OF_A_NODE} --rdzv-backend c10d --rdzv-endpoint "
-        f"HOST:29500 --no-python moe-optim run --recipe {recipe.path} pretrain_gpt.py"
+        f"HOST:29500 --no-python moe-optim run --recipe {shown} pretrain_gpt.py"
     )
 
 
