@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--gpus", type=int, nargs="+", metavar="N", help=text)
     text = (
-        "kind of GPU: memory as cards report it, and by its data sheet memory bandwidth and the link "
+        "kind of GPU: memory as cards report it; by its data sheet memory bandwidth, and the link "
         "that the all-gather uses (NVLink, or one network port per GPU)"
     )
     add("--gpu", choices=GPUS, help=text)
