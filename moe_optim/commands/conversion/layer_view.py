@@ -18,8 +18,6 @@ from moe_optim.errors import ConfigError, LayoutError
 
 STORED_ALIKE = ("grouped", "indexed", "sequential")
 """Megatron's layouts, which are identical in ``torch_dist``."""
-STATE = "optimizer.state."
-"""Key prefix of masters and moments, followed by the kind of state and the parameter's key."""
 _STORED = re.compile(r"(?P<head>.*\bexperts\.)experts\.(?P<tail>linear_fc[12]\.(weight|bias))")
 _STACKED = re.compile(r"(?P<head>.*\blayers\.)(?P<tail>[^0-9].*)")
 STATE_KIND = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.")

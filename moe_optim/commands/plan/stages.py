@@ -149,7 +149,7 @@ def _write_out(text: str) -> str:
 def _fault_of_layout(
     parts: Sequence[str], pipeline: int, num_layers: int, further: int
 ) -> str | None:
-    """Return why the parts of a layout cannot be counted; Megatron checks their order, too."""
+    """Return Megatron's reason to refuse the parts of a layout."""
     layers = "".join(parts)
     if unknown := set(layers) - _KINDS.keys():
         known = ", ".join(f"{letter} ({kind})" for letter, kind in _KINDS.items())
@@ -159,6 +159,13 @@ def _fault_of_layout(
     for letter, number in {"E": 1, "t": num_layers, "m": further, "L": 1}.items():
         if layers.count(letter) != number:
             return f"{letter} ({_KINDS[letter]}) {layers.count(letter)} times, not {number}"
+    if not (layers.startswith("E") and layers.endswith("L")):
+        return "an embedding (E) that is not first, or a loss (L) that is not last"
+    if further and "t" in layers[layers.index("m") :]:
+        return "a decoder layer (t) behind an MTP layer (m)"
+    with_further = [index for index, part in enumerate(parts) if "m" in part]
+    if len(with_further) > 1 or any(index < len(parts) - pipeline for index in with_further):
+        return "MTP layers (m) in several parts, or not in the last one of a stage"
     return None
 
 

@@ -6,9 +6,8 @@ import shutil
 
 import pytest
 
+from moe_optim.checkpoint.integrity import checkpoint_defect
 from moe_optim.commands.cli import main as cli
-from moe_optim.commands.train.dataset import find_text, prepare_dataset
-from moe_optim.commands.train.run_folder import checkpoint_defect
 from moe_optim.environment import find_package
 from tests.support.training_runs.runs import REPOSITORY
 
@@ -84,8 +83,3 @@ def test_what_the_quickstart_leaves_goes_on_to_transformers_and_to_engines(run_f
     for folder in ("whole", "mxfp8"):
         config = json.loads((beside / folder / "config.json").read_text())
         assert config["architectures"] == ["Qwen3MoeForCausalLM"]
-
-
-def test_the_dataset_is_there_for_the_next_run(run_folder):
-    files = find_text([run_folder.parent / "text"])
-    assert prepare_dataset(files, run_folder.parent / "data")[1] is False
