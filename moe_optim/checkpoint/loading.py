@@ -76,7 +76,6 @@ def load(  # noqa: PLR0913  # Megatron's
             derived; gate and up are interleaved differently; or objects are not plain data.
     """
     stored = None
-    _request_values(sharded_state_dict)
     requesting = list(states_with_manifests(sharded_state_dict))
     if not is_local(checkpoint_dir):
         for state in requesting:  # Megatron loads manifests; they are compared with the states
@@ -88,6 +87,7 @@ def load(  # noqa: PLR0913  # Megatron's
         agree(lambda: _resolve(sharded_state_dict, requesting, stored), process_group)
         if StrictHandling.requires_global_app_metadata(parse_strict_flag(strict)):
             sharded_state_dict = {**sharded_state_dict, _ACCOUNTED: _read_already(stored)}
+    _request_values(sharded_state_dict)
     try:
         views = nullcontext() if stored is None else into_views(sharded_strategy)
         with reading(stored, process_group), plan_quickly(), views:

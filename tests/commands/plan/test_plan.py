@@ -674,6 +674,12 @@ def test_a_gpu_is_its_memory_its_bandwidth_and_its_links(recipe, capsys):
 def test_a_plan_ends_with_the_flags_to_add_and_has_no_legend(recipe, capsys):
     assert cli.main(["plan", str(recipe), "--gpus", "2"]) == 0
     *_, add, flags = capsys.readouterr().out.splitlines()
+    for gpu, is_measured in (("h200", True), ("b200", False)):
+        words = ["--gpus", "2", "--gpu", gpu, "--set", "moe_optim.format=mxfp8"]
+        assert cli.main(["plan", str(recipe), *words]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "the estimate is within 16% of our H100 and H200 runs in blockwise FP8" in said
+        assert ("not measured on Blackwell" not in said) == is_measured
     assert (add, flags.split()[-1]) == ("Add these flags:", "--use-moe-grouped-optim")
     with pytest.raises(SystemExit):
         cli.main(["plan", "--help"])
