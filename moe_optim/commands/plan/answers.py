@@ -20,6 +20,8 @@ GIB = 2**30
 _COMMON = ("mxfp8", "nvfp4", "fp8_block")
 """Formats of Megatron's flags that keep weights quantized."""
 _OF_MXFP8 = "--reuse-grad-buf-for-mxfp8-param-ag"
+_NOT_OF_BLOCKS = _OF_MXFP8, "--moe-single-grouped-weight", "--moe-single-grouped-bias"
+"""Flags that Megatron does not take with blockwise FP8, or that have no effect there."""
 _BLACKWELL_FORMATS = frozenset(("mxfp8", "mxfp8_2d", "nvfp4"))
 """Formats whose GEMMs Transformer Engine has on Blackwell only."""
 
@@ -76,7 +78,8 @@ def find_choice(
             return Choice(**common, candidates=(), why=f"weights of {flag} stay Megatron's")
         is_hopper = gpu is not None and not GPUS[gpu].is_blackwell
         if is_hopper and not _BLACKWELL_FORMATS.isdisjoint(candidates):
-            return _choose_on_hopper(common, bits, flag, gpu)
+            excess = [word for word in argv if word in _NOT_OF_BLOCKS]
+            return _choose_on_hopper(common, bits, flag, gpu, excess)
         why, keeps_own = f"that {flag} supports", own in candidates
         return Choice(**common, candidates=candidates, why=why, keeps_own=keeps_own)
     if own == "bf16" and recipe.moe_optim.compute is not None:
@@ -96,18 +99,21 @@ def find_choice(
     return Choice(**common, candidates=names, why=why)
 
 
-def _choose_on_hopper(common: Mapping[str, Any], bits: str, flag: str, gpu: str | None) -> Choice:
+def _choose_on_hopper(
+    common: Mapping[str, Any], bits: str, flag: str, gpu: str | None, excess: Sequence[str]
+) -> Choice:
     said = f"--gpu {gpu}: Transformer Engine has GEMMs for {flag} on Blackwell only"
     if bits == "fp4":
         why = f"Transformer Engine has no 4-bit GEMMs on {gpu}"
         missing = f"{said}. Name a Blackwell GPU."
         return Choice(**common, candidates=(), why=why, missing_gemms=missing, keeps_own=False)
     candidates = native_formats("--fp8-recipe blockwise")
+    remove = f"; remove {', '.join(excess)}" if excess else ""
     return Choice(
         **{**common, "default": candidates[0]},
         candidates=candidates,
         why=f"with 8-bit GEMMs on {gpu}",
-        missing_gemms=f"{said}: the flags below replace it; remove {_OF_MXFP8}.",
+        missing_gemms=f"{said}: the flags below replace it{remove}.",
         keeps_own=False,
     )
 
