@@ -1,6 +1,7 @@
 """Trains with moe_optim in NeMo-RL's Megatron policy workers.
 
-With this folder on the Python path of all workers, name the class where the policy is built:
+With this folder on the Python path of all workers, import this module in the script that builds the
+policy, and name the class there; NeMo-RL's own scripts do not pass the argument:
 
     Policy(..., worker_extension_cls_fqn="nemo_rl_worker.MoEOptimPolicyWorker")
 
@@ -10,10 +11,14 @@ Weights that the recipe keeps in bf16 stay so, and the step is fused.
 from typing import Any
 
 import ray
+from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
 import moe_optim
+
+STOCK = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
+ACTOR_ENVIRONMENT_REGISTRY[f"{__name__}.MoEOptimPolicyWorker"] = ACTOR_ENVIRONMENT_REGISTRY[STOCK]
 
 
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))

@@ -22,7 +22,8 @@ from tools.upstream.stand_in_imports import StandIn, find_bridge, standing_in
 CHECKOUT = os.environ.get("NEMO_RL_PATH", "")
 SETUP = "nemo_rl.models.megatron.setup"
 WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
-OWN = (SETUP, WORKER, "nemo_rl.models.megatron.config")
+REGISTRY = "nemo_rl.distributed.ray_actor_environment_registry"
+OWN = (SETUP, WORKER, REGISTRY, "nemo_rl.modelopt.registry", "nemo_rl.models.megatron.config")
 ROOT = Path(__file__).parents[2]
 RECIPE = RECIPES["Qwen3-30B-A3B"]
 POLICY = {"megatron_cfg": {"freeze_moe_router": False}}
@@ -55,6 +56,9 @@ def _import_nemo_rl(checkout: str) -> tuple[Any, Any]:
     with standing_in(Path(checkout), "nemo_rl", OWN, BASES):
         setup: Any = importlib.import_module(SETUP)
         worker = importlib.import_module("nemo_rl_worker").MoEOptimPolicyWorker
+        importlib.import_module(REGISTRY).get_actor_python_env(
+            "nemo_rl_worker.MoEOptimPolicyWorker"
+        )
     sys.modules[SETUP] = setup  # as in its workers
     setup.get_attached_draft_model = lambda model: None
     return setup, worker
