@@ -46,6 +46,7 @@ from moe_optim.checkpoint.load_session import (
     open_session,
     own_errors,
     reading,
+    replacing,
     together,
 )
 from moe_optim.checkpoint.staging import plan_quickly
@@ -117,7 +118,12 @@ def load(  # noqa: PLR0913  # Megatron's
         if StrictHandling.requires_global_app_metadata(parse_strict_flag(strict)):
             sharded_state_dict = {**sharded_state_dict, _ACCOUNTED: _read_already(stored)}
     try:
-        with reading(stored, process_group), plan_quickly(), into_views(sharded_strategy):
+        with (
+            replacing(sharded_state_dict, stored),
+            reading(stored, process_group),
+            plan_quickly(),
+            into_views(sharded_strategy),
+        ):
             result = original(f"{_CORE}:load")(
                 sharded_state_dict,
                 checkpoint_dir,
