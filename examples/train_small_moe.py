@@ -108,9 +108,13 @@ def evaluate(model):
 
 def checkpoint_state(model, optimizer, is_loading=False):
     """Return this rank's part of a checkpoint. All ranks must call it."""
-    # Megatron's loop derives this from --dist-ckpt-optim-fully-reshardable. The optimizer requires
-    # it: it determines the layout of masters and moments in the files.
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    # Megatron's loop derives both from --dist-ckpt-optim-fully-reshardable. The optimizer requires
+    # the first: it determines the layout of masters and moments in the files. Without the second,
+    # their keys depend on the number of optimizers, and so on the expert-parallel size.
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+    }
     state = {"model": model.module.module.sharded_state_dict(metadata=metadata)}
     state["optimizer"] = optimizer.sharded_state_dict(state, is_loading, metadata=metadata)
     return state

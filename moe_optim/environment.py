@@ -121,7 +121,7 @@ def missing_for_datasets() -> str | None:
     if any(folder.glob("helpers_cpp.*")):
         return None
     return (
-        f"pybind11: expected it for {folder}, which compiles its helper with it, got none. "
+        f"{folder} needs pybind11 to compile its helper; it is not installed. "
         f"{_REMEDIES['pybind11'].format(needed='')}"
     )
 

@@ -75,6 +75,6 @@ def refuse(settings: Mapping[str, object], *, expected: str, remedy: str) -> Non
 def raise_faults(where: str, faults: Sequence[str]) -> None:
     """Raise ConfigError with one line per fault of command line ``where``, if there are any."""
     if faults:
-        count = f"{len(faults)} faults" if len(faults) > 1 else "1 fault"
-        lines = [f"{where}: expected what Megatron and moe_optim take, got {count}:", *faults]
+        count = f"{len(faults)} problems" if len(faults) > 1 else "1 problem"
+        lines = [f"{where}: found {count}:", *faults]
         raise ConfigError("\n  ".join(lines))

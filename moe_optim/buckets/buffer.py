@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBuffer
 from megatron.core.optimizer import param_layout
 from megatron.core.optimizer.param_layout import PerBufferParamLayout
@@ -18,7 +19,7 @@ from moe_optim.buckets.states import Event
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import config_or_bf16, installed_optimizer
-from moe_optim.weights.grouped_weight import GradientNote
+from moe_optim.weights.grouped_weight import GradientNote, GroupedWeight
 from moe_optim.weights.managed import is_managed, storage_of
 
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
@@ -143,6 +144,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             return
         for param, name in params_with_names:
             storage_of(param).name = name
+            _require_marked(param, name)
         # Makes Megatron's constructor keep the storage of the weights. A copy, since nothing else
         # may see the flag, and its own check requires Transformer Engine.
         sharing_config = copy.copy(ddp_config)
@@ -267,6 +269,21 @@ def _how_to_distribute() -> str:
         "is wrapped, in validated arguments, or in the configurations of DDP and the optimizer, as "
         "--use-moe-grouped-optim and MoEOptimizerConfig do"
     )
+
+
+def _require_marked(param: Any, name: str) -> None:
+    """Raise ConfigError if nothing says whether ranks of expert parallelism share experts.
+
+    Megatron would average gradients of different experts.
+    """
+    group = parallel_state.get_expert_model_parallel_group(check_initialized=False)
+    is_marked = hasattr(param, "allreduce") or not isinstance(param, GroupedWeight)
+    if not is_marked and group is not None and group.size() > 1:
+        raise ConfigError(
+            f"{name}.allreduce: expected False for experts that other ranks of expert parallelism "
+            "do not hold, or True for those that all hold, got none, with which Megatron averages "
+            "gradients over all data-parallel ranks. Set it before the model is wrapped."
+        )
 
 
 def _note_gradients(weight: Any) -> None:

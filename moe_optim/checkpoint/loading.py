@@ -24,7 +24,11 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -117,6 +121,7 @@ def load(  # noqa: PLR0913  # Megatron's
         agree(fit, process_group)
         if StrictHandling.requires_global_app_metadata(parse_strict_flag(strict)):
             sharded_state_dict = {**sharded_state_dict, _ACCOUNTED: _read_already(stored)}
+    _request_values(sharded_state_dict)
     try:
         with (
             replacing(sharded_state_dict, stored),
@@ -138,6 +143,14 @@ def load(  # noqa: PLR0913  # Megatron's
     state = result[0] if isinstance(result, tuple) else result
     state.pop(_ACCOUNTED, None)
     return result
+
+
+def _request_values(sharded_state_dict: Any) -> None:
+    """Request plain values for quantized weights, which ``load_state_dict`` copies into them."""
+    for entry in nested_values(sharded_state_dict):
+        if isinstance(entry, ShardedTensor) and isinstance(entry.data, GroupedWeight):
+            shape, device = entry.data.shape, entry.data.device
+            entry.data = torch.empty(shape, dtype=torch.bfloat16, device=device)
 
 
 def _read_already(stored: TorchDistReader) -> dict[str, ShardedObject]:

@@ -213,7 +213,8 @@ def _owned(
         raise LayoutError(
             "optimizer.sharded_state_dict: model_sharded_state_dict: expected an entry for every "
             f"parameter that is trained, got none for {listed(missing)}. Give the sharded state of "
-            "all model chunks, as model.sharded_state_dict() returns it."
+            "all model chunks, as model.sharded_state_dict() returns it; an entry's data is the "
+            "parameter itself, also if it is quantized, not its values."
         )
     parts = {param: stored_parts(entries[param], tuple(param.shape)) for param in held}
     for owned in owned_ranges(optimizer):

@@ -50,6 +50,7 @@ from moe_optim.errors import StateError, listed
 from moe_optim.integration.agreement import agree, count_failures, from_first, gather_objects, join
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_config
+from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.names import BASE, is_wrapper, unwrapped_name
 from moe_optim.weights.partial_loads import require_loaded
 from moe_optim.weights.te.fields import is_tensorwise, read_values, te_formats_of
@@ -221,10 +222,10 @@ def _complete(checkpoint_dir: str, config: CheckpointingConfig, verify_integrity
 
 
 def _save_values(sharded_state_dict: Any) -> None:
-    """Replace Transformer Engine weights by bf16 values where Megatron's writers would not.
+    """Replace quantized weights by bf16 values where Megatron's writers would not.
 
-    Megatron's writers convert on GPUs only, and block formats only on some of them. Other weights
-    are left to them, which convert one weight at a time.
+    Megatron's writers convert Transformer Engine's on GPUs only, and block formats only on some of
+    them. Other weights are left to them, which convert one weight at a time.
     """
     for entry in nested_values(sharded_state_dict):
         if isinstance(entry, ShardedTensor | ShardedTensorFactory):
@@ -232,6 +233,8 @@ def _save_values(sharded_state_dict: Any) -> None:
             is_on_host = isinstance(weight, torch.Tensor) and weight.device.type == "cpu"
             if te_formats_of(weight) or (is_on_host and is_tensorwise(weight)):
                 entry.data = read_values(weight)
+            elif isinstance(entry, ShardedTensor) and isinstance(weight, GroupedWeight):
+                entry.data = weight.dequantize()  # of a layer of one's own; factories do it
 
 
 def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:

@@ -25,6 +25,7 @@ KEYS = ("base", *SECTIONS)
 VERSIONS = ("python", "torch", "megatron-core", "transformer-engine", "apex")
 COUNTS = ("sm", "gpus", "ranks")
 _MAX_COUNT = 1_000_000
+_GPUS_OF_A_NODE = 8
 _NO_WORD = re.compile("[\0\ud800-\udfff]")  # characters that no command line can carry
 
 
@@ -108,7 +109,7 @@ def unmet_requirements(recipe: Recipe, *, hardware: bool = True) -> list[str]:
     versions = {name: str(requires[name]) for name in VERSIONS if name in requires}
     unmet = [problem for each in versions.items() if (problem := unmet_version(*each))]
     if hardware and ("gpus" in requires or "sm" in requires):
-        unmet += _unmet_hardware(requires)
+        unmet += _unmet_hardware(recipe)
     return unmet
 
 
@@ -177,6 +178,8 @@ def _read_text(path: Path, remedy: str) -> str:
             why = f"more than {MAX_BYTES:,} bytes"
     except UnicodeDecodeError:
         why = "not UTF-8 text"
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such recipe. {remedy}") from error
     except (OSError, ValueError) as error:  # ValueError: NUL in a path
         why = getattr(error, "strerror", None) or str(error)
     raise ConfigError(f"{path}: expected a readable recipe, got: {why}. {remedy}")
@@ -274,13 +277,13 @@ def _checked_requires(where: str, requires: Mapping[str, Any]) -> dict[str, str 
     return checked
 
 
-def _unmet_hardware(requires: Mapping[str, str | int]) -> list[str]:
-    gpus = find_gpus()
+def _unmet_hardware(recipe: Recipe) -> list[str]:
+    requires, gpus = recipe.requires, find_gpus()
     unmet = []
     if len(gpus) < (least := int(requires.get("gpus", 1))):
         unmet.append(
-            f"gpus: expected {least} or more, got {len(gpus)}. "
-            f"Use a machine with more, or a recipe for fewer."
+            f"gpus: expected {least} or more, got {len(gpus)}. Use a recipe for fewer, or "
+            f"{_start_elsewhere(recipe, least)}"
         )
     oldest = min(gpus, key=lambda gpu: gpu.sm, default=None)
     if oldest and oldest.sm < (sm := int(requires.get("sm", 0))):
@@ -289,6 +292,18 @@ def _unmet_hardware(requires: Mapping[str, str | int]) -> list[str]:
             f"Use a recipe for this GPU."
         )
     return unmet
+
+
+def _start_elsewhere(recipe: Recipe, gpus: int) -> str:
+    if gpus <= _GPUS_OF_A_NODE:
+        return "a machine with more."
+    nodes, name = -(-gpus // _GPUS_OF_A_NODE), recipe.path.stem
+    shown = name if find_recipe(name) == recipe.path else recipe.path
+    return (
+        f"start it on {nodes} machines with {_GPUS_OF_A_NODE} GPUs, on each: torchrun --nnodes "
+        f"{nodes} --nproc-per-node {_GPUS_OF_A_NODE} --rdzv-backend c10d --rdzv-endpoint "
+        f"HOST:29500 --no-python moe-optim run --recipe {shown} pretrain_gpt.py"
+    )
 
 
 def _kind(value: object) -> str:

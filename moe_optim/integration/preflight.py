@@ -8,6 +8,7 @@ import argparse
 import ast
 import io
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -32,6 +33,8 @@ Check = Callable[[Any], None]
 """Function that checks validated arguments; raises ConfigError to refuse them."""
 
 _HOLDER = "dry run"
+_NEEDS_TE = re.compile(r"\binstall (TE|transformer[-_ ]engine)\b", re.IGNORECASE)
+_RANKS = "the number of ranks (--ranks of `moe-optim train`)"
 _BUILDERS = {"pretrain", "DistributedDataParallel", "get_model", "setup_model_and_optimizer"}
 """Calls after which an installation is too late."""
 
@@ -180,7 +183,10 @@ class DryRun:
                 raise _CheckedError from None
         is_given = not self.faults
         config = self._config or installed_config()
-        own = [] if config is None else [script_arguments.make_muon_distributed]
+        own = [
+            script_arguments.make_muon_distributed,
+            script_arguments.require_megatron_checkpoint,
+        ] * (config is not None)
         for check in (*own, *self._checks):
             try:
                 check(args)
@@ -321,7 +327,22 @@ def _of_megatron(error: Exception) -> str:
     said = " ".join(text.split()).rstrip(".") or _failed_line(error)
     if isinstance(error, MoEOptimError):
         return f"refused by moe_optim: {said}."
-    return f"Megatron: {said}. Change these flags."
+    if said == "assert not args.bf16":
+        return "--fp16 and --bf16 exclude each other. Remove one."
+    if _NEEDS_TE.search(said) and script_arguments.has_no_transformer_engine():
+        return (
+            f"Megatron: {said}. Transformer Engine is not installed here: do the dry run inside "
+            "the training container."
+        )
+    return f"Megatron: {said}. {_remedy_of(said)}".rstrip()
+
+
+def _remedy_of(said: str) -> str:
+    if "world size (" in said:
+        return f"Change {_RANKS}, or the parallel sizes."
+    if said.startswith(("global batch size (", "eval_global_batch_size (")):
+        return f"Change --global-batch-size, --micro-batch-size or {_RANKS}."
+    return "" if "install" in said.lower() else "Change these flags."
 
 
 def _failed_line(error: Exception) -> str:

@@ -5,9 +5,11 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from moe_optim.checkpoint.files.folders import is_hugging_face, is_local
 from moe_optim.errors import ConfigError
 from moe_optim.integration.arguments import (
     add_moe_optim_arguments,
@@ -74,6 +76,7 @@ def _settle(args: Any, defaults: Mapping[str, Any], validate: Callable[..., Any]
     settled = validate()
     if installed_config() is not None:
         settle_optimizer(settled)
+        require_megatron_checkpoint(settled)
     require_transformer_engine(settled)
     return settled
 
@@ -120,6 +123,26 @@ def make_muon_distributed(args: Any) -> None:
         )
 
 
+def require_megatron_checkpoint(args: Any) -> None:
+    """Raise ConfigError if ``--load`` names a Hugging Face checkpoint.
+
+    Megatron finds no tracker file there, and trains from random weights. ``args`` are validated;
+    those from a YAML file may lack the field.
+    """
+    load = getattr(args, "load", None)
+    if load is not None and is_local(load) and is_hugging_face(Path(load)):
+        raise ConfigError(
+            f"--load {load}: expected a Megatron checkpoint, got a Hugging Face one, in place of "
+            f"which Megatron would train random weights. Run `moe-optim convert --to megatron "
+            f"{load} DIR`, and give --load DIR."
+        )
+
+
+def has_no_transformer_engine() -> bool:
+    """Return whether Transformer Engine cannot be imported."""
+    return import_error() is not None
+
+
 def require_transformer_engine(args: Any) -> None:
     """Raise ConfigError if ``args`` select Transformer Engine's layers but it is not importable.
 
@@ -131,5 +154,6 @@ def require_transformer_engine(args: Any) -> None:
     if is_needed and (why := import_error()):
         raise ConfigError(
             "--transformer-impl: expected Transformer Engine for transformer_engine, Megatron's "
-            f"default, got {why}. Install it, or give --transformer-impl local."
+            f"default, got {why}. Megatron stops here without it. Do a dry run inside the "
+            "training container; to train here, install it, or give --transformer-impl local."
         )

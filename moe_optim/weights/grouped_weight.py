@@ -299,7 +299,8 @@ def _refuse_views(func: Any, args: tuple[Any, ...]) -> None:
             if isinstance(weight, GroupedWeight):
                 raise StateError(
                     f"{weight.quantized_storage.name}: {func} would give a view of a dequantized "
-                    "copy. Call dequantize() or float() first, and take the view of that."
+                    "copy. Call dequantize() or float() first, and take the view of that; to save "
+                    "the weight, call moe_optim.install() before, and pass the parameter itself."
                 )
 
 

@@ -229,7 +229,9 @@ def test_a_file_larger_than_any_recipe_is_not_parsed(write):
 def test_a_recipe_that_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "loop").symlink_to("loop")
-    for path in ("a\0b", "x" * 5000, "missing.yaml", tmp_path / "bytes", tmp_path / "loop"):
+    with pytest.raises(ConfigError, match=r"missing.yaml: no such recipe\. "):
+        load_recipe("missing.yaml")
+    for path in ("a\0b", "x" * 5000, tmp_path / "bytes", tmp_path / "loop"):
         with pytest.raises(ConfigError, match="expected a readable recipe, got: "):
             load_recipe(path)
 
@@ -269,8 +271,12 @@ def test_met_requirements_pass(write, monkeypatch):
 def test_a_machine_without_gpus_lacks_any_capability(write, monkeypatch):
     monkeypatch.setattr(recipes, "find_gpus", lambda: ())
     assert unmet_requirements(load_recipe(write("requires: {sm: 90}\n"))) == [
-        "gpus: expected 1 or more, got 0. Use a machine with more, or a recipe for fewer."
+        "gpus: expected 1 or more, got 0. Use a recipe for fewer, or a machine with more."
     ]
+    (many,) = unmet_requirements(load_recipe(write("requires: {gpus: 256}\n")))
+    command = "torchrun --nnodes 32 --nproc-per-node 8 --rdzv-backend c10d"
+    assert f"start it on 32 machines with 8 GPUs, on each: {command}" in many
+    assert many.endswith("moe-optim run --recipe run.yaml pretrain_gpt.py")
 
 
 def test_a_quickstart_asks_for_nothing_this_machine_lacks():

@@ -4,9 +4,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError
 from tests.support.bytes import assert_bytes_equal
 from tests.support.modules import experts
 from tests.support.ranks import run_ranks
@@ -36,8 +38,34 @@ def make_values() -> tuple[list[torch.Tensor], torch.Tensor]:
     return values, torch.randn(EXPERTS, TOKENS, HIDDEN, generator=random).bfloat16()
 
 
-def step_once(ep_size: int) -> list[torch.Tensor]:
-    """Step the layer on one of two ranks, and return its weights, [E, R, C] fp32."""
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def state_of(layer: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    state = {"model": layer.sharded_state_dict("experts.")}
+    given = state, is_loading
+    state["optimizer"] = optimizer.sharded_state_dict(*given, metadata=METADATA)
+    return state
+
+
+def step(model: Any, ddp: Any, optimizer: Any, tokens: torch.Tensor, scale: int) -> None:
+    """Step on the tokens [E, T, C] of the experts of this rank."""
+    ddp.zero_grad_buffer()
+    output = model.experts(tokens.flatten(0, 1), torch.full((len(tokens),), TOKENS))
+    (scale * output.float().square().sum()).backward()  # as of the tokens of every rank
+    ddp.finish_grad_sync()
+    optimizer.step()
+
+
+def step_once(
+    ep_size: int, save: Path | None = None, load: Path | None = None, *, is_marked: bool = True
+) -> list[torch.Tensor]:
+    """Step the layer on one of two ranks, and return its weights, [E, R, C] fp32.
+
+    Without ``is_marked``, weights lack ``allreduce``. With ``load``, the step follows those of a
+    checkpoint; with ``save``, the step is saved, and another follows.
+    """
+    from megatron.core import dist_checkpointing
 
     import moe_optim
 
@@ -54,14 +82,22 @@ def step_once(ep_size: int) -> list[torch.Tensor]:
     first = torch.distributed.get_rank() * local if ep_size > 1 else 0
     model = torch.nn.Module()
     model.config, model.experts = config, own_experts(ep_size, values, first)
+    if not is_marked:
+        for weight in model.experts.parameters():
+            del weight.allreduce
     ddp = wrap(config, model)
     optimizer = build_optimizer(ddp, lr=1e-2, clip_grad=0.0)
-    mine = tokens[first : first + local].flatten(0, 1)
-    output = model.experts(mine, torch.full((local,), TOKENS))
-    (ep_size * output.float().square().sum()).backward()  # as of the tokens of every rank
-    ddp.finish_grad_sync()
-    optimizer.step()
     layer = model.experts
+    if load is not None:
+        template = state_of(layer, optimizer, is_loading=True)
+        loaded = dist_checkpointing.load(template, str(load))
+        named = {key.removeprefix("experts."): one for key, one in loaded["model"].items()}
+        layer.load_state_dict(named)
+        optimizer.load_state_dict(loaded["optimizer"])
+    step(model, ddp, optimizer, tokens[first : first + local], ep_size)
+    if save is not None:
+        dist_checkpointing.save(state_of(layer, optimizer, is_loading=False), str(save))
+        step(model, ddp, optimizer, tokens[first : first + local], ep_size)
     return [linear.weight.dequantize().float() for linear in (layer.linear_fc1, layer.linear_fc2)]
 
 
@@ -73,3 +109,22 @@ def test_experts_over_two_ranks_are_stepped_as_on_one():
         assert_bytes_equal(whole[linear], again[linear])
         assert_bytes_equal(torch.cat([half[linear] for half in halves]), whole[linear])
         assert (whole[linear] - start.float()).abs().max() > 5e-3
+
+
+def test_a_saved_layer_goes_on_at_another_expert_parallel_size(tmp_path):
+    """Weights, masters and moments: the next step is that of the run that was saved."""
+    halves = run_ranks(2, step_once, 2, tmp_path)
+    whole, _ = run_ranks(2, step_once, 1, None, tmp_path)
+    for linear in range(len(SHAPES)):
+        assert_bytes_equal(torch.cat([half[linear] for half in halves]), whole[linear])
+
+
+def refuse_unmarked() -> str:
+    with pytest.raises(ConfigError) as error:
+        step_once(2, is_marked=False)
+    return str(error.value)
+
+
+def test_experts_without_a_mark_are_refused_before_gradients_of_others_are_added():
+    for said in run_ranks(2, refuse_unmarked):
+        assert said.startswith("experts.linear_fc1.weight.allreduce: expected False for experts")

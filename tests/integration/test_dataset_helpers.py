@@ -30,5 +30,5 @@ def test_a_checkout_without_pybind11_is_refused_before_make_ends_the_run(tmp_pat
     (tmp_path / "Makefile").touch()
     places = {"megatron.core.datasets": tmp_path}
     monkeypatch.setattr(environment, "find_folder", places.get)
-    with pytest.raises(ConfigError, match="pybind11: expected it for .*pip install 'pybind11'"):
+    with pytest.raises(ConfigError, match=r"needs pybind11 to compile .*pip install 'pybind11'"):
         dataset_helpers.compile_helpers()

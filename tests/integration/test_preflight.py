@@ -118,7 +118,17 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
         but("--tensor-model-parallel-size", "2"),
         [
             "Megatron: world size (1) is not divisible by total_model_size (total_model_size=2). "
-            "Change these flags. The plug-in checks the model's flags once these are correct.",
+            "Change the number of ranks (--ranks of `moe-optim train`), or the parallel sizes. The "
+            "plug-in checks the model's flags once these are correct.",
+        ],
+    ),
+    "both halves": (but("--fp16"), ["--fp16 and --bf16 exclude each other. Remove one."]),
+    "a batch that ranks do not divide": (
+        but("--micro-batch-size", "3", "--global-batch-size", "4"),
+        [
+            "Megatron: eval_global_batch_size (4) must be divisible by eval_micro_batch_size (3) * "
+            "data_parallel_size (1). Change --global-batch-size, --micro-batch-size or the number "
+            "of ranks (--ranks of `moe-optim train`).",
         ],
     ),
     "everything at once": (
@@ -353,11 +363,16 @@ def test_a_script_that_never_comes_to_its_arguments_is_a_fault(found):
 @on_ranks(1)
 def test_the_command_runs_a_script_until_its_arguments_are_settled(tmp_path):
     """It exits with 0 where nothing is wrong, else with 2; the rest of the script never runs. A run
-    says that Transformer Engine is missing before Megatron calls the class that it lacks."""
+    says that Transformer Engine is missing before Megatron calls the class that it lacks. Both
+    refuse to load a Hugging Face checkpoint, in whose place Megatron trains random weights."""
     script = tmp_path / "pretrain_mine.py"
     script.write_text(
         PRETRAIN.replace("    config =", "    raise SystemExit('too far')\n    config =")
     )
+    published = tmp_path / "published"
+    published.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (published / name).touch()
     from moe_optim.commands.cli import main as cli
 
     said = []
@@ -365,20 +380,23 @@ def test_the_command_runs_a_script_until_its_arguments_are_settled(tmp_path):
     dry = ["run", "--dry-run", str(script)]
     wrong = but("--num-expert", "4")
     missing = but(LOCAL, "transformer_engine")
-    for argv in ([*dry, *but()], [*dry, *wrong], ["run", str(script), *missing]):
+    load = but("--load", str(published))
+    run = ["run", str(script)]
+    for argv in ([*dry, *but()], [*dry, *wrong], [*run, *missing], [*dry, *load], [*run, *load]):
         with contextlib.redirect_stderr(io.StringIO()) as errors:
             code = cli.main(argv)
         said.append((code, errors.getvalue()))
-    fine, wrong, missing = said
+    fine, wrong, missing, *loads = said
+    for code, errors in loads:
+        assert code == 2
+        assert f"--load {published}: expected a Megatron checkpoint, got a Hugging Face" in errors
+        assert f"moe-optim convert --to megatron {published} DIR" in errors
     assert missing[0] == 2
     last = missing[1].splitlines()[-1]
     assert last.startswith("error: --transformer-impl: expected Transformer Engine for transformer")
     assert fine[0] == 0
     assert wrong[0] == 2
-    assert (
-        f"error: {script}: arguments: expected what Megatron and moe_optim take, got 1 fault:\n"
-        in wrong[1]
-    )
+    assert f"error: {script}: arguments: found 1 problem:\n" in wrong[1]
     assert wrong[1].splitlines()[-1].startswith("  --num-expert: no such flag. Write --num-experts")
 
 

@@ -41,6 +41,13 @@ def read_tracker(checkpoints: Path) -> str | None:
     return content.decode(errors="replace").strip()
 
 
+def is_hugging_face(folder: Path) -> bool:
+    """Return whether a folder holds a Hugging Face checkpoint, and none of Megatron's."""
+    is_megatron = (folder / TRACKER).exists()
+    has_model = (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
+    return has_model and not is_megatron
+
+
 def files_of_ranks(checkpoint: Path) -> list[Path]:
     """Return all per-rank files of ``--ckpt-format torch``; empty for other formats."""
     is_torch_dist = any((checkpoint / name).exists() for name in (CONFIG_FILE, ".metadata"))

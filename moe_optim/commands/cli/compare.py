@@ -10,11 +10,12 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
-    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="output folder")
+    text = "output folder (default: compare, beside the first RUN)"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare, then print the table and the path of the page."""
     from moe_optim.commands.report.comparison import compare
 
-    return compare(args.runs, args.out)
+    return compare(args.runs, args.out or args.runs[0].resolve().parent / "compare")

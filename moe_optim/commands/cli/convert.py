@@ -219,8 +219,10 @@ def _workers(args: argparse.Namespace, plan: "FilePlan") -> int:
 def _speed(plan: "FilePlan", began: float) -> str:
     seconds, peak = time.perf_counter() - began, peak_memory()
     speed = plan.total_bytes / max(seconds, 1e-9)
+    read, written = plan.num_tensors, plan.num_written
+    become = f" become {written:,}" if written != read else ""
     return (
-        f"{plan.num_tensors:,} tensors, {spell_bytes(plan.total_bytes)} in {seconds:.1f} s, "
+        f"{read:,} tensors{become}, {spell_bytes(plan.total_bytes)} in {seconds:.1f} s, "
         f"{spell_bytes(speed)}/s; peak memory {spell_bytes(peak)}"
     )
 

@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--gpus", type=int, nargs="+", metavar="N", help=text)
     text = (
-        "kind of GPU, by its data sheet: memory, memory bandwidth, and the link that the "
-        "all-gather uses (NVLink, or one network port per GPU)"
+        "kind of GPU: memory as cards report it; by its data sheet memory bandwidth, and the link "
+        "that the all-gather uses (NVLink, or one network port per GPU)"
     )
     add("--gpu", choices=GPUS, help=text)
     text = "memory of a GPU, in place of --gpu's: show whether the model fits, and the rest"

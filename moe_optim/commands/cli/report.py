@@ -14,7 +14,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="output folder (default: RUN/report)"
     )
-    text = "show the last health sample up to this iteration (default: the last of all)"
+    text = (
+        "judge the run up to this iteration, and show its last health sample (default: the last of "
+        "all)"
+    )
     parser.add_argument("--at", type=int, metavar="ITERATION", help=text)
 
 

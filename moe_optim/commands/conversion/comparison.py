@@ -28,6 +28,8 @@ from moe_optim.commands.conversion.file_plan import (
     read_experts,
 )
 from moe_optim.commands.conversion.layer_view import LayerView
+from moe_optim.commands.conversion.model_sources import names_of
+from moe_optim.errors import ConfigError
 from moe_optim.experts.keys.layouts import ExpertSet, get_layout
 
 GROUPED = get_layout("grouped")
@@ -154,9 +156,11 @@ def compare_checkpoints(
         workers: number of processes that share the tensors; the result is the same for any.
 
     Raises:
+        ConfigError: one side has Hugging Face's names, the other Megatron's.
         LayoutError: the interleaving of expert rows is ambiguous.
         StateError: a file cannot be read, or a process died.
     """
+    _require_same_names(a.view, b.view)
     result = Comparison()
     objects = [len(side.view.reader.objects) for side in (a, b)]
     if any(objects):
@@ -189,6 +193,16 @@ def compare_checkpoints(
         result.nbytes += one.nbytes
         result.differences += one.differences
     return result
+
+
+def _require_same_names(a: LayerView, b: LayerView) -> None:
+    owners = [names_of(view.tensors) for view in (a, b)]
+    if None not in owners and owners[0] != owners[1]:
+        hf = (a, b)[owners.index("Hugging Face")].reader.path
+        raise ConfigError(
+            f"verify: expected names of one kind, got {owners[0]}'s in A and {owners[1]}'s in B. "
+            f"Convert one first: moe-optim convert --to megatron {hf} DIR."
+        )
 
 
 class _Compared(NamedTuple):

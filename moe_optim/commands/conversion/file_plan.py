@@ -166,8 +166,13 @@ class FilePlan:
 
     @property
     def num_tensors(self) -> int:
-        """Number of tensors read."""
+        """Number of tensors read, each of a single layer."""
         return sum(len(part.sources) for part in self.parts)
+
+    @property
+    def num_written(self) -> int:
+        """Number of tensors that those become, each of a single layer."""
+        return sum(len(self.tensors(part)) for part in self.parts)
 
     @property
     def total_bytes(self) -> int:

@@ -124,8 +124,8 @@ def plan_model(reader: CheckpointReader, request: ModelRequest) -> ModelPlan:
     faults += _dtype_faults(parts, view)
     if faults:
         raise LayoutError(
-            f"{reader.path}: expected the tensors of {model.family.architecture}, got "
-            f"{len(faults)} fault(s):\n"
+            f"{reader.path}: expected the tensors of {model.family.architecture}, found "
+            f"{len(faults)} problem{'s' * (len(faults) > 1)}:\n"
             + "".join(f"  {fault}\n" for fault in faults)
             + "Nothing was converted."
         )

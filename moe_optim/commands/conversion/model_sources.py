@@ -1,6 +1,6 @@
 """Identifies the model of a checkpoint from the files saved beside its tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,9 +42,23 @@ _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
+def names_of(tensors: Collection[str]) -> str | None:
+    """Return whose names a whole model has, ``Hugging Face`` or ``Megatron``; None if unknown."""
+    for owner, embedding in (("Hugging Face", "embed_tokens"), ("Megatron", "word_embeddings")):
+        if any(name.endswith(f".{embedding}.weight") for name in tensors):
+            return owner
+    return None
+
+
 def require_format(reader: CheckpointReader, to: Target) -> None:
     """Raise ConfigError if a checkpoint already is in the target format."""
     wanted = "torch_dist" if to == "hf" else "safetensors"
+    if to == "hf" and names_of(reader.tensors) == "Hugging Face":
+        raise ConfigError(
+            f"{reader.path}: expected a Megatron checkpoint, or quantized weights with a "
+            f"{QUANTIZATION} in {CONFIG}, for --to hf, got one that is Hugging Face's already. "
+            "Use it as it is."
+        )
     if reader.format != wanted:
         also = f", or safetensors whose {CONFIG} has a {QUANTIZATION}," if to == "hf" else ""
         raise ConfigError(

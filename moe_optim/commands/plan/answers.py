@@ -1,6 +1,6 @@
 """Recommendation of a plan: format, reason, and whether the weights fit a GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from moe_optim.spelling import spell_bytes
 GIB = 2**30
 _COMMON = ("mxfp8", "nvfp4", "fp8_block")
 """Formats of Megatron's flags that keep weights quantized."""
+_OF_MXFP8 = "--reuse-grad-buf-for-mxfp8-param-ag"
+_NOT_OF_BLOCKS = _OF_MXFP8, "--moe-single-grouped-weight", "--moe-single-grouped-bias"
+"""Flags that Megatron does not take with blockwise FP8, or that have no effect there."""
 _BLACKWELL_FORMATS = frozenset(("mxfp8", "mxfp8_2d", "nvfp4"))
 """Formats whose GEMMs Transformer Engine has on Blackwell only."""
 
@@ -38,6 +41,9 @@ class Choice:
     """Format that a run uses with ``format: auto``."""
     has_bf16: bool = False
     """Whether Transformer Engine's experts stay bf16 because no flag quantizes them."""
+    missing_gemms: str = ""
+    """What Transformer Engine lacks on the GPU for the recipe's weights; empty if nothing, or if
+    the GPU is unknown."""
 
     def rows_to_show(self) -> list[str]:
         """Return the formats to compare, each with stock's row; without candidates the common."""
@@ -47,11 +53,14 @@ class Choice:
         return [*kept, STOCK_BF16, *(f"stock {name}" for name in kept)]
 
 
-def find_choice(recipe: Recipe, argv: Sequence[str], experts: PlannedExperts) -> Choice:
+def find_choice(
+    recipe: Recipe, argv: Sequence[str], experts: PlannedExperts, gpu: str | None = None
+) -> Choice:
     """Return the formats that a recipe can use without becoming a different model.
 
     4-bit and 8-bit weights give different models: neither is proposed in place of the other. A
-    row-only format is that of an inference engine, and is kept.
+    row-only format is that of an inference engine, and is kept. ``gpu`` is a key of
+    :data:`~moe_optim.commands.plan.gpus.GPUS`, or None if unknown.
 
     Raises:
         LayoutError: the weights do not fit the recipe's format.
@@ -67,6 +76,10 @@ def find_choice(recipe: Recipe, argv: Sequence[str], experts: PlannedExperts) ->
         flag = f"--{bits}-recipe {last_value(argv, f'--{bits}-recipe') or recipe_name}"
         if not (candidates := native_formats(flag)):
             return Choice(**common, candidates=(), why=f"weights of {flag} stay Megatron's")
+        is_hopper = gpu is not None and not GPUS[gpu].is_blackwell
+        if is_hopper and not _BLACKWELL_FORMATS.isdisjoint(candidates):
+            excess = [word for word in argv if word in _NOT_OF_BLOCKS]
+            return _choose_on_hopper(common, bits, flag, gpu, excess)
         why, keeps_own = f"that {flag} supports", own in candidates
         return Choice(**common, candidates=candidates, why=why, keeps_own=keeps_own)
     if own == "bf16" and recipe.moe_optim.compute is not None:
@@ -84,6 +97,25 @@ def find_choice(recipe: Recipe, argv: Sequence[str], experts: PlannedExperts) ->
     )
     why = f"with {wanted} bits, which portable experts support on any GPU"
     return Choice(**common, candidates=names, why=why)
+
+
+def _choose_on_hopper(
+    common: Mapping[str, Any], bits: str, flag: str, gpu: str | None, excess: Sequence[str]
+) -> Choice:
+    said = f"--gpu {gpu}: Transformer Engine has GEMMs for {flag} on Blackwell only"
+    if bits == "fp4":
+        why = f"Transformer Engine has no 4-bit GEMMs on {gpu}"
+        missing = f"{said}. Name a Blackwell GPU."
+        return Choice(**common, candidates=(), why=why, missing_gemms=missing, keeps_own=False)
+    candidates = native_formats("--fp8-recipe blockwise")
+    remove = f"; remove {', '.join(excess)}" if excess else ""
+    return Choice(
+        **{**common, "default": candidates[0]},
+        candidates=candidates,
+        why=f"with 8-bit GEMMs on {gpu}",
+        missing_gemms=f"{said}: the flags below replace it{remove}.",
+        keeps_own=False,
+    )
 
 
 def recommend(choice: Choice, rows: Sequence[PlanRow]) -> PlanRow | None:
@@ -117,22 +149,10 @@ def explain(choice: Choice, best: PlanRow | None, rows: Sequence[PlanRow]) -> st
     if best["against_stock_bytes"] is not None:
         said += f" and {_against(best['against_stock_bytes'], f'stock {name}')}"
     said += f"; the all-gather transfers {gathered:.2f} of stock bf16's bytes."
-    if name != choice.own:
+    if name != choice.own and not choice.missing_gemms:
         rest = "keep it to resume a run" if choice.keeps_own else "no run can use it"
         said += f" The recipe uses {choice.own}; {rest}."
     return said
-
-
-def explain_missing_gemms(choice: Choice, experts: PlannedExperts, gpu: str | None) -> str:
-    """Return that a GPU cannot multiply the recipe's weights; empty if it can, or is unknown."""
-    if gpu is None or GPUS[gpu].is_blackwell or not is_native(experts.args):
-        return ""
-    if not _BLACKWELL_FORMATS & set(choice.candidates):
-        return ""
-    return (
-        f"--gpu {gpu}: Transformer Engine has MXFP8 and NVFP4 GEMMs on Blackwell only. Give "
-        "--fp8-recipe blockwise on Hopper, or name a Blackwell GPU."
-    )
 
 
 def explain_fit(row: PlanRow, memory_gib: float, why_unknown: str) -> str:
@@ -171,6 +191,8 @@ def flags_to_add(
         changed = {"format": config.format} | changed
     for name, value in changed.items():
         flags += ["--moe-optim-set", f"{name}={value}"]
+    if choice.missing_gemms:
+        flags = [*_HOPPER, *flags] if best is not None else []
     if choice.has_bf16:
         flags = [*(_BLACKWELL if gpu and gpu.is_blackwell else _HOPPER), *flags]
     return flags
@@ -179,7 +201,7 @@ def flags_to_add(
 _HOPPER = ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--fp8-param-gather")
 _BLACKWELL = (
     *("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8", "--fp8-param-gather"),
-    "--reuse-grad-buf-for-mxfp8-param-ag",
+    _OF_MXFP8,
 )
 """Flags that quantize Transformer Engine's weights with native GEMMs."""
 

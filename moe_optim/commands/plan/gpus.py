@@ -1,8 +1,10 @@
 """GPUs that a plan knows: memory, memory bandwidth and links.
 
-Numbers are those of NVIDIA's public data sheets: H100 and H200 Tensor Core GPU (SXM), HGX B200,
-GB200 NVL72 and GB300 NVL72, whose totals are divided by their 72 GPUs. A link is one direction of
-NVLink within a domain, and one network port per GPU beyond it: ConnectX-7, and ConnectX-8 on GB300.
+Memory is what ``nvidia-smi`` reports: for H100 and H200 on the machines of ``recipes/results``, for
+B200 in NVIDIA/TensorRT-LLM issue 10278, for GB200 and GB300 in public listings of NVL72 nodes. The
+rest is from NVIDIA's data sheets: H100 and H200 Tensor Core GPU (SXM), HGX B200, GB200 NVL72 and
+GB300 NVL72. A link is one direction of NVLink within a domain, and one network port per GPU beyond
+it: ConnectX-7, and ConnectX-8 on GB300.
 """
 
 import argparse
@@ -10,16 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-_GB, _GIB = 10**9, 2**30
 STEP = 4
 """Ratio of successive numbers of GPUs by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedGpu:
-    """One kind of GPU, in the units of its data sheet."""
+    """One kind of GPU."""
 
-    memory_gb: int
+    memory_mib: int
     memory_tb_per_s: float
     domain: int
     """GPUs that NVLink connects."""
@@ -30,7 +31,7 @@ class PlannedGpu:
     @property
     def memory_gib(self) -> float:
         """Memory in GiB."""
-        return self.memory_gb * _GB / _GIB
+        return self.memory_mib / 1024
 
     def link_gb_per_s(self, ranks: int) -> int:
         """Return the bandwidth of a link within a block of ``ranks`` consecutive ranks."""
@@ -39,11 +40,11 @@ class PlannedGpu:
 
 GPUS: Mapping[str, PlannedGpu] = MappingProxyType(
     {
-        "h100": PlannedGpu(80, 3.35, 8, 450, 50, is_blackwell=False),
-        "h200": PlannedGpu(141, 4.8, 8, 450, 50, is_blackwell=False),
-        "b200": PlannedGpu(180, 8.0, 8, 900, 50, is_blackwell=True),
-        "gb200": PlannedGpu(186, 8.0, 72, 900, 50, is_blackwell=True),
-        "gb300": PlannedGpu(279, 8.0, 72, 900, 100, is_blackwell=True),
+        "h100": PlannedGpu(81559, 3.35, 8, 450, 50, is_blackwell=False),
+        "h200": PlannedGpu(143771, 4.8, 8, 450, 50, is_blackwell=False),
+        "b200": PlannedGpu(183359, 8.0, 8, 900, 50, is_blackwell=True),
+        "gb200": PlannedGpu(189471, 8.0, 72, 900, 50, is_blackwell=True),
+        "gb300": PlannedGpu(284208, 8.0, 72, 900, 100, is_blackwell=True),
     }
 )
 """Name of ``--gpu`` -> GPU."""

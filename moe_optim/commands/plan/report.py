@@ -15,7 +15,6 @@ from moe_optim.commands.console.provenance import commit
 from moe_optim.commands.plan.answers import (
     explain,
     explain_fit,
-    explain_missing_gemms,
     find_choice,
     flags_to_add,
     recommend,
@@ -23,7 +22,7 @@ from moe_optim.commands.plan.answers import (
 from moe_optim.commands.plan.costs import STOCK_BF16, left_out
 from moe_optim.commands.plan.dense import count_dense
 from moe_optim.commands.plan.experts import MOST_RANKS, PlannedExperts, plan_experts
-from moe_optim.commands.plan.gpus import STEP, Hardware
+from moe_optim.commands.plan.gpus import GPUS, STEP, Hardware
 from moe_optim.commands.plan.rows import plan_rows
 from moe_optim.commands.plan.saves import count_save, explain_save
 from moe_optim.commands.plan.step_times import FUSED_ERROR
@@ -136,7 +135,7 @@ def make_report(args: argparse.Namespace, planned: Planned) -> dict[str, Any]:
     recipe, experts, hardware = planned.recipe, planned.experts, Hardware.of_options(args)
     gpus = sorted(set(args.gpus or default_gpus(experts, recipe.ranks)))
     counted = estimated_rows(planned, gpus, hardware)
-    choice = find_choice(recipe, planned.argv, experts)
+    choice = find_choice(recipe, planned.argv, experts, args.gpu)
     advised = recipe.ranks if recipe.ranks in gpus else gpus[0]
     rows = [row for row in counted["rows"] if row["gpus"] == advised]
     best = recommend(choice, rows)
@@ -151,7 +150,7 @@ def make_report(args: argparse.Namespace, planned: Planned) -> dict[str, Any]:
         "planned": _describe(experts, planned.layout),
         "recommended": explain(choice, best, rows),
         "save": {"gpus": advised} | count_save(experts, advised, format),
-        "missing_gemms": explain_missing_gemms(choice, experts, args.gpu),
+        "missing_gemms": choice.missing_gemms,
         "fits": fit,
         "flags": flags_to_add(choice, best, recipe.moe_optim, hardware.gpu),
         "shown": choice.rows_to_show(),
@@ -178,9 +177,10 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
             print_table(console, table)
     notes = [] if report["step"] == "fused" else [f"step: {report['step']}"]
     if any(row["step_ms"] for row in shown):
+        is_blackwell = report["gpu"] is not None and GPUS[report["gpu"]].is_blackwell
         notes.append(
-            "step: estimated without all-gather, from runs in blockwise FP8 on H100 and H200 that "
-            f"lie within {FUSED_ERROR:.0%} of moe_optim's estimate and within stock's range"
+            f"step: estimated without all-gather; the estimate is within {FUSED_ERROR:.0%} of our "
+            f"H100 and H200 runs in blockwise FP8{', not measured on Blackwell' * is_blackwell}"
         )
     if report["not_counted"]:
         notes.append(f"model: dense weights are not counted: {report['not_counted']}")
@@ -195,7 +195,8 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
         if report[answer]:
             console.print(report[answer], soft_wrap=False)
     console.print(explain_save(report["save"]), soft_wrap=False)
-    console.print(f"\nAdd these flags:\n  {shlex.join(report['flags'])}")
+    if report["flags"]:
+        console.print(f"\nAdd these flags:\n  {shlex.join(report['flags'])}")
 
 
 def default_gpus(experts: PlannedExperts, ranks: int) -> list[int]:

@@ -35,10 +35,12 @@ def report(path: Path, out: Path | None = None, at: int | None = None) -> int:
     Args:
         path: run folder.
         out: output folder; None for ``report`` in the run folder.
-        at: iteration whose last health sample, up to it, is shown; None for the last of all.
+        at: iteration up to which the run is judged, and whose last health sample is shown; None for
+            all of it.
 
     Raises:
-        ConfigError: ``out`` cannot be written, or there is no health sample up to ``at``.
+        ConfigError: ``out`` cannot be written, there is no health sample up to ``at``, or the run
+            has not reached it.
     """
     out = out or RunFolder(path).report
     require_no_run(out, own=path)
@@ -48,6 +50,8 @@ def report(path: Path, out: Path | None = None, at: int | None = None) -> int:
             f"--at {at}: expected an iteration from the first health sample on, got "
             f"{_said_of_samples(run)}. Give another iteration, or none for the last sample."
         )
+    if at is not None and at > (last := run.events.train[-1].iteration):
+        raise ConfigError(f"--at {at}: expected at most {last}, the last iteration. Give that.")
     page = build_page(run, at)
     console = results_console()
     console.print(f"Was it quantization? {page.verdict}", soft_wrap=False)
@@ -74,8 +78,11 @@ def build_page(run: Run, at: int | None = None) -> Page:
     """Return the report of a run, with the last health sample up to iteration ``at``."""
     layers = run.layers_with("amax")
     health, tokens = run.sample("amax", at), run.sample("tokens", at)
-    largest, spikes = find_largest(run), find_spikes(run.events.train)
+    train = [point for point in run.events.train if at is None or point.iteration <= at]
+    largest, spikes = find_largest(run, at), find_spikes(train)
     verdict = judge(run, largest, spikes)
+    if at is not None:
+        verdict = f"Up to iteration {at}: {verdict}"
     marks = Marks(spikes=tuple(spikes), at=health.iteration if health and at is not None else None)
     times = {name: ms for name, ms in run.times.items() if math.isfinite(ms) and ms > 0}
     trends = [*_looks(run, marks), *_trend(run, layers, "distance", "distance of experts", marks)]

@@ -70,20 +70,23 @@ def _jumps(value: float, recent: Sequence[float]) -> bool:
     return value - middle > max(_DEVIATIONS * spread, _LEAST_RISE * abs(middle))
 
 
-def find_largest(run: Run) -> list[Largest]:
-    """Return the largest value of every figure that has a threshold, nearest to it first."""
+def find_largest(run: Run, at: int | None = None) -> list[Largest]:
+    """Return the largest value of every figure that has a threshold, nearest to it first.
+
+    Of all samples, or of those up to iteration ``at``.
+    """
     thresholds = THRESHOLDS.get(run.format, {})
-    found = [one for name, limit in thresholds.items() for one in _largest(run, name, limit)]
+    found = [one for name, limit in thresholds.items() for one in _largest(run, name, limit, at)]
     return sorted(found, key=lambda one: (not one.is_above, -one.value / one.threshold))
 
 
-def _largest(run: Run, figure: str, threshold: float) -> Iterator[Largest]:
+def _largest(run: Run, figure: str, threshold: float, at: int | None) -> Iterator[Largest]:
     """Yield one value, or none if the figure was not sampled."""
     best: tuple[float, str, int, int] | None = None
     first: int | None = None
     for layer in run.layers_with(figure):
         norms = dict(run.looks(layer, "norm"))
-        for iteration, values in run.looks(layer, figure):
+        for iteration, values in run.looks(layer, figure, at):
             values = np.where(_is_zero(norms.get(iteration), values), 0.0, values)
             if (~(values <= threshold)).any():
                 first = iteration if first is None else min(first, iteration)

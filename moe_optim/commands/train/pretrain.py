@@ -163,6 +163,7 @@ def train(argv: Sequence[str]) -> None:
 
     from moe_optim.commands.train.layer_spec import layer_spec
     from moe_optim.integration.script_arguments import (
+        require_megatron_checkpoint,
         require_transformer_engine,
         settle_optimizer,
     )
@@ -170,6 +171,7 @@ def train(argv: Sequence[str]) -> None:
     args = parse_and_validate_args(extra_args_provider=add_moe_optim_arguments)
     if moe_optim_config is not None:
         settle_optimizer(args)
+        require_megatron_checkpoint(args)
     refuse_unsupported(args)
     require_transformer_engine(args)
     model_config = gpt_config_from_args(args)

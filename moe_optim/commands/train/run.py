@@ -1,6 +1,7 @@
 """The whole of ``moe-optim train``, from the text on disk to the summary."""
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -159,7 +160,7 @@ class _Training:
             last_log=result.logs / str(self.ranks - 1) / "stdout.log",
         )
         print_summary(summary, self.folder, self._longer(summary["iterations"]), self.console)
-        for line in self._uses(summary["format"]):
+        for line in self._uses(summary["format"], summary["iterations"]):
             self._say(line)
         return 0
 
@@ -308,14 +309,24 @@ class _Training:
             length = ["--train-samples", str(2 * int(samples))]
         return f"{self._resume_command()} -- {shlex.join([*length, _OVERRIDE])}"
 
-    def _uses(self, format: str) -> list[str]:
+    def _new(self, name: str, iterations: int) -> str:
+        """Return a folder of the run that does not exist, such as ``hf``, ``hf-640``, ``hf-640-2``.
+
+        A resumed run may have left some of them.
+        """
+        numbered = f"{name}-{iterations}"
+        names = itertools.chain((name, numbered), (f"{numbered}-{n}" for n in itertools.count(2)))
+        return str(next(path for one in names if not (path := self.folder.path / one).exists()))
+
+    def _uses(self, format: str, iterations: int) -> list[str]:
         """Return commands that use the run; conversions only for models with names elsewhere."""
         run = str(self.folder.path)
         commands = {"moe-optim report": [run]}
         if "--qk-layernorm" in flags(self.megatron_argv):  # the layers of Qwen3
             exported = format if format in FORMATS else "mxfp8"
-            commands["moe-optim convert --to hf"] = [run, f"{run}/hf"]
-            commands[f"moe-optim export --format {exported}"] = [run, f"{run}/{exported}"]
+            commands["moe-optim convert --to hf"] = [run, self._new("hf", iterations)]
+            export = f"moe-optim export --format {exported}"
+            commands[export] = [run, self._new(exported, iterations)]
         return [f"{command} {shlex.join(paths)}" for command, paths in commands.items()]
 
     def _resume_command(self) -> str:

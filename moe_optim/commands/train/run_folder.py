@@ -29,7 +29,7 @@ from moe_optim.checkpoint.files.folders import (
 from moe_optim.checkpoint.files.publishing import DISK_FULL, require_writable
 from moe_optim.checkpoint.integrity import checkpoint_defect
 from moe_optim.commands.console.files import write_atomically
-from moe_optim.errors import StateError
+from moe_optim.errors import ConfigError, StateError
 
 
 class RunFolder:
@@ -58,6 +58,8 @@ class RunFolder:
 def claim(path: Path, *, resume: bool) -> Iterator[RunFolder]:
     """Create a run folder, unless it is resumed, and hold its lock, which excludes other runs.
 
+    Removes what it made after a ConfigError, with which a run is refused before it starts.
+
     Raises:
         StateError: another run holds the folder; or the folder contains results, and ``resume`` is
             not set; or ``resume`` is set, and the folder does not exist.
@@ -70,7 +72,24 @@ def claim(path: Path, *, resume: bool) -> Iterator[RunFolder]:
             "with --out, or start a new one without --resume."
         )
     require_writable(path, expected="a folder")
+    made = [each for each in (path, *path.parents) if not each.exists()]
+    has_lock = (path / ".lock").exists()
     path.mkdir(parents=True, exist_ok=True)
+    try:
+        with _locked(folder, resume=resume):
+            yield folder
+    except ConfigError:  # nothing has started
+        if not has_lock:
+            (path / ".lock").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty
+            for each in made:
+                each.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def _locked(folder: RunFolder, *, resume: bool) -> Iterator[None]:
+    path = folder.path
     with (path / ".lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,7 +105,7 @@ def claim(path: Path, *, resume: bool) -> Iterator[RunFolder]:
                 f"{path}: already contains a run ({held[0].relative_to(path)}). Continue it with "
                 "--resume, or start a new one in another folder with --out."
             )
-        yield folder
+        yield
 
 
 @dataclass(frozen=True)

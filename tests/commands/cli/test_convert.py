@@ -97,17 +97,27 @@ def test_every_option_reaches_the_conversion(convert, source, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_a_whole_model_goes_to_hugging_face_and_back(family, convert, tmp_path):
-    """Both ways say what was done; on the way back, also how Megatron is started."""
+def test_a_whole_model_goes_to_hugging_face_and_back(family, convert, tmp_path, capsys):
+    """Both ways say what was done, counting the same tensors; on the way back, also how Megatron is
+    started. The two are not compared, nor is what is Hugging Face's converted again."""
     source = write_megatron(tmp_path / "c", family)
     code, lines, err = convert(source, tmp_path / "hf", "--to", "hf")
     assert (code, err) == (0, "")
     architecture = {"qwen3_moe": "Qwen3MoeForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
     assert lines[0].startswith(f"{tmp_path / 'hf'}: {architecture[family]}, 2 layers, ")
+    there = re.match(r"(\d+) tensors become (\d+), ", lines[1])
     assert lines[-1].startswith("Omitted: 2 objects")
+    code, _, err = convert(tmp_path / "hf", tmp_path / "again", "--to", "hf")
+    assert code == 2 and "got one that is Hugging Face's already. Use it as it is." in err
+    assert cli.main(["verify", str(tmp_path / "hf"), str(source)]) == 2
+    said = capsys.readouterr().err
+    assert "verify: expected names of one kind, got Hugging Face's in A and Megatron's in B" in said
+    assert f"moe-optim convert --to megatron {tmp_path / 'hf'} DIR" in said
     assert (tmp_path / "hf" / "config.json").is_file()
     code, lines, _ = convert(tmp_path / "hf", tmp_path / "back", "--to", "megatron")
     assert code == 0
+    back = re.match(r"(\d+) tensors become (\d+), ", lines[1])
+    assert there.groups() == back.groups()[::-1]
     assert lines[2].startswith("Megatron's flags: --swiglu --disable-bias-linear")
     assert " --transformer-impl transformer_engine" in lines[2]
     assert lines[3].startswith("These flags start a run with Transformer Engine, which ")

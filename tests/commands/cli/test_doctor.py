@@ -156,7 +156,7 @@ def test_a_checkout_needs_pybind11_for_the_helper_of_its_datasets(
     assert entry["state"] == state
     assert "a checkout of Megatron-LM compiles a helper with it" in entry["note"]
     problem = (
-        f"pybind11: expected it for {datasets}, which compiles its helper with it, got none. "
+        f"{datasets} needs pybind11 to compile its helper; it is not installed. "
         "pip install 'pybind11'"
     )
     assert [one for one in report["problems"] if "pybind11" in one] == (

@@ -100,7 +100,7 @@ def test_all_that_is_missing_or_of_wrong_rows_is_named_and_nothing_is_written(tm
         "decoder.layers.0.pre_mlp_layernorm.weight: there is one too many",
     ):
         assert fault in said
-    assert "got 4 fault(s)" in said
+    assert "found 4 problems" in said
 
 
 def test_what_is_left_over_is_named(tmp_path):

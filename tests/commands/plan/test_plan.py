@@ -18,7 +18,6 @@ from moe_optim.commands.cli import main as cli
 from moe_optim.commands.plan.answers import (
     explain,
     explain_fit,
-    explain_missing_gemms,
     find_choice,
     flags_to_add,
     recommend,
@@ -344,12 +343,12 @@ def test_a_hundred_thousand_gpus_can_be_planned_and_more_ranks_hold_less():
 # Answers
 
 
-def choice_of(argv, *, gpus=2, **knobs):
+def choice_of(argv, *, gpus=2, gpu=None, **knobs):
     """Return the choice of formats, the recommended row, and all rows."""
     recipe = SimpleNamespace(moe_optim=MoEOptimConfig(**knobs), path="a recipe")
     experts = plan_experts(argv, grouped=True)
     rows = list(plan_rows(experts, [gpus]))
-    choice = find_choice(recipe, argv, experts)
+    choice = find_choice(recipe, argv, experts, gpu)
     return choice, recommend(choice, rows), rows
 
 
@@ -372,7 +371,7 @@ def test_portable_experts_are_told_the_format_of_as_many_bits_with_the_least_mem
 
 
 def test_native_weights_are_told_what_their_recipe_can_have_and_others_what_to_add():
-    """And which GPUs lack the GEMMs of the former; portable experts multiply in bf16."""
+    """A GPU without the GEMMs of the former is told those of as many bits, if it has any."""
     mxfp8 = argv(SMALL | {"--fp8-recipe": "mxfp8", "--fp8-param-gather": True})
     nvfp4 = argv(SMALL | {"--fp4-recipe": "nvfp4", "--fp4-param-gather": True})
     block = argv(SMALL | {"--fp8-recipe": "blockwise", "--fp8-param-gather": True})
@@ -386,16 +385,18 @@ def test_native_weights_are_told_what_their_recipe_can_have_and_others_what_to_a
     assert advice(argv(SMALL)).startswith("Its flags keep bf16 weights; those below quantize them")
     for own, rest in (("int4", "no run can use it"), ("mxfp8", "keep it to resume a run")):
         assert f"The recipe uses {own}; {rest}" in advice(mxfp8, format=own)
-    for words, gpu, warns in (
-        (mxfp8, "h100", True),
-        (nvfp4, "h200", True),
-        (mxfp8, "gb300", False),
-        (block, "h100", False),
-        (argv(SMALL | LOCAL_FLAGS), "h100", False),
+    for words, gpu, best, warns in (
+        (mxfp8, "h100", "fp8_block", True),
+        (nvfp4, "h200", None, True),
+        (mxfp8, "gb300", "mxfp8_2d", False),
+        (block, "h100", "fp8_block", False),
+        (argv(SMALL | LOCAL_FLAGS), "h100", "mxfp8_2d", False),
     ):
-        experts = plan_experts(words, grouped=True)
-        said = explain_missing_gemms(choice_of(words)[0], experts, gpu)
-        assert said.startswith(f"--gpu {gpu}: Transformer Engine has MXFP8 and NVFP4") == warns
+        choice, row, rows = choice_of(words, gpu=gpu)
+        assert (row and row["format"]) == best
+        assert choice.missing_gemms.startswith(f"--gpu {gpu}: Transformer Engine has") == warns
+        none = f"Recommended: {best or 'none of these formats, as Transformer Engine has no 4-bit'}"
+        assert explain(choice, row, rows).startswith(none)
 
 
 @pytest.mark.parametrize(
@@ -407,13 +408,19 @@ def test_native_weights_are_told_what_their_recipe_can_have_and_others_what_to_a
         (LOCAL_FLAGS, {"format": "nvfp4", "health_interval": 10}, None, "format=nvfp4"),
         (LOCAL_FLAGS, {"format": "bf16", "compute": "int4"}, None, "format=bf16"),
         ({}, {}, "h200", "--fp8-recipe blockwise --fp8-param-gather"),
+        (
+            {"--fp8-recipe": "mxfp8", "--fp8-param-gather": True},
+            {"format": "mxfp8"},
+            "h200",
+            "--fp8-recipe blockwise --fp8-param-gather --use-moe-grouped-optim",
+        ),
         ({}, {}, "gb300", "--fp8-recipe mxfp8 --fp8-param-gather"),
     ],
 )
 def test_flags_to_add_give_the_recommended_format(flags, knobs, gpu, added):
     """Read back, they are the configuration that was planned, in the recommended format."""
     words = argv(SMALL | flags)
-    choice, best, _ = choice_of(words, **knobs)
+    choice, best, _ = choice_of(words, gpu=gpu, **knobs)
     config = MoEOptimConfig(**knobs)
     found = flags_to_add(choice, best, config, GPUS.get(gpu))
     assert added in shlex.join(found)
@@ -655,7 +662,7 @@ def test_a_gpu_is_its_memory_its_bandwidth_and_its_links(recipe, capsys):
         words = ["--gpu", gpu, "--gpus", str(gpus), "--json", "--", *DENSE]
         assert cli.main(["plan", str(recipe), *words]) == 0
         report = json.loads(capsys.readouterr().out)
-        assert report["gpu_memory_gib"] == GPUS[gpu].memory_gb * 1e9 / 2**30
+        assert report["gpu_memory_gib"] == GPUS[gpu].memory_mib / 1024
         assert {row["link_gb_per_s"] for row in report["rows"]} == {link}
         assert all(row["step_ms"] for row in report["rows"] if row["format"] in FORMATS)
     words = ["--gpu", "h100", "--gpu-memory", "70", "--bandwidth", "5", "--json", "--gpus", "2"]
@@ -667,6 +674,12 @@ def test_a_gpu_is_its_memory_its_bandwidth_and_its_links(recipe, capsys):
 def test_a_plan_ends_with_the_flags_to_add_and_has_no_legend(recipe, capsys):
     assert cli.main(["plan", str(recipe), "--gpus", "2"]) == 0
     *_, add, flags = capsys.readouterr().out.splitlines()
+    for gpu, is_measured in (("h200", True), ("b200", False)):
+        words = ["--gpus", "2", "--gpu", gpu, "--set", "moe_optim.format=mxfp8"]
+        assert cli.main(["plan", str(recipe), *words]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "the estimate is within 16% of our H100 and H200 runs in blockwise FP8" in said
+        assert ("not measured on Blackwell" not in said) == is_measured
     assert (add, flags.split()[-1]) == ("Add these flags:", "--use-moe-grouped-optim")
     with pytest.raises(SystemExit):
         cli.main(["plan", "--help"])

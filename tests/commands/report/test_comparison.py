@@ -80,11 +80,11 @@ def test_figures_are_those_of_the_runs(runs, tmp_path, capsys):
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
     paths = [write_run(tmp_path / parent / "run", summary=SUMMARY) for parent in "ab"]
-    assert cli.main(["compare", *map(str, paths), "--out", str(tmp_path / "out")]) == 0
-    rows = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert cli.main(["compare", *map(str, paths)]) == 0  # without --out: beside the first
+    rows = json.loads((tmp_path / "a" / "compare" / "compare.json").read_text())
     assert [row["run"] for row in rows] == list(map(str, paths))
     assert rows[0]["format"] == MODEL["format"]
-    assert "Losses in nats/byte;" in (tmp_path / "out" / "index.html").read_text()
+    assert "Losses in nats/byte;" in (tmp_path / "a" / "compare" / "index.html").read_text()
 
 
 def test_one_run_alone_or_twice_is_refused(runs, tmp_path, capsys):

@@ -172,18 +172,23 @@ def test_the_verdict_is_the_largest_figure_of_all_looks_beside_its_threshold(tmp
 
 
 def test_an_earlier_look_is_shown_on_request(tmp_path, capsys):
-    """The verdict stays that of all looks."""
-    path = write_run(tmp_path / "run", looks={20: saturating(0.5), 40: look_at(layers=1)})
+    """The verdict is that of a run that ended there."""
+    looks = {10: look_at(layers=1), 20: saturating(0.5), 40: look_at(layers=1)}
+    path = write_run(tmp_path / "run", spiking(30), looks=looks)
     run = read_run(path)
-    last, earlier = build_page(run), build_page(run, 25)
-    assert last.verdict == earlier.verdict
+    last, earlier, first = build_page(run), build_page(run, 25), build_page(run, 19)
+    assert last.verdict.startswith("Possibly: ")
+    assert earlier.verdict.startswith("Up to iteration 25: ")
+    assert "saturated 0.5" in earlier.verdict and "saturated 0.5" not in first.verdict
+    assert all(page.verdict.endswith("The loss never jumped.") for page in (earlier, first))
     text = " ".join(Reader(earlier.html).text.split())
     assert "Sample at iteration 20." in text and "saturated is 0.5, above 0.02" in text
     assert "saturated is 0.5" not in Reader(last.html).text
-    assert cli.main(["report", str(path), "--at", "19"]) == 2
-    assert (
-        "--at 19: expected an iteration from the first health sample on, got a run with the "
-        in (capsys.readouterr().err)
+    assert cli.main(["report", str(path), "--at", "900"]) == 2
+    assert "--at 900: expected at most 40, the last iteration." in capsys.readouterr().err
+    assert cli.main(["report", str(path), "--at", "9"]) == 2
+    assert "--at 9: expected an iteration from the first health sample on, got a run with the " in (
+        capsys.readouterr().err
     )
 
 
@@ -214,7 +219,7 @@ def test_a_run_that_is_going_on_is_reported_with_what_there_is(tmp_path):
     run = read_run(write_run(tmp_path / "run", losses, model=None, summary=None))
     text = " ".join(Reader(build_page(run).html).text.split())
     assert "iteration 3, not finished" in text
-    assert "Not sampled. Train with --set moe_optim.health_interval=100" in text
+    assert "Not sampled. Train with --set moe_optim.health_interval=1 and" in text
     assert "Not logged by this run: grad-norm." in text
     assert "Not counted: health_interval counts them. This run has no load-balancing loss" in text
     assert "not recorded command" in text
