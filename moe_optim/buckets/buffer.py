@@ -235,11 +235,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         """Reallocate weights and gradients; gradients are zeroed."""
         was_offloaded = self.grad_data_size > 0
         super().reload_from_cpu(move_params, move_grads)
-        if not self.managed:
-            return
-        if move_params:
-            self.param_data_cpu = None  # Megatron would copy into it the next time
-        if move_grads and was_offloaded:
+        if self.managed and move_grads and was_offloaded:
             for bucket in self.buckets:
                 bucket.managed.zero()
                 if bucket.managed.gather.uses_gradient_memory:

@@ -24,7 +24,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import torch as strategies
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -67,7 +67,8 @@ class VettedReader(TorchDistReader):
         vetted: metadata and checksums that one rank read for all.
         version: identity of the save on this host, which another save changes.
         is_checked: whether all ranks have compared sizes, and read everything if that was asked.
-        has_read: whether this rank has begun to read tensors in the load that is running.
+        has_read: whether the load that is running has begun to read tensors; on this rank, or on
+            any once it has failed to read.
     """
 
     def __init__(self, path: Path, vetted: Vetted) -> None:
@@ -270,21 +271,32 @@ def load_tensors(
     if _open is None:
         return read()
     stored, group = _open
-    stored.has_read = False
     try:
-        loaded = together(own_errors()(read))
+        return together(own_errors()(read))
     except Exception:  # on every rank
-        if reduce_max([stored.has_read], group) != [0]:
-            mark_partly_loaded(_targets(sharded_state_dict), str(stored.path))
+        stored.has_read = reduce_max([stored.has_read], group) != [0]
         raise
-    mark_loaded(_targets(sharded_state_dict))
-    return loaded
 
 
-def _targets(sharded_state_dict: Any) -> Iterator[torch.Tensor]:
-    for entry in nested_values(sharded_state_dict):
-        if isinstance(entry, ShardedTensor) and entry.data is not None:
-            yield entry.data
+@contextmanager
+def replacing(sharded_state_dict: Any, stored: VettedReader | None) -> Iterator[None]:
+    """Note what a load in this context replaces, if it fails, and that it ended, if it does not.
+
+    Ranks that exchange what they read replace more than they read themselves.
+    """
+
+    def targets() -> Iterator[torch.Tensor]:
+        for entry in nested_values(sharded_state_dict):
+            if isinstance(entry, ShardedTensor | ShardedTensorFactory):
+                yield entry.data
+
+    try:
+        yield
+    except Exception:
+        if stored is not None and stored.has_read:
+            mark_partly_loaded(targets(), str(stored.path))
+        raise
+    mark_loaded(targets())
 
 
 class CheckedReader(FileSystemReader):

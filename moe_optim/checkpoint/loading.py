@@ -50,6 +50,7 @@ from moe_optim.checkpoint.load_session import (
     open_session,
     own_errors,
     reading,
+    replacing,
     together,
 )
 from moe_optim.checkpoint.staging import plan_quickly
@@ -122,7 +123,12 @@ def load(  # noqa: PLR0913  # Megatron's
             sharded_state_dict = {**sharded_state_dict, _ACCOUNTED: _read_already(stored)}
     _request_values(sharded_state_dict)
     try:
-        with reading(stored, process_group), plan_quickly(), into_views(sharded_strategy):
+        with (
+            replacing(sharded_state_dict, stored),
+            reading(stored, process_group),
+            plan_quickly(),
+            into_views(sharded_strategy),
+        ):
             result = original(f"{_CORE}:load")(
                 sharded_state_dict,
                 checkpoint_dir,

@@ -323,15 +323,19 @@ class _Values:
 
 
 def _on_host(value: Tensor) -> Tensor:
-    """Return values in host memory that has nothing else, as ``torch.save`` writes all of it."""
+    """Return contiguous values in host memory that has nothing else.
+
+    ``torch.save`` writes all of it, in its order.
+    """
     value = value.detach()
     if value.device.type != "cpu":
         is_quantized = value.device.type == "cuda" and "dequantize" in type(value).__dict__
         plain: Tensor = value.dequantize() if is_quantized else value
         return plain.to("cpu", memory_format=torch.contiguous_format)
-    if value.untyped_storage().nbytes() == value.numel() * value.itemsize:
+    is_contiguous = value.is_contiguous()
+    if is_contiguous and value.untyped_storage().nbytes() == value.numel() * value.itemsize:
         return value
-    if type(value) is not Tensor or not value.is_contiguous() or not value.numel():
+    if type(value) is not Tensor or not is_contiguous or not value.numel():
         return value.clone(memory_format=torch.contiguous_format)
     memory = torch.from_numpy(value.view(-1).view(torch.uint8).numpy())  # a storage of its own
     return memory.view(value.dtype).view(value.shape)

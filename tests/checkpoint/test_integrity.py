@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 
 from moe_optim.checkpoint.files import metadata as metadata_file
 from moe_optim.checkpoint.files import untrusted_files
@@ -331,6 +331,9 @@ HARMS = {
     "offsets": lambda chunks: vars(chunks[-1]).pop("offsets"),
     "expected at most": lambda chunks: vars(chunks[-1]).update(sizes=(1,) * 17),
     "begin at one place": lambda chunks: chunks.append(chunks[0]),
+    "reaches beyond": lambda chunks: chunks.append(
+        ChunkStorageMetadata(torch.Size((99, 0, 0)), torch.Size((1, 0, 1)))
+    ),
 }
 
 

@@ -48,6 +48,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "partly": _go_on_after_a_failed_load,
         "metadata": _load_beside_foreign_metadata,
         "exchanged": _load_and_exchange,
+        "not exchanged": _fail_to_exchange,
     }
     return run_once(tmp_path_factory.mktemp("sessions"), {1: alone, 2: together})
 
@@ -366,17 +367,20 @@ def test_a_load_dequantizes_no_weight_that_it_replaces(found):
     assert found(1, "values") == [0]
 
 
-def _load_and_exchange(folder: Path) -> int:
-    """Load as ``--ckpt-fully-parallel-load`` does: each rank reads a share, and sends it."""
+def _exchanging() -> Any:
+    """Return the strategy of ``--ckpt-fully-parallel-load``: each rank reads a share, and sends."""
     from megatron.core.dist_checkpointing.strategies.fully_parallel import (
         FullyParallelLoadStrategyWrapper,
     )
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
+    return FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
+
+
+def _load_and_exchange(folder: Path) -> int:
     bf16 = Station(format="bf16")
     Journey(bf16).fill().save(folder, RESHARDABLE)
-    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
-    journey = Journey(bf16).scramble().load(folder, sharded_strategy=strategy)
+    journey = Journey(bf16).scramble().load(folder, sharded_strategy=_exchanging())
     for name, param in journey.model.named_parameters():
         assert torch.equal(param, journey.local_part(param).bfloat16()), name
     return journey.check()
@@ -386,21 +390,53 @@ def test_ranks_exchange_what_each_of_them_reads(found):
     assert all(found(2, "exchanged"))
 
 
+def _fail_to_exchange(folder: Path) -> str:
+    """Load one tensor, of which a single rank reads the only chunk, that is damaged."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    journey = Journey(Station(format="bf16")).scramble()
+    weight = journey.model.decoder.layers[0].dense.weight
+    replica = torch.distributed.get_rank()
+    state = {"a": ShardedTensor.from_rank_offsets("a", weight.detach(), replica_id=replica)}
+    if replica == 0:
+        folder.mkdir()
+    torch.distributed.barrier()
+    dist_checkpointing.save(dict(state), str(folder))
+    if replica == 0:
+        (blob,) = (blob for blob in _blobs(folder) if blob.key == "a")
+        path = folder / blob.file
+        path.write_bytes(flip(path.read_bytes(), blob.start + blob.length // 2, 0))
+    torch.distributed.barrier()
+    with pytest.raises(StateError, match="Bad CRC-32"):
+        dist_checkpointing.load(state, str(folder), _exchanging())
+    with pytest.raises(StateError) as refusal:
+        journey.optimizer.step()
+    return str(refusal.value)
+
+
+def test_a_rank_that_was_to_receive_what_another_failed_to_read_does_not_step(found):
+    """It would wait for the other, which does not step."""
+    assert all("that a failed load of" in said for said in found(2, "not exchanged"))
+
+
 @pytest.mark.parametrize(
     "value",
     [
         torch.arange(24.0).view(2, 3, 4)[1],
         torch.arange(24.0).view(2, 3, 4)[:, 1],
+        torch.arange(6.0).view(2, 3).t(),
         torch.arange(24).bfloat16()[3:5],
         torch.arange(8.0)[2],
         torch.zeros(4)[:0],
         torch.arange(6.0),
     ],
-    ids=["contiguous", "strided", "bf16", "a scalar", "nothing", "whole"],
+    ids=["contiguous", "strided", "transposed", "bf16", "a scalar", "nothing", "whole"],
 )
 def test_staged_values_are_those_given_in_memory_of_their_own_size(value: torch.Tensor):
     from moe_optim.checkpoint.staging import _on_host
 
     got = _on_host(value)
     assert got.dtype == value.dtype and torch.equal(got, value)
+    assert got.is_contiguous()
     assert got.untyped_storage().nbytes() == value.numel() * value.itemsize

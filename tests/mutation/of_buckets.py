@@ -196,13 +196,6 @@ MUTANTS = (
     ),
     _mutant(
         BUFFER,
-        "            self.param_data_cpu = None  # Megatron would copy into it the next time\n",
-        "            pass\n",
-        "test_offloaded_buffers.py::"
-        "test_training_goes_on_to_the_bit_after_all_buffers_were_on_the_host[mxfp8 stock]",
-    ),
-    _mutant(
-        BUFFER,
         "if not any(type(hook) is GradientNote for hook in "
         "(weight._backward_hooks or {}).values()):\n",
         "if True:\n",

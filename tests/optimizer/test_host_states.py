@@ -1,5 +1,7 @@
 """Masters and moments on the host: the same run to the bit, and at home after everything."""
 
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +100,9 @@ def _keep(fraction: float) -> dict[str, Share]:
         do(f"a step after exchanging {what}", ("exchange", {"what": what}), *train)
     do("offload_to_cpu and restore_from_cpu", ("rest", {}))
     do("a load", ("save", {}), *train, ("load", {}))
+    for part in cycle.optimizer.chained_optimizers:
+        part.optimizer.load_state_dict = _into_new_memory(part.optimizer.load_state_dict)
+    do("a load by Transformer Engine's Adam", ("load", {}))
     do("verl's calls for a model", ("send_all_away", {}), ("bring_back", {}), *train)
     return shares
 
@@ -107,6 +112,11 @@ def test_states_come_home_wherever_they_were_put():
         assert len(set(shares.values())) == 1, shares
         ((at_home, total),) = set(shares.values())
         assert at_home == total if fraction == 1 else 0 < at_home <= fraction * total
+
+
+def _into_new_memory(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a load after which Adam has other tensors of moments, as Transformer Engine's has."""
+    return lambda state: load(deepcopy(state))
 
 
 def _at_home() -> tuple[HostStates, torch.Tensor, Any]:

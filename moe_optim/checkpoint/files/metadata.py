@@ -247,7 +247,10 @@ def _require_tiling(key: str, offsets: list[Shape], shapes: list[Shape], size: S
     for axis, extent in enumerate(size):
         low, lengths = [one[axis] for one in offsets], [one[axis] for one in shapes]
         if any(low) or set(lengths) - {extent}:
-            ends.append(([*low, 0], [*map(add, low, lengths), extent]))
+            high = list(map(add, low, lengths))
+            if max(high) > extent:  # of a chunk without elements, whose corners cancel
+                raise ValueError(f"a chunk of {key} reaches beyond its {size}")
+            ends.append(([*low, 0], [*high, extent]))
     if len(ends) > MAX_CUT_AXES:
         raise ValueError(
             f"{key}: expected chunks of {MAX_CUT_AXES} cut axes at most, got {len(ends)}"
