@@ -19,8 +19,6 @@ from tests.support.bytes import assert_same_tensors
 from tests.support.checkpoints.stored_checkpoints import write_torch_dist
 from tests.support.checkpoints.unmarked import (
     TIED,
-    converted_states,
-    joined_states,
     refuse,
     resume,
     save_stock,
@@ -79,17 +77,6 @@ def test_states_of_stock_megatron_arrive_in_every_layout_and_format(
             assert got.losses.keys() == {3, 4}
             for iteration, loss in got.losses.items():
                 assert config.format != "bf16" or loss == want.losses[iteration]
-    if "torch" not in flags:
-        experts_of_rank = 2 if flags[: len(EXPERT_PARALLEL)] == EXPERT_PARALLEL else 4
-        parts = [record.extra for record in saved[: 4 // experts_of_rank]]
-        assert_converted(tmp_path / "stock", joined_states(parts, experts_of_rank), tmp_path)
-
-
-def assert_converted(folder: Path, want: dict[str, torch.Tensor], into: Path) -> None:
-    """Without Megatron, by the arguments saved beside them, all states are there by name."""
-    words = ["--experts", "grouped", "--format", "safetensors"]
-    assert main(["convert", str(folder), str(into / "named"), *words]) == 0
-    assert_same_tensors(converted_states(into / "named"), want)
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +84,6 @@ def stock(tmp_path_factory):
     """A checkpoint of two data-parallel ranks, and what each of them saved."""
     folder = str(tmp_path_factory.mktemp("stock"))
     return folder, run_ranks(2, save_stock, folder, [])
-
-
-def test_states_of_stock_megatron_are_converted_by_name(stock, tmp_path):
-    assert_converted(Path(stock[0]), stock[1][0].extra, tmp_path)
 
 
 SIMILAR = {"--num-experts", "--num-layers", "--qk-layernorm"}

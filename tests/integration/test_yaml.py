@@ -120,18 +120,18 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {  # change -> beginnings o
     ),
     "settings of Muon": (
         {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
-        ["refused with the plug-in: --muon-scalar-optimizer lion: "],
+        ["refused by moe_optim: --muon-scalar-optimizer lion: "],
     ),
     "refused by the plug-in": (
         {"optimizer": "sgd", "language_model__moe_latent_size": 32},
         [
-            "refused with the plug-in: --optimizer sgd: only Adam and Muon are supported. Giv",
-            "refused with the plug-in: --moe-latent-size",
+            "refused by moe_optim: --optimizer sgd: only Adam and Muon are supported. Giv",
+            "refused by moe_optim: --moe-latent-size",
         ],
     ),
     "no Transformer Engine": (
         {"language_model__transformer_impl": "transformer_engine"},
-        ["--transformer-impl: expected Transformer Engine", "refused with the plug-in: format: "],
+        ["--transformer-impl: expected Transformer Engine", "refused by moe_optim: format: "],
     ),
     "fields of the model": (
         {"language_model__moe_z_loss_coeff": ..., "language_model__cuda_graph_impl": ...},

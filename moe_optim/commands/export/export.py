@@ -309,7 +309,8 @@ def _advise(ffn: int, hidden: int) -> str:
                 fitting.append(format.name)
     if not fitting:
         return "Train with a"
-    return f"Give --format {' or '.join(fitting)}, which holds it, or train with a"
+    named = " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))
+    return f"Give --format {named}, whose blocks fit, or train with a"
 
 
 def export_checkpoint(

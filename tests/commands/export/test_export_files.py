@@ -130,7 +130,7 @@ def test_gate_and_up_that_share_a_block_are_refused_with_formats_that_hold_them(
     assert "linear_fc1: expected gate and up in runs of 128 rows" in said
     assert re.findall(r"--[a-z-]+", said) == ["--format", "--moe-ffn-hidden-size"]
     assert not (tmp_path / "out").exists()
-    (advised,) = re.findall(r"--format (.*?),? which", said)
+    (advised,) = re.findall(r"--format (.*?), whose", said)
     assert advised == "mxfp8, mxfp8_2d, nvfp4, mxfp8_rows, mxfp4, nvfp4_rows or int4"
     reader = open_checkpoint(source)
     for name in re.split(", | or ", advised):

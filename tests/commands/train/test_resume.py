@@ -75,7 +75,7 @@ def test_only_broken_checkpoints_is_an_error_that_names_each(checkpoints):
 def test_processes_that_mend_the_tracker_at_once_find_the_same(checkpoints, monkeypatch):
     """One does all of it while another one has written, and not yet published, its own file."""
     (checkpoints / TRACKER).write_text("10")
-    mended = ResumePoint(20, (f"set {TRACKER} to 20 (it was 10)",))
+    mended = ResumePoint(20, (f"set {TRACKER} to 20 (it was '10')",))
     between, fsync = [], os.fsync
 
     def interrupt(descriptor):

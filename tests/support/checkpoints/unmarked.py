@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 
 from moe_optim.checkpoint.state_manifest import ParameterPlace
-from moe_optim.commands.conversion.layer_view import STATE_KIND
-from moe_optim.commands.conversion.safetensors_files import SafetensorsReader
 from moe_optim.config import MoEOptimConfig
 from moe_optim.weights.names import parameter_names
 from tests.support import training
@@ -101,47 +99,10 @@ def refuse(folder: str, flags: Sequence[str], config: MoEOptimConfig) -> tuple[s
     return "", moved
 
 
-def converted_states(folder: Path) -> dict[str, torch.Tensor]:
-    """Return what a conversion to safetensors has made of flat states, as :func:`whole_states`.
-
-    Experts have the numbers that they have among all.
-    """
-    reader = SafetensorsReader(folder)
-    found = {}
-    for key in reader.tensors:
-        match = STATE_KIND.match(key)
-        if match is None:
-            continue
-        value, name = reader.read(key), key.removeprefix(match[0])
-        stacked = name.startswith("decoder.layers.") and not name.split(".")[2].isdigit()
-        for layer, rows in enumerate(value) if stacked else [(None, value)]:
-            whole = name if layer is None else name.replace("layers.", f"layers.{layer}.", 1)
-            for stored, registered in _REGISTERED.items():
-                whole = whole.replace(stored, registered)
-            place = ParameterPlace(name=whole, shape=tuple(rows.shape), start=0)
-            addresses, sizes = zip(*place.pieces(), strict=True)
-            for address, part in zip(addresses, rows.reshape(-1).split(sizes), strict=True):
-                found[f"{match[1]} of {address}"] = part
-    return found
-
-
 _REGISTERED = {  # what Megatron's own layers call norms that they store under another name
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-
-
-def joined_states(
-    ranks: Sequence[dict[str, torch.Tensor]], local_experts: int
-) -> dict[str, torch.Tensor]:
-    """Return what expert-parallel ranks hold, experts under the numbers they have among all."""
-    found = {}
-    for rank, states in enumerate(ranks):
-        for key, value in states.items():
-            name, is_expert, number = key.rpartition(" of expert ")
-            expert = rank * local_experts + int(number) if is_expert else None
-            found[key if expert is None else f"{name} of expert {expert}"] = value
-    return found
 
 
 def _everything(model: Sequence[Any], optimizer: Any) -> dict[str, torch.Tensor]:
