@@ -69,6 +69,12 @@ define ON_GPUS
 fi
 endef
 
+# Prints the extra "pins". As arguments, pip knows them before it picks a torch; as an extra, it would
+# download the newest one first.
+PINS := $(VENV)/bin/python -c 'import tomllib; \
+    extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+    print(*extras["pins"])'
+
 .PHONY: train test test-all life-cycle fuzz lint format docs site python clean
 
 train: $(TO_TRAIN)
@@ -135,7 +141,7 @@ $(TO_TRAIN): pyproject.toml $(wildcard moe_optim/version.py)
 	    "$$python" -m venv --clear $(VENV) || exit 1; \
 	fi
 	@echo "Installing moe_optim into $(VENV). The first time this downloads 5 GB, most of it torch."
-	@$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[megatron,pins]'
+	@$(VENV)/bin/python -m pip install --disable-pip-version-check $$($(PINS)) -e '.[megatron]'
 	@touch $(TO_TRAIN)
 
 $(STAMP): $(TO_TRAIN)
