@@ -287,6 +287,14 @@ def fill_slices(gathers: Sequence[Gather], group: dist.ProcessGroup) -> None:
         gather.encode()
 
 
+def issued_together(group: dist.ProcessGroup, *, asynchronous: bool) -> Any:
+    """Return a context that issues its collectives as one, and yields their handle.
+
+    torch's function is looked up at every call: stacks replace it by one that unwraps their groups.
+    """
+    return dist._coalescing_manager(group, async_ops=asynchronous)  # type: ignore[attr-defined]
+
+
 def start_gather(
     sliced: Iterable[Tensor],
     reduced: Iterable[Tensor],
@@ -298,9 +306,7 @@ def start_gather(
 
     Returns a handle if ``asynchronous``, else waits and returns None.
     """
-    # looked up now: a stack may have replaced it by one that unwraps its groups
-    coalescing = dist._coalescing_manager  # type: ignore[attr-defined]
-    with coalescing(group, async_ops=asynchronous) as slices:
+    with issued_together(group, asynchronous=asynchronous) as slices:
         for buffer in sliced:
             own = buffer.chunk(group.size())[group.rank()]
             dist.all_gather_into_tensor(buffer, own, group=group, async_op=asynchronous)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_optim.buckets.gather import issued_together
 from moe_optim.checkpoint.files.reader import TensorInfo
 from moe_optim.experts.keys.layouts import LINEARS
 from moe_optim.formats import get_format
@@ -91,9 +92,7 @@ def gather_buffers(buffers: Sequence[Tensor], group: dist.ProcessGroup) -> Arriv
     infos = [TensorInfo((ranks * len(one), *one.shape[1:]), one.dtype) for one in buffers]
     bucket = torch.empty(bucket_nbytes(infos), dtype=torch.uint8, device=buffers[0].device)
     places = cut_bucket(bucket, infos)
-    # looked up now: a stack may have replaced it by one that unwraps its groups
-    coalescing = dist._coalescing_manager  # type: ignore[attr-defined]
-    with coalescing(group, async_ops=True) as works:  # as bytes: gloo knows no FP8
+    with issued_together(group, asynchronous=True) as works:  # as bytes: gloo knows no FP8
         for place, own in zip(places, buffers, strict=True):
             dist.all_gather_into_tensor(
                 flat_bytes(place), flat_bytes(own), group=group, async_op=True
