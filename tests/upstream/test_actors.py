@@ -4,7 +4,6 @@
 stood in for. slime loads the weights from Hugging Face's files, miles draws them.
 """
 
-import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import pytest
 from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
 from tests.support.training_runs.actors import run_actor, values_of
+from tests.upstream.conftest import CHECKOUTS
 
-CHECKOUTS = {name: os.environ.get(f"{name.upper()}_PATH") for name in ("slime", "miles")}
 RANKS, ROLLOUTS = 2, 2
 FLAGS = shlex.split("""
 --spec actors layers --custom-megatron-init-path actors.install --transformer-impl local
@@ -33,19 +32,6 @@ FLAGS = shlex.split("""
 --actor-num-nodes 1 --actor-num-gpus-per-node 2 --advantage-estimator grpo --eps-clip 0.2
 --data-pad-size-multiplier 8 --update-weight-buffer-size 100000
 """)
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(
-            name,
-            marks=pytest.mark.skipif(not path, reason=f"{name.upper()}_PATH names no checkout"),
-        )
-        for name, path in CHECKOUTS.items()
-    ],
-)
-def launcher(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -6,23 +6,21 @@ inference, is stood in for.
 """
 
 import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
 from tests.support.training_runs.small_steps import take_step, weights_of
+from tests.upstream.conftest import CHECKOUTS
 from tools.upstream.stand_in_imports import standing_in
 
 ROOT = Path(__file__).parents[2]
-CHECKOUTS = {name: os.environ.get(f"{name.upper()}_PATH") for name in ("slime", "miles")}
 FLAGS = "--use-precision-aware-optimizer --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"
 OWN_FLAGS = {
     "enable_gloo_process_groups": True,
@@ -131,19 +129,6 @@ def _hand_over(launcher: str, checkout: str) -> tuple[int, list[str]]:
 
 def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is not None and other is not None and torch.equal(one, other)
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(
-            name,
-            marks=pytest.mark.skipif(not path, reason=f"{name.upper()}_PATH names no checkout"),
-        )
-        for name, path in CHECKOUTS.items()
-    ],
-)
-def launcher(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def test_its_own_function_builds_our_optimizer_with_all_states_on_the_host(launcher: str):
