@@ -1,7 +1,7 @@
 """Measures reading ``.metadata``: ``python -m tools.checkpoint_metadata [CHUNKS]``.
 
-Prints the CPU seconds of Python's unpickler, of ours, of the complete check, and of what the other
-ranks do: take what the first one found, and look up the chunks of one key in eight.
+Prints CPU seconds: Python's unpickler alone; the first rank's unpickling and checks, and its table
+for all ranks; the other ranks' reading of that table, with the chunks of one key in eight.
 """
 
 import gc

@@ -3,7 +3,7 @@
 Megatron fills a buffer with parameters in reverse registration order, aligns each to 64 elements,
 and cuts the buffer into buckets. A checkpoint records bucket sizes and piece boundaries, but not
 the registration order of experts: every order that Megatron uses is tried, and those that fit all
-sizes are kept. Pure: no device, no group.
+sizes are kept. No device, no group.
 """
 
 import re

@@ -147,7 +147,7 @@ def _count_in_step(model: Apart) -> Counter[tuple[bool, bool]]:
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(1)
 def test_a_step_calls_no_more_functions_where_there_are_more_experts(kind: str):
-    """Calls into torch alone are more, and only while the norm is found; whoever gathers."""
+    """Only calls into torch increase, and only in the norm, whichever optimizer gathers."""
     life_cycle.initialize()
     _launch_nothing()
     counts = [

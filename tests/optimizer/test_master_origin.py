@@ -81,8 +81,8 @@ def test_nothing_is_kept_for_weights_without_masters():
 
 @on_ranks(1)
 def test_values_that_a_step_has_overwritten_are_no_masters_any_more():
-    """They were loaded and no masters made of them: the step took the old ones, as Megatron does,
-    and whoever makes masters of the weights later gets those of the weights."""
+    """A load that makes no masters leaves the old ones to the step, as in Megatron. Masters made
+    afterwards equal the weights, not the loaded values."""
     config = MoEOptimConfig(format="mxfp8")
 
     def load(model: list[Any], _optimizer: Any) -> None:
