@@ -1,10 +1,11 @@
 """``python -m benchmarks checkpoint``: saving and loading optimizer states by name.
 
-CPU ranks over gloo hold the experts of a model, their masters and Adam's moments, sharded by the
-distributed optimizer. They save weights and states as ``fully_reshardable``, and load them again.
-``stock`` is Megatron's sequential experts with its own optimizer, ``ours`` the portable experts in
-bf16 with this package's; both files have the same tensors. ``stock-flat`` is ``stock`` with
-Megatron's default states, ``dp_reshardable``, which load at no other sizes than data-parallel ones.
+Ranks, on the CPU over gloo or on GPUs over NCCL, hold the experts of a model, their masters and
+Adam's moments, sharded by the distributed optimizer. They save weights and states as
+``fully_reshardable``, and load them again. ``stock`` is Megatron's sequential experts with its own
+optimizer, ``ours`` the portable experts in bf16 with this package's; both files have the same
+tensors. ``stock-flat`` is ``stock`` with Megatron's default states, ``dp_reshardable``, which load
+at no other sizes than data-parallel ones.
 The second of two saves and loads counts; a load of this package compares checksums of what it
 reads.
 """
@@ -15,6 +16,7 @@ import gc
 import json
 import os
 import shlex
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.errors import ConfigError
 from moe_optim.screen import print_table, results_console
 
-HIDDEN, FFN, EXPERTS = 512, 768, 8
+FFN, EXPERTS = 768, 8
 SIDES = ("stock", "stock-flat", "ours")
 COLUMNS = {
     "ranks": "ranks",
@@ -39,6 +41,8 @@ COLUMNS = {
     "load_s": "load s",
     "save_peak_bytes": "save MiB",
     "load_peak_bytes": "load MiB",
+    "save_gpu_peak_bytes": "save GPU MiB",
+    "load_gpu_peak_bytes": "load GPU MiB",
     "written_bytes": "written MiB",
     "read_bytes": "read MiB",
 }
@@ -51,12 +55,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "checkpoint",
         help="time, host memory and bytes of saving and loading states by name",
-        description="Save and load experts, masters and moments on CPU ranks of this machine, with "
+        description="Save and load experts, masters and moments on ranks of this machine, with "
         "Megatron's optimizer and with this package's. Linux only.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--parameters", type=float, default=40e6, metavar="N", help="size; default: 40e6")
+    add("--hidden", type=int, default=512, metavar="N", help="hidden size; default: 512")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="of every rank; default: cpu")
     ranks: dict[str, Any] = {"type": int, "nargs": "+", "default": [1, 2, 4], "metavar": "N"}
     add("--ranks", **ranks, help="data-parallel sizes; default: 1 2 4")
     sides: dict[str, Any] = {"choices": SIDES, "nargs": "+", "default": list(SIDES)}
@@ -75,21 +81,25 @@ def run(args: argparse.Namespace) -> int:
 
     from benchmarks.provenance import begin_report
 
-    if min(args.parameters, *args.ranks) < 1:
-        raise ConfigError("--parameters, --ranks: expected numbers above 0. Give larger ones.")
+    if min(args.parameters, args.hidden, *args.ranks) < 1:
+        raise ConfigError(
+            "--parameters, --hidden, --ranks: expected numbers above 0. Give larger ones."
+        )
     require_writable(args.json)
-    layers = max(1, round(args.parameters / (EXPERTS * 3 * HIDDEN * FFN)))
+    of_layer = EXPERTS * 3 * args.hidden * FFN
+    layers = max(1, round(args.parameters / of_layer))
     rows = []
     for size in args.ranks:
         for side in args.side:
             with TemporaryDirectory(prefix="bench-checkpoint-", dir=args.dir) as folder:
-                spawn(_rank, (size, side, layers, folder), nprocs=size)
+                shape = (layers, args.hidden)
+                spawn(_rank, (size, side, shape, args.device, folder), nprocs=size)
                 figures = json.loads((Path(folder) / "figures.json").read_text())
             rows.append({"ranks": size, "side": side, **figures})
-    parameters = layers * EXPERTS * 3 * HIDDEN * FFN
+    on_gpu = args.device == "cuda"
     report = {
-        **begin_report(_command(args), on_gpu=False),
-        "parameters": parameters,
+        **begin_report(_command(args), on_gpu=on_gpu, ranks=max(args.ranks)),
+        "parameters": layers * of_layer,
         "rows": rows,
     }
     if args.json:
@@ -100,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _command(args: argparse.Namespace) -> str:
     words = ["python", "-m", "benchmarks", "checkpoint", "--parameters", f"{args.parameters:g}"]
+    words += ["--hidden", str(args.hidden), "--device", args.device]
     words += ["--ranks", *map(str, args.ranks), "--side", *args.side]
     words += ["--dir", str(args.dir)] if args.dir != Path() else []
     words += ["--json", str(args.json)] if args.json else []
@@ -109,19 +120,19 @@ def _command(args: argparse.Namespace) -> str:
 def _table(report: dict[str, Any]) -> Table:
     title = f"{report['parameters']:,} parameters, {report['device']}; the largest of all ranks"
     table = Table(title=title, title_justify="left")
-    for name, header in COLUMNS.items():
-        table.add_column(header, justify="left" if name == "side" else "right")
+    names = [name for name in COLUMNS if name in report["rows"][0]]
+    for name in names:
+        table.add_column(COLUMNS[name], justify="left" if name == "side" else "right")
     for row in report["rows"]:
         table.add_row(
-            *(
-                f"{row[name] / 2**20:,.0f}" if "bytes" in name else f"{row[name]}"
-                for name in COLUMNS
-            )
+            *(f"{row[name] / 2**20:,.0f}" if "bytes" in name else f"{row[name]}" for name in names)
         )
     return table
 
 
-def _rank(rank: int, size: int, side: str, layers: int, folder: str) -> None:
+def _rank(
+    rank: int, size: int, side: str, shape: tuple[int, int], device: str, folder: str
+) -> None:
     """Measure on one rank; rank 0 writes the largest figures of all."""
     import torch
     import torch.distributed as dist
@@ -129,14 +140,19 @@ def _rank(rank: int, size: int, side: str, layers: int, folder: str) -> None:
     from moe_optim.integration import cpu_runtime
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    cpu_runtime.install()
-    torch.set_num_threads(1)
+    if device == "cpu":
+        cpu_runtime.install()
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    journey = _build(side, layers)
-    for name in ("warm-up", "saved"):
-        saved = Path(folder) / name
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    journey = _build(side, *shape)
+    saved = Path(folder) / "saved"
+    for _ in range(2):
         if rank == 0:
+            shutil.rmtree(saved, ignore_errors=True)
             saved.mkdir()
         save, load = (_measure(partial(act, saved)) for act in (journey.save, journey.load))
     written = sum(path.stat().st_size for path in saved.glob(f"__{rank}_*"))
@@ -145,6 +161,8 @@ def _rank(rank: int, size: int, side: str, layers: int, folder: str) -> None:
         "load_s": round(load.seconds, 2),
         "save_peak_bytes": save.peak_bytes,
         "load_peak_bytes": load.peak_bytes,
+        **({"save_gpu_peak_bytes": save.gpu_peak_bytes} if device == "cuda" else {}),
+        **({"load_gpu_peak_bytes": load.gpu_peak_bytes} if device == "cuda" else {}),
         "written_bytes": written,
         "read_bytes": load.read_bytes,
     }
@@ -164,21 +182,28 @@ class _Measured:
     seconds: float
     peak_bytes: int
     """Host memory above the level before."""
+    gpu_peak_bytes: int
+    """GPU memory above the level before; 0 without a GPU."""
     read_bytes: int
 
 
 def _measure(act: Callable[[], object]) -> _Measured:
+    import torch
     import torch.distributed as dist
 
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # restarts the peak
+    torch.cuda.reset_peak_memory_stats()
+    on_gpu = torch.cuda.memory_allocated()
     held, read, began = _status("VmRSS"), _read_so_far(), time.perf_counter()
     act()
+    torch.cuda.synchronize()
     dist.barrier()
     seconds = time.perf_counter() - began
-    return _Measured(seconds, _status("VmHWM") - held, _read_so_far() - read)
+    on_gpu = torch.cuda.max_memory_allocated() - on_gpu
+    return _Measured(seconds, _status("VmHWM") - held, on_gpu, _read_so_far() - read)
 
 
 def _status(name: str) -> int:
@@ -228,7 +253,7 @@ class _Run:
         self.optimizer.load_state_dict(loaded["optimizer"])
 
 
-def _build(side: str, layers: int) -> _Run:
+def _build(side: str, layers: int, hidden: int) -> _Run:
     """Return experts of ``layers`` with masters and moments."""
     import torch
     from megatron.core import optimizer as stock
@@ -247,7 +272,7 @@ def _build(side: str, layers: int) -> _Run:
     torch.compiler.set_stance("force_eager")
     config = TransformerConfig(
         num_layers=layers,
-        hidden_size=HIDDEN,
+        hidden_size=hidden,
         num_attention_heads=8,
         moe_ffn_hidden_size=FFN,
         num_moe_experts=EXPERTS,
@@ -275,7 +300,7 @@ def _build(side: str, layers: int) -> _Run:
             for master in group["params"]:
                 master.grad = torch.ones_like(master)
         part.optimizer.step()
-        part.optimizer.zero_grad()
+        part.optimizer.zero_grad(set_to_none=True)
     sharding = "dp_reshardable" if side == "stock-flat" else "fully_reshardable"
     return _Run(model, optimizer, groups.dp_cp, sharding)
 
