@@ -6,10 +6,13 @@ an empty state, and its ``load_state_dict`` shares one tensor among all paramete
 the storage dtypes of Transformer Engine's FusedAdam; arithmetic is fp32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch import Tensor
 from torch.optim.adam import adam
 
@@ -188,6 +191,33 @@ def moments_of(inner: Any, master: Tensor) -> tuple[Tensor, Tensor]:
             state.update({name: torch.zeros_like(master.detach()) for name in MOMENTS})
     exp_avg, exp_avg_sq = (inner.state[master][name] for name in MOMENTS)
     return exp_avg, exp_avg_sq
+
+
+@contextmanager
+def keeping_moments(inner: Any) -> Iterator[None]:
+    """Keep existing moments where they are while Megatron loads groups.
+
+    Megatron loads the optimizer's own states into it again. Transformer Engine's Adam then copies
+    all of them, 8 bytes per fp32 parameter, and narrow ones in fp32.
+    """
+    if not inner.state or isinstance(inner, HybridDeviceOptimizer):
+        yield
+        return
+    load = inner.load_state_dict
+
+    def load_groups(state_dict: dict[str, Any]) -> None:
+        states = inner.state
+        load({**state_dict, "state": {}})
+        inner.state = states
+
+    own = {name: vars(inner).get(name) for name in ("load_state_dict", "state_dict")}
+    inner.load_state_dict = load_groups
+    inner.state_dict = partial(torch.optim.Optimizer.state_dict, inner)
+    try:
+        yield
+    finally:
+        for name, method in own.items():
+            delattr(inner, name) if method is None else setattr(inner, name, method)
 
 
 def check_optimizer_config(self: Any) -> None:

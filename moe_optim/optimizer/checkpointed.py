@@ -13,6 +13,7 @@ from moe_optim.integration import patches
 from moe_optim.integration.agreement import agree
 from moe_optim.integration.engine import apply_patches, patch_state
 from moe_optim.integration.installation import OPTIMIZERS, config_or_bf16
+from moe_optim.optimizer.adam import keeping_moments
 from moe_optim.optimizer.nonfinite import check_states
 
 NOT_SAVED = (
@@ -228,4 +229,5 @@ class CheckpointedOptimizer(DistributedOptimizer):
         saved = state_dict.pop(checkpoint.state_manifest.MANIFEST, None)
         if saved is not None:
             checkpoint.flat_states.require_same_order(self, saved)
-        super().load_state_dict(state_dict)
+        with keeping_moments(self.optimizer):
+            super().load_state_dict(state_dict)

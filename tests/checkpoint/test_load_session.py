@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 from collections import Counter
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -340,9 +341,21 @@ def _count_copies_of_load(folder: Path) -> tuple[int, int, int]:
     )
     for name, param in weights.items():
         assert torch.equal(param, journey.local_part(param).bfloat16()), name
+    parts = journey.optimizer.chained_optimizers
+    moments = [places_of_moments(part.optimizer) for part in parts]
+    for part in parts:  # as Transformer Engine's Adam, which copies all states that it loads
+        load = part.optimizer.load_state_dict
+        part.optimizer.load_state_dict = lambda state, load=load: load(deepcopy(state))
     journey.optimizer.load_state_dict(loaded["optimizer"])
+    assert [places_of_moments(part.optimizer) for part in parts] == moments
     assert journey.check()
     return most, len(weights), in_place
+
+
+def places_of_moments(adam: torch.optim.Optimizer) -> list[int]:
+    """Return the addresses of both moments of every master."""
+    states = (adam.state[master] for group in adam.param_groups for master in group["params"])
+    return [state[name].data_ptr() for state in states for name in ("exp_avg", "exp_avg_sq")]
 
 
 def test_a_load_holds_one_chunk_beside_the_tensors_that_it_reads_into(found):
