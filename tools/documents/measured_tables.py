@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import mean
@@ -677,6 +677,8 @@ def steps() -> str:
 
 # Checkpoints as files
 
+CHECKPOINTS_ON_GPU = ("checkpoint-h200.json", "checkpoint-stock-h200.json")
+
 
 def checkpoint() -> str:
     report = read_result("checkpoint-cpu.json")
@@ -684,18 +686,29 @@ def checkpoint() -> str:
         "save, s": "save_s", "load, s": "load_s", "memory to save, MiB": "save_peak_bytes",
         "to load": "load_peak_bytes", "written, MiB": "written_bytes", "read": "read_bytes",
     }  # fmt: skip
-    rows = {(row["ranks"], row["side"]): row for row in report["rows"]}
+    of_gpu = {"GPU to save, MiB": "save_gpu_peak_bytes", "GPU to load": "load_gpu_peak_bytes"}
 
-    def cell(ranks: int, name: str) -> str:
-        values = [rows[ranks, side][name] for side in ("stock", "ours")]
-        is_size = name.endswith("bytes")
-        return ", ".join(f"{one / 2**20:.0f}" if is_size else f"{one:.1f}" for one in values)
+    def table_of(rows: Sequence[dict[str, Any]], columns: Mapping[str, str]) -> str:
+        found = {(row["ranks"], row["side"]): row for row in rows}
 
-    lines = [
-        [str(ranks), *(cell(ranks, name) for name in columns.values())]
-        for ranks in dict.fromkeys(ranks for ranks, _ in rows)
-    ]
-    return f"{report['parameters'] / 1e6:.0f}e6 parameters:\n\n{table(['ranks', *columns], lines)}"
+        def cell(ranks: int, name: str) -> str:
+            values = [found[ranks, side][name] for side in ("stock", "ours")]
+            is_size = name.endswith("bytes")
+            return ", ".join(f"{one / 2**20:.0f}" if is_size else f"{one:.1f}" for one in values)
+
+        lines = [
+            [str(ranks), *(cell(ranks, name) for name in columns.values())]
+            for ranks in dict.fromkeys(ranks for ranks, _ in found)
+        ]
+        return table(["ranks", *columns], lines)
+
+    on_gpu = [read_result(name) for name in CHECKPOINTS_ON_GPU]
+    return (
+        f"{report['parameters'] / 1e6:.0f}e6 parameters, on the CPU:\n\n"
+        f"{table_of(report['rows'], columns)}\n\n"
+        f"{on_gpu[0]['parameters'] / 1e9:.1f}e9 parameters, on one GPU:\n\n"
+        f"{table_of([row for one in on_gpu for row in one['rows']], columns | of_gpu)}"
+    )
 
 
 def convert() -> str:
@@ -872,7 +885,7 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
 
 RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "formats-compared": (CURVES,),
-    "checkpoint": ("checkpoint-cpu.json",),
+    "checkpoint": ("checkpoint-cpu.json", *CHECKPOINTS_ON_GPU),
     "convert": ("convert-cpu.json",),
     "fake-quantization": (EXPERTS,),
     "gather": ("gather-2x-h200.json", "gather-4x-h200.json"),
