@@ -411,21 +411,6 @@ def test_partitioned_gemms_equal_whole_ones(format, axes, token_axes):
     check_products(format, axes, token_axes)
 
 
-@pytest.mark.parametrize(
-    ("format", "axes", "token_axes"),
-    crossed(
-        FORMATS,
-        lambda format, mesh: (format, mesh) == ("nvfp4", SEVERAL[-1]),
-        {mesh: MESHES[mesh] for mesh in SEVERAL},
-    ),
-)
-def test_partitioned_gemms_of_quantized_tokens_equal_whole_ones(format, axes, token_axes):
-    """But for dy of 64 features, which INT4 in groups of 128 does not hold."""
-    grad_format = None if format == "int4_g128" else format
-    options = {"token_format": format, "grad_format": grad_format, "wgrad_dtype": "bf16"}
-    check_products(format, axes, token_axes, **options)
-
-
 def test_features_of_tokens_that_are_cut_inside_of_blocks_exchange_maxima():
     """Each rank has 16 of the 32 columns of a block of x, and all rows of dy."""
     axes, options = {"columns": {"tp": 8}}, {"token_format": "mxfp8", "grad_format": "mxfp8"}
@@ -483,74 +468,9 @@ def test_each_gemm_has_the_collectives_of_its_cuts(axes, token_axes, forward, dg
         assert ", ".join(found) == expected
 
 
-TRAVELS = {  # format -> buffers of the forward GEMM and of dgrad, bytes of each
-    "bf16": (("data",), ("data",), 8192, 8192),
-    "mxfp8": (
-        ("rowwise_data", "rowwise_scale"), ("columnwise_data", "columnwise_scale"), 4096 + 128,
-        4096 + 128),
-    "mxfp8_2d": (("rowwise_data", "rowwise_scale"),) * 2 + (4096 + 4,) * 2,
-    "nvfp4": (("rowwise_data", "rowwise_scale"),) * 2 + (2048 + 16,) * 2,
-    "fp8_block": (("rowwise_data", "rowwise_scale"),) * 2 + (4096 + 4,) * 2,
-    "int4": (("rowwise_data", "rowwise_scale"),) * 2 + (2048 + 256,) * 2,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("format", "travels"), TRAVELS.items(), ids=TRAVELS)
-def test_each_gemm_gathers_one_direction(format, travels):
-    """Each rank holds one expert, 32 rows of 128 columns; the derived direction never travels."""
-    plan = infer(format, {"experts": {"ep": 4}, "rows": {"fsdp": 2}}, {"fsdp": 2})
-    operands = plan.forward.right, plan.dgrad.right
-    assert (
-        *(one.gathered_buffers for one in operands),
-        *(one.nbytes for one in operands),
-    ) == travels
-
-
-def test_all_gemms_read_the_only_direction_of_a_row_only_format():
-    plan = infer("int4", {}, {}, token_format="int4", grad_format="mxfp8")
-    operands = [one for gemm in (plan.dgrad, plan.wgrad) for one in (gemm.left, gemm.right)]
-    assert [one.direction for one in operands] == ["rowwise", "rowwise", "columnwise", "rowwise"]
-
-
-def test_bytes_are_those_of_the_rank_that_holds_the_most_scales():
-    """Of 96 rows in blocks of 32, every rank has 24: those in the middle lie in two blocks."""
-    weight = infer_partition("mxfp8_2d", {"rows": {"fsdp": 4}}, shape=(1, 96, 32))
-    plan = infer_gemm_partition(weight, tokens=0, token_axes={"fsdp": 4}, fsdp=["fsdp"])
-    assert plan.forward.right.nbytes == 24 * 32 + 2
-
-
-def test_sequence_parallel_axes_share_tokens_in_bf16():
-    """10 tokens of 64 rows; four ranks hold 3 at most."""
-    cuts = {"cp": 2, "tp": 2}
-    plan = infer("mxfp8", {"columns": cuts}, cuts, tokens=10, grad_format="mxfp8")
-    for operand in (plan.dgrad.left, plan.wgrad.left):
-        assert (operand.gathered_buffers, operand.nbytes) == (("data",), 3 * 64 * 2)
-    assert [one.nbytes for one in plan.forward.output] == [10 * 64 * 2, 5 * 64 * 2]
-
-
-def test_each_gemm_exchanges_the_maxima_of_its_own_direction():
-    """Of blocks of 32 rows that FSDP ranks share, which dgrad alone reads."""
-    plan = infer("mxfp8", {"rows": {"fsdp": 8}}, {"fsdp": 8})
-    assert not plan.forward.right.maxima
-    assert plan.dgrad.right.maxima == plan.held.maxima != ()
-    plan = infer("mxfp8", {"rows": {"tp": 4, "fsdp": 2}}, {"fsdp": 2}, wire="bf16")
-    assert [one.axes for one in plan.dgrad.right.maxima] == [("tp",)]
-
-
-def test_amaxes_of_experts_travel_with_experts_alone():
-    rows = infer("nvfp4", {"rows": {"fsdp": 2}}, {"fsdp": 2}).forward.right
-    assert "global_amax" not in rows.gathered_buffers
-    assert [one.axes for one in rows.maxima if one.name == "global_amax"] == [("fsdp",)]
-    experts = infer("nvfp4", {"experts": {"fsdp": 2}}, {"fsdp": 2}).forward.right
-    assert "global_amax" in experts.gathered_buffers and not experts.maxima
-
-
 # What is refused
 
 REFUSED = {  # axes that cut the weight, those that cut tokens, options, error
-    "an axis for experts and rows": (
-        {"experts": {"ep": 2}, "rows": {"ep": 2}}, {}, {},
-        (ConfigError, "expected each mesh axis once, with one rank or more, got ep: 2 for rows")),
     "half a byte of the weight": (
         {"columns": {"fsdp": 128}}, {"fsdp": 128}, {},
         (LayoutError, "nvfp4 packs 2 columns into one byte of rowwise_data")),
@@ -566,15 +486,6 @@ REFUSED = {  # axes that cut the weight, those that cut tokens, options, error
     "fsdp that does not cut the weight": (
         {"rows": {"tp": 2}}, {}, {"fsdp": ["fsdp"]},
         (ConfigError, "^fsdp: expected mesh axes of the weight, got fsdp besides tp")),
-    "an axis of two sizes": (
-        {"rows": {"fsdp": 2}}, {"fsdp": 4}, {},
-        (ConfigError, "^token_axes: expected 2 ranks along fsdp, got 4")),
-    "an axis without ranks": ({}, {"dp": 0}, {}, (ConfigError, "one or more ranks along dp")),
-    "another wire": ({}, {}, {"wire": "fp8"}, (ConfigError, "^wire: expected quantized or bf16")),
-    "another dtype": (
-        {}, {}, {"wgrad_dtype": "fp16"},
-        (ConfigError, "^wgrad_dtype: expected bf16 or fp32, got 'fp16'")),
-    "an unknown format": ({}, {}, {"token_format": "mxfp6"}, (ConfigError, "got 'mxfp6'")),
 }  # fmt: skip
 
 

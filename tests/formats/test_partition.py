@@ -201,34 +201,17 @@ REFUSED = {
         r"^fc1: nvfp4 packs 2 columns into one byte of rowwise_data, expected parts of a multiple "
         r"of 2, got 1 columns for each of the 32 ranks of tp\. Cut into fewer parts",
     ),
-    "half a byte of rows, transposed": (
-        (NVFP4, {"rows": {"tp": 2, "fsdp": 8}}, (1, 16, 32)),
-        LayoutError,
-        r"^fc1: nvfp4 packs 2 rows into one byte of columnwise_data, .* got 1 rows for each of the "
-        r"8 ranks of fsdp",
-    ),
     "uneven rows": (
         (MXFP8, {"rows": {"tp": 2, "fsdp": 5}}, (1, 64, 32)),
         LayoutError,
         r"^fc1: expected equal parts, got 32 rows for the 5 ranks of fsdp\. Cut by a divisor of 32",
     ),
-    "uneven experts": (
-        ("bf16", {"experts": {"ep": 3}}, (4, 64, 32)), LayoutError,
-        "equal parts, got 4 experts for the 3 ranks of ep"),
     "a shape the format cannot hold": (
         (MXFP8, {}, (1, 48, 32)), LayoutError,
         r"^fc1: mxfp8 needs rows and columns divisible by 32, got \[48, 32\]"),
-    "a shape of two sizes": (("bf16", {}, (64, 32)), LayoutError, r"^fc1: .*\[64, 32\]"),
     "an axis that cuts twice": (
         (MXFP8, {"rows": {"tp": 2}, "columns": {"tp": 2}}, (1, 64, 64)), ConfigError,
         "expected each mesh axis once, with one rank or more, got tp: 2 for columns. Flatten"),
-    "an axis without ranks": (
-        (MXFP8, {"rows": {"tp": 0}}, (1, 64, 64)), ConfigError,
-        "one rank or more, got tp: 0 for rows"),
-    "an unknown dimension": (
-        (MXFP8, {"cols": {"tp": 2}}, (1, 64, 64)), ConfigError,
-        "expected experts, rows, columns, got cols"),
-    "an unknown format": (("mxfp6", {}, (1, 64, 64)), ConfigError, "got 'mxfp6'"),
 }  # fmt: skip
 
 

@@ -240,23 +240,6 @@ def test_kernels_skip_the_update_for_a_negative_clip_factor(launches):
     assert plan.squares.isfinite().all()
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_a_norm_of_zero_divides_by_the_smallest(launches):
-    """As ``torch.nn.functional.normalize`` with eps 1e-7: zeros stay, tiny matrices stay tiny."""
-    values = (0.0, 2.0**-60)  # of every other shard
-
-    def draw(*shape, seed):
-        return torch.full(shape, values[seed // 2 % 2])
-
-    hyper, clips = hyper_of(*DECAYS), torch.ones(3)
-    check_launches(draw, hyper, clips, True)
-    plan = Momentum.build(shards_of(draw), hyper, clips, nesterov=True)
-    plan.launch()
-    for index, value in enumerate(values):
-        got, _ = packed_of(plan, index, None, FP32, hyper, clips, True)
-        assert_bytes_equal(got, torch.full_like(got, value) / 1e-7)
-
-
 def squares_by(plan, *shards, **options):
     built = plan(shards, hyper_of(0.9), torch.ones(1), nesterov=True, **options)
     built.launch()
@@ -324,31 +307,6 @@ def test_batches_that_are_unpacked_are_the_weights_again(cuts, taken, half, cols
         want = want.clone()
         want[:, :, 1 - taken] = math.nan
     assert_bytes_equal(got, want.reshape(-1))
-
-
-@pytest.mark.usefixtures("launches")
-def test_nothing_to_do_launches_nothing():
-    hyper, clips = hyper_of(0.9), torch.ones(1)
-    plan = Momentum.build([], hyper, clips, nesterov=True)
-    plan.launch()
-    assert plan.squares.numel() == 0 and not plan.calls
-    packed = torch.zeros(0, 4, 4)
-    assert not plan_pack([], plan.squares, packed, hyper, clips, nesterov=True).calls
-    assert not plan_unpack(packed, [], torch.zeros(0)).calls
-
-
-@pytest.mark.usefixtures("launches")
-def test_a_launch_makes_no_call_per_matrix():
-    """One launch per kind of memory, and one that adds part sums, for any number of experts."""
-    shards = [shard_of(gate_and_up(4, None), (count, 4, 16)) for count in (1, 30)]
-    hyper, clips = hyper_of(0.9), torch.ones(1)
-    plan = Momentum.build(shards, hyper, clips, nesterov=True)
-    packed = torch.zeros(62, 2, 16)
-    pieces = [plan.piece(0), plan.piece(1)]
-    pack = plan_pack(pieces, plan.squares, packed, hyper, clips, nesterov=True)
-    unpack = plan_unpack(packed, pieces, torch.zeros(31 * 64))
-    assert [len(one.kernels) for one in (plan, pack, unpack)] == [2, 1, 1]
-    assert [len(one.calls) for one in (plan, pack, unpack)] == [2, 1, 1]
 
 
 @pytest.mark.parametrize("moved", ["gradient", "momentum"])

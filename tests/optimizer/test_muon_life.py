@@ -13,7 +13,6 @@ import torch
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError, StateError
-from moe_optim.optimizer.muon import Muon
 from tests.optimizer.test_nonfinite import _snapshot
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.states import life_cycle
@@ -96,7 +95,6 @@ def test_a_step_reads_what_is_there_now():
         assert any(not torch.equal(unchanged[key], of) for key, of in got.items()), name
         if change is not _clip:  # norms are those of unclipped gradients
             assert norm == norm_of_twin, name
-    assert len(TWINS) == len(TWINS)
 
 
 # Rates
@@ -165,14 +163,6 @@ def test_what_a_step_cannot_use_is_refused_before_a_master_moves():
             cycle.optimizer.step()
         for number, master in _masters(cycle).items():
             assert_bytes_equal(master, before[number], what=name)
-
-
-def test_muon_takes_no_closure():
-    inner = Muon(
-        [torch.nn.Parameter(torch.ones(4))], lr=0.1, momentum=0.9, weight_decay=0.0, make_stock=None
-    )
-    with pytest.raises(ConfigError, match=r"Muon\.step: expected no closure, got one\. Call step"):
-        inner.step(lambda: 0.0)
 
 
 # Models that were built for something else
