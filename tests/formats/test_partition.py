@@ -1,14 +1,12 @@
 """What cuts of a weight do to its buffers and maxima, and that buffers cut by the same rules."""
 
 from itertools import product
-from math import prod
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_optim.buckets.layout import Slot, aligned_end, cuts_block_rows, plan_buffers
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.formats import (
     FORMATS,
@@ -19,7 +17,6 @@ from moe_optim.formats import (
     QuantizedWeight,
 )
 from moe_optim.formats.partition import infer_partition
-from moe_optim.kernels.exchange import plan_exchange
 from tests.support.number_formats.meshes import coordinates
 
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
@@ -139,57 +136,6 @@ def test_slices_of_all_ranks_cover_each_buffer_and_overlap_only_where_it_says_so
 
 
 # Buffers cut by the same rules
-
-
-@st.composite
-def flat_cuts(draw):
-    """Return a weight that fills a bucket, and ranks that each own whole experts or whole rows."""
-    format = draw(st.sampled_from(list(FORMATS.values())))
-    multiple = max(format.dimension_multiple, 32)
-    experts = draw(st.sampled_from([1, 2, 4]))
-    rows, cols = (multiple * draw(st.integers(1, 10)) for _ in range(2))
-    factors = [n for n in (1, 2, 3, 4, 8, 16, 32) if rows % n == 0 and rows // n % 2 == 0]
-    return format, (experts, rows, cols), draw(st.sampled_from([1, experts])), factors
-
-
-@settings(max_examples=25)
-@given(weight=flat_cuts(), data=st.data())
-def test_shards_of_a_bucket_are_a_cut_of_experts_and_then_of_rows(weight, data):
-    """Exchanged maxima, whole block rows, and gathered bytes agree with the bucket layouts."""
-    format, shape, cut_experts, factors = weight
-    cut_rows = data.draw(st.sampled_from(factors)) if cut_experts == shape[0] else 1
-    dp_size = cut_experts * cut_rows
-    axes = {"experts": {"dp experts": cut_experts}, "rows": {"dp rows": cut_rows}}
-    partition = infer_partition(format, axes, shape=shape)
-    slot = Slot(name="fc1", start=0, shape=shape)
-    shard = slot.numel // dp_size
-    ranks = [partition.bounds(coordinate) for coordinate in coordinates(partition)]
-
-    exchange = plan_exchange(format, shape, slot.cuts(shard))
-    assert bool(exchange.block_rows) is (not partition.has_whole_blocks)
-    assert cuts_block_rows(format, [slot], shard) is (not partition.has_whole_blocks)
-    end = aligned_end(format, [slot], dp_size=dp_size)
-    is_aligned = (end.unit, end.numel) == ("block_row", slot.numel)
-    assert partition.has_whole_blocks or not is_aligned
-    assert exchange.block_rows.keys() == {
-        (expert, bounds["rows"].start // format.block_row_height * format.block_row_height)
-        for bounds in ranks
-        for expert in bounds["experts"]
-        if bounds["rows"].start % format.block_row_height
-    }
-    cut_amaxes = partition.expert_amax.axes if format.has_global_amax else ()
-    assert exchange.experts.keys() == (set(range(shape[0])) if cut_amaxes else set())
-
-    for wire in plan_buffers(format, [slot], slot.numel, dp_size):
-        buffer = partition.buffer(wire.name)
-        if not wire.is_sliced:
-            continue
-        entries = torch.arange(prod(buffer.shape)).view(buffer.shape)
-        memory = entries.view(-1).view(torch.uint8)
-        for rank, bounds in enumerate(ranks):
-            gathered = set(memory.chunk(dp_size)[rank].view(torch.int64).tolist())
-            held = set(entries[buffer.slices(bounds)].flatten().tolist())
-            assert gathered == held if not buffer.overlaps else gathered <= held
 
 
 # What is refused

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_optim.errors import LayoutError
 from moe_optim.kernels import momentum, packing
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.matrices import MatrixRows, MatrixShard, gate_and_up, qkv_rows
@@ -329,56 +328,3 @@ def test_plans_watch_what_they_write(moved):
     assert not unpack.has_moved
     tensors[moved].data = torch.zeros_like(tensors[moved])
     assert unpack.has_moved
-
-
-def momentum_of_one(**changes):
-    shard = shard_of((MatrixRows.of(4),), (2, 4, 4), **changes)
-    return Momentum.build([shard], hyper_of(0.9), torch.ones(1), nesterov=True)
-
-
-def pack_of_one(packed, *, squares=None):
-    plan = momentum_of_one()
-    squares = plan.squares if squares is None else squares
-    pieces = [plan.piece(0)]
-    plan_pack(pieces, squares, packed, hyper_of(0.9), torch.ones(1), nesterov=True)
-
-
-@pytest.mark.parametrize(
-    ("build", "says"),
-    [
-        (lambda: momentum_of_one(group=1), "Muon: fc1: expected a row of the hyper-par.*, got 1"),
-        (
-            lambda: pack_of_one(torch.zeros(3, 4, 4)),
-            r"pack: expected a batch \[2, M, N\] .*got \[3",
-        ),
-        (lambda: pack_of_one(torch.zeros(2, 16)), r"pack: expected a batch .*got \[2, 16\]"),
-        (
-            lambda: pack_of_one(torch.zeros(2, 4, 8)[..., ::2]),
-            r"pack: .* with strides \[32, 8, 2\]",
-        ),
-        (lambda: pack_of_one(torch.zeros(2, 4, 4).double()), "pack: .*got .* torch.float64"),
-        (
-            lambda: pack_of_one(torch.zeros(2, 2, 8)),
-            r"pack: pieces\[0\]: .* of \[2, 8\], got \[4, 4\]",
-        ),
-        (
-            lambda: pack_of_one(torch.zeros(2, 4, 4), squares=torch.zeros(2)),
-            "pack: squares: expected .* torch.float64",
-        ),
-        (
-            lambda: plan_unpack(
-                torch.zeros(2, 4, 4), [momentum_of_one().piece(0)], torch.zeros(32).half()
-            ),
-            r"unpack: weights: expected \[32\] torch.float32",
-        ),
-        (
-            lambda: plan_unpack(
-                torch.zeros(2, 4, 4), [momentum_of_one().piece(0)], torch.zeros(31)
-            ),
-            r"unpack: weights: expected \[32\] .*, got \[31\]",
-        ),
-    ],
-)
-def test_tensors_of_other_shapes_are_refused(build, says):
-    with pytest.raises(LayoutError, match=f"^{says}"):
-        build()

@@ -53,6 +53,13 @@ def test_the_error_is_that_of_the_values(format):
     assert sums[Sum.ELEMENTS] == weight.numel()
 
 
+def test_an_expert_whose_encode_scale_overflows_saturates_nothing():
+    """Of amax 2^-118: 2^128 / 6 of it, 170.7, rounds up to a scale of 176."""
+    sums, _ = health_of(NVFP4, torch.full((16, 32), 2.0**-118))
+    assert sums[Sum.SATURATED] == 0
+    assert sums[Sum.ERRORS].item() == pytest.approx(512 * (2.0**-118 / 32) ** 2, 1e-6)
+
+
 @EVERY_FORMAT
 def test_blocks_without_a_value_are_dead(format):
     """Zeros of either sign, and a block row with one nonzero, which only its own block outlives."""
