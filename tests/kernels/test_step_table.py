@@ -1,6 +1,6 @@
 """Launches of a step reach every element once, with what belongs to it; bad states are refused."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import pairwise
 from weakref import ref
 
@@ -15,10 +15,8 @@ from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.fields import (
     AMAX_SLOT,
     COLS,
-    COLUMNWISE_DATA,
     END,
     HYPER_FIELDS,
-    ROWWISE_DATA,
     STATE_FIELDS,
 )
 from moe_optim.kernels.step_table import StepTable
@@ -148,68 +146,6 @@ def in_small_chunks():
         for name, value in SMALL.items():
             patch.setattr(staging, name, value)
         yield
-
-
-def at_home(rows, chunk):
-    """Return elements of a chunk with masters and moments where they are copied from and to."""
-    copies = sorted(
-        (there.data_ptr(), here.data_ptr(), here.nbytes) for here, there in chunk.copies
-    )
-    starts, homes, sizes = torch.tensor(copies).T.contiguous()
-    rows = rows.clone()
-    for column in (0, 2, 3):
-        place = rows[:, column].contiguous()
-        number = torch.searchsorted(starts, place, right=True) - 1
-        offset = place - starts[number]
-        assert ((offset >= 0) & (offset < sizes[number])).all()
-        rows[:, column] = homes[number] + offset
-    return rows
-
-
-def tiles_of(plans, *, step):
-    """Return where tiles are encoded into, and the slots of their amaxes."""
-    return sorted(
-        (*descriptors[number, [ROWWISE_DATA, COLUMNWISE_DATA, AMAX_SLOT]].tolist(), row, col)
-        for plan in plans
-        for (descriptors, tiles, *_), constants in members_of(plan, step=step)
-        for number, first_row, col, _ in tiles.tolist()
-        for row in block_rows_of(descriptors[number].tolist(), first_row, constants)
-    )
-
-
-def block_rows_of(member, first_row, constants):
-    """Return the first rows of the block rows of a tile: several of a row-only format."""
-    end_row = min(first_row + constants.get("TILE_ROWS", 1), member[END] // member[COLS])
-    return range(first_row, max(end_row, first_row + 1))
-
-
-def updates_of(table):
-    """Return the update of a table and those of its chunks."""
-    return [table.update, *(chunk.update for chunk in table.chunks)]
-
-
-@settings(max_examples=20)
-@given(weights=sharded_weights(), gradients=DTYPES, moments=DTYPES)
-def test_chunks_and_the_rest_do_what_one_table_does(
-    with_kernels, in_small_chunks, weights, gradients, moments
-):
-    """Every element is stepped once, with what belongs to it, where it is then; and every whole
-    block, or expert, is encoded once, to the same place."""
-    for table in Stepping(weights, gradients=gradients, moments=moments, on_host=True).tables:
-        rows = [launched_elements(table.update)]
-        rows += [at_home(launched_elements(chunk.update), chunk) for chunk in table.chunks]
-        assert_bytes_equal(by_address(rows), owned_elements(table.states))
-        alone = StepTable.build(
-            [replace(state, on_host=None) for state in table.states],
-            table.hyper,
-            table.clips,
-            members=table.members,
-        )
-        assert not (alone.chunks or alone.stage)
-        large = [one for one in table.states if one.master.numel() >= SMALL["SMALLEST"]]
-        assert bool(table.chunks) == bool(large)
-        for step in (True, False):
-            assert tiles_of(updates_of(table), step=step) == tiles_of([alone.update], step=step)
 
 
 @settings(max_examples=20)
