@@ -157,6 +157,17 @@ def test_parts_in_which_an_amax_is_found_reach_the_last_element(cols):
     assert table.amax_parts.tolist() == [*([0, number // length] for number in numbers), [1, 0]]
 
 
+@pytest.mark.parametrize(
+    ("experts", "padding", "aligned"), [(2, 16, True), (2, 4, False), (1, 4, True)]
+)
+def test_of_several_experts_each_has_to_begin_at_such_a_multiple(experts, padding, aligned):
+    entry = stack(experts, 32, 32)
+    memory = torch.zeros(experts, 1024 + padding, dtype=torch.uint8)
+    data = memory[:, :1024].unflatten(1, (32, 32))
+    target = replace(entry.target, rowwise_data=data)
+    assert build([replace(entry, target=target)]).aligned is aligned
+
+
 @pytest.mark.parametrize(("stride", "fits"), [((1 << 26) - 16, True), (1 << 26, False)])
 def test_the_rows_of_a_tile_lie_within_31_bits(stride, fits):
     """Those of a block row of 32, here; further apart they are left to the reference."""
