@@ -18,6 +18,7 @@ from moe_optim.formats import (
 )
 from moe_optim.kernels import launch_table
 from moe_optim.kernels.exchange import AMAX_SLOTS, plan_exchange
+from moe_optim.kernels.finish_table import plan_transposes
 from moe_optim.kernels.launch_table import LaunchTable, can_launch, find_gaps, own_slots
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.kernels.tuning import (
@@ -269,3 +270,12 @@ def test_only_the_one_launch_of_a_table_zeroes_what_it_reads(formats, zeroes, wi
 def test_nothing_follows_a_gather_of_row_only_formats(format, with_kernels):
     table = MemberTable.build([stack(2, 33, 64, format=format)])
     assert table.kernels and not table.finish.calls
+
+
+@pytest.mark.parametrize(("stride", "pack"), [(8, 4), (12, 4), (9, 1), (10, 1)])
+def test_bytes_move_as_words_where_every_row_begins_at_one(stride, pack):
+    source = torch.zeros(8, stride, dtype=torch.uint8)[:, :8]
+    copy = torch.zeros(8, 8, dtype=torch.uint8)
+    for pair in ((source, copy), (copy, source)):
+        (kernel,) = plan_transposes([pair]).kernels
+        assert kernel.constants["PACK"] == pack
