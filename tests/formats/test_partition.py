@@ -166,14 +166,3 @@ def test_what_cannot_be_cut_is_refused_with_a_reason(cut, error, message):
     format, axes, shape = cut
     with pytest.raises(error, match=message):
         infer_partition(format, axes, shape=shape, name="fc1")
-
-
-@pytest.mark.parametrize(
-    "coordinate",
-    [{}, {"tp": 0}, {"tp": 0, "fsdp": 4}, {"tp": -1, "fsdp": 0}, {"tp": 0, "fsdp": 0, "pp": 0}],
-    ids=str,
-)
-def test_a_coordinate_names_every_axis_and_no_other(coordinate):
-    partition = infer_partition(MXFP8, {"rows": {"tp": 2, "fsdp": 4}}, shape=SHAPE)
-    with pytest.raises(LayoutError, match="place for each of tp: 2, fsdp: 4, below its number"):
-        partition.bounds(coordinate)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from moe_optim.formats import FORMATS
-from moe_optim.health.monitor import by_layer
-from moe_optim.health.rows import ExpertName, ExpertRows, expert_names
+from moe_optim.health.rows import ExpertName, expert_names
 
 BUCKET = object()
 NAMES = {  # parameter, experts in it -> layer, expert numbers; layer 5 is this stage's layers.2
@@ -71,12 +70,3 @@ def test_an_expert_is_called_by_its_layer_in_the_model_and_its_number_among_all(
 ):
     (names,) = expert_names([Chunk(name, num_experts)]).values()
     assert names == [ExpertName(layer, expert, "nvfp4") for expert in experts]
-
-
-def test_experts_that_nobody_has_measured_are_left_out():
-    rows = ExpertRows(ExpertName("layers.0.fc1", expert, "mxfp8") for expert in (0, 1))
-    sums = torch.zeros(2, 39, dtype=torch.float64)
-    assert by_layer(rows, sums, torch.zeros(2)) == ()
-    sums[1] = 1.0
-    (health,) = by_layer(rows, sums, torch.zeros(2))
-    assert health.experts == (1,)
