@@ -1,14 +1,11 @@
 """``python -m benchmarks muon``: its rows, and the sums that they are compared with."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import __main__ as benchmark
-from benchmarks import timing as stopwatch
-from benchmarks.muon import command, floors, iteration, step
+from benchmarks.muon import step
 from benchmarks.muon.cases import (
     QWEN3,
     Experts,
@@ -21,58 +18,6 @@ from moe_optim.formats import FORMATS, FP8_BLOCK
 
 pytest.importorskip("emerging_optimizers")
 FEW = Experts(count=2, hidden=128, ffn=128)
-
-
-@pytest.fixture
-def measure(monkeypatch, tmp_path):
-    """Return a function that runs the command, quickly, and returns the report it wrote."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(stopwatch, "WARM_UP", 0)
-    monkeypatch.setattr(stopwatch, "COPY_BYTES", {"cpu": 1 << 20})
-    monkeypatch.setattr(floors, "PRODUCT_SIDE", {"cpu": 64})
-    monkeypatch.setattr(command, "SMALL", FEW)
-    monkeypatch.setenv("COLUMNS", "250")
-
-    def run(*options):
-        path = tmp_path / "report.json"
-        words = ["muon", "--small", "--repeat", "1", *options, "--json", str(path)]
-        assert benchmark.main(words) == 0
-        return json.loads(path.read_text())
-
-    return run
-
-
-def test_every_way_of_iterating_is_timed_beside_one_matrix_at_a_time(measure, monkeypatch):
-    """bf16 has 8 bits of mantissa, and its iterations are as far from fp64 as stock's."""
-    few = {way: iteration.WAYS[way] for way in ("plug-in, bf16",)}
-    monkeypatch.setattr(iteration, "WAYS", few)
-    report = measure("--case", "apart", "together")
-    ways = ["emerging-optimizers, one at a time", *few]
-    assert [(row["case"], row["way"], row["matrices"]) for row in report["rows"]] == [
-        *(("apart", way, 6) for way in ways),
-        *(("together", way, 4) for way in ways),
-    ]
-    assert report["product_tflop_per_s"] > 0
-    for row in report["rows"]:
-        assert row["parameters"] == 2 * 3 * 128 * 128
-        assert 0 < row["distance"] < 0.03
-        assert row["floor_ms"] >= 0
-    assert [row["of_stock"] for row in report["rows"] if row["way"] == ways[0]] == [1, 1]
-
-
-def test_a_whole_step_is_timed_with_its_parts_and_beside_stock(measure):
-    report = measure("--case", "step", "--format", "fp8_block", "bf16")
-    parts = ["whole step", "momentum", "pack", "iteration", "update and encoding"]
-    assert [(row["way"], row["format"], row["work"]) for row in report["rows"]] == [
-        ("stock", None, "step, one matrix at a time"),
-        ("stock", "bf16", "cast of the masters"),
-        ("stock", "bf16", "whole step"),
-        *(("plug-in", "fp8_block", part) for part in parts),
-        *(("plug-in", "bf16", part) for part in parts),
-    ]
-    for row in report["rows"]:
-        assert (row["of_stock"] is None) == ((row["way"], row["work"]) != ("plug-in", "whole step"))
-        assert (row["tflop_per_s"] is None) == (row["work"] != "iteration")
 
 
 @pytest.mark.parametrize("format", [None, *FORMATS.values()])

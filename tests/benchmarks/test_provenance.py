@@ -10,18 +10,6 @@ from benchmarks.provenance import begin_report
 from moe_optim.commands.console import provenance
 
 
-def test_without_git_there_is_no_commit(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert provenance.commit() is None
-
-
-def test_a_changed_checkout_is_said_to_be_dirty(monkeypatch):
-    for changed, said in ((None, "0123abc"), (" M moe_optim/ops.py", "0123abc-dirty")):
-        answers = {"rev-parse": "0123abc", "status": changed}
-        monkeypatch.setattr(provenance, "_git", lambda verb, *_, of=answers: of[verb])
-        assert provenance.commit() == said
-
-
 def test_a_report_begins_with_all_that_measuring_again_needs():
     """Each version is that of the package that an import finds; the device is no GPU's here."""
     report = begin_report("python -m benchmarks gather", on_gpu=False)

@@ -147,28 +147,6 @@ def test_all_optimizers_of_a_chain_and_all_bucket_groups_are_seen(clock):
     }
 
 
-@pytest.mark.parametrize("others", [0, 1])
-def test_a_chain_within_a_chain_is_seen_as_are_its_own_gathers(clock, others):
-    """Stock Muon's optimizer is a chain itself, alone or beside Adam's."""
-    parts, layer_wise = Parts(), chain_of(clock)
-    inner_step, layer_wise.allgather_params = layer_wise.step, work(clock, 7)
-    chain = layer_wise
-    if others:
-        chain = SimpleNamespace(
-            chained_optimizers=[layer_wise, optimizer_of(clock, 0)],
-            get_grad_norm=layer_wise.get_grad_norm,
-            step=inner_step,
-        )
-
-    instrument(parts, [chunk_of([Group(clock)])], chain)
-    with parts.recorded(clock.mark) as recording:
-        chain.step()
-        layer_wise.allgather_params()
-    own = recording.own_ms()
-    assert own["grad_copy"] == 101
-    assert (own["inner_step"], own["requantize"], own["gather"]) == (202, 404, 7)
-
-
 @pytest.fixture
 def collectives(monkeypatch):
     """Collectives that do nothing; what is rebound is put back."""

@@ -14,8 +14,7 @@ from moe_optim.buckets.layout import (
     plan_buffers,
     side_by_side,
 )
-from moe_optim.errors import LayoutError
-from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, NVFP4
+from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8
 from tests.support.formats import REPRESENTATIVE_FORMATS
 
 MODELS = {  # experts of a bucket: [2F, H] and [H, F]
@@ -107,26 +106,6 @@ def test_whole_block_rows_are_given_up_where_they_cost_more_than_one_percent():
     block_row = lcm(32 * 2048, 32 * 7168)
     assert 144 * block_row > MOST_GROWTH * slots[-1].end  # it could not have been cheap
     assert many.numel - stock_end(slots, 144, busbw=False) < 144 * 32 * 4
-
-
-def test_a_bucket_too_small_for_whole_scales_still_has_whole_bytes():
-    """16 ranks, 0.5 Kelem each: a scale of 16384 elements is out of the question."""
-    slots = side_by_side([(1, 64, 128)])
-    end = aligned_end(FP8_BLOCK, slots, dp_size=16, divisor=128)
-    assert (end.unit, end.numel) == ("byte", 8192)
-    odd = aligned_end(NVFP4, side_by_side([(1, 16, 16)]), dp_size=256, divisor=256)
-    assert odd.unit == "byte"
-    assert odd.numel == 512  # Megatron's 256 would be one element, half a byte, a rank
-
-
-def test_half_a_byte_a_rank_is_refused_with_what_to_set():
-    with pytest.raises(LayoutError, match="whole bytes.*Set layout: aligned"):
-        plan_buffers(NVFP4, side_by_side([(1, 16, 16)]), 256, 256)
-
-
-def test_a_bucket_that_does_not_divide_is_refused():
-    with pytest.raises(LayoutError, match="divides among 3 ranks"):
-        plan_buffers(MXFP8, side_by_side([(1, 32, 32)]), 1024, 3)
 
 
 @EVERY_FORMAT

@@ -15,14 +15,11 @@ from moe_optim.buckets.layout import aligned_end, side_by_side
 from moe_optim.buckets.states import Event
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import FORMATS, MXFP8, MXFP8_2D, NVFP4, reference
-from moe_optim.formats.partition import infer_partition
-from moe_optim.parts import quantize_part
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import PortableStorage
 from tests.support.bytes import assert_bytes_equal
 from tests.support.formats import REPRESENTATIVE_FORMATS, fitting
 from tests.support.inputs import wide_range_weights, with_specials
-from tests.support.number_formats.meshes import coordinates, on_each_rank, part_of
 from tests.support.states.buckets import make_bucket, make_params, own_masters
 
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
@@ -104,30 +101,6 @@ def assert_all_ranks_hold(ranks, format, masters):
         for number, rank in enumerate(ranks):
             for name, buffer in rank.buffers(index).items():
                 assert_bytes_equal(buffer, expected[name], what=f"rank {number}, {index}, {name}")
-
-
-@ONE_OF_EACH_PATH
-@pytest.mark.parametrize(("experts", "rows"), [(2, 1), (4, 2), (4, 4), (4, 16)])
-def test_a_rank_encodes_the_part_that_the_partition_rules_give_it(format, experts, rows):
-    """Whole experts, whole blocks and rows inside of them, before anything has travelled."""
-    shape = fitting(format, (4, 64, 96))
-    master = wide_range_weights(*shape)
-    axes = {"experts": {"dp experts": experts}, "rows": {"dp rows": rows}}
-    partition = infer_partition(format, axes, shape=shape)
-    ranks = make_ranks(format, (shape,), experts * rows, STOCK, [master])
-    encode_all(ranks)
-    parts = on_each_rank(
-        partition,
-        lambda coordinate, reduce_max: quantize_part(
-            part_of(master, partition, coordinate), partition, coordinate, reduce_max
-        ),
-    )
-    wire = ranks[0].params[0].quantized_storage.quantized.gathered_buffers()
-    assert wire and len(parts) == experts * rows
-    for rank, coordinate, part in zip(ranks, coordinates(partition), parts, strict=True):
-        for name in wire:
-            slices = partition.buffer(name).slices(partition.bounds(coordinate))
-            assert_bytes_equal(rank.buffers(0)[name][slices], part[name], what=f"{rank} {name}")
 
 
 SHAPES = {  # rows and columns that every format takes; and FP8 blocks that are not whole

@@ -205,10 +205,9 @@ def test_context_parallel_ranks_share_a_step_as_data_parallel_ones_do(knobs: dic
             assert_bytes_equal(got[name], tensor, what=f"rank {rank}: {name}")
 
 
-@on_ranks(1)
+@life_cycle.on_a_rank
 def test_an_optimizer_takes_the_place_of_the_one_before_it():
     """Its masters are gathered, the others are freed, and stepping them raises."""
-    life_cycle.initialize()
     for wire in WIRES:
         cycle = _start(wire=wire)
         first, cycle.optimizer = cycle.optimizer, cycle.build_optimizer()
@@ -224,13 +223,12 @@ def test_an_optimizer_takes_the_place_of_the_one_before_it():
         assert masters() is None
 
 
-@on_ranks(1)
+@life_cycle.on_a_rank
 def test_a_model_that_is_wrapped_again_trains():
     """Buckets of before, which nobody zeroes any more, hear of no gradient, and gather nothing into
     memory that no product reads any more."""
     from megatron.core.distributed import DistributedDataParallel
 
-    life_cycle.initialize()
     for wire in WIRES:
         # overlapped reductions of before would still be started, by hooks that stock leaves, too
         cycle = _start(wire=wire, overlap=False)
@@ -269,11 +267,10 @@ def _accumulate(**settings: Any) -> list[torch.Tensor]:
     return [*added_up, *reduced]
 
 
-@on_ranks(1)
+@life_cycle.on_a_rank
 def test_gradients_are_added_up_in_fp32_where_they_are_reduced_in_bf16():
     """By ``--ddp-param-name-patterns-for-fp32-local-accumulation``: sums are those of fp32 buffers,
     what is reduced are these sums, rounded; they are zeroed, and writes by hand noticed."""
-    life_cycle.initialize()
     apart = {"param_name_patterns_for_fp32_local_accumulation": ("all",)}
     want, got = _accumulate(), _accumulate(grad_reduce_in_fp32=False, **apart)
     half = len(want) // 2
@@ -348,15 +345,8 @@ def assert_holds(model: list[Any], buffers: dict[str, torch.Tensor], *, what: st
 def test_dense_buckets_are_not_dragged_into_the_group_of_quantized_ones():
     """Groups are all managed or not at all, cover every parameter once, and follow each other in
     the order of the backward pass."""
-    flags = [
-        "--train-iters",
-        "1",
-        *OVERLAP,
-        "--eval-interval",
-        "1000",
-        "--ddp-bucket-size",
-        "20000",
-    ]
+    flags = ["--train-iters", "1", *OVERLAP, "--eval-interval", "1000"]
+    flags += ["--ddp-bucket-size", "20000"]
 
     def groups(model: list[Any], _optimizer: Any) -> list[tuple[bool, list[int]]]:
         names = {param: i for i, param in enumerate(model[0].module.parameters())}

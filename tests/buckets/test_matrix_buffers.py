@@ -1,6 +1,5 @@
 """Buffers of Muon's matrices: who steps which parameter, and layouts that Megatron takes."""
 
-import logging
 from itertools import pairwise
 
 import pytest
@@ -12,9 +11,6 @@ from megatron.core.distributed.param_and_grad_buffer import group_params_for_buf
 from moe_optim.buckets import matrix_buffers
 from moe_optim.buckets.layout import Slot, plan_buffers, side_by_side
 from moe_optim.buckets.matrix_buffers import is_muon_matrix, matrix_param_layout, tag_matrices
-from moe_optim.buckets.matrix_layout import iteration_cost
-from moe_optim.errors import LayoutError
-from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import FORMATS
 from tests.support.states.buckets import make_params
 
@@ -61,14 +57,6 @@ def test_muon_steps_matrices_that_are_neither_embeddings_nor_filters(param, expe
 def test_muon_steps_quantized_weights_of_experts(format):
     (param,) = make_params(format, side_by_side([(2, 128, 256)]))
     assert is_muon_matrix(param)
-
-
-@pytest.mark.parametrize("expert_layout", ["grouped", "indexed"])
-def test_muon_steps_no_bias_of_experts(expert_layout):
-    """Neither one vector per expert, nor all of them as [E, R]."""
-    linear = GroupedLinear(4, 128, 256, format=None, bias=True, expert_layout=expert_layout)
-    assert linear.biases()
-    assert not any(map(is_muon_matrix, linear.biases()))
 
 
 def test_megatron_separates_matrices_of_experts_by_shape():
@@ -160,30 +148,3 @@ def test_every_shard_of_quantized_matrices_has_whole_bytes_and_scales(format, di
     ]
     buffers = plan_buffers(format, slots, numel, 3)
     assert all(buffer.is_sliced or buffer.name == "global_amax" for buffer in buffers)
-
-
-def test_the_layout_is_logged_once_with_padding_and_balance(caplog):
-    """3 matrices on 2 ranks: 4 places, and the busiest rank has 2 of 1.5."""
-    with caplog.at_level(logging.INFO):
-        matrix_param_layout([expert(3, 64, 64)], None, 2, 128)
-    assert caplog.messages == [
-        "moe_optim: muon: layout of 3 matrices: buckets 1, ranks 2, padding 33.3%, highest cost of "
-        "a rank 1.33 of the mean"
-    ]
-
-
-def test_costs_are_those_of_an_iteration_on_one_matrix():
-    """Two matrices [8, 64] and two [32, 16] of the same size: each rank has one of both."""
-    params = [parameter(8, 64), parameter(8, 64), parameter(32, 16), parameter(32, 16)]
-    layout = matrix_param_layout(params, None, 2, 128)
-    assert iteration_cost(8, 64) < iteration_cost(32, 16)
-    ranks = [layout.param_index_map[param][0] // 1024 for param in params]
-    assert sorted(ranks[:2]) == sorted(ranks[2:]) == [0, 1]
-
-
-def test_errors_name_the_weight_or_its_number_in_the_model():
-    with pytest.raises(LayoutError, match="muon: parameter 1: .*64 of .24, 40."):
-        matrix_param_layout([parameter(8, 8), expert(64, 24, 40)], None, 8, BUSBW)
-    (named,) = make_params(FORMATS["fp8_block"], side_by_side([(64, 24, 40)], name="layers.3.fc"))
-    with pytest.raises(LayoutError, match=r"muon: layers\.3\.fc0: "):
-        matrix_param_layout([named], None, 8, BUSBW)

@@ -12,9 +12,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from moe_optim.buckets.matrix_layout import (
-    GROUPED_PADDING,
     SINGLE_PADDING,
-    TOLERANCE,
     MatrixLayout,
     MatrixWeight,
     iteration_cost,
@@ -61,15 +59,6 @@ def members(layout, bucket):
 def shard_numel(layout, bucket):
     start, end = layout.buckets[bucket]
     return (end - start) // layout.dp_size
-
-
-def costs_of(layout, bucket):
-    """Return the cost of each rank in one bucket."""
-    costs = [0] * layout.dp_size
-    for index in members(layout, bucket):
-        for rank, owned in enumerate(layout.owners(index)):
-            costs[rank] += len(owned) * layout.weights[index].cost
-    return costs
 
 
 def check_valid(layout: MatrixLayout, unit: int) -> None:
@@ -135,103 +124,7 @@ def test_experts_of_one_shape_among_single_matrices_always_have_a_layout(
 # Padding
 
 
-@given(weights=any_weights, dp_size=dp_sizes, bucket_numel=bucket_numels, unit=units)
-def test_padding_of_every_bucket_but_the_last_is_bounded(weights, dp_size, bucket_numel, unit):
-    try:
-        layout = lay_out_matrices(weights, dp_size=dp_size, bucket_numel=bucket_numel, unit=unit)
-    except LayoutError:
-        return
-    for number, (start, end) in enumerate(layout.buckets[:-1]):
-        are_grouped = all(weights[index].count > 1 for index in members(layout, number))
-        part = GROUPED_PADDING if are_grouped else SINGLE_PADDING
-        used = sum(weights[index].numel for index in members(layout, number))
-        assert bucket_numel is not None
-        assert used >= bucket_numel
-        assert end - start - used <= part * used + dp_size * unit
-
-
-@given(data=st.data(), dp_size=dp_sizes, bucket_numel=bucket_numels, unit=units)
-def test_no_rank_owns_more_matrices_of_one_shape_than_the_mean_rounded_up(
-    data, dp_size, bucket_numel, unit
-):
-    """The least possible, in every bucket; so is its padding: shards have no other elements."""
-    weights = data.draw(uniform_weights(unit))
-    layout = lay_out_matrices(weights, dp_size=dp_size, bucket_numel=bucket_numel, unit=unit)
-    for number in range(len(layout.buckets)):
-        indices = members(layout, number)
-        most = -(-sum(weights[index].count for index in indices) // dp_size)
-        owned = [layout.owners(index) for index in indices]
-        assert max(sum(len(ranges[rank]) for ranges in owned) for rank in range(dp_size)) == most
-        assert shard_numel(layout, number) == most * weights[0].matrix_numel
-
-
-@given(
-    weights=st.lists(singles, min_size=1, max_size=40),
-    dp_size=dp_sizes,
-    bucket_numel=bucket_numels,
-    unit=units,
-)
-def test_shards_of_single_matrices_are_no_longer_than_the_mean_and_the_largest(
-    weights, dp_size, bucket_numel, unit
-):
-    """Whatever the costs."""
-    layout = lay_out_matrices(weights, dp_size=dp_size, bucket_numel=bucket_numel, unit=unit)
-    for number in range(len(layout.buckets)):
-        padded = [up(weights[index].numel, 64) for index in members(layout, number)]
-        assert shard_numel(layout, number) <= up(-(-sum(padded) // dp_size) + max(padded), unit)
-
-
-def test_layers_join_a_bucket_until_their_experts_divide_among_the_ranks():
-    """16 experts for 12 ranks: three layers are 48 experts."""
-    layout = lay_out_matrices([weight(16, 64, 64)] * 9, dp_size=12, bucket_numel=1024)
-    assert layout.padding == 0
-    assert [number for _, _, number in layout.places] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-
-
-def test_what_is_left_joins_the_last_bucket_where_that_takes_less_memory():
-    """62 and 2 matrices for 4 ranks have 64 and 4 places in two buckets, 64 in one."""
-    layer, rest = weight(62, 64, 64), weight(2, 64, 64)
-    joined = lay_out_matrices([layer, rest], dp_size=4, bucket_numel=layer.numel)
-    assert [number for _, _, number in joined.places] == [0, 0]
-    assert joined.padding == 0
-    within = weight(61, 64, 64)  # 64 places alone, and 60 more in one bucket, within the bound
-    alone = lay_out_matrices([layer, within], dp_size=4, bucket_numel=layer.numel)
-    assert [number for _, _, number in alone.places] == [0, 1]
-
-
 # Balance
-
-
-def greedy_costs(costs, dp_size):
-    """Return the cost of each rank if each next largest goes to the rank with the least."""
-    loads = [0] * dp_size
-    for cost in sorted(costs, reverse=True):
-        loads[loads.index(min(loads))] += cost
-    return loads
-
-
-@given(
-    numels=st.lists(st.integers(1, 60), min_size=1, max_size=60),
-    dp_size=dp_sizes,
-    bucket_numel=bucket_numels,
-)
-def test_costs_like_sizes_balance_as_without_a_bound_of_the_length(numels, dp_size, bucket_numel):
-    """In each bucket within 1/32 of a largest-first schedule, itself at most 4/3 of the optimum;
-    over all buckets ranks differ by one matrix at most."""
-    weights = [weight(1, numel, 64, cost=numel) for numel in numels]
-    layout = lay_out_matrices(weights, dp_size=dp_size, bucket_numel=bucket_numel)
-    for number in range(len(layout.buckets)):
-        costs = costs_of(layout, number)
-        greedy = greedy_costs([numels[index] for index in members(layout, number)], dp_size)
-        assert max(costs) <= (1 + TOLERANCE) * max(greedy)
-    total = layout.costs_by_rank()
-    assert total == [
-        sum(own)
-        for own in zip(
-            *(costs_of(layout, number) for number in range(len(layout.buckets))), strict=True
-        )
-    ]
-    assert max(total) - min(total) <= max(numels)
 
 
 @pytest.mark.parametrize("shapes", MODELS.values(), ids=MODELS)
@@ -256,14 +149,6 @@ def test_no_rank_of_a_real_model_costs_more_than_in_megatrons_layout(shapes, dp_
     assert layout.padding <= max(theirs.padding, SINGLE_PADDING)
 
 
-def test_buckets_of_experts_take_turns_in_which_rank_has_fewer():
-    """17 matrices on 2 ranks in every bucket: each rank has 9 in half of the buckets."""
-    weights = [weight(17, 8, 8, cost=1)] * 8
-    layout = lay_out_matrices(weights, dp_size=2, bucket_numel=17 * 64)
-    assert len(layout.buckets) == 8
-    assert layout.costs_by_rank() == [68, 68]
-
-
 # Refusals
 
 
@@ -286,13 +171,3 @@ def test_a_length_that_is_no_multiple_of_the_unit_still_holds_whole_matrices():
     check_valid(layout, 64)
     assert shard_numel(layout, 0) == lcm(64, 96) * 3
     assert layout.padding == 0
-
-
-def test_a_unit_of_other_than_whole_starts_is_refused():
-    with pytest.raises(LayoutError, match="multiple of 64 elements, got 96"):
-        lay_out_matrices([weight(1, 8, 8)], dp_size=2, bucket_numel=None, unit=96)
-
-
-def test_no_weights_take_no_buckets():
-    layout = lay_out_matrices([], dp_size=2, bucket_numel=None)
-    assert (layout.places, layout.buckets, layout.padding) == ((), (), 0.0)

@@ -9,9 +9,10 @@ import torch
 
 from moe_optim.errors import StateError
 from moe_optim.weights.grouped_weight import GradientNote
-from tests.support.ranks import on_ranks, run_ranks
 from tests.support.states import life_cycle, making_room
 
+BOTH = (("fused", "quantized"), ("stock", "bf16"))
+"""Step and wire."""
 TRAIN = [("zero", {}), ("micro", {"seed": 1, "last": True}), ("step", {})]
 WAYS = {
     "megatron": ("make_room",),
@@ -20,40 +21,37 @@ WAYS = {
 }
 
 
-def _take_turns(knobs: dict[str, Any]) -> int:
-    """Train on both sides of each way; the life cycle compares everything to plain torch."""
-    life_cycle.initialize()
-    for calls in WAYS.values():
+KNOBS = (
+    {"format": "bf16", "step": "stock"},
+    {"format": "mxfp8", "step": "stock"},
+    {"format": "nvfp4", "step": "fused", "overlap": False},
+    {"format": "fp8_block", "step": "stock", "wire": "bf16"},
+)
+
+
+@life_cycle.on_a_rank
+def test_training_goes_on_to_the_bit_after_all_buffers_were_on_the_host():
+    """Dense weights and quantized ones, on both sides of each way; Megatron's calls keep gradients
+    where these stay. The life cycle compares everything to plain torch."""
+    for knobs, calls in product(KNOBS, WAYS.values()):
         cycle = life_cycle.LifeCycle(**knobs)
         for turn in range(2):
             life_cycle.replay(cycle, [*TRAIN, *((call, {}) for call in calls), *TRAIN])
             cycle.evaluate(seed=turn)
-    return len(making_room.all_buffers([cycle.ddp]))
-
-
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        {"format": "bf16", "step": "stock"},
-        {"format": "mxfp8", "step": "stock"},
-        {"format": "nvfp4", "step": "fused", "overlap": False},
-        {"format": "fp8_block", "step": "stock", "wire": "bf16"},
-    ],
-    ids=lambda knobs: " ".join(map(str, knobs.values())),
-)
-def test_training_goes_on_to_the_bit_after_all_buffers_were_on_the_host(knobs):
-    """Dense weights and quantized ones; Megatron's calls keep gradients where these stay."""
-    assert min(run_ranks(1, _take_turns, knobs)) > 1
+        assert len(making_room.all_buffers([cycle.ddp])) > 1
 
 
 # Gradients
 
 
-@pytest.mark.parametrize(("step", "wire"), [("fused", "quantized"), ("stock", "bf16")])
-@on_ranks(1)
-def test_gradients_that_are_away_are_neither_read_nor_written(step, wire):
+@life_cycle.on_a_rank
+def test_gradients_that_are_away_are_neither_read_nor_written():
     """Freed by Megatron's call, or by verl's, which tells nobody."""
-    life_cycle.initialize()
+    for step, wire in BOTH:
+        _use_gradients_that_are_away(step, wire)
+
+
+def _use_gradients_that_are_away(step: str, wire: str) -> None:
     said = {}
     for name, act in {
         "a backward pass": lambda c: c._forward_backward(1),
@@ -86,10 +84,9 @@ def test_gradients_that_are_away_are_neither_read_nor_written(step, wire):
         assert "restore_grad_buffers()" in message
 
 
-@on_ranks(1)
+@life_cycle.on_a_rank
 def test_neither_a_step_nor_a_gather_writes_weights_that_are_away():
     """Step while weights of Megatron's own buffers are away, whoever sent them."""
-    life_cycle.initialize()
     said = []
     ways = (making_room.send_weights_away, making_room.send_away_as_verl)
     for step, send in product(("stock", "fused"), ways):
@@ -107,11 +104,10 @@ def test_neither_a_step_nor_a_gather_writes_weights_that_are_away():
             said.append(str(refused.value))
         for master, before in zip(making_room.list_masters(cycle.optimizer), masters, strict=True):
             assert torch.equal(master, before)
-    found = said
-    assert len(found) == 8
-    for said in found:
-        assert "expected weights to write into, got none: they are offloaded" in said
-        assert "reload_from_cpu()" in said
+    assert len(said) == 8
+    for message in said:
+        assert "expected weights to write into, got none: they are offloaded" in message
+        assert "reload_from_cpu()" in message
 
 
 # A model that is wrapped twice
@@ -121,11 +117,14 @@ def managed_weights(cycle: life_cycle.LifeCycle) -> list[Any]:
     return [param for param in cycle.params if hasattr(param, "quantized_storage")]
 
 
-@pytest.mark.parametrize(("step", "wire"), [("fused", "quantized"), ("stock", "bf16")])
-@on_ranks(1)
-def test_buffers_of_a_first_wrapper_leave_the_weights_of_a_second_alone(step, wire):
+@life_cycle.on_a_rank
+def test_buffers_of_a_first_wrapper_leave_the_weights_of_a_second_alone():
     """It holds gradients and other weights of its own, quantized ones no longer."""
-    life_cycle.initialize()
+    for step, wire in BOTH:
+        _wrap_twice(step, wire)
+
+
+def _wrap_twice(step: str, wire: str) -> None:
     from megatron.core.distributed import DistributedDataParallel
 
     cycle = life_cycle.LifeCycle(step=step, wire=wire, overlap=False)

@@ -46,24 +46,6 @@ def test_every_byte_leaves_and_comes_back(format):
         assert_bytes_equal(buffer, old)
 
 
-def test_its_bytes_are_copied_into_a_tensor_that_exists():
-    """As verl does, which keeps one copy on the host; the shape stays while the bytes are away."""
-    data = ParamData(storages_of(FORMATS["nvfp4"]))
-    on_host = torch.empty(data.size(), dtype=data.dtype)
-    assert on_host.copy_(data.data, non_blocking=False) is on_host
-    assert torch.equal(on_host, data.cpu())
-    data.storage().resize_(0)
-    assert data.shape == on_host.shape
-    with pytest.raises(StateError, match="expected bytes to copy, got none"):
-        on_host.copy_(data)
-    data.storage().resize_(data.shape.numel())
-    data.copy_(on_host)
-    with pytest.raises(StateError, match=r"expected a copy into .*, got one into \[3\]"):
-        torch.empty(3, dtype=torch.uint8).copy_(data)
-    with pytest.raises(TypeError):
-        torch.add(on_host, data)
-
-
 def test_what_it_cannot_be_asked_for_is_refused():
     data = ParamData(storages_of(FORMATS["mxfp8"]))
     size, on_host = data.size(), data.cpu()

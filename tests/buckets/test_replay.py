@@ -13,7 +13,6 @@ from moe_optim.buckets.layout import side_by_side
 from moe_optim.buckets.states import Event
 from moe_optim.errors import StateError
 from moe_optim.formats import MXFP8
-from tests.support.ranks import on_ranks
 from tests.support.states import life_cycle
 from tests.support.states.buckets import make_bucket, make_params
 from tests.support.states.life_cycle import LifeCycle
@@ -54,11 +53,14 @@ class GraphedLifeCycle(LifeCycle):
         self.check()
 
 
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
-@on_ranks(1)
-def test_replayed_iterations_are_those_of_plain_torch(options):
+@life_cycle.on_a_rank
+def test_replayed_iterations_are_those_of_plain_torch():
     """Weights, gradients and outputs after every call, with evaluations and saves between them."""
-    life_cycle.initialize()
+    for options in SETTINGS.values():
+        _replay(options)
+
+
+def _replay(options: dict[str, Any]) -> None:
     cycle = GraphedLifeCycle(**options)
     for seed in range(6):  # two eager ones, the capture, three replays
         if seed == 2:
@@ -94,11 +96,10 @@ class WatchedLifeCycle(GraphedLifeCycle):
         super()._iterate()
 
 
-@on_ranks(1)
+@life_cycle.on_a_rank
 def test_a_capture_is_not_the_first_to_gather():
     """Whatever the number of eager iterations before it, the tables of gathers are there by then,
     and training is that of plain torch."""
-    life_cycle.initialize()
     for warmup, wire in product((0, 1, 2), ("quantized", "bf16")):
         cycle = WatchedLifeCycle(warmup, **SETTINGS[f"wire {wire}, overlap"])
         for seed in range(4):
@@ -108,11 +109,10 @@ def test_a_capture_is_not_the_first_to_gather():
             assert before is after is not None
 
 
-@on_ranks(1)
+@life_cycle.on_a_rank
 def test_a_replay_from_elsewhere_is_refused_before_it_runs():
     """Gradients that were not zeroed, masters that were planned anew, weights on the host."""
     options = SETTINGS["wire quantized, overlap"]
-    life_cycle.initialize()
     said = []
     for spoil in ("dirty", "load", "offload"):
         cycle = GraphedLifeCycle(**options)

@@ -84,12 +84,6 @@ class Case:
     parameter: str = "linear_fc1.weight0"
 
 
-def recomputing(module: str, **more: Any) -> Case:
-    """Return a case that recomputes ``module``."""
-    flags = SELECTIVE | more.pop("flags", {}) | {"--recompute-modules": [module]}
-    return Case(flags, {"recompute_granularity": "selective", "recompute_modules": [module]})
-
-
 def graphing(flags: Flags, *modules: str) -> Case:
     """Return a case that holds ``modules`` of layers in CUDA graphs."""
     impl = flags["--cuda-graph-impl"]
@@ -113,7 +107,6 @@ CASES = {
         {"moe_router_padding_for_quantization": True},
     ),
     "experts padded to a capacity": Case(DROP_AND_PAD, {"moe_expert_capacity_factor": 1.0}),
-    "quick-GeGLU": Case(QUICK_GEGLU, {"activation_func": "quick_gelu", "add_bias_linear": False}),
     "fused quick-GeGLU with biases": Case(  # Megatron's flags fuse it with biases only
         QUICK_GEGLU | {"--disable-bias-linear": False, "--no-bias-dropout-fusion": True},
         {"activation_func": "quick_gelu", "bias_activation_fusion": True, "add_bias_linear": True},
@@ -142,23 +135,15 @@ CASES = {
         },
         {"recompute_granularity": "full"},
     ),
-    "experts recomputed": recomputing("moe"),
-    "activations recomputed": recomputing("moe_act"),
-    "norms recomputed": recomputing("layernorm"),
-    "shared experts recomputed": recomputing("shared_experts", flags=SHARED),
+    "experts recomputed": Case(
+        SELECTIVE | {"--recompute-modules": ["moe"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    ),
     "op fuser": Case(
         OP_FUSER, {"use_transformer_engine_op_fuser": True}, environment=OP_FUSER_ENVIRONMENT
     ),
-    "op fuser and interleaved rows": Case(
-        OP_FUSER | OVERLAP | {"--moe-mlp-glu-interleave-size": 32},
-        {"use_transformer_engine_op_fuser": True, "moe_mlp_glu_interleave_size": 32},
-        environment=OP_FUSER_ENVIRONMENT,
-    ),
     "gradients accumulated by products": Case(
         FUSED_GRADIENTS, {"gradient_accumulation_fusion": True}, switches=("plain-head",)
-    ),
-    "gradients accumulated by all products": Case(
-        FUSED_GRADIENTS, {"gradient_accumulation_fusion": True}
     ),
     "weight gradients while tokens are sent back": Case(
         {"--overlap-dispatch-backward-with-experts-wgrad": True},
@@ -168,7 +153,6 @@ CASES = {
     "graphs with overlapped gathers": graphing(TE_GRAPHS | OVERLAP, "attn", "moe_router"),
     "graphs of experts": graphing(TE_GRAPHS | DROP_AND_PAD, "attn", "moe"),
     "Megatron's graphs of attention": graphing(LOCAL_GRAPHS, "attn"),
-    "Megatron's graphs of attention and router": graphing(LOCAL_GRAPHS, "attn", "moe_router"),
 }
 EXPERT_PARALLEL = OVERLAP | {"--expert-model-parallel-size": 2}
 OVERLAPPED_SCHEDULE = EXPERT_PARALLEL | {"--overlap-moe-expert-parallel-comm": True}
@@ -209,26 +193,13 @@ ON_FOUR_GPUS = {
 }
 NOT_RUN_BY_STOCK = {  # case -> what stock Megatron ends with on this stack
     "one weight of all experts": r"ValueError: moe_single_grouped_weight is currently supported",
-    "gradients accumulated by all products": r"RuntimeError: ColumnParallelLinear was called with",
     "one bias of all experts": r"RuntimeError: Single grouped parameters require",
     "op fuser": r"RuntimeError: .*cublaslt_gemm",
-    "op fuser and interleaved rows": r"RuntimeError: .*cublaslt_gemm",
     # its graphs take in the dispatcher, which waits for split sizes on the host
     "Megatron's graphs of attention": r"AcceleratorError: CUDA error",
-    "Megatron's graphs of attention and router": r"AcceleratorError: CUDA error",
     # gradients are NaN from the first iteration on; its handler ends here
     "weight gradients while tokens are sent back": r"TypeError: expected str, bytes or os.PathLike",
 }
-FURTHER = {
-    "quick-GeGLU",
-    "activations recomputed",
-    "norms recomputed",
-    "shared experts recomputed",
-    "op fuser and interleaved rows",
-    "gradients accumulated by all products",
-    "Megatron's graphs of attention and router",
-}
-"""Cases whose parts others show: make test-all runs them."""
 STOPPED_BY_NAME = {"weight gradients while tokens are sent back": "gradient norm is nan"}
 """Where stock goes on with NaN, and the plug-in does not."""
 
@@ -288,19 +259,12 @@ def assert_beside_stock(case: Case, stock: list[Report], ours: list[Report]) -> 
 
 
 @pytest.fixture(scope="module")
-def beside_stock(
-    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[Report]]:
-    """Return the reports of the cases of one GPU that this run of pytest has, by case and side."""
-    skipped = FURTHER if pytestconfig.getoption("markexpr") == "not extended" else ()
-    cases = {name: case for name, case in CASES.items() if name not in skipped}
-    return train(tmp_path_factory.mktemp("one-gpu"), sides_of(cases))
+def beside_stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]:
+    """Return the reports of all cases of one GPU, by case and side."""
+    return train(tmp_path_factory.mktemp("one-gpu"), sides_of(CASES))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.extended) if n in FURTHER else n for n in CASES],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_training_beside_stock_gives_its_losses(beside_stock, name: str):
     """With Transformer Engine's experts, everything else in the model being Megatron's, too. What
     stock cannot run is known, and the plug-in does not run it either, for the same reason."""

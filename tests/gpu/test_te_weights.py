@@ -112,27 +112,23 @@ def test_training_with_fp32_scales_gives_stocks_losses(knob, tmp_path, monkeypat
     assert_stocks_losses(tmp_path, [*SMALL_MODEL, *changes])
 
 
-def test_training_in_stocks_layout_gives_stocks_losses(tmp_path):
-    """FP8 blocks end to end, in shards cut where Megatron cuts."""
-    assert_stocks_losses(tmp_path, [*SMALL_MODEL, "moe_optim.layout=stock"])
-
-
-@pytest.mark.parametrize("knob", ["layout=stock", "step=fused"])
-def test_weights_that_are_left_to_megatron_give_stocks_losses(knob, tmp_path):
-    """FP8 with one scale: Megatron quantizes and gathers it, after its own step and after ours."""
-    changes = ["moe_optim.format=auto", "megatron_args.--fp8-recipe=tensorwise"]
-    assert_stocks_losses(tmp_path, [*SMALL_MODEL, f"moe_optim.{knob}", *changes])
-
-
 NARROW = ["--use-precision-aware-optimizer"]
 NARROW += ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
+TENSORWISE = ["moe_optim.format=auto", "megatron_args.--fp8-recipe=tensorwise"]
+TRAINED = {  # changes and flags
+    "shards cut where Megatron cuts": (["moe_optim.layout=stock"], []),
+    "left to Megatron": (["moe_optim.layout=stock", *TENSORWISE], []),
+    "left to Megatron, fused": (["moe_optim.step=fused", *TENSORWISE], []),
+    "moments in bf16, stepped by Transformer Engine": (["moe_optim.layout=stock"], NARROW),
+    "moments in bf16, stepped by our kernel": (["moe_optim.step=fused"], NARROW),
+}
 
 
-@pytest.mark.parametrize("knob", ["layout=stock", "step=fused"])
-def test_narrow_moments_give_stocks_losses(knob, tmp_path):
-    """Moments in bf16, to the bit of Transformer Engine's Adam under stock Megatron: stepped by it,
-    and by our kernel."""
-    assert_stocks_losses(tmp_path, [*SMALL_MODEL, f"moe_optim.{knob}"], *NARROW)
+@pytest.mark.parametrize(("changes", "flags"), TRAINED.values(), ids=TRAINED)
+def test_training_gives_stocks_losses(changes, flags, tmp_path):
+    """FP8 blocks end to end; FP8 with one scale, which Megatron quantizes and gathers after either
+    step; and moments in bf16, to the bit of Transformer Engine's Adam."""
+    assert_stocks_losses(tmp_path, [*SMALL_MODEL, *changes], *flags)
 
 
 FEW = {"--num-experts": 16, "--vocab-size": 1000}

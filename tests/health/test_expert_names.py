@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from moe_optim.formats import FORMATS
-from moe_optim.health.monitor import by_layer
-from moe_optim.health.rows import ExpertName, ExpertRows, expert_names
+from moe_optim.health.rows import ExpertName, expert_names
 
 BUCKET = object()
 NAMES = {  # parameter, experts in it -> layer, expert numbers; layer 5 is this stage's layers.2
@@ -25,18 +24,6 @@ NAMES = {  # parameter, experts in it -> layer, expert numbers; layer 5 is this 
         "mtp.layers.5.mtp_model_layer.fc2",
         (4, 5, 6, 7),
     ),
-    "multi-token prediction, one parameter an expert": (
-        "mtp.layers.2.mtp_model_layer.mlp.experts.linear_fc2.weight3",
-        1,
-        "mtp.layers.5.mtp_model_layer.fc2",
-        (7,),
-    ),
-    "shared expert": (
-        "decoder.layers.2.mlp.shared_experts.linear_fc1.weight",
-        1,
-        "layers.5.mlp.shared_experts.fc1",
-        (0,),
-    ),
     "attention": (
         "decoder.layers.2.self_attention.linear_qkv.weight",
         1,
@@ -49,7 +36,6 @@ NAMES = {  # parameter, experts in it -> layer, expert numbers; layer 5 is this 
         "layers.5.fc1",
         (4, 5, 6, 7),
     ),
-    "no layer": ("output_layer.weight", 1, "output_layer", (0,)),
 }
 
 
@@ -84,30 +70,3 @@ def test_an_expert_is_called_by_its_layer_in_the_model_and_its_number_among_all(
 ):
     (names,) = expert_names([Chunk(name, num_experts)]).values()
     assert names == [ExpertName(layer, expert, "nvfp4") for expert in experts]
-
-
-def test_a_weight_that_no_bucket_holds_has_no_names():
-    chunk = Chunk("output_layer.weight", 1)
-    next(chunk.parameters()).quantized_storage.bucket = None
-    assert expert_names([chunk]) == {}
-
-
-def test_layers_are_in_the_order_of_their_numbers():
-    names = [ExpertName(f"layers.{layer}.fc1", 0, "mxfp8") for layer in (10, 2, 1)]
-    names += [ExpertName("layers.2.fc1", expert, "mxfp8") for expert in (11, 3)]
-    assert [(name.layer, name.expert) for name in ExpertRows(names).names] == [
-        ("layers.1.fc1", 0),
-        ("layers.2.fc1", 0),
-        ("layers.2.fc1", 3),
-        ("layers.2.fc1", 11),
-        ("layers.10.fc1", 0),
-    ]
-
-
-def test_experts_that_nobody_has_measured_are_left_out():
-    rows = ExpertRows(ExpertName("layers.0.fc1", expert, "mxfp8") for expert in (0, 1))
-    sums = torch.zeros(2, 39, dtype=torch.float64)
-    assert by_layer(rows, sums, torch.zeros(2)) == ()
-    sums[1] = 1.0
-    (health,) = by_layer(rows, sums, torch.zeros(2))
-    assert health.experts == (1,)

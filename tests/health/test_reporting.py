@@ -1,14 +1,13 @@
 """A sample is reported once its copy has arrived, to every writer there is, with warnings."""
 
 import logging
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moe_optim.formats.health_figures import NUM_SUMS, LayerHealth, Sum
-from moe_optim.health import monitor, writers
+from moe_optim.formats.health_figures import NUM_SUMS, Sum
+from moe_optim.health import monitor
 from moe_optim.health.monitor import MOST_WARNINGS, HealthMonitor
 from moe_optim.health.rows import ExpertName, ExpertRows
 
@@ -24,17 +23,6 @@ class Event:
 
     def synchronize(self) -> None:
         self.waited = True
-
-
-class Wandb:
-    def __init__(self) -> None:
-        self.logged = []
-
-    def log(self, figures, step):
-        self.logged.append((figures, step))
-
-    def Histogram(self, values):  # noqa: N802
-        return ("histogram", len(values))
 
 
 def sums_of(num_experts, saturated=0):
@@ -75,14 +63,6 @@ def test_a_save_waits_for_it(sampled):
     assert written == [10] and event.waited
 
 
-def test_nothing_is_sampled_without_an_interval(sampled):
-    found, event, written = sampled
-    found._interval = 0
-    event.passed = True
-    found.before_step()
-    assert written == []
-
-
 def test_warnings_name_layer_and_expert_and_are_not_many(sampled, caplog, monkeypatch):
     found, event, _ = sampled
     monkeypatch.setattr(
@@ -96,34 +76,3 @@ def test_warnings_name_layer_and_expert_and_are_not_many(sampled, caplog, monkey
     first = "moe_optim: health at iteration 10: layers.7.fc2, expert 0: saturated is 0.05, above"
     assert caplog.messages[0].startswith(first)
     assert caplog.messages[-1].endswith(f"and {20 - MOST_WARNINGS} more")
-
-
-def test_weights_and_biases_get_scalars_and_histograms_under_the_present_step(monkeypatch):
-    """It refuses steps before the last that was logged."""
-    wandb = Wandb()
-    megatron = SimpleNamespace(
-        get_tensorboard_writer=lambda: None,
-        get_wandb_writer=lambda: wandb,
-        _GLOBAL_ARGS=SimpleNamespace(curr_iteration=11),
-    )
-    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", megatron)
-    health = LayerHealth(
-        layer="layers.3.fc1",
-        format="mxfp8",
-        experts=(0, 1),
-        amax=torch.tensor([0.5, torch.nan]),
-        sums=sums_of(2, saturated=1),
-    )
-    writers.write([health], 10)
-    ((figures, step),) = wandb.logged
-    assert step == 12
-    assert figures["moe_optim/iteration"] == 10
-    assert figures["moe_optim/layers.3.fc1/saturated"] == 0.01
-    assert figures["moe_optim/layers.3.fc1/saturated/experts"] == ("histogram", 2)
-    assert figures["moe_optim/layers.3.fc1/amax/experts"] == ("histogram", 1)  # NaN has no bin
-
-
-def test_without_megatrons_loop_nothing_is_written_and_steps_are_counted(monkeypatch):
-    monkeypatch.delitem(sys.modules, "megatron.training.global_vars", raising=False)
-    assert writers.current_iteration() is None
-    writers.write([], 1)

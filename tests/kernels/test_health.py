@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from moe_optim.errors import LayoutError
-from moe_optim.formats import FORMATS, MXFP8, NVFP4, QuantizedWeight
-from moe_optim.formats.health_figures import Sum
+from moe_optim.formats import FORMATS, MXFP8, QuantizedWeight
 from moe_optim.kernels.health import HealthEntry, HealthTable
 from moe_optim.kernels.table_entry import TableEntry
-from moe_optim.kernels.tuning import HEALTH_ROWS, HEALTH_TILE
 from tests.support.ptx.launches import plan_kernels
 from tests.support.training_runs.health import assert_same_health, masters_of, measure
 
@@ -16,11 +14,8 @@ CPU = torch.device("cpu")
 WHOLE, THIRDS = (0.0, 1.0), (0.0, 0.36, 0.79, 1.0)
 
 
-EVERY_TIME = {
-    *((name, "the middle") for name in ("nvfp4", "fp8_block", "int4")),
-    ("nvfp4", "whole"),
-}
-"""Packed elements and an amax, blocks that edges cut, and rows."""
+EVERY_TIME = {("nvfp4", "whole"), ("int4", "the middle")}
+"""Packed elements and an amax, and rows."""
 
 
 def entry_of(source, **changes):
@@ -53,67 +48,6 @@ def test_what_the_kernel_finds_is_plain_torchs(format, cuts, shard, launches):
     assert launches == 2 * [*whole_and_cut * ["measure_kernel"], "add_parts_kernel"]
     want = measure(format, masters, cuts=cuts, shard=shard, backend="reference")
     assert_same_health(got, want, f"{format.name}, shard {shard}")
-
-
-def test_the_kernel_finds_of_experts_whose_encode_scale_overflows_what_plain_torch_does(launches):
-    masters = [master * 2.0**-122 for master in masters_of(NVFP4)]
-    got = measure(NVFP4, masters)
-    assert_same_health(got, measure(NVFP4, masters, backend="reference"), "tiny experts")
-
-
-@pytest.mark.parametrize("start", [0, 4, 300_000, 300_002])
-def test_tiles_cover_what_is_owned_and_whole_ones_lie_inside(start, monkeypatch):
-    """Of a shard of two experts; none is whole where quads of elements are not aligned."""
-    plan_kernels(monkeypatch)
-    shape = (2, 1056, 288)
-    numel = shape[1] * shape[2]
-    entry = TableEntry(
-        parameter="fc",
-        source=torch.zeros(2 * numel - start),
-        target=QuantizedWeight.empty(MXFP8, shape),
-        start=start,
-        cuts=(start,) if start else (),
-    )
-    one = HealthEntry(entry=entry, rows=torch.arange(2))
-    *measuring, adding = HealthTable.build([one], 2, device=CPU).kernels
-    descriptors, _, parts, _ = adding.arguments
-    owned = torch.zeros(2 * numel, dtype=torch.int32)
-    owned[start:] = 1
-    owned, covered = owned.view(shape), torch.zeros(shape, dtype=torch.int32)
-    first_expert, numbers, has_whole = 2 - len(descriptors), [], False
-    for kernel in measuring:
-        is_whole = kernel.constants["WHOLE"]
-        has_whole |= is_whole
-        for member, row, column, number in kernel.arguments[1].tolist():
-            numbers.append(number)
-            tile = (
-                member + first_expert,
-                slice(row, row + HEALTH_ROWS),
-                slice(column, column + HEALTH_TILE.cols),
-            )
-            covered[tile] += 1
-            assert not is_whole or owned[tile].shape == (HEALTH_ROWS, HEALTH_TILE.cols)
-            assert not is_whole or owned[tile].all()
-    assert (covered <= 1).all() and (covered >= owned).all()
-    assert has_whole == (start % 4 == 0)
-    assert sorted(numbers) == list(range(len(parts)))
-    assert parts[:, Sum.ELEMENTS].sum() == 2 * numel - start
-
-
-def test_a_table_knows_when_masters_or_buffers_lie_elsewhere():
-    one = entry_of(torch.zeros(1, 32, 32))
-    table = HealthTable.build([one], 1, device=CPU)
-    assert not table.has_moved
-    one.entry.source.data = torch.ones(1, 32, 32)
-    assert table.has_moved
-    table.launch()
-    assert table.amaxes.item() == 1.0
-
-
-def test_nothing_owned_is_nothing_found():
-    table = HealthTable.build([entry_of(torch.zeros(0))], 3, device=CPU)
-    table.launch()
-    assert not table.sums.any() and not table.amaxes.any()
 
 
 def test_a_shard_that_does_not_run_from_cut_to_cut_is_refused():

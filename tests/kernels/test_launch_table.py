@@ -11,7 +11,6 @@ from moe_optim.formats import (
     FP8_BLOCK,
     INT4,
     MXFP8,
-    MXFP8_2D,
     MXFP8_ROWS,
     NVFP4,
     NVFP4_ROWS,
@@ -61,31 +60,6 @@ def build(entries, consumed=None):
     return LaunchTable.build(planned, amax, first_free_slot=slots, gaps=gaps)
 
 
-def test_a_descriptor_holds_the_addresses_and_strides_of_one_expert():
-    entry = stack(3, 64, 96)
-    table = build([stack(2, 32, 32), entry])
-    target = entry.target
-    assert table.descriptors.shape == (5, 15)
-    assert table.descriptors[4].tolist() == [
-        entry.source[2].data_ptr(),
-        target.rowwise_data[2].data_ptr(),
-        target.rowwise_scale[2].data_ptr(),
-        target.columnwise_data[2].data_ptr(),
-        target.columnwise_scale[2].data_ptr(),
-        *(64, 96, 96, 3, 96, 96),  # sizes, row strides
-        *(0, 64 * 96),  # all of it is owned
-        *(table.descriptors[4, 13], 0),  # no amax
-    ]
-
-
-def test_strides_are_counted_in_elements_and_buffers_that_stay_have_no_address():
-    entry = stack(2, 130, 260, format=FP8_BLOCK)
-    row = build([entry]).descriptors[1].tolist()
-    assert row[2] == entry.target.rowwise_scale[1].data_ptr()
-    assert row[3:5] == [0, 0]
-    assert row[7:11] == [260, 3, 0, 0]
-
-
 def test_every_expert_with_an_amax_has_slots_of_its_own():
     entries = [stack(2, 32, 32, format=NVFP4), stack(1, 16, 16, format=NVFP4)]
     table = build(entries)
@@ -93,18 +67,6 @@ def test_every_expert_with_an_amax_has_slots_of_its_own():
     assert table.amax.numel() == 3 * AMAX_SLOTS
     addresses = [entries[0].target.global_amax[i].data_ptr() for i in (0, 1)]
     assert table.descriptors[:2, 14].tolist() == addresses
-
-
-def test_tiles_cover_every_member_once_and_in_order():
-    members = [stack(2, 64, 320), stack(1, 32, 128)]
-    table = build(members)
-    assert table.tile.cols == 128
-    first = [[expert, row, col] for expert in (0, 1) for row in (0, 32) for col in (0, 128, 256)]
-    assert table.tiles.tolist() == [[*tile, 0] for tile in (*first, [2, 0, 0])]
-    assert table.num_tiles == len(table.tiles) == 13
-    assert not len(table.cut_tiles)
-    assert table.masked
-    assert not build(members[1:]).masked
 
 
 def test_a_cut_block_row_has_tiles_and_slots_of_its_own():
@@ -116,24 +78,6 @@ def test_a_cut_block_row_has_tiles_and_slots_of_its_own():
     table = build([entry])
     assert table.tiles.tolist() == [[1, 0, 0, 0], [1, 32, 0, 0]]
     assert table.cut_tiles.tolist() == [[0, 32, 0, 0], [2, 0, 0, 256]]
-
-
-def test_tiles_of_row_only_formats_hold_several_rows_and_cut_rows_one_each():
-    """Of three experts of 40 rows, from the middle of one row to the middle of another; partial
-    tiles have a height."""
-    start, end = 9 * 256 + 32, (80 + 17) * 256 + 96
-    entry = shard((3, 40, 256), start, end, (start, end), format=INT4)
-    exchange = plan_exchange(INT4, entry.target.shape, entry.cuts)
-    tile = Tile(cols=128, num_warps=4, rows=16)
-    table = LaunchTable.build([(entry, exchange)], torch.zeros(exchange.size), tile=tile)
-    first = [[0, row, col, height] for row, height in ((10, 0), (26, 14)) for col in (0, 128)]
-    inner = [
-        [1, row, col, height] for row, height in ((0, 0), (16, 0), (32, 8)) for col in (0, 128)
-    ]
-    last = [[2, row, col, height] for row, height in ((0, 0), (16, 1)) for col in (0, 128)]
-    assert table.tiles.tolist() == [*first, *inner, *last]
-    cut = [(0, 9, 0), (2, 17, 8)]
-    assert table.cut_tiles.tolist() == [[e, r, c, s] for e, r, s in cut for c in (0, 128)]
 
 
 @pytest.mark.parametrize(
@@ -163,12 +107,6 @@ def test_rows_that_lie_too_far_apart_for_a_tile_are_left_to_the_reference(stride
     data = entry.target.rowwise_data.as_strided((1, 1, 32), (stride, stride, 1))
     target = replace(entry.target, rowwise_data=data, columnwise_data=data)
     assert can_launch(replace(entry, target=target)) is fits
-
-
-def test_a_block_row_may_be_cut_twice_by_one_range():
-    table = build([shard((1, 64, 128), 600, 900, (600, 900))])
-    assert not len(table.tiles)
-    assert table.cut_tiles.tolist() == [[0, 0, 0, 0]]
 
 
 def test_the_source_of_an_expert_begins_where_its_first_element_would_lie():
@@ -220,13 +158,6 @@ def test_parts_in_which_an_amax_is_found_reach_the_last_element(cols):
     assert table.amax_parts.tolist() == [*([0, number // length] for number in numbers), [1, 0]]
 
 
-def test_only_memory_at_multiples_of_sixteen_bytes_counts_as_aligned():
-    memory = torch.zeros(1024 + 8, dtype=torch.bfloat16)
-    for start, aligned in ((0, True), (8, True), (4, False), (1, False)):
-        source = memory[start : start + 1024].view(1, 32, 32)
-        assert build([replace(stack(1, 32, 32), source=source)]).aligned is aligned
-
-
 @pytest.mark.parametrize(
     ("experts", "padding", "aligned"), [(2, 16, True), (2, 4, False), (1, 4, True)]
 )
@@ -272,13 +203,6 @@ def test_strided_or_odd_memory_has_no_gaps_to_list():
     assert find_gaps(torch.zeros(3, dtype=torch.uint8), []) is None
 
 
-def test_transposed_buffers_are_left_to_the_reference():
-    entry = stack(1, 32, 32)
-    assert can_launch(entry)
-    data = entry.target.rowwise_data.transpose(1, 2)
-    assert not can_launch(replace(entry, target=replace(entry.target, rowwise_data=data)))
-
-
 def test_consumed_memory_is_not_zeroed_between_the_passes_of_a_cut_block_row(with_kernels):
     entry = shard((1, 64, 32), 0, 1000, (1000,))
     assert not MemberTable.build([entry], consumed=entry.source).zeroes_in_launch
@@ -302,17 +226,6 @@ def test_memory_that_was_exchanged_is_noticed_and_not_kept(with_kernels):
     entry.source.data = torch.ones(2, 32, 32)
     assert table.has_moved
     assert left.expired()
-
-
-@pytest.mark.parametrize("format", [MXFP8, MXFP8_2D, NVFP4, FP8_BLOCK], ids=lambda f: f.name)
-def test_flat_values_are_described_as_those_of_the_logical_shape(format):
-    entry = stack(3, 160, 288, dtype=torch.float32, format=format)
-    flat = replace(entry, source=entry.source.view(-1))
-    shaped_table, flat_table = build([entry]), build([flat])
-    for name in ("descriptors", "tiles", "cut_tiles", "amax_parts"):
-        assert torch.equal(getattr(flat_table, name), getattr(shaped_table, name)), name
-    for name in ("masked", "aligned", "num_tiles", "source_dtype"):
-        assert getattr(flat_table, name) == getattr(shaped_table, name), name
 
 
 # Several launches of a table
@@ -366,8 +279,3 @@ def test_bytes_move_as_words_where_every_row_begins_at_one(stride, pack):
     for pair in ((source, copy), (copy, source)):
         (kernel,) = plan_transposes([pair]).kernels
         assert kernel.constants["PACK"] == pack
-
-
-@pytest.mark.parametrize(("rows", "masked"), [(256, False), (160, True)])
-def test_weights_that_are_no_whole_number_of_block_rows_high_are_masked(rows, masked):
-    assert build([stack(1, rows, 256, format=FP8_BLOCK)]).masked is masked

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_optim.errors import LayoutError
-from moe_optim.kernels.matrices import MatrixRows, MatrixShard, Piece, gate_and_up, qkv_rows
+from moe_optim.kernels.matrices import gate_and_up, qkv_rows
 from tests.support.bytes import assert_bytes_equal
 
 COLS = 3
@@ -22,22 +22,6 @@ def matrix_of(rows, weights):
     view = rows.view(weights)
     assert view.untyped_storage().data_ptr() == weights.untyped_storage().data_ptr()
     return view.flatten(1, 2)
-
-
-def shard_of(shape=(2, 6, COLS), rows=None, *, numel=None, device="cpu", **tensors):
-    count = shape[0] * shape[1] * shape[2] if numel is None else numel
-    given = {"gradient": torch.zeros(count), "momentum": torch.zeros(count, device=device)}
-    held = (MatrixRows.of(shape[1]),) if rows is None else rows
-    state = given | tensors
-    return MatrixShard(parameter="fc1", shape=shape, rows=held, group=0, norm=0, **state)
-
-
-@given(small)
-def test_all_rows_are_the_weight(rows):
-    weights = weights_of(rows)
-    whole = MatrixRows.of(rows)
-    assert_bytes_equal(matrix_of(whole, weights), weights)
-    assert whole.rows == rows
 
 
 @given(small)
@@ -66,14 +50,6 @@ def test_query_key_and_value_are_megatrons_split(groups, split):
             assert_bytes_equal(matrix_of(rows, weights)[index], part.reshape(-1, COLS))
 
 
-@given(small, st.lists(small, min_size=1, max_size=4))
-def test_indices_are_the_rows_that_a_view_shows(groups, split):
-    weights = weights_of(groups * sum(split))
-    for rows in qkv_rows(groups * sum(split), split):
-        assert_bytes_equal(matrix_of(rows, weights), weights[:, rows.indices()])
-        assert len(rows.indices()) == rows.rows
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -90,37 +66,3 @@ def test_indices_are_the_rows_that_a_view_shows(groups, split):
 def test_rows_that_cannot_be_cut_are_refused(make, says):
     with pytest.raises(LayoutError, match=f"expected .*{says}"):
         make()
-
-
-@pytest.mark.parametrize(
-    ("shard", "says"),
-    [
-        (lambda: shard_of(numel=35), r"gradient: expected \[36\] .*, got \[35\]"),
-        (lambda: shard_of(gradient=torch.zeros(36, dtype=torch.float16)), "gradient: .*float16"),
-        (lambda: shard_of(momentum=torch.zeros(36, dtype=torch.bfloat16)), "momentum: .*bfloat16"),
-        (lambda: shard_of(device="meta"), "gradient: expected .* on meta, .* on cpu"),
-        (lambda: shard_of((0, 6, COLS)), "got 0 of 6 x 3"),
-        (
-            lambda: shard_of((1, 2**16, 2**15), numel=1),
-            "2147483647 elements, got 1 of 65536 x 32768",
-        ),
-    ],
-)
-def test_a_shard_of_another_shape_is_refused_by_its_parameter(shard, says):
-    with pytest.raises(LayoutError, match=rf"^Muon: fc1.*: .*{says}"):
-        shard().check()
-
-
-@pytest.mark.parametrize(
-    ("piece", "says"),
-    [
-        ({"first": 0, "last": 3}, "weights from 0 to 2 of fc1, got 0 to 3"),
-        ({"first": 2, "last": 1}, "weights from 0 to 2 of fc1, got 2 to 1"),
-        ({"first": 0, "last": 1}, r"matrices of \[4, 3\], got \[1, 3\] of fc1"),
-    ],
-)
-def test_a_piece_of_other_matrices_is_refused(piece, says):
-    """Query, key and value differ in shape, so that they do not fit into one batch."""
-    shard = shard_of((2, 6, COLS), qkv_rows(6, (4, 1, 1)))
-    with pytest.raises(LayoutError, match=f"^pack: expected {says}"):
-        Piece(shard=shard, **piece).check("pack", (4, COLS))

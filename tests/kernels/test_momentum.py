@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_optim.errors import LayoutError
 from moe_optim.kernels import momentum, packing
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.matrices import MatrixRows, MatrixShard, gate_and_up, qkv_rows
@@ -240,23 +239,6 @@ def test_kernels_skip_the_update_for_a_negative_clip_factor(launches):
     assert plan.squares.isfinite().all()
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_a_norm_of_zero_divides_by_the_smallest(launches):
-    """As ``torch.nn.functional.normalize`` with eps 1e-7: zeros stay, tiny matrices stay tiny."""
-    values = (0.0, 2.0**-60)  # of every other shard
-
-    def draw(*shape, seed):
-        return torch.full(shape, values[seed // 2 % 2])
-
-    hyper, clips = hyper_of(*DECAYS), torch.ones(3)
-    check_launches(draw, hyper, clips, True)
-    plan = Momentum.build(shards_of(draw), hyper, clips, nesterov=True)
-    plan.launch()
-    for index, value in enumerate(values):
-        got, _ = packed_of(plan, index, None, FP32, hyper, clips, True)
-        assert_bytes_equal(got, torch.full_like(got, value) / 1e-7)
-
-
 def squares_by(plan, *shards, **options):
     built = plan(shards, hyper_of(0.9), torch.ones(1), nesterov=True, **options)
     built.launch()
@@ -326,31 +308,6 @@ def test_batches_that_are_unpacked_are_the_weights_again(cuts, taken, half, cols
     assert_bytes_equal(got, want.reshape(-1))
 
 
-@pytest.mark.usefixtures("launches")
-def test_nothing_to_do_launches_nothing():
-    hyper, clips = hyper_of(0.9), torch.ones(1)
-    plan = Momentum.build([], hyper, clips, nesterov=True)
-    plan.launch()
-    assert plan.squares.numel() == 0 and not plan.calls
-    packed = torch.zeros(0, 4, 4)
-    assert not plan_pack([], plan.squares, packed, hyper, clips, nesterov=True).calls
-    assert not plan_unpack(packed, [], torch.zeros(0)).calls
-
-
-@pytest.mark.usefixtures("launches")
-def test_a_launch_makes_no_call_per_matrix():
-    """One launch per kind of memory, and one that adds part sums, for any number of experts."""
-    shards = [shard_of(gate_and_up(4, None), (count, 4, 16)) for count in (1, 30)]
-    hyper, clips = hyper_of(0.9), torch.ones(1)
-    plan = Momentum.build(shards, hyper, clips, nesterov=True)
-    packed = torch.zeros(62, 2, 16)
-    pieces = [plan.piece(0), plan.piece(1)]
-    pack = plan_pack(pieces, plan.squares, packed, hyper, clips, nesterov=True)
-    unpack = plan_unpack(packed, pieces, torch.zeros(31 * 64))
-    assert [len(one.kernels) for one in (plan, pack, unpack)] == [2, 1, 1]
-    assert [len(one.calls) for one in (plan, pack, unpack)] == [2, 1, 1]
-
-
 @pytest.mark.parametrize("moved", ["gradient", "momentum"])
 def test_plans_watch_gradients_and_momentum(moved):
     shard, hyper, clips = shard_of((MatrixRows.of(4),), (1, 4, 4)), hyper_of(0.9), torch.ones(1)
@@ -371,56 +328,3 @@ def test_plans_watch_what_they_write(moved):
     assert not unpack.has_moved
     tensors[moved].data = torch.zeros_like(tensors[moved])
     assert unpack.has_moved
-
-
-def momentum_of_one(**changes):
-    shard = shard_of((MatrixRows.of(4),), (2, 4, 4), **changes)
-    return Momentum.build([shard], hyper_of(0.9), torch.ones(1), nesterov=True)
-
-
-def pack_of_one(packed, *, squares=None):
-    plan = momentum_of_one()
-    squares = plan.squares if squares is None else squares
-    pieces = [plan.piece(0)]
-    plan_pack(pieces, squares, packed, hyper_of(0.9), torch.ones(1), nesterov=True)
-
-
-@pytest.mark.parametrize(
-    ("build", "says"),
-    [
-        (lambda: momentum_of_one(group=1), "Muon: fc1: expected a row of the hyper-par.*, got 1"),
-        (
-            lambda: pack_of_one(torch.zeros(3, 4, 4)),
-            r"pack: expected a batch \[2, M, N\] .*got \[3",
-        ),
-        (lambda: pack_of_one(torch.zeros(2, 16)), r"pack: expected a batch .*got \[2, 16\]"),
-        (
-            lambda: pack_of_one(torch.zeros(2, 4, 8)[..., ::2]),
-            r"pack: .* with strides \[32, 8, 2\]",
-        ),
-        (lambda: pack_of_one(torch.zeros(2, 4, 4).double()), "pack: .*got .* torch.float64"),
-        (
-            lambda: pack_of_one(torch.zeros(2, 2, 8)),
-            r"pack: pieces\[0\]: .* of \[2, 8\], got \[4, 4\]",
-        ),
-        (
-            lambda: pack_of_one(torch.zeros(2, 4, 4), squares=torch.zeros(2)),
-            "pack: squares: expected .* torch.float64",
-        ),
-        (
-            lambda: plan_unpack(
-                torch.zeros(2, 4, 4), [momentum_of_one().piece(0)], torch.zeros(32).half()
-            ),
-            r"unpack: weights: expected \[32\] torch.float32",
-        ),
-        (
-            lambda: plan_unpack(
-                torch.zeros(2, 4, 4), [momentum_of_one().piece(0)], torch.zeros(31)
-            ),
-            r"unpack: weights: expected \[32\] .*, got \[31\]",
-        ),
-    ],
-)
-def test_tensors_of_other_shapes_are_refused(build, says):
-    with pytest.raises(LayoutError, match=f"^{says}"):
-        build()

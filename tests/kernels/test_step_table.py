@@ -1,6 +1,6 @@
 """Launches of a step reach every element once, with what belongs to it; bad states are refused."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import pairwise
 from weakref import ref
 
@@ -10,19 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_optim.errors import LayoutError
-from moe_optim.formats import MXFP8, QuantizedWeight
 from moe_optim.kernels import staging
 from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.fields import (
     AMAX_SLOT,
     COLS,
-    COLUMNWISE_DATA,
     END,
     HYPER_FIELDS,
-    ROWWISE_DATA,
     STATE_FIELDS,
 )
-from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.kernels.step_table import StepTable
 from tests.support.bytes import assert_bytes_equal
 from tests.support.ptx.launches import plan_kernels
@@ -152,68 +148,6 @@ def in_small_chunks():
         yield
 
 
-def at_home(rows, chunk):
-    """Return elements of a chunk with masters and moments where they are copied from and to."""
-    copies = sorted(
-        (there.data_ptr(), here.data_ptr(), here.nbytes) for here, there in chunk.copies
-    )
-    starts, homes, sizes = torch.tensor(copies).T.contiguous()
-    rows = rows.clone()
-    for column in (0, 2, 3):
-        place = rows[:, column].contiguous()
-        number = torch.searchsorted(starts, place, right=True) - 1
-        offset = place - starts[number]
-        assert ((offset >= 0) & (offset < sizes[number])).all()
-        rows[:, column] = homes[number] + offset
-    return rows
-
-
-def tiles_of(plans, *, step):
-    """Return where tiles are encoded into, and the slots of their amaxes."""
-    return sorted(
-        (*descriptors[number, [ROWWISE_DATA, COLUMNWISE_DATA, AMAX_SLOT]].tolist(), row, col)
-        for plan in plans
-        for (descriptors, tiles, *_), constants in members_of(plan, step=step)
-        for number, first_row, col, _ in tiles.tolist()
-        for row in block_rows_of(descriptors[number].tolist(), first_row, constants)
-    )
-
-
-def block_rows_of(member, first_row, constants):
-    """Return the first rows of the block rows of a tile: several of a row-only format."""
-    end_row = min(first_row + constants.get("TILE_ROWS", 1), member[END] // member[COLS])
-    return range(first_row, max(end_row, first_row + 1))
-
-
-def updates_of(table):
-    """Return the update of a table and those of its chunks."""
-    return [table.update, *(chunk.update for chunk in table.chunks)]
-
-
-@settings(max_examples=20)
-@given(weights=sharded_weights(), gradients=DTYPES, moments=DTYPES)
-def test_chunks_and_the_rest_do_what_one_table_does(
-    with_kernels, in_small_chunks, weights, gradients, moments
-):
-    """Every element is stepped once, with what belongs to it, where it is then; and every whole
-    block, or expert, is encoded once, to the same place."""
-    for table in Stepping(weights, gradients=gradients, moments=moments, on_host=True).tables:
-        rows = [launched_elements(table.update)]
-        rows += [at_home(launched_elements(chunk.update), chunk) for chunk in table.chunks]
-        assert_bytes_equal(by_address(rows), owned_elements(table.states))
-        alone = StepTable.build(
-            [replace(state, on_host=None) for state in table.states],
-            table.hyper,
-            table.clips,
-            members=table.members,
-        )
-        assert not (alone.chunks or alone.stage)
-        large = [one for one in table.states if one.master.numel() >= SMALL["SMALLEST"]]
-        assert bool(table.chunks) == bool(large)
-        for step in (True, False):
-            assert tiles_of(updates_of(table), step=step) == tiles_of([alone.update], step=step)
-
-
 @settings(max_examples=20)
 @given(weights=sharded_weights())
 def test_what_is_in_a_slot_together_overlaps_nowhere(with_kernels, in_small_chunks, weights):
@@ -227,31 +161,6 @@ def test_what_is_in_a_slot_together_overlaps_nowhere(with_kernels, in_small_chun
                 assert there.data_ptr() >= ends and not there.data_ptr() % 16
                 ends = there.data_ptr() + there.nbytes
             assert ends <= slot.data_ptr() + slot.nbytes
-
-
-ENDS = st.lists(st.integers(1, 3000), min_size=1, max_size=5).map(
-    lambda sizes: [sum(sizes[: n + 1]) for n in range(len(sizes))]
-)
-
-
-@given(shards=st.lists(st.tuples(ENDS, st.sampled_from([8, 12])), max_size=8))
-def test_chunks_are_whole_pieces_in_order_and_full_where_the_next_fits(shards):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging, "CHUNK_BYTES", 24_000)
-        chunks = staging.pack(shards)
-    pieces = [piece for chunk in chunks for piece in chunk]
-    for number, (ends, _) in enumerate(shards):
-        own = [piece for piece in pieces if piece.shard == number]
-        assert [piece.first for piece in own] == [0, *(piece.last for piece in own[:-1])]
-        assert own[-1].last == ends[-1] and {piece.last for piece in own} <= {*ends}
-    assert [piece.shard for piece in pieces] == sorted(piece.shard for piece in pieces)
-    sizes = [sum((s.last - s.first) * shards[s.shard][1] for s in chunk) for chunk in chunks]
-    for chunk, size in zip(chunks, sizes, strict=True):
-        (one, *_) = chunk
-        cannot_be_cut = len(chunk) == 1 and not [
-            end for end in shards[one.shard][0] if one.first < end < one.last
-        ]
-        assert size <= 24_000 or cannot_be_cut
 
 
 # States
@@ -272,17 +181,11 @@ OFFLOADED.untyped_storage().resize_(0)
 SHORT, HALF, BF16 = torch.zeros(63), torch.zeros(64).half(), torch.zeros(64).bfloat16()
 BAD_STATES = {
     "a master in bf16": {"master": BF16},
-    "a shorter gradient": {"gradient": SHORT},
-    "a gradient in fp16": {"gradient": HALF},
     "a gradient elsewhere": {"gradient": torch.zeros(64, device="meta")},
     "a gradient with strides": {"gradient": torch.zeros(128)[::2]},
-    "shorter moments": {"exp_avg": SHORT, "exp_avg_sq": SHORT},
     "moments of two dtypes": {"exp_avg": BF16},
-    "moments in fp16": {"exp_avg": HALF, "exp_avg_sq": HALF},
     "moments in bytes": {"exp_avg": HALF.byte(), "exp_avg_sq": HALF.byte()},
-    "a moment with strides": {"exp_avg_sq": torch.zeros(128)[::2]},
     "an offloaded moment": {"exp_avg": OFFLOADED},
-    "a longer weight": {"weight": torch.zeros(65)},
     "a weight in fp16": {"weight": HALF},
 }
 
@@ -325,18 +228,3 @@ def test_dropped_moments_are_freed_where_launches_know_their_addresses(with_kern
     moments = [ref(state.exp_avg), ref(state.exp_avg_sq)]
     del state
     assert [moment() for moment in moments] == [None, None]
-
-
-def test_states_of_nothing_neither_move_nor_are_launched(with_kernels):
-    table = build(state_of(0), replace(state_of(0), weight=torch.zeros(0)))
-    assert not (table.update.calls or table.has_moved)
-    assert len(table.states) == 2
-
-
-def test_members_whose_masters_have_no_state_are_refused_by_name(with_kernels):
-    target = QuantizedWeight.empty(MXFP8, (1, 32, 32))
-    entry = TableEntry(parameter="layers.1.fc1", source=torch.zeros(1, 32, 32), target=target)
-    members = MemberTable.build([entry])
-    hyper, clips = torch.zeros(1, HYPER_FIELDS), torch.ones(1)
-    with pytest.raises(LayoutError, match=r"layers\.1\.fc1: expected states whose masters"):
-        StepTable.build([state_of()], hyper, clips, members=members)

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from moe_optim.errors import LayoutError
 from moe_optim.kernels import tensorwise
 from moe_optim.kernels.finish_table import plan_transposes
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
@@ -102,26 +101,6 @@ def test_transposes_of_many_shapes_at_once(launches, beside):
     for source, copy in zip(sources, copies, strict=True):
         assert_bytes_equal(copy, source.t(), what=f"{list(source.shape)}")
     assert launches == ["finish_gather_kernel"]
-
-
-@pytest.mark.parametrize(
-    ("what", "change"),
-    [
-        ("master", {"master": torch.zeros(4, dtype=torch.bfloat16)}),
-        ("data", {"data": torch.zeros(3, dtype=torch.uint8)}),
-        ("data", {"data": torch.zeros(2, 2, dtype=torch.uint8)}),
-        ("scale_inv", {"scale_inv": torch.zeros(())}),
-    ],
-)
-def test_what_does_not_fit_is_refused(what, change):
-    given = {
-        "master": torch.zeros(4),
-        "data": torch.zeros(4, dtype=torch.uint8),
-        "scale_inv": torch.zeros(1),
-    }
-    one = ScaledWeight(**given)
-    with pytest.raises(LayoutError, match=rf"weights\[1\]: {what}: expected"):
-        TensorwiseTable.build([one, ScaledWeight(**(given | change))])
 
 
 def test_masters_that_have_moved_are_noticed():

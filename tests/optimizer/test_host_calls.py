@@ -7,6 +7,7 @@ by loops of C, while the device finds the norm. Nothing else depends on how many
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from types import FrameType
 from typing import Any
 
@@ -144,17 +145,15 @@ def _count_in_step(model: Apart) -> Counter[tuple[bool, bool]]:
     return calls
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @on_ranks(1)
-def test_a_step_calls_no_more_functions_where_there_are_more_experts(kind: str):
+def test_a_step_calls_no_more_functions_where_there_are_more_experts():
     """Only calls into torch increase, and only in the norm, whichever optimizer gathers."""
     life_cycle.initialize()
     _launch_nothing()
-    counts = [
-        tuple(_count_in_step(Apart(kind, experts, overlap=overlap)) for experts in (FEW, MANY))
-        for overlap in (False, True)
-    ]
-    for few, many in counts:
+    for kind, overlap in product(KINDS, (False, True)):
+        few, many = (
+            _count_in_step(Apart(kind, experts, overlap=overlap)) for experts in (FEW, MANY)
+        )
         looks = few.pop((True, True)), many.pop((True, True))
         assert few == many
         assert looks[1] - looks[0] == LOOKS[kind] * (MANY - FEW)

@@ -121,10 +121,3 @@ def test_a_weight_larger_than_the_workspace_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"muon_workspace_mib: expected at least 4 .*linear_fc1"):
         check_workspace([weight], tight)
     check_workspace([weight], replace(DEFAULTS, workspace_bytes=4 << 20))
-
-
-def test_no_matrices_are_a_step_without_calls():
-    """A rank that owns nothing steps nothing."""
-    table = step([])
-    assert not table.chunks
-    assert not table.written

@@ -1,58 +1,13 @@
 """Squares are added up over the ranks that share an optimizer, each norm for itself."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from moe_optim.optimizer.chained import GroupedChainedOptimizer, clip_factors
+from moe_optim.optimizer.chained import clip_factors
 from tests.optimizer.test_read_anew import DENSE, LAST
 from tests.support.ranks import run_ranks
 from tests.support.states import life_cycle
-
-
-def _reduce() -> dict[str, list[float]]:
-    """Return sums of two optimizers over shared ranks, and over ranks of each; rank r has r + 1."""
-    life_cycle.initialize()
-    rank = dist.get_rank()
-    groups: dict[tuple[int, ...], Any] = {
-        ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2,), (0, 1, 2))
-    }
-    pair = groups[(2,) if rank == 2 else (0, 1)]
-
-    def total(*of_parts: Any) -> list[float]:
-        one = torch.tensor([rank + 1.0, 10.0], dtype=torch.float64)
-        parts = [
-            SimpleNamespace(
-                is_stub_optimizer=False,
-                sum_squares=lambda squares=squares: squares,
-                get_grad_stats_parallel_group=lambda group=group: group,
-            )
-            for squares, group in zip([one, 100 * one], 2 * of_parts, strict=False)
-        ]
-        chain: Any = SimpleNamespace(
-            chained_optimizers=parts,
-            grads_states_parallel_group_is_shared=lambda: len(of_parts) == 1,
-            get_grad_stats_parallel_group=lambda: of_parts[0],
-        )
-        return GroupedChainedOptimizer.sum_squares(chain).tolist()
-
-    return {
-        "shared by all": total(groups[0, 1, 2]),
-        "shared by two": total(pair),
-        "two groups": total(pair, groups[0, 1, 2]),
-    }
-
-
-def test_sums_are_those_of_the_ranks_of_each_optimizer():
-    for rank, found in enumerate(run_ranks(3, _reduce)):
-        of_pair = [3.0, 3.0, 3.0][rank]
-        members = [2, 2, 1][rank]
-        assert found["shared by all"] == [606.0, 3030.0]
-        assert found["shared by two"] == [101 * of_pair, 1010.0 * members]
-        assert found["two groups"] == [of_pair + 600.0, 10.0 * members + 3000.0]
 
 
 def _norms_by_group() -> tuple[list[float], list[list[float]]]:

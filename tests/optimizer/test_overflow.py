@@ -20,7 +20,7 @@ from moe_optim.optimizer.chained import norms_of
 from tests.optimizer.test_nonfinite import _snapshot
 from tests.optimizer.test_read_anew import DENSE, LAST, _after_two_steps, _part_of
 from tests.support.bytes import assert_same_tensors
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.states import life_cycle
 
 FP32_MAX = torch.finfo(torch.float32).max
@@ -67,11 +67,14 @@ def _try(step: str, trial: Trial, policy: str = "raise") -> str:
     return said
 
 
-@pytest.mark.parametrize("step", ["stock", "fused"])
-@on_ranks(1)
-def test_a_step_is_taken_exactly_where_fp32_holds_the_sum_of_squares(step: str):
+@life_cycle.on_a_rank
+def test_a_step_is_taken_exactly_where_fp32_holds_the_sum_of_squares():
     """Otherwise no byte changes, the step does not count, and the parameter is named."""
-    life_cycle.initialize()
+    for step in ("stock", "fused"):
+        _try_all(step)
+
+
+def _try_all(step: str) -> None:
     said = {
         "stepped": {name: _try(step, trial) for name, trial in STEPPED.items()},
         "stopped": {name: _try(step, trial) for name, trial in STOPPED.items()},
@@ -151,10 +154,9 @@ def test_the_bound_is_that_of_the_dtype_of_second_moments():
         assert norms[finite:-1].isinf().all() and norms[-1].isnan()
 
 
-@on_ranks(1)
+@life_cycle.on_a_rank
 def test_no_checkpoint_is_saved_of_moments_that_are_not_finite():
     """They would never heal, and are named as masters are."""
-    life_cycle.initialize()
     cycle = _after_two_steps()
     cycle.optimizer.step()
     part, said = _part_of(cycle, DENSE), list[str]()

@@ -196,18 +196,5 @@ def test_each_group_is_gathered_once_a_step_however_many_optimizers_there_are():
         assert_same_run(ours, stock, what="expert parallel")
 
 
-def test_quantized_experts_want_the_distributed_optimizer():
-    """Said when the model is wrapped, which comes before anybody builds an optimizer."""
-    from moe_optim.buckets.buffer import GroupedParamAndGradBuffer
-
-    weight = GroupedLinear(2, 64, 32, format=MXFP8).weight
-    config = SimpleNamespace(use_distributed_optimizer=False)
-    names = [(weight, "experts.linear_fc1.weight")]
-    with pytest.raises(ConfigError) as error:
-        GroupedParamAndGradBuffer(config, torch.bfloat16, torch.float32, names)
-    message = str(error.value)
-    assert "expected --use-distributed-optimizer, since experts.linear_fc1.weight is" in message
-
-
 def _portable_under_stock(flags: list[str], config: MoEOptimConfig) -> Record:
     return pretrain(flags, config, optimizer=False)

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from moe_optim.config import MoEOptimConfig
-from tests.support import training
-from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import run_ranks
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
 
@@ -71,38 +69,6 @@ def test_sharing_gradient_memory_changes_nothing(config, overlap, saved):
     flags = [*overlap, SHARE]
     rest = [*STEPS, *flags, "--load", f"{saved(config, *flags)}"]
     assert_same_end(run_ranks(2, pretrain, rest, config), trained(config, *overlap))
-
-
-def _resume_by_arguments_of_the_checkpoint(flags: list[str], config: MoEOptimConfig) -> Record:
-    """Train with the shape of the model taken from the checkpoint alone."""
-    model = " ".join(training.MODEL)
-    for flag in ("--num-layers 2", "--hidden-size 64", "--num-experts 4", "--moe-grouped-gemm",
-                 "--moe-router-topk 2", "--swiglu", "--disable-bias-linear"):  # fmt: skip
-        assert flag in model
-        model = model.replace(flag, "")
-    training.MODEL = model.split()
-
-    def is_shared(model: list[Any], _optimizer: Any) -> bool:
-        return model[0].ddp_config.reuse_grad_buf_for_mxfp8_param_ag
-
-    return pretrain([*flags, "--use-checkpoint-args"], config, observe=is_shared)
-
-
-@pytest.mark.parametrize(
-    ("again", "config"),
-    [
-        pytest.param([SHARE], MXFP8, id="given again"),
-        pytest.param([], SHARING, id="not given again", marks=extended),
-    ],
-)
-def test_arguments_of_a_checkpoint_leave_the_flag_to_the_command_line(again, config, saved):
-    """``--use-checkpoint-args`` brings the model of a run that shared memory, and neither brings
-    nor drops the flag; the run goes on as the whole one."""
-    folder = saved(config, *OVERLAP, SHARE)
-    rest = [*STEPS, *OVERLAP, *again, "--load", f"{folder}"]
-    resumed = run_ranks(2, _resume_by_arguments_of_the_checkpoint, rest, config)
-    assert [record.extra for record in resumed] == [bool(again)] * 2
-    assert_same_end(resumed, trained(config, *OVERLAP))
 
 
 def _train_in_registered_memory(flags: list[str], config: MoEOptimConfig) -> Record:
@@ -180,18 +146,3 @@ def test_narrow_moments_train_and_resume_to_the_bit(dtypes, config, flags, saved
             ]
     rest = [*STEPS, *flags, "--load", f"{saved(config, *flags)}"]
     assert_same_end(run_ranks(2, pretrain, rest, config), whole)
-
-
-def test_a_checkpoint_of_fp32_moments_goes_on_with_narrow_ones(tmp_path):
-    """Masters are the same to the byte, and moments are those that were saved, rounded."""
-    flags = ["--train-iters", "3", "--eval-interval", "3"]
-    before = run_ranks(2, pretrain, [*flags, "--save", f"{tmp_path}"], MXFP8)
-    narrow = NARROW.format("bf16", "bf16").split()
-    after = run_ranks(2, pretrain, [*flags, "--load", f"{tmp_path}", *narrow], MXFP8)
-    for got, want in zip(after, before, strict=True):
-        assert want.masters
-        for name, master in want.masters.items():
-            assert_bytes_equal(got.masters[name], master, what=name)
-            for moment in ("exp_avg", "exp_avg_sq"):
-                rounded = want.moments[name][moment].bfloat16()
-                assert_bytes_equal(got.moments[name][moment], rounded, what=f"{name} {moment}")

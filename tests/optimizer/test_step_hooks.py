@@ -180,21 +180,6 @@ def test_pre_hooks_come_before_anything_is_planned():
 
 
 @life_cycle.on_a_rank
-def test_torchs_schedulers_are_told_of_steps():
-    """They put a function over ``step`` that notes the call."""
-    cycle = _after_two_steps()
-    inners = [part.optimizer for part in cycle.optimizer.chained_optimizers]
-    schedulers = [torch.optim.lr_scheduler.ConstantLR(inner, 1.0) for inner in inners]
-    assert all("step" in vars(inner) for inner in inners)
-    assert cycle.optimizer.step()[0]
-    for scheduler in schedulers:
-        scheduler.step()
-    found = _snapshot([cycle.ddp], cycle.optimizer)
-    assert_same_tensors(found, _third_step(lambda _: None)[0], what="scheduled")
-    assert [inner._opt_called for inner in inners] == [True, True]
-
-
-@life_cycle.on_a_rank
 def test_a_step_that_is_captured_calls_post_hooks_and_refuses_pre_hooks():
     """Gradients are clipped inside of the graph, where no hook can see them."""
     cycle = _after_two_steps()

@@ -186,31 +186,12 @@ def test_a_copy_of_a_weight_in_training_has_no_part_in_that_training():
 
 # What modules do to their parameters
 
-SAME_DTYPE = {
-    "bfloat16()": lambda m: m.bfloat16(),
-    "to(bfloat16)": lambda m: m.to(torch.bfloat16),
-    "type(bfloat16)": lambda m: m.type(torch.bfloat16),
-    "cpu()": lambda m: m.cpu(),
-}
 OTHER_DTYPE = {
     "float()": lambda m: m.float(),
     "half()": lambda m: m.half(),
     "to(float32)": lambda m: m.to(torch.float32),
     "type(float32)": lambda m: m.type(torch.float32),
 }
-
-
-@both_layouts
-@pytest.mark.parametrize("convert", SAME_DTYPE.values(), ids=SAME_DTYPE.keys())
-def test_a_linear_that_stays_bf16_keeps_its_storage(layout, convert):
-    """Also inside a larger module, as Megatron's Float16Module converts a model."""
-    linear = make_linear(layout)
-    storage, weights = linear.storage, linear.weights()
-    before = {name: buffer.clone() for name, buffer in storage.quantized.buffers().items()}
-    convert(torch.nn.Sequential(linear))
-    assert linear.storage is storage
-    assert all(a is b for a, b in zip(linear.weights(), weights, strict=True))
-    assert_buffers_equal(storage.quantized.buffers(), before)
 
 
 @both_layouts
@@ -316,12 +297,6 @@ def test_data_takes_storage_of_its_shape_and_no_plain_tensor():
         bound.data = other.data
     bound.data = bound.data
     assert_buffers_equal(buffers_of(bound), before)
-
-
-@both_layouts
-def test_memory_is_not_shared_between_processes(layout):
-    with pytest.raises(StateError, match="not shared between processes"):
-        make_linear(layout).share_memory()
 
 
 NEITHER_READ = r"^experts\.weight: .*earlier step.*start_param_sync"

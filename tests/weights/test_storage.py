@@ -44,21 +44,6 @@ def test_write_leaves_the_oracles_bytes_and_dequantize_reads_its_values_anew(for
     assert_holds(storage, want.buffers())
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        wide_range_weights(*SHAPE).bfloat16(),
-        wide_range_weights(3, 128, 256).transpose(1, 2),
-        wide_range_weights(*SHAPE).requires_grad_(),
-    ],
-    ids=["bf16", "strided", "with history"],
-)
-def test_write_takes_values_as_they_come(values):
-    storage = make_storage(seed=1)
-    storage.write(values)
-    assert_holds(storage, reference.quantize(values.detach(), MXFP8).buffers())
-
-
 @every_format
 def test_an_expert_is_a_view_of_its_part(format):
     """A write to one expert changes its part of the whole to the oracle's bytes, and no other."""

@@ -134,15 +134,6 @@ def test_masters_follow_from_the_moments_to_the_last_place_but_one(decoupled, st
     assert ((master.double() - want).abs() <= units * unit).all()
 
 
-def test_the_clip_factor_rounds_the_gradient_first():
-    states, gradient = random_states()
-    clip = torch.tensor(0.37)
-    got = stepped(states, gradient, TYPICAL.row(), clip=clip.item())
-    want = stepped(states, gradient * clip, TYPICAL.row())
-    for one, other, what in zip(got, want, ("master", "exp_avg", "exp_avg_sq"), strict=True):
-        assert_bytes_equal(one, other, what=what)
-
-
 # Special values
 
 

@@ -106,13 +106,6 @@ def test_nvfp4_of_tiny_experts_is_decoded_by_the_scale_that_encoded_it(direction
     assert bool(want.count_nonzero())
 
 
-@every_direction
-@pytest.mark.parametrize("shape", [(1, 3, 5), (2, 129, 7), (2, 128, 256)], ids=str)
-def test_the_fast_path_takes_odd_sizes_and_partial_blocks(direction, shape):
-    q = quantize(wide_range_weights(*shape), FP8_BLOCK)
-    assert_values_equal(fast(q, direction), dequantize(q, direction).bfloat16())
-
-
 @every_format
 @every_direction
 def test_out_is_written_and_returned(format, direction):
@@ -120,16 +113,6 @@ def test_out_is_written_and_returned(format, direction):
     out = torch.full((2, 32, 128), math.nan, dtype=torch.bfloat16)
     assert fast(q, direction, out=out) is out
     assert_bytes_equal(out, fast(q, direction))
-
-
-def test_buffers_may_be_views():
-    """Also views that begin at an odd byte, where two bytes cannot be read at a time."""
-    q = quantize(wide_range_weights(2, 32, 64), MXFP8)
-    allocation = torch.zeros(q.rowwise_data.numel() + 1, dtype=torch.uint8)
-    shifted = allocation[1:].view(q.rowwise_data.shape).copy_(q.rowwise_data)
-    assert_bytes_equal(dequantize_bf16(shifted, q.rowwise_scale, MXFP8), fast(q))
-    columns = q.rowwise_data.transpose(1, 2).contiguous().transpose(1, 2)
-    assert_bytes_equal(dequantize_bf16(columns, q.rowwise_scale, MXFP8), fast(q))
 
 
 @pytest.mark.parametrize("format", [MXFP8, MXFP8_2D, FP8_BLOCK], ids=lambda f: f.name)

@@ -48,18 +48,6 @@ def test_momentum_is_lerp_of_torch(pairs, momentum, nesterov):
     assert_bytes_equal(direction, want_direction, what="direction")
 
 
-def test_weights_of_one_and_zero_return_one_of_both():
-    gradient, before = wide_range_weights(2, 100)
-    taken, kept = before.clone(), before.clone()
-    for nesterov in (False, True):
-        row = row_of(momentum=0.0)
-        direction = momentum_into(gradient, taken, hyper=row, clip=ONE, nesterov=nesterov)
-        assert torch.equal(taken, gradient) and torch.equal(direction, gradient)
-        row = row_of(momentum=1.0)
-        direction = momentum_into(gradient, kept, hyper=row, clip=ONE, nesterov=nesterov)
-        assert torch.equal(kept, before) and torch.equal(direction, before)
-
-
 @NESTEROV
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_clip_factor_rounds_the_gradient_first(dtype, nesterov):
@@ -111,15 +99,6 @@ def test_the_update_is_addition_of_torch(pairs, lr, weight_decay, scale, extra):
     )
     apply_into(master, direction, hyper=torch.tensor(hyper.row()), clip=ONE)
     assert_bytes_equal(master, want, what="master")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_narrow_directions_are_exact_in_fp32(dtype):
-    master, direction = normal_weights(2, 50)
-    got, want, row = master.clone(), master.clone(), torch.tensor(TYPICAL.row())
-    apply_into(got, direction.to(dtype), hyper=row, clip=ONE)
-    apply_into(want, direction.to(dtype).float(), hyper=row, clip=ONE)
-    assert_bytes_equal(got, want, what="master")
 
 
 # The whole step

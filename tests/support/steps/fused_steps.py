@@ -1,7 +1,7 @@
 """Fused steps of a run as each rank saw them, and what one process makes of them in plain torch.
 
 Norms are those of every gradient counted once, wherever copies of it lie; masters and moments are
-:func:`tests.support.steps.plain_adam.adam_step` of them. Nothing of what is tested is used.
+the reference's of them, which ``tests/formats/reference/test_adam.py`` holds against fractions.
 """
 
 import math
@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from moe_optim.config import MoEOptimConfig
+from moe_optim.formats.reference.adam import Hyper, step_into
 from tests.support import training
 from tests.support.bytes import assert_bytes_equal
 from tests.support.states.masters import assert_weights_come_from_masters
-from tests.support.steps.plain_adam import adam_step
 from tests.support.training import named_parameters, pretrain
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
@@ -247,16 +247,14 @@ def _assert_is_adams(
     shard: Shard, number: int, clip: torch.Tensor, decoupled: bool, what: str
 ) -> None:
     after = shard.after
-    before = {
-        name: shard.before[name] if name in shard.before else torch.zeros_like(after[name])
-        for name in STATES
-    }
-    want = adam_step(
-        before,
+    want = {name: shard.before.get(name, torch.zeros_like(after[name])).clone() for name in STATES}
+    step_into(
+        want["master"],
         shard.gradient,
-        **shard.hyper,
-        step=number,
-        clip=min(clip.item(), 1.0),
+        want["exp_avg"],
+        want["exp_avg_sq"],
+        hyper=torch.tensor(Hyper(**shard.hyper, step=number).row()),
+        clip=torch.tensor(min(clip.item(), 1.0)),
         decoupled=decoupled,
     )
     assert want.keys() == after.keys(), what

@@ -28,7 +28,6 @@ from tests.weights.te.test_storage import (
     EVERY_KIND,
     FOREIGN,
     KINDS,
-    OF_WEIGHTS,
     Kind,
     assert_all_hold,
     requantize,
@@ -136,12 +135,6 @@ def _refused(table: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str]]:
 def test_what_a_quantizer_may_not_have_is_refused_by_name(cls, name):
     """By ``test_a_quantizer_that_makes_other_bytes_is_refused_by_what_it_does``."""
     assert name in {field for kind, field, *_ in FOREIGN if kind == KIND_OF[cls]}
-
-
-@pytest.mark.parametrize(("cls", "name"), _refused(WEIGHTS))
-def test_what_a_weight_may_not_have_is_refused_by_name(cls, name):
-    """By tests of the storage, too."""
-    assert (KIND_OF[cls], name) in {(kind, field) for kind, field, *_ in OF_WEIGHTS}
 
 
 def test_variables_that_change_the_bytes_of_weights_are_refused_by_name():
