@@ -1,12 +1,14 @@
 """What cuts of a weight do to its buffers and maxima, and that buffers cut by the same rules."""
 
 from itertools import product
+from math import prod
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_optim.buckets.layout import Slot, aligned_end, cuts_block_rows, plan_buffers
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.formats import (
     FORMATS,
@@ -17,6 +19,7 @@ from moe_optim.formats import (
     QuantizedWeight,
 )
 from moe_optim.formats.partition import infer_partition
+from moe_optim.kernels.exchange import plan_exchange
 from tests.support.number_formats.meshes import coordinates
 
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
@@ -138,6 +141,57 @@ def test_slices_of_all_ranks_cover_each_buffer_and_overlap_only_where_it_says_so
 # Buffers cut by the same rules
 
 
+@st.composite
+def flat_cuts(draw):
+    """Return a weight that fills a bucket, and ranks that each own whole experts or whole rows."""
+    format = draw(st.sampled_from(list(FORMATS.values())))
+    multiple = max(format.dimension_multiple, 32)
+    experts = draw(st.sampled_from([1, 2, 4]))
+    rows, cols = (multiple * draw(st.integers(1, 10)) for _ in range(2))
+    factors = [n for n in (1, 2, 3, 4, 8, 16, 32) if rows % n == 0 and rows // n % 2 == 0]
+    return format, (experts, rows, cols), draw(st.sampled_from([1, experts])), factors
+
+
+@settings(max_examples=25)
+@given(weight=flat_cuts(), data=st.data())
+def test_shards_of_a_bucket_are_a_cut_of_experts_and_then_of_rows(weight, data):
+    """Exchanged maxima, whole block rows, and gathered bytes agree with the bucket layouts."""
+    format, shape, cut_experts, factors = weight
+    cut_rows = data.draw(st.sampled_from(factors)) if cut_experts == shape[0] else 1
+    dp_size = cut_experts * cut_rows
+    axes = {"experts": {"dp experts": cut_experts}, "rows": {"dp rows": cut_rows}}
+    partition = infer_partition(format, axes, shape=shape)
+    slot = Slot(name="fc1", start=0, shape=shape)
+    shard = slot.numel // dp_size
+    ranks = [partition.bounds(coordinate) for coordinate in coordinates(partition)]
+
+    exchange = plan_exchange(format, shape, slot.cuts(shard))
+    assert bool(exchange.block_rows) is (not partition.has_whole_blocks)
+    assert cuts_block_rows(format, [slot], shard) is (not partition.has_whole_blocks)
+    end = aligned_end(format, [slot], dp_size=dp_size)
+    is_aligned = (end.unit, end.numel) == ("block_row", slot.numel)
+    assert partition.has_whole_blocks or not is_aligned
+    assert exchange.block_rows.keys() == {
+        (expert, bounds["rows"].start // format.block_row_height * format.block_row_height)
+        for bounds in ranks
+        for expert in bounds["experts"]
+        if bounds["rows"].start % format.block_row_height
+    }
+    cut_amaxes = partition.expert_amax.axes if format.has_global_amax else ()
+    assert exchange.experts.keys() == (set(range(shape[0])) if cut_amaxes else set())
+
+    for wire in plan_buffers(format, [slot], slot.numel, dp_size):
+        buffer = partition.buffer(wire.name)
+        if not wire.is_sliced:
+            continue
+        entries = torch.arange(prod(buffer.shape)).view(buffer.shape)
+        memory = entries.view(-1).view(torch.uint8)
+        for rank, bounds in enumerate(ranks):
+            gathered = set(memory.chunk(dp_size)[rank].view(torch.int64).tolist())
+            held = set(entries[buffer.slices(bounds)].flatten().tolist())
+            assert gathered == held if not buffer.overlaps else gathered <= held
+
+
 # What is refused
 
 REFUSED = {
@@ -147,17 +201,34 @@ REFUSED = {
         r"^fc1: nvfp4 packs 2 columns into one byte of rowwise_data, expected parts of a multiple "
         r"of 2, got 1 columns for each of the 32 ranks of tp\. Cut into fewer parts",
     ),
+    "half a byte of rows, transposed": (
+        (NVFP4, {"rows": {"tp": 2, "fsdp": 8}}, (1, 16, 32)),
+        LayoutError,
+        r"^fc1: nvfp4 packs 2 rows into one byte of columnwise_data, .* got 1 rows for each of the "
+        r"8 ranks of fsdp",
+    ),
     "uneven rows": (
         (MXFP8, {"rows": {"tp": 2, "fsdp": 5}}, (1, 64, 32)),
         LayoutError,
         r"^fc1: expected equal parts, got 32 rows for the 5 ranks of fsdp\. Cut by a divisor of 32",
     ),
+    "uneven experts": (
+        ("bf16", {"experts": {"ep": 3}}, (4, 64, 32)), LayoutError,
+        "equal parts, got 4 experts for the 3 ranks of ep"),
     "a shape the format cannot hold": (
         (MXFP8, {}, (1, 48, 32)), LayoutError,
         r"^fc1: mxfp8 needs rows and columns divisible by 32, got \[48, 32\]"),
+    "a shape of two sizes": (("bf16", {}, (64, 32)), LayoutError, r"^fc1: .*\[64, 32\]"),
     "an axis that cuts twice": (
         (MXFP8, {"rows": {"tp": 2}, "columns": {"tp": 2}}, (1, 64, 64)), ConfigError,
         "expected each mesh axis once, with one rank or more, got tp: 2 for columns. Flatten"),
+    "an axis without ranks": (
+        (MXFP8, {"rows": {"tp": 0}}, (1, 64, 64)), ConfigError,
+        "one rank or more, got tp: 0 for rows"),
+    "an unknown dimension": (
+        (MXFP8, {"cols": {"tp": 2}}, (1, 64, 64)), ConfigError,
+        "expected experts, rows, columns, got cols"),
+    "an unknown format": (("mxfp6", {}, (1, 64, 64)), ConfigError, "got 'mxfp6'"),
 }  # fmt: skip
 
 
@@ -166,3 +237,14 @@ def test_what_cannot_be_cut_is_refused_with_a_reason(cut, error, message):
     format, axes, shape = cut
     with pytest.raises(error, match=message):
         infer_partition(format, axes, shape=shape, name="fc1")
+
+
+@pytest.mark.parametrize(
+    "coordinate",
+    [{}, {"tp": 0}, {"tp": 0, "fsdp": 4}, {"tp": -1, "fsdp": 0}, {"tp": 0, "fsdp": 0, "pp": 0}],
+    ids=str,
+)
+def test_a_coordinate_names_every_axis_and_no_other(coordinate):
+    partition = infer_partition(MXFP8, {"rows": {"tp": 2, "fsdp": 4}}, shape=SHAPE)
+    with pytest.raises(LayoutError, match="place for each of tp: 2, fsdp: 4, below its number"):
+        partition.bounds(coordinate)

@@ -19,7 +19,7 @@ from tests.support import training
 from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
 from tests.support.steps.host_states import share_at_home
-from tests.support.training import Record, assert_same_run, pretrain
+from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
 
 
 def run_without_gpus() -> None:
@@ -55,6 +55,7 @@ pytestmark = pytest.mark.slow
 
 AWARE = ["--use-precision-aware-optimizer"]
 OFFLOAD = [*AWARE, "--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"]
+NARROW = [*AWARE, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
 BF16 = MoEOptimConfig(format="bf16")
 extended = pytest.mark.extended
 
@@ -76,10 +77,24 @@ def without_flags(format: str) -> list[Record]:
     [
         pytest.param(BF16, [], 1, id="bf16"),
         pytest.param(
+            MoEOptimConfig(format="mxfp8"),
+            [*OVERLAP, "--optimizer-offload-fraction", "0.5"],
+            0.5,
+            id="mxfp8, half",
+            marks=extended,
+        ),
+        pytest.param(
             MoEOptimConfig(format="bf16", offload_states=0.25),
             ["--no-pin-cpu-params", "--no-pin-cpu-grads"],
             0.25,
             id="the knob counts first",
+            marks=extended,
+        ),
+        pytest.param(
+            MoEOptimConfig(format="nvfp4"),
+            ["--use-torch-optimizer-for-cpu-offload", "--optimizer-offload-fraction", "1.5"],
+            1,
+            id="nvfp4, more than all",
             marks=extended,
         ),
         pytest.param(BF16, ["--optimizer-offload-fraction", "0"], 0, id="none", marks=extended),
@@ -103,6 +118,22 @@ def test_a_precision_aware_step_of_bf16_weights_is_fused_where_that_is_asked_for
     for got, want in zip(runs, without_flags("bf16"), strict=True):
         assert got.extra[0].is_fused
         assert_same_run(got, want, what="precision-aware")
+
+
+def test_bf16_moments_of_bf16_weights_resume_to_the_bit(tmp_path: Path):
+    """Saved with all states on the host, loaded onto the device."""
+    flags = [*FLAGS, *ONLY, *NARROW]
+    whole = run_ranks(2, _train, flags, fused("bf16"))
+    first = [*flags, "--optimizer-cpu-offload", "--save", f"{tmp_path}", "--exit-interval", "2"]
+    run_ranks(2, _train, first, BF16)
+    rest = run_ranks(2, _train, [*flags, "--load", f"{tmp_path}"], fused("bf16"))
+    for got, want in zip(rest, whole, strict=True):
+        assert {one.dtype for moments in want.moments.values() for one in moments.values()} == {
+            torch.bfloat16
+        }
+        want = replace(want, losses={step: want.losses[step] for step in got.losses})
+        want = replace(want, validation_losses=got.validation_losses)
+        assert_same_run(got, want, what="resumed")
 
 
 # Beside stock Megatron with the flag
@@ -171,6 +202,21 @@ def test_a_run_of_stock_with_the_flag_goes_on_here(how: list[str], tmp_path: Pat
     assert rest.losses == {3: whole.losses[3]}
     ((again, _, _),) = run_ranks(1, _observed, [*flags, "--load", f"{tmp_path}/ours"], BF16)
     assert_same_states(again, saved)
+
+
+@pytest.mark.extended
+def test_stock_with_the_flag_goes_on_from_here(tmp_path: Path):
+    """Masters and moments are ours to the bit. Steps stock counts from 1 again after every load,
+    of its own checkpoints, too."""
+    flags = [*FLAGS, *ONLY, *OFFLOAD]
+    first = [*flags, "--save", f"{tmp_path}", "--exit-interval", "2"]
+    ((_, ended, _),) = run_ranks(1, _observed, first, BF16)
+    ((loaded, _, rest),) = run_ranks(1, _observed, [*flags, "--load", f"{tmp_path}"], None)
+    for states in (*ended.values(), *loaded.values()):
+        del states["step"]
+    assert_same_states(loaded, ended)
+    ((_, _, whole),) = run_ranks(1, _observed, flags, BF16)
+    assert rest.losses[3] == whole.losses[3]
 
 
 def _refused(flags: list[str], config: MoEOptimConfig) -> str:

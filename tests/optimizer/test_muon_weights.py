@@ -12,8 +12,9 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.matrices import MatrixRows, gate_and_up, qkv_rows
 from moe_optim.optimizer.muon import MatrixWeight, MuonSettings, describe_weight
-from moe_optim.optimizer.muon_step import MuonTable, needed_bytes
-from tests.support.steps.muon_steps import DEFAULTS, make_states, weight_of
+from moe_optim.optimizer.muon_step import MuonTable, chunk_numel, needed_bytes
+from tests.support.bytes import assert_bytes_equal
+from tests.support.steps.muon_steps import DEFAULTS, make_states, step, weight_of
 
 GROUPS = SimpleNamespace(
     tp=SimpleNamespace(size=lambda: 2), expt_tp=SimpleNamespace(size=lambda: 2)
@@ -127,6 +128,39 @@ def test_ranks_of_experts_cut_routed_experts_and_the_others_all_else(
     weight = describe_weight(param, name, GLU, replace(DEFAULTS, tp_mode=mode), groups)
     assert weight.group == getattr(groups, group)
     assert weight.partition_dim == (None if mode == "blockwise" else dim)
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "distributed"])
+def test_one_tensor_parallel_rank_cuts_nothing(mode: Any):
+    """Experts that expert tensor parallelism of size 1 leaves whole take the room and the iteration
+    of whole matrices, in either expert layout, without a collective."""
+    settings = replace(DEFAULTS, tp_mode=mode)
+    whole = weight_of(32, 64)
+    alone = replace(whole, partition_dim=0, group=cast(Any, Ranks(1)))
+    assert chunk_numel(alone, 3, settings) == chunk_numel(whole, 3, settings)
+    expected = make_states([(whole, 3)])
+    step(expected, settings)
+    states = [replace(state, weight=alone) for state in make_states([(whole, 3)])]
+    step(states, settings)
+    assert_bytes_equal(states[0].master, expected[0].master, what="master")
+
+
+@pytest.mark.parametrize(("split", "cols"), [((4, 4, 6, 4), 129), ((2, 1, 1, 1), 1)])
+@pytest.mark.parametrize("partition_dim", [0, 1])
+def test_a_workspace_has_room_for_matrices_of_any_size(
+    split: tuple[int, ...], cols: int, partition_dim: int
+):
+    """Of queries, gates, keys and values, gathered from two ranks; each tensor in the workspace
+    ends just behind a multiple of its alignment."""
+    settings = replace(DEFAULTS, tp_mode="duplicated")
+    group = cast(Any, Ranks(2))
+    weight = replace(weight_of(sum(split), cols, split), partition_dim=partition_dim, group=group)
+    states = make_states([(weight, 1)])
+    workspace = torch.empty(needed_bytes([(weight, 1)], settings), dtype=torch.uint8)
+    table = MuonTable.build(
+        states, settings, torch.zeros(1, HYPER_FIELDS), torch.ones(2), workspace
+    )
+    assert table.num_batches == len(split)
 
 
 def test_matrices_that_other_ranks_share_are_gathered_apart():
