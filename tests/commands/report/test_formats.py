@@ -40,13 +40,6 @@ def test_every_format_has_a_run_of_its_own_and_they_are_compared(command, tmp_pa
     assert str(tmp_path / "out" / "compare" / "index.html") in screen
 
 
-def test_a_run_that_fails_ends_it_with_its_code(command, tmp_path):
-    code, screen, errors = command("--formats", "bf16", "nvfp4", behaviour="error")
-    assert code == 1 and "error" in errors
-    assert "not compared: bf16 nvfp4 did not finish" in screen
-    assert not (tmp_path / "out" / "nvfp4").exists()
-
-
 REFUSED = (  # options -> message
     (["--formats", "bf16"], "--formats: expected two or more different ones, got bf16."),
     (["--formats", "bf16", "bf16"], "got bf16 bf16. Name every format once"),
