@@ -18,7 +18,6 @@ from tests.support.checkpoints.muon_journeys import (
     train_and_save,
 )
 from tests.support.ranks import run_ranks
-from tests.support.states import given_values
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
 
 pytestmark = pytest.mark.slow
@@ -87,28 +86,6 @@ def test_resume_continues_to_the_bit(ranks: int, flags: list[str], tmp_path: Pat
         whole[rank].losses = {step: whole[rank].losses[step] for step in rest[rank].losses}
         rest[rank].validation_losses = whole[rank].validation_losses
         assert_same_run(rest[rank], whole[rank], what=f"rank {rank}")
-
-
-def _train_without_matrices(flags: list[str]) -> Record:
-    given_values.when_built(_freeze_matrices)
-    return pretrain(command_line(["--train-iters", "4", *flags]), GROUPED)
-
-
-def _freeze_matrices(model: Any) -> None:
-    kept = ("embedding", "output_layer")
-    for name, param in model.named_parameters():
-        param.requires_grad_(param.dim() == 1 or any(word in name for word in kept))
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("form", [[], [BY_NAME]], ids=["flat", "by name"])
-def test_a_run_whose_matrices_are_all_frozen_resumes(form: list[str], tmp_path: Path):
-    """It has no momentum, and its checkpoint is its own, not one of Adam."""
-    saving = [*form, "--save", str(tmp_path), "--save-interval", "2"]
-    (whole,) = run_ranks(1, _train_without_matrices, saving)
-    (tmp_path / TRACKER).write_text("2")
-    (rest,) = run_ranks(1, _train_without_matrices, [*form, "--load", str(tmp_path)])
-    assert rest.losses == {step: whole.losses[step] for step in (3, 4)}
 
 
 # Ours, at other sizes

@@ -61,14 +61,6 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
             "--use-moe-groped-optim: no such flag. Write --use-moe-grouped-optim, the",
         ],
     ),
-    "values": (
-        but("--lr", "fast", "--train-iters", "2.5", "--ckpt-format", "zip"),
-        ["--lr: invalid float value", "--train-iters: invalid int", "--ckpt-format: invalid choic"],
-    ),
-    "no Transformer Engine": (
-        but(LOCAL, "transformer_engine", "--moe-optim-set", "format=bf16"),
-        ["--transformer-impl: expected Transformer Engine for transformer_engine, Megatron's"],
-    ),
     "refused by the plug-in": (
         but("--optimizer", "sgd", "--use-cpu-initialization"),
         [
@@ -129,15 +121,6 @@ LATER = {  # what Megatron tells while it builds or trains -> a command line, be
     "cut experts that do not fit a format": (
         but(*TENSOR, "--sequence-parallel", "--moe-optim-set", "format=mxfp8"),
         ["refused by moe_optim: linear_fc2 [64, 48] in mxfp8, whose blocks have 32 elements"],
-    ),
-    "latent attention of local layers": (
-        but("--multi-latent-attention"),
-        ["Megatron: --multi-latent-attention: --transformer-impl local has no attention for it"],
-    ),
-    "no HybridEP": (but(*HYBRID), ["Megatron: HybridEP is not installed"]),
-    "more choices than experts": (
-        but("--moe-router-topk", "8"),
-        ["Megatron: --moe-router-topk: expected at most --num-experts 4, got 8"],
     ),
     "layers of another number": (
         but("--moe-layer-freq", "[1,0,1]"),

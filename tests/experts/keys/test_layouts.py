@@ -6,7 +6,7 @@ import pytest
 
 from moe_optim.errors import LayoutError
 from moe_optim.experts.keys.finding import find_expert_sets
-from moe_optim.experts.keys.layouts import LAYOUTS, ExpertSet, get_layout
+from moe_optim.experts.keys.layouts import ExpertSet, get_layout
 from tests.support.modules.expert_states import (
     ALL_LAYOUTS,
     PREFIX,
@@ -90,76 +90,6 @@ def test_two_layouts_that_fit_are_ambiguous_unless_one_is_named():
     ]
     (found,) = find_expert_sets(shapes, layouts=[twin])
     assert found.layout is twin
-
-
-def without(shapes, *remainders):
-    return {k: v for k, v in shapes.items() if k.removeprefix(PREFIX) not in remainders}
-
-
-def with_shapes(shapes, **remainders):
-    return {**shapes, **{PREFIX + name: shape for name, shape in remainders.items()}}
-
-
-FAULTS = {  # shapes -> faults, each after the prefix
-    "no second linear": (
-        without(shapes_in("grouped"), "linear_fc2.weight"),
-        ["linear_fc2.weight: missing, expected beside {p}linear_fc1.weight"],
-    ),
-    "a gap": (
-        without(shapes_in("indexed"), "linear_fc1.weight1", "linear_fc2.weight1"),
-        [
-            f"{key}: expected experts 0 to 0 only, as there is no {{p}}linear_fc1.weight1"
-            for key in ("linear_fc1.weight2", "linear_fc2.weight2")
-        ],
-    ),
-    "of two layouts": (
-        with_shapes(
-            shapes_in("grouped", experts=1), **{"linear_fc1.weight0": (8, 5), "weight1": (5, 8)}
-        ),
-        [
-            f"{key}: expected one layout in a container, got a key of {layout} among others"
-            for key, layout in [
-                ("linear_fc1.weight", "grouped"),
-                ("linear_fc2.weight", "grouped"),
-                ("linear_fc1.weight0", "indexed"),
-                ("weight1", "legacy"),
-            ]
-        ],
-    ),
-    "of no layout": (
-        with_shapes(
-            shapes_in("grouped"),
-            **{"linear_fc1.weight_quantizer._amax": (), "linear_fc1.weight01": (8, 5)},
-        ),
-        [
-            f"{key}: expected a key of layout {', '.join(LAYOUTS)}, got one of none"
-            for key in ("linear_fc1.weight_quantizer._amax", "linear_fc1.weight01")
-        ],
-    ),
-    "wrong rank": (
-        with_shapes(shapes_in("indexed", bias=True), **{"linear_fc2.weight1": (1, 5, 4)}),
-        [
-            "linear_fc2.weight1: expected [5, 4] (H, F), to agree with {p}linear_fc1.weight0, "
-            "got [1, 5, 4]"
-        ],
-    ),
-    "shapes disagree": (
-        with_shapes(shapes_in("sequential"), **{"local_experts.2.linear_fc1.weight": (6, 5)}),
-        [
-            "local_experts.2.linear_fc1.weight: expected [8, 5] (2F, H), to agree with "
-            "{p}local_experts.0.linear_fc1.weight, got [6, 5]"
-        ],
-    ),
-    "no tensor": (
-        with_shapes(shapes_in("indexed"), **{"linear_fc1.weight2": None}),
-        ["linear_fc1.weight2: expected a tensor [8, 5], got something else"],
-    ),
-}
-
-
-@pytest.mark.parametrize(("shapes", "faults"), FAULTS.values(), ids=FAULTS.keys())
-def test_faults_are_named_by_key(shapes, faults):
-    assert faults_of(shapes) == [PREFIX + fault.replace("{p}", PREFIX) for fault in faults]
 
 
 def test_legacy_needs_the_number_of_experts():
