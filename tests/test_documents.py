@@ -15,8 +15,6 @@ from tools.documents.upstream_threads import PLACES, VERDICTS, threads
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MOST_WORDS = 700
-MOST_COLUMNS = 88
-"""Of code, which fits a page of the site without scrolling."""
 DOCUMENTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in documents()}
 LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]+))?\)")
 NAMED_TEST = re.compile(r"`(tests/[\w/]*test_\w+\.py)(?:::(\w+))?`")
@@ -89,17 +87,6 @@ def commands_in(text):
             match = re.match(r"(?:\$ |torchrun .* )?(?:\.venv/bin/)?moe-optim (.*)", line.strip())
             if match and "[" not in line:
                 yield shlex.split(match[1].partition(" #")[0].partition(" |")[0])
-
-
-def test_code_fits_the_width_of_a_page():
-    wide = {
-        f"{name}: {line}"
-        for name, text in DOCUMENTS.items()
-        for block in re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)
-        for line in block.splitlines()
-        if len(line) > MOST_COLUMNS
-    }
-    assert wide == set()
 
 
 def test_commands_parse():

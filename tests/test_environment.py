@@ -1,13 +1,11 @@
 """What is installed is found without importing it, and judged by its version."""
 
 import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from moe_optim import environment
-from moe_optim.environment import Gpu, find_folder, find_gpus, find_package, unmet_version
+from moe_optim.environment import find_folder, find_package, unmet_version
 
 
 def put_package(folder, module, source="", numbers=None, pre_release=""):
@@ -71,21 +69,3 @@ def test_versions_are_compared_as_releases(monkeypatch, installed, wanted, fits)
     monkeypatch.setattr(environment.importlib.metadata, "version", lambda name: installed)
     problem = unmet_version("torch", wanted)
     assert problem is None if fits else problem.startswith(f"torch: expected {wanted}, got ")
-
-
-def test_an_absent_package_is_named_with_its_remedy(monkeypatch):
-    monkeypatch.setattr(environment, "find_folder", lambda module: None)
-    assert unmet_version("transformer-engine", ">=2.20") == (
-        "transformer-engine: expected >=2.20, got none. "
-        "pip install --no-build-isolation 'moe_optim[te]'"
-    )
-
-
-def test_gpus_carry_capability_and_memory(monkeypatch):
-    properties = SimpleNamespace(name="H100", major=9, minor=0, total_memory=80 * 2**30)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    assert find_gpus() == (Gpu(name="H100", sm=90, memory_gib=80.0),) * 2
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert find_gpus() == ()

@@ -7,11 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, NVFP4
+from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8
 from moe_optim.formats.reference.adam import Hyper
 from moe_optim.kernels import staging
-from moe_optim.kernels.fields import HYPER_FIELDS
-from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.step_table import StepTable
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.formats import fitting
@@ -157,24 +155,3 @@ def test_dense_weights_are_written_and_nothing_beside_them(dtype):
     assert memory[0] == memory[-1] == 7
     assert_bytes_equal(states[1].master, state.master)
     assert not torch.equal(state.master, master)
-
-
-def test_encoding_what_is_shared_does_nothing_where_nothing_is():
-    run = Stepping([Weight(master=wide_range_weights(2, 64, 64), format=NVFP4)])
-    run.step([wide_range_weights(2, 64, 64, seed=1)])
-    run.assert_equal_to_the_whole()
-    members = run.tables[0].members
-    before = [buffer.clone() for buffer in run.targets[0].buffers().values()]
-    run.tables[0].states[0].master.zero_()
-    members.encode_shared.launch()
-    for buffer, old in zip(run.targets[0].buffers().values(), before, strict=True):
-        assert_bytes_equal(buffer, old)
-
-
-@pytest.mark.parametrize("members", [None, MemberTable.build([])], ids=["no members", "empty ones"])
-def test_an_empty_table_is_stepped(members):
-    table = StepTable.build([], torch.zeros(0, HYPER_FIELDS), torch.zeros(0), members=members)
-    assert not table.has_moved
-    table.launch()
-    if members is not None:
-        members.encode_shared.launch()

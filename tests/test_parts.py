@@ -197,7 +197,6 @@ def test_the_part_is_left_alone_and_nothing_is_a_view_of_it():
 PARTITION = infer_partition(MXFP8, {"rows": {"tp": 4}}, shape=(2, 64, 32))
 REFUSED = {
     "shape": (torch.zeros(2, 64, 32), {"tp": 0}, r"^part: expected \[2, 16, 32\] of a weight"),
-    "dtype": (torch.zeros(2, 16, 32).half(), {"tp": 0}, "^part: expected fp32 or bf16"),
     "place": (torch.zeros(2, 16, 32), {"tp": 4}, "^coordinate: expected a place for each of tp: 4"),
     "no reduction": (
         torch.zeros(2, 16, 32),

@@ -45,11 +45,6 @@ def test_writes_are_those_of_the_version_counters():
     assert places.count_writes() == before + 2
 
 
-def test_nothing_has_moved_of_nothing():
-    assert not Places(()).have_moved
-    assert not any(one.have_moved for one in Attributes.merge(()))
-
-
 def owners():
     made = [SimpleNamespace(data=torch.zeros(2), scale=torch.zeros(2)) for _ in range(COUNT)]
     made[1].scale = None

@@ -44,13 +44,10 @@ Settings = dict[str, Any]
 TRAINS: dict[str, tuple[Settings, Settings]] = {  # Megatron's settings, the plug-in's
     "nothing": ({}, BF16),
     "native": (NATIVE, MXFP8),
-    "native, square blocks": (NATIVE, {"format": "mxfp8_2d"}),
     "native, nvfp4": ({"fp4": "e2m1", "fp4_param": True}, {"format": "nvfp4"}),
     "tensorwise": (TENSORWISE, {}),
     "tensorwise, fused": (TENSORWISE | AWARE, {"step": "fused"}),
-    "registered memory": ({"nccl_ub": True}, BF16),
     "a recipe, bf16 weights": (NATIVE | {"fp8_param": False}, BF16),
-    "compute in bf16": ({}, BF16 | {"compute": "bf16"}),
     "portable": (PORTABLE, {"format": "nvfp4"}),
     "portable, compute": (PORTABLE, BF16 | {"compute": "nvfp4"}),
     "Transformer Engine, compute": (TE, COPIED),
@@ -62,11 +59,8 @@ TRAINS: dict[str, tuple[Settings, Settings]] = {  # Megatron's settings, the plu
         f"Transformer Engine, compute: {compute}": (TE | CUT, BF16 | {"compute": compute})
         for compute in ("mxfp8_2d", "nvfp4", "fp8_block", "int8_per_expert", "e4m3_per_expert")
     },
-    "Transformer Engine without compute": (TE | {"moe_single_grouped_weight": True}, BF16),
-    "portable, row-only compute": (PORTABLE, COPIED),
     "portable, probs on input": (
         PORTABLE | {"moe_apply_probs_on_input": True, "moe_router_topk": 1}, {"format": "nvfp4"}),
-    "portable, one amax per expert": (PORTABLE, BF16 | {"compute": "int8_per_expert"}),
     "portable, other parts graphed and recomputed": (
         PORTABLE
         | {"cuda_graph_impl": "local", "cuda_graph_modules": [SimpleNamespace(name="attn")]}
@@ -77,12 +71,9 @@ TRAINS: dict[str, tuple[Settings, Settings]] = {  # Megatron's settings, the plu
     "offload": (NATIVE, MXFP8 | {"offload_states": 1}),
     "offload by a flag": (OFFLOAD, BF16),
     "offload by both": (NATIVE | OFFLOAD, MXFP8 | {"offload_states": 0.5}),
-    "offload of less than nothing": (OFFLOAD | {"optimizer_offload_fraction": -0.5}, BF16),
     "stock, loss scale": (NATIVE | {"loss_scale": 8.0}, MXFP8),
     "fused, precision-aware": (AWARE, BF16 | {"step": "fused"}),
     "Muon": (MUON, BF16),
-    "Muon, native": (MUON | NATIVE, MXFP8),
-    "Muon, portable": (MUON | PORTABLE, {"format": "nvfp4"}),
     "Muon, stock": (MUON, BF16 | {"step": "stock"}),
     "Muon, every value of its own": (
         MUON

@@ -47,12 +47,6 @@ def test_fp32_weights_get_gradients_in_fp32():
     assert_bytes_equal(weights.grad, torch.ones(1, 2, 32))
 
 
-def test_experts_of_a_list_may_have_several_shapes_and_strides():
-    parts = [normal_weights(3, 64), normal_weights(64, 5).t(), normal_weights(1, 32)]
-    for got, part in zip(moe_optim.fake_quantize(parts, format="mxfp4"), parts, strict=True):
-        assert_bytes_equal(got, values_of(part.unsqueeze(0), "mxfp4")[0])
-
-
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [

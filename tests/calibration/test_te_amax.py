@@ -24,7 +24,7 @@ GLOBAL_EXPERTS, FFN = 6, 128
 PREFIX = "layer."
 SPREAD = {"expert_model_parallel_size": 2}
 CUT = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
-CASES = [("mxfp8", False), ("mxfp8_2d", True), ("nvfp4", False)]
+CASES = [("mxfp8_2d", True), ("nvfp4", False)]
 """Format, and whether one weight holds all experts of a linear."""
 
 

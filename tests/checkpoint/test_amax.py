@@ -1,7 +1,6 @@
 """Amaxes are saved under global expert ids, and loaded wherever their experts go."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,25 +156,3 @@ def test_plain_state_dicts_hold_no_amax_and_load_with_or_without_one():
         assert linear.whole_amax is None
         with pytest.raises(LayoutError, match="weight_amax: expected one value for each of 3"):
             linear.load_state_dict(state | {"weight_amax": torch.ones(2, 1, 1)})
-
-
-def test_optional_entries_stay_optional_through_megatrons_copies():
-    """A load prepares copies, prefixes keys and drops data before it asks for them."""
-    from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-    from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-
-    from moe_optim.calibration.state_entries import AmaxPlace, OptionalShardedTensor, sharded_amax
-
-    linear = GroupedLinear(3, 64, 32, format=NVFP4)
-    linear.load_values(wide_range_weights(3, 64, 32).bfloat16())
-    one, ep = (SimpleNamespace(rank=lambda r=r: r, size=lambda n=n: n) for r, n in ((1, 1), (2, 4)))
-    place = AmaxPlace.of(3, ((0, 5, 7),), SimpleNamespace(ep=ep, expt_tp=one, expt_dp=one))
-    entry = sharded_amax(linear, "fc1.weight_amax", place)
-    assert (entry.global_shape, entry.global_offset) == ((7, 12, 1, 1), (5, 6, 0, 0))
-    assert entry.replica_id == (0, 1, 1)
-    state = {"model": {"fc1": entry}}
-    add_prefix_for_sharding(state, "decoder.")
-    prepared = load_preprocess(state)[0]["model"]["fc1"]
-    assert prepared.key == "decoder.fc1.weight_amax"
-    for copy in (prepared, prepared.without_data(), *prepared.narrow(0, 0, 3)):
-        assert isinstance(copy, OptionalShardedTensor)

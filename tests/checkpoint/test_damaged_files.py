@@ -1,6 +1,5 @@
 """A damaged checkpoint is refused, by the name of its file, or loads to the bit what was saved."""
 
-import os
 import random
 import shutil
 from collections import Counter
@@ -29,8 +28,6 @@ FIRST, SECOND = (f"iter_{iteration:07d}" for iteration in ITERATIONS)
 RECORDED = ("recorded", "with a manifest", "legacy, recorded")
 UNRECORDED = {"plain": SAME_LAYOUT, "of torch alone": SAME_LAYOUT, "legacy": ANY_ARCHIVE}
 """And what cannot be found of each."""
-SWEEP = float(os.environ.get("SWEPT_SHARE", "0.2"))
-"""Share of all bytes of which a bit is flipped, one at a time; 1.0 is all of them."""
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +77,6 @@ def test_no_damage_is_loaded_unseen(saved, name):
     assert {"truncated", "empty", "overwritten"} <= set(found)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("seed", range(1, 6))
-@pytest.mark.parametrize("name", [*RECORDED, *UNRECORDED])
-def test_no_damage_is_loaded_unseen_at_other_seeds(saved, name, seed):
-    check_damages(saved, name, 300, seed)
-
-
 def check_flips(saved, name: str, share: float) -> Counter[str]:
     """Flip one bit of a share of all bytes of a checkpoint, and count what comes of it."""
     checkpoint, rng, outcome = saved / name / FIRST, random.Random(0), Counter()
@@ -112,14 +102,6 @@ def check_flips(saved, name: str, share: float) -> Counter[str]:
 
 def test_no_flipped_bit_is_loaded_unseen_even_if_nothing_was_recorded(saved):
     outcome = check_flips(saved, "plain", 0.01)
-    assert outcome["found"] > 0.5 * outcome.total()
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("name", [*RECORDED, *UNRECORDED])
-def test_no_flipped_bit_is_loaded_unseen_at_a_fifth_of_all_bytes(saved, name):
-    outcome = check_flips(saved, name, SWEEP)
-    print(name, dict(outcome))
     assert outcome["found"] > 0.5 * outcome.total()
 
 

@@ -7,7 +7,7 @@ import sys
 
 from tests.support.training_runs.runs import REPOSITORY
 
-CASES = int(os.environ.get("FUZZ_CASES", "20"))
+CASES = int(os.environ.get("FUZZ_CASES", "10"))
 """``make fuzz CASES=10000`` runs more."""
 SEED = os.environ.get("FUZZ_SEED", "0")
 

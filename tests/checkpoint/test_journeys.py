@@ -236,21 +236,18 @@ STOCK_GROUPED, STOCK_INDEXED = (
 UNMARKED = {  # ranks -> pairs of stations
     1: (
         # a parameter an expert, fc1 beside fc2
-        (STOCK, INDEXED), (STOCK, GROUPED.but(format="nvfp4")), (STOCK, STOCK.but(stock=False)),
-        (STOCK.but(biases=True), GROUPED.but(biases=True)),
+        (STOCK, INDEXED), (STOCK.but(biases=True), GROUPED.but(format="nvfp4", biases=True)),
         # a parameter an expert, all of fc1 first
-        (STOCK_INDEXED, GROUPED), (STOCK_INDEXED, INDEXED.but(format="bf16")),
+        (STOCK_INDEXED, INDEXED.but(format="bf16")),
         (STOCK_INDEXED.but(biases=True), GROUPED.but(biases=True)),
         # a parameter for all experts
-        (STOCK_GROUPED, INDEXED), (STOCK_GROUPED, GROUPED),
+        (STOCK_GROUPED, INDEXED),
     ),
     3: (
         (STOCK.but(bucket_size=MANY_BUCKETS), GROUPED),
-        (STOCK, INDEXED.but(bucket_size=MANY_BUCKETS)),
         (STOCK_INDEXED.but(bucket_size=MANY_BUCKETS, biases=True), INDEXED.but(biases=True)),
     ),
     4: (
-        (STOCK.but(tp=2, etp=2), INDEXED.but(tp=2, etp=2)),
         (STOCK.but(tp=2, etp=1, ep=2), GROUPED.but(tp=2, etp=1, ep=2)),
         (STOCK.but(pp=2), INDEXED.but(pp=2)),
     ),
@@ -509,7 +506,6 @@ def _legacy(folder: Path) -> list[int]:
     counts = []
     for number, (first, second) in enumerate(
         (
-            (GROUPED, INDEXED),
             (INDEXED.but(bucket_size=MANY_BUCKETS), GROUPED),
             (INDEXED.but(format="bf16"), GROUPED),  # experts and the rest in one buffer, then two
         )
@@ -549,13 +545,10 @@ def _load_unmarked_files(
 
 UNMARKED_FILES = {
     1: (
-        (STOCK, INDEXED), (STOCK_INDEXED, GROUPED), (STOCK_GROUPED, INDEXED.but(format="bf16")),
+        (STOCK_INDEXED, GROUPED), (STOCK_GROUPED, INDEXED.but(format="bf16")),
         (STOCK.but(biases=True), GROUPED.but(format="nvfp4", biases=True)),
     ),
-    3: (
-        (STOCK.but(bucket_size=MANY_BUCKETS), GROUPED.but(bucket_size=MANY_BUCKETS)),
-        (STOCK.but(bucket_size=MANY_BUCKETS), INDEXED.but(format="bf16")),
-    ),
+    3: ((STOCK.but(bucket_size=MANY_BUCKETS), GROUPED.but(bucket_size=MANY_BUCKETS)),),
 }  # fmt: skip
 
 

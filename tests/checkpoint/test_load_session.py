@@ -11,7 +11,6 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from tests.support.hostile.damage import flip
 
 GROUPED = Station()
 RESHARDABLE = "fully_reshardable"
-FLIPS = 20
+FLIPS = 12
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "unfinished": _load_weights_beside_damage,
         "copies": _count_copies,
         "in place": _count_copies_of_load,
-        "values": _count_dequantized,
     }
     together = {
         "one reads": _load_what_one_rank_reads,
@@ -365,21 +363,6 @@ def test_a_load_holds_one_chunk_beside_the_tensors_that_it_reads_into(found):
     assert in_place == weights > 0
 
 
-def _count_dequantized(folder: Path) -> int:
-    """Return how many quantized weights a load of weights and states dequantizes."""
-    from moe_optim.weights.grouped_weight import GroupedWeight
-
-    Journey(GROUPED).fill().save(folder, RESHARDABLE)
-    journey, stock = Journey(GROUPED).scramble(), GroupedWeight.dequantize
-    with mock.patch.object(GroupedWeight, "dequantize", autospec=True, side_effect=stock) as read:
-        assert journey.load(folder).check()
-    return read.call_count
-
-
-def test_a_load_dequantizes_no_weight_that_it_replaces(found):
-    assert found(1, "values") == [0]
-
-
 def _exchanging() -> Any:
     """Return the strategy of ``--ckpt-fully-parallel-load``: each rank reads a share, and sends."""
     from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -431,25 +414,3 @@ def _fail_to_exchange(folder: Path) -> str:
 def test_a_rank_that_was_to_receive_what_another_failed_to_read_does_not_step(found):
     """It would wait for the other, which does not step."""
     assert all("that a failed load of" in said for said in found(2, "not exchanged"))
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.arange(24.0).view(2, 3, 4)[1],
-        torch.arange(24.0).view(2, 3, 4)[:, 1],
-        torch.arange(6.0).view(2, 3).t(),
-        torch.arange(24).bfloat16()[3:5],
-        torch.arange(8.0)[2],
-        torch.zeros(4)[:0],
-        torch.arange(6.0),
-    ],
-    ids=["contiguous", "strided", "transposed", "bf16", "a scalar", "nothing", "whole"],
-)
-def test_staged_values_are_those_given_in_memory_of_their_own_size(value: torch.Tensor):
-    from moe_optim.checkpoint.staging import _on_host
-
-    got = _on_host(value)
-    assert got.dtype == value.dtype and torch.equal(got, value)
-    assert got.is_contiguous()
-    assert got.untyped_storage().nbytes() == value.numel() * value.itemsize

@@ -158,20 +158,6 @@ def test_everything_else_is_passed_on_and_nothing_is_written():
     assert expert_values_for(torch.nn.Linear(2, 2), state) == state
 
 
-@pytest.mark.parametrize("form", ["model", "model_"])
-def test_chunks_come_by_number_or_alone(form):
-    chunks = [nest(f"{LAYERS}experts", Experts(target)) for target in ("grouped", "indexed")]
-    state = {f"{form}{i}": state_of("hf", first=100 * i) for i in range(2)} | {"iteration": 3}
-    want = [state_of("grouped"), state_of("indexed", first=100)]
-    got = expert_values_for_chunks(chunks, state)
-    assert list(got) == list(state)
-    assert got["iteration"] == 3
-    for index in range(2):
-        assert_same(got[f"{form}{index}"], want[index])
-    assert_same(expert_values_for_chunks(chunks[:1], {"model": state_of()})["model"], want[0])
-    assert_same(expert_values_for_chunks(chunks[:1], state_of()), want[0])
-
-
 def test_states_of_other_numbers_of_chunks_are_refused():
     chunks = [nest(f"{LAYERS}experts", Experts()) for _ in range(2)]
     for state in ({"model0": state_of()}, {"model": state_of()}, state_of()):

@@ -42,22 +42,6 @@ def test_a_path_that_is_taken_is_refused_with_what_is_there(here, path, kind):
         require_writable(None, here / path, expected=kind)
 
 
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        *((each, kind) for each in ("new", "folder/new") for kind in KINDS),
-        ("file", "a file"),
-        ("folder", "a folder"),
-        ("none/new", "a folder"),
-        ("none/new", "a new folder"),
-    ],
-)
-def test_a_path_that_can_be_written_passes_and_nothing_is_created(here, path, kind):
-    before = sorted(here.rglob("*"))
-    require_writable(here / path, expected=kind)
-    assert sorted(here.rglob("*")) == before
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_without_permission_is_named(here, kind, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, _: path != here / "folder")

@@ -105,22 +105,14 @@ def test_no_pickle_takes_much_more_memory_than_it_has_bytes(bomb):
 
 REFUSED = {
     "cut off": b"\x80\x04K",
-    "cut off in a text": b"\x80\x04\x8c\x09abc",
     "empty": b"",
     "without an end": b"\x80\x04N",
     "without a protocol": b"N.",
-    "two protocols": b"\x80\x04\x80\x02N.",
-    "no value": b"\x80\x04.",
     "a call of text": b"\x80\x04\x8c\x03len)R.",
     "a call of what was made": b"\x80\x04cx\ny\n)R)R.",
     "elements of text": b"\x80\x04\x8c\x01aNa.",
-    "elements of a class": b"\x80\x04cx\ny\nNa.",
-    "items of a list": b"\x80\x04]NNs.",
     "a state of a class": b"\x80\x04cx\ny\n}b.",
-    "a state of a function": b"\x80\x04ctorch\nSize\n}b.",
     "a list as a key": b"\x80\x04}]Ns.",
-    "a key without a value": b"\x80\x04}(Nu.",
-    "a name that is no text": b"\x80\x04NN\x93.",
     "more names than any checkpoint has": b"\x80\x04"
     + b"".join(b"cx\n%d\n" % number for number in range(5000))
     + b".",

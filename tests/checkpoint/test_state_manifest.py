@@ -121,15 +121,6 @@ def one_bucket(*parameters: tuple[str, tuple]) -> StateManifest:
     return StateManifest(buffers=(buffer,), glu_interleave=None, versions={})
 
 
-def test_neighbours_are_read_at_once():
-    """Experts that follow each other in both take one read."""
-    source = one_bucket((f"{PREFIX}linear_fc1.weight", (3, 4, 2)))
-    target = one_bucket(*((f"{PREFIX}linear_fc1.weight{i}", (4, 2)) for i in range(3)))
-    (place,) = source.buffers[0].buckets[0].parameters
-    (read,) = LayoutMap(target, source, "x").spans(place, 5, 20)
-    assert (read.start, read.numel) == (5, 15)
-
-
 ADDRESSES = {
     "grouped": ("a.experts.linear_fc1.weight", (2, 3, 4), ["a.experts.linear_fc1.weight"]),
     "shared experts are none": ("a.shared_experts.linear_fc1.weight", (3, 4), None),
@@ -177,12 +168,6 @@ def test_what_does_not_fit_is_all_named():
     assert message.startswith("the checkpoint: ")
 
 
-def test_an_expert_is_numbered_by_few_digits():
-    """Others are no number: Python reads none of 5,000 digits."""
-    place = ParameterPlace(name=f"{PREFIX}linear_fc1.weight{'1' * 5000}", shape=(2, 3), start=0)
-    assert place.pieces() == [(Address(place.name), 6)]
-
-
 def test_the_same_expert_twice_is_refused():
     twice = one_bucket(
         (f"{PREFIX}linear_fc1.weight", (2, 4, 2)), (f"{PREFIX}linear_fc1.weight1", (4, 2))
@@ -192,19 +177,13 @@ def test_the_same_expert_twice_is_refused():
 
 
 DAMAGES: dict[str, Callable[[dict], object]] = {
-    "no version": lambda saved: saved.pop("version"),
     "a later version": lambda saved: saved.update(version=2),
-    "no buffers": lambda saved: saved.pop("buffers"),
     "a number for a list": lambda saved: saved.update(buffers=3),
     "no start": lambda saved: saved["buffers"][0]["buckets"][0]["parameters"][0].pop("start"),
-    "text for a size": lambda saved: saved["buffers"][0]["buckets"][0].update(numel="many"),
     "infinitely many": lambda saved: saved["buffers"][0]["buckets"][0].update(numel=float("inf")),
-    "digits for a size": lambda saved: saved["buffers"][0]["buckets"][0].update(numel="9" * 5000),
     "a negative start": lambda saved: _place(saved).update(start=-1),
     "an end behind the bucket": lambda saved: _place(saved).update(start=1),
     "a list for a name": lambda saved: _place(saved).update(name=["norm"]),
-    "many axes": lambda saved: _place(saved).update(shape=[1] * 17),
-    "a list for an interleave": lambda saved: saved.update(glu_interleave=[4]),
     "more experts than any model has": lambda saved: (
         _place(saved).update(name=f"{PREFIX}linear_fc1.weight", shape=[2**40, 1, 1]),
         saved["buffers"][0]["buckets"][0].update(numel=2**40),

@@ -41,13 +41,8 @@ LEGACY = ["--ckpt-format", "torch"]
 SETTINGS = {  # ranks, flags of both runs, more flags of the first, what loads
     "expert parallel": (2, EXPERT_PARALLEL, SMALL_BUCKETS, (GROUPED, MXFP8)),
     "a legacy file": (2, LEGACY, [], (INDEXED,)),
-    "one rank": (1, [], [], (INDEXED, GROUPED, MXFP8, NVFP4)),
     "small buckets, overlap": (2, SMALL_BUCKETS, [], (INDEXED, NVFP4)),
-    "two ranks": (2, [], [], (GROUPED, NVFP4_INDEXED)),
-    "expert parallel, overlap": (2, [*EXPERT_PARALLEL, *SMALL_BUCKETS], [], (INDEXED, NVFP4)),
     "many buckets, then one": (2, [], SMALL_BUCKETS, (INDEXED, MXFP8)),
-    "legacy, expert parallel": (2, [*LEGACY, *EXPERT_PARALLEL], [], (INDEXED, NVFP4)),
-    "legacy, many buckets": (2, LEGACY, SMALL_BUCKETS, (GROUPED, MXFP8)),
 }
 USUAL = list(SETTINGS)[:2]
 

@@ -124,11 +124,9 @@ REFUSED = {
     "an expert is missing": _change(APART, weight1=None),
     "experts of all ranks": _change(APART, weight3=PART),
     "both layouts": APART | ONE,
-    "a leftover of the other": _change(ONE, weight2=PART),
     "a key with and without wrappers": APART | {f"module.{LAYER}.weight2": PART},
     "another shape": _change(APART, weight2=PART[1:]),
     "other experts in one": _change(ONE, weight=ONE[f"{LAYER}.weight"][:2]),
-    "no tensor": _change(APART, weight2=b""),
 }
 
 

@@ -47,17 +47,9 @@ CASES = {
     "frozen": (STAGES, freeze_the_first_stage),
     "fp32, one file a rank": (TORCH, keep_routers_in_fp32_and_couple_decay),
 }
-MORE = {
-    "frozen, one file a rank": ([*STAGES, *TORCH], freeze_the_first_stage),
-    "fp32": ([], keep_routers_in_fp32_and_couple_decay),
-}
 
 
-@pytest.mark.parametrize(
-    ("flags", "prepare"),
-    [pytest.param(*case, id=name) for name, case in CASES.items()]
-    + [pytest.param(*case, id=name, marks=pytest.mark.extended) for name, case in MORE.items()],
-)
+@pytest.mark.parametrize(("flags", "prepare"), CASES.values(), ids=CASES.keys())
 def test_they_resume_to_the_bit(flags, prepare, tmp_path: Path):
     flags = [*RUN, *flags]
     whole = run_ranks(2, _train, [*flags, "--save", f"{tmp_path}", "--save-interval", "2"], prepare)
@@ -72,24 +64,17 @@ def test_they_resume_to_the_bit(flags, prepare, tmp_path: Path):
 VIRTUAL = [*STAGES, "--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(FUSED, id="ours"),
-        pytest.param(None, id="stock", marks=pytest.mark.extended),
-    ],
-)
-def test_evaluations_change_nothing_of_fp32_parameters_in_virtual_stages(config):
+def test_evaluations_change_nothing_of_fp32_parameters_in_virtual_stages():
     """Later virtual stages gather fp32 and bf16 buckets in one call, before evaluations at once."""
     flags = ["--train-iters", "4", *VIRTUAL, *OVERLAP, "--eval-interval"]
-    with_evaluations = run_ranks(2, _train_routers_in_fp32, [*flags, "2"], config)
-    without = run_ranks(2, _train_routers_in_fp32, [*flags, "1000000"], config)
+    with_evaluations = run_ranks(2, _train_routers_in_fp32, [*flags, "2"])
+    without = run_ranks(2, _train_routers_in_fp32, [*flags, "1000000"])
     for got, want in zip(with_evaluations, without, strict=True):
         want = replace(want, validation_losses=got.validation_losses)
         assert_same_run(got, want, what="with evaluations")
     assert len(with_evaluations[-1].losses) == 4
 
 
-def _train_routers_in_fp32(flags: list[str], config: MoEOptimConfig | None) -> Record:
+def _train_routers_in_fp32(flags: list[str]) -> Record:
     keep_routers_in_fp32_and_couple_decay()
-    return pretrain(flags, config)
+    return pretrain(flags, FUSED)

@@ -1,8 +1,6 @@
 """Every field has a meaning, a default that works here, and a refusal that says what to write."""
 
-import ast
 import dataclasses
-import inspect
 from typing import get_args
 
 import pytest
@@ -49,29 +47,17 @@ REFUSED = (  # field, value -> what the message must say
         "mxfp8_rows.",
     ),
     ("format", "mxfp6", f"expected {CHOICES}, got 'mxfp6'. Write mxfp8."),
-    ("format", "BF16", "Write bf16."),
-    ("format", 8, f"expected {CHOICES}, got 8"),
-    ("format", None, f"expected {CHOICES}, got None"),
     ("wire", ["bf16"], "expected quantized or bf16, got ['bf16']."),
     ("fuse_wgrad_accumulation", 1, "expected true or false, got 1"),
-    ("fuse_wgrad_accumulation", "yes", "expected true or false, got 'yes'"),
-    ("layout", "align", "expected aligned or stock, got 'align'."),
-    ("muon_workspace_mib", 0, "expected a number from 1 to 1000000, got 0. Write"),
     ("health_interval", -1, "expected a number from 0 to 1000000, got -1. Write a number from 0"),
-    ("health_interval", True, "expected a number from 0 to 1000000, got Tr"),
-    ("health_interval", "100", "expected a number from 0 to 1000000, got '100"),
     ("offload_states", 1.5, "expected a number from 0 to 1, got 1.5. Write a number from 0 to 1."),
     ("offload_states", float("nan"), "expected a number from 0 to 1, got nan."),
-    ("offload_states", True, "expected a number from 0 to 1, got True."),
 )
 
 NOT_ASSIGNMENTS = (
     ("format", "expected key=value, got 'format'"),
-    ("=bf16", "expected key=value, got '=bf16'"),
-    ("format.name=bf16", "got 'format.name'. Write format, the closest of them."),
     ("format=[", "'format=[': line 1: expected YAML, got: "),
     ("format=${nothing}", "Interpolation key 'nothing' not found"),
-    ("fromat=bf16", "got 'fromat'. Write format, the closest of them."),
 )
 
 
@@ -180,30 +166,6 @@ def test_text_is_read_as_text_in_assignments_as_in_recipes(word, tmp_path):
         with pytest.raises(ConfigError) as error:
             read()
         assert str(error.value).endswith(said)
-
-
-def test_a_config_is_a_frozen_hashable_value():
-    config = MoEOptimConfig()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.format = "bf16"
-    with pytest.raises(TypeError):
-        MoEOptimConfig("bf16")  # keywords only
-    assert {config, MoEOptimConfig()} == {config}
-
-
-def test_every_field_is_documented_under_its_declaration():
-    body = ast.parse(inspect.getsource(MoEOptimConfig)).body[0].body
-    documented = {
-        field.target.id
-        for field, text in zip(body, body[1:], strict=False)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
-    assert documented == set(field_names())
-
-
-def test_annotations_are_types_and_not_text():
-    """Megatron's argument builder, like the checks here, calls what stands in the annotation."""
-    assert not any(isinstance(field.type, str) for field in dataclasses.fields(MoEOptimConfig))
 
 
 def test_all_faults_are_told_at_once_a_line_each():

@@ -1,6 +1,5 @@
 """Recipes resolve to exactly what their files say, and refuse everything else by name."""
 
-import argparse
 import os
 import platform
 import sys
@@ -21,7 +20,6 @@ from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
-QUICKSTARTS = [path for path in SHIPPED if path.stem.startswith("quickstart")]
 MODELS = [path for path in SHIPPED if path.stem.startswith(("qwen", "deepseek", "gpt", "kimi"))]
 """Real ones, of sizes that were not run."""
 
@@ -43,27 +41,14 @@ def write(tmp_path, monkeypatch):
 SPELLINGS = (  # YAML value -> what Megatron's parser is given after the flag
     ("true", ["--flag"]),
     ("false", []),
-    ("null", []),
     ("", []),
-    ("2e-3", ["--flag", "2e-3"]),
-    ("1.10", ["--flag", "1.10"]),
-    (".5", ["--flag", ".5"]),
-    ("0", ["--flag", "0"]),
     ("010", ["--flag", "010"]),
     ("40_000_000", ["--flag", "40_000_000"]),
-    ("12:30:00", ["--flag", "12:30:00"]),
-    ("2026-11-21", ["--flag", "2026-11-21"]),
-    ("no", ["--flag", "no"]),  # which YAML 1.1 takes for a switch
-    ("'true'", ["--flag", "true"]),
-    ("''", ["--flag", ""]),
-    ("a b", ["--flag", "a b"]),
     ("([0]*1+[1]*3)", ["--flag", "([0]*1+[1]*3)"]),
     ("-1", ["--flag=-1"]),
     ("-1e-3", ["--flag=-1e-3"]),  # which argparse takes for a flag
     ("[0.3, a, 0.7, b]", ["--flag", "0.3", "a", "0.7", "b"]),
-    ("[0, 1]", ["--flag", "0", "1"]),
     ("${megatron_args.--other}", ["--flag", "5e-1"]),
-    ("x/${megatron_args.--other}", ["--flag", "x/5e-1"]),
     ("9" * 5000, ["--flag", "9" * 5000]),
 )
 
@@ -77,86 +62,39 @@ def test_a_flag_reaches_megatron_as_it_is_written_in_a_file_or_an_override(write
         assert recipe.megatron_argv() == [*argv, "--other", "5e-1"]
 
 
-def test_a_variant_holds_only_differences(write):
-    write("megatron_args: {--a: 1, --b: true, --c: [1, 2]}\nrequires: {ranks: 2, gpus: 1}\n")
-    write("base: run.yaml\nmegatron_args: {--b: null, --c: [3], --d: x}\n", "middle.yaml")
-    path = write("base: ../middle.yaml\nmoe_optim: {format: bf16}\nrequires: {gpus: null}\n", "v/x")
-    recipe = load_recipe(path)
-    assert recipe.path == path
-    assert recipe.megatron_argv() == ["--a", "1", "--c", "3", "--d", "x"]
-    assert dict(recipe.requires) == {"ranks": 2}
-    assert recipe.moe_optim == MoEOptimConfig(format="bf16")
-
-
-def test_the_last_override_wins(write):
-    path = write("moe_optim: {format: mxfp8}\n")
-    overrides = ["moe_optim.format=mxfp8", "moe_optim.format=bf16", "requires.ranks=4"]
-    recipe = load_recipe(path, overrides)
-    assert (recipe.moe_optim.format, recipe.ranks) == ("bf16", 4)
-
-
-def test_a_recipe_without_anything_optional_has_defaults(write):
-    recipe = load_recipe(write("moe_optim:\n"))
-    assert (recipe.ranks, recipe.megatron_argv()) == (1, [])
-    assert recipe.moe_optim == MoEOptimConfig()
-
-
 CHOICES = " or ".join(("auto", "bf16", *FORMATS))  # as messages list them
 
 MARK = "a key among base, requires, megatron_args, moe_optim"
 REFUSED_FILES = (  # text of run.yaml -> what the message must say
     ("", "run.yaml: expected a mapping with keys among base, requires, megatron_args"),
-    ("- a\n", "got a list"),
-    ("a: 1\nb: [\n", "run.yaml: line 3: expected YAML"),
     (
         "megatron_args:\n  --a: 1\n  --a: 2\n",
         "run.yaml: line 3: expected YAML, got: the key '--a' for the second time.",
     ),
     ("base: !!python/name:os.system\n", "run.yaml: line 1: expected YAML"),
-    ("base: a\na: \0\n", "run.yaml: line 2: expected YAML"),
     ("moe_optin: {}\n", f"{MARK}, got 'moe_optin'. Write moe_optim, the closest of them."),
-    ("moe_optim: mxfp8\n", "run.yaml: moe_optim: expected a mapping"),
-    ("base: [a]\n", "base: expected the path of a recipe, got a list"),
-    ("requires: {torc: '>=2'}\n", "requires: expected a key among python"),
     (
         "requires: {torch: 2.11}\n",
         "requires: torch: expected a version specifier, got '2.11'. Write for example '>=2.11'.",
     ),
-    ("requires: {sm: 9.0}\n", "sm: expected a positive whole number"),
-    ("requires: {ranks: 1000001}\n", "got 1000001. Write one up to 1,000,000"),
-    ("requires: {gpus: true}\n", "gpus: expected a positive whole number"),
     (
         "megatron_args: {num_layers: 2}\n",
         "run.yaml: megatron_args: expected one of Megatron's flags with its leading dashes, got "
         "'num_layers'. Write --num-layers.",
     ),
-    ("megatron_args: {--lr=1: true}\n", "got '--lr=1'"),
-    ("megatron_args: {--a: {b: 1}}\n", "--a: expected true, false, a value"),
-    ("megatron_args: {--a: [1, null]}\n", "--a: expected true, false, a value"),
-    ("megatron_args: {--a: '${moe_optim}'}\n", "--a: expected true, false"),
     (
         "megatron_args: {--a: '${nothing}'}\n",
         "run.yaml: megatron_args.--a: expected an interpolation that resolves",
     ),
-    ("megatron_args: {--a: '${b'}\n", "megatron_args.--a: expected an int"),
     ("moe_optim: {fromat: bf16}\n", "run.yaml: moe_optim: expected a key among"),
-    ("moe_optim: {format: [bf16]}\n", "format: expected one value, got a l"),
     (
         "moe_optim: {format: mxfp6}\n",
         f"run.yaml: moe_optim: format: expected {CHOICES}, got 'mxfp6'. Write mxfp8.",
     ),
     # Hostile ones
-    ("megatron_args: {--a: !!int abc}\n", "line 1: expected YAML, got: a tag"),
     ("megatron_args: {--a: !!python/object/apply:os.getcwd []}\n", "got: a tag"),
     (f"base: {'[' * 9000}{']' * 9000}\n", "values nested too deep"),
-    ("base: *b\n", "expected YAML, got: found undefined alias"),
-    ("[a]: 1\n", "expected YAML, got: found unhashable key"),
-    ("megatron_args: {--a: '${megatron_args.--a}'}\n", "--a: expected an interpolation that re"),
     ("megatron_args: {<<: {--a: 1}}\n", "expected YAML, got: a merge key (<<)"),
-    ('megatron_args: {--a: [1, "b\\0"]}\n', "--a: expected text that a command line can carry"),
-    ('megatron_args: {--a: "\\ud800"}\n', "--a: expected text that a command line can carry"),
-    ('megatron_args: {--a: "\\UFFFFFFFF"}\n', "got: an escape beyond \\U0010FFFF"),
-    ('megatron_args: {"--a\\0": b}\n', "expected one of Megatron's flags"),
 )
 
 
@@ -171,18 +109,11 @@ def test_a_file_is_refused_with_its_name_and_key_in_one_error(write):
 
 REFUSED_OVERRIDES = (
     ("--train-iters=20", "Write megatron_args.--train-iters=20."),
-    ("train-iters=20", "Write megatron_args.--train-iters=20."),
     ("format=bf16", "Write moe_optim.format=bf16."),
-    ("ranks=4", "Write requires.ranks=4."),
     ("moe_optim.format", "Write moe_optim.format=VALUE."),
-    ("moe_optim.fromat=bf16", "expected a key among format"),
-    ("megatron_args.lr=1", "Write --lr."),
     ("moe_optim=3", "Write moe_optim.KEY=3."),
-    ("requires.=3", "Write requires.KEY=3."),
-    ("megatron_args", "Write megatron_args.--FLAG=VALUE."),
     ('megatron_args.--a="\\0"', "--a: expected text that a command line can carry"),
     ("megatron_args.--a=[", "expected YAML"),
-    ("megatron_args.--a={b: 1}", "expected true, false, a value"),
     (f"moe_optim.format={'[' * 9000}", "expected YAML"),
 )
 
@@ -195,11 +126,6 @@ def test_an_override_is_refused_with_the_right_spelling(write):
         assert str(error.value).startswith(f"override '{override[:16]}")
         assert message in str(error.value)
         assert len(str(error.value)) < 1500
-
-
-def test_a_value_refused_after_merging_names_the_override(write):
-    with pytest.raises(ConfigError, match=r"^run.yaml with moe_optim.format=bf17: moe_optim: form"):
-        load_recipe(write("moe_optim:\n"), ["moe_optim.format=bf17"])
 
 
 def test_only_regular_files_are_opened(write):
@@ -261,13 +187,6 @@ def test_every_unmet_requirement_is_named_once_with_its_remedy(write, monkeypatc
     assert all(line in str(error.value) for line in unmet)
 
 
-def test_met_requirements_pass(write, monkeypatch):
-    monkeypatch.setattr(recipes, "find_gpus", lambda: (Gpu(name="B200", sm=100, memory_gib=178),))
-    recipe = load_recipe(write("requires: {python: '>=3.12', sm: 90, gpus: 1, ranks: 64}\n"))
-    assert unmet_requirements(recipe) == []
-    check_requirements(recipe)
-
-
 def test_a_machine_without_gpus_lacks_any_capability(write, monkeypatch):
     monkeypatch.setattr(recipes, "find_gpus", lambda: ())
     assert unmet_requirements(load_recipe(write("requires: {sm: 90}\n"))) == [
@@ -277,41 +196,6 @@ def test_a_machine_without_gpus_lacks_any_capability(write, monkeypatch):
     command = "torchrun --nnodes 32 --nproc-per-node 8 --rdzv-backend c10d"
     assert f"start it on 32 machines with 8 GPUs, on each: {command}" in many
     assert many.endswith("moe-optim run --recipe run.yaml pretrain_gpt.py")
-
-
-def test_a_quickstart_asks_for_nothing_this_machine_lacks():
-    for path in QUICKSTARTS:
-        assert unmet_requirements(load_recipe(path)) == []
-
-
-def test_variants_of_the_quickstart_differ_only_where_their_name_says():
-    quickstart, bf16, ep2, muon = (
-        load_recipe(ROOT / "recipes" / f"quickstart{suffix}.yaml")
-        for suffix in ("", "_bf16", "_ep2", "_muon")
-    )
-    assert (quickstart.ranks, quickstart.moe_optim.format) == (2, "mxfp8")
-    assert bf16.moe_optim.format == "bf16"
-    assert bf16.megatron_args == quickstart.megatron_args
-    assert ep2.ranks == 4
-    assert ep2.megatron_args == {**quickstart.megatron_args, "--expert-model-parallel-size": 2}
-    assert ep2.moe_optim == quickstart.moe_optim
-    added = {f: v for f, v in muon.megatron_args.items() if f not in quickstart.megatron_args}
-    assert muon.megatron_args == {**quickstart.megatron_args, **added}
-    assert added["--optimizer"] == "muon"
-    assert all(flag == "--optimizer" or flag.startswith("--muon-") for flag in added)
-    assert muon.moe_optim == quickstart.moe_optim
-
-
-def test_megatron_knows_every_flag_of_a_shipped_recipe():
-    arguments = pytest.importorskip("megatron.training.arguments")
-    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    flags = {flag for action in parser._actions for flag in action.option_strings}
-    for path in SHIPPED:
-        given = load_recipe(path).megatron_args
-        assert set(given) <= flags
-        args = parser.parse_args(load_recipe(path).megatron_argv())
-        found = (args.lr, args.bf16, args.num_experts)
-        assert found == (float(given["--lr"]), True, int(given["--num-experts"]))
 
 
 FORMAT_FLAGS = {  # format -> flag, and what it has to be for that format

@@ -19,13 +19,6 @@ def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_package_carries_every_recipe():
-    """What lies in `recipes/` is what an installed package reads."""
-    carried = {name: path.read_text() for name, path in shipped_recipes().items()}
-    assert carried == {name: path.read_text() for name, path in IN_REPOSITORY.items()}
-    assert '"config/recipe_files/*.yaml"' in (ROOT / "pyproject.toml").read_text()
-
-
 def test_a_name_stands_for_the_recipe_with_its_bases():
     for name, path in IN_REPOSITORY.items():
         got, want = load_recipe(name), load_recipe(path)
@@ -55,32 +48,6 @@ def test_what_is_neither_file_nor_name_is_an_error_with_the_closest_name_or_all(
             load_recipe(word)
         assert str(error.value).startswith(f"{word}: ")
         assert str(error.value).endswith(remedy)
-
-
-def test_recipes_are_listed_with_what_they_need(capsys):
-    assert cli.main(["recipes"]) == 0
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:]}
-    assert set(lines) == set(IN_REPOSITORY)
-    assert " ".join(lines["quickstart"].split()) == (
-        "quickstart 2 CPU or GPU mxfp8 A small MoE GPT with MXFP8 expert weights, for any machine: "
-        "two ranks, no GPU needed."
-    )
-    assert " 8 GPUs, sm 100 " in lines["qwen3_30b_a3b"]
-    assert " 1 GPU, sm 90 " in lines["hopper_fp8_block"]
-    assert all(line.endswith(".") for line in lines.values())  # a sentence, and no more
-
-
-def test_a_list_in_json_has_the_facts_of_the_table(capsys):
-    for words in (["recipes", "list"], ["recipes"]):
-        assert cli.main(words) == 0
-    table, again = capsys.readouterr().out.split("name ")[1:]
-    assert table == again
-    assert cli.main(["recipes", "list", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert {row["name"] for row in rows} == set(IN_REPOSITORY)
-    for row in rows:
-        assert list(row) == ["name", "ranks", "needs", "expert_weights", "what"]
-        assert " ".join(map(str, row.values())) in " ".join(f"{table}".split())
 
 
 def test_a_recipe_is_shown_with_its_bases_merged(capsys):

@@ -15,7 +15,6 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from moe_optim.commands.plan.experts import plan_experts
 from moe_optim.config import MoEOptimConfig
 from moe_optim.integration.arguments import config_from_argv
 from tests.support.ranks import run_ranks
@@ -140,15 +139,6 @@ def test_the_diff_starts_the_same_run_under_the_plugin(scripts):
     assert after == [*launcher, *program, *PLUGIN, *flags]
     assert config_from_argv(flags) is None
     assert config_from_argv(after) == MoEOptimConfig(format="fp8_block")
-
-
-def test_the_planner_takes_the_flags_and_they_name_the_format_of_its_recipe(scripts):
-    """It reads them as Megatron does, and lays the weights out as the run would."""
-    _, after = scripts
-    argv = after[after.index("pretrain_gpt.py") + 1 :]
-    experts = plan_experts([word for word in argv if word not in PLUGIN], grouped=True)
-    args = experts.args
-    assert (args.fp8_recipe, args.fp8_param_gather, experts.layers) == ("blockwise", True, 16)
 
 
 # Megatron-Bridge, whose configurations are stand-ins

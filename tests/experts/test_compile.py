@@ -1,7 +1,6 @@
 """Compiled as one graph, products and quantization give the bits of a run without compiling."""
 
 import copy
-import gc
 from functools import partial
 
 import pytest
@@ -85,18 +84,6 @@ def test_quantizing_gives_the_same_buffers(format, quantize, no_recompilation):
     assert compiled.graphs == 1
 
 
-def test_several_weights_are_quantized_and_given_buffers_overwritten_in_place():
-    weights = [make_master(), make_master(1)[0].bfloat16()]
-    got = Compiled(lambda weights: moe_optim.quantize(weights, NVFP4))(weights)
-    for mine, weight in zip(got, weights, strict=True):
-        assert_same_buffers(mine, moe_optim.quantize(weight, NVFP4))
-    out = moe_optim.quantize(make_master(1), NVFP4)
-    compiled = Compiled(lambda master, out: moe_optim.quantize(master, NVFP4, out=out))
-    for name, buffer in compiled(make_master(), out).buffers().items():
-        assert buffer.data_ptr() == out.buffers()[name].data_ptr()
-    assert_same_buffers(out, moe_optim.quantize(make_master(), NVFP4))
-
-
 DEQUANTIZERS = {
     **{name: (one, moe_optim.dequantize) for name, one in FORMATS.items()},
     "into memory": (
@@ -145,26 +132,6 @@ def test_gradients_pass_by_weights_that_are_quantized_in_the_graph(format):
 
 
 # Products
-
-
-@pytest.mark.parametrize(
-    ("format", "layout", "compute"),
-    [
-        *((one, "grouped", None) for one in (None, MXFP8, NVFP4, INT4)),
-        (MXFP8, "indexed", None),
-        (None, "indexed", INT4),
-    ],
-)
-def test_products_and_gradients_are_the_same(format, layout, compute, no_recompilation):
-    """Also after a step has written the weights, by the same graph. With ``compute``, bf16 weights
-    are quantized at every run of it."""
-    linear = make_linear(format, layout, compute=compute)
-    compiled = Compiled(linear)
-    with no_recompilation:
-        for seed in range(2):
-            rewrite(linear, seed)
-            assert_same_tensors(run_passes(compiled, linear), run_passes(linear, linear))
-    assert compiled.graphs == 1
 
 
 @pytest.mark.parametrize(
@@ -249,19 +216,6 @@ def test_a_linear_that_is_called_twice_or_recomputed_gets_all_gradients(layout):
     recomputed = partial(torch.utils.checkpoint.checkpoint, compiled, use_reentrant=False)
     assert_same_tensors(run_passes(recomputed, linear), want)
     assert compiled.graphs == 1
-
-
-def test_one_weight_of_several_may_be_frozen():
-    linear = make_linear(MXFP8, "indexed")
-    linear.weight1.requires_grad_(False)
-    tokens, ends = make_tokens(linear, (5, 8, 3))
-    gradients = []
-    for call in (linear, Compiled(linear)):
-        call(tokens, ends).sum().backward()
-        assert linear.weight1.grad is None
-        gradients.append({name: w.grad for name, w in linear.named_parameters() if w.requires_grad})
-        linear.zero_grad()
-    assert_same_tensors(*gradients)
 
 
 # Gradients that DDP accumulates
@@ -366,21 +320,6 @@ def test_weights_written_between_forward_and_backward_are_found(format):
         output.sum().backward()
 
 
-@pytest.mark.parametrize("format", [MXFP8, NVFP4, INT4], ids=lambda one: one.name)
-def test_graphs_read_the_values_of_quantized_weights(format, no_recompilation):
-    """And weights get the gradients of what was read."""
-    linear, gradients = make_linear(format), []
-    compiled = Compiled(lambda weight: weight.float().square().sum())
-    with no_recompilation:
-        for seed in range(2):
-            rewrite(linear, seed)
-            for call in (compiled, compiled.function):
-                call(linear.weight).backward()
-                gradients.append(linear.weight.grad)
-                linear.weight.grad = None
-            assert_bytes_equal(*gradients[-2:])
-
-
 WRITES = {
     "copy_": lambda weight: weight.copy_(torch.zeros(weight.shape, dtype=torch.bfloat16)),
     "mul_": lambda weight: weight.mul_(2),
@@ -413,13 +352,3 @@ def test_delayed_weight_gradients_are_refused():
     linear = make_linear(MXFP8, delay_wgrad=True)
     with pytest.raises(Unsupported, match="without delay_wgrad_compute"):
         Compiled(linear)(*make_tokens(linear, (5, 8, 3)))
-
-
-def test_a_graph_outlives_its_linear_and_says_so():
-    linear = make_linear(MXFP8)
-    output = Compiled(linear)(*make_tokens(linear, (5, 8, 3)))
-    del linear
-    torch._dynamo.reset()
-    gc.collect()
-    with pytest.raises(StateError, match="freed"):
-        output.sum().backward()

@@ -196,16 +196,6 @@ def test_a_copy_first_made_in_inference_mode_is_rewritten_in_training():
     assert_same_passes(run(computing), run(storing))
 
 
-@pytest.mark.parametrize("format", [MXFP8, INT8], ids=lambda format: format.name)
-def test_it_is_no_part_of_the_state(format):
-    linear = make_computing(format)
-    run(linear)
-    assert f"compute={format.name}" in repr(linear)
-    assert list(linear.state_dict()) == ["weight"]
-    assert [name for name, _ in linear.named_parameters()] == ["weight"]
-    assert not list(linear.buffers())
-
-
 DUPLICATES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda linear: pickle.loads(pickle.dumps(linear)),
@@ -225,14 +215,6 @@ def test_a_duplicate_multiplies_its_own_weights(duplicate):
 def test_a_shape_that_the_format_cannot_hold_is_refused_by_name():
     with pytest.raises(LayoutError, match=r"^fc2\.weight: nvfp4 needs .* got \[40, 32\]"):
         GroupedLinear(2, 40, 32, format=None, compute=NVFP4, name="fc2")
-
-
-def test_stored_weights_are_multiplied_as_they_are_stored(requantizations):
-    linear = GroupedLinear(*SHAPE, format=MXFP8, compute=MXFP8)
-    linear.load_values(values())
-    requantizations.clear()
-    assert_same_passes(run(linear), run(make_storing()))
-    assert len(requantizations) == 1  # of the linear it is compared with
 
 
 # A grid, by a live or a calibrated amax

@@ -1,7 +1,5 @@
 """A delayed weight gradient is the one of the backward pass, with all its hooks, but later."""
 
-import copy
-import pickle
 from itertools import product
 
 import pytest
@@ -9,10 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from moe_optim.errors import StateError
-from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import MXFP8, NVFP4
 from tests.support.bytes import assert_bytes_equal
-from tests.support.inputs import wide_range_weights
 from tests.support.modules import compiling
 from tests.support.states.buckets import bind
 
@@ -245,16 +241,6 @@ def test_gradients_of_a_pass_that_was_given_up_are_dropped():
         one.backward_dw()
         one.require_wgrads_taken()
     assert_bytes_equal(linear.weight.main_grad, other.weight.main_grad)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_a_copy_has_no_gradients_to_take(duplicate):
-    linear = GroupedLinear(*SHAPE, format=MXFP8, delay_wgrad=True)
-    linear.load_values(wide_range_weights(*SHAPE).bfloat16())
-    run(linear)
-    duplicate(linear).require_wgrads_taken()
-    with pytest.raises(StateError):
-        linear.require_wgrads_taken()
 
 
 @every_layout

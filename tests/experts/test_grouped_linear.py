@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from moe_optim.errors import LayoutError, StateError
-from moe_optim.experts import grouped_gemm
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import DIRECTIONS, MXFP8, reference
 from moe_optim.weights.grouped_weight import GroupedWeight
@@ -76,24 +75,6 @@ def test_products_equal_a_loop_over_experts(format, layout):
         linear.zero_grad()
 
 
-@stored
-@every_layout
-def test_one_call_multiplies_all_experts(format, layout, monkeypatch):
-    """A forward is one grouped product and a backward two, however many experts there are."""
-    calls = []
-
-    def counting(*args, **kwargs):
-        calls.append(args)
-        return torch.nn.functional.grouped_mm(*args, **kwargs)
-
-    monkeypatch.setattr(grouped_gemm, "grouped_mm", counting)
-    linear = make_linear(format, layout)
-    output = linear(*make_tokens(linear, COUNTS))
-    assert len(calls) == 1
-    output.sum().backward()
-    assert len(calls) == 3
-
-
 def test_gradients_nobody_wants_are_not_computed():
     linear = make_linear(MXFP8, "grouped")
     tokens, ends = make_tokens(linear, COUNTS)
@@ -105,14 +86,6 @@ def test_gradients_nobody_wants_are_not_computed():
     linear(tokens, ends).sum().backward()
     assert tokens.grad is not None
     assert linear.weight.grad is None
-
-
-def test_parameters_are_named_after_megatrons_layouts():
-    grouped, indexed = (make_linear(MXFP8, layout) for layout in ("grouped", "indexed"))
-    assert {n: tuple(p.shape) for n, p in grouped.named_parameters()} == {"weight": SHAPE}
-    assert {n: tuple(p.shape) for n, p in indexed.named_parameters()} == {
-        f"weight{i}": SHAPE[1:] for i in range(3)
-    }
 
 
 def test_a_shape_that_the_format_cannot_hold_is_refused_by_name():
@@ -176,16 +149,6 @@ def test_fused_accumulation_equals_adding_what_autograd_gives(format, layout, dt
         assert got.grad_added_to_main_grad
         assert (got.grad.shape, got.grad.dtype) == (got.shape, torch.bfloat16)
         assert not hasattr(want, "grad_added_to_main_grad")
-
-
-@stored
-def test_an_expanded_gradient_of_no_tokens_is_taken(format):
-    """As that of a sum is: its strides are zero, whatever its shape."""
-    linear = make_linear(format, "grouped", fuse=False)
-    tokens, ends = make_tokens(linear, (0, 0, 0))
-    linear(tokens, ends).sum().backward()
-    assert tokens.grad.shape == tokens.shape
-    assert not any(weight.grad.any() for weight in linear.parameters())
 
 
 # Weights at the wrong time

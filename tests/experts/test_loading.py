@@ -73,26 +73,6 @@ def test_whole_experts_are_cut_for_tensor_parallel_ranks(source):
             assert_same(local.take_from(make_state(given, source)), want)
 
 
-@every_source
-def test_rows_alternate_in_a_state_as_in_the_model(source):
-    """Where keys keep gate and up apart, they come together in the model's way."""
-    bias = source != "legacy"
-    experts = make_experts(LOCAL, FFN, HIDDEN, bias=bias)
-    for interleave in (1, 2):
-        given = None if source == "hf_per_expert" else interleave
-        got = place(interleave=interleave, bias=bias).take_from(
-            make_state(experts, source, interleave=given)
-        )
-        assert_same(got, make_state(experts, "grouped", interleave=interleave))
-
-
-def test_a_ranks_own_parameters_are_taken_by_reference():
-    state = make_state(make_experts(LOCAL, FFN, HIDDEN, bias=True), "indexed")
-    got = place("indexed", bias=True).take_from(state)
-    assert got.keys() == state.keys()
-    assert all(got[key] is value for key, value in state.items())
-
-
 WRONG = {  # number, width and hidden size of what is given -> what the error calls it
     "fewer experts": ((1, FFN, HIDDEN), r"got 1 of \[3, 4\] in {layout} layout"),
     "neither its own nor all": ((3, FFN, HIDDEN), r"got 3 of \[3, 4\] in {layout} layout"),

@@ -4,9 +4,7 @@ Its linears stand in, see ``te_experts``; the oracle quantizes by hand at every 
 """
 
 import copy
-import gc
 import pickle
-import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -185,16 +183,6 @@ def test_hooks_that_start_reductions_find_clipped_gradients(delays, fuses):
     assert seen == [(False, tokens > 0) for tokens in SPLITS]
 
 
-def test_fused_accumulation_without_ddp_leaves_no_gradient():
-    """Transformer Engine returns none where nobody asks whether it was added."""
-    experts = Experts("mxfp4", fuses=True)
-    for weight in experts.linear.parameters():
-        del weight.grad_added_to_main_grad
-    train(experts, 0)
-    assert all(weight.grad is None for weight in experts.linear.parameters())
-    assert all(weight.main_grad.any() for weight in list(experts.linear.parameters())[::2])
-
-
 @fused
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "recomputed", "reentrant"])
 def test_a_step_makes_one_copy_for_all_of_its_microbatches(reentrant, fuses, made):
@@ -218,30 +206,6 @@ def test_a_step_makes_one_copy_for_all_of_its_microbatches(reentrant, fuses, mad
     got, oracle = experts(tokens_of(0)), Experts(by_hand=FORMATS["mxfp4"])
     oracle.load_state_dict(experts.state_dict())
     assert_bytes_equal(got.detach(), oracle(tokens_of(0)).detach())
-
-
-@pytest.mark.parametrize("compute", [None, "mxfp4"])
-def test_weights_get_their_gradients_before_the_layer_below_is_reached(compute):
-    """Else all wait for the end of the pass: their memory, and the reductions that overlap it."""
-    layers, events = [Experts(compute, cols=ROWS) for _ in range(2)], []
-    for number, layer in enumerate(layers):
-        for weight in layer.linear.parameters():
-            weight.register_post_accumulate_grad_hook(
-                lambda _, number=number: events.append(f"weight of {number}")
-            )
-        if layer.copies is not None:
-            layer.copies.begin_step()
-    for seed in range(2):
-        events.clear()
-        values = tokens_of(seed, ROWS)
-        for number, layer in enumerate(layers):
-            values = layer(values)
-            values.register_hook(lambda _, number=number: events.append(f"output of {number}"))
-        values.sum().backward()
-        assert events == [
-            *("output of 1", *["weight of 1"] * EXPERTS),
-            *("output of 0", *["weight of 0"] * EXPERTS),
-        ]
 
 
 def test_outside_of_a_step_every_forward_pass_makes_its_copy(made):
@@ -348,17 +312,6 @@ def test_ranks_that_share_an_expert_take_its_whole_amax():
         assert_bytes_equal(torch.cat(parts, dim=1), want)
 
 
-@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
-def test_training_reads_the_copy_of_a_pass_without_gradients(without, made):
-    """As of one that computes log-probabilities before it trains on them."""
-    experts, oracle = Experts("mxfp4"), Experts(by_hand=FORMATS["mxfp4"])
-    experts.copies.begin_step()
-    with without():
-        experts(tokens_of(0))
-    assert_same(main_grads_of(experts), main_grads_of(oracle))
-    assert len(made) == 1
-
-
 def test_copies_are_neither_parameters_nor_state():
     """They stay on the device with activations that leave it; other formats have none."""
     experts, plain = Experts("mxfp4"), Experts()
@@ -422,21 +375,6 @@ def test_gradients_go_where_main_grad_is_bound_by_then(recomputes):
     output.sum().backward()
     assert not any(gradient.any() for gradient in before)
     assert all(weight.main_grad.any() for weight in list(experts.linear.parameters())[::2])
-
-
-def test_a_deleted_layer_is_freed_at_once():
-    """With its copy and the graph of a microbatch, without the garbage collector."""
-    experts = Experts("int8_per_expert", fuses=True, delays=True)
-    calibrate(experts)
-    experts.copies.begin_step()
-    train(experts, 0)
-    gone = [weakref.ref(one) for one in (experts, experts.linear, experts.linear.weight0)]
-    gc.disable()
-    try:
-        del experts
-        assert [one() for one in gone] == [None] * 3
-    finally:
-        gc.enable()
 
 
 def test_what_cannot_be_copied_is_refused():

@@ -174,12 +174,3 @@ def test_megatrons_own_experts_are_bf16_under_the_optimizer_of_this_package():
 def test_messages_name_what_flags_say(flags: str, format: str):
     assert spell_format("auto", flags.split()) == format
     assert spell_format("mxfp8_2d", flags.split()) == "mxfp8_2d"
-
-
-@pytest.mark.parametrize(("value", "format"), [("0", "fp8_block"), ("1", "fp8_block_fp32")])
-def test_messages_name_the_scales_that_a_variable_of_transformer_engine_sets(
-    value: str, format: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv(FP32_SCALES, value)
-    flags = "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather"
-    assert spell_format("auto", flags.split()) == format

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import yaml
 
 from moe_optim.errors import MoEOptimError
-from tests.integration.test_yaml import write_yaml
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.training import MODEL, OVERLAP
 from tests.support.training_runs.scripts import copy_diffed_files, needs_diffed_files
@@ -158,26 +156,6 @@ def test_moe_optim_train_starts_with_the_same_arguments(script):
     assert_same_but_for_the_name(*adam.values(), *muon.values(), frozen=False)
 
 
-def _settle_file(script: Path, optimizer: str) -> tuple[Any, ...]:
-    """Return what a patched tree makes of a file, and of which optimizer it is installed for."""
-    from moe_optim.integration.installation import installed_optimizer
-
-    file = script.parent / f"{optimizer}.yaml"
-    write_yaml(file, [*RUN, "--distributed-backend", "gloo"])
-    contents = yaml.safe_load(file.read_text())
-    contents |= {"optimizer": optimizer, "use_distributed_optimizer": optimizer == "adam"}
-    file.write_text(yaml.safe_dump(contents))
-    args = _run_patched_tree(script, ["--yaml-cfg", str(file), *PLUGIN])
-    layer_wise = getattr(args, "use_layer_wise_distributed_optimizer", False)
-    return args.optimizer, args.use_distributed_optimizer, layer_wise, installed_optimizer()
-
-
-@needs_diffed_files
-def test_a_file_is_settled_in_a_patched_tree(script):
-    for name, settled in (("adam", "adam"), ("dist_muon", "muon")):
-        assert run_ranks(1, _settle_file, script, name) == [(settled, True, False, settled)]
-
-
 WITHOUT_GLOO = [*MODEL, "--disable-gloo-process-groups"]
 TOLD: dict[str, tuple[list[str], Literal["adam", "muon"] | None, str]] = {
     # flags, optimizer of install() -> what is told
@@ -197,7 +175,6 @@ TOLD: dict[str, tuple[list[str], Literal["adam", "muon"] | None, str]] = {
         "StateError: --optimizer: expected the optimizer that is installed, adam, got muon. Call "
         'moe_optim.install(config, optimizer="muon")',
     ),
-    "installed for Muon": (MODEL, "muon", ""),
     "a flag without effect": (
         [*MODEL, "--no-use-layer-wise-param-layout"],
         None,

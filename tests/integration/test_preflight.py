@@ -37,7 +37,6 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
     "nothing, stock": (RUN, []),
     "sharing gradient memory": (but("--reuse-grad-buf-for-mxfp8-param-ag"), []),
     "nothing, Muon": (but("--optimizer", "muon", "--muon-nesterov"), []),
-    "nothing, Muon's deprecated name": (but("--optimizer", "dist_muon"), []),
     "nothing, Muon with overlap": (
         but("--optimizer", "muon", "--overlap-grad-reduce", "--overlap-param-gather",
             "--no-use-layer-wise-param-layout", "--dist-ckpt-optim-fully-reshardable"),
@@ -51,13 +50,6 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
             "refused by moe_optim: --muon-coefficient-type newton: expected simple, quintic, p",
         ],
     ),
-    "flags of Adam's moments with Muon": (
-        but("--optimizer", "muon", "--use-precision-aware-optimizer"),
-        [
-            "Megatron: --use-precision-aware-optimizer only supported with adam",
-            "refused by moe_optim: --use-precision-aware-optimizer with Muon",
-        ],
-    ),
     "Muon's files of ranks without gloo": (
         but("--optimizer", "muon", "--disable-gloo-process-groups", "--ckpt-format", "torch"),
         ["--disable-gloo-process-groups: expected --ckpt-format torch_dist, as others collect sta"],
@@ -69,43 +61,12 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
             "--use-moe-groped-optim: no such flag. Write --use-moe-grouped-optim, the",
         ],
     ),
-    "unlike any": (but("--zzz", "3", "4"), ["--zzz: no such flag. Remove it."]),
-    "values": (
-        but("--lr", "fast", "--train-iters", "2.5", "--ckpt-format", "zip"),
-        ["--lr: invalid float value", "--train-iters: invalid int", "--ckpt-format: invalid choic"],
-    ),
-    "values of flags that must be given": (
-        but("--hidden-size", "wide", "--micro-batch-size=", "--seq-length"),
-        [
-            "--hidden-size: invalid int value: 'wide'. Change the value.",
-            "--micro-batch-size: invalid int value: ''. Change the value.",
-            "--seq-length: expected one argument. Change the value.",
-        ],
-    ),
-    "a word of no flag": (["more", *but()], ["more: belongs to no flag. Remove it."]),
-    "missing": (
-        but(without=("--hidden-size", "--num-layers", "--seq-length", "--micro-batch-size")),
-        [
-            "--num-layers: expected a value, got none",
-            "--hidden-size: expected",
-            "--seq-length: expected",
-            "--micro-batch-size: expected",
-        ],
-    ),
-    "no Transformer Engine": (
-        but(LOCAL, "transformer_engine", "--moe-optim-set", "format=bf16"),
-        ["--transformer-impl: expected Transformer Engine for transformer_engine, Megatron's"],
-    ),
     "refused by the plug-in": (
         but("--optimizer", "sgd", "--use-cpu-initialization"),
         [
             "refused by moe_optim: --optimizer sgd: only Adam and Muon are supported. Giv",
             "refused by moe_optim: --use-cpu-initialization",
         ],
-    ),
-    "nothing to quantize": (
-        but("--moe-optim-set", "format=mxfp8", without=("--moe-grouped-gemm",)),
-        ["refused by moe_optim: format: mxfp8 without weights to store in it"],
     ),
     "knobs": (
         but("--moe-optim-set", "fromat=mxfp8", "--optimizer", "sgd"),
@@ -122,7 +83,6 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
             "plug-in checks the model's flags once these are correct.",
         ],
     ),
-    "both halves": (but("--fp16"), ["--fp16 and --bf16 exclude each other. Remove one."]),
     "a batch that ranks do not divide": (
         but("--micro-batch-size", "3", "--global-batch-size", "4"),
         [
@@ -162,30 +122,6 @@ LATER = {  # what Megatron tells while it builds or trains -> a command line, be
         but(*TENSOR, "--sequence-parallel", "--moe-optim-set", "format=mxfp8"),
         ["refused by moe_optim: linear_fc2 [64, 48] in mxfp8, whose blocks have 32 elements"],
     ),
-    "nothing, dense layers between": (but("--moe-layer-freq", "[1,0]"), []),
-    "tensor parallel alone": (but(*TENSOR, *WHOLE), ["Megatron: MoE layers with --tensor-mode"]),
-    "latent attention of local layers": (
-        but("--multi-latent-attention"),
-        ["Megatron: --multi-latent-attention: --transformer-impl local has no attention for it"],
-    ),
-    "no HybridEP": (but(*HYBRID), ["Megatron: HybridEP is not installed"]),
-    "no DeepEP": (but(*FLEX), ["Megatron: DeepEP is not installed"]),
-    "latent experts without Transformer Engine": (
-        [*RUN, "--moe-latent-size", "32"],
-        ["Megatron: TransformerEngine is required for MoE latent projections"],
-    ),
-    "fusion of Transformer Engine": (
-        but("--moe-router-fusion"),
-        ["Megatron: --moe-router-fusion takes Transformer Engine 2.6 or newer"],
-    ),
-    "more choices than experts": (
-        but("--moe-router-topk", "8"),
-        ["Megatron: --moe-router-topk: expected at most --num-experts 4, got 8"],
-    ),
-    "groups of queries": (
-        but("--group-query-attention", "--num-query-groups", "3"),
-        ["Megatron: --num-query-groups: expected a divisor of --num-attention-heads 2, got 3"],
-    ),
     "layers of another number": (
         but("--moe-layer-freq", "[1,0,1]"),
         ["Megatron: Invalid length of moe_layer_pattern: 3, expected 2"],
@@ -194,28 +130,14 @@ LATER = {  # what Megatron tells while it builds or trains -> a command line, be
         but(BALANCING, "sinkhorn", "--moe-aux-loss-coeff", "1e-2"),
         ["Megatron: --moe-router-load-balancing-type sinkhorn takes no --moe-aux-loss-coeff"],
     ),
-    "quantiles": (
-        but(BALANCING, "quantile_balancing",
-            "--moe-router-num-groups", "2", "--moe-router-group-topk", "1"),
-        ["Megatron: --moe-router-load-balancing-type quantile_balancing takes no --moe-router-num"],
-    ),
     "a schedule with too few micro-batches": (
         but(*PIPELINE, "--global-batch-size", "1"),
-        ["Megatron: --num-layers-per-virtual-pipeline-stage, or --num-virtual-stages-per-pipeline"],
-    ),
-    "a schedule with groups above its micro-batches": (
-        but(*PIPELINE, "--global-batch-size", "2",
-            "--microbatch-group-size-per-virtual-pipeline-stage", "4"),
         ["Megatron: --num-layers-per-virtual-pipeline-stage, or --num-virtual-stages-per-pipeline"],
     ),
     "a norm of the last stage alone": (
         but("--pipeline-model-parallel-size", "2", *TENSOR, *WHOLE, "--sequence-parallel",
             "--mtp-num-layers", "1"),
         ["Megatron: sequence parallel not supported by torch LayerNorm"],
-    ),
-    "warm-up past the end": (
-        but("--lr-warmup-iters", "5"),
-        ["Megatron: assert self.lr_warmup_steps < self.lr_decay_steps. Change these flags."],
     ),
     "several at once": (
         but(*HYBRID, *TENSOR, *WHOLE, "--multi-latent-attention", "--moe-router-topk", "8"),
@@ -279,32 +201,6 @@ def test_layers_are_those_that_the_script_is_built_from(found_later):
     """Megatron's norm without apex refuses sequence parallelism; that of `moe-optim train` not."""
     (fault,) = found_later["layers of a script"]
     assert fault.startswith("Megatron: ") and "sequence parallel" in fault.lower()
-
-
-@on_ranks(1)
-def test_what_only_a_model_without_memory_cannot_is_no_fault():
-    """The table is told even so."""
-    from megatron.core.transformer.moe.router import TopKRouter
-    from megatron.training.arguments import parse_and_validate_args
-
-    from moe_optim.integration import cpu_runtime
-    from moe_optim.integration.preflight import list_faults
-
-    cpu_runtime.install()
-    stock = TopKRouter.__init__
-
-    def ask(self, *args, **kwargs):
-        stock(self, *args, **kwargs)
-        self.weight.sum().item()
-
-    TopKRouter.__init__ = ask
-    found = []
-    for argv in (but(), but("--moe-router-topk", "8")):
-        sys.argv = ["script", *argv]
-        found.append(list_faults(parse_and_validate_args, argv))
-    (none, (fault,)) = found
-    assert none == []
-    assert fault.startswith("Megatron: --moe-router-topk")
 
 
 def _list_all() -> dict[str, tuple[list[str], str]]:

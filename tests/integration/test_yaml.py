@@ -111,23 +111,10 @@ def test_a_file_trains_as_the_command_line_that_it_stands_for(file, tmp_path):
 
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {  # change -> beginnings of all faults
     "nothing": ({}, []),
-    "sharing": ({SHARE: True}, []),
     "Muon": ({"optimizer": "muon"}, []),
-    "Muon alone": (
-        {"optimizer": "dist_muon", "use_distributed_optimizer": False,
-         "overlap_param_gather": False},
-        [],
-    ),
     "settings of Muon": (
         {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
         ["refused by moe_optim: --muon-scalar-optimizer lion: "],
-    ),
-    "refused by the plug-in": (
-        {"optimizer": "sgd", "language_model__moe_latent_size": 32},
-        [
-            "refused by moe_optim: --optimizer sgd: only Adam and Muon are supported. Giv",
-            "refused by moe_optim: --moe-latent-size",
-        ],
     ),
     "no Transformer Engine": (
         {"language_model__transformer_impl": "transformer_engine"},
@@ -138,20 +125,9 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {  # change -> beginnings o
         ["--yaml-cfg: expected every field of TransformerConfig in language_model or "
          "model_parallel, got none of moe_z_loss_coeff, cuda_graph_impl. Add them. The plug-in"],
     ),
-    "what Megatron parses": (
-        {"enable_msc": ...}, ["--yaml-cfg: expected enable_msc in the file, got none. Add it."],
-    ),
     "what Megatron settles": (
         {"micro_batch_size": ...},
         ["--yaml-cfg: expected micro_batch_size in the file, got none. Add it. Of the rest of"],
-    ),
-    "what Megatron refuses": (
-        {"train_samples": 8},
-        ["Megatron: expected iteration-based training. Change these flags. Of the rest of the"],
-    ),
-    "a section": (
-        {"model_parallel": ...},
-        ["--yaml-cfg: expected model_parallel in the file, got none. Add it. Of the rest of the"],
     ),
 }  # fmt: skip
 

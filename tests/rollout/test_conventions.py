@@ -97,22 +97,6 @@ def test_names_shapes_and_dtypes_are_those_that_engines_allocate(format, convent
         assert "weight_shape" not in part or part["weight_shape"].tolist() == [256, 256]
 
 
-@pytest.mark.parametrize(("format", "convention"), CASES)
-def test_nothing_is_copied_where_a_view_does(format, convention):
-    """Elements always, scales of rows and of blocks that lie as engines read them."""
-    quantized = ops.quantize(wide_weights(), format)
-    of_buffers = {
-        buffer.untyped_storage().data_ptr()
-        for buffer in (quantized.rowwise_data, quantized.rowwise_scale)
-    }
-    gate, up = export_experts(quantized, convention, parts=2)[1]
-    for part in (gate, up):
-        shared = {n for n, t in part.items() if t.untyped_storage().data_ptr() in of_buffers}
-        repeated = format in ("mxfp8_2d", "nvfp4")
-        assert shared == {convention.data} | (set() if repeated else {convention.scale})
-        assert all(tensor.is_contiguous() for tensor in part.values())
-
-
 # Which bits a global scale of NVFP4 gives
 
 SCALES = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float().view(1, -1, 1)
@@ -196,18 +180,6 @@ def test_each_row_of_an_expert_with_one_scale_gets_it(interleave):
         assert part["weight"].dtype == ONE_SCALE.data_dtype
         assert_bytes_equal(part["weight_scale"], torch.full((64, 1), 0.75))
         assert part["weight_scale"].is_contiguous()
-
-
-# What is refused
-
-
-@pytest.mark.parametrize("interleave", [None, 3])
-def test_a_linear_in_one_part_may_end_in_part_of_a_block(interleave):
-    """Down, or gate and up kept together: no block of scales is cut, whatever the rows."""
-    quantized = ops.quantize(torch.randn(1, 3 * 66, 136), "fp8_block")
-    convention = find_convention(quantized.format)
-    (whole,) = export_experts(quantized, convention, interleave=interleave)[0]
-    assert_bytes_equal(serving.dequantize(whole), ops.dequantize(quantized)[0])
 
 
 # What engines read in config.json

@@ -19,7 +19,7 @@ from tests.rollout.test_export_weights import (
     step,
 )
 from tests.support.bytes import assert_same_tensors
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.states.masters import full_master
 
 pytest.importorskip("megatron.core")
@@ -124,15 +124,6 @@ def test_cut_experts_are_exported_as_whole_ones_of_the_same_masters():
         assert "linear_fc1: expected one global scale an expert" in scales
         assert "--expert-tensor-parallel-size 2" in scales
         assert "in multiples of 128, a block of fp8_block, got 64" in blocks
-
-
-@pytest.mark.extended
-@on_ranks(4)
-def test_cut_experts_are_spread_over_expert_parallel_ranks_too():
-    sizes = {"expert_model_parallel_size": 2}
-    setup = pair(sizes, {"format": "mxfp8"}, export={"bucket_bytes": 100_000})
-    initialize()
-    assert _compare({"both": setup}) == {"both": 24}
 
 
 def _refuse():

@@ -1,6 +1,5 @@
 """Experts leave by linear: one transfer, views of what arrives, and an order that is kept."""
 
-import math
 from unittest.mock import patch
 
 import pytest
@@ -8,7 +7,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.rollout.test_export_weights import (
-    EXPERTS,
     Setup,
     build,
     expected,
@@ -111,33 +109,3 @@ def test_ranks_exchange_their_records_once_for_equal_models(ranks):
     first, again = 1, 0
     for _, counts in ranks:
         assert counts == [first, again, first, again, again, again]
-
-
-def test_buckets_hold_no_more_than_asked_and_at_least_an_expert_of_each_rank():
-    from moe_optim.experts.keys.layouts import get_layout
-    from moe_optim.rollout.exported_as import ExportedAs
-    from moe_optim.rollout.order import ExportOptions, make_order
-    from moe_optim.rollout.units import HeldExperts
-
-    records = {
-        rank: [
-            HeldExperts(
-                linear="decoder.layers.0.mlp.experts.linear_fc2", hf_layer=0, kind="weight",
-                first=EXPERTS * rank, count=EXPERTS, shape=(128, 128), format="bf16",
-            )
-        ]
-        for rank in range(2)
-    }  # fmt: skip
-    each = 2 * 128 * 128 * 2  # bytes of one expert of both ranks
-    for nbytes, units in ((1, 4), (each, 4), (3 * each, 2), (4 * each, 1)):
-        for layout in ("sequential", "grouped"):
-            options = ExportOptions(
-                exported=ExportedAs(get_layout(layout), None), own=False, bucket_bytes=nbytes,
-                vocab_size=None, heads=None,
-            )  # fmt: skip
-            order = make_order(options, records, rank=0)
-            assert len(order.units) == (units if layout == "sequential" else 1)
-            names = [name for unit in order.units for name in unit.names]
-            assert len(set(names)) == len(names) == (2 * EXPERTS if layout == "sequential" else 1)
-            covered = math.fsum(unit.stop - unit.start for unit in order.units)
-            assert covered == EXPERTS

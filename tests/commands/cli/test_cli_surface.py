@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from moe_optim import __version__
 from moe_optim.commands.cli import main as cli
 from moe_optim.errors import ConfigError, StateError
 
@@ -84,15 +83,6 @@ def test_commands_and_their_arguments_are_frozen_and_have_a_help_text():
         assert parser._actions and all(action.help for action in parser._actions)
 
 
-def test_what_follows_two_dashes_goes_to_megatron_untouched():
-    args = cli.build_parser().parse_args(
-        ["train", "run.yaml", "--set", "a.b=1", "c.d=2", "--cpu", "--", "--lr", "1", "--out", "x"]
-    )
-    assert (str(args.recipe), args.set, args.cpu) == ("run.yaml", ["a.b=1", "c.d=2"], True)
-    assert args.megatron_args == ["--lr", "1", "--out", "x"]
-    assert args.out is None
-
-
 WRONG = (  # words -> command whose usage is shown, what is said
     (["trian"], "", "'trian'"),
     (["doctor", "--js"], "doctor", "unrecognized arguments: --js. The closest: --json"),
@@ -117,15 +107,6 @@ def test_a_wrong_command_line_exits_with_2_and_the_usage_of_its_command(capsys):
         found = capsys.readouterr().err
         assert found.startswith(f"usage: moe-optim {usage}")
         assert said in found
-
-
-def test_the_bare_command_prints_help(capsys):
-    with pytest.raises(SystemExit) as exit:
-        cli.main([])
-    assert exit.value.code == 0
-    text = capsys.readouterr().out
-    assert text.startswith("usage: moe-optim")
-    assert all(f"    {name} " in text for name in cli.COMMANDS)
 
 
 LIGHT = [  # commands, and errors of commands, that need no tensor
@@ -188,31 +169,3 @@ def test_an_interrupt_exits_with_130(run_as, capsys):
     run_as(interrupt)
     assert cli.main(["doctor"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
-
-
-STARTED = """
-import sys
-
-class Finder:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name == "torch":
-            raise KeyboardInterrupt
-
-sys.meta_path.insert(0, Finder)
-from moe_optim.commands.cli.main import main  # from here on as the installed command
-sys.exit(main(["convert", "model.safetensors", "there", "--to", "hf"]))
-"""
-
-
-def test_an_interrupt_during_a_long_import_exits_with_130_too(tmp_path):
-    (tmp_path / "model.safetensors").touch()
-    command = [sys.executable, "-c", STARTED]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
-
-
-def test_the_module_runs_as_a_program():
-    command = [sys.executable, "-m", "moe_optim.commands.cli.main", "--version"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (0, f"moe-optim {__version__}\n")

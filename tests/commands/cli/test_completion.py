@@ -1,7 +1,6 @@
 """Shells complete commands, options and files."""
 
 import subprocess
-import sys
 
 import pytest
 
@@ -43,9 +42,3 @@ def test_bash_completes_commands_options_and_files(script, tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main(["--print-completion", "zsh"])
     assert capsys.readouterr().out.startswith("#compdef moe-optim")
-
-
-def test_without_shtab_the_way_to_it_is_said(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert cli.main(["--print-completion", "bash"]) == cli.BAD_INPUT
-    assert "pip install 'moe_optim[completion]'" in capsys.readouterr().err

@@ -4,9 +4,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import megatron.core  # noqa: F401 before doctor imports it, with nothing compiled
 import pytest
@@ -84,32 +82,6 @@ def test_a_working_environment_is_healthy_and_the_keys_are_frozen(report):
     assert {patch["state"] for patch in report["patches"]} <= {"off", "not needed"}
 
 
-@pytest.mark.parametrize(
-    ("gpus", "recipes", "said"),
-    [
-        ((H100,), ["tensorwise", "blockwise"], "tensorwise, blockwise, which its experts use"),
-        ((), [], "none (there is no GPU)"),
-    ],
-)
-def test_gemms_of_transformer_engine_are_those_that_it_says_it_has(
-    gpus, recipes, said, light, capsys
-):
-    answers = {"fp8": True, "fp8_block_scaling": True, "mxfp8": False}  # an older one: no NVFP4
-    engine = SimpleNamespace(
-        **{f"is_{name}_available": partial(bool, answer) for name, answer in answers.items()}
-    )
-    light.setitem(sys.modules, "transformer_engine.pytorch", engine)
-    examine = doctor._examine_package
-    is_here = {"transformer-engine": {"state": "ok"}}
-    light.setattr(doctor, "_examine_package", lambda name: examine(name) | is_here.get(name, {}))
-    light.setattr(doctor, "find_gpus", lambda: gpus)
-    assert doctor.examine()["native_gemms"] == recipes
-    main(["doctor"])
-    out = capsys.readouterr().out
-    assert f"Transformer Engine's own GEMMs: {said}" in out
-    assert "Portable experts: every format on any machine" in out
-
-
 def test_a_missing_megatron_is_an_error_with_the_line_that_installs_it(light, capsys):
     hide(light, "megatron.core")
     assert main(["doctor", "--json"]) == 1
@@ -134,72 +106,12 @@ def test_a_checkout_of_another_version_wins_and_is_an_error(light, tmp_path):
     assert f"got {version} from the source checkout {core}." in report["problems"][0]
 
 
-@pytest.mark.parametrize(
-    ("has_makefile", "is_built", "state"),
-    [(True, False, "missing"), (True, True, "absent"), (False, False, "absent")],
-    ids=["checkout", "checkout, built", "wheel"],
-)
-def test_a_checkout_needs_pybind11_for_the_helper_of_its_datasets(
-    has_makefile, is_built, state, light, tmp_path
-):
-    """Elsewhere it is optional, and the screen says what for."""
-    datasets = fake_package(tmp_path, "megatron.core.datasets")
-    (tmp_path / "megatron" / "core" / "__init__.py").touch()
-    if has_makefile:
-        (datasets / "Makefile").touch()
-    if is_built:
-        (datasets / "helpers_cpp.so").touch()
-    light.syspath_prepend(tmp_path)
-    hide(light, "pybind11")
-    report = doctor.examine()
-    entry = report["packages"]["pybind11"]
-    assert entry["state"] == state
-    assert "a checkout of Megatron-LM compiles a helper with it" in entry["note"]
-    problem = (
-        f"{datasets} needs pybind11 to compile its helper; it is not installed. "
-        "pip install 'pybind11'"
-    )
-    assert [one for one in report["problems"] if "pybind11" in one] == (
-        [problem] if state == "missing" else []
-    )
-
-
-def test_an_old_torch_is_an_error(light):
-    versions = {"torch": "2.6.0"}
-    light.setattr(environment.importlib.metadata, "version", lambda name: versions.get(name, "1"))
-    (problem,) = doctor.examine()["problems"]
-    assert problem == "torch: expected >=2.11, got 2.6.0. pip install 'torch>=2.11'"
-
-
-def test_half_a_checkout_is_an_error(tmp_path, monkeypatch):
-    """Python merges `megatron` folders, so core and training can come from different releases."""
-    fake_package(tmp_path, "megatron.core", version="0.19.2")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert "Keep one of the two" in doctor._failure("megatron-core")
-
-
-def test_what_megatrons_own_muon_calls_may_be_absent(light):
-    hide(light, "emerging_optimizers")
-    entry = doctor.examine()["packages"]["emerging-optimizers"]
-    assert (entry["state"], entry["problem"]) == ("absent", None)
-    assert entry["note"] == ("Megatron's own step of Muon calls it: pip install 'moe_optim[muon]'")
-
-
 def test_the_unrelated_apex_is_not_taken_for_nvidias(light, tmp_path):
     folder = fake_package(tmp_path, "apex", source="raise ImportError('no pyramid')")
     light.syspath_prepend(tmp_path)
     apex = doctor.examine()["packages"]["apex"]
     assert (apex["state"], apex["problem"]) == ("absent", None)
     assert apex["note"].startswith(f"{folder} is the unrelated apex")
-
-
-def test_an_optional_package_that_breaks_is_shown_and_tolerated(tmp_path, monkeypatch):
-    fake_package(tmp_path, "apex.optimizers", source="raise OSError('libapex.so')")
-    (tmp_path / "apex" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    apex = doctor._examine_package("apex")
-    assert (apex["state"], apex["problem"]) == ("broken", None)
-    assert "OSError: libapex.so" in apex["note"]
 
 
 def test_the_screen_leads_with_what_this_machine_can_do_and_lists_patches_on_request(light, capsys):

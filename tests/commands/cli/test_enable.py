@@ -9,7 +9,6 @@ import sysconfig
 import pytest
 
 from moe_optim import import_hook
-from moe_optim.commands.cli import doctor
 from moe_optim.commands.cli import enable as site_file
 from moe_optim.commands.cli import main as cli
 from moe_optim.environment import find_package
@@ -74,14 +73,6 @@ def test_a_folder_that_cannot_be_written_in_is_refused_with_the_other_ways(monke
     assert said.startswith("error: /proc/moe_optim_enable.pth: expected a file that may be written")
     assert "virtual environment" in said
     assert "`moe-optim run`" in said
-
-
-def test_the_doctor_says_whether_it_is_enabled(packages, capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "_examine_package", lambda name: {"state": "", "problem": None})
-    monkeypatch.setattr(doctor, "find_gpus", lambda: ())
-    assert doctor.examine()["moe_optim"]["enabled"] is None
-    call("enable", capsys)
-    assert doctor.examine()["moe_optim"]["enabled"] == str(site_file.site_file())
 
 
 # An environment where it is enabled

@@ -3,8 +3,6 @@
 import json
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.sealing import mark_unfinished, record_checksums
@@ -13,7 +11,6 @@ from tests.support.checkpoints.stored_checkpoints import (
     EXPERTS,
     FC1,
     FFN,
-    FLAT,
     HIDDEN,
     LAYERS,
     STATES,
@@ -63,37 +60,6 @@ def test_the_report_says_what_was_stored(inspect, tmp_path):
     }
 
 
-def test_flat_states_have_their_sharding_named(inspect, tmp_path):
-    common = common_state() | {
-        "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"}
-    }
-    moments = {f"{FLAT.removesuffix('param')}exp_avg": torch.zeros(64, dtype=torch.bfloat16)}
-    tensors = stored_tensors(states=False) | {FLAT: torch.zeros(64)} | moments
-    code, out, _ = inspect(write_torch_dist(tmp_path / "c", tensors, common))
-    assert code == 0
-    assert "optimizer      dp_reshardable, 2 tensors, 384 B" in out
-    assert "states         param float32, exp_avg bfloat16" in out
-
-
-def test_amaxes_have_their_range(inspect, tmp_path):
-    """Of all layers together; a NaN is no amax."""
-    key = "decoder.layers.{}.mlp.experts.experts.linear_fc{}.{}"
-    recorded = torch.tensor([0.25, 4.0, torch.nan, 1.0]).view(4, 1, 1)
-    amaxes = {key.format(layer, 1, "weight_amax"): recorded * (layer + 1) for layer in range(2)}
-    amaxes[key.format(0, 2, "calibrated_amax")] = torch.full((1, 1, 1), 0.5)
-    amaxes[key.format(0, 2, "calibrated_input_amax")] = torch.full((1, 1, 1), 9.0)
-    folder = write_torch_dist(tmp_path / "c", stored_tensors() | amaxes)
-    report = json.loads(inspect(folder, "--json")[1])
-    assert report["amaxes"][2] == {
-        "kind": "recorded",
-        "linear": "linear_fc1",
-        "experts": 8,
-        "least": 0.25,
-        "largest": 8.0,
-        "none": 2,
-    }
-
-
 def test_of_a_run_the_newest_of_its_checkpoints_is_taken(inspect, tmp_path):
     checkpoints = tmp_path / "checkpoints"
     write_torch_dist(checkpoints / "iter_0000007", stored_tensors(states=False))
@@ -123,17 +89,6 @@ def test_thorough_finds_a_flipped_bit_that_sizes_do_not_show(inspect, tmp_path):
     assert "__0_0.distcp" in out and FC1 in "".join(out.split())
     assert inspect(folder, "--thorough", "--workers", "2")[:2] == (code, out)
     assert cli.main(["verify", str(folder), str(folder), "--workers", "2"]) == 2
-
-
-def test_experts_that_are_not_understood_are_named(inspect, tmp_path):
-    head = "model.layers.0.mlp.experts."
-    save_file({f"{head}gate_up_proj": torch.zeros(2, 8, 4)}, tmp_path / "model.safetensors")
-    code, out, _ = inspect(tmp_path)
-    assert code == 0
-    assert f"not understood: {head}down_proj: missing" in out
-    report = json.loads(inspect(tmp_path / "model.safetensors", "--json")[1])
-    assert (report["format"], report["glu_interleave"]) == ("safetensors", None)
-    assert all(fault.startswith(f"{head}down_proj: missing") for fault in report["faults"])
 
 
 def test_what_is_no_checkpoint_is_one_line_and_exits_with_2(inspect, tmp_path):

@@ -112,14 +112,6 @@ def test_a_tree_below_a_repository_of_another_project_is_patched(tree):
     assert states(tree) == {"applied"}
 
 
-def test_a_missing_git_is_named(tree, monkeypatch, capsys):
-    before = fingerprint(tree)
-    monkeypatch.setenv("PATH", "")
-    assert patch("apply", tree) == 2
-    assert "expected git, which applies source diffs, got none" in capsys.readouterr().err
-    assert fingerprint(tree) == before
-
-
 def test_nothing_is_changed_where_git_refuses_one_of_the_diffs(tree, tmp_path):
     """A diff file that was edited by hand."""
     (diff,) = [diff for diff in DIFFS if diff.path == VICTIM]
@@ -130,15 +122,3 @@ def test_nothing_is_changed_where_git_refuses_one_of_the_diffs(tree, tmp_path):
     with pytest.raises(PatchError, match="expected git to apply the diffs, got: error: patch fail"):
         apply_diffs(tree, diffs)
     assert fingerprint(tree) == before
-
-
-def test_a_folder_that_is_no_checkout_is_refused(tmp_path, capsys):
-    assert patch("check", tmp_path) == 2
-    assert "a folder without megatron/core" in capsys.readouterr().err
-    assert patch("apply", tmp_path / "missing") == 2
-    assert "got no folder" in capsys.readouterr().err
-
-
-def test_an_installation_without_diffs_says_so(tmp_path):
-    with pytest.raises(PatchError, match="expected source diffs, found none"):
-        load_diffs(tmp_path)

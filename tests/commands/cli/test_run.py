@@ -12,7 +12,6 @@ from torch.utils._config_module import ConfigModule
 
 from moe_optim.commands.cli import main as cli
 from moe_optim.config import MoEOptimConfig
-from moe_optim.integration import cpu_runtime
 from moe_optim.integration.arguments import config_from_argv
 from moe_optim.integration.engine import patch_state
 from moe_optim.integration.patches import PATCHES, SCRIPT
@@ -70,14 +69,6 @@ def refusal(capsys, *words):
     assert cli.main(["run", *map(str, words)]) == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
     return line
-
-
-def test_what_follows_the_script_is_the_scripts():
-    """Even what looks like an option of ours, and dashes."""
-    words = ["run", "--megatron-lm", "tree", "s.py", "--megatron-lm", "x", "--help", "--", "-h"]
-    args = cli.build_parser().parse_args(words)
-    assert (args.megatron_lm, args.script) == (Path("tree"), Path("s.py"))
-    assert args.script_args == words[4:]
 
 
 def test_a_script_sees_what_it_sees_under_python(tmp_path):
@@ -244,24 +235,6 @@ def run_and_compare(script, cpu):
     return rebound, dict(os.environ.items() - variables.items()), sys.argv[1:]
 
 
-ON_THE_CPU = {  # names of Megatron that are rebound there; the others only for torch's Adam
-    "megatron.core.datasets.utils:compile_helpers",
-    "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
-    "megatron.core.distributed.param_and_grad_buffer:dist_all_gather_func",
-    "megatron.core.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec",
-}
-OF_LATER_VERSIONS = {  # which 0.19 has not got and does without
-    "megatron.core.transformer.multi_token_prediction:is_inference_column_parallel_linear",
-}
-WITH_TORCHS_ADAM = {
-    "megatron.core.optimizer:Adam",
-    "megatron.core.optimizer:USING_PYTORCH_OPTIMIZER",
-    "megatron.core.optimizer.distrib_optimizer:HAVE_APEX_OR_TE",
-    "megatron.core.optimizer.distrib_optimizer:USING_APEX_OPTIMIZER",
-    "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
-}
-
-
 @pytest.fixture
 def importing_script(tmp_path):
     path = tmp_path / "import.py"
@@ -275,18 +248,6 @@ def test_without_the_flag_nothing_is_replaced_on_gpus(importing_script):
     assert rebound == set()
     assert variables == {}
     assert argv == ["--lr", "1"]
-
-
-def test_without_the_flag_the_cpu_takes_what_its_runtime_lists(importing_script):
-    """What the documents and the help say of it, by name; and nothing beside it."""
-    ((rebound, variables, argv),) = run_ranks(1, run_and_compare, importing_script, True)
-    of_torch = {name for name in rebound if name.startswith("torch")}
-    of_modules = {target for target in WITH_TORCHS_ADAM if "." not in target.partition(":")[2]}
-    assert rebound - of_torch - OF_LATER_VERSIONS == ON_THE_CPU | of_modules
-    redirected = {f"torch.{name}".rpartition(".")[::2] for name in cpu_runtime.REDIRECTS}
-    assert of_torch == {f"{owner}:{name}" for owner, name in redirected if owner != "torch.Tensor"}
-    assert variables == {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    assert argv == ["--lr", "1", "--distributed-backend", "gloo"]
 
 
 def test_the_flag_installs_the_plugin_and_the_parser_takes_its_settings(tmp_path):

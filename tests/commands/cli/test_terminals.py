@@ -12,15 +12,8 @@ import termios
 
 import pytest
 
-from moe_optim.config.recipes import load_recipe
-from moe_optim.config.shipped_recipes import shipped_recipes
 from moe_optim.formats import FORMATS
 from moe_optim.spelling import spell_bytes
-from tests.support.checkpoints.stored_checkpoints import (
-    common_state,
-    stored_tensors,
-    write_torch_dist,
-)
 from tools.documents.megatron_flags import recorded
 
 COMMAND = [sys.executable, "-m", "moe_optim.commands.cli.main"]
@@ -57,13 +50,6 @@ def read_some(terminal):
         return b""
 
 
-@pytest.mark.parametrize("command", ["run", "plan", "export"])
-def test_a_help_text_fits_its_terminal_and_breaks_no_word(command):
-    code, narrow = run_in_terminal(60, command, "--help")
-    assert code == 0 and max(map(len, narrow)) <= 60
-    assert " ".join(narrow).split() == " ".join(run_in_terminal(500, command, "--help")[1]).split()
-
-
 @pytest.mark.parametrize(("columns", "tables"), [(60, 4), (120, 2)])
 def test_a_plan_fits_its_terminal_and_cuts_no_number(columns, tables, tmp_path):
     """All figures of the file stand in it, in fewer and wider tables where there is room."""
@@ -84,21 +70,6 @@ def test_a_plan_fits_its_terminal_and_cuts_no_number(columns, tables, tmp_path):
         assert f" {row['gather_ms']:.3f} ms" in text
 
 
-def test_a_run_is_inspected_at_60_columns_by_its_folder(tmp_path):
-    """Nothing but the path is wider."""
-    checkpoints = tmp_path / "run" / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    write_torch_dist(checkpoints / "iter_0000007", stored_tensors(), common_state(4))
-    (checkpoints / "latest_checkpointed_iteration.txt").write_text("7")
-    code, lines = run_in_terminal(60, "inspect", tmp_path / "run")
-    assert code == 0
-    text = "\n".join(lines)
-    assert str(checkpoints / "iter_0000007") in text.replace("\n", "")
-    start = next(index for index, line in enumerate(lines) if line.startswith("format"))
-    assert max(map(len, lines[start:])) <= 60
-    assert "…" not in text
-
-
 def run_without_reader(*words):
     """Return exit code and errors of a command whose stdout nobody reads any more."""
     reading, writing = os.pipe()
@@ -117,17 +88,3 @@ def test_a_closed_pipe_loses_no_file_of_a_plan(tmp_path):
     code, errors = run_without_reader("plan", "qwen3_30b_a3b", "--gpus", "8", "--json", rows)
     assert (code, errors) == (141, "")
     assert len(json.loads(rows.read_text())["rows"]) == len(ROWS)
-
-
-@recorded  # importing Megatron warns
-def test_what_nobody_reads_ends_as_sigpipe_would_without_a_word():
-    assert run_without_reader("recipes") == (141, "")
-
-
-def test_recipes_fit_a_terminal_of_60_columns_and_break_no_word():
-    code, lines = run_in_terminal(60, "recipes")
-    assert code == 0 and max(map(len, lines)) <= 60
-    said = " ".join(" ".join(lines).split())
-    for recipe in map(load_recipe, shipped_recipes()):
-        assert f"{recipe.path.stem}: ranks {recipe.ranks}, " in said
-    assert "any machine: two ranks, no GPU needed." in said

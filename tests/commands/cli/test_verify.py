@@ -96,19 +96,3 @@ def test_states_that_could_not_be_compared_are_not_called_equal(verify, tmp_path
         tmp_path / "c", weights | {FLAT: torch.zeros(32), "new": torch.zeros(2)}
     )
     assert json.loads(verify(a, other, "--json")[1])["equal"] is False
-
-
-def test_keys_of_the_first_are_renamed(verify, source, tmp_path):
-    tensors = stored_tensors(states=False)
-    renamed = {key.replace("decoder.", "model."): value for key, value in tensors.items()}
-    other = write_torch_dist(tmp_path / "b", renamed)
-    assert verify(source, other)[0] == 1
-    assert verify(source, other, "--rename", "decoder.=model.")[0] == 0
-
-
-def test_what_cannot_be_read_exits_with_2(verify, source, tmp_path):
-    broken = write_torch_dist(tmp_path / "b", stored_tensors(states=False))
-    (broken / "__0_0.distcp").unlink()
-    code, out, err = verify(source, broken)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert f"error: {broken}/__0_0.distcp: expected a file" in err

@@ -6,7 +6,7 @@ from multiprocessing import active_children
 import pytest
 
 from moe_optim.checkpoint.files.checksum_manifest import DamageError
-from moe_optim.commands.console.workers import number_of_workers, run_in_workers
+from moe_optim.commands.console.workers import run_in_workers
 from moe_optim.errors import StateError
 
 
@@ -33,8 +33,3 @@ def test_one_failure_is_an_error_and_ends_all_processes(bad, message):
             got[item] = result
     assert got.items() <= {"1": "x1", "2": "x2"}.items()
     assert active_children() == before
-
-
-def test_small_work_stays_in_this_process_unless_processes_are_asked_for():
-    assert (number_of_workers(None, 2**20), number_of_workers(3, 2**20)) == (1, 3)
-    assert 1 <= number_of_workers(None, 2**60) <= 8

@@ -10,7 +10,6 @@ from multiprocessing import active_children
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from moe_optim.checkpoint.files import publishing
 from moe_optim.checkpoint.files.reader import TensorInfo
@@ -123,21 +122,6 @@ def test_hugging_face_gets_all_gate_rows_first_whatever_megatron_had(tmp_path):
             assert_bytes_equal(got[f"{head}down_proj"], stored[prefix + FC2][layer], what=head)
 
 
-def test_a_file_holds_one_layer_and_records_how_it_is_stored(source, tmp_path):
-    convert(source, tmp_path / "out", "indexed", format="safetensors", glu_interleave=2)
-    reader = open_checkpoint(tmp_path / "out")
-    assert reader.recorded.layout == "indexed"
-    assert (reader.recorded.glu_interleave, reader.recorded.num_experts) == (2, EXPERTS)
-    assert reader.recorded.iteration == 7
-    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
-    count = len(files)
-    assert files == [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    for name in files[: len(PREFIXES) * LAYERS]:
-        keys = load_file(tmp_path / "out" / name)
-        assert len({key.partition(".linear_fc")[0] for key in keys}) == 1
-        assert len(keys) == 2 * EXPERTS
-
-
 @pytest.mark.parametrize(("before", "after"), [(0, 4), (4, 0)])
 def test_in_torch_dist_a_new_interleave_moves_rows_of_fc1_and_nothing_else(before, after, tmp_path):
     """Stacked keys stay; fc2, other tensors and objects keep their bytes; the arguments that are
@@ -199,18 +183,6 @@ def test_safetensors_of_other_names_become_megatrons(source, tmp_path):
     assert_bytes_equal(got[key.replace("layers.", "layers.1.")], want, what=key)
     with pytest.raises(ConfigError, match="--rename: expected names of Megatron's to stay"):
         plan_of(source, "grouped", renames=[rename])
-
-
-def test_weights_only_leaves_states_out_and_names_them(source, tmp_path):
-    plan = convert(source, tmp_path / "out", "hf", format="safetensors", weights_only=True)
-    got = in_files(tmp_path / "out")
-    assert not [key for key in got if key.startswith("optimizer.")]
-    assert len(got) == 2 * LAYERS + 2
-    states = [key for key in plan.left_out if key.startswith("optimizer.")]
-    assert len(states) == len(STATES) * (2 * LAYERS + 2)
-    convert(source, tmp_path / "megatron", "grouped", weights_only=True)
-    want = stored_tensors(states=False)
-    assert_same_tensors(read_with_torch(tmp_path / "megatron" / "iter_0000007"), want)
 
 
 @pytest.mark.parametrize(
@@ -366,19 +338,6 @@ def test_chunks_of_any_cut_are_read_once_and_end_where_they_belong(source, tmp_p
     assert len(got) == 2 * LAYERS + len(tensors) - 2
 
 
-def test_scalars_empty_tensors_and_every_type_come_through(tmp_path):
-    head = "model.layers.0.mlp.experts."
-    tensors = {
-        **{f"{head}gate_up_proj": torch.randn(2, 8, 4), f"{head}down_proj": torch.randn(2, 4, 4)},
-        **{"empty": torch.zeros(0, 3), "scalar": torch.tensor(3.5), "flag": torch.tensor([True])},
-        "complex": torch.tensor([1 + 2j]),
-    }
-    save_file(tensors, tmp_path / "model.safetensors")
-    convert(tmp_path / "model.safetensors", tmp_path / "there", "grouped", format="torch_dist")
-    convert(tmp_path / "there", tmp_path / "back", "hf", format="safetensors")
-    assert_same_tensors(in_files(tmp_path / "back"), tensors)
-
-
 def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")}
 
@@ -402,19 +361,6 @@ def test_an_interrupt_ends_all_processes_and_leaves_nothing(source, tmp_path):
         plan = plan_of(source, "hf", format="safetensors")
         convert_checkpoint(plan, tmp_path / "out", interrupt, workers=2)
     assert [*tmp_path.iterdir()] == [] and active_children() == before
-
-
-def test_progress_counts_every_byte_once(source, tmp_path):
-    for name, request in {
-        "a": {"format": "safetensors"},
-        "b": {},
-        "c": {"glu_interleave": 4},
-    }.items():
-        plan, done = plan_of(source, "grouped", **request), []
-        convert_checkpoint(plan, tmp_path / name, done.append)
-        assert sum(done) == plan.total_bytes
-        written = sum(p.stat().st_size for p in (tmp_path / name).rglob("*") if p.is_file())
-        assert plan.total_bytes < written < plan.disk_bytes
 
 
 class FullDisk(io.BytesIO):
@@ -455,9 +401,3 @@ def test_a_source_that_cannot_record_an_interleave_keeps_its_own(tmp_path):
     with pytest.raises(LayoutError, match="expected moe_mlp_glu_interleave_size in its metadata"):
         convert(source, tmp_path / "out", "grouped", glu_interleave=4)
     assert [*tmp_path.iterdir()] == [source]
-
-
-def test_a_checkpoint_without_experts_is_refused(tmp_path):
-    save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(LayoutError, match="expected weights of gated experts, got none"):
-        plan_of(tmp_path, "hf")

@@ -12,7 +12,6 @@ from moe_optim.commands.conversion.model_conversion import ModelRequest, convert
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.commands.export.export import export_checkpoint, plan_export
 from moe_optim.errors import ConfigError, StateError
-from moe_optim.experts.keys.conversion import convert_state_dict
 from moe_optim.formats import get_format, reference
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.checkpoints.exported_models import (
@@ -103,19 +102,6 @@ def test_tokenizers_come_along_and_special_tokens_of_the_model_stay(hf, tmp_path
         folder = export(source, tmp_path / f"out {text}", "mxfp8", tokenizer=tokenizer)
         assert (folder / "tokenizer.json").read_text() == text
         assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 7
-
-
-# From the command line
-
-
-def test_the_command_says_what_was_quantized_from_what(source, hf, tmp_path, capsys):
-    assert cli.main(["export", str(source), str(tmp_path / "a"), "--format", "fp8_block"]) == 0
-    said = capsys.readouterr().out
-    assert "fp8_block experts of 2 layers, as deepseek names them, for vLLM and SGLang" in said
-    assert "quantized from masters" in said and "other scales" not in said
-    assert cli.main(["export", str(hf), str(tmp_path / "b"), "--format", "mxfp8"]) == 0
-    said = capsys.readouterr().out
-    assert "quantized from weights" in said and "may get other scales" in said
 
 
 # What is refused, with nothing written
@@ -224,36 +210,9 @@ def test_masters_that_are_no_numbers_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_files_that_are_missing_without_an_index_are_seen(hf, tmp_path):
-    for file in sorted(hf.glob("*.safetensors"))[1:]:
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(StateError, match="model-00001-of-"):
-        open_checkpoint(tmp_path)
-
-
 def test_what_a_killed_command_has_left_is_no_checkpoint(source, hf, tmp_path):
     """Also where all that is looked for first is there."""
     for folder in (source, hf):
         killed = shutil.copytree(folder, tmp_path / f"{folder.name}.partial-0123abcd")
         with pytest.raises(StateError, match="was killed"):
             open_checkpoint(killed)
-
-
-UNEVEN = {
-    "hf": ("7", "expected blocks of rows that divide 256"),
-    "hf_per_expert": ("32", "layout hf_per_expert stores gate and up separately"),
-}
-
-
-@pytest.mark.parametrize("layout", UNEVEN)
-def test_rows_that_cannot_alternate_so_are_refused_before_anything_is_written(
-    layout, hf, tmp_path, capsys
-):
-    """They do not divide the width of experts, or what is stored keeps gate and up apart."""
-    rows, message = UNEVEN[layout]
-    config = json.loads((hf / "config.json").read_text())
-    write_hf(tmp_path / "source", convert_state_dict(in_files(hf), layout), config)
-    words = ["export", str(tmp_path / "source"), str(tmp_path / "out"), "--format", "nvfp4"]
-    assert cli.main([*words, "--source-glu-interleave", rows]) == 2
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == [tmp_path / "source"]

@@ -80,24 +80,6 @@ def test_every_part_that_is_missing_or_does_not_fit_is_named(exported):
             assert len(found.weights) == LAYERS * EXPERTS * len(LINEARS) - 1
 
 
-def test_what_is_published_beside_weights_is_no_fault(exported):
-    """Scales of activations, blocks' scales in bf16, and other weights in another format."""
-    convention, folder = exported
-    tensors = dict(open_checkpoint(folder).tensors)
-    stems = [name.removesuffix(f".{convention.data}") for name in tensors if ".experts." in name]
-    for stem in {stem for stem in stems if f"{stem}.{convention.data}" in tensors}:
-        tensors[f"{stem}.input_scale"] = TensorInfo((), torch.float32)
-        if convention.format == "fp8_block":
-            scale = f"{stem}.{convention.scale}"
-            tensors[scale] = TensorInfo(tensors[scale].shape, torch.bfloat16)
-    tensors["model.layers.0.self_attn.q_proj.weight"] = TensorInfo((24, 128), torch.float8_e4m3fn)
-    tensors["model.layers.0.self_attn.q_proj.weight_scale"] = TensorInfo((24, 1), torch.float32)
-    found = find_quantized(tensors)
-    assert found.faults == ()
-    assert len(found.weights) == LAYERS * EXPERTS * len(LINEARS)
-    assert not [name for name in found.shapes if name.endswith("input_scale")]
-
-
 def test_codes_are_not_taken_for_values(exported, tmp_path, capsys):
     """One error that says so: of export, of both conversions; verify compares what is stored."""
     source, out = str(exported[1]), str(tmp_path / "out")

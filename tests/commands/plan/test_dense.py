@@ -6,7 +6,6 @@ import pytest
 
 from moe_optim.commands.plan.dense import count_dense
 from moe_optim.commands.plan.flags import parse_flags
-from moe_optim.errors import ConfigError
 from tests.support.ranks import run_ranks
 from tests.support.training import MODEL, pretrain
 
@@ -67,18 +66,3 @@ def test_parameters_outside_of_experts_are_those_that_megatron_builds(words, ran
     if len(counted) == 1:
         counted = counted * ranks
     assert counted == built
-
-
-def test_what_is_not_counted_is_named():
-    for words, reason in (
-        ("--experimental-attention-variant dsa", "--experimental-attention-variant"),
-        ("--attention-output-gate", "--attention-output-gate"),
-    ):
-        with pytest.raises(ConfigError, match=f"attention of {reason} is not counted"):
-            count_dense(parse_flags([*MODEL, *words.split()]))
-    unknown = [word for word in MODEL if word not in ("--vocab-size", "63")]
-    with pytest.raises(ConfigError, match="the vocabulary is unknown: give --padded-vocab-size"):
-        count_dense(parse_flags(unknown))
-    assert count_dense(parse_flags([*unknown, "--padded-vocab-size", "64"])) == count_dense(
-        parse_flags(MODEL)
-    )

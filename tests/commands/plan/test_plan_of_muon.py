@@ -1,6 +1,5 @@
 """A plan of Muon counts the layouts that a run uses, ours and stock's."""
 
-import json
 from itertools import pairwise
 from math import prod
 from types import SimpleNamespace
@@ -11,10 +10,7 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from megatron.core.optimizer.param_layout import bucket_end_divisor
 
 from moe_optim.buckets.matrix_buffers import matrix_param_layout, tag_matrices
-from moe_optim.commands.cli import main as cli
-from moe_optim.commands.plan.costs import MUON_ROWS, STOCK_BF16
-from moe_optim.commands.plan.gpus import Hardware
-from moe_optim.commands.plan.rows import plan_rows
+from moe_optim.commands.plan.costs import STOCK_BF16
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import FORMATS
 from tests.commands.plan.test_plan import (
@@ -23,8 +19,6 @@ from tests.commands.plan.test_plan import (
     FFN,
     HIDDEN,
     LAYERS,
-    SMALL,
-    argv,
     experts_of,
     row_of,
 )
@@ -100,38 +94,3 @@ def test_the_stock_row_is_megatrons_layer_wise_layout(busbw, dp_size):
         row = row_of(experts, dp_size, STOCK_BF16)
         assert_counts(row, [layout], dp_size)
         assert row["gathered_bytes_per_step"] == 2 * layout.bucket_indices[-1][1]
-
-
-def test_what_is_not_known_of_a_step_is_not_told():
-    """Stock's rows of quantized weights are left out: it gathers bf16."""
-    rows = list(
-        plan_rows(experts_of(optimizer="muon"), [1, 2], hardware=Hardware(memory_tb_per_s=3.0))
-    )
-    assert [row["format"] for row in rows] == [n for n in MUON_ROWS if n != "int4_g128"] * 2
-    for row in rows:
-        assert row["step_ms"] is None
-
-
-@pytest.fixture
-def recipe(tmp_path):
-    path = tmp_path / "run.yaml"
-    flags = SMALL | {"--transformer-impl": "local", "--moe-grouped-gemm": True}
-    listed = {flag: value for flag, value in flags.items() if value is not None}
-    path.write_text(
-        json.dumps({"requires": {"ranks": 2}, "megatron_args": listed, "moe_optim": {}})
-    )
-    return str(path)
-
-
-def test_the_command_plans_muon_under_both_names_and_refuses_what_a_run_refuses(recipe, capsys):
-    expected = json.loads(json.dumps(list(plan_rows(experts_of(optimizer="muon"), [2]))))
-    for name in ("muon", "dist_muon"):
-        words = ["--gpus", "2", "--json", "-", "--", "--optimizer", name]
-        assert cli.main(["plan", recipe, *words]) == 0
-        report = json.loads(capsys.readouterr().out)
-        assert report["rows"] == expected
-        assert report["planned"].endswith(", Muon")
-        assert report["step"].startswith("fused, not estimated")
-    flags = argv({"--optimizer": "muon", "--muon-scalar-optimizer": "lion"})
-    assert cli.main(["plan", recipe, "--gpus", "2", "--", *flags]) == cli.BAD_INPUT
-    assert capsys.readouterr().err.startswith(f"error: {recipe}: --muon-scalar-optimizer lion: ")

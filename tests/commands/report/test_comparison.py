@@ -1,15 +1,12 @@
 """Runs beside each other: figures as they recorded them, and a dash for what they did not."""
 
-import io
 import json
 
 import pytest
-from rich.console import Console
 
 from moe_optim.commands.cli import main as cli
-from moe_optim.commands.report import comparison
 from tests.commands.report.test_run_report import Reader
-from tests.support.training_runs.report_runs import LOSSES, MODEL, SUMMARY, TIMES, write_run
+from tests.support.training_runs.report_runs import LOSSES, TIMES, write_run
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +37,6 @@ def test_no_page_is_written_over_a_run_or_its_report(runs, tmp_path, capsys):
         assert cli.main(["report", str(other), "--out", str(other / "report")]) == 0
 
 
-def test_a_terminal_narrower_than_the_table_has_a_run_per_column(runs, tmp_path, monkeypatch):
-    screen = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None)
-    monkeypatch.setattr(comparison, "results_console", lambda: screen)
-    assert cli.main(["compare", *map(str, runs), "--out", str(tmp_path / "out")]) == 0
-    lines = [line.split() for line in screen.file.getvalue().splitlines()]
-    assert lines[0] == ["run", "fp4", "bare"]
-    assert ["held-out", "loss", "0.1250", "–"] in lines and ["peak", "MiB", "3.00", "–"] in lines
-
-
 def test_figures_are_those_of_the_runs(runs, tmp_path, capsys):
     assert cli.main(["compare", *map(str, runs), "--out", str(tmp_path / "out")]) == 0
     fp4, bare = json.loads((tmp_path / "out" / "compare.json").read_text())
@@ -76,15 +64,6 @@ def test_figures_are_those_of_the_runs(runs, tmp_path, capsys):
     assert len(list((tmp_path / "out").glob("*.png"))) == len(page.alts) == 6
     # A run with an entropy of bytes has bytes for tokens; one without a summary has not
     assert "Losses in nats/byte or nats/token;" in page.text
-
-
-def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
-    paths = [write_run(tmp_path / parent / "run", summary=SUMMARY) for parent in "ab"]
-    assert cli.main(["compare", *map(str, paths)]) == 0  # without --out: beside the first
-    rows = json.loads((tmp_path / "a" / "compare" / "compare.json").read_text())
-    assert [row["run"] for row in rows] == list(map(str, paths))
-    assert rows[0]["format"] == MODEL["format"]
-    assert "Losses in nats/byte;" in (tmp_path / "a" / "compare" / "index.html").read_text()
 
 
 def test_one_run_alone_or_twice_is_refused(runs, tmp_path, capsys):

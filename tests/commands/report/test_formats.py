@@ -38,32 +38,3 @@ def test_every_format_has_a_run_of_its_own_and_they_are_compared(command, tmp_pa
     rows = json.loads((tmp_path / "out" / "compare" / "compare.json").read_text())
     assert [row["run"] for row in rows] == ["bf16", "nvfp4"]
     assert str(tmp_path / "out" / "compare" / "index.html") in screen
-
-
-def test_a_run_that_fails_ends_it_with_its_code(command, tmp_path):
-    code, screen, errors = command("--formats", "bf16", "nvfp4", behaviour="error")
-    assert code == 1 and "error" in errors
-    assert "not compared: bf16 nvfp4 did not finish" in screen
-    assert not (tmp_path / "out" / "nvfp4").exists()
-
-
-REFUSED = (  # options -> message
-    (["--formats", "bf16"], "--formats: expected two or more different ones, got bf16."),
-    (["--formats", "bf16", "bf16"], "got bf16 bf16. Name every format once"),
-    (
-        ["--formats", "bf16", "nvfp4", "--set", "moe_optim.format=mxfp8"],
-        "--formats and --set moe_optim.format both set the format.",
-    ),
-    (
-        ["--formats", "mxfp8", "bf16", "--set", "moe_optim.record_amax=true"],
-        "bf16 weights are never requantized",
-    ),
-)
-
-
-def test_bad_formats_are_refused_before_the_first_run(command, tmp_path):
-    for options, message in REFUSED:
-        code, _, errors = command(*options)
-        assert code == 2
-        assert message in errors
-        assert not (tmp_path / "out").exists()

@@ -1,6 +1,5 @@
 """A dataset holds exactly the bytes of its text, and is whole or absent."""
 
-import errno
 import math
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from moe_optim.commands.train.dataset import (
     load_dataset,
 )
 from moe_optim.errors import ConfigError, StateError
-from tests.support.training_runs.runs import small_disk
 
 pytest.importorskip("megatron.core")
 
@@ -72,22 +70,6 @@ def test_a_dataset_is_loaded_if_it_is_finished(text, tmp_path):
     with pytest.raises(StateError, match="expected the facts of a dataset"):
         load_dataset(folder)
     assert build_dataset(find_text([text]), folder) == built
-
-
-def test_a_full_disk_leaves_no_finished_dataset(text, tmp_path):
-    (text / "large.txt").write_bytes(bytes(2**20))
-    with small_disk(tmp_path / "disk", "1m") as disk:
-        with pytest.raises(OSError) as raised:
-            build_dataset(find_text([text]), disk / "data")
-        assert raised.value.errno == errno.ENOSPC
-        assert load_dataset(disk / "data") is None
-
-
-def test_a_file_that_shrinks_meanwhile_is_named(text, tmp_path):
-    files = find_text([text])
-    (text / "short.txt").write_bytes(b"abc")
-    with pytest.raises(ConfigError, match=r"short.txt: became shorter"):
-        build_dataset(files, tmp_path / "data")
 
 
 def test_text_shorter_than_one_sample_is_refused_by_split(text, tmp_path):

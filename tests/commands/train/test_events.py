@@ -24,14 +24,6 @@ def test_a_resumed_launch_takes_back_tensors_and_scalars_of_every_tag(tmp_path):
     assert events.texts == {"moe_optim_recipe": "quickstart.yaml"}
 
 
-def test_tensors_are_read_where_they_are_asked_for(tmp_path):
-    write_run(tmp_path, looks={10: look_at(layers=1)})
-    events = read_events(tmp_path / "tensorboard")
-    assert events.tensors == {} and events.texts == {}
-    assert "lm loss" in events.scalars
-    assert read_events(tmp_path / "tensorboard", tensors="other/").tensors == {}
-
-
 def test_of_evaluations_only_those_after_the_resume_are_taken_back(tmp_path):
     """Also by a launch that trains nothing. Megatron logs the test loss under their tag, last."""
     train, held_out = "lm loss", "lm loss validation"
@@ -45,7 +37,3 @@ def test_of_evaluations_only_those_after_the_resume_are_taken_back(tmp_path):
     events = read_events(tmp_path)
     assert [point.iteration for point in events.train] == list(range(1, 26))
     assert [(point.iteration, point.value) for point in events.validation] == [(10, 9.0), (25, 5.0)]
-
-
-def test_a_folder_without_events_holds_nothing(tmp_path):
-    assert read_events(tmp_path).scalars == {}

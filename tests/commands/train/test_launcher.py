@@ -51,26 +51,10 @@ def test_ranks_know_who_they_are_and_the_last_one_is_shown(tmp_path, capfd):
     assert "MOE_OPTIM_CPU" not in os.environ
 
 
-def test_ranks_log_information_unless_told_otherwise_and_on_gpus_do_not_use_the_cpu(monkeypatch):
-    """Megatron means to log it; packages that set up logging first would leave it at warnings."""
-    assert not {"MOE_OPTIM_CPU", "TORCHDYNAMO_DISABLE"} & rank_environment(1, cpu=False).keys()
-    monkeypatch.delenv("MEGATRON_LOGGING_LEVEL", raising=False)
-    assert rank_environment(1, cpu=True)["MEGATRON_LOGGING_LEVEL"] == "20"
-    monkeypatch.setenv("MEGATRON_LOGGING_LEVEL", "40")
-    assert rank_environment(1, cpu=True)["MEGATRON_LOGGING_LEVEL"] == "40"
-
-
 def test_the_rank_that_failed_first_is_named_not_those_that_lost_it(tmp_path):
     failure = start(tmp_path, "raise").failure
     assert failure.sentence() == "rank 0 ended with exit code 1: ValueError: no weight"
     assert (failure.logs / "stderr.log").is_file()
-
-
-def test_a_rank_without_a_recorded_error_refers_to_its_log(tmp_path, capfd):
-    """The failure is told by the result alone: torch's elastic agent says nothing."""
-    failure = start(tmp_path, command=[sys.executable, "-c", "raise SystemExit(3)"]).failure
-    assert "ended with exit code 3: its log tells why" in failure.sentence()
-    assert capfd.readouterr() == ("", "")
 
 
 def test_killing_one_rank_ends_all_and_says_which(tmp_path):

@@ -1,6 +1,5 @@
 """A run resumes from the newest checkpoint that is whole, and from no other."""
 
-import os
 import shutil
 
 import pytest
@@ -70,21 +69,3 @@ def test_only_broken_checkpoints_is_an_error_that_names_each(checkpoints):
     with pytest.raises(StateError, match=r"iter_0000020: no .*; .*iter_0000010: no"):
         find_resume_point(checkpoints)
     assert newest_complete_checkpoint(checkpoints) is None
-
-
-def test_processes_that_mend_the_tracker_at_once_find_the_same(checkpoints, monkeypatch):
-    """One does all of it while another one has written, and not yet published, its own file."""
-    (checkpoints / TRACKER).write_text("10")
-    mended = ResumePoint(20, (f"set {TRACKER} to 20 (it was '10')",))
-    between, fsync = [], os.fsync
-
-    def interrupt(descriptor):
-        if not between:
-            between.append(None)
-            between[0] = find_resume_point(checkpoints)
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", interrupt)
-    assert find_resume_point(checkpoints) == mended == between[0]
-    assert (checkpoints / TRACKER).read_text() == "20"
-    assert [path.name for path in checkpoints.glob(".*")] == []

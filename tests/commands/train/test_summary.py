@@ -1,17 +1,13 @@
 """The results of a run say what happened, over resumes, and are whole or absent."""
 
-import io
 import json
 
 import pytest
-from rich.console import Console
 
 from moe_optim.commands.train.run_folder import RunFolder
 from moe_optim.commands.train.summary import (
-    print_summary,
     write_summary,
 )
-from moe_optim.errors import LayoutError
 from tests.support.training_runs.runs import write_events
 
 TRAIN, VALIDATION = "lm loss", "lm loss validation"
@@ -71,33 +67,3 @@ def test_the_summary_has_every_promised_key(tmp_path, facts):
         "resumed_from": None,
         "command": "moe-optim train quickstart.yaml",
     }
-
-
-def test_a_run_without_its_traces_has_no_summary(tmp_path, facts):
-    folder = finished_run(tmp_path)
-    folder.model.write_text("{}")
-    with pytest.raises(LayoutError, match="expected a description of the model"):
-        write_summary(folder, **facts)
-    folder.model.write_text(json.dumps(MODEL))
-    next(folder.tensorboard.iterdir()).unlink()
-    with pytest.raises(LayoutError, match="expected the scalar 'lm loss', got none"):
-        write_summary(folder, **facts)
-    assert not folder.summary.exists()
-
-
-def test_the_last_screen_says_what_to_do_next_in_words_of_a_shell(tmp_path, facts):
-    folder = finished_run(tmp_path / "my run")
-    summary = write_summary(folder, **facts | {"resumed_from": 25})
-    output = io.StringIO()
-    print_summary(summary, folder, "moe-optim train --resume", Console(file=output, width=200))
-    for expected in (
-        "4.0000 -> 0.1000",
-        "0.4000 -> 0.1000",
-        "3.4000 (nats/byte",
-        "750 of them quantized (75%)",
-        "stock: Megatron's code",
-        "30 s for 15 iterations",
-        f"tensorboard --logdir '{folder.tensorboard}'",
-        "moe-optim train --resume",
-    ):
-        assert expected in output.getvalue()

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from moe_optim.commands.train.dataset import SPLITS, find_text, split_text, standard_library_text
+from moe_optim.commands.train.dataset import SPLITS, find_text, split_text
 from moe_optim.errors import ConfigError
 
 
@@ -28,43 +28,12 @@ def test_folders_are_searched_to_the_bottom_for_any_extension(tmp_path):
     assert len(find_text([tmp_path / "b.py", tmp_path, tmp_path / "a"])) == 3  # each once
 
 
-def test_the_standard_library_is_text_enough_without_its_tests():
-    files = standard_library_text()
-    assert 5e6 < sum(file.size for file in files) < 50e6
-    assert not [file for file in files if {"test", "site-packages"} & set(file.path.parts)]
-
-
 def test_a_path_without_text_is_refused_by_name(tmp_path):
     empty, pipe = write(tmp_path / "sub" / "empty", ""), tmp_path / "fifo"
     os.mkfifo(pipe)
     for path in (tmp_path / "missing", empty, empty.parent, pipe):
         with pytest.raises(ConfigError, match=f"--text {path}: expected "):
             find_text([path])
-
-
-def test_an_unreadable_file_is_refused_by_name(tmp_path, monkeypatch):
-    """Told by the operating system, not by trying: nothing is built before it is known."""
-    path = write(tmp_path / "secret.txt")
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(ConfigError, match=f"{path}: cannot be read: permission denied"):
-        find_text([tmp_path])
-
-
-def test_many_files_are_split_whole_and_the_same_way_wherever_they_lie(tmp_path):
-    splits = []
-    for root in (tmp_path / "here", tmp_path / "there"):
-        for number in range(400):
-            write(root / f"{number}.txt", "some text")
-        spans = split_text(find_text([root]))
-        assert all(
-            span.start == 0 and span.end == span.file.size for s in SPLITS for span in spans[s]
-        )
-        splits.append({split: names(span.file for span in spans[split]) for split in SPLITS})
-    assert splits[0] == splits[1]
-    counts = [len(splits[0][split]) for split in SPLITS]
-    assert sum(counts) == 400
-    assert counts[0] > 360
-    assert min(counts) >= 2
 
 
 @pytest.mark.parametrize("number", [1, 3])

@@ -2,15 +2,12 @@
 
 import json
 import re
-from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.train import run as train
-from moe_optim.errors import StateError
-from tests.support.training_runs.runs import FAKE_RANK, REPOSITORY, small_disk, write_checkpoint
+from tests.support.training_runs.runs import FAKE_RANK, REPOSITORY, write_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -97,23 +94,6 @@ def test_a_run_leaves_everything_and_is_not_overwritten(command, run):
     assert errors.startswith(f"error: {run}: already contains a run (summary.json)")
 
 
-def test_with_stock_ranks_get_no_flag_of_the_plugin(command, run):
-    """Commands that use the run write to folders that do not exist yet."""
-    for name in ("hf", "mxfp8", "mxfp8-6"):
-        (run / name).mkdir(parents=True)
-    code, screen, _ = command("--stock", "--set", "megatron_args.--lr=1e-3")
-    assert code == 0
-    assert "Megatron's own optimizer" in screen and "[rank" in screen
-    argv = rank_arguments(run)
-    assert not [word for word in argv if "moe-optim" in word or "grouped-optim" in word]
-    assert argv[argv.index("--lr") + 1] == "1e-3"
-    assert screen.endswith(
-        f"moe-optim report {run}\n"
-        f"moe-optim convert --to hf {run} {run}/hf-6\n"
-        f"moe-optim export --format mxfp8 {run} {run}/mxfp8-6-2\n"
-    )
-
-
 def test_a_resume_skips_a_broken_checkpoint_and_takes_over_what_the_run_was_started_with(
     command, run
 ):
@@ -143,26 +123,6 @@ def test_a_resume_skips_a_broken_checkpoint_and_takes_over_what_the_run_was_star
     summary = summary_of(run)
     assert (summary["resumed_from"], summary["iterations"]) == (4, 8)
     assert summary["validation_iterations"] == [2, 4, 6, 8]
-
-
-def test_a_resume_may_count_in_another_unit(tmp_path):
-    """Megatron takes one of iterations and samples."""
-    iterations = ["--train-iters", "6", "--lr-decay-iters", "9", "--lr-warmup-iters", "1"]
-    record = tmp_path / "arguments.json"
-    record.write_text(json.dumps({"set": [], "megatron_args": [*iterations, "--seed", "7"]}))
-    args = Namespace(set=[], megatron_args=["--train-samples", "96"])
-    found = train._inherit(args, record)
-    assert found.megatron_args == ["--seed", "7", "--train-samples", "96"]
-
-
-@pytest.mark.parametrize(
-    "harm", ["[" * 100_000, '{"set": []}', '{"set": [], "megatron_args": null}']
-)
-def test_a_damaged_record_of_options_is_one_message(harm, tmp_path):
-    record = tmp_path / "arguments.json"
-    record.write_text(harm)
-    with pytest.raises(StateError, match="expected the options of the run, got something else"):
-        train._inherit(Namespace(set=[], megatron_args=[]), record)
 
 
 @pytest.mark.parametrize("began", ["text", "mock"])
@@ -213,27 +173,15 @@ def test_all_wrong_flags_are_refused_at_once_before_a_rank_starts(command, run, 
     assert not run.parent.exists()  # nor anything left
 
 
-def test_a_disk_that_fills_up_while_training_is_named(command, text, tmp_path):
-    with small_disk(tmp_path / "disk", "4m") as disk:
-        code, _, errors = command(behaviour="full", out=disk / "a")
-        assert code == 1
-        assert "The disk is almost full: 0.0 MiB are free." in errors
-        assert not (disk / "a" / "summary.json").exists()
-
-
 REFUSED = {  # message -> options of the command, flags of Megatron
     "--resume: expected the folder of a run, got no folder": (("--resume",), ()),
-    "--ranks: expected 1 or more": (("--ranks", "0"), ()),
     "--set moe_optim.format: expected no config of the plug-in with --stock": (
         ("--stock", "--set", "moe_optim.format=bf16"),
         (),
     ),
     "--save: the run folder decides": ((), ("--save", "x")),
-    "--yaml-cfg: expected flags, got a file": ((), ("--yaml-cfg", "x.yaml")),
-    "--tensorboard-dir: the run folder": ((), ("--tensorboard-dir=x",)),
     "--load: --resume loads from": (("--resume",), ("--load", "x")),
     "--text and --mock-data both": ((), ("--mock-data",)),
-    "--text missing: expected a file": (("--text", "missing"), ()),
 }
 
 
@@ -243,17 +191,3 @@ def test_arguments_that_cannot_work_are_refused_before_a_rank_starts(command, ru
         assert code == 2
         assert message in errors
         assert not (run / "logs").exists()
-
-
-def test_a_resume_of_a_folder_without_checkpoints_is_refused(command, run):
-    run.mkdir(parents=True)
-    code, _, errors = command("--resume")
-    assert code == 2
-    assert "no complete checkpoint (there are none)" in errors
-
-
-def test_the_run_folder_is_named_after_the_recipe_by_default(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train._Training, "run", lambda self: 0)
-    assert cli.main(["train", str(RECIPE)]) == 0
-    assert Path("runs/quickstart").is_dir()

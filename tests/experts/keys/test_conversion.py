@@ -150,11 +150,6 @@ REFUSED = {
         {"source_interleave": 2},
         [r"blocks of rows that divide 3, the width of its experts, got interleaving by 2"],
     ),
-    "target rows that do not divide": (
-        lambda: make_state(make_experts(2, 3, 3), "grouped"),
-        {"target_interleave": -1},
-        [r"blocks of rows that divide 3, the width of its experts, got interleaving by -1"],
-    ),
     "interleaving what is apart": (
         lambda: make_state(make_experts(2, 2, 3), "hf_per_expert"),
         {"source_interleave": 1},

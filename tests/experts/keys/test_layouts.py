@@ -4,9 +4,9 @@ from itertools import product
 
 import pytest
 
-from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.errors import LayoutError
 from moe_optim.experts.keys.finding import find_expert_sets
-from moe_optim.experts.keys.layouts import LAYOUTS, ExpertSet, get_layout
+from moe_optim.experts.keys.layouts import ExpertSet, get_layout
 from tests.support.modules.expert_states import (
     ALL_LAYOUTS,
     PREFIX,
@@ -92,76 +92,6 @@ def test_two_layouts_that_fit_are_ambiguous_unless_one_is_named():
     assert found.layout is twin
 
 
-def without(shapes, *remainders):
-    return {k: v for k, v in shapes.items() if k.removeprefix(PREFIX) not in remainders}
-
-
-def with_shapes(shapes, **remainders):
-    return {**shapes, **{PREFIX + name: shape for name, shape in remainders.items()}}
-
-
-FAULTS = {  # shapes -> faults, each after the prefix
-    "no second linear": (
-        without(shapes_in("grouped"), "linear_fc2.weight"),
-        ["linear_fc2.weight: missing, expected beside {p}linear_fc1.weight"],
-    ),
-    "a gap": (
-        without(shapes_in("indexed"), "linear_fc1.weight1", "linear_fc2.weight1"),
-        [
-            f"{key}: expected experts 0 to 0 only, as there is no {{p}}linear_fc1.weight1"
-            for key in ("linear_fc1.weight2", "linear_fc2.weight2")
-        ],
-    ),
-    "of two layouts": (
-        with_shapes(
-            shapes_in("grouped", experts=1), **{"linear_fc1.weight0": (8, 5), "weight1": (5, 8)}
-        ),
-        [
-            f"{key}: expected one layout in a container, got a key of {layout} among others"
-            for key, layout in [
-                ("linear_fc1.weight", "grouped"),
-                ("linear_fc2.weight", "grouped"),
-                ("linear_fc1.weight0", "indexed"),
-                ("weight1", "legacy"),
-            ]
-        ],
-    ),
-    "of no layout": (
-        with_shapes(
-            shapes_in("grouped"),
-            **{"linear_fc1.weight_quantizer._amax": (), "linear_fc1.weight01": (8, 5)},
-        ),
-        [
-            f"{key}: expected a key of layout {', '.join(LAYOUTS)}, got one of none"
-            for key in ("linear_fc1.weight_quantizer._amax", "linear_fc1.weight01")
-        ],
-    ),
-    "wrong rank": (
-        with_shapes(shapes_in("indexed", bias=True), **{"linear_fc2.weight1": (1, 5, 4)}),
-        [
-            "linear_fc2.weight1: expected [5, 4] (H, F), to agree with {p}linear_fc1.weight0, "
-            "got [1, 5, 4]"
-        ],
-    ),
-    "shapes disagree": (
-        with_shapes(shapes_in("sequential"), **{"local_experts.2.linear_fc1.weight": (6, 5)}),
-        [
-            "local_experts.2.linear_fc1.weight: expected [8, 5] (2F, H), to agree with "
-            "{p}local_experts.0.linear_fc1.weight, got [6, 5]"
-        ],
-    ),
-    "no tensor": (
-        with_shapes(shapes_in("indexed"), **{"linear_fc1.weight2": None}),
-        ["linear_fc1.weight2: expected a tensor [8, 5], got something else"],
-    ),
-}
-
-
-@pytest.mark.parametrize(("shapes", "faults"), FAULTS.values(), ids=FAULTS.keys())
-def test_faults_are_named_by_key(shapes, faults):
-    assert faults_of(shapes) == [PREFIX + fault.replace("{p}", PREFIX) for fault in faults]
-
-
 def test_legacy_needs_the_number_of_experts():
     """Its shapes are those of any number that divides them: 12 columns are 2 experts of F = 3,
     or 3 of F = 2, and a number that does not divide is a fault."""
@@ -181,12 +111,6 @@ def test_another_number_of_experts_than_asked_for_is_a_fault(name):
         assert faults and all(fault.startswith(PREFIX) for fault in faults)
 
 
-def test_more_experts_than_any_model_has_are_not_looked_for():
-    shapes = {f"experts.0.{name}_proj.weight": (2, 2) for name in ("gate", "up", "down")}
-    with pytest.raises(LayoutError, match="expected at most 65,536 experts, got 1,000,000,000"):
-        find_expert_sets(shapes, layouts=[LAYOUTS["hf_per_expert"]], num_experts=10**9)
-
-
 def test_only_the_containers_asked_for_are_looked_into():
     """At any prefix, each of which must hold experts; the longest one that fits decides."""
     shapes = {**shapes_in("hf", "a."), **shapes_in("indexed", "a.b."), "a.experts.junk": (1,)}
@@ -195,9 +119,3 @@ def test_only_the_containers_asked_for_are_looked_into():
     del shapes["a.experts.junk"]
     assert len(find_expert_sets(shapes, prefixes=["a.", "a.b."])) == 2
     assert faults_of(shapes, prefixes=["c."]) == ["c.: expected weights of experts there, got none"]
-
-
-def test_an_unknown_layout_is_refused_with_all_names():
-    assert set(LAYOUTS) == set(ALL_LAYOUTS)
-    with pytest.raises(ConfigError, match="expected one of grouped, indexed, .*, got 'fused'"):
-        get_layout("fused")
