@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from moe_optim.formats import NVFP4
+from moe_optim.formats import FORMATS, NVFP4, reference
+from moe_optim.formats.health_figures import NUM_SUMS
+from moe_optim.formats.reference.adam import Hyper
+from moe_optim.formats.reference.amax import expert_amax_into
+from moe_optim.formats.reference.health import measure_into
+from moe_optim.kernels.norm import NormInput, NormTable
+from tests.support.bytes import assert_same_tensors
+from tests.support.inputs import wide_range_weights
 from tests.support.ranks import on_ranks
 from tests.support.states import life_cycle
 
@@ -35,6 +42,42 @@ def _drop_tables() -> None:
     for held in (held for module in modules for held in vars(module).values()):
         if hasattr(held, "cache_clear"):
             held.cache_clear()
+
+
+def _measured(master: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return everything that is computed of a weight outside of Megatron."""
+    found: dict[str, torch.Tensor] = {}
+    for name, format in FORMATS.items():
+        q = reference.quantize(master, format)
+        found |= {f"{name} {buffer}": tensor for buffer, tensor in q.buffers().items()}
+        found[f"{name} values"] = reference.dequantize(q)
+        sums = torch.zeros(2, NUM_SUMS, dtype=torch.float64, device="cpu")
+        amaxes = torch.zeros(2, dtype=torch.float32, device="cpu")
+        measure_into(sums, amaxes, master, 0, q)
+        found |= {f"{name} sums": sums, f"{name} amaxes": amaxes}
+    table = NormTable.build([NormInput(master.view(-1))], count_zeros=True)
+    table.launch()
+    amax = torch.zeros(1, dtype=torch.float32, device="cpu")
+    expert_amax_into(amax, master, 0, master.numel())
+    row = Hyper(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=7).row()
+    return found | {
+        "squares": table.squares,
+        "zeros": table.zeros,
+        "amax": amax,
+        "hyper": torch.tensor(row, dtype=torch.float64, device="cpu"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device"), [(torch.bfloat16, None), (torch.float16, "meta"), (torch.float64, "meta")]
+)
+def test_bytes_norms_and_figures_are_the_same_whatever_the_defaults(dtype, device):
+    master = wide_range_weights(2, 128, 128, seed=3)
+    expected = _measured(master)
+    with defaults(dtype, device):
+        found = _measured(master)
+    assert len(found) > 4 * len(FORMATS)
+    assert_same_tensors(found, expected, what="")
 
 
 STEPS = 2

@@ -3,6 +3,7 @@
 Its linears stand in, see ``te_experts``.
 """
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError
-from tests.support.bytes import assert_bytes_equal
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.modules import experts
 from tests.support.modules.amax import save_module
 from tests.support.modules.calibrating import (
@@ -25,10 +27,12 @@ from tests.support.modules.calibrating import (
     whole_weights,
 )
 from tests.support.ranks import run_ranks
+from tests.support.te.te_experts import build_with_te_experts
+from tests.support.training import Record, pretrain
 
 OF_TE = [kind for kind in KINDS if kind.owner == "Transformer Engine"]
 GIVEN = torch.arange(1.0, EXPERTS + 1)
-SIZES = {"ep 4": (4, 1), "ep 2, etp 2": (2, 2), "copies": (1, 1)}
+SIZES = {"ep 4": (4, 1), "ep 2, etp 2": (2, 2), "etp 2": (1, 2), "copies": (1, 1)}
 """Expert-parallel and expert-tensor-parallel ranks of four."""
 
 
@@ -110,3 +114,65 @@ def _save_and_load(folder: Path) -> None:
 def test_amaxes_follow_their_experts_between_all_parallel_sizes(tmp_path: Path):
     """Saved at each of the sizes and loaded at each, into one weight or one an expert."""
     run_ranks(4, _save_and_load, tmp_path)
+
+
+# Megatron's loop
+
+STEPS = 2
+FLAGS = shlex.split(f"""
+--num-experts 8 --num-layers 2 --moe-ffn-hidden-size 32 --tensor-model-parallel-size 2
+--sequence-parallel --expert-tensor-parallel-size 1 --eval-interval 1000000 --overlap-grad-reduce
+--overlap-param-gather --train-iters {2 * STEPS} --exit-interval {STEPS} --global-batch-size 4
+--dist-ckpt-optim-fully-reshardable --save-interval {STEPS}
+""")
+
+
+def _held(chunks: list[Any]) -> dict[str, torch.Tensor]:
+    from moe_optim import calibrated_amax
+    from moe_optim.calibration.linears import expert_linears
+
+    return {one.name: calibrated_amax(one.module).clone() for one in expert_linears(chunks[0])}
+
+
+def _train(ep: int, folder: Path, *, resumes: bool) -> Record:
+    """Train on the grid of halved amaxes, or go on from what was saved."""
+    import moe_optim
+    from moe_optim.calibration.linears import expert_linears
+
+    def halve(chunks: list[Any], _: Any) -> None:
+        if not resumes:
+            moe_optim.calibrate(chunks)
+            for one in expert_linears(chunks[0]):
+                amax = moe_optim.calibrated_amax(one.module)
+                first = one.groups.ep.rank() * one.num_experts  # else amaxes are nearly the same
+                numbers = torch.arange(first, first + one.num_experts).view(-1, 1, 1)
+                moe_optim.set_calibrated_amax(one.module, amax * (0.25 + numbers / 32))
+
+    config = MoEOptimConfig(format="bf16", compute="int8_per_expert")
+    build_with_te_experts(config)
+    flags = [*FLAGS, "--expert-model-parallel-size", str(ep), "--save", str(folder)]
+    flags += ["--load", str(folder)] if resumes else []
+    return pretrain(flags, config, after_setup=halve, observe=lambda chunks, _: _held(chunks))
+
+
+def _train_first(folder: Path) -> Record:
+    return _train(2, folder, resumes=False)
+
+
+def _go_on(folder: Path) -> Record:
+    return _train(4, folder, resumes=True)
+
+
+@pytest.mark.slow
+def test_amaxes_train_are_saved_and_go_on_at_other_parallel_sizes(tmp_path: Path):
+    """Tensor parallel 2, expert parallel 2, expert tensor parallel 1 and sequence parallel, then
+    expert parallel 4."""
+    first, resumed = run_ranks(4, _train_first, tmp_path), run_ranks(4, _go_on, tmp_path)
+    of_all = []
+    for ep, ranks in ((2, first), (4, resumed)):
+        for rank, record in enumerate(ranks):
+            assert_same_tensors(record.extra, ranks[rank % ep].extra)
+        of_all.append({n: torch.cat([one.extra[n] for one in ranks[:ep]]) for n in ranks[0].extra})
+    assert_same_tensors(of_all[1], of_all[0])
+    assert len(of_all[0]) == 4 and all(len(one.unique()) == 8 for one in of_all[0].values())
+    assert (set(first[0].losses), set(resumed[0].losses)) == ({1, 2}, {3, 4})

@@ -18,6 +18,7 @@ from tests.support.checkpoints.muon_journeys import (
     train_and_save,
 )
 from tests.support.ranks import run_ranks
+from tests.support.states import given_values
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
 
 pytestmark = pytest.mark.slow
@@ -88,6 +89,28 @@ def test_resume_continues_to_the_bit(ranks: int, flags: list[str], tmp_path: Pat
         assert_same_run(rest[rank], whole[rank], what=f"rank {rank}")
 
 
+def _train_without_matrices(flags: list[str]) -> Record:
+    given_values.when_built(_freeze_matrices)
+    return pretrain(command_line(["--train-iters", "4", *flags]), GROUPED)
+
+
+def _freeze_matrices(model: Any) -> None:
+    kept = ("embedding", "output_layer")
+    for name, param in model.named_parameters():
+        param.requires_grad_(param.dim() == 1 or any(word in name for word in kept))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("form", [[], [BY_NAME]], ids=["flat", "by name"])
+def test_a_run_whose_matrices_are_all_frozen_resumes(form: list[str], tmp_path: Path):
+    """It has no momentum, and its checkpoint is its own, not one of Adam."""
+    saving = [*form, "--save", str(tmp_path), "--save-interval", "2"]
+    (whole,) = run_ranks(1, _train_without_matrices, saving)
+    (tmp_path / TRACKER).write_text("2")
+    (rest,) = run_ranks(1, _train_without_matrices, [*form, "--load", str(tmp_path)])
+    assert rest.losses == {step: whole.losses[step] for step in (3, 4)}
+
+
 # Ours, at other sizes
 
 
@@ -125,6 +148,8 @@ def test_experts_apart_change_their_layout_and_go_on_to_the_bit(ours, tmp_path):
     ("ranks", "flags", "config"),
     [
         (3, SMALL_BUCKETS, GROUPED),
+        pytest.param(1, [], INDEXED, marks=pytest.mark.extended),
+        pytest.param(2, TENSOR_PARALLEL, INDEXED, marks=pytest.mark.extended),
         pytest.param(
             2,
             [*TENSOR_PARALLEL, *EXPERT_PARALLEL, "--expert-tensor-parallel-size", "1"],
@@ -132,10 +157,17 @@ def test_experts_apart_change_their_layout_and_go_on_to_the_bit(ours, tmp_path):
             marks=pytest.mark.extended,
         ),
     ],
-    ids=["3 ranks", "dense weights cut"],
+    ids=["3 ranks", "1 rank", "experts cut", "dense weights cut"],
 )
 def test_states_by_name_arrive_at_other_sizes(ours, ranks, flags, config, tmp_path):
     travel(ranks, flags, config, [ours[0] / "named"], tmp_path)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_flat_states_arrive_at_other_numbers_of_ranks(ranks, tmp_path):
+    run_ranks(2, train_and_save, [], GROUPED, tmp_path)
+    travel(ranks, SMALL_BUCKETS, INDEXED, [tmp_path / "flat"], tmp_path / "anew")
 
 
 # Stock's
@@ -156,6 +188,17 @@ def test_checkpoints_of_stock_are_gone_on_from_to_the_bit(stocks, tmp_path):
     got = travel(2, [], STOCK_STEP, [folder / "named", folder / "flat"], tmp_path)
     assert got.classes == {"MuonDistributedOptimizer", "GroupedDistributedOptimizer"}
     assert got.losses == {step: want.losses[step] for step in (3, 4)}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("ranks", "flags", "config"),
+    [(3, [], GROUPED), (2, EXPERT_PARALLEL, MoEOptimConfig(format="mxfp8"))],
+    ids=["3 ranks", "experts apart"],
+)
+def test_checkpoints_of_stock_arrive_at_other_sizes(stocks, ranks, flags, config, tmp_path):
+    folder, _ = stocks
+    travel(ranks, flags, config, [folder / "named", folder / "flat"], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +259,12 @@ def test_states_of_adam_and_of_muon_are_told_apart(form, ours, tmp_path):
 
 def _go_on(flags: list[str]) -> Record:
     return pretrain(command_line(flags), GROUPED)
+
+
+@pytest.mark.extended
+def test_flat_states_of_adam_beside_stocks_muon_keep_their_tensor_parallel_size(stocks, tmp_path):
+    with pytest.raises(AssertionError, match="tensor_model_parallel_size=1, here 2"):
+        travel(2, TENSOR_PARALLEL, GROUPED, [stocks[0] / "flat"], tmp_path)
 
 
 def test_other_momentum_is_refused(ours, tmp_path):

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moe_optim.commands.cli import main as cli
+from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.config import MoEOptimConfig
+from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import run_ranks
 from tests.support.training import pretrain
 
@@ -16,6 +19,7 @@ pytest.importorskip("megatron.core")
 
 STEPS = ["--train-iters", "2", "--eval-interval", "2"]
 NARROW = "--use-precision-aware-optimizer --exp-avg-dtype {} --exp-avg-sq-dtype {}"
+BY_NAME = "--dist-ckpt-optim-fully-reshardable"
 FLAT = {  # moments -> dtypes of files; scaled ones are saved as the values they stand for
     ("bf16", "bf16"): ("bfloat16", "bfloat16"),
     ("fp8", "fp16"): ("float32", "float32"),
@@ -81,3 +85,60 @@ def test_flat_states_are_inspected_and_compared_and_converted_without_them(momen
     code, said = run("verify", saved, back)
     assert code == 1  # back has no states
     assert "exp_avg_sq: only in A" in said
+
+
+@pytest.mark.parametrize(
+    "moments", [("bf16", "fp8"), pytest.param(("bf16", "bf16"), marks=pytest.mark.extended)]
+)
+def test_states_by_name_go_there_and_back(moments, run, tmp_path):
+    """Through safetensors in Hugging Face's layout, bit by bit; Megatron gathers all kinds of state
+    in fp32."""
+    saved = save(tmp_path / "saved", moments, BY_NAME)
+    there, back = tmp_path / "there", tmp_path / "back"
+    assert run("convert", saved, there, "--experts", "hf", "--format", "safetensors")[0] == 0
+    assert run("convert", there, back, "--experts", "indexed", "--format", "torch_dist")[0] == 0
+    assert run("verify", saved, there)[0] == run("verify", saved, back)[0] == 0
+    for checkpoint in (saved, there, back / saved.name):
+        dtypes = dtypes_of(run, checkpoint)["dtypes"]
+        assert dtypes == dict.fromkeys(("param", *MOMENTS), ["float32"])
+
+
+@pytest.mark.extended
+def test_a_file_has_the_moments_that_a_rank_held(tmp_path):
+    """Of every bucket, both ranks' parts behind each other, in the dtype they were trained in."""
+    options = [*STEPS, *NARROW.format("bf16", "bf16").split(), "--save", str(tmp_path)]
+    config = MoEOptimConfig(format="mxfp8")
+    records = run_ranks(2, pretrain, options, config, True, _shards)
+    reader = open_checkpoint(tmp_path / "iter_0000002")
+    flat = {key: key.rpartition(".")[2] for key in reader.tensors if ".gbuf_idx_" in key}
+    held = {key: reader.read(key) for key in flat}
+    assert set(flat.values()) == {"param", *MOMENTS}
+    for rank, record in enumerate(records):
+        for buffer, bucket, start, kind, shard in record.extra:
+            (key,) = (
+                key
+                for key in flat
+                if f".gbuf_idx_{buffer}." in key and key.endswith(f".bucket_idx_{bucket}.{kind}")
+            )
+            stored = held[key][start:][: shard.numel()]
+            assert_bytes_equal(stored, shard, what=f"rank {rank}: {kind} at {start}")
+
+
+def _shards(_model: list[Any], optimizer: Any) -> list[tuple[int, int, int, str, torch.Tensor]]:
+    """Return every shard of this rank with where it starts in its bucket, without padding."""
+    found = []
+    for part in optimizer.chained_optimizers:
+        for number, ranges in enumerate(part.gbuf_ranges):
+            (buckets,) = ranges.values()
+            for index, bucket in enumerate(buckets):
+                for param, places in bucket["param_map"].items():
+                    start = places["gbuf_world_in_bucket"].start
+                    group, order = part.model_param_group_index_map[param]
+                    master = part.optimizer.param_groups[group]["params"][order]
+                    state = part.optimizer.state[master]
+                    shards = {"param": master} | {kind: state[kind] for kind in MOMENTS}
+                    found += [
+                        (number, index, start, kind, shard.clone().flatten())
+                        for kind, shard in shards.items()
+                    ]
+    return found

@@ -195,6 +195,7 @@ def test_a_parameter_stored_as_anything_but_its_slices_is_refused(change: Any):
 # On ranks
 
 GROUPED = Station()
+STOCK = Station(experts="sequential", format="bf16", stock=True)
 
 
 def _find_copies(station: Station, folder: Path) -> list[str]:
@@ -226,6 +227,29 @@ def _memory(journey: Journey) -> set[int]:
 
 def test_states_are_saved_from_and_loaded_into_the_memory_where_they_lie(tmp_path: Path):
     assert run_ranks(3, _find_copies, GROUPED, tmp_path / "saved") == [[], [], []]
+
+
+def _save(station: Station, folder: Path) -> None:
+    Journey(station).fill().save(folder, RESHARDABLE)
+
+
+def _load_and_save(station: Station, source: Path, target: Path) -> int:
+    journey = Journey(station).scramble().load(source)
+    journey.save(target, RESHARDABLE)
+    return journey.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ranks", [(3, 2, 3), pytest.param((4, 1, 2), marks=pytest.mark.extended)], ids=str
+)
+def test_stock_loads_them_and_is_loaded_at_other_sizes(ranks: tuple[int, ...], tmp_path: Path):
+    """Three ranks cut inside of experts. Every element is checked at every station."""
+    stations = (GROUPED, STOCK, GROUPED.but(experts="indexed", format="nvfp4"))
+    run_ranks(ranks[0], _save, stations[0], tmp_path / "0")
+    for number, (size, station) in enumerate(zip(ranks[1:], stations[1:], strict=True)):
+        folders = (tmp_path / str(number), tmp_path / str(number + 1))
+        assert all(run_ranks(size, _load_and_save, station, *folders))
 
 
 def _save_with_wrong_ranges(station: Station, moved: int, folder: Path) -> str:
@@ -262,6 +286,17 @@ def _save_and_scramble(journey: Journey, folder: Path) -> None:
     request.execute_sync()
 
 
+def _step_while_saving(folder: Path) -> int:
+    journey = Journey(GROUPED).fill()
+    _save_and_scramble(journey, folder)
+    return journey.load(folder).check()
+
+
+def test_an_asynchronous_save_has_the_states_of_the_call(found):
+    """Masters and moments that a step changes in place before they are written."""
+    assert all(found(2, "stepped"))
+
+
 def _save_narrow_moments(folder: Path, later: bool) -> int:
     """Save bf16 moments, and load them into fp32 ones; return how many elements were compared."""
     journey = Journey(GROUPED).fill()
@@ -290,6 +325,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     jobs = {
         "hole": partial(_save_with_wrong_ranges, GROUPED.but(tp=2), -2),
         "overlap": partial(_save_with_wrong_ranges, GROUPED, 1),
+        "stepped": _step_while_saving,
         "narrow": partial(_save_narrow_moments, later=False),
         "narrow, later": partial(_save_narrow_moments, later=True),
     }

@@ -171,6 +171,15 @@ def test_after_every_step_the_amaxes_are_those_of_the_masters(
         assert compared == 2 * 2 * 2 * 4  # steps, layers, linears, experts
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("format", REPRESENTATIVE_FORMATS)
+def test_after_every_step_of_muon_the_amaxes_are_those_of_the_masters(format: str):
+    """Of whole experts, each of which one rank has stepped."""
+    config = MoEOptimConfig(format=format, record_amax=True)
+    for compared, _ in run_ranks(2, _watch_training, [*FLAGS, "--optimizer", "muon"], config):
+        assert compared == 3 * 2 * 2 * 4  # steps, layers, linears, experts
+
+
 @pytest.mark.parametrize(
     "parallel",
     [[], pytest.param(CUT_EXPERTS, marks=pytest.mark.extended)],

@@ -130,6 +130,16 @@ def test_cut_experts_train_as_megatrons(trained, layout):
         assert_same_tensors(mine.extra, theirs.extra, what="trained")
 
 
+@pytest.mark.extended
+def test_experts_cut_like_the_dense_parameters_train_as_megatrons():
+    """With tensor and sequence parallelism of 2, experts are reduced in the groups of the rest."""
+    flags = [*STEPS, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    ours, stock = (run_ranks(2, _train, flags, config) for config in (GROUPED, None))
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert mine.losses == theirs.losses
+        assert_same_tensors(mine.extra, theirs.extra, what="trained")
+
+
 @pytest.mark.parametrize("source", ["stock", "grouped"])
 @pytest.mark.extended
 def test_cut_experts_load_whole_with_gate_and_up_in_their_halves(trained, saved, source):

@@ -109,6 +109,19 @@ def test_a_repeated_update_is_refused_with_both_generations():
         receiver.apply(update, got)
 
 
+def test_an_update_of_a_restarted_sender_is_not_taken_for_the_old_ones():
+    """Both count one export, and the receiver has seen the first sender's."""
+    trainer, receiver = Trainer("bf16"), ChangedWordsReceiver()
+    got = empty(trainer.weights())
+    receiver.apply(ChangedWords().export(trainer.weights()), got)
+    trainer.step(1e-6)
+    restarted = ChangedWords()
+    restarted.export(trainer.weights())  # lost
+    trainer.step(1e-6)
+    with pytest.raises(StateError, match="some were lost"):
+        receiver.apply(restarted.export(trainer.weights()), got)
+
+
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_an_update_of_a_copied_sender_is_not_taken_for_that_of_the_other(way):
     """As of one that a checkpoint has kept; both have counted two exports by then."""

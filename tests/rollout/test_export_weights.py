@@ -283,6 +283,7 @@ SETUPS = {
     "matrices of Muon": Setup(
         {"expert_model_parallel_size": 2}, {"format": "fp8_block"}, optimizer="muon"
     ),
+    "bf16 experts": Setup({"expert_model_parallel_size": 2}, {"format": "bf16"}),
 }
 PER_EXPERT = {"nvfp4": 9, "bf16": 3}
 """Tensors of an expert in other formats than those of data and scales."""
@@ -307,6 +308,18 @@ def test_every_rank_is_given_every_weight_as_its_master_says(ranks):
     """Behind their masters before, in every topology; names, order, dtypes and bytes."""
     counts = {name: count(setup) for name, setup in SETUPS.items()}
     assert [compared for compared, _ in ranks] == [counts] * 2
+
+
+@pytest.mark.extended
+@on_ranks(4)
+def test_pipeline_and_expert_parallel_ranks_at_once():
+    setup = Setup(
+        {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2},
+        ddp=OVERLAP,
+        export={"bucket_bytes": 10_000},
+    )
+    initialize()
+    assert _compare({"both": setup}) == {"both": count(setup)}
 
 
 # What else an export promises
