@@ -4,15 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, cycle
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from moe_optim.errors import ConfigError, LayoutError
-from moe_optim.kernels.plan import ALIGNMENT, Backend, Call, Plan, require_flat
+from moe_optim.kernels.plan import ALIGNMENT, Backend, Call, Plan
 from moe_optim.kernels.products import evaluate, multiply, serves_products
-from moe_optim.places import Places
 
 Form = Literal["plain", "gram"]
 """Form of the iteration: ``plain`` multiplies X at every step, ``gram`` works on X X^T."""
@@ -24,7 +22,6 @@ GRAM_SPAN = 3
 """Steps of the Gram form between two restarts, which compute X and X X^T anew. Rounding errors of
 X X^T grow with every step: without a restart after step 5, ten steps in fp16 end in NaN."""
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NUM_SQUARES = {"plain": 2, "gram": 4}
 
 
@@ -72,19 +69,8 @@ class NewtonSchulz(Plan):
             reduce: function that sums A, [B, m, m], over ranks in place, where each holds a slice
                 of every matrix; with ``plain`` only.
             backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
-
-        Raises:
-            LayoutError: tensors of another shape or dtype, that are not contiguous, or too small.
-            ConfigError: an unknown backend, no coefficients, or ``reduce`` with ``gram``.
         """
-        _check_options(form, coefficients, reduce)
-        _check_matrices(x)
-        batch, rows, cols = x.shape
-        is_tall = rows > cols if transpose is None else transpose
-        needed = scratch_numel(batch, rows, cols, form=form, transpose=transpose)
-        length = max(needed, scratch.numel())
-        require_flat("newton schulz: scratch", scratch, length, [x.dtype], x.device)
-
+        is_tall = x.shape[1] > x.shape[2] if transpose is None else transpose
         takes = serves_products(backend, x, scratch) and all(c for _, _, c in coefficients)
         other, *squares = _carve(scratch, x.shape, form, is_tall)
         views = _view_wide(x, other, is_tall, takes)
@@ -96,9 +82,7 @@ class NewtonSchulz(Plan):
         if is_tall and not takes:
             calls.append(partial(spare.copy_, last.mT))
             result = spare
-        return cls(
-            device=x.device, calls=tuple(calls), places=Places([x, scratch]), x=x, result=result
-        )
+        return cls(device=x.device, calls=tuple(calls), x=x, result=result)
 
 
 def scratch_numel(
@@ -204,30 +188,3 @@ def _carve(scratch: Tensor, shape: torch.Size, form: Form, is_tall: bool) -> Ite
     for part in [shape] + [torch.Size((batch, side, side))] * _NUM_SQUARES[form]:
         yield scratch[start : start + part.numel()].view(part)
         start += _pad(part.numel())
-
-
-def _check_options(form: str, coefficients: Sequence[Coefficients], reduce: object) -> None:
-    if form not in get_args(Form):
-        raise ConfigError(
-            f"newton schulz: form: expected {' or '.join(get_args(Form))}, got '{form}'. Write "
-            "plain, which every dtype serves."
-        )
-    if not coefficients:
-        raise ConfigError(
-            "newton schulz: coefficients: expected (a, b, c) of at least one step, got none. Pass "
-            "one triple for each step."
-        )
-    if reduce is not None and form == "gram":
-        raise ConfigError(
-            "newton schulz: form: expected plain where ranks sum A, got 'gram'. Write plain, or "
-            "gather the matrices whole."
-        )
-
-
-def _check_matrices(x: Tensor) -> None:
-    if x.dim() != 3 or not x.numel() or not x.is_contiguous() or x.dtype not in _DTYPES:
-        raise LayoutError(
-            f"newton schulz: x: expected [B, M, N] {' or '.join(map(str, _DTYPES))}, contiguous "
-            f"and not empty, got {list(x.shape)} {x.dtype} with strides {list(x.stride())}. Pass a "
-            "batch of whole matrices."
-        )

@@ -20,7 +20,7 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.formats.reference.muon import MuonHyper
 from moe_optim.formats.reference.newton_schulz import Orthogonalization
-from moe_optim.kernels.matrices import MatrixRows, gate_and_up, qkv_rows
+from moe_optim.kernels.matrices import MatrixRows, split_rows
 
 _GATED = re.compile(r"(?:^|\.)linear_fc1\.weight\d*$")
 _EXPERT = re.compile(r"(?:^|\.)experts\.")
@@ -116,9 +116,7 @@ class MatrixWeight:
     @property
     def rows(self) -> tuple[MatrixRows, ...]:
         """Rows of each matrix."""
-        if len(self.split) == 2:
-            return gate_and_up(self.shape[0], self.split[0])
-        return qkv_rows(self.shape[0], self.split or (self.shape[0],))
+        return split_rows(self.shape[0], self.split or (self.shape[0],))
 
     def whole_shape(self, rows: MatrixRows) -> tuple[int, int]:
         """Return the shape of a matrix over all tensor-parallel ranks."""

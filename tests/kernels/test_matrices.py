@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_optim.errors import LayoutError
-from moe_optim.kernels.matrices import MatrixRows, MatrixShard, Piece, gate_and_up, qkv_rows
+from moe_optim.kernels.matrices import MatrixShard, split_rows
 from tests.support.bytes import assert_bytes_equal
+from tests.support.matrix_rows import gate_and_up, whole_rows
 
 COLS = 3
 small = st.integers(1, 5)
@@ -27,7 +28,7 @@ def matrix_of(rows, weights):
 def shard_of(shape=(2, 6, COLS), rows=None, *, numel=None, device="cpu", **tensors):
     count = shape[0] * shape[1] * shape[2] if numel is None else numel
     given = {"gradient": torch.zeros(count), "momentum": torch.zeros(count, device=device)}
-    held = (MatrixRows.of(shape[1]),) if rows is None else rows
+    held = whole_rows(shape[1]) if rows is None else rows
     state = given | tensors
     return MatrixShard(parameter="fc1", shape=shape, rows=held, group=0, norm=0, **state)
 
@@ -35,7 +36,7 @@ def shard_of(shape=(2, 6, COLS), rows=None, *, numel=None, device="cpu", **tenso
 @given(small)
 def test_all_rows_are_the_weight(rows):
     weights = weights_of(rows)
-    whole = MatrixRows.of(rows)
+    (whole,) = whole_rows(rows)
     assert_bytes_equal(matrix_of(whole, weights), weights)
     assert whole.rows == rows
 
@@ -62,14 +63,14 @@ def test_query_key_and_value_are_megatrons_split(groups, split):
     weights = weights_of(groups * sum(split))
     for weight, index in zip(weights, range(2), strict=True):
         parts = weight.view(groups, sum(split), -1).split(split, dim=1)
-        for part, rows in zip(parts, qkv_rows(len(weight), split), strict=True):
+        for part, rows in zip(parts, split_rows(len(weight), split), strict=True):
             assert_bytes_equal(matrix_of(rows, weights)[index], part.reshape(-1, COLS))
 
 
 @given(small, st.lists(small, min_size=1, max_size=4))
 def test_indices_are_the_rows_that_a_view_shows(groups, split):
     weights = weights_of(groups * sum(split))
-    for rows in qkv_rows(groups * sum(split), split):
+    for rows in split_rows(groups * sum(split), split):
         assert_bytes_equal(matrix_of(rows, weights), weights[:, rows.indices()])
         assert len(rows.indices()) == rows.rows
 
@@ -77,14 +78,12 @@ def test_indices_are_the_rows_that_a_view_shows(groups, split):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: gate_and_up(7, None), "whole 2 parts, got 7"),
-        (lambda: gate_and_up(0, None), "whole 2 parts, got 0"),
-        (lambda: gate_and_up(24, 8), "pairs of blocks of 8 rows, got 24"),
-        (lambda: gate_and_up(24, 0), "pairs of blocks of 0 rows, got 24"),
-        (lambda: qkv_rows(13, (4, 1, 1)), r"got 13 rows and the split \[4, 1, 1\]"),
-        (lambda: qkv_rows(0, (4, 1, 1)), "got 0 rows"),
-        (lambda: qkv_rows(12, (5, 0, 1)), r"a positive split, got 12 rows and the split \[5, 0"),
-        (lambda: qkv_rows(12, ()), r"the split \[\]"),
+        (lambda: split_rows(7, (3, 3)), "got 7 rows"),
+        (lambda: split_rows(24, (8, 8)), "got 24 rows"),
+        (lambda: split_rows(13, (4, 1, 1)), r"got 13 rows and the split \[4, 1, 1\]"),
+        (lambda: split_rows(0, (4, 1, 1)), "got 0 rows"),
+        (lambda: split_rows(12, (5, 0, 1)), r"a positive split, got 12 rows and the split \[5, 0"),
+        (lambda: split_rows(12, ()), r"the split \[\]"),
     ],
 )
 def test_rows_that_cannot_be_cut_are_refused(make, says):
@@ -109,18 +108,3 @@ def test_rows_that_cannot_be_cut_are_refused(make, says):
 def test_a_shard_of_another_shape_is_refused_by_its_parameter(shard, says):
     with pytest.raises(LayoutError, match=rf"^Muon: fc1.*: .*{says}"):
         shard().check()
-
-
-@pytest.mark.parametrize(
-    ("piece", "says"),
-    [
-        ({"first": 0, "last": 3}, "weights from 0 to 2 of fc1, got 0 to 3"),
-        ({"first": 2, "last": 1}, "weights from 0 to 2 of fc1, got 2 to 1"),
-        ({"first": 0, "last": 1}, r"matrices of \[4, 3\], got \[1, 3\] of fc1"),
-    ],
-)
-def test_a_piece_of_other_matrices_is_refused(piece, says):
-    """Query, key and value differ in shape, so that they do not fit into one batch."""
-    shard = shard_of((2, 6, COLS), qkv_rows(6, (4, 1, 1)))
-    with pytest.raises(LayoutError, match=f"^pack: expected {says}"):
-        Piece(shard=shard, **piece).check("pack", (4, COLS))

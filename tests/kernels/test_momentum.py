@@ -7,15 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_optim.errors import LayoutError
 from moe_optim.kernels import momentum, packing
 from moe_optim.kernels.fields import HYPER_FIELDS
-from moe_optim.kernels.matrices import MatrixRows, MatrixShard, gate_and_up, qkv_rows
+from moe_optim.kernels.matrices import MatrixShard, split_rows
 from moe_optim.kernels.momentum import Momentum
 from moe_optim.kernels.packing import plan_pack, plan_unpack
 from moe_optim.kernels.tuning import FlatTile
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import normal_weights, placed, wide_range_weights, with_specials
+from tests.support.matrix_rows import gate_and_up, whole_rows
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 TILE, PART, LANES = 128, 256, 4
@@ -66,16 +66,16 @@ def shards_of(draw=normal_weights):
     No group has the number of its clip factor.
     """
     shards = [
-        ((MatrixRows.of(5),), (3, 5, 208), FP32, 0, 0),
-        ((MatrixRows.of(4),), (2, 4, 64), BF16, 1, 0),
+        (whole_rows(5), (3, 5, 208), FP32, 0, 0),
+        (whole_rows(4), (2, 4, 64), BF16, 1, 0),
         (gate_and_up(16, 2), (2, 16, 48), BF16, 1, 0),
         (gate_and_up(32, 8), (1, 32, 64), FP32, 2, 0),
         (gate_and_up(12, None), (2, 12, 81), FP32, 0, 1),
         (gate_and_up(36, 9), (1, 36, 65), BF16, 1, 0),
-        (qkv_rows(18, (4, 1, 1)), (1, 18, 72), BF16, 2, 0),
-        (qkv_rows(12, (2, 1, 1)), (2, 12, 35), FP32, 1, 3),
-        (qkv_rows(12, (2, 1, 1)), (2, 12, 37), FP32, 2, 0),
-        ((MatrixRows.of(1),), (1, 1, 1), FP32, 0, 0),
+        (split_rows(18, (4, 1, 1)), (1, 18, 72), BF16, 2, 0),
+        (split_rows(12, (2, 1, 1)), (2, 12, 35), FP32, 1, 3),
+        (split_rows(12, (2, 1, 1)), (2, 12, 37), FP32, 2, 0),
+        (whole_rows(1), (1, 1, 1), FP32, 0, 0),
     ]
     return [
         shard_of(
@@ -349,78 +349,3 @@ def test_a_launch_makes_no_call_per_matrix():
     unpack = plan_unpack(packed, pieces, torch.zeros(31 * 64))
     assert [len(one.kernels) for one in (plan, pack, unpack)] == [2, 1, 1]
     assert [len(one.calls) for one in (plan, pack, unpack)] == [2, 1, 1]
-
-
-@pytest.mark.parametrize("moved", ["gradient", "momentum"])
-def test_plans_watch_gradients_and_momentum(moved):
-    shard, hyper, clips = shard_of((MatrixRows.of(4),), (1, 4, 4)), hyper_of(0.9), torch.ones(1)
-    plan = Momentum.build([shard], hyper, clips, nesterov=True)
-    packed = torch.zeros(1, 4, 4)
-    pack = plan_pack([plan.piece(0)], plan.squares, packed, hyper, clips, nesterov=True)
-    assert not plan.has_moved and not pack.has_moved
-    getattr(shard, moved).data = torch.zeros(16)
-    assert plan.has_moved and pack.has_moved
-
-
-@pytest.mark.parametrize("moved", ["packed", "weights"])
-def test_plans_watch_what_they_write(moved):
-    shard = shard_of((MatrixRows.of(4),), (1, 4, 4))
-    plan = Momentum.build([shard], hyper_of(0.9), torch.ones(1), nesterov=True)
-    tensors = {"packed": torch.zeros(1, 4, 4), "weights": torch.zeros(16)}
-    unpack = plan_unpack(tensors["packed"], [plan.piece(0)], tensors["weights"])
-    assert not unpack.has_moved
-    tensors[moved].data = torch.zeros_like(tensors[moved])
-    assert unpack.has_moved
-
-
-def momentum_of_one(**changes):
-    shard = shard_of((MatrixRows.of(4),), (2, 4, 4), **changes)
-    return Momentum.build([shard], hyper_of(0.9), torch.ones(1), nesterov=True)
-
-
-def pack_of_one(packed, *, squares=None):
-    plan = momentum_of_one()
-    squares = plan.squares if squares is None else squares
-    pieces = [plan.piece(0)]
-    plan_pack(pieces, squares, packed, hyper_of(0.9), torch.ones(1), nesterov=True)
-
-
-@pytest.mark.parametrize(
-    ("build", "says"),
-    [
-        (lambda: momentum_of_one(group=1), "Muon: fc1: expected a row of the hyper-par.*, got 1"),
-        (
-            lambda: pack_of_one(torch.zeros(3, 4, 4)),
-            r"pack: expected a batch \[2, M, N\] .*got \[3",
-        ),
-        (lambda: pack_of_one(torch.zeros(2, 16)), r"pack: expected a batch .*got \[2, 16\]"),
-        (
-            lambda: pack_of_one(torch.zeros(2, 4, 8)[..., ::2]),
-            r"pack: .* with strides \[32, 8, 2\]",
-        ),
-        (lambda: pack_of_one(torch.zeros(2, 4, 4).double()), "pack: .*got .* torch.float64"),
-        (
-            lambda: pack_of_one(torch.zeros(2, 2, 8)),
-            r"pack: pieces\[0\]: .* of \[2, 8\], got \[4, 4\]",
-        ),
-        (
-            lambda: pack_of_one(torch.zeros(2, 4, 4), squares=torch.zeros(2)),
-            "pack: squares: expected .* torch.float64",
-        ),
-        (
-            lambda: plan_unpack(
-                torch.zeros(2, 4, 4), [momentum_of_one().piece(0)], torch.zeros(32).half()
-            ),
-            r"unpack: weights: expected \[32\] torch.float32",
-        ),
-        (
-            lambda: plan_unpack(
-                torch.zeros(2, 4, 4), [momentum_of_one().piece(0)], torch.zeros(31)
-            ),
-            r"unpack: weights: expected \[32\] .*, got \[31\]",
-        ),
-    ],
-)
-def test_tensors_of_other_shapes_are_refused(build, says):
-    with pytest.raises(LayoutError, match=f"^{says}"):
-        build()

@@ -8,7 +8,6 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.kernels import newton_schulz_kernel, plan, products
 from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
 from moe_optim.kernels.products import evaluate, multiply
@@ -192,44 +191,9 @@ def test_memory_that_tma_cannot_read_goes_to_torch(launches, beside):
     assert_bytes_equal(built.result.clone(), iterate(x, QUINTIC))
 
 
-def test_a_plan_iterates_whatever_x_holds_at_launch_and_notices_moves():
+def test_a_plan_iterates_whatever_x_holds_at_launch():
     built, _ = orthogonalize(random_matrices((2, 24, 40), torch.float32), QUINTIC[:3])
     other = random_matrices((2, 24, 40), torch.float32, seed=1)
     built.x.copy_(other)
     built.launch()
     assert_bytes_equal(built.result.clone(), iterate(other, QUINTIC[:3]))
-    assert not built.has_moved
-    built.x.data = built.x.clone()
-    assert built.has_moved
-
-
-@pytest.mark.parametrize(
-    ("what", "x", "change"),
-    [
-        ("x: expected", torch.zeros(4, 4), {}),
-        ("x: expected", torch.zeros(1, 4, 0), {}),
-        ("x: expected", torch.zeros(1, 4, 6).mT, {}),
-        ("x: expected", torch.zeros(1, 4, 4, dtype=torch.float64), {}),
-        ("scratch: expected", torch.zeros(1, 4, 4), {"scratch": torch.zeros(47)}),
-        ("scratch: expected", torch.zeros(1, 4, 4), {"scratch": torch.zeros(48).half()}),
-        ("scratch: expected", torch.zeros(1, 4, 4), {"scratch": torch.zeros(2, 48)}),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(what, x, change):
-    given = {"scratch": torch.zeros(48, dtype=x.dtype), "coefficients": QUINTIC} | change
-    with pytest.raises(LayoutError, match=f"newton schulz: {what}"):
-        NewtonSchulz.build(x, **given)
-
-
-@pytest.mark.parametrize(
-    ("what", "change"),
-    [
-        ("coefficients: expected", {"coefficients": []}),
-        ("form: expected plain where ranks sum", {"form": "gram", "reduce": torch.Tensor.zero_}),
-        ("backend: expected", {"backend": "cuda"}),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(what, change):
-    x, scratch = torch.zeros(1, 4, 4), torch.zeros(80)
-    with pytest.raises(ConfigError, match=what):
-        NewtonSchulz.build(x, scratch, **({"coefficients": QUINTIC} | change))

@@ -1,0 +1,13 @@
+"""Rows of whole weights, and of weights that hold gate and up."""
+
+from moe_optim.kernels.matrices import MatrixRows, split_rows
+
+
+def whole_rows(rows: int) -> tuple[MatrixRows, ...]:
+    """Return the rows of one matrix."""
+    return split_rows(rows, (rows,))
+
+
+def gate_and_up(rows: int, interleave: int | None) -> tuple[MatrixRows, ...]:
+    """Return the rows of gate and up, halves of a weight or alternating in blocks of rows."""
+    return split_rows(rows, (interleave or rows // 2,) * 2)
