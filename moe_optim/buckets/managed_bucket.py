@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moe_optim.buckets.gather import (
     AmaxRecord,
+    AnyGather,
     Bf16Gather,
-    Gather,
     OwnedMaster,
     QuantizedGather,
     Wire,
@@ -98,7 +98,7 @@ class ManagedBucket:
         if not all(storage.is_fresh for storage in self.storages):
             self.state.record(Event.SETTLE)  # behind the masters of another wrapper
         make_gather = QuantizedGather if wire == "quantized" else Bf16Gather
-        self.gather: Gather = make_gather(self, backend)
+        self.gather: AnyGather = make_gather(self, backend)
         for index, storage in enumerate(self.storages):
             storage.bind(self.gather.buffers_of(index), bucket=self)
         self._master_places, self._weight_places = self.places()

@@ -32,20 +32,13 @@ def plan_finish(entries: Sequence[TableEntry], device: torch.device, *, runs_ker
             by_format.setdefault(entry.target.format, []).append(entry)
         else:
             calls.append(partial(_derive, entry))
-    for group in by_format.values():
-        calls += bind_finish(group)
+    for format, group in by_format.items():
+        transposes = [copy for entry in group for copy in _transposes(entry.target)]
+        scales = [copy for entry in group for copy in _scale_copies(entry)]
+        if transposes or scales:
+            pack = 4 * format.elements_per_byte
+            calls.append(_bind(transposes, scales, device, pack, scale_dtype=format.scale_dtype))
     return Plan(device=device, calls=tuple(calls))
-
-
-def bind_finish(entries: Sequence[TableEntry]) -> list[BoundKernel]:
-    """Return the launch that derives buffers of weights of one format, if it derives any."""
-    format, device = entries[0].target.format, entries[0].target.rowwise_data.device
-    transposes = [copy for entry in entries for copy in _transposes(entry.target)]
-    scales = [copy for entry in entries for copy in _scale_copies(entry)]
-    if not transposes and not scales:
-        return []
-    pack = 4 * format.elements_per_byte
-    return [_bind(transposes, scales, device, pack, scale_dtype=format.scale_dtype)]
 
 
 def plan_transposes(pairs: Sequence[tuple[Tensor, Tensor]]) -> Plan:

@@ -150,33 +150,22 @@ class LaunchTable:
         ``cut_only`` omits whole block rows and gaps.
         """
         if len(self.tiles) and not cut_only:
-            yield self.bind_whole()
+            yield self.bind()
         if len(self.cut_tiles):
-            yield self._bind(self.cut_tiles, len(self.cut_tiles), aligned=self.aligned, CUT=True)
+            yield self.bind(cut=True)
 
-    def bind_whole(
-        self, *states: Tensor, aligned: bool | None = None, **of_update: str
+    def bind(
+        self, *states: Tensor, cut: bool = False, aligned: bool = True, **of_update: str
     ) -> BoundKernel:
-        """Return the kernel that encodes whole block rows, after an update if given ``states``.
+        """Return the kernel that encodes whole or cut block rows, after an update of ``states``.
 
-        ``states`` are states, hyper-parameters and clip factors, ``of_update`` the constants of the
-        rule, see ``update_tile``. ``aligned`` includes the states.
+        ``states`` are states, hyper-parameters and clip factors, or none; ``of_update`` are the
+        constants of the rule, see ``update_tile``. ``aligned`` states whether states are.
         """
-        aligned = self.aligned if aligned is None else aligned
-        return self._bind(
-            self.tiles, self.num_tiles, *states, aligned=aligned, CUT=False, **of_update
-        )
-
-    def _bind(
-        self,
-        tiles: Tensor,
-        num_tiles: int,
-        *states: Tensor,
-        aligned: bool,
-        CUT: bool,
-        **of_update: str,
-    ) -> BoundKernel:
-        kernel, of_format = _choose_kernel(self.format, self.tile, cut=CUT)
+        tiles, num_tiles = self.tiles, self.num_tiles
+        if cut:
+            tiles, num_tiles = self.cut_tiles, len(self.cut_tiles)
+        kernel, of_format = _choose_kernel(self.format, self.tile, cut=cut)
         return BoundKernel(
             kernel,
             len(tiles),
@@ -189,8 +178,8 @@ class LaunchTable:
             TILE_COLS=self.tile.cols,
             FROM_FP32=self.source_dtype == torch.float32,
             MASKED=self.masked,
-            ALIGNED=aligned,
-            CUT=CUT,
+            ALIGNED=aligned and self.aligned,
+            CUT=cut,
             ZERO=self.zeroes,
             **(of_update or {"RULE": "none", "GRADIENT": "none", "MOMENTS": "none"}),
             num_warps=self.tile.num_warps,

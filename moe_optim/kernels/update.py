@@ -175,11 +175,11 @@ class Updates:
                 ]
             )
             if table.num_tiles:
-                yield table.bind_whole(
+                yield table.bind(
                     rows.to(table.tiles.device),
                     self.hyper,
                     self.clips,
-                    aligned=table.aligned and not bool((rows[:, :3] % ALIGNMENT).any()),
+                    aligned=not bool((rows[:, :3] % ALIGNMENT).any()),
                     **self._constants(gradient, moments),
                 )
 

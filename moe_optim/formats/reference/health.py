@@ -9,7 +9,7 @@ from moe_optim.formats.health_figures import SKETCH, Sum, signs
 from moe_optim.formats.reference.blocks import as_magnitude, magnitude_bits
 from moe_optim.formats.reference.codes import decode_e4m3, decode_e8m0
 from moe_optim.formats.reference.dequantizing import dequantize
-from moe_optim.formats.reference.nvfp4 import decoding_amax
+from moe_optim.formats.reference.scales import decoding_amax
 
 
 @torch.no_grad()
