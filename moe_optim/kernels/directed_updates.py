@@ -13,7 +13,8 @@ from moe_optim.kernels.plan import Backend, Plan
 from moe_optim.kernels.update import Shard, Updates, match_members
 
 Piece = tuple[int, int, int, Tensor]
-"""Index of a state, first and end element in it, and their direction, [end - first]."""
+"""Index of a state, first and end element in it, and their direction, [end - first] bf16, fp16 or
+fp32, contiguous."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -48,18 +49,11 @@ class DirectedUpdates:
     ) -> "DirectedUpdates":
         """Check the states, and match them with the members that they are the masters of.
 
-        Args:
-            states: all owned states; may be empty.
-            hyper: [num_groups, HYPER_FIELDS] fp32 on the device of the states, stored by reference;
-                for the columns of a direction see ``fields``.
-            clips: [num_norms] fp32, stored by reference. A negative factor skips the update, and
-                encodes the unchanged masters again.
-            members: tables whose sources are masters of some of the states, without shared blocks
-                or experts.
-            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
-
-        Raises:
-            LayoutError: states with inconsistent tensors, or masters of members without a state.
+        ``hyper``, [num_groups, HYPER_FIELDS] fp32, and ``clips``, [num_norms] fp32, are stored by
+        reference; for the columns of a direction see ``fields``. A negative factor skips the
+        update, and encodes the unchanged masters again. The sources of ``members`` are masters of
+        some of the states, without blocks or experts that ranks share. LayoutError for states with
+        inconsistent tensors, or masters of members without a state.
         """
         for state in states:
             state.check()
@@ -89,12 +83,8 @@ class DirectedUpdates:
     def plan(self, pieces: Sequence[Piece]) -> Plan:
         """Return the update of some pieces, and on the kernel path their encoding.
 
-        Elements outside of the pieces are neither read nor written.
-
-        Args:
-            pieces: index of a state, first and end element in it, and their direction, [end -
-                first] bf16, fp16 or fp32, contiguous, stored by reference. A piece of a member
-                consists of whole block rows; for formats with a global amax, of whole experts.
+        Elements outside of the pieces are neither read nor written. A piece of a member consists of
+        whole block rows; for formats with a global amax, of whole experts.
         """
         shards = []
         for index, first, last, direction in pieces:

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight
-from moe_optim.formats.reference import derive_into, expand_scale_into
 from moe_optim.kernels.cutting import grid, int64
 from moe_optim.kernels.plan import BoundKernel, Call, Plan
-from moe_optim.kernels.table_entry import TableEntry
+from moe_optim.kernels.table_entry import TableEntry, derive
 from moe_optim.kernels.tuning import SCALE_TILES, TRANSPOSE
 from moe_optim.places import Places
 
@@ -31,7 +30,7 @@ def plan_finish(entries: Sequence[TableEntry], device: torch.device, *, runs_ker
         if runs_kernels and can_finish(entry):
             by_format.setdefault(entry.target.format, []).append(entry)
         else:
-            calls.append(partial(_derive, entry))
+            calls.append(partial(derive, entry))
     for format, group in by_format.items():
         transposes = [copy for entry in group for copy in _transposes(entry.target)]
         scales = [copy for entry in group for copy in _scale_copies(entry)]
@@ -98,12 +97,6 @@ def _bind(
         ),
         num_warps=tile.num_warps,
     )
-
-
-def _derive(entry: TableEntry) -> None:
-    derive_into(entry.target)
-    for direction, scale in entry.storage_scales.items():
-        expand_scale_into(entry.target, direction, scale)
 
 
 def can_finish(entry: TableEntry) -> bool:

@@ -51,15 +51,9 @@ class Momentum(Plan):
     ) -> "Momentum":
         """Plan the update of shards on the device of the hyper-parameters, without copying.
 
-        Args:
-            shards: whole weights, any number.
-            hyper: [num_groups, HYPER_FIELDS] fp32, read at every launch.
-            clips: factors of gradients, [num_norms] fp32, read at every launch.
-            nesterov: whether the direction is Nesterov's.
-            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
-
-        Raises:
-            LayoutError: shards whose tensors do not have the promised shape.
+        ``hyper``, [num_groups, HYPER_FIELDS] fp32, and ``clips``, factors of gradients [num_norms]
+        fp32, are read at every launch. LayoutError for shards whose tensors do not have the
+        promised shape.
         """
         device = hyper.device
         for shard in shards:

@@ -58,17 +58,11 @@ class NewtonSchulz(Plan):
         X = a X + X B. A, B and X are rounded to the dtype of ``x``, as in emerging-optimizers.
         Kernels compute B = a I + b A + c A A and X = B X instead, which reads X once less.
 
-        Args:
-            x: normalized matrices, [B, M, N] bf16, fp16 or fp32, contiguous and not empty.
-            scratch: flat memory, [n] of the same dtype and device, contiguous, of
-                :func:`scratch_numel` elements or more.
-            coefficients: (a, b, c) of each step, at least one.
-            form: ``plain``, or ``gram``, which has fewer products with X and for which bf16 is too
-                coarse.
-            transpose: whether A is X^T X, by default if a matrix has more rows than columns.
-            reduce: function that sums A, [B, m, m], over ranks in place, where each holds a slice
-                of every matrix; with ``plain`` only.
-            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
+        ``x`` are normalized matrices, [B, M, N] bf16, fp16 or fp32, contiguous and not empty;
+        ``scratch`` is flat memory of the same dtype, of :func:`scratch_numel` elements or more. A
+        form ``gram`` has fewer products with X, and bf16 is too coarse for it. ``transpose`` is by
+        default true if a matrix has more rows than columns. ``reduce`` sums A, [B, m, m], over
+        ranks in place, where each holds a slice of every matrix; with ``plain`` only.
         """
         is_tall = x.shape[1] > x.shape[2] if transpose is None else transpose
         takes = serves_products(backend, x, scratch) and all(c for _, _, c in coefficients)

@@ -35,16 +35,9 @@ def plan_pack(
         u = lerp(clip * gradient, m, momentum)      without Nesterov or with a negative clip: m
         x = u / max(sqrt(sum of u^2), 1e-7)
 
-    Args:
-        pieces: matrices of one shape, from :meth:`Momentum.piece`, whose gradients still hold what
-            the momentum was updated with.
-        squares: :attr:`Momentum.squares`, read at every launch.
-        packed: batch that is written, [B, M, N] bf16, fp16 or fp32, contiguous: matrix b is the
-            b-th of the pieces.
-        hyper: table that the momentum was updated with.
-        clips: factors that the gradients were multiplied with.
-        nesterov: whether the direction is Nesterov's.
-        backend: kernels where supported, or plain torch.
+    ``pieces`` are matrices of one shape, from :meth:`Momentum.piece`, whose gradients still hold
+    what the momentum was updated with; matrix b of ``packed``, [B, M, N] bf16, fp16 or fp32,
+    contiguous, is their b-th. All tensors are read at every launch.
     """
     calls: tuple[Call, ...] = (partial(_pack, pieces, squares, packed, hyper, clips, nesterov),)
     if takes_kernels(backend, hyper.device, e4m3=False):
@@ -63,12 +56,8 @@ def plan_unpack(
 ) -> Plan:
     """Plan the inverse of :func:`plan_pack`'s permutation of rows.
 
-    Args:
-        packed: batch, [B, M, N] bf16, fp16 or fp32, contiguous.
-        pieces: matrices of the batch, as they were packed.
-        weights: elements that are written, [n] of the batch's dtype, contiguous: the weights of
-            the pieces, one piece after the other. Rows of other matrices are not written.
-        backend: kernels where supported, or plain torch.
+    It writes the elements of the pieces' weights, one piece after the other, [n] of the batch's
+    dtype, contiguous. Rows of other matrices are not written.
     """
     calls: tuple[Call, ...] = (partial(_unpack, packed, pieces, weights),)
     if takes_kernels(backend, packed.device, e4m3=False):
