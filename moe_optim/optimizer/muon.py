@@ -129,14 +129,10 @@ class MatrixWeight:
 def describe_weight(
     param: torch.nn.Parameter, name: str, model: Any, settings: MuonSettings, groups: Any
 ) -> MatrixWeight:
-    """Return the matrices of a parameter.
+    """Return the matrices of a parameter for which :func:`is_muon_matrix` holds.
 
-    Args:
-        param: parameter for which :func:`is_muon_matrix` holds.
-        name: unwrapped name of the parameter.
-        model: Megatron's ``TransformerConfig`` of its chunk.
-        settings: settings of Muon.
-        groups: process groups ``tp`` and ``expt_tp``.
+    ``name`` is unwrapped, ``model`` the ``TransformerConfig`` of its chunk, and ``groups`` are
+    process groups ``tp`` and ``expt_tp``.
     """
     is_expert = bool(_EXPERT.search(name)) and "shared" not in name
     group = groups.expt_tp if is_expert else groups.tp
@@ -252,10 +248,7 @@ def hyper_of(group: dict[str, Any], scale: float, extra_scale_factor: float) -> 
 def tag_roles(model_chunks: Sequence[Any], split_of: Callable[[Any], list[int]]) -> None:
     """Mark QKV weights, as Megatron does before it builds Muon.
 
-    Args:
-        model_chunks: DDP-wrapped chunks.
-        split_of: rows of queries, gates, keys and values per query group, from a
-            ``TransformerConfig``.
+    ``split_of`` a ``TransformerConfig`` are rows of queries, gates, keys and values per group.
     """
     for chunk in model_chunks:
         split = None

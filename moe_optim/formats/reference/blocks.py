@@ -137,14 +137,22 @@ def expert_amax_into(out: Tensor, source: Tensor, start: int, numel: int) -> Non
         start: first element of the source, counted in the weight.
         numel: elements of one expert.
     """
+    for expert, _, values in cut_experts(source, start, numel):
+        bits = magnitude_bits(values.bfloat16())
+        out[expert] = torch.maximum(out[expert], as_magnitude(bits.amax()))
+
+
+def cut_experts(source: Tensor, start: int, numel: int) -> Iterator[tuple[int, slice, Tensor]]:
+    """Yield each expert that a range touches, the elements of the expert, and their values.
+
+    ``source`` contains the elements of the weight from ``start`` on, ``numel`` per expert.
+    """
     flat = source.reshape(-1)
     end = start + flat.numel()
-    if start == end:
-        return
-    for expert in range(start // numel, -(-end // numel)):
-        low, high = max(start, expert * numel), min(end, (expert + 1) * numel)
-        bits = magnitude_bits(flat[low - start : high - start].bfloat16())
-        out[expert] = torch.maximum(out[expert], as_magnitude(bits.amax()))
+    for expert in range(start // numel, -(-end // numel)) if start < end else ():
+        base = expert * numel
+        low, high = max(start, base), min(end, base + numel)
+        yield expert, slice(low - base, high - base), flat[low - start : high - start]
 
 
 # Derived buffers

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight
-from moe_optim.formats.reference.blocks import block_amaxes, encode_block_rows
+from moe_optim.formats.reference.blocks import block_amaxes, cut_experts, encode_block_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -29,19 +29,15 @@ def owned_block_rows(
     source: Tensor, start: int, shape: tuple[int, int, int], format: BlockScaledFormat
 ) -> Iterator[OwnedBlockRows]:
     """Cut ``source``, elements of a weight from ``start`` on, into the block rows it touches."""
-    _, rows, cols = shape
-    flat, height = source.reshape(-1), format.block_row_height
-    end = start + flat.numel()
-    for expert in range(start // (rows * cols), -(-end // (rows * cols))):
-        base = expert * rows * cols
-        low, high = max(start, base) - base, min(end, base + rows * cols) - base
-        first = low // (height * cols) * height
-        count = -(-high // (height * cols)) - first // height
+    (_, rows, cols), height = shape, format.block_row_height
+    for expert, place, part in cut_experts(source, start, rows * cols):
+        first = place.start // (height * cols) * height
+        count = -(-place.stop // (height * cols)) - first // height
         values = torch.zeros((count, height, cols), dtype=torch.bfloat16, device=source.device)
         owned = torch.zeros_like(values, dtype=torch.bool)
-        part = slice(low - first * cols, high - first * cols)
-        values.view(-1)[part] = flat[base + low - start : base + high - start]
-        owned.view(-1)[part] = True
+        there = slice(place.start - first * cols, place.stop - first * cols)
+        values.view(-1)[there] = part
+        owned.view(-1)[there] = True
         yield OwnedBlockRows(expert=expert, first_row=first, values=values, owned=owned)
 
 
