@@ -205,7 +205,11 @@ def infer_partition(
 
 
 def find_format(format: BlockScaledFormat | str) -> BlockScaledFormat | None:
-    """Return a format given by itself or its name, None for ``bf16``; ConfigError if unknown."""
+    """Return ``format``, given by itself or by its name; None for ``bf16``.
+
+    Raises:
+        ConfigError: unknown name.
+    """
     if isinstance(format, str):
         return None if format == "bf16" else get_format(format)
     return format

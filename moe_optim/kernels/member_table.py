@@ -105,7 +105,7 @@ class MemberTable(Plan):
         amax = torch.zeros(slots + sum(owned), dtype=torch.float32, device=device)
         gaps = _gaps_to_zero(consumed, list(groups.values()))
         launches = [
-            LaunchTable.build(
+            LaunchTable(
                 group,
                 amax,
                 first_free_slot=slots + sum(owned[:index]),

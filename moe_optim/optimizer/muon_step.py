@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
 from math import prod
@@ -115,28 +115,8 @@ class MuonTable(Plan):
         ``workspace`` is the memory that matrices pass through, [bytes] uint8 on the device of the
         states, of :func:`needed_bytes` or more, after :func:`check_workspace`.
         """
-        groups = list(dict.fromkeys([None, *(one.weight.ranks for one in states)]))
-        ordered = sorted(states, key=lambda one: groups.index(one.weight.ranks))
-        shards = [_shard(state) for state in ordered]
-        momentum = Momentum.build(shards, hyper, clips, nesterov=settings.nesterov, backend=backend)
-        updates = DirectedUpdates.build(
-            [_directed(state) for state in ordered],
-            hyper,
-            clips,
-            members=members,
-            backend=backend,
-        )
-        planner = _Planner(
-            settings=settings,
-            states=tuple(ordered),
-            momentum=momentum,
-            updates=updates,
-            hyper=hyper,
-            clips=clips,
-            workspace=workspace,
-            backend=backend,
-        )
-        chunks = tuple(planner.plan())
+        planner = _Planner(states, settings, hyper, clips, workspace, members, backend)
+        momentum, updates, chunks = planner.momentum, planner.updates, tuple(planner.plan())
         calls: list[Call] = [momentum.launch, *planner.reductions()]
         calls += [chunk.launch for chunk in chunks]
         calls += updates.finish.calls
@@ -144,7 +124,7 @@ class MuonTable(Plan):
         return cls(
             device=hyper.device,
             calls=tuple(calls),
-            momentum=replace(momentum, shards=(), places=Places(())),
+            momentum=replace(momentum, shards=()),
             chunks=chunks,
             updates=replace(updates, states=(), shards=()),
             precision=settings.orthogonalization.precision,
@@ -319,17 +299,33 @@ class _Part:
         return self.last - self.first
 
 
-@dataclass(kw_only=True, eq=False)
 class _Planner:
-    settings: MuonSettings
-    states: tuple[MuonState, ...]
-    momentum: Momentum
-    updates: DirectedUpdates
-    hyper: Tensor
-    clips: Tensor
-    workspace: Tensor
-    backend: Any
-    num_batches: int = field(default=0)
+    def __init__(
+        self,
+        states: Sequence[MuonState],
+        settings: MuonSettings,
+        hyper: Tensor,
+        clips: Tensor,
+        workspace: Tensor,
+        members: Sequence[MemberTable],
+        backend: Any,
+    ) -> None:
+        groups = list(dict.fromkeys([None, *(one.weight.ranks for one in states)]))
+        self.states = sorted(states, key=lambda one: groups.index(one.weight.ranks))
+        self.settings, self.hyper, self.clips = settings, hyper, clips
+        self.workspace, self.backend, self.num_batches = workspace, backend, 0
+        self.momentum = Momentum.build(
+            [_shard(state) for state in self.states],
+            *(hyper, clips),
+            nesterov=settings.nesterov,
+            backend=backend,
+        )
+        self.updates = DirectedUpdates.build(
+            [_directed(state) for state in self.states],
+            *(hyper, clips),
+            members=members,
+            backend=backend,
+        )
 
     def reductions(self) -> Iterator[Call]:
         """Yield the sums over ranks of the squares of matrices, one per tensor-parallel group.

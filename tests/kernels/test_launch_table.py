@@ -58,7 +58,7 @@ def build(entries, consumed=None):
         slots += shared.size
     amax = torch.zeros(slots + own_slots(planned))
     gaps = consumed if consumed is None else find_gaps(consumed, [one.source for one in entries])
-    return LaunchTable.build(planned, amax, first_free_slot=slots, gaps=gaps)
+    return LaunchTable(planned, amax, first_free_slot=slots, gaps=gaps)
 
 
 def test_a_descriptor_holds_the_addresses_and_strides_of_one_expert():
@@ -125,7 +125,7 @@ def test_tiles_of_row_only_formats_hold_several_rows_and_cut_rows_one_each():
     entry = shard((3, 40, 256), start, end, (start, end), format=INT4)
     exchange = plan_exchange(INT4, entry.target.shape, entry.cuts)
     tile = Tile(cols=128, num_warps=4, rows=16)
-    table = LaunchTable.build([(entry, exchange)], torch.zeros(exchange.size), tile=tile)
+    table = LaunchTable([(entry, exchange)], torch.zeros(exchange.size), tile=tile)
     first = [[0, row, col, height] for row, height in ((10, 0), (26, 14)) for col in (0, 128)]
     inner = [
         [1, row, col, height] for row, height in ((0, 0), (16, 0), (32, 8)) for col in (0, 128)
@@ -146,7 +146,7 @@ def test_tiles_of_row_only_formats_are_masked_where_a_member_ends_inside_of_one(
     exchange = plan_exchange(INT4, entry.target.shape, entry.cuts)
     tile = Tile(cols=128, num_warps=4, rows=16)
     amax = torch.zeros(exchange.size)
-    assert LaunchTable.build([(entry, exchange)], amax, tile=tile).masked is masked
+    assert LaunchTable([(entry, exchange)], amax, tile=tile).masked is masked
 
 
 def test_no_tile_of_a_row_only_format_is_higher_than_offsets_allow():
