@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
-from moe_optim.kernels.cutting import grid
 from moe_optim.kernels.plan import require_flat
 
 LARGEST = 2**31 - 1
@@ -32,11 +31,6 @@ class MatrixRows:
     def rows(self) -> int:
         """Number of rows."""
         return self.span * self.groups
-
-    def indices(self) -> Tensor:
-        """Return the rows of the weight in the order of the matrix, [rows] int64 on the CPU."""
-        groups, rows = grid(range(self.groups), range(self.span)).unbind(1)
-        return self.first + groups * self.stride + rows
 
     def view(self, weights: Tensor) -> Tensor:
         """Return the matrix of each weight as a view, [count, groups, span, C].

@@ -15,7 +15,7 @@ from moe_optim.kernels.packing import plan_pack, plan_unpack
 from moe_optim.kernels.tuning import FlatTile
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import normal_weights, placed, wide_range_weights, with_specials
-from tests.support.matrix_rows import gate_and_up, whole_rows
+from tests.support.matrix_rows import gate_and_up, indices_of, whole_rows
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 TILE, PART, LANES = 128, 256, 4
@@ -106,7 +106,7 @@ def matrices_of(shard, values):
     """Yield all matrices of a shard in the order of squares."""
     for weight in values.view(shard.shape):
         for rows in shard.rows:
-            yield weight[rows.indices()]
+            yield weight[indices_of(rows)]
 
 
 def sum_in_order(values):
@@ -170,10 +170,10 @@ def test_a_batch_holds_directions_divided_by_their_norms(dtype, nesterov):
             got, weights = packed_of(plan, index, number, dtype, hyper, clips, nesterov)
             weight_order = torch.full(copy.shape, -1.0, dtype=dtype)
             for place, norm in enumerate(norms):
-                matrix = direction.view(copy.shape)[place, rows.indices()]
+                matrix = direction.view(copy.shape)[place, indices_of(rows)]
                 want = (matrix / norm.clamp(min=1e-7)).to(dtype)
                 assert_bytes_equal(got[place], want, what=f"{index} {number} {place}")
-                weight_order[place, rows.indices()] = want
+                weight_order[place, indices_of(rows)] = want
             assert_bytes_equal(weights, weight_order.view(-1))
 
 
@@ -286,7 +286,7 @@ def test_no_layout_changes_a_bit(launches):
     apart = [shard((g[None], m[None]), whole) for g, m in zip(gradient, momentum, strict=True)]
     assert_bytes_equal(squares_by(Momentum.build, *apart).squares, want)
     for interleave in (1, 2, 3):
-        order = torch.cat([one.indices() for one in gate_and_up(12, interleave)]).argsort()
+        order = torch.cat([indices_of(one) for one in gate_and_up(12, interleave)]).argsort()
         values = gradient[:, order], momentum[:, order]
         blocks = shard(values, gate_and_up(12, interleave), BF16, offset=interleave)
         plan = squares_by(Momentum.build, blocks)
