@@ -11,7 +11,7 @@ import torch
 from moe_optim.formats import FORMATS, NVFP4, reference
 from moe_optim.formats.health_figures import NUM_SUMS
 from moe_optim.formats.reference.adam import Hyper
-from moe_optim.formats.reference.amax import expert_amax_into
+from moe_optim.formats.reference.blocks import expert_amax_into
 from moe_optim.formats.reference.health import measure_into
 from moe_optim.kernels.norm import NormInput, NormTable
 from tests.support.bytes import assert_same_tensors

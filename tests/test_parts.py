@@ -21,7 +21,7 @@ from moe_optim.formats import (
     reference,
 )
 from moe_optim.formats.partition import infer_partition
-from moe_optim.formats.reference.amax import expert_amax_into
+from moe_optim.formats.reference.blocks import expert_amax_into
 from moe_optim.kernels.plan import Plan
 from moe_optim.parts import quantize_part
 from tests.support.bytes import assert_bytes_equal

@@ -42,7 +42,7 @@ class OwnedMaster:
 
 
 class Gather:
-    """Interface of the gather of a bucket.
+    """What the gathers of both dtypes share; see their ``open``, ``encode`` and ``finish``.
 
     Attributes:
         uses_gradient_memory: whether gradients must not be written between :meth:`open` and
@@ -54,27 +54,17 @@ class Gather:
     uses_gradient_memory: bool
     sliced: tuple[Tensor, ...]
     reduced: tuple[Tensor, ...]
+    exchange: Tensor | None = None
+    """Amaxes to all-reduce with MAX between :meth:`open` and :meth:`encode`, if any."""
 
     def __init__(self, bucket: Any, backend: Backend) -> None:  # a ManagedBucket
         # weak: without a cycle, memory of a bucket that is replaced is freed at once
         self._bucket, self._staging, self._backend = weakref.proxy(bucket), bucket.staging, backend
         self._table: MemberTable | None = None
-        self._allocate()
-
-    def _allocate(self) -> None:
-        """Set ``sliced`` and ``reduced``."""
-        raise NotImplementedError
 
     def buffers_of(self, index: int) -> Mapping[str, Tensor]:  # noqa: ARG002
         """Return the memory of the weight at ``index``, by field of ``QuantizedWeight``."""
         return {}
-
-    def open(self, masters: Sequence[OwnedMaster], *, encoded: bool = False) -> None:
-        """Read this rank's masters, which stay the same tensors until :meth:`forget`.
-
-        ``encoded`` states that a step has encoded their current values.
-        """
-        raise NotImplementedError
 
     def plan_step(self, masters: Sequence[OwnedMaster]) -> MemberTable | None:  # noqa: ARG002
         """Return the table that encodes masters in a step, or None; valid until :meth:`forget`."""
@@ -83,21 +73,12 @@ class Gather:
     def prepare_step(self) -> None:
         """Initialize the buffers that a step encodes masters into."""
 
-    @property
-    def exchange(self) -> Tensor | None:
-        """Amaxes to all-reduce with MAX between :meth:`open` and :meth:`encode`, if any."""
-        return None
-
     def encode(self) -> None:
         """Fill this rank's slice of every buffer."""
 
-    def finish(self) -> None:
-        """Put the received data in place."""
-        raise NotImplementedError
-
     def forget(self) -> None:
         """Drop plans, since masters, weights or gradient memory may have moved."""
-        raise NotImplementedError
+        self._table = None
 
 
 class QuantizedGather(Gather):
@@ -110,8 +91,8 @@ class QuantizedGather(Gather):
     uses_gradient_memory = False
     _is_encoded = False
 
-    def _allocate(self) -> None:
-        bucket = self._bucket
+    def __init__(self, bucket: Any, backend: Backend) -> None:
+        super().__init__(bucket, backend)
         formats = {storage.format for storage in bucket.storages}
         if len(formats) > 1:
             names = ", ".join(sorted(format.name for format in formats))
@@ -139,7 +120,10 @@ class QuantizedGather(Gather):
         return views
 
     def open(self, masters: Sequence[OwnedMaster], *, encoded: bool = False) -> None:
-        """Compute the amaxes of this rank's masters, unless a step has."""
+        """Compute the amaxes of this rank's masters, unless a step has: ``encoded``.
+
+        Masters stay the same tensors until :meth:`forget`.
+        """
         self._is_encoded = encoded and self._table is not None
         if not self._is_encoded:
             self.plan_step(masters).find_maxima.launch()
@@ -158,7 +142,7 @@ class QuantizedGather(Gather):
             buffer.zero_()
 
     @property
-    def exchange(self) -> Tensor | None:
+    def exchange(self) -> Tensor | None:  # type: ignore[override]
         """Amaxes of blocks and experts that cross shard boundaries."""
         table = self._opened()
         return table.exchange if table.exchange.numel() else None
@@ -175,10 +159,6 @@ class QuantizedGather(Gather):
         """Derive columnwise data and scales from the gathered ones, in one launch."""
         self._opened().finish.launch()
 
-    @override
-    def forget(self) -> None:
-        self._table = None
-
     def _opened(self) -> MemberTable:
         if self._table is None:
             raise StateError(
@@ -194,7 +174,8 @@ class Bf16Gather(Gather):
     uses_gradient_memory = True
     _copies: tuple[list[Tensor], list[Tensor]] | None = None
 
-    def _allocate(self) -> None:
+    def __init__(self, bucket: Any, backend: Backend) -> None:
+        super().__init__(bucket, backend)
         self.sliced, self.reduced = (self._staging.view(torch.uint8),), ()
 
     def open(self, masters: Sequence[OwnedMaster], *, encoded: bool = False) -> None:  # noqa: ARG002
@@ -213,7 +194,8 @@ class Bf16Gather(Gather):
 
     @override
     def forget(self) -> None:
-        self._table = self._copies = None
+        super().forget()
+        self._copies = None
 
     def _plan(self, masters: Sequence[OwnedMaster]) -> tuple[list[Tensor], list[Tensor]]:
         slot_of = dict(zip(map(id, self._bucket.params), self._bucket.slots, strict=True))
@@ -224,17 +206,19 @@ class Bf16Gather(Gather):
         return staged, [one.master for one in masters]
 
     def _build_table(self) -> MemberTable:
-        entries = []
-        for storage, slot in zip(self._bucket.storages, self._bucket.slots, strict=True):
-            entries.append(
-                TableEntry(
-                    parameter=slot.name,
-                    source=self._staging[slot.start : slot.end].view(slot.shape),
-                    target=storage.quantized,
-                    storage_scales=storage.storage_scales,
-                )
+        entries = [
+            TableEntry(
+                parameter=slot.name,
+                source=self._staging[slot.start : slot.end].view(slot.shape),
+                target=storage.quantized,
+                storage_scales=storage.storage_scales,
             )
+            for storage, slot in zip(self._bucket.storages, self._bucket.slots, strict=True)
+        ]
         return MemberTable.build(entries, consumed=self._staging, backend=self._backend)
+
+
+AnyGather = QuantizedGather | Bf16Gather
 
 
 class AmaxRecord:
@@ -278,7 +262,7 @@ class AmaxRecord:
 # Collectives of a bucket group
 
 
-def fill_slices(gathers: Sequence[Gather], group: dist.ProcessGroup) -> None:
+def fill_slices(gathers: Sequence[AnyGather], group: dist.ProcessGroup) -> None:
     """Encode this rank's slice of every buffer of opened gathers. Every rank must call it."""
     for gather in gathers:
         if gather.exchange is not None:

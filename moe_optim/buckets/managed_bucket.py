@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moe_optim.buckets.gather import (
     AmaxRecord,
+    AnyGather,
     Bf16Gather,
-    Gather,
     OwnedMaster,
     QuantizedGather,
     Wire,
@@ -98,10 +98,10 @@ class ManagedBucket:
         if not all(storage.is_fresh for storage in self.storages):
             self.state.record(Event.SETTLE)  # behind the masters of another wrapper
         make_gather = QuantizedGather if wire == "quantized" else Bf16Gather
-        self.gather: Gather = make_gather(self, backend)
+        self.gather: AnyGather = make_gather(self, backend)
         for index, storage in enumerate(self.storages):
             storage.bind(self.gather.buffers_of(index), bucket=self)
-        self._master_places, self._weight_places = self.places()
+        self._record_places()
         self._amaxes = AmaxRecord.of(self.params)
         amaxes = () if self._amaxes is None else (self._amaxes.values,)
         self.reduced: tuple[Tensor, ...] = (*self.gather.reduced, *amaxes)
@@ -167,8 +167,8 @@ class ManagedBucket:
 
     # Plans
 
-    def places(self) -> tuple[Places, tuple[Watched, ...]]:
-        """Return what plans depend on: masters, and weight tensors that modules may replace.
+    def _record_places(self) -> None:
+        """Record what plans depend on: masters, and weight tensors that modules may replace.
 
         RL stacks that offload masters replace their ``data``; modules of Transformer Engine replace
         weight tensors.
@@ -176,7 +176,8 @@ class ManagedBucket:
         watched = [one for storage in self.storages for one in storage.watched]
         fields = Attributes.merge([one for one in watched if isinstance(one, Attributes)])
         others = [one for one in watched if not isinstance(one, Attributes)]
-        return Places([one.master for one in self._masters or ()]), (*fields, *others)
+        self._master_places = Places([one.master for one in self._masters or ()])
+        self._weight_places: tuple[Watched, ...] = (*fields, *others)
 
     @property
     def has_moved(self) -> bool:
@@ -193,13 +194,13 @@ class ManagedBucket:
             self.generation = generation
         if self._masters is None:
             self._masters = list[OwnedMaster](self.owner.masters_of(self))
-            self._master_places, self._weight_places = self.places()
+            self._record_places()
         return self._masters
 
     def forget_masters(self) -> None:
         """Drop plans, since masters, weights or gradient memory may have moved."""
         self._masters = self._planned_step = None
-        self._master_places, self._weight_places = self.places()
+        self._record_places()
         self._has_initial = True  # weights may have been replaced
         self._plans += 1
         self.gather.forget()

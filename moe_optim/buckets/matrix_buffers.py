@@ -76,15 +76,8 @@ def matrix_param_layout(
 ) -> PerBufferParamLayout:
     """Return the layout of a buffer in which every matrix lies inside one shard, and log it.
 
-    Args:
-        params: parameters of the buffer in the order of the forward pass, [R, C] or [E, R, C].
-        bucket_size: minimum number of elements of a bucket; None for one bucket.
-        dp_size: number of data-parallel ranks.
-        divisor: divisor of the length of a bucket, a multiple of ``dp_size``.
-        param_indices: Megatron's indices of ``params``, passed through.
-
-    Raises:
-        LayoutError: no rank can own some matrix whole.
+    ``params`` are in the order of the forward pass; ``divisor`` divides the length of a bucket and
+    is a multiple of ``dp_size``. LayoutError if no rank can own some matrix whole.
     """
     from moe_optim.buckets.matrix_layout import lay_out_matrices
 

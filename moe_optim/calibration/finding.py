@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from moe_optim.calibration.linears import ExpertLinear
 from moe_optim.errors import LayoutError, NonFiniteError
-from moe_optim.formats.reference.amax import expert_amax_into
+from moe_optim.formats.reference.blocks import expert_amax_into
 from moe_optim.integration.agreement import agree
 
 _NONE = -1.0

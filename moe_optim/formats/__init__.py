@@ -363,17 +363,11 @@ class QuantizedWeight:
             LayoutError: a buffer has the wrong shape, dtype or device, is missing or superfluous,
                 or does not share memory as required.
         """
-        import torch
-
         self.format.check_shape(self.shape, name="QuantizedWeight.shape")
-        for direction in self.format.directions:
-            data_shape = self.format.data_shape(self.shape, direction)
-            self._check_buffer(f"{direction}_data", data_shape, torch.uint8)
-            scale_shape = self.format.scale_shape(self.shape, direction)
-            self._check_buffer(f"{direction}_scale", scale_shape, self.format.scale_dtype)
-        if self.format.has_global_amax:
-            self._check_buffer("global_amax", self.shape[:1], torch.float32)
-        elif self.global_amax is not None:
+        ways = [f"{way}_{kind}" for way in self.format.directions for kind in ("data", "scale")]
+        for name in (*ways, *["global_amax"] * self.format.has_global_amax):
+            self._check_buffer(name)
+        if self.global_amax is not None and not self.format.has_global_amax:
             raise LayoutError(
                 f"QuantizedWeight.global_amax: {self.format.name} has none, got a tensor. "
                 f"Leave it out."
@@ -412,17 +406,11 @@ class QuantizedWeight:
 
         checked = format.check_shape(shape, name)
 
-        def allocate(name: str) -> "Tensor":
-            direction: Direction = "columnwise" if name.startswith("columnwise") else "rowwise"
-            if name == "global_amax":
-                return torch.empty(checked[:1], dtype=torch.float32, device=device)
-            if name.endswith("_data"):
-                size = format.data_shape(checked, direction)
-                return torch.empty(size, dtype=torch.uint8, device=device)
-            size = format.scale_shape(checked, direction)
-            return torch.empty(size, dtype=format.scale_dtype, device=device)
-
-        return cls.of_buffers(format, checked, map(allocate, format.buffer_names))
+        buffers = []
+        for field in format.buffer_names:
+            size, dtype = _buffer_layout(format, checked, field)
+            buffers.append(torch.empty(size, dtype=dtype, device=device))
+        return cls.of_buffers(format, checked, buffers)
 
     @classmethod
     def of_buffers(
@@ -470,12 +458,13 @@ class QuantizedWeight:
         gathered = {*kinds, "global_amax"}
         return {name: buffer for name, buffer in self.buffers().items() if name in gathered}
 
-    def _check_buffer(self, field: str, shape: Sequence[int], dtype: "torch.dtype") -> None:
+    def _check_buffer(self, field: str) -> None:
+        shape, dtype = _buffer_layout(self.format, self.shape, field)
         buffer = getattr(self, field)
         where = f"QuantizedWeight.{field}"
         if buffer is None:
             raise LayoutError(f"{where}: {self.format.name} needs {list(shape)} {dtype}, got None.")
-        if tuple(buffer.shape) != tuple(shape) or buffer.dtype != dtype:
+        if tuple(buffer.shape) != shape or buffer.dtype != dtype:
             raise LayoutError(
                 f"{where}: {self.format.name} of shape {list(self.shape)} needs {list(shape)} "
                 f"{dtype}, got {list(buffer.shape)} {buffer.dtype}."
@@ -485,6 +474,20 @@ class QuantizedWeight:
                 f"{where}: expected the device of rowwise_data, {self.rowwise_data.device}, got "
                 f"{buffer.device}."
             )
+
+
+def _buffer_layout(
+    format: BlockScaledFormat, shape: tuple[int, int, int], field: str
+) -> "tuple[tuple[int, ...], torch.dtype]":
+    """Return the shape and the dtype of a field of ``QuantizedWeight``."""
+    import torch
+
+    direction: Direction = "columnwise" if field.startswith("columnwise") else "rowwise"
+    if field == "global_amax":
+        return shape[:1], torch.float32
+    if field.endswith("_data"):
+        return format.data_shape(shape, direction), torch.uint8
+    return format.scale_shape(shape, direction), format.scale_dtype
 
 
 def _same_memory(a: "Tensor", b: "Tensor") -> bool:

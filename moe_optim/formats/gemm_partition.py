@@ -24,13 +24,14 @@ from math import prod
 from typing import Literal, get_args
 
 from moe_optim.errors import ConfigError
-from moe_optim.formats import BlockScaledFormat, Direction, get_format
+from moe_optim.formats import BlockScaledFormat, Direction
 from moe_optim.formats.partition import (
     DIMENSIONS,
     Dimension,
     Maxima,
     MeshAxis,
     Partition,
+    find_format,
     infer_partition,
 )
 
@@ -164,7 +165,27 @@ def infer_gemm_partition(
         tokens=tokens,
         token_axes={axis: parts for axis, parts in token_axes.items() if parts > 1},
     )
-    return rules.plan(_known(token_format), _known(grad_format), wgrad_dtype)
+    x, dy = find_format(token_format or "bf16"), find_format(grad_format or "bf16")
+    return GemmPartition(
+        held=rules.held,
+        gathered=rules.gathered,
+        group_axes=tuple(axis.name for axis in rules.kept if axis.dimension == "experts"),
+        forward=Gemm(
+            left=rules.token_operand("tokens", x, "rowwise"),
+            right=rules.weight_operand("rowwise"),
+            output=rules.token_output("rows", contracted="columns"),
+        ),
+        dgrad=Gemm(
+            left=rules.token_operand("output_grad", dy, "rowwise"),
+            right=rules.weight_operand("columnwise"),
+            output=rules.token_output("columns", contracted="rows"),
+        ),
+        wgrad=Gemm(
+            left=rules.token_operand("output_grad", dy, "columnwise"),
+            right=rules.token_operand("tokens", x, "columnwise"),
+            output=rules.weight_output(wgrad_dtype),
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,30 +196,6 @@ class _Rules:
     kept: tuple[MeshAxis, ...]
     tokens: int
     token_axes: Mapping[str, int]
-
-    def plan(
-        self, x: BlockScaledFormat | None, dy: BlockScaledFormat | None, dtype: Dtype
-    ) -> GemmPartition:
-        return GemmPartition(
-            held=self.held,
-            gathered=self.gathered,
-            group_axes=tuple(axis.name for axis in self.kept if axis.dimension == "experts"),
-            forward=Gemm(
-                left=self.token_operand("tokens", x, "rowwise"),
-                right=self.weight_operand("rowwise"),
-                output=self.token_output("rows", contracted="columns"),
-            ),
-            dgrad=Gemm(
-                left=self.token_operand("output_grad", dy, "rowwise"),
-                right=self.weight_operand("columnwise"),
-                output=self.token_output("columns", contracted="rows"),
-            ),
-            wgrad=Gemm(
-                left=self.token_operand("output_grad", dy, "columnwise"),
-                right=self.token_operand("tokens", x, "columnwise"),
-                output=self.weight_output(dtype),
-            ),
-        )
 
     def weight_operand(self, direction: Direction) -> Operand:
         format = self.gathered.format
@@ -226,11 +223,8 @@ class _Rules:
         direction: Direction,
     ) -> Operand:
         features: Dimension = "columns" if name == "tokens" else "rows"
-        gathers = [
-            axis
-            for axis in self.kept
-            if axis.dimension != features and axis.name in self.token_axes
-        ]
+        cut = [axis for axis in self.kept if axis.dimension != features]
+        gathers = [axis for axis in cut if axis.name in self.token_axes]
         read = _buffers(format, direction)
         maxima: tuple[Maxima, ...] = ()
         if format is not None:
@@ -339,12 +333,6 @@ def _cut(
     for cut in cuts:
         axes.setdefault(cut.dimension, {})[cut.name] = cut.parts
     return infer_partition(format, axes, shape=shape)
-
-
-def _known(format: BlockScaledFormat | str | None) -> BlockScaledFormat | None:
-    if format is None or format == "bf16":
-        return None
-    return get_format(format) if isinstance(format, str) else format
 
 
 def _direction(format: BlockScaledFormat | None, direction: Direction) -> Direction | None:

@@ -177,7 +177,7 @@ def infer_partition(
         ConfigError: unknown format or dimension, or a mesh axis that appears twice or has no rank.
         LayoutError: unsupported shape, parts of unequal size, or a byte that would span ranks.
     """
-    known = None if format == "bf16" else get_format(format) if isinstance(format, str) else format
+    known = find_format(format)
     if known is None:
         experts, rows, cols = _check_bf16(shape, name)
     else:
@@ -202,6 +202,17 @@ def infer_partition(
         maxima=tuple(maxima for maxima in found if maxima.axes),
         expert_amax=expert_amax,
     )
+
+
+def find_format(format: BlockScaledFormat | str) -> BlockScaledFormat | None:
+    """Return ``format``, given by itself or by its name; None for ``bf16``.
+
+    Raises:
+        ConfigError: unknown name.
+    """
+    if isinstance(format, str):
+        return None if format == "bf16" else get_format(format)
+    return format
 
 
 def _check_bf16(shape: Sequence[int], name: str) -> tuple[int, int, int]:

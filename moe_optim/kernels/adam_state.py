@@ -57,9 +57,9 @@ class AdamState:
             hyper: row of hyper-parameters, [HYPER_FIELDS] fp32.
             clip: clip factor, fp32 scalar. A negative factor skips the update.
         """
-        step_into(  # .data: as with kernels, version counters count only other writes
-            *(self.master.data, *self.inputs), hyper=hyper, clip=clip, decoupled=rule == "adamw"
-        )
+        master = self.master.data  # as with kernels, version counters count only other writes
+        held = (master, self.gradient, self.exp_avg, self.exp_avg_sq)
+        step_into(*held, hyper=hyper, clip=clip, decoupled=rule == "adamw")
 
     def piece(self, first: int, last: int, there: Sequence[Tensor]) -> "AdamState":
         """Return elements ``first`` to ``last``, with master and moments elsewhere.

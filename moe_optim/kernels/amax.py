@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
-from moe_optim.formats.reference.amax import expert_amax_into
+from moe_optim.formats.reference.blocks import expert_amax_into
 from moe_optim.kernels import fields
 from moe_optim.kernels.exchange import AMAX_SLOTS
 from moe_optim.kernels.launch_table import bind_expert_amax, cut_amax_parts, describe_members

@@ -6,16 +6,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from moe_optim.errors import LayoutError
-from moe_optim.kernels.directed_state import DirectedPiece, DirectedState
+from moe_optim.kernels.directed_state import DirectedState
 from moe_optim.kernels.exchange import AMAX_SLOTS
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.plan import Backend, Plan
 from moe_optim.kernels.update import Shard, Updates, match_members
-from moe_optim.places import Places
 
 Piece = tuple[int, int, int, Tensor]
-"""Index of a state, first and end element in it, and their direction, [end - first]."""
+"""Index of a state, first and end element in it, and their direction, [end - first] bf16, fp16 or
+fp32, contiguous."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -50,24 +49,14 @@ class DirectedUpdates:
     ) -> "DirectedUpdates":
         """Check the states, and match them with the members that they are the masters of.
 
-        Args:
-            states: all owned states; may be empty.
-            hyper: [num_groups, HYPER_FIELDS] fp32 on the device of the states, stored by reference;
-                for the columns of a direction see ``fields``.
-            clips: [num_norms] fp32, stored by reference. A negative factor skips the update, and
-                encodes the unchanged masters again.
-            members: tables whose sources are masters of some of the states, without shared blocks
-                or experts.
-            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
-
-        Raises:
-            LayoutError: states with inconsistent tensors, masters of members without a state, or
-                members with blocks or experts that several ranks share.
+        ``hyper``, [num_groups, HYPER_FIELDS] fp32, and ``clips``, [num_norms] fp32, are stored by
+        reference; for the columns of a direction see ``fields``. A negative factor skips the
+        update, and encodes the unchanged masters again. The sources of ``members`` are masters of
+        some of the states, without blocks or experts that ranks share. LayoutError for states with
+        inconsistent tensors, or masters of members without a state.
         """
         for state in states:
             state.check()
-        for table in members:
-            _refuse_cuts(table)
         owned = [state for state in states if state.master.numel()]
         matched = {id(one.state): one for one in match_members(owned, members, backend)}
         shards, num_slots = _number_slots(
@@ -94,55 +83,14 @@ class DirectedUpdates:
     def plan(self, pieces: Sequence[Piece]) -> Plan:
         """Return the update of some pieces, and on the kernel path their encoding.
 
-        Elements outside of the pieces are neither read nor written.
-
-        Args:
-            pieces: index of a state, first and end element in it, and their direction, [end -
-                first] bf16, fp16 or fp32, contiguous, stored by reference. A piece of a member
-                consists of whole block rows; for formats with a global amax, of whole experts.
-
-        Raises:
-            LayoutError: a piece outside its state, one that cuts a block row or an expert, or an
-                unsupported direction.
+        Elements outside of the pieces are neither read nor written. A piece of a member consists of
+        whole block rows; for formats with a global amax, of whole experts.
         """
-        shards = [self._shard_of(*piece) for piece in pieces]
-        tensors = [one for index, *_ in pieces for one in self.states[index].tensors()]
-        tensors += [direction for *_, direction in pieces]
-        plan = self.updates.plan([shard for shard in shards if shard.state.master.numel()])
-        return replace(plan, places=Places(tensors))
-
-    def _shard_of(
-        self, index: int, first: int, last: int, direction: Tensor
-    ) -> Shard[DirectedPiece]:
-        shard = self.shards[index]
-        piece = shard.piece(first, shard.state.piece(first, last, direction))
-        if piece.member is not None:
-            entry = piece.member.entry
-            rows, cols = entry.target.shape[1:]
-            by_expert = entry.target.format.has_global_amax
-            for part in entry.owned_parts():
-                whole = part.low == part.first_whole and part.high == part.end_whole
-                if not whole or (by_expert and part.high - part.low < rows * cols):
-                    unit = "experts" if by_expert else "block rows"
-                    raise LayoutError(
-                        f"{entry.parameter}: expected a piece of whole {unit} of "
-                        f"{entry.target.format.name} {list(entry.target.shape)}, got elements "
-                        f"{entry.start} to {entry.end}. Let pieces begin and end with experts."
-                    )
-        return piece
-
-
-def _refuse_cuts(table: MemberTable) -> None:
-    shared = [
-        entry.parameter
-        for entry, exchange in zip(table.entries, table.exchanges, strict=True)
-        if exchange.size
-    ]
-    if shared:
-        raise LayoutError(
-            f"{', '.join(shared)}: expected whole blocks and experts on every rank, got some that "
-            "ranks share. Place the boundaries of shards between experts."
-        )
+        shards = []
+        for index, first, last, direction in pieces:
+            shard = self.shards[index]
+            shards.append(shard.piece(first, shard.state.piece(first, last, direction)))
+        return self.updates.plan([shard for shard in shards if shard.state.master.numel()])
 
 
 def _number_slots(

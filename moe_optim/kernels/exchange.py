@@ -62,13 +62,10 @@ def plan_exchange(
         key = (expert, offset // block_row * format.block_row_height)
         if offset % block_row and key not in block_rows:
             block_rows[key] = slot
-            slot += block_row_slots(format, cols)
+            # C columns and C / block runs in each of `block` rows, or one per square block
+            both_ways = len(format.gathered_directions) == 2
+            slot += 2 * cols if both_ways else -(-cols // format.block_length)
         if format.has_global_amax and offset and expert not in global_amaxes:
             global_amaxes[expert] = slot
             slot += AMAX_SLOTS
     return Exchange(block_rows=block_rows, experts=global_amaxes, first=first, size=slot - first)
-
-
-def block_row_slots(format: BlockScaledFormat, cols: int) -> int:
-    """Return the number of maxima of a block row: C columns and C runs, or one per square block."""
-    return 2 * cols if len(format.gathered_directions) == 2 else -(-cols // format.block_length)

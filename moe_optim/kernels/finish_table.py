@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight
-from moe_optim.formats.reference import derive_into, expand_scale_into
 from moe_optim.kernels.cutting import grid, int64
 from moe_optim.kernels.plan import BoundKernel, Call, Plan
-from moe_optim.kernels.table_entry import TableEntry
+from moe_optim.kernels.table_entry import TableEntry, derive
 from moe_optim.kernels.tuning import SCALE_TILES, TRANSPOSE
 from moe_optim.places import Places
 
@@ -31,21 +30,14 @@ def plan_finish(entries: Sequence[TableEntry], device: torch.device, *, runs_ker
         if runs_kernels and can_finish(entry):
             by_format.setdefault(entry.target.format, []).append(entry)
         else:
-            calls.append(partial(_derive, entry))
-    for group in by_format.values():
-        calls += bind_finish(group)
+            calls.append(partial(derive, entry))
+    for format, group in by_format.items():
+        transposes = [copy for entry in group for copy in _transposes(entry.target)]
+        scales = [copy for entry in group for copy in _scale_copies(entry)]
+        if transposes or scales:
+            pack = 4 * format.elements_per_byte
+            calls.append(_bind(transposes, scales, device, pack, scale_dtype=format.scale_dtype))
     return Plan(device=device, calls=tuple(calls))
-
-
-def bind_finish(entries: Sequence[TableEntry]) -> list[BoundKernel]:
-    """Return the launch that derives buffers of weights of one format, if it derives any."""
-    format, device = entries[0].target.format, entries[0].target.rowwise_data.device
-    transposes = [copy for entry in entries for copy in _transposes(entry.target)]
-    scales = [copy for entry in entries for copy in _scale_copies(entry)]
-    if not transposes and not scales:
-        return []
-    pack = 4 * format.elements_per_byte
-    return [_bind(transposes, scales, device, pack, scale_dtype=format.scale_dtype)]
 
 
 def plan_transposes(pairs: Sequence[tuple[Tensor, Tensor]]) -> Plan:
@@ -105,12 +97,6 @@ def _bind(
         ),
         num_warps=tile.num_warps,
     )
-
-
-def _derive(entry: TableEntry) -> None:
-    derive_into(entry.target)
-    for direction, scale in entry.storage_scales.items():
-        expand_scale_into(entry.target, direction, scale)
 
 
 def can_finish(entry: TableEntry) -> bool:

@@ -1,7 +1,6 @@
 """Requantization of experts of many weights of one format: descriptors, tiles, and kernels."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,99 +22,76 @@ Planned = tuple[TableEntry, Exchange]
 """Parameter, and the maxima that it shares with other ranks."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaunchTable:
-    """Tables that kernels read to requantize weights of one format; see :meth:`build`.
+    """Tables that kernels read to requantize weights of one format.
 
     A member is the part of one expert that this rank owns. Descriptors hold addresses, so a table
     is invalid once a tensor has moved.
+
+    Args:
+        planned: parameters of one format that :func:`can_launch` accepts, with sources of one
+            dtype, and their exchanges; at least one.
+        amax: fp32 slots on the same device: the exchanged ones, then :func:`own_slots`.
+        first_free_slot: first slot that only this launch uses.
+        gaps: memory that encoding zeroes besides the sources, see :func:`find_gaps`; None to zero
+            nothing, as where a block row is cut.
+        tile: rectangle per program; by default the fastest for a requantization.
+
+    Attributes:
+        descriptors: [num_members + num_gaps, DESCRIPTOR_FIELDS] int64, see ``fields``. A gap
+            consists of an address and a number of two-byte units.
+        tiles: [num_programs, TILE_FIELDS] int32: descriptor, first row, first column, 0; the rows
+            instead of 0 for partial tiles of row-only formats. For a gap, the column is its first
+            unit. Tiles of members, ``num_tiles`` of them, come first.
+        cut_tiles: tiles of partly owned block rows, [num_cut_tiles, TILE_FIELDS] int32; the last
+            column is the slot of the block row's first maximum.
+        amax_parts: descriptor and part of each amax program, [num_parts, 2] int32. Empty for
+            formats without a global amax.
+        amax_slots: first amax slot of each member.
+        masked: whether some tile of whole block rows is partial.
+        aligned: whether every row of source and data starts at a multiple of 16 bytes.
+        zeroes: whether encoding zeroes the sources and the gaps.
     """
 
-    format: BlockScaledFormat
-    planned: tuple[Planned, ...]
-    descriptors: Tensor
-    """Descriptors, [num_members + num_gaps, DESCRIPTOR_FIELDS] int64, see ``fields``. A gap
-    consists of an address and a number of two-byte units."""
-    tiles: Tensor
-    """Tiles, [num_programs, TILE_FIELDS] int32: descriptor, first row, first column, 0; the rows
-    instead of 0 for partial tiles of row-only formats. For a gap, the column is its first unit."""
-    num_tiles: int
-    """Number of member tiles; gap tiles follow."""
-    cut_tiles: Tensor
-    """Tiles of partly owned block rows, [num_cut_tiles, TILE_FIELDS] int32; the last column is the
-    slot of the block row's first maximum."""
-    amax_parts: Tensor
-    """Descriptor and part of each amax program, [num_parts, 2] int32. Empty for formats without a
-    global amax."""
-    amax: Tensor
-    """Amax slots, fp32, shared with the other launches of a table."""
-    amax_slots: tuple[int, ...]
-    """First amax slot of each member."""
-    tile: Tile
-    source_dtype: torch.dtype
-    masked: bool
-    """Whether some tile of whole block rows is partial."""
-    aligned: bool
-    """Whether every row of source and data starts at a multiple of 16 bytes."""
-    zeroes: bool
-    """Whether encoding zeroes the sources and the gaps."""
-
-    @classmethod
-    def build(
-        cls,
+    def __init__(
+        self,
         planned: Sequence[Planned],
         amax: Tensor,
         *,
         first_free_slot: int = 0,
         gaps: Sequence[Range] | None = None,
         tile: Tile | None = None,
-    ) -> "LaunchTable":
-        """Describe weights of one format on their device.
-
-        Args:
-            planned: parameters of one format that :func:`can_launch` accepts, with sources of one
-                dtype, and their exchanges; at least one.
-            amax: fp32 slots on the same device: the exchanged ones, then :func:`own_slots`.
-            first_free_slot: first slot that only this launch uses.
-            gaps: memory that encoding zeroes besides the sources, see :func:`find_gaps`; None to
-                zero nothing, as where a block row is cut.
-            tile: rectangle per program; by default the fastest for a requantization.
-        """
+    ) -> None:
         entries = [entry for entry, _ in planned]
-        format, dtype = entries[0].target.format, entries[0].source.dtype
-        described_gaps = _describe_gaps(gaps or ())
-        tile = tile or TILES[format.name, dtype]
+        self.planned, self.amax, self.zeroes = tuple(planned), amax, gaps is not None
+        self.format, self.source_dtype = entries[0].target.format, entries[0].source.dtype
+        self.tile = tile or TILES[self.format.name, self.source_dtype]
         members, tiles, cut_tiles, first = [], [], [], 0
         for entry, exchange in planned:
             experts = entry.owned_experts
             own = (first_free_slot + AMAX_SLOTS * (first + index) for index in range(len(experts)))
             slots = [exchange.experts.get(e, slot) for e, slot in zip(experts, own, strict=True)]
             members.append(describe_members(entry, experts, int64(slots)))
-            whole, cut = _cut_tiles(entry, exchange, first, tile)
+            whole, cut = _cut_tiles(entry, exchange, first, self.tile)
             tiles.append(whole)
             cut_tiles.append(cut)
             first += len(experts)
-        descriptors = torch.cat(members)
-        amax_parts = cut_amax_parts(descriptors if format.has_global_amax else descriptors[:0])
+        described, described_gaps = torch.cat(members), _describe_gaps(gaps or ())
+        parts = cut_amax_parts(described if self.format.has_global_amax else described[:0])
+        self.amax_slots = described[:, fields.AMAX_SLOT].tolist()
+        self.num_tiles = sum(map(len, tiles))
+        self.masked = any(bool(whole[:, 3].any()) for whole in tiles) or any(
+            entry.target.shape[2] % self.tile.cols
+            or entry.target.shape[1] % self.format.block_row_height
+            for entry in entries
+        )
+        self.aligned = all(map(is_aligned, entries))
+        tiles.append(_cut_gaps(first, described_gaps))
         device = entries[0].source.device
-        _, heights, widths = zip(*(entry.target.shape for entry in entries), strict=True)
-        return cls(
-            format=format,
-            planned=tuple(planned),
-            descriptors=torch.cat([descriptors, described_gaps]).to(device),
-            tiles=torch.cat([*tiles, _cut_gaps(first, described_gaps)]).to(device, torch.int32),
-            num_tiles=sum(map(len, tiles)),
-            cut_tiles=torch.cat(cut_tiles).to(device, torch.int32),
-            amax_parts=amax_parts.to(device, torch.int32),
-            amax=amax,
-            amax_slots=tuple(descriptors[:, fields.AMAX_SLOT].tolist()),
-            tile=tile,
-            source_dtype=dtype,
-            masked=any(width % tile.cols for width in widths)
-            or any(height % format.block_row_height for height in heights)
-            or any(bool(whole[:, 3].any()) for whole in tiles),
-            aligned=all(map(is_aligned, entries)),
-            zeroes=gaps is not None,
+        self.descriptors = torch.cat([described, described_gaps]).to(device)
+        self.tiles, self.cut_tiles, self.amax_parts = (
+            table.to(device, torch.int32)
+            for table in (torch.cat(tiles), torch.cat(cut_tiles), parts)
         )
 
     def bind_maxima(self, *, cut_only: bool = False) -> Iterator[BoundKernel]:
@@ -150,33 +126,22 @@ class LaunchTable:
         ``cut_only`` omits whole block rows and gaps.
         """
         if len(self.tiles) and not cut_only:
-            yield self.bind_whole()
+            yield self.bind()
         if len(self.cut_tiles):
-            yield self._bind(self.cut_tiles, len(self.cut_tiles), aligned=self.aligned, CUT=True)
+            yield self.bind(cut=True)
 
-    def bind_whole(
-        self, *states: Tensor, aligned: bool | None = None, **of_update: str
+    def bind(
+        self, *states: Tensor, cut: bool = False, aligned: bool = True, **of_update: str
     ) -> BoundKernel:
-        """Return the kernel that encodes whole block rows, after an update if given ``states``.
+        """Return the kernel that encodes whole or cut block rows, after an update of ``states``.
 
-        ``states`` are states, hyper-parameters and clip factors, ``of_update`` the constants of the
-        rule, see ``update_tile``. ``aligned`` includes the states.
+        ``states`` are states, hyper-parameters and clip factors, or none; ``of_update`` are the
+        constants of the rule, see ``update_tile``. ``aligned`` states whether states are.
         """
-        aligned = self.aligned if aligned is None else aligned
-        return self._bind(
-            self.tiles, self.num_tiles, *states, aligned=aligned, CUT=False, **of_update
-        )
-
-    def _bind(
-        self,
-        tiles: Tensor,
-        num_tiles: int,
-        *states: Tensor,
-        aligned: bool,
-        CUT: bool,
-        **of_update: str,
-    ) -> BoundKernel:
-        kernel, of_format = _choose_kernel(self.format, self.tile, cut=CUT)
+        tiles, num_tiles = self.tiles, self.num_tiles
+        if cut:
+            tiles, num_tiles = self.cut_tiles, len(self.cut_tiles)
+        kernel, of_format = _choose_kernel(self.format, self.tile, cut=cut)
         return BoundKernel(
             kernel,
             len(tiles),
@@ -189,8 +154,8 @@ class LaunchTable:
             TILE_COLS=self.tile.cols,
             FROM_FP32=self.source_dtype == torch.float32,
             MASKED=self.masked,
-            ALIGNED=aligned,
-            CUT=CUT,
+            ALIGNED=aligned and self.aligned,
+            CUT=cut,
             ZERO=self.zeroes,
             **(of_update or {"RULE": "none", "GRADIENT": "none", "MOMENTS": "none"}),
             num_warps=self.tile.num_warps,

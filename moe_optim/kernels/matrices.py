@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
-from moe_optim.kernels.cutting import grid
 from moe_optim.kernels.plan import require_flat
 
 LARGEST = 2**31 - 1
@@ -27,20 +27,10 @@ class MatrixRows:
     groups: int
     """Number of groups."""
 
-    @classmethod
-    def of(cls, rows: int) -> "MatrixRows":
-        """Return all ``rows`` rows of a weight."""
-        return cls(first=0, span=rows, stride=rows, groups=1)
-
     @property
     def rows(self) -> int:
         """Number of rows."""
         return self.span * self.groups
-
-    def indices(self) -> Tensor:
-        """Return the rows of the weight in the order of the matrix, [rows] int64 on the CPU."""
-        groups, rows = grid(range(self.groups), range(self.span)).unbind(1)
-        return self.first + groups * self.stride + rows
 
     def view(self, weights: Tensor) -> Tensor:
         """Return the matrix of each weight as a view, [count, groups, span, C].
@@ -56,52 +46,26 @@ class MatrixRows:
         )
 
 
-def gate_and_up(rows: int, interleave: int | None) -> tuple[MatrixRows, MatrixRows]:
-    """Return the rows of gate and up in a weight of both, [rows, C].
+def split_rows(rows: int, split: Sequence[int]) -> tuple[MatrixRows, ...]:
+    """Return the rows of the matrices that lie in one weight, [rows, C].
 
-    Args:
-        rows: rows of the weight.
-        interleave: rows of a block, if blocks of gate and up alternate, gate first; None if all
-            rows of gate precede those of up.
-
-    Raises:
-        LayoutError: rows that are not whole pairs of blocks.
-    """
-    span = rows // 2 if interleave is None else interleave
-    if span < 1 or rows % (2 * span):
-        block = "2 parts" if interleave is None else f"pairs of blocks of {interleave} rows"
-        raise LayoutError(
-            f"gate and up: expected a number of rows that is whole {block}, got {rows}. "
-            "Orthogonalize the weight as one matrix, or set the interleave size with which it was "
-            "built."
-        )
-    gate, up = (
-        MatrixRows(first=first, span=span, stride=2 * span, groups=rows // (2 * span))
-        for first in (0, span)
-    )
-    return gate, up
-
-
-def qkv_rows(rows: int, split: Sequence[int]) -> tuple[MatrixRows, ...]:
-    """Return the rows of query, key and value in a weight of all three, [rows, C].
-
-    The weight holds query groups one after the other, as in Megatron's SelfAttention: each has
-    ``split[0]`` rows of the query, ``split[1]`` of the key, and so on.
+    The weight repeats ``split[0]`` rows of the first matrix, ``split[1]`` of the second, and so on:
+    query, key and value of each query group, as in Megatron's SelfAttention, or blocks of gate and
+    up.
 
     Raises:
-        LayoutError: rows that are not whole query groups.
+        LayoutError: rows that are not whole repeats.
     """
     stride = sum(split)
     if not split or min(split) < 1 or rows < 1 or rows % stride:
         raise LayoutError(
-            f"query, key and value: expected rows in multiples of the sum of a positive split, got "
-            f"{rows} rows and the split {list(split)}. Pass the rows of one query group per part, "
-            "or orthogonalize the weight as one matrix."
+            "matrices of a weight: expected rows in multiples of the sum of a positive split, got "
+            f"{rows} rows and the split {list(split)}. Orthogonalize the weight as one matrix, or "
+            "set the interleave size with which it was built."
         )
-    firsts = [sum(split[:part]) for part in range(len(split))]
     return tuple(
-        MatrixRows(first=first, span=span, stride=stride, groups=rows // stride)
-        for first, span in zip(firsts, split, strict=True)
+        MatrixRows(first=end - span, span=span, stride=stride, groups=rows // stride)
+        for span, end in zip(split, accumulate(split), strict=True)
     )
 
 
@@ -118,8 +82,7 @@ class MatrixShard:
     shape: tuple[int, int, int]
     """Number of weights, and rows and columns of each; their product is n."""
     rows: tuple[MatrixRows, ...]
-    """Matrices of each weight, disjoint, which together cover its rows: of :meth:`MatrixRows.of`,
-    :func:`gate_and_up` or :func:`qkv_rows`."""
+    """Matrices of each weight, see :func:`split_rows`."""
     group: int
     """Row of the hyper-parameters."""
     norm: int
@@ -185,19 +148,3 @@ class Piece:
         """
         shape = (self.last - self.first, *self.shard.shape[1:])
         return self.shard.rows[rows].view(values.view(shape))
-
-    def check(self, where: str, shape: tuple[int, int]) -> None:
-        """Raise LayoutError unless weights exist, and matrices have the given shape."""
-        shard = self.shard
-        if not 0 <= self.first <= self.last <= shard.shape[0]:
-            raise LayoutError(
-                f"{where}: expected weights from 0 to {shard.shape[0]} of {shard.parameter}, got "
-                f"{self.first} to {self.last}. Cut pieces within one shard."
-            )
-        for rows in self.taken:
-            got = (shard.rows[rows].rows, shard.shape[2])
-            if got != shape:
-                raise LayoutError(
-                    f"{where}: expected matrices of {list(shape)}, got {list(got)} of "
-                    f"{shard.parameter}. Put matrices of equal shapes into one batch."
-                )

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from moe_optim.errors import LayoutError
 from moe_optim.formats import BlockScaledFormat
-from moe_optim.formats.reference import quantize_gathered_into, ranges
-from moe_optim.kernels.exchange import AMAX_SLOTS, Exchange, plan_exchange
+from moe_optim.kernels.exchange import Exchange, plan_exchange
 from moe_optim.kernels.finish_table import plan_finish
 from moe_optim.kernels.launch_table import (
     LaunchTable,
@@ -22,7 +21,7 @@ from moe_optim.kernels.launch_table import (
     own_slots,
 )
 from moe_optim.kernels.plan import Backend, Call, Plan, takes_kernels
-from moe_optim.kernels.table_entry import TableEntry
+from moe_optim.kernels.table_entry import TableEntry, encode, find_maxima
 from moe_optim.places import Places
 
 __all__ = ["Backend", "MemberTable", "TableEntry"]
@@ -106,7 +105,7 @@ class MemberTable(Plan):
         amax = torch.zeros(slots + sum(owned), dtype=torch.float32, device=device)
         gaps = _gaps_to_zero(consumed, list(groups.values()))
         launches = [
-            LaunchTable.build(
+            LaunchTable(
                 group,
                 amax,
                 first_free_slot=slots + sum(owned[:index]),
@@ -190,23 +189,23 @@ def _plan_calls(
     with_amax = [one for one in launches if one.format.has_global_amax]
     others = [one for one in launches if not one.format.has_global_amax]
 
-    def encode(entries: Iterable[Planned]) -> list[Call]:
-        return [partial(_encode, *planned, exchange) for planned in entries]
+    def encoded(entries: Iterable[Planned]) -> list[Call]:
+        return [partial(encode, *planned, exchange) for planned in entries]
 
     zero: list[Call] = [exchange.zero_] if exchange.numel() else []
-    find: list[Call] = [partial(_find_maxima, *planned, exchange) for planned in shared]
+    find: list[Call] = [partial(find_maxima, *planned, exchange) for planned in shared]
     clear: list[Call] = []
     if consumed is not None and not any(one.zeroes for one in launches):
         clear.append(consumed.zero_)
     encode_shared = [
         *_kernels(LaunchTable.bind_encoding, with_amax),
         *_kernels(LaunchTable.bind_encoding, others, cut_only=True),
-        *encode(shared),
+        *encoded(shared),
     ]
     return (
         (*zero, *find, *_kernels(LaunchTable.bind_maxima, launches)),
-        (*encode(remainder), *_kernels(LaunchTable.bind_encoding, launches), *clear),
-        (*_kernels(LaunchTable.bind_maxima, launches, cut_only=True), *find, *encode(alone)),
+        (*encoded(remainder), *_kernels(LaunchTable.bind_encoding, launches), *clear),
+        (*_kernels(LaunchTable.bind_maxima, launches, cut_only=True), *find, *encoded(alone)),
         tuple(encode_shared) if exchange.numel() else (),
     )
 
@@ -223,30 +222,3 @@ def _refuse_shared(count: int) -> None:
         "several ranks share. Launch table.find_maxima, reduce table.exchange with MAX over the "
         "ranks, then launch table.encode."
     )
-
-
-def _find_maxima(entry: TableEntry, shared: Exchange, exchange: Tensor) -> None:
-    if entry.source.numel():
-        ranges.partial_amax_into(
-            entry.source,
-            entry.start,
-            entry.target,
-            exchange,
-            block_rows=shared.block_rows,
-            experts=shared.experts,
-        )
-
-
-def _encode(entry: TableEntry, shared: Exchange, exchange: Tensor) -> None:
-    if entry.is_whole:
-        values = entry.source.view(entry.target.shape)
-        quantize_gathered_into(values, entry.target.format, entry.target, name=entry.parameter)
-    elif entry.source.numel():
-        ranges.encode_into(
-            entry.source,
-            entry.start,
-            entry.target,
-            exchange,
-            block_rows=shared.block_rows,
-            experts={e: (slot, slot + AMAX_SLOTS) for e, slot in shared.experts.items()},
-        )

@@ -8,12 +8,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from moe_optim.errors import LayoutError
 from moe_optim.kernels.matrices import MatrixShard, Piece
 from moe_optim.kernels.matrix_table import bind_parts, cut_matrices, describe_state
 from moe_optim.kernels.plan import Backend, BoundKernel, Call, Plan, takes_kernels
 from moe_optim.kernels.tuning import MOMENTUM_LANES, MOMENTUM_PART, MOMENTUM_TILE
-from moe_optim.places import Places
 
 _CHUNK = 1 << 20
 """Elements whose fp64 squares plain torch holds at a time, or one matrix."""
@@ -53,20 +51,13 @@ class Momentum(Plan):
     ) -> "Momentum":
         """Plan the update of shards on the device of the hyper-parameters, without copying.
 
-        Args:
-            shards: whole weights, any number.
-            hyper: [num_groups, HYPER_FIELDS] fp32, read at every launch.
-            clips: factors of gradients, [num_norms] fp32, read at every launch.
-            nesterov: whether the direction is Nesterov's.
-            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
-
-        Raises:
-            LayoutError: shards whose tensors or rows do not have the promised shape.
+        ``hyper``, [num_groups, HYPER_FIELDS] fp32, and ``clips``, factors of gradients [num_norms]
+        fp32, are read at every launch. LayoutError for shards whose tensors do not have the
+        promised shape.
         """
         device = hyper.device
         for shard in shards:
             shard.check()
-            check_indices(shard, hyper, clips)
         *starts, total = accumulate((shard.num_matrices for shard in shards), initial=0)
         squares = torch.zeros(total, dtype=torch.float64, device=device)
         pieces = [
@@ -81,7 +72,6 @@ class Momentum(Plan):
         return cls(
             device=device,
             calls=calls,
-            places=Places(tensors_of(pieces, gradients=True)),
             shards=tuple(shards),
             squares=squares,
             starts=tuple(starts),
@@ -97,32 +87,6 @@ class Momentum(Plan):
         of = self.shards[shard]
         end = of.shape[0] if last is None else last
         return Piece(shard=of, first=first, last=end, rows=rows, start=self.starts[shard])
-
-
-def check_indices(shard: MatrixShard, hyper: Tensor, clips: Tensor) -> None:
-    """Raise LayoutError unless the tables have the rows that a shard names, on its device."""
-    if shard.momentum.device != hyper.device:
-        raise LayoutError(
-            f"Muon: {shard.parameter}: expected tensors on {hyper.device}, where the "
-            f"hyper-parameters are, got {shard.momentum.device}. Move them to one device."
-        )
-    for what, index, length in (
-        ("row of the hyper-parameters", shard.group, len(hyper)),
-        ("clip factor", shard.norm, len(clips)),
-    ):
-        if not 0 <= index < length:
-            raise LayoutError(
-                f"Muon: {shard.parameter}: expected a {what} from 0 to {length - 1}, got {index}. "
-                "Pass a longer table, or the shard another index."
-            )
-
-
-def tensors_of(pieces: Sequence[Piece], *, gradients: bool) -> Iterator[Tensor]:
-    """Yield the momentum and, if wanted, the gradient of each piece's shard, [n]."""
-    for piece in pieces:
-        yield piece.shard.momentum
-        if gradients:
-            yield piece.shard.gradient
 
 
 def _bind_momentum(

@@ -4,15 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, cycle
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from moe_optim.errors import ConfigError, LayoutError
-from moe_optim.kernels.plan import ALIGNMENT, Backend, Call, Plan, require_flat
+from moe_optim.kernels.plan import ALIGNMENT, Backend, Call, Plan
 from moe_optim.kernels.products import evaluate, multiply, serves_products
-from moe_optim.places import Places
 
 Form = Literal["plain", "gram"]
 """Form of the iteration: ``plain`` multiplies X at every step, ``gram`` works on X X^T."""
@@ -24,7 +22,6 @@ GRAM_SPAN = 3
 """Steps of the Gram form between two restarts, which compute X and X X^T anew. Rounding errors of
 X X^T grow with every step: without a restart after step 5, ten steps in fp16 end in NaN."""
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NUM_SQUARES = {"plain": 2, "gram": 4}
 
 
@@ -61,30 +58,13 @@ class NewtonSchulz(Plan):
         X = a X + X B. A, B and X are rounded to the dtype of ``x``, as in emerging-optimizers.
         Kernels compute B = a I + b A + c A A and X = B X instead, which reads X once less.
 
-        Args:
-            x: normalized matrices, [B, M, N] bf16, fp16 or fp32, contiguous and not empty.
-            scratch: flat memory, [n] of the same dtype and device, contiguous, of
-                :func:`scratch_numel` elements or more.
-            coefficients: (a, b, c) of each step, at least one.
-            form: ``plain``, or ``gram``, which has fewer products with X and for which bf16 is too
-                coarse.
-            transpose: whether A is X^T X, by default if a matrix has more rows than columns.
-            reduce: function that sums A, [B, m, m], over ranks in place, where each holds a slice
-                of every matrix; with ``plain`` only.
-            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
-
-        Raises:
-            LayoutError: tensors of another shape or dtype, that are not contiguous, or too small.
-            ConfigError: an unknown backend, no coefficients, or ``reduce`` with ``gram``.
+        ``x`` are normalized matrices, [B, M, N] bf16, fp16 or fp32, contiguous and not empty;
+        ``scratch`` is flat memory of the same dtype, of :func:`scratch_numel` elements or more. A
+        form ``gram`` has fewer products with X, and bf16 is too coarse for it. ``transpose`` is by
+        default true if a matrix has more rows than columns. ``reduce`` sums A, [B, m, m], over
+        ranks in place, where each holds a slice of every matrix; with ``plain`` only.
         """
-        _check_options(form, coefficients, reduce)
-        _check_matrices(x)
-        batch, rows, cols = x.shape
-        is_tall = rows > cols if transpose is None else transpose
-        needed = scratch_numel(batch, rows, cols, form=form, transpose=transpose)
-        length = max(needed, scratch.numel())
-        require_flat("newton schulz: scratch", scratch, length, [x.dtype], x.device)
-
+        is_tall = x.shape[1] > x.shape[2] if transpose is None else transpose
         takes = serves_products(backend, x, scratch) and all(c for _, _, c in coefficients)
         other, *squares = _carve(scratch, x.shape, form, is_tall)
         views = _view_wide(x, other, is_tall, takes)
@@ -96,9 +76,7 @@ class NewtonSchulz(Plan):
         if is_tall and not takes:
             calls.append(partial(spare.copy_, last.mT))
             result = spare
-        return cls(
-            device=x.device, calls=tuple(calls), places=Places([x, scratch]), x=x, result=result
-        )
+        return cls(device=x.device, calls=tuple(calls), x=x, result=result)
 
 
 def scratch_numel(
@@ -204,30 +182,3 @@ def _carve(scratch: Tensor, shape: torch.Size, form: Form, is_tall: bool) -> Ite
     for part in [shape] + [torch.Size((batch, side, side))] * _NUM_SQUARES[form]:
         yield scratch[start : start + part.numel()].view(part)
         start += _pad(part.numel())
-
-
-def _check_options(form: str, coefficients: Sequence[Coefficients], reduce: object) -> None:
-    if form not in get_args(Form):
-        raise ConfigError(
-            f"newton schulz: form: expected {' or '.join(get_args(Form))}, got '{form}'. Write "
-            "plain, which every dtype serves."
-        )
-    if not coefficients:
-        raise ConfigError(
-            "newton schulz: coefficients: expected (a, b, c) of at least one step, got none. Pass "
-            "one triple for each step."
-        )
-    if reduce is not None and form == "gram":
-        raise ConfigError(
-            "newton schulz: form: expected plain where ranks sum A, got 'gram'. Write plain, or "
-            "gather the matrices whole."
-        )
-
-
-def _check_matrices(x: Tensor) -> None:
-    if x.dim() != 3 or not x.numel() or not x.is_contiguous() or x.dtype not in _DTYPES:
-        raise LayoutError(
-            f"newton schulz: x: expected [B, M, N] {' or '.join(map(str, _DTYPES))}, contiguous "
-            f"and not empty, got {list(x.shape)} {x.dtype} with strides {list(x.stride())}. Pass a "
-            "batch of whole matrices."
-        )

@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from moe_optim.errors import LayoutError
 from moe_optim.formats.reference.newton_schulz import EPS
 from moe_optim.kernels.matrices import Piece
 from moe_optim.kernels.matrix_table import (
@@ -15,12 +13,9 @@ from moe_optim.kernels.matrix_table import (
     describe_state,
     describe_weights,
 )
-from moe_optim.kernels.momentum import check_indices, direction_of, tensors_of
-from moe_optim.kernels.plan import Backend, Call, Plan, require_flat, takes_kernels
+from moe_optim.kernels.momentum import direction_of
+from moe_optim.kernels.plan import Backend, Call, Plan, takes_kernels
 from moe_optim.kernels.tuning import PACK_PART, PACK_TILE
-from moe_optim.places import Places
-
-_PACKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def plan_pack(
@@ -40,28 +35,12 @@ def plan_pack(
         u = lerp(clip * gradient, m, momentum)      without Nesterov or with a negative clip: m
         x = u / max(sqrt(sum of u^2), 1e-7)
 
-    Args:
-        pieces: matrices of one shape, from :meth:`Momentum.piece`, whose gradients still hold what
-            the momentum was updated with.
-        squares: :attr:`Momentum.squares`, read at every launch.
-        packed: batch that is written, [B, M, N] bf16, fp16 or fp32, contiguous: matrix b is the
-            b-th of the pieces.
-        hyper: table that the momentum was updated with.
-        clips: factors that the gradients were multiplied with.
-        nesterov: whether the direction is Nesterov's.
-        backend: kernels where supported, or plain torch.
-
-    Raises:
-        LayoutError: matrices of other shapes or another number than the batch has.
+    ``pieces`` are matrices of one shape, from :meth:`Momentum.piece`, whose gradients still hold
+    what the momentum was updated with; matrix b of ``packed``, [B, M, N] bf16, fp16 or fp32,
+    contiguous, is their b-th. All tensors are read at every launch.
     """
-    device = hyper.device
-    _check_batch("pack", pieces, packed, device)
-    require_flat("pack: squares", squares, squares.numel(), [torch.float64], device)
-    for piece in pieces:
-        piece.shard.check()
-        check_indices(piece.shard, hyper, clips)
     calls: tuple[Call, ...] = (partial(_pack, pieces, squares, packed, hyper, clips, nesterov),)
-    if takes_kernels(backend, device, e4m3=False):
+    if takes_kernels(backend, hyper.device, e4m3=False):
         from moe_optim.kernels.momentum_kernel import pack_kernel
 
         table = describe_state(pieces, packed)
@@ -69,8 +48,7 @@ def plan_pack(
         arguments = (hyper, clips, squares, packed)
         bound = bind_parts(pack_kernel, table, parts, PACK_TILE, *arguments, NESTEROV=nesterov)
         calls = tuple(bound)
-    places = Places([packed, *tensors_of(pieces, gradients=nesterov)])
-    return Plan(device=device, calls=calls, places=places)
+    return Plan(device=hyper.device, calls=calls)
 
 
 def plan_unpack(
@@ -78,41 +56,17 @@ def plan_unpack(
 ) -> Plan:
     """Plan the inverse of :func:`plan_pack`'s permutation of rows.
 
-    Args:
-        packed: batch, [B, M, N] bf16, fp16 or fp32, contiguous.
-        pieces: matrices of the batch, as they were packed.
-        weights: elements that are written, [n] of the batch's dtype, contiguous: the weights of
-            the pieces, one piece after the other. Rows of other matrices are not written.
-        backend: kernels where supported, or plain torch.
-
-    Raises:
-        LayoutError: matrices or weights that the tensors do not have.
+    It writes the elements of the pieces' weights, one piece after the other, [n] of the batch's
+    dtype, contiguous. Rows of other matrices are not written.
     """
-    device = packed.device
-    _check_batch("unpack", pieces, packed, device)
-    numel = sum(one.numel for one in pieces)
-    require_flat("unpack: weights", weights, numel, [packed.dtype], device)
     calls: tuple[Call, ...] = (partial(_unpack, packed, pieces, weights),)
-    if takes_kernels(backend, device, e4m3=False):
+    if takes_kernels(backend, packed.device, e4m3=False):
         from moe_optim.kernels.momentum_kernel import unpack_kernel
 
         table = describe_weights(pieces, weights, packed)
         parts, _ = cut_matrices(table, PACK_PART)
         calls = tuple(bind_parts(unpack_kernel, table, parts, PACK_TILE, packed))
-    return Plan(device=device, calls=calls, places=Places([packed, weights]))
-
-
-def _check_batch(where: str, pieces: Sequence[Piece], packed: Tensor, device: torch.device) -> None:
-    count = sum(one.num_matrices for one in pieces)
-    has_shape = packed.dim() == 3 and len(packed) == count and packed.is_contiguous()
-    if not has_shape or packed.dtype not in _PACKED_DTYPES or packed.device != device:
-        raise LayoutError(
-            f"{where}: expected a batch [{count}, M, N] bf16, fp16 or fp32 on {device}, "
-            f"contiguous, got {list(packed.shape)} {packed.dtype} on {packed.device} with strides "
-            f"{list(packed.stride())}. Pass one entry per matrix of the pieces."
-        )
-    for index, piece in enumerate(pieces):
-        piece.check(f"{where}: pieces[{index}]", (packed.shape[1], packed.shape[2]))
+    return Plan(device=packed.device, calls=calls)
 
 
 def _pack(

@@ -19,16 +19,11 @@ def multiply(
     plus: float = 0.0,
     is_symmetric: bool = False,
 ) -> Call:
-    """Return the call that writes left @ right + plus * right to ``out``.
+    """Return the call that writes left @ right + plus * right to ``out``, as kernel or plain torch.
 
-    Args:
-        left: left factors, [B, m, k]; tensors may be transposed views of contiguous ones.
-        right: right factors, [B, k, n].
-        out: memory of the results, [B, m, n]; overlaps no factor.
-        kernels: whether to launch a kernel rather than plain torch.
-        plus: multiple of ``right`` to add; 0 for kernels.
-        is_symmetric: whether the results are symmetric, so that kernels compute one triangle and
-            mirror it.
+    Tensors are [B, m, k], [B, k, n] and [B, m, n], contiguous or transposed views of contiguous
+    ones; ``out`` overlaps no factor. ``plus`` is 0 for kernels, which compute one triangle of
+    symmetric results and mirror it.
     """
     if not kernels and not plus:
         return partial(torch.bmm, left, right, out=out)
@@ -63,11 +58,7 @@ def evaluate(
 ) -> Call:
     """Return the call that writes a I + b A + c A A to ``out``; plain torch rounds before a I.
 
-    Args:
-        squares: symmetric matrices A, [B, m, m], contiguous.
-        out: memory of the results, [B, m, m], contiguous; does not overlap A.
-        coefficients: a, b and c, which is not 0 for kernels.
-        kernels: whether to launch a kernel rather than plain torch.
+    A are symmetric, [B, m, m], contiguous; ``out`` does not overlap A. c is not 0 for kernels.
     """
     if not kernels:
         return partial(_evaluate, squares, out, *coefficients)

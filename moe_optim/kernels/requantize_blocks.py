@@ -31,7 +31,7 @@ from moe_optim.kernels.tiles import (
     is_owned,
     zero_gap,
 )
-from moe_optim.kernels.update_tile import STATE_FIELDS, load_tile, read_state, update_tile
+from moe_optim.kernels.update_tile import STATE_FIELDS, read_state, update_tile
 
 AMAX_SLOTS = tl.constexpr(_AMAX_SLOTS)
 
@@ -97,6 +97,14 @@ def requantize_blocks_kernel(
     tiles use the maxima of all ranks, and write every scale but only owned data. A RULE
     first updates the masters, which are then the sources; not for formats with a global amax.
     """
+    DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
+    IS_FP8_BLOCK: tl.constexpr = FORMAT == "fp8_block" or FORMAT == "fp8_block_fp32"
+    SCALE: tl.constexpr = tl.float32 if IS_FP8_BLOCK else tl.uint8
+    PACKED: tl.constexpr = 2 if FORMAT == "nvfp4" else 1  # elements per byte
+    # Elements of a 16-byte read, so that reads and writes share a layout.
+    DATA_ALIGNMENT: tl.constexpr = ((4 if FROM_FP32 else 8) if ALIGNED else PACKED) // PACKED
+    SOURCE_ALIGNMENT: tl.constexpr = 16 if ALIGNED else DTYPE.primitive_bitwidth // 8
+
     program = tl.program_id(0).to(tl.int64)
     tile = tiles + 4 * program
     member = descriptors + tl.load(tile).to(tl.int64) * FIELDS
@@ -107,124 +115,64 @@ def requantize_blocks_kernel(
         state = None
         if RULE != "none":
             state = states + tl.load(tile).to(tl.int64) * STATE_FIELDS
-        _requantize_tile(
-            member,
-            tl.multiple_of(first_row, BLOCK),
-            tl.multiple_of(first_col, BLOCK),
-            amaxes,
-            slots,
-            FORMAT,
-            BLOCK,
-            HELD_ROWS,
-            TILE_COLS,
-            FROM_FP32,
-            MASKED,
-            ALIGNED,
-            CUT,
-            ZERO,
-            state,
-            hyper,
-            clips,
-            RULE,
-            GRADIENT,
-            MOMENTS,
-        )
+        top, left = tl.multiple_of(first_row, BLOCK), tl.multiple_of(first_col, BLOCK)
+        row = top.to(tl.int64)  # a weight may exceed 2^31 elements, a tile row may not
+        height = tl.load(member + ROWS).to(tl.int32) - top
+        cols = tl.load(member + COLS).to(tl.int32)
+        if ALIGNED:
+            cols = tl.multiple_of(cols, 4 if FROM_FP32 else 8)
+        source = tl.load(member + SOURCE).to(tl.pointer_type(DTYPE))
+        first = row * cols + left
+        source = tl.multiple_of(source, SOURCE_ALIGNMENT) + first
+        data, data_stride = buffer_rows(member, ROWWISE_DATA, row, tl.uint8, DATA_ALIGNMENT)
+        scale, _ = buffer_rows(member, ROWWISE_SCALE, row // BLOCK, SCALE, 1)
+
+        columns = tl.arange(0, TILE_COLS)[None, :]
+        blocks = tl.arange(0, TILE_COLS // BLOCK)
+        blocks_inside = blocks * BLOCK < cols - left if MASKED or CUT else None
+
+        read = read_state(state, hyper, clips, first, RULE, GRADIENT, MOMENTS, ALIGNED)
+        # A few rows at a time: four tensors of a whole block do not fit in registers.
+        held = ()
+        largest = tl.zeros((TILE_COLS // BLOCK,), dtype=tl.float32)
+        for number in tl.static_range(BLOCK // HELD_ROWS):
+            rows = number * HELD_ROWS + tl.arange(0, HELD_ROWS)[:, None]
+            places = rows * cols + columns
+            mask = _inside(member, row, left, rows, columns, height, cols, MASKED, CUT)
+            weight = round_to_bf16(update_tile(source, places, mask, read, RULE))
+            if not CUT:
+                of_columns = tl.reshape(amax(weight, 0), (TILE_COLS // BLOCK, BLOCK))
+                largest = tl.maximum(largest, amax(of_columns, 1))
+            held = held + (weight.to(tl.bfloat16),)  # type: ignore[assignment]
+
+        if CUT:
+            largest = tl.load(slots + left // BLOCK + blocks, mask=blocks_inside, other=0.0)
+        global_encode = 1.0
+        if FORMAT == "nvfp4":  # after the loads of weights: this waits for three dependent loads
+            global_encode = find_global_encode(member, amaxes, left)
+        stored, factor = encode_scale(largest, global_encode, FORMAT)
+        tl.store(scale + left // BLOCK + blocks, stored, mask=blocks_inside)
+
+        for number in tl.static_range(BLOCK // HELD_ROWS):
+            rows = number * HELD_ROWS + tl.arange(0, HELD_ROWS)[:, None]
+            mask = _inside(member, row, left, rows, columns, height, cols, MASKED, CUT)
+            weight = tl.reshape(held[number].to(tl.float32), (HELD_ROWS, TILE_COLS // BLOCK, BLOCK))
+            scaled = tl.reshape(weight * factor[None, :, None], (HELD_ROWS, TILE_COLS))
+            codes = data + left // PACKED + rows * data_stride
+            if PACKED == 2:
+                packed = encode_e2m1_pairs(tl.reshape(scaled, (HELD_ROWS, TILE_COLS // 2, 2)))
+                pairs = tl.arange(0, TILE_COLS // 2)[None, :]
+                # both columns of a byte have one owner: cuts and sizes are even
+                both = _inside(member, row, left, rows, 2 * pairs, height, cols, MASKED, CUT)
+                tl.store(codes + pairs, packed, mask=both)
+            else:
+                tl.store(codes + columns, encode_e4m3(scaled), mask=mask)
+            if ZERO:
+                tl.debug_barrier()  # all threads have read the source
+                zeros = tl.zeros((HELD_ROWS, TILE_COLS), dtype=DTYPE)
+                tl.store(source + rows * cols + columns, zeros, mask=mask)
     elif ZERO:
         zero_gap(member, first_col)
-
-
-@triton.jit
-def _requantize_tile(
-    member,
-    first_row,
-    first_col,
-    amaxes,
-    slots,
-    FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HELD_ROWS: tl.constexpr,
-    TILE_COLS: tl.constexpr,
-    FROM_FP32: tl.constexpr,
-    MASKED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CUT: tl.constexpr,
-    ZERO: tl.constexpr,
-    state,
-    hyper,
-    clips,
-    RULE: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    MOMENTS: tl.constexpr,
-):
-    DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
-    IS_FP8_BLOCK: tl.constexpr = FORMAT == "fp8_block" or FORMAT == "fp8_block_fp32"
-    SCALE: tl.constexpr = tl.float32 if IS_FP8_BLOCK else tl.uint8
-    PACKED: tl.constexpr = 2 if FORMAT == "nvfp4" else 1  # elements per byte
-    # Elements of a 16-byte read, so that reads and writes share a layout.
-    DATA_ALIGNMENT: tl.constexpr = ((4 if FROM_FP32 else 8) if ALIGNED else PACKED) // PACKED
-    SOURCE_ALIGNMENT: tl.constexpr = 16 if ALIGNED else DTYPE.primitive_bitwidth // 8
-
-    row = first_row.to(tl.int64)  # a weight may exceed 2^31 elements, a tile row may not
-    height = tl.load(member + ROWS).to(tl.int32) - first_row
-    cols = tl.load(member + COLS).to(tl.int32)
-    if ALIGNED:
-        cols = tl.multiple_of(cols, 4 if FROM_FP32 else 8)
-    source = tl.load(member + SOURCE).to(tl.pointer_type(DTYPE))
-    first = row * cols + first_col
-    source = tl.multiple_of(source, SOURCE_ALIGNMENT) + first
-    data, data_stride = buffer_rows(member, ROWWISE_DATA, row, tl.uint8, DATA_ALIGNMENT)
-    scale, _ = buffer_rows(member, ROWWISE_SCALE, row // BLOCK, SCALE, 1)
-
-    columns = tl.arange(0, TILE_COLS)[None, :]
-    blocks = tl.arange(0, TILE_COLS // BLOCK)
-    blocks_inside = blocks * BLOCK < cols - first_col if MASKED or CUT else None
-
-    read = None
-    if RULE != "none":
-        read = read_state(state, hyper, clips, first, RULE, GRADIENT, MOMENTS, ALIGNED)
-    # A few rows at a time: four tensors of a whole block do not fit in registers.
-    held = ()
-    largest = tl.zeros((TILE_COLS // BLOCK,), dtype=tl.float32)
-    for number in tl.static_range(BLOCK // HELD_ROWS):
-        rows = number * HELD_ROWS + tl.arange(0, HELD_ROWS)[:, None]
-        places = rows * cols + columns
-        mask = _inside(member, row, first_col, rows, columns, height, cols, MASKED, CUT)
-        if RULE != "none":
-            weight = update_tile(source, places, mask, read, RULE)
-        else:
-            weight = load_tile(source + places, mask)
-        weight = round_to_bf16(weight)
-        if not CUT:
-            of_columns = tl.reshape(amax(weight, 0), (TILE_COLS // BLOCK, BLOCK))
-            largest = tl.maximum(largest, amax(of_columns, 1))
-        held = held + (weight.to(tl.bfloat16),)  # type: ignore[assignment]
-
-    if CUT:
-        largest = tl.load(slots + first_col // BLOCK + blocks, mask=blocks_inside, other=0.0)
-    global_encode = 1.0
-    if FORMAT == "nvfp4":  # after issuing the weight loads: this waits for three dependent loads
-        global_encode = find_global_encode(member, amaxes, first_col)
-    stored, factor = encode_scale(largest, global_encode, FORMAT)
-    tl.store(scale + first_col // BLOCK + blocks, stored, mask=blocks_inside)
-
-    for number in tl.static_range(BLOCK // HELD_ROWS):
-        rows = number * HELD_ROWS + tl.arange(0, HELD_ROWS)[:, None]
-        mask = _inside(member, row, first_col, rows, columns, height, cols, MASKED, CUT)
-        weight = tl.reshape(held[number].to(tl.float32), (HELD_ROWS, TILE_COLS // BLOCK, BLOCK))
-        scaled = tl.reshape(weight * factor[None, :, None], (HELD_ROWS, TILE_COLS))
-        codes = data + first_col // PACKED + rows * data_stride
-        if PACKED == 2:
-            packed = encode_e2m1_pairs(tl.reshape(scaled, (HELD_ROWS, TILE_COLS // 2, 2)))
-            pairs = tl.arange(0, TILE_COLS // 2)[None, :]
-            # both columns of a byte have one owner: cuts and sizes are even
-            both = _inside(member, row, first_col, rows, 2 * pairs, height, cols, MASKED, CUT)
-            tl.store(codes + pairs, packed, mask=both)
-        else:
-            tl.store(codes + columns, encode_e4m3(scaled), mask=mask)
-        if ZERO:
-            tl.debug_barrier()  # all threads have read the source
-            zeros = tl.zeros((HELD_ROWS, TILE_COLS), dtype=DTYPE)
-            tl.store(source + rows * cols + columns, zeros, mask=mask)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from moe_optim.kernels.tiles import (
     is_owned,
     zero_gap,
 )
-from moe_optim.kernels.update_tile import STATE_FIELDS, load_tile, read_state, update_tile
+from moe_optim.kernels.update_tile import STATE_FIELDS, read_state, update_tile
 
 
 @triton.jit
@@ -163,11 +163,8 @@ def _requantize_tile(
         scale_mask = blocks * BLOCK < cols - first_col
     else:
         scale_mask = _inside(member, row, first_col, rows, blocks * BLOCK, last, cols, MASKED, CUT)
-    if RULE != "none":
-        read = read_state(state, hyper, clips, first, RULE, GRADIENT, MOMENTS, ALIGNED)
-        weight = update_tile(source, places, mask, read, RULE)
-    else:
-        weight = load_tile(source + places, mask)
+    read = read_state(state, hyper, clips, first, RULE, GRADIENT, MOMENTS, ALIGNED)
+    weight = update_tile(source, places, mask, read, RULE)
     global_encode = 1.0
     if SCALE == "e4m3":  # while the weights are on their way: this waits for three dependent loads
         global_encode = find_global_encode(member, amaxes, first_col)

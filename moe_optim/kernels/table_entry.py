@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from types import MappingProxyType
 
 import torch
@@ -9,6 +10,13 @@ from torch import Tensor
 
 from moe_optim.errors import LayoutError
 from moe_optim.formats import Direction, QuantizedWeight, round_up
+from moe_optim.formats.reference import (
+    derive_into,
+    expand_scale_into,
+    quantize_gathered_into,
+    ranges,
+)
+from moe_optim.kernels.exchange import AMAX_SLOTS, Exchange
 
 _NO_SCALES: Mapping[Direction, Tensor] = MappingProxyType({})
 
@@ -40,13 +48,6 @@ class TableEntry:
     def end(self) -> int:
         """End element of the source (exclusive), counted in the parameter."""
         return self.start + self.source.numel()
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the source alone determines all bytes of the parameter."""
-        experts, rows, cols = self.target.shape
-        is_all = self.source.numel() == experts * rows * cols
-        return is_all and not self.cuts and not self.shares_experts
 
     @property
     def owned_experts(self) -> range:
@@ -124,6 +125,46 @@ class TableEntry:
                     f"{self.parameter}: expected {direction} scales in storage as {list(shape)} "
                     f"{format.scale_dtype}, got {list(scale.shape)} {scale.dtype}."
                 )
+
+
+# Plain torch
+
+
+def find_maxima(entry: TableEntry, shared: Exchange, exchange: Tensor) -> None:
+    """Write this rank's share of the maxima of a parameter that several ranks share."""
+    if entry.source.numel():
+        ranges.partial_amax_into(
+            entry.source,
+            entry.start,
+            entry.target,
+            exchange,
+            block_rows=shared.block_rows,
+            experts=shared.experts,
+        )
+
+
+def encode(entry: TableEntry, shared: Exchange, exchange: Tensor) -> None:
+    """Write the gathered buffers of a parameter, given the maxima of all ranks."""
+    shape = entry.target.shape
+    if entry.source.numel() == prod(shape) and not entry.cuts and not entry.shares_experts:
+        values = entry.source.view(shape)
+        quantize_gathered_into(values, entry.target.format, entry.target, name=entry.parameter)
+    elif entry.source.numel():
+        ranges.encode_into(
+            entry.source,
+            entry.start,
+            entry.target,
+            exchange,
+            block_rows=shared.block_rows,
+            experts={e: (slot, slot + AMAX_SLOTS) for e, slot in shared.experts.items()},
+        )
+
+
+def derive(entry: TableEntry) -> None:
+    """Write the buffers of a parameter that are derived after a gather."""
+    derive_into(entry.target)
+    for direction, scale in entry.storage_scales.items():
+        expand_scale_into(entry.target, direction, scale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

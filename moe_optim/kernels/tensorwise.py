@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.formats.reference import tensorwise as reference
-from moe_optim.formats.reference.amax import expert_amax_into
+from moe_optim.formats.reference.blocks import expert_amax_into
 from moe_optim.kernels.cutting import cut_ranges, int64
 from moe_optim.kernels.plan import (
     ALIGNMENT,

@@ -166,7 +166,7 @@ class Updates:
         for (gradient, moments), alike in by_dtypes.items():
             planned = [(one.entry, one.exchange) for _, one in alike]
             tile = UPDATE_TILES[format.name, moments]
-            table = LaunchTable.build(planned, alike[0][1].launch.amax, tile=tile)
+            table = LaunchTable(planned, alike[0][1].launch.amax, tile=tile)
             rows = int64(
                 [
                     _row(state, one.entry.start - part.base)
@@ -175,11 +175,11 @@ class Updates:
                 ]
             )
             if table.num_tiles:
-                yield table.bind_whole(
+                yield table.bind(
                     rows.to(table.tiles.device),
                     self.hyper,
                     self.clips,
-                    aligned=table.aligned and not bool((rows[:, :3] % ALIGNMENT).any()),
+                    aligned=not bool((rows[:, :3] % ALIGNMENT).any()),
                     **self._constants(gradient, moments),
                 )
 
@@ -195,7 +195,7 @@ class Updates:
         planned = [(one.entry, one.exchange) for _, one in members]
         is_all = [entry for entry, _ in planned] == [entry for entry, _ in launch.planned]
         if not is_all or launch.amax is not self.amax:
-            launch = LaunchTable.build(planned, self.amax)
+            launch = LaunchTable(planned, self.amax)
         yield from launch.bind_encoding()
 
     def _constants(self, gradient: torch.dtype, moments: torch.dtype | None) -> dict[str, Any]:

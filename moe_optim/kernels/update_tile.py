@@ -74,30 +74,33 @@ def read_state(
     MOMENTS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Return the state that all updates of one program share.
+    """Return the state that all updates of one program share; empty without a rule.
 
     It consists of pointers to element ``first`` (int64) of the gradient or direction and of both
     moments, the clip factor, and the hyper-parameters. ``state`` points to a row of states,
     ``hyper`` and ``clips`` to whole tables. ALIGNED hints that all tensors start at multiples of 16
     bytes. The compiler drops what the rule does not use.
     """
-    gradient = typed_pointer(state + GRADIENT_PLACE, first, GRADIENT, ALIGNED)
-    exp_avg = typed_pointer(state + EXP_AVG_PLACE, first, MOMENTS, ALIGNED)
-    exp_avg_sq = typed_pointer(state + EXP_AVG_SQ_PLACE, first, MOMENTS, ALIGNED)
-    clip = tl.load(clips + tl.load(state + CLIP))
-    hyper += tl.load(state + GROUP) * HYPER_FIELDS
-    row = (
-        tl.load(hyper),
-        tl.load(hyper + 1),
-        tl.load(hyper + 2),
-        tl.load(hyper + 3),
-        tl.load(hyper + 4),
-        tl.load(hyper + 5),
-        tl.load(hyper + 6),
-        tl.load(hyper + 7),
-        tl.load(hyper + 8),
-    )
-    return gradient, exp_avg, exp_avg_sq, clip, row
+    read = ()
+    if RULE != "none":
+        gradient = typed_pointer(state + GRADIENT_PLACE, first, GRADIENT, ALIGNED)
+        exp_avg = typed_pointer(state + EXP_AVG_PLACE, first, MOMENTS, ALIGNED)
+        exp_avg_sq = typed_pointer(state + EXP_AVG_SQ_PLACE, first, MOMENTS, ALIGNED)
+        clip = tl.load(clips + tl.load(state + CLIP))
+        hyper += tl.load(state + GROUP) * HYPER_FIELDS
+        row = (
+            tl.load(hyper),
+            tl.load(hyper + 1),
+            tl.load(hyper + 2),
+            tl.load(hyper + 3),
+            tl.load(hyper + 4),
+            tl.load(hyper + 5),
+            tl.load(hyper + 6),
+            tl.load(hyper + 7),
+            tl.load(hyper + 8),
+        )
+        read = gradient, exp_avg, exp_avg_sq, clip, row  # type: ignore[assignment]
+    return read
 
 
 @triton.jit
@@ -106,25 +109,28 @@ def update_tile(source, places, mask, state, RULE: tl.constexpr):
 
     ``places`` are int32 offsets from ``source``, the first master, and ``state`` is the result of
     :func:`read_state`. The result is zero outside ``mask``. A negative clip factor skips the
-    update.
+    update. Without a rule, the tile is only loaded.
     """
-    gradient, exp_avg, exp_avg_sq, clip, hyper = state
-    g = load_tile(gradient + places, mask).to(tl.float32)
-    p = load_tile(source + places, mask).to(tl.float32)
-    # a negative factor skips the update; masters are encoded again
-    if RULE == "direction":
-        if clip >= 0:
-            p = apply_direction(g, p, hyper)
-        tl.store(source + places, p, mask=mask)
-    else:
-        m = load_tile(exp_avg + places, mask).to(tl.float32)
-        v = load_tile(exp_avg_sq + places, mask).to(tl.float32)
-        if clip >= 0:
-            p, m, v = adam(g, clip, p, m, v, hyper, RULE == "adamw")
-        tl.store(source + places, p, mask=mask)
-        tl.store(exp_avg + places, m.to(exp_avg.dtype.element_ty), mask=mask)
-        tl.store(exp_avg_sq + places, v.to(exp_avg_sq.dtype.element_ty), mask=mask)
-    return p if mask is None else tl.where(mask, p, 0.0)
+    if RULE == "none":
+        return load_tile(source + places, mask)
+    else:  # noqa: RET505 - Triton compiles code after a return
+        gradient, exp_avg, exp_avg_sq, clip, hyper = state
+        g = load_tile(gradient + places, mask).to(tl.float32)
+        p = load_tile(source + places, mask).to(tl.float32)
+        # a negative factor skips the update; masters are encoded again
+        if RULE == "direction":
+            if clip >= 0:
+                p = apply_direction(g, p, hyper)
+            tl.store(source + places, p, mask=mask)
+        else:
+            m = load_tile(exp_avg + places, mask).to(tl.float32)
+            v = load_tile(exp_avg_sq + places, mask).to(tl.float32)
+            if clip >= 0:
+                p, m, v = adam(g, clip, p, m, v, hyper, RULE == "adamw")
+            tl.store(source + places, p, mask=mask)
+            tl.store(exp_avg + places, m.to(exp_avg.dtype.element_ty), mask=mask)
+            tl.store(exp_avg_sq + places, v.to(exp_avg_sq.dtype.element_ty), mask=mask)
+        return p if mask is None else tl.where(mask, p, 0.0)
 
 
 @triton.jit

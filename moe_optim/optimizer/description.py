@@ -190,20 +190,17 @@ def _rows(
     rows = []
     for (_, is_dense, format, reason), params in sorted(groups.items()):
         parameters = sum(param.numel() for param in params)
-        weight_bytes = sum(_memory_bytes(param, seen) for param in params)
-        rows.append(
-            WeightsOfAFormat(
-                kind="dense" if is_dense else "expert",
-                format=format,
-                unmanaged=reason or None,
-                weights=sum(_count_weights(param, names[param]) for param in params),
-                parameters=parameters,
-                weight_bytes=weight_bytes,
-                stock_weight_bytes=(
-                    weight_bytes if _is_plain(params[0]) else _BF16_BYTES * parameters
-                ),
-            )
+        nbytes = sum(_memory_bytes(param, seen) for param in params)
+        row = WeightsOfAFormat(
+            kind="dense" if is_dense else "expert",
+            format=format,
+            unmanaged=reason or None,
+            weights=sum(_count_weights(param, names[param]) for param in params),
+            parameters=parameters,
+            weight_bytes=nbytes,
+            stock_weight_bytes=nbytes if _is_plain(params[0]) else _BF16_BYTES * parameters,
         )
+        rows.append(row)
     return tuple(rows)
 
 
@@ -280,8 +277,7 @@ def _memory_bytes(param: torch.nn.Parameter, seen: set[int]) -> int:
 
 
 def _gathered_bytes(bucket: ManagedBucket) -> int:
-    buffers = [buffer.data for buffer in bucket.gather.sliced]
-    return sum(tensor.nbytes for tensor in (*buffers, *bucket.gather.reduced))
+    return sum(tensor.nbytes for tensor in (*bucket.gather.sliced, *bucket.gather.reduced))
 
 
 def _stock_bytes(bucket: ManagedBucket, high_busbw: bool) -> int:

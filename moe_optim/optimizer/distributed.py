@@ -49,9 +49,9 @@ from moe_optim.optimizer.checkpointed import CheckpointedOptimizer
 from moe_optim.optimizer.description import describe
 from moe_optim.optimizer.nonfinite import check_states
 from moe_optim.optimizer.step_hooks import (
-    OwnStep,
     has_hooks,
     hooked,
+    require_own_step,
     require_shown,
     showing_gradients,
 )
@@ -116,7 +116,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         self._placed_groups: list[tuple[Any, Any]] = []  # of any class, with their model chunks
         self._groups: list[GroupedBucketGroup] = []
         self._managed_groups: list[GroupedBucketGroup] = []
-        self._own_step = OwnStep(optimizer)
+        self._built = optimizer, getattr(type(optimizer), "step", None)
         self._is_planned = False  # since gradients were read
         self._is_hooked = False  # whether hooks ran in the last update
         device = this_device()
@@ -307,7 +307,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
                 offloaded, or parameter groups do not match the masters.
             LayoutError: masters or moments are on the host, or have dtypes without a kernel.
         """
-        self._own_step.require(self.optimizer)
+        require_own_step(self.optimizer, *self._built)
         if self.grad_scaler is not None:
             raise StateError(
                 "optimizer step: expected no loss scale, as when the optimizer was built, got a "

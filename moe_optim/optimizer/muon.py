@@ -20,7 +20,7 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.formats.reference.muon import MuonHyper
 from moe_optim.formats.reference.newton_schulz import Orthogonalization
-from moe_optim.kernels.matrices import MatrixRows, gate_and_up, qkv_rows
+from moe_optim.kernels.matrices import MatrixRows, split_rows
 
 _GATED = re.compile(r"(?:^|\.)linear_fc1\.weight\d*$")
 _EXPERT = re.compile(r"(?:^|\.)experts\.")
@@ -116,9 +116,7 @@ class MatrixWeight:
     @property
     def rows(self) -> tuple[MatrixRows, ...]:
         """Rows of each matrix."""
-        if len(self.split) == 2:
-            return gate_and_up(self.shape[0], self.split[0])
-        return qkv_rows(self.shape[0], self.split or (self.shape[0],))
+        return split_rows(self.shape[0], self.split or (self.shape[0],))
 
     def whole_shape(self, rows: MatrixRows) -> tuple[int, int]:
         """Return the shape of a matrix over all tensor-parallel ranks."""
@@ -131,14 +129,10 @@ class MatrixWeight:
 def describe_weight(
     param: torch.nn.Parameter, name: str, model: Any, settings: MuonSettings, groups: Any
 ) -> MatrixWeight:
-    """Return the matrices of a parameter.
+    """Return the matrices of a parameter for which :func:`is_muon_matrix` holds.
 
-    Args:
-        param: parameter for which :func:`is_muon_matrix` holds.
-        name: unwrapped name of the parameter.
-        model: Megatron's ``TransformerConfig`` of its chunk.
-        settings: settings of Muon.
-        groups: process groups ``tp`` and ``expt_tp``.
+    ``name`` is unwrapped, ``model`` the ``TransformerConfig`` of its chunk, and ``groups`` are
+    process groups ``tp`` and ``expt_tp``.
     """
     is_expert = bool(_EXPERT.search(name)) and "shared" not in name
     group = groups.expt_tp if is_expert else groups.tp
@@ -254,10 +248,7 @@ def hyper_of(group: dict[str, Any], scale: float, extra_scale_factor: float) -> 
 def tag_roles(model_chunks: Sequence[Any], split_of: Callable[[Any], list[int]]) -> None:
     """Mark QKV weights, as Megatron does before it builds Muon.
 
-    Args:
-        model_chunks: DDP-wrapped chunks.
-        split_of: rows of queries, gates, keys and values per query group, from a
-            ``TransformerConfig``.
+    ``split_of`` a ``TransformerConfig`` are rows of queries, gates, keys and values per group.
     """
     for chunk in model_chunks:
         split = None

@@ -67,14 +67,10 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
     saved_names = MappingProxyType({MASTER: WHOLE_MASTER})  # as in Megatron's layer-wise Muon
 
     def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        """Shard the masters.
+        """Shard the masters; same arguments as Megatron's class, and two more.
 
-        Args:
-            optimizer: :class:`~moe_optim.optimizer.muon.Muon` over the parameters, or None.
-            config: Megatron's ``OptimizerConfig``.
-            *args: remaining arguments of Megatron's class.
-            **kwargs: remaining arguments of Megatron's class, ``groups``: process groups ``tp``
-                and ``expt_tp``, and ``workspace``, which the optimizers of a chain share.
+        ``groups`` are process groups ``tp`` and ``expt_tp``; the optimizers of a chain share
+        ``workspace``.
 
         Raises:
             ConfigError: a matrix does not fit into the workspace, or a setting is not supported.
@@ -188,16 +184,8 @@ def build_muon(
 
     Matrices and the other parameters lie in buffers of their own, so each part is one distributed
     optimizer: matrices and the rest, and both again for experts with their own data-parallel group.
-
-    Args:
-        config: Megatron's ``OptimizerConfig``.
-        model_chunks: DDP-wrapped chunks of this rank's pipeline stage.
-        config_overrides: parameter group settings; None for Megatron's.
-        use_gloo_process_groups: whether gloo groups exist for checkpoints.
-        pg_collection: process groups; None uses ``parallel_state``.
-
-    Raises:
-        ConfigError: a setting of Muon has an unsupported value.
+    Arguments are those of ``get_megatron_optimizer``; raises ConfigError for an unsupported setting
+    of Muon.
     """
     if config_overrides is None:
         config_overrides = core_optimizer.get_standard_config_overrides(config)

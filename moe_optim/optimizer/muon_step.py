@@ -2,9 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import prod
 from typing import Any
 
@@ -110,43 +110,13 @@ class MuonTable(Plan):
         members: Sequence[MemberTable] = (),
         backend: Any = "auto",
     ) -> "MuonTable":
-        """Plan the step of ``states``.
+        """Plan the step of ``states``, with arguments as of :meth:`DirectedUpdates.build`.
 
-        Args:
-            states: weights that this rank owns; may be empty.
-            settings: settings of Muon.
-            hyper: hyperparameters, [num_groups, HYPER_FIELDS] fp32, stored by reference.
-            clips: clip factors, [num_norms] fp32, stored by reference.
-            workspace: memory that matrices pass through, [bytes] uint8 on the device of the states,
-                of :func:`needed_bytes` or more, after :func:`check_workspace`.
-            members: tables whose sources are masters of some of the states.
-            backend: ``auto`` for kernels where supported, ``reference`` for plain torch.
-
-        Raises:
-            LayoutError: states with inconsistent tensors.
+        ``workspace`` is the memory that matrices pass through, [bytes] uint8 on the device of the
+        states, of :func:`needed_bytes` or more, after :func:`check_workspace`.
         """
-        groups = list(dict.fromkeys([None, *(one.weight.ranks for one in states)]))
-        ordered = sorted(states, key=lambda one: groups.index(one.weight.ranks))
-        shards = [_shard(state) for state in ordered]
-        momentum = Momentum.build(shards, hyper, clips, nesterov=settings.nesterov, backend=backend)
-        updates = DirectedUpdates.build(
-            [_directed(state) for state in ordered],
-            hyper,
-            clips,
-            members=members,
-            backend=backend,
-        )
-        planner = _Planner(
-            settings=settings,
-            states=tuple(ordered),
-            momentum=momentum,
-            updates=updates,
-            hyper=hyper,
-            clips=clips,
-            workspace=workspace,
-            backend=backend,
-        )
-        chunks = tuple(planner.plan())
+        planner = _Planner(states, settings, hyper, clips, workspace, members, backend)
+        momentum, updates, chunks = planner.momentum, planner.updates, tuple(planner.plan())
         calls: list[Call] = [momentum.launch, *planner.reductions()]
         calls += [chunk.launch for chunk in chunks]
         calls += updates.finish.calls
@@ -154,7 +124,7 @@ class MuonTable(Plan):
         return cls(
             device=hyper.device,
             calls=tuple(calls),
-            momentum=replace(momentum, shards=(), places=Places(())),
+            momentum=replace(momentum, shards=()),
             chunks=chunks,
             updates=replace(updates, states=(), shards=()),
             precision=settings.orthogonalization.precision,
@@ -244,12 +214,7 @@ def check_workspace(weights: Iterable[MatrixWeight], settings: MuonSettings) -> 
 
 
 def needed_bytes(weights: Iterable[tuple[MatrixWeight, int]], settings: MuonSettings) -> int:
-    """Return the bytes that all weights of a class need at once, at most the configured ones.
-
-    Args:
-        weights: each weight, and its number.
-        settings: settings of Muon.
-    """
+    """Return the bytes that all weights of a class need at once, at most the configured ones."""
     counts: dict[Any, int] = defaultdict(int)
     of_kind: dict[Any, MatrixWeight] = {}
     for weight, count in weights:
@@ -334,17 +299,33 @@ class _Part:
         return self.last - self.first
 
 
-@dataclass(kw_only=True, eq=False)
 class _Planner:
-    settings: MuonSettings
-    states: tuple[MuonState, ...]
-    momentum: Momentum
-    updates: DirectedUpdates
-    hyper: Tensor
-    clips: Tensor
-    workspace: Tensor
-    backend: Any
-    num_batches: int = field(default=0)
+    def __init__(
+        self,
+        states: Sequence[MuonState],
+        settings: MuonSettings,
+        hyper: Tensor,
+        clips: Tensor,
+        workspace: Tensor,
+        members: Sequence[MemberTable],
+        backend: Any,
+    ) -> None:
+        groups = list(dict.fromkeys([None, *(one.weight.ranks for one in states)]))
+        self.states = sorted(states, key=lambda one: groups.index(one.weight.ranks))
+        self.settings, self.hyper, self.clips = settings, hyper, clips
+        self.workspace, self.backend, self.num_batches = workspace, backend, 0
+        self.momentum = Momentum.build(
+            [_shard(state) for state in self.states],
+            *(hyper, clips),
+            nesterov=settings.nesterov,
+            backend=backend,
+        )
+        self.updates = DirectedUpdates.build(
+            [_directed(state) for state in self.states],
+            *(hyper, clips),
+            members=members,
+            backend=backend,
+        )
 
     def reductions(self) -> Iterator[Call]:
         """Yield the sums over ranks of the squares of matrices, one per tensor-parallel group.
@@ -374,9 +355,8 @@ class _Planner:
         total = sum(self.states[index].count for index in indices)
         most = self._most(weight, total)
         chunks = -(-total // most)
-        ends = [total * (number + 1) // chunks for number in range(chunks)]
-        start = 0
-        for first, last in zip([0, *ends], ends, strict=False):
+        ends = [total * number // chunks for number in range(chunks + 1)]
+        for first, last in pairwise(ends):
             parts, at = [], 0
             for index in indices:
                 count = self.states[index].count
@@ -384,9 +364,7 @@ class _Planner:
                 if low < high:
                     parts.append(_Part(state=index, first=low - at, last=high - at))
                 at += count
-            start = last
             yield parts
-        assert start == total
 
     def _most(self, weight: MatrixWeight, total: int) -> int:
         """Return the number of weights that fit into the workspace at once."""

@@ -94,27 +94,18 @@ def require_shown(optimizer: Any) -> None:
             )
 
 
-class OwnStep:
-    """The ``step`` function of Adam at construction; ``inner`` is None without parameters."""
+def require_own_step(inner: Any, built: Any, step: Any) -> None:
+    """Raise StateError if an optimizer is not the one that was ``built``, with its own ``step``.
 
-    def __init__(self, inner: Any) -> None:
-        self._inner, self._function = inner, getattr(type(inner), "step", None)
-
-    def require(self, inner: Any) -> None:
-        """Raise StateError if the optimizer or its ``step`` function was replaced.
-
-        torch's learning rate schedulers wrap ``step`` to record the call; this records it instead.
-        """
-        over = vars(inner).get("step")
-        if getattr(over, "_wrapped_by_lr_sched", False) and (
-            getattr(over, "__wrapped__", None) is self._function
-        ):
-            inner._opt_called, over = True, None
-        if inner is self._inner and type(inner).step is self._function and over is None:
-            return
-        raise StateError(
-            f"optimizer step: expected the {type(self._inner).__name__} that was built, with its "
-            "own step, got another optimizer or another function in its place, which a fused step "
-            "does not call. Use register_step_pre_hook and register_step_post_hook, or set "
-            "step: stock."
-        )
+    torch's learning rate schedulers wrap ``step`` to record the call; this records it instead.
+    """
+    over = vars(inner).get("step")
+    if getattr(over, "_wrapped_by_lr_sched", False) and getattr(over, "__wrapped__", None) is step:
+        inner._opt_called, over = True, None
+    if inner is built and type(inner).step is step and over is None:
+        return
+    raise StateError(
+        f"optimizer step: expected the {type(built).__name__} that was built, with its own step, "
+        "got another optimizer or another function in its place, which a fused step does not "
+        "call. Use register_step_pre_hook and register_step_post_hook, or set step: stock."
+    )

@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.experts.keys.layouts import KeyLayout, KeyPattern, get_layout
 from moe_optim.formats import QuantizedWeight, get_format
-from moe_optim.formats.reference.nvfp4 import decoding_amax, global_encode_scale
+from moe_optim.formats.reference.scales import decoding_amax, global_encode_scale
 from moe_optim.rollout.conventions import Convention
 
 EXPORT_LAYOUTS = ("hf_per_expert", "sequential", "hf", "grouped")

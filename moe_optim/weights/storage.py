@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_optim import ops
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight
-from moe_optim.formats.reference.amax import expert_amax_into
+from moe_optim.formats.reference.blocks import expert_amax_into
 from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
 from moe_optim.places import has_memory
 

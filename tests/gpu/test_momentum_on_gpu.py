@@ -6,25 +6,26 @@ import pytest
 import torch
 
 from moe_optim.kernels.fields import HYPER_FIELDS
-from moe_optim.kernels.matrices import MatrixRows, MatrixShard, gate_and_up, qkv_rows
+from moe_optim.kernels.matrices import MatrixShard, split_rows
 from moe_optim.kernels.momentum import Momentum
 from moe_optim.kernels.packing import plan_pack, plan_unpack
 from tests.support.bytes import assert_values_equal
 from tests.support.inputs import normal_weights, wide_range_weights, with_specials
+from tests.support.matrix_rows import gate_and_up, whole_rows
 
 pytestmark = pytest.mark.gpu
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 BOTH = pytest.mark.parametrize("nesterov", [True, False], ids=["nesterov", "plain"])
 SHARDS = (
-    ((MatrixRows.of(96),), (3, 96, 1000), FP32, 0, 0),
-    ((MatrixRows.of(768),), (2, 768, 512), BF16, 1, 0),
+    (whole_rows(96), (3, 96, 1000), FP32, 0, 0),
+    (whole_rows(768), (2, 768, 512), BF16, 1, 0),
     (gate_and_up(256, 32), (2, 256, 208), BF16, 1, 0),
     (gate_and_up(512, 64), (1, 512, 1024), FP32, 1, 0),
     (gate_and_up(128, None), (2, 128, 333), FP32, 0, 1),
     (gate_and_up(1004, 251), (1, 1004, 333), BF16, 0, 0),
-    (qkv_rows(384, (64, 16, 16)), (1, 384, 320), BF16, 2, 0),
-    (qkv_rows(96, (4, 1, 1)), (1, 96, 77), BF16, 2, 3),
+    (split_rows(384, (64, 16, 16)), (1, 384, 320), BF16, 2, 0),
+    (split_rows(96, (4, 1, 1)), (1, 96, 77), BF16, 2, 3),
 )
 """Rows, shape, dtype of the gradient, group, and elements before the first: parts lie within one
 group of rows, or in several, at even and odd addresses."""

@@ -24,7 +24,7 @@ from moe_optim.kernels.directed_updates import DirectedUpdates
 from moe_optim.kernels.fake import find_table
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.health import HealthEntry, HealthTable
-from moe_optim.kernels.matrices import MatrixRows, MatrixShard, gate_and_up
+from moe_optim.kernels.matrices import MatrixShard
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.momentum import Momentum
 from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
@@ -36,6 +36,7 @@ from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.kernels.tuning import NORM
 from tests.kernels.conftest import GPUS, MORE_DTYPES
+from tests.support.matrix_rows import gate_and_up, whole_rows
 from tests.support.ptx.launches import compile_kernel, plan_kernels
 
 SHAPE = (2, 256, 512)
@@ -174,7 +175,7 @@ def around_muon(gradients, packed, nesterov):
     """Whole weights, and gate and up in blocks that are shorter than a part."""
     count, rows, cols = SHAPE
     hyper, clips = torch.zeros(1, HYPER_FIELDS), torch.ones(1)
-    for matrices in ((MatrixRows.of(rows),), gate_and_up(rows, 8)):
+    for matrices in (whole_rows(rows), gate_and_up(rows, 8)):
         shard = MatrixShard(
             parameter="fc",
             gradient=torch.zeros(NUMEL, dtype=gradients),

@@ -154,19 +154,6 @@ def with_kernels(monkeypatch):
     plan_kernels(monkeypatch)
 
 
-def test_a_plan_notices_when_a_tensor_has_moved(with_kernels):
-    run = Directing([((1, 128, 128), FP8_BLOCK), ((1, 32, 32), torch.bfloat16)])
-    pieces = run.cut(run.directions(0), seed=1)
-    plan = run.updates.plan(pieces)
-    used = [one for state in run.states for one in state.tensors()]
-    for tensor in [*used, *(direction for *_, direction in pieces)]:
-        assert not plan.has_moved
-        here = tensor.data
-        tensor.data = here.clone()
-        assert plan.has_moved
-        tensor.data = here
-
-
 # What is refused
 
 
@@ -196,40 +183,6 @@ def test_states_that_do_not_fit_are_refused_by_name(others):
         build(state_of(**others))
 
 
-BAD_PIECES = {
-    "before the shard": (-32, 32, torch.zeros(64)),
-    "after the shard": (32, 96, torch.zeros(64)),
-    "a shorter direction": (0, 64, torch.zeros(63)),
-    "a direction in fp64": (0, 64, torch.zeros(64).double()),
-}
-
-
-@pytest.mark.parametrize("piece", BAD_PIECES.values(), ids=BAD_PIECES)
-def test_pieces_that_do_not_fit_are_refused_by_name(piece):
-    updates = build(state_of())
-    updates.plan([(0, 0, 64, torch.zeros(64))])
-    with pytest.raises(LayoutError, match=r"^fc1: .*expected .* got "):
-        updates.plan([(0, *piece)])
-
-
-@pytest.mark.parametrize(
-    ("format", "unit", "length"),
-    [
-        (FP8_BLOCK, "block rows", 64 * 128),
-        (MXFP8, "block rows", 16 * 128),
-        (NVFP4, "experts", 16 * 128),
-    ],
-    ids=["fp8_block", "mxfp8", "nvfp4"],
-)
-def test_pieces_that_cut_what_is_encoded_at_once_are_refused_by_name(
-    format, unit, length, with_kernels
-):
-    run = Directing([((2, 128, 128), format)])
-    for first, last in ((0, length), (length, 128 * 128)):
-        with pytest.raises(LayoutError, match=rf"^fc0: expected a piece of whole {unit}"):
-            run.updates.plan([(0, first, last, torch.zeros(last - first))])
-
-
 def members_of(format, *, end, start=0, cuts=()):
     """Return a table of a range of a weight [2, 64, 64], and its master."""
     master = torch.zeros(end - start)
@@ -241,17 +194,6 @@ def members_of(format, *, end, start=0, cuts=()):
         cuts=cuts,
     )
     return MemberTable.build([entry]), master
-
-
-@pytest.mark.parametrize("format", [MXFP8, NVFP4], ids=["mxfp8", "nvfp4"])
-def test_blocks_and_experts_of_several_ranks_are_refused_by_name(format, backend):
-    """Cuts between experts are not."""
-    whole, master = members_of(format, end=4096, cuts=(4096,))
-    build(state_of(master=master), members=[whole])
-    cut = 64 * 32 if format is NVFP4 else 64 * 40
-    shared, master = members_of(format, end=cut, cuts=(cut,))
-    with pytest.raises(LayoutError, match=r"^fc1: expected whole blocks and experts"):
-        build(state_of(master=master), members=[whole, shared])
 
 
 def test_a_range_of_experts_is_stepped_where_it_lies(backend):

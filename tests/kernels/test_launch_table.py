@@ -57,7 +57,7 @@ def build(entries, consumed=None):
         slots += shared.size
     amax = torch.zeros(slots + own_slots(planned))
     gaps = consumed if consumed is None else find_gaps(consumed, [one.source for one in entries])
-    return LaunchTable.build(planned, amax, first_free_slot=slots, gaps=gaps)
+    return LaunchTable(planned, amax, first_free_slot=slots, gaps=gaps)
 
 
 def test_every_expert_with_an_amax_has_slots_of_its_own():
@@ -90,7 +90,7 @@ def test_tiles_of_row_only_formats_are_masked_where_a_member_ends_inside_of_one(
     exchange = plan_exchange(INT4, entry.target.shape, entry.cuts)
     tile = Tile(cols=128, num_warps=4, rows=16)
     amax = torch.zeros(exchange.size)
-    assert LaunchTable.build([(entry, exchange)], amax, tile=tile).masked is masked
+    assert LaunchTable([(entry, exchange)], amax, tile=tile).masked is masked
 
 
 def test_no_tile_of_a_row_only_format_is_higher_than_offsets_allow():

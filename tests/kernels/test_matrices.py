@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_optim.errors import LayoutError
-from moe_optim.kernels.matrices import gate_and_up, qkv_rows
+from moe_optim.kernels.matrices import split_rows
 from tests.support.bytes import assert_bytes_equal
+from tests.support.matrix_rows import gate_and_up
 
 COLS = 3
 small = st.integers(1, 5)
@@ -46,21 +47,19 @@ def test_query_key_and_value_are_megatrons_split(groups, split):
     weights = weights_of(groups * sum(split))
     for weight, index in zip(weights, range(2), strict=True):
         parts = weight.view(groups, sum(split), -1).split(split, dim=1)
-        for part, rows in zip(parts, qkv_rows(len(weight), split), strict=True):
+        for part, rows in zip(parts, split_rows(len(weight), split), strict=True):
             assert_bytes_equal(matrix_of(rows, weights)[index], part.reshape(-1, COLS))
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: gate_and_up(7, None), "whole 2 parts, got 7"),
-        (lambda: gate_and_up(0, None), "whole 2 parts, got 0"),
-        (lambda: gate_and_up(24, 8), "pairs of blocks of 8 rows, got 24"),
-        (lambda: gate_and_up(24, 0), "pairs of blocks of 0 rows, got 24"),
-        (lambda: qkv_rows(13, (4, 1, 1)), r"got 13 rows and the split \[4, 1, 1\]"),
-        (lambda: qkv_rows(0, (4, 1, 1)), "got 0 rows"),
-        (lambda: qkv_rows(12, (5, 0, 1)), r"a positive split, got 12 rows and the split \[5, 0"),
-        (lambda: qkv_rows(12, ()), r"the split \[\]"),
+        (lambda: split_rows(7, (3, 3)), "got 7 rows"),
+        (lambda: split_rows(24, (8, 8)), "got 24 rows"),
+        (lambda: split_rows(13, (4, 1, 1)), r"got 13 rows and the split \[4, 1, 1\]"),
+        (lambda: split_rows(0, (4, 1, 1)), "got 0 rows"),
+        (lambda: split_rows(12, (5, 0, 1)), r"a positive split, got 12 rows and the split \[5, 0"),
+        (lambda: split_rows(12, ()), r"the split \[\]"),
     ],
 )
 def test_rows_that_cannot_be_cut_are_refused(make, says):

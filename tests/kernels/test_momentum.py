@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from moe_optim.kernels import momentum, packing
 from moe_optim.kernels.fields import HYPER_FIELDS
-from moe_optim.kernels.matrices import MatrixRows, MatrixShard, gate_and_up, qkv_rows
+from moe_optim.kernels.matrices import MatrixShard, split_rows
 from moe_optim.kernels.momentum import Momentum
 from moe_optim.kernels.packing import plan_pack, plan_unpack
 from moe_optim.kernels.tuning import FlatTile
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import normal_weights, placed, wide_range_weights, with_specials
+from tests.support.matrix_rows import gate_and_up, indices_of, whole_rows
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 TILE, PART, LANES = 128, 256, 4
@@ -65,16 +66,16 @@ def shards_of(draw=normal_weights):
     No group has the number of its clip factor.
     """
     shards = [
-        ((MatrixRows.of(5),), (3, 5, 208), FP32, 0, 0),
-        ((MatrixRows.of(4),), (2, 4, 64), BF16, 1, 0),
+        (whole_rows(5), (3, 5, 208), FP32, 0, 0),
+        (whole_rows(4), (2, 4, 64), BF16, 1, 0),
         (gate_and_up(16, 2), (2, 16, 48), BF16, 1, 0),
         (gate_and_up(32, 8), (1, 32, 64), FP32, 2, 0),
         (gate_and_up(12, None), (2, 12, 81), FP32, 0, 1),
         (gate_and_up(36, 9), (1, 36, 65), BF16, 1, 0),
-        (qkv_rows(18, (4, 1, 1)), (1, 18, 72), BF16, 2, 0),
-        (qkv_rows(12, (2, 1, 1)), (2, 12, 35), FP32, 1, 3),
-        (qkv_rows(12, (2, 1, 1)), (2, 12, 37), FP32, 2, 0),
-        ((MatrixRows.of(1),), (1, 1, 1), FP32, 0, 0),
+        (split_rows(18, (4, 1, 1)), (1, 18, 72), BF16, 2, 0),
+        (split_rows(12, (2, 1, 1)), (2, 12, 35), FP32, 1, 3),
+        (split_rows(12, (2, 1, 1)), (2, 12, 37), FP32, 2, 0),
+        (whole_rows(1), (1, 1, 1), FP32, 0, 0),
     ]
     return [
         shard_of(
@@ -105,7 +106,7 @@ def matrices_of(shard, values):
     """Yield all matrices of a shard in the order of squares."""
     for weight in values.view(shard.shape):
         for rows in shard.rows:
-            yield weight[rows.indices()]
+            yield weight[indices_of(rows)]
 
 
 def sum_in_order(values):
@@ -169,10 +170,10 @@ def test_a_batch_holds_directions_divided_by_their_norms(dtype, nesterov):
             got, weights = packed_of(plan, index, number, dtype, hyper, clips, nesterov)
             weight_order = torch.full(copy.shape, -1.0, dtype=dtype)
             for place, norm in enumerate(norms):
-                matrix = direction.view(copy.shape)[place, rows.indices()]
+                matrix = direction.view(copy.shape)[place, indices_of(rows)]
                 want = (matrix / norm.clamp(min=1e-7)).to(dtype)
                 assert_bytes_equal(got[place], want, what=f"{index} {number} {place}")
-                weight_order[place, rows.indices()] = want
+                weight_order[place, indices_of(rows)] = want
             assert_bytes_equal(weights, weight_order.view(-1))
 
 
@@ -268,7 +269,7 @@ def test_no_layout_changes_a_bit(launches):
     apart = [shard((g[None], m[None]), whole) for g, m in zip(gradient, momentum, strict=True)]
     assert_bytes_equal(squares_by(Momentum.build, *apart).squares, want)
     for interleave in (1, 2, 3):
-        order = torch.cat([one.indices() for one in gate_and_up(12, interleave)]).argsort()
+        order = torch.cat([indices_of(one) for one in gate_and_up(12, interleave)]).argsort()
         values = gradient[:, order], momentum[:, order]
         blocks = shard(values, gate_and_up(12, interleave), BF16, offset=interleave)
         plan = squares_by(Momentum.build, blocks)
@@ -306,25 +307,3 @@ def test_batches_that_are_unpacked_are_the_weights_again(cuts, taken, half, cols
         want = want.clone()
         want[:, :, 1 - taken] = math.nan
     assert_bytes_equal(got, want.reshape(-1))
-
-
-@pytest.mark.parametrize("moved", ["gradient", "momentum"])
-def test_plans_watch_gradients_and_momentum(moved):
-    shard, hyper, clips = shard_of((MatrixRows.of(4),), (1, 4, 4)), hyper_of(0.9), torch.ones(1)
-    plan = Momentum.build([shard], hyper, clips, nesterov=True)
-    packed = torch.zeros(1, 4, 4)
-    pack = plan_pack([plan.piece(0)], plan.squares, packed, hyper, clips, nesterov=True)
-    assert not plan.has_moved and not pack.has_moved
-    getattr(shard, moved).data = torch.zeros(16)
-    assert plan.has_moved and pack.has_moved
-
-
-@pytest.mark.parametrize("moved", ["packed", "weights"])
-def test_plans_watch_what_they_write(moved):
-    shard = shard_of((MatrixRows.of(4),), (1, 4, 4))
-    plan = Momentum.build([shard], hyper_of(0.9), torch.ones(1), nesterov=True)
-    tensors = {"packed": torch.zeros(1, 4, 4), "weights": torch.zeros(16)}
-    unpack = plan_unpack(tensors["packed"], [plan.piece(0)], tensors["weights"])
-    assert not unpack.has_moved
-    tensors[moved].data = torch.zeros_like(tensors[moved])
-    assert unpack.has_moved

@@ -176,12 +176,9 @@ def test_memory_that_tma_cannot_read_goes_to_torch(launches, beside):
     assert_bytes_equal(built.result.clone(), iterate(x, QUINTIC))
 
 
-def test_a_plan_iterates_whatever_x_holds_at_launch_and_notices_moves():
+def test_a_plan_iterates_whatever_x_holds_at_launch():
     built, _ = orthogonalize(random_matrices((2, 24, 40), torch.float32), QUINTIC[:3])
     other = random_matrices((2, 24, 40), torch.float32, seed=1)
     built.x.copy_(other)
     built.launch()
     assert_bytes_equal(built.result.clone(), iterate(other, QUINTIC[:3]))
-    assert not built.has_moved
-    built.x.data = built.x.clone()
-    assert built.has_moved

@@ -53,8 +53,8 @@ MUTANTS = (
     ),
     Mutant(  # value, key and query in the rows of query, key and value
         "kernels/matrices.py",
-        "firsts = [sum(split[:part]) for part in range(len(split))]",
-        "firsts = [sum(split[part + 1 :]) for part in range(len(split))]",
+        "first=end - span,",
+        "first=stride - end,",
         ("tests/kernels/test_matrices.py::test_query_key_and_value_are_megatrons_split",),
     ),
     Mutant(  # blocks of gate and up are halves

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
 from moe_optim.kernels.fields import HYPER_FIELDS
-from moe_optim.kernels.matrices import MatrixRows, gate_and_up, qkv_rows
+from moe_optim.kernels.matrices import MatrixRows, split_rows
 from moe_optim.optimizer.muon import MatrixWeight, MuonSettings, describe_weight
 from moe_optim.optimizer.muon_step import MuonTable, chunk_numel, needed_bytes
 from tests.support.bytes import assert_bytes_equal
+from tests.support.matrix_rows import gate_and_up, whole_rows
 from tests.support.steps.muon_steps import DEFAULTS, make_states, step, weight_of
 
 GROUPS = SimpleNamespace(
@@ -72,17 +73,17 @@ def _rows_of(name: str, settings: MuonSettings, **attributes: Any) -> tuple[Matr
 def test_gate_and_up_of_routed_experts_alone_alternate_in_blocks(name: str, interleave: int | None):
     """And only where they are to be apart: Megatron interleaves neither dense nor shared ones."""
     assert _rows_of(name, APART) == gate_and_up(64, interleave)
-    assert _rows_of(name, DEFAULTS) == (MatrixRows.of(64),)
-    assert _rows_of(name.replace("fc1", "fc2"), APART) == (MatrixRows.of(64),)
+    assert _rows_of(name, DEFAULTS) == whole_rows(64)
+    assert _rows_of(name.replace("fc1", "fc2"), APART) == whole_rows(64)
 
 
 def test_query_key_and_value_are_apart_unless_the_flag_keeps_them_together():
     """In the order of Megatron's split; --muon-no-split-qkv makes them one matrix."""
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
     qkv = {"is_qkv": True, "qkv_split_shapes": [16, 12, 4]}
-    assert _rows_of(name, DEFAULTS, **qkv) == qkv_rows(64, [16, 12, 4])
-    assert _rows_of(name, replace(DEFAULTS, splits_qkv=False), **qkv) == (MatrixRows.of(64),)
-    assert _rows_of(name, DEFAULTS) == (MatrixRows.of(64),)
+    assert _rows_of(name, DEFAULTS, **qkv) == split_rows(64, [16, 12, 4])
+    assert _rows_of(name, replace(DEFAULTS, splits_qkv=False), **qkv) == whole_rows(64)
+    assert _rows_of(name, DEFAULTS) == whole_rows(64)
 
 
 # Tensor parallelism

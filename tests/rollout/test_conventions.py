@@ -9,7 +9,7 @@ import torch
 from moe_optim import ops
 from moe_optim.commands.export.engine_config import quantization_config
 from moe_optim.formats import FORMATS, NVFP4
-from moe_optim.formats.reference.nvfp4 import global_encode_scale
+from moe_optim.formats.reference.scales import global_encode_scale
 from moe_optim.rollout.conventions import (
     CONVENTIONS,
     ENGINE_FORMATS,

@@ -8,9 +8,8 @@ from torch import Tensor
 from moe_optim import library
 from moe_optim.errors import LayoutError
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight, get_format
-from moe_optim.formats.reference.blocks import quantize_blocks_into
+from moe_optim.formats.reference.blocks import derive_into, expand_scale_into, quantize_blocks_into
 from moe_optim.formats.reference.dequantizing import dequantize, dequantize_bf16
-from moe_optim.formats.reference.finish import derive_into, expand_scale_into
 
 __all__ = [
     "dequantize",

@@ -1,4 +1,4 @@
-"""Block rows of any format: their maxima, and their bytes given all maxima.
+"""Block rows of any format: maxima, bytes given all maxima, and buffers derived from others.
 
 A *block row* is a strip of ``format.block_row_height`` rows. Its maxima fill one row of *slots*:
 for formats that quantize both directions the C columnwise blocks, then the C / 32 rowwise blocks of
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_optim.formats import BlockScaledFormat, QuantizedWeight
+from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight
 from moe_optim.formats.reference.scales import encode_elements, encode_scales
 
 INFINITY_BITS = 0x7F80
@@ -124,9 +124,79 @@ def encode_block_rows(
     return encoded
 
 
+@torch.no_grad()
+def expert_amax_into(out: Tensor, source: Tensor, start: int, numel: int) -> None:
+    """Raise the amax of every expert that a range of a weight touches, in place.
+
+    Values are rounded to bf16 first and NaN counts as zero. The maximum over any ranges that cover
+    a weight is the amax of whole experts.
+
+    Args:
+        out: [E] fp32, replaced by the maximum of its value and the computed amax.
+        source: fp32 or bf16, the elements of the weight from ``start`` on in row-major order.
+        start: first element of the source, counted in the weight.
+        numel: elements of one expert.
+    """
+    for expert, _, values in cut_experts(source, start, numel):
+        bits = magnitude_bits(values.bfloat16())
+        out[expert] = torch.maximum(out[expert], as_magnitude(bits.amax()))
+
+
+def cut_experts(source: Tensor, start: int, numel: int) -> Iterator[tuple[int, slice, Tensor]]:
+    """Yield each expert that a range touches, the elements of the expert, and their values.
+
+    ``source`` contains the elements of the weight from ``start`` on, ``numel`` per expert.
+    """
+    flat = source.reshape(-1)
+    end = start + flat.numel()
+    for expert in range(start // numel, -(-end // numel)) if start < end else ():
+        base = expert * numel
+        low, high = max(start, base), min(end, base + numel)
+        yield expert, slice(low - base, high - base), flat[low - start : high - start]
+
+
+# Derived buffers
+
+
 def transpose_into(out: Tensor, source: Tensor) -> None:
     """Copy ``source`` [E, R, C] into ``out`` [E, C, R], transposed per expert."""
     height = 32  # rows read together; many more would thrash the cache
     for start in range(0, source.shape[1], height):
         part = slice(start, start + height)
         out[:, :, part].copy_(source[:, part].transpose(1, 2))
+
+
+def derive_into(q: QuantizedWeight) -> None:
+    """Write the columnwise buffers of ``q`` that follow from its rowwise ones, in place.
+
+    Does nothing for formats that gather every direction they store.
+    """
+    if q.format.gathered_directions == q.format.directions:
+        return
+    if q.format.columnwise_copy == "transposed":
+        packed = q.format.elements_per_byte == 2
+        transpose_into(q.columnwise_data, _pair_rows(q.rowwise_data) if packed else q.rowwise_data)
+    q.columnwise_scale.copy_(q.rowwise_scale.transpose(1, 2))
+
+
+def expand_scale_into(q: QuantizedWeight, direction: Direction, out: Tensor) -> None:
+    """Write the scales of ``direction`` as Transformer Engine stores them, one per line of a block.
+
+    Reads the rowwise scales of ``q``, or both for 1-D formats. ``out`` is [E, ...] of
+    ``q.format.storage_scale_shape`` and ``q.format.scale_dtype``; padding is not written.
+    """
+    scale = q.rowwise_scale if q.format.is_2d else q.scale(direction)
+    if q.format.transposes(direction):
+        scale = scale.transpose(1, 2)
+    down, across = q.format.storage_scale_repeat(direction)
+    lines = scale.repeat_interleave(down, 1).repeat_interleave(across, 2)
+    out[:, : lines.shape[1], : lines.shape[2]].copy_(lines)
+
+
+def _pair_rows(data: Tensor) -> Tensor:
+    """Repack two columns per byte as two rows per byte: [E, R, C/2] -> [E, R/2, C] uint8."""
+    even, odd = data[:, 0::2], data[:, 1::2]
+    pairs = data.new_empty((data.shape[0], data.shape[1] // 2, 2 * data.shape[2]))
+    pairs[:, :, 0::2] = (even & 0xF) | (odd << 4)
+    pairs[:, :, 1::2] = (even >> 4) | (odd & 0xF0)
+    return pairs

@@ -122,29 +122,16 @@ def e8m0_round_up(value: Tensor) -> Tensor:
 
 def decode_e8m0(code: Tensor) -> Tensor:
     """Return 2^(code - 127) of uint8 codes in bf16, exactly; 0xFF gives NaN."""
-    return _look_up(_powers(code.device), code)
+    return _powers(code.device).index_select(0, code.flatten().int()).view(code.shape)
 
 
 def e8m0_reciprocal(code: Tensor) -> Tensor:
     """Return 2^(127 - code) of uint8 codes in bf16, to encode data; 0xFF gives NaN."""
-    return _look_up(_reciprocals(code.device), code)
-
-
-def _look_up(table: Tensor, code: Tensor) -> Tensor:
-    return table.index_select(0, code.flatten().int()).view(code.shape)
+    return decode_e8m0(254 - code)  # 0xFF wraps around to itself
 
 
 @cache
 def _powers(device: torch.device) -> Tensor:
-    return _table(torch.arange(256, dtype=torch.float64, device="cpu") - 127).to(device)
-
-
-@cache
-def _reciprocals(device: torch.device) -> Tensor:
-    return _table(127 - torch.arange(256, dtype=torch.float64, device="cpu")).to(device)
-
-
-def _table(exponents: Tensor) -> Tensor:
-    values = exponents.exp2().bfloat16()
+    values = (torch.arange(256, dtype=torch.float64, device="cpu") - 127).exp2().bfloat16()
     values[0xFF] = torch.nan
-    return values
+    return values.to(device)

@@ -18,7 +18,7 @@ from moe_optim.formats import (
 )
 from moe_optim.formats.reference.blocks import CHUNK_NUMEL, transpose_into
 from moe_optim.formats.reference.codes import decode, decode_e4m3, decode_e8m0
-from moe_optim.formats.reference.nvfp4 import decoding_amax
+from moe_optim.formats.reference.scales import decoding_amax
 
 _NVFP4_UNIT = 1.0 / (6.0 * 448.0)
 

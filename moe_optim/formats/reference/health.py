@@ -6,10 +6,10 @@ from torch.nn.functional import pad
 
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight
 from moe_optim.formats.health_figures import SKETCH, Sum, signs
-from moe_optim.formats.reference.blocks import as_magnitude, magnitude_bits
+from moe_optim.formats.reference.blocks import as_magnitude, cut_experts, magnitude_bits
 from moe_optim.formats.reference.codes import decode_e4m3, decode_e8m0
 from moe_optim.formats.reference.dequantizing import dequantize
-from moe_optim.formats.reference.nvfp4 import decoding_amax
+from moe_optim.formats.reference.scales import decoding_amax
 
 
 @torch.no_grad()
@@ -27,15 +27,10 @@ def measure_into(
         start: first element of the source, counted in the weight.
         q: all buffers of the whole weight; only rowwise values are measured.
     """
-    experts, rows, cols = q.shape
-    numel, flat = rows * cols, source.reshape(-1)
-    end = start + flat.numel()
-    for expert in range(start // numel, -(-end // numel)) if start < end else ():
-        low, high = max(start, expert * numel), min(end, (expert + 1) * numel)
-        place = slice(low - expert * numel, high - expert * numel)
-        weight = flat[low - start : high - start].bfloat16()
-        found = _measure(weight, place, _expert_of(q, expert))
-        sums[expert] += found
+    _, rows, cols = q.shape
+    for expert, place, values in cut_experts(source, start, rows * cols):
+        weight = values.bfloat16()
+        sums[expert] += _measure(weight, place, _expert_of(q, expert))
         amax = as_magnitude(magnitude_bits(weight).max())
         amaxes[expert] = torch.maximum(amaxes[expert], amax)
 

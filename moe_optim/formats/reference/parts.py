@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight, round_up
-from moe_optim.formats.reference.blocks import block_amaxes, encode_block_rows
-from moe_optim.formats.reference.finish import derive_into
+from moe_optim.formats.reference.blocks import block_amaxes, derive_into, encode_block_rows
 
 
 def pad_part(part: Tensor, start: tuple[int, int], format: BlockScaledFormat) -> Tensor:

@@ -4,45 +4,32 @@ Slots of several ranks (:mod:`moe_optim.formats.reference.blocks`) combine by MA
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight
-from moe_optim.formats.reference.blocks import block_amaxes, encode_block_rows
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class OwnedBlockRows:
-    """Block rows of one expert that a range touches."""
-
-    expert: int
-    first_row: int
-    values: Tensor
-    """Weights, [n, block_row_height, C] bf16; zeros beyond the range and below the weight."""
-    owned: Tensor
-    """Mask of the values in the range, [n, block_row_height, C] bool."""
+from moe_optim.formats.reference.blocks import block_amaxes, cut_experts, encode_block_rows
 
 
 def owned_block_rows(
     source: Tensor, start: int, shape: tuple[int, int, int], format: BlockScaledFormat
-) -> Iterator[OwnedBlockRows]:
-    """Cut ``source``, elements of a weight from ``start`` on, into the block rows it touches."""
-    _, rows, cols = shape
-    flat, height = source.reshape(-1), format.block_row_height
-    end = start + flat.numel()
-    for expert in range(start // (rows * cols), -(-end // (rows * cols))):
-        base = expert * rows * cols
-        low, high = max(start, base) - base, min(end, base + rows * cols) - base
-        first = low // (height * cols) * height
-        count = -(-high // (height * cols)) - first // height
+) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Cut ``source``, elements of a weight from ``start`` on, into the block rows it touches.
+
+    Yields an expert, the first row in it, weights [n, block_row_height, C] bf16, zero beyond the
+    range and below the weight, and the mask of those in the range.
+    """
+    (_, rows, cols), height = shape, format.block_row_height
+    for expert, place, part in cut_experts(source, start, rows * cols):
+        first = place.start // (height * cols) * height
+        count = -(-place.stop // (height * cols)) - first // height
         values = torch.zeros((count, height, cols), dtype=torch.bfloat16, device=source.device)
         owned = torch.zeros_like(values, dtype=torch.bool)
-        part = slice(low - first * cols, high - first * cols)
-        values.view(-1)[part] = flat[base + low - start : base + high - start]
-        owned.view(-1)[part] = True
-        yield OwnedBlockRows(expert=expert, first_row=first, values=values, owned=owned)
+        there = slice(place.start - first * cols, place.stop - first * cols)
+        values.view(-1)[there] = part
+        owned.view(-1)[there] = True
+        yield expert, first, values, owned
 
 
 def partial_amax_into(
@@ -60,14 +47,14 @@ def partial_amax_into(
     nothing is owned: ``block_rows`` maps each shared block row, as (expert, first row), to its
     first slot, ``experts`` each shared expert to the slot of its amax.
     """
-    for part in owned_block_rows(source, start, q.shape, q.format):
-        amaxes = block_amaxes(part.values, q.format)
+    for expert, first_row, values, _ in owned_block_rows(source, start, q.shape, q.format):
+        amaxes = block_amaxes(values, q.format)
         for index, block_row in enumerate(amaxes):
-            slot = block_rows.get((part.expert, part.first_row + index * q.format.block_row_height))
+            slot = block_rows.get((expert, first_row + index * q.format.block_row_height))
             if slot is not None:
                 out[slot : slot + block_row.numel()] = block_row
-        if part.expert in experts:
-            out[experts[part.expert]] = amaxes.amax()
+        if expert in experts:
+            out[experts[expert]] = amaxes.amax()
 
 
 def encode_into(
@@ -87,25 +74,24 @@ def encode_into(
     maxima.
     """
     height = q.format.block_row_height
-    for part in owned_block_rows(source, start, q.shape, q.format):
-        amaxes = block_amaxes(part.values, q.format)
+    for expert, first_row, values, owned in owned_block_rows(source, start, q.shape, q.format):
+        amaxes = block_amaxes(values, q.format)
         for index, maxima in enumerate(amaxes):
-            slot = block_rows.get((part.expert, part.first_row + index * height))
+            slot = block_rows.get((expert, first_row + index * height))
             if slot is not None:
                 maxima.copy_(amax[slot : slot + maxima.numel()])
         global_amax = amaxes.amax()
-        if part.expert in experts:
-            first, last = experts[part.expert]
+        if expert in experts:
+            first, last = experts[expert]
             global_amax = amax[first:last].amax()
         if q.global_amax is not None:
-            q.global_amax[part.expert] = global_amax
-        for name, values in encode_block_rows(part.values, q.format, amaxes, global_amax).items():
-            # values [n, rows of a block row, columns]; rows below the weight are dropped
-            first_row = part.first_row * values.shape[1] // height
-            buffer = getattr(q, name)[part.expert, first_row:]
-            new = values.flatten(0, 1)[: len(buffer)]
+            q.global_amax[expert] = global_amax
+        for name, encoded in encode_block_rows(values, q.format, amaxes, global_amax).items():
+            # [n, rows of a block row, columns]; rows below the weight are dropped
+            buffer = getattr(q, name)[expert, first_row * encoded.shape[1] // height :]
+            new = encoded.flatten(0, 1)[: len(buffer)]
             old = buffer[: len(new)]
             if name.endswith("_data"):  # all elements of a byte have one owner
-                owned = part.owned.flatten(0, 1)[: len(new), :: q.format.elements_per_byte]
-                new = torch.where(owned, new, old)
+                mine = owned.flatten(0, 1)[: len(new), :: q.format.elements_per_byte]
+                new = torch.where(mine, new, old)
             old.copy_(new)

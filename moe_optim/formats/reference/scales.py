@@ -5,18 +5,20 @@ With ``amax`` of a block and ``w`` rounded to bf16::
     mxfp8        scale = E8M0 of amax / 448, rounded up     code = E4M3 of w / scale
     mxfp4        scale = E8M0 of amax / 6, rounded up       code = E2M1 of w / scale
     fp8_block    scale = 1 / f, see encode_scale            code = E4M3 of w * f
-    nvfp4        scale relative to the expert, see nvfp4    code = E2M1 of w * encode_factor
+    nvfp4        scale = E4M3 of amax / 6 * S               code = E2M1 of w / (scale / S)
     int4         s = max(amax * fl(1/7), 1e-5) in fp32      code = rint(w / s);  scale = bf16 of s
 
-MXFP4 rounds scales up as gpt-oss (``triton_kernels``), DeepSeek-V4, ModelOpt and TE's MXFP8 do.
-INT4 follows the exporter of slime and miles, whose training multiplies by s instead of its bf16.
+S of an expert is :func:`global_encode_scale`. MXFP4 rounds scales up as gpt-oss
+(``triton_kernels``), DeepSeek-V4, ModelOpt and TE's MXFP8 do. INT4 follows the exporter of slime
+and miles, whose training multiplies by s instead of its bf16.
 """
 
 import torch
 from torch import Tensor
 
-from moe_optim.formats import BlockScaledFormat
+from moe_optim.formats import NVFP4, BlockScaledFormat
 from moe_optim.formats.reference.codes import (
+    decode_e4m3,
     e8m0_reciprocal,
     e8m0_round_up,
     encode_e2m1,
@@ -24,10 +26,11 @@ from moe_optim.formats.reference.codes import (
     encode_int4,
     pack_nibbles,
 )
-from moe_optim.formats.reference.nvfp4 import block_scale, encode_factor, global_encode_scale
 from moe_optim.formats.reference.tensorwise import encode_scale as encode_tensor_scale
 
 INT4_SMALLEST_SCALE = 1e-5
+_FP32 = torch.finfo(torch.float32)
+_GLOBAL_MAX = 448.0 * NVFP4.data_max
 
 
 def encode_scales(
@@ -57,8 +60,27 @@ def encode_scales(
         return factor.reciprocal(), factor.bfloat16() if is_exact else factor
     assert global_amax is not None, "formats with E4M3 scales have a global amax"
     global_encode = global_encode_scale(global_amax)
-    code = encode_e4m3(block_scale(amaxes, global_encode))
-    return code, encode_factor(code, global_encode)
+    # Same association as TE, and multiplication by the rounded 1/6 instead of a division.
+    code = encode_e4m3(amaxes * (global_encode * (1.0 / format.data_max)))
+    decoded = decode_e4m3(code) * global_encode.reciprocal()
+    return code, decoded.reciprocal().clamp(max=_FP32.max)
+
+
+def global_encode_scale(global_amax: Tensor) -> Tensor:
+    """Return 448 * 6 / amax of NVFP4 experts in fp32, at most FLT_MAX; 1 for zero and Inf."""
+    amax = global_amax.clamp(min=_FP32.tiny)
+    # Not `2688 / amax`, which torch computes by multiplying with a rounded reciprocal.
+    scale = torch.div(torch.full_like(amax, _GLOBAL_MAX), amax).clamp(max=_FP32.max)
+    return scale.masked_fill((global_amax == 0) | global_amax.isinf(), 1.0)
+
+
+def decoding_amax(global_amax: Tensor) -> Tensor:
+    """Return the amax whose 2688th part inverts :func:`global_encode_scale`; Inf stays Inf.
+
+    Experts below 2688 / FLT_MAX are encoded as if this were their amax. Transformer Engine decodes
+    with the amax itself, so its GEMMs and dequantization give smaller values for them.
+    """
+    return global_amax.clamp(min=_GLOBAL_MAX * 2.0**-128)
 
 
 def encode_scale(amax: Tensor, format: BlockScaledFormat) -> Tensor:

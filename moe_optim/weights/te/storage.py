@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.formats import DIRECTIONS, BlockScaledFormat, Direction, QuantizedWeight
+from moe_optim.formats.reference import expand_scale_into
 from moe_optim.kernels.member_table import Backend
 from moe_optim.places import Attributes
 from moe_optim.weights.storage import BindingBucket, PortableStorage, WeightStorage
@@ -156,15 +157,8 @@ class TransformerEngineStorage(WeightStorage):
 
     def note_write(self) -> None:
         """Expand the scales into their padded form, and record the write."""
-        q = self.quantized
         for direction, stored in self.storage_scales.items():
-            scale = q.scale(direction)
-            if direction == "columnwise" and self.format.is_2d:
-                transposed = self.format.transposes(direction)
-                scale = q.rowwise_scale.transpose(1, 2) if transposed else q.rowwise_scale
-            down, across = self.format.storage_scale_repeat(direction)
-            spread = scale.repeat_interleave(down, 1).repeat_interleave(across, 2)
-            stored[:, : spread.shape[1], : spread.shape[2]] = spread
+            expand_scale_into(self.quantized, direction, stored)
         super().note_write()
 
     def whole_of(self, parts: Any) -> "TransformerEngineStorage | None":

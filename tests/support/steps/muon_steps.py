@@ -17,6 +17,7 @@ from moe_optim.optimizer.muon_step import (
     common_scale_of,
     needed_bytes,
 )
+from tests.support.matrix_rows import indices_of
 
 GROUPS: tuple[dict[str, Any], ...] = (
     {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1},
@@ -107,7 +108,7 @@ def expected_step(state: MuonState, settings: MuonSettings, clip: float) -> tupl
     )
     for number in range(state.count):
         for of_matrix in state.weight.rows:
-            taken = of_matrix.indices()
+            taken = indices_of(of_matrix)
             matrix = torch.nn.Parameter(masters[number, taken])
             matrix.grad = gradients[number, taken] * (clip * OF_NORMS[state.norm])
             stock = OneAtATime(
