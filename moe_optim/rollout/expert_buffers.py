@@ -89,7 +89,7 @@ def gather_buffers(buffers: Sequence[Tensor], group: dist.ProcessGroup) -> Arriv
     Every rank of ``group`` must call it.
     """
     ranks = group.size()
-    infos = [TensorInfo((ranks * len(one), *one.shape[1:]), one.dtype) for one in buffers]
+    infos = [TensorInfo((ranks * one.shape[0], *one.shape[1:]), one.dtype) for one in buffers]
     bucket = torch.empty(bucket_nbytes(infos), dtype=torch.uint8, device=buffers[0].device)
     places = cut_bucket(bucket, infos)
     with issued_together(group, asynchronous=True) as works:  # as bytes: gloo knows no FP8

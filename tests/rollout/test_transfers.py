@@ -1,4 +1,4 @@
-"""Experts leave by linear: one transfer, views of what arrives, and an order that is kept."""
+"""Experts leave by layer: one transfer, views of what arrives, and an order that is kept."""
 
 import math
 from unittest.mock import patch
@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 
 pytest.importorskip("megatron.core")
 
-LINEARS, LAYERS = 2, 2
+LAYERS = 2
 SETUPS = {
     "experts over ranks": Setup({"expert_model_parallel_size": 2}),
     "experts cut": Setup({"expert_tensor_parallel_size": 2}, model={"moe_ffn_hidden_size": 256}),
@@ -77,16 +77,15 @@ def _transfers():
     return facts
 
 
-def test_a_linear_arrives_in_one_transfer_and_its_tensors_are_views_of_one_bucket(ranks):
-    """Of all local experts, data and scales; aligned."""
-    linears = LAYERS * LINEARS
+def test_a_layer_arrives_in_one_transfer_and_its_tensors_are_views_of_one_bucket(ranks):
+    """Of both linears of all local experts, data and scales; aligned."""
     for facts, _ in ranks:
         for layout in ("hf_per_expert", "hf"):
             calls, memory, arrived, unaligned = facts["experts over ranks", layout]
-            assert (calls, memory, unaligned) == (linears, linears, 0)
-            assert facts["experts cut", layout][0] == linears
+            assert (calls, memory, unaligned) == (LAYERS, LAYERS, 0)
+            assert facts["experts cut", layout][0] == LAYERS
             calls, memory, arrived, unaligned = facts["layers over ranks", layout]
-            assert (calls, arrived, unaligned) == (0, linears // 2, 0)
+            assert (calls, arrived, unaligned) == (0, LAYERS // 2, 0)
 
 
 def _exchanges():
@@ -136,8 +135,9 @@ def test_buckets_hold_no_more_than_asked_and_at_least_an_expert_of_each_rank():
                 vocab_size=None, heads=None,
             )  # fmt: skip
             order = make_order(options, records, rank=0)
-            assert len(order.units) == (units if layout == "sequential" else 1)
-            names = [name for unit in order.units for name in unit.names]
+            assert len(order.batches) == (units if layout == "sequential" else 1)
+            found = [unit for batch in order.batches for unit in batch]
+            names = [name for unit in found for name in unit.names]
             assert len(set(names)) == len(names) == (2 * EXPERTS if layout == "sequential" else 1)
-            covered = math.fsum(unit.stop - unit.start for unit in order.units)
+            covered = math.fsum(unit.stop - unit.start for unit in found)
             assert covered == EXPERTS
