@@ -168,20 +168,27 @@ def bucket_nbytes(infos: Iterable[TensorInfo]) -> int:
     return sum(_aligned(info.nbytes) for info in infos)
 
 
-def cut_bucket(bucket: Tensor, infos: Iterable[TensorInfo]) -> list[Tensor]:
-    """Return a view into a bucket for each tensor."""
+def places_in(bucket: Tensor, sizes: Iterable[int]) -> list[Tensor]:
+    """Return the place of each tensor in a bucket, [n] uint8, given their sizes in bytes."""
     places, start = [], 0
-    for info in infos:
-        flat = bucket[start : start + info.nbytes]
-        places.append(flat.view(info.dtype).view(info.shape))
-        start += _aligned(info.nbytes)
+    for nbytes in sizes:
+        places.append(bucket[start : start + nbytes])
+        start += _aligned(nbytes)
     return places
+
+
+def cut_bucket(bucket: Tensor, infos: Sequence[TensorInfo]) -> list[Tensor]:
+    """Return a view into a bucket for each tensor."""
+    places = places_in(bucket, (info.nbytes for info in infos))
+    return [
+        place.view(info.dtype).view(info.shape) for place, info in zip(places, infos, strict=True)
+    ]
 
 
 def fill_bucket(bucket: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy tensors to their places in a bucket, with as few launches as possible."""
-    places = cut_bucket(bucket, (TensorInfo(tuple(one.shape), one.dtype) for one in tensors))
-    torch._foreach_copy_([flat_bytes(one) for one in places], [flat_bytes(one) for one in tensors])
+    places = places_in(bucket, (one.nbytes for one in tensors))
+    torch._foreach_copy_(places, [flat_bytes(one) for one in tensors])
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

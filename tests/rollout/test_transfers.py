@@ -112,7 +112,8 @@ def test_ranks_exchange_their_records_once_for_equal_models(ranks):
         assert counts == [first, again, first, again, again, again]
 
 
-def test_buckets_hold_no_more_than_asked_and_at_least_an_expert_of_each_rank():
+def _order(linears, nbytes, layout):
+    """Plan bf16 experts of two ranks."""
     from moe_optim.experts.keys.layouts import get_layout
     from moe_optim.rollout.exported_as import ExportedAs
     from moe_optim.rollout.order import ExportOptions, make_order
@@ -121,23 +122,42 @@ def test_buckets_hold_no_more_than_asked_and_at_least_an_expert_of_each_rank():
     records = {
         rank: [
             HeldExperts(
-                linear="decoder.layers.0.mlp.experts.linear_fc2", hf_layer=0, kind="weight",
+                linear=f"decoder.layers.{linear}", hf_layer=0, kind="weight",
                 first=EXPERTS * rank, count=EXPERTS, shape=(128, 128), format="bf16",
             )
+            for linear in linears
         ]
         for rank in range(2)
     }  # fmt: skip
-    each = 2 * 128 * 128 * 2  # bytes of one expert of both ranks
-    for nbytes, units in ((1, 4), (each, 4), (3 * each, 2), (4 * each, 1)):
+    options = ExportOptions(
+        exported=ExportedAs(get_layout(layout), None), own=False, bucket_bytes=nbytes,
+        vocab_size=None, heads=None,
+    )  # fmt: skip
+    return make_order(options, records, rank=0)
+
+
+EACH = 2 * 128 * 128 * 2
+"""Bytes of one expert of both ranks."""
+
+
+def test_buckets_hold_no_more_than_asked_and_at_least_an_expert_of_each_rank():
+    for nbytes, units in ((1, 4), (EACH, 4), (3 * EACH, 2), (4 * EACH, 1)):
         for layout in ("sequential", "grouped"):
-            options = ExportOptions(
-                exported=ExportedAs(get_layout(layout), None), own=False, bucket_bytes=nbytes,
-                vocab_size=None, heads=None,
-            )  # fmt: skip
-            order = make_order(options, records, rank=0)
+            order = _order(["0.mlp.experts.linear_fc2"], nbytes, layout)
             assert len(order.batches) == (units if layout == "sequential" else 1)
             found = [unit for batch in order.batches for unit in batch]
             names = [name for unit in found for name in unit.names]
             assert len(set(names)) == len(names) == (2 * EXPERTS if layout == "sequential" else 1)
             covered = math.fsum(unit.stop - unit.start for unit in found)
             assert covered == EXPERTS
+
+
+def test_linears_of_a_layer_share_a_bucket_that_holds_both_and_layers_never_do():
+    names = ("0.mlp.experts.linear_fc1", "0.mlp.experts.linear_fc2", "1.mlp.experts.linear_fc1")
+    both = 2 * EXPERTS * EACH
+    for nbytes, sizes in ((both - 1, [1, 1, 1]), (both, [2, 1]), (10 * both, [2, 1])):
+        for layout in ("sequential", "grouped"):
+            order = _order(names, nbytes, layout)
+            of_linears = [list(dict.fromkeys(u.held.linear for u in one)) for one in order.batches]
+            assert list(map(len, of_linears)) == sizes
+            assert sum(of_linears, []) == [f"decoder.layers.{name}" for name in names]
