@@ -116,7 +116,7 @@ def require_chunks(model_chunks: Iterable[Module], where: str) -> list[Module]:
     return chunks
 
 
-def is_portable(module: object) -> bool:
+def is_portable(module: Module) -> bool:
     """Return whether a module is a ``GroupedLinear``, the only module that records amaxes."""
     return isinstance(module, RecordsAmax)
 
@@ -129,8 +129,8 @@ def expert_linears(chunk: Module) -> Iterator[ExpertLinear]:
     """
     named = list(chunk.named_modules())
     for path, experts in named:
-        for name, child in () if is_wrapper(experts) else experts._modules.items():
-            linear: Any = None if child is None else base_of(child)
+        for name, child in () if is_wrapper(experts) else experts.named_children():
+            linear: Any = base_of(child)
             if not is_portable(linear):
                 continue
             groups = getattr(experts, "pg_collection", None)
