@@ -1,5 +1,6 @@
 """Exports a live model's weights to inference engines, as pairs of name and tensor."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,7 +23,7 @@ from moe_optim.rollout.expert_buffers import (
 from moe_optim.rollout.expert_tensors import get_export_layout
 from moe_optim.rollout.experts import ExportedLinear, local_experts
 from moe_optim.rollout.exported_as import ExportedAs
-from moe_optim.rollout.order import ExportOptions, ExportOrder, KeptOrders
+from moe_optim.rollout.order import Batch, ExportOptions, ExportOrder, KeptOrders
 from moe_optim.rollout.rows import Heads
 from moe_optim.rollout.units import (
     ExpertUnit,
@@ -80,7 +81,7 @@ def export_weights(
             without sending any; E is then their number.
         device: device of the tensors; None: unchanged.
         bucket_bytes: size of a message in bytes; larger tensors, and one expert of each rank, are
-            sent alone.
+            sent alone. Messages of twice this size may be under way besides the yielded one.
         vocab_size: rows of embeddings to yield, without Megatron's padding; None: all.
         input_scales: whether each weight of experts in NVFP4 is followed by the scale of its
             inputs, of their calibrated amax, see :func:`moe_optim.calibrate`. Engines then quantize
@@ -174,20 +175,33 @@ class _Exporter:
     def stream(
         self, order: ExportOrder, device: torch.device | str | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights; exchange those that not all ranks hold, experts one batch ahead."""
-        ahead: Arriving | None = None
-        for batch, following in zip(order.batches, [*order.batches[1:], None], strict=True):
-            arriving, ahead = ahead, None
-            if arriving is None and isinstance(batch, tuple):
-                arriving = self._start(batch)
-            if isinstance(following, tuple):
-                ahead = self._start(following)
-            if isinstance(batch, tuple) and arriving is not None:
+        """Yield all weights; exchange those that not all ranks hold, experts ahead."""
+        for batch, arriving in self._started(order):
+            if isinstance(batch, tuple):
                 yield from self._experts(batch, arriving, device)
-            elif isinstance(batch, list):
+            else:
                 for name, tensor in self._parts(order, batch):
                     yield name, tensor if device is None else tensor.to(device)
         self.wholes.check_complete()
+
+    def _started(self, order: ExportOrder) -> Iterator[tuple[Batch, Arriving]]:
+        """Yield batches with the exchange of their experts, started while others are yielded.
+
+        At least one exchange is ahead of the yielded batch, and more while they fit two buckets:
+        GPUs then do not wait for the host.
+        """
+        started: deque[tuple[Batch, Arriving, int]] = deque()
+        ahead = 0  # bytes behind the first
+        for batch in order.batches:
+            experts = batch if isinstance(batch, tuple) else ()
+            size = sum(unit.nbytes for unit in experts)
+            while ahead and ahead + size > 2 * order.options.bucket_bytes:
+                yield started.popleft()[:2]
+                ahead -= started[0][2]
+            ahead += size if started else 0
+            started.append((batch, self._start(experts) if experts else Arriving(), size))
+        for batch, arriving, _ in started:
+            yield batch, arriving
 
     def _experts(
         self,

@@ -9,6 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.rollout.test_export_weights import (
     EXPERTS,
+    FFN,
+    HIDDEN,
     Setup,
     build,
     expected,
@@ -22,6 +24,8 @@ from tests.support.ranks import run_ranks
 pytest.importorskip("megatron.core")
 
 LAYERS = 2
+FC1 = 2 * (2 * FFN * HIDDEN + 2 * FFN * HIDDEN // 32)
+"""Bytes of fc1 of one expert of each of two ranks: data and scales of MXFP8."""
 SETUPS = {
     "experts over ranks": Setup({"expert_model_parallel_size": 2}),
     "experts cut": Setup({"expert_tensor_parallel_size": 2}, model={"moe_ffn_hidden_size": 256}),
@@ -45,7 +49,7 @@ class Collectives(TorchDispatchMode):
 def _on_two_ranks():
     initialize()
     exchanges = _exchanges()  # first, since orders are kept
-    return _transfers(), exchanges
+    return _transfers(), exchanges, _started()
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +83,7 @@ def _transfers():
 
 def test_a_layer_arrives_in_one_transfer_and_its_tensors_are_views_of_one_bucket(ranks):
     """Of both linears of all local experts, data and scales; aligned."""
-    for facts, _ in ranks:
+    for facts, *_ in ranks:
         for layout in ("hf_per_expert", "hf"):
             calls, memory, arrived, unaligned = facts["experts over ranks", layout]
             assert (calls, memory, unaligned) == (LAYERS, LAYERS, 0)
@@ -108,8 +112,29 @@ def _exchanges():
 def test_ranks_exchange_their_records_once_for_equal_models(ranks):
     """Values are read at every export; the order is kept, also for a model built again."""
     first, again = 1, 0
-    for _, counts in ranks:
+    for _, counts, _ in ranks:
         assert counts == [first, again, first, again, again, again]
+
+
+def _started():
+    """Return the exchanges that have begun when the first expert is yielded, by bucket size."""
+    import moe_optim
+
+    chunks, _ = build(SETUPS["experts over ranks"])
+    counts = {}
+    for nbytes in (1, FC1):
+        calls = Collectives()
+        with calls:
+            pairs = moe_optim.export_weights(chunks, bucket_bytes=nbytes)
+            next(key for key, _ in pairs if ".experts." in key)
+            counts[nbytes] = sum("coalesced" in call for call in calls.names)
+            assert all(pairs)
+    return counts
+
+
+def test_exchanges_are_ahead_of_what_is_yielded_one_at_least_and_more_where_they_fit(ranks):
+    for *_, counts in ranks:
+        assert counts == {1: 2, FC1: 3}
 
 
 def _order(linears, nbytes, layout):
