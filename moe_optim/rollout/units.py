@@ -8,6 +8,7 @@ dtypes, of one unit or of several.
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -111,7 +112,7 @@ class ExpertUnit:
     is_sent: bool
     """Whether ranks without any receive all."""
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the buffers in a bucket, padding included."""
         return bucket_nbytes(self.infos)
