@@ -127,7 +127,8 @@ def expert_linears(chunk: Module) -> Iterator[ExpertLinear]:
     Raises:
         LayoutError: a wrapper other than an adapter hides a linear.
     """
-    for path, experts in chunk.named_modules():
+    named = list(chunk.named_modules())
+    for path, experts in named:
         for name, child in () if is_wrapper(experts) else experts.named_children():
             linear: Any = base_of(child)
             if not is_portable(linear):
@@ -142,7 +143,7 @@ def expert_linears(chunk: Module) -> Iterator[ExpertLinear]:
                 groups=groups,
                 is_adapted=linear is not child,
             )
-    for name, linear in grouped_linears(chunk):
+    for name, linear in filter(_is_grouped_linear, named):
         yield ExpertLinear(
             name=unwrapped_name(name) or "experts",
             module=linear,
@@ -157,10 +158,13 @@ def grouped_linears(module: Module) -> Iterator[tuple[str, Any]]:
 
     Wrappers that forward their attributes are skipped.
     """
-    for name, linear in module.named_modules():
-        is_grouped = hasattr(type(linear), "_split_grouped_checkpoint_tensor")
-        if is_grouped and "num_gemms" in vars(linear):
-            yield name, linear
+    yield from filter(_is_grouped_linear, module.named_modules())
+
+
+def _is_grouped_linear(named: tuple[str, Any]) -> bool:
+    linear = named[1]
+    is_grouped = hasattr(type(linear), "_split_grouped_checkpoint_tensor")
+    return is_grouped and "num_gemms" in vars(linear)
 
 
 def _te_weights(linear: Module) -> list[Any]:

@@ -28,16 +28,30 @@ def agree(act: Callable[[], Any], group: Any) -> Any:
     Returns:
         Result of ``act`` on this rank.
     """
+    result, _ = _agree(act, (), group)
+    return result
+
+
+def agree_on_max(act: Callable[[], Any], values: Sequence[int], group: Any) -> list[int]:
+    """Return maxima of ``values`` as :func:`reduce_max` does, in the agreement on ``act``.
+
+    Every rank must call it. An error of any rank is raised on all ranks of ``group``.
+    """
+    return _agree(act, values, group)[1]
+
+
+def _agree(act: Callable[[], Any], values: Sequence[int], group: Any) -> tuple[Any, list[int]]:
     if torch.distributed.get_world_size(group) == 1:
-        return act()
+        return act(), list(values)
     error: Exception | None = None
     result = None
     try:
         result = act()
     except Exception as raised:  # any error: other ranks must not wait for this one
         error = raised
-    if reduce_max([error is not None], group) == [0]:
-        return result
+    failed, *maxima = reduce_max([error is not None, *values], group)
+    if not failed:
+        return result, maxima
     global _failures
     _failures += 1
     kinds = (ConfigError, LayoutError, NonFiniteError, PatchError)
@@ -49,7 +63,7 @@ def agree(act: Callable[[], Any], group: Any) -> Any:
         if other is not None:
             kind, message = other
             raise kind(f"rank {rank}: {message}")
-    return result
+    return result, maxima
 
 
 def join(error: Exception) -> None:

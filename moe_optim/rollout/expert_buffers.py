@@ -16,7 +16,7 @@ from moe_optim.buckets.gather import issued_together
 from moe_optim.checkpoint.files.reader import TensorInfo
 from moe_optim.experts.keys.layouts import LINEARS
 from moe_optim.formats import get_format
-from moe_optim.rollout.units import HeldExperts, bucket_nbytes, cut_bucket, flat_bytes
+from moe_optim.rollout.units import HeldExperts, bucket_nbytes, cut_bucket, flat_bytes, places_in
 from moe_optim.weights.te.fields import TENSORWISE
 
 
@@ -89,12 +89,10 @@ def gather_buffers(buffers: Sequence[Tensor], group: dist.ProcessGroup) -> Arriv
     Every rank of ``group`` must call it.
     """
     ranks = group.size()
-    infos = [TensorInfo((ranks * len(one), *one.shape[1:]), one.dtype) for one in buffers]
+    infos = [TensorInfo((ranks * one.shape[0], *one.shape[1:]), one.dtype) for one in buffers]
     bucket = torch.empty(bucket_nbytes(infos), dtype=torch.uint8, device=buffers[0].device)
-    places = cut_bucket(bucket, infos)
     with issued_together(group, asynchronous=True) as works:  # as bytes: gloo knows no FP8
+        places = places_in(bucket, (info.nbytes for info in infos))
         for place, own in zip(places, buffers, strict=True):
-            dist.all_gather_into_tensor(
-                flat_bytes(place), flat_bytes(own), group=group, async_op=True
-            )
-    return Arriving(places, bucket, [works])
+            dist.all_gather_into_tensor(place, flat_bytes(own), group=group, async_op=True)
+    return Arriving(cut_bucket(bucket, infos), bucket, [works])

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -200,9 +201,11 @@ def _repeated(scale: Tensor, own_rows: int, block_rows: int) -> Tensor:
         return scale
     row = scale.shape[2] * scale.element_size()
     offset = scale.storage_offset() * scale.element_size()
-    is_wide = scale.is_contiguous() and row % 8 == offset % 8 == 0
-    words = scale.view(torch.int64) if is_wide else scale  # eight at a time: copies are faster
-    return words.repeat_interleave(own_rows // block_rows, 1).view(scale.dtype)
+    for word in (torch.complex128, torch.int64) if scale.is_contiguous() else ():
+        if row % word.itemsize == offset % word.itemsize == 0:
+            words = scale.view(word)  # wide words: copies are faster
+            return words.repeat_interleave(own_rows // block_rows, 1).view(scale.dtype)
+    return scale.repeat_interleave(own_rows // block_rows, 1)
 
 
 def _global_scales(amax: Tensor, convention: Convention) -> Tensor:
@@ -225,4 +228,9 @@ def _input_scales(amax: Tensor, convention: Convention) -> Tensor:
 
 def _decode_scales(amax: Tensor) -> Tensor:
     # not `amax / 2688`, which torch may compute by a rounded reciprocal
-    return torch.div(amax, torch.full_like(amax, _NVFP4_UNIT))
+    return torch.div(amax, _nvfp4_unit(amax.device))
+
+
+@cache
+def _nvfp4_unit(device: torch.device) -> Tensor:
+    return torch.full((1,), _NVFP4_UNIT, dtype=torch.float32, device=device)

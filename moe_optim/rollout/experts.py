@@ -171,8 +171,8 @@ def _hf_layer(path: str, config: Any) -> int | None:
 
 def biases_of(linear: ExpertLinear) -> list[Tensor]:
     """Return the biases of a linear in expert order, one of all experts or one each."""
-    named = linear.module.named_parameters(recurse=False)
-    return [param for name, param in named if name.startswith("bias") and param.numel()]
+    named = linear.module._parameters.items()
+    return [p for name, p in named if name.startswith("bias") and p is not None and p.numel()]
 
 
 def _kind_of(linear: ExpertLinear, path: str) -> tuple[tuple[int, ...], str]:

@@ -4,16 +4,16 @@ A plan holds no tensors, and is kept for the records that it was made from.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
-from moe_optim.integration.agreement import agree, gather_objects, reduce_max
+from moe_optim.integration.agreement import agree, agree_on_max, gather_objects
 from moe_optim.rollout.dense import find_pairs
 from moe_optim.rollout.expert_buffers import buffers_of_part
 from moe_optim.rollout.exported_as import ExportedAs
@@ -30,6 +30,8 @@ from moe_optim.rollout.units import (
     put_together,
 )
 
+Batch = tuple[ExpertUnit, ...] | list[PartUnit]
+"""Units that are exchanged together."""
 _KEPT = 8
 """Number of plans that a process keeps."""
 
@@ -48,9 +50,9 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOrder:
-    """Units in export order, the same on every rank except for ``own`` experts."""
+    """Batches in export order, the same on every rank except for ``own`` experts."""
 
-    units: Sequence[ExpertUnit | list[PartUnit]]
+    batches: Sequence[Batch]
     options: ExportOptions
     pairs: Mapping[str, NamePair] | None
     """Names of non-expert tensors by Megatron's; None to keep these."""
@@ -74,15 +76,19 @@ class KeptOrders:
         self._orders: OrderedDict[Any, tuple[int, ExportOrder | None]] = OrderedDict()
         self._last = 0
 
-    def find(self, options: ExportOptions, held: Sequence[HeldRecord]) -> ExportOrder:
-        """Return the kept order, or exchange records and plan one. Every rank must call it."""
+    def find(
+        self, options: ExportOptions, held: Sequence[HeldRecord], check: Callable[[], None]
+    ) -> ExportOrder:
+        """Return the kept order, or exchange records and plan one. Every rank must call it.
+
+        An error that ``check`` raises on any rank is raised on all.
+        """
         key = options, held
         number, kept = self._orders.get(key, (0, None))
-        if kept is not None or dist.get_world_size() > 1:
-            most, least = reduce_max([number, -number], None)
-            if kept is not None and most == -least:  # no rank has other weights than before
-                self._orders.move_to_end(key)
-                return kept
+        most, least = agree_on_max(check, [number, -number], None)
+        if kept is not None and most == -least:  # no rank has other weights than before
+            self._orders.move_to_end(key)
+            return kept
         everywhere = gather_objects((self._last, held), None)
         self._last = 1 + max(last for last, _ in everywhere)
         records = {rank: of_rank for rank, (_, of_rank) in enumerate(everywhere)}
@@ -103,22 +109,30 @@ def make_order(
             "export_weights: expected MoE layers with grouped experts, got none on any rank. "
             "Build the model with --num-experts and --moe-grouped-gemm."
         )
-    units: list[ExpertUnit | list[PartUnit]] = []
-    for key, group in groupby(ranks_of, lambda held: getattr(held, "key", None)):
-        of_group = {held: ranks_of[held] for held in group}
-        if key is None:
+    found: list[Batch] = []
+    for are_experts, group in groupby(ranks_of, lambda held: isinstance(held, HeldExperts)):
+        if are_experts:
+            linears = groupby(group, lambda held: held.key)  # type: ignore[union-attr]
+            units = chain.from_iterable(
+                _expert_units(
+                    options, {held: ranks_of[held] for held in of_one}, rank, len(records)
+                )
+                for _, of_one in linears
+            )
+            found += map(tuple, batches(units, options.bucket_bytes))
+        else:
             parts = [
-                PartUnit(held=held, ranks=ranks, is_sent=len(ranks) < len(records))
-                for held, ranks in of_group.items()
+                PartUnit(
+                    held=held, ranks=ranks_of[held], is_sent=len(ranks_of[held]) < len(records)
+                )
+                for held in group
                 if isinstance(held, HeldPart)
             ]
-            units += batches(parts, options.bucket_bytes)
-        else:
-            units += _expert_units(options, of_group, rank, len(records))
+            found += batches(parts, options.bucket_bytes)
     pairs = None
     if options.heads is not None:
         pairs = find_pairs({held.name for held in ranks_of if isinstance(held, HeldPart)})
-    return ExportOrder(units=units, options=options, pairs=pairs)
+    return ExportOrder(batches=found, options=options, pairs=pairs)
 
 
 def _expert_units(
@@ -154,6 +168,6 @@ def _expert_units(
             names=options.exported.names(first, experts),
             ranks=ranks,
             is_spread=len(spread) > 1,
-            parts=parts,
+            infos=tuple(buffers_of_part(first, parts * (stop - start))),
             is_sent=is_sent,
         )

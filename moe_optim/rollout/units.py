@@ -1,13 +1,14 @@
 """Records of the weights on each rank, and the buckets in which they are sent.
 
-Ranks exchange small records of their weights, in a common order. A *unit* is sent and yielded
-together: experts of one linear, or a part of another tensor. A bucket is a byte buffer of tensors
-of any dtypes.
+Ranks exchange small records of their weights, in a common order. A *unit* is yielded together:
+experts of one linear, or a part of another tensor. A bucket is a byte buffer of tensors of any
+dtypes, of one unit or of several.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -76,18 +77,23 @@ class PartUnit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the part in a bucket, padding included."""
-        return bucket_nbytes([self.held.part])
+        """Bytes of the part in a bucket, padding included; 0 if it is not sent."""
+        return bucket_nbytes([self.held.part]) * self.is_sent
 
     @property
     def sender(self) -> int:
         """Lowest rank that holds it."""
         return min(self.ranks)
 
+    @property
+    def route(self) -> Hashable:
+        """What units of one bucket have in common."""
+        return self.is_sent and (self.sender,)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertUnit:
-    """Experts of one linear that are exchanged and yielded together."""
+    """Experts of one linear that are yielded together."""
 
     held: HeldExperts
     """Record of one of the ranks that hold some of them."""
@@ -100,15 +106,27 @@ class ExpertUnit:
     """Ranks that hold some of them."""
     is_spread: bool
     """Whether ranks of expert parallelism gather each other's experts."""
-    parts: int
-    """Number of parts that are gathered: ranks of expert times expert tensor parallelism."""
+    infos: tuple[TensorInfo, ...]
+    """Buffers that every rank has afterwards: parts of all ranks of expert and expert tensor
+    parallelism."""
     is_sent: bool
     """Whether ranks without any receive all."""
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the buffers in a bucket, padding included."""
+        return bucket_nbytes(self.infos)
 
     @property
     def sender(self) -> int:
         """Lowest rank that holds some."""
         return min(self.ranks)
+
+    @property
+    def route(self) -> Hashable:
+        """What units of one bucket have in common: their layer, whose linears share groups."""
+        layer = self.held.linear.rpartition(".")[0]
+        return layer, self.held.cuts, self.ranks, self.is_spread, self.is_sent
 
 
 def put_together(held_by: Mapping[int, Sequence[HeldRecord]]) -> dict[HeldRecord, frozenset[int]]:
@@ -128,23 +146,21 @@ def _in_order(held: HeldRecord) -> tuple[object, ...]:
     return (words, *rest)
 
 
-def batches(units: Iterable[PartUnit], bucket_bytes: int) -> list[list[PartUnit]]:
-    """Group consecutive units that one rank sends in one bucket, or that are not sent.
+def batches[Unit: (PartUnit, ExpertUnit)](
+    units: Iterable[Unit], bucket_bytes: int
+) -> list[list[Unit]]:
+    """Group consecutive units that are sent in one bucket, or not sent.
 
-    A group that is sent has at most ``bucket_bytes``, unless a single unit is larger.
+    A group has at most ``bucket_bytes``, unless a single unit is larger.
     """
-    found: list[list[PartUnit]] = []
+    found: list[list[Unit]] = []
     size = 0
     for unit in units:
-        last = found[-1][-1] if found else None
-        joins = last is not None and last.is_sent == unit.is_sent
-        if joins and last is not None and unit.is_sent:
-            joins = last.sender == unit.sender and size + unit.nbytes <= bucket_bytes
-        if not joins:
-            found.append([])
-            size = 0
-        found[-1].append(unit)
         size += unit.nbytes
+        if not found or size > bucket_bytes or found[-1][-1].route != unit.route:
+            found.append([])
+            size = unit.nbytes
+        found[-1].append(unit)
     return found
 
 
@@ -153,20 +169,27 @@ def bucket_nbytes(infos: Iterable[TensorInfo]) -> int:
     return sum(_aligned(info.nbytes) for info in infos)
 
 
-def cut_bucket(bucket: Tensor, infos: Iterable[TensorInfo]) -> list[Tensor]:
-    """Return a view into a bucket for each tensor."""
+def places_in(bucket: Tensor, sizes: Iterable[int]) -> list[Tensor]:
+    """Return the place of each tensor in a bucket, [n] uint8, given their sizes in bytes."""
     places, start = [], 0
-    for info in infos:
-        flat = bucket[start : start + info.nbytes]
-        places.append(flat.view(info.dtype).view(info.shape))
-        start += _aligned(info.nbytes)
+    for nbytes in sizes:
+        places.append(bucket[start : start + nbytes])
+        start += _aligned(nbytes)
     return places
+
+
+def cut_bucket(bucket: Tensor, infos: Sequence[TensorInfo]) -> list[Tensor]:
+    """Return a view into a bucket for each tensor."""
+    places = places_in(bucket, (info.nbytes for info in infos))
+    return [
+        place.view(info.dtype).view(info.shape) for place, info in zip(places, infos, strict=True)
+    ]
 
 
 def fill_bucket(bucket: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy tensors to their places in a bucket, with as few launches as possible."""
-    places = cut_bucket(bucket, (TensorInfo(tuple(one.shape), one.dtype) for one in tensors))
-    torch._foreach_copy_([flat_bytes(one) for one in places], [flat_bytes(one) for one in tensors])
+    places = places_in(bucket, (one.nbytes for one in tensors))
+    torch._foreach_copy_(places, [flat_bytes(one) for one in tensors])
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """Exports a live model's weights to inference engines, as pairs of name and tensor."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -15,14 +17,13 @@ from moe_optim.integration.agreement import agree
 from moe_optim.rollout.dense import LocalPart, Wholes, local_parts
 from moe_optim.rollout.expert_buffers import (
     Arriving,
-    buffers_of_part,
     gather_buffers,
     join_parts,
 )
 from moe_optim.rollout.expert_tensors import get_export_layout
 from moe_optim.rollout.experts import ExportedLinear, local_experts
 from moe_optim.rollout.exported_as import ExportedAs
-from moe_optim.rollout.order import ExportOptions, ExportOrder, KeptOrders
+from moe_optim.rollout.order import Batch, ExportOptions, ExportOrder, KeptOrders
 from moe_optim.rollout.rows import Heads
 from moe_optim.rollout.units import (
     ExpertUnit,
@@ -60,7 +61,8 @@ def export_weights(
     that fuse them.
 
     Stale weights are gathered first. The experts of a linear that other ranks hold arrive in one
-    transfer; tensors are views of what arrived, or of the weights where nothing is exchanged.
+    transfer, with those of its layer's other linear where a bucket holds both; tensors are views of
+    what arrived, or of the weights where nothing is exchanged.
     Scales of square blocks and interleaved gate and up rows are copies. Read views of weights
     before the next step, and do not write to any.
 
@@ -79,7 +81,7 @@ def export_weights(
             without sending any; E is then their number.
         device: device of the tensors; None: unchanged.
         bucket_bytes: size of a message in bytes; larger tensors, and one expert of each rank, are
-            sent alone.
+            sent alone. Messages of twice this size may be under way besides the yielded one.
         vocab_size: rows of embeddings to yield, without Megatron's padding; None: all.
         input_scales: whether each weight of experts in NVFP4 is followed by the scale of its
             inputs, of their calibrated amax, see :func:`moe_optim.calibrate`. Engines then quantize
@@ -120,8 +122,8 @@ def export_weights(
         vocab_size=vocab_size,
         heads=exporter.heads,
     )
-    agree(exporter.require_readable, None)
-    return exporter.stream(_ORDERS.find(options, exporter.held), device)
+    order = _ORDERS.find(options, exporter.held, exporter.require_readable)
+    return exporter.stream(order, device)
 
 
 _ORDERS = KeptOrders()
@@ -173,55 +175,80 @@ class _Exporter:
     def stream(
         self, order: ExportOrder, device: torch.device | str | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights; exchange those that not all ranks hold, experts one unit ahead."""
-        ahead: Arriving | None = None
-        for unit, following in zip(order.units, [*order.units[1:], None], strict=True):
-            arriving, ahead = ahead, None
-            if arriving is None and isinstance(unit, ExpertUnit):
-                arriving = self._start(unit)
-            if isinstance(following, ExpertUnit):
-                ahead = self._start(following)
-            if isinstance(unit, ExpertUnit) and arriving is not None:
-                yield from self._experts(unit, arriving, device)
-            elif isinstance(unit, list):
-                for name, tensor in self._parts(order, unit):
+        """Yield all weights; exchange those that not all ranks hold, experts ahead."""
+        for batch, arriving in self._started(order):
+            if isinstance(batch, tuple):
+                yield from self._experts(batch, arriving, device)
+            else:
+                for name, tensor in self._parts(order, batch):
                     yield name, tensor if device is None else tensor.to(device)
         self.wholes.check_complete()
 
-    def _experts(
-        self, unit: ExpertUnit, arriving: Arriving, device: torch.device | str | None
-    ) -> Iterator[tuple[str, Tensor]]:
-        buffers = arriving.wait()
-        local = self.experts.get(unit.held.key)
-        if local is not None:
-            local.require_unchanged(self.versions[unit.held.key])
-        if unit.held.cuts > 1:
-            buffers = join_parts(unit.held, buffers, unit.stop - unit.start)
-        stacked = self.exported.tensors(unit.held, buffers)
-        if device is not None:
-            stacked = [one.to(device) for one in stacked]
-        return zip(unit.names, self.exported.listed(stacked), strict=True)
+    def _started(self, order: ExportOrder) -> Iterator[tuple[Batch, Arriving]]:
+        """Yield batches with the exchange of their experts, started while others are yielded.
 
-    def _start(self, unit: ExpertUnit) -> Arriving:
-        """Start the exchange of a unit's buffers; every rank that holds or receives some must."""
-        held, local = unit.held, self.experts.get(unit.held.key)
-        found = Arriving()
+        At least one exchange is ahead of the yielded batch, and more while they fit two buckets:
+        GPUs then do not wait for the host.
+        """
+        started: deque[tuple[Batch, Arriving, int]] = deque()
+        ahead = 0  # bytes behind the first
+        for batch in order.batches:
+            experts = batch if isinstance(batch, tuple) else ()
+            size = sum(unit.nbytes for unit in experts)
+            while ahead and ahead + size > 2 * order.options.bucket_bytes:
+                yield started.popleft()[:2]
+                ahead -= started[0][2]
+            ahead += size if started else 0
+            started.append((batch, self._start(experts) if experts else Arriving(), size))
+        for batch, arriving, _ in started:
+            yield batch, arriving
+
+    def _experts(
+        self,
+        units: Sequence[ExpertUnit],
+        arriving: Arriving,
+        device: torch.device | str | None,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the experts of a batch, as views of its bucket where it has one."""
+        arrived = iter(arriving.wait())
+        for unit in units:
+            local = self.experts.get(unit.held.key)
+            if local is not None:
+                local.require_unchanged(self.versions[unit.held.key])
+            buffers = list(islice(arrived, len(unit.infos)))
+            if unit.held.cuts > 1:
+                buffers = join_parts(unit.held, buffers, unit.stop - unit.start)
+            stacked = self.exported.tensors(unit.held, buffers)
+            if device is not None:
+                stacked = [one.to(device) for one in stacked]
+            yield from zip(unit.names, self.exported.listed(stacked), strict=True)
+
+    def _start(self, units: Sequence[ExpertUnit]) -> Arriving:
+        """Start the exchange of a batch; every rank that holds or receives some must."""
+        first, found = units[0], Arriving()
+        local = self.experts.get(first.held.key)
         if local is not None:
-            found = Arriving(local.buffers(unit.start, unit.stop))
+            found = Arriving(
+                [
+                    buffer
+                    for unit in units
+                    for buffer in self.experts[unit.held.key].buffers(unit.start, unit.stop)
+                ]
+            )
             groups = local.linear.groups
-            if held.cuts > 1:
+            if first.held.cuts > 1:
                 found = gather_buffers(found.wait(), groups.expt_tp)
-            if unit.is_spread:
+            if first.is_spread:
                 found = gather_buffers(found.wait(), groups.ep)
-        if not unit.is_sent:
+        if not first.is_sent:
             return found
-        infos = buffers_of_part(held, unit.parts * (unit.stop - unit.start))
+        infos = [info for unit in units for info in unit.infos]
         buffers, bucket = found.wait(), found.bucket
         if bucket is None:
             bucket = self._bucket(bucket_nbytes(infos))
-            if dist.get_rank() == unit.sender:
+            if dist.get_rank() == first.sender:
                 fill_bucket(bucket, buffers)
-        work = dist.broadcast(bucket, src=unit.sender, async_op=True)
+        work = dist.broadcast(bucket, src=first.sender, async_op=True)
         return Arriving(buffers or cut_bucket(bucket, infos), bucket, [work])
 
     def _parts(self, order: ExportOrder, units: Sequence[PartUnit]) -> Iterator[tuple[str, Tensor]]:

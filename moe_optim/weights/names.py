@@ -6,6 +6,7 @@ Megatron-Bridge's ``AdapterWrapper`` stores the linear as ``to_wrap`` and its ow
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ def base_of(module: torch.nn.Module) -> torch.nn.Module:
     return module.get_submodule(BASE) if is_wrapper(module) else module
 
 
+@lru_cache(maxsize=1 << 16)
 def unwrapped_name(name: str) -> str:
     """Return a name without the components that wrappers insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
