@@ -12,8 +12,7 @@ import termios
 
 import pytest
 
-from moe_optim.config.recipes import load_recipe
-from moe_optim.config.shipped_recipes import shipped_recipes
+from moe_optim.config.recipes import load_recipe, shipped_recipes
 from moe_optim.formats import FORMATS
 from moe_optim.spelling import spell_bytes
 from tests.support.checkpoints.stored_checkpoints import (
