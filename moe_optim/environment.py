@@ -8,29 +8,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import MappingProxyType
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from moe_optim.version import VERSION
 
-NEEDED: Mapping[str, str] = MappingProxyType(
-    {"python": ">=3.12", "torch": ">=2.11", "megatron-core": ">=0.19,<0.21"}
-)
+NEEDED: Mapping[str, str] = {
+    "python": ">=3.12", "torch": ">=2.11", "megatron-core": ">=0.19,<0.21",
+}  # fmt: skip
 """Supported versions, as in ``pyproject.toml``."""
 
-MODULES: Mapping[str, str] = MappingProxyType(
-    {
-        "torch": "torch",
-        "megatron-core": "megatron.core",
-        "transformer-engine": "transformer_engine",
-        "apex": "apex.optimizers",  # `apex` alone may be an unrelated web toolkit
-        "emerging-optimizers": "emerging_optimizers",
-        "triton": "triton",
-        "pybind11": "pybind11",
-    }
-)
+MODULES: Mapping[str, str] = {
+    "torch": "torch",
+    "megatron-core": "megatron.core",
+    "transformer-engine": "transformer_engine",
+    "apex": "apex.optimizers",  # `apex` alone may be an unrelated web toolkit
+    "emerging-optimizers": "emerging_optimizers",
+    "triton": "triton",
+    "pybind11": "pybind11",
+}
 """Module that indicates the presence of each package."""
 
 _REMEDIES = {
@@ -49,12 +46,9 @@ class Package:
     """A package as ``import`` would find it."""
 
     name: str
-    version: str
-    """Version; ``unknown`` if not recorded."""
-    path: str
-    """Folder of the package, or the interpreter."""
-    checkout: bool
-    """Whether it is imported from sources rather than an installation."""
+    version: str  # version; unknown if not recorded
+    path: str  # folder of the package, or the interpreter
+    checkout: bool  # whether it is imported from sources rather than an installation
 
     def __str__(self) -> str:
         where = f" from the source checkout {self.path}" if self.checkout else ""
@@ -66,8 +60,7 @@ class Gpu:
     """A CUDA device."""
 
     name: str
-    sm: int
-    """Compute capability without the dot: 90 for Hopper, 100 for Blackwell."""
+    sm: int  # compute capability without the dot: 90 for Hopper, 100 for Blackwell
     memory_gib: float
 
 
@@ -80,20 +73,14 @@ def find_package(name: str) -> Package | None:
     folder = find_folder(MODULES[name])
     if folder is None:
         return None
-    return Package(
-        name=name,
-        version=_version(name, folder),
-        path=str(folder),
-        checkout=not _is_installed(name, folder),
-    )
-
-
-def _is_installed(name: str, folder: Path) -> bool:
     try:
         root = importlib.metadata.distribution(name).locate_file("")
+        is_installed = Path(str(root)).resolve() in folder.resolve().parents
     except importlib.metadata.PackageNotFoundError:
-        return bool({"site-packages", "dist-packages"} & set(folder.parts))
-    return Path(str(root)).resolve() in folder.resolve().parents
+        is_installed = bool({"site-packages", "dist-packages"} & set(folder.parts))
+    return Package(
+        name=name, version=_version(name, folder), path=str(folder), checkout=not is_installed
+    )
 
 
 def find_folder(module: str) -> Path | None:
@@ -112,8 +99,7 @@ def find_folder(module: str) -> Path | None:
 def missing_for_datasets() -> str | None:
     """Return what Megatron's C++ dataset helper lacks, with a remedy, None if nothing.
 
-    A Megatron-LM checkout compiles it with ``make`` and pybind11 during training; the megatron-core
-    wheel ships it prebuilt.
+    A checkout compiles it with ``make`` and pybind11; the megatron-core wheel ships it prebuilt.
     """
     folder = find_folder("megatron.core.datasets")
     if folder is None or not (folder / "Makefile").is_file() or find_folder("pybind11"):

@@ -31,21 +31,15 @@ class NonFiniteError(MoEOptimError, ArithmeticError):
 
 
 def closest(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
-    """Return the known word with the closest spelling, None if no word is similar.
-
-    Args:
-        word: misspelled word.
-        known: valid words.
-        likeness: minimum similarity ratio, 0 to 1.
-    """
+    """Return the word of ``known`` most like ``word``, None if none is ``likeness`` alike."""
     import difflib  # keeps the import of this package fast
 
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)), None)
 
 
-def shorten(text: str, limit: int = 300) -> str:
-    """Return ``text`` with its middle elided if longer than ``limit``, for messages."""
-    return text if len(text) <= limit else f"{text[: limit // 2]}...{text[-limit // 2 :]}"
+def shorten(text: str) -> str:
+    """Return ``text`` with its middle elided if longer than 300 characters, for messages."""
+    return text if len(text) <= 300 else f"{text[:150]}...{text[-150:]}"
 
 
 def quote(value: object) -> str:
@@ -60,12 +54,10 @@ def listed(names: Sequence[str], separator: str = ", ", most: int = 8) -> str:
 
 
 def refuse(settings: Mapping[str, object], *, expected: str, remedy: str) -> None:
-    """Raise ConfigError if a configuration has unsupported settings, listing all of them.
+    """Raise ConfigError that lists all unsupported settings of a configuration.
 
-    Args:
-        settings: setting as the user wrote it -> whether this configuration has it.
-        expected: beginning of the message: location and expectation.
-        remedy: change that fixes it.
+    ``settings`` map a setting, as the user wrote it, to whether it is set. The message begins with
+    ``expected``, place and expectation, and ends with ``remedy``.
     """
     found = [setting for setting, is_set in settings.items() if is_set]
     if found:
@@ -75,6 +67,5 @@ def refuse(settings: Mapping[str, object], *, expected: str, remedy: str) -> Non
 def raise_faults(where: str, faults: Sequence[str]) -> None:
     """Raise ConfigError with one line per fault of command line ``where``, if there are any."""
     if faults:
-        count = f"{len(faults)} problems" if len(faults) > 1 else "1 problem"
-        lines = [f"{where}: found {count}:", *faults]
-        raise ConfigError("\n  ".join(lines))
+        count = f"{len(faults)} problem{'s' if len(faults) > 1 else ''}"
+        raise ConfigError("\n  ".join([f"{where}: found {count}:", *faults]))

@@ -23,7 +23,6 @@ class _Listener:
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        """Return None or, for :data:`TRIGGER`, another finder's spec, hooked after execution."""
         if name == PARENT:
             _entry().before_megatron()
         if name != TRIGGER:

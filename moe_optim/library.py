@@ -22,17 +22,12 @@ NAMESPACE = "moe_optim"
 
 
 def operation(body: Callable[..., Any], *, fake: Callable[..., Any], schema: str = "") -> Any:
-    """Register a function as the operation of its name.
+    """Register ``body`` as the operation of its name, without a leading underscore or a gradient.
 
-    Args:
-        body: function of tensors and constants, typed by annotations, that returns tensors sharing
-            no memory with them. The operation's name omits a leading underscore.
-        fake: function of the same arguments that returns results of the right shapes, dtypes and
-            strides.
-        schema: arguments and results, if annotations do not suffice.
-
-    Returns:
-        torch's ``CustomOpDef``, to be called in place of ``body``, without a gradient.
+    ``body`` takes tensors and constants, typed by annotations, and returns tensors that share no
+    memory with them. ``fake`` takes the same and returns results of the right shapes, dtypes and
+    strides. ``schema`` gives arguments and results if annotations do not suffice. The result is
+    torch's ``CustomOpDef``, to be called in place of ``body``.
     """
     made = torch.library.custom_op(
         f"{NAMESPACE}::{body.__name__.lstrip('_')}",
@@ -50,16 +45,10 @@ def as_written(
 ) -> Callable[..., Tensor]:
     """Make a function of torch operations one operation of compiled graphs, with gradients.
 
-    Gradients are autograd's for the body. The backward pass recomputes the body from its arguments,
-    the only saved tensors.
-
-    Args:
-        body: function as in :func:`operation`, with one floating-point result. Gradients flow to
-            all floating-point tensors among its arguments, including those in lists.
-        fake: function as in :func:`operation`; by default ``body``, which must then read no value.
-
-    Returns:
-        Function that calls ``body`` eagerly, and the operation while compiling.
+    Eagerly ``body`` is called. It is as for :func:`operation`, with one floating-point result.
+    Gradients are autograd's, flow to all floating-point tensors among its arguments, including
+    those in lists, and recompute the body from its arguments, the only saved tensors. ``fake`` is
+    ``body`` by default, which must then read no value.
     """
     compiled = _differentiable(body, fake or body)
 
@@ -77,9 +66,9 @@ def _differentiable(body: Callable[..., Tensor], fake: Callable[..., Tensor]) ->
 
     def gradients(output_grad: Tensor, *inputs: Any) -> list[Tensor]:
         values, structure = pytree.tree_flatten(inputs)
-        values = [_as_leaf(value) if _is_differentiable(value) else value for value in values]
-        wanted = [value for value in values if _is_differentiable(value)]
         with _autograd():
+            values = [v.detach().requires_grad_() if _is_differentiable(v) else v for v in values]
+            wanted = [value for value in values if _is_differentiable(value)]
             output = body(*pytree.tree_unflatten(values, structure))
             found = torch.autograd.grad(output, wanted, output_grad)
         return _apart(found, output_grad)
@@ -131,11 +120,6 @@ def _autograd() -> Iterator[None]:
     excluded = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
     with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
         yield
-
-
-def _as_leaf(value: Tensor) -> Tensor:
-    with _autograd():
-        return value.detach().requires_grad_()
 
 
 _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)

@@ -71,12 +71,9 @@ def quantize(
     """
     if isinstance(format, str):
         format = get_format(format)
+    is_one = isinstance(weights, Tensor)
     sources = [weights] if isinstance(weights, Tensor) else list(weights)
-    names = (
-        ["weights"]
-        if isinstance(weights, Tensor)
-        else [f"weights[{i}]" for i in range(len(sources))]
-    )
+    names = ["weights" if is_one else f"weights[{i}]" for i in range(len(sources))]
     shapes = [(1, *w.shape) if w.dim() == 2 else tuple(w.shape) for w in sources]
     if out is None:
         targets = [
@@ -97,7 +94,7 @@ def quantize(
             for target, part in zip(targets, parts, strict=True):
                 for buffer, values in zip(target.buffers().values(), part, strict=True):
                     buffer.copy_(values)
-        return targets[0] if isinstance(weights, Tensor) else targets
+        return targets[0] if is_one else targets
     entries = [
         TableEntry(parameter=name, source=source.detach().contiguous().view(shape), target=target)
         for name, source, shape, target in zip(names, sources, shapes, targets, strict=True)
@@ -105,7 +102,7 @@ def quantize(
     table = MemberTable.build(entries, backend=backend)
     table.launch()
     table.finish.launch()
-    return targets[0] if isinstance(weights, Tensor) else targets
+    return targets[0] if is_one else targets
 
 
 def _empty_buffers(weights: list[Tensor], format: str, backend: str) -> list[Tensor]:  # noqa: ARG001
@@ -162,9 +159,7 @@ def _dequantize(
 
 
 def _check_targets(
-    format: BlockScaledFormat,
-    shapes: Sequence[tuple[int, ...]],
-    targets: Sequence[QuantizedWeight],
+    format: BlockScaledFormat, shapes: Sequence[tuple[int, ...]], targets: Sequence[QuantizedWeight]
 ) -> None:
     wanted = [(format.name, shape) for shape in shapes]
     got = [(target.format.name, target.shape) for target in targets]

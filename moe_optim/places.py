@@ -38,10 +38,8 @@ class Places:
 class Attributes:
     """Tensor attributes of objects, and their addresses at construction.
 
-    Args:
-        owners: objects with the attributes, kept alive.
-        addresses: map from attribute name to the address per owner; 0 for None.
-        flags: attributes that are true if the owner must be fixed up.
+    ``addresses`` map an attribute to the address per owner, 0 for None; ``flags`` are attributes
+    that are true if the owner, which is kept alive, must be fixed up.
     """
 
     def __init__(

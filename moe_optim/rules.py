@@ -7,7 +7,7 @@ optimizer factory, ``moe-optim plan`` and the documents use this table.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -44,43 +44,30 @@ _CHANGED_BYTES = (  # recipe, Transformer Engine variable, values
 class Setup:
     """Known facts about a run; fields unknown at a stage keep their defaults."""
 
-    config: Any
-    """``MoEOptimConfig``, which checks itself by these rules."""
+    config: Any  # MoEOptimConfig, which checks itself by these rules
     optimizer: Any = None
     """Megatron's ``OptimizerConfig``, or an object with the fields that rules read."""
-    ddp: Any = None
-    """Megatron's ``DistributedDataParallelConfig``."""
-    models: Sequence[Any] = ()
-    """Megatron's ``TransformerConfig`` of every model chunk."""
-    recipes: Sequence[str] = ()
-    """Recipe flags in which Transformer Engine keeps primary weights."""
-    portable: Sequence[Any] = ()
-    """``TransformerConfig`` of portable experts to be built."""
-    has_portable: bool = False
-    """Whether portable experts exist or will be built."""
+    ddp: Any = None  # Megatron's DistributedDataParallelConfig
+    models: Sequence[Any] = ()  # Megatron's TransformerConfig of every model chunk
+    recipes: Sequence[str] = ()  # recipe flags in which Transformer Engine keeps primary weights
+    portable: Sequence[Any] = ()  # TransformerConfig of portable experts to be built
+    has_portable: bool = False  # whether portable experts exist or will be built
     has_te: bool = False
     """Whether bf16 experts of Transformer Engine exist or will be built, for ``compute``."""
-    quantized: bool = False
-    """Whether this package's buckets contain any weights."""
+    quantized: bool = False  # whether this package's buckets contain any weights
     tensorwise: bool = False
     """Whether any weights have per-tensor scaling and thus stay in Megatron's buffers."""
     accepted: Sequence[str] = ()
     """Values of ``format`` that Transformer Engine's weights permit besides ``auto``; empty without
     such weights, or if all are managed already."""
-    stored: Sequence[str] = ()
-    """Formats of existing quantized weights."""
-    unknown: str | None = None
-    """Class and shape of a quantized weight in no supported format."""
+    stored: Sequence[str] = ()  # formats of existing quantized weights
+    unknown: str | None = None  # class and shape of a quantized weight in no supported format
     linears: Mapping[str, Any] = MappingProxyType({})
     """Portable expert linears of Megatron-Bridge with interleaved rows, by name."""
-    masters_of_adam: bool | None = None
-    """Whether Adam holds the masters; None: derived from flags."""
-    adam: str | None = None
-    """Class of an Adam that counts steps by parameter."""
-    has_kernels: bool = True
-    """Whether kernels can update every master."""
-    can_capture: bool = True
-    """Whether a CUDA graph can capture the step."""
+    masters_of_adam: bool | None = None  # whether Adam holds the masters; None: derived from flags
+    adam: str | None = None  # class of an Adam that counts steps by parameter
+    has_kernels: bool = True  # whether kernels can update every master
+    can_capture: bool = True  # whether a CUDA graph can capture the step
     stock_reason: str | None = None
     """Reason for Megatron's step, agreed by all ranks; None before that."""
     args: Any = None
@@ -109,7 +96,12 @@ class Setup:
             recipes=recipes,
             portable=portable,
             has_portable=bool(portable),
-            has_te=any(map(_has_te_experts, models)),
+            has_te=any(
+                model.transformer_impl != "local"
+                and model.num_moe_experts
+                and model.moe_grouped_gemm
+                for model in models
+            ),
             quantized=len(recipes) > tensorwise or (bool(portable) and config.format != "bf16"),
             tensorwise=tensorwise,
             accepted=[
@@ -148,17 +140,14 @@ class Setup:
 class Rule:
     """An incompatibility between settings."""
 
-    name: str
-    """The user's setting, as listed in documents."""
+    name: str  # the user's setting, as listed in documents
     when: Callable[[Setup], object]
     """Whether the rule applies to a setup; a string result replaces the name in messages."""
     reason: str
     remedy: str
     """Recommended change; ``{step}`` inserts the remedy for whatever requires Megatron's step."""
-    known: Known = "flags"
-    """Earliest stage that provides the rule's inputs. A dry run has flags."""
-    scope: str = field(default="any run", kw_only=True)
-    """Key of :data:`SCOPES`."""
+    known: Known = "flags"  # earliest stage that provides the rule's inputs. A dry run has flags
+    scope: str = field(default="any run", kw_only=True)  # key of SCOPES
     effect: Effect = field(default="refuse", kw_only=True)
 
     def finding(self, setup: Setup) -> str | None:
@@ -168,27 +157,25 @@ class Rule:
         return found if isinstance(found, str) else self.name
 
 
-SCOPES: Mapping[str, Callable[[Setup], bool]] = MappingProxyType(
-    {
-        "any configuration": lambda _: True,
-        "any run": lambda s: s.optimizer is not None,
-        "Muon": lambda s: s.optimizer is not None and s.has_muon,
-        "any model": lambda s: bool(s.models),
-        "quantized weights": lambda s: s.optimizer is not None and s.quantized,
-        "tensorwise weights": lambda s: s.optimizer is not None and s.tensorwise,
-        "portable experts": lambda s: bool(s.portable),
-        "Transformer Engine's experts": lambda s: s.has_te and copied_format(s.config) is not None,
-        "Megatron-Bridge": lambda s: bool(s.linears),
-        "moe-optim train": lambda s: s.args is not None,
-        "Muon's arguments": lambda s: s.args is not None and s.args.optimizer == "muon",
-    }
-)
+SCOPES: Mapping[str, Callable[[Setup], bool]] = {
+    "any configuration": lambda _: True,
+    "any run": lambda s: s.optimizer is not None,
+    "Muon": lambda s: s.optimizer is not None and s.has_muon,
+    "any model": lambda s: bool(s.models),
+    "quantized weights": lambda s: s.optimizer is not None and s.quantized,
+    "tensorwise weights": lambda s: s.optimizer is not None and s.tensorwise,
+    "portable experts": lambda s: bool(s.portable),
+    "Transformer Engine's experts": lambda s: s.has_te and copied_format(s.config) is not None,
+    "Megatron-Bridge": lambda s: bool(s.linears),
+    "moe-optim train": lambda s: s.args is not None,
+    "Muon's arguments": lambda s: s.args is not None and s.args.optimizer == "muon",
+}
 """Scope of a rule -> whether a setup is within it, and known in sufficient detail."""
 
 
 def refusals(setup: Setup) -> list[str]:
     """Return refusals, one line each: finding, reason and remedy."""
-    return list(_told(setup, "refuse"))
+    return remarks(setup, "refuse")
 
 
 def check_setup(setup: Setup, where: str) -> None:
@@ -201,18 +188,14 @@ def check_setup(setup: Setup, where: str) -> None:
         raise ConfigError(f"{where}: expected settings that go together, got:{listed}")
 
 
-def remarks(setup: Setup, effect: Literal["warn", "note"]) -> list[str]:
+def remarks(setup: Setup, effect: Effect) -> list[str]:
     """Return warnings of settings without effect, or notes on unnecessary flags."""
-    return list(_told(setup, effect))
-
-
-def _told(setup: Setup, effect: Effect) -> Iterator[str]:
+    told = []
     for rule in RULES:
         if rule.effect == effect and (found := rule.finding(setup)):
-            remedy = rule.remedy
-            if "{step}" in remedy:
-                remedy = remedy.format(step=_remedy_of_stock_step(setup))
-            yield f"{found}: {rule.reason}. {remedy}."
+            remedy = rule.remedy.replace("{step}", _remedy_of_stock_step(setup))
+            told.append(f"{found}: {rule.reason}. {remedy}.")
+    return told
 
 
 def why_stock_step(setup: Setup) -> str | None:
@@ -265,7 +248,9 @@ def copied_format(config: Any) -> str | None:
     compute: str | None = config.compute
     if config.format != "bf16" or compute is None:
         return None
-    agrees = FORMATS[compute].directions_agree if compute in FORMATS else _is_grid(compute)
+    agrees = (
+        FORMATS[compute].directions_agree if compute in FORMATS else compute.endswith("_per_expert")
+    )
     return compute if agrees else None
 
 
@@ -345,7 +330,8 @@ def _flag(field: str) -> str:
 RULES: tuple[Rule, ...] = (
     *_rules("any configuration", "refuse",
         ("compute in another format than that of quantized weights",
-         lambda s: _other_compute(s.config),
+         lambda s: s.config.format != "bf16" and s.config.compute not in (None, s.config.format)
+         and f"compute: {s.config.compute} with format: {s.config.format}",
          "expected null or the format of the weights, unless these are bf16",
          "Write null, or store bf16 weights with format: bf16"),
         ("record_amax: true with format: bf16",
@@ -354,7 +340,7 @@ RULES: tuple[Rule, ...] = (
          "Write false, or store quantized weights"),
         ("storage: transformer_engine with a row-only format",
          lambda s: s.config.storage == "transformer_engine"
-         and _is_row_only(s.config.format)
+         and s.config.format in FORMATS and FORMATS[s.config.format].is_row_only
          and f"storage: transformer_engine with format: {s.config.format}",
          "expected a format with columnwise data, which the GEMMs of its tensors read",
          "Set storage: portable, or another format"),
@@ -474,7 +460,8 @@ RULES: tuple[Rule, ...] = (
         ("--qk-clip", _any_model(lambda m: m.qk_clip),
          "Megatron rescales masters as if they were not sharded", "Remove it"),
         ("--fp8-param-gather with --fp8-recipe delayed or custom",
-         lambda s: _foreign_recipe(s.recipes),
+         lambda s: next((f"{flag} with weights kept in it" for flag in s.recipes
+                         if flag != TENSORWISE_RECIPE and not native_formats(flag)), None),
          "this package does not support the format of its weights",
          "Drop --fp8-param-gather, or give another recipe"),
         ("a format other than that of Transformer Engine's weights", lambda s: _other_format(s),
@@ -493,7 +480,10 @@ RULES: tuple[Rule, ...] = (
          "scaling of Transformer Engine",
          "Build with --transformer-impl local, or drop --fp8-param-gather or --fp4-param-gather",
          "model"),
-        ("a format without weights to store in it", lambda s: _unused_format(s),
+        ("a format without weights to store in it",
+         lambda s: not (s.quantized or s.tensorwise or s.accepted)
+         and s.config.format not in ("auto", "bf16")
+         and f"format: {s.config.format} without weights to store in it",
          "expected portable experts, or quantized weights of Transformer Engine",
          f"{_GIVE_PORTABLE}a recipe of Transformer Engine with its parameter gather; or set "
          "format: bf16"),
@@ -687,22 +677,6 @@ RULES: tuple[Rule, ...] = (
 """All rules, in reporting order."""
 
 
-def _other_compute(config: Any) -> str | None:
-    if config.format == "bf16" or config.compute in (None, config.format):
-        return None
-    return f"compute: {config.compute} with format: {config.format}"
-
-
-def _is_row_only(format: str) -> bool:
-    return format in FORMATS and FORMATS[format].is_row_only
-
-
-def _foreign_recipe(recipes: Sequence[str]) -> str | None:
-    known = (flag for flag in recipes if flag != TENSORWISE_RECIPE)
-    foreign = [flag for flag in known if not native_formats(flag)]
-    return f"{foreign[0]} with weights kept in it" if foreign else None
-
-
 def _changed_bytes(recipes: Sequence[str]) -> str | None:
     for recipe, variable, values in _CHANGED_BYTES:
         if recipe in recipes and (value := os.environ.get(variable)) in values:
@@ -718,13 +692,6 @@ def _other_format(setup: Setup) -> str | None:
     if {FP8_BLOCK.name, FP8_BLOCK_FP32.name} == {setup.config.format, *accepted}:
         found += f" ({'with' if FP8_BLOCK_FP32.name in accepted else 'without'} {FP32_SCALES}=1)"
     return found
-
-
-def _unused_format(setup: Setup) -> str | None:
-    is_used = setup.quantized or setup.tensorwise or setup.accepted
-    if is_used or setup.config.format in ("auto", "bf16"):
-        return None
-    return f"format: {setup.config.format} without weights to store in it"
 
 
 def _disagreeing_compute(setup: Setup) -> str | None:
@@ -787,9 +754,9 @@ def _narrow_masters(optimizer: Any) -> str | None:
 
 def _unfit_moments(optimizer: Any) -> str | None:
     first, second = str(optimizer.exp_avg_dtype), str(optimizer.exp_avg_sq_dtype)
-    if first == second and first in ("torch.float32", "torch.bfloat16"):
-        return None
-    return f"moments in {first} and {second} (--exp-avg-dtype, --exp-avg-sq-dtype)"
+    is_fit = first == second and first in ("torch.float32", "torch.bfloat16")
+    said = f"moments in {first} and {second} (--exp-avg-dtype, --exp-avg-sq-dtype)"
+    return None if is_fit else said
 
 
 def _activation(model: Any) -> str:
@@ -806,18 +773,9 @@ def _expert_tp(model: Any) -> int:
     return int(model.expert_tensor_parallel_size or model.tensor_model_parallel_size)
 
 
-def _has_te_experts(model: Any) -> bool:
-    is_te = model.transformer_impl != "local"
-    return bool(is_te and model.num_moe_experts and model.moe_grouped_gemm)
-
-
 def _graphs_experts(modules: Any) -> bool:
     """Return whether CUDA graphs capture experts: ``moe``, or no module (whole layers)."""
     return not modules or "moe" in [getattr(module, "name", module) for module in modules]
-
-
-def _is_grid(compute: str) -> bool:
-    return compute.endswith("_per_expert")
 
 
 def _partial_blocks(config: Any, model: Any) -> str | None:

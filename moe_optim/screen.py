@@ -13,16 +13,14 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-FAILED = 1
-"""Exit code of a command that was valid but failed."""
+FAILED = 1  # exit code of a command that was valid but failed
 _WIDER_THAN_ANY_LINE = 1 << 16  # columns
 
 
 class Screen(Console):
     """A console that lets its command finish after a broken pipe."""
 
-    lost_reader = False
-    """Whether any console of this process has a broken pipe."""
+    lost_reader = False  # whether any console of this process has a broken pipe
 
     def on_broken_pipe(self) -> None:
         """Discard further output, where rich would exit."""
@@ -74,7 +72,9 @@ def print_table(console: Console, table: Table) -> None:
 
     A terminal narrower than a non-wrapping table wraps whole lines.
     """
-    least = _least_width(table)
+    least = 0  # width without truncated cells, unless some columns wrap
+    if all(column.no_wrap for column in table.columns):
+        least = _plain_console(io.StringIO(), _WIDER_THAN_ANY_LINE).measure(table).maximum
     if console.is_terminal and console.width >= least:
         console.print(table)
         return
@@ -82,13 +82,6 @@ def print_table(console: Console, table: Table) -> None:
     _plain_console(text, max(console.width, least)).print(table)
     for line in text.getvalue().splitlines():
         console.out(line.rstrip(), highlight=False)
-
-
-def _least_width(table: Table) -> int:
-    """Return the minimum width without truncated cells; 0 if some columns wrap."""
-    if not all(column.no_wrap for column in table.columns):
-        return 0
-    return _plain_console(io.StringIO(), _WIDER_THAN_ANY_LINE).measure(table).maximum
 
 
 def _plain_console(file: io.StringIO, width: int) -> Console:

@@ -73,13 +73,9 @@ def take_calibrated_amaxes(
 ) -> None:
     """Set the amaxes from a state dict whose weights are about to be loaded into a linear.
 
-    The dict is modified so that torch finds the amaxes in place. An entry of weights has one value
-    per expert in any shape, or one for all; one of inputs has one value. None and NaN everywhere,
-    which marks a linear without amaxes in a checkpoint, count as missing. Weights without an amax
-    remove the previous one; a state dict with neither changes nothing.
-
-    Raises:
-        LayoutError: a wrong number of values, or negative or non-finite values.
+    The dict is modified so that torch finds the amaxes in place. None, and NaN everywhere, which
+    marks a linear without amaxes in a checkpoint, count as missing. Weights without an amax remove
+    the previous one; a state dict with neither changes nothing.
     """
     brings_weights = any(key.startswith(f"{prefix}weight") for key in state_dict)
     for buffer, count in ((CALIBRATED_AMAX, num_experts), (CALIBRATED_INPUT_AMAX, 1)):
@@ -95,14 +91,10 @@ def take_calibrated_amaxes(
 
 
 def local_amaxes(amax: Tensor, count: int, ep: tuple[int, int]) -> Tensor:
-    """Return the amaxes of the local experts, given local or all amaxes in any shape.
+    """Return the amaxes of the ``count`` local experts, given those or all, in any shape.
 
-    Any other number of amaxes is returned unchanged, for the linear to refuse.
-
-    Args:
-        amax: any number of amaxes.
-        count: number of local experts.
-        ep: rank in the expert-parallel group, and its size.
+    Any other number is returned unchanged, for the linear to refuse. ``ep`` is the rank in the
+    expert-parallel group, and its size.
     """
     rank, size = ep
     if amax.numel() != count * size:
@@ -111,11 +103,7 @@ def local_amaxes(amax: Tensor, count: int, ep: tuple[int, int]) -> Tensor:
 
 
 def fitted(amax: Any, count: int, where: str) -> Tensor:
-    """Return an fp32 copy of amaxes in the shape of the buffer, [count, 1, 1] or [1, 1, 1].
-
-    Raises:
-        LayoutError: a wrong number of values, or negative or non-finite values.
-    """
+    """Return an fp32 copy, [count, 1, 1] or [1, 1, 1]; LayoutError for anything else."""
     if not isinstance(amax, Tensor) or amax.numel() not in (1, count):
         got = list(amax.shape) if isinstance(amax, Tensor) else type(amax).__name__
         expected = f"one value for each of {count} experts, or one for all"

@@ -1,7 +1,7 @@
 """Operations of fake quantization: kernels where they run, else plain torch."""
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 
 import torch
 from torch import Tensor
@@ -21,12 +21,11 @@ def cut_like(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
-def _empty(values: Sequence[Tensor], *_: object) -> Tensor:
-    return values[0].new_empty(sum(one.numel() for one in values))
+def _empty(values: Sequence[Tensor], *_: object, dtype: torch.dtype | None = None) -> Tensor:
+    return values[0].new_empty(sum(one.numel() for one in values), dtype=dtype)
 
 
-def _empty_bf16(values: Sequence[Tensor], *_: object) -> Tensor:
-    return values[0].new_empty(sum(one.numel() for one in values), dtype=torch.bfloat16)
+_empty_bf16 = partial(_empty, dtype=torch.bfloat16)
 
 
 def _operation[**P](
@@ -44,8 +43,7 @@ def _operation[**P](
         @wraps(body)
         def call(*args: P.args, **kwargs: P.kwargs) -> Tensor:
             if torch.compiler.is_compiling():
-                result: Tensor = compiled(*args, **kwargs)
-                return result
+                return compiled(*args, **kwargs)
             return body(*args, **kwargs)
 
         return call
@@ -110,7 +108,6 @@ def zero_clipped(
 
 
 def _amax_of(values: Sequence[Tensor], amax: Tensor) -> list[Tensor]:
-    """Return the amaxes of each tensor, in a shape that broadcasts."""
     if amax.numel() == 1:
         return [amax.view(())] * len(values)
     counts = [count_experts(one) for one in values]

@@ -1,9 +1,7 @@
 """Fake quantization of experts anywhere in memory, on a grid or to a block-scaled format."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,28 +19,20 @@ from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
 from moe_optim.formats import FORMATS, get_format
 from moe_optim.kernels.plan import Backend, check_backend
 
-Bits = int | Literal["e4m3"]
-"""Grid: number of bits of an integer, or E4M3."""
+Bits = int | Literal["e4m3"]  # grid: number of bits of an integer, or E4M3
 
-BITS = range(2, 17)
-"""Supported numbers of bits of integer grids."""
+BITS = range(2, 17)  # supported numbers of bits of integer grids
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PerExpertGrid:
+class PerExpertGrid(NamedTuple):
     """A grid with one amax per expert, for GEMMs of bf16 experts."""
 
     name: str
-    bits: int | None
-    """Number of integer bits; None for E4M3."""
+    bits: int | None  # number of integer bits; None for E4M3
 
 
-PER_EXPERT_GRIDS: Mapping[str, PerExpertGrid] = MappingProxyType(
-    {
-        "int8_per_expert": PerExpertGrid(name="int8_per_expert", bits=8),
-        "e4m3_per_expert": PerExpertGrid(name="e4m3_per_expert", bits=None),
-    }
-)
+_GRIDS = PerExpertGrid("int8_per_expert", 8), PerExpertGrid("e4m3_per_expert", None)
+PER_EXPERT_GRIDS: Mapping[str, PerExpertGrid] = {grid.name: grid for grid in _GRIDS}
 """Values of ``compute`` besides block-scaled formats."""
 
 Axis = Literal[0] | tuple[Literal[0]] | None

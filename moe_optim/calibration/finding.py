@@ -1,7 +1,8 @@
 """Amaxes of weights, and of inputs while a loop runs the model, reduced over ranks."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,8 +15,7 @@ from moe_optim.errors import LayoutError, NonFiniteError
 from moe_optim.formats.reference.blocks import expert_amax_into
 from moe_optim.integration.agreement import agree
 
-_NONE = -1.0
-"""Amax of no number on this rank; less than any other."""
+_NONE = -1.0  # amax of no number on this rank; less than any other
 
 
 def find_weight_amaxes(
@@ -23,11 +23,8 @@ def find_weight_amaxes(
 ) -> list[Tensor]:
     """Return the amaxes of the weights of each linear, see :func:`moe_optim.calibrate`.
 
-    They are fp32, [E] for the local experts, or [1] for all experts. Every rank must call it.
-
-    Raises:
-        StateError: weights are stale or offloaded.
-        NonFiniteError: an expert contains Inf, or only NaN; on all ranks.
+    They are fp32, [E] for the local experts, or [1] for all. Every rank must call it. All raise
+    StateError for stale or offloaded weights, NonFiniteError for an expert with Inf, or only NaN.
     """
     amaxes: list[Tensor] = agree(lambda: [_find(linear) for linear in linears], None)
     _reduce(linears, amaxes, "expt_tp", "expt_dp")
@@ -45,11 +42,8 @@ def find_input_amaxes(
 ) -> list[Tensor]:
     """Run a loop in evaluation mode, and return the amax of the inputs of each linear, [1] fp32.
 
-    Every rank must call it. The loop gets the chunk, or the list of several.
-
-    Raises:
-        NonFiniteError: an input is NaN or Inf; on all ranks.
-        LayoutError: a linear got no input on any rank; on all ranks.
+    The loop gets the chunk, or the list of several. Every rank must call it. All raise
+    NonFiniteError for NaN or Inf, LayoutError for a linear without input on any rank.
     """
     amaxes = [
         torch.full((1,), _NONE, dtype=torch.float32, device=linear.weights()[0].device)
@@ -70,31 +64,19 @@ def _run(
 ) -> None:
     with ExitStack() as stack:
         for linear, amax in zip(linears, amaxes, strict=True):
-            hook = linear.module.register_forward_pre_hook(_observer(amax))
+            hook = linear.module.register_forward_pre_hook(partial(_observe, amax))
             stack.callback(hook.remove)
-        stack.enter_context(_evaluating(chunks))
+        for module in (one for chunk in chunks for one in chunk.modules() if one.training):
+            stack.callback(setattr, module, "training", True)
+        for chunk in chunks:
+            chunk.eval()
         forward_loop(chunks[0] if len(chunks) == 1 else list(chunks))
 
 
-def _observer(amax: Tensor) -> Callable[[Module, tuple[Any, ...]], None]:
-    def observe(_: Module, args: tuple[Any, ...]) -> None:
-        if args and args[0].numel():  # compiled graphs call hooks without arguments
-            least, largest = torch.aminmax(args[0].detach())
-            amax.copy_(torch.maximum(amax, torch.maximum(-least, largest).float()))
-
-    return observe
-
-
-@contextmanager
-def _evaluating(chunks: Sequence[Module]) -> Iterator[None]:
-    trained = [module for chunk in chunks for module in chunk.modules() if module.training]
-    for chunk in chunks:
-        chunk.eval()
-    try:
-        yield
-    finally:
-        for module in trained:
-            module.training = True
+def _observe(amax: Tensor, _: Module, args: tuple[Any, ...]) -> None:
+    if args and args[0].numel():  # compiled graphs call hooks without arguments
+        least, largest = torch.aminmax(args[0].detach())
+        amax.copy_(torch.maximum(amax, torch.maximum(-least, largest).float()))
 
 
 def _find(linear: ExpertLinear) -> Tensor:

@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from moe_optim.errors import ConfigError, LayoutError
-from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.names import BASE, base_of, is_wrapper, unwrapped_name
 from moe_optim.weights.recorded_amax import RecordsAmax
 from moe_optim.weights.storage import WeightStorage
-from moe_optim.weights.te.fields import is_grouped, is_quantized, read_values
+from moe_optim.weights.te.fields import is_grouped, plain_values
 
 
 class LinearRecorder(RecordsAmax):
@@ -61,20 +60,15 @@ def recorder_of(linear: Module) -> RecordsAmax:
     return _RECORDERS[linear]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ExpertLinear:
     """One linear of all local experts of a layer."""
 
-    name: str
-    """Path in the chunk, without the names of wrappers."""
-    module: Module
-    """Owner of the weights."""
-    num_experts: int
-    """Number of local experts."""
-    groups: Any
-    """Process groups of the layer: ``ep``, ``expt_tp`` and ``expt_dp``."""
-    is_adapted: bool
-    """Whether an adapter adds to its outputs."""
+    name: str  # path in the chunk, without the names of wrappers
+    module: Module  # owner of the weights
+    num_experts: int  # number of local experts
+    groups: Any  # process groups of the layer: ep, expt_tp and expt_dp
+    is_adapted: bool  # whether an adapter adds to its outputs
 
     @property
     def recorder(self) -> RecordsAmax:
@@ -89,23 +83,15 @@ class ExpertLinear:
     def values(self) -> Iterator[Tensor]:
         """Yield the values of each expert [R, C], dequantized to bf16 one weight at a time.
 
-        Raises:
-            StateError: a weight is stale or offloaded.
+        StateError if a weight is stale or offloaded.
         """
         for weight in self.weights():
-            values = weight
-            if isinstance(weight, GroupedWeight):
-                values = weight.dequantize()
-            elif is_quantized(weight):
-                values = read_values(weight)
+            values = plain_values(weight)
             yield from [values] if values.dim() == 2 else members_of(values)
 
 
 def require_chunks(model_chunks: Iterable[Module], where: str) -> list[Module]:
-    """Return ``model_chunks`` as a list; raise ConfigError for anything else.
-
-    The error begins with ``where``. No rank communicates.
-    """
+    """Return ``model_chunks`` as a list; raise ConfigError at ``where`` for others."""
     chunks = [] if isinstance(model_chunks, Module) else list(model_chunks)
     if not chunks or not all(isinstance(chunk, Module) for chunk in chunks):
         got = [type(chunk).__name__ for chunk in chunks] or type(model_chunks).__name__
@@ -124,8 +110,7 @@ def is_portable(module: Module) -> bool:
 def expert_linears(chunk: Module) -> Iterator[ExpertLinear]:
     """Yield every expert linear of a chunk, portable ones first, without adapters around them.
 
-    Raises:
-        LayoutError: a wrapper other than an adapter hides a linear.
+    LayoutError if a wrapper other than an adapter hides a linear.
     """
     named = list(chunk.named_modules())
     for path, experts in named:
@@ -136,21 +121,11 @@ def expert_linears(chunk: Module) -> Iterator[ExpertLinear]:
             groups = getattr(experts, "pg_collection", None)
             if groups is None:
                 raise unknown_wrapper(path, experts)
-            yield ExpertLinear(
-                name=unwrapped_name(f"{path}.{name}" if path else name),
-                module=linear,
-                num_experts=linear.shape[0],
-                groups=groups,
-                is_adapted=linear is not child,
-            )
+            name = unwrapped_name(f"{path}.{name}" if path else name)
+            yield ExpertLinear(name, linear, linear.shape[0], groups, linear is not child)
     for name, linear in filter(_is_grouped_linear, named):
-        yield ExpertLinear(
-            name=unwrapped_name(name) or "experts",
-            module=linear,
-            num_experts=linear.num_gemms,
-            groups=linear._pg_collection,
-            is_adapted=name.endswith(f".{BASE}"),
-        )
+        is_adapted, name = name.endswith(f".{BASE}"), unwrapped_name(name) or "experts"
+        yield ExpertLinear(name, linear, linear.num_gemms, linear._pg_collection, is_adapted)
 
 
 def grouped_linears(module: Module) -> Iterator[tuple[str, Any]]:

@@ -6,18 +6,23 @@ Inputs have one quantizer of a grouped linear, or one in each expert of a ``Sequ
 the same value after its synchronization.
 """
 
+import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from moe_optim.calibration.calibrated_amax import are_magnitudes, as_buffer
-from moe_optim.errors import ConfigError, LayoutError, listed
-from moe_optim.experts.keys.finding import expert_remainders, survey_expert_sets
+from moe_optim.errors import ConfigError, listed
+from moe_optim.experts.keys.finding import (
+    container_of,
+    expert_remainders,
+    refuse_conversion,
+    survey_expert_sets,
+)
 from moe_optim.experts.keys.layouts import (
     CALIBRATED_AMAX,
     CALIBRATED_INPUT_AMAX,
@@ -28,53 +33,36 @@ from moe_optim.experts.keys.layouts import (
 ModelOptForm = Literal["indexed", "numbered", "sequential", "grouped", "flat", "scalar"]
 
 _ONE_KEY = "{linear}.weight_quantizer._amax"
-_FORMS: Mapping[str, str] = MappingProxyType(
-    {
-        # GroupedQuantizer: a quantizer per expert, as Transformer Engine's linears have since 0.47
-        "indexed": "{linear}.weight_quantizer.{expert}._amax",
-        # earlier versions, with one name per quantizer
-        "numbered": "{linear}.weight_quantizer_{expert}._amax",
-        # SequentialMLP
-        "sequential": f"local_experts.{{expert}}.{_ONE_KEY}",
-        # one quantizer with axis 0 over a weight [E, R, C]
-        "grouped": _ONE_KEY,
-        "flat": _ONE_KEY,
-        # one quantizer with axis None over a rank's weight [E, R, C]
-        "scalar": _ONE_KEY,
-    }
-)
+_FORMS: Mapping[str, str] = {
+    # GroupedQuantizer: a quantizer per expert, as Transformer Engine's linears have since 0.47
+    "indexed": "{linear}.weight_quantizer.{expert}._amax",
+    # earlier versions, with one name per quantizer
+    "numbered": "{linear}.weight_quantizer_{expert}._amax",
+    # SequentialMLP
+    "sequential": f"local_experts.{{expert}}.{_ONE_KEY}",
+    # one quantizer with axis 0 over a weight [E, R, C]
+    "grouped": _ONE_KEY,
+    "flat": _ONE_KEY,
+    # one quantizer with axis None over a rank's weight [E, R, C]
+    "scalar": _ONE_KEY,
+}
 """Keys of the amaxes of weights after the container."""
 _INPUTS = "{linear}.input_quantizer._amax"
 _SEQUENTIAL_INPUTS = f"local_experts.{{expert}}.{_INPUTS}"
-_MOST_NAMES = 20
-"""Maximum number of names in a warning."""
+_OF_QUANTIZER = re.compile(r"(local_experts\.[^.]*\.)?linear_fc[12]\.weight_quantizer[^.]*\..*")
+_MOST_NAMES = 20  # maximum number of names in a warning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layer:
-    """Weights and amaxes of the experts of one layer in a state dict."""
-
-    prefix: str
-    """Prefix of all keys, through ``experts.``; empty at the root."""
-    num_experts: int | None
-    """Number of experts of the weights; None without weights."""
-    weights: Mapping[str, str]
-    """Linear -> our key of the amaxes of its weights."""
-    inputs: Mapping[str, str]
-    """Linear -> our key of the amax of its inputs."""
-    their_weights: Mapping[str, str]
-    """Remainder -> key of every amax in a weight quantizer."""
+    prefix: str  # prefix of all keys, through experts.; empty at the root
+    num_experts: int | None  # number of experts of the weights; None without weights
+    weights: Mapping[str, str]  # linear -> our key of the amaxes of its weights
+    inputs: Mapping[str, str]  # linear -> our key of the amax of its inputs
+    their_weights: Mapping[str, str]  # remainder -> key of every amax in a weight quantizer
     their_inputs: Mapping[str, Sequence[str]]
     """Linear -> ModelOpt's keys of amaxes of its inputs, in any form."""
-    others: Sequence[str]
-    """Keys of all other states of weight quantizers."""
-
-    def doubled_inputs(self) -> list[str]:
-        return [
-            f"{key}: expected one amax, got also {self.their_inputs[linear][0]}"
-            for linear, key in self.inputs.items()
-            if linear in self.their_inputs
-        ]
+    others: Sequence[str]  # keys of all other states of weight quantizers
 
 
 def amaxes_to_modelopt(state: Mapping[str, Any], form: ModelOptForm = "indexed") -> dict[str, Any]:
@@ -105,9 +93,8 @@ def amaxes_to_modelopt(state: Mapping[str, Any], form: ModelOptForm = "indexed")
     """
     if form not in _FORMS:
         raise ConfigError(f"form: expected one of {', '.join(_FORMS)}, got {form!r}. Give one.")
-    layers = list(_layers(state))
-    given = {layer.prefix: tuple(layer.weights) for layer in layers}
-    faults, renamed = _missing(layers, given, CALIBRATED_AMAX), {}
+    layers, faults = _survey(state)
+    renamed: dict[str, dict[str, Tensor]] = {}
     for layer in layers:
         faults += [f"{key}: expected no amaxes but ours" for key in layer.their_weights.values()]
         for linear, key in layer.weights.items():
@@ -129,9 +116,8 @@ def amaxes_to_modelopt(state: Mapping[str, Any], form: ModelOptForm = "indexed")
                 values = [amax if form == "grouped" else amax.flatten()]
             renamed[key] = _named(template, values)
         renamed |= _inputs_to_modelopt(state, layer, form, faults)
-    _raise(faults)
-    _say_what_stays(layers, given)
-    return _replaced(state, renamed)
+    given = {layer.prefix: tuple(layer.weights) for layer in layers}
+    return _renamed(state, renamed, layers, given, CALIBRATED_AMAX, faults)
 
 
 def amaxes_from_modelopt(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,53 +139,44 @@ def amaxes_from_modelopt(state: Mapping[str, Any]) -> dict[str, Any]:
             forms or an unknown one, have a wrong number of experts, channels or blocks, are
             negative or non-finite, or exist under our keys already. All faults at once, by key.
     """
-    layers = list(_layers(state))
+    layers, faults = _survey(state)
     given: dict[str, Sequence[str]] = {}
-    faults: list[str] = []
     renamed: dict[str, dict[str, Tensor]] = {}
-    taken: set[str] = set()
     for layer in layers:
         faults += [f"{key}: expected no amaxes but ModelOpt's" for key in layer.weights.values()]
         forms = {linear: found for linear in LINEARS if (found := _by_template(layer, linear))}
         given[layer.prefix] = tuple(forms)
-        of_forms = {
-            linear: [key for keys in found.values() for key in keys.values()]
-            for linear, found in forms.items()
-        }
-        known = {key for keys in of_forms.values() for key in keys}
+        for linear, found in forms.items():
+            first, *others = (key for keys in found.values() for key in keys.values())
+            renamed |= {key: {} for key in others}
+            amax = _gather(state, layer, found, faults)
+            ours = f"{layer.prefix}{linear}.{CALIBRATED_AMAX}"
+            renamed[first] = {} if amax is None else {ours: amax}
         faults += [
             f"{key}: expected an amax of ModelOpt's forms ({', '.join(_FORMS)}), got one of none"
             for key in layer.their_weights.values()
-            if key not in known
+            if key not in renamed
         ]
-        for linear, found in forms.items():
-            amax = _gather(state, layer, found, faults)
-            if amax is not None:
-                renamed[of_forms[linear][0]] = {f"{layer.prefix}{linear}.{CALIBRATED_AMAX}": amax}
-        faults += layer.doubled_inputs()
         for linear, keys in layer.their_inputs.items():
-            amaxes = [_read(state[key], key, 1, faults) for key in keys]
-            found_amaxes = [one for one in amaxes if one is not None]
-            if len(found_amaxes) == len(keys):
+            found_amaxes = (_read(state[key], key, 1, faults) for key in keys)
+            amaxes = [one for one in found_amaxes if one is not None]
+            renamed |= {key: {} for key in keys}
+            if amaxes:
                 name = f"{layer.prefix}{linear}.{CALIBRATED_INPUT_AMAX}"
-                renamed[keys[0]] = {name: torch.stack(found_amaxes).amax(0)}
-            known.update(keys)
-        taken |= known
-    faults += _missing(layers, given, "weight_quantizer._amax")
-    _raise(faults)
-    _say_what_stays(layers, given)
-    return _replaced(state, renamed, without=taken)
+                renamed[keys[0]] = {name: torch.stack(amaxes).amax(0)}
+    return _renamed(state, renamed, layers, given, "weight_quantizer._amax", faults)
 
 
 def _inputs_to_modelopt(
     state: Mapping[str, Any], layer: _Layer, form: str, faults: list[str]
 ) -> dict[str, dict[str, Tensor]]:
     """Return the entries that replace each of our keys of inputs; add all faults."""
-    faults += layer.doubled_inputs()
     template, count = _INPUTS, 1
     if form == "sequential" and layer.inputs:
+        amaxes = [state[key] for key in layer.weights.values()]
+        counts = {one.numel() for one in amaxes if isinstance(one, Tensor)} - {1}
         template = _SEQUENTIAL_INPUTS
-        count = layer.num_experts or _count_amaxes(state, layer.weights.values())
+        count = layer.num_experts or (counts.pop() if len(counts) == 1 else 0)
         if not count:
             what = "expected weights or amaxes of each expert beside it"
             faults += [f"{key}: {what}" for key in layer.inputs.values()]
@@ -216,14 +193,14 @@ def _named(template: str, values: Sequence[Tensor]) -> dict[str, Tensor]:
     return {template.format(expert=index): one.clone() for index, one in enumerate(values)}
 
 
-def _layers(state: Mapping[str, Any]) -> Iterator[_Layer]:
-    found: dict[str, dict[str, str]] = {}  # remainder -> key, by prefix
+def _survey(state: Mapping[str, Any]) -> tuple[list[_Layer], list[str]]:
+    """Return all layers with experts, and the faults of inputs that both sides have."""
+    by_prefix: dict[str, dict[str, str]] = {}  # prefix -> remainder -> key
     for key in state:
-        parts = key.split(".")
-        end = max((i + 1 for i, part in enumerate(parts[:-1]) if part == "experts"), default=0)
-        prefix = "".join(f"{part}." for part in parts[:end])
-        found.setdefault(prefix, {})[key.removeprefix(prefix)] = key
-    for prefix, keys in found.items():
+        prefix = container_of(key)
+        by_prefix.setdefault(prefix, {})[key.removeprefix(prefix)] = key
+    layers, faults = [], []
+    for prefix, keys in by_prefix.items():
         ours, inputs = (
             {linear: keys[name] for linear in LINEARS if (name := f"{linear}.{buffer}") in keys}
             for buffer in (CALIBRATED_AMAX, CALIBRATED_INPUT_AMAX)
@@ -233,25 +210,29 @@ def _layers(state: Mapping[str, Any]) -> Iterator[_Layer]:
             for linear in LINEARS
             if (of_linear := [key for r, key in keys.items() if _is_input(r, linear)])
         }
-        of_quantizers = {r: key for r, key in keys.items() if _is_of_weight_quantizer(r)}
-        weights = [keys[remainder] for remainder in expert_remainders(keys)]
-        if ours or inputs or of_quantizers or their_inputs or weights:
-            yield _Layer(
+        faults += [
+            f"{key}: expected one amax, got also {their_inputs[linear][0]}"
+            for linear, key in inputs.items()
+            if linear in their_inputs
+        ]
+        theirs = {r: key for r, key in keys.items() if _OF_QUANTIZER.fullmatch(r)}
+        weights = {keys[r]: state[keys[r]] for r in expert_remainders(keys)}
+        if not (ours or inputs or theirs or their_inputs or weights):
+            continue
+        shapes = {k: v.shape if isinstance(v, Tensor) else None for k, v in weights.items()}
+        sets, _ = survey_expert_sets(shapes, prefixes=[prefix])
+        layers.append(
+            _Layer(
                 prefix=prefix,
-                num_experts=_count_experts({key: state[key] for key in weights}, prefix),
+                num_experts=sets[0].num_experts if len(sets) == 1 else None,
                 weights=ours,
                 inputs=inputs,
-                their_weights={r: k for r, k in of_quantizers.items() if r.endswith("._amax")},
+                their_weights={r: k for r, k in theirs.items() if r.endswith("._amax")},
                 their_inputs=their_inputs,
-                others=[k for r, k in of_quantizers.items() if not r.endswith("._amax")],
+                others=[k for r, k in theirs.items() if not r.endswith("._amax")],
             )
-
-
-def _is_of_weight_quantizer(remainder: str) -> bool:
-    parts = remainder.split(".")
-    if parts[0] == "local_experts":
-        parts = parts[2:]
-    return len(parts) > 2 and parts[0] in LINEARS and parts[1].startswith("weight_quantizer")
+        )
+    return layers, faults
 
 
 def _is_input(remainder: str, linear: str) -> bool:
@@ -259,47 +240,38 @@ def _is_input(remainder: str, linear: str) -> bool:
     return any(match_key(remainder, template) for template in templates)
 
 
-def _count_experts(weights: Mapping[str, Any], prefix: str) -> int | None:
-    shapes = {k: v.shape if isinstance(v, Tensor) else None for k, v in weights.items()}
-    sets, _ = survey_expert_sets(shapes, prefixes=[prefix])
-    return sets[0].num_experts if len(sets) == 1 else None
+def _renamed(
+    state: Mapping[str, Any],
+    renamed: Mapping[str, Mapping[str, Tensor]],
+    layers: Sequence[_Layer],
+    given: Mapping[str, Sequence[str]],
+    name: str,
+    faults: list[str],
+) -> dict[str, Any]:
+    """Return the state with entries replaced; raise all faults, and warn of what stays.
 
-
-def _count_amaxes(state: Mapping[str, Any], keys: Iterable[str]) -> int:
-    """Return the number of experts that several amaxes are of, 0 if unknown."""
-    counts = {state[key].numel() for key in keys if isinstance(state[key], Tensor)} - {1}
-    return counts.pop() if len(counts) == 1 else 0
-
-
-def _missing(layers: Sequence[_Layer], given: Mapping[str, Sequence[str]], name: str) -> list[str]:
-    """Return the faults of a state in which no linear of any layer has amaxes."""
-    if any(given.values()) or any(layer.inputs or layer.their_inputs for layer in layers):
-        return []
-    return [
-        f"{layer.prefix}{linear}.{name}: missing, expected of both linears of all experts"
-        for layer in layers
-        for linear in LINEARS
-    ]
-
-
-def _say_what_stays(layers: Sequence[_Layer], given: Mapping[str, Collection[str]]) -> None:
-    said = []
+    ``given`` are the linears with amaxes of weights by prefix, ``name`` is that of a missing one.
+    """
     of_inputs = {layer.prefix: layer.inputs or layer.their_inputs for layer in layers}
+    linears = [(layer.prefix, linear) for layer in layers for linear in LINEARS]
+    if not any(given.values()) and not any(of_inputs.values()):
+        what = f"{name}: missing, expected of both linears of all experts"
+        faults += [f"{prefix}{linear}.{what}" for prefix, linear in linears]
+    refuse_conversion("amaxes of experts: expected a value for each expert", faults)
+    said = []
     for what, found in (("amaxes", given), ("input amaxes", of_inputs)):
-        bare = [
-            f"{layer.prefix}{linear}"
-            for layer in layers
-            for linear in LINEARS
-            if linear not in found[layer.prefix]
-        ]
+        bare = [prefix + linear for prefix, linear in linears if linear not in found[prefix]]
         if bare and any(found.values()):
             said.append(f"no {what} of {listed(bare, most=_MOST_NAMES)}")
-    others = [key for layer in layers for key in layer.others]
-    if others:
+    if others := [key for layer in layers for key in layer.others]:
         stays = listed(others, most=_MOST_NAMES)
         said.append(f"{len(others)} other states of quantizers stay: {stays}")
     if said:
         warnings.warn(f"amaxes of experts: {'; '.join(said)}", stacklevel=3)
+    result: dict[str, Any] = {}
+    for key, value in state.items():
+        result |= renamed.get(key, {key: value})
+    return result
 
 
 def _by_template(layer: _Layer, linear: str) -> dict[str, dict[int | None, str]]:
@@ -308,8 +280,7 @@ def _by_template(layer: _Layer, linear: str) -> dict[str, dict[int | None, str]]
     for template in dict.fromkeys(_FORMS.values()):
         template = template.replace("{linear}", linear)
         for remainder, key in layer.their_weights.items():
-            match = match_key(remainder, template)
-            if match is not None:
+            if (match := match_key(remainder, template)) is not None:
                 found.setdefault(template, {})[match[0]] = key
     return found
 
@@ -320,7 +291,6 @@ def _gather(
     found: Mapping[str, Mapping[int | None, str]],
     faults: list[str],
 ) -> Tensor | None:
-    """Return the amaxes of a linear's experts, or None and their faults."""
     if len(found) > 1:
         keys = [key for keys in found.values() for key in keys.values()]
         faults += [f"{key}: expected amaxes in one form, got also another" for key in keys]
@@ -364,27 +334,3 @@ def _read(value: Any, key: str, num_experts: int | None, faults: list[str]) -> T
         faults.append(f"{key}: expected finite magnitudes, got {amax.flatten().tolist()}")
         return None
     return amax
-
-
-def _replaced(
-    state: Mapping[str, Any],
-    renamed: Mapping[str, Mapping[str, Tensor]],
-    *,
-    without: Collection[str] = (),
-) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in state.items():
-        if key in renamed:
-            result |= renamed[key]
-        elif key not in without:
-            result[key] = value
-    return result
-
-
-def _raise(faults: Sequence[str]) -> None:
-    if faults:
-        raise LayoutError(
-            f"amaxes of experts: expected a value for each expert, got {len(faults)} fault(s):\n"
-            + "".join(f"  {fault}\n" for fault in faults)
-            + "Nothing was converted. Change these entries."
-        )

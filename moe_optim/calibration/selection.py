@@ -23,61 +23,40 @@ _SUPPORTED = {
     "constant_amax": None,
 }
 """Attribute of a quantizer that changes its amax -> its only supported value."""
-_IGNORED = frozenset(
-    [
-        "enable",
-        "num_bits",
-        "effective_bits",
-        "fake_quant",
-        "unsigned",
-        "narrow_range",
-        "learn_amax",
-        "type",
-        "block_sizes",
-        "trt_high_precision_dtype",
-        "pass_through_bwd",
-        "backend",
-        "backend_extra_args",
-    ]
-)
+_IGNORED = {
+    "enable", "num_bits", "effective_bits", "fake_quant", "unsigned", "narrow_range", "learn_amax",
+    "type", "block_sizes", "trt_high_precision_dtype", "pass_through_bwd", "backend",
+    "backend_extra_args",
+}  # fmt: skip
 """Attributes that do not change an amax, and ``type`` and ``block_sizes``, which are read apart."""
 _MX_SCALES = ((8, 0), [8, 0], "e8m0")
 _EXPERT_CLASSES = ("te_GroupedLinear", "ParallelGroupedLinear")
 """Endings of ModelOpt's names of classes of expert linears."""
 _OF_ONE_EXPERT = re.compile(r"local_experts|(weight|input)_quantizers?\.")
-_MOST_NAMES = 20
-"""Maximum number of names in an error."""
+_MOST_NAMES = 20  # maximum number of names in an error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rule:
-    where: str
-    """Place in the argument, for errors."""
-    pattern: str
-    """Pattern over names of quantizers, such as ``LINEAR.weight_quantizer``."""
+    where: str  # place in the argument, for errors
+    pattern: str  # pattern over names of quantizers, such as LINEAR.weight_quantizer
     enable: bool
-    cfg: Any = None
-    """Attributes of these quantizers; None leaves those of earlier rules."""
+    cfg: Any = None  # attributes of these quantizers; None leaves those of earlier rules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
     """Which weights and inputs are calibrated; everything by default."""
 
-    rules: tuple[_Rule, ...] = ()
-    """Rules in order; later ones override earlier ones."""
-    patterns: tuple[str, ...] = ()
-    """Patterns that must each match a linear."""
+    rules: tuple[_Rule, ...] = ()  # rules in order; later ones override earlier ones
+    patterns: tuple[str, ...] = ()  # patterns that must each match a linear
 
     @classmethod
     def of(cls, quant_cfg: QuantCfg | None) -> "Selection":
-        """Return the selection of an argument.
+        """Return the selection of an argument; ConfigError if it is none.
 
         Patterns are short for rules that disable all quantizers, then enable those of matching
         linears.
-
-        Raises:
-            ConfigError: neither patterns nor a ``quant_cfg``.
         """
         if quant_cfg is None:
             return cls()
@@ -86,9 +65,8 @@ class Selection:
                 "calibrate: quant_cfg: expected patterns or rules, got a whole configuration of "
                 "ModelOpt. Give its entry 'quant_cfg', and its algorithm as method."
             )
-        if isinstance(quant_cfg, str | bytes) or not isinstance(quant_cfg, Sequence | Mapping):
-            raise _unknown("quant_cfg", quant_cfg)
-        if not quant_cfg:
+        is_text = isinstance(quant_cfg, str | bytes)
+        if is_text or not isinstance(quant_cfg, Sequence | Mapping) or not quant_cfg:
             raise _unknown("quant_cfg", quant_cfg)
         patterns = tuple(one for one in quant_cfg if isinstance(one, str))
         if isinstance(quant_cfg, Mapping) or len(patterns) < len(quant_cfg):
@@ -102,17 +80,11 @@ class Selection:
         return cls(rules=(nothing, *enabled), patterns=patterns)
 
     def choose(self, names: Iterable[str]) -> dict[str, frozenset[str]]:
-        """Return the kinds of selected quantizers of each linear.
+        """Return the kinds of selected quantizers of each linear of all ranks, by global name.
 
         As in ModelOpt, a quantizer that no rule matches is enabled, and one whose scales are all
-        dynamic has no amax.
-
-        Args:
-            names: names of the linears of all ranks, with global layer numbers.
-
-        Raises:
-            ConfigError: a pattern matches no linear, rules select nothing, or a selected quantizer
-                has an amax of another kind than per expert, or per tensor of inputs.
+        dynamic has no amax. ConfigError if a pattern matches no linear, rules select nothing, or a
+        selected quantizer has an amax of another kind than per expert, or per tensor of inputs.
         """
         names = sorted(set(names))
         for pattern in self.patterns:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -40,56 +40,41 @@ _TARGET = "megatron.core.transformer.moe.experts:TEGroupedMLP.sharded_state_dict
 _RECORDED = "weight_amax"
 _LISTENING: WeakSet[Module] = WeakSet()
 
-Offset = tuple[int, int, int]
-"""Axis of the global tensor, index on it, number of indices."""
+Offset = tuple[int, int, int]  # axis of the global tensor, index on it, number of indices
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AmaxPlace:
+class AmaxPlace(NamedTuple):
     """Position of a linear's local experts among those of all ranks."""
 
-    num_experts: int
-    """Number of local experts."""
-    place: Offset
-    """Expert axis, index of the local experts on it, number of indices."""
-    sharded_offsets: tuple[Offset, ...]
-    """Offsets of the axes before the expert axis."""
-    replicas: tuple[int, int, int]
-    """Rank in the expert-parallel, expert-tensor-parallel and expert-data-parallel groups."""
-    is_cut: bool
-    """Whether tensor parallelism shards experts."""
+    num_experts: int  # number of local experts
+    sharded_offsets: tuple[Offset, ...]  # offsets of the axes before the expert axis
+    ep: tuple[int, int]
+    """Rank in the group, and its size; likewise of expert tensor and data parallelism."""
+    tp: tuple[int, int]
+    dp: tuple[int, int]
 
     @classmethod
     def of(cls, num_experts: int, sharded_offsets: tuple[Offset, ...], groups: Any) -> "AmaxPlace":
         """Return the position of this rank's experts, from ``ep``, ``expt_tp`` and ``expt_dp``."""
-        return cls(
-            num_experts=num_experts,
-            place=(len(sharded_offsets), groups.ep.rank(), groups.ep.size()),
-            sharded_offsets=tuple(sharded_offsets),
-            replicas=(groups.ep.rank(), groups.expt_tp.rank(), groups.expt_dp.rank()),
-            is_cut=groups.expt_tp.size() > 1,
-        )
+        three = groups.ep, groups.expt_tp, groups.expt_dp
+        sizes = ((group.rank(), group.size()) for group in three)
+        return cls(num_experts, tuple(sharded_offsets), *sizes)
 
     def entry(
-        self,
-        key: str,
-        amax: Tensor,
-        *,
-        per_expert: bool,
-        kind: type[ShardedTensor] = ShardedTensor,
+        self, key: str, amax: Tensor, *, per_expert: bool, kind: type[ShardedTensor] = ShardedTensor
     ) -> ShardedTensor:
         """Return the entry of amaxes [E, 1, 1] under global expert ids, or of one for all experts.
 
         One replica saves each expert's amax; a single rank saves an amax of all experts.
         """
-        ep, tp, dp = self.replicas
+        axis = len(self.sharded_offsets)
         return kind.from_rank_offsets(
             key,
             amax,
             *self.sharded_offsets,
-            *((self.place,) if per_expert else ()),
-            replica_id=(0 if per_expert else ep, tp, dp),
-            prepend_axis_num=len(self.sharded_offsets),
+            *(((axis, *self.ep),) if per_expert else ()),
+            replica_id=(0 if per_expert else self.ep[0], self.tp[0], self.dp[0]),
+            prepend_axis_num=axis,
         )
 
 
@@ -109,26 +94,25 @@ class CalibratedEntry(ShardedTensor):
 
     amax_place: AmaxPlace
     device: torch.device
-    per_expert: bool
-    """Whether there is one value per expert, and not one of all or of inputs."""
+    per_expert: bool  # whether there is one value per expert, and not one of all or of inputs
 
     def request(self, stored: Sequence[int]) -> ShardedTensor:
         """Return the entry that loads amaxes of shape ``stored``, on the device of the weights.
 
-        Raises:
-            LayoutError: the checkpoint has another number of experts.
+        LayoutError if the checkpoint has another number of experts.
         """
-        axis, _, places = self.amax_place.place
-        of_experts, whole = tuple(stored[axis:]), places * self.amax_place.num_experts
+        place = self.amax_place
+        whole = place.ep[1] * place.num_experts
+        of_experts = tuple(stored[len(place.sharded_offsets) :])
         per_expert = of_experts == (whole, 1, 1)
         if not per_expert and of_experts != (1, 1, 1):
             raise LayoutError(
                 f"{self.key}: expected amaxes of {whole} experts, or one of all, got "
                 f"{list(stored)}. Load a checkpoint of as many experts."
             )
-        shape = (self.amax_place.num_experts if per_expert else 1, 1, 1)
+        shape = (place.num_experts if per_expert else 1, 1, 1)
         amax = torch.empty(shape, dtype=torch.float32, device=self.device)
-        return self.amax_place.entry(self.key, amax, per_expert=per_expert)
+        return place.entry(self.key, amax, per_expert=per_expert)
 
 
 @dataclass(kw_only=True)
@@ -168,7 +152,7 @@ def sharded_amax(recorder: RecordsAmax, key: str, place: AmaxPlace) -> ShardedTe
         amax = torch.full((place.num_experts,), torch.nan, dtype=torch.float32, device="cpu")
     if whole is not None:
         amax = whole
-    elif place.is_cut:
+    elif place.tp[1] > 1:
         amax = torch.full_like(amax, torch.nan)
     values = amax.clone().view(-1, 1, 1)
     return place.entry(key, values, per_expert=True, kind=OptionalShardedTensor)
@@ -194,17 +178,12 @@ def calibrated_entry(linear: Module, key: str, place: AmaxPlace) -> CalibratedEn
 
 
 def complete_amaxes(state: Any) -> None:
-    """Complete calibrated amaxes of a state about to be saved, if only some linears have any.
+    """Complete calibrated amaxes of a nested state about to be saved, in place.
 
     Every rank must call it. Layers can be one tensor in a checkpoint: if a linear of one layer has
     amaxes, those without get NaN. One amax of all experts becomes one per expert, if other layers
-    have one per expert, or other ranks another value.
-
-    Args:
-        state: nested dicts and lists of entries; modified.
-
-    Raises:
-        LayoutError: an amax of inputs differs between ranks; on all ranks.
+    have one per expert, or other ranks another value. All raise LayoutError if an amax of inputs
+    differs between ranks.
     """
     held: dict[tuple[str, Any], float | None] = {}
     for one in nested_values(state):
@@ -265,24 +244,18 @@ def sharded_state_dict(
 
     If amaxes are recorded, every layer has a ``.weight_amax`` entry, NaN if its weights are not
     quantized, since the keys of all layers may form one tensor. Calibrated ones are
-    ``.calibrated_amax`` and ``.calibrated_input_amax``, see :func:`calibrated_entry`. Loading a
-    state dict sets them. Keys of linears behind adapters do not contain the adapter. No rank
-    communicates.
-
-    Raises:
-        ConfigError: ``singleton_local_shards`` with amaxes.
-        StateError: quantized weights are offloaded.
-        LayoutError: a wrapper other than an adapter hides a linear with amaxes.
+    ``.calibrated_amax`` and ``.calibrated_input_amax``. Loading a state dict sets them. Keys of
+    linears behind adapters do not contain the adapter. No rank communicates. ConfigError for
+    ``singleton_local_shards`` with amaxes, StateError for offloaded weights.
     """
     are_recorded = _are_recorded(self.config)
     linears = [(unwrapped_name(name), linear) for name, linear in grouped_linears(self)]
-    are_calibrated = any(
-        amax_of(linear) is not None
-        for _, linear in linears
-        for amax_of in (calibrated_amax, calibrated_input_amax)
-    )
-    if are_recorded or are_calibrated:
-        _require_known_names(self, linears)
+    readers = calibrated_amax, calibrated_input_amax
+    are_calibrated = any(of(linear) is not None for _, linear in linears for of in readers)
+    for name, _ in linears if are_recorded or are_calibrated else ():
+        if name not in LINEARS:  # no model without the wrapper would request such keys
+            outer = name.partition(".")[0]
+            raise unknown_wrapper(f"experts.{outer}", self.get_submodule(outer))
     has_key_each = (metadata or {}).get("singleton_local_shards", False)
     if has_key_each:
         refuse(
@@ -315,14 +288,6 @@ def listen(module: Module) -> None:
         if one not in _LISTENING:
             one.register_load_state_dict_pre_hook(hook)
             _LISTENING.add(one)
-
-
-def _require_known_names(experts: Module, linears: Sequence[tuple[str, Any]]) -> None:
-    """Refuse to save amaxes under keys that no model without the wrapper would request."""
-    for name, _ in linears:
-        if name not in LINEARS:
-            outer = name.partition(".")[0]
-            raise unknown_wrapper(f"experts.{outer}", experts.get_submodule(outer))
 
 
 def _are_recorded(model: Any) -> bool:

@@ -11,9 +11,9 @@ from moe_optim.calibration.linears import grouped_linears, members_of
 from moe_optim.errors import LayoutError, listed
 from moe_optim.experts.keys.finding import raise_faults
 from moe_optim.experts.keys.layouts import match_key
-from moe_optim.experts.loading import expert_values_for_chunks, plain_values
+from moe_optim.experts.loading import expert_values_for_chunks
 from moe_optim.weights.names import unwrapped_name
-from moe_optim.weights.te.fields import is_quantized, read_values
+from moe_optim.weights.te.fields import plain_values
 
 _KINDS = ("weight", "bias")
 
@@ -82,10 +82,10 @@ def _regroup_experts(state: dict[str, Any], chunk: torch.nn.Module) -> None:
                 continue
             if is_one:
                 parts = [state.pop(keys[expert][0]) for expert in range(linear.num_gemms)]
-                state[name] = torch.stack([_plain(part) for part in parts])
+                state[name] = torch.stack([plain_values(part) for part in parts])
             else:
                 for expert, part in enumerate(members_of(state.pop(keys[None][0]))):
-                    state[f"{name}{expert}"] = _plain(part)
+                    state[f"{name}{expert}"] = plain_values(part)
     raise_faults(faults)
 
 
@@ -113,7 +113,3 @@ def _fault(
         f"{name}: expected {count} experts of {list(shape)}, in one entry or in one each, got "
         f"{', '.join(f'{key} {list(shape)}' for key, shape in got.items())}"
     )
-
-
-def _plain(value: Any) -> Any:
-    return read_values(value) if is_quantized(value) else plain_values(value)

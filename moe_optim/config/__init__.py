@@ -3,7 +3,9 @@
 # Annotations stay objects in this file (no `from __future__ import annotations`): both the checks
 # below and Megatron's argument builder read them.
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -12,18 +14,9 @@ from moe_optim.errors import ConfigError, closest, quote
 from moe_optim.rules import Setup, check_setup
 
 Format = Literal[
-    "bf16",
-    "mxfp8",
-    "mxfp8_2d",
-    "nvfp4",
-    "fp8_block",
-    "fp8_block_fp32",
-    "mxfp8_rows",
-    "mxfp4",
-    "nvfp4_rows",
-    "int4",
-    "int4_g128",
-]
+    "bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block", "fp8_block_fp32", "mxfp8_rows", "mxfp4",
+    "nvfp4_rows", "int4", "int4_g128",
+]  # fmt: skip
 FormatSetting = Literal["auto", Format]
 Compute = Literal[Format, "int8_per_expert", "e4m3_per_expert"]
 _LEAST: Mapping[str, int] = MappingProxyType({"muon_workspace_mib": 1})
@@ -183,16 +176,16 @@ class MoEOptimConfig:
         return changed
 
 
+_DECLARED: Mapping[str, Any] = {field.name: field.type for field in fields(MoEOptimConfig)}
+
+
 def _placed(error: ConfigError, where: str) -> str:
-    """Return a message with ``where`` in place of the name of the class."""
-    text = str(error)
-    own = MoEOptimConfig.__name__
-    return f"{where}{text.removeprefix(own)}" if text.startswith(own) else text
+    return re.sub(f"^{MoEOptimConfig.__name__}", lambda _: where, str(error))
 
 
 def field_names() -> tuple[str, ...]:
     """Return the names of all fields, in declaration order."""
-    return tuple(field.name for field in fields(MoEOptimConfig))
+    return tuple(_DECLARED)
 
 
 def check_key(where: str, key: object, known: Iterable[str]) -> None:
@@ -206,15 +199,20 @@ def check_key(where: str, key: object, known: Iterable[str]) -> None:
         )
 
 
-def _check_field(name: str, value: object) -> None:
+def _check_field(name: str, value: Any) -> None:
     known = available_values(name)
-    if _takes(name, value, known):
-        return
-    choices = " or ".join(spell_values(name))
-    meant = _meant(value, known)
-    raise ConfigError(
-        f"MoEOptimConfig: {name}: expected {choices}, got {quote(value)}. Write {meant or choices}."
-    )
+    if _DECLARED[name] is float:  # types must match: 1 is not true
+        is_known = type(value) in (int, float) and 0 <= value <= 1
+    elif isinstance(known, range):
+        is_known = type(value) is int and value in known
+    else:
+        is_known = any(type(value) is type(one) and value == one for one in known)
+    if not is_known:
+        choices, meant = " or ".join(spell_values(name)), _meant(value, known)
+        raise ConfigError(
+            f"MoEOptimConfig: {name}: expected {choices}, got {quote(value)}. "
+            f"Write {meant or choices}."
+        )
 
 
 def spell(value: object) -> str:
@@ -225,14 +223,14 @@ def spell(value: object) -> str:
 def spell_values(name: str) -> list[str]:
     """Return every value of a field as text, or the range of a number."""
     values = available_values(name)
-    if isinstance(values, range) or _declared(name) is float:
+    if isinstance(values, range) or _DECLARED[name] is float:
         return [f"a number from {values[0]} to {values[-1]}"]
     return [spell(value) for value in values]
 
 
 def available_values(name: str) -> Sequence[object]:
     """Return all valid values of a field; for numbers the range or its bounds."""
-    declared = _declared(name)
+    declared = _DECLARED[name]
     if declared is bool:
         return True, False
     if declared is int:
@@ -244,28 +242,12 @@ def available_values(name: str) -> Sequence[object]:
     return get_args(declared)
 
 
-def _declared(name: str) -> Any:
-    (declared,) = (field.type for field in fields(MoEOptimConfig) if field.name == name)
-    return declared
-
-
 def _as_number(name: str, value: object) -> object:
     """Convert text to a number for float fields; return other values unchanged."""
-    if _declared(name) is not float or not isinstance(value, str):
-        return value
-    try:
-        return float(value)
-    except ValueError:
-        return value
-
-
-def _takes(name: str, value: object, choices: Sequence[object]) -> bool:
-    # types must match: 1 is not true
-    if isinstance(choices, range):
-        return type(value) is int and value in choices
-    if _declared(name) is float:
-        return isinstance(value, float | int) and not isinstance(value, bool) and 0 <= value <= 1
-    return any(type(value) is type(choice) and value == choice for choice in choices)
+    if _DECLARED[name] is float and isinstance(value, str):
+        with suppress(ValueError):
+            return float(value)
+    return value
 
 
 def _meant(value: object, choices: Iterable[object]) -> str | None:

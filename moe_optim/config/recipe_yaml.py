@@ -14,8 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from moe_optim.errors import ConfigError, quote, shorten
 
-MAX_BYTES = 2**18
-"""Limit for the size of a document; 80 times the largest shipped recipe."""
+MAX_BYTES = 2**18  # limit for the size of a document; 80 times the largest shipped recipe
 
 
 class _Loader(yaml.SafeLoader):

@@ -12,9 +12,8 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from moe_optim.config import MoEOptimConfig, check_key, field_names
 from moe_optim.config.recipe_yaml import MAX_BYTES, merge, parse_yaml
-from moe_optim.config.shipped_recipes import find_recipe, suggest_shipped
 from moe_optim.environment import find_gpus, unmet_version
-from moe_optim.errors import ConfigError, quote, shorten
+from moe_optim.errors import ConfigError, closest, quote, shorten
 
 Scalar = bool | int | float | str | None
 Value = Scalar | list[Scalar]
@@ -24,6 +23,8 @@ SECTIONS = ("requires", "megatron_args", "moe_optim")
 KEYS = ("base", *SECTIONS)
 VERSIONS = ("python", "torch", "megatron-core", "transformer-engine", "apex")
 COUNTS = ("sm", "gpus", "ranks")
+FOLDER = Path(__file__).with_name("recipe_files")
+"""Folder of the shipped recipes; in a checkout, a link to ``recipes/``."""
 _MAX_COUNT = 1_000_000
 _GPUS_OF_A_NODE = 8
 _NO_WORD = re.compile("[\0\ud800-\udfff]")  # characters that no command line can carry
@@ -62,6 +63,27 @@ class Recipe:
             else:
                 argv += [flag, *texts]
         return argv
+
+
+def shipped_recipes() -> Mapping[str, Path]:
+    """Return name and file of every shipped recipe, sorted."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+def find_recipe(recipe: str | Path) -> Path:
+    """Return the file for ``recipe``, an existing path or else the name of a shipped recipe.
+
+    Anything else is returned as a path.
+    """
+    shipped = shipped_recipes().get(str(recipe))
+    return shipped if shipped and not Path(recipe).is_file() else Path(recipe)
+
+
+def suggest_shipped(wrong: str | Path) -> str:
+    """Return a question after the recipe that ``wrong`` is close to, else all names."""
+    shipped = shipped_recipes()
+    meant = closest(Path(wrong).stem, shipped)
+    return f"Did you mean {meant}?" if meant else f"Shipped recipes: {', '.join(shipped)}."
 
 
 def load_recipe(path: str | Path | None, overrides: Iterable[str] = ()) -> Recipe:
@@ -124,7 +146,6 @@ def check_requirements(recipe: Recipe, *, hardware: bool = True) -> None:
 
 
 def _read_layers(path: Path) -> dict[Path, dict[str, dict[str, Any]]]:
-    """Return the sections of a recipe and its bases, by file, the first base first."""
     chain: list[Path] = []
     layers = []
     remedy = "Correct the path."
@@ -148,7 +169,6 @@ def _read_layers(path: Path) -> dict[Path, dict[str, dict[str, Any]]]:
 
 
 def _read_layer(where: str, text: str) -> tuple[dict[str, dict[str, Any]], str | None]:
-    """Return the sections of one file, and the path of its base."""
     recipe = parse_yaml(where, text)
     if not isinstance(recipe, dict):
         raise ConfigError(
@@ -211,7 +231,6 @@ def _suggest(target: str) -> str:
 
 
 def _checked_section(where: str, section: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one section of a file, after validating keys and value types."""
     values = recipe.get(section)
     if values is None:  # absent, or empty
         return {}
@@ -242,15 +261,12 @@ def _check_flag(where: str, flag: object, value: object) -> None:
             f"{where}: {shorten(str(flag))}: expected text that a command line can carry, without "
             f"NUL or unpaired surrogates, got {quote(value)}. Remove them."
         )
-    if isinstance(value, list):
-        if all(type(item) in (int, float, str) for item in value):
-            return
-    elif isinstance(value, Scalar):
-        return
-    raise ConfigError(
-        f"{where}: {shorten(str(flag))}: expected true, false, a value or a list of values, got "
-        f"{quote(value)}. Quote what is text."
-    )
+    in_list = isinstance(value, list) and all(type(item) in (int, float, str) for item in value)
+    if not (in_list or isinstance(value, Scalar)):
+        raise ConfigError(
+            f"{where}: {shorten(str(flag))}: expected true, false, a value or a list of values, "
+            f"got {quote(value)}. Quote what is text."
+        )
 
 
 def _checked_requires(where: str, requires: Mapping[str, Any]) -> dict[str, str | int]:
@@ -307,6 +323,5 @@ def _start_elsewhere(recipe: Recipe, gpus: int) -> str:
 
 
 def _kind(value: object) -> str:
-    """Name a value's type in YAML's terms."""
     names = {dict: "a mapping", list: "a list", type(None): "nothing"}
     return names.get(type(value), quote(value))

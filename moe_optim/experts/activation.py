@@ -23,16 +23,11 @@ def activate(
     """
     store_fp8 = config.activation_func_fp8_input_store
     offset, clamp_value = config.glu_linear_offset, config.activation_func_clamp_value
+    interleave_size = config.moe_mlp_glu_interleave_size  # which Megatron does not fuse
     name = "silu" if config.activation_func is F.silu else "quick_gelu"
-    if fuses_activation(config):
+    if config.bias_activation_fusion and interleave_size is None:
         return _fused_gate(hidden, biases, probs, name, store_fp8, offset, clamp_value)
-    interleave_size = config.moe_mlp_glu_interleave_size
     return _gate(hidden, biases, probs, name, offset, clamp_value, interleave_size)
-
-
-def fuses_activation(config: TransformerConfig) -> bool:
-    """Return whether Megatron would fuse the activation; it cannot with interleaving."""
-    return bool(config.bias_activation_fusion) and config.moe_mlp_glu_interleave_size is None
 
 
 def remove_interleaving(hidden: Tensor, size: int) -> Tensor:
@@ -57,14 +52,11 @@ def _fused_gate(
     clamp_value: float | None,
 ) -> Tensor:
     """Call a function that Megatron compiles; inlined elsewhere it might round differently."""
-    gated: Tensor
-    if activation == "quick_gelu":
-        gated = weighted_bias_quick_geglu_impl(
-            hidden, biases, probs, store_fp8, linear_offset, clamp_value
-        )
-    else:
-        gated = weighted_bias_swiglu_impl(hidden, biases, probs, store_fp8)
-    return gated
+    if activation == "silu":
+        return weighted_bias_swiglu_impl(hidden, biases, probs, store_fp8)
+    return weighted_bias_quick_geglu_impl(
+        hidden, biases, probs, store_fp8, linear_offset, clamp_value
+    )
 
 
 @partial(as_written, fake=_empty_gated)

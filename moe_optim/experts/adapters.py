@@ -14,10 +14,9 @@ from moe_optim.calibration.calibrated_amax import calibrated_amax, hold_calibrat
 from moe_optim.calibration.linears import ExpertLinear, expert_linears, require_chunks
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.integration.agreement import agree
-from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.managed import storage_of
 from moe_optim.weights.names import ADAPTER, base_of, is_wrapper, unwrapped_name
-from moe_optim.weights.te.fields import is_quantized, read_values, require_memory
+from moe_optim.weights.te.fields import is_quantized, plain_values, require_memory
 
 _LORA = ("ParallelLinearAdapter", "GroupedExpertLinearAdapter", "SharedOuterGroupedExpertAdapter")
 """Megatron-Bridge's LoRA adapters: of one pair of matrices, of one pair for each expert, and of
@@ -74,46 +73,43 @@ def _adapted_in(chunk: Module) -> Iterator["_Adapted"]:
             if is_wrapper(wrapper):
                 name = unwrapped_name(f"{path}.{child}" if path else child)
                 linear = experts.get(base_of(wrapper))
-                yield _Adapted(name=name, parent=parent, child=child, experts=linear)
+                yield _Adapted(
+                    name=name, parent=parent, child=child, wrapper=wrapper, experts=linear
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Adapted:
-    """A linear behind an adapter."""
-
-    name: str
-    """Path in the chunk, without the names of wrappers."""
+    name: str  # path in the chunk, without the names of wrappers
     parent: Module
-    child: str
-    """Name of the wrapper in ``parent``."""
-    experts: ExpertLinear | None
-    """None for a dense linear."""
-
-    @property
-    def _wrapper(self) -> Any:
-        return getattr(self.parent, self.child)
+    child: str  # name of the wrapper in parent
+    wrapper: Any
+    experts: ExpertLinear | None  # None for a dense linear
 
     @property
     def _adapter(self) -> Any:
-        return self._wrapper.get_submodule(ADAPTER)
+        return self.wrapper.get_submodule(ADAPTER)
 
     @property
     def _weights(self) -> list[Any]:
         """Weights in expert order, of one expert or of all; the only one of a dense linear."""
         if self.experts is not None:
             return self.experts.weights()
-        weight = base_of(self._wrapper)._parameters.get("weight")
+        weight = base_of(self.wrapper)._parameters.get("weight")
         return [] if weight is None else [weight]
 
     def require_mergeable(self) -> None:
         where = f"merge_adapters: {self.name}"
         _require_lora(where, self._adapter)
-        if not getattr(self._wrapper, "_adapter_enabled", True):
+        if not getattr(self.wrapper, "_adapter_enabled", True):
             raise StateError(
                 f"{where}: expected an adapter that adds to the outputs, got a disabled one. Call "
                 "enable_adapter_layers() first, or take the adapter out."
             )
-        if (size := self._ranks_of_an_expert) > 1:
+        size = _ranks_of(self._adapter) if getattr(self._adapter, "is_expert", False) else 1
+        if self.experts is not None:
+            size = self.experts.groups.expt_tp.size()
+        if size > 1:
             raise ConfigError(
                 f"{where}: expected whole experts, got --expert-tensor-parallel-size {size}, with "
                 "which Megatron-Bridge's adapters of linear_fc2 multiply each rank's parts and do "
@@ -122,18 +118,11 @@ class _Adapted:
         if not self._weights:
             raise LayoutError(
                 f"{where}: expected a linear with a weight, got "
-                f"{type(base_of(self._wrapper)).__name__}. Merge its adapter by Megatron-Bridge."
+                f"{type(base_of(self.wrapper)).__name__}. Merge its adapter by Megatron-Bridge."
             )
         for weight in self._weights:
             _require_writable(where, weight)
         self._require_fitting(where)
-
-    @property
-    def _ranks_of_an_expert(self) -> int:
-        """Number of tensor-parallel ranks that hold parts of an expert; 1 for other linears."""
-        if self.experts is not None:
-            return int(self.experts.groups.expt_tp.size())
-        return _ranks_of(self._adapter) if getattr(self._adapter, "is_expert", False) else 1
 
     def _require_fitting(self, where: str) -> None:
         first, second, dim = *self._matrices, self._adapter.dim
@@ -161,7 +150,7 @@ class _Adapted:
         second = _whole(second, self._weights[0].shape[-2], adapter)
         expert = 0
         for weight in self._weights:
-            values = _values_of(weight)
+            values = plain_values(weight)
             merged = torch.empty_like(values)
             members = [(values, merged)] if values.dim() == 2 else zip(values, merged, strict=True)
             for before, after in members:
@@ -171,7 +160,7 @@ class _Adapted:
             _write(weight, merged)
         if self.experts is not None and calibrated_amax(self.experts.module) is not None:
             hold_calibrated_amax(self.experts.module, None)
-        setattr(self.parent, self.child, base_of(self._wrapper))
+        setattr(self.parent, self.child, base_of(self.wrapper))
 
 
 def _require_mergeable(found: Iterable[_Adapted]) -> None:
@@ -235,12 +224,6 @@ def _whole(matrix: Tensor, rows: int, adapter: Any) -> Tensor:
     parts = [torch.empty_like(matrix) for _ in range(_ranks_of(adapter))]
     dist.all_gather(parts, matrix.contiguous(), group=adapter.tp_group)
     return torch.cat(parts, dim=-2)
-
-
-def _values_of(weight: Any) -> Tensor:
-    if isinstance(weight, GroupedWeight):
-        return weight.dequantize()
-    return read_values(weight) if is_quantized(weight) else weight.detach()
 
 
 def _write(weight: Any, merged: Tensor) -> None:

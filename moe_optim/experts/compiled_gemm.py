@@ -37,13 +37,9 @@ def _empty_output(
 ) -> tuple[Tensor, Tensor]:
     rows, cols = weights[0].shape[-2], tokens.shape[1]
     operand = tokens.new_empty((ends.shape[0], rows, cols))
-    version = handle.new_empty(_version_size(weights))
+    entries = 1 if weights[0].dtype == torch.uint8 else 2  # uint8 weights are quantized buffers
+    version = handle.new_empty(len(weights) * entries)
     return grouped_mm(tokens, operand.transpose(1, 2), offs=ends), version
-
-
-def _version_size(weights: Sequence[Tensor]) -> int:
-    """Return the length of a version of weights; uint8 weights are quantized buffers."""
-    return len(weights) * (1 if weights[0].dtype == torch.uint8 else 2)
 
 
 @partial(library.operation, fake=_empty_output)
@@ -78,13 +74,10 @@ def _grouped_dgrad(
     return grouped_mm(output_grad, linear.operand("columnwise"), offs=ends)
 
 
-def _empty_wgrad(
-    output_grad: Tensor, tokens: Tensor, ends: Tensor, handle: Tensor, version: Tensor
-) -> Tensor:
-    return WgradFactors(output_grad, tokens, ends, ()).multiply()
-
-
-@partial(library.operation, fake=_empty_wgrad)
+@partial(
+    library.operation,
+    fake=lambda grad, tokens, ends, *_: WgradFactors(grad, tokens, ends, ()).multiply(),
+)
 def _grouped_wgrad(
     output_grad: Tensor, tokens: Tensor, ends: Tensor, handle: Tensor, version: Tensor
 ) -> Tensor:
@@ -94,8 +87,7 @@ def _grouped_wgrad(
     for weight in linear.weights():
         if getattr(weight, "grad_added_to_main_grad", False):  # set by an eager pass
             weight.grad_added_to_main_grad = False
-    wgrad: Tensor = linear.clip_wgrad(factors.multiply())
-    return wgrad
+    return linear.clip_wgrad(factors.multiply())
 
 
 def _require_own(linear: Linear, weights: Sequence[Tensor]) -> None:

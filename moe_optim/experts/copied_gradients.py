@@ -19,12 +19,7 @@ def share_attributes(copies: Sequence[Any], weights: Sequence[Any], *, fuses: bo
     """Let GEMMs read and set the attributes of weights on their copies, such as ``main_grad``.
 
     Transformer Engine computes all gradients of a linear or none. Those of frozen weights go into
-    memory that nothing reads.
-
-    Args:
-        copies: copies of all experts, [R, C] each, whose attributes become those of the weights.
-        weights: parameters of the same experts.
-        fuses: whether GEMMs add gradients to ``main_grad``.
+    memory that nothing reads, if the GEMMs add gradients to ``main_grad`` (``fuses``).
     """
     for copy, weight in zip(copies, weights, strict=True):
         weight._do_not_offload = True  # with activations, as Megatron does with parameters
@@ -71,13 +66,10 @@ class StraightThrough(torch.autograd.Function):
 def clip_delayed(
     linear: Any, weights: Sequence[Any], amax: Tensor | None, backend: Backend
 ) -> None:
-    """Clip the gradients that ``backward_dw`` has computed, and take those of frozen weights back.
+    """Clip the gradients that ``backward_dw`` has stored, and take those of frozen weights back.
 
-    Args:
-        linear: Transformer Engine's linear, which stores gradients in its weights.
-        weights: parameters of the linear.
-        amax: calibrated amaxes, [E] or [1]; None clips nothing.
-        backend: backend of the plug-in.
+    ``linear`` is Transformer Engine's, ``weights`` are its parameters, and ``amax`` is [E], [1], or
+    None, which clips nothing.
     """
     for weight in weights:
         if not weight.requires_grad:
@@ -110,11 +102,11 @@ def _zero(
 
 def _clip(
     weights: Sequence[Tensor], amax: Tensor, gradients: Sequence[Tensor | None], backend: Backend
-) -> list[Tensor | None]:
+) -> Sequence[Tensor | None]:
     """Return the clipped gradients, None where there are none, in memory of their own."""
     values, amax, present = _present(weights, amax, gradients)
     if not present:
-        return [*gradients]
+        return gradients
     whole = clipped_gradient(values, amax, [one.contiguous() for one in present], backend)
     clipped = iter(cut_like(whole, present))
     return [None if gradient is None else next(clipped) for gradient in gradients]
@@ -123,7 +115,6 @@ def _clip(
 def _present(
     weights: Sequence[Tensor], amax: Tensor, gradients: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-    """Return weights that have gradients, with their amaxes and gradients."""
     places = [place for place, gradient in enumerate(gradients) if gradient is not None]
     if amax.numel() > 1 and 0 < len(places) < len(weights):
         amax = torch.cat([amax[place : place + 1] for place in places])

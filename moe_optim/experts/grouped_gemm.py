@@ -12,8 +12,7 @@ from torch.nn.functional import grouped_mm
 
 from moe_optim.errors import StateError
 
-Version = tuple[int, ...]
-"""Version of weights; changes whenever one is written or replaced."""
+Version = tuple[int, ...]  # version of weights; changes whenever one is written or replaced
 
 
 class GradientEnd(Enum):
@@ -24,19 +23,15 @@ class GradientEnd(Enum):
     NOWHERE = "of a frozen weight, or not among the inputs of this pass"
 
 
-Linear = Any
-"""A :class:`GroupedLinear`, whose module imports this one."""
+Linear = Any  # a GroupedLinear, whose module imports this one
 
 
 @dataclass(frozen=True)
 class WgradFactors:
     """Factors of the weight gradient of one GEMM.
 
-    Args:
-        output_grad: [T, R] bf16.
-        tokens: [T, C] bf16.
-        ends: end of each expert's tokens, [E] int32.
-        version: version of the weights in the forward pass.
+    ``output_grad`` [T, R] and ``tokens`` [T, C] are bf16, ``ends`` [E] int32 the end of each
+    expert's tokens, and ``version`` is that of the weights in the forward pass.
     """
 
     output_grad: Tensor

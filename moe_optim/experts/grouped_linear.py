@@ -463,13 +463,9 @@ def ends_of(counts: Tensor, tokens: Tensor) -> Tensor:
     return counts.to(tokens.device).cumsum(0).to(torch.int32)
 
 
-def _empty_biases(
-    biases: list[Tensor], counts: Tensor, dtype: torch.dtype, after: Tensor
-) -> Tensor:
-    return biases[0].new_empty(after.shape, dtype=dtype)
-
-
-@partial(as_written, fake=_empty_biases)
+@partial(
+    as_written, fake=lambda biases, _, dtype, after: biases[0].new_empty(after.shape, dtype=dtype)
+)
 def _spread_biases(
     biases: list[Tensor],
     counts: Tensor,

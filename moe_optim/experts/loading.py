@@ -1,6 +1,7 @@
 """Loading local experts from a state dict of local or all experts, in any layout."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,22 +22,19 @@ from moe_optim.experts.keys.layouts import (
     is_extra_state,
 )
 from moe_optim.experts.sharding import grouped_linear_of
-from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.names import ADAPTER, BASE, base_of, is_wrapper, unwrapped_name
+from moe_optim.weights.te.fields import plain_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalExperts:
     """Local experts of one layer, under the names of the model."""
 
-    own: ExpertSet
-    """Parameters of this rank: its experts, or its shard of each."""
+    own: ExpertSet  # parameters of this rank: its experts, or its shard of each
     interleave: int | None
     """Number of gate rows that alternate with as many up rows; None without interleaving."""
-    ep: tuple[int, int]
-    """Rank in the expert-parallel group, and its size."""
-    tp: tuple[int, int]
-    """Rank in the expert-tensor-parallel group, and its size."""
+    ep: tuple[int, int]  # rank in the expert-parallel group, and its size
+    tp: tuple[int, int]  # rank in the expert-tensor-parallel group, and its size
 
     @classmethod
     def of(cls, experts: Any, prefix: str) -> "LocalExperts":
@@ -73,11 +71,9 @@ class LocalExperts:
         """Return the local experts, or this rank's shard of them, under its own names.
 
         ``entries`` are weights and biases of one container in any layout, with local or all
-        experts, sharded or whole, and interleaved as in the model. Entries already in the rank's
-        layout are returned unchanged.
-
-        Raises:
-            LayoutError: no complete set of one layout, or another number or size of experts.
+        experts, sharded or whole, and interleaved as in the model; those in the rank's layout are
+        returned unchanged. LayoutError without one complete set, or for another number or size of
+        experts.
         """
         shapes = {k: tuple(v.shape) if isinstance(v, Tensor) else None for k, v in entries.items()}
         if shapes == self.own.shapes():
@@ -117,10 +113,13 @@ class LocalExperts:
         ]
         if len(fitting) == 1:
             return fitting[0]
-        numbers, widths = (_either(values) for values in (self.counts, self.widths))
-        got = _either(
-            f"{found.num_experts} of [{found.hidden}, {found.ffn}] in {found.layout.name} layout"
-            for found in fitting or sets
+        given = [
+            f"{one.num_experts} of [{one.hidden}, {one.ffn}] in {one.layout.name} layout"
+            for one in fitting or sets
+        ]
+        numbers, widths, got = (
+            " or ".join(dict.fromkeys(map(str, values)))
+            for values in (self.counts, self.widths, given)
         )
         raise LayoutError(
             f"{self.own.prefix or 'experts'}: expected {numbers} experts, those of this rank or of "
@@ -139,21 +138,13 @@ class LocalExperts:
         return values
 
 
-def plain_values(value: Any) -> Any:
-    """Return the dequantized values of a quantized weight; any other value unchanged."""
-    return value.dequantize() if isinstance(value, GroupedWeight) else value
-
-
 def load_local_experts(experts: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     """Replace the experts in a state dict by this rank's, under its parameter names, in place.
 
     For ``_load_from_state_dict``, which receives a copy of the caller's dict. Keys of no layout are
     kept, and missing keys stay missing, so that torch reports both. Keys of linears behind adapters
-    may omit ``to_wrap``, as in checkpoints. No rank communicates.
-
-    Raises:
-        LayoutError: see :meth:`LocalExperts.take_from`, or a wrapper other than an adapter hides a
-            linear; the dict is then unchanged.
+    may omit ``to_wrap``, as in checkpoints. No rank communicates. After a LayoutError, also of a
+    wrapper that hides a linear, the dict is unchanged.
     """
     here = LocalExperts.of(experts, prefix)
     wrapped = [name for name in LINEARS if is_wrapper(experts.get_submodule(name))]
@@ -188,23 +179,25 @@ def expert_values_for(
 ) -> dict[str, Any]:
     """Return a chunk's state dict with the local experts under this rank's names.
 
-    The state dict is flat and holds the experts of every layer in any layout. Full names are
-    compared, ignoring wrappers (``module``, ``_orig_mod``) at any depth. Experts are returned as
-    ordinary tensors under the names of ``model_chunk.named_parameters()`` without a leading
-    ``module.``; all other entries are the same objects under their own keys. Extra states of
-    experts are dropped. No rank communicates.
-
-    Raises:
-        LayoutError: experts of a layer are missing or duplicated; or see
-            :meth:`LocalExperts.take_from`.
+    The flat state dict holds the experts of every layer in any layout. Full names are compared
+    without wrappers (``module``, ``_orig_mod``) at any depth. Experts become ordinary tensors under
+    the names of ``named_parameters()`` without a leading ``module.``; other entries are the same
+    objects, and extra states of experts are dropped. No rank communicates. LayoutError if experts
+    of a layer are missing or duplicated.
     """
-    layers = {
-        unwrapped_name(name): (name, module) for name, module in _portable_experts(model_chunk)
-    }
+    layers: dict[str, tuple[str, torch.nn.Module]] = {}
+    for name, module in model_chunk.named_modules():
+        linear = getattr(module, LINEARS[0], None)
+        if isinstance(linear, torch.nn.Module) and isinstance(base_of(linear), GroupedLinear):
+            name = f"{name}." if name else ""
+            layers[unwrapped_name(name)] = name, module
     entries: dict[str, dict[str, str]] = {prefix: {} for prefix in layers}  # remainder -> key
     faults = []
     for key in state_dict:
-        prefix, remainder = _split_key(key, layers)
+        parts = unwrapped_name(key).split(".")
+        splits = (("".join(f"{part}." for part in parts[:end]), end) for end in range(len(parts)))
+        prefix, end = next(((one, end) for one, end in splits if one in layers), (None, 0))
+        remainder = ".".join(parts[end:])
         if prefix is None or not expert_remainders([remainder]):
             continue
         other = entries[prefix].setdefault(remainder, key)
@@ -216,8 +209,7 @@ def expert_values_for(
     local: dict[str, dict[str, Any]] = {}
     for prefix, found in entries.items():
         name, module = layers[prefix]
-        while name.startswith("module."):
-            name = name.removeprefix("module.")
+        name = re.sub(r"^(module\.)+", "", name)
         values = {
             name + remainder: plain_values(state_dict[key])
             for remainder, key in found.items()
@@ -239,19 +231,13 @@ def expert_values_for_chunks(
 ) -> dict[str, Any]:
     """Return the state of all chunks with this rank's experts, in the form of ``state_dict``.
 
-    ``state_dict`` is the argument of ``reload_model_params``: the chunks under ``model0`` and so on
-    (or ``model_0``), a single one under ``model``, or its state itself.
-
-    Raises:
-        LayoutError: a chunk is missing; or see :func:`expert_values_for`.
+    That is the argument of ``reload_model_params``: the chunks under ``model0`` and so on (or
+    ``model_0``), a single one under ``model``, or its state itself. LayoutError without some chunk.
     """
     form = next((form for form in ("model", "model_") if f"{form}0" in state_dict), None)
+    keys = ["model"] if "model" in state_dict else []
     if form is not None:
         keys = [f"{form}{index}" for index in range(len(model_chunks))]
-    elif "model" in state_dict:
-        keys = ["model"]
-    else:
-        keys = []
     missing = [key for key in keys if key not in state_dict]
     if missing or max(len(keys), 1) != len(model_chunks):
         raise LayoutError(
@@ -263,25 +249,3 @@ def expert_values_for_chunks(
         return expert_values_for(model_chunks[0], state_dict)
     states = zip(keys, model_chunks, strict=True)
     return dict(state_dict) | {k: expert_values_for(chunk, state_dict[k]) for k, chunk in states}
-
-
-def _portable_experts(model_chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the parameter prefix of every layer's portable experts, and the experts."""
-    for name, module in model_chunk.named_modules():
-        linear = getattr(module, LINEARS[0], None)
-        if isinstance(linear, torch.nn.Module) and isinstance(base_of(linear), GroupedLinear):
-            yield f"{name}." if name else "", module
-
-
-def _split_key(key: str, prefixes: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Split a key, without wrappers, into one of ``prefixes`` (or None) and the remainder."""
-    parts = unwrapped_name(key).split(".")
-    for end in range(len(parts)):
-        prefix = "".join(f"{part}." for part in parts[:end])
-        if prefix in prefixes:
-            return prefix, ".".join(parts[end:])
-    return None, key
-
-
-def _either(values: Iterable[Any]) -> str:
-    return " or ".join(dict.fromkeys(map(str, values)))

@@ -63,16 +63,9 @@ class GroupedExperts(MegatronModule):
     Under expert tensor parallelism a rank holds rows of gate and up, and the matching columns of
     fc2. Its outputs are then partial sums, which the token dispatcher reduces.
 
-    Args:
-        num_local_experts: number of experts on this rank.
-        config: Megatron's transformer configuration.
-        moe_optim_config: configuration of the plug-in; ``format: auto`` is ``mxfp8`` here.
-        pg_collection: process groups; ``ep``, ``expt_tp`` and ``expt_dp`` are used.
-        name: path of this module in the model, for errors.
-
-    Raises:
-        ConfigError: a feature of Megatron's experts is not supported, or this rank's shard of a
-            weight does not fit the format.
+    ``format: auto`` is ``mxfp8`` here. Of ``pg_collection``, ``ep``, ``expt_tp`` and ``expt_dp``
+    are used. ``name`` is the path in the model, for errors. ConfigError for an unsupported feature
+    of Megatron's experts, or a shard that does not fit the format.
     """
 
     def __init__(
@@ -126,13 +119,10 @@ class GroupedExperts(MegatronModule):
     def _initialize(self, *, keep_for_masters: bool) -> None:
         if self.config.init_model_with_meta_device:  # no values on meta
             return
+        methods = self.config.init_method, self.config.output_layer_init_method
         if not self.config.perform_initialization:
-            draws = [(self.linear_fc1, torch.Tensor.zero_), (self.linear_fc2, torch.Tensor.zero_)]
-        else:
-            draws = [
-                (self.linear_fc1, self.config.init_method),
-                (self.linear_fc2, self.config.output_layer_init_method),
-            ]
+            methods = torch.Tensor.zero_, torch.Tensor.zero_
+        draws = [*zip((self.linear_fc1, self.linear_fc2), methods, strict=True)]
         device = torch.device(torch.cuda.current_device())
         values = {
             linear: torch.empty(linear.shape, dtype=torch.bfloat16, device=device)
@@ -208,15 +198,10 @@ class GroupedExperts(MegatronModule):
         """Return all parameters under Megatron's expert keys, exchangeable with ``SequentialMLP``.
 
         Keys are ``{prefix}experts.linear_fcN.weight`` of global shape [experts, R, C], and
-        ``.bias`` of [experts, R]; saved values are bf16. Each linear also has an empty
-        ``_extra_state`` per expert, as Megatron's linears have; ``.weight_amax``, [experts, 1, 1]
-        fp32, if amaxes are recorded; ``.calibrated_amax`` and ``.calibrated_input_amax`` if
-        calibrated; and states of its adapter under ``.adapter.``. No rank communicates.
-
-        Raises:
-            ConfigError: ``singleton_local_shards``, one key per expert.
-            LayoutError: a wrapper other than an adapter hides a linear; or see
-                :func:`~moe_optim.experts.sharding.adapter_states`.
+        ``.bias`` of [experts, R]; saved values are bf16. Each linear has an empty ``_extra_state``
+        per expert, as Megatron's; amaxes, recorded and calibrated; and states of its adapter under
+        ``.adapter.``. No rank communicates. ConfigError for ``singleton_local_shards``, one key per
+        expert.
         """
         from moe_optim.calibration.state_entries import AmaxPlace, amax_entries
 

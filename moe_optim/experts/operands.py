@@ -144,11 +144,7 @@ def make_copy(
     name: str,
     backend: Backend,
 ) -> QuantizedCopy | FakeQuantizedCopy:
-    """Return what quantizes bf16 weights [E, R, C] to ``compute``; ``name`` is for errors.
-
-    Raises:
-        LayoutError: the shape does not fit the format.
-    """
+    """Return what quantizes weights [E, R, C] to ``compute``; LayoutError if they do not fit."""
     if not isinstance(compute, BlockScaledFormat):
         return FakeQuantizedCopy(compute, shape, name, backend)
     compute.check_shape(shape, name)
@@ -169,8 +165,8 @@ def copies_in(model: torch.nn.Module) -> Iterator[Any]:
 def live_amax(weights: Sequence[Tensor], group: Any = None) -> Tensor:
     """Return the largest magnitude of every expert, [E] in the weights' dtype; NaN propagates.
 
-    With a process ``group`` whose ranks have parts of the same experts, it is that of whole
-    experts, in fp32; all ranks of the group must call it.
+    With a ``group`` of ranks that hold parts of the same experts it is of whole experts, in fp32,
+    and all of them must call it.
     """
     if weights[0].dim() == 3:
         amax = torch.linalg.vector_norm(weights[0], math.inf, dim=(1, 2))

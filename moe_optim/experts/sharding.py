@@ -25,23 +25,22 @@ from moe_optim.weights.names import ADAPTER, base_of, is_wrapper
 if TYPE_CHECKING:
     from moe_optim.calibration.state_entries import Offset
 
-CUTS = {  # sharded axis of one expert's tensor, number of parts that are each sharded
+CUTS = {
     "linear_fc1.weight": (0, 2),  # rows of gate and up
     "linear_fc1.bias": (0, 2),
     "linear_fc2.weight": (1, 1),
     "linear_fc2.bias": (None, 1),  # replicated
 }
-"""Sharding of an expert's tensors under expert tensor parallelism."""
+"""Sharded axis of one expert's tensor under expert tensor parallelism, if any, and the number of
+parts that are each sharded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertShard:
     """One parameter of the experts, of all local ones or of a single one."""
 
-    linear: str
-    """``linear_fc1`` or ``linear_fc2``."""
-    name: str
-    """Name in the linear: ``weight``, ``weight0``, ``bias``, ``bias0`` and so on."""
+    linear: str  # linear_fc1 or linear_fc2
+    name: str  # name in the linear: weight, weight0, bias, bias0 and so on
     parameter: torch.nn.Parameter
 
     @property
@@ -57,7 +56,7 @@ class ExpertShard:
 
     @property
     def cut(self) -> tuple[int | None, int]:
-        """Sharded axis of one expert, if any, and the number of parts that are each sharded."""
+        """Its entry in :data:`CUTS`."""
         return CUTS[f"{self.linear}.{self.kind}"]
 
     def dim(self, axis: int) -> int:
@@ -167,8 +166,7 @@ def adapter_states(
 ) -> dict[str, Any]:
     """Return the states of adapters around linears, under the keys of Megatron-Bridge.
 
-    Raises:
-        LayoutError: several ranks share an adapter without ``sharded_state_dict``.
+    LayoutError if several ranks share an adapter without ``sharded_state_dict``.
     """
     state: dict[str, Any] = {}
     groups = experts.pg_collection

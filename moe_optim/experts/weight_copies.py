@@ -35,8 +35,7 @@ _found: "MutableMapping[torch.nn.Module, tuple[WeightCopies, ...]]" = WeakKeyDic
 
 class _Kept(NamedTuple):
     copies: Sequence[Tensor]
-    amax: Tensor | None
-    """Calibrated amaxes, by identity: others may come to lie where these were."""
+    amax: Tensor | None  # calibrated amaxes, by identity: others may come to lie where these were
     made_of: tuple[Any, ...]
 
 
@@ -45,13 +44,11 @@ class WeightCopies:
 
     Between the first microbatch of a step and the optimizer step, training reads one copy: Megatron
     tells models of the former, see :func:`set_is_first_microbatch`, and optimizers the latter, see
-    :class:`StepEnd`. Outside of it, in evaluation, with other amaxes, and when torch has counted a
-    write, every forward pass makes its own copy, since torch cannot detect all writes to bf16
-    weights.
+    :class:`StepEnd`. Otherwise, and with other amaxes or where torch has counted a write, every
+    forward pass makes its own copy, since torch cannot detect all writes to bf16 weights.
 
     A grid takes calibrated amaxes, and clips gradients by them; otherwise those of the current
-    weights, of whole experts: ranks of expert tensor parallelism, whose forward passes exchange
-    tokens anyway, then make their copies together.
+    weights, of whole experts: ranks of expert tensor parallelism then make their copies together.
     """
 
     def __init__(
@@ -99,8 +96,7 @@ class WeightCopies:
 
     def weights(self) -> list[torch.nn.Parameter]:
         """Return the weights of the linear, one parameter [R, C] per expert."""
-        weights: list[torch.nn.Parameter] = type(self.linear)._get_weight_tensors(self.linear)
-        return weights
+        return type(self.linear)._get_weight_tensors(self.linear)
 
     def backward_dw(self) -> None:
         """Compute delayed weight gradients, which Transformer Engine stores in the weights."""
@@ -144,7 +140,6 @@ class WeightCopies:
         return copies
 
     def _quantize(self, weights: Sequence[Tensor], calibrated: Tensor | None) -> Tensor:
-        """Return the values of all experts, [E, R, C] bf16."""
         amax = calibrated
         if isinstance(self.format, PerExpertGrid):
             if amax is None:
@@ -191,11 +186,8 @@ def build_experts(
 def copy_weights(experts: torch.nn.Module, config: MoEOptimConfig, name: str) -> None:
     """Have the GEMMs of Transformer Engine's linears in ``experts`` read copies.
 
-    Does nothing unless ``compute`` has the same values in GEMMs of both directions.
-
-    Raises:
-        ConfigError: one parameter holds all experts.
-        LayoutError: a weight does not fit the format.
+    Does nothing unless ``compute`` has the same values in GEMMs of both directions. ConfigError if
+    one parameter holds all experts, LayoutError if a weight does not fit the format.
     """
     if (compute := copied_format(config)) is None:
         return

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from moe_optim.kernels.health import HealthTable
 
 logger = logging.getLogger(__name__)
-MOST_WARNINGS = 8
-"""Maximum number of warnings per sample."""
+MOST_WARNINGS = 8  # maximum number of warnings per sample
 
 
 class _Sample(NamedTuple):
@@ -35,13 +34,9 @@ class HealthMonitor:
 
     The weights are those that the iteration's forward passes have read. Every rank sums over its
     shards; a SUM and a MAX all-reduce over all ranks give every rank the results of all experts.
-    Results are copied to the host asynchronously, and reported when a later step begins or a
-    checkpoint is saved.
-
-    Args:
-        chain: observed ``GroupedChainedOptimizer``.
-        interval: iterations per sample; 0 disables samples and token counts.
-        backend: ``auto`` or ``reference``.
+    They are copied to the host asynchronously, and reported when a later step begins or a
+    checkpoint is saved. ``chain`` is a ``GroupedChainedOptimizer``; an ``interval`` of 0 iterations
+    disables samples and token counts.
     """
 
     def __init__(self, chain: Any, interval: int, backend: Any = "auto") -> None:
@@ -139,10 +134,8 @@ class HealthMonitor:
         if self._rows is None:
             self._rows = ExpertRows.of_all_ranks(name for names in mine.values() for name in names)
             if not self._rows.names:
-                message = (
-                    "moe_optim: health_interval: no weight is quantized: tokens alone are counted"
-                )
-                log_single_rank(logger, logging.WARNING, message)
+                what = "no weight is quantized: tokens alone are counted"
+                log_single_rank(logger, logging.WARNING, f"moe_optim: health_interval: {what}")
         self._buckets = self._fresh_buckets()
         entries = []
         for bucket in self._buckets:
@@ -166,7 +159,7 @@ def by_layer(rows: ExpertRows, sums: Tensor, amaxes: Tensor) -> tuple[LayerHealt
     """Return the results of each linear from reduced sums and amaxes on the CPU.
 
     ``sums`` is [rows, NUM_SUMS] fp64, ``amaxes`` [rows] fp32; both are copied. Experts without a
-    measurement, whose weights were stale, are omitted.
+    measurement are omitted.
     """
     return tuple(
         LayerHealth(

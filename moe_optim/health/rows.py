@@ -22,12 +22,9 @@ _LOCAL_EXPERT = re.compile(r"local_experts\.(\d+)\.")
 class ExpertName:
     """One expert of one linear, or of a whole layer; a dense weight counts as one expert."""
 
-    layer: str
-    """Name such as ``layers.3.fc1`` or ``layers.3.experts``, with global layer numbers from 0."""
-    expert: int
-    """Global expert id in the layer."""
-    format: str
-    """Name of its format; empty for a whole layer."""
+    layer: str  # name such as layers.3.fc1 or layers.3.experts, with global layer numbers from 0
+    expert: int  # global expert id in the layer
+    format: str  # name of its format; empty for a whole layer
 
 
 class ExpertRows:

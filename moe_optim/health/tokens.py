@@ -47,8 +47,7 @@ class TokenCounts:
     def reduce(self) -> Tensor:
         """Return the token count of every expert, and reset it. Every rank must call it.
 
-        Returns:
-            [experts of all layers] fp64 on the current device, in the order of :meth:`loads_of`.
+        It is fp64 on the current device, in the order of :meth:`loads_of`.
         """
         device = this_device()
         if self._all is None:

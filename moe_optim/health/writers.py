@@ -32,37 +32,27 @@ def write(layers: Sequence[LayerHealth | ExpertLoad], iteration: int) -> None:
     megatron = _megatron_globals()
     if megatron is None:
         return
-    if (tensorboard := megatron.get_tensorboard_writer()) is not None:
+    if (writer := megatron.get_tensorboard_writer()) is not None:
         for health in layers:
-            _write_tensorboard(tensorboard, health, iteration)
+            tag = f"{TAGS}{health.layer}"
+            for name, value in health.of_layer().items():
+                writer.add_scalar(f"{tag}/{name}", value, iteration)
+            for name, values in health.of_experts().items():
+                writer.add_tensor(f"{tag}/{name}/by_expert", values.float(), iteration)
+            for name, values in _finite(health):
+                writer.add_histogram(f"{tag}/{name}/experts", values, iteration)
     if (wandb := megatron.get_wandb_writer()) is not None:
         figures: dict[str, Any] = {f"{TAGS}iteration": iteration}
         for health in layers:
-            figures |= _for_wandb(wandb, health)
+            tag = f"{TAGS}{health.layer}"
+            figures |= {f"{tag}/{name}": of for name, of in health.of_layer().items()}
+            for name, values in _finite(health):
+                figures[f"{tag}/{name}/experts"] = wandb.Histogram(values.tolist())
         wandb.log(figures, current_iteration())
 
 
 def _megatron_globals() -> Any:
     return sys.modules.get("megatron.training.global_vars")
-
-
-def _write_tensorboard(writer: Any, health: LayerHealth | ExpertLoad, iteration: int) -> None:
-    tag = f"{TAGS}{health.layer}"
-    for name, value in health.of_layer().items():
-        writer.add_scalar(f"{tag}/{name}", value, iteration)
-    for name, values in health.of_experts().items():
-        writer.add_tensor(f"{tag}/{name}/by_expert", values.float(), iteration)
-    for name, values in _finite(health):
-        writer.add_histogram(f"{tag}/{name}/experts", values, iteration)
-
-
-def _for_wandb(wandb: Any, health: LayerHealth | ExpertLoad) -> dict[str, Any]:
-    tag = f"{TAGS}{health.layer}"
-    scalars = {f"{tag}/{name}": of for name, of in health.of_layer().items()}
-    return scalars | {
-        f"{tag}/{name}/experts": wandb.Histogram(values.tolist())
-        for name, values in _finite(health)
-    }
 
 
 def _finite(health: LayerHealth | ExpertLoad) -> Iterator[tuple[str, Tensor]]:

@@ -17,16 +17,10 @@ def count_failures() -> int:
 
 
 def agree(act: Callable[[], Any], group: Any) -> Any:
-    """Call ``act`` and raise an error of any rank on all ranks of ``group``.
+    """Return the result of ``act``, or raise an error of any rank on all ranks of ``group``.
 
-    Every rank must call it.
-
-    Args:
-        act: function of this rank; may communicate if it fails on all ranks or none.
-        group: process group; None for all ranks.
-
-    Returns:
-        Result of ``act`` on this rank.
+    Every rank must call it; None is the group of all. ``act`` may communicate if it fails on all
+    ranks or none.
     """
     result, _ = _agree(act, (), group)
     return result

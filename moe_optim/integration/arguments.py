@@ -14,8 +14,7 @@ from moe_optim.config.recipes import load_recipe
 from moe_optim.errors import ConfigError
 
 FLAG = "--use-moe-grouped-optim"
-MUON_NAMES = ("muon", "dist_muon")
-"""Values of ``--optimizer`` that select Muon."""
+MUON_NAMES = ("muon", "dist_muon")  # values of --optimizer that select Muon
 
 
 class _SwitchOn(Action):
@@ -58,12 +57,9 @@ def add_moe_optim_arguments(parser: ArgumentParser) -> ArgumentParser:
 def extend_distributed_optimizer(settings: Any) -> None:
     """Let Muon extend Megatron's distributed optimizer rather than its layer-wise optimizer.
 
-    Megatron's validation turns ``use_distributed_optimizer`` off for Muon. Here Muon is a
-    distributed optimizer: buffers and checkpoints follow that flag. No-op for other optimizers.
-
-    Args:
-        settings: Megatron's validated arguments or its ``OptimizerConfig``, modified in place.
-            ``dist_muon``, a deprecated name of Muon, becomes ``muon``.
+    Megatron's validation turns ``use_distributed_optimizer`` off for Muon, but buffers and
+    checkpoints follow that flag. ``settings``, validated arguments or an ``OptimizerConfig``, are
+    modified; ``dist_muon``, a deprecated name, becomes ``muon``. No-op for other optimizers.
     """
     if settings.optimizer in MUON_NAMES:
         settings.optimizer = "muon"

@@ -11,12 +11,9 @@ from moe_optim.config import FormatSetting
 from moe_optim.rules import native_formats
 
 DATA_FLAGS = (
-    "--mock-data",
-    "--data-path",
-    "--data-args-path",
-    "--train-data-path",
+    "--mock-data", "--data-path", "--data-args-path", "--train-data-path",
     "--per-split-data-args-path",
-)
+)  # fmt: skip
 """Megatron's flags that select the training data."""
 
 
@@ -57,8 +54,7 @@ def add_changes(parser: argparse.ArgumentParser, example: str) -> None:
 def keep_arguments_after_dashes(parser: argparse.ArgumentParser) -> None:
     """Store arguments after ``--`` in ``megatron_args``, and refuse unknown ones before it.
 
-    Before Python 3.13, argparse passes them to a positional only if no option is in between, and
-    never if they look like an option of this parser.
+    Before Python 3.13, argparse passes them on only in some places.
     """
     parse = parser.parse_known_args
 
@@ -90,8 +86,7 @@ def without_options(argv: Sequence[str], names: Collection[str]) -> list[str]:
     for word in argv:
         if word.startswith("--"):
             is_kept = word.partition("=")[0] not in names
-        if is_kept:
-            kept.append(word)
+        kept += [word] * is_kept
     return kept
 
 

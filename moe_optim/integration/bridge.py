@@ -88,10 +88,8 @@ class MoEOptimizerConfig(OptimizerConfig):
                 f"installed, got {got}. Call finalize() when the configuration is complete, and "
                 "build the model after it."
             )
-        check_setup(
-            Setup(config=moe_optim_config, linears=_interleaved(model_chunks)),
-            "MoEOptimizerConfig.provide",
-        )
+        setup = Setup(config=moe_optim_config, linears=_interleaved(model_chunks))
+        check_setup(setup, "MoEOptimizerConfig.provide")
         return get_megatron_optimizer(
             self,
             model_chunks,

@@ -1,23 +1,15 @@
 """Runs Megatron's own training loop over gloo on a machine without a GPU.
 
-Megatron 0.19 assumes CUDA in four ways, all redirected here:
-
-1. ``torch.cuda.*`` calls. Streams, events, devices and counts map to ``torch.cpu``; random states
-to the CPU generator; memory statistics to the resident memory of the process.
-2. ``device="cuda"`` (and device ordinals), ``Tensor.cuda()`` and pinned memory. A
-``TorchFunctionMode`` rewrites them on every call into torch. ``Tensor.cpu()`` and ``to("cpu")``
-copy, as they would from a GPU: callers free or overwrite the source.
-3. Type names: the optimizer branches on ``Tensor.type() == "torch.cuda.BFloat16Tensor"``. The same
-mode adds the missing ``cuda``.
-4. Fused optimizers (see ``optimizer/adam.py``), split sizes converted only when moved from a GPU,
-and all-gathers of several dtypes at once. These are rows ``ADAM`` and ``CPU`` of the patch table.
+Megatron 0.19 assumes CUDA in four ways, all redirected here: ``torch.cuda.*`` calls;
+``device="cuda"``, ``Tensor.cuda()`` and pinned memory, rewritten on every call into torch, where
+``to("cpu")`` copies as it would from a GPU; names of types, such as "torch.cuda.BFloat16Tensor";
+and, by rows ``ADAM`` and ``CPU`` of the patch table, fused optimizers, split sizes, and all-gathers
+of several dtypes at once.
 
 Transformer Engine and apex are hidden unless already imported, since Megatron would step with their
-kernels. Megatron-Bridge can still be imported (``te_stand_in.py``). Importing this module redirects
-nothing; :func:`install` and :func:`uninstall` must be called from the main thread.
-
-Limit: a single random stream replaces the two (host and device) of a GPU machine, so with dropout a
-resumed run draws other numbers than an uninterrupted one. CPU recipes set dropout to zero.
+kernels. :func:`install` and :func:`uninstall` must be called from the main thread. A single random
+stream replaces the two of a GPU machine, so with dropout a resumed run draws other numbers than an
+uninterrupted one. CPU recipes set dropout to zero.
 """
 
 import importlib
@@ -27,6 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -41,35 +34,28 @@ from moe_optim.integration.engine import apply_patches, original, revert_patches
 
 CPU = torch.device("cpu")
 GPU_PACKAGES = ("transformer_engine", "apex")
-PINNING = frozenset({torch.Tensor.pin_memory})
 LEGACY_TYPE = torch.Tensor.type
 PATCHES = (*patches.ADAM, *patches.CPU, *patches.DATASETS)
 
 
 class _Event(torch.cpu.Event):
-    """``torch.cpu.Event`` with the interface of a CUDA event."""
-
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
     def elapsed_time(self, _end: "_Event") -> float:
-        """Return 0 ms: CPU events are not timed."""
-        return 0.0
+        return 0.0  # CPU events are not timed
 
 
 class _Stream(torch.cpu.Stream):
-    """``torch.cpu.Stream`` with the CUDA stream interface that Megatron uses."""
-
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
         self.cuda_stream = 0
         self.device = CPU
 
     def synchronize(self) -> None:
-        """Return immediately: CPU calls complete before they return."""
+        pass  # CPU calls complete before they return
 
     def record_event(self, event: _Event | None = None) -> _Event:  # type: ignore[override]
-        """Return a completed event."""
         return event or _Event()
 
 
@@ -81,76 +67,62 @@ class _StreamContext(torch.cpu.StreamContext):
         super().__init__(stream)
 
 
-def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-    torch.set_rng_state(state)
+def _memory(name: str, file: str = "/proc/self/status") -> int:
+    (kib,) = re.findall(rf"^{name}:\s+(\d+) kB$", Path(file).read_text(), re.M)
+    return int(kib) * 1024  # Linux writes kB and means KiB
 
 
 def _resident_bytes(*_: Any, **__: Any) -> int:
-    return _bytes_in("/proc/self/status", "VmRSS")  # tensors, code and everything else
+    return _memory("VmRSS")  # tensors, code and everything else
 
 
 def _peak_resident_bytes(*_: Any, **__: Any) -> int:
-    return _bytes_in("/proc/self/status", "VmHWM")
-
-
-def _machine_bytes_used(*_: Any, **__: Any) -> int:
-    return _bytes_in("/proc/meminfo", "MemTotal") - _bytes_in("/proc/meminfo", "MemAvailable")
-
-
-def _bytes_in(file: str, name: str) -> int:
-    (kib,) = re.findall(rf"^{name}:\s+(\d+) kB$", Path(file).read_text(), re.M)
-    return int(kib) * 1024  # Linux writes kB and means KiB
+    return _memory("VmHWM")
 
 
 def _memory_stats(*_: Any, **__: Any) -> dict[str, float]:
     stats: dict[str, float] = {"allocation.all.current": math.nan}  # allocations are not counted
     for kind in ("allocated_bytes", "reserved_bytes"):
-        stats[f"{kind}.all.current"] = _resident_bytes()
-        stats[f"{kind}.all.peak"] = _peak_resident_bytes()
+        stats |= {f"{kind}.all.current": _memory("VmRSS"), f"{kind}.all.peak": _memory("VmHWM")}
     return stats
 
 
-def _nothing() -> Callable[..., None]:
-    """Return a new no-op function, since dynamo maps each function to one rule."""
-    return lambda *_, **__: None
-
-
-def _device_properties(*_: Any, **__: Any) -> SimpleNamespace:
-    return SimpleNamespace(name="cpu", major=8, minor=0, total_memory=0, multi_processor_count=1)
-
-
+_NOTHING = (
+    "cuda.set_device", "cuda.synchronize", "cuda.set_stream", "cuda.empty_cache",
+    "cuda.reset_peak_memory_stats",
+    "Tensor.record_stream",  # checks its argument before any TorchFunctionMode
+)  # fmt: skip
 REDIRECTS: Mapping[str, Any] = {
+    **{name: lambda *_, **__: None for name in _NOTHING},  # dynamo maps each function to one rule
     "cuda.is_available": lambda: True,
     "cuda.is_initialized": lambda: True,  # torch.cuda's lazy calls then run at once
     "cuda.device_count": lambda: 1,
     "cuda.current_device": lambda: CPU,
-    "cuda.set_device": _nothing(),
     "cuda.get_device_capability": lambda *_: (8, 0),  # minimum for --moe-grouped-gemm
     "cuda.get_device_name": lambda *_: "cpu",
-    "cuda.get_device_properties": _device_properties,
-    "cuda.synchronize": _nothing(),
+    "cuda.get_device_properties": lambda *_, **__: SimpleNamespace(
+        name="cpu", major=8, minor=0, total_memory=0, multi_processor_count=1
+    ),
     "cuda.Stream": _Stream,
     "cuda.Event": _Event,
     "cuda.stream": _StreamContext,
     "cuda.current_stream": lambda *_: _THE_STREAM,
     "cuda.default_stream": lambda *_: _THE_STREAM,
-    "cuda.set_stream": _nothing(),
     "cuda.is_current_stream_capturing": lambda: False,
-    "Tensor.record_stream": _nothing(),  # checks its argument before any TorchFunctionMode
-    "cuda.empty_cache": _nothing(),
     "cuda.memory_stats": _memory_stats,
     "cuda.memory_allocated": _resident_bytes,
     "cuda.memory_reserved": _resident_bytes,
     "cuda.max_memory_allocated": _peak_resident_bytes,
     "cuda.max_memory_reserved": _peak_resident_bytes,
-    "cuda.device_memory_used": _machine_bytes_used,
-    "cuda.reset_peak_memory_stats": _nothing(),
+    "cuda.device_memory_used": lambda *_, **__: (
+        _memory("MemTotal", "/proc/meminfo") - _memory("MemAvailable", "/proc/meminfo")
+    ),
     "cuda.manual_seed": torch.default_generator.manual_seed,
     "cuda.manual_seed_all": torch.default_generator.manual_seed,
     "cuda.get_rng_state": lambda *_, **__: torch.get_rng_state(),
-    "cuda.set_rng_state": _set_rng_state,
+    "cuda.set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
     "cuda.random.get_rng_state": lambda *_, **__: torch.get_rng_state(),
-    "cuda.random.set_rng_state": _set_rng_state,
+    "cuda.random.set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
     "cuda.default_generators": dict.fromkeys((CPU, 0), torch.default_generator),
     "accelerator.is_available": lambda: False,  # data loaders then pin no memory
     "_inductor.config.triton_disable_device_detection": True,  # else torch 2.15 queries the GPU
@@ -159,13 +131,12 @@ REDIRECTS: Mapping[str, Any] = {
 
 
 def _on_cpu(value: Any) -> Any:
-    if isinstance(value, torch.device):
-        return CPU if value.type == "cuda" else value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return CPU
-    if isinstance(value, str) and value.startswith("cuda"):
-        return CPU
-    return value
+    names_gpu = (
+        value.type == "cuda"
+        if isinstance(value, torch.device)
+        else type(value) is int or (isinstance(value, str) and value.startswith("cuda"))
+    )
+    return CPU if names_gpu else value
 
 
 def _names_host(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
@@ -193,7 +164,7 @@ class _CudaNamesOnCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.Tensor.cuda or func in PINNING:
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         if func is LEGACY_TYPE:
             return _legacy_type(*args, **(kwargs or {}))
@@ -261,8 +232,7 @@ def get_gpt_mtp_block_spec(
 
 _MTP_SPEC = "megatron.core.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec"
 
-_BYTES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Byte view of each gathered tensor."""
+_BYTES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # byte view of each gathered tensor
 
 _RNG_LOGGER = logging.getLogger("megatron.core.tensor_parallel.random")
 """Warns on every draw from the host's random stream, the only one here."""
@@ -274,11 +244,8 @@ _hidden: tuple[str, ...] = ()
 
 
 def _owner(name: str) -> tuple[Any, str]:
-    *path, last = name.split(".")
-    owner: Any = torch
-    for step in path:
-        owner = getattr(owner, step)
-    return owner, last
+    path, _, last = name.rpartition(".")
+    return attrgetter(path)(torch), last
 
 
 def is_installed() -> bool:

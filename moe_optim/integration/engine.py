@@ -6,7 +6,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, wraps
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,7 @@ from moe_optim.errors import PatchError
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Patch:
     """A name in Megatron and its replacement.
 
@@ -33,12 +33,10 @@ class Patch:
     parameters)``, prefixed by ``static`` for a static method; ``class``; or the type name of a
     constant."""
     because: str
-    remove_when: str
-    """Upstream change that makes the patch obsolete."""
-    not_needed_with: tuple[str, ...] = ()
-    """Modules whose presence makes the patch unnecessary."""
-    only_if_there: bool = False
-    """Whether to skip the patch if Megatron lacks the target."""
+    remove_when: str  # upstream change that makes the patch obsolete
+    _: KW_ONLY
+    not_needed_with: tuple[str, ...] = ()  # modules whose presence makes the patch unnecessary
+    only_if_there: bool = False  # whether to skip the patch if Megatron lacks the target
     is_deferred: bool = False
     """Whether the replacement, a function, is imported on its first call. Until then nothing
     compares its parameters; :func:`patch_state` does."""
@@ -50,10 +48,8 @@ class Patch:
 @dataclass(kw_only=True)
 class _Applied:
     original: Any
-    importers: list[tuple[Any, str]]
-    """Modules and names rebound with the target."""
-    is_inherited: bool
-    """Whether a base class defines the target."""
+    importers: list[tuple[Any, str]]  # modules and names rebound with the target
+    is_inherited: bool  # whether a base class defines the target
     holders: set[str] = field(default_factory=set)
 
 
@@ -73,14 +69,9 @@ def resolve(path: str) -> tuple[Any, str, Any]:
 def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
     """Apply patches; skip those already applied or not needed.
 
-    All targets are checked before the first is rebound, so a failure changes nothing.
-
-    Args:
-        patches: rows of the table.
-        holder: name of the user of the patches; a patch stays until all holders have reverted it.
-
-    Raises:
-        PatchError: a target is missing, or has a form that its replacement does not support.
+    All targets are checked before the first is rebound, so a PatchError, for a missing target or
+    one whose form its replacement does not support, changes nothing. A patch stays until all
+    holders have reverted it.
     """
     patches = tuple(patches)
     plan, version = [], _core_version()

@@ -30,16 +30,12 @@ LayerSpec = Callable[..., Any]
 
 
 def later_refusals(
-    args: Any,
-    model: Any,
-    layer_spec: LayerSpec | None,
-    config: MoEOptimConfig | None,
+    args: Any, model: Any, layer_spec: LayerSpec | None, config: MoEOptimConfig | None
 ) -> Iterator[Exception]:
     """Yield the errors of building a GPT and running one iteration.
 
     Skips models other than MoE GPTs. Builds nothing if the package that implements the layers is
-    missing or a process group is initialized. ``layer_spec`` is the script's layer spec if
-    ``--spec`` gives none; None for Megatron's.
+    missing or a process group is initialized. ``layer_spec`` is as for a dry run.
     """
     if args.yaml_cfg is not None or args.hybrid_layer_pattern or not args.num_experts:
         return
@@ -47,26 +43,17 @@ def later_refusals(
 
     has_layers = HAVE_TE or args.transformer_impl == "local"
     if has_layers and not dist.is_initialized():
-        with _experts_of(config):
+        with contextlib.ExitStack() as stack:
+            if config is not None:
+                apply_patches(EXPERTS, _HOLDER)
+                stack.callback(revert_patches, EXPERTS, _HOLDER)
+                stack.enter_context(building_with(config))
             last = args.world_size - 1 if args.pipeline_model_parallel_size > 1 else args.rank
             for rank in dict.fromkeys((args.rank, last)):
                 yield from _refusals_of_building(args, model, layer_spec, rank)
     for fault, is_there in _refused_in_iterations(args, model).items():
         if is_there:
             yield ValueError(fault)
-
-
-@contextlib.contextmanager
-def _experts_of(config: MoEOptimConfig | None) -> Iterator[None]:
-    if config is None:
-        yield
-        return
-    apply_patches(EXPERTS, _HOLDER)
-    try:
-        with building_with(config):
-            yield
-    finally:
-        revert_patches(EXPERTS, _HOLDER)
 
 
 def _refused_in_iterations(args: Any, model: Any) -> dict[str, bool]:
@@ -230,8 +217,6 @@ def _alone(args: Any, rank: int) -> Iterator[None]:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Redirects every device to the meta device."""
-
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -245,12 +230,9 @@ class _OnMeta(TorchFunctionMode):
         if kwargs.get("device") is not None:
             kwargs["device"] = "meta"
         if func is torch.Tensor.to:
-            args = (args[0], *("meta" if _names_device(one) else one for one in args[1:]))
+            kinds = str, int, torch.device
+            args = (args[0], *("meta" if type(one) in kinds else one for one in args[1:]))
         return func(*args, **kwargs)
-
-
-def _names_device(value: Any) -> bool:
-    return isinstance(value, str | torch.device | int) and not isinstance(value, bool)
 
 
 def _is_of_meta(error: Exception) -> bool:

@@ -15,8 +15,7 @@ HOLDER = "the plug-in"
 OPTIMIZERS = "optimizers that were built"
 """Holders of patches: the installation, and optimizers, which outlive the call that built them."""
 
-Optimizer = Literal["adam", "muon"]
-"""Optimizer of the matrices; Adam steps all else."""
+Optimizer = Literal["adam", "muon"]  # optimizer of the matrices; Adam steps all else
 
 _config: MoEOptimConfig | None = None
 _optimizer: Optimizer | None = None
@@ -56,10 +55,7 @@ def install(config: MoEOptimConfig | None = None, *, optimizer: Optimizer = "ada
 
 
 def install_by_flag(config: MoEOptimConfig) -> None:
-    """Install ``config`` before Megatron has parsed its arguments.
-
-    :func:`set_optimizer` must follow. StateError if another configuration is installed.
-    """
+    """Install ``config`` before Megatron parses arguments; :func:`set_optimizer` must follow."""
     import_hook.disarm()
     _install(config, patches.INSTALLED)
 
@@ -67,8 +63,7 @@ def install_by_flag(config: MoEOptimConfig) -> None:
 def install_in_patched_tree(config: MoEOptimConfig) -> None:
     """Install ``config`` in a patched tree, which requests this package's classes itself.
 
-    Rebinds few names; :func:`set_optimizer` must follow. StateError if another configuration is
-    installed.
+    Rebinds few names; :func:`set_optimizer` must follow.
     """
     remedy = "Give the same flags, or drop the call of moe_optim.install()."
     needed = (*patches.ADAM, *patches.TE_EXPERTS, *patches.CHECKPOINTS_OF_RANKS)
@@ -102,10 +97,7 @@ def _install(
 
 
 def set_optimizer(optimizer: Optimizer) -> None:
-    """Record the optimizer in Megatron's validated arguments, before the model is built.
-
-    StateError if :func:`install` named the other one.
-    """
+    """Record the optimizer of validated arguments; StateError if :func:`install` named another."""
     global _optimizer
     remedy = f'Call moe_optim.install(config, optimizer="{optimizer}"), or give the other.'
     _check_optimizer(optimizer, "--optimizer", remedy)

@@ -15,8 +15,7 @@ from moe_optim.integration import patches
 from moe_optim.integration.arguments import add_moe_optim_arguments, config_from_argv
 from moe_optim.integration.installation import install_in_patched_tree
 
-HOOK = "megatron.core.moe_optim_hook"
-"""Module that the diffs add to Megatron."""
+HOOK = "megatron.core.moe_optim_hook"  # module that the diffs add to Megatron
 
 
 def switch_on(parser: ArgumentParser, argv: Sequence[str]) -> ArgumentParser:
@@ -24,10 +23,6 @@ def switch_on(parser: ArgumentParser, argv: Sequence[str]) -> ArgumentParser:
 
     Adds the plug-in's flags to ``parser``, Megatron's. Optimizers still apply their own patches
     when built, as does Adam without Transformer Engine and apex.
-
-    Raises:
-        ConfigError: flags of the plug-in are invalid.
-        StateError: another configuration is installed.
     """
     install_in_patched_tree(config_from_argv(argv) or MoEOptimConfig())
     hook: Any = importlib.import_module(HOOK)

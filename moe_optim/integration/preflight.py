@@ -28,6 +28,7 @@ from moe_optim.integration.installation import installed_config
 from moe_optim.integration.patches import CONFIGURATIONS, PATCHES, SCRIPT
 from moe_optim.rules import Setup, refusals
 from moe_optim.screen import quiet
+from moe_optim.weights.te.recipe import import_error
 
 Check = Callable[[Any], None]
 """Function that checks validated arguments; raises ConfigError to refuse them."""
@@ -44,7 +45,7 @@ class _CheckedError(BaseException):
 
 
 class _ArgumentError(Exception):
-    """Replaces argparse's exit."""
+    pass
 
 
 def list_faults(
@@ -55,14 +56,10 @@ def list_faults(
 ) -> list[str]:
     """Return all faults of a command line, with remedies.
 
-    Nothing is installed, allocated or communicated, and Megatron's output is discarded. Megatron's
-    own argument checks report only their first fault.
-
-    Args:
-        run: callable in which Megatron parses and validates ``sys.argv[1:]``; it does not return.
-        argv: copy of ``sys.argv[1:]``.
-        checks: additional checks of validated arguments.
-        layer_spec: layer spec of a GPT if ``--spec`` gives none; None for Megatron's.
+    Nothing is installed, allocated or communicated, and Megatron's output is discarded. In ``run``
+    Megatron parses and validates ``sys.argv[1:]``, a copy of which is ``argv``; it does not return.
+    Megatron's own checks report only their first fault; ``checks`` are additional ones of validated
+    arguments. ``layer_spec`` is that of a GPT if ``--spec`` gives none; None for Megatron's.
     """
     with quiet(), Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
         return list(dict.fromkeys(_list_faults(run, argv, checks, layer_spec)))
@@ -116,7 +113,8 @@ def find_late_install(script: Path) -> str | None:
     Compares only calls within one block, in source order.
     """
     tree = ast.parse(script.read_bytes())
-    for block in _blocks(tree):
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    for block in (tree, *(node for node in ast.walk(tree) if isinstance(node, functions))):
         built: tuple[str, int] | None = None
         for name, line in _calls(block):
             if name in _BUILDERS and built is None:
@@ -154,10 +152,7 @@ class DryRun:
         return args
 
     def settle(
-        self,
-        args: Any,
-        defaults: Mapping[str, Any],
-        validate: Callable[[], Any],
+        self, args: Any, defaults: Mapping[str, Any], validate: Callable[[], Any]
     ) -> NoReturn:
         """Let Megatron validate the arguments, check them, and end the script.
 
@@ -173,13 +168,14 @@ class DryRun:
         is_settled = True
         try:
             if "WORLD_SIZE" not in os.environ:  # no launcher: assume the minimum number of ranks
-                args.world_size = _fewest_ranks(args)
+                sizes = {} if args.yaml_cfg is None else vars(args.model_parallel)
+                args.world_size = ranks_multiple(argparse.Namespace(**vars(args) | sizes))
             args = validate()
         except Exception as error:  # assertions, and errors from unexpected values
             is_settled = False
             self.faults.append(_of_megatron(error))
             if args.yaml_cfg is not None:  # the sections are not flattened
-                self._add("Of the rest of the file nothing is known yet.")
+                self.faults[-1] += " Of the rest of the file nothing is known yet."
                 raise _CheckedError from None
         is_given = not self.faults
         config = self._config or installed_config()
@@ -245,10 +241,7 @@ class DryRun:
         setup = Setup.of_flags(config, optimizer, ddp, [] if model is None else [model])
         self.faults += [f"refused by moe_optim: {line}" for line in refusals(setup)]
         if model is None:
-            self._add("The plug-in checks the model's flags once these are correct.")
-
-    def _add(self, note: str) -> None:
-        self.faults[-1] += f" {note}"
+            self.faults[-1] += " The plug-in checks the model's flags once these are correct."
 
     def _mend_names(self, parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
         """Return ``argv`` with unknown flags replaced by the closest known one, or removed."""
@@ -296,11 +289,6 @@ class DryRun:
                 return args, argv, rest
 
 
-def _fewest_ranks(args: Any) -> int:
-    sizes = {} if args.yaml_cfg is None else vars(args.model_parallel)
-    return ranks_multiple(argparse.Namespace(**vars(args) | sizes))
-
-
 def _missing_fields(args: Any) -> list[str]:
     from megatron.core.transformer import TransformerConfig
 
@@ -329,7 +317,7 @@ def _of_megatron(error: Exception) -> str:
         return f"refused by moe_optim: {said}."
     if said == "assert not args.bf16":
         return "--fp16 and --bf16 exclude each other. Remove one."
-    if _NEEDS_TE.search(said) and script_arguments.has_no_transformer_engine():
+    if _NEEDS_TE.search(said) and import_error() is not None:
         return (
             f"Megatron: {said}. Transformer Engine is not installed here: do the dry run inside "
             "the training container."
@@ -346,7 +334,6 @@ def _remedy_of(said: str) -> str:
 
 
 def _failed_line(error: Exception) -> str:
-    """Return the source line of an assertion without a message."""
     *_, last = traceback.extract_tb(error.__traceback__) or [None]
     return last.line if last and last.line else type(error).__name__
 
@@ -377,15 +364,7 @@ def _missing(args: argparse.Namespace) -> dict[str, int]:
     return {name: value for name, value in needed.items() if getattr(args, name) is None}
 
 
-def _blocks(tree: ast.AST) -> Iterator[ast.AST]:
-    yield tree
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
-
-
 def _calls(block: ast.AST) -> Iterator[tuple[str, int]]:
-    """Yield name and line of every call in a block, without nested functions."""
     for child in ast.iter_child_nodes(block):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue

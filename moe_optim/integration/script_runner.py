@@ -44,9 +44,8 @@ def find_script(script: Path, megatron_lm: Path | None) -> Path:
 def prepare_imports(script: Path, megatron_lm: Path | None) -> Package | None:
     """Set up imports as ``python SCRIPT`` would, with the source tree ``megatron_lm`` first.
 
-    Inserts the script's folder and the tree at the start of ``sys.path``; child processes get the
-    tree through ``PYTHONPATH``. Returns the megatron-core that will be imported, None without one.
-    ConfigError if the tree lacks megatron-core, or another one takes precedence.
+    Child processes get the tree through ``PYTHONPATH``. Returns the megatron-core that will be
+    imported, None without one. ConfigError if the tree lacks it, or another one takes precedence.
     """
     own = str(script.resolve().parent)
     if sys.flags.safe_path:  # sys.path[0] is not the script's folder
@@ -90,12 +89,8 @@ def run_script(script: Path, argv: Sequence[str], *, cpu: bool) -> None:
 
     With ``--use-moe-grouped-optim``, its parser accepts the plug-in's flags, and the plug-in is
     installed before the script starts; without it, nothing is replaced on GPUs. ``cpu`` installs
-    the CPU runtime, which replaces everything that assumes a GPU (``docs/without-a-gpu.md``), and
-    trains over gloo. Every rank must call it with the same arguments.
-
-    Raises:
-        ConfigError: flags of the plug-in are invalid, or megatron-core has another version.
-        PatchError: Megatron's version is not supported.
+    the CPU runtime, and trains over gloo. Every rank must call it with the same arguments.
+    ConfigError for invalid flags of the plug-in, or another megatron-core.
     """
     sys.argv = [str(script), *argv]
     _prepare(config_from_argv(argv), cpu=cpu)
@@ -114,8 +109,7 @@ def before_megatron() -> None:
 def switch_on() -> None:
     """Install the plug-in for a script that has just imported ``megatron.training``.
 
-    No-op without the flag among the script's arguments. A refusal exits with one line, like
-    ``moe-optim run``.
+    No-op without the flag. A refusal exits with one line, like ``moe-optim run``.
     """
     try:
         config = config_from_argv(sys.argv[1:])

@@ -21,18 +21,14 @@ _HEAD = re.compile(r"^index (\w{40})\.\.(\w{40}).*\n--- .+\n\+\+\+ b/(.+)\n", re
 _PATCH_ID = re.compile(r'^\+.*?replaceable\((?:\n\+)?\s*"([\w:-]+)"', re.M)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SourceDiff:
     """A diff of one file of a tree."""
 
     file: Path
-    """Path of the diff."""
-    path: str
-    """Path of the changed file, relative to the tree."""
-    before: str | None
-    """Git object of the original file; None for a new file."""
-    after: str
-    """Git object of the changed file."""
+    path: str  # path of the changed file, relative to the tree
+    before: str | None  # git object of the original file; None for a new file
+    after: str  # git object of the changed file
     patch_ids: tuple[str, ...]
     """Patches of the table that it implements; empty for shared support code."""
 
@@ -59,15 +55,9 @@ def load_diffs(folder: Path = FOLDER) -> tuple[SourceDiff, ...]:
         head = _HEAD.search(text)
         assert head is not None, file
         before, after, path = head.groups()
-        diffs.append(
-            SourceDiff(
-                file=file,
-                path=path,
-                before=before if before.strip("0") else None,
-                after=after,
-                patch_ids=tuple(sorted(set(_PATCH_ID.findall(text)))),
-            )
-        )
+        patch_ids = tuple(sorted(set(_PATCH_ID.findall(text))))
+        before = before if before.strip("0") else None
+        diffs.append(SourceDiff(file, path, before, after, patch_ids))
     if not diffs:
         raise PatchError(f"{folder}: expected source diffs, found none. Install moe_optim again.")
     return tuple(sorted(diffs, key=lambda diff: diff.path))
@@ -116,12 +106,7 @@ def _git_apply(tree: Path, diffs: bytes, *, reverse: bool) -> None:
     environment["GIT_CEILING_DIRECTORIES"] = str(tree.resolve().parent)
     try:
         done = subprocess.run(
-            command,
-            cwd=tree,
-            env=environment,
-            input=diffs,
-            capture_output=True,
-            check=False,
+            command, cwd=tree, env=environment, input=diffs, capture_output=True, check=False
         )
     except FileNotFoundError as error:
         raise PatchError(

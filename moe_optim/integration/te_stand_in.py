@@ -1,7 +1,6 @@
-"""Stands in for Transformer Engine where a module imports it unconditionally but may not need it.
+"""Stands in for Transformer Engine, which the CPU runtime hides, in Megatron-Bridge.
 
-The CPU runtime hides Transformer Engine. Megatron-Bridge guards its imports of it except in one
-module, which is imported with the package.
+It guards its imports of it except in one module, which is imported with the package.
 """
 
 import sys

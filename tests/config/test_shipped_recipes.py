@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_optim.commands.cli import main as cli
-from moe_optim.config.recipes import load_recipe
-from moe_optim.config.shipped_recipes import shipped_recipes
+from moe_optim.config.recipes import load_recipe, shipped_recipes
 from moe_optim.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

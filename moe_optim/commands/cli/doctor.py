@@ -159,7 +159,6 @@ def _failure(name: str) -> str | None:
 
 
 def _native_gemms() -> list[str]:
-    """Return the recipes for which Transformer Engine reports GEMMs on this GPU."""
     engine = importlib.import_module(_IMPORTED["transformer-engine"])
     asked = {name: getattr(engine, f"is_{name}_available", None) for name in _RECIPES}
     return [_RECIPES[name] for name, available in asked.items() if available and available()]
@@ -198,7 +197,12 @@ def _abilities(report: Findings) -> Iterator[str]:
     trains = ", ".join(f"{count} x {gpu}" if count > 1 else gpu for gpu, count in alike.items())
     yield f"Trains on: {trains or 'the CPU over gloo (torch finds no GPU)'}"
     yield "Portable experts: every format on any machine; all multiply in bf16"
-    yield f"Transformer Engine's own GEMMs: {_spell_native(report)}"
+    native = "none on this machine" if report["gpus"] else "none (there is no GPU)"
+    if report["native_gemms"]:
+        native = f"{', '.join(report['native_gemms'])}, which its experts use"
+    elif report["packages"]["transformer-engine"]["state"] != "ok":
+        native = "none (it is not installed)"
+    yield f"Transformer Engine's own GEMMs: {native}"
     enabled = report["moe_optim"]["enabled"]
     yield "Scripts: " + (
         f"plain python and torchrun, enabled by {enabled}"
@@ -210,14 +214,6 @@ def _abilities(report: Findings) -> Iterator[str]:
         found = f"{unfit} of {len(patches)} do not fit" if unfit else f"all {len(patches)} fit"
         yield f"Patches of megatron-core: {found} (--patches lists them)"
     yield f"Environment: {sys.prefix}"
-
-
-def _spell_native(report: Findings) -> str:
-    if report["native_gemms"]:
-        return f"{', '.join(report['native_gemms'])}, which its experts use"
-    if report["packages"]["transformer-engine"]["state"] != "ok":
-        return "none (it is not installed)"
-    return "none on this machine" if report["gpus"] else "none (there is no GPU)"
 
 
 def _package_rows(packages: dict[str, Findings]) -> Iterator[tuple[str | Text, ...]]:

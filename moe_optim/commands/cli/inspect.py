@@ -81,7 +81,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _examine(args: argparse.Namespace, view: "LayerView") -> Report:
-    """Return the report as JSON-ready values."""
     from moe_optim.checkpoint.files.reader import is_state
     from moe_optim.checkpoint.files.torch_dist import TorchDistReader
     from moe_optim.commands.conversion.expert_finding import survey_experts
@@ -193,20 +192,18 @@ def _amaxes(view: "LayerView") -> list[Report]:
         if (found := _AMAX.search(key)) is not None:
             of_kind = values.setdefault((_AMAX_KINDS[found["kind"]], found["linear"]), [])
             of_kind += view.read(key).flatten().tolist()
-    described = []
-    for (kind, linear), amaxes in sorted(values.items()):
-        known = [amax for amax in amaxes if not math.isnan(amax)]
-        described.append(
-            {
-                "kind": kind,
-                "linear": linear,
-                "experts": len(amaxes),
-                "least": min(known, default=None),
-                "largest": max(known, default=None),
-                "none": len(amaxes) - len(known),
-            }
-        )
-    return described
+    return [
+        {
+            "kind": kind,
+            "linear": linear,
+            "experts": len(amaxes),
+            "least": min(known, default=None),
+            "largest": max(known, default=None),
+            "none": len(amaxes) - len(known),
+        }
+        for (kind, linear), amaxes in sorted(values.items())
+        for known in [[amax for amax in amaxes if not math.isnan(amax)]]
+    ]
 
 
 def _describe(view: "LayerView", one: "ExpertSet", quantized: "StoredWeights | None") -> Report:

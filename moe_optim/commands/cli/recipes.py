@@ -16,8 +16,7 @@ from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.commands.console.files import write_atomically
 from moe_optim.commands.console.tables import build_table
 from moe_optim.config import MoEOptimConfig, field_names
-from moe_optim.config.recipes import Recipe, load_recipe
-from moe_optim.config.shipped_recipes import shipped_recipes, suggest_shipped
+from moe_optim.config.recipes import Recipe, load_recipe, shipped_recipes, suggest_shipped
 from moe_optim.errors import ConfigError
 from moe_optim.integration.argv import spell_format
 from moe_optim.screen import print_table, results_console

@@ -9,8 +9,7 @@ from moe_optim.checkpoint.files.metadata import METADATA
 from moe_optim.checkpoint.files.publishing import is_partial
 from moe_optim.errors import LayoutError, StateError
 
-CHECKPOINTS = "checkpoints"
-"""Subfolder of a run that contains its checkpoints."""
+CHECKPOINTS = "checkpoints"  # subfolder of a run that contains its checkpoints
 SUFFIX, INDEX_FILE = ".safetensors", "model.safetensors.index.json"
 """Suffix of safetensors files, and the file that names those of a folder."""
 _MOST_DIGITS = 18  # maximum of an iteration
@@ -19,13 +18,9 @@ _MOST_DIGITS = 18  # maximum of an iteration
 def find_checkpoint(path: Path) -> Path:
     """Return the checkpoint that a path identifies, which looks like one of either format.
 
-    Args:
-        path: torch_dist folder; its parent, whose tracker file names the newest; the folder of a
-            run, which contains ``checkpoints``; a safetensors file, or a folder of them.
-
-    Raises:
-        StateError: the path does not exist, cannot be read, or was left by a killed command.
-        LayoutError: the path is not a checkpoint.
+    ``path`` is a torch_dist folder; its parent, whose tracker file names the newest; the folder of
+    a run, which contains ``checkpoints``; a safetensors file, or a folder of them. StateError if it
+    does not exist, cannot be read, or was left by a killed command; LayoutError if it is none.
     """
     path = newest_checkpoint(path)
     with readable(path):
@@ -34,11 +29,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """Return the path itself, or the newest checkpoint of a run or of a folder of checkpoints.
-
-    Raises:
-        StateError: the path, or the checkpoint named by the tracker file, does not exist.
-    """
+    """Return the path itself, or the newest checkpoint of a run or of a folder of checkpoints."""
     with readable(path):
         if not path.exists():
             raise StateError(f"{path}: expected a checkpoint, got no such file or folder.")

@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 def open_reader(path: Path) -> "CheckpointReader":
-    """Open a checkpoint of either format; print its path on stderr if it differs from ``path``.
-
-    Raises:
-        StateError: the path does not exist, or the checkpoint is damaged.
-        LayoutError: the path is not a checkpoint.
-    """
+    """Open a checkpoint of either format; print its path on stderr if it differs from ``path``."""
     find_checkpoint(path)  # before the import of torch, which takes seconds
     from moe_optim.commands.conversion.opening import open_checkpoint
 
@@ -38,11 +33,7 @@ def say_which_was_taken(path: Path, taken: Path) -> None:
 
 
 def open_view(path: Path, renames: Sequence[str] = ()) -> "LayerView":
-    """Open a checkpoint under state-dict keys; raises as :func:`open_reader` does.
-
-    Raises:
-        ConfigError: a rename is not ``FROM=TO``, or matches nothing.
-    """
+    """Open a checkpoint under state-dict keys; ConfigError for a rename that is not ``FROM=TO``."""
     from moe_optim.commands.conversion.layer_view import LayerView, parse_renames
 
     return LayerView(open_reader(path), parse_renames(renames))

@@ -4,8 +4,7 @@ import os
 import secrets
 from pathlib import Path
 
-STDOUT = Path("-")
-"""Path that stands for stdout."""
+STDOUT = Path("-")  # path that stands for stdout
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -12,17 +12,12 @@ from moe_optim.environment import find_gpus, find_versions
 
 def describe_environment(*, on_gpu: bool, ranks: int = 1) -> dict[str, Any]:
     """Return ``commit``, ``device`` and ``versions``; ``ranks`` is the number of GPUs used."""
-    return {
-        "commit": commit(),
-        "device": _describe_gpus(ranks) if on_gpu else describe_cpu(),
-        "versions": find_versions(),
-    }
-
-
-def _describe_gpus(count: int) -> str:
-    used = [gpu.name for gpu in find_gpus()][:count]
-    alike = {name: used.count(name) for name in used}
-    return ", ".join(f"{n} x {name}" if n > 1 else name for name, n in alike.items())
+    device = describe_cpu()
+    if on_gpu:
+        used = [gpu.name for gpu in find_gpus()][:ranks]
+        counts = {name: used.count(name) for name in used}
+        device = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())
+    return {"commit": commit(), "device": device, "versions": find_versions()}
 
 
 def describe_cpu() -> str:

@@ -15,14 +15,9 @@ def build_table(
     fold: Collection[str] = (),
     gap: int = 1,
 ) -> Table:
-    """Return a table.
+    """Return a table, without a header line if all ``columns`` are empty.
 
-    Args:
-        columns: headers; no header line if all are empty.
-        rows: cells.
-        right: headers of columns aligned on the right.
-        fold: headers of columns whose cells wrap; others stay whole.
-        gap: blanks between columns.
+    Columns in ``right`` are aligned there; cells of columns in ``fold`` wrap, others stay whole.
     """
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=any(columns))
     for name in columns:

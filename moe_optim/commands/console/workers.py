@@ -13,10 +13,8 @@ from typing import Any
 
 from moe_optim.errors import MoEOptimError, StateError
 
-_MOST = 8
-"""Number of processes that disks and memory of a machine feed, by default."""
-BYTES_OF_EACH = 256 * 2**20
-"""Bytes for which it pays to start another process, which imports torch."""
+_MOST = 8  # number of processes that disks and memory of a machine feed, by default
+BYTES_OF_EACH = 256 * 2**20  # bytes for which it pays to start another process, which imports torch
 
 _held: list[Any] = []  # in a worker: the function and what all of its items share
 
@@ -37,24 +35,13 @@ def number_of_workers(given: int | None, nbytes: int) -> int:
 
 
 def run_in_workers[Shared, Item, Result](
-    work: Callable[[Shared, Item], Result],
-    shared: Shared,
-    items: Collection[Item],
-    *,
-    workers: int,
+    work: Callable[[Shared, Item], Result], shared: Shared, items: Collection[Item], *, workers: int
 ) -> Iterator[tuple[Item, Result]]:
     """Yield each item with the result of ``work(shared, item)``, in the order in which they end.
 
-    If a process raises, dies or is interrupted, all others are ended before this returns.
-
-    Args:
-        work: function of a module.
-        shared: argument that every process receives once.
-        items: work, of which a process has one at a time.
-        workers: most processes; with 1, or one item, this process does the work.
-
-    Raises:
-        StateError: a process died.
+    Every process receives ``shared`` once; ``work`` is a function of a module. With one worker or
+    item, this process does the work. If a process raises, dies or is interrupted, all others are
+    ended before this returns; StateError if one died.
     """
     workers = min(workers, len(items))
     if workers <= 1:

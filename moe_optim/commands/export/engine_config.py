@@ -23,11 +23,7 @@ _SCHEMES: dict[str, tuple[str, Arguments, Arguments | None]] = {
     "int4": ("pack-quantized", _INT4, None),
     "int4_g128": ("pack-quantized", _INT4 | {"group_size": 128}, None),
     "nvfp4": ("nvfp4-pack-quantized", _NVFP4, None),
-    "fp8_block": (
-        "float-quantized",
-        _BLOCK,
-        {"num_bits": 8, "strategy": "group", "group_size": 128},
-    ),
+    "fp8_block": ("float-quantized", _BLOCK, _GROUP_32 | {"group_size": 128}),
     "fp8": (
         "float-quantized",
         {"num_bits": 8, "strategy": "channel"},
@@ -43,8 +39,7 @@ def quantization_config(
     """Return the ``quantization_config`` by which engines recognize a format.
 
     Engines quantize activations of eight-bit weights on the fly. Those of four-bit weights stay
-    bf16, except for NVFP4 with scales of inputs. ``unquantized`` lists module paths, without
-    ``.weight``.
+    bf16, except for NVFP4 with scales of inputs. ``unquantized`` lists module paths.
     """
     if convention.name == "deepseek":
         return {

@@ -21,12 +21,7 @@ from moe_optim.commands.conversion.expert_finding import (
     without_experts,
 )
 from moe_optim.commands.conversion.file_plan import BytesDone, FilePlan, Part, by_layer, kept_parts
-from moe_optim.commands.conversion.layer_view import (
-    STATE_KIND,
-    LayerView,
-    state_kind,
-    stored_key,
-)
+from moe_optim.commands.conversion.layer_view import STATE_KIND, LayerView, state_kind, stored_key
 from moe_optim.commands.conversion.model_conversion import ModelRequest, plan_model, write_hf
 from moe_optim.commands.conversion.model_sources import (
     CONFIG,
@@ -64,10 +59,8 @@ class ExportRequest:
     convention: Convention
     source_layout: KeyLayout | None = None
     source_glu_interleave: int | None = None
-    tokenizer: Path | None = None
-    """Folder of tokenizer files to copy."""
-    has_input_scales: bool = False
-    """Whether the scale of its inputs is written with each weight."""
+    tokenizer: Path | None = None  # folder of tokenizer files to copy
+    has_input_scales: bool = False  # whether the scale of its inputs is written with each weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +68,7 @@ class ExportPlan(FilePlan):
     """Experts of all layers, from masters if every expert has one, and all other tensors."""
 
     request: ExportRequest
-    config: Mapping[str, Any]
-    """``config.json`` of the model, without ``quantization_config``."""
+    config: Mapping[str, Any]  # config.json of the model, without quantization_config
 
     @property
     def reads_masters(self) -> bool:
@@ -105,15 +97,15 @@ def plan_export(
 
     Megatron tensors are renamed according to the arguments saved in the checkpoint; safetensors
     must already have Hugging Face names. ``config`` None means the ``config.json`` of the
-    checkpoint.
-
-    Raises:
-        ConfigError: there is no configuration, a Megatron tensor has no Hugging Face name, or the
-            request contradicts the checkpoint, or scales of inputs are wanted that the format does
-            not have, or whose amaxes are not calibrated.
-        LayoutError: experts are incomplete, or do not fit the format.
+    checkpoint. ConfigError without any configuration or name, or for a request that contradicts the
+    checkpoint; LayoutError for experts that are incomplete or do not fit the format.
     """
-    described = None if config is None else _given_config(config)
+    if config is not None and config.name != CONFIG:
+        raise ConfigError(
+            f"--config {config}: expected a file called {CONFIG}, got {config.name}. Give that of "
+            "the model."
+        )
+    described = None if config is None else read_config(config.parent)
     others: Sequence[Part]
     if reader.format == "torch_dist":
         asked = ModelRequest(to="hf", source_glu_interleave=request.source_glu_interleave)
@@ -153,7 +145,6 @@ def plan_export(
 def _find_in_safetensors(
     view: LayerView, request: ExportRequest
 ) -> tuple[dict[str, ExpertSet], Sequence[Part]]:
-    """Return the experts of each layer by prefix, and all other tensors."""
     keys = [key for key in view.tensors if not is_state(key)]
     refuse_quantized(view, keys)
     sets = find_experts(view, keys, layout=request.source_layout)
@@ -244,7 +235,6 @@ def _tensors_of(
     kept: int | None,
     input_amax: float | None,
 ) -> Iterator[tuple[KeyPattern, str, Tensor]]:
-    """Yield the tensors of a linear of one expert, from [1, R, C] and optionally a bias [1, R]."""
     patterns = patterns_of(_TARGET, linear, "weight")
     interleave = kept if len(patterns) > 1 else None
     if values.is_meta:  # asks for names, shapes and dtypes
@@ -269,19 +259,9 @@ def _tensors_of(
             yield pattern, "bias", one[0]
 
 
-def _given_config(path: Path) -> dict[str, Any]:
-    if path.name != CONFIG:
-        raise ConfigError(
-            f"--config {path}: expected a file called {CONFIG}, got {path.name}. Give that of the "
-            "model."
-        )
-    return read_config(path.parent)
-
-
 def _require_fits(
     stored: Collection[ExpertSet], request: ExportRequest, rows: int, path: Path
 ) -> None:
-    """Raise LayoutError for rows that cannot be interleaved, and shapes that do not fit."""
     raise_faults([fault for one in stored for fault in interleave_faults(one, rows or None)])
     block_rows, _ = request.convention.scale_block
     for ffn, hidden in {(one.ffn, one.hidden) for one in stored}:
@@ -316,23 +296,18 @@ def _advise(ffn: int, hidden: int) -> str:
 def export_checkpoint(
     plan: ExportPlan, target: Path, report: BytesDone = lambda _: None, *, workers: int = 1
 ) -> None:
-    """Execute a plan; ``target`` appears when everything is written.
+    """Execute a plan; ``target`` appears when everything is written, and must not exist before.
 
     Writes safetensors with an index, ``config.json`` with a ``quantization_config``, and tokenizer
     files if there are any. ``workers`` processes share the files; each holds an expert at a time.
-
-    Raises:
-        ConfigError: ``target`` exists, or the tokenizer folder contains no tokenizer.
-        StateError: a file of the source or of the tokenizer is damaged, or the disk is full.
     """
     tokenizer = plan.request.tokenizer
     texts = read_tokenizer(tokenizer, beside=folder_of(plan.view.reader))
     tokens = special_tokens(tokenizer)
     said = {name: one for name, one in tokens.items() if one is not None}
+    request, rest = plan.request, plan.unquantized
     of_engine = quantization_config(
-        plan.request.convention,
-        plan.unquantized,
-        has_input_scales=plan.request.has_input_scales,
+        request.convention, rest, has_input_scales=request.has_input_scales
     )
     config = {**tokens, **plan.config, **said, QUANTIZATION: of_engine}
     recorded = Recorded(iteration=plan.view.recorded.iteration)

@@ -19,24 +19,19 @@ _CODES = {one.data_dtype for one in CONVENTIONS}
 class StoredWeight:
     """One quantized weight in a convention."""
 
-    shape: tuple[int, int]
-    """[R, C] of the dequantized values."""
-    nbytes: int
-    """Bytes of data and scales together."""
+    shape: tuple[int, int]  # [R, C] of the dequantized values
+    nbytes: int  # bytes of data and scales together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredWeights:
     """All quantized weights of a checkpoint, in one format."""
 
-    conventions: tuple[Convention, ...]
-    """All conventions that match, at least one."""
-    weights: Mapping[str, StoredWeight]
-    """Name, ending in ``.weight`` -> weight."""
+    conventions: tuple[Convention, ...]  # all conventions that match, at least one
+    weights: Mapping[str, StoredWeight]  # name, ending in .weight -> weight
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of all tensors: each quantized weight as one [R, C], scales omitted."""
-    faults: tuple[str, ...]
-    """Data and scales that are missing or inconsistent."""
+    faults: tuple[str, ...]  # data and scales that are missing or inconsistent
 
     @property
     def format(self) -> str:
@@ -75,7 +70,6 @@ def _suffixes(convention: Convention) -> list[str]:
 
 
 def _whole(convention: Convention, tensors: Tensors) -> Iterator[tuple[str, StoredWeight]]:
-    """Yield the weights whose data and scales have consistent dtypes and shapes."""
     end, *ends = _suffixes(convention)
     for name, data in tensors.items():
         if not name.endswith(end) or data.dtype != convention.data_dtype or len(data.shape) != 2:
@@ -105,7 +99,6 @@ def _allowed_scales(convention: Convention, shape: tuple[int, int]) -> list[list
 
 
 def _is_otherwise(convention: Convention, tensors: Tensors, stem: str) -> bool:
-    """Return whether a weight is quantized in a format other than the convention's."""
     data = [tensors.get(f"{stem}.{name}") for name in {one.data for one in CONVENTIONS}]
     kinds = {one.dtype for one in data if one is not None and one.dtype in _CODES}
     scales = {name for name in _SCALES_OF_ANY if f"{stem}.{name}" in tensors}
@@ -125,11 +118,14 @@ def _faults(convention: Convention, tensors: Tensors, whole: set[str]) -> Iterat
         name.rpartition(".")[0]
         for name, info in tensors.items()
         if name not in whole
-        and (name.endswith(tuple(ends)) or (name.endswith(end) and _is_data(convention, info)))
+        and (
+            name.endswith(tuple(ends))
+            or (name.endswith(end) and info.dtype == convention.data_dtype)
+        )
     }
     for stem in sorted(stem for stem in stems if not _is_otherwise(convention, tensors, stem)):
         data = tensors.get(stem + end)
-        if data is None or not _is_data(convention, data) or len(data.shape) != 2:
+        if data is None or data.dtype != convention.data_dtype or len(data.shape) != 2:
             dtype = str(convention.data_dtype).removeprefix("torch.")
             yield f"{stem}{end}: expected {dtype} [R, C] beside its scales, got {_spell(data)}"
             continue
@@ -138,10 +134,6 @@ def _faults(convention: Convention, tensors: Tensors, whole: set[str]) -> Iterat
             if (scale := tensors.get(stem + suffix)) not in fitting:
                 said = f"expected {_spell(fitting[0])} for {_spell(data)}, got {_spell(scale)}"
                 yield f"{stem}{suffix}: {said}"
-
-
-def _is_data(convention: Convention, info: TensorInfo) -> bool:
-    return info.dtype == convention.data_dtype
 
 
 def _spell(info: TensorInfo | None) -> str:

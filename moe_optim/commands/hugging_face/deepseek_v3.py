@@ -1,13 +1,17 @@
 """DeepSeek-V3: Megatron arguments and transformers' ``DeepseekV3Config``."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from moe_optim.commands.hugging_face import family_rules as rules
-from moe_optim.commands.hugging_face.family_rules import FamilyRules, SharedValue
-from moe_optim.commands.hugging_face.values import MOST_LAYERS, ValueKind, Values, kind_faults
-from moe_optim.rollout.families import Trait
+from moe_optim.commands.hugging_face.family_rules import (
+    MOST_LAYERS,
+    FamilyRules,
+    SharedValue,
+    ValueKind,
+    Values,
+    kind_faults,
+)
 
 _LATENT_NORM_EPSILON = 1e-6  # fixed in the norms of q and kv in transformers' DeepseekV3Attention
 _EXPERTS_PER_GROUP = 2  # scores per group that DeepseekV3TopkRouter sums
@@ -65,7 +69,7 @@ def _argument_faults(given: Values) -> list[str]:
     groups, chosen = given.get("moe_router_num_groups"), given.get("moe_router_group_topk")
     faults = _common_faults(given, groups, chosen)
     faults += _mtp_faults("mtp_num_layers", given.get("mtp_num_layers"))
-    experts = rules.layers_with_experts(given)
+    experts = rules.experts_of_layers(given)
     if sorted(experts) != experts or not experts[-1]:
         faults.append("moe_layer_freq: expected dense layers before all others, got another order")
     shared = given.get("moe_shared_expert_intermediate_size")
@@ -122,20 +126,15 @@ def _scaling_faults(scaling: Values | None) -> list[str]:
     return [f"rope_scaling: {fault}" for fault in faults]
 
 
-_ALWAYS: Mapping[str, Any] = {
-    "multi_latent_attention": True,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_dtype": "fp32",
-}
-
-
 def _arguments_of(config: Values) -> dict[str, Any]:
     scaling, layers = config["rope_scaling"], range(config["num_hidden_layers"])
     yarn = {one: (scaling or {}).get(key, default) for one, key, default in _YARN}
     has_groups = (config["n_group"] or 1) > 1
     return {
-        **_ALWAYS,
+        "multi_latent_attention": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
         "num_query_groups": config["num_attention_heads"],
         rules.UNTIED: not config["tie_word_embeddings"],
         "mtp_num_layers": config.get("num_nextn_predict_layers") or None,
@@ -155,7 +154,7 @@ def _config_of(arguments: Values) -> dict[str, Any]:
     chosen = arguments.get("moe_router_group_topk") or 1
     return {
         "num_key_value_heads": arguments["num_attention_heads"],
-        "first_k_dense_replace": rules.layers_with_experts(arguments).index(True),
+        "first_k_dense_replace": rules.experts_of_layers(arguments).index(True),
         "n_shared_experts": arguments["moe_shared_expert_intermediate_size"]
         // arguments["moe_ffn_hidden_size"],
         "n_group": groups,
@@ -179,11 +178,6 @@ def _scaling_of(arguments: Values) -> dict[str, Any] | None:
     if not (scaling["mscale"] and scaling["mscale_all_dim"]):  # else transformers derives it
         scaling["attention_factor"] = _concentration(yarn)
     return scaling
-
-
-def _traits_of(arguments: Values) -> frozenset[Trait]:
-    query: Trait = "no_query_lora" if arguments["q_lora_rank"] is None else "query_lora"
-    return frozenset({query, "expert_bias", "shared_experts"})
 
 
 DEEPSEEK_V3 = FamilyRules(
@@ -231,5 +225,11 @@ DEEPSEEK_V3 = FamilyRules(
     config_faults=_config_faults,
     arguments_of=_arguments_of,
     config_of=_config_of,
-    traits_of=_traits_of,
+    traits_of=lambda arguments: frozenset(
+        {
+            "no_query_lora" if arguments["q_lora_rank"] is None else "query_lora",
+            "expert_bias",
+            "shared_experts",
+        }
+    ),
 )

@@ -1,13 +1,24 @@
-"""Correspondence of Megatron arguments and ``config.json`` keys, per family and shared."""
+"""Correspondence of Megatron arguments and ``config.json`` keys, per family and shared.
 
+Arguments and configurations from untrusted files are validated by functions that return faults, one
+line each, instead of raising.
+"""
+
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from moe_optim.commands.hugging_face import values
-from moe_optim.commands.hugging_face.values import Allowed, ValueKind, Values
 from moe_optim.rollout.families import Trait
 
+ValueKind = Literal["count", "number", "flag", "layers", "count?", "number?", "layers?"]
+"""Positive integer, finite number, bool, or list of layer numbers; ``?``: may be None."""
+
+_LARGEST = 2**40
+MOST_LAYERS = 4096  # upper limit on layers, above any real model
+
+Values = Mapping[str, Any]
+Allowed = Mapping[str, tuple[Any, ...]]
 UNTIED = "untie_embeddings_and_output_weights"
 
 
@@ -22,29 +33,25 @@ class SharedValue:
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyRules:
-    """Correspondence of one family."""
+    """Correspondence of one family.
+
+    Kinds are those of arguments and keys that are read besides the shared ones; ``arguments`` and
+    ``config`` are their values that the other side supports. ``argument_faults`` and
+    ``config_faults`` return what else it does not, of values of checked kinds. ``arguments_of`` and
+    ``config_of`` return what is not shared, the latter from arguments of which some may be missing.
+    """
 
     family: str
-    shared: tuple[SharedValue, ...]
-    """Shared values, including those of all families."""
+    shared: tuple[SharedValue, ...]  # shared values, including those of all families
     argument_kinds: Mapping[str, ValueKind]
-    """Kinds of the other arguments that are read."""
     config_kinds: Mapping[str, ValueKind]
-    """Kinds of the other keys that are read."""
     arguments: Allowed
-    """Values of other arguments that transformers supports."""
     config: Allowed
-    """Values of other keys that Megatron supports."""
-    defaults: Values
-    """transformers' defaults of keys that published configurations omit."""
+    defaults: Values  # transformers' defaults of keys that published configurations omit
     argument_faults: Callable[[Values], list[str]]
-    """Returns further arguments that transformers does not support; receives checked kinds."""
     config_faults: Callable[[Values], list[str]]
-    """Returns further keys that Megatron does not support."""
     arguments_of: Callable[[Values], dict[str, Any]]
-    """Returns the arguments that are not shared, from a configuration."""
     config_of: Callable[[Values], dict[str, Any]]
-    """Returns the keys that are not shared, from arguments, of which some may be missing."""
     traits_of: Callable[[Values], frozenset[Trait]] = lambda _: frozenset()
     """Returns the traits of a model besides ``untied``."""
 
@@ -64,35 +71,28 @@ SHARED = (
     SharedValue("attention_dropout", "attention_dropout", "number"),
 )
 
+_ABSENT = (
+    "no_rope_freq", "window_size", "experimental_attention_variant", "hybrid_layer_pattern",
+    "heterogeneous_layers_config_path", "moe_latent_size", "moe_shared_expert_glu_interleave_size",
+    "activation_func_clamp_value",
+)  # fmt: skip
+_OFF = (
+    "add_qkv_bias", "squared_relu", "quick_geglu", "layernorm_zero_centered_gamma",
+    "apply_residual_connection_post_layernorm", "rotary_interleaved", "use_rope_scaling",
+    "qk_l2_norm", "attention_output_gate", "moe_apply_probs_on_input", "moe_shared_expert_gate",
+)  # fmt: skip
 ARGUMENTS: Allowed = {
     "swiglu": (True,),
     "qk_layernorm": (True,),
     "normalization": ("RMSNorm",),
     "position_embedding_type": ("rope",),
     "add_bias_linear": (False,),
-    "add_qkv_bias": (False, None),
-    "squared_relu": (False, None),
-    "quick_geglu": (False, None),
-    "layernorm_zero_centered_gamma": (False, None),
-    "apply_residual_connection_post_layernorm": (False, None),
     "rotary_percent": (1.0, None),
-    "rotary_interleaved": (False, None),
     "rotary_seq_len_interpolation_factor": (None, 1),
-    "use_rope_scaling": (False, None),
-    "no_rope_freq": (None,),
-    "window_size": (None,),
     "softmax_type": ("vanilla", None),
-    "qk_l2_norm": (False, None),
-    "attention_output_gate": (False, None),
-    "experimental_attention_variant": (None,),
-    "hybrid_layer_pattern": (None,),
-    "heterogeneous_layers_config_path": (None,),
-    "moe_latent_size": (None,),
-    "moe_apply_probs_on_input": (False, None),
-    "moe_shared_expert_gate": (False, None),
-    "moe_shared_expert_glu_interleave_size": (None,),
-    "activation_func_clamp_value": (None,),
     "glu_linear_offset": (0.0, None),
+    **dict.fromkeys(_OFF, (False, None)),
+    **dict.fromkeys(_ABSENT, (None,)),
 }
 CONFIG: Allowed = {
     "hidden_act": ("silu",),
@@ -112,6 +112,75 @@ def layer_freq(has_experts: Iterable[bool]) -> int | list[int]:
     return 1 if all(marks) else marks
 
 
-def layers_with_experts(given: Values) -> list[bool]:
+def experts_of_layers(given: Values) -> list[bool]:
     """Return whether each layer of a model has experts, given its arguments."""
-    return values.layers_with_experts(given["num_layers"], given.get("moe_layer_freq", 1))
+    return layers_with_experts(given["num_layers"], given.get("moe_layer_freq", 1))
+
+
+def kind_faults(given: Values, kinds: Mapping[str, ValueKind]) -> list[str]:
+    """Return values that are missing or of the wrong kind."""
+    return [
+        f"{name}: expected {_SPELLED[kind.removesuffix('?')]}, got {_spell(given.get(name))}"
+        for name, kind in kinds.items()
+        if not _is_kind(given.get(name), kind)
+    ]
+
+
+def unlike(given: Values, allowed: Allowed) -> list[str]:
+    """Return values that are not allowed; a missing value is allowed."""
+    return [
+        f"{name}: expected {values[0]}, got {_spell(given[name])}"
+        for name, values in allowed.items()
+        if name in given and not any(_equal(given[name], value) for value in values)
+    ]
+
+
+def layer_faults(num_layers: int, freq: Any) -> list[str]:
+    """Return why Megatron's ``num_layers`` or ``moe_layer_freq`` is invalid."""
+    if num_layers > MOST_LAYERS:
+        return [f"layers: expected at most {MOST_LAYERS:,}, got {num_layers:,}"]
+    is_pattern = isinstance(freq, list) and len(freq) == num_layers
+    if (type(freq) is int and freq > 0) or (
+        is_pattern and all(type(x) is int and x in (0, 1) for x in freq)
+    ):
+        return []
+    return [f"moe_layer_freq: expected a number or {num_layers} zeros and ones, got {_spell(freq)}"]
+
+
+def layers_with_experts(num_layers: int, freq: int | list[int]) -> list[bool]:
+    """Return whether each layer has experts, by Megatron's rules for ``moe_layer_freq``."""
+    if isinstance(freq, int):
+        return [layer % freq == 0 for layer in range(num_layers)]
+    return [mark == 1 for mark in freq]
+
+
+def _is_kind(value: Any, kind: ValueKind) -> bool:
+    if value is None:
+        return kind.endswith("?")
+    if kind == "flag":
+        return type(value) is bool
+    if kind.startswith("layers"):
+        return isinstance(value, list) and all(type(x) is int and x >= 0 for x in value)
+    if kind.startswith("count"):
+        return type(value) is int and 0 < value < _LARGEST
+    return type(value) in (int, float) and math.isfinite(value) and abs(value) < _LARGEST
+
+
+def _equal(value: Any, allowed: Any) -> bool:
+    """Compare as JSON does: true is not 1."""
+    is_flag = isinstance(value, bool) or isinstance(allowed, bool)
+    return value is allowed if is_flag else bool(type(value) in _PLAIN and value == allowed)
+
+
+def _spell(value: Any) -> str:
+    text = repr(value) if type(value) in (*_PLAIN, bool, list) else "something else"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_PLAIN = (int, float, str, type(None))
+_SPELLED = {
+    "count": "a whole number from 1 on",
+    "number": "a number",
+    "flag": "true or false",
+    "layers": "a list of layers",
+}

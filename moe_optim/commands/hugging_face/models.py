@@ -6,19 +6,26 @@ loads but computes other logits is worse than none. Imports neither Megatron nor
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from moe_optim.commands.hugging_face import family_rules as rules
 from moe_optim.commands.hugging_face.deepseek_v3 import DEEPSEEK_V3, WITHOUT_FLAG
-from moe_optim.commands.hugging_face.family_rules import FamilyRules, SharedValue
+from moe_optim.commands.hugging_face.family_rules import FamilyRules, Values
 from moe_optim.commands.hugging_face.qwen3_moe import QWEN3_MOE
-from moe_optim.commands.hugging_face.values import Values, kind_faults, layer_faults, unlike
 from moe_optim.errors import ConfigError
+from moe_optim.experts.keys.finding import refuse_conversion
 from moe_optim.rollout.families import FAMILIES, Anatomy, Family
 from moe_optim.rollout.rows import Heads
 
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 """Keys of the number of MTP layers: in published configurations, and in transformers 5."""
+_refuse = partial(
+    refuse_conversion,
+    remedy="Megatron-Bridge converts more models.",
+    kind=ConfigError,
+    unit="difference(s)",
+)
 _RULES = {family.family: family for family in (QWEN3_MOE, DEEPSEEK_V3)}
 
 
@@ -28,10 +35,8 @@ class Model:
 
     family: Family
     anatomy: Anatomy
-    arguments: Mapping[str, Any]
-    """Megatron arguments determined by the family."""
-    config: Mapping[str, Any]
-    """``config.json`` without dtype and special tokens."""
+    arguments: Mapping[str, Any]  # Megatron arguments determined by the family
+    config: Mapping[str, Any]  # config.json without dtype and special tokens
 
     @property
     def heads(self) -> Heads:
@@ -53,23 +58,22 @@ class Model:
 def model_from_arguments(given: Values, where: str) -> Model:
     """Return the model for the Megatron arguments saved at ``where``.
 
-    Raises:
-        ConfigError: transformers has no equivalent model; the message lists all differences.
+    ConfigError with all differences if transformers has no equivalent model.
     """
     family = DEEPSEEK_V3 if given.get("multi_latent_attention") is True else QWEN3_MOE
     kinds = {**{one.argument: one.kind for one in family.shared}, **family.argument_kinds}
-    faults = kind_faults(given, kinds) + unlike(given, family.arguments)
-    faults = faults or layer_faults(given["num_layers"], given.get("moe_layer_freq", 1))
+    faults = rules.kind_faults(given, kinds) + rules.unlike(given, family.arguments)
+    faults = faults or rules.layer_faults(given["num_layers"], given.get("moe_layer_freq", 1))
     faults = faults or family.argument_faults(given)
-    _refuse(faults, where, f"arguments of a model that transformers computes as {family.family}")
+    what = f"arguments of a model that transformers computes as {family.family}"
+    _refuse(f"{where}: expected {what}", faults)
     return _model(family, _config_of(family, given))
 
 
 def model_from_config(given: Values, where: str) -> Model:
     """Return the model for the ``config.json`` at ``where``.
 
-    Raises:
-        ConfigError: Megatron has no equivalent model; the message lists all differences.
+    ConfigError with all differences if Megatron has no equivalent model.
     """
     kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in _RULES:
@@ -80,19 +84,18 @@ def model_from_config(given: Values, where: str) -> Model:
     family = _RULES[kind]
     config = {**family.defaults, **_as_published(given)}
     kinds = {**{one.key: one.kind for one in family.shared}, **family.config_kinds}
-    faults = kind_faults(config, kinds) + unlike(config, family.config)
-    faults = faults or layer_faults(config["num_hidden_layers"], 1)
+    faults = rules.kind_faults(config, kinds) + rules.unlike(config, family.config)
+    faults = faults or rules.layer_faults(config["num_hidden_layers"], 1)
     faults = faults or family.config_faults(config)
-    _refuse(faults, where, f"a configuration that Megatron computes as {family.family}")
+    what = f"a configuration that Megatron computes as {family.family}"
+    _refuse(f"{where}: expected {what}", faults)
     return _model(family, config)
 
 
 _WITHOUT_ENGINE = (
-    "--no-persist-layer-norm",
-    "--no-rope-fusion",
-    "--no-masked-softmax-fusion",
+    "--no-persist-layer-norm", "--no-rope-fusion", "--no-masked-softmax-fusion",
     "--no-gradient-accumulation-fusion",
-)
+)  # fmt: skip
 """Megatron flags that disable what needs Transformer Engine or apex."""
 
 
@@ -118,7 +121,7 @@ def megatron_flags(model: Model, impl: str) -> list[str]:
 def _model(rules_of: FamilyRules, given: Values) -> Model:
     shared = {one.argument: given.get(one.key) for one in rules_of.shared}
     arguments: dict[str, Any] = shared | rules_of.arguments_of(given)
-    experts = rules.layers_with_experts(arguments)
+    experts = rules.experts_of_layers(arguments)
     anatomy = Anatomy(
         num_layers=arguments["num_layers"],
         moe_layers=frozenset(layer for layer, has_experts in enumerate(experts) if has_experts),
@@ -135,10 +138,13 @@ def _model(rules_of: FamilyRules, given: Values) -> Model:
 
 def _config_of(rules_of: FamilyRules, arguments: Values) -> dict[str, Any]:
     family = FAMILIES[rules_of.family]
+    shared: dict[str, Any] = {one.key: arguments.get(one.argument) for one in rules_of.shared}
+    numbers = [one.key for one in rules_of.shared if one.kind == "number"]
+    shared |= {key: float(shared[key]) for key in numbers}  # transformers needs 1e4 as a float
     return {
         "architectures": [family.architecture],
         "model_type": family.name,
-        **{one.key: _json_value(one, arguments.get(one.argument)) for one in rules_of.shared},
+        **shared,
         "hidden_act": "silu",
         "attention_bias": False,
         "tie_word_embeddings": arguments.get(rules.UNTIED) is not True,
@@ -147,15 +153,10 @@ def _config_of(rules_of: FamilyRules, arguments: Values) -> dict[str, Any]:
     }
 
 
-def _json_value(shared: SharedValue, value: Any) -> Any:
-    return float(value) if shared.kind == "number" else value  # transformers needs 1e4 as a float
-
-
 def _as_published(given: Values) -> dict[str, Any]:
     """Return a configuration under the keys of published models.
 
-    transformers 5 writes ``rope_parameters`` for ``rope_theta`` and ``rope_scaling``, and
-    ``num_local_experts``.
+    transformers 5 writes ``rope_parameters`` and ``num_local_experts``.
     """
     config = dict(given)
     rope = config.pop("rope_parameters", None) or config.get("rope_scaling") or {}
@@ -169,12 +170,3 @@ def _as_published(given: Values) -> dict[str, Any]:
         if published not in config and other in config:
             config[published] = config[other]
     return config
-
-
-def _refuse(faults: list[str], where: str, what: str) -> None:
-    if faults:
-        raise ConfigError(
-            f"{where}: expected {what}, got {len(faults)} difference(s):\n"
-            + "".join(f"  {fault}\n" for fault in faults)
-            + "Nothing was converted. Megatron-Bridge converts more models."
-        )

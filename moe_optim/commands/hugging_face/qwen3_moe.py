@@ -3,8 +3,7 @@
 from typing import Any
 
 from moe_optim.commands.hugging_face import family_rules as rules
-from moe_optim.commands.hugging_face.family_rules import FamilyRules, SharedValue
-from moe_optim.commands.hugging_face.values import Values
+from moe_optim.commands.hugging_face.family_rules import FamilyRules, SharedValue, Values
 
 
 def _arguments_of(config: Values) -> dict[str, Any]:
@@ -21,7 +20,7 @@ def _arguments_of(config: Values) -> dict[str, Any]:
 
 def _config_of(arguments: Values) -> dict[str, Any]:
     has_groups, heads = arguments.get("group_query_attention"), arguments["num_attention_heads"]
-    experts = rules.layers_with_experts(arguments)
+    experts = rules.experts_of_layers(arguments)
     return {
         "num_key_value_heads": (arguments.get("num_query_groups") if has_groups else None) or heads,
         "norm_topk_prob": arguments.get("moe_router_pre_softmax") is not True,
@@ -63,11 +62,7 @@ QWEN3_MOE = FamilyRules(
         "moe_router_topk_scaling_factor": (None, 1.0),
         "moe_shared_expert_intermediate_size": (None, 0),
     },
-    config={
-        **rules.CONFIG,
-        "use_sliding_window": (False, None),
-        "rope_scaling": (None,),
-    },
+    config={**rules.CONFIG, "use_sliding_window": (False, None), "rope_scaling": (None,)},
     defaults={
         **rules.DEFAULTS,
         "decoder_sparse_step": 1,

@@ -8,7 +8,7 @@ import argparse
 import re
 from collections.abc import Sequence
 
-from moe_optim.commands.hugging_face.values import layer_faults, layers_with_experts
+from moe_optim.commands.hugging_face.family_rules import layer_faults, layers_with_experts
 from moe_optim.errors import ConfigError
 
 _REPEATED = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))

@@ -8,10 +8,8 @@ from typing import Any
 
 from moe_optim.commands.console.files import write_atomically
 from moe_optim.commands.console.tables import build_table
-from moe_optim.commands.report import plots
-from moe_optim.commands.report.page import Picture, render, write_page
+from moe_optim.commands.report.plots import Picture, plot_bars, plot_curves, render, write_page
 from moe_optim.commands.report.reading import Run, read_run, require_no_run
-from moe_optim.commands.train.events import Point
 from moe_optim.errors import ConfigError
 from moe_optim.screen import print_table, results_console
 
@@ -34,12 +32,7 @@ HEADER: Mapping[str, str] = {
 
 
 def compare(paths: Sequence[Path], out: Path) -> int:
-    """Write a page, its plots and ``compare.json``, print the table, and return 0.
-
-    Args:
-        paths: run folders, at least two.
-        out: output folder; created.
-    """
+    """Write a page, plots and ``compare.json`` of several runs, print the table, and return 0."""
     if len(paths) < 2 or len({path.resolve() for path in paths}) < len(paths):
         given = ", ".join(map(str, paths))
         raise ConfigError(
@@ -81,8 +74,8 @@ def compare(paths: Sequence[Path], out: Path) -> int:
 def figures_of(name: str, run: Run) -> dict[str, Any]:
     """Return the numbers of a run, see :data:`HEADER`.
 
-    The training loss is the mean of the last twentieth, times are medians, gathered bytes per step
-    and weight bytes are those of rank 0. Peak memory is that of the last rank, on GPUs only.
+    The training loss is the mean of the last twentieth, times are medians, bytes are those of rank
+    0. Peak memory is that of the last rank, on GPUs only.
     """
     train, held_out = run.events.train, run.events.validation
     last = [point.value for point in train[-max(1, len(train) // 20) :]]
@@ -106,27 +99,28 @@ def figures_of(name: str, run: Run) -> dict[str, Any]:
 
 
 def _losses(runs: Mapping[str, Run], unit: str) -> list[Picture]:
-    def overlay(name: str, curves: Mapping[str, Sequence[Point]], *, smooth: bool) -> Picture:
-        label = f"{name} loss ({unit})"
-        png = plots.plot_curves(curves, label, smooth=smooth)
-        alt = f"{label} of all runs over iterations"
-        return Picture(name=f"{name}-loss", png=png, alt=alt)
-
     train = {name: run.events.train for name, run in runs.items()}
     held_out = {name: run.events.validation for name, run in runs.items() if run.events.validation}
-    pictures = [overlay("training", train, smooth=True)]
-    return [*pictures, overlay("held-out", held_out, smooth=False)] if held_out else pictures
+    return [
+        plot_curves(
+            f"{kind}-loss",
+            curves,
+            f"{kind} loss ({unit})",
+            alt=f"{kind} loss ({unit}) of all runs",
+            smooth=curves is train,
+        )
+        for kind, curves in (("training", train), ("held-out", held_out))
+        if curves
+    ]
 
 
 def _bars(rows: Sequence[Mapping[str, Any]]) -> list[Picture]:
     pictures = []
     for figure in ("iterations_per_second", "gathered_bytes", "weight_bytes", "peak_bytes"):
-        unit = _MIB if figure.endswith("_bytes") else 1
-        values = {row["run"]: row[figure] / unit for row in rows if row[figure]}
-        if values:
-            png = plots.plot_bars(values, HEADER[figure])
-            alt = f"{HEADER[figure]} of each run"
-            pictures.append(Picture(name=figure.replace("_", "-"), png=png, alt=alt))
+        unit, label = _MIB if figure.endswith("_bytes") else 1, HEADER[figure]
+        if values := {row["run"]: row[figure] / unit for row in rows if row[figure]}:
+            name = figure.replace("_", "-")
+            pictures.append(plot_bars(name, values, label, f"{label} of each run"))
     return pictures
 
 

@@ -1,9 +1,12 @@
-"""Plots of runs as PNGs, about five inches wide, legible on a phone."""
+"""Pages, and plots of runs as PNGs, about five inches wide, legible on a phone."""
 
+import base64
 import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import colormaps
@@ -12,6 +15,7 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from moe_optim.commands.console.files import write_atomically
 from moe_optim.commands.report.reading import Sample
 from moe_optim.commands.train.events import Events, Point
 from moe_optim.commands.train.summary import draw_curves, smoothed
@@ -29,24 +33,35 @@ def _new(height: float = 3.0) -> tuple[Figure, Axes]:
 
 
 def _plain(text: str) -> str:
-    """Escape matplotlib's mathtext characters."""
     return text.replace("$", r"\$")
 
 
-def _png_of(figure: Figure) -> bytes:
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    return picture.getvalue()
+class Picture(NamedTuple):
+    """A PNG."""
+
+    name: str  # file name without suffix
+    png: bytes
+    alt: str
+
+    @classmethod
+    def of(cls, figure: Figure, name: str, alt: str) -> "Picture":
+        """Return a drawn figure."""
+        png = io.BytesIO()
+        figure.savefig(png, format="png")
+        return cls(name, png.getvalue(), alt)
+
+    @property
+    def url(self) -> str:
+        """Data URL of the PNG."""
+        return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marks:
     """Iterations to mark in every plot over iterations."""
 
-    spikes: tuple[int, ...] = ()
-    """Jumps of the training loss."""
-    at: int | None = None
-    """Health sample that the page shows."""
+    spikes: tuple[int, ...] = ()  # jumps of the training loss
+    at: int | None = None  # health sample that the page shows
 
 
 NO_MARKS = Marks()
@@ -63,31 +78,29 @@ def _over_iterations(axes: Axes, label: str, marks: Marks) -> None:
     axes.grid(axis="y", color="0.92")
 
 
-def plot_loss(curves: Events, unit: str, marks: Marks = NO_MARKS) -> bytes:
+def plot_loss(curves: Events, unit: str, marks: Marks) -> Picture:
     """Draw training and held-out loss."""
     figure, axes = _new()
     draw_curves(axes, curves)
     _over_iterations(axes, f"loss ({unit})", marks)
     axes.legend(frameon=False)
-    return _png_of(figure)
+    return Picture.of(figure, "loss", "Training and held-out loss over iterations")
 
 
 def plot_curves(
+    name: str,
     curves: Mapping[str, Sequence[Point]],
     label: str,
     *,
+    alt: str,
     smooth: bool = False,
     marks: Marks = NO_MARKS,
     threshold: float | None = None,
-) -> bytes:
+) -> Picture:
     """Draw scalars over iterations, one line each, with a legend for several.
 
-    Args:
-        curves: points by name; may be empty.
-        label: name of the values, with their unit.
-        smooth: whether to draw moving averages.
-        marks: iterations to mark.
-        threshold: value to draw as a line, with an axis that begins at 0; None for neither.
+    ``label`` names the values and their unit; ``smooth`` draws moving averages. A ``threshold`` is
+    a line, with an axis that begins at 0. ``alt`` is the beginning of a description.
     """
     rows = -(-len(curves) // _LEGEND_COLUMNS) if len(curves) > 1 else 0
     figure, axes = _new(3.0 + 0.18 * rows)
@@ -128,26 +141,23 @@ def plot_curves(
             fontsize=8,
             ncols=_LEGEND_COLUMNS,
         )
-    return _png_of(figure)
+    return Picture.of(figure, name, f"{alt} over iterations")
 
 
 def plot_heat_map(
-    sample: Sample, label: str, *, logarithmic: bool = False, threshold: float | None = None
-) -> bytes:
+    name: str, sample: Sample, label: str, alt: str, threshold: float | None = None
+) -> Picture:
     """Draw one value per expert: a row per linear, a column per expert.
 
-    Args:
-        sample: values to draw.
-        label: name of the values.
-        logarithmic: whether the color scale is logarithmic; zeros get the lowest color.
-        threshold: end of a color scale from 0, above which values are red; None for their range.
+    ``amax`` has a logarithmic scale, whose lowest color is that of zeros. A ``threshold`` is the
+    end of a scale from 0, above which values are red.
     """
     rows, values = len(sample.layers), sample.values
     scale: Normalize | None = None if threshold is None else Normalize(0.0, threshold)
     step = -(-rows // _MOST_LABELS)
     figure, axes = _new(1.3 + 0.22 * min(rows, _MOST_LABELS))
     positive = values[np.isfinite(values) & (values > 0)]
-    if logarithmic and len(positive) and positive.max() > positive.min():
+    if name == "amax" and len(positive) and positive.max() > positive.min():
         scale = LogNorm(float(positive.min()), float(positive.max()))
         values = np.maximum(values, positive.min())
     colors = colormaps["viridis"].with_extremes(over="tab:red")
@@ -157,10 +167,10 @@ def plot_heat_map(
     axes.set_xlabel("expert")
     axes.set_title(label, loc="left", fontsize=10)
     figure.colorbar(image, ax=axes, extend="neither" if threshold is None else "max")
-    return _png_of(figure)
+    return Picture.of(figure, name, f"Heat map: {alt} of each expert of each layer")
 
 
-def plot_bars(values: Mapping[str, float], label: str) -> bytes:
+def plot_bars(name: str, values: Mapping[str, float], label: str, alt: str) -> Picture:
     """Draw a bar for each value, the first at the top."""
     figure, axes = _new(0.9 + 0.28 * len(values))
     places = range(len(values))  # shortened names may coincide
@@ -174,9 +184,32 @@ def plot_bars(values: Mapping[str, float], label: str) -> bytes:
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
     axes.margins(x=0.18)
-    return _png_of(figure)
+    return Picture.of(figure, name, alt)
 
 
 def _named(name: str) -> str:
     """Shorten a name at its front; paths differ at their ends."""
     return _plain(name if len(name) <= _MOST_LETTERS else f"…{name[1 - _MOST_LETTERS :]}")
+
+
+def render(template: str, **context: Any) -> str:
+    """Render a template; every value of ``context`` is escaped."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("moe_optim.commands.report"),
+        autoescape=True,
+        trim_blocks=True,
+        undefined=StrictUndefined,
+    )
+    return environment.get_template(template).render(context)
+
+
+def write_page(folder: Path, html: str, pictures: Sequence[Picture]) -> Path:
+    """Write ``index.html`` and every plot as a file beside it; return the path of the page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for picture in pictures:
+        write_atomically(folder / f"{picture.name}.png", picture.png)
+    path = folder / "index.html"
+    write_atomically(path, html.encode())
+    return path

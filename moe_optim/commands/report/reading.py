@@ -18,8 +18,7 @@ from moe_optim.commands.train.summary import loss_unit
 from moe_optim.errors import ConfigError, LayoutError, quote
 from moe_optim.formats.health_figures import TAGS, THRESHOLDS, warn_of
 
-Look = tuple[int, npt.NDArray[Any]]
-"""Iteration of a health sample, and one value per expert."""
+Look = tuple[int, npt.NDArray[Any]]  # iteration of a health sample, and one value per expert
 _BY_EXPERT = "/by_expert"
 _NUMBERS = (
     *("parameters", "quantized_parameters", "test_loss", "byte_entropy", "world_size"),
@@ -39,8 +38,7 @@ class Sample:
 
     iteration: int
     layers: tuple[str, ...]
-    values: npt.NDArray[np.float32]
-    """[layers, experts]; NaN where a layer has fewer experts."""
+    values: npt.NDArray[np.float32]  # [layers, experts]; NaN where a layer has fewer experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +48,7 @@ class Run:
     name: str
     path: Path
     model: Mapping[str, Any]
-    summary: Mapping[str, Any]
-    """``summary.json``; empty for an unfinished run."""
+    summary: Mapping[str, Any]  # summary.json; empty for an unfinished run
     events: Events
 
     def points(self, tag: str) -> tuple[Point, ...]:
@@ -124,12 +121,8 @@ class Run:
 def read_run(path: Path) -> Run:
     """Read the results of a run, which may be unfinished.
 
-    Args:
-        path: run folder of ``moe-optim train``, or folder of Megatron's TensorBoard events.
-
-    Raises:
-        LayoutError: there are no events with a training loss, or a JSON file is not an object or
-            has values of other types.
+    ``path`` is a run folder, or a folder of Megatron's TensorBoard events. LayoutError without
+    events with a training loss, or for JSON of another form.
     """
     folder = RunFolder(path)
     of_events = folder.tensorboard if folder.tensorboard.is_dir() else path
@@ -166,15 +159,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def require_no_run(out: Path, *, own: Path | None = None) -> None:
-    """Refuse to write a page over the files of a run or of its report, or where it cannot be.
+    """Raise ConfigError where a page would overwrite a run or its report, or cannot be written.
 
-    Args:
-        out: folder of the page.
-        own: run whose report the page is, or None.
-
-    Raises:
-        ConfigError: ``out`` is the folder of a run, or of the report of another one; or it is not
-            writable.
+    ``own`` is the run whose report the page is, or None.
     """
     require_writable(out, expected="a folder")
     out = out.resolve()

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_optim.commands.report import plots
-from moe_optim.commands.report.page import Picture, render, write_page
-from moe_optim.commands.report.plots import Marks
+from moe_optim.commands.report.plots import Marks, Picture, render, write_page
 from moe_optim.commands.report.reading import Run, read_run, require_no_run
 from moe_optim.commands.report.verdict import find_largest, find_spikes, judge
 from moe_optim.commands.train.events import Point
@@ -32,23 +31,18 @@ _MOST_LINES = 8
 def report(path: Path, out: Path | None = None, at: int | None = None) -> int:
     """Write the report of a run folder, print the verdict and its path, and return 0.
 
-    Args:
-        path: run folder.
-        out: output folder; None for ``report`` in the run folder.
-        at: iteration up to which the run is judged, and whose last health sample is shown; None for
-            all of it.
-
-    Raises:
-        ConfigError: ``out`` cannot be written, there is no health sample up to ``at``, or the run
-            has not reached it.
+    ``out`` is ``report`` in the run folder by default. The run is judged up to iteration ``at``,
+    whose last health sample is shown; None for all of it.
     """
     out = out or RunFolder(path).report
     require_no_run(out, own=path)
     run = read_run(path)
     if at is not None and run.sample("amax", at) is None:
+        layers = run.layers_with("amax")
+        first = f"the first one at {run.looks(layers[0], 'amax')[0][0]}" if layers else "none"
         raise ConfigError(
-            f"--at {at}: expected an iteration from the first health sample on, got "
-            f"{_said_of_samples(run)}. Give another iteration, or none for the last sample."
+            f"--at {at}: expected an iteration from the first health sample on, got a run with "
+            f"{first}. Give another iteration, or none for the last sample."
         )
     if at is not None and at > (last := run.events.train[-1].iteration):
         raise ConfigError(f"--at {at}: expected at most {last}, the last iteration. Give that.")
@@ -57,12 +51,6 @@ def report(path: Path, out: Path | None = None, at: int | None = None) -> int:
     console.print(f"Was it quantization? {page.verdict}", soft_wrap=False)
     console.print(str(write_page(out, page.html, page.pictures)))
     return 0
-
-
-def _said_of_samples(run: Run) -> str:
-    layers = run.layers_with("amax")
-    first = run.looks(layers[0], "amax")[0][0] if layers else None
-    return "a run without samples" if first is None else f"a run with the first one at {first}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,13 +75,7 @@ def build_page(run: Run, at: int | None = None) -> Page:
     times = {name: ms for name, ms in run.times.items() if math.isfinite(ms) and ms > 0}
     trends = [*_looks(run, marks), *_trend(run, layers, "distance", "distance of experts", marks)]
     pictures: dict[str, list[Picture] | None] = {
-        "loss": [
-            Picture(
-                name="loss",
-                png=plots.plot_loss(run.events, run.loss_unit, marks),
-                alt="Training and held-out loss over iterations",
-            )
-        ],
+        "loss": [plots.plot_loss(run.events, run.loss_unit, marks)],
         "norm": _curves(
             run, "gradient-norm", "gradient norm", {"gradient norm": "grad-norm"}, marks
         ),
@@ -133,8 +115,7 @@ def _curves(run: Run, name: str, label: str, tags: dict[str, str], marks: Marks)
     curves = {legend: points for legend, tag in tags.items() if (points := run.points(tag))}
     if not curves:
         return []
-    png = plots.plot_curves(curves, label, marks=marks)
-    return [Picture(name=name, png=png, alt=f"{label.capitalize()} over iterations")]
+    return [plots.plot_curves(name, curves, label, alt=label.capitalize(), marks=marks)]
 
 
 def _looks(run: Run, marks: Marks) -> Iterator[Picture]:
@@ -158,14 +139,14 @@ def _looks(run: Run, marks: Marks) -> Iterator[Picture]:
             continue
         shown = sorted(most, key=lambda layer: -most[layer])[:_MOST_LINES]
         label = HEAT_MAPS[figure]
-        png = plots.plot_curves(
+        yield plots.plot_curves(
+            f"{figure}-over-time",
             {layer: points for layer, points in worst.items() if layer in shown},
             f"{label}, worst expert",
+            alt=f"{label.capitalize()} of the worst expert of each layer",
             marks=marks,
             threshold=threshold,
         )
-        alt = f"{label.capitalize()} of the worst expert of each layer over iterations"
-        yield Picture(name=f"{figure}-over-time", png=png, alt=alt)
 
 
 def _heat_maps(run: Run, at: int | None) -> Iterator[Picture]:
@@ -174,11 +155,7 @@ def _heat_maps(run: Run, at: int | None) -> Iterator[Picture]:
     for figure, label in HEAT_MAPS.items():
         sample = run.sample(figure, at)
         if sample is not None and (sample.values > 0).any():
-            png = plots.plot_heat_map(
-                sample, label, logarithmic=figure == "amax", threshold=thresholds.get(figure)
-            )
-            alt = f"Heat map: {label} of each expert of each layer"
-            yield Picture(name=figure, png=png, alt=alt)
+            yield plots.plot_heat_map(figure, sample, label, label, thresholds.get(figure))
 
 
 def _trend(run: Run, layers: list[str], figure: str, label: str, marks: Marks) -> list[Picture]:
@@ -199,8 +176,8 @@ def _tokens(run: Run, at: int | None, marks: Marks) -> Iterator[Picture]:
         return
     means = np.nanmean(sample.values, axis=1, keepdims=True)
     shares = replace(sample, values=sample.values / means)
-    png = plots.plot_heat_map(shares, "tokens, divided by the mean of the layer")
-    yield Picture(name="tokens", png=png, alt="Heat map: tokens of each expert of each layer")
+    label = "tokens, divided by the mean of the layer"
+    yield plots.plot_heat_map("tokens", shares, label, "tokens")
     layers = run.layers_with("tokens")
     yield from _trend(run, layers, "imbalance", "busiest expert, divided by the mean", marks)
 
@@ -208,5 +185,5 @@ def _tokens(run: Run, at: int | None, marks: Marks) -> Iterator[Picture]:
 def _times(times: dict[str, float]) -> Iterator[Picture]:
     if times:
         ordered = dict(sorted(times.items(), key=lambda item: -item[1]))
-        png = plots.plot_bars(ordered, "median ms per iteration")
-        yield Picture(name="time", png=png, alt="Median time of each part of an iteration")
+        alt = "Median time of each part of an iteration"
+        yield plots.plot_bars("time", ordered, "median ms per iteration", alt)

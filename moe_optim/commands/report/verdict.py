@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,28 +11,22 @@ from moe_optim.commands.report.reading import Run
 from moe_optim.commands.train.events import Point
 from moe_optim.formats.health_figures import THRESHOLDS
 
-_BEFORE = 20
-"""Losses that a loss is compared with, those right before it."""
+_BEFORE = 20  # losses that a loss is compared with, those right before it
 _FEWEST = 5
-_DEVIATIONS = 8.0
-"""Median deviations above the median at which a loss spikes."""
-_LEAST_RISE = 0.05
-"""Part of the median that a spike rises at least."""
+_DEVIATIONS = 8.0  # median deviations above the median at which a loss spikes
+_LEAST_RISE = 0.05  # part of the median that a spike rises at least
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Largest:
+class Largest(NamedTuple):
     """Largest value of a health figure over all samples, layers and experts."""
 
     figure: str
     threshold: float
-    value: float
-    """NaN if a sample is not finite."""
+    value: float  # NaN if a sample is not finite
     layer: str
     expert: int
     iteration: int
-    first_above: int | None
-    """First iteration with a value above the threshold."""
+    first_above: int | None  # first iteration with a value above the threshold
 
     @property
     def is_above(self) -> bool:
@@ -81,13 +75,13 @@ def find_largest(run: Run, at: int | None = None) -> list[Largest]:
 
 
 def _largest(run: Run, figure: str, threshold: float, at: int | None) -> Iterator[Largest]:
-    """Yield one value, or none if the figure was not sampled."""
     best: tuple[float, str, int, int] | None = None
     first: int | None = None
     for layer in run.layers_with(figure):
         norms = dict(run.looks(layer, "norm"))
         for iteration, values in run.looks(layer, figure, at):
-            values = np.where(_is_zero(norms.get(iteration), values), 0.0, values)
+            is_zero = np.isnan(values) & (norms.get(iteration, 0) == 0)  # 0 / 0 is no fault
+            values = np.where(is_zero, 0.0, values)
             if (~(values <= threshold)).any():
                 first = iteration if first is None else min(first, iteration)
             expert = int(np.argmax(np.where(np.isnan(values), np.inf, values)))
@@ -96,21 +90,7 @@ def _largest(run: Run, figure: str, threshold: float, at: int | None) -> Iterato
                 best = value, layer, expert, iteration
     if best is not None:
         value, layer, expert, iteration = best
-        yield Largest(
-            figure=figure,
-            threshold=threshold,
-            value=value,
-            layer=layer,
-            expert=expert,
-            iteration=iteration,
-            first_above=first,
-        )
-
-
-def _is_zero(norms: "np.ndarray | None", values: "np.ndarray") -> "np.ndarray":
-    """Return which experts are all zero, whose error of 0 / 0 is no fault."""
-    is_nan = np.isnan(values)
-    return is_nan if norms is None else is_nan & (norms == 0)
+        yield Largest(figure, threshold, value, layer, expert, iteration, first)
 
 
 def judge(run: Run, largest: Sequence[Largest], spikes: Sequence[int]) -> str:

@@ -47,12 +47,7 @@ def convert_expert_set(
     """
     experts = range(source.num_experts) if experts is None else experts
     target = replace(source, layout=to, num_experts=len(experts))
-    raise_faults(_tensor_faults(tensors, source))
-    raise_faults(
-        _request_faults(source, to, experts)
-        + interleave_faults(source, source_interleave)
-        + interleave_faults(target, target_interleave)
-    )
+    raise_faults(_faults(tensors, source, to, experts, source_interleave, target_interleave))
     like: Tensor = tensors[source.keys[0]]
     results = {
         key: torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -103,10 +98,8 @@ def convert_state_dict(
         prefixes=prefixes,
     )
     for source in sets:
-        faults += _tensor_faults(state, source)
-        faults += _request_faults(source, to, range(source.num_experts))
-        faults += interleave_faults(source, source_interleave)
-        faults += interleave_faults(replace(source, layout=to), target_interleave)
+        experts = range(source.num_experts)
+        faults += _faults(state, source, to, experts, source_interleave, target_interleave)
     raise_faults(faults)
     set_of = {key: source for source in sets for key in (*source.keys, *source.extra_states)}
     result: dict[str, Any] = {}
@@ -146,7 +139,14 @@ def _pieces(
     return pieces
 
 
-def _tensor_faults(tensors: Mapping[str, Any], source: ExpertSet) -> list[str]:
+def _faults(
+    tensors: Mapping[str, Any],
+    source: ExpertSet,
+    to: KeyLayout,
+    experts: range,
+    source_interleave: int | None,
+    target_interleave: int | None,
+) -> list[str]:
     given = {key: tensors[key] for key in source.keys if key in tensors}
     shapes = {k: tuple(v.shape) if isinstance(v, Tensor) else None for k, v in given.items()}
     faults = shape_faults(source, shapes)
@@ -159,11 +159,6 @@ def _tensor_faults(tensors: Mapping[str, Any], source: ExpertSet) -> list[str]:
             for key, kind in kinds.items()
             if kind != most_common
         ]
-    return faults
-
-
-def _request_faults(source: ExpertSet, to: KeyLayout, experts: range) -> list[str]:
-    faults = []
     if source.has_bias and not to.holds_biases:
         biases = (key for pattern, _, key in source.entries() if pattern.is_bias)
         faults += [
@@ -172,7 +167,12 @@ def _request_faults(source: ExpertSet, to: KeyLayout, experts: range) -> list[st
     last = source.num_experts
     if experts.step != 1 or not 0 <= experts.start < experts.stop <= last:
         faults.append(f"{source.prefix}: expected some of experts 0 to {last - 1}, got {experts}")
-    return faults
+    target = replace(source, layout=to)
+    return [
+        *faults,
+        *interleave_faults(source, source_interleave),
+        *interleave_faults(target, target_interleave),
+    ]
 
 
 def interleave_faults(expert_set: ExpertSet, interleave: int | None) -> list[str]:

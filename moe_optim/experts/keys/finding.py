@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from moe_optim.errors import LayoutError
+from moe_optim.errors import LayoutError, MoEOptimError
 from moe_optim.experts.keys.layouts import (
     LAYOUTS,
     ExpertSet,
@@ -16,15 +16,14 @@ from moe_optim.experts.keys.layouts import (
     match_key,
 )
 
-EntryShape = tuple[int, ...] | None
-"""Shape of a tensor; None for other entries."""
+EntryShape = tuple[int, ...] | None  # shape of a tensor; None for other entries
 
-MAX_EXPERTS = 65_536
-"""Maximum number of experts per layer accepted from a file."""
+MAX_EXPERTS = 65_536  # maximum number of experts per layer accepted from a file
 
 _ROUTERS = ("router.weight", "gate.weight")
 """Names of a router next to experts, in Megatron and in Hugging Face models."""
 _NUMBER = re.compile(r"\d+")
+_CONTAINER = re.compile(r"(?:.*\.)?experts\.", re.DOTALL)
 
 _Found = dict[str, tuple[KeyPattern, int | None, EntryShape]]
 """Key -> its pattern and expert in a layout, and its shape."""
@@ -112,14 +111,27 @@ def _routers_alone(keys: Collection[str], containers: Collection[str]) -> list[s
     ]
 
 
+def refuse_conversion(
+    expected: str,
+    faults: Sequence[str],
+    remedy: str = "Change these entries.",
+    *,
+    kind: type[MoEOptimError] = LayoutError,
+    unit: str = "fault(s)",
+) -> None:
+    """Raise ``kind`` with one line per fault of what was to be converted, if there are any."""
+    if faults:
+        lines = "".join(f"  {fault}\n" for fault in faults)
+        raise kind(f"{expected}, got {len(faults)} {unit}:\n{lines}Nothing was converted. {remedy}")
+
+
 def raise_faults(faults: Sequence[str]) -> None:
     """Raise one LayoutError for all faults, if any."""
-    if faults:
-        raise LayoutError(
-            f"expert keys: expected complete sets of one layout each, got {len(faults)} fault(s):\n"
-            + "".join(f"  {fault}\n" for fault in faults)
-            + "Nothing was converted. Change these entries, or name the containers to look into."
-        )
+    refuse_conversion(
+        "expert keys: expected complete sets of one layout each",
+        faults,
+        "Change these entries, or name the containers to look into.",
+    )
 
 
 def shape_faults(expert_set: ExpertSet, shapes: Mapping[str, EntryShape]) -> list[str]:
@@ -155,12 +167,16 @@ def _prefix_of(
 ) -> str | None:
     if prefixes is not None:
         return max((p for p in prefixes if key.startswith(p)), key=len, default=None)
-    components = key.split(".")
-    if "experts" in components[:-1]:
-        last = len(components) - 2 - components[-2::-1].index("experts")
-        return ".".join(components[: last + 1]) + "."
+    if prefix := container_of(key):
+        return prefix
     is_expert = is_extra_state(key) or _matches(key, layouts)
     return "" if is_expert else None
+
+
+def container_of(key: str) -> str:
+    """Return the prefix of a key through its last component ``experts.``, empty without one."""
+    found = _CONTAINER.match(key)
+    return found[0] if found else ""
 
 
 def _matches(

@@ -23,7 +23,7 @@ _CANONICAL_AXES = {  # weights; biases lack the last axis, tensors of one expert
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class KeyPattern:
     """One kind of key, and the contents of its tensor."""
 
@@ -166,12 +166,8 @@ _TABLE = {
     # pass multiplies by weight1.view(E, H, 2F) and weight2.view(E, F, H), so experts are
     # consecutive in memory although the shapes suggest columns
     "legacy": (
-        KeyPattern(
-            template="weight1", projections=_GATE_UP, axes=("E", "H", "2F"), stored=("H", "E*2F")
-        ),
-        KeyPattern(
-            template="weight2", projections=_DOWN, axes=("E", "F", "H"), stored=("E*F", "H")
-        ),
+        KeyPattern("weight1", _GATE_UP, axes=("E", "H", "2F"), stored=("H", "E*2F")),
+        KeyPattern("weight2", _DOWN, axes=("E", "F", "H"), stored=("E*F", "H")),
     ),
     # fused experts of Hugging Face models
     "hf": (*_linear(_GATE_UP, "gate_up_proj", "E 2F H"), *_linear(_DOWN, "down_proj", "E H F")),
@@ -219,7 +215,6 @@ def get_layout(name: str) -> KeyLayout:
 
 @cache
 def _regex(template: str) -> re.Pattern[str]:
-    """Match a remainder exactly."""
     return re.compile(re.escape(template).replace(re.escape("{expert}"), f"(?P<expert>{_INDEX})"))
 
 

@@ -23,6 +23,7 @@ from moe_optim.formats import (
 )
 from moe_optim.kernels.dequantize import dequantize
 from moe_optim.places import has_memory
+from moe_optim.weights.grouped_weight import GroupedWeight
 
 ONE: Mapping[str, str] = MappingProxyType(
     {
@@ -194,6 +195,13 @@ def read_values(weight: Any) -> Tensor:
         global_amax=amax,
     )
     return values.view(weight.shape)
+
+
+def plain_values(value: Any) -> Any:
+    """Return the dequantized rowwise values of a quantized weight; any other value unchanged."""
+    if isinstance(value, GroupedWeight):
+        return value.dequantize()
+    return read_values(value) if is_quantized(value) else value
 
 
 # Unsupported properties

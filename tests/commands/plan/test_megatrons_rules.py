@@ -15,8 +15,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from moe_optim.commands.plan import flags as plan_flags
 from moe_optim.commands.plan.flags import RECORD, parse_flags
 from moe_optim.commands.plan.stages import count_moe_layers
-from moe_optim.config.recipes import load_recipe
-from moe_optim.config.shipped_recipes import shipped_recipes
+from moe_optim.config.recipes import load_recipe, shipped_recipes
 from moe_optim.errors import ConfigError
 from tools.documents.megatron_flags import PLAIN, megatron_parser, recorded, spell_flags
 
