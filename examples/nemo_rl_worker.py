@@ -5,7 +5,8 @@ policy, and name the class there; NeMo-RL's own scripts do not pass the argument
 
     Policy(..., worker_extension_cls_fqn="nemo_rl_worker.MoEOptimPolicyWorker")
 
-Weights that the recipe keeps in bf16 stay so, and the step is fused.
+Weights that the recipe keeps in bf16 stay so. With `use_precision_aware_optimizer: true`, which
+most recipes set, Megatron steps them; set it to false for a fused step.
 """
 
 from typing import Any
