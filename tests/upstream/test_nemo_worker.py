@@ -8,6 +8,7 @@ an engine, streams its weights, computes probabilities of its reference, saves a
 import importlib
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +28,13 @@ WORKERS = "nemo_rl.models.policy.workers"
 STEPS, BATCH, LENGTH, VOCABULARY = 3, 4, 32, 256
 FUSIONS = ("moe_permute_fusion", "apply_rope_fusion", "bias_activation_fusion",
            "gradient_accumulation_fusion")  # fmt: skip
-OVERRIDDEN = dict.fromkeys(
-    ("masked_softmax_fusion", "bias_dropout_fusion", "persist_layer_norm",
-     "cross_entropy_loss_fusion", "moe_router_fusion"), False
-)  # fmt: skip
+OTHER_FUSIONS = ("masked_softmax_fusion", "bias_dropout_fusion", "persist_layer_norm",
+                 "cross_entropy_loss_fusion", "moe_router_fusion")  # fmt: skip
 
 
 class _Decorator(StandIn):
     def __new__(cls, *_: Any, **__: Any) -> Any:
         return lambda decorated: decorated
-
-
-def layers(config: Any, vp_stage: Any = None) -> Any:  # noqa: ARG001  # Bridge gives it
-    """Return Megatron's local layers."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
-
-
-def layers_of_stock(config: Any, vp_stage: Any = None) -> Any:
-    """Return the same, with one linear an expert."""
-    config.moe_grouped_gemm = False
-    return layers(config, vp_stage)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +57,21 @@ def hf_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer_object=tokenizer, pad_token="t1", eos_token="t2"
     ).save_pretrained(folder)
     return folder
+
+
+def _choose_layers(grouped: bool) -> None:
+    """Have Bridge describe models that a CPU trains, one linear an expert if not ``grouped``."""
+    bridge: Any = importlib.import_module("megatron.bridge").AutoBridge
+    describe = bridge.to_megatron_provider
+
+    def describe_plainly(self: Any, *args: Any, **kwargs: Any) -> Any:
+        provider = describe(self, *args, **kwargs)
+        for name in (*FUSIONS, *OTHER_FUSIONS):
+            setattr(provider, name, False)
+        provider.moe_grouped_gemm = grouped
+        return provider
+
+    bridge.to_megatron_provider = describe_plainly
 
 
 def _import(folder: Path) -> Any:
@@ -107,7 +108,6 @@ def _policy(hugging_face: Path) -> dict[str, Any]:
     chosen.train_iters, chosen.checkpoint.async_save = 10, False
     chosen.use_gloo_process_groups, chosen.attention_backend = True, "auto"
     chosen.update(dict.fromkeys(FUSIONS, False))
-    chosen.model_overrides = OVERRIDDEN
     chosen.optimizer.use_precision_aware_optimizer = False
     chosen.optimizer.lr = chosen.optimizer.min_lr = 1e-2
     chosen.scheduler.lr_warmup_iters, chosen.scheduler.lr_warmup_init = 0, 0.0
@@ -118,6 +118,7 @@ def _policy(hugging_face: Path) -> dict[str, Any]:
 
 def _start(module: Any, hugging_face: Path, knobs: dict[str, Any] | None, saved: str | None) -> Any:
     import numpy
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from transformers import AutoTokenizer
 
     import moe_optim
@@ -125,8 +126,12 @@ def _start(module: Any, hugging_face: Path, knobs: dict[str, Any] | None, saved:
     if knobs is not None:
         moe_optim.install(moe_optim.MoEOptimConfig(**knobs))
 
+    _choose_layers(grouped=knobs is not None)
+
     class Worker(module.MegatronPolicyWorkerImpl):  # type: ignore[misc]
-        _transformer_layer_spec = staticmethod(layers if knobs is not None else layers_of_stock)
+        _transformer_layer_spec = partial(
+            get_gpt_decoder_block_spec, use_transformer_engine=False, normalization="RMSNorm"
+        )
 
     ranks = int(os.environ["WORLD_SIZE"])
     sharding = importlib.import_module("nemo_rl.distributed.named_sharding").NamedSharding(
