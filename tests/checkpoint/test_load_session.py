@@ -440,3 +440,17 @@ def test_staged_values_are_those_given_in_memory_of_their_own_size(value: torch.
     assert got.dtype == value.dtype and torch.equal(got, value)
     assert got.is_contiguous()
     assert got.untyped_storage().nbytes() == value.numel() * value.itemsize
+
+
+def test_memory_that_a_save_or_a_load_has_touched_can_be_freed(tmp_path):
+    """As ``offload_to_cpu`` of DDP's buffers frees that of weights, on a CPU, too."""
+    from moe_optim.checkpoint.staging import _on_host
+
+    torch.save(torch.ones(4), tmp_path / "saved")
+    weights = torch.arange(24.0)
+    _on_host(weights[4:8])
+    with (tmp_path / "saved").open("rb") as file:
+        Archive(file).read_tensor("torch.float32", (4,), weights[:4])
+    assert torch.equal(weights[:5], torch.tensor([1.0, 1.0, 1.0, 1.0, 4.0]))
+    weights.untyped_storage().resize_(0)
+    assert not weights.untyped_storage().nbytes()
