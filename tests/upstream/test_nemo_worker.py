@@ -2,7 +2,8 @@
 an engine, streams its weights, computes probabilities of its reference, saves and resumes, whole.
 
 ``NEMO_RL_PATH`` names its checkout, and ``MEGATRON_BRIDGE_PATH`` what it imports, as in
-``tests/integration/test_bridge_package.py``. Ray, the engine and its socket are stood in for.
+``tests/integration/test_bridge_package.py``: Bridge's main, nvidia-resiliency-ext 0.6 and antlr4
+4.9.3, with Megatron's main on ``PYTHONPATH``. Ray, the engine and its socket are stood in for.
 """
 
 import importlib
@@ -24,7 +25,12 @@ from tools.stacks.stand_ins import STAND_INS
 from tools.upstream.stand_in_imports import StandIn, find_bridge, stand_in_for
 
 CHECKOUT = os.environ.get("NEMO_RL_PATH", "")
-pytestmark = pytest.mark.skipif(not (CHECKOUT and find_bridge()), reason="NEMO_RL_PATH is not set")
+pytestmark = [
+    pytest.mark.skipif(not (CHECKOUT and find_bridge()), reason="NEMO_RL_PATH is not set"),
+    pytest.mark.skipif(
+        pytest.importorskip("megatron.core").__version__ < "0.20", reason="needs megatron-core 0.20"
+    ),
+]
 WORKERS = "nemo_rl.models.policy.workers"
 ROOT = Path(__file__).parents[2]
 STEPS, BATCH, LENGTH, VOCABULARY = 3, 4, 32, 256
