@@ -5,7 +5,8 @@ policy, and name the class there; NeMo-RL's own scripts do not pass the argument
 
     Policy(..., worker_extension_cls_fqn="nemo_rl_worker.MoEOptimPolicyWorker")
 
-Weights that the recipe keeps in bf16 stay so, and the step is fused.
+Weights that the recipe keeps in bf16 stay so. With `use_precision_aware_optimizer: true`, which
+most recipes set, Megatron steps them; set it to false for a fused step.
 """
 
 from typing import Any
@@ -28,3 +29,8 @@ class MoEOptimPolicyWorker(MegatronPolicyWorkerImpl):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         moe_optim.install(moe_optim.MoEOptimConfig())  # before the model is built
         super().__init__(*args, **kwargs)
+
+    def _iter_params_with_optional_kv_scales(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather the weights of the last step, which overlap_param_gather leaves to the next."""
+        self.model.start_param_sync(force_sync=True)
+        yield from super()._iter_params_with_optional_kv_scales(*args, **kwargs)

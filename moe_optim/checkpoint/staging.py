@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from moe_optim.checkpoint.files.archives import bytes_of
 from moe_optim.checkpoint.files.metadata import MAX_CUT_AXES, require_cover
 from moe_optim.integration.agreement import agree
 from moe_optim.integration.engine import original
@@ -337,5 +338,5 @@ def _on_host(value: Tensor) -> Tensor:
         return value
     if type(value) is not Tensor or not is_contiguous or not value.numel():
         return value.clone(memory_format=torch.contiguous_format)
-    memory = torch.from_numpy(value.view(-1).view(torch.uint8).numpy())  # a storage of its own
+    memory = torch.frombuffer(bytes_of(value), dtype=torch.uint8)  # a storage of its own
     return memory.view(value.dtype).view(value.shape)

@@ -259,6 +259,11 @@ def _broadcast(func: Any, tensors: list[Tensor], *args: Any) -> Any:
     if not isinstance(tensors[0], GroupedWeight):
         return NotImplemented
     storage = tensors[0].quantized_storage
+    if _is_parameter(tensors[0]):  # as launchers send weights to ranks that receive bf16
+        raise StateError(
+            f"{storage.name}: broadcast: expected `.data` of a parameter, which every rank has in "
+            "the same format, got the parameter. Send its values, dequantize(), to other tensors."
+        )
     storage.require_writable()
     if storage.initial is not None:  # may be on the host
         storage.initial = storage.initial.to(storage.device)

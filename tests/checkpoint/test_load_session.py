@@ -414,3 +414,17 @@ def _fail_to_exchange(folder: Path) -> str:
 def test_a_rank_that_was_to_receive_what_another_failed_to_read_does_not_step(found):
     """It would wait for the other, which does not step."""
     assert all("that a failed load of" in said for said in found(2, "not exchanged"))
+
+
+def test_memory_that_a_save_or_a_load_has_touched_can_be_freed(tmp_path):
+    """As ``offload_to_cpu`` of DDP's buffers frees that of weights, on a CPU, too."""
+    from moe_optim.checkpoint.staging import _on_host
+
+    torch.save(torch.ones(4), tmp_path / "saved")
+    weights = torch.arange(24.0)
+    _on_host(weights[4:8])
+    with (tmp_path / "saved").open("rb") as file:
+        Archive(file).read_tensor("torch.float32", (4,), weights[:4])
+    assert torch.equal(weights[:5], torch.tensor([1.0, 1.0, 1.0, 1.0, 4.0]))
+    weights.untyped_storage().resize_(0)
+    assert not weights.untyped_storage().nbytes()

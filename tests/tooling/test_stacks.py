@@ -1,13 +1,20 @@
 """Ranks of training stacks, forked from one process, and what is told of one that stops."""
 
 import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
+from tools.stacks.__main__ import main
+from tools.stacks.environment import ROOT, TESTS
 from tools.stacks.ranks import STOPPED
 from tools.stacks.ranks import run_ranks as fork_ranks
+from tools.stacks.stand_ins import STAND_INS
 
 
 def _sum_of_ranks(name):
@@ -31,3 +38,44 @@ def test_ranks_give_the_first_ones_result_or_where_they_stopped(tmp_path):
     assert place.startswith("tests/tooling/test_stacks.py:")
     assert reason == "KeyError: 'a stack stops here'"
     assert (tmp_path / "sum/1.log").read_text() == "said by 1\n"
+
+
+def test_a_stack_has_tests_and_stand_ins():
+    assert TESTS.keys() == STAND_INS.keys()
+    assert all(
+        (ROOT / "tests/upstream" / name).is_file() for names in TESTS.values() for name in names
+    )
+
+
+def _commit(folder, content):
+    (folder / "code.py").write_text(content)
+    name = ["-c", "user.name=one", "-c", "user.email=one@example.org"]
+    for words in (["init", "-q"], ["add", "."], [*name, "commit", "-qm", "Add code"]):
+        subprocess.run(["git", "-C", folder, *words], check=True)
+
+
+def test_its_tests_are_given_the_newest_commit_of_a_repository(tmp_path, monkeypatch):
+    """With one command, that tells where the code is, and of what it imports."""
+    _commit(tmp_path, "code = 1\n")
+    (tmp_path / "packages").mkdir()
+    started, run = [], subprocess.run
+
+    def watch(command, **options):
+        if "pytest" not in command:
+            return run(command, **options)
+        variables = options["env"]
+        code = Path(variables["VERL_PATH"], "code.py").read_text()
+        started.append((command[-2:], code, variables["MEGATRON_BRIDGE_PATH"]))
+        return SimpleNamespace(returncode=3)
+
+    monkeypatch.setattr(subprocess, "run", watch)
+    words = ["verl", "--source", str(tmp_path / ".git"), "--install", str(tmp_path / "packages")]
+    assert main(words) == 3
+    tests = ["tests/upstream/test_verl.py", "tests/upstream/test_verl_engine.py"]
+    assert started == [(tests, "code = 1\n", str(tmp_path / "packages"))]
+
+
+def test_a_stack_without_its_code_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["slime"])
+    assert "slime: expected --source" in capsys.readouterr().err

@@ -77,3 +77,25 @@ def test_quantized_experts_are_sent_in_bf16_with_the_values_they_have(
     knobs = {"format": "mxfp8_2d", "expert_layout": "indexed"}
     for rank in _run(launcher, hf_checkpoint, knobs, "--expert-model-parallel-size", "2"):
         assert_same_tensors(rank["sent"], values_of(rank["exported"]), what="sent")
+
+
+MILES = pytest.mark.skipif(not CHECKOUTS["miles"], reason="MILES_PATH names no checkout")
+FROM_MASTERS = [f"--{check}rematerialize-param-from-master-weight" for check in ("", "check-")]
+
+
+@MILES
+def test_miles_restores_bf16_experts_from_their_masters(hf_checkpoint: Path):
+    """It compares hashes of all weights, and sends what it sends of copies on the host."""
+    knobs = {"format": "bf16", "expert_layout": "indexed"}
+    copied = _run("miles", hf_checkpoint, knobs)
+    for rank, kept in zip(_run("miles", hf_checkpoint, knobs, *FROM_MASTERS), copied, strict=True):
+        assert rank["losses"] == kept["losses"]
+        assert_same_tensors(rank["sent"], kept["sent"], what="sent")
+
+
+@MILES
+def test_miles_is_refused_quantized_experts_in_place_of_their_copies(hf_checkpoint: Path):
+    """Ranks that receive tensors in bf16 would take their bytes for values."""
+    knobs = {"format": "mxfp8_2d", "expert_layout": "indexed"}
+    with pytest.raises(AssertionError, match=r"StateError: .*dequantize\(\)"):
+        _run("miles", hf_checkpoint, knobs, *FROM_MASTERS, "--expert-model-parallel-size", "2")

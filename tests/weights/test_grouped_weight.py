@@ -431,6 +431,20 @@ def test_broadcast_sends_the_buffers():
             assert_bytes_equal(initial, drawn)
 
 
+def _broadcast_a_parameter():
+    dist.init_process_group("gloo")
+    weight = torch.nn.Parameter(make_weight(seed=0), requires_grad=False)
+    with pytest.raises(StateError, match=r"broadcast: expected `\.data`.*dequantize\(\)"):
+        dist.broadcast(weight, src=0, async_op=True)
+    return True
+
+
+def test_a_broadcast_of_a_parameter_is_refused():
+    """Receivers would take its buffers for bf16: slime and miles broadcast such to plain tensors,
+    where `--rematerialize-param-from-master-weight` gives them the parameters of the model."""
+    assert run_ranks(1, _broadcast_a_parameter) == [True]
+
+
 PICKLES = {
     "pickle": lambda w: pickle.loads(pickle.dumps(w)),
     "copyreg protocol 2": lambda w: pickle.loads(pickle.dumps(w, protocol=2)),

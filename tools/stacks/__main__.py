@@ -2,10 +2,16 @@
 
     python -m tools.stacks bridge [--path FOLDERS] [--recipes NAMES] [--formats NAMES]
         [--ranks NUMBERS] [--gpus] [--at-once CASES] [--logs FOLDER] [--json FILE]
+    python -m tools.stacks slime|miles|verl|nemo_rl --source FOLDER [--path FOLDERS]
+        [--install FOLDER]
 
-Run it with the Python of an environment that holds the stack, or name folders with it and all that
-it imports, separated by colons. The record keeps other cases of the same commit, so that a
-run can be done in parts. With --gpus a rank has a GPU of its own, and layers are Transformer
+The second form runs the tests that call the stack's own code, on CPU ranks. The source is a work
+tree, or a repository without one. verl and NeMo-RL import Megatron-Bridge and other packages:
+--install has pip put them into a folder, unless it exists, and --path names folders that hold them.
+
+Run the first form with the Python of an environment that holds the stack, or name folders with it
+and all that it imports, separated by colons. The record keeps other cases of the same commit, so
+that a run can be done in parts. With --gpus a rank has a GPU of its own, and layers are Transformer
 Engine's; otherwise ranks are CPU processes. Exit status: 1 if a case of the plug-in stops where
 stock does not.
 """
@@ -22,10 +28,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tools.stacks.environment import TESTS, install_packages, run_tests, unpack
+
 
 def main(words: Sequence[str]) -> int:
     """Run the cases that the command line names; return the exit status."""
     args = _parse(words)
+    if args.stack != "bridge":
+        return _run_tests(args)
     sys.path[:0] = args.path.split(":") if args.path else []
     from benchmarks.provenance import begin_report
     from tools.stacks import bridge
@@ -60,8 +70,10 @@ def main(words: Sequence[str]) -> int:
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.stacks")
-    parser.add_argument("stack", choices=["bridge"])
-    parser.add_argument("--path", help="folders with the stack, separated by colons")
+    parser.add_argument("stack", choices=["bridge", *TESTS])
+    parser.add_argument("--path", help="folders with packages of the stack, separated by colons")
+    parser.add_argument("--source", type=Path, help="folder with the stack's code; not for bridge")
+    parser.add_argument("--install", type=Path, metavar="FOLDER", help="for what --path names")
     parser.add_argument("--recipes", nargs="+")
     parser.add_argument("--formats", nargs="+")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
@@ -69,7 +81,19 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=1, metavar="CASES", help="with --gpus")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "stacks")
     parser.add_argument("--json", type=Path)
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    if args.stack != "bridge" and args.source is None:
+        parser.error(f"{args.stack}: expected --source with the folder of its code")
+    return args
+
+
+def _run_tests(args: argparse.Namespace) -> int:
+    packages = args.path
+    if args.install:
+        install_packages(args.install)
+        packages = ":".join(filter(None, [packages, str(args.install)]))
+    with tempfile.TemporaryDirectory(prefix=f"{args.stack}-") as folder:
+        return run_tests(args.stack, unpack(args.source.resolve(), Path(folder)), packages)
 
 
 def _stopped_alone(cases: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -156,6 +156,8 @@ def standing_in(
         importlib.invalidate_caches()
 
 
-def stand_in_for(packages: Collection[str]) -> None:
-    """Make these packages stand-ins for the rest of the process."""
-    sys.meta_path.insert(0, _Hidden(packages, _Loader({})))
+def stand_in_for(
+    packages: Collection[str], bases: Mapping[str, type[StandIn]] | None = None
+) -> None:
+    """Make these packages stand-ins for the rest of the process; bases as in ``standing_in``."""
+    sys.meta_path.insert(0, _Hidden(packages, _Loader(bases or {})))

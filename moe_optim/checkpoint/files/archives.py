@@ -8,6 +8,7 @@ offsets in the archive's table into memory of the expected size; nothing is unpi
 that only the archive states is allocated.
 """
 
+import ctypes
 import os
 import struct
 import zipfile
@@ -157,7 +158,7 @@ class Archive:
             memory = into.view(-1).view(torch.uint8)
         else:
             memory = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
-        self._read(self.records[tensor.record], memoryview(memory.numpy()))
+        self._read(self.records[tensor.record], bytes_of(memory))
         values = memory.view(getattr(torch, dtype.removeprefix("torch.")))
         values = values.as_strided(shape, tensor.stride, tensor.start)
         return values.contiguous() if into is None or tensor.is_plain else into.copy_(values)
@@ -210,6 +211,19 @@ class Archive:
         if first != _FIRST or name != record.orig_filename:
             raise zipfile.BadZipFile(f"record {record.filename!r} is not where the table has it")
         return record.header_offset + _HEADER_FORM.size + int(of_name + of_extra)
+
+
+def bytes_of(tensor: "Tensor") -> memoryview:
+    """Return the writable bytes of a contiguous CPU tensor, which they keep alive.
+
+    ``Tensor.numpy`` gives them, too, and makes ``resize_`` of the storage fail from then on, which
+    offloading the buffers of DDP calls.
+    """
+    if not tensor.numel():
+        return memoryview(bytearray())
+    memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor
+    return memoryview(memory).cast("B")
 
 
 def reason_of(error: Exception) -> str:

@@ -17,13 +17,10 @@ from typing import Any
 
 import torch
 
+from tools.stacks.stand_ins import STAND_INS
 from tools.upstream.stand_in_imports import stand_in_for
 
 SAMPLES = 4
-HIDDEN = (
-    "ray", "sglang", "sglang_router", "wandb", "httpx", "pylatexenc", "fastapi", "uvicorn",
-    "polars", "starlette", "setproctitle", "pybase64", "openai", "aiohttp", "zstandard", "mooncake",
-)  # fmt: skip
 SETUP: Mapping[str, Any] | None = None
 """Knobs of the plug-in, or None for stock; set before the actor calls :func:`install`."""
 
@@ -175,7 +172,7 @@ def _import(launcher: str, checkout: str) -> tuple[Any, Any]:
 
     install_runtime()
     _stand_in()
-    stand_in_for(HIDDEN)
+    stand_in_for(STAND_INS[launcher])
     sys.path.insert(0, checkout)
     if launcher == "slime":
         accelerator = importlib.import_module("slime.utils.accelerator")

@@ -1,0 +1,65 @@
+"""Runs a stack's opt-in tests: unpacks its source, installs what it imports, sets variables."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+TESTS: Mapping[str, tuple[str, ...]] = {
+    "slime": ("test_actors.py", "test_launchers.py"),
+    "miles": ("test_actors.py", "test_launchers.py"),
+    "verl": ("test_verl.py", "test_verl_engine.py"),
+    "nemo_rl": ("test_nemo_rl.py", "test_nemo_worker.py"),
+}
+"""Files in ``tests/upstream`` by stack."""
+PACKAGES = (
+    "accelerate==1.15.0", "antlr4-python3-runtime==4.9.3", "cloudpickle==3.1.3",
+    "datasets==5.2.0", "dill==0.4.1", "httpx==0.28.1", "hydra-core==1.3.8",
+    "megatron-bridge==0.6.2", "msgspec==0.22.0", "multiprocess==0.70.19",
+    "nvidia-modelopt==0.47.0", "nvidia-resiliency-ext==0.4.1", "orjson==3.13.0", "pandas==3.1.1",
+    "peft==0.21.2", "pulp==4.2.0", "pyarrow==26.0.1", "pyvers==0.2.3", "tensordict==0.15.3",
+    "torchdata==0.11.0", "xxhash==4.1.0",
+)  # fmt: skip
+"""What verl and NeMo-RL import beside the development environment and stand-ins."""
+ROOT = Path(__file__).parents[2]
+
+
+def unpack(source: Path, folder: Path) -> Path:
+    """Return a folder with the stack's files.
+
+    Args:
+        source: work tree, returned as is, or repository without one.
+        folder: target of the files of a repository's newest commit.
+    """
+    if not (source / "HEAD").is_file():
+        return source
+    folder.mkdir(parents=True, exist_ok=True)
+    archive = subprocess.run(
+        ["git", "-C", source, "archive", "HEAD"], check=True, stdout=subprocess.PIPE
+    )
+    subprocess.run(["tar", "-x", "-C", folder], check=True, input=archive.stdout)
+    return folder
+
+
+def install_packages(folder: Path) -> None:
+    """Install :data:`PACKAGES` without their dependencies, unless the folder exists."""
+    if not folder.is_dir():
+        pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(folder)]
+        subprocess.run([*pip, *PACKAGES], check=True)
+
+
+def run_tests(stack: str, source: Path, packages: str | None) -> int:
+    """Return the exit status of pytest.
+
+    Args:
+        stack: key of :data:`TESTS`.
+        source: folder with the stack's files.
+        packages: folders with Megatron-Bridge and what it imports, separated by colons.
+    """
+    variables = {f"{stack.upper()}_PATH": str(source), "OMP_NUM_THREADS": "1"}
+    if packages:
+        variables["MEGATRON_BRIDGE_PATH"] = packages
+    files = [f"tests/upstream/{name}" for name in TESTS[stack]]
+    pytest = [sys.executable, "-m", "pytest", "-n", "0", "-rs", *files]
+    return subprocess.run(pytest, cwd=ROOT, env=os.environ | variables).returncode
