@@ -6,12 +6,13 @@ over.
 
 import argparse
 import ast
+import copy
 import io
 import os
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +21,10 @@ from typing import Any, NoReturn
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, MoEOptimError, closest
 from moe_optim.integration import script_arguments
+from moe_optim.integration.argument_checks import collecting, failed_checks, is_of_ranks
 from moe_optim.integration.arguments import FLAG, config_from_argv, ranks_multiple
 from moe_optim.integration.argv import without_options
-from moe_optim.integration.engine import apply_patches, patch_state, revert_patches
+from moe_optim.integration.engine import apply_patches, original, patch_state, revert_patches
 from moe_optim.integration.first_iteration import LayerSpec, later_refusals, schedule_refusals
 from moe_optim.integration.installation import installed_config
 from moe_optim.integration.patches import CONFIGURATIONS, PATCHES, SCRIPT
@@ -55,8 +57,7 @@ def list_faults(
 ) -> list[str]:
     """Return all faults of a command line, with remedies.
 
-    Nothing is installed, allocated or communicated, and Megatron's output is discarded. Megatron's
-    own argument checks report only their first fault.
+    Nothing is installed, allocated or communicated, and Megatron's output is discarded.
 
     Args:
         run: callable in which Megatron parses and validates ``sys.argv[1:]``; it does not return.
@@ -77,7 +78,8 @@ def _list_faults(
     states = {patch.id: patch_state(patch) for patch in PATCHES}
     if broken := [f"{name}: {state}" for name, state in states.items() if "broken" in state]:
         return [f"patch {fault}. Run `moe-optim doctor`." for fault in broken]
-    checks = (script_arguments.require_transformer_engine, *checks)
+    of_script = script_arguments.require_evaluation_of_script
+    checks = (script_arguments.require_transformer_engine, of_script, *checks)
     dry_run = DryRun(argv, checks, layer_spec)
     apply_patches(SCRIPT, _HOLDER)
     script_arguments.set_observer(dry_run)
@@ -170,18 +172,8 @@ class DryRun:
                 if flag not in self._dropped:
                     self.faults.append(f"{flag}: expected a value, got none. Give the flag.")
                 setattr(args, name, value)  # to check the rest
-        is_settled = True
-        try:
-            if "WORLD_SIZE" not in os.environ:  # no launcher: assume the minimum number of ranks
-                args.world_size = _fewest_ranks(args)
-            args = validate()
-        except Exception as error:  # assertions, and errors from unexpected values
-            is_settled = False
-            self.faults.append(_of_megatron(error))
-            if args.yaml_cfg is not None:  # the sections are not flattened
-                self._add("Of the rest of the file nothing is known yet.")
-                raise _CheckedError from None
         is_given = not self.faults
+        args, is_settled = self._validate(args, defaults, validate)
         config = self._config or installed_config()
         own = [
             script_arguments.make_muon_distributed,
@@ -207,8 +199,36 @@ class DryRun:
             self.faults += [_of_megatron(error) for error in foreseen]
         raise _CheckedError
 
+    def _validate(
+        self, args: Any, defaults: Mapping[str, Any], validate: Callable[[], Any]
+    ) -> tuple[Any, bool]:
+        """Return validated arguments, and whether Megatron accepts them; collects its faults.
+
+        With a number of ranks that it refuses, those of the minimum.
+        """
+        try:
+            if "WORLD_SIZE" not in os.environ:  # no launcher: assume the minimum number of ranks
+                args.world_size = _fewest_ranks(args)
+            before = copy.deepcopy(args)
+            return validate(), True
+        except Exception as first:  # assertions, and errors from unexpected values
+            error = first
+            if args.yaml_cfg is not None:  # the sections are not flattened
+                self.faults.append(_of_megatron(error))
+                self._add("Of the rest of the file nothing is known yet.")
+                raise _CheckedError from None
+        stock = original("megatron.training.arguments:validate_args")
+        errors = failed_checks(stock, tried := copy.deepcopy(before), defaults) or [error]
+        further = errors
+        if is_of_ranks(errors[-1]):
+            before.world_size = _fewest_ranks(before)
+            further = failed_checks(stock, tried := before, defaults)
+        self.faults += dict.fromkeys(map(_of_megatron, [*errors, *further]))
+        return tried, not further
+
     def _configure(self, args: Any, *, is_settled: bool) -> tuple[Any, Any, Any]:
         """Return the configurations of optimizer, DDP and model; None if Megatron refuses them."""
+        from megatron.core.transformer import TransformerConfig
         from megatron.training.argument_utils import core_transformer_config_from_args
         from megatron.training.training import (
             get_megatron_ddp_config,
@@ -220,8 +240,11 @@ class DryRun:
             try:
                 return config(args)
             except Exception as error:  # an assertion
-                if is_settled:  # else a consequence of the first fault
-                    self.faults.append(_of_megatron(error))
+                if is_settled:  # else a consequence of the faults before
+                    checks = collecting(TransformerConfig, "__post_init__")
+                    with checks as errors, suppress(Exception):
+                        config(args)
+                    self.faults += dict.fromkeys(map(_of_megatron, errors or [error]))
                 return None
 
         optimizer = make(lambda args: get_megatron_optimizer_config(args)[0])
@@ -327,7 +350,7 @@ def _of_megatron(error: Exception) -> str:
     said = " ".join(text.split()).rstrip(".") or _failed_line(error)
     if isinstance(error, MoEOptimError):
         return f"refused by moe_optim: {said}."
-    if said == "assert not args.bf16":
+    if said in ("assert not args.bf16", "assert not args.fp16"):
         return "--fp16 and --bf16 exclude each other. Remove one."
     if _NEEDS_TE.search(said) and script_arguments.has_no_transformer_engine():
         return (

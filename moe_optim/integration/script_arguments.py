@@ -78,6 +78,7 @@ def _settle(args: Any, defaults: Mapping[str, Any], validate: Callable[..., Any]
         settle_optimizer(settled)
         require_megatron_checkpoint(settled)
     require_transformer_engine(settled)
+    require_evaluation_of_script(settled)
     return settled
 
 
@@ -136,6 +137,28 @@ def require_megatron_checkpoint(args: Any) -> None:
             f"which Megatron would train random weights. Run `moe-optim convert --to megatron "
             f"{load} DIR`, and give --load DIR."
         )
+
+
+def require_evaluation(args: Any) -> None:
+    """Raise ConfigError for flags of evaluation with which Megatron's ``pretrain`` cannot count.
+
+    It divides by the interval once the model is built. ``args`` are validated.
+    """
+    is_divided = not (args.full_validation or args.skip_train)
+    if is_divided and not args.eval_interval:
+        raise ConfigError(
+            f"--eval-interval: expected a number of iterations above 0, got {args.eval_interval}, "
+            "by which Megatron divides once the model is built. Give --eval-interval N; with "
+            "--eval-iters 0, too, which evaluates nothing."
+        )
+
+
+def require_evaluation_of_script(args: Any) -> None:
+    """Call :func:`require_evaluation` if the main script has imported Megatron's ``pretrain``."""
+    pretrain = getattr(sys.modules["__main__"], "pretrain", None)
+    is_megatrons = getattr(pretrain, "__module__", None) == "megatron.training.training"
+    if is_megatrons and not _is_of_file(args):
+        require_evaluation(args)
 
 
 def has_no_transformer_engine() -> bool:

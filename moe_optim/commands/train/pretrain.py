@@ -132,9 +132,11 @@ def check(argv: Sequence[str]) -> list[str]:
 
     from moe_optim.commands.train.layer_spec import layer_spec
     from moe_optim.integration.preflight import list_faults
+    from moe_optim.integration.script_arguments import require_evaluation
 
     parse = partial(parse_and_validate_args, extra_args_provider=add_moe_optim_arguments)
-    return list_faults(parse, argv, refuse_unsupported, layer_spec=layer_spec)
+    checks = refuse_unsupported, require_evaluation
+    return list_faults(parse, argv, *checks, layer_spec=layer_spec)
 
 
 def train(argv: Sequence[str]) -> None:
