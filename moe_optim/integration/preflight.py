@@ -19,12 +19,12 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from moe_optim.config import MoEOptimConfig
-from moe_optim.errors import ConfigError, MoEOptimError, closest
+from moe_optim.errors import ConfigError, MoEOptimError
 from moe_optim.integration import script_arguments
 from moe_optim.integration.argument_checks import collecting, failed_checks, is_of_ranks
 from moe_optim.integration.arguments import FLAG, config_from_argv, ranks_multiple
-from moe_optim.integration.argv import without_options
 from moe_optim.integration.engine import apply_patches, original, patch_state, revert_patches
+from moe_optim.integration.faulty_flags import FaultyFlags
 from moe_optim.integration.first_iteration import LayerSpec, later_refusals, schedule_refusals
 from moe_optim.integration.installation import installed_config
 from moe_optim.integration.patches import CONFIGURATIONS, PATCHES, SCRIPT
@@ -43,10 +43,6 @@ _BUILDERS = {"pretrain", "DistributedDataParallel", "get_model", "setup_model_an
 
 class _CheckedError(BaseException):
     """Ends a script after the check; a BaseException, which scripts do not catch."""
-
-
-class _ArgumentError(Exception):
-    """Replaces argparse's exit."""
 
 
 def list_faults(
@@ -140,14 +136,15 @@ class DryRun:
         self.faults: list[str] = []
         self._argv, self._checks, self._layer_spec = list(argv), checks, layer_spec
         self._config: MoEOptimConfig | None = None
-        self._dropped: set[str] = set()  # flags with invalid values
+        self._dropped: set[str] = set()
 
     def parse(self, parser: argparse.ArgumentParser, *, takes_unknown: bool) -> argparse.Namespace:
         """Return arguments with faulty ones removed and misspelled ones corrected."""
-        argv = self._argv if takes_unknown else self._mend_names(parser, self._argv)
-        args, argv, rest = self._parse_rest(parser, argv)
-        if rest and not takes_unknown:
-            self.faults.append(f"{' '.join(rest)}: belongs to no flag. Remove it.")
+        faulty = FaultyFlags(parser, self._argv, takes_unknown=takes_unknown)
+        self.faults += faulty.faults
+        args, argv, self._dropped = faulty.args, faulty.argv, faulty.dropped
+        if args is None:
+            raise _CheckedError
         try:
             self._config = config_from_argv(argv)
         except ConfigError as error:
@@ -273,51 +270,6 @@ class DryRun:
     def _add(self, note: str) -> None:
         self.faults[-1] += f" {note}"
 
-    def _mend_names(self, parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-        """Return ``argv`` with unknown flags replaced by the closest known one, or removed."""
-        known = [name for name in parser._option_string_actions if name.startswith("--")]
-        mended: list[str] = []
-        is_kept = True
-        for word in argv:
-            flag, equals, value = word.partition("=")
-            if not flag.startswith("--") or flag in known or flag == "--":
-                if is_kept or flag.startswith("--"):
-                    mended.append(word)
-                    is_kept = True
-                continue
-            meant = closest(flag, known, likeness=0.75)  # all share a prefix
-            remedy = f"Write {meant}, the closest one" if meant else "Remove it"
-            self.faults.append(f"{flag}: no such flag. {remedy}.")
-            is_kept = meant is not None
-            mended += [f"{meant}{equals}{value}"] if meant else []
-        return mended
-
-    def _parse_rest(
-        self, parser: argparse.ArgumentParser, argv: list[str]
-    ) -> tuple[argparse.Namespace, list[str], list[str]]:
-        """Parse, dropping flags with invalid values one by one.
-
-        Returns the arguments, the words they were parsed from, and words that belong to no flag.
-        """
-        parser.exit_on_error = False
-        parser.error = _raise  # type: ignore[method-assign]
-        while True:
-            try:
-                args, rest = argparse.ArgumentParser.parse_known_args(parser, argv)
-            except argparse.ArgumentError as error:
-                self.faults.append(f"{error}. Change the value.".replace("argument ", "", 1))
-                flags = set((error.argument_name or "").split("/"))
-                shorter = without_options(argv, flags)
-                if len(shorter) == len(argv):  # not caused by a flag: stop here
-                    raise _CheckedError from None
-                argv = shorter
-                self._dropped |= flags
-            except (_ArgumentError, AssertionError) as error:
-                self.faults.append(f"{error}.")
-                raise _CheckedError from None
-            else:
-                return args, argv, rest
-
 
 def _fewest_ranks(args: Any) -> int:
     sizes = {} if args.yaml_cfg is None else vars(args.model_parallel)
@@ -372,10 +324,6 @@ def _failed_line(error: Exception) -> str:
     """Return the source line of an assertion without a message."""
     *_, last = traceback.extract_tb(error.__traceback__) or [None]
     return last.line if last and last.line else type(error).__name__
-
-
-def _raise(message: str) -> NoReturn:
-    raise _ArgumentError(message)
 
 
 def _missing(args: argparse.Namespace) -> dict[str, int]:

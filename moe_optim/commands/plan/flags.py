@@ -41,7 +41,7 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     installed = find_package("megatron-core")
     if installed is None or is_recorded(installed):
         try:
-            return _recorded_parser().parse_args(list(argv))
+            return recorded_parser().parse_args(list(argv))
         except ConfigError:
             if installed is None:
                 raise
@@ -78,8 +78,8 @@ def _read_record() -> Any:
     return json.loads(RECORD.read_text(encoding="utf-8"))
 
 
-@functools.cache
-def _recorded_parser() -> argparse.ArgumentParser:
+def recorded_parser() -> argparse.ArgumentParser:
+    """Return a parser of the recorded flags."""
     parser = FlagsParser(allow_abbrev=False)
     for flag in _read_record()["flags"]:
         words: dict[str, Any] = {

@@ -25,7 +25,7 @@ from moe_optim.commands.plan.experts import MOST_RANKS, PlannedExperts, plan_exp
 from moe_optim.commands.plan.gpus import GPUS, STEP, Hardware
 from moe_optim.commands.plan.rows import plan_rows
 from moe_optim.commands.plan.saves import count_save, explain_save
-from moe_optim.commands.plan.step_times import FUSED_ERROR
+from moe_optim.commands.plan.step_times import FUSED_ERROR, UTILIZATION
 from moe_optim.commands.plan.tables import build_tables
 from moe_optim.config.recipes import Recipe, load_recipe
 from moe_optim.errors import ConfigError
@@ -181,6 +181,11 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
         notes.append(
             f"step: estimated without all-gather; the estimate is within {FUSED_ERROR:.0%} of our "
             f"H100 and H200 runs in blockwise FP8{', not measured on Blackwell' * is_blackwell}"
+        )
+        notes.append(
+            "iteration: not estimated; a plan counts neither GEMMs nor activations, and those runs "
+            f"reached at most {UTILIZATION:.0%} of the bf16 peak, too little to derive it from. "
+            "`python -m benchmarks step RECIPE` measures it"
         )
     if report["not_counted"]:
         notes.append(f"model: dense weights are not counted: {report['not_counted']}")

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from moe_optim.commands.train.dataset import (
     load_dataset,
     standard_library_text,
 )
+from moe_optim.commands.train.early_check import list_early_faults
 from moe_optim.commands.train.run_folder import (
     RunFolder,
     claim,
@@ -138,8 +140,7 @@ class _Training:
             format = spell_format(self.recipe.moe_optim.format, self.megatron_argv)
             weights = f"{format} expert weights"
         self._say(f"{self.recipe.path}: {weights}, run folder {self.folder.path}")
-        cpu = self._use_cpu()
-        self._check_flags(cpu)
+        cpu = self._check_flags()
         resumed_from = self._resume_point() if self.args.resume else None
         dataset = self._prepare_dataset()
         began = time.monotonic()
@@ -178,33 +179,26 @@ class _Training:
         if not self.args.quiet:
             self.console.print(line, markup=False, highlight=False)
 
-    def _use_cpu(self) -> bool:
-        import torch
-
-        gpus = torch.cuda.device_count()  # through NVML: no context on the ranks' GPUs
-        if self.args.cpu or gpus == 0:
-            return True
-        if self.ranks > gpus:
-            raise ConfigError(
-                f"ranks: expected at most one per GPU, got {self.ranks} for {gpus} GPUs. "
-                "Use --ranks, or --cpu."
-            )
-        return False
-
-    def _check_flags(self, cpu: bool) -> None:
-        """Refuse flags with which no rank could start, listing all of them."""
-        from moe_optim.commands.train.launcher import python_command, rank_environment
-
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(self.ranks)}
+    def _check_flags(self) -> bool:
+        """Refuse flags with which no rank could start, listing all; return whether CPUs train."""
+        argv = self._rank_arguments(None, cpu=True)
+        where = f"{self.recipe.path} and flags after --"
+        raise_faults(where, list_early_faults(argv))
+        environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(self.ranks)}
         done = subprocess.run(
-            python_command(RANK_MODULE, "--check", *self._rank_arguments(None, cpu)),
-            env={**os.environ, **rank_environment(self.ranks, cpu=cpu), **alone},
+            [sys.executable, "-m", RANK_MODULE, "--check", *argv],
+            env=environment | ({"MOE_OPTIM_CPU": "1"} if self.args.cpu else {}),
             capture_output=True,
             text=True,
             check=False,
         )
-        if done.returncode == 0:  # else the check itself failed, and the ranks will report why
-            raise_faults(f"{self.recipe.path} and flags after --", json.loads(done.stdout))
+        if done.returncode:  # the check itself failed: the ranks will report why
+            from moe_optim.integration.script_runner import trains_on_cpu
+
+            return self.args.cpu or trains_on_cpu()
+        report = json.loads(done.stdout)
+        raise_faults(where, report["faults"])
+        return bool(report["cpu"])
 
     def _resume_point(self) -> int:
         step = last_value(self.megatron_argv, _CKPT_STEP)
