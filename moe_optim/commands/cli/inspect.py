@@ -1,8 +1,9 @@
 """Show the contents of a checkpoint, and check that it is complete.
 
 Shows format, experts and their layout, optimizer state, amaxes, and other metadata of a torch_dist
-or safetensors checkpoint. For --ckpt-format torch, checks only that the files are complete. Exits
-with 1 if the checkpoint is incomplete, with 2 if it cannot be read.
+or safetensors checkpoint; with --formats also the error that quantizing its experts would make. For
+--ckpt-format torch, checks only that the files are complete. Exits with 1 if the checkpoint is
+incomplete, with 2 if it cannot be read.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ from moe_optim.commands.console.workers import (
     number_of_workers,
     run_in_workers,
 )
+from moe_optim.errors import refuse
+from moe_optim.formats import FORMATS
 from moe_optim.screen import print_table, results_console
 from moe_optim.spelling import spell_bytes
 
@@ -62,6 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print the report as JSON")
     text = "also read all files and verify their checksums"
     add("--thorough", action="store_true", help=text)
+    text = (
+        "also quantize the experts, one at a time, and show the relative error and the shares of "
+        f"saturated and flushed weights in each format: {', '.join(FORMATS)}"
+    )
+    add("--formats", nargs="+", default=[], choices=FORMATS, metavar="FORMAT", help=text)
     add_workers(parser)
 
 
@@ -69,6 +77,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 if the checkpoint is incomplete."""
     path = newest_checkpoint(args.checkpoint)
     if files := files_of_ranks(path):
+        refuse(
+            {"--formats": args.formats},
+            expected=f"{path}: expected a torch_dist or safetensors checkpoint",
+            remedy="Remove it, or let a run convert the checkpoint.",
+        )
         say_which_was_taken(args.checkpoint, path)
         report = _examine_files(args, path, files)
     else:
@@ -99,7 +112,8 @@ def _examine(args: argparse.Namespace, view: "LayerView") -> Report:
     dtypes: Counter[str] = Counter()
     for info in reader.tensors.values():
         dtypes[str(info.dtype).removeprefix("torch.")] += info.nbytes
-    return {
+    errors = {"errors": _measure_errors(args, view, sets)} if args.formats else {}
+    return errors | {
         "path": str(reader.path),
         "format": reader.format,
         "version": recorded.version,
@@ -130,6 +144,17 @@ def _examine(args: argparse.Namespace, view: "LayerView") -> Report:
         "amaxes": _amaxes(view),
         "faults": [*(quantized.faults if quantized else ()), *faults],
     }
+
+
+def _measure_errors(
+    args: argparse.Namespace, view: "LayerView", sets: "Sequence[ExpertSet]"
+) -> list[Report]:
+    from moe_optim.commands.conversion.quantization_error import measure_errors
+
+    total = view.nbytes(key for one in sets for key in one.keys)
+    workers = number_of_workers(args.workers, total)
+    with progress_bar("quantizing", total) as report:
+        return measure_errors(view, sets, args.formats, report, workers=workers)
 
 
 def _examine_files(args: argparse.Namespace, path: Path, files: list[Path]) -> Report:
@@ -242,6 +267,9 @@ def _print(report: Report) -> None:
     for prefix, table in _experts_tables(report.get("experts", [])):
         console.print(f"\nexperts in {prefix}", style="italic")
         print_table(console, table)
+    if errors := report.get("errors"):
+        console.print("\nerrors that a format would make", style="italic")
+        print_table(console, _errors_table(errors))
     for fault in _together(report.get("faults", [])):
         console.print(f"not understood: {fault}", style="yellow")
 
@@ -324,3 +352,27 @@ def _experts_tables(experts: list[Report]) -> Iterator[tuple[str, Table]]:
         numbers = ("layers", "experts", "hidden", "ffn")
         header = ("", "layout", *numbers, "dtype", "bytes")
         yield prefix, build_table(header, cells, right=(*numbers, "bytes"))
+
+
+def _errors_table(rows: list[Report]) -> Table:
+    """Return a row per linear and format; figures above their thresholds of training are red."""
+    from moe_optim.formats.health_figures import THRESHOLDS
+
+    figures = {"error": "{:.4f}", "saturated": "{:.3%}", "flushed": "{:.3%}"}
+
+    def spell(row: Report, figure: str) -> Text:
+        is_above = not row[figure] <= THRESHOLDS[row["format"]][figure]
+        return Text(figures[figure].format(row[figure]), "red" if is_above else "")
+
+    cells = [
+        (
+            f"{layer[0] if (layer := _LAYER.search(row['prefix'])) else row['prefix']}",
+            row["linear"].removeprefix("linear_"),
+            row["format"],
+            *(spell(row, figure) for figure in figures),
+            f"{row['worst_error']:.4f} ({row['worst_expert']})",
+        )
+        for row in rows
+    ]
+    numbers = (*figures, "worst expert")
+    return build_table(("layer", "", "format", *numbers), cells, right=(*numbers, "layer"))
