@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from moe_optim import __version__
@@ -61,21 +60,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        console = results_console()
-        for part in _parts(report, with_patches=args.patches):
-            if isinstance(part, Table):
-                print_table(console, part)
-                console.print()
-            else:
-                console.print(part, soft_wrap=False)
+        _print(report, with_patches=args.patches)
     return 0 if report["ok"] else 1
 
 
 def examine() -> Findings:
-    """Return the report as JSON-ready values; importing the packages takes seconds.
-
-    ``ok`` is true exactly when ``problems``, a list of lines, is empty.
-    """
+    """Return the report as JSON-ready values; importing the packages takes seconds."""
     with quiet():
         packages = {name: _examine_package(name) for name in ("python", *MODULES)}
         patches = _examine_patches() if packages["megatron-core"]["state"] == "ok" else []
@@ -114,7 +104,7 @@ def _examine_package(name: str) -> Findings:
     state, note = "ok" if package else "absent", _note(name, package)
     if problem:
         state = "unfit" if package else "missing"
-    elif package and (error := _failure(name)):
+    elif package and name != "python" and (error := _failure(name)):
         state, note = "broken", error
         problem = f"{name}: expected it to work, got: {error}" if needed else None
     return {
@@ -144,8 +134,6 @@ def _note(name: str, package: Package | None) -> str:
 
 
 def _failure(name: str) -> str | None:
-    if name == "python":
-        return None
     if name == "megatron-core":
         core, training = find_folder("megatron.core"), find_folder("megatron.training")
         if core and training and core.parent != training.parent:
@@ -161,8 +149,8 @@ def _failure(name: str) -> str | None:
 def _native_gemms() -> list[str]:
     """Return the recipes for which Transformer Engine reports GEMMs on this GPU."""
     engine = importlib.import_module(_IMPORTED["transformer-engine"])
-    asked = {name: getattr(engine, f"is_{name}_available", None) for name in _RECIPES}
-    return [_RECIPES[name] for name, available in asked.items() if available and available()]
+    asked = ((getattr(engine, f"is_{name}_available", bool), name) for name in _RECIPES)
+    return [_RECIPES[name] for is_available, name in asked if is_available()]
 
 
 def _examine_patches() -> list[dict[str, str]]:
@@ -176,20 +164,23 @@ def _examine_patches() -> list[dict[str, str]]:
     ]
 
 
-def _parts(report: Findings, *, with_patches: bool) -> Iterator[Text | Table]:
-    own, patches = report["moe_optim"], report["patches"]
-    yield Text.assemble(("moe_optim ", "bold"), own["version"], (f"  {own['path']}", "dim"))
-    yield from map(Text, _abilities(report))
-    yield Text()
-    header = ("package", "version", "state", "where")
-    yield build_table(header, _package_rows(report["packages"]), fold=header, gap=2)
+def _print(report: Findings, *, with_patches: bool) -> None:
+    console, own, patches = results_console(), report["moe_optim"], report["patches"]
+    title = Text.assemble(("moe_optim ", "bold"), own["version"], (f"  {own['path']}", "dim"))
+    for line in (title, *_abilities(report), ""):
+        console.print(line, soft_wrap=False)
+    header: tuple[str, ...] = ("package", "version", "state", "where")
+    tables = [(header, _package_rows(report["packages"]))]
     if patches and with_patches:
-        columns = ("state", "patch, reason (off: compatible, applied on demand)")
-        yield build_table(columns, _patch_rows(patches), fold=columns, gap=2)
+        header = ("state", "patch, reason (off: compatible, applied on demand)")
+        tables.append((header, _patch_rows(patches)))
+    for header, rows in tables:
+        print_table(console, build_table(header, rows, fold=header, gap=2))
+        console.print()
     if report["ok"]:
-        yield Text("All requirements are met.", "green")
+        console.print("All requirements are met.", style="green", soft_wrap=False)
     for problem in report["problems"]:
-        yield Text.assemble(("error: ", "bold red"), problem)
+        console.print(Text.assemble(("error: ", "bold red"), problem), soft_wrap=False)
 
 
 def _abilities(report: Findings) -> Iterator[str]:
@@ -199,12 +190,10 @@ def _abilities(report: Findings) -> Iterator[str]:
     yield f"Trains on: {trains or 'the CPU over gloo (torch finds no GPU)'}"
     yield "Portable experts: every format on any machine; all multiply in bf16"
     yield f"Transformer Engine's own GEMMs: {_spell_native(report)}"
-    enabled = report["moe_optim"]["enabled"]
-    yield "Scripts: " + (
-        f"plain python and torchrun, enabled by {enabled}"
-        if enabled
-        else "`moe-optim run SCRIPT`, or plain python after `moe-optim enable`"
-    )
+    if enabled := report["moe_optim"]["enabled"]:
+        yield f"Scripts: plain python and torchrun, enabled by {enabled}"
+    else:
+        yield "Scripts: `moe-optim run SCRIPT`, or plain python after `moe-optim enable`"
     if patches := report["patches"]:
         unfit = sum(patch["state"].startswith("broken") for patch in patches)
         found = f"{unfit} of {len(patches)} do not fit" if unfit else f"all {len(patches)} fit"

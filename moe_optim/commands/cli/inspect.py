@@ -218,20 +218,17 @@ def _amaxes(view: "LayerView") -> list[Report]:
         if (found := _AMAX.search(key)) is not None:
             of_kind = values.setdefault((_AMAX_KINDS[found["kind"]], found["linear"]), [])
             of_kind += view.read(key).flatten().tolist()
-    described = []
-    for (kind, linear), amaxes in sorted(values.items()):
-        known = [amax for amax in amaxes if not math.isnan(amax)]
-        described.append(
-            {
-                "kind": kind,
-                "linear": linear,
-                "experts": len(amaxes),
-                "least": min(known, default=None),
-                "largest": max(known, default=None),
-                "none": len(amaxes) - len(known),
-            }
-        )
-    return described
+    return [
+        {
+            "kind": kind,
+            "linear": linear,
+            "experts": len(amaxes),
+            "least": min(known := [one for one in amaxes if not math.isnan(one)], default=None),
+            "largest": max(known, default=None),
+            "none": len(amaxes) - len(known),
+        }
+        for (kind, linear), amaxes in sorted(values.items())
+    ]
 
 
 def _describe(view: "LayerView", one: "ExpertSet", quantized: "StoredWeights | None") -> Report:
@@ -257,10 +254,8 @@ def _describe(view: "LayerView", one: "ExpertSet", quantized: "StoredWeights | N
 def _print(report: Report) -> None:
     console = results_console()
     console.print(report["path"], style="bold")
-    facts = [
-        (name, Text(said, "red" if name == "complete" and report["defects"] else ""))
-        for name, said in _facts(report)
-    ]
+    red = {"complete": "red"} if report["defects"] else {}
+    facts = [(name, Text(said, red.get(name, ""))) for name, said in _facts(report)]
     table = build_table(("", " "), facts, fold=" ")  # a key must stay whole
     table.show_header = False
     print_table(console, table)
@@ -332,26 +327,21 @@ def _optimizer_facts(state: Report) -> Iterator[tuple[str, str]]:
 def _experts_tables(experts: list[Report]) -> Iterator[tuple[str, Table]]:
     from moe_optim.commands.conversion.layer_view import STATE_KIND
 
-    groups: dict[str, dict[tuple[Any, ...], list[Report]]] = {}
+    sizes = ("experts", "hidden", "ffn")
+    groups: dict[str, dict[tuple[str, ...], list[int]]] = {}
     for one in experts:
-        prefix = STATE_KIND.sub("", one["prefix"], count=1)
-        alike = ("holds", "layout", "experts", "hidden", "ffn", "biases", "dtype")
-        rows = groups.setdefault(_LAYER.sub("*", prefix), {})
-        rows.setdefault(tuple(one[name] for name in alike), []).append(one)
+        prefix = _LAYER.sub("*", STATE_KIND.sub("", one["prefix"], count=1))
+        holds = one["holds"] + ", biases" * one["biases"]
+        dtype = ", ".join(_SHORT.get(each, each) for each in one["dtype"].split(", "))
+        alike = (holds, one["layout"], *(str(one[size]) for size in sizes), dtype)
+        groups.setdefault(prefix, {}).setdefault(alike, []).append(one["bytes"])
     for prefix, rows in groups.items():
         cells = [
-            (
-                holds + (", biases" if biases else ""),
-                layout,
-                *(str(number) for number in (len(layers), count, hidden, ffn)),
-                ", ".join(_SHORT.get(one, one) for one in dtype.split(", ")),
-                spell_bytes(sum(one["bytes"] for one in layers)),
-            )
-            for (holds, layout, count, hidden, ffn, biases, dtype), layers in rows.items()
+            (holds, layout, str(len(nbytes)), *rest, spell_bytes(sum(nbytes)))
+            for (holds, layout, *rest), nbytes in rows.items()
         ]
-        numbers = ("layers", "experts", "hidden", "ffn")
-        header = ("", "layout", *numbers, "dtype", "bytes")
-        yield prefix, build_table(header, cells, right=(*numbers, "bytes"))
+        header = ("", "layout", "layers", *sizes, "dtype", "bytes")
+        yield prefix, build_table(header, cells, right=("layers", *sizes, "bytes"))
 
 
 def _errors_table(rows: list[Report]) -> Table:

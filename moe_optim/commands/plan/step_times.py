@@ -39,13 +39,7 @@ def fused_step(nbytes: int, tb_per_s: float) -> StepTime:
 
 
 def stock_step(owned: int, weights: int, tb_per_s: float) -> StepTime:
-    """Return the time of stock Megatron's step with quantized experts.
-
-    Args:
-        owned: parameters whose masters the rank owns.
-        weights: expert weights on the rank, which stock casts one by one.
-        tb_per_s: memory bandwidth of the data sheet in TB/s.
-    """
+    """Return the time of Megatron's step of ``owned`` masters and ``weights`` quantized experts."""
     device = _STOCK_BYTES * owned / (_FUSED_EFFICIENCY * tb_per_s * 1e9)
     least, most = (max(device, weights * us / 1e3) for us in _STOCK_US_PER_WEIGHT)
     return StepTime(least, most)

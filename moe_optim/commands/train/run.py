@@ -10,9 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 
@@ -124,8 +123,7 @@ def _changed_fields(assignments: Sequence[str]) -> list[str]:
     return [key.removeprefix("moe_optim.") for key in keys if key.startswith("moe_optim.")]
 
 
-@dataclass(frozen=True)
-class _Training:
+class _Training(NamedTuple):
     """Arguments and output folder of one training command."""
 
     args: argparse.Namespace
@@ -201,8 +199,8 @@ class _Training:
         return bool(report["cpu"])
 
     def _resume_point(self) -> int:
-        step = last_value(self.megatron_argv, _CKPT_STEP)
-        if step is not None and step.isdigit():
+        step = last_value(self.megatron_argv, _CKPT_STEP) or ""
+        if step.isdigit():
             self._say(f"resume: from the checkpoint of iteration {step}, as given by {_CKPT_STEP}")
             return int(step)
         point = find_resume_point(self.folder.checkpoints)
@@ -231,13 +229,13 @@ class _Training:
             dataset = build_dataset(files, folder)
         counts = ", ".join(f"{count:,} {split}" for split, count in dataset.bytes.items())
         self._say(f"dataset: {counts} bytes; byte entropy {dataset.byte_entropy:z.3f} nats/byte")
-        length = last_value(self.megatron_argv, "--seq-length")
-        if length is not None and length.isdigit():
+        length = last_value(self.megatron_argv, "--seq-length") or ""
+        if length.isdigit():
             dataset.require_sequence_length(int(length))
         return dataset
 
     def _launch(self, dataset: ByteDataset | None, cpu: bool) -> "LaunchResult":
-        from moe_optim.commands.train.launcher import launch, python_command, rank_environment
+        from moe_optim.commands.train.launcher import launch, rank_environment
 
         if not self.args.resume:
             self._record()
@@ -245,7 +243,7 @@ class _Training:
         # the index may be truncated after a full disk
         shutil.rmtree(self.folder.index_cache, ignore_errors=True)
         result = launch(
-            python_command(RANK_MODULE, *self._rank_arguments(dataset, cpu)),
+            [sys.executable, "-m", RANK_MODULE, *self._rank_arguments(dataset, cpu)],
             ranks=self.ranks,
             logs=self.folder.logs,
             environment=rank_environment(self.ranks, cpu=cpu),
@@ -315,13 +313,12 @@ class _Training:
     def _uses(self, format: str, iterations: int) -> list[str]:
         """Return commands that use the run; conversions only for models with names elsewhere."""
         run = str(self.folder.path)
-        commands = {"moe-optim report": [run]}
+        commands = [["report", run]]
         if "--qk-layernorm" in flags(self.megatron_argv):  # the layers of Qwen3
-            exported = format if format in FORMATS else "mxfp8"
-            commands["moe-optim convert --to hf"] = [run, self._new("hf", iterations)]
-            export = f"moe-optim export --format {exported}"
-            commands[export] = [run, self._new(exported, iterations)]
-        return [f"{command} {shlex.join(paths)}" for command, paths in commands.items()]
+            kept = format if format in FORMATS else "mxfp8"
+            commands.append(["convert", "--to", "hf", run, self._new("hf", iterations)])
+            commands.append(["export", "--format", kept, run, self._new(kept, iterations)])
+        return [shlex.join(["moe-optim", *words]) for words in commands]
 
     def _resume_command(self) -> str:
         """Return the command that resumes this run, which inherits --set and flags."""

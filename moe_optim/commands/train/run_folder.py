@@ -17,8 +17,8 @@
 import contextlib
 import fcntl
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from moe_optim.checkpoint.files.folders import (
     TRACKER,
@@ -59,11 +59,7 @@ def claim(path: Path, *, resume: bool) -> Iterator[RunFolder]:
     """Create a run folder, unless it is resumed, and hold its lock, which excludes other runs.
 
     Removes what it made after a ConfigError, with which a run is refused before it starts.
-
-    Raises:
-        StateError: another run holds the folder; or the folder contains results, and ``resume`` is
-            not set; or ``resume`` is set, and the folder does not exist.
-        ConfigError: ``path`` cannot be a folder, or is not writable.
+    StateError if the folder is held, or has results without ``resume``, or is missing with it.
     """
     folder = RunFolder(path)
     if resume and not path.is_dir():
@@ -108,21 +104,15 @@ def _locked(folder: RunFolder, *, resume: bool) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """Checkpoint to resume from."""
+class ResumePoint(NamedTuple):
+    """Checkpoint to resume from, and notes of skipped ones and of a corrected tracker file."""
 
     iteration: int
     notes: tuple[str, ...]
-    """One sentence per skipped checkpoint, and one for a corrected tracker file."""
 
 
 def find_resume_point(checkpoints: Path) -> ResumePoint:
-    """Find the newest complete checkpoint and write its iteration to Megatron's tracker file.
-
-    Raises:
-        StateError: no checkpoint is complete, or the tracker cannot be read or written.
-    """
+    """Find the newest complete checkpoint and write its iteration to Megatron's tracker file."""
     notes: list[str] = []
     for checkpoint in iteration_folders(checkpoints):
         defect = checkpoint_defect(checkpoint)
