@@ -24,7 +24,7 @@ COMMANDS = {
     "patch": "add the plug-in to a checkout of Megatron-LM as source diffs",
     "plan": "show memory, all-gather and step time of a model in each format, without a GPU",
     "doctor": "show what this machine can do, installed packages, and remedies for problems",
-    "inspect": "show a checkpoint's contents, that it is complete, and what a format would harm",
+    "inspect": "show the contents of a checkpoint, check it, and compare errors of formats",
     "convert": "write a checkpoint for transformers or for Megatron, or change its expert layout",
     "export": "write a checkpoint with quantized experts for vLLM and SGLang",
     "verify": "compare two checkpoints bitwise, across expert layouts",

@@ -5,6 +5,7 @@ from math import prod
 from typing import Any
 
 from moe_optim.commands.plan.costs import (
+    BF16,
     MASTER,
     MUON_ROWS,
     OPTIMIZER,
@@ -18,7 +19,7 @@ from moe_optim.commands.plan.costs import (
     left_out,
     step_bytes,
 )
-from moe_optim.commands.plan.dense import dense_bytes, dense_step_bytes
+from moe_optim.commands.plan.dense import dense_bytes
 from moe_optim.commands.plan.experts import PlannedExperts
 from moe_optim.commands.plan.gpus import Hardware
 from moe_optim.commands.plan.stages import count_moe_layers
@@ -190,7 +191,7 @@ def _step_time(
     if name in FORMATS and is_fused:
         nbytes = grads * most  # the norm reads them before
         nbytes += round(step_bytes(FORMATS[name], most, grad_bytes=grads, moment_bytes=moments))
-        nbytes += dense_step_bytes(own, grad_bytes=grads, moment_bytes=moments)
+        nbytes += own * (2 * grads + 2 * MASTER + 2 * moments + BF16)
         return fused_step(nbytes, tb_per_s)
     if name in FORMATS or name.removeprefix("stock ") not in FORMATS:
         return None  # not measured

@@ -1,6 +1,7 @@
 """Reads the event files of all launches of a run as one."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +20,8 @@ class Point(NamedTuple):
     time: float
 
 
-class Events(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Events:
     """Merged content of event files; every tag has one value per iteration, in order."""
 
     scalars: Mapping[str, tuple[Point, ...]]
