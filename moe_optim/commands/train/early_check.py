@@ -14,6 +14,13 @@ from moe_optim.integration.arguments import (
 from moe_optim.integration.faulty_flags import FaultyFlags
 from moe_optim.rules import Setup, refusals
 
+_DTYPES = {
+    "fp32": "torch.float32",
+    "bf16": "torch.bfloat16",
+    "fp16": "torch.float16",
+    "fp8": "torch.uint8",
+}
+
 
 def list_early_faults(argv: Sequence[str]) -> list[str]:
     """Return faults of Megatron's flags by their record; none if the installed one has no record.
@@ -30,6 +37,8 @@ def list_early_faults(argv: Sequence[str]) -> list[str]:
         return []
     if args is not None:
         extend_distributed_optimizer(args)
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            setattr(args, name, _DTYPES[getattr(args, name)])  # as in OptimizerConfig
         setup = Setup(config=MoEOptimConfig(), args=args)
         if FLAG in parsed.argv:  # weights are unknown
             setup = Setup.of_flags(MoEOptimConfig(format="bf16"), args, args, [])

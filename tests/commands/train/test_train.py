@@ -11,6 +11,9 @@ import pytest
 
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.train import run as train
+from moe_optim.commands.train.early_check import list_early_faults
+from moe_optim.config.recipes import load_recipe
+from moe_optim.config.shipped_recipes import shipped_recipes
 from moe_optim.errors import StateError
 from tests.support.training_runs.runs import FAKE_RANK, REPOSITORY, small_disk, write_checkpoint
 from tools.documents.megatron_flags import recorded
@@ -232,6 +235,16 @@ sys.exit(99 if "torch" in sys.modules else code)
     assert "  --train-iter: no such flag. Write --train-iters, the closest one." in faults
     assert "  --lr: invalid float value: 'fast'. Change the value." in faults
     assert faults[-1].startswith("  refused by moe_optim: --context-parallel-size: ")
+
+
+@recorded
+def test_of_recipes_a_wrong_name_is_the_only_early_fault():
+    """Refusals are those of validated flags, although Megatron has not validated them yet."""
+    for path in shipped_recipes().values():
+        argv = [*load_recipe(path).megatron_argv(), "--use-moe-grouped-optim"]
+        assert list_early_faults(argv) == []
+        (fault,) = list_early_faults([*argv, "--zzz"])
+        assert fault.startswith("--zzz: no such flag. Remove it.")
 
 
 def test_a_disk_that_fills_up_while_training_is_named(command, text, tmp_path):
