@@ -349,20 +349,14 @@ def _errors_table(rows: list[Report]) -> Table:
     from moe_optim.formats.health_figures import THRESHOLDS
 
     figures = {"error": "{:.4f}", "saturated": "{:.3%}", "flushed": "{:.3%}"}
-
-    def spell(row: Report, figure: str) -> Text:
-        is_above = not row[figure] <= THRESHOLDS[row["format"]][figure]
-        return Text(figures[figure].format(row[figure]), "red" if is_above else "")
-
-    cells = [
-        (
-            f"{layer[0] if (layer := _LAYER.search(row['prefix'])) else row['prefix']}",
-            row["linear"].removeprefix("linear_"),
-            row["format"],
-            *(spell(row, figure) for figure in figures),
-            f"{row['worst_error']:.4f} ({row['worst_expert']})",
-        )
-        for row in rows
-    ]
+    cells: list[list[str | Text]] = []
+    for row in rows:
+        layer, limits = _LAYER.search(row["prefix"]), THRESHOLDS[row["format"]]
+        where = layer[0] if layer else row["prefix"]
+        cells.append([where, row["linear"].removeprefix("linear_"), row["format"]])
+        for figure, spelled in figures.items():
+            is_within = row[figure] <= limits[figure]
+            cells[-1].append(Text(spelled.format(row[figure]), "" if is_within else "red"))
+        cells[-1].append(f"{row['worst_error']:.4f} ({row['worst_expert']})")
     numbers = (*figures, "worst expert")
     return build_table(("layer", "", "format", *numbers), cells, right=(*numbers, "layer"))

@@ -36,16 +36,11 @@ class RunFolder:
     """Paths of one run; creates nothing."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.checkpoints = path / "checkpoints"
-        self.logs = path / "logs"
-        self.tensorboard = path / "tensorboard"
-        self.index_cache = path / "index_cache"
-        self.arguments = path / "arguments.json"
-        self.dataset = path / "dataset"
-        self.model = path / "model.json"
+        self.path, self.checkpoints, self.logs = path, path / "checkpoints", path / "logs"
+        self.tensorboard, self.index_cache = path / "tensorboard", path / "index_cache"
+        self.dataset, self.report = path / "dataset", path / "report"
+        self.arguments, self.model = path / "arguments.json", path / "model.json"
         self.summary = path / "summary.json"
-        self.report = path / "report"
 
     @property
     def is_taken(self) -> bool:
