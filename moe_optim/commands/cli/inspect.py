@@ -66,8 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "also read all files and verify their checksums"
     add("--thorough", action="store_true", help=text)
     text = (
-        "also quantize the experts, one at a time, and show the relative error and the shares of "
-        f"saturated and flushed weights in each format: {', '.join(FORMATS)}"
+        "also quantize the experts, one at a time, from masters if there are any, and show "
+        "relative errors, and shares of saturated and flushed weights, in each format: "
+        f"{', '.join(FORMATS)}"
     )
     add("--formats", nargs="+", default=[], choices=FORMATS, metavar="FORMAT", help=text)
     add_workers(parser)
@@ -149,8 +150,9 @@ def _examine(args: argparse.Namespace, view: "LayerView") -> Report:
 def _measure_errors(
     args: argparse.Namespace, view: "LayerView", sets: "Sequence[ExpertSet]"
 ) -> list[Report]:
-    from moe_optim.commands.conversion.quantization_error import measure_errors
+    from moe_optim.commands.conversion.quantization_error import measure_errors, sources_of
 
+    sets = sources_of(sets)
     total = view.nbytes(key for one in sets for key in one.keys)
     workers = number_of_workers(args.workers, total)
     with progress_bar("quantizing", total) as report:
@@ -263,7 +265,7 @@ def _print(report: Report) -> None:
         console.print(f"\nexperts in {prefix}", style="italic")
         print_table(console, table)
     if errors := report.get("errors"):
-        console.print("\nerrors that a format would make", style="italic")
+        console.print(f"\nerrors of {errors[0]['of']} in each format", style="italic")
         print_table(console, _errors_table(errors))
     for fault in _together(report.get("faults", [])):
         console.print(f"not understood: {fault}", style="yellow")

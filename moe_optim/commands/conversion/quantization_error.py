@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from moe_optim import ops
+from moe_optim.checkpoint.state_kinds import MASTERS
 from moe_optim.commands.console.workers import run_in_workers
 from moe_optim.commands.conversion.expert_finding import (
     check_row_order,
@@ -20,7 +21,7 @@ from moe_optim.commands.conversion.file_plan import (
     ranges_of_experts,
     read_experts,
 )
-from moe_optim.commands.conversion.layer_view import LayerView, state_kind
+from moe_optim.commands.conversion.layer_view import STATE_KIND, LayerView, state_kind
 from moe_optim.experts.keys.layouts import LINEARS, ExpertSet, get_layout
 from moe_optim.formats import FORMATS
 from moe_optim.formats.health_figures import NUM_SUMS, LayerHealth
@@ -28,6 +29,18 @@ from moe_optim.formats.reference.health import measure_into
 
 FIGURES = ("error", "saturated", "flushed", "dead_blocks")
 """Figures of a row, shares over all experts of a layer; see ``LayerHealth.of_experts``."""
+
+
+def sources_of(sets: Sequence[ExpertSet]) -> list[ExpertSet]:
+    """Return the masters of all experts, else their weights, which may be quantized values."""
+    weights = [one for one in sets if state_kind(one.prefix) is None]
+    masters = [one for one in sets if state_kind(one.prefix) in MASTERS]
+    has_all = {_stem(one) for one in masters} >= {_stem(one) for one in weights}
+    return masters if has_all and masters else weights
+
+
+def _stem(one: ExpertSet) -> str:
+    return STATE_KIND.sub("", one.prefix, count=1)
 
 
 def measure_errors(
@@ -40,13 +53,13 @@ def measure_errors(
 ) -> list[dict[str, Any]]:
     """Return a row for each linear of each layer and format; a process holds a few experts.
 
-    A row has ``prefix``, ``linear``, ``format``, :data:`FIGURES`, and ``worst_error`` and
-    ``worst_expert``, those of the expert with the largest error.
+    ``sets`` are those of :func:`sources_of`. A row has ``prefix``, ``of`` (masters or weights),
+    ``linear``, ``format``, :data:`FIGURES`, and ``worst_error`` and ``worst_expert``, those of the
+    expert with the largest error.
 
     Raises:
         LayoutError: there are no experts, some are quantized already, or do not fit a format.
     """
-    sets = [one for one in sets if state_kind(one.prefix) is None]
     require_experts(view, sets, len(view.tensors))
     for one in sets:
         refuse_quantized(view, one.keys)
@@ -74,8 +87,9 @@ def _measure(
 ) -> list[dict[str, Any]]:
     view, formats, interleave = shared
     keys = [(linear, name) for linear in LINEARS for name in formats]
-    sums = {key: torch.zeros((one.num_experts, NUM_SUMS), dtype=torch.float64) for key in keys}
-    amaxes = {key: torch.zeros(one.num_experts) for key in keys}
+    count, cpu = one.num_experts, torch.device("cpu")
+    sums = {key: torch.zeros(count, NUM_SUMS, dtype=torch.float64, device=cpu) for key in keys}
+    amaxes = {key: torch.zeros(count, dtype=torch.float32, device=cpu) for key in keys}
     target = replace(one, layout=get_layout("grouped"))
     for experts in ranges_of_experts([(view, one)], view.nbytes(one.keys)):
         tensors = convert_experts(
@@ -112,7 +126,8 @@ def _row(
     worst = int(errors.nan_to_num(-1.0).argmax())
     figures = health.of_layer()
     return {
-        "prefix": one.prefix,
+        "prefix": _stem(one),
+        "of": "weights" if state_kind(one.prefix) is None else "masters",
         "linear": linear,
         "format": name,
         **{figure: figures[figure] for figure in FIGURES},

@@ -180,8 +180,8 @@ def mxfp8_of(weight):
 
 
 def test_errors_of_formats_are_those_of_the_stored_weights_quantized(inspect, tmp_path):
-    """Against plain torch, of each linear of each layer over all of its experts; the same with
-    experts read by two processes."""
+    """Against plain torch, of each linear of each layer over all of its experts; the same from
+    masters, beside which weights are not read, and with experts read by two processes."""
     torch.manual_seed(8777)
     shapes = {FC1: (2, 3, 64, 96), FC2: (2, 3, 96, 32)}
     weights = {key: torch.randn(shape).bfloat16() for key, shape in shapes.items()}
@@ -210,6 +210,12 @@ def test_errors_of_formats_are_those_of_the_stored_weights_quantized(inspect, tm
         assert row["flushed"] == float(((weight != 0) & (value == 0)).double().mean())
         assert row["saturated"] == 0 or row["format"] == "nvfp4"
     assert max(row["flushed"] for row in rows if row["format"] == "mxfp8") > 0.1
+    assert {row["of"] for row in rows} == {"weights"}
+    masters = {f"optimizer.state.param.{key}": one.float() for key, one in weights.items()}
+    zeros = {key: torch.zeros_like(one) for key, one in weights.items()}
+    other = write_torch_dist(tmp_path / "masters", zeros | masters, common_state())
+    of_masters = json.loads(inspect(other, "--formats", "mxfp8", "nvfp4", "--json")[1])["errors"]
+    assert of_masters == [row | {"of": "masters"} for row in rows]
     words = ("--formats", "mxfp8", "nvfp4", "--json", "--workers", "2")
     assert json.loads(inspect(folder, *words)[1])["errors"] == rows
     table = inspect(folder, "--formats", "mxfp8")[1].splitlines()[-5:]
