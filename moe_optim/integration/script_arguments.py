@@ -144,10 +144,11 @@ def require_evaluation(args: Any) -> None:
 
     It divides by the interval once the model is built. ``args`` are validated.
     """
-    is_divided = not (args.full_validation or args.skip_train)
-    if is_divided and not args.eval_interval:
+    needs_none = ("full_validation", "skip_train", "perform_rl_step")
+    interval = getattr(args, "eval_interval", None)
+    if not interval and not any(getattr(args, name, False) for name in needs_none):
         raise ConfigError(
-            f"--eval-interval: expected a number of iterations above 0, got {args.eval_interval}, "
+            f"--eval-interval: expected a number of iterations above 0, got {interval}, "
             "by which Megatron divides once the model is built. Give --eval-interval N; with "
             "--eval-iters 0, too, which evaluates nothing."
         )
