@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from benchmarks.cases import Case, Owned
 from benchmarks.timing import host_us, median_ms, nothing, release, temporary_bytes
 from benchmarks.traffic import finish_bytes, health_bytes, requantize_bytes
-from moe_optim.commands.plan.costs import norm_bytes, step_bytes
+from moe_optim.commands.plan.costs import step_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -227,7 +227,7 @@ def _norm(case: Case, group: "ProcessGroup | None") -> Job:
         work=NORM,
         run=table.launch,
         num_members=len(gradients),
-        floor_bytes=Fraction(norm_bytes(sum(case.owned), grad_bytes=4)),
+        floor_bytes=Fraction(4 * sum(case.owned)),
         launches=len(table.kernels),
     )
     if group is None:

@@ -171,13 +171,13 @@ def _measure(args: argparse.Namespace, recipe: Recipe, side: str, folder: Path) 
     import torch
 
     from benchmarks.step_rank import REPORT
-    from moe_optim.commands.train.launcher import launch, python_command, rank_environment
+    from moe_optim.commands.train.launcher import launch, rank_environment
 
     folder.mkdir(parents=True)
     ranks = args.ranks or recipe.ranks
     own = {REPORT: str(folder), "PYTHONPATH": _python_path(), **environment(args)}
     result = launch(
-        python_command("benchmarks.step_rank", *megatron_argv(args, recipe, side)),
+        [sys.executable, "-m", "benchmarks.step_rank", *megatron_argv(args, recipe, side)],
         ranks=ranks,
         logs=folder,
         environment=rank_environment(ranks, cpu=not torch.cuda.is_available()) | own,

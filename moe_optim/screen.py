@@ -46,10 +46,11 @@ def wrap_for_stderr(text: str) -> str:
     if not sys.stderr.isatty():
         return text
     width = shutil.get_terminal_size().columns
-    lines = (
-        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
-        for line in text.splitlines()
-    )
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    lines = []
+    for line in text.splitlines():
+        wrapper.subsequent_indent = line[: len(line) - len(line.lstrip())]
+        lines += wrapper.wrap(line) or [""]
     return "\n".join(lines)
 
 

@@ -6,29 +6,30 @@ over.
 
 import argparse
 import ast
+import copy
 import io
 import os
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from moe_optim.config import MoEOptimConfig
-from moe_optim.errors import ConfigError, MoEOptimError, closest
+from moe_optim.errors import ConfigError, MoEOptimError
 from moe_optim.integration import script_arguments
+from moe_optim.integration.argument_checks import collecting, failed_checks, is_of_ranks
 from moe_optim.integration.arguments import FLAG, config_from_argv, ranks_multiple
-from moe_optim.integration.argv import without_options
-from moe_optim.integration.engine import apply_patches, patch_state, revert_patches
+from moe_optim.integration.engine import apply_patches, original, patch_state, revert_patches
+from moe_optim.integration.faulty_flags import FaultyFlags
 from moe_optim.integration.first_iteration import LayerSpec, later_refusals, schedule_refusals
 from moe_optim.integration.installation import installed_config
 from moe_optim.integration.patches import CONFIGURATIONS, PATCHES, SCRIPT
 from moe_optim.rules import Setup, refusals
 from moe_optim.screen import quiet
-from moe_optim.weights.te.recipe import import_error
 
 Check = Callable[[Any], None]
 """Function that checks validated arguments; raises ConfigError to refuse them."""
@@ -44,10 +45,6 @@ class _CheckedError(BaseException):
     """Ends a script after the check; a BaseException, which scripts do not catch."""
 
 
-class _ArgumentError(Exception):
-    pass
-
-
 def list_faults(
     run: Callable[[], object],
     argv: Sequence[str],
@@ -56,10 +53,13 @@ def list_faults(
 ) -> list[str]:
     """Return all faults of a command line, with remedies.
 
-    Nothing is installed, allocated or communicated, and Megatron's output is discarded. In ``run``
-    Megatron parses and validates ``sys.argv[1:]``, a copy of which is ``argv``; it does not return.
-    Megatron's own checks report only their first fault; ``checks`` are additional ones of validated
-    arguments. ``layer_spec`` is that of a GPT if ``--spec`` gives none; None for Megatron's.
+    Nothing is installed, allocated or communicated, and Megatron's output is discarded.
+
+    Args:
+        run: callable in which Megatron parses and validates ``sys.argv[1:]``; it does not return.
+        argv: copy of ``sys.argv[1:]``.
+        checks: additional checks of validated arguments.
+        layer_spec: layer spec of a GPT if ``--spec`` gives none; None for Megatron's.
     """
     with quiet(), Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
         return list(dict.fromkeys(_list_faults(run, argv, checks, layer_spec)))
@@ -74,7 +74,8 @@ def _list_faults(
     states = {patch.id: patch_state(patch) for patch in PATCHES}
     if broken := [f"{name}: {state}" for name, state in states.items() if "broken" in state]:
         return [f"patch {fault}. Run `moe-optim doctor`." for fault in broken]
-    checks = (script_arguments.require_transformer_engine, *checks)
+    of_script = script_arguments.require_evaluation_of_script
+    checks = (script_arguments.require_transformer_engine, of_script, *checks)
     dry_run = DryRun(argv, checks, layer_spec)
     apply_patches(SCRIPT, _HOLDER)
     script_arguments.set_observer(dry_run)
@@ -113,8 +114,7 @@ def find_late_install(script: Path) -> str | None:
     Compares only calls within one block, in source order.
     """
     tree = ast.parse(script.read_bytes())
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    for block in (tree, *(node for node in ast.walk(tree) if isinstance(node, functions))):
+    for block in _blocks(tree):
         built: tuple[str, int] | None = None
         for name, line in _calls(block):
             if name in _BUILDERS and built is None:
@@ -136,14 +136,15 @@ class DryRun:
         self.faults: list[str] = []
         self._argv, self._checks, self._layer_spec = list(argv), checks, layer_spec
         self._config: MoEOptimConfig | None = None
-        self._dropped: set[str] = set()  # flags with invalid values
+        self._dropped: set[str] = set()
 
     def parse(self, parser: argparse.ArgumentParser, *, takes_unknown: bool) -> argparse.Namespace:
         """Return arguments with faulty ones removed and misspelled ones corrected."""
-        argv = self._argv if takes_unknown else self._mend_names(parser, self._argv)
-        args, argv, rest = self._parse_rest(parser, argv)
-        if rest and not takes_unknown:
-            self.faults.append(f"{' '.join(rest)}: belongs to no flag. Remove it.")
+        faulty = FaultyFlags(parser, self._argv, takes_unknown=takes_unknown)
+        self.faults += faulty.faults
+        args, argv, self._dropped = faulty.args, faulty.argv, faulty.dropped
+        if args is None:
+            raise _CheckedError
         try:
             self._config = config_from_argv(argv)
         except ConfigError as error:
@@ -152,7 +153,10 @@ class DryRun:
         return args
 
     def settle(
-        self, args: Any, defaults: Mapping[str, Any], validate: Callable[[], Any]
+        self,
+        args: Any,
+        defaults: Mapping[str, Any],
+        validate: Callable[[], Any],
     ) -> NoReturn:
         """Let Megatron validate the arguments, check them, and end the script.
 
@@ -165,19 +169,8 @@ class DryRun:
                 if flag not in self._dropped:
                     self.faults.append(f"{flag}: expected a value, got none. Give the flag.")
                 setattr(args, name, value)  # to check the rest
-        is_settled = True
-        try:
-            if "WORLD_SIZE" not in os.environ:  # no launcher: assume the minimum number of ranks
-                sizes = {} if args.yaml_cfg is None else vars(args.model_parallel)
-                args.world_size = ranks_multiple(argparse.Namespace(**vars(args) | sizes))
-            args = validate()
-        except Exception as error:  # assertions, and errors from unexpected values
-            is_settled = False
-            self.faults.append(_of_megatron(error))
-            if args.yaml_cfg is not None:  # the sections are not flattened
-                self.faults[-1] += " Of the rest of the file nothing is known yet."
-                raise _CheckedError from None
         is_given = not self.faults
+        args, is_settled = self._validate(args, defaults, validate)
         config = self._config or installed_config()
         own = [
             script_arguments.make_muon_distributed,
@@ -203,8 +196,36 @@ class DryRun:
             self.faults += [_of_megatron(error) for error in foreseen]
         raise _CheckedError
 
+    def _validate(
+        self, args: Any, defaults: Mapping[str, Any], validate: Callable[[], Any]
+    ) -> tuple[Any, bool]:
+        """Return validated arguments, and whether Megatron accepts them; collects its faults.
+
+        With a number of ranks that it refuses, those of the minimum.
+        """
+        try:
+            if "WORLD_SIZE" not in os.environ:  # no launcher: assume the minimum number of ranks
+                args.world_size = _fewest_ranks(args)
+            before = copy.deepcopy(args)
+            return validate(), True
+        except Exception as first:  # assertions, and errors from unexpected values
+            error = first
+            if args.yaml_cfg is not None:  # the sections are not flattened
+                self.faults.append(_of_megatron(error))
+                self._add("Of the rest of the file nothing is known yet.")
+                raise _CheckedError from None
+        stock = original("megatron.training.arguments:validate_args")
+        errors = failed_checks(stock, tried := copy.deepcopy(before), defaults) or [error]
+        further = errors
+        if is_of_ranks(errors[-1]):
+            before.world_size = _fewest_ranks(before)
+            further = failed_checks(stock, tried := before, defaults)
+        self.faults += dict.fromkeys(map(_of_megatron, [*errors, *further]))
+        return tried, not further
+
     def _configure(self, args: Any, *, is_settled: bool) -> tuple[Any, Any, Any]:
         """Return the configurations of optimizer, DDP and model; None if Megatron refuses them."""
+        from megatron.core.transformer import TransformerConfig
         from megatron.training.argument_utils import core_transformer_config_from_args
         from megatron.training.training import (
             get_megatron_ddp_config,
@@ -216,8 +237,11 @@ class DryRun:
             try:
                 return config(args)
             except Exception as error:  # an assertion
-                if is_settled:  # else a consequence of the first fault
-                    self.faults.append(_of_megatron(error))
+                if is_settled:  # else a consequence of the faults before
+                    checks = collecting(TransformerConfig, "__post_init__")
+                    with checks as errors, suppress(Exception):
+                        config(args)
+                    self.faults += dict.fromkeys(map(_of_megatron, errors or [error]))
                 return None
 
         optimizer = make(lambda args: get_megatron_optimizer_config(args)[0])
@@ -241,52 +265,15 @@ class DryRun:
         setup = Setup.of_flags(config, optimizer, ddp, [] if model is None else [model])
         self.faults += [f"refused by moe_optim: {line}" for line in refusals(setup)]
         if model is None:
-            self.faults[-1] += " The plug-in checks the model's flags once these are correct."
+            self._add("The plug-in checks the model's flags once these are correct.")
 
-    def _mend_names(self, parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-        """Return ``argv`` with unknown flags replaced by the closest known one, or removed."""
-        known = [name for name in parser._option_string_actions if name.startswith("--")]
-        mended: list[str] = []
-        is_kept = True
-        for word in argv:
-            flag, equals, value = word.partition("=")
-            if not flag.startswith("--") or flag in known or flag == "--":
-                if is_kept or flag.startswith("--"):
-                    mended.append(word)
-                    is_kept = True
-                continue
-            meant = closest(flag, known, likeness=0.75)  # all share a prefix
-            remedy = f"Write {meant}, the closest one" if meant else "Remove it"
-            self.faults.append(f"{flag}: no such flag. {remedy}.")
-            is_kept = meant is not None
-            mended += [f"{meant}{equals}{value}"] if meant else []
-        return mended
+    def _add(self, note: str) -> None:
+        self.faults[-1] += f" {note}"
 
-    def _parse_rest(
-        self, parser: argparse.ArgumentParser, argv: list[str]
-    ) -> tuple[argparse.Namespace, list[str], list[str]]:
-        """Parse, dropping flags with invalid values one by one.
 
-        Returns the arguments, the words they were parsed from, and words that belong to no flag.
-        """
-        parser.exit_on_error = False
-        parser.error = _raise  # type: ignore[method-assign]
-        while True:
-            try:
-                args, rest = argparse.ArgumentParser.parse_known_args(parser, argv)
-            except argparse.ArgumentError as error:
-                self.faults.append(f"{error}. Change the value.".replace("argument ", "", 1))
-                flags = set((error.argument_name or "").split("/"))
-                shorter = without_options(argv, flags)
-                if len(shorter) == len(argv):  # not caused by a flag: stop here
-                    raise _CheckedError from None
-                argv = shorter
-                self._dropped |= flags
-            except (_ArgumentError, AssertionError) as error:
-                self.faults.append(f"{error}.")
-                raise _CheckedError from None
-            else:
-                return args, argv, rest
+def _fewest_ranks(args: Any) -> int:
+    sizes = {} if args.yaml_cfg is None else vars(args.model_parallel)
+    return ranks_multiple(argparse.Namespace(**vars(args) | sizes))
 
 
 def _missing_fields(args: Any) -> list[str]:
@@ -315,9 +302,9 @@ def _of_megatron(error: Exception) -> str:
     said = " ".join(text.split()).rstrip(".") or _failed_line(error)
     if isinstance(error, MoEOptimError):
         return f"refused by moe_optim: {said}."
-    if said == "assert not args.bf16":
+    if said in ("assert not args.bf16", "assert not args.fp16"):
         return "--fp16 and --bf16 exclude each other. Remove one."
-    if _NEEDS_TE.search(said) and import_error() is not None:
+    if _NEEDS_TE.search(said) and script_arguments.has_no_transformer_engine():
         return (
             f"Megatron: {said}. Transformer Engine is not installed here: do the dry run inside "
             "the training container."
@@ -334,12 +321,9 @@ def _remedy_of(said: str) -> str:
 
 
 def _failed_line(error: Exception) -> str:
+    """Return the source line of an assertion without a message."""
     *_, last = traceback.extract_tb(error.__traceback__) or [None]
     return last.line if last and last.line else type(error).__name__
-
-
-def _raise(message: str) -> NoReturn:
-    raise _ArgumentError(message)
 
 
 def _missing(args: argparse.Namespace) -> dict[str, int]:
@@ -364,7 +348,15 @@ def _missing(args: argparse.Namespace) -> dict[str, int]:
     return {name: value for name, value in needed.items() if getattr(args, name) is None}
 
 
+def _blocks(tree: ast.AST) -> Iterator[ast.AST]:
+    yield tree
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
 def _calls(block: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield name and line of every call in a block, without nested functions."""
     for child in ast.iter_child_nodes(block):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue

@@ -11,15 +11,22 @@ from typing import Any
 
 from moe_optim.checkpoint.files.folders import is_hugging_face, is_local
 from moe_optim.errors import ConfigError
-from moe_optim.integration.arguments import add_moe_optim_arguments, extend_distributed_optimizer
+from moe_optim.integration.arguments import (
+    add_moe_optim_arguments,
+    extend_distributed_optimizer,
+)
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_config, set_optimizer
 from moe_optim.rules import Setup, check_setup, remarks
 from moe_optim.weights.te.recipe import import_error
 
 _ARGUMENTS = "megatron.training.arguments"
+_YAML = "megatron.training.yaml_arguments"
+_NAMED_TWICE = ("account_for_embedding_in_pipeline_split",)
 
-_observer: Any = None  # preflight.DryRun, whose parse and settle replace Megatron's
+
+_observer: Any = None
+"""``preflight.DryRun``, whose ``parse`` and ``settle`` replace Megatron's."""
 
 
 def set_observer(observer: Any) -> None:
@@ -54,10 +61,10 @@ def validate_yaml(args: Any, defaults: Mapping[str, Any] = MappingProxyType({}))
 
 
 def _validate_yaml_names_once(args: Any, defaults: Mapping[str, Any]) -> Any:
-    layers, twice = vars(args.language_model), "account_for_embedding_in_pipeline_split"
-    moved = {twice: layers.pop(twice)} if twice in layers else {}
+    layers = vars(args.language_model)
+    moved = {name: layers.pop(name) for name in _NAMED_TWICE if name in layers}
     vars(args).update(moved)
-    settled = original("megatron.training.yaml_arguments:validate_yaml")(args, defaults)
+    settled = original(f"{_YAML}:validate_yaml")(args, defaults)
     layers.update(moved)
     return settled
 
@@ -71,25 +78,35 @@ def _settle(args: Any, defaults: Mapping[str, Any], validate: Callable[..., Any]
         settle_optimizer(settled)
         require_megatron_checkpoint(settled)
     require_transformer_engine(settled)
+    require_evaluation_of_script(settled)
     return settled
 
 
 def settle_optimizer(args: Any) -> None:
     """Make Muon a distributed optimizer in validated arguments, and record who owns the matrices.
 
-    Call it after :func:`install_by_flag` and before the model is built. ConfigError if the
-    arguments, whose checks Megatron has skipped for Muon, do not suit a distributed optimizer or
-    Muon. StateError if ``install()`` named another optimizer. Arguments from a YAML file may lack
-    fields of flags.
+    Call it after :func:`install_by_flag` and before the model is built.
+
+    Args:
+        args: Megatron's validated arguments, modified in place. Those from a YAML file may lack
+            fields of flags.
+
+    Raises:
+        ConfigError: the arguments do not suit a distributed optimizer; Megatron's validation has
+            skipped these checks for Muon. Or Muon does not support one of them.
+        StateError: ``install()`` named another optimizer.
     """
     make_muon_distributed(args)
-    is_of_file = getattr(args, "yaml_cfg", None) is not None or hasattr(args, "language_model")
-    if args.optimizer == "muon" and args.use_distributed_optimizer and not is_of_file:
+    if args.optimizer == "muon" and args.use_distributed_optimizer and not _is_of_file(args):
         check_setup(Setup(config=installed_config(), optimizer=args), "moe_optim")
     set_optimizer("muon" if args.optimizer == "muon" else "adam")
     if os.environ.get("RANK", "0") == "0":
         for remark in remarks(Setup(config=installed_config(), args=args), "note"):
             print(f"moe_optim: {remark}", file=sys.stderr, flush=True)
+
+
+def _is_of_file(args: Any) -> bool:
+    return getattr(args, "yaml_cfg", None) is not None or hasattr(args, "language_model")
 
 
 def make_muon_distributed(args: Any) -> None:
@@ -110,7 +127,8 @@ def make_muon_distributed(args: Any) -> None:
 def require_megatron_checkpoint(args: Any) -> None:
     """Raise ConfigError if ``--load`` names a Hugging Face checkpoint.
 
-    Megatron finds no tracker file there, and trains from random weights.
+    Megatron finds no tracker file there, and trains from random weights. ``args`` are validated;
+    those from a YAML file may lack the field.
     """
     load = getattr(args, "load", None)
     if load is not None and is_local(load) and is_hugging_face(Path(load)):
@@ -121,10 +139,39 @@ def require_megatron_checkpoint(args: Any) -> None:
         )
 
 
+def require_evaluation(args: Any) -> None:
+    """Raise ConfigError for flags of evaluation with which Megatron's ``pretrain`` cannot count.
+
+    It divides by the interval once the model is built. ``args`` are validated.
+    """
+    needs_none = ("full_validation", "skip_train", "perform_rl_step")
+    interval = getattr(args, "eval_interval", None)
+    if not interval and not any(getattr(args, name, False) for name in needs_none):
+        raise ConfigError(
+            f"--eval-interval: expected a number of iterations above 0, got {interval}, "
+            "by which Megatron divides once the model is built. Give --eval-interval N; with "
+            "--eval-iters 0, too, which evaluates nothing."
+        )
+
+
+def require_evaluation_of_script(args: Any) -> None:
+    """Call :func:`require_evaluation` if the main script has imported Megatron's ``pretrain``."""
+    pretrain = getattr(sys.modules["__main__"], "pretrain", None)
+    is_megatrons = getattr(pretrain, "__module__", None) == "megatron.training.training"
+    if is_megatrons and not _is_of_file(args):
+        require_evaluation(args)
+
+
+def has_no_transformer_engine() -> bool:
+    """Return whether Transformer Engine cannot be imported."""
+    return import_error() is not None
+
+
 def require_transformer_engine(args: Any) -> None:
     """Raise ConfigError if ``args`` select Transformer Engine's layers but it is not importable.
 
-    Megatron would call None. Layers given by ``--spec`` are exempt.
+    Megatron would call None. Layers given by ``--spec`` are exempt. ``args`` are validated; those
+    from a YAML file may lack the fields read here.
     """
     impl = getattr(args, "transformer_impl", "transformer_engine")
     is_needed = impl == "transformer_engine" and getattr(args, "spec", None) is None

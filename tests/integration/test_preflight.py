@@ -79,8 +79,26 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
         but("--tensor-model-parallel-size", "2"),
         [
             "Megatron: world size (1) is not divisible by total_model_size (total_model_size=2). "
-            "Change the number of ranks (--ranks of `moe-optim train`), or the parallel sizes. The "
-            "plug-in checks the model's flags once these are correct.",
+            "Change the number of ranks (--ranks of `moe-optim train`), or the parallel sizes.",
+            "refused by moe_optim: linear_fc2 [64, 48] in mxfp8, whose blocks have 32 elements",
+            "Megatron: MoE layers with --tensor-model-parallel-size above 1 train with sequence",
+        ],
+    ),
+    "several assertions of Megatron": (
+        but("--overlap-param-gather", "--expert-model-parallel-size", "3", "--optimizer", "sgd"),
+        [
+            "Megatron: Must use --overlap-param-gather with --overlap-grad-reduce",
+            "Megatron: Number of experts should be a multiple of expert model parallel_size",
+            "refused by moe_optim: --optimizer sgd",
+        ],
+    ),
+    "several of the model": (
+        but("--recompute-granularity", "selective", "--recompute-modules", "all",
+            "--moe-router-num-groups", "3", "--moe-router-group-topk", "7"),
+        [
+            "Megatron: Invalid choices for recompute_modules: {'all'}",
+            "Megatron: num_moe_experts (4) should be divisible by moe_router_num_groups (3)",
+            "Megatron: moe_router_group_topk (7) should be smaller than moe_router_num_groups (3)",
         ],
     ),
     "a batch that ranks do not divide": (
@@ -209,6 +227,7 @@ def _list_all() -> dict[str, tuple[list[str], str]]:
 
     from moe_optim.integration import cpu_runtime
     from moe_optim.integration.preflight import list_faults
+    from moe_optim.integration.script_arguments import require_evaluation
 
     cpu_runtime.install()
     hide_transformer_engine()
@@ -229,6 +248,10 @@ def _list_all() -> dict[str, tuple[list[str], str]]:
     found["own parser"] = list_faults(partial(own.parse_args, []), []), ""
     found["says why"] = list_faults(partial(sys.exit, "no config"), []), ""
     found["broken"] = list_faults(partial(int, "x"), []), ""
+    for flags in ((), ("--skip-train",), ("--eval-interval", "0")):
+        sys.argv = ["script", *but(*flags, without=("--eval-interval",))]
+        faults = list_faults(parse_and_validate_args, sys.argv[1:], require_evaluation)
+        found[" ".join(("no interval", *flags))] = faults, ""
     return found
 
 
@@ -256,6 +279,14 @@ def test_a_script_that_never_comes_to_its_arguments_is_a_fault(found):
     assert found["broken"][0][0].startswith("ValueError: invalid literal")
 
 
+def test_an_interval_of_evaluations_that_megatron_divides_by_is_asked_for(found):
+    """Without a message it would end in a TypeError once the model is built."""
+    for case in ("no interval", "no interval --eval-interval 0"):
+        (fault,) = found[case][0]
+        assert fault.startswith("--eval-interval: expected a number of iterations above 0, got ")
+    assert found["no interval --skip-train"][0] == []
+
+
 @on_ranks(1)
 def test_the_command_runs_a_script_until_its_arguments_are_settled(tmp_path):
     """It exits with 0 where nothing is wrong, else with 2; the rest of the script never runs. A run
@@ -277,12 +308,20 @@ def test_the_command_runs_a_script_until_its_arguments_are_settled(tmp_path):
     wrong = but("--num-expert", "4")
     missing = but(LOCAL, "transformer_engine")
     load = but("--load", str(published))
+    endless = but(without=("--eval-interval",))
     run = ["run", str(script)]
-    for argv in ([*dry, *but()], [*dry, *wrong], [*run, *missing], [*dry, *load], [*run, *load]):
+    for argv in (
+        *([*dry, *but()], [*dry, *wrong], [*run, *missing], [*dry, *endless], [*run, *endless]),
+        *([*dry, *load], [*run, *load]),
+    ):
         with contextlib.redirect_stderr(io.StringIO()) as errors:
             code = cli.main(argv)
         said.append((code, errors.getvalue()))
-    fine, wrong, missing, *loads = said
+    fine, wrong, missing, *endless = said[:5]
+    for code, errors in endless:
+        assert code == 2
+        assert "--eval-interval: expected a number of iterations above 0, got None" in errors
+    loads = said[5:]
     for code, errors in loads:
         assert code == 2
         assert f"--load {published}: expected a Megatron checkpoint, got a Hugging Face" in errors

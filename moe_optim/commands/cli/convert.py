@@ -118,8 +118,9 @@ def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
     if args.to == "hf" and reader.format == "safetensors":
         return _dequantize(args, reader, began)
     plan = plan_model(reader, request)
+    workers = number_of_workers(args.workers, plan.total_bytes)
     with progress_bar("converting", plan.total_bytes) as report:
-        convert_model(plan, args.target, report, workers=_workers(args, plan))
+        convert_model(plan, args.target, report, workers=workers)
     layers = len(plan.model.anatomy.moe_layers)
     lines = [
         f"{args.target}: {plan.model.family.architecture}, {plan.model.anatomy.num_layers} layers, "
@@ -145,7 +146,7 @@ def _dequantize(args: argparse.Namespace, reader: "CheckpointReader", began: flo
     )
     plan = plan_dequantization(reader)
     with progress_bar("dequantizing", plan.total_bytes) as report:
-        workers = _workers(args, plan)
+        workers = number_of_workers(args.workers, plan.total_bytes)
         dequantize_checkpoint(plan, args.target, args.tokenizer, report, workers=workers)
     return [
         f"{args.target}: quantized weights in bf16, all other tensors unchanged",
@@ -185,8 +186,9 @@ def _convert_layout(args: argparse.Namespace, began: float) -> list[str]:
     )
     reader = open_reader(args.source)
     plan = plan_conversion(LayerView(reader, parse_renames(args.rename)), request)
+    workers = number_of_workers(args.workers, plan.total_bytes)
     with progress_bar("converting", plan.total_bytes) as report:
-        convert_checkpoint(plan, args.target, report, workers=_workers(args, plan))
+        convert_checkpoint(plan, args.target, report, workers=workers)
     return _summary(plan, args, began)
 
 
@@ -210,10 +212,6 @@ def _summary(plan: "ConversionPlan", args: argparse.Namespace, began: float) -> 
         lines.append("torch_dist stores grouped, indexed and sequential experts alike.")
     why = "--weights-only" if args.weights_only else "safetensors stores only tensors"
     return lines + _left_out(plan, why)
-
-
-def _workers(args: argparse.Namespace, plan: "FilePlan") -> int:
-    return number_of_workers(args.workers, plan.total_bytes)
 
 
 def _speed(plan: "FilePlan", began: float) -> str:

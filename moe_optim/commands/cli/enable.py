@@ -29,16 +29,13 @@ def site_file() -> Path:
 
 def is_enabled() -> bool:
     """Return whether plain ``python`` of this environment accepts the plug-in's flags."""
-    return _content() == CONTENT
+    with _refusing():
+        return site_file().exists() and site_file().read_bytes() == CONTENT
 
 
 def enable() -> bool:
-    """Write the file and return True, or False if it already exists.
-
-    Raises:
-        ConfigError: the folder is not writable, or a foreign file has this name.
-    """
-    if _own_content() == CONTENT:
+    """Write the file and return True, or False if it exists; ConfigError if that is impossible."""
+    if _is_own() and is_enabled():
         return False
     with _refusing():
         write_atomically(site_file(), CONTENT)
@@ -46,29 +43,20 @@ def enable() -> bool:
 
 
 def disable() -> bool:
-    """Remove the file and return True, or False if it does not exist.
-
-    Raises:
-        ConfigError: the file cannot be removed, or is foreign.
-    """
-    if _own_content() is None:
-        return False
+    """Remove the file and return True, or False without one; ConfigError if that is impossible."""
+    is_there = _is_own()
     with _refusing():
-        site_file().unlink()
-    return True
+        site_file().unlink(missing_ok=True)
+    return is_there
 
 
-def _content() -> bytes | None:
-    with _refusing(), contextlib.suppress(FileNotFoundError):
-        return site_file().read_bytes()
-    return None
-
-
-def _own_content() -> bytes | None:
-    """Return the content of the file if any version of this package wrote it."""
-    content = _content()
-    if content is None or content.startswith(_MARK):
-        return content
+def _is_own() -> bool:
+    """Return whether any version of this package wrote the file; ConfigError if others did."""
+    with _refusing():
+        if not site_file().exists():
+            return False
+        if site_file().read_bytes().startswith(_MARK):
+            return True
     raise ConfigError(
         f"{site_file()}: expected no file, or one that moe-optim enable wrote, got another. Move "
         "it away."
@@ -88,7 +76,7 @@ def _refusing() -> Iterator[None]:
 
 
 def run(_args: argparse.Namespace) -> int:
-    """Write the file and print its path; raises as ``site_file.enable`` does."""
+    """Write the file and print its path."""
     if enable():
         print(f"enabled: wrote {site_file()}")
         print("Scripts that import megatron.training now take --use-moe-grouped-optim.")

@@ -1,8 +1,9 @@
 """Show the contents of a checkpoint, and check that it is complete.
 
 Shows format, experts and their layout, optimizer state, amaxes, and other metadata of a torch_dist
-or safetensors checkpoint. For --ckpt-format torch, checks only that the files are complete. Exits
-with 1 if the checkpoint is incomplete, with 2 if it cannot be read.
+or safetensors checkpoint; with --formats also the error that quantizing its experts would make. For
+--ckpt-format torch, checks only that the files are complete. Exits with 1 if the checkpoint is
+incomplete, with 2 if it cannot be read.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ from moe_optim.commands.console.workers import (
     number_of_workers,
     run_in_workers,
 )
+from moe_optim.errors import refuse
+from moe_optim.formats import FORMATS
 from moe_optim.screen import print_table, results_console
 from moe_optim.spelling import spell_bytes
 
@@ -62,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print the report as JSON")
     text = "also read all files and verify their checksums"
     add("--thorough", action="store_true", help=text)
+    text = (
+        "also quantize the experts, one at a time, from masters if there are any, and show "
+        "relative errors, and shares of saturated and flushed weights, in each format: "
+        f"{', '.join(FORMATS)}"
+    )
+    add("--formats", nargs="+", default=[], choices=FORMATS, metavar="FORMAT", help=text)
     add_workers(parser)
 
 
@@ -69,6 +78,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 if the checkpoint is incomplete."""
     path = newest_checkpoint(args.checkpoint)
     if files := files_of_ranks(path):
+        refuse(
+            {"--formats": args.formats},
+            expected=f"{path}: expected a torch_dist or safetensors checkpoint",
+            remedy="Remove it, or let a run convert the checkpoint.",
+        )
         say_which_was_taken(args.checkpoint, path)
         report = _examine_files(args, path, files)
     else:
@@ -98,7 +112,8 @@ def _examine(args: argparse.Namespace, view: "LayerView") -> Report:
     dtypes: Counter[str] = Counter()
     for info in reader.tensors.values():
         dtypes[str(info.dtype).removeprefix("torch.")] += info.nbytes
-    return {
+    errors = {"errors": _measure_errors(args, view, sets)} if args.formats else {}
+    return errors | {
         "path": str(reader.path),
         "format": reader.format,
         "version": recorded.version,
@@ -129,6 +144,18 @@ def _examine(args: argparse.Namespace, view: "LayerView") -> Report:
         "amaxes": _amaxes(view),
         "faults": [*(quantized.faults if quantized else ()), *faults],
     }
+
+
+def _measure_errors(
+    args: argparse.Namespace, view: "LayerView", sets: "Sequence[ExpertSet]"
+) -> list[Report]:
+    from moe_optim.commands.conversion.quantization_error import measure_errors, sources_of
+
+    sets = sources_of(sets)
+    total = view.nbytes(key for one in sets for key in one.keys)
+    workers = number_of_workers(args.workers, total)
+    with progress_bar("quantizing", total) as report:
+        return measure_errors(view, sets, args.formats, report, workers=workers)
 
 
 def _examine_files(args: argparse.Namespace, path: Path, files: list[Path]) -> Report:
@@ -229,16 +256,17 @@ def _describe(view: "LayerView", one: "ExpertSet", quantized: "StoredWeights | N
 def _print(report: Report) -> None:
     console = results_console()
     console.print(report["path"], style="bold")
-    facts = [
-        (name, Text(said, "red" if name == "complete" and report["defects"] else ""))
-        for name, said in _facts(report)
-    ]
+    red = {"complete": "red"} if report["defects"] else {}
+    facts = [(name, Text(said, red.get(name, ""))) for name, said in _facts(report)]
     table = build_table(("", " "), facts, fold=" ")  # a key must stay whole
     table.show_header = False
     print_table(console, table)
     for prefix, table in _experts_tables(report.get("experts", [])):
         console.print(f"\nexperts in {prefix}", style="italic")
         print_table(console, table)
+    if errors := report.get("errors"):
+        console.print(f"\nerrors of {errors[0]['of']} in each format", style="italic")
+        print_table(console, _errors_table(errors))
     for fault in _together(report.get("faults", [])):
         console.print(f"not understood: {fault}", style="yellow")
 
@@ -301,23 +329,36 @@ def _optimizer_facts(state: Report) -> Iterator[tuple[str, str]]:
 def _experts_tables(experts: list[Report]) -> Iterator[tuple[str, Table]]:
     from moe_optim.commands.conversion.layer_view import STATE_KIND
 
-    groups: dict[str, dict[tuple[Any, ...], list[Report]]] = {}
+    sizes = ("experts", "hidden", "ffn")
+    groups: dict[str, dict[tuple[str, ...], list[int]]] = {}
     for one in experts:
-        prefix = STATE_KIND.sub("", one["prefix"], count=1)
-        alike = ("holds", "layout", "experts", "hidden", "ffn", "biases", "dtype")
-        rows = groups.setdefault(_LAYER.sub("*", prefix), {})
-        rows.setdefault(tuple(one[name] for name in alike), []).append(one)
+        prefix = _LAYER.sub("*", STATE_KIND.sub("", one["prefix"], count=1))
+        holds = one["holds"] + ", biases" * one["biases"]
+        dtype = ", ".join(_SHORT.get(each, each) for each in one["dtype"].split(", "))
+        alike = (holds, one["layout"], *(str(one[size]) for size in sizes), dtype)
+        groups.setdefault(prefix, {}).setdefault(alike, []).append(one["bytes"])
     for prefix, rows in groups.items():
         cells = [
-            (
-                holds + (", biases" if biases else ""),
-                layout,
-                *(str(number) for number in (len(layers), count, hidden, ffn)),
-                ", ".join(_SHORT.get(one, one) for one in dtype.split(", ")),
-                spell_bytes(sum(one["bytes"] for one in layers)),
-            )
-            for (holds, layout, count, hidden, ffn, biases, dtype), layers in rows.items()
+            (holds, layout, str(len(nbytes)), *rest, spell_bytes(sum(nbytes)))
+            for (holds, layout, *rest), nbytes in rows.items()
         ]
-        numbers = ("layers", "experts", "hidden", "ffn")
-        header = ("", "layout", *numbers, "dtype", "bytes")
-        yield prefix, build_table(header, cells, right=(*numbers, "bytes"))
+        header = ("", "layout", "layers", *sizes, "dtype", "bytes")
+        yield prefix, build_table(header, cells, right=("layers", *sizes, "bytes"))
+
+
+def _errors_table(rows: list[Report]) -> Table:
+    """Return a row per linear and format; figures above their thresholds of training are red."""
+    from moe_optim.formats.health_figures import THRESHOLDS
+
+    figures = {"error": "{:.4f}", "saturated": "{:.3%}", "flushed": "{:.3%}"}
+    cells: list[list[str | Text]] = []
+    for row in rows:
+        layer, limits = _LAYER.search(row["prefix"]), THRESHOLDS[row["format"]]
+        where = layer[0] if layer else row["prefix"]
+        cells.append([where, row["linear"].removeprefix("linear_"), row["format"]])
+        for figure, spelled in figures.items():
+            is_within = row[figure] <= limits[figure]
+            cells[-1].append(Text(spelled.format(row[figure]), "" if is_within else "red"))
+        cells[-1].append(f"{row['worst_error']:.4f} ({row['worst_expert']})")
+    numbers = (*figures, "worst expert")
+    return build_table(("layer", "", "format", *numbers), cells, right=(*numbers, "layer"))

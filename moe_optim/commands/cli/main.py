@@ -24,7 +24,7 @@ COMMANDS = {
     "patch": "add the plug-in to a checkout of Megatron-LM as source diffs",
     "plan": "show memory, all-gather and step time of a model in each format, without a GPU",
     "doctor": "show what this machine can do, installed packages, and remedies for problems",
-    "inspect": "show the contents of a checkpoint, and check that it is complete",
+    "inspect": "show the contents of a checkpoint, check it, and compare errors of formats",
     "convert": "write a checkpoint for transformers or for Megatron, or change its expert layout",
     "export": "write a checkpoint with quantized experts for vLLM and SGLang",
     "verify": "compare two checkpoints bitwise, across expert layouts",
@@ -75,10 +75,10 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def _subparsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
-                yield inner
                 yield from _subparsers(inner)
 
 
@@ -97,10 +97,9 @@ class _PrintCompletion(argparse.Action):
                 "--print-completion: expected shtab, got none. Install it: "
                 "pip install 'moe_optim[completion]'"
             ) from error
-        for each in (parser, *_subparsers(parser)):
-            for action in each._actions:
-                if action.type is Path:
-                    action.complete = shtab.FILE  # type: ignore[attr-defined]
+        for action in (action for each in _subparsers(parser) for action in each._actions):
+            if action.type is Path:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
         print(shtab.complete(parser, values[1]))
         parser.exit()
 
@@ -121,13 +120,7 @@ def run_command(
     run: Callable[[argparse.Namespace], int],
     argv: Sequence[str] | None,
 ) -> int:
-    """Parse a command line, run it, and return the exit code.
-
-    Args:
-        parser_of: function that returns the parser.
-        run: function of the parsed arguments, ``argv`` among them, that returns an exit code.
-        argv: arguments; None for those of the process.
-    """
+    """Parse ``argv``, None for that of the process, run the command, and return the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(parser_of(), run, argv)
@@ -137,9 +130,7 @@ def run_command(
 
 
 def _run(
-    parser: argparse.ArgumentParser,
-    run: Callable[[argparse.Namespace], int],
-    argv: list[str],
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], argv: list[str]
 ) -> int:
     try:
         args, unknown = parser.parse_known_args(argv)
@@ -169,24 +160,15 @@ def _refuse(
     parser: argparse.ArgumentParser, args: argparse.Namespace, unknown: Sequence[str]
 ) -> NoReturn:
     """Exit as argparse does, with the usage of the subcommand and its closest options."""
-    while chosen := _chosen(parser, args):
-        parser = chosen
+    for dest in ("command", "what", "action"):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction) and action.dest == dest:
+                parser = action.choices.get(getattr(args, dest), parser)
     names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
     known = list(parser._option_string_actions)
     meant = [close for name in names if (close := closest(name, known))]
     remedy = f". The closest: {', '.join(meant)}" if meant else ""
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{remedy}")
-
-
-def _chosen(
-    parser: argparse.ArgumentParser, args: argparse.Namespace
-) -> argparse.ArgumentParser | None:
-    """Return the parser of the selected subcommand, or None."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            found: argparse.ArgumentParser | None = action.choices.get(getattr(args, action.dest))
-            return found
-    return None
 
 
 if __name__ == "__main__":

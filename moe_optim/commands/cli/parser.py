@@ -37,32 +37,22 @@ class HelpFormatter(argparse.HelpFormatter):
         if usage is None:
             return super()._format_usage(usage, *rest)
         lead = "usage: "
-        lines = _wrap(f"{lead}{usage}", self._width, subsequent_indent=" " * len(lead))
+        lines = _wrap(f"{lead}{usage}", self._width, rest=" " * len(lead))
         return "\n".join(lines) + "\n\n"
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return _wrap(text, width)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs = []
-        for paragraph in text.strip().split("\n\n"):
-            lines: list[str] = []
-            for item in re.split(r"\n(?= )", paragraph):
-                lead = indent + "  " * item.startswith(" ")
-                rest = lead + "  " * item.startswith(" ")
-                lines += _wrap(item, width, initial_indent=lead, subsequent_indent=rest)
-            paragraphs.append("\n".join(lines))
-        return "\n\n".join(paragraphs)
+        lines: list[str] = []
+        for item in re.split(r"\n(?=[ \n])", text.strip()):
+            step = "  " * item.startswith(" ")
+            lines += [""] * item.startswith("\n")
+            lines += _wrap(item, width, indent + step, indent + 2 * step)
+        return "\n".join(lines)
 
 
-def _wrap(
-    text: str, width: int, initial_indent: str = "", subsequent_indent: str = ""
-) -> list[str]:
-    return textwrap.wrap(
-        " ".join(text.split()),
-        width,
-        initial_indent=initial_indent,
-        subsequent_indent=subsequent_indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def _wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
+    wrapper = textwrap.TextWrapper(width, first, rest)
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    return wrapper.wrap(" ".join(text.split()))

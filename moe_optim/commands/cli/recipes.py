@@ -6,6 +6,7 @@
 import argparse
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.commands.console.files import write_atomically
 from moe_optim.commands.console.tables import build_table
 from moe_optim.config import MoEOptimConfig, field_names
-from moe_optim.config.recipes import Recipe, load_recipe, shipped_recipes, suggest_shipped
+from moe_optim.config.recipes import load_recipe, shipped_recipes, suggest_shipped
 from moe_optim.errors import ConfigError
 from moe_optim.integration.argv import spell_format
 from moe_optim.screen import print_table, results_console
@@ -65,7 +66,7 @@ def _list(*, as_json: bool) -> None:
     for name, path in shipped_recipes().items():
         recipe = load_recipe(path)
         weights = spell_format(recipe.moe_optim.format, recipe.megatron_argv())
-        facts = (name, recipe.ranks, _needs(recipe), weights, _first_sentence(path))
+        facts = (name, recipe.ranks, _needs(recipe.requires), weights, _first_sentence(path))
         rows.append(dict(zip(_FACTS, facts, strict=True)))
     if as_json:
         print(json.dumps(rows, indent=2))
@@ -83,29 +84,23 @@ def _list(*, as_json: bool) -> None:
 
 def _show(name: str, *, as_json: bool) -> None:
     recipe = load_recipe(name)
-    content: dict[str, dict[str, Any]] = {
-        "requires": dict(recipe.requires),
-        "megatron_args": dict(recipe.megatron_args),
-        "moe_optim": {key: getattr(recipe.moe_optim, key) for key in field_names()},
-    }
+    content = {"requires": dict(recipe.requires), "megatron_args": dict(recipe.megatron_args)}
+    own = {key: getattr(recipe.moe_optim, key) for key in field_names()}
     if as_json:
-        print(json.dumps({"files": [str(path) for path in recipe.files], **content}, indent=2))
+        files = [str(path) for path in recipe.files]
+        print(json.dumps({"files": files, **content, "moe_optim": own}, indent=2))
         return
-    changed = {
-        key: value
-        for key, value in content["moe_optim"].items()
-        if value != getattr(MoEOptimConfig(), key)
-    }
+    default = MoEOptimConfig()
+    changed = {key: value for key, value in own.items() if value != getattr(default, key)}
     print("\n".join(f"# {path}" for path in recipe.files))
     print(yaml.safe_dump(content | {"moe_optim": changed}, sort_keys=False), end="")
 
 
-def _needs(recipe: Recipe) -> str:
-    if "gpus" not in recipe.requires:
+def _needs(requires: Mapping[str, Any]) -> str:
+    if (count := requires.get("gpus")) is None:
         return "CPU or GPU"
-    count = recipe.requires["gpus"]
-    architecture = f", sm {recipe.requires['sm']}" if "sm" in recipe.requires else ""
-    return f"{count} GPU{'s' if count != 1 else ''}{architecture}"
+    architecture = f", sm {requires['sm']}" if "sm" in requires else ""
+    return f"{count} GPU{'s' * (count != 1)}{architecture}"
 
 
 def _first_sentence(path: Path) -> str:

@@ -40,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--recipe", type=Path, metavar="RECIPE", help=text)
     text = (
-        "run SCRIPT until its arguments are parsed, and list the errors in them (of Megatron's own "
-        "assertions only the first); exits with 0 if there are none, else with 2. Without a "
-        "launcher it assumes WORLD_SIZE ranks, or the minimum for the parallel sizes"
+        "run SCRIPT until its arguments are parsed, and list the errors in them; exits with 0 if "
+        "there are none, else with 2. Without a launcher it assumes WORLD_SIZE ranks, or the "
+        "minimum for the parallel sizes"
     )
     add("--dry-run", action="store_true", help=text)
     add("script", type=Path, metavar="SCRIPT", help="script that calls Megatron's pretrain()")

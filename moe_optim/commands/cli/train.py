@@ -53,11 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train_formats(args: argparse.Namespace) -> int:
-    """Train one run per format, in folders named by format, then compare; return the exit code.
-
-    All formats are checked against the recipe before the first run; the first failure ends the
-    command.
-    """
+    """Train one run per format, in folders named by it, until one fails, and compare them."""
     formats = args.formats
     if len(set(formats)) < len(formats) or len(formats) < 2:
         raise ConfigError(

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -56,19 +56,13 @@ def run(args: argparse.Namespace) -> int:
     with progress_bar("comparing", total) as report:
         found = compare_checkpoints(sides[0], sides[1], report, workers=workers)
     if args.json:
-        print(_spell_json(found))
+        result: dict[str, Any] = asdict(found) | {"equal": found.equal}
+        for one in result["differences"]:
+            one["largest"] = None if one["largest"] == math.inf else one["largest"]
+        print(json.dumps(result, indent=2, allow_nan=False))
     else:
         _print(found)
     return 0 if found.equal else DIFFERENT
-
-
-def _spell_json(found: "Comparison") -> str:
-    """Return the result as JSON, with null for infinity."""
-    report = asdict(found) | {"equal": found.equal}
-    for one in report["differences"]:
-        if one["largest"] == math.inf:
-            one["largest"] = None
-    return json.dumps(report, indent=2, allow_nan=False)
 
 
 def _print(found: "Comparison") -> None:
@@ -101,14 +95,13 @@ def _table(differences: "Sequence[Difference]") -> Table:
     rows: list[tuple[str, ...]] = []
     last = ""
     for one in differences:
-        if one.what == "values":
-            name = "" if one.name == last else one.name
+        if one.what != "values":
+            rows.append((": ".join(filter(None, (one.name, one.what, one.detail))), *["-"] * 4))
+        else:
+            name = one.name * (one.name != last)
             largest = "-" if one.largest is None else f"{one.largest:.3g}"
             expert = "-" if one.expert is None else str(one.expert)
             counts = f"{one.differing:,} of {one.elements:,}"
             rows.append((name, expert, counts, f"[{', '.join(map(str, one.first))}]", largest))
-        else:
-            detail = f": {one.detail}" if one.detail else ""
-            rows.append((f"{one.name}: {one.what}{detail}", *["-"] * 4))
         last = one.name
     return build_table(("tensor", *numbers), rows, right=numbers, fold=("tensor",))

@@ -1,7 +1,8 @@
 """Recommendation of a plan: format, reason, and whether the weights fit a GPU."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from moe_optim.commands.plan.costs import STOCK_BF16
@@ -42,31 +43,25 @@ class Choice:
     has_bf16: bool = False
     """Whether Transformer Engine's experts stay bf16 because no flag quantizes them."""
     missing_gemms: str = ""
-    """What Transformer Engine lacks on the GPU for the recipe's weights; empty if nothing, or if
-    the GPU is unknown."""
+    """What Transformer Engine lacks on a known GPU for the recipe's weights."""
 
     def rows_to_show(self) -> list[str]:
         """Return the formats to compare, each with stock's row; without candidates the common."""
-        names = self.candidates or ("bf16", *_COMMON)
-        own = [self.own] if self.own in FORMATS else []
-        kept = dict.fromkeys([*names, *own])
+        names = dict.fromkeys(self.candidates or ("bf16", *_COMMON))
+        kept = names | ({self.own: None} if self.own in FORMATS else {})
         return [*kept, STOCK_BF16, *(f"stock {name}" for name in kept)]
 
 
 def find_choice(
     recipe: Recipe, argv: Sequence[str], experts: PlannedExperts, gpu: str | None = None
 ) -> Choice:
-    """Return the formats that a recipe can use without becoming a different model.
+    """Return the formats that a recipe can use; LayoutError if the weights do not fit its own.
 
     4-bit and 8-bit weights give different models: neither is proposed in place of the other. A
-    row-only format is that of an inference engine, and is kept. ``gpu`` is a key of
-    :data:`~moe_optim.commands.plan.gpus.GPUS`, or None if unknown.
-
-    Raises:
-        LayoutError: the weights do not fit the recipe's format.
+    row-only format is that of an inference engine, and is kept. ``gpu`` is a key of ``GPUS``.
     """
     own, default = (spell_format(one, argv) for one in (recipe.moe_optim.format, "auto"))
-    common: dict[str, Any] = {"own": own, "default": default}
+    choose: Any = partial(Choice, own=own, default=default)
     if own in FORMATS:
         for weight, shape in experts.weights:
             FORMATS[own].check_shape(shape, f"{recipe.path}: {weight}")
@@ -74,48 +69,34 @@ def find_choice(
         bits = "fp8" if "--fp8-param-gather" in argv else "fp4"
         recipe_name = {"fp8": "delayed", "fp4": "nvfp4"}[bits]  # Megatron's default
         flag = f"--{bits}-recipe {last_value(argv, f'--{bits}-recipe') or recipe_name}"
-        if not (candidates := native_formats(flag)):
-            return Choice(**common, candidates=(), why=f"weights of {flag} stay Megatron's")
+        candidates = native_formats(flag)
+        if not candidates:
+            return choose(candidates=(), why=f"weights of {flag} stay Megatron's")
         is_hopper = gpu is not None and not GPUS[gpu].is_blackwell
-        if is_hopper and not _BLACKWELL_FORMATS.isdisjoint(candidates):
-            excess = [word for word in argv if word in _NOT_OF_BLOCKS]
-            return _choose_on_hopper(common, bits, flag, gpu, excess)
-        why, keeps_own = f"that {flag} supports", own in candidates
-        return Choice(**common, candidates=candidates, why=why, keeps_own=keeps_own)
+        if not is_hopper or _BLACKWELL_FORMATS.isdisjoint(candidates):
+            why = f"that {flag} supports"
+            return choose(candidates=candidates, why=why, keeps_own=own in candidates)
+        said = f"--gpu {gpu}: Transformer Engine has GEMMs for {flag} on Blackwell only"
+        choose = partial(choose, keeps_own=False)
+        if bits == "fp4":
+            why = f"Transformer Engine has no 4-bit GEMMs on {gpu}"
+            missing = f"{said}. Name a Blackwell GPU."
+            return choose(candidates=(), why=why, missing_gemms=missing)
+        excess = ", ".join(word for word in argv if word in _NOT_OF_BLOCKS)
+        missing = f"{said}: the flags below replace it{f'; remove {excess}' * bool(excess)}."
+        blocks, why = native_formats("--fp8-recipe blockwise"), f"with 8-bit GEMMs on {gpu}"
+        return choose(candidates=blocks, default=blocks[0], why=why, missing_gemms=missing)
     if own == "bf16" and recipe.moe_optim.compute is not None:
         why = f"compute: {recipe.moe_optim.compute} keeps bf16 weights"
-        return Choice(**common, candidates=(), why=why)
+        return choose(candidates=(), why=why)
     if not experts.is_portable:
-        return Choice(**common, candidates=(), why="its flags keep bf16 weights", has_bf16=True)
+        return choose(candidates=(), why="its flags keep bf16 weights", has_bf16=True)
     if own in FORMATS and FORMATS[own].is_row_only:
-        return Choice(**common, candidates=(own,), why="with its codes and scales")
+        return choose(candidates=(own,), why="with its codes and scales")
     wanted = FORMATS[own].element_bits if own in FORMATS else 8
-    names = tuple(
-        name
-        for name, format in FORMATS.items()
-        if format.element_bits == wanted and not format.is_row_only
-    )
+    alike = (one for one in FORMATS.values() if one.element_bits == wanted and not one.is_row_only)
     why = f"with {wanted} bits, which portable experts support on any GPU"
-    return Choice(**common, candidates=names, why=why)
-
-
-def _choose_on_hopper(
-    common: Mapping[str, Any], bits: str, flag: str, gpu: str | None, excess: Sequence[str]
-) -> Choice:
-    said = f"--gpu {gpu}: Transformer Engine has GEMMs for {flag} on Blackwell only"
-    if bits == "fp4":
-        why = f"Transformer Engine has no 4-bit GEMMs on {gpu}"
-        missing = f"{said}. Name a Blackwell GPU."
-        return Choice(**common, candidates=(), why=why, missing_gemms=missing, keeps_own=False)
-    candidates = native_formats("--fp8-recipe blockwise")
-    remove = f"; remove {', '.join(excess)}" if excess else ""
-    return Choice(
-        **{**common, "default": candidates[0]},
-        candidates=candidates,
-        why=f"with 8-bit GEMMs on {gpu}",
-        missing_gemms=f"{said}: the flags below replace it{remove}.",
-        keeps_own=False,
-    )
+    return choose(candidates=tuple(one.name for one in alike), why=why)
 
 
 def recommend(choice: Choice, rows: Sequence[PlanRow]) -> PlanRow | None:
@@ -179,16 +160,14 @@ def flags_to_add(
 ) -> list[str]:
     """Return the flags that a run adds to Megatron's own."""
     flags = [FLAG]
-    changed = {
+    format = best["format"] if best else config.format
+    changed = {"format": format} if format != (choice.default if best else "auto") else {}
+    changed |= {
         name: spell(value)
         for name in field_names()
         if name not in ("expert_layout", "format")
         and (value := getattr(config, name)) != getattr(MoEOptimConfig(), name)
     }
-    if best is not None and best["format"] != choice.default:
-        changed = {"format": best["format"]} | changed
-    elif best is None and config.format != "auto":
-        changed = {"format": config.format} | changed
     for name, value in changed.items():
         flags += ["--moe-optim-set", f"{name}={value}"]
     if choice.missing_gemms:

@@ -5,8 +5,8 @@ counted as fast as two.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import lcm, prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +26,7 @@ _FLOOR = 0.9
 """Least part of a bucket that its weights fill, unless it is the last; ``PADDING_FLOOR``."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shards:
+class Shards(NamedTuple):
     """How the buckets of a buffer are cut."""
 
     bucket_numel: int | None
@@ -38,8 +37,7 @@ class Shards:
     """Divisor of bucket ends."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Parameters of one bucket. Hashable, as a model has many equal ones."""
 
     slots: tuple[Slot, ...]
@@ -83,13 +81,10 @@ def lay_buckets(params: Params, shards: Shards) -> Iterator[Bucket]:
 def lay_matrix_buckets(
     params: Params, shards: Shards, *, format: BlockScaledFormat
 ) -> Iterator[Bucket]:
-    """Yield our buckets of weights in a format that Muon steps, a matrix inside one shard each.
+    """Yield our buckets of weights that Muon steps, a matrix inside one shard each.
 
-    Weights of several matrices have a buffer for each of their shapes, as in
-    :mod:`moe_optim.buckets.matrix_buffers`.
-
-    Raises:
-        LayoutError: no rank can own some matrix whole.
+    Weights of several matrices have a buffer for each of their shapes. LayoutError if no rank can
+    own some matrix whole.
     """
     buffers: dict[tuple[int, ...], list[MatrixWeight]] = {}
     for name, (count, rows, cols) in reversed(params):

@@ -75,11 +75,6 @@ def left_out(experts: PlannedExperts) -> dict[str, str]:
     return reasons
 
 
-def norm_bytes(numel: int, *, grad_bytes: int) -> int:
-    """Return the minimum bytes read by the norm of ``numel`` gradients."""
-    return numel * grad_bytes
-
-
 def step_bytes(
     format: BlockScaledFormat, numel: int, *, grad_bytes: int, moment_bytes: int
 ) -> Fraction:

@@ -53,11 +53,6 @@ def dense_bytes(
     return numel * (_BF16 + grad_bytes) + states
 
 
-def dense_step_bytes(numel: int, *, grad_bytes: int, moment_bytes: int) -> int:
-    """Return the bytes that norm and fused Adam of ``numel`` bf16 weights read and write."""
-    return numel * (2 * grad_bytes + 2 * _MASTER + 2 * moment_bytes + _BF16)
-
-
 def _check(args: argparse.Namespace) -> None:
     others = {
         "--experimental-attention-variant": args.experimental_attention_variant is not None,

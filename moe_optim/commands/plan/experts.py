@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 
 from moe_optim.commands.plan.buckets import (
     Bucket,
@@ -29,14 +28,12 @@ from moe_optim.integration.arguments import extend_distributed_optimizer, ranks_
 from moe_optim.rules import OPTIMIZERS
 
 WeightShape = tuple[int, int, int]
-_MOMENTS = MappingProxyType(
-    {
-        "fp32": ("torch.float32", 4),
-        "bf16": ("torch.bfloat16", 2),
-        "fp16": ("torch.float16", 2),
-        "fp8": ("torch.uint8", 1),
-    }
-)
+_MOMENTS = {
+    "fp32": ("torch.float32", 4),
+    "bf16": ("torch.bfloat16", 2),
+    "fp16": ("torch.float16", 2),
+    "fp8": ("torch.uint8", 1),
+}
 """Moment dtype in Megatron's flags -> torch dtype and bytes per element."""
 
 MOST_RANKS = 2**20
@@ -120,29 +117,22 @@ class PlannedExperts:
         return int(gpus // copy // args.num_distributed_optimizer_instances)
 
     def buckets(self, gpus: int, format: BlockScaledFormat | None = None) -> Counter[Bucket]:
-        """Return bucket -> count on one rank.
+        """Return bucket -> count on one rank; raises as above, or as ``lay_matrix_buckets``.
 
-        Args:
-            gpus: total number of GPUs.
-            format: format of weights that Muon steps; None for stock Megatron's Muon with bf16
-                weights. Adam's buckets are the same for all.
-
-        Raises:
-            ConfigError: as above.
-            LayoutError: no rank can own some matrix that Muon steps whole.
+        ``format`` is that of weights that Muon steps, None for stock Megatron's. Adam's buckets are
+        the same for all.
         """
         dp_size = self.expert_dp_size(gpus)
         high_busbw = self.args.ddp_pad_buckets_for_high_nccl_busbw
         divisor = bucket_divisor(dp_size, high_busbw=high_busbw)
         lay: Callable[[Params, Shards], Iterator[Bucket]] = lay_buckets
         if self.has_muon:
-            lay = lay_layer_wise_buckets
-            if format is not None:
-                lay = partial(lay_matrix_buckets, format=format)
+            of_format = partial(lay_matrix_buckets, format=format) if format else None
+            lay = of_format or lay_layer_wise_buckets
         return Counter(
             bucket
             for params, full in self._chunks(gpus)
-            for bucket in lay(params, Shards(bucket_numel=full, dp_size=dp_size, divisor=divisor))
+            for bucket in lay(params, Shards(full, dp_size, divisor))
         )
 
     def _chunks(self, gpus: int) -> Iterator[tuple[list[tuple[str, WeightShape]], int | None]]:
@@ -153,13 +143,12 @@ class PlannedExperts:
         full = args.ddp_bucket_size or max(40_000_000, 1_000_000 * dense_dp)
         for chunk, layers in enumerate(self.chunks):
             is_cut = chunk == 0 and self.stage == 0 and args.overlap_grad_reduce
-            params = [
+            of_layer = [
                 (name, shape if self.grouped else (1, *shape[1:]))
-                for _ in range(layers)
                 for name, shape in self.weights
                 for _ in range(1 if self.grouped else shape[0])
             ]
-            yield params, full if is_cut else None
+            yield of_layer * layers, full if is_cut else None
 
 
 _MOMENT_FLAGS = ("exp_avg_dtype", "exp_avg_sq_dtype")
@@ -173,13 +162,10 @@ def is_native(args: argparse.Namespace) -> bool:
 def plan_experts(
     argv: Sequence[str], *, grouped: bool, stores_in_te: bool = False
 ) -> PlannedExperts:
-    """Read Megatron's flags and return the experts of a run; builds nothing.
+    """Return the experts of a run with Megatron's flags; ConfigError for those not planned.
 
     ``grouped`` makes all experts of a linear one parameter; ``stores_in_te`` applies to portable
     experts.
-
-    Raises:
-        ConfigError: a flag is missing, contradicts others, or has an effect that is not planned.
     """
     args = parse_flags(argv)
     extend_distributed_optimizer(args)

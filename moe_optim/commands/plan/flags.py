@@ -9,9 +9,8 @@ import argparse
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from moe_optim.environment import Package, find_package
@@ -26,14 +25,12 @@ flags share a record.
 
 _PATTERN = re.compile(r"(?:[][()+*, ]|(?<!\*)\*(?!\*)|(?<!\d)\d{1,4}(?!\d)){1,200}")
 """Lists, sums and products of numbers up to 9999, which cannot be large."""
-_ACTIONS: Mapping[str, Any] = MappingProxyType(
-    {
-        "value": "store",
-        "true": "store_true",
-        "false": "store_false",
-        "boolean": argparse.BooleanOptionalAction,
-    }
-)
+_ACTIONS: dict[str, Any] = {
+    "value": "store",
+    "true": "store_true",
+    "false": "store_false",
+    "boolean": argparse.BooleanOptionalAction,
+}
 
 
 def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
@@ -41,7 +38,7 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     installed = find_package("megatron-core")
     if installed is None or is_recorded(installed):
         try:
-            return _recorded_parser().parse_args(list(argv))
+            return recorded_parser().parse_args(list(argv))
         except ConfigError:
             if installed is None:
                 raise
@@ -67,9 +64,8 @@ def _layer_pattern(text: str) -> int | list[int]:
     return pattern
 
 
-TYPES: Mapping[str, Callable[[str], Any]] = MappingProxyType(
-    {"int": int, "float": float, "str": str, "bool": bool, "moe_freq_type": _layer_pattern}
-)
+TYPES: dict[str, Callable[[str], Any]]
+TYPES = {"int": int, "float": float, "str": str, "bool": bool, "moe_freq_type": _layer_pattern}
 """Type name in Megatron -> converter; all other types stay text."""
 
 
@@ -78,8 +74,8 @@ def _read_record() -> Any:
     return json.loads(RECORD.read_text(encoding="utf-8"))
 
 
-@functools.cache
-def _recorded_parser() -> argparse.ArgumentParser:
+def recorded_parser() -> argparse.ArgumentParser:
+    """Return a parser of the recorded flags."""
     parser = FlagsParser(allow_abbrev=False)
     for flag in _read_record()["flags"]:
         words: dict[str, Any] = {

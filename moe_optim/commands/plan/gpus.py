@@ -8,16 +8,13 @@ it: ConnectX-7, and ConnectX-8 on GB300.
 """
 
 import argparse
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from typing import NamedTuple
 
 STEP = 4
 """Ratio of successive numbers of GPUs by default."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedGpu:
+class PlannedGpu(NamedTuple):
     """One kind of GPU."""
 
     memory_mib: int
@@ -38,20 +35,17 @@ class PlannedGpu:
         return self.nvlink_gb_per_s if ranks <= self.domain else self.network_gb_per_s
 
 
-GPUS: Mapping[str, PlannedGpu] = MappingProxyType(
-    {
-        "h100": PlannedGpu(81559, 3.35, 8, 450, 50, is_blackwell=False),
-        "h200": PlannedGpu(143771, 4.8, 8, 450, 50, is_blackwell=False),
-        "b200": PlannedGpu(183359, 8.0, 8, 900, 50, is_blackwell=True),
-        "gb200": PlannedGpu(189471, 8.0, 72, 900, 50, is_blackwell=True),
-        "gb300": PlannedGpu(284208, 8.0, 72, 900, 100, is_blackwell=True),
-    }
-)
+GPUS = {
+    "h100": PlannedGpu(81559, 3.35, 8, 450, 50, is_blackwell=False),
+    "h200": PlannedGpu(143771, 4.8, 8, 450, 50, is_blackwell=False),
+    "b200": PlannedGpu(183359, 8.0, 8, 900, 50, is_blackwell=True),
+    "gb200": PlannedGpu(189471, 8.0, 72, 900, 50, is_blackwell=True),
+    "gb300": PlannedGpu(284208, 8.0, 72, 900, 100, is_blackwell=True),
+}
 """Name of ``--gpu`` -> GPU."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hardware:
+class Hardware(NamedTuple):
     """What a plan knows of the machine; None where nothing was given."""
 
     gpu: PlannedGpu | None = None
@@ -63,13 +57,10 @@ class Hardware:
     @classmethod
     def of_options(cls, args: argparse.Namespace) -> "Hardware":
         """Return the GPU of ``--gpu``, with the numbers that other options replace."""
-        gpu = GPUS[args.gpu] if args.gpu else None
-        return cls(
-            gpu=gpu,
-            memory_gib=args.gpu_memory or (gpu.memory_gib if gpu else None),
-            memory_tb_per_s=args.memory_bandwidth or (gpu.memory_tb_per_s if gpu else None),
-            bandwidth_gb_per_s=args.bandwidth,
-        )
+        gpu = GPUS.get(args.gpu)
+        memory = args.gpu_memory or (gpu and gpu.memory_gib)
+        tb_per_s = args.memory_bandwidth or (gpu and gpu.memory_tb_per_s)
+        return cls(gpu, memory, tb_per_s, args.bandwidth)
 
     def link_gb_per_s(self, ranks: int) -> float | None:
         """Return the bandwidth of a link within a block of ``ranks`` consecutive ranks."""

@@ -4,10 +4,10 @@ import argparse
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.commands.console.files import STDOUT, write_atomically
@@ -25,7 +25,7 @@ from moe_optim.commands.plan.experts import MOST_RANKS, PlannedExperts, plan_exp
 from moe_optim.commands.plan.gpus import GPUS, STEP, Hardware
 from moe_optim.commands.plan.rows import plan_rows
 from moe_optim.commands.plan.saves import count_save, explain_save
-from moe_optim.commands.plan.step_times import FUSED_ERROR
+from moe_optim.commands.plan.step_times import FUSED_ERROR, UTILIZATION
 from moe_optim.commands.plan.tables import build_tables
 from moe_optim.config.recipes import Recipe, load_recipe
 from moe_optim.errors import ConfigError
@@ -38,14 +38,11 @@ _MOST_STEPS = 5
 """Most numbers of GPUs by default."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
-    """What a plan is made of: a recipe, flags and the experts that they describe."""
+class Planned(NamedTuple):
+    """What a plan is made of: a recipe with the plug-in's flags applied, Megatron's, experts."""
 
     recipe: Recipe
-    """Its ``moe_optim`` section has the plug-in's flags applied."""
     argv: Sequence[str]
-    """Megatron's flags, those of the recipe first."""
     experts: PlannedExperts
     layout: str
 
@@ -100,7 +97,7 @@ def read_plan(path: Path | None, overrides: Sequence[str], words: Sequence[str])
         is_single = experts.args.moe_single_grouped_weight
         layout = "grouped" if is_single else "indexed"
         experts = replace(experts, grouped=is_single)
-    return Planned(recipe=recipe, argv=argv, experts=experts, layout=layout)
+    return Planned(recipe, argv, experts, layout)
 
 
 def estimated_rows(planned: Planned, gpus: Sequence[int], hardware: Hardware) -> dict[str, Any]:
@@ -123,11 +120,10 @@ def estimated_rows(planned: Planned, gpus: Sequence[int], hardware: Hardware) ->
     except ConfigError as error:
         not_counted = str(error)
     rows = plan_rows(experts, gpus, config, hardware, dense, is_fused=reason is None)
-    return {
-        "step": _describe_step(experts, reason),
-        "not_counted": not_counted,
-        "rows": list(rows),
-    }
+    step = "fused" if reason is None else f"stock, not estimated: {reason}"
+    if experts.has_muon and reason is None:
+        step += ", not estimated: Muon's iteration takes time for arithmetic, not for bytes"
+    return {"step": step, "not_counted": not_counted, "rows": list(rows)}
 
 
 def make_report(args: argparse.Namespace, planned: Planned) -> dict[str, Any]:
@@ -182,6 +178,11 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
             f"step: estimated without all-gather; the estimate is within {FUSED_ERROR:.0%} of our "
             f"H100 and H200 runs in blockwise FP8{', not measured on Blackwell' * is_blackwell}"
         )
+        notes.append(
+            "iteration: not estimated; a plan counts neither GEMMs nor activations, and those runs "
+            f"reached at most {UTILIZATION:.0%} of the bf16 peak, too little to derive it from. "
+            "`python -m benchmarks step RECIPE` measures it"
+        )
     if report["not_counted"]:
         notes.append(f"model: dense weights are not counted: {report['not_counted']}")
     for reason in dict.fromkeys(report["left_out"].values()):
@@ -204,13 +205,9 @@ def default_gpus(experts: PlannedExperts, ranks: int) -> list[int]:
     args, fewest = experts.args, experts.gpus_multiple
     most = MOST_RANKS
     if args.global_batch_size and args.micro_batch_size:
-        ranks_per_model = (
-            args.tensor_model_parallel_size
-            * args.pipeline_model_parallel_size
-            * args.context_parallel_size
-        )
+        model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
         micro_batches = max(1, args.global_batch_size // args.micro_batch_size)
-        most = min(most, micro_batches * ranks_per_model)
+        most = min(most, micro_batches * model * args.context_parallel_size)
     numbers = [fewest * STEP**step for step in range(_MOST_STEPS)]
     numbers = [number for number in numbers if number <= max(most, fewest)]
     return numbers if ranks % fewest else [*numbers, ranks]
@@ -224,14 +221,6 @@ def _describe(experts: PlannedExperts, layout: str) -> str:
         f"{stage} {experts.layers} MoE layers, {count} experts per rank of {first} and {second}, "
         f"{layout}{', Muon' * experts.has_muon}"
     )
-
-
-def _describe_step(experts: PlannedExperts, reason: str | None) -> str:
-    if reason is not None:
-        return f"stock, not estimated: {reason}"
-    if experts.has_muon:
-        return "fused, not estimated: Muon's iteration takes time for arithmetic, not for bytes"
-    return "fused"
 
 
 def _count(number: int, what: str) -> str:

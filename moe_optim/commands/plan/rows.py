@@ -5,6 +5,7 @@ from math import prod
 from typing import Any
 
 from moe_optim.commands.plan.costs import (
+    BF16,
     MASTER,
     MUON_ROWS,
     OPTIMIZER,
@@ -16,10 +17,9 @@ from moe_optim.commands.plan.costs import (
     copy_bytes,
     count_costs,
     left_out,
-    norm_bytes,
     step_bytes,
 )
-from moe_optim.commands.plan.dense import dense_bytes, dense_step_bytes
+from moe_optim.commands.plan.dense import dense_bytes
 from moe_optim.commands.plan.experts import PlannedExperts
 from moe_optim.commands.plan.gpus import Hardware
 from moe_optim.commands.plan.stages import count_moe_layers
@@ -43,30 +43,16 @@ def plan_rows(
     """Yield a row for every format, managed and stock, at each number of GPUs.
 
     Formats in :func:`left_out` have none. With ``compute``, a row ``bf16`` follows. Bytes are
-    those of the rank with most masters. Keys of a row:
-
-    - ``weight_bytes_per_rank``: all buffers of the weights, and exchanged maxima
-    - ``gradient_bytes_per_rank``: gradients in their own dtype
-    - ``optimizer_bytes_per_rank``: masters and two moments, or Muon's momentum
-    - ``step_memory_bytes_per_rank``: fp32 copies that Megatron's step makes of bf16 gradients
-    - ``total_bytes_per_rank``: sum of the above
-    - ``owned_parameters_per_rank``: elements whose masters the rank owns
-    - ``against_stock_bf16_bytes``, ``against_stock_bytes``: total minus that of stock in bf16, and
-      in the same format if stock supports it
-    - ``gathered_bytes_per_step``: bytes after the gather, including the rank's own shard
-    - ``gather_ms``: time of the gather at ``link_gb_per_s``, its bus bandwidth
-    - ``step_ms``: least and most time of the optimizer step without all-gather; None if unknown, as
-      with Muon and with states on the host
-    - ``padding_fraction``: part of all buckets without weights
-    - ``shard_imbalance``: largest number of owned elements over the mean
-    - ``dense_bytes_per_rank``: weights, gradients and states outside of experts, of the fullest
-      stage
-    - ``model_bytes_per_rank``: these and the experts of that stage; None if not counted
+    those of the rank with most masters: ``total_bytes_per_rank`` is the sum of weights, gradients,
+    optimizer and ``step_memory_bytes_per_rank``, fp32 copies that Megatron's step makes of bf16
+    gradients; ``against_stock_bytes`` is None if stock lacks the format; gathered bytes include
+    the rank's own shard. ``step_ms`` is least and most time of the step without all-gather, None
+    with Muon and with states on the host.
 
     Args:
         experts: experts of one pipeline stage.
         gpus: total numbers of GPUs.
-        config: configuration of the recipe, with flags applied; None for the default.
+        config: configuration of the recipe, with flags applied.
         hardware: memory and bandwidths; None omits times.
         dense: parameters outside of experts of each stage; None if they cannot be counted.
         is_fused: whether steps of quantized weights are fused.
@@ -91,12 +77,17 @@ def plan_rows(
             }
         if config.compute is not None and config.format == "bf16":
             rows["bf16"] = _with_copies(rows[STOCK_BF16], copy_bytes(experts, config.compute))
+        is_timed = is_fused and not config.offload_states
         for name, row in rows.items():
-            _compare(row, rows[STOCK_BF16], rows.get(f"stock {name}"))
-            model = _model_memory(row, experts, dense)
-            is_timed = is_fused and not config.offload_states
-            step = _step_time(row, experts, dense, hardware.memory_tb_per_s, is_fused=is_timed)
-            yield row | model | {"step_ms": step}
+            total, stock = row["total_bytes_per_rank"], rows.get(f"stock {name}")
+            yield row | {
+                "against_stock_bf16_bytes": total - rows[STOCK_BF16]["total_bytes_per_rank"],
+                "against_stock_bytes": stock and total - stock["total_bytes_per_rank"],
+                **_model_memory(row, experts, dense),
+                "step_ms": _step_time(
+                    row, experts, dense, hardware.memory_tb_per_s, is_fused=is_timed
+                ),
+            }
 
 
 def _memory(
@@ -161,12 +152,6 @@ def _traffic(total: Costs, experts: PlannedExperts, gpus: int, hardware: Hardwar
     }
 
 
-def _compare(row: PlanRow, bf16: PlanRow, stock: PlanRow | None) -> None:
-    total = row["total_bytes_per_rank"]
-    row["against_stock_bf16_bytes"] = total - bf16["total_bytes_per_rank"]
-    row["against_stock_bytes"] = stock and total - stock["total_bytes_per_rank"]
-
-
 def _model_memory(row: PlanRow, experts: PlannedExperts, dense: Sequence[int] | None) -> PlanRow:
     if dense is None:
         return {"dense_bytes_per_rank": None, "model_bytes_per_rank": None}
@@ -204,9 +189,9 @@ def _step_time(
     own = -(-own // experts.dense_dp_size(row["gpus"]))
     grads, moments = experts.grad_bytes, experts.moment_bytes
     if name in FORMATS and is_fused:
-        nbytes = norm_bytes(most, grad_bytes=grads)
+        nbytes = grads * most  # the norm reads them before
         nbytes += round(step_bytes(FORMATS[name], most, grad_bytes=grads, moment_bytes=moments))
-        nbytes += dense_step_bytes(own, grad_bytes=grads, moment_bytes=moments)
+        nbytes += own * (2 * grads + 2 * MASTER + 2 * moments + BF16)
         return fused_step(nbytes, tb_per_s)
     if name in FORMATS or name.removeprefix("stock ") not in FORMATS:
         return None  # not measured

@@ -20,17 +20,8 @@ def count_save(
 ) -> dict[str, int]:
     """Return what ``--dist-ckpt-optim-fully-reshardable`` writes of the experts of all ranks.
 
-    Chunks are exact where buckets hold experts alone; dense weights move cuts in others.
-
-    Args:
-        experts: experts of one pipeline stage.
-        gpus: total number of GPUs.
-        format: format of the weights; None for stock Megatron's buckets.
-
-    Returns:
-        ``state_bytes`` and ``state_chunks`` of masters and moments, ``weight_bytes`` and
-        ``weight_chunks`` of bf16 weights, ``files`` of all ranks, and about the ``metadata_bytes``
-        of all chunks.
+    Chunks are exact where buckets hold experts alone; dense weights move cuts in others. ``format``
+    is None for stock Megatron's buckets.
     """
     args, dp_size = experts.args, experts.expert_dp_size(gpus)
     cut = args.expert_tensor_parallel_size or args.tensor_model_parallel_size

@@ -7,6 +7,7 @@ Equal to ``get_num_layers_to_build``, ``get_transformer_layer_offset`` and
 import argparse
 import re
 from collections.abc import Sequence
+from itertools import islice
 
 from moe_optim.commands.hugging_face.family_rules import layer_faults, layers_with_experts
 from moe_optim.errors import ConfigError
@@ -48,13 +49,9 @@ def _take(pattern: Sequence[int], layers: Sequence[Sequence[int]]) -> list[tuple
 
     Layers are numbered chunk by chunk, and within a chunk by stage.
     """
-    found: list[list[int]] = [[] for _ in layers]
-    first = 0
-    for chunk in zip(*layers, strict=True):
-        for stage, count in enumerate(chunk):
-            found[stage].append(sum(pattern[first : first + count]))
-            first += count
-    return [tuple(chunks) for chunks in found]
+    left = iter(pattern)
+    chunks = [[sum(islice(left, count)) for count in chunk] for chunk in zip(*layers, strict=True)]
+    return [*zip(*chunks, strict=True)]
 
 
 def _even_layers(args: argparse.Namespace) -> list[list[int]]:

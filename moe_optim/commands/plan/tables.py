@@ -4,8 +4,7 @@ Each group is less than 60 columns wide, and no number is truncated.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -18,18 +17,13 @@ from moe_optim.spelling import spell_bytes, spell_difference
 NOTHING = "-"
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(NamedTuple):
     """One column of a table."""
 
     header: str
     width: int
     key: str
     spell: Callable[[Any], str] = str
-
-    def cell(self, row: PlanRow) -> str:
-        """Return the cell of a row as text."""
-        return NOTHING if row[self.key] is None else self.spell(row[self.key])
 
 
 _FORMAT = Column("format", 15, "format")
@@ -63,34 +57,25 @@ def _groups(
     gather = [
         _bytes("all-gather", "gathered_bytes_per_step", 10),
         Column("of bf16", 7, "gathered_bytes_per_step", lambda count: f"{count / bf16:.2f}"),
-        *_times(rows[0]["link_gb_per_s"]),
     ]
+    if (link := rows[0]["link_gb_per_s"]) is not None:
+        header = f"at {link:g} GB/s"
+        gather.append(Column(header, max(12, len(header)), "gather_ms", _spell_ms))
     fits = _fits(report["gpu_memory_gib"]) if is_counted else []
     step = [Column("step", 13, "step_ms", _spell_range)] * any(row["step_ms"] for row in rows)
-    groups = [memory, [*fits, *step], gather] if fits or step else [memory, gather]
-    return [*groups, _details(rows)] if details else groups
-
-
-def _details(rows: Sequence[PlanRow]) -> list[Column]:
     copies = any(row["step_memory_bytes_per_rank"] for row in rows)
-    return [
+    further = [
         _bytes("weights", "weight_bytes_per_rank"),
         _bytes("grads", "gradient_bytes_per_rank"),
         _bytes("optimizer", "optimizer_bytes_per_rank", 9),
         *[_bytes("copies", "step_memory_bytes_per_rank")] * copies,
         Column("padding", 7, "padding_fraction", "{:.2%}".format),
     ]
+    return [group for group in (memory, [*fits, *step], gather, further * details) if group]
 
 
 def _bytes(header: str, key: str, width: int = 8) -> Column:
     return Column(header, width, key, spell_bytes)
-
-
-def _times(gb_per_s: float | None) -> list[Column]:
-    if gb_per_s is None:
-        return []
-    header = f"at {gb_per_s:g} GB/s"
-    return [Column(header, max(12, len(header)), "gather_ms", _spell_ms)]
 
 
 def _spell_ms(time: float) -> str:
@@ -121,7 +106,10 @@ def _width(columns: Sequence[Column]) -> int:
 def _table(title: str, columns: Sequence[Column], rows: Sequence[PlanRow]) -> Table:
     shown = [_FORMAT, *columns]
     numbers = [column.header for column in columns]
-    cells = [[column.cell(row) for column in shown] for row in rows]
+    cells = [
+        [NOTHING if row[one.key] is None else one.spell(row[one.key]) for one in shown]
+        for row in rows
+    ]
     table = build_table([column.header for column in shown], cells, right=numbers)
     for column, of_table in zip(shown, table.columns, strict=True):
         of_table.width = column.width

@@ -96,8 +96,14 @@ def _largest(run: Run, figure: str, threshold: float, at: int | None) -> Iterato
 def judge(run: Run, largest: Sequence[Largest], spikes: Sequence[int]) -> str:
     """Return the answer to "was it quantization?" in a sentence or two."""
     jumped = f"The loss jumped at {_listed(spikes)}." if spikes else "The loss never jumped."
+    if not largest and run.format not in THRESHOLDS:
+        return f"Unknown: health is sampled of quantized experts, not of {run.format}. {jumped}"
     if not largest:
-        return f"Unknown: the health of quantized experts was not sampled. {jumped}"
+        return (
+            f"Unknown: the health of quantized experts was not sampled. {jumped} To sample it, "
+            "train or resume with --set moe_optim.health_interval=100 (scripts: --moe-optim-set "
+            "health_interval=100)."
+        )
     worst = largest[0].sentence()
     if not largest[0].is_above:
         return f"No sign of it: no figure exceeded its threshold. Closest: {worst}. {jumped}"

@@ -12,7 +12,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,18 +29,15 @@ _LEAST_HELD_OUT_SHARE = 0.005  # minimum share of bytes for a split by whole fil
 _NO_TEXT_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
-@dataclass(frozen=True)
-class TextFile:
-    """One input file."""
+class TextFile(NamedTuple):
+    """One input file; its name, the path below the given folder, determines the split."""
 
     path: Path
     name: str
-    """Path below the given folder; determines the split."""
     size: int
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Bytes [start, end) of a file: one document of a split."""
 
     file: TextFile
@@ -63,10 +60,8 @@ def standard_library_text() -> list[TextFile]:
 def find_text(paths: Sequence[Path]) -> list[TextFile]:
     """Return all files named by or below ``paths``, each once, in a fixed order.
 
-    Hidden and empty files, and ``__pycache__``, are skipped in folders.
-
-    Raises:
-        ConfigError: a path does not exist, cannot be read, or contains no text.
+    Hidden and empty files, and ``__pycache__``, are skipped in folders. ConfigError for a path
+    without readable text.
     """
     found: dict[Path, TextFile] = {}
     for path in paths:
@@ -110,30 +105,19 @@ def split_text(files: Sequence[TextFile]) -> dict[Split, list[Span]]:
     each held-out split; otherwise every file is cut at 96% and 98% of its bytes.
     """
     by_file: dict[Split, list[Span]] = {split: [] for split in SPLITS}
-    for file in files:
-        by_file[_split_of(file.name)].append(Span(file, 0, file.size))
-    least = _LEAST_HELD_OUT_SHARE * sum(file.size for file in files)
-    if by_file["train"] and all(_bytes_of(by_file[split]) >= least for split in SPLITS):
-        return by_file
     cut: dict[Split, list[Span]] = {split: [] for split in SPLITS}
     for file in files:
+        digest = hashlib.sha256(file.name.encode(errors="surrogateescape")).digest()
+        place = int.from_bytes(digest[:8]) / 2**64
+        split = SPLITS[(place >= _TRAIN_END) + (place >= _VALIDATION_END)]
+        by_file[split].append(Span(file, 0, file.size))
         ends = (0, int(file.size * _TRAIN_END), int(file.size * _VALIDATION_END), file.size)
         for split, start, end in zip(SPLITS, ends, ends[1:], strict=False):
             if end > start:
                 cut[split].append(Span(file, start, end))
-    return cut
-
-
-def _split_of(name: str) -> Split:
-    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
-    place = int.from_bytes(digest[:8]) / 2**64
-    if place < _TRAIN_END:
-        return "train"
-    return "validation" if place < _VALIDATION_END else "test"
-
-
-def _bytes_of(spans: Sequence[Span]) -> int:
-    return sum(span.end - span.start for span in spans)
+    least = _LEAST_HELD_OUT_SHARE * sum(file.size for file in files)
+    sizes = [sum(span.end for span in by_file[split]) for split in SPLITS]
+    return by_file if by_file["train"] and min(sizes) >= least else cut
 
 
 END_OF_DOCUMENT = 256
@@ -185,12 +169,7 @@ class ByteDataset:
 
 
 def build_dataset(files: Sequence[TextFile], folder: Path) -> ByteDataset:
-    """Write the dataset of ``files``, the nonempty result of a search, into a folder.
-
-    Raises:
-        ConfigError: a file can no longer be read.
-        OSError: the disk is full.
-    """
+    """Write the dataset of ``files``, at least one; ConfigError if one can no longer be read."""
     folder.mkdir(exist_ok=True)
     spans = split_text(files)
     counts = {split: _write_split(spans[split], folder / split) for split in SPLITS}
@@ -249,6 +228,6 @@ def _read(path: Path, start: int, end: int) -> npt.NDArray[np.uint8]:
         text = np.fromfile(path, dtype=np.uint8, count=end - start, offset=start)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from error
-    if len(text) < end - start:
-        raise ConfigError(f"{path}: became shorter while it was read. Start again.")
-    return text
+    if len(text) == end - start:
+        return text
+    raise ConfigError(f"{path}: became shorter while it was read. Start again.")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -12,8 +12,7 @@ TRAIN_TAG, VALIDATION_TAG = "lm loss", "lm loss validation"
 _TEXT = "/text_summary"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Point:
+class Point(NamedTuple):
     """One scalar event."""
 
     iteration: int
@@ -43,13 +42,9 @@ class Events:
 
 
 def read_events(folder: Path, *, tensors: str | None = None) -> Events:
-    """Read the event files of all launches; on overlap, the later launch wins.
+    """Read the event files of all launches; each replaces earlier ones from its first iteration on.
 
-    A launch that starts at iteration n replaces the events of earlier launches from n on.
-
-    Args:
-        folder: folder of the event files.
-        tensors: tag prefix of tensors to read; None reads neither tensors nor texts.
+    ``tensors`` is a prefix of tags; None reads neither tensors nor texts.
     """
     launches = [_read(path, tensors) for path in folder.glob("events.out.tfevents.*")]
     launches.sort(

@@ -5,10 +5,9 @@ import logging
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -21,8 +20,7 @@ _LOST_PEER = re.compile(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankFailure:
+class RankFailure(NamedTuple):
     """The first rank that failed."""
 
     rank: int
@@ -36,14 +34,13 @@ class RankFailure:
         return f"rank {self.rank} ended with {self.reason}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchResult:
+class LaunchResult(NamedTuple):
     """Result of a launch whose ranks have all ended."""
 
     logs: Path
     """Folder with ``<rank>/stdout.log`` and ``<rank>/stderr.log``."""
-    failure: RankFailure | None = None
-    stopped_by: signal.Signals | None = None
+    failure: RankFailure | None
+    stopped_by: signal.Signals | None
     """Signal that stopped this process."""
 
 
@@ -57,14 +54,8 @@ def launch(
 ) -> LaunchResult:
     """Run a command as ranks on one machine until all end or one fails.
 
-    A failed rank, or a signal to this process, ends all other ranks.
-
-    Args:
-        command: program and arguments of a rank.
-        ranks: number of processes.
-        logs: folder of the logs of all launches; created.
-        environment: variables set for every rank.
-        is_shown: whether the last rank, which logs losses, also prints to this terminal.
+    A failed rank, or a signal to this process, ends all other ranks. ``logs`` gets the logs of all
+    launches; if ``is_shown``, the last rank, which logs losses, also prints to this terminal.
     """
     # torchrun would catch signals that nohup or a shell has set to be ignored
     heard = [one.name for one in _SIGNALS if signal.getsignal(one) != signal.SIG_IGN]
@@ -83,17 +74,14 @@ def launch(
         except SignalException as stop:
             stopped_by = stop.sigval
     newest = max(logs.glob("launch_*"), key=lambda path: path.stat().st_mtime) / "attempt_0"
-    failure = _first_failure(failures, newest) if failures else None
-    return LaunchResult(logs=newest, failure=failure, stopped_by=stopped_by)
-
-
-def _first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> RankFailure:
-    """Return the earliest failure; ranks that lost a peer failed as a consequence."""
-    reasons = {rank: _reason(failure) for rank, failure in failures.items()}
-    rank = min(
-        failures, key=lambda one: (bool(_LOST_PEER.search(reasons[one])), failures[one].timestamp)
-    )
-    return RankFailure(rank=rank, reason=reasons[rank], logs=logs / str(rank))
+    found = [
+        (bool(_LOST_PEER.search(reason := _reason(one))), one.timestamp, rank, reason)
+        for rank, one in failures.items()
+    ]
+    if not found:
+        return LaunchResult(newest, None, stopped_by)
+    *_, rank, reason = min(found)  # ranks that lost a peer failed as a consequence
+    return LaunchResult(newest, RankFailure(rank, reason, newest / str(rank)), stopped_by)
 
 
 def _reason(failure: ProcessFailure) -> str:
@@ -119,11 +107,6 @@ def rank_environment(ranks: int, *, cpu: bool) -> dict[str, str]:
     # Megatron's tensor parallelism asserts it before Blackwell.
     one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return common | {"CUDA_DEVICE_MAX_CONNECTIONS": one_queue}
-
-
-def python_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module with this Python."""
-    return [sys.executable, "-m", module, *arguments]
 
 
 @contextlib.contextmanager

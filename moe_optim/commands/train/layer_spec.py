@@ -39,10 +39,9 @@ def layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Any:
 
 
 def _replace(spec: Any, old: type, new: type) -> None:
-    for field in fields(spec):
-        value = getattr(spec, field.name)
+    for name, value in [(field.name, getattr(spec, field.name)) for field in fields(spec)]:
         if value is old:
-            setattr(spec, field.name, new)
+            setattr(spec, name, new)
         for part in value if isinstance(value, list) else [value]:
             if is_dataclass(part) and not isinstance(part, type):
                 _replace(part, old, new)

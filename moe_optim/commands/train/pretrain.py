@@ -123,18 +123,29 @@ def refuse_unsupported(args: Namespace) -> None:
     check_setup(Setup(config=MoEOptimConfig(), args=args), "moe-optim train")
 
 
-def check(argv: Sequence[str]) -> list[str]:
-    """Return every fault of Megatron's and moe_optim's flags, one sentence each."""
-    if os.environ.get("MOE_OPTIM_CPU") == "1":
+def check(argv: Sequence[str]) -> dict[str, Any]:
+    """Return ``cpu``, whether the ranks train on CPUs, and all ``faults`` of their flags."""
+    from moe_optim.commands.train.launcher import rank_environment
+    from moe_optim.integration.script_runner import trains_on_cpu
+
+    ranks, gpus, cpu = int(os.environ["WORLD_SIZE"]), torch.cuda.device_count(), trains_on_cpu()
+    os.environ.update(rank_environment(ranks, cpu=cpu))
+    if cpu:
         cpu_runtime.install()
 
     from megatron.training.arguments import parse_and_validate_args
 
     from moe_optim.commands.train.layer_spec import layer_spec
     from moe_optim.integration.preflight import list_faults
+    from moe_optim.integration.script_arguments import require_evaluation
 
     parse = partial(parse_and_validate_args, extra_args_provider=add_moe_optim_arguments)
-    return list_faults(parse, argv, refuse_unsupported, layer_spec=layer_spec)
+    checks = refuse_unsupported, require_evaluation
+    faults = list_faults(parse, argv, *checks, layer_spec=layer_spec)
+    if not cpu and ranks > gpus:
+        said = f"ranks: expected at most one per GPU, got {ranks} for {gpus} GPUs"
+        faults.append(f"{said}. Use --ranks, or --cpu.")
+    return {"cpu": cpu, "faults": faults}
 
 
 def train(argv: Sequence[str]) -> None:
@@ -186,7 +197,7 @@ def train(argv: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Run one rank; with a leading ``--check``, print the faults of its flags as JSON instead.
+    """Run one rank; with a leading ``--check``, print :func:`check` as JSON instead.
 
     Errors are recorded for torch's elastic agent.
     """

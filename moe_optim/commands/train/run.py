@@ -7,11 +7,11 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 
@@ -24,6 +24,7 @@ from moe_optim.commands.train.dataset import (
     load_dataset,
     standard_library_text,
 )
+from moe_optim.commands.train.early_check import list_early_faults
 from moe_optim.commands.train.run_folder import (
     RunFolder,
     claim,
@@ -122,8 +123,7 @@ def _changed_fields(assignments: Sequence[str]) -> list[str]:
     return [key.removeprefix("moe_optim.") for key in keys if key.startswith("moe_optim.")]
 
 
-@dataclass(frozen=True)
-class _Training:
+class _Training(NamedTuple):
     """Arguments and output folder of one training command."""
 
     args: argparse.Namespace
@@ -138,8 +138,7 @@ class _Training:
             format = spell_format(self.recipe.moe_optim.format, self.megatron_argv)
             weights = f"{format} expert weights"
         self._say(f"{self.recipe.path}: {weights}, run folder {self.folder.path}")
-        cpu = self._use_cpu()
-        self._check_flags(cpu)
+        cpu = self._check_flags()
         resumed_from = self._resume_point() if self.args.resume else None
         dataset = self._prepare_dataset()
         began = time.monotonic()
@@ -178,37 +177,30 @@ class _Training:
         if not self.args.quiet:
             self.console.print(line, markup=False, highlight=False)
 
-    def _use_cpu(self) -> bool:
-        import torch
-
-        gpus = torch.cuda.device_count()  # through NVML: no context on the ranks' GPUs
-        if self.args.cpu or gpus == 0:
-            return True
-        if self.ranks > gpus:
-            raise ConfigError(
-                f"ranks: expected at most one per GPU, got {self.ranks} for {gpus} GPUs. "
-                "Use --ranks, or --cpu."
-            )
-        return False
-
-    def _check_flags(self, cpu: bool) -> None:
-        """Refuse flags with which no rank could start, listing all of them."""
-        from moe_optim.commands.train.launcher import python_command, rank_environment
-
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(self.ranks)}
+    def _check_flags(self) -> bool:
+        """Refuse flags with which no rank could start, listing all; return whether CPUs train."""
+        argv = self._rank_arguments(None, cpu=True)
+        where = f"{self.recipe.path} and flags after --"
+        raise_faults(where, list_early_faults(argv))
+        environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(self.ranks)}
         done = subprocess.run(
-            python_command(RANK_MODULE, "--check", *self._rank_arguments(None, cpu)),
-            env={**os.environ, **rank_environment(self.ranks, cpu=cpu), **alone},
+            [sys.executable, "-m", RANK_MODULE, "--check", *argv],
+            env=environment | ({"MOE_OPTIM_CPU": "1"} if self.args.cpu else {}),
             capture_output=True,
             text=True,
             check=False,
         )
-        if done.returncode == 0:  # else the check itself failed, and the ranks will report why
-            raise_faults(f"{self.recipe.path} and flags after --", json.loads(done.stdout))
+        if done.returncode:  # the check itself failed: the ranks will report why
+            from moe_optim.integration.script_runner import trains_on_cpu
+
+            return self.args.cpu or trains_on_cpu()
+        report = json.loads(done.stdout)
+        raise_faults(where, report["faults"])
+        return bool(report["cpu"])
 
     def _resume_point(self) -> int:
-        step = last_value(self.megatron_argv, _CKPT_STEP)
-        if step is not None and step.isdigit():
+        step = last_value(self.megatron_argv, _CKPT_STEP) or ""
+        if step.isdigit():
             self._say(f"resume: from the checkpoint of iteration {step}, as given by {_CKPT_STEP}")
             return int(step)
         point = find_resume_point(self.folder.checkpoints)
@@ -237,13 +229,13 @@ class _Training:
             dataset = build_dataset(files, folder)
         counts = ", ".join(f"{count:,} {split}" for split, count in dataset.bytes.items())
         self._say(f"dataset: {counts} bytes; byte entropy {dataset.byte_entropy:z.3f} nats/byte")
-        length = last_value(self.megatron_argv, "--seq-length")
-        if length is not None and length.isdigit():
+        length = last_value(self.megatron_argv, "--seq-length") or ""
+        if length.isdigit():
             dataset.require_sequence_length(int(length))
         return dataset
 
     def _launch(self, dataset: ByteDataset | None, cpu: bool) -> "LaunchResult":
-        from moe_optim.commands.train.launcher import launch, python_command, rank_environment
+        from moe_optim.commands.train.launcher import launch, rank_environment
 
         if not self.args.resume:
             self._record()
@@ -251,7 +243,7 @@ class _Training:
         # the index may be truncated after a full disk
         shutil.rmtree(self.folder.index_cache, ignore_errors=True)
         result = launch(
-            python_command(RANK_MODULE, *self._rank_arguments(dataset, cpu)),
+            [sys.executable, "-m", RANK_MODULE, *self._rank_arguments(dataset, cpu)],
             ranks=self.ranks,
             logs=self.folder.logs,
             environment=rank_environment(self.ranks, cpu=cpu),
@@ -321,13 +313,12 @@ class _Training:
     def _uses(self, format: str, iterations: int) -> list[str]:
         """Return commands that use the run; conversions only for models with names elsewhere."""
         run = str(self.folder.path)
-        commands = {"moe-optim report": [run]}
+        commands = [["report", run]]
         if "--qk-layernorm" in flags(self.megatron_argv):  # the layers of Qwen3
-            exported = format if format in FORMATS else "mxfp8"
-            commands["moe-optim convert --to hf"] = [run, self._new("hf", iterations)]
-            export = f"moe-optim export --format {exported}"
-            commands[export] = [run, self._new(exported, iterations)]
-        return [f"{command} {shlex.join(paths)}" for command, paths in commands.items()]
+            kept = format if format in FORMATS else "mxfp8"
+            commands.append(["convert", "--to", "hf", run, self._new("hf", iterations)])
+            commands.append(["export", "--format", kept, run, self._new(kept, iterations)])
+        return [shlex.join(["moe-optim", *words]) for words in commands]
 
     def _resume_command(self) -> str:
         """Return the command that resumes this run, which inherits --set and flags."""

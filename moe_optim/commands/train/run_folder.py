@@ -17,8 +17,8 @@
 import contextlib
 import fcntl
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from moe_optim.checkpoint.files.folders import (
     TRACKER,
@@ -36,16 +36,11 @@ class RunFolder:
     """Paths of one run; creates nothing."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.checkpoints = path / "checkpoints"
-        self.logs = path / "logs"
-        self.tensorboard = path / "tensorboard"
-        self.index_cache = path / "index_cache"
-        self.arguments = path / "arguments.json"
-        self.dataset = path / "dataset"
-        self.model = path / "model.json"
+        self.path, self.checkpoints, self.logs = path, path / "checkpoints", path / "logs"
+        self.tensorboard, self.index_cache = path / "tensorboard", path / "index_cache"
+        self.dataset, self.report = path / "dataset", path / "report"
+        self.arguments, self.model = path / "arguments.json", path / "model.json"
         self.summary = path / "summary.json"
-        self.report = path / "report"
 
     @property
     def is_taken(self) -> bool:
@@ -59,11 +54,7 @@ def claim(path: Path, *, resume: bool) -> Iterator[RunFolder]:
     """Create a run folder, unless it is resumed, and hold its lock, which excludes other runs.
 
     Removes what it made after a ConfigError, with which a run is refused before it starts.
-
-    Raises:
-        StateError: another run holds the folder; or the folder contains results, and ``resume`` is
-            not set; or ``resume`` is set, and the folder does not exist.
-        ConfigError: ``path`` cannot be a folder, or is not writable.
+    StateError if the folder is held, or has results without ``resume``, or is missing with it.
     """
     folder = RunFolder(path)
     if resume and not path.is_dir():
@@ -108,21 +99,15 @@ def _locked(folder: RunFolder, *, resume: bool) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """Checkpoint to resume from."""
+class ResumePoint(NamedTuple):
+    """Checkpoint to resume from, and notes of skipped ones and of a corrected tracker file."""
 
     iteration: int
     notes: tuple[str, ...]
-    """One sentence per skipped checkpoint, and one for a corrected tracker file."""
 
 
 def find_resume_point(checkpoints: Path) -> ResumePoint:
-    """Find the newest complete checkpoint and write its iteration to Megatron's tracker file.
-
-    Raises:
-        StateError: no checkpoint is complete, or the tracker cannot be read or written.
-    """
+    """Find the newest complete checkpoint and write its iteration to Megatron's tracker file."""
     notes: list[str] = []
     for checkpoint in iteration_folders(checkpoints):
         defect = checkpoint_defect(checkpoint)

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -41,14 +42,8 @@ def write_summary(
 ) -> dict[str, Any]:
     """Write ``summary.json`` and return the summary.
 
-    Args:
-        folder: folder of the run.
-        world_size: number of ranks.
-        seconds: wall-clock time of this launch, including imports.
-        command: command line of this launch.
-        resumed_from: iteration that this launch resumed from.
-        byte_entropy: nats per byte of the validation text; None for Megatron's data.
-        last_log: log of the last rank, which contains the test loss.
+    Time and command are those of this launch; ``last_log`` is that of the last rank, which has the
+    test loss. The byte entropy, nats per byte of the validation text, is None for Megatron's data.
     """
     try:
         model = json.loads(folder.model.read_text())
@@ -95,12 +90,8 @@ def smoothed(losses: Sequence[float]) -> list[float]:
     The window shrinks towards both ends.
     """
     reach = len(losses) // 40
-    result = []
-    for index in range(len(losses)):
-        near = min(reach, index, len(losses) - 1 - index)
-        window = losses[index - near : index + near + 1]
-        result.append(sum(window) / len(window))
-    return result
+    nears = [min(reach, index, len(losses) - 1 - index) for index in range(len(losses))]
+    return [fmean(losses[i - near : i + near + 1]) for i, near in enumerate(nears)]
 
 
 def loss_unit(summary: Mapping[str, Any]) -> str:

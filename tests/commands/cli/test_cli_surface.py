@@ -24,7 +24,7 @@ SURFACE = {  # command -> its positionals and options
         *("SRC", "DST", "--format", "--convention", "--input-scales", "--config", "--tokenizer"),
         *("--from", "--source-glu-interleave", "--workers"),
     },
-    "inspect": {"CKPT", "--json", "--thorough", "--workers"},
+    "inspect": {"CKPT", "--json", "--thorough", "--formats", "--workers"},
     "patch apply": {"PATH"},
     "patch check": {"PATH"},
     "patch revert": {"PATH"},

@@ -3,13 +3,17 @@
 import json
 
 import pytest
+import torch
 
+import moe_optim
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.sealing import mark_unfinished, record_checksums
 from moe_optim.commands.cli import main as cli
+from moe_optim.formats.reference.dequantizing import dequantize
 from tests.support.checkpoints.stored_checkpoints import (
     EXPERTS,
     FC1,
+    FC2,
     FFN,
     HIDDEN,
     LAYERS,
@@ -120,3 +124,73 @@ def test_files_of_ranks_are_looked_at_without_being_loaded(inspect, tmp_path):
     code, out, _ = inspect(folder)
     assert (code, "no: it was not saved to the end" in out) == (1, True)
     assert cli.main(["verify", str(folder), str(folder)]) == 2
+
+
+def mxfp8_of(weight):
+    """Return what MXFP8 stores of a weight, by torch's own E4M3 cast: no block saturates, as its
+    scale is the next power of two above amax / 448."""
+    blocks = weight.float().view(*weight.shape[:-1], -1, 32)
+    amax = blocks.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
+    scale = torch.exp2(torch.ceil(torch.log2(amax / 448)))
+    return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).view(weight.shape)
+
+
+def test_errors_of_formats_are_those_of_the_stored_weights_quantized(inspect, tmp_path):
+    """Against plain torch, of each linear of each layer over all of its experts; the same from
+    masters, beside which weights are not read, and with experts read by two processes."""
+    torch.manual_seed(8777)
+    shapes = {FC1: (2, 3, 64, 96), FC2: (2, 3, 96, 32)}
+    weights = {key: torch.randn(shape).bfloat16() for key, shape in shapes.items()}
+    weights[FC2][0, 1, :, ::2] *= 2.0**-20  # flushed beside large ones
+    folder = write_torch_dist(tmp_path / "c", weights, common_state())
+    code, out, _ = inspect(folder, "--formats", "mxfp8", "nvfp4", "--json")
+    rows = json.loads(out)["errors"]
+    assert code == 0
+    assert [(row["prefix"], row["linear"], row["format"]) for row in rows] == [
+        (f"decoder.layers.{layer}.mlp.experts.", linear, format)
+        for layer in range(2)
+        for linear in ("linear_fc1", "linear_fc2")
+        for format in ("mxfp8", "nvfp4")
+    ]
+    for row in rows:
+        stored = weights[FC1 if row["linear"] == "linear_fc1" else FC2]
+        weight = stored[int(row["prefix"].split(".")[2])].float()
+        value = mxfp8_of(weight)
+        if row["format"] == "nvfp4":
+            value = dequantize(moe_optim.quantize(weight, "nvfp4"))
+        errors = (value.double() - weight.double()).square().sum((1, 2))
+        norms = weight.double().square().sum((1, 2))
+        assert row["error"] == pytest.approx(float((errors.sum() / norms.sum()).sqrt()))
+        assert row["worst_error"] == pytest.approx(float((errors / norms).sqrt().max()))
+        assert row["worst_expert"] == int((errors / norms).argmax())
+        assert row["flushed"] == float(((weight != 0) & (value == 0)).double().mean())
+        assert row["saturated"] == 0 or row["format"] == "nvfp4"
+    assert max(row["flushed"] for row in rows if row["format"] == "mxfp8") > 0.1
+    assert {row["of"] for row in rows} == {"weights"}
+    masters = {f"optimizer.state.param.{key}": one.float() for key, one in weights.items()}
+    zeros = {key: torch.zeros_like(one) for key, one in weights.items()}
+    other = write_torch_dist(tmp_path / "masters", zeros | masters, common_state())
+    of_masters = json.loads(inspect(other, "--formats", "mxfp8", "nvfp4", "--json")[1])["errors"]
+    assert of_masters == [row | {"of": "masters"} for row in rows]
+    words = ("--formats", "mxfp8", "nvfp4", "--json", "--workers", "2")
+    assert json.loads(inspect(folder, *words)[1])["errors"] == rows
+    table = inspect(folder, "--formats", "mxfp8")[1].splitlines()[-5:]
+    assert table[0].split() == [
+        "layer",
+        "format",
+        "error",
+        "saturated",
+        "flushed",
+        "worst",
+        "expert",
+    ]
+    assert [line.split()[:3] for line in table[1:]] == [
+        [str(layer), linear, "mxfp8"] for layer in range(2) for linear in ("fc1", "fc2")
+    ]
+
+
+def test_weights_that_do_not_fit_a_format_or_are_codes_have_no_errors(inspect, tmp_path):
+    folder = write_torch_dist(tmp_path / "c", stored_tensors())
+    code, _, err = inspect(folder, "--formats", "mxfp8")
+    assert code == 2
+    assert "decoder.layers.0.mlp.experts.linear_fc1" in err

@@ -7,14 +7,14 @@ import sys
 import threading
 
 from moe_optim.commands.train import launcher
-from moe_optim.commands.train.launcher import launch, python_command, rank_environment
+from moe_optim.commands.train.launcher import launch, rank_environment
 from tests.support.training_runs.runs import FAKE_RANK, REPOSITORY, is_running, wait_for
 
 
 def start(tmp_path, behaviour="", command=None, ranks=2):
     own = {"FAKE_RANK": behaviour, "FAKE_PIDS": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
     return launch(
-        command or python_command(FAKE_RANK),
+        command or [sys.executable, "-m", FAKE_RANK],
         ranks=ranks,
         logs=tmp_path / "logs",
         environment=rank_environment(ranks, cpu=True) | own,

@@ -2,12 +2,17 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.train import run as train
+from moe_optim.commands.train.early_check import list_early_faults
+from moe_optim.config.recipes import load_recipe, shipped_recipes
 from tests.support.training_runs.runs import FAKE_RANK, REPOSITORY, write_checkpoint
+from tools.documents.megatron_flags import recorded
 
 pytestmark = pytest.mark.slow
 
@@ -162,15 +167,43 @@ def test_all_wrong_flags_are_refused_at_once_before_a_rank_starts(command, run, 
     """By Megatron's own parser and the plug-in's own checks; nothing is built for it."""
     pytest.importorskip("megatron.core")
     monkeypatch.setattr(train, "RANK_MODULE", RANK_MODULE)
-    wrong = ("--train-iter", "6", "--use-megatron-fsdp", "--context-parallel-size", "2")
-    code, _, errors = command(megatron=wrong)
+    refused = ("--use-megatron-fsdp", "--context-parallel-size", "2")
+    code, _, errors = command(megatron=(*SHORT, *refused))
     assert code == 2
     first, *faults = errors.splitlines()
     assert first.startswith(f"error: {RECIPE} and flags after --: found ")
-    assert "  --train-iter: no such flag. Write --train-iters, the closest one." in faults
     for flag in ("--use-megatron-fsdp", "--context-parallel-size"):
         assert any(flag in fault for fault in faults)
     assert not run.parent.exists()  # nor anything left
+
+
+@recorded
+def test_wrong_names_and_values_are_refused_before_torch_is_imported(run):
+    """With what the plug-in refuses: two seconds, where Megatron's own parser takes ten."""
+    words = ["moe-optim", "train", str(RECIPE), "--out", str(run), "--stock", "--", "--lr", "fast"]
+    told = f"""
+import sys
+from moe_optim.commands.cli.main import main
+code = main({[*words[1:], "--train-iter", "6", "--context-parallel-size", "2"]})
+sys.exit(99 if "torch" in sys.modules else code)
+"""
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    first, *faults = done.stderr.splitlines()
+    assert first == f"error: {RECIPE} and flags after --: found 3 problems:"
+    assert "  --train-iter: no such flag. Write --train-iters, the closest one." in faults
+    assert "  --lr: invalid float value: 'fast'. Change the value." in faults
+    assert faults[-1].startswith("  refused by moe_optim: --context-parallel-size: ")
+
+
+@recorded
+def test_of_recipes_a_wrong_name_is_the_only_early_fault():
+    """Refusals are those of validated flags, although Megatron has not validated them yet."""
+    for path in shipped_recipes().values():
+        argv = [*load_recipe(path).megatron_argv(), "--use-moe-grouped-optim"]
+        assert list_early_faults(argv) == []
+        (fault,) = list_early_faults([*argv, "--zzz"])
+        assert fault.startswith("--zzz: no such flag. Remove it.")
 
 
 REFUSED = {  # message -> options of the command, flags of Megatron
