@@ -23,8 +23,6 @@ from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import torch as strategies
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -54,7 +52,6 @@ from moe_optim.errors import LayoutError
 from moe_optim.integration.agreement import agree, from_first, gather_objects, reduce_max
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import config_or_bf16
-from moe_optim.weights.partial_loads import mark_loaded, mark_partly_loaded
 
 logger = logging.getLogger(__name__)
 
@@ -276,27 +273,6 @@ def load_tensors(
     except Exception:  # on every rank
         stored.has_read = reduce_max([stored.has_read], group) != [0]
         raise
-
-
-@contextmanager
-def replacing(sharded_state_dict: Any, stored: VettedReader | None) -> Iterator[None]:
-    """Note what a load in this context replaces, if it fails, and that it ended, if it does not.
-
-    Ranks that exchange what they read replace more than they read themselves.
-    """
-
-    def targets() -> Iterator[torch.Tensor]:
-        for entry in nested_values(sharded_state_dict):
-            if isinstance(entry, ShardedTensor | ShardedTensorFactory):
-                yield entry.data
-
-    try:
-        yield
-    except Exception:
-        if stored is not None and stored.has_read:
-            mark_partly_loaded(targets(), str(stored.path))
-        raise
-    mark_loaded(targets())
 
 
 class CheckedReader(FileSystemReader):

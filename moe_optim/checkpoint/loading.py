@@ -18,7 +18,11 @@ a distributed optimizer, whose states are flat beside them. Megatron's distribut
 none of these checkpoints.
 """
 
+import argparse
 import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from moe_optim import checkpoint
 from moe_optim.calibration.state_entries import CalibratedEntry, OptionalShardedTensor
 from moe_optim.checkpoint.files.folders import is_local
+from moe_optim.checkpoint.files.reader import is_state
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_states import (
     ManifestRequest,
@@ -50,7 +55,6 @@ from moe_optim.checkpoint.load_session import (
     open_session,
     own_errors,
     reading,
-    replacing,
     together,
 )
 from moe_optim.checkpoint.staging import plan_quickly
@@ -75,11 +79,22 @@ from moe_optim.integration.installation import (
     installed_optimizer,
 )
 from moe_optim.weights.grouped_weight import GroupedWeight
+from moe_optim.weights.partial_loads import replacing
 
 _ACCOUNTED = "moe_optim_accounted"
 _OBJECT_KEY = re.compile(r"[^/]+/shard_[0-9.]+_[0-9.]+")
 _GROUPS = r"chained_{}\.optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*"
 """Key of the parameter groups of an optimizer by number, where they are an object."""
+_SHAPING = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention",
+    "kv_channels", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+    "moe_layer_freq", "mtp_num_layers", "swiglu", "add_bias_linear", "qk_layernorm",
+    "normalization", "untie_embeddings_and_output_weights", "padded_vocab_size",
+    "transformer_impl", "fp8_param_gather", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size",
+)  # fmt: skip
+"""Arguments that determine names, shapes and places of parameters."""
 _CORE = "megatron.core.dist_checkpointing"
 _TENSORS_METADATA = f"{_CORE}.strategies.torch:TorchDistLoadShardedStrategy.load_tensors_metadata"
 
@@ -103,7 +118,7 @@ def load(  # noqa: PLR0913  # Megatron's
         LayoutError: flat optimizer states have other parameters, or an order that cannot be
             derived; gate and up are interleaved differently; or objects are not plain data.
     """
-    stored = None
+    stored, handling = None, parse_strict_flag(strict)
     requesting = list(states_with_manifests(sharded_state_dict))
     if not is_local(checkpoint_dir):
         for state in requesting:  # Megatron loads manifests; they are compared with the states
@@ -114,17 +129,25 @@ def load(  # noqa: PLR0913  # Megatron's
         stored = open_session(Path(checkpoint_dir), process_group)
 
         def fit() -> None:
+            may_lack = handling != StrictHandling.ASSUME_OK_UNEXPECTED
+            require_same_tensors(_weights_to_load(sharded_state_dict), stored, may_lack=may_lack)
             if requesting:
                 _fit_states(requesting, stored)
             _fit_entries(sharded_state_dict, stored)  # last: states are found by their weights
 
         agree(fit, process_group)
-        if StrictHandling.requires_global_app_metadata(parse_strict_flag(strict)):
+        if StrictHandling.requires_global_app_metadata(handling):
             sharded_state_dict = {**sharded_state_dict, _ACCOUNTED: _read_already(stored)}
     _request_values(sharded_state_dict)
+
+    def targets() -> Iterator[torch.Tensor]:
+        kinds = ShardedTensor | ShardedTensorFactory
+        entries = nested_values(sharded_state_dict)
+        return (entry.data for entry in entries if isinstance(entry, kinds))
+
     try:
         with (
-            replacing(sharded_state_dict, stored),
+            replacing(targets, checkpoint_dir, lambda: stored is not None and stored.has_read),
             reading(stored, process_group),
             plan_quickly(),
             into_views(sharded_strategy),
@@ -143,6 +166,68 @@ def load(  # noqa: PLR0913  # Megatron's
     state = result[0] if isinstance(result, tuple) else result
     state.pop(_ACCOUNTED, None)
     return result
+
+
+def _weights_to_load(state: Any) -> list[Any]:
+    """Return the entries of tensors that a checkpoint must hold, but for those of an optimizer."""
+    return [
+        entry
+        for entry in nested_values(state)
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+        and not isinstance(entry, OptionalShardedTensor)
+        and not is_state(entry.key)
+    ]
+
+
+def stored_tensors(entry: ShardedTensor | ShardedTensorFactory) -> Any:
+    """Return the tensors that an entry of a model is stored as, nested and without values."""
+    if isinstance(entry, ShardedTensor):
+        return entry
+    values = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
+    return replace(entry, data=values).build()
+
+
+def require_same_tensors(
+    entries: Iterable[Any], stored: TorchDistReader, *, may_lack: bool = False
+) -> None:
+    """Raise LayoutError for entries of a model that ``stored`` lacks, or has in another shape.
+
+    ``may_lack`` leaves what is missing to Megatron.
+    """
+    faults = {}
+    for part in nested_values([stored_tensors(entry) for entry in entries]):
+        info = stored.tensors.get(part.key)
+        if info is None:
+            faults |= {} if may_lack else {part.key: f"{part.key} is missing"}
+        elif info.shape != tuple(part.global_shape) and not part.allow_shape_mismatch:
+            shapes = f"{list(info.shape)}, expected {list(part.global_shape)}"
+            faults[part.key] = f"{part.key} is {shapes}"
+    if faults:
+        differing = differing_arguments(stored)
+        raise LayoutError(
+            f"{stored.path}: expected the tensors of this model, got others: "
+            f"{listed(sorted(faults.values()))}. "
+            + (
+                f"Start with the arguments it was saved with ({listed(differing)})."
+                if differing
+                else "Load it into the model that it was saved from."
+            )
+        )
+
+
+def differing_arguments(stored: TorchDistReader) -> list[str]:
+    """Return the model-shaping arguments that differ from those the checkpoint was saved with.
+
+    Empty for checkpoints without arguments, or outside of Megatron's own training loop.
+    """
+    saved = stored.arguments
+    loop = sys.modules.get("megatron.training.global_vars")
+    here = vars(getattr(loop, "_GLOBAL_ARGS", None) or argparse.Namespace())
+    return [
+        f"--{name.replace('_', '-')}: {saved[name]}, here {here[name]}"
+        for name in _SHAPING
+        if name in saved and name in here and saved[name] != here[name]
+    ]
 
 
 def _request_values(sharded_state_dict: Any) -> None:
