@@ -23,6 +23,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,6 @@ from moe_optim.checkpoint.integrity import require_intact
 from moe_optim.checkpoint.load_session import (
     end_session,
     get_filesystem_reader,
-    into_views,
     open_alone,
     open_session,
     own_errors,
@@ -128,17 +128,17 @@ def load(  # noqa: PLR0913  # Megatron's
     elif installed_config() is not None or requesting:
         stored = open_session(Path(checkpoint_dir), process_group)
 
-        def fit() -> None:
+    def fit() -> None:
+        if stored is not None:
             may_lack = handling != StrictHandling.ASSUME_OK_UNEXPECTED
             require_same_tensors(_weights_to_load(sharded_state_dict), stored, may_lack=may_lack)
             if requesting:
                 _fit_states(requesting, stored)
-            _fit_entries(sharded_state_dict, stored)  # last: states are found by their weights
+        _fit_entries(sharded_state_dict, stored)  # last: states are found by their weights
 
-        agree(fit, process_group)
-        if StrictHandling.requires_global_app_metadata(handling):
-            sharded_state_dict = {**sharded_state_dict, _ACCOUNTED: _read_already(stored)}
-    _request_values(sharded_state_dict)
+    fit() if stored is None else agree(fit, process_group)
+    if stored is not None and StrictHandling.requires_global_app_metadata(handling):
+        sharded_state_dict = {**sharded_state_dict, _ACCOUNTED: _read_already(stored)}
 
     def targets() -> Iterator[torch.Tensor]:
         kinds = ShardedTensor | ShardedTensorFactory
@@ -148,9 +148,8 @@ def load(  # noqa: PLR0913  # Megatron's
     try:
         with (
             replacing(targets, checkpoint_dir, lambda: stored is not None and stored.has_read),
-            reading(stored, process_group),
+            reading(stored, process_group, sharded_strategy),
             plan_quickly(),
-            into_views(sharded_strategy),
         ):
             result = original(f"{_CORE}:load")(
                 sharded_state_dict,
@@ -174,7 +173,7 @@ def _weights_to_load(state: Any) -> list[Any]:
         entry
         for entry in nested_values(state)
         if isinstance(entry, ShardedTensor | ShardedTensorFactory)
-        and not isinstance(entry, OptionalShardedTensor)
+        and not isinstance(entry, OptionalShardedTensor | CalibratedEntry)
         and not is_state(entry.key)
     ]
 
@@ -194,7 +193,7 @@ def require_same_tensors(
 
     ``may_lack`` leaves what is missing to Megatron.
     """
-    faults = {}
+    faults: dict[str, str] = {}
     for part in nested_values([stored_tensors(entry) for entry in entries]):
         info = stored.tensors.get(part.key)
         if info is None:
@@ -230,14 +229,6 @@ def differing_arguments(stored: TorchDistReader) -> list[str]:
     ]
 
 
-def _request_values(sharded_state_dict: Any) -> None:
-    """Request plain values for quantized weights, which ``load_state_dict`` copies into them."""
-    for entry in nested_values(sharded_state_dict):
-        if isinstance(entry, ShardedTensor) and isinstance(entry.data, GroupedWeight):
-            shape, device = entry.data.shape, entry.data.device
-            entry.data = torch.empty(shape, dtype=torch.bfloat16, device=device)
-
-
 def _read_already(stored: TorchDistReader) -> dict[str, ShardedObject]:
     """Return requests for the manifests already read, which strict loads expect."""
     rank = torch.distributed.get_rank()
@@ -254,7 +245,7 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
     No rank communicates, except in a load of states: there an error of one rank is raised on all.
     StateError lists all missing or damaged files; LayoutError if the state is not plain data.
     """
-    return together(lambda: _load_common(checkpoint_dir))
+    return together(partial(_load_common, checkpoint_dir))
 
 
 def _load_common(checkpoint_dir: str | Path) -> Any:
@@ -339,21 +330,24 @@ def _require_intact_files(folder: Path) -> None:
     agree(lambda: require_intact(folder, thorough=thorough, part=rank, parts=ranks), None)
 
 
-def _fit_entries(state: Any, stored: TorchDistReader) -> None:
+def _fit_entries(state: Any, stored: TorchDistReader | None) -> None:
     """Drop requests for optional entries that a checkpoint lacks; fit the others to it.
 
-    Quantized weights are loaded into bf16 memory, for which their own values are not needed.
+    Quantized weights are loaded into bf16 memory, which ``load_state_dict`` copies into them; their
+    own values are not needed.
     """
     entries = list(state.items() if isinstance(state, dict) else enumerate(state))
     for key, value in reversed(entries):  # so that list indices stay valid
         if isinstance(value, dict | list):
             _fit_entries(value, stored)
-        elif isinstance(value, ShardedTensorFactory) and isinstance(value.data, GroupedWeight):
-            weight = value.data
-            value.data = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-        elif not isinstance(value, OptionalShardedTensor | CalibratedEntry):
             continue
-        elif value.key not in stored.tensors:
+        is_tensor = isinstance(value, ShardedTensor | ShardedTensorFactory)
+        if is_tensor and isinstance(value.data, GroupedWeight):
+            shape, device = value.data.shape, value.data.device
+            value.data = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        if stored is None or not isinstance(value, OptionalShardedTensor | CalibratedEntry):
+            continue
+        if value.key not in stored.tensors:
             del state[key]
         elif isinstance(value, CalibratedEntry):
             state[key] = value.request(stored.tensors[value.key].shape)

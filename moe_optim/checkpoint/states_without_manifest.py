@@ -19,11 +19,9 @@ from moe_optim.checkpoint.derived_manifest import (
     Parameter,
     StoredBucket,
     StoredBuffer,
-    choose_by_values,
     derive_manifests,
     lower_bits_of_masters,
     read_buffers,
-    rounds_to,
 )
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_states import (
@@ -207,22 +205,23 @@ def _choose(optimizer: Any, candidates: Sequence[StateManifest], values: _Values
     places = places_of(optimizer)
     orders: dict[tuple[BucketSpan, ...], StateManifest] = {}
     """Candidates by the spans of the compared ranges; some differ only in other ranges."""
-
-    def strangers(candidate: StateManifest) -> set[str]:
+    wrong: set[str] = set()
+    for candidate in candidates:
         layouts = LayoutMap(candidate, target, values.where)
         taken = [(one, layouts.spans(places[one[0]], *one[1:])) for one in values.ranges]
-        wrong = {
+        strangers = {
             places[one[0]].name
             for one, spans in taken
             if not _belong_together(candidate, spans, one, values)
         }
-        if not wrong:
-            orders[tuple(span for _, spans in taken for span in spans)] = candidate
-        return wrong
-
-    fitting, got = choose_by_values(candidates, strangers)
+        wrong |= strangers
+        if not strangers:
+            orders.setdefault(tuple(span for _, spans in taken for span in spans), candidate)
     if len(orders) == 1:
-        return fitting[0]
+        return next(iter(orders.values()))
+    got = (
+        f"{len(orders)} orders in which they do" if orders else f"others at {listed(sorted(wrong))}"
+    )
     raise LayoutError(
         f"{values.where}: expected flat optimizer states whose masters round to the weights saved "
         f"with them in one of Megatron's orders of experts, got {got}. {values.remedy}"
@@ -242,7 +241,8 @@ def _belong_together(
     if any(source.buffers[span.buffer].dtype.startswith("(torch.uint8") for span in spans):
         master, weight = master.double(), weight.double()
         return bool((weight - master).square().sum() <= _CLOSE * master.square().sum())
-    return rounds_to(master, weight)
+    rounded = master.to(weight.dtype)
+    return bool(((rounded == weight) | (rounded.isnan() & weight.isnan())).all())
 
 
 def _parameters_of(optimizer: Any) -> list[list[Parameter]]:
