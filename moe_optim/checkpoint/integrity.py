@@ -274,7 +274,14 @@ class _Check:
             names = [str(file.relative_to(path)) for file in legacy]
             return {name: self._whole_file(name) for name in names}
         if self._is_finished:
-            _require_backend(self._read_small(CONFIG_FILE))
+            try:
+                backend = parse_json(self._read_small(CONFIG_FILE))["sharded_backend"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise DamageError(CONFIG_FILE, f"is cut off or damaged: {error}") from error
+            if backend != _BACKEND:
+                named = repr(backend)[:40] if isinstance(backend, str) else "none"
+                what = f"names the backend {named}, expected {_BACKEND!r}"
+                raise DamageError(CONFIG_FILE, what)
         self.blobs = read_blobs(self._read_small(METADATA))
         archives = {name: list(group) for name, group in groupby(self.blobs, itemgetter(0))}
         has_common = any([blob.key.startswith("common_state") for blob in self.blobs])
@@ -359,13 +366,3 @@ class _Check:
                     archive = Archive(file_range(file, blob.start, blob.length))
                     digest.update(hashlib.sha256(archive.rows()).digest())
         return digest.hexdigest()
-
-
-def _require_backend(config: bytes) -> None:
-    try:
-        backend = parse_json(config)["sharded_backend"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamageError(CONFIG_FILE, f"is cut off or damaged: {error}") from error
-    if backend != _BACKEND:
-        named = repr(backend)[:40] if isinstance(backend, str) else "none"
-        raise DamageError(CONFIG_FILE, f"names the backend {named}, expected {_BACKEND!r}")

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
@@ -131,7 +132,7 @@ def load(  # noqa: PLR0913  # Megatron's
     def fit() -> None:
         if stored is not None:
             may_lack = handling != StrictHandling.ASSUME_OK_UNEXPECTED
-            require_same_tensors(_weights_to_load(sharded_state_dict), stored, may_lack=may_lack)
+            require_same_tensors(nested_values(sharded_state_dict), stored, may_lack=may_lack)
             if requesting:
                 _fit_states(requesting, stored)
         _fit_entries(sharded_state_dict, stored)  # last: states are found by their weights
@@ -167,17 +168,6 @@ def load(  # noqa: PLR0913  # Megatron's
     return result
 
 
-def _weights_to_load(state: Any) -> list[Any]:
-    """Return the entries of tensors that a checkpoint must hold, but for those of an optimizer."""
-    return [
-        entry
-        for entry in nested_values(state)
-        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
-        and not isinstance(entry, OptionalShardedTensor | CalibratedEntry)
-        and not is_state(entry.key)
-    ]
-
-
 def stored_tensors(entry: ShardedTensor | ShardedTensorFactory) -> Any:
     """Return the tensors that an entry of a model is stored as, nested and without values."""
     if isinstance(entry, ShardedTensor):
@@ -189,12 +179,22 @@ def stored_tensors(entry: ShardedTensor | ShardedTensorFactory) -> Any:
 def require_same_tensors(
     entries: Iterable[Any], stored: TorchDistReader, *, may_lack: bool = False
 ) -> None:
-    """Raise LayoutError for entries of a model that ``stored`` lacks, or has in another shape.
+    """Raise LayoutError for weights that ``stored`` lacks, or has in another shape.
 
-    ``may_lack`` leaves what is missing to Megatron.
+    Args:
+        entries: entries of a state to load; those of an optimizer, optional ones and objects pass.
+        stored: checkpoint to load.
+        may_lack: whether what is missing is left to Megatron.
     """
     faults: dict[str, str] = {}
-    for part in nested_values([stored_tensors(entry) for entry in entries]):
+    weights = [
+        stored_tensors(entry)
+        for entry in entries
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+        and not isinstance(entry, OptionalShardedTensor | CalibratedEntry)
+        and not is_state(entry.key)
+    ]
+    for part in nested_values(weights):
         info = stored.tensors.get(part.key)
         if info is None:
             faults |= {} if may_lack else {part.key: f"{part.key} is missing"}
@@ -231,7 +231,7 @@ def differing_arguments(stored: TorchDistReader) -> list[str]:
 
 def _read_already(stored: TorchDistReader) -> dict[str, ShardedObject]:
     """Return requests for the manifests already read, which strict loads expect."""
-    rank = torch.distributed.get_rank()
+    rank = dist.get_rank()
     return {
         key: ShardedObject.empty_from_unique_key(key, replica_id=rank)
         for key in stored.objects
@@ -313,21 +313,15 @@ def get_checkpoint_format(checkpoint_name: str, args: Any) -> Any:
         checkpoint_name, args
     )
     if installed_config() is not None and is_local(checkpoint_name):
-        folder, is_joined = Path(checkpoint_name), torch.distributed.is_initialized()
+        folder, is_joined = Path(checkpoint_name), dist.is_initialized()
         if found == "torch":
-            if is_joined:
-                _require_intact_files(folder)
-            else:  # only arguments are read; the load follows
-                require_intact(folder, thorough=False)
+            thorough = is_joined and config_or_bf16().check_on_load != "quick"
+            rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
+            check = partial(require_intact, folder, thorough=thorough, part=rank, parts=ranks)
+            agree(check, None) if is_joined else check()  # else only arguments are read
         elif found == "torch_dist" and is_joined:
             open_session(folder, None)
     return found
-
-
-def _require_intact_files(folder: Path) -> None:
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    thorough = config_or_bf16().check_on_load != "quick"  # Megatron's reads compare nothing
-    agree(lambda: require_intact(folder, thorough=thorough, part=rank, parts=ranks), None)
 
 
 def _fit_entries(state: Any, stored: TorchDistReader | None) -> None:
