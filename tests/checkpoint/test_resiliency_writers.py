@@ -93,7 +93,7 @@ def _fail_locally_later(folder: Path) -> tuple[str, int]:
     from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
 
     journey, manager, said = Journey(GROUPED).fill().keep("atomic"), _manager(folder), "saved"
-    queue, fails = AsyncCallsQueue(), torch.distributed.get_rank() == 1
+    queue, fails = AsyncCallsQueue(persistent=False), torch.distributed.get_rank() == 1
     target = f"{LOCAL}.LocalCheckpointManager._save"
     with (
         writing_together(manager, is_synchronous=False),

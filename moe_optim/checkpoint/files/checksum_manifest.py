@@ -129,6 +129,7 @@ def _read(
                     raise ValueError(f"{file[:40]!r} is no file of the checkpoint")
                 if not isinstance(digest, str):
                     raise TypeError(f"expected a checksum of {file[:40]!r}, got none")
-        return dict.fromkeys(any_of, {}) | {one: dict(held) for one, held in found.items()}
+        checked = {one: dict(held) for one, held in found.items()}
+        return {one: checked.get(one, {}) for one in (*sections, *any_of)}
     except (KeyError, TypeError, ValueError) as error:
         raise DamageError(name, f"is damaged: {error}") from error
