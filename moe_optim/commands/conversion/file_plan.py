@@ -155,6 +155,11 @@ class FilePlan:
         return tuple(part for part in self.parts if part.experts is not None)
 
     @property
+    def others(self) -> tuple[Part, ...]:
+        """All other parts."""
+        return tuple(part for part in self.parts if part.experts is None)
+
+    @property
     def sets(self) -> tuple[ExpertSet, ...]:
         """The stored experts of all parts."""
         return tuple(part.experts for part in self.parts if part.experts is not None)
