@@ -4,16 +4,18 @@ The first rank reads and vets ``.metadata``, and sends what it describes to all 
 to Megatron: none opens another. Sizes of all files are compared first, each by one rank. Megatron
 then reads through :class:`CheckedReader`, which compares the checksums of every archive while it
 reads it, once.
-Megatron unpickles objects without restrictions, so those that would run code are refused.
+Megatron unpickles objects without restrictions, so those that would run code are refused. Weights
+of another model are refused before any is read, by the arguments that differ.
 """
 
+import argparse
 import dataclasses
 import enum
 import io
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -23,6 +25,8 @@ from typing import IO, Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import torch as strategies
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -36,12 +40,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from moe_optim.calibration.state_entries import CalibratedEntry, OptionalShardedTensor
 from moe_optim.checkpoint.files.archives import Archive
 from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
 from moe_optim.checkpoint.files.folders import COMMON_FILE, CONFIG_FILE, iteration_folders
 from moe_optim.checkpoint.files.metadata import METADATA, Blob, BlobTable, read_blobs
 from moe_optim.checkpoint.files.pickles import MEGATRONS_PACKAGES, Named, foreign_name
-from moe_optim.checkpoint.files.reader import TensorInfo
+from moe_optim.checkpoint.files.reader import TensorInfo, is_state
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader, dtype_named
 from moe_optim.checkpoint.integrity import (
     OTHER_FILE,
@@ -53,7 +58,7 @@ from moe_optim.checkpoint.integrity import (
     vet,
 )
 from moe_optim.checkpoint.staging import replaced, with_views
-from moe_optim.errors import LayoutError
+from moe_optim.errors import LayoutError, listed
 from moe_optim.integration.agreement import agree, from_first, gather_objects, reduce_max
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import config_or_bf16
@@ -379,3 +384,76 @@ def _is_passive(named: Named) -> bool:
     packages = {module.partition(".")[0] for module in (named.module, found.__module__)}
     is_value = issubclass(found, enum.Enum) or dataclasses.is_dataclass(found)
     return is_value and packages <= MEGATRONS_PACKAGES
+
+
+_SHAPING = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention",
+    "kv_channels", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+    "moe_layer_freq", "mtp_num_layers", "swiglu", "add_bias_linear", "qk_layernorm",
+    "normalization", "untie_embeddings_and_output_weights", "padded_vocab_size",
+    "transformer_impl", "fp8_param_gather", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size",
+)  # fmt: skip
+"""Arguments that determine names, shapes and places of parameters."""
+
+
+def stored_tensors(entry: ShardedTensor | ShardedTensorFactory) -> Any:
+    """Return the tensors that an entry of a model is stored as, nested and without values."""
+    if isinstance(entry, ShardedTensor):
+        return entry
+    values = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
+    return dataclasses.replace(entry, data=values).build()
+
+
+def require_same_tensors(
+    entries: Iterable[Any], stored: TorchDistReader, *, may_lack: bool = False
+) -> None:
+    """Raise LayoutError for weights that ``stored`` lacks, or has in another shape.
+
+    Args:
+        entries: entries of a state to load; those of an optimizer, optional ones and objects pass.
+        stored: checkpoint to load.
+        may_lack: whether what is missing is left to Megatron.
+    """
+    faults: dict[str, str] = {}
+    weights = [
+        stored_tensors(entry)
+        for entry in entries
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+        and not isinstance(entry, OptionalShardedTensor | CalibratedEntry)
+        and not is_state(entry.key)
+    ]
+    for part in nested_values(weights):
+        info = stored.tensors.get(part.key)
+        if info is None:
+            faults |= {} if may_lack else {part.key: f"{part.key} is missing"}
+        elif info.shape != tuple(part.global_shape) and not part.allow_shape_mismatch:
+            shapes = f"{list(info.shape)}, expected {list(part.global_shape)}"
+            faults[part.key] = f"{part.key} is {shapes}"
+    if faults:
+        differing = differing_arguments(stored)
+        raise LayoutError(
+            f"{stored.path}: expected the tensors of this model, got others: "
+            f"{listed(sorted(faults.values()))}. "
+            + (
+                f"Start with the arguments it was saved with ({listed(differing)})."
+                if differing
+                else "Load it into the model that it was saved from."
+            )
+        )
+
+
+def differing_arguments(stored: TorchDistReader) -> list[str]:
+    """Return the model-shaping arguments that differ from those the checkpoint was saved with.
+
+    Empty for checkpoints without arguments, or outside of Megatron's own training loop.
+    """
+    saved = stored.arguments
+    loop = sys.modules.get("megatron.training.global_vars")
+    here = vars(getattr(loop, "_GLOBAL_ARGS", None) or argparse.Namespace())
+    return [
+        f"--{name.replace('_', '-')}: {saved[name]}, here {here[name]}"
+        for name in _SHAPING
+        if name in saved and name in here and saved[name] != here[name]
+    ]

@@ -18,11 +18,8 @@ a distributed optimizer, whose states are flat beside them. Megatron's distribut
 none of these checkpoints.
 """
 
-import argparse
 import re
-import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +38,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from moe_optim import checkpoint
 from moe_optim.calibration.state_entries import CalibratedEntry, OptionalShardedTensor
 from moe_optim.checkpoint.files.folders import is_local
-from moe_optim.checkpoint.files.reader import is_state
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_states import (
     ManifestRequest,
@@ -56,6 +52,7 @@ from moe_optim.checkpoint.load_session import (
     open_session,
     own_errors,
     reading,
+    require_same_tensors,
     together,
 )
 from moe_optim.checkpoint.staging import plan_quickly
@@ -86,16 +83,6 @@ _ACCOUNTED = "moe_optim_accounted"
 _OBJECT_KEY = re.compile(r"[^/]+/shard_[0-9.]+_[0-9.]+")
 _GROUPS = r"chained_{}\.optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*"
 """Key of the parameter groups of an optimizer by number, where they are an object."""
-_SHAPING = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention",
-    "kv_channels", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
-    "moe_layer_freq", "mtp_num_layers", "swiglu", "add_bias_linear", "qk_layernorm",
-    "normalization", "untie_embeddings_and_output_weights", "padded_vocab_size",
-    "transformer_impl", "fp8_param_gather", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-    "expert_model_parallel_size", "expert_tensor_parallel_size",
-)  # fmt: skip
-"""Arguments that determine names, shapes and places of parameters."""
 _CORE = "megatron.core.dist_checkpointing"
 _TENSORS_METADATA = f"{_CORE}.strategies.torch:TorchDistLoadShardedStrategy.load_tensors_metadata"
 
@@ -166,67 +153,6 @@ def load(  # noqa: PLR0913  # Megatron's
     state = result[0] if isinstance(result, tuple) else result
     state.pop(_ACCOUNTED, None)
     return result
-
-
-def stored_tensors(entry: ShardedTensor | ShardedTensorFactory) -> Any:
-    """Return the tensors that an entry of a model is stored as, nested and without values."""
-    if isinstance(entry, ShardedTensor):
-        return entry
-    values = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
-    return replace(entry, data=values).build()
-
-
-def require_same_tensors(
-    entries: Iterable[Any], stored: TorchDistReader, *, may_lack: bool = False
-) -> None:
-    """Raise LayoutError for weights that ``stored`` lacks, or has in another shape.
-
-    Args:
-        entries: entries of a state to load; those of an optimizer, optional ones and objects pass.
-        stored: checkpoint to load.
-        may_lack: whether what is missing is left to Megatron.
-    """
-    faults: dict[str, str] = {}
-    weights = [
-        stored_tensors(entry)
-        for entry in entries
-        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
-        and not isinstance(entry, OptionalShardedTensor | CalibratedEntry)
-        and not is_state(entry.key)
-    ]
-    for part in nested_values(weights):
-        info = stored.tensors.get(part.key)
-        if info is None:
-            faults |= {} if may_lack else {part.key: f"{part.key} is missing"}
-        elif info.shape != tuple(part.global_shape) and not part.allow_shape_mismatch:
-            shapes = f"{list(info.shape)}, expected {list(part.global_shape)}"
-            faults[part.key] = f"{part.key} is {shapes}"
-    if faults:
-        differing = differing_arguments(stored)
-        raise LayoutError(
-            f"{stored.path}: expected the tensors of this model, got others: "
-            f"{listed(sorted(faults.values()))}. "
-            + (
-                f"Start with the arguments it was saved with ({listed(differing)})."
-                if differing
-                else "Load it into the model that it was saved from."
-            )
-        )
-
-
-def differing_arguments(stored: TorchDistReader) -> list[str]:
-    """Return the model-shaping arguments that differ from those the checkpoint was saved with.
-
-    Empty for checkpoints without arguments, or outside of Megatron's own training loop.
-    """
-    saved = stored.arguments
-    loop = sys.modules.get("megatron.training.global_vars")
-    here = vars(getattr(loop, "_GLOBAL_ARGS", None) or argparse.Namespace())
-    return [
-        f"--{name.replace('_', '-')}: {saved[name]}, here {here[name]}"
-        for name in _SHAPING
-        if name in saved and name in here and saved[name] != here[name]
-    ]
 
 
 def _read_already(stored: TorchDistReader) -> dict[str, ShardedObject]:

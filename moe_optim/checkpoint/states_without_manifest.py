@@ -33,7 +33,11 @@ from moe_optim.checkpoint.flat_states import (
     require_same_interleave,
     saved_key,
 )
-from moe_optim.checkpoint.loading import differing_arguments, require_same_tensors, stored_tensors
+from moe_optim.checkpoint.load_session import (
+    differing_arguments,
+    require_same_tensors,
+    stored_tensors,
+)
 from moe_optim.checkpoint.owned_boxes import entries_of
 from moe_optim.checkpoint.state_kinds import flat_groups
 from moe_optim.checkpoint.state_manifest import (

@@ -95,7 +95,7 @@ class TorchDistReader:
         return {name: value for name, value in vars(self).items() if name not in parsed}
 
     def read(self, name: str, *index: int | range) -> Tensor:
-        """Return a tensor or a part of it, see ``CheckpointReader.read``."""
+        """Return a tensor or a part of it; arguments are those of ``CheckpointReader.read``."""
         spans = [one if isinstance(one, range) else range(one, one + 1) for one in index]
         rest = self.tensors[name].shape[len(spans) :]
         start = (*(span.start for span in spans), *(0 for _ in rest))
@@ -103,7 +103,7 @@ class TorchDistReader:
         return self.read_box(name, start, (*map(len, spans), *rest)).view((*kept, *rest))
 
     def cuts(self, name: str, *index: int) -> Sequence[int]:
-        """Return the places at which an axis can be cut, see ``CheckpointReader.cuts``."""
+        """Return where an axis can be cut; arguments are those of ``CheckpointReader.cuts``."""
         axis, found, reached = len(index), [], 0
         boxes = [
             [range(at, at + size) for at, size in zip(blob.corner, blob.shape, strict=True)]

@@ -105,7 +105,7 @@ class SafetensorsReader:
             return opened.metadata() or {}
 
     def read(self, name: str, *index: int | range) -> Tensor:
-        """Return a tensor or a part of it, see ``CheckpointReader.read``."""
+        """Return a tensor or a part of it; arguments are those of ``CheckpointReader.read``."""
         spans = tuple(
             slice(one.start, one.stop) if isinstance(one, range) else one for one in index
         )
@@ -114,7 +114,7 @@ class SafetensorsReader:
         return whole.clone() if spans else whole  # a slice keeps all of its tensor
 
     def cuts(self, name: str, *index: int) -> Sequence[int]:
-        """Return the places at which an axis can be cut, all of them; see ``CheckpointReader``."""
+        """Return all places of an axis; arguments are those of ``CheckpointReader.cuts``."""
         return range(self.tensors[name].shape[len(index)] + 1)
 
 
