@@ -21,10 +21,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from moe_optim.checkpoint.files.blob_table import BlobTable
-from moe_optim.checkpoint.files.metadata import read_blobs
+from moe_optim.checkpoint.files.metadata import BlobTable, read_blobs
 from moe_optim.checkpoint.files.pickles import no_collections
-from moe_optim.checkpoint.stored_metadata import stored_metadata
+from moe_optim.checkpoint.load_session import stored_metadata
 
 EXPERTS, ROWS, COLS = 64, 32, 16
 CHUNK_BYTES = 4000

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from torch import Tensor
-
 from moe_optim.checkpoint.files.reader import FLAT_STATES
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.state_manifest import (
@@ -21,7 +19,6 @@ from moe_optim.checkpoint.state_manifest import (
     ParameterPlace,
     StateManifest,
 )
-from moe_optim.errors import listed
 from moe_optim.formats import round_up
 
 _ALIGNMENT = 64  # elements
@@ -109,24 +106,6 @@ def derive_manifests(
         if all(manifest.addresses() != other.addresses() for other in found):
             found.append(manifest)
     return found
-
-
-def choose_by_values[T](
-    candidates: Iterable[T], strangers: Callable[[T], set[str]]
-) -> tuple[list[T], str]:
-    """Return the candidates whose masters round to the weights, and a description for errors.
-
-    ``strangers`` returns the names of parameters whose masters do not round to their weights.
-    """
-    fitting: list[T] = []
-    wrong: set[str] = set()
-    for candidate in candidates:
-        found = strangers(candidate)
-        wrong |= found
-        if not found:
-            fitting.append(candidate)
-    others = f"others at {listed(sorted(wrong))}"
-    return fitting, f"{len(fitting)} orders in which they do" if fitting else others
 
 
 _ExpertTensor = tuple[str, str, int]
@@ -342,9 +321,3 @@ def lower_bits_of_masters(stored: TorchDistReader, group: str) -> str | None:
     """
     keys = (key for key, _ in _masters(stored, group))
     return next((key for key in keys if not stored.tensors[key].dtype.is_floating_point), None)
-
-
-def rounds_to(master: Tensor, weight: Tensor) -> bool:
-    """Return whether every element of ``master`` rounds to ``weight``, of the same shape."""
-    rounded = master.to(weight.dtype)
-    return bool(((rounded == weight) | (rounded.isnan() & weight.isnan())).all())

@@ -1,18 +1,9 @@
 """Integrity checks: the files of a checkpoint are complete and unchanged since the save.
 
 A *quick* check reads metadata and file sizes, a *thorough* one reads everything once. A load
-compares checksums of what it reads while it reads it, see :mod:`load_session`. Coverage depends on
-what was recorded at save time:
-
-- Nothing: keys, byte ranges, shapes and dtypes in ``.metadata`` must be consistent with each other
-  and with the file sizes; thorough verifies the CRC-32 of every record and compares every tensor's
-  archive with ``.metadata``. Not detected: a file of another checkpoint with the same layout, and a
-  renamed key, until it is requested.
-- Checksum manifest (:mod:`sealing`): also verifies the metadata bytes and, thorough, the CRC-32
-  values themselves. Detects both cases above, and missing files or a killed save of
-  ``--ckpt-format torch``.
-- Megatron's ``integrity.json`` (``--verify-integrity``): thorough also verifies the SHA-256 of
-  every loaded file, including bits that nothing reads, such as archive timestamps.
+compares checksums of what it reads while it reads it, see :mod:`load_session`. What is found
+depends on what was recorded at save time: nothing, a checksum manifest (:mod:`sealing`), or
+Megatron's ``integrity.json``; ``docs/checkpoints.md`` has the table.
 """
 
 import hashlib
@@ -22,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter, itemgetter
 from pathlib import Path
 
 from moe_optim.checkpoint.files.archives import Archive, reason_of
-from moe_optim.checkpoint.files.blob_table import BlobTable
 from moe_optim.checkpoint.files.checksum_manifest import (
     Checksums,
     CorruptFile,
@@ -40,7 +31,7 @@ from moe_optim.checkpoint.files.folders import (
     iteration_folders,
     iteration_of,
 )
-from moe_optim.checkpoint.files.metadata import METADATA, Blob, read_blobs, read_metadata
+from moe_optim.checkpoint.files.metadata import METADATA, Blob, BlobTable, read_blobs, read_metadata
 from moe_optim.checkpoint.files.pickles import no_collections
 from moe_optim.checkpoint.files.untrusted_files import (
     file_range,
@@ -142,19 +133,26 @@ def size_defects(checkpoint: Path, ends: Mapping[str, int | None]) -> Iterator[C
     """Yield the files of ``checkpoint`` that are missing or have another size than in ``ends``."""
     for name, end in ends.items():
         try:
-            what = _size_defect(checkpoint, name, end)
+            with open_file(checkpoint, name) as file:
+                size = os.fstat(file.fileno()).st_size
+                if end is not None and size != end:
+                    what = "cut off" if size < end else "too long"
+                    yield CorruptFile(name, f"is {what}: {size} of {end} bytes")
+                elif end is not None and name.endswith(".pt"):
+                    try:
+                        Archive(file)
+                    except Exception as error:  # zipfile raises arbitrary errors for damage
+                        yield CorruptFile(name, reason_of(error))
         except FileNotFoundError:
-            what = "is missing"
+            yield CorruptFile(name, "is missing")
         except OSError as error:
-            what = f"cannot be read: {error.strerror}"
-        if what is not None:
-            yield CorruptFile(name, what)
+            yield CorruptFile(name, f"cannot be read: {error.strerror}")
 
 
 def require_none(checkpoint: Path, defects: Iterable[CorruptFile]) -> None:
     """Raise StateError for ``defects`` of ``checkpoint``, naming another one to load."""
     lines = []
-    for _, of_file in groupby(defects, key=lambda defect: defect.file):
+    for _, of_file in groupby(defects, attrgetter("file")):
         first, *more = of_file
         lines.append(f"{first}, and {len(more)} more in it" if more else str(first))
     if lines:
@@ -276,10 +274,17 @@ class _Check:
             names = [str(file.relative_to(path)) for file in legacy]
             return {name: self._whole_file(name) for name in names}
         if self._is_finished:
-            _require_backend(self._read_small(CONFIG_FILE))
+            try:
+                backend = parse_json(self._read_small(CONFIG_FILE))["sharded_backend"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise DamageError(CONFIG_FILE, f"is cut off or damaged: {error}") from error
+            if backend != _BACKEND:
+                named = repr(backend)[:40] if isinstance(backend, str) else "none"
+                what = f"names the backend {named}, expected {_BACKEND!r}"
+                raise DamageError(CONFIG_FILE, what)
         self.blobs = read_blobs(self._read_small(METADATA))
-        archives = {name: list(group) for name, group in groupby(self.blobs, lambda one: one.file)}
-        has_common = any(blob.key.startswith("common_state") for blob in self.blobs)
+        archives = {name: list(group) for name, group in groupby(self.blobs, itemgetter(0))}
+        has_common = any([blob.key.startswith("common_state") for blob in self.blobs])
         if os.path.lexists(path / COMMON_FILE):  # Megatron prefers it, and follows links
             if has_common:
                 what = f"is of another save, as {METADATA} names a common state: remove it"
@@ -361,26 +366,3 @@ class _Check:
                     archive = Archive(file_range(file, blob.start, blob.length))
                     digest.update(hashlib.sha256(archive.rows()).digest())
         return digest.hexdigest()
-
-
-def _size_defect(checkpoint: Path, name: str, expected: int | None) -> str | None:
-    with open_file(checkpoint, name) as file:
-        size = os.fstat(file.fileno()).st_size
-        if expected is not None and size != expected:
-            return f"is {'cut off' if size < expected else 'too long'}: {size} of {expected} bytes"
-        if expected is not None and name.endswith(".pt"):
-            try:
-                Archive(file)
-            except Exception as error:  # zipfile raises arbitrary errors for damaged archives
-                return reason_of(error)
-    return None
-
-
-def _require_backend(config: bytes) -> None:
-    try:
-        backend = parse_json(config)["sharded_backend"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamageError(CONFIG_FILE, f"is cut off or damaged: {error}") from error
-    if backend != _BACKEND:
-        named = repr(backend)[:40] if isinstance(backend, str) else "none"
-        raise DamageError(CONFIG_FILE, f"names the backend {named}, expected {_BACKEND!r}")

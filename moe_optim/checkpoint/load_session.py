@@ -4,17 +4,19 @@ The first rank reads and vets ``.metadata``, and sends what it describes to all 
 to Megatron: none opens another. Sizes of all files are compared first, each by one rank. Megatron
 then reads through :class:`CheckedReader`, which compares the checksums of every archive while it
 reads it, once.
-Megatron unpickles objects without restrictions, so those that would run code are refused.
+Megatron unpickles objects without restrictions, so those that would run code are refused. Weights
+of another model are refused before any is read, by the arguments that differ.
 """
 
+import argparse
 import dataclasses
 import enum
 import io
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -28,17 +30,24 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.strategies import torch as strategies
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from moe_optim.calibration.state_entries import CalibratedEntry, OptionalShardedTensor
 from moe_optim.checkpoint.files.archives import Archive
 from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
 from moe_optim.checkpoint.files.folders import COMMON_FILE, CONFIG_FILE, iteration_folders
-from moe_optim.checkpoint.files.metadata import METADATA, Blob, read_blobs
+from moe_optim.checkpoint.files.metadata import METADATA, Blob, BlobTable, read_blobs
 from moe_optim.checkpoint.files.pickles import MEGATRONS_PACKAGES, Named, foreign_name
-from moe_optim.checkpoint.files.reader import TensorInfo
-from moe_optim.checkpoint.files.torch_dist import TorchDistReader
+from moe_optim.checkpoint.files.reader import TensorInfo, is_state
+from moe_optim.checkpoint.files.torch_dist import TorchDistReader, dtype_named
 from moe_optim.checkpoint.integrity import (
     OTHER_FILE,
     Vetted,
@@ -49,14 +58,45 @@ from moe_optim.checkpoint.integrity import (
     vet,
 )
 from moe_optim.checkpoint.staging import replaced, with_views
-from moe_optim.checkpoint.stored_metadata import dtype_named, stored_metadata
-from moe_optim.errors import LayoutError
+from moe_optim.errors import LayoutError, listed
 from moe_optim.integration.agreement import agree, from_first, gather_objects, reduce_max
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import config_or_bf16
-from moe_optim.weights.partial_loads import mark_loaded, mark_partly_loaded
 
 logger = logging.getLogger(__name__)
+
+
+def stored_metadata(table: BlobTable) -> Metadata:
+    """Return metadata of tensors and objects as torch reads it; places in files are not among it.
+
+    Chunks are made when asked for.
+    """
+    entries: dict[str, Any] = {}
+    for key, stored in table.keys_stored.items():
+        if stored.dtype:
+            properties = TensorProperties(dtype=dtype_named(stored.dtype))
+            chunks: Any = _Chunks(table, key)
+            entries[key] = TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
+        else:
+            entries[key] = BytesStorageMetadata()
+    return Metadata(entries, None, {})
+
+
+class _Chunks(Sequence[ChunkStorageMetadata]):
+    def __init__(self, table: BlobTable, key: str) -> None:
+        self._table, self._key = table, key
+        self._made: list[ChunkStorageMetadata] | None = None
+
+    def __getitem__(self, number: Any) -> Any:
+        if self._made is None:
+            self._made = [
+                ChunkStorageMetadata(torch.Size(blob.corner), torch.Size(blob.shape))
+                for blob in self._table[self._key]
+            ]
+        return self._made[number]
+
+    def __len__(self) -> int:
+        return len(self._table.keys_stored[self._key].rows)
 
 
 class VettedReader(TorchDistReader):
@@ -82,38 +122,31 @@ class VettedReader(TorchDistReader):
         self.has_read = False
         self._compares = config_or_bf16().check_on_load != "quick"
         self.metadata = stored_metadata(vetted.table)
-        self._of_keys: dict[str, dict[Any, tuple[Blob, int]]] = {}
-        super().__init__(path)
-
-    def _index(self, _: object = ()) -> Mapping[str, list[Blob]]:
-        table = self.vetted.table
-        for name, stored in table.keys_stored.items():
-            if stored.dtype:
-                self.tensors[name] = TensorInfo(stored.shape, dtype_named(stored.dtype))
-            else:
-                self.objects[name] = table[name][0].length
-        return table
+        self._places: dict[str, dict[Any, tuple[Blob, int]]] = {}
+        keys = vetted.table.keys_stored
+        tensors = {name: stored for name, stored in keys.items() if stored.dtype}
+        self._set(
+            path,
+            vetted.table,
+            {name: TensorInfo(one.shape, dtype_named(one.dtype)) for name, one in tensors.items()},
+        )
 
     def _archive(self, stream: IO[bytes], blob: Blob) -> Archive:
         archive = Archive(stream, compares=self._compares)
         recorded = self.vetted.checksums.archives.get(blob.file)
         if self._compares and recorded is not None:
-            at = 8 * (0 if blob.file == COMMON_FILE else self._of_key(blob.key)[blob.offset][1])
+            at = 8 * (0 if blob.file == COMMON_FILE else self.places(blob.key)[blob.offset][1])
             if recorded[at : at + 8] != archive.table_checksum():
                 raise ValueError(OTHER_FILE)
         return archive
 
-    def _of_key(self, key: str) -> dict[Any, tuple[Blob, int]]:
-        """Return each blob of a key with its place in its file, by offset."""
-        if key not in self._of_keys:
+    def places(self, key: str) -> dict[Any, tuple[Blob, int]]:
+        """Return each blob of a key with its place among the archives of its file, by offset."""
+        if key not in self._places:
             table = self.vetted.table
             places = zip(table[key], table.places(key), strict=True)
-            self._of_keys[key] = {blob.offset: (blob, place) for blob, place in places}
-        return self._of_keys[key]
-
-    def chunk(self, index: MetadataIndex) -> Blob:
-        """Return what is stored under an index of ``metadata``."""
-        return self._of_key(index.fqn)[None if index.offset is None else tuple(index.offset)][0]
+            self._places[key] = {blob.offset: (blob, place) for blob, place in places}
+        return self._places[key]
 
 
 _kept: VettedReader | None = None
@@ -126,27 +159,25 @@ def open_session(folder: Path, group: Any) -> VettedReader:
     Every rank of ``group`` must call it. StateError on all ranks names all missing and damaged
     files that were found.
     """
+    global _kept
     stored = _find_kept(folder)
     mine = (None, False) if stored is None else (stored.vetted.identity, stored.is_checked)
     everywhere = gather_objects(mine, group)
     identities = {identity for identity, _ in everywhere}
     if stored is None or len(identities) > 1:
-        vetted = from_first(lambda: vet(folder), group)
-        stored = agree(lambda: _keep(folder, vetted), group)
-    if not all(is_checked for _, is_checked in everywhere):
-        _check(folder, stored.vetted, group)
-        stored.is_checked = True
-        read_blobs.cache_clear()
-    return stored
-
-
-def _check(folder: Path, vetted: Vetted, group: Any) -> None:
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    share = {name: vetted.ends[name] for name in sorted(vetted.ends)[rank::ranks]}
+        vetted = from_first(partial(vet, folder), group)
+        _kept = stored = agree(partial(VettedReader, folder, vetted), group)
+    if all([is_checked for _, is_checked in everywhere]):
+        return stored
+    rank, ranks, ends = dist.get_rank(group), dist.get_world_size(group), stored.vetted.ends
+    share = {name: ends[name] for name in sorted(ends)[rank::ranks]}
     found = gather_objects(list(size_defects(folder, share)), group)
     require_none(folder, sorted({defect for one in found for defect in one}, key=str))
-    if from_first(lambda: _must_read_all(folder, vetted), group):
-        agree(lambda: require_intact(folder, thorough=True, part=rank, parts=ranks), group)
+    if from_first(partial(_must_read_all, folder, stored.vetted), group):
+        agree(partial(require_intact, folder, thorough=True, part=rank, parts=ranks), group)
+    stored.is_checked = True
+    read_blobs.cache_clear()
+    return stored
 
 
 def open_alone(folder: Path) -> VettedReader:
@@ -154,11 +185,12 @@ def open_alone(folder: Path) -> VettedReader:
 
     StateError names missing and cut files.
     """
+    global _kept
     stored = _find_kept(folder)
     if stored is None:
         vetted = vet(folder)
         require_none(folder, size_defects(folder, vetted.ends))
-        stored = _keep(folder, vetted)
+        _kept = stored = VettedReader(folder, vetted)
     return stored
 
 
@@ -169,22 +201,16 @@ def end_session() -> None:
     read_blobs.cache_clear()
 
 
-def _keep(folder: Path, vetted: Vetted) -> VettedReader:
-    global _kept
-    _kept = VettedReader(folder, vetted)
-    return _kept
-
-
 def _find_kept(folder: Path) -> VettedReader | None:
     if _kept is None or _kept.path != folder or _kept.version != _version_of(folder):
         return None
     return _kept
 
 
-def _version_of(folder: Path) -> tuple[tuple[int, ...], ...]:
+def _version_of(folder: Path) -> list[tuple[int, ...]]:
     found = [folder / name for name in (METADATA, CONFIG_FILE, CHECKSUM_MANIFEST, COMMON_FILE)]
     stats = [path.stat() for path in found if path.exists()]
-    return tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in stats)
+    return [(one.st_ino, one.st_size, one.st_mtime_ns) for one in stats]
 
 
 def _must_read_all(folder: Path, vetted: Vetted) -> bool:
@@ -198,7 +224,7 @@ def _must_read_all(folder: Path, vetted: Vetted) -> bool:
     folders = iteration_folders(folder.parent)  # newest first
     names = [other.name for other in folders]
     newer = folders[: names.index(folder.name)] if folder.name in names else []
-    if any(checkpoint_defect(other) is not None for other in newer):
+    if any([checkpoint_defect(other) is not None for other in newer]):
         logger.warning("%s: the last save did not finish, so all of this one is read", folder)
         return True
     return False
@@ -211,28 +237,26 @@ _open: tuple[VettedReader, Any] | None = None
 
 
 @contextmanager
-def reading(stored: VettedReader | None, group: Any = None) -> Iterator[None]:
+def reading(stored: VettedReader | None, group: Any = None, strategy: Any = None) -> Iterator[None]:
     """Have Megatron read a checkpoint through ``stored`` in this context; None changes nothing.
 
-    ``group`` has the ranks that load it together.
+    Tensors are read into views of parameters, instead of copies, except by strategies by which
+    ranks exchange what they read, and send contiguous tensors.
+
+    Args:
+        stored: checkpoint that is open in this package.
+        group: process group of the ranks that load it together.
+        strategy: Megatron's load strategy; None for its default.
     """
     global _open
+    name = "sharded_tensor_to_torch_sharded_tensor"
+    are_views = type(strategy) in (type(None), strategies.TorchDistLoadShardedStrategy)
     before, _open = _open, None if stored is None else (stored, group)
     try:
-        yield
+        with replaced(strategies, name, with_views) if stored and are_views else nullcontext():
+            yield
     finally:
         _open = before
-
-
-def into_views(strategy: Any) -> AbstractContextManager[None]:
-    """Have tensors of an open checkpoint read into views of parameters, instead of copies.
-
-    Strategies by which ranks exchange what they read send contiguous tensors: these change nothing.
-    """
-    plain = type(None), strategies.TorchDistLoadShardedStrategy
-    if _open is None or type(strategy) not in plain:
-        return nullcontext()
-    return replaced(strategies, "sharded_tensor_to_torch_sharded_tensor", with_views)
 
 
 def together(act: Callable[[], Any]) -> Any:
@@ -278,27 +302,6 @@ def load_tensors(
         raise
 
 
-@contextmanager
-def replacing(sharded_state_dict: Any, stored: VettedReader | None) -> Iterator[None]:
-    """Note what a load in this context replaces, if it fails, and that it ended, if it does not.
-
-    Ranks that exchange what they read replace more than they read themselves.
-    """
-
-    def targets() -> Iterator[torch.Tensor]:
-        for entry in nested_values(sharded_state_dict):
-            if isinstance(entry, ShardedTensor | ShardedTensorFactory):
-                yield entry.data
-
-    try:
-        yield
-    except Exception:
-        if stored is not None and stored.has_read:
-            mark_partly_loaded(targets(), str(stored.path))
-        raise
-    mark_loaded(targets())
-
-
 class CheckedReader(FileSystemReader):
     """Reads an open checkpoint for torch; opens each file and reads each archive once."""
 
@@ -313,9 +316,10 @@ class CheckedReader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan; StateError for damage, LayoutError for code in an object."""
         wanted: dict[Blob, list[ReadItem]] = defaultdict(list)
-        blobs = {item.storage_index: self._stored.chunk(item.storage_index) for item in plan.items}
         for item in plan.items:
-            wanted[blobs[item.storage_index]].append(item)
+            offset = item.storage_index.offset
+            places = self._stored.places(item.storage_index.fqn)
+            wanted[places[None if offset is None else tuple(offset)][0]].append(item)
         in_order = sorted(wanted, key=attrgetter("file", "start"))
         for name, of_file in groupby(in_order, attrgetter("file")):
             with self._stored.holding(name):
@@ -333,7 +337,11 @@ class CheckedReader(FileSystemReader):
             return
         targets = [planner.resolve_tensor(item).detach() for item in items]
         self._stored.has_read = True
-        into = targets[0] if len(items) == 1 and _takes_all(blob, items[0], targets[0]) else None
+        target, is_alone = targets[0], len(items) == 1
+        is_memory = type(target) is torch.Tensor and target.device.type == "cpu"
+        is_alike = str(target.dtype) == blob.dtype and target.is_contiguous()
+        is_whole = tuple(items[0].lengths) == blob.shape == tuple(target.shape)
+        into = target if is_alone and is_memory and is_alike and is_whole else None
         with self._stored.opened(blob) as archive:
             values = archive.read_tensor(blob.dtype, blob.shape, into=into)
         for item, target in zip(items, targets, strict=True):
@@ -343,17 +351,6 @@ class CheckedReader(FileSystemReader):
                     part = part.narrow(axis, start, item.lengths[axis])
                 target.copy_(part)
             planner.commit_tensor(item, target)
-
-
-def _takes_all(blob: Blob, item: ReadItem, target: torch.Tensor) -> bool:
-    """Return whether a target is memory that the archive can be read into as it lies."""
-    return (
-        type(target) is torch.Tensor
-        and target.device.type == "cpu"
-        and target.is_contiguous()
-        and str(target.dtype) == blob.dtype
-        and tuple(item.lengths) == blob.shape == tuple(target.shape)
-    )
 
 
 def _plain_bytes(stored: VettedReader, blob: Blob) -> bytes:
@@ -387,3 +384,76 @@ def _is_passive(named: Named) -> bool:
     packages = {module.partition(".")[0] for module in (named.module, found.__module__)}
     is_value = issubclass(found, enum.Enum) or dataclasses.is_dataclass(found)
     return is_value and packages <= MEGATRONS_PACKAGES
+
+
+_SHAPING = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention",
+    "kv_channels", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+    "moe_layer_freq", "mtp_num_layers", "swiglu", "add_bias_linear", "qk_layernorm",
+    "normalization", "untie_embeddings_and_output_weights", "padded_vocab_size",
+    "transformer_impl", "fp8_param_gather", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size",
+)  # fmt: skip
+"""Arguments that determine names, shapes and places of parameters."""
+
+
+def stored_tensors(entry: ShardedTensor | ShardedTensorFactory) -> Any:
+    """Return the tensors that an entry of a model is stored as, nested and without values."""
+    if isinstance(entry, ShardedTensor):
+        return entry
+    values = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
+    return dataclasses.replace(entry, data=values).build()
+
+
+def require_same_tensors(
+    entries: Iterable[Any], stored: TorchDistReader, *, may_lack: bool = False
+) -> None:
+    """Raise LayoutError for weights that ``stored`` lacks, or has in another shape.
+
+    Args:
+        entries: entries of a state to load; those of an optimizer, optional ones and objects pass.
+        stored: checkpoint to load.
+        may_lack: whether what is missing is left to Megatron.
+    """
+    faults: dict[str, str] = {}
+    weights = [
+        stored_tensors(entry)
+        for entry in entries
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+        and not isinstance(entry, OptionalShardedTensor | CalibratedEntry)
+        and not is_state(entry.key)
+    ]
+    for part in nested_values(weights):
+        info = stored.tensors.get(part.key)
+        if info is None:
+            faults |= {} if may_lack else {part.key: f"{part.key} is missing"}
+        elif info.shape != tuple(part.global_shape) and not part.allow_shape_mismatch:
+            shapes = f"{list(info.shape)}, expected {list(part.global_shape)}"
+            faults[part.key] = f"{part.key} is {shapes}"
+    if faults:
+        differing = differing_arguments(stored)
+        raise LayoutError(
+            f"{stored.path}: expected the tensors of this model, got others: "
+            f"{listed(sorted(faults.values()))}. "
+            + (
+                f"Start with the arguments it was saved with ({listed(differing)})."
+                if differing
+                else "Load it into the model that it was saved from."
+            )
+        )
+
+
+def differing_arguments(stored: TorchDistReader) -> list[str]:
+    """Return the model-shaping arguments that differ from those the checkpoint was saved with.
+
+    Empty for checkpoints without arguments, or outside of Megatron's own training loop.
+    """
+    saved = stored.arguments
+    loop = sys.modules.get("megatron.training.global_vars")
+    here = vars(getattr(loop, "_GLOBAL_ARGS", None) or argparse.Namespace())
+    return [
+        f"--{name.replace('_', '-')}: {saved[name]}, here {here[name]}"
+        for name in _SHAPING
+        if name in saved and name in here and saved[name] != here[name]
+    ]

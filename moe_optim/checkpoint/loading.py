@@ -19,10 +19,13 @@ none of these checkpoints.
 """
 
 import re
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
@@ -45,12 +48,11 @@ from moe_optim.checkpoint.integrity import require_intact
 from moe_optim.checkpoint.load_session import (
     end_session,
     get_filesystem_reader,
-    into_views,
     open_alone,
     open_session,
     own_errors,
     reading,
-    replacing,
+    require_same_tensors,
     together,
 )
 from moe_optim.checkpoint.staging import plan_quickly
@@ -75,6 +77,7 @@ from moe_optim.integration.installation import (
     installed_optimizer,
 )
 from moe_optim.weights.grouped_weight import GroupedWeight
+from moe_optim.weights.partial_loads import replacing
 
 _ACCOUNTED = "moe_optim_accounted"
 _OBJECT_KEY = re.compile(r"[^/]+/shard_[0-9.]+_[0-9.]+")
@@ -103,7 +106,7 @@ def load(  # noqa: PLR0913  # Megatron's
         LayoutError: flat optimizer states have other parameters, or an order that cannot be
             derived; gate and up are interleaved differently; or objects are not plain data.
     """
-    stored = None
+    stored, handling = None, parse_strict_flag(strict)
     requesting = list(states_with_manifests(sharded_state_dict))
     if not is_local(checkpoint_dir):
         for state in requesting:  # Megatron loads manifests; they are compared with the states
@@ -113,21 +116,28 @@ def load(  # noqa: PLR0913  # Megatron's
     elif installed_config() is not None or requesting:
         stored = open_session(Path(checkpoint_dir), process_group)
 
-        def fit() -> None:
+    def fit() -> None:
+        if stored is not None:
+            may_lack = handling != StrictHandling.ASSUME_OK_UNEXPECTED
+            require_same_tensors(nested_values(sharded_state_dict), stored, may_lack=may_lack)
             if requesting:
                 _fit_states(requesting, stored)
-            _fit_entries(sharded_state_dict, stored)  # last: states are found by their weights
+        _fit_entries(sharded_state_dict, stored)  # last: states are found by their weights
 
-        agree(fit, process_group)
-        if StrictHandling.requires_global_app_metadata(parse_strict_flag(strict)):
-            sharded_state_dict = {**sharded_state_dict, _ACCOUNTED: _read_already(stored)}
-    _request_values(sharded_state_dict)
+    fit() if stored is None else agree(fit, process_group)
+    if stored is not None and StrictHandling.requires_global_app_metadata(handling):
+        sharded_state_dict = {**sharded_state_dict, _ACCOUNTED: _read_already(stored)}
+
+    def targets() -> Iterator[torch.Tensor]:
+        kinds = ShardedTensor | ShardedTensorFactory
+        entries = nested_values(sharded_state_dict)
+        return (entry.data for entry in entries if isinstance(entry, kinds))
+
     try:
         with (
-            replacing(sharded_state_dict, stored),
-            reading(stored, process_group),
+            replacing(targets, checkpoint_dir, lambda: stored is not None and stored.has_read),
+            reading(stored, process_group, sharded_strategy),
             plan_quickly(),
-            into_views(sharded_strategy),
         ):
             result = original(f"{_CORE}:load")(
                 sharded_state_dict,
@@ -145,17 +155,9 @@ def load(  # noqa: PLR0913  # Megatron's
     return result
 
 
-def _request_values(sharded_state_dict: Any) -> None:
-    """Request plain values for quantized weights, which ``load_state_dict`` copies into them."""
-    for entry in nested_values(sharded_state_dict):
-        if isinstance(entry, ShardedTensor) and isinstance(entry.data, GroupedWeight):
-            shape, device = entry.data.shape, entry.data.device
-            entry.data = torch.empty(shape, dtype=torch.bfloat16, device=device)
-
-
 def _read_already(stored: TorchDistReader) -> dict[str, ShardedObject]:
     """Return requests for the manifests already read, which strict loads expect."""
-    rank = torch.distributed.get_rank()
+    rank = dist.get_rank()
     return {
         key: ShardedObject.empty_from_unique_key(key, replica_id=rank)
         for key in stored.objects
@@ -169,7 +171,7 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
     No rank communicates, except in a load of states: there an error of one rank is raised on all.
     StateError lists all missing or damaged files; LayoutError if the state is not plain data.
     """
-    return together(lambda: _load_common(checkpoint_dir))
+    return together(partial(_load_common, checkpoint_dir))
 
 
 def _load_common(checkpoint_dir: str | Path) -> Any:
@@ -237,38 +239,35 @@ def get_checkpoint_format(checkpoint_name: str, args: Any) -> Any:
         checkpoint_name, args
     )
     if installed_config() is not None and is_local(checkpoint_name):
-        folder, is_joined = Path(checkpoint_name), torch.distributed.is_initialized()
+        folder, is_joined = Path(checkpoint_name), dist.is_initialized()
         if found == "torch":
-            if is_joined:
-                _require_intact_files(folder)
-            else:  # only arguments are read; the load follows
-                require_intact(folder, thorough=False)
+            thorough = is_joined and config_or_bf16().check_on_load != "quick"
+            rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
+            check = partial(require_intact, folder, thorough=thorough, part=rank, parts=ranks)
+            agree(check, None) if is_joined else check()  # else only arguments are read
         elif found == "torch_dist" and is_joined:
             open_session(folder, None)
     return found
 
 
-def _require_intact_files(folder: Path) -> None:
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    thorough = config_or_bf16().check_on_load != "quick"  # Megatron's reads compare nothing
-    agree(lambda: require_intact(folder, thorough=thorough, part=rank, parts=ranks), None)
-
-
-def _fit_entries(state: Any, stored: TorchDistReader) -> None:
+def _fit_entries(state: Any, stored: TorchDistReader | None) -> None:
     """Drop requests for optional entries that a checkpoint lacks; fit the others to it.
 
-    Quantized weights are loaded into bf16 memory, for which their own values are not needed.
+    Quantized weights are loaded into bf16 memory, which ``load_state_dict`` copies into them; their
+    own values are not needed.
     """
     entries = list(state.items() if isinstance(state, dict) else enumerate(state))
     for key, value in reversed(entries):  # so that list indices stay valid
         if isinstance(value, dict | list):
             _fit_entries(value, stored)
-        elif isinstance(value, ShardedTensorFactory) and isinstance(value.data, GroupedWeight):
-            weight = value.data
-            value.data = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-        elif not isinstance(value, OptionalShardedTensor | CalibratedEntry):
             continue
-        elif value.key not in stored.tensors:
+        is_tensor = isinstance(value, ShardedTensor | ShardedTensorFactory)
+        if is_tensor and isinstance(value.data, GroupedWeight):
+            shape, device = value.data.shape, value.data.device
+            value.data = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        if stored is None or not isinstance(value, OptionalShardedTensor | CalibratedEntry):
+            continue
+        if value.key not in stored.tensors:
             del state[key]
         elif isinstance(value, CalibratedEntry):
             state[key] = value.request(stored.tensors[value.key].shape)

@@ -267,7 +267,7 @@ def load_states(optimizer: Any, loaded: dict[Any, Any]) -> None:
             if got[name].data_ptr() != view.data_ptr():  # received from another rank
                 view.copy_(got[name])
         held = optimizer._get_main_param_and_optimizer_states(param)
-        if any(held[kind].data_ptr() != flat.data_ptr() for kind, flat in flats.items()):
+        if any([held[kind].data_ptr() != flat.data_ptr() for kind, flat in flats.items()]):
             states = {kind: flat.view(held["param"].shape) for kind, flat in flats.items()}
             optimizer._set_main_param_and_optimizer_states(param, states)
 

@@ -47,18 +47,23 @@ def states_by_part(
         LayoutError: the optimizer of this run did not save the groups, or one of ``parts`` has a
             group without a saved counterpart.
     """
-    numbered = [state_dict[key] for key in sorted(k for k in state_dict if isinstance(k, int))]
+    numbered = [state_dict[key] for key in sorted([k for k in state_dict if isinstance(k, int)])]
     saved = [one for one in (state_dict, *numbered) if "optimizer" in one]
     of_saved = [one["optimizer"]["param_groups"] for one in saved]
     of_parts = [part.optimizer.param_groups for part in parts]
     groups, own = list(chain(*of_saved)), list(chain(*of_parts))
     kinds = {kind for group in groups for name, kind in _KINDS.items() if name in group}
-    has_matrices = any("momentum" in group for group in own)
+    has_matrices = any(["momentum" in group for group in own])
     require_same_optimizer(kinds, "optimizer", is_muon=is_muon, has_matrices=has_matrices)
     in_form = "optimizer" in state_dict if len(parts) == 1 else "optimizer" not in state_dict
     steps = [group["step"] for group in groups if "step" in group]
     have_steps = len(steps) in (0, len(groups))  # stock's Muon counts none
-    are_alike = [*map(_distributions, of_parts)] == [*map(_distributions, of_saved)]
+    # whether groups of one optimizer are of experts with ranks of their own, and others
+    kinds_of_parts, kinds_of_saved = (
+        [{bool(group.get(_BY_DISTRIBUTION)) for group in one} for one in of_each]
+        for of_each in (of_parts, of_saved)
+    )
+    are_alike = kinds_of_parts == kinds_of_saved
     if not saved or (are_alike and in_form and have_steps):
         return state_dict
     groups = [{"step": steps[0], **group} if steps else group for group in groups]
@@ -70,11 +75,6 @@ def states_by_part(
         made[number] = common | {"optimizer": {**common["optimizer"], "param_groups": found}}
         made[number] |= {key: value for key, value in held.items() if key == "param_state"}
     return made[0] if len(parts) == 1 else made
-
-
-def _distributions(groups: Sequence[Group]) -> set[bool]:
-    """Return whether groups of one optimizer are of experts with ranks of their own, and others."""
-    return {bool(group.get(_BY_DISTRIBUTION)) for group in groups}
 
 
 def as_layer_wise(state_dict: dict[Any, Any]) -> dict[Any, Any]:

@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from moe_optim.checkpoint.files.archives import bytes_of
-from moe_optim.checkpoint.files.metadata import MAX_CUT_AXES, require_cover
+from moe_optim.checkpoint.files.metadata import MAX_CUT_AXES, require_tiling
 from moe_optim.integration.agreement import agree
 from moe_optim.integration.engine import original
 
@@ -122,9 +122,10 @@ def _validate(stock: Any, plans: Any, metadata: Metadata) -> bool:
 
 def is_tiled(tensor: TensorStorageMetadata) -> bool:
     """Return whether chunks contain every element of a tensor once."""
-    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
+    offsets = [tuple(chunk.offsets) for chunk in tensor.chunks]
+    sizes = [tuple(chunk.sizes) for chunk in tensor.chunks]
     try:
-        require_cover("", boxes, tuple(tensor.size))
+        require_tiling("", offsets, sizes, tuple(tensor.size))
     except ValueError:
         return False
     return True

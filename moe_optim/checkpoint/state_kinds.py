@@ -19,7 +19,7 @@ _FLAT = re.compile(rf".*{re.escape(FLAT_STATES)}\d+\..*\.bucket_idx_\d+\.(?P<kin
 
 def state_kinds(keys: Iterable[str]) -> set[str]:
     """Return the kinds of states among the keys of a checkpoint, such as ``exp_avg``."""
-    found = (_FLAT.fullmatch(key) or BY_NAME_KEY.fullmatch(key) for key in keys)
+    found = [_FLAT.fullmatch(key) or BY_NAME_KEY.fullmatch(key) for key in keys]
     return {match["kind"] for match in found if match is not None}
 
 

@@ -159,7 +159,7 @@ class StateManifest:
                 "(--dist-ckpt-optim-fully-reshardable)."
             )
         manifest = cls(buffers=buffers, glu_interleave=interleave, versions=versions)
-        pieces = sum(place.num_stacked or 1 for _, _, place in manifest.places())
+        pieces = sum([place.num_stacked or 1 for _, _, place in manifest.places()])
         if pieces > _MAX_PIECES:
             raise LayoutError(
                 f"{where}: expected a manifest of at most {_MAX_PIECES:,} parameters and experts, "

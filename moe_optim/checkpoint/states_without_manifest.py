@@ -4,14 +4,12 @@ Sizes usually leave one of Megatron's expert orders. Values identify the right o
 round to the weights saved with them.
 """
 
-import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 from torch.nn import Parameter as ModelParameter
@@ -21,11 +19,9 @@ from moe_optim.checkpoint.derived_manifest import (
     Parameter,
     StoredBucket,
     StoredBuffer,
-    choose_by_values,
     derive_manifests,
     lower_bits_of_masters,
     read_buffers,
-    rounds_to,
 )
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_states import (
@@ -36,6 +32,11 @@ from moe_optim.checkpoint.flat_states import (
     places_of,
     require_same_interleave,
     saved_key,
+)
+from moe_optim.checkpoint.load_session import (
+    differing_arguments,
+    require_same_tensors,
+    stored_tensors,
 )
 from moe_optim.checkpoint.owned_boxes import entries_of
 from moe_optim.checkpoint.state_kinds import flat_groups
@@ -64,18 +65,6 @@ _NO_MODEL = (
 _NOTHING_LOADED = (
     f"nothing has been loaded into the quantized weights of this model. {_WEIGHTS_FIRST}."
 )
-_SHAPING = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention",
-    "kv_channels", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
-    "moe_layer_freq", "mtp_num_layers", "swiglu", "add_bias_linear", "qk_layernorm",
-    "normalization", "untie_embeddings_and_output_weights", "padded_vocab_size",
-    "transformer_impl", "fp8_param_gather", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-    "expert_model_parallel_size", "expert_tensor_parallel_size",
-)  # fmt: skip
-"""Arguments that determine names, shapes and places of parameters."""
-
-type _Entry = ShardedTensor | ShardedTensorFactory
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +98,7 @@ def manifest_of_groups_states(
     optimizer = requester.optimizer
     buffers = stored_buffers(stored, group)
     entries = entries_of(optimizer, requester.model)
-    _require_same_tensors(entries, stored)
+    require_same_tensors(entries.values(), stored)
     chunks = _parameters_of(optimizer)
     interleave = stored.recorded.glu_interleave
     if interleave is None:
@@ -128,7 +117,7 @@ def manifest_of_groups_states(
     values = _Values(
         ranges,
         read_master,
-        lambda param: _read_weight(stored, entries[param], param),
+        lambda param: _read_weight(stored, entries[param]),
         _NO_MODEL if lacks else "",
         where,
         remedy,
@@ -188,7 +177,7 @@ def stored_buffers(stored: TorchDistReader, group: str) -> list[StoredBuffer]:
         )
     if found := read_buffers(stored, group):
         return found
-    groups, differing = flat_groups(stored.tensors), _differing_arguments(stored)
+    groups, differing = flat_groups(stored.tensors), differing_arguments(stored)
     raise LayoutError(
         f"{stored.path}: expected flat optimizer states of {group}, got "
         f"{f'those of {listed(groups)}' if groups else 'none'}. Load with the tensor, pipeline "
@@ -220,22 +209,23 @@ def _choose(optimizer: Any, candidates: Sequence[StateManifest], values: _Values
     places = places_of(optimizer)
     orders: dict[tuple[BucketSpan, ...], StateManifest] = {}
     """Candidates by the spans of the compared ranges; some differ only in other ranges."""
-
-    def strangers(candidate: StateManifest) -> set[str]:
+    wrong: set[str] = set()
+    for candidate in candidates:
         layouts = LayoutMap(candidate, target, values.where)
         taken = [(one, layouts.spans(places[one[0]], *one[1:])) for one in values.ranges]
-        wrong = {
+        strangers = {
             places[one[0]].name
             for one, spans in taken
             if not _belong_together(candidate, spans, one, values)
         }
-        if not wrong:
-            orders[tuple(span for _, spans in taken for span in spans)] = candidate
-        return wrong
-
-    fitting, got = choose_by_values(candidates, strangers)
+        wrong |= strangers
+        if not strangers:
+            orders.setdefault(tuple(span for _, spans in taken for span in spans), candidate)
     if len(orders) == 1:
-        return fitting[0]
+        return next(iter(orders.values()))
+    got = (
+        f"{len(orders)} orders in which they do" if orders else f"others at {listed(sorted(wrong))}"
+    )
     raise LayoutError(
         f"{values.where}: expected flat optimizer states whose masters round to the weights saved "
         f"with them in one of Megatron's orders of experts, got {got}. {values.remedy}"
@@ -255,7 +245,8 @@ def _belong_together(
     if any(source.buffers[span.buffer].dtype.startswith("(torch.uint8") for span in spans):
         master, weight = master.double(), weight.double()
         return bool((weight - master).square().sum() <= _CLOSE * master.square().sum())
-    return rounds_to(master, weight)
+    rounded = master.to(weight.dtype)
+    return bool(((rounded == weight) | (rounded.isnan() & weight.isnan())).all())
 
 
 def _parameters_of(optimizer: Any) -> list[list[Parameter]]:
@@ -277,44 +268,12 @@ def _parameters_of(optimizer: Any) -> list[list[Parameter]]:
     ]
 
 
-def _parts(entry: _Entry, param: ModelParameter) -> Any:
-    """Return the tensors that a parameter is stored as, nested and without values."""
-    if isinstance(entry, ShardedTensor):
-        return entry
-    return replace(entry, data=torch.empty(param.shape, dtype=param.dtype, device="meta")).build()
-
-
-def _require_same_tensors(
-    entries: Mapping[ModelParameter, _Entry], stored: TorchDistReader
-) -> None:
-    faults = {}
-    for param, entry in entries.items():
-        for part in nested_values([_parts(entry, param)]):
-            info = stored.tensors.get(part.key)
-            if info is None:
-                faults[part.key] = f"{part.key} is missing"
-            elif info.shape != tuple(part.global_shape):
-                shapes = f"{list(info.shape)}, expected {list(part.global_shape)}"
-                faults[part.key] = f"{part.key} is {shapes}"
-    if faults:
-        differing = _differing_arguments(stored)
-        raise LayoutError(
-            f"{stored.path}: expected the tensors of this model, got others: "
-            f"{listed(sorted(faults.values()))}. "
-            + (
-                f"Start with the arguments it was saved with ({listed(differing)})."
-                if differing
-                else "Load it into the model that it was saved from."
-            )
-        )
-
-
-def _read_weight(stored: TorchDistReader, entry: _Entry, param: ModelParameter) -> Tensor:
+def _read_weight(stored: TorchDistReader, entry: Any) -> Tensor:
     def read(part: ShardedTensor) -> Tensor:
         shape = (*(1,) * part.prepend_axis_num, *part.local_shape)
         return stored.read_box(part.key, part.global_offset, shape).view(part.local_shape)
 
-    parts = dict_list_map_outplace(read, [_parts(entry, param)])[0]
+    parts = dict_list_map_outplace(read, [stored_tensors(entry)])[0]
     return entry.merge_fn(parts) if isinstance(entry, ShardedTensorFactory) else parts
 
 
@@ -349,7 +308,7 @@ def _laid_out_otherwise(chunks: Chunks, stored: Sequence[StoredBuffer]) -> str:
 
 
 def _remedy(stored: TorchDistReader, buffers: Sequence[StoredBuffer]) -> str:
-    if differing := _differing_arguments(stored):
+    if differing := differing_arguments(stored):
         return (
             f"Start with the arguments it was saved with ({listed(differing)}), or "
             f"{_WEIGHTS_ALONE}."
@@ -361,18 +320,3 @@ def _remedy(stored: TorchDistReader, buffers: Sequence[StoredBuffer]) -> str:
     ):
         return f"{_WEIGHTS_ALONE.capitalize()}."
     return f"Have what wrote it load it and save it with {_RESHARDABLE}, or {_WEIGHTS_ALONE}."
-
-
-def _differing_arguments(stored: TorchDistReader) -> list[str]:
-    """Return the model-shaping arguments that differ from those the checkpoint was saved with.
-
-    Empty for checkpoints without arguments, or outside of Megatron's own training loop.
-    """
-    saved = stored.arguments
-    loop = sys.modules.get("megatron.training.global_vars")
-    here = vars(getattr(loop, "_GLOBAL_ARGS", None) or argparse.Namespace())
-    return [
-        f"{name}={saved[name]}, here {here[name]}"
-        for name in _SHAPING
-        if name in saved and name in here and saved[name] != here[name]
-    ]

@@ -27,11 +27,11 @@ from moe_optim.kernels.plan import has_kernels
 from moe_optim.optimizer.adam import GroupStepAdam
 from moe_optim.optimizer.address_book import NORMS, owned_masters
 from moe_optim.optimizer.checkpointed import NOT_SAVED, CheckpointedOptimizer
-from moe_optim.optimizer.nonfinite import check_states, name_culprits
+from moe_optim.optimizer.nonfinite import check_masters, check_states, name_culprits
 from moe_optim.optimizer.step_hooks import has_pre_hooks
 from moe_optim.places import this_device
 from moe_optim.rules import Setup, check_setup, why_stock_step
-from moe_optim.weights.partial_loads import require_loaded
+from moe_optim.weights.partial_loads import replacing, require_loaded
 
 if TYPE_CHECKING:
     from moe_optim.health.monitor import HealthMonitor
@@ -336,21 +336,64 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         return step if isinstance(step, GraphedStep) else None
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load the states of one or several optimizers.
+        """Load the states of one or several optimizers. Every rank must call it.
+
+        An error of one rank is raised on all. Steps and saves then refuse weights and states, which
+        the checkpoint has replaced in part, until another load ends.
 
         Raises:
             LayoutError: another optimizer saved them, or a parameter group has no counterpart.
+            NonFiniteError: a master of a quantized weight is Inf or NaN.
         """
-        with self._without_stubs():
-            if isinstance(state_dict, dict):
-                state_dict = checkpoint.param_groups.states_by_part(
-                    state_dict,
-                    self.chained_optimizers,
-                    is_muon=installed_optimizer() == "muon",
-                )
-            super().load_state_dict(state_dict)
+        with replacing(self._tensors, "optimizer states"):
+            self._gather_loaded(agree(partial(self._load_parts, state_dict), None))
         if graphed := self._graphed_step:
             graphed.forget()
+
+    def _load_parts(self, state_dict: Any) -> list[Any]:
+        """Load groups and states; return the optimizers whose masters were among them."""
+        parts, states = self.stepping, state_dict
+        if isinstance(states, dict):
+            is_muon = installed_optimizer() == "muon"
+            states = checkpoint.param_groups.states_by_part(states, parts, is_muon=is_muon)
+            is_one = len(parts) == 1
+            states = [states] if is_one else [state for _, state in sorted(states.items())]
+        if len(states) != len(parts):
+            raise LayoutError(
+                f"optimizer.load_state_dict: expected states of {len(parts)} optimizers, got "
+                f"{len(states)}. Load with the parallel sizes that they were saved with."
+            )
+        for part, state in zip(parts, states, strict=True):
+            part.load_states(state)
+        if len(parts) > 1:
+            self._synchronize_steps()
+        return [part for part, state in zip(parts, states, strict=True) if "param_state" in state]
+
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
+        """Load masters and moments of ``--ckpt-format torch``; as :meth:`load_state_dict`."""
+        parts = self.chained_optimizers
+
+        def read() -> Any:
+            are_first = [part.data_parallel_group.rank() == 0 for part in self.stepping]
+            return torch.load(filename) if any(are_first) else None
+
+        def load() -> None:
+            for number, part in enumerate(parts):
+                if not part.is_stub_optimizer:
+                    state = states[number] if states and len(parts) > 1 else states
+                    part.load_parameter_state_from_dp_zero(
+                        state, update_legacy_format=update_legacy_format
+                    )
+
+        with replacing(self._tensors, filename):
+            states = agree(read, None)
+            agree(load, None)
+            self._gather_loaded(self.stepping)
+
+    def _gather_loaded(self, parts: Sequence[Any]) -> None:
+        agree(partial(check_masters, parts), None)
+        for part in parts:
+            part.gather_weights()
 
 
 class GraphedStep:

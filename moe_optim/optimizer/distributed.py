@@ -47,7 +47,7 @@ from moe_optim.optimizer.address_book import (
 )
 from moe_optim.optimizer.checkpointed import CheckpointedOptimizer
 from moe_optim.optimizer.description import describe
-from moe_optim.optimizer.nonfinite import check_states
+from moe_optim.optimizer.nonfinite import check_masters
 from moe_optim.optimizer.step_hooks import (
     has_hooks,
     hooked,
@@ -641,14 +641,18 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         Megatron loads weights and masters separately, and requantizes dequantized values, which
         changes the scale of about one block in twenty. Every rank must call it.
         """
+        self.load_states(state_dict)
+        if "param_state" in state_dict:  # else Megatron only builds a template
+            self.refresh_weights()
+
+    def load_states(self, state_dict: dict[str, Any]) -> None:
+        """Load masters and moments as they are; :meth:`gather_weights` must follow."""
         if self.host_states is not None:
             self.make_moments()  # Megatron would create all on the device
         state_dict = checkpoint.param_groups.with_own_groups(state_dict, self.optimizer)
         super().load_state_dict(state_dict)
         if self.host_states is not None:
             self.host_states.keep_all(self.optimizer)
-        if "param_state" in state_dict:  # else Megatron only builds a template
-            self.refresh_weights()
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
         """Load states from one file, then requantize the weights. Every rank must call it."""
@@ -677,16 +681,15 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         Raises:
             NonFiniteError: a master is Inf or NaN; nothing was gathered.
         """
+        check_masters([self])
+        self.gather_weights()
+
+    def gather_weights(self) -> None:
+        """Gather all quantized weights from masters that are finite. Every rank must call it."""
         if self.has_tensorwise:  # Megatron quantizes these
             self.finish_gathers()
             super()._copy_main_params_to_model_params()
             self.start_gathers(force_sync=True)
-        if self.managed_buckets:
-            check_states(
-                [self],
-                "No weight has been gathered from them. Load another checkpoint.",
-                managed_masters_only=True,
-            )
         for group in self._managed_groups:
             group.forget_masters()
         self._record(Event.SETTLE)

@@ -59,6 +59,15 @@ def check_states(
         raise NonFiniteError(f"{what}: expected finite values, got {'; '.join(lines)}. {remedy}")
 
 
+def check_masters(optimizers: Iterable[Any]) -> None:
+    """Raise NonFiniteError for masters of managed weights, see :func:`check_states`."""
+    check_states(
+        [part for part in optimizers if part.managed_buckets],
+        "No weight has been gathered from them. Load another checkpoint.",
+        managed_masters_only=True,
+    )
+
+
 def _find_states(optimizer: Any, managed_masters_only: bool) -> list[str]:
     """Return a line per bad state of any data-parallel rank; every rank of the group must call."""
     found: list[str] = []

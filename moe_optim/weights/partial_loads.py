@@ -1,10 +1,12 @@
 """Refuses weights and states that a failed load has partly replaced.
 
-A load reads into the memory of weights, masters and moments. Where reading fails, some of it is the
-checkpoint's and some is not, until another load reads into it to the end.
+A load reads into the memory of weights, masters and moments, and an optimizer then takes parameter
+groups, and states that were read elsewhere. Where either fails, some of it is the checkpoint's and
+some is not, until another load reads into it to the end.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,17 +18,28 @@ _replaced: dict[int, tuple[StorageWeakRef, str]] = {}
 """Storages by address, with the checkpoint that was read. The reference keeps the address taken."""
 
 
-def mark_partly_loaded(tensors: Iterable[Tensor], checkpoint: str) -> None:
-    """Record that a load of ``checkpoint`` into ``tensors`` has failed."""
-    for address, tensor in _storages(tensors):
-        _replaced[address] = StorageWeakRef(tensor.untyped_storage()), checkpoint
+@contextmanager
+def replacing(
+    tensors: Callable[[], Iterable[Tensor]],
+    checkpoint: str,
+    has_begun: Callable[[], bool] = lambda: True,
+) -> Iterator[None]:
+    """Record of a load in this context that it failed, or that it ended; no rank communicates.
 
-
-def mark_loaded(tensors: Iterable[Tensor]) -> None:
-    """Record that a load into ``tensors`` has ended."""
-    if _replaced:
-        for address, _ in _storages(tensors):
-            _replaced.pop(address, None)
+    Args:
+        tensors: function that returns what is loaded into, called when the load is over.
+        checkpoint: source in error messages.
+        has_begun: function that returns whether a failed load may have replaced anything.
+    """
+    try:
+        yield
+    except Exception:
+        if has_begun():
+            for address, tensor in _storages(tensors()):
+                _replaced[address] = StorageWeakRef(tensor.untyped_storage()), checkpoint
+        raise
+    for address, _ in _storages(tensors()) if _replaced else ():
+        _replaced.pop(address, None)
 
 
 def require_loaded(tensors: Iterable[Tensor]) -> None:

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from moe_optim.checkpoint.files.blob_table import BlobTable
-from moe_optim.checkpoint.files.metadata import Blob
-from moe_optim.checkpoint.stored_metadata import dtype_named, stored_metadata
+from moe_optim.checkpoint.files.metadata import Blob, BlobTable
+from moe_optim.checkpoint.files.torch_dist import dtype_named
+from moe_optim.checkpoint.load_session import stored_metadata
 
 ROWS = st.lists(st.integers(1, 3), min_size=1, max_size=4)
 

@@ -257,12 +257,12 @@ def _resume(folder: Path) -> tuple[int, int]:
     journey._write_weights()
     journey.save(folder, RESHARDABLE)
     ours = Journey(GROUPED.but(format="mxfp8")).load(folder)
-    refresh = GroupedDistributedOptimizer.refresh_weights
-    GroupedDistributedOptimizer.refresh_weights = lambda self: None
+    gather = GroupedDistributedOptimizer.gather_weights
+    GroupedDistributedOptimizer.gather_weights = lambda self: None
     try:
         stock = Journey(GROUPED.but(format="mxfp8")).load(folder)
     finally:
-        GroupedDistributedOptimizer.refresh_weights = refresh
+        GroupedDistributedOptimizer.gather_weights = gather
     return wrong_bytes(stock), wrong_bytes(ours)
 
 

@@ -280,7 +280,8 @@ def test_chunks_pass_exactly_if_they_hold_every_element_once(cuts, data):
         window = tuple(slice(low, low + n) for low, n in zip(offset, shape, strict=True))
         count[window] += 1
     try:
-        metadata_file.require_cover("weight", boxes, size)
+        offsets, shapes = [offset for offset, _ in boxes], [shape for _, shape in boxes]
+        metadata_file.require_tiling("weight", offsets, shapes, size)
     except ValueError:
         assert not bool((count == 1).all())
     else:

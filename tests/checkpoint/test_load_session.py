@@ -7,10 +7,13 @@ import pickle
 import random
 import shutil
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -45,6 +48,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     together = {
         "one reads": _load_what_one_rank_reads,
         "partly": _go_on_after_a_failed_load,
+        **{name: partial(_fail_in_the_optimizer, name) for name in FAILING},
+        "kept": _fail_to_read_what_is_kept,
         "metadata": _load_beside_foreign_metadata,
         "exchanged": _load_and_exchange,
         "not exchanged": _fail_to_exchange,
@@ -145,13 +150,10 @@ def _go_on_after_a_failed_load(folder: Path) -> tuple[list[str], int]:
     for name in ("good", "bad"):
         Journey(bf16).fill().save(folder / name, RESHARDABLE)
     _damage_last_moment(folder / "bad")
-    journey, said = Journey(bf16).scramble(), []
+    journey = Journey(bf16).scramble()
     with pytest.raises(StateError, match="Bad CRC-32"):
         journey.load(folder / "bad")
-    for act in (journey.optimizer.step, partial(journey.save, folder / "next", RESHARDABLE)):
-        with pytest.raises(StateError) as refusal:
-            act()
-        said.append(str(refusal.value))
+    said = _refusals(journey, folder)
     Journey(bf16).fill().save(folder / "of another model", RESHARDABLE)
     restored = journey.load(folder / "good").check()
     journey.save(folder / "next", RESHARDABLE)
@@ -165,6 +167,86 @@ def test_half_loaded_weights_are_neither_trained_nor_saved(found):
         assert len(said) == 2
         assert all("that a failed load of" in one for one in said)
         assert restored
+
+
+def _refusals(journey: Journey, folder: Path) -> list[str]:
+    """Return what is said of a step and of a save."""
+    said = []
+    for act in (journey.optimizer.step, partial(journey.save, folder / "next", RESHARDABLE)):
+        with pytest.raises(StateError) as refusal:
+            act()
+        said.append(str(refusal.value))
+    return said
+
+
+def _fail_in_the_optimizer(name: str, folder: Path) -> tuple[str, list[str], int]:
+    """Fail on one rank in what an optimizer does once everything is read; then load again.
+
+    Returns what the load says, what steps and saves say then, and how many elements were restored.
+    """
+    rank, target, load = FAILING[name]
+    journey = Journey(GROUPED).fill()
+    journey.save(folder, RESHARDABLE)
+    journey.optimizer.save_parameter_state(f"{folder}/{torch.distributed.get_rank()}.pt")
+    torch.distributed.barrier()
+    journey.keep("atomic").scramble()
+    fails = torch.distributed.get_rank() == rank
+    error = MemoryError("no memory is left")
+    with (
+        mock.patch(target, side_effect=error) if fails else nullcontext(),
+        pytest.raises((MemoryError, StateError)) as raised,
+    ):
+        load(journey, folder)
+    said = _refusals(journey, folder)
+    restored = journey.scramble().load(folder).check()
+    journey.save(folder.with_name("restored"), RESHARDABLE)
+    return str(raised.value), said, restored
+
+
+def _load_files(journey: Journey, folder: Path) -> None:
+    journey.optimizer.load_parameter_state(f"{folder}/{torch.distributed.get_rank()}.pt")
+
+
+FAILING: dict[str, tuple[int, str, Callable[[Journey, Path], Any]]] = {
+    # rank that fails, in what, and the load
+    "states by name": (1, "moe_optim.checkpoint.owned_boxes.load_states", Journey.load),
+    "parameter groups": (1, "moe_optim.checkpoint.param_groups.states_by_part", Journey.load),
+    "a local checkpoint": (
+        1,
+        "moe_optim.checkpoint.flat_states.load_flat_states",
+        lambda journey, _: journey.restore("atomic"),
+    ),
+    "a file of --ckpt-format torch": (0, "torch.load", _load_files),
+    "its order": (0, "moe_optim.checkpoint.flat_states.rearranged_states", _load_files),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_what_one_rank_fails_to_take_over_is_neither_trained_nor_saved_on_any(found, name):
+    rank = FAILING[name][0]
+    for number, (raised, said, restored) in enumerate(found(2, name)):
+        assert "no memory is left" in raised
+        assert number == rank or f"rank {rank}" in raised
+        assert len(said) == 2 and all("that a failed load of" in one for one in said)
+        assert restored
+
+
+def _fail_to_read_what_is_kept(folder: Path) -> bool:
+    """Fail to read a local checkpoint after its tensors; return whether nothing else changed."""
+    from megatron.core.dist_checkpointing import tensor_aware_state_dict
+
+    journey = Journey(GROUPED).fill().keep("atomic")
+    before = [tensor.detach().clone() for tensor in journey.optimizer._tensors()]
+    target = tensor_aware_state_dict.__name__ + ".apply_factory_merges"
+    with mock.patch(target, side_effect=MemoryError), pytest.raises(MemoryError):
+        journey.restore("atomic")
+    after = list(journey.optimizer._tensors())
+    require_loaded(after)
+    return len(before) == len(after) > 0 and all(map(torch.equal, before, after))
+
+
+def test_a_local_checkpoint_that_cannot_be_read_replaces_nothing(found):
+    assert found(2, "kept") == [True, True]
 
 
 def test_damage_that_one_rank_reads_is_raised_on_every_rank(found):

@@ -263,16 +263,16 @@ def _go_on(flags: list[str]) -> Record:
 
 @pytest.mark.extended
 def test_flat_states_of_adam_beside_stocks_muon_keep_their_tensor_parallel_size(stocks, tmp_path):
-    with pytest.raises(AssertionError, match="tensor_model_parallel_size=1, here 2"):
+    with pytest.raises(AssertionError, match="--tensor-model-parallel-size: 1, here 2"):
         travel(2, TENSOR_PARALLEL, GROUPED, [stocks[0] / "flat"], tmp_path)
 
 
 def test_other_momentum_is_refused(ours, tmp_path):
-    """Of other shapes, whose keys, shapes and remedy the error names."""
+    """With weights of other shapes; the error names keys, shapes and the flag that differs."""
     narrow = ["--moe-ffn-hidden-size", "64"]
     line = _refusal(narrow, GROUPED, [Journey(ours[0] / "named", tmp_path)])
-    assert "expected the optimizer states of this model, got others" in line
-    key = "optimizer.state.momentum_buffer.decoder.layers.mlp.experts.experts.linear_fc2.weight"
+    assert "expected the tensors of this model, got others" in line
+    key = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
     assert f"{key} is [2, 4, 64, 96], expected [2, 4, 64, 64]" in line
-    assert "--no-load-optim" in line
+    assert "--moe-ffn-hidden-size: 96, here 64" in line
     assert key in open_saved(ours[0] / "named").tensors

@@ -88,6 +88,26 @@ def _fail_locally(folder: Path) -> tuple[str, int]:
     return said, _manager(folder).find_latest()
 
 
+def _fail_locally_later(folder: Path) -> tuple[str, int]:
+    """As above, of an asynchronous save, whose writer is a process of its own."""
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
+
+    journey, manager, said = Journey(GROUPED).fill().keep("atomic"), _manager(folder), "saved"
+    queue, fails = AsyncCallsQueue(persistent=False), torch.distributed.get_rank() == 1
+    target = f"{LOCAL}.LocalCheckpointManager._save"
+    with (
+        writing_together(manager, is_synchronous=False),
+        mock.patch(target, side_effect=FULL) if fails else nullcontext(),
+    ):
+        queue.schedule_async_request(manager.save(journey.kept, 7, is_async=True))
+    try:
+        queue.maybe_finalize_async_calls(blocking=True)
+    except Exception as error:
+        said = str(error)
+    queue.close()
+    return said, _manager(folder).find_latest()
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function of a name, which gives what two ranks found."""
@@ -97,6 +117,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "atomic": partial(_save_locally, "atomic"),
         "fully_parallel": partial(_save_locally, "fully_parallel"),
         "local": _fail_locally,
+        "local, later": _fail_locally_later,
     }
     jobs |= {name: partial(_fail, name) for name in FAULTS}
     run = run_once(tmp_path_factory.mktemp("resiliency"), {2: jobs})
@@ -126,3 +147,10 @@ def test_a_local_save_that_fails_on_one_rank_is_raised_on_all(found):
     assert f"rank 1: {FULL}" in first
     assert str(FULL) in second
     assert newest == -1
+
+
+def test_an_asynchronous_local_save_that_fails_on_one_rank_is_raised_on_all(found):
+    """When it is finalized; the iteration does not count as saved."""
+    for said, newest in found("local, later"):
+        assert "iteration 7" in said
+        assert newest == -1

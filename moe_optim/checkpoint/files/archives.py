@@ -57,13 +57,6 @@ class StoredTensor:
     nbytes: int
     """Size of the record in bytes."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the record has the elements in order, and nothing else."""
-        strides = tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
-        is_whole = self.nbytes == prod(self.shape) * ITEM_BYTES[self.dtype]
-        return is_whole and self.start == 0 and self.stride == strides
-
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape}"
 
@@ -90,7 +83,7 @@ class Archive:
             raise zipfile.BadZipFile("a TorchScript program, which is no part of a checkpoint")
         for record in self._table:
             _require_stored(record)
-        if sum(record.file_size for record in self._table) > stream.seek(0, os.SEEK_END):
+        if sum([record.file_size for record in self._table]) > stream.seek(0, os.SEEK_END):
             raise zipfile.BadZipFile("records that lie over each other")
 
     def pickled(self) -> bytes:
@@ -154,14 +147,17 @@ class Archive:
         import torch
 
         tensor = self._describe(dtype, shape)
-        if into is not None and tensor.is_plain:
+        strides = tuple([prod(shape[axis + 1 :]) for axis in range(len(shape))])
+        is_whole = tensor.nbytes == prod(shape) * ITEM_BYTES[dtype]
+        is_plain = is_whole and tensor.start == 0 and tensor.stride == strides
+        if into is not None and is_plain:
             memory = into.view(-1).view(torch.uint8)
         else:
             memory = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
         self._read(self.records[tensor.record], bytes_of(memory))
         values = memory.view(getattr(torch, dtype.removeprefix("torch.")))
         values = values.as_strided(shape, tensor.stride, tensor.start)
-        return values.contiguous() if into is None or tensor.is_plain else into.copy_(values)
+        return values.contiguous() if into is None or is_plain else into.copy_(values)
 
     def _describe(self, dtype: str, shape: Shape) -> StoredTensor:
         value = self.load()
@@ -174,7 +170,7 @@ class Archive:
         if size != tensor.nbytes:
             raise ValueError(f"{size:,} bytes of a tensor of {tensor.nbytes:,}")
         steps = zip(tensor.shape, tensor.stride, strict=True)
-        last = tensor.start + sum((extent - 1) * step for extent, step in steps)
+        last = tensor.start + sum([(extent - 1) * step for extent, step in steps])
         if prod(tensor.shape) and last >= tensor.nbytes // ITEM_BYTES[tensor.dtype]:
             raise ValueError("elements outside of the bytes of their tensor")
         order = self.records.get("byteorder")

@@ -50,5 +50,5 @@ def is_hugging_face(folder: Path) -> bool:
 
 def files_of_ranks(checkpoint: Path) -> list[Path]:
     """Return all per-rank files of ``--ckpt-format torch``; empty for other formats."""
-    is_torch_dist = any((checkpoint / name).exists() for name in (CONFIG_FILE, ".metadata"))
+    is_torch_dist = any([(checkpoint / name).exists() for name in (CONFIG_FILE, ".metadata")])
     return [] if is_torch_dist else sorted(checkpoint.glob("mp_rank_*/*.pt"))

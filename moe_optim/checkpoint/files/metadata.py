@@ -1,14 +1,17 @@
 """Reads ``.metadata`` of a torch_dist checkpoint and verifies its consistency.
 
 ``.metadata`` is a pickle without a checksum, which Megatron unpickles. Only torch's metadata
-classes may occur in it; neither they nor torch are imported.
+classes may occur in it; neither they nor torch are imported. What it says is kept in a few arrays,
+which ranks send each other at memory speed.
 """
 
 import os
 import re
 import stat
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain, compress, count, product, repeat
 from math import prod
@@ -104,7 +107,7 @@ def read_metadata(checkpoint: Path) -> bytes:
     """
     with os.scandir(checkpoint) as entries:
         found = [entry.stat(follow_symlinks=False) for entry in entries if entry.name != METADATA]
-    described = sum(each.st_size for each in found if stat.S_ISREG(each.st_mode))
+    described = sum([each.st_size for each in found if stat.S_ISREG(each.st_mode)])
     return read_file(checkpoint, METADATA, min(max(SMALL_BYTES, described), _LARGEST_BYTES))
 
 
@@ -220,7 +223,7 @@ def _extents(entries: dict[Any, Any]) -> dict[tuple[str, Shape | None], tuple[Sh
         shapes = [chunk["sizes"] for chunk in chunks]
         _require_shapes(offsets)
         _require_shapes(shapes)
-        _require_tiling(key, offsets, shapes, size)
+        require_tiling(key, offsets, shapes, size)
         needed = [prod(shape) * ITEM_BYTES[dtype] for shape in shapes]
         identities = zip(repeat(key), offsets, strict=False)
         of_chunks = zip(shapes, repeat(dtype), needed, strict=False)
@@ -228,12 +231,7 @@ def _extents(entries: dict[Any, Any]) -> dict[tuple[str, Shape | None], tuple[Sh
     return extents
 
 
-def require_cover(key: str, boxes: Sequence[tuple[Shape, Shape]], size: Shape) -> None:
-    """Refuse chunks, given by offset and shape, that do not cover each element of a tensor once."""
-    _require_tiling(key, [offset for offset, _ in boxes], [shape for _, shape in boxes], size)
-
-
-def _require_tiling(key: str, offsets: list[Shape], shapes: list[Shape], size: Shape) -> None:
+def require_tiling(key: str, offsets: list[Shape], shapes: list[Shape], size: Shape) -> None:
     """Refuse chunks that do not cover every element of a tensor exactly once.
 
     Counts the corners of all boxes with alternating signs: shared corners of adjacent boxes cancel,
@@ -328,3 +326,82 @@ def _require_numbers(numbers: Sequence[Any]) -> None:
     kinds = set(map(type, numbers))
     if kinds - {int} or (kinds and not 0 <= min(numbers) <= max(numbers) <= MAX_NUMBER):
         raise ValueError("expected whole numbers from 0 to 2^62, got others")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """What is stored under a key; ``shape`` and ``dtype`` are empty for an object."""
+
+    shape: Shape
+    dtype: str
+    """Dtype as torch prints it: ``torch.bfloat16``."""
+    rows: range
+    """Rows of its chunks in the table."""
+    first_number: int
+    """Place of their offsets and shapes in the table."""
+
+
+class BlobTable(Mapping[str, list[Blob]]):
+    """Blobs by key, each key in file order; made when asked for.
+
+    Attributes:
+        keys_stored: shape, dtype and rows of every key.
+    """
+
+    def __init__(self, blobs: Sequence[Blob]) -> None:
+        """Keep what blobs say.
+
+        Args:
+            blobs: all blobs of a checkpoint, in file order.
+        """
+        numbers_of: dict[str, list[int]] = defaultdict(list)
+        first_of: dict[str, int] = {}
+        for number, blob in enumerate(blobs):
+            numbers_of[blob[3]].append(number)
+            first_of.setdefault(blob[0], number)
+        order = list(chain.from_iterable(numbers_of.values()))
+        ordered = [blobs[number] for number in order]
+        self._files = list(first_of)
+        file_numbers = {name: at for at, name in enumerate(self._files)}
+        self._file = array("i", [file_numbers[blob[0]] for blob in ordered])
+        firsts = list(first_of.values())
+        places = zip(order, self._file, strict=True)
+        self._place = array("q", [number - firsts[file] for number, file in places])
+        self._start = array("q", map(itemgetter(1), ordered))
+        self._length = array("q", map(itemgetter(2), ordered))
+        boxes = chain.from_iterable([(blob[4] or (), blob[5]) for blob in ordered])
+        self._boxes = array("q", chain.from_iterable(boxes))
+        self.keys_stored: dict[str, StoredKey] = {}
+        row = number = 0
+        for key, numbers in numbers_of.items():
+            of_key = ordered[row : row + len(numbers)]
+            rows = range(row, row + len(numbers))
+            ends = [list(map(add, blob[4] or (), blob[5])) for blob in of_key]
+            shape = tuple(map(max, zip(*ends, strict=True)))  # of chunks that cover it
+            self.keys_stored[key] = StoredKey(shape, of_key[0].dtype, rows, number)
+            row, number = rows.stop, number + 2 * len(of_key[0].shape) * len(of_key)
+
+    def __getitem__(self, key: str) -> list[Blob]:
+        stored = self.keys_stored[key]
+        mine = slice(stored.rows.start, stored.rows.stop)
+        files = [self._files[number] for number in self._file[mine]]
+        starts, lengths = self._start[mine], self._length[mine]
+        if not stored.dtype:
+            return [Blob(files[0], starts[0], lengths[0], key, None)]
+        axes, count = len(stored.shape), len(stored.rows)
+        numbers = self._boxes[stored.first_number : stored.first_number + 2 * axes * count]
+        tuples = list(zip(*[iter(numbers)] * axes, strict=True)) if axes else [()] * (2 * count)
+        columns = files, starts, lengths, repeat(key), tuples[::2], tuples[1::2]
+        rows = zip(*columns, repeat(stored.dtype), strict=False)
+        return list(map(Blob._make, rows))
+
+    def places(self, key: str) -> Sequence[int]:
+        """Return the place of each blob of a key among the archives of its file."""
+        rows = self.keys_stored[key].rows
+        return self._place[rows.start : rows.stop]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys_stored)
+
+    def __len__(self) -> int:
+        return len(self.keys_stored)

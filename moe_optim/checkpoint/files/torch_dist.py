@@ -65,49 +65,37 @@ class TorchDistReader:
     format: FileFormat = "torch_dist"
     """Format of the files."""
 
-    def __init__(self, path: Path, blobs: Sequence[Blob] = ()) -> None:
+    def __init__(self, path: Path) -> None:
         """Read the metadata of ``path``, an iteration folder; values stay in the files.
 
         Args:
             path: folder of one iteration, such as ``iter_0000160``.
-            blobs: content of ``.metadata``, if already read.
 
         Raises:
             StateError: metadata is missing, damaged, or of an unfinished checkpoint.
             LayoutError: checkpoint has another format.
         """
-        self.path = path
         self.config = _read_config(path)
+        blobs: dict[str, list[Blob]] = defaultdict(list)
+        for blob in _read_blobs(path):
+            blobs[blob.key].append(blob)
+        chunks = {name: of_key for name, of_key in blobs.items() if of_key[0].dtype}
+        self._set(path, blobs, {name: _tensor_info(of_key) for name, of_key in chunks.items()})
+
+    def _set(
+        self, path: Path, blobs: Mapping[str, list[Blob]], tensors: dict[str, TensorInfo]
+    ) -> None:
+        self.path, self.blobs, self.tensors = path, blobs, tensors
+        self.objects = {name: blobs[name][0].length for name in blobs if name not in tensors}
         self._open: tuple[str, IO[bytes]] | None = None
-        self.tensors: dict[str, TensorInfo] = {}
-        self.objects: dict[str, int] = {}
-        self.blobs: Mapping[str, list[Blob]] = self._index(blobs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process needs; it reads objects again."""
         parsed = ("common_state", "arguments", "model_arguments")
         return {name: value for name, value in vars(self).items() if name not in parsed}
 
-    def _index(self, blobs: Sequence[Blob]) -> Mapping[str, list[Blob]]:
-        """Return blobs by key, and fill ``tensors`` and ``objects``."""
-        by_key: dict[str, list[Blob]] = defaultdict(list)
-        for blob in blobs or _read_blobs(self.path):
-            by_key[blob.key].append(blob)
-        for name, (first, *others) in by_key.items():
-            if first.offset is None:
-                self.objects[name] = first.length
-            else:
-                self.tensors[name] = _tensor_info([first, *others])
-        return by_key
-
     def read(self, name: str, *index: int | range) -> Tensor:
-        """Return a new contiguous CPU tensor, in the stored shape and dtype.
-
-        Args:
-            name: key in ``tensors``.
-            index: numbers on the first axes, which the result then lacks; the last may be a range
-                of numbers, which stays an axis. None: whole tensor.
-        """
+        """Return a tensor or a part of it; arguments are those of ``CheckpointReader.read``."""
         spans = [one if isinstance(one, range) else range(one, one + 1) for one in index]
         rest = self.tensors[name].shape[len(spans) :]
         start = (*(span.start for span in spans), *(0 for _ in rest))
@@ -115,12 +103,7 @@ class TorchDistReader:
         return self.read_box(name, start, (*map(len, spans), *rest)).view((*kept, *rest))
 
     def cuts(self, name: str, *index: int) -> Sequence[int]:
-        """Return the places on an axis between which whole stored chunks lie, from 0 to its size.
-
-        Args:
-            name: key in ``tensors``.
-            index: numbers on the axes before; the tensor has more.
-        """
+        """Return where an axis can be cut; arguments are those of ``CheckpointReader.cuts``."""
         axis, found, reached = len(index), [], 0
         boxes = [
             [range(at, at + size) for at, size in zip(blob.corner, blob.shape, strict=True)]
@@ -268,7 +251,8 @@ class TorchDistReader:
     @cached_property
     def common_key(self) -> str | None:
         """Name of the common-state object; None in older checkpoints."""
-        return next((name for name in self.objects if name.partition("/")[0] == COMMON_STATE), None)
+        named = [name for name in self.objects if name.partition("/")[0] == COMMON_STATE]
+        return named[0] if named else None
 
     @property
     def common_file(self) -> Blob | None:
@@ -338,10 +322,16 @@ class TorchDistReader:
         return value
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """Return a dtype by name, such as ``torch.bfloat16``."""
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return dtype
+
+
 def _tensor_info(blobs: list[Blob]) -> TensorInfo:
     corners = [[a + n for a, n in zip(b.corner, b.shape, strict=True)] for b in blobs]
     shape = tuple(max(ends) for ends in zip(*corners, strict=True))
-    return TensorInfo(shape, getattr(torch, blobs[0].dtype.removeprefix("torch.")))
+    return TensorInfo(shape, dtype_named(blobs[0].dtype))
 
 
 def _overlap(start: tuple[int, ...], shape: tuple[int, ...], blob: Blob) -> list[range]:

@@ -29,7 +29,7 @@ _KINDS = {
 }
 
 
-def locate(folder: Path, name: str) -> Path:
+def locate(folder: Path, name: str) -> str:
     """Return the resolved path of a file of a checkpoint.
 
     ``folder`` may be a link. Links within it are followed, and those of a Hugging Face cache, from
@@ -39,10 +39,6 @@ def locate(folder: Path, name: str) -> Path:
         FileNotFoundError: file does not exist.
         OSError: path leaves the folder, or is not a regular file; ``strerror`` says which.
     """
-    return Path(_locate(folder, name))
-
-
-def _locate(folder: Path, name: str) -> str:
     # str rather than Path for speed: called once per tensor
     try:
         root = os.path.realpath(folder, strict=True)
@@ -51,7 +47,7 @@ def _locate(folder: Path, name: str) -> str:
         raise _refusal("it is no name of a file", folder) from error
     above, parent = os.path.split(os.path.dirname(root))  # noqa: PTH120, PTH206
     inside = [root, f"{above}/blobs"] if parent == "snapshots" else [root]
-    if not f"{path}/".startswith(tuple(f"{each}/" for each in inside)):
+    if not f"{path}/".startswith(tuple([f"{each}/" for each in inside])):
         raise _refusal("it leads out of the checkpoint", folder / name)
     _require_regular(os.stat(path), folder / name)  # noqa: PTH116
     return path
@@ -61,7 +57,7 @@ def open_file(folder: Path, name: str) -> BufferedReader:
     """Open a file of a checkpoint for reading; raises like :func:`locate`."""
     # do not follow a link, or wait for a pipe, that has replaced the file meanwhile
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(_locate(folder, name), flags)
+    descriptor = os.open(locate(folder, name), flags)
     try:
         _require_regular(os.fstat(descriptor), folder / name)
         return os.fdopen(descriptor, "rb")
@@ -90,13 +86,13 @@ def read_file(folder: Path, name: str, limit: int = SMALL_BYTES) -> bytes:
 
 def size_of(folder: Path, name: str) -> int:
     """Return the size of a file in bytes; raises like :func:`locate`."""
-    return locate(folder, name).stat().st_size
+    return os.stat(locate(folder, name)).st_size  # noqa: PTH116
 
 
 def is_file(folder: Path, name: str) -> bool:
     """Return whether a checkpoint contains a file of this name, not a link out of it."""
     try:
-        _locate(folder, name)
+        locate(folder, name)
     except OSError:
         return False
     return True

@@ -105,16 +105,7 @@ class SafetensorsReader:
             return opened.metadata() or {}
 
     def read(self, name: str, *index: int | range) -> Tensor:
-        """Return a copy of a tensor on the CPU, contiguous, in the stored shape and dtype.
-
-        Args:
-            name: name of a tensor.
-            index: numbers on the first axes, which the result then lacks; the last may be a range
-                of numbers, which stays an axis. None: whole tensor.
-
-        Raises:
-            StateError: its file is missing, truncated or damaged.
-        """
+        """Return a tensor or a part of it; arguments are those of ``CheckpointReader.read``."""
         spans = tuple(
             slice(one.start, one.stop) if isinstance(one, range) else one for one in index
         )
@@ -123,12 +114,7 @@ class SafetensorsReader:
         return whole.clone() if spans else whole  # a slice keeps all of its tensor
 
     def cuts(self, name: str, *index: int) -> Sequence[int]:
-        """Return the places on an axis at which a tensor can be cut: all of them.
-
-        Args:
-            name: name of a tensor.
-            index: numbers on the axes before.
-        """
+        """Return all places of an axis; arguments are those of ``CheckpointReader.cuts``."""
         return range(self.tensors[name].shape[len(index)] + 1)
 
 
