@@ -13,6 +13,7 @@ import dataclasses
 import enum
 import io
 import logging
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -308,6 +309,7 @@ class CheckedReader(FileSystemReader):
     def __init__(self, stored: VettedReader) -> None:
         super().__init__(stored.path)
         self._stored = stored
+        self._memory: torch.Tensor | None = None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Return the metadata that was vetted."""
@@ -325,6 +327,7 @@ class CheckedReader(FileSystemReader):
             with self._stored.holding(name):
                 for blob in of_file:
                     self._read(blob, wanted[blob], planner)
+        self._memory = None
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -341,16 +344,28 @@ class CheckedReader(FileSystemReader):
         is_memory = type(target) is torch.Tensor and target.device.type == "cpu"
         is_alike = str(target.dtype) == blob.dtype and target.is_contiguous()
         is_whole = tuple(items[0].lengths) == blob.shape == tuple(target.shape)
-        into = target if is_alone and is_memory and is_alike and is_whole else None
+        is_in_place = is_alone and is_memory and is_alike and is_whole
         with self._stored.opened(blob) as archive:
+            into = target if is_in_place else self._memory_of(blob)
             values = archive.read_tensor(blob.dtype, blob.shape, into=into)
         for item, target in zip(items, targets, strict=True):
-            if into is None:
+            if not is_in_place:
                 part = values
                 for axis, start in enumerate(item.storage_offsets):
                     part = part.narrow(axis, start, item.lengths[axis])
                 target.copy_(part)
             planner.commit_tensor(item, target)
+
+    def _memory_of(self, blob: Blob) -> torch.Tensor | None:
+        """Return memory of a chunk, the same for all, since new pages cost more than reading."""
+        dtype = dtype_named(blob.dtype)
+        nbytes = math.prod(blob.shape) * dtype.itemsize
+        if nbytes > blob.length:  # of what metadata alone states
+            return None
+        if self._memory is None or self._memory.numel() < nbytes:
+            self._memory = None  # before there is more
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return self._memory[:nbytes].view(dtype).view(blob.shape)
 
 
 def _plain_bytes(stored: VettedReader, blob: Blob) -> bytes:

@@ -24,6 +24,7 @@ from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
 from moe_optim.checkpoint.files.metadata import Blob, read_blobs
 from moe_optim.checkpoint.files.untrusted_files import file_range
 from moe_optim.checkpoint.integrity import corrupt_files
+from moe_optim.checkpoint.load_session import CheckedReader
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.weights.partial_loads import require_loaded
 from tests.support.checkpoints.checkpoint_journey import Journey, Station, run_once
@@ -398,23 +399,21 @@ def _count_copies_of_load(folder: Path) -> tuple[int, int, int]:
 
     bf16 = Station(format="bf16")
     Journey(bf16).fill().save(folder, RESHARDABLE)
-    journey, stock = Journey(bf16).scramble(), Archive.read_tensor
+    journey, stock = Journey(bf16).scramble(), CheckedReader._memory_of
     held: list[weakref.ref[Any]] = []
     most = 0
 
-    def read(self: Archive, dtype: str, shape: Any, into: Any = None) -> torch.Tensor:
+    def memory_of(self: CheckedReader, blob: Blob) -> torch.Tensor | None:
         nonlocal most
-        made = stock(self, dtype, shape, into)
-        held.extend([weakref.ref(made)] if into is None else [])
-        most = max(most, sum(one() is not None for one in held))
-        return made
+        given = stock(self, blob)
+        held.append(weakref.ref(self._memory))
+        most = max(most, len({id(one()) for one in held if one() is not None}))
+        return given
 
-    Archive.read_tensor = read  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(CheckedReader, "_memory_of", memory_of):
         state = journey.state(RESHARDABLE, is_loading=True)
         loaded = dist_checkpointing.load(state, str(folder))
-    finally:
-        Archive.read_tensor = stock  # type: ignore[method-assign]
+    assert all(one() is None for one in held)  # nothing stays
     weights = {name: param for name, param in journey.model.named_parameters() if "experts" in name}
     in_place = sum(
         loaded["model"][name].data_ptr() == param.data_ptr() for name, param in weights.items()
