@@ -18,8 +18,10 @@ NAMES = {
     "modelopt": "ModelOpt",
 }
 """Package -> label in the table, for those whose versions are shown."""
-SPELT = {"several": "several versions; ", "in the file": "", "none": ""}
-"""Version label in the table -> label below a block."""
+SPELT = {"several": "several versions; ", "in the file": "", "none": ""} | dict.fromkeys(
+    ("torch 2.11.0, core 0.19.2, TE 2.20.2", "torch 2.11.0, core 0.19.2"), ""
+)
+"""Version label in the table -> label below a block; empty for the versions tested most."""
 
 
 def results_index() -> str:
@@ -38,7 +40,7 @@ def measured_line(block: str) -> str:
     found: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
     for name in result_files(block):
         device, versions, commit, _ = _measured_by(RESULTS / name)
-        changed = "; kernels have changed since" if _has_other_kernels(read_result(name)) else ""
+        changed = "; older kernels" if _has_other_kernels(read_result(name)) else ""
         files = found.setdefault((SPELT.get(versions, f"{versions}; "), changed), {})
         files.setdefault((device, f"commit {commit}"), []).append(f"`{name}`")
     sources = [(*shared, *source) for shared, files in found.items() for source in files]
