@@ -75,13 +75,18 @@ def launch(
             stopped_by = stop.sigval
     newest = max(logs.glob("launch_*"), key=lambda path: path.stat().st_mtime) / "attempt_0"
     found = [
-        (bool(_LOST_PEER.search(reason := _reason(one))), one.timestamp, rank, reason)
+        (_is_consequence(one, reason := _reason(one)), one.timestamp, rank, reason)
         for rank, one in failures.items()
     ]
     if not found:
         return LaunchResult(newest, None, stopped_by)
-    *_, rank, reason = min(found)  # ranks that lost a peer failed as a consequence
+    *_, rank, reason = min(found)
     return LaunchResult(newest, RankFailure(rank, reason, newest / str(rank)), stopped_by)
+
+
+def _is_consequence(failure: ProcessFailure, reason: str) -> bool:
+    """Return whether a rank lost a peer, or was stopped since another failed."""
+    return failure.exitcode == -signal.SIGTERM or bool(_LOST_PEER.search(reason))
 
 
 def _reason(failure: ProcessFailure) -> str:
