@@ -203,10 +203,12 @@ class DryRun:
 
         With a number of ranks that it refuses, those of the minimum.
         """
+        before = None
         try:
             if "WORLD_SIZE" not in os.environ:  # no launcher: assume the minimum number of ranks
                 args.world_size = _fewest_ranks(args)
-            before = copy.deepcopy(args)
+            with suppress(Exception):  # of arguments that hold an open file
+                before = copy.deepcopy(args)
             return validate(), True
         except Exception as first:  # assertions, and errors from unexpected values
             error = first
@@ -214,6 +216,9 @@ class DryRun:
                 self.faults.append(_of_megatron(error))
                 self._add("Of the rest of the file nothing is known yet.")
                 raise _CheckedError from None
+        if before is None:
+            self.faults.append(_of_megatron(error))
+            return args, False
         stock = original("megatron.training.arguments:validate_args")
         errors = failed_checks(stock, tried := copy.deepcopy(before), defaults) or [error]
         further = errors

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
@@ -155,10 +156,17 @@ def require_evaluation(args: Any) -> None:
 
 
 def require_evaluation_of_script(args: Any) -> None:
-    """Call :func:`require_evaluation` if the main script has imported Megatron's ``pretrain``."""
-    pretrain = getattr(sys.modules["__main__"], "pretrain", None)
-    is_megatrons = getattr(pretrain, "__module__", None) == "megatron.training.training"
-    if is_megatrons and not _is_of_file(args):
+    """Call :func:`require_evaluation` if the main script calls Megatron's ``pretrain``.
+
+    A script that names ``eval_interval`` may set it later.
+    """
+    main = sys.modules["__main__"]
+    pretrain, path = getattr(main, "pretrain", None), getattr(main, "__file__", None)
+    if getattr(pretrain, "__module__", None) != "megatron.training.training" or not path:
+        return
+    source = Path(path).read_text(encoding="utf-8", errors="replace")
+    is_called = re.search(r"\bpretrain\(", source) and "eval_interval" not in source
+    if is_called and not _is_of_file(args):
         require_evaluation(args)
 
 

@@ -200,7 +200,8 @@ def keeping_moments(inner: Any) -> Iterator[None]:
     Megatron loads the optimizer's own states into it again. Transformer Engine's Adam then copies
     all of them, 8 bytes per fp32 parameter, and narrow ones in fp32.
     """
-    if not inner.state or isinstance(inner, HybridDeviceOptimizer):
+    masters = (master for group in inner.param_groups for master in group["params"])
+    if isinstance(inner, HybridDeviceOptimizer) or not all(map(inner.state.get, masters)):
         yield
         return
     load = inner.load_state_dict

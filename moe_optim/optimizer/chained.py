@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_optim import checkpoint
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError, NonFiniteError, StateError, listed
-from moe_optim.integration.agreement import agree
+from moe_optim.integration.agreement import agree, reduce_max
 from moe_optim.integration.installation import config_or_bf16, installed_optimizer
 from moe_optim.kernels.plan import has_kernels
 from moe_optim.optimizer.adam import GroupStepAdam
@@ -345,8 +345,14 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             LayoutError: another optimizer saved them, or a parameter group has no counterpart.
             NonFiniteError: a master of a quantized weight is Inf or NaN.
         """
-        with replacing(self._tensors, "optimizer states"):
-            self._gather_loaded(agree(partial(self._load_parts, state_dict), None))
+        loaded: list[Any] = []  # groups alone replace no states
+        with replacing(
+            self._tensors,
+            "optimizer states",
+            is_whole=lambda: len(loaded) == len(self.stepping),
+        ):
+            loaded += agree(partial(self._load_parts, state_dict), None)
+            self._gather_loaded(loaded)
         if graphed := self._graphed_step:
             graphed.forget()
 
@@ -377,17 +383,17 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             are_first = [part.data_parallel_group.rank() == 0 for part in self.stepping]
             return torch.load(filename) if any(are_first) else None
 
-        def load() -> None:
-            for number, part in enumerate(parts):
-                if not part.is_stub_optimizer:
-                    state = states[number] if states and len(parts) > 1 else states
-                    part.load_parameter_state_from_dp_zero(
-                        state, update_legacy_format=update_legacy_format
-                    )
+        def load(number: int) -> None:
+            if number < len(parts) and not parts[number].is_stub_optimizer:
+                parts[number].load_parameter_state_from_dp_zero(
+                    states[number] if states and len(parts) > 1 else states,
+                    update_legacy_format=update_legacy_format,
+                )
 
         with replacing(self._tensors, filename):
             states = agree(read, None)
-            agree(load, None)
+            for number in range(reduce_max([len(parts)], None)[0]):
+                agree(partial(load, number), None)  # parts communicate in different groups
             self._gather_loaded(self.stepping)
 
     def _gather_loaded(self, parts: Sequence[Any]) -> None:

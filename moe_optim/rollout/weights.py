@@ -81,7 +81,7 @@ def export_weights(
             without sending any; E is then their number.
         device: device of the tensors; None: unchanged.
         bucket_bytes: size of a message in bytes; larger tensors, and one expert of each rank, are
-            sent alone. Messages of twice this size may be under way besides the yielded one.
+            sent alone. Up to three more messages may be under way.
         vocab_size: rows of embeddings to yield, without Megatron's padding; None: all.
         input_scales: whether each weight of experts in NVFP4 is followed by the scale of its
             inputs, of their calibrated amax, see :func:`moe_optim.calibrate`. Engines then quantize

@@ -23,6 +23,7 @@ def replacing(
     tensors: Callable[[], Iterable[Tensor]],
     checkpoint: str,
     has_begun: Callable[[], bool] = lambda: True,
+    is_whole: Callable[[], bool] = lambda: True,
 ) -> Iterator[None]:
     """Record of a load in this context that it failed, or that it ended; no rank communicates.
 
@@ -30,6 +31,8 @@ def replacing(
         tensors: function that returns what is loaded into, called when the load is over.
         checkpoint: source in error messages.
         has_begun: function that returns whether a failed load may have replaced anything.
+        is_whole: function that returns whether a load that ended has replaced everything, so that
+            nothing of an earlier one that failed is left.
     """
     try:
         yield
@@ -38,7 +41,7 @@ def replacing(
             for address, tensor in _storages(tensors()):
                 _replaced[address] = StorageWeakRef(tensor.untyped_storage()), checkpoint
         raise
-    for address, _ in _storages(tensors()) if _replaced else ():
+    for address, _ in _storages(tensors()) if _replaced and is_whole() else ():
         _replaced.pop(address, None)
 
 

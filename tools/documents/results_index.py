@@ -40,7 +40,7 @@ def measured_line(block: str) -> str:
     found: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
     for name in result_files(block):
         device, versions, commit, _ = _measured_by(RESULTS / name)
-        changed = "; older kernels" if _has_other_kernels(read_result(name)) else ""
+        changed = "; with earlier kernels" if _has_other_kernels(read_result(name)) else ""
         files = found.setdefault((SPELT.get(versions, f"{versions}; "), changed), {})
         files.setdefault((device, f"commit {commit}"), []).append(f"`{name}`")
     sources = [(*shared, *source) for shared, files in found.items() for source in files]

@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from xml.etree import ElementTree
 
 TESTS: Mapping[str, tuple[str, ...]] = {
     "slime": ("test_actors.py", "test_launchers.py"),
@@ -50,7 +52,7 @@ def install_packages(folder: Path) -> None:
 
 
 def run_tests(stack: str, source: Path, packages: str | None) -> int:
-    """Return the exit status of pytest.
+    """Return the exit status of pytest, 1 if all tests are skipped.
 
     Args:
         stack: key of :data:`TESTS`.
@@ -61,5 +63,14 @@ def run_tests(stack: str, source: Path, packages: str | None) -> int:
     if packages:
         variables["MEGATRON_BRIDGE_PATH"] = packages
     files = [f"tests/upstream/{name}" for name in TESTS[stack]]
-    pytest = [sys.executable, "-m", "pytest", "-n", "0", "-rs", *files]
-    return subprocess.run(pytest, cwd=ROOT, env=os.environ | variables).returncode
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        pytest = [sys.executable, "-m", "pytest", "-n", "0", "-rs", f"--junitxml={report}", *files]
+        status = subprocess.run(pytest, cwd=ROOT, env=os.environ | variables).returncode
+        if status:
+            return status
+        (suite,) = ElementTree.parse(report).getroot()
+    if suite.get("tests") == suite.get("skipped"):
+        print(f"{stack}: expected tests that run, got skipped ones only. Check --source {source}.")
+        return 1
+    return 0

@@ -123,7 +123,8 @@ def _row(
         sums=sums,
     )
     errors = health.of_experts()["error"]
-    worst = int(errors.nan_to_num(-1.0).argmax())
+    is_zero = errors.isnan() & sums.isfinite().all(1)
+    worst = int(errors.nan_to_num(torch.inf).masked_fill(is_zero, -1.0).argmax())
     figures = health.of_layer()
     return {
         "prefix": _stem(one),

@@ -7,6 +7,7 @@ used if another version is installed, or if the flags have errors.
 
 import argparse
 import functools
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ flags share a record.
 
 _PATTERN = re.compile(r"(?:[][()+*, ]|(?<!\*)\*(?!\*)|(?<!\d)\d{1,4}(?!\d)){1,200}")
 """Lists, sums and products of numbers up to 9999, which cannot be large."""
+_FLAT = re.compile(r"\s*\[[\d,\s]*\]\s*")
+"""One list of numbers, of any length."""
 _ACTIONS: dict[str, Any] = {
     "value": "store",
     "true": "store_true",
@@ -47,7 +50,9 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def is_recorded(installed: Package) -> bool:
-    """Return whether the record covers this megatron-core release."""
+    """Return whether the record covers the flags of this megatron-core release."""
+    if importlib.util.find_spec("nvidia_kitchen") is not None:  # for which Megatron adds flags
+        return False
     return installed.version in _read_record()["versions"] and not installed.checkout
 
 
@@ -55,7 +60,7 @@ def _layer_pattern(text: str) -> int | list[int]:
     """Parse a number, or a list expression such as ``([0]*3+[1]*58)``, with Python."""
     if "[" not in text:
         return int(text)
-    if not _PATTERN.fullmatch(text):
+    if not (_PATTERN.fullmatch(text) or _FLAT.fullmatch(text)):
         raise ValueError(f"expected lists and numbers, got {text[:60]}")
     try:
         pattern: int | list[int] = eval(text, {"__builtins__": {}})  # noqa: S307
@@ -74,14 +79,27 @@ def _read_record() -> Any:
     return json.loads(RECORD.read_text(encoding="utf-8"))
 
 
-def recorded_parser() -> argparse.ArgumentParser:
-    """Return a parser of the recorded flags."""
+def _any_pattern(text: str) -> int | list[int]:
+    """Parse what :func:`_layer_pattern` can, and leave the rest, any Python, to Megatron."""
+    try:
+        return _layer_pattern(text)
+    except ValueError:
+        return 1
+
+
+def recorded_parser(*, all_patterns: bool = False) -> argparse.ArgumentParser:
+    """Return a parser of the recorded flags.
+
+    Args:
+        all_patterns: whether to accept layer patterns that only Megatron can evaluate.
+    """
+    types = TYPES | ({"moe_freq_type": _any_pattern} if all_patterns else {})
     parser = FlagsParser(allow_abbrev=False)
     for flag in _read_record()["flags"]:
         words: dict[str, Any] = {
             key: flag[key] for key in ("dest", "nargs", "choices", "default") if key in flag
         }
         if flag["action"] == "value":
-            words["type"] = TYPES.get(flag.get("type", "str"), str)
+            words["type"] = types.get(flag.get("type", "str"), str)
         parser.add_argument(*flag["names"], action=_ACTIONS[flag["action"]], **words)
     return parser

@@ -31,7 +31,7 @@ def list_early_faults(argv: Sequence[str]) -> list[str]:
     installed = find_package("megatron-core")
     if installed is None or not is_recorded(installed):
         return []
-    parsed = FaultyFlags(add_moe_optim_arguments(recorded_parser()), argv)
+    parsed = FaultyFlags(add_moe_optim_arguments(recorded_parser(all_patterns=True)), argv)
     faults, args = parsed.faults, parsed.args
     if not faults:
         return []
