@@ -88,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         report = _examine(args, open_view(args.checkpoint))
     if args.json:
-        print(json.dumps(report, indent=2))
+        finite = json.loads(json.dumps(report), parse_constant=lambda _: None)  # null for Inf, NaN
+        print(json.dumps(finite, indent=2))
     else:
         _print(report)
     return INCOMPLETE if report["defects"] else 0

@@ -1,6 +1,7 @@
 """``moe-optim inspect`` says what a checkpoint holds, in words and as JSON."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -174,6 +175,10 @@ def test_errors_of_formats_are_those_of_the_stored_weights_quantized(inspect, tm
     assert of_masters == [row | {"of": "masters"} for row in rows]
     words = ("--formats", "mxfp8", "nvfp4", "--json", "--workers", "2")
     assert json.loads(inspect(folder, *words)[1])["errors"] == rows
+    weights[FC1][0, :2] = torch.tensor([0.0, math.nan])[:, None, None]
+    broken = write_torch_dist(tmp_path / "broken", weights, common_state())
+    first = json.loads(inspect(broken, "--formats", "mxfp8", "--json")[1])["errors"][0]
+    assert (first["worst_expert"], first["error"]) == (1, None)
     table = inspect(folder, "--formats", "mxfp8")[1].splitlines()[-5:]
     assert table[0].split() == [
         "layer",

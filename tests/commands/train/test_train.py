@@ -197,6 +197,13 @@ sys.exit(99 if "torch" in sys.modules else code)
 
 
 @recorded
+def test_layer_patterns_that_only_megatron_evaluates_are_no_early_fault():
+    patterns = ",".join(["1"] * 126), "1 if i % 2 else 0 for i in range(61)"
+    for pattern in patterns:
+        assert list_early_faults(["--moe-layer-freq", f"[{pattern}]"]) == []
+
+
+@recorded
 def test_of_recipes_a_wrong_name_is_the_only_early_fault():
     """Refusals are those of validated flags, although Megatron has not validated them yet."""
     for path in shipped_recipes().values():
