@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.checkpoint import SIDES as SAVING_SIDES
 from benchmarks.tensorwise import CAST
 from moe_optim.spelling import spell_bytes
 from tools.documents.code_tables import table
@@ -692,7 +693,9 @@ def checkpoint() -> str:
         found = {(row["ranks"], row["side"]): row for row in rows}
 
         def cell(ranks: int, name: str) -> str:
-            values = [found[ranks, side][name] for side in ("stock", "ours")]
+            values = [
+                found[place][name] for side in SAVING_SIDES if (place := (ranks, side)) in found
+            ]
             is_size = name.endswith("bytes")
             return ", ".join(f"{one / 2**20:.0f}" if is_size else f"{one:.1f}" for one in values)
 
