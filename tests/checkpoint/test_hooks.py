@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
+from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST, read_checksums
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError, StateError
@@ -147,7 +147,8 @@ def _save_later(folder: Path) -> list[Any]:
     torch.distributed.barrier()
     request.execute_sync()
     torch.distributed.barrier()
-    return [*seen, checkpoint_defect(folder), (folder / CHECKSUM_MANIFEST).exists()]
+    files = {path.name for path in folder.glob("*.distcp")}
+    return [*seen, checkpoint_defect(folder), files == read_checksums(folder).archives.keys()]
 
 
 def test_an_async_save_counts_as_incomplete_and_is_recorded_when_it_is_finalized(found):
