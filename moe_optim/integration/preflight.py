@@ -11,7 +11,7 @@ import io
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import fields
 from pathlib import Path
@@ -28,6 +28,7 @@ from moe_optim.integration.faulty_flags import FaultyFlags
 from moe_optim.integration.first_iteration import LayerSpec, later_refusals, schedule_refusals
 from moe_optim.integration.installation import installed_config
 from moe_optim.integration.patches import CONFIGURATIONS, PATCHES, SCRIPT
+from moe_optim.integration.script_source import blocks_of, calls_of
 from moe_optim.rules import Setup, refusals
 from moe_optim.screen import quiet
 
@@ -114,9 +115,9 @@ def find_late_install(script: Path) -> str | None:
     Compares only calls within one block, in source order.
     """
     tree = ast.parse(script.read_bytes())
-    for block in _blocks(tree):
+    for block in blocks_of(tree):
         built: tuple[str, int] | None = None
-        for name, line in _calls(block):
+        for name, line in calls_of(block):
             if name in _BUILDERS and built is None:
                 built = name, line
             elif name == "install" and built is not None:
@@ -351,21 +352,3 @@ def _missing(args: argparse.Namespace) -> dict[str, int]:
     if args.encoder_seq_length is not None:
         del needed["seq_length"]
     return {name: value for name, value in needed.items() if getattr(args, name) is None}
-
-
-def _blocks(tree: ast.AST) -> Iterator[ast.AST]:
-    yield tree
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
-
-
-def _calls(block: ast.AST) -> Iterator[tuple[str, int]]:
-    """Yield name and line of every call in a block, without nested functions."""
-    for child in ast.iter_child_nodes(block):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        yield from _calls(child)
-        if isinstance(child, ast.Call):
-            target: Any = child.func
-            yield str(getattr(target, "attr", getattr(target, "id", ""))), child.lineno

@@ -1,8 +1,8 @@
 """Replacements of Megatron's argument parser and validation."""
 
+import ast
 import functools
 import os
-import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
@@ -18,6 +18,7 @@ from moe_optim.integration.arguments import (
 )
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_config, set_optimizer
+from moe_optim.integration.script_source import blocks_of, calls_of
 from moe_optim.rules import Setup, check_setup, remarks
 from moe_optim.weights.te.recipe import import_error
 
@@ -161,12 +162,13 @@ def require_evaluation_of_script(args: Any) -> None:
     A script that names ``eval_interval`` may set it later.
     """
     main = sys.modules["__main__"]
-    pretrain, path = getattr(main, "pretrain", None), getattr(main, "__file__", None)
-    if getattr(pretrain, "__module__", None) != "megatron.training.training" or not path:
+    script = Path(getattr(main, "__file__", None) or "")
+    module = getattr(getattr(main, "pretrain", None), "__module__", None)
+    if module != "megatron.training.training" or not script.is_file():
         return
-    source = Path(path).read_text(encoding="utf-8", errors="replace")
-    is_called = re.search(r"\bpretrain\(", source) and "eval_interval" not in source
-    if is_called and not _is_of_file(args):
+    source = script.read_bytes()
+    calls = (name for block in blocks_of(ast.parse(source)) for name, _ in calls_of(block))
+    if b"eval_interval" not in source and "pretrain" in calls and not _is_of_file(args):
         require_evaluation(args)
 
 
