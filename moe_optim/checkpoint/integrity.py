@@ -133,20 +133,26 @@ def size_defects(checkpoint: Path, ends: Mapping[str, int | None]) -> Iterator[C
     """Yield the files of ``checkpoint`` that are missing or have another size than in ``ends``."""
     for name, end in ends.items():
         try:
-            with open_file(checkpoint, name) as file:
-                size = os.fstat(file.fileno()).st_size
-                if end is not None and size != end:
-                    what = "cut off" if size < end else "too long"
-                    yield CorruptFile(name, f"is {what}: {size} of {end} bytes")
-                elif end is not None and name.endswith(".pt"):
-                    try:
-                        Archive(file)
-                    except Exception as error:  # zipfile raises arbitrary errors for damage
-                        yield CorruptFile(name, reason_of(error))
+            what = _size_defect(checkpoint, name, end)
         except FileNotFoundError:
-            yield CorruptFile(name, "is missing")
+            what = "is missing"
         except OSError as error:
-            yield CorruptFile(name, f"cannot be read: {error.strerror}")
+            what = f"cannot be read: {error.strerror}"
+        if what is not None:
+            yield CorruptFile(name, what)
+
+
+def _size_defect(checkpoint: Path, name: str, end: int | None) -> str | None:
+    with open_file(checkpoint, name) as file:
+        size = os.fstat(file.fileno()).st_size
+        if end is not None and size != end:
+            return f"is {'cut off' if size < end else 'too long'}: {size} of {end} bytes"
+        if end is not None and name.endswith(".pt"):
+            try:
+                Archive(file)
+            except Exception as error:  # zipfile raises arbitrary errors for damaged archives
+                return reason_of(error)
+    return None
 
 
 def require_none(checkpoint: Path, defects: Iterable[CorruptFile]) -> None:

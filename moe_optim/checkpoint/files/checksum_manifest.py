@@ -122,14 +122,18 @@ def _read(
         if any_of and not optional:
             raise KeyError(next(iter(any_of)))
         found = {section: content[section] for section in sections} | optional
-        for held in found.values():
-            for file, digest in {**held}.items():
-                path = PurePosixPath(file)
-                if path.is_absolute() or ".." in path.parts or not file.isprintable():
-                    raise ValueError(f"{file[:40]!r} is no file of the checkpoint")
-                if not isinstance(digest, str):
-                    raise TypeError(f"expected a checksum of {file[:40]!r}, got none")
-        checked = {one: dict(held) for one, held in found.items()}
-        return {one: checked.get(one, {}) for one in (*sections, *any_of)}
+        return dict.fromkeys(any_of, {}) | {
+            section: _checksums_of(held) for section, held in found.items()
+        }
     except (KeyError, TypeError, ValueError) as error:
         raise DamageError(name, f"is damaged: {error}") from error
+
+
+def _checksums_of(section: Any) -> dict[str, str]:
+    for file, digest in {**section}.items():
+        path = PurePosixPath(file)
+        if path.is_absolute() or ".." in path.parts or not file.isprintable():
+            raise ValueError(f"{file[:40]!r} is no file of the checkpoint")
+        if not isinstance(digest, str):
+            raise TypeError(f"expected a checksum of {file[:40]!r}, got none")
+    return dict(section)
