@@ -48,10 +48,9 @@ class AmaxPlace(NamedTuple):
 
     num_experts: int  # number of local experts
     sharded_offsets: tuple[Offset, ...]  # offsets of the axes before the expert axis
-    ep: tuple[int, int]
-    """Rank in the group, and its size; likewise of expert tensor and data parallelism."""
-    tp: tuple[int, int]
-    dp: tuple[int, int]
+    ep: tuple[int, int]  # rank in the expert-parallel group, and the group's size
+    tp: tuple[int, int]  # the same of the expert tensor parallel group
+    dp: tuple[int, int]  # the same of the expert data parallel group
 
     @classmethod
     def of(cls, num_experts: int, sharded_offsets: tuple[Offset, ...], groups: Any) -> "AmaxPlace":
