@@ -15,9 +15,12 @@ import io
 import logging
 import math
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future as FutureOf
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -303,13 +306,43 @@ def load_tensors(
         raise
 
 
+_READERS = 4
+"""Archives that a rank reads at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """An archive that a thread reads into a target, or into other memory."""
+
+    items: list[ReadItem]
+    targets: list[torch.Tensor]
+    is_in_place: bool
+    values: FutureOf[torch.Tensor]
+
+    def finish(self, planner: LoadPlanner) -> None:
+        """Wait for the values, and copy them into the targets."""
+        values = self.values.result()
+        for item, target in zip(self.items, self.targets, strict=True):
+            if not self.is_in_place:
+                part = values
+                for axis, start in enumerate(item.storage_offsets):
+                    part = part.narrow(axis, start, item.lengths[axis])
+                target.copy_(part)
+            planner.commit_tensor(item, target)
+
+
 class CheckedReader(FileSystemReader):
-    """Reads an open checkpoint for torch; opens each file and reads each archive once."""
+    """Reads an open checkpoint for torch; opens each file and reads each archive once.
+
+    Threads read archives and compare checksums; the calling thread alone calls the planner and
+    copies values.
+    """
 
     def __init__(self, stored: VettedReader) -> None:
         super().__init__(stored.path)
         self._stored = stored
-        self._memory: torch.Tensor | None = None
+        self._memory: list[torch.Tensor | None] = [None] * _READERS
+        self._started = 0
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Return the metadata that was vetted."""
@@ -324,48 +357,62 @@ class CheckedReader(FileSystemReader):
             wanted[places[None if offset is None else tuple(offset)][0]].append(item)
         in_order = sorted(wanted, key=attrgetter("file", "start"))
         for name, of_file in groupby(in_order, attrgetter("file")):
-            with self._stored.holding(name):
+            with self._stored.holding(name), ThreadPoolExecutor(_READERS) as readers:
+                reads: deque[_Read] = deque()
                 for blob in of_file:
-                    self._read(blob, wanted[blob], planner)
-        self._memory = None
+                    items = wanted[blob]
+                    if items[0].type == LoadItemType.BYTE_IO:
+                        content = _plain_bytes(self._stored, blob)
+                        for item in items:
+                            planner.load_bytes(item, io.BytesIO(content))
+                        continue
+                    targets = [planner.resolve_tensor(item).detach() for item in items]
+                    reads.append(self._start(blob, items, targets, readers))
+                    if len(reads) == _READERS:
+                        reads.popleft().finish(planner)
+                for read in reads:
+                    read.finish(planner)
+        self._memory = [None] * _READERS
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(self, blob: Blob, items: list[ReadItem], planner: LoadPlanner) -> None:
-        if items[0].type == LoadItemType.BYTE_IO:
-            content = _plain_bytes(self._stored, blob)
-            for item in items:
-                planner.load_bytes(item, io.BytesIO(content))
-            return
-        targets = [planner.resolve_tensor(item).detach() for item in items]
+    def _start(
+        self,
+        blob: Blob,
+        items: list[ReadItem],
+        targets: list[torch.Tensor],
+        readers: ThreadPoolExecutor,
+    ) -> _Read:
         self._stored.has_read = True
         target, is_alone = targets[0], len(items) == 1
         is_memory = type(target) is torch.Tensor and target.device.type == "cpu"
         is_alike = str(target.dtype) == blob.dtype and target.is_contiguous()
         is_whole = tuple(items[0].lengths) == blob.shape == tuple(target.shape)
         is_in_place = is_alone and is_memory and is_alike and is_whole
+        into = target if is_in_place else self._memory_of(blob)
+        return _Read(items, targets, is_in_place, readers.submit(self._read, blob, into))
+
+    def _read(self, blob: Blob, into: torch.Tensor | None) -> torch.Tensor:
         with self._stored.opened(blob) as archive:
-            into = target if is_in_place else self._memory_of(blob)
-            values = archive.read_tensor(blob.dtype, blob.shape, into=into)
-        for item, target in zip(items, targets, strict=True):
-            if not is_in_place:
-                part = values
-                for axis, start in enumerate(item.storage_offsets):
-                    part = part.narrow(axis, start, item.lengths[axis])
-                target.copy_(part)
-            planner.commit_tensor(item, target)
+            return archive.read_tensor(blob.dtype, blob.shape, into=into)
 
     def _memory_of(self, blob: Blob) -> torch.Tensor | None:
-        """Return memory of a chunk, the same for all, since new pages cost more than reading."""
+        """Return memory of a chunk that no unfinished read uses.
+
+        It is used again and again, since new pages cost more than reading.
+        """
         dtype = dtype_named(blob.dtype)
         nbytes = math.prod(blob.shape) * dtype.itemsize
         if nbytes > blob.length:  # of what metadata alone states
             return None
-        if self._memory is None or self._memory.numel() < nbytes:
-            self._memory = None  # before there is more
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return self._memory[:nbytes].view(dtype).view(blob.shape)
+        self._started += 1
+        slot = self._started % _READERS  # of a read that has finished, since reads finish in order
+        memory = self._memory[slot]
+        if memory is None or memory.numel() < nbytes:
+            self._memory[slot] = None  # before there is more
+            self._memory[slot] = memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return memory[:nbytes].view(dtype).view(blob.shape)
 
 
 def _plain_bytes(stored: VettedReader, blob: Blob) -> bytes:

@@ -24,7 +24,7 @@ from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
 from moe_optim.checkpoint.files.metadata import Blob, read_blobs
 from moe_optim.checkpoint.files.untrusted_files import file_range
 from moe_optim.checkpoint.integrity import corrupt_files
-from moe_optim.checkpoint.load_session import CheckedReader
+from moe_optim.checkpoint.load_session import _READERS, CheckedReader
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.weights.partial_loads import require_loaded
 from tests.support.checkpoints.checkpoint_journey import Journey, Station, run_once
@@ -408,7 +408,7 @@ def _count_copies_of_load(folder: Path) -> tuple[int, int, int]:
     def memory_of(self: CheckedReader, blob: Blob) -> torch.Tensor | None:
         nonlocal most
         given = stock(self, blob)
-        held.append(weakref.ref(self._memory))
+        held.extend(weakref.ref(memory) for memory in self._memory if memory is not None)
         most = max(most, len({id(one()) for one in held if one() is not None}))
         return given
 
@@ -439,10 +439,10 @@ def places_of_moments(adam: torch.optim.Optimizer) -> list[int]:
     return [state[name].data_ptr() for state in states for name in ("exp_avg", "exp_avg_sq")]
 
 
-def test_a_load_holds_one_chunk_beside_the_tensors_that_it_reads_into(found):
+def test_a_load_holds_a_chunk_per_reader_beside_the_tensors_that_it_reads_into(found):
     """Also where a weight is stored in parts: gate and up rows."""
     ((most, weights, in_place),) = found(1, "in place")
-    assert most == 1
+    assert 1 <= most <= _READERS
     assert in_place == weights > 0
 
 
