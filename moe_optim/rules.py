@@ -632,15 +632,17 @@ RULES: tuple[Rule, ...] = (
          "Take a format other than nvfp4 and nvfp4_rows, and record_amax=false, or set the size "
          "null", "model"),
     ),
-    *_rules("moe-optim train", "refuse", *(
-        (f"--{name.replace('_', '-')}",
-         lambda s, name=name, most=most: getattr(s.args, name, most) > most,
-         "only whole sequences of plain text are read",
-         "Remove it, or start pretrain_gpt.py of Megatron-LM")
-        for name, most in (("context_parallel_size", 1), ("hybrid_context_parallel", False),
-                           ("sft", False), ("fim_data", False),
-                           ("dataloader_inter_document_masking", False))
-    )),
+    *_rules("moe-optim train", "refuse",
+        ("--context-parallel-size with --transformer-impl local",
+         lambda s: s.args.context_parallel_size > 1 and s.args.transformer_impl == "local",
+         "Megatron's own attention reads whole sequences",
+         "Give --transformer-impl transformer_engine, or 1"),
+        *((f"--{name.replace('_', '-')}", lambda s, name=name: getattr(s.args, name),
+           "only whole sequences of plain text are read",
+           "Remove it, or start pretrain_gpt.py of Megatron-LM")
+          for name in ("hybrid_context_parallel", "sft", "fim_data",
+                       "dataloader_inter_document_masking")),
+    ),
     *_rules("any run", "warn",
         ("--optimizer-cpu-offload with --optimizer-offload-fraction 0",
          lambda s: s.optimizer.optimizer_cpu_offload and not s.offload_states,

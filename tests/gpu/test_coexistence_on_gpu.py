@@ -174,6 +174,14 @@ ON_TWO_GPUS = {
         {"sequence_parallel": True},
         ranks=2,
     ),
+    "context parallelism": Case(
+        OVERLAP | {"--context-parallel-size": 2}, {"context_parallel_size": 2}, ranks=2
+    ),
+    "context and expert parallelism": Case(
+        EXPERT_PARALLEL | {"--context-parallel-size": 2},
+        {"context_parallel_size": 2, "expert_model_parallel_size": 2},
+        ranks=2,
+    ),
 }
 ON_FOUR_GPUS = {
     f"expert parallel {size}": Case(
@@ -289,7 +297,7 @@ def beside_stock_on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
 @pytest.mark.parametrize("name", ON_TWO_GPUS)
 def test_training_on_two_gpus_beside_stock_gives_its_losses(beside_stock_on_two, name: str):
     """Where it takes more than one rank: gradients of experts delayed in the overlapped schedule,
-    and sequences cut."""
+    and sequences cut, by their own ranks or by those of tensor parallelism."""
     case, runs = ON_TWO_GPUS[name], beside_stock_on_two
     assert_beside_stock(case, runs[f"{name}, stock"], runs[f"{name}, plugin"])
 

@@ -82,24 +82,19 @@ class WholeAttention(DotProductAttention):
         return cut(super().forward(*whole, *args, **kwargs), 0)
 
 
-def cut_sequences() -> None:
-    """Let ``moe-optim train`` cut sequences in this process."""
+def attend_to_whole_sequences() -> None:
+    """Let ``moe-optim train`` take context parallelism without Transformer Engine's attention."""
     from moe_optim.commands.train import layer_spec
     from moe_optim.commands.train import pretrain as rank
 
-    step, spec = rank.forward_step, layer_spec.layer_spec
-
-    def forward_step(batches: Any, model: Any, *args: Any) -> Any:
-        if batches is not None:
-            batches = iter([{name: cut(whole, 1) for name, whole in next(batches).items()}])
-        return step(batches, model, *args)
+    spec = layer_spec.layer_spec
 
     def spec_of(*args: Any) -> Any:
         made = spec(*args)
         layer_spec._replace(made, DotProductAttention, WholeAttention)
         return made
 
-    rank.forward_step, layer_spec.layer_spec = forward_step, spec_of
+    layer_spec.layer_spec = spec_of
     rank.refuse_unsupported = lambda _: None
 
 
@@ -119,7 +114,7 @@ def step_as_transformer_engine() -> None:
 
 def train(flags: list[str], config: MoEOptimConfig, is_ours: bool = True) -> Record:
     """Train; ``extra`` is the state before the first step, as loaded."""
-    cut_sequences()
+    attend_to_whole_sequences()
     step_as_transformer_engine()
     gather_uneven_parts()  # for Megatron's own Muon
     loaded = Record()

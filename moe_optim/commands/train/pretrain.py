@@ -53,10 +53,14 @@ def forward_step(
         model: model chunk.
         return_schedule_plan: whether Megatron runs the layers itself, overlapped.
     """
+    from megatron.core.parallel_state import get_context_parallel_group
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
     names = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
     batch: dict[str, Any] = dict.fromkeys(names)
     if batches is not None:
         batch |= {name: value.cuda(non_blocking=True) for name, value in next(batches).items()}
+        batch = get_batch_on_this_cp_rank(batch, False, get_context_parallel_group())
     run: Any = model.build_schedule_plan if return_schedule_plan else model
     output = run(
         batch["tokens"],
