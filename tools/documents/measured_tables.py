@@ -678,7 +678,7 @@ def steps() -> str:
 
 # Checkpoints as files
 
-CHECKPOINTS_ON_GPU = ("checkpoint-h200.json", "checkpoint-stock-h200.json")
+CHECKPOINT_ON_GPU = "checkpoint-h200.json"
 
 
 def checkpoint() -> str:
@@ -705,12 +705,12 @@ def checkpoint() -> str:
         ]
         return table(["ranks", *columns], lines)
 
-    on_gpu = [read_result(name) for name in CHECKPOINTS_ON_GPU]
+    on_gpu = read_result(CHECKPOINT_ON_GPU)
     return (
         f"{report['parameters'] / 1e6:.0f}e6 parameters, on the CPU:\n\n"
         f"{table_of(report['rows'], columns)}\n\n"
-        f"{on_gpu[0]['parameters'] / 1e9:.1f}e9 parameters, on one GPU:\n\n"
-        f"{table_of([row for one in on_gpu for row in one['rows']], columns | of_gpu)}"
+        f"{on_gpu['parameters'] / 1e9:.1f}e9 parameters, on one GPU:\n\n"
+        f"{table_of(on_gpu['rows'], columns | of_gpu)}"
     )
 
 
@@ -888,7 +888,7 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
 
 RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "formats-compared": (CURVES,),
-    "checkpoint": ("checkpoint-cpu.json", *CHECKPOINTS_ON_GPU),
+    "checkpoint": ("checkpoint-cpu.json", CHECKPOINT_ON_GPU),
     "convert": ("convert-cpu.json",),
     "fake-quantization": (EXPERTS,),
     "gather": ("gather-2x-h200.json", "gather-4x-h200.json"),
