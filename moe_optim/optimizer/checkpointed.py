@@ -1,6 +1,8 @@
 """Optimizer states: saved with a manifest, loaded into any expert layout."""
 
+import gc
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -121,9 +123,12 @@ class CheckpointedOptimizer(DistributedOptimizer):
                 "fully_sharded_model_space; give one of the two, or --no-load-optim where it is a "
                 "checkpoint that names none."
             )
-        state = super().sharded_state_dict(
-            model_sharded_state_dict, is_loading, sharding_type, metadata
-        )
+        is_gathered = chosen != "fully_reshardable"  # else Megatron collects garbage of no gather
+        uncollected = checkpoint.staging.replaced(gc, "collect", lambda *_: 0)
+        with nullcontext() if is_gathered else uncollected:
+            state = super().sharded_state_dict(
+                model_sharded_state_dict, is_loading, sharding_type, metadata
+            )
         is_flat = chosen == "dp_reshardable"
         manifest = checkpoint.flat_states.manifest_object(
             self, model_sharded_state_dict, is_loading=is_loading, is_flat=is_flat
