@@ -119,15 +119,15 @@ def read_blobs(content: bytes) -> tuple[Blob, ...]:
     exactly once, and that the blobs of a file are contiguous from its start and large enough for
     their elements.
     """
-    try:
-        metadata = read_pickle(content, _is_allowed, _PER_CHUNK)
-    except ValueError as error:
-        raise DamageError(METADATA, f"is cut off or foreign: {error}") from error
-    try:
-        with no_collections():
+    with no_collections():
+        try:
+            metadata = read_pickle(content, _is_allowed, _PER_CHUNK)
+        except ValueError as error:
+            raise DamageError(METADATA, f"is cut off or foreign: {error}") from error
+        try:
             return tuple(_blobs(metadata))
-    except (LookupError, TypeError, ValueError) as error:
-        raise DamageError(METADATA, f"is damaged: {error}") from error
+        except (LookupError, TypeError, ValueError) as error:
+            raise DamageError(METADATA, f"is damaged: {error}") from error
 
 
 def checked_shape(numbers: Any) -> Shape:

@@ -187,8 +187,7 @@ def read_pickle(
     """
     try:
         protocol = _scan(content)
-        with no_collections():
-            return _Unpickler(content, protocol, allows, records).load()
+        return _Unpickler(content, protocol, allows, records).load()
     except ForeignNameError:
         raise
     except Exception as error:  # the unpickler raises arbitrary errors for damaged pickles
@@ -224,7 +223,10 @@ def _is_named_as_megatrons(named: Named) -> bool:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Pause the garbage collector, which would traverse millions of acyclic values."""
+    """Pause the garbage collector, which would traverse millions of acyclic values.
+
+    For one thread at a time.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
