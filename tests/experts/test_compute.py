@@ -188,6 +188,16 @@ def test_a_backward_pass_reads_what_its_forward_pass_read(format):
     assert_bytes_equal(*gradients)
 
 
+@pytest.mark.parametrize("format", [MXFP8, INT8], ids=lambda format: format.name)
+def test_gradients_of_an_evaluation_are_those_of_its_own_weights(format):
+    """Not of those that training read before; modules whose gradients are wanted may be in eval."""
+    linear, other = make_computing(format), make_computing(format)
+    run(linear)
+    for one in (linear, other):
+        one.load_values(values(1) * 8)
+    assert_same_passes(run(linear.eval()), run(other))
+
+
 def test_a_copy_first_made_in_inference_mode_is_rewritten_in_training():
     computing, storing = make_computing(seed=1), make_storing()
     with torch.inference_mode():
