@@ -66,7 +66,7 @@ def merge_adapters(model_chunks: Iterable[Module]) -> list[str]:
     for chunk in chunks:
         gather_weights(chunk)
     agree(lambda: _require_mergeable(found), None)
-    if unlike := [one.name for one in found if one.lacks_a_sum()]:
+    if unlike := [one.name for one in found if one.omits_a_sum()]:
         warnings.warn(
             f"merge_adapters: {listed(unlike, most=_MOST_NAMES)}: with "
             "--expert-tensor-parallel-size above 1, Megatron-Bridge's adapters of linear_fc2 do "
@@ -148,8 +148,8 @@ class _Adapted:
             return self.experts.groups.expt_tp
         return getattr(self._adapter, "tp_group", None)
 
-    def lacks_a_sum(self) -> bool:
-        """Return whether the forward pass lacks a sum over the ranks that cut columns of experts."""
+    def omits_a_sum(self) -> bool:
+        """Return whether the forward pass omits a sum over ranks that cut columns of experts."""
         is_expert = self.experts is not None or getattr(self._adapter, "is_expert", False)
         return is_expert and self._matrices[1].shape[-2] < self._weights[0].shape[-2]
 
