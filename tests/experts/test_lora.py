@@ -29,6 +29,7 @@ from tests.support.modules.calibrating import (
     amaxes_of,
     local_part,
     make,
+    values_of,
 )
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.training import Record, pretrain, weight_bytes
@@ -65,12 +66,6 @@ def merged_by_hand(linear: Any, values: torch.Tensor) -> torch.Tensor:
     )
 
 
-def values_by_linear(module: Any) -> dict[str, torch.Tensor]:
-    from moe_optim.calibration.linears import expert_linears
-
-    return {one.name: torch.stack(list(one.values())) for one in expert_linears(module)}
-
-
 def _merge_all(ep: int) -> int:
     import moe_optim
     from moe_optim.rollout.experts import local_experts
@@ -84,7 +79,7 @@ def _merge_all(ep: int) -> int:
         module = wrap(make(kind, ep), adapter=adapter)
         moe_optim.calibrate([module])
         wrappers = {name: module.get_submodule(name) for name in LINEARS}
-        before = values_by_linear(module)
+        before = values_of(module)
         want = {name: merged_by_hand(wrappers[name], before[name]) for name in LINEARS}
         assert moe_optim.merge_adapters([module]) == list(LINEARS), what
         assert module.sharded_state_dict().keys() == bare.sharded_state_dict().keys(), what
@@ -94,7 +89,7 @@ def _merge_all(ep: int) -> int:
             base = module.get_submodule(name)
             assert base is wrappers[name].to_wrap, what
             if kind.format == "bf16":
-                assert_bytes_equal(values_by_linear(module)[name], want[name], what=what)
+                assert_bytes_equal(values_of(module)[name], want[name], what=what)
                 continue
             quantized = reference.quantize(want[name], FORMATS[kind.format])
             held = [storage_of(one).quantized.buffers() for one in base._parameters.values()]
@@ -102,7 +97,7 @@ def _merge_all(ep: int) -> int:
                 got = torch.cat([one[buffer] for one in held])
                 assert_bytes_equal(got, bytes_, what=f"{what} {name} {buffer}")
             values = reference.dequantize(quantized).bfloat16()
-            assert_bytes_equal(values_by_linear(module)[name], values, what=what)
+            assert_bytes_equal(values_of(module)[name], values, what=what)
     return len(KINDS)
 
 
@@ -125,7 +120,7 @@ def _load_adapters_alone() -> None:
     for kind in kinds:
         source, module = wrap(make(kind, seed=1)), wrap(make(kind))
         moe_optim.calibrate([module])
-        before, amaxes = values_by_linear(module), amaxes_of(module)
+        before, amaxes = values_of(module), amaxes_of(module)
         given = {
             f"{name}.adapter.{key}": value * 2
             for name in LINEARS
@@ -134,7 +129,7 @@ def _load_adapters_alone() -> None:
         module.load_state_dict(given, strict=False)
         own = dict(module.state_dict(keep_vars=True))
         assert_same_tensors({key: own[key].detach() for key in given}, given, what=str(kind))
-        assert_same_tensors(values_by_linear(module), before, what=str(kind))
+        assert_same_tensors(values_of(module), before, what=str(kind))
         assert all(amaxes_of(module)[name] is amax for name, amax in amaxes.items()), str(kind)
 
 
@@ -334,10 +329,10 @@ def _refuse() -> None:
     make(KINDS[0])  # installs bf16
     assert cases.keys() == REFUSALS.keys()
     for name, (error, module) in cases.items():
-        before = values_by_linear(module)
+        before = values_of(module)
         with pytest.raises(error, match=REFUSALS[name]):
             moe_optim.merge_adapters([module])
-        assert_same_tensors(values_by_linear(module), before, what=name)
+        assert_same_tensors(values_of(module), before, what=name)
         assert isinstance(module.linear_fc1, AdapterWrapper)
     with pytest.raises(ConfigError, match="model_chunks: expected a list"):
         moe_optim.merge_adapters(cases["DoRA"][1])
@@ -421,7 +416,7 @@ def _merge_experts(tp: int, whole: dict[str, torch.Tensor] | None = None) -> dic
         warned = [str(one.message) for one in caught if "merge_adapters" in str(one.message)]
         assert len(warned) == (tp > 1)
         assert all("linear_fc2: with" in one and "linear_fc1" not in one for one in warned)
-        for name, values in values_by_linear(module).items():
+        for name, values in values_of(module).items():
             key = f"{kind}, {adapter.__name__}, {name}"
             found[f"{key}, rowwise"] = values
             weights = module.get_submodule(name)._parameters.values()
