@@ -176,7 +176,12 @@ class BlockScaledFormat:
 
         ``name`` is the name of the weight in the error.
         """
-        experts, rows, cols = check_axes(shape, name)
+        if len(shape) != 3 or min(shape) < 0:
+            raise LayoutError(
+                f"{name}: expected a shape [experts, rows, cols], got {list(shape)}. "
+                f"View one weight as [1, rows, cols]."
+            )
+        experts, rows, cols = shape
         multiple = self.dimension_multiple
         if not self.fits(rows, cols):
             what = "columns" if self.is_row_only else "rows and columns"
@@ -483,17 +488,6 @@ def _buffer_layout(
     if field.endswith("_data"):
         return format.data_shape(shape, direction), torch.uint8
     return format.scale_shape(shape, direction), format.scale_dtype
-
-
-def check_axes(shape: Sequence[int], name: str) -> tuple[int, int, int]:
-    """Return ``shape`` as (experts, rows, cols); LayoutError, naming the weight, for another."""
-    if len(shape) != 3 or min(shape) < 0:
-        raise LayoutError(
-            f"{name}: expected a shape [experts, rows, cols], got {list(shape)}. View one weight "
-            "as [1, rows, cols]."
-        )
-    experts, rows, cols = shape
-    return experts, rows, cols
 
 
 def _same_memory(a: "Tensor", b: "Tensor") -> bool:

@@ -240,8 +240,15 @@ class _Rules:
         found: list[Reduction] = []
         nbytes = prod(self.gathered.part_shape) * (4 if dtype == "fp32" else 2)
         for axis in self.fsdp:
-            kind = "reduce_scatter" if axis.name in self.token_axes else "slice"
-            found.append(_reduction(kind, axis.name, axis.dimension, dtype, nbytes))
+            found.append(
+                _reduction(
+                    "reduce_scatter" if axis.name in self.token_axes else "slice",
+                    axis.name,
+                    axis.dimension,
+                    dtype,
+                    nbytes,
+                )
+            )
             nbytes //= axis.parts
         of_weight = {axis.name for axis in (*self.fsdp, *self.kept)}
         others = [axis for axis in self.token_axes if axis not in of_weight]
