@@ -200,12 +200,21 @@ class _Rules:
     def weight_operand(self, direction: Direction) -> Operand:
         format = self.gathered.format
         encoded = self.gathered if self.held.format is None else self.held
-        travel = _buffers(format, direction) if self.held.format else ("data",)
-        if all(axis.dimension != "experts" for axis in self.fsdp):  # all have the same amaxes
+        read = _buffers(format, direction)
+        travel = read if self.held.format else ("data",)
+        if not self.fsdp:
+            travel = ()
+        elif all(axis.dimension != "experts" for axis in self.fsdp):  # all have the same amaxes
             travel = tuple(name for name in travel if name != "global_amax")
-        travel = travel if self.fsdp else ()
-        nbytes = sum(_part_nbytes(self.held, name) for name in travel)
-        return _operand("weight", format, direction, self.fsdp, travel, nbytes, encoded.maxima)
+        return Operand(
+            name="weight",
+            format=format,
+            direction=_direction(format, direction),
+            gathered_over=tuple(axis.name for axis in self.fsdp),
+            gathered_buffers=travel,
+            nbytes=sum(_part_nbytes(self.held, name) for name in travel),
+            maxima=tuple(one for one in encoded.maxima if one.name in read),
+        )
 
     def token_operand(
         self,
@@ -214,25 +223,41 @@ class _Rules:
         direction: Direction,
     ) -> Operand:
         features: Dimension = "columns" if name == "tokens" else "rows"
-        cuts = {axis.name: axis.parts for axis in self.kept if axis.dimension == features}
-        gathers = [one for one in self.kept if one.name in {*self.token_axes} - cuts.keys()]
+        cut = [axis for axis in self.kept if axis.dimension != features]
+        gathers = [axis for axis in cut if axis.name in self.token_axes]
+        read = _buffers(format, direction)
         maxima: tuple[Maxima, ...] = ()
         if format is not None:
-            shape = (1, format.block_row_height, self.gathered.shape[DIMENSIONS.index(features)])
+            size = self.gathered.shape[DIMENSIONS.index(features)]
+            cuts = {axis.name: axis.parts for axis in self.kept if axis.dimension == features}
+            shape = (1, format.block_row_height, size)
             maxima = infer_partition(format, {"columns": cuts}, shape=shape, name=name).maxima
-        travel, nbytes = ((), 0) if not gathers else (("data",), self._nbytes(gathers, features))
-        return _operand(name, format, direction, gathers, travel, nbytes, maxima)
+        ranks = prod(axis.parts for axis in gathers)
+        return Operand(
+            name=name,
+            format=format,
+            direction=_direction(format, direction),
+            gathered_over=tuple(axis.name for axis in gathers),
+            gathered_buffers=("data",) if gathers else (),
+            nbytes=-(-self.tokens // ranks) * self._size(features) * 2 if gathers else 0,
+            maxima=tuple(one for one in maxima if one.name in read),
+        )
 
     def token_output(self, features: Dimension, contracted: Dimension) -> tuple[Reduction, ...]:
         found: list[Reduction] = []
-        scattered: list[MeshAxis] = []
+        tokens = self.tokens
         for axis in (axis for axis in self.kept if axis.dimension == contracted):
-            nbytes = self._nbytes(scattered, features)
-            if axis.name in self.token_axes:
-                found.append(_reduction("reduce_scatter", axis.name, "tokens", "bf16", nbytes))
-                scattered.append(axis)
-            else:
-                found.append(_reduction("all_reduce", axis.name, None, "bf16", nbytes))
+            scatters = axis.name in self.token_axes
+            found.append(
+                Reduction(
+                    kind="reduce_scatter" if scatters else "all_reduce",
+                    axis=axis.name,
+                    dimension="tokens" if scatters else None,
+                    dtype="bf16",
+                    nbytes=tokens * self._size(features) * 2,
+                )
+            )
+            tokens = -(-tokens // axis.parts) if scatters else tokens
         return tuple(found)
 
     def weight_output(self, dtype: Dtype) -> tuple[Reduction, ...]:
@@ -241,56 +266,25 @@ class _Rules:
         nbytes = prod(self.gathered.part_shape) * (4 if dtype == "fp32" else 2)
         for axis in self.fsdp:
             found.append(
-                _reduction(
-                    "reduce_scatter" if axis.name in self.token_axes else "slice",
-                    axis.name,
-                    axis.dimension,
-                    dtype,
-                    nbytes,
+                Reduction(
+                    kind="reduce_scatter" if axis.name in self.token_axes else "slice",
+                    axis=axis.name,
+                    dimension=axis.dimension,
+                    dtype=dtype,
+                    nbytes=nbytes,
                 )
             )
             nbytes //= axis.parts
         of_weight = {axis.name for axis in (*self.fsdp, *self.kept)}
-        others = [axis for axis in self.token_axes if axis not in of_weight]
-        found += [_reduction("all_reduce", axis, None, dtype, nbytes) for axis in others]
+        found += [
+            Reduction(kind="all_reduce", axis=axis, dimension=None, dtype=dtype, nbytes=nbytes)
+            for axis in self.token_axes
+            if axis not in of_weight
+        ]
         return tuple(found)
 
-    def _nbytes(self, scattered: Sequence[MeshAxis], features: Dimension) -> int:
-        """Return the bytes of bf16 tokens of a rank that cutting over axes leaves the most."""
-        count = -(-self.tokens // prod(axis.parts for axis in scattered))
-        return count * self.gathered.part_shape[DIMENSIONS.index(features)] * 2
-
-
-def _operand(
-    name: Literal["weight", "tokens", "output_grad"],
-    format: BlockScaledFormat | None,
-    direction: Direction,
-    gathered_over: Sequence[MeshAxis],
-    gathered_buffers: tuple[str, ...],
-    nbytes: int,
-    maxima: Sequence[Maxima],
-) -> Operand:
-    if format is not None and format.is_row_only:
-        direction = "rowwise"
-    return Operand(
-        name=name,
-        format=format,
-        direction=None if format is None else direction,
-        gathered_over=tuple(axis.name for axis in gathered_over),
-        gathered_buffers=gathered_buffers,
-        nbytes=nbytes,
-        maxima=tuple(one for one in maxima if one.name in _buffers(format, direction)),
-    )
-
-
-def _reduction(
-    kind: Literal["all_reduce", "reduce_scatter", "slice"],
-    axis: str,
-    dimension: Dimension | Literal["tokens"] | None,
-    dtype: Dtype,
-    nbytes: int,
-) -> Reduction:
-    return Reduction(kind=kind, axis=axis, dimension=dimension, dtype=dtype, nbytes=nbytes)
+    def _size(self, dimension: Dimension) -> int:
+        return self.gathered.part_shape[DIMENSIONS.index(dimension)]
 
 
 def _check_choices(wire: str, wgrad_dtype: str) -> None:
@@ -339,6 +333,12 @@ def _cut(
     for cut in cuts:
         axes.setdefault(cut.dimension, {})[cut.name] = cut.parts
     return infer_partition(format, axes, shape=shape)
+
+
+def _direction(format: BlockScaledFormat | None, direction: Direction) -> Direction | None:
+    if format is None:
+        return None
+    return "rowwise" if format.is_row_only else direction
 
 
 def _buffers(format: BlockScaledFormat | None, direction: Direction) -> tuple[str, ...]:
