@@ -5,8 +5,8 @@ values nor call a bucket. An operation, in namespace ``moe_optim``, is one graph
 sees only shapes and dtypes of its results and calls the body at every run, with eager results and
 all checks.
 
-Operations return new tensors and do not mutate their arguments. They are excluded from CUDA graphs,
-whose replays would skip the checks.
+Operations return new tensors and do not mutate their arguments. Those that check something are
+excluded from CUDA graphs, whose replays would skip the checks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,23 +21,51 @@ from torch.utils import _pytree as pytree
 NAMESPACE = "moe_optim"
 
 
-def operation(body: Callable[..., Any], *, fake: Callable[..., Any], schema: str = "") -> Any:
-    """Register ``body`` as the operation of its name, without a leading underscore or a gradient.
+def operation(
+    body: Callable[..., Any],
+    *,
+    fake: Callable[..., Any],
+    schema: str = "",
+    name: str = "",
+    replays: bool = False,
+) -> Any:
+    """Register ``body`` as an operation without a gradient.
 
     ``body`` takes tensors and constants, typed by annotations, and returns tensors that share no
     memory with them. ``fake`` takes the same and returns results of the right shapes, dtypes and
-    strides. ``schema`` gives arguments and results if annotations do not suffice. The result is
-    torch's ``CustomOpDef``, to be called in place of ``body``.
+    strides. ``schema`` gives arguments and results if annotations do not suffice, ``name`` the
+    operation's name if it is not that of ``body`` without a leading underscore. CUDA graphs hold
+    operations that check nothing, ``replays``. The result is torch's ``CustomOpDef``, to be called
+    in place of ``body``.
     """
     made = torch.library.custom_op(
-        f"{NAMESPACE}::{body.__name__.lstrip('_')}",
+        f"{NAMESPACE}::{name or body.__name__.lstrip('_')}",
         body,
         mutates_args=(),
         schema=schema or None,
-        tags=(torch.Tag.cudagraph_unsafe,),
+        tags=() if replays else (torch.Tag.cudagraph_unsafe,),
     )
     made.register_fake(fake)
     return made
+
+
+def in_graphs[**P, R](
+    *, fake: Callable[..., R], name: str = "", replays: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function an :func:`operation` of compiled graphs alone: eager calls cost less."""
+
+    def decorate(body: Callable[P, R]) -> Callable[P, R]:
+        return _choose(body, operation(body, fake=fake, name=name, replays=replays))
+
+    return decorate
+
+
+def _choose[**P, R](body: Callable[P, R], compiled: Callable[P, R]) -> Callable[P, R]:
+    @wraps(body)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (compiled if torch.compiler.is_compiling() else body)(*args, **kwargs)
+
+    return call
 
 
 def as_written(
@@ -50,14 +78,7 @@ def as_written(
     those in lists, and recompute the body from its arguments, the only saved tensors. ``fake`` is
     ``body`` by default, which must then read no value.
     """
-    compiled = _differentiable(body, fake or body)
-
-    @wraps(body)
-    def call(*inputs: Any) -> Tensor:
-        result: Tensor = (compiled if torch.compiler.is_compiling() else body)(*inputs)
-        return result
-
-    return call
+    return _choose(body, _differentiable(body, fake or body))
 
 
 def _differentiable(body: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:

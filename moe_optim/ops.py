@@ -137,14 +137,11 @@ def dequantize(
         ConfigError: unknown direction or backend.
     """
     data, scale = quantized.data(direction), quantized.scale(direction)
-    amax, format = quantized.global_amax, quantized.format
-    if torch.compiler.is_compiling():
-        values: Tensor = _dequantize(data, scale, amax, format.name, direction, backend)
-        return values
-    return dequantize_buffers(data, scale, format, direction, global_amax=amax, backend=backend)
+    name = quantized.format.name
+    return _dequantize(data, scale, quantized.global_amax, name, direction, backend)
 
 
-@partial(library.operation, fake=empty_values(torch.bfloat16))
+@library.in_graphs(fake=empty_values(torch.bfloat16))
 def _dequantize(
     data: Tensor,
     scale: Tensor,

@@ -37,6 +37,7 @@ OUTPUT_GRAD = make(16, 64)
 COUNTS = torch.tensor([1, 0, 3])
 BIASES = [make(8).requires_grad_() for _ in COUNTS]
 HIDDEN, PROBS = make(4, 64).requires_grad_(), torch.rand(4, 1).requires_grad_()
+EXPERTS, AMAX = [make(2, 4, 32), make(3, 32)], torch.tensor([1.0, 2.0, 0.5])
 KINDS = ("mxfp8", "mxfp8_2d", "nvfp4", "int4")
 """A format of each kind of columnwise copy."""
 CASES = {
@@ -51,6 +52,9 @@ CASES = {
     "gate": ("gate", (HIDDEN, make(4, 64), PROBS, "silu", 0.5, 1.0, 16)),
     "fused_gate": ("fused_gate", (HIDDEN, None, PROBS, "quick_gelu", False, 1.0, 0.5)),
     "spread_biases": ("spread_biases", (BIASES, COUNTS, torch.float32, torch.zeros(4, 8).int())),
+    "fake_quantize": ("fake_quantize", (EXPERTS, AMAX, 8, False, "auto")),
+    "clip_gradient": ("clip_gradient", (EXPERTS, AMAX, EXPERTS, "auto")),
+    "fake_blocks": ("fake_blocks", (EXPERTS, "mxfp4", "reference")),
     "add_scaled": ("add_scaled", (make(4, 8), torch.zeros(4, 8), PROBS)),
 }
 

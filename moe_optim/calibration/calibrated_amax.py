@@ -60,12 +60,9 @@ def hold_calibrated_amax(
         base.register_buffer(buffer, amax)
 
 
-def take_off_amaxes(linear: Module) -> dict[str, Tensor]:
-    """Remove the calibrated amaxes of a linear, and return them by buffer."""
-    held = {buffer: amax for buffer in BUFFERS if (amax := _held(linear, buffer)) is not None}
-    for buffer in held:
-        hold_calibrated_amax(linear, None, buffer)
-    return held
+def held_amaxes(linear: Module) -> dict[str, Tensor]:
+    """Return the calibrated amaxes of a linear by buffer."""
+    return {buffer: amax for buffer in BUFFERS if (amax := _held(linear, buffer)) is not None}
 
 
 def take_calibrated_amaxes(

@@ -1,7 +1,7 @@
 """Operations of fake quantization: kernels where they run, else plain torch."""
 
-from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from moe_optim.formats import get_format
 from moe_optim.formats.reference import fake as reference
 from moe_optim.kernels.fake import find_table
 from moe_optim.kernels.plan import takes_kernels
+from moe_optim.library import in_graphs
 
 
 def cut_like(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -28,30 +29,7 @@ def _empty(values: Sequence[Tensor], *_: object, dtype: torch.dtype | None = Non
 _empty_bf16 = partial(_empty, dtype=torch.bfloat16)
 
 
-def _operation[**P](
-    name: str, fake: Callable[..., Tensor] = _empty
-) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
-    """Make a function an operator in compiled graphs only, since eager calls cost less without one.
-
-    ``fake`` returns its results without values.
-    """
-
-    def decorate(body: Callable[P, Tensor]) -> Callable[P, Tensor]:
-        compiled = torch.library.custom_op(f"moe_optim::{name}", body, mutates_args=())
-        compiled.register_fake(fake)
-
-        @wraps(body)
-        def call(*args: P.args, **kwargs: P.kwargs) -> Tensor:
-            if torch.compiler.is_compiling():
-                return compiled(*args, **kwargs)
-            return body(*args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-@_operation("fake_quantize")
+@in_graphs(fake=_empty, name="fake_quantize", replays=True)
 def fake_quantized(
     values: Sequence[Tensor], amax: Tensor, bits: int | None, narrow_range: bool, backend: str
 ) -> Tensor:
@@ -72,7 +50,7 @@ def fake_quantized(
     return result
 
 
-@_operation("clip_gradient")
+@in_graphs(fake=_empty, name="clip_gradient", replays=True)
 def clipped_gradient(
     values: Sequence[Tensor], amax: Tensor, gradients: Sequence[Tensor], backend: str
 ) -> Tensor:
@@ -120,7 +98,7 @@ def count_experts(values: Tensor) -> int:
     return values.shape[0] if values.dim() == 3 else 1
 
 
-@_operation("fake_blocks", fake=_empty_bf16)
+@in_graphs(fake=_empty_bf16, replays=True)
 def fake_blocks(values: Sequence[Tensor], format: str, backend: str) -> Tensor:
     """Return the bf16 values of all experts in a row-only ``format``, concatenated.
 

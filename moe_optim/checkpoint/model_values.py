@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_optim.calibration.linears import grouped_linears, members_of
 from moe_optim.errors import LayoutError, listed
-from moe_optim.experts.keys.finding import raise_faults
+from moe_optim.experts.keys.finding import refuse_keys
 from moe_optim.experts.keys.layouts import match_key
 from moe_optim.experts.loading import expert_values_for_chunks
 from moe_optim.weights.names import unwrapped_name
@@ -86,7 +86,7 @@ def _regroup_experts(state: dict[str, Any], chunk: torch.nn.Module) -> None:
             else:
                 for expert, part in enumerate(members_of(state.pop(keys[None][0]))):
                     state[f"{name}{expert}"] = plain_values(part)
-    raise_faults(faults)
+    refuse_keys(faults)
 
 
 def _keys_by_parameter(state: Mapping[str, Any]) -> dict[str, _Keys]:

@@ -1,5 +1,6 @@
 """LoRA adapters around linears: merged into the weights that they adapt."""
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch.nn import Identity, Module
 from moe_optim.buckets.bucket_group import gather_weights
 from moe_optim.calibration.calibrated_amax import calibrated_amax, hold_calibrated_amax
 from moe_optim.calibration.linears import ExpertLinear, expert_linears, require_chunks
-from moe_optim.errors import ConfigError, LayoutError, StateError
+from moe_optim.errors import ConfigError, LayoutError, StateError, listed
 from moe_optim.integration.agreement import agree
 from moe_optim.weights.managed import storage_of
 from moe_optim.weights.names import ADAPTER, base_of, is_wrapper, unwrapped_name
@@ -22,6 +23,7 @@ _LORA = ("ParallelLinearAdapter", "GroupedExpertLinearAdapter", "SharedOuterGrou
 """Megatron-Bridge's LoRA adapters: of one pair of matrices, of one pair for each expert, and of
 one matrix for all experts and one for each."""
 _MATRICES = ["linear_in.weight", "linear_out.weight"]
+_MOST_NAMES = 20  # maximum number of names in a warning
 
 
 @torch.inference_mode(False)
@@ -34,6 +36,10 @@ def merge_adapters(model_chunks: Iterable[Module]) -> list[str]:
     in fp32, rounded once to the dtype of the weight. Quantized weights are dequantized rowwise
     first; the bf16 result is quantized in their format. The model then has the modules, state and
     keys that it had before it was adapted, so that it can be saved, exported and calibrated.
+
+    Experts cut by tensor parallelism get their parts of the same sums. A warning names adapters of
+    ``linear_fc2`` among them, whose forward pass in Megatron-Bridge 0.6.2 multiplies each rank's
+    parts and does not add them up: the merged model computes something else than the adapted one.
 
     Amaxes that a linear of experts was calibrated to are forgotten, since they are those of other
     weights. Recorded amaxes become those of the merged values.
@@ -49,8 +55,7 @@ def merge_adapters(model_chunks: Iterable[Module]) -> list[str]:
         Names of the linears of this rank that had adapters.
 
     Raises:
-        ConfigError: no list of chunks, an adapter other than LoRA, or experts cut by tensor
-            parallelism.
+        ConfigError: no list of chunks, or an adapter other than LoRA.
         LayoutError: matrices do not fit the weight, a weight has several adapters or is tied to
             embeddings, or a wrapper other than an adapter hides experts.
         StateError: an adapter is disabled; or weights are trained beside it, stale, offloaded, or
@@ -61,6 +66,13 @@ def merge_adapters(model_chunks: Iterable[Module]) -> list[str]:
     for chunk in chunks:
         gather_weights(chunk)
     agree(lambda: _require_mergeable(found), None)
+    if unlike := [one.name for one in found if one.omits_a_sum()]:
+        warnings.warn(
+            f"merge_adapters: {listed(unlike, most=_MOST_NAMES)}: with "
+            "--expert-tensor-parallel-size above 1, Megatron-Bridge's adapters of linear_fc2 do "
+            "not compute linear_out @ linear_in, which was added. Evaluate the merged model.",
+            stacklevel=2,
+        )
     for one in found:
         one.merge()
     return [one.name for one in found]
@@ -106,15 +118,6 @@ class _Adapted:
                 f"{where}: expected an adapter that adds to the outputs, got a disabled one. Call "
                 "enable_adapter_layers() first, or take the adapter out."
             )
-        size = _ranks_of(self._adapter) if getattr(self._adapter, "is_expert", False) else 1
-        if self.experts is not None:
-            size = self.experts.groups.expt_tp.size()
-        if size > 1:
-            raise ConfigError(
-                f"{where}: expected whole experts, got --expert-tensor-parallel-size {size}, with "
-                "which Megatron-Bridge's adapters of linear_fc2 multiply each rank's parts and do "
-                "not add them up. Save, load with 1, and evaluate before you merge."
-            )
         if not self._weights:
             raise LayoutError(
                 f"{where}: expected a linear with a weight, got "
@@ -127,7 +130,7 @@ class _Adapted:
     def _require_fitting(self, where: str) -> None:
         first, second, dim = *self._matrices, self._adapter.dim
         rows, cols = self._weights[0].shape[-2:]
-        size = _ranks_of(self._adapter)
+        size = _size_of(self._group)
         fits = first.shape[-1] == cols and second.shape[-1] == dim
         fits &= first.shape[-2] in (dim, dim / size) and second.shape[-2] in (rows, rows / size)
         count = None if self.experts is None else self.experts.num_experts
@@ -139,6 +142,18 @@ class _Adapted:
             )
 
     @property
+    def _group(self) -> Any:
+        """Group of the ranks that hold parts of the matrices, if there are several."""
+        if self.experts is not None:
+            return self.experts.groups.expt_tp
+        return getattr(self._adapter, "tp_group", None)
+
+    def omits_a_sum(self) -> bool:
+        """Return whether the forward pass omits a sum over ranks that cut columns of experts."""
+        is_expert = self.experts is not None or getattr(self._adapter, "is_expert", False)
+        return is_expert and self._matrices[1].shape[-2] < self._weights[0].shape[-2]
+
+    @property
     def _matrices(self) -> tuple[Tensor, Tensor]:
         """Rank's parts of A [dim, C] and B [R, dim], or one of each expert with an axis before."""
         return self._adapter.linear_in.weight, self._adapter.linear_out.weight
@@ -146,8 +161,8 @@ class _Adapted:
     def merge(self) -> None:
         adapter, (first, second) = self._adapter, self._matrices
         scale = adapter.alpha / adapter.dim
-        first = _whole(first, adapter.dim, adapter)
-        second = _whole(second, self._weights[0].shape[-2], adapter)
+        first = _whole(first, adapter.dim, self._group)
+        second = _whole(second, self._weights[0].shape[-2], self._group)
         expert = 0
         for weight in self._weights:
             values = plain_values(weight)
@@ -212,17 +227,16 @@ def _require_writable(where: str, weight: Any) -> None:
     require_memory(where, weight)
 
 
-def _ranks_of(adapter: Any) -> int:
-    group = getattr(adapter, "tp_group", None)
+def _size_of(group: Any) -> int:
     return 1 if group is None else int(group.size())
 
 
-def _whole(matrix: Tensor, rows: int, adapter: Any) -> Tensor:
+def _whole(matrix: Tensor, rows: int, group: Any) -> Tensor:
     """Return a matrix of ``rows``, gathered from tensor-parallel ranks if they have parts."""
     if matrix.shape[-2] == rows:
         return matrix
-    parts = [torch.empty_like(matrix) for _ in range(_ranks_of(adapter))]
-    dist.all_gather(parts, matrix.contiguous(), group=adapter.tp_group)
+    parts = [torch.empty_like(matrix) for _ in range(_size_of(group))]
+    dist.all_gather(parts, matrix.contiguous(), group=group)
     return torch.cat(parts, dim=-2)
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from moe_optim.calibration.calibrated_amax import (
     calibrated_amax,
+    held_amaxes,
     hold_calibrated_amax,
     take_calibrated_amaxes,
-    take_off_amaxes,
 )
 from moe_optim.errors import StateError
 from moe_optim.experts import compiled_gemm
@@ -188,7 +188,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
         """Move quantized experts as one storage. Calibrated amaxes move too, and stay fp32."""
-        amaxes = take_off_amaxes(self)
+        amaxes = held_amaxes(self)
         if self.storages():
             self._move_storages(fn)
             for bias in self.biases():

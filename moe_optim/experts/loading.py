@@ -12,7 +12,7 @@ from moe_optim.calibration.calibrated_amax import local_amaxes
 from moe_optim.errors import LayoutError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.experts.keys.conversion import convert_expert_set
-from moe_optim.experts.keys.finding import expert_remainders, raise_faults, survey_expert_sets
+from moe_optim.experts.keys.finding import expert_remainders, refuse_keys, survey_expert_sets
 from moe_optim.experts.keys.layouts import (
     CALIBRATED_AMAX,
     LINEARS,
@@ -103,7 +103,7 @@ class LocalExperts:
                 for count in dict.fromkeys(self.counts)
             ]
             sets = [source for found, _ in attempts for source in found]
-            raise_faults([] if sets else min((faults for _, faults in attempts), key=len))
+            refuse_keys([] if sets else min((faults for _, faults in attempts), key=len))
         fitting = [  # local or all experts, sharded or whole
             one
             for one in sets
@@ -205,7 +205,7 @@ def expert_values_for(
             faults.append(f"{key}: expected one entry for {prefix}{remainder}, got also {other}")
     missing = [prefix for prefix, found in entries.items() if not found]
     faults += [f"{prefix or 'experts'}: expected its experts there, got none" for prefix in missing]
-    raise_faults(faults)
+    refuse_keys(faults)
     local: dict[str, dict[str, Any]] = {}
     for prefix, found in entries.items():
         name, module = layers[prefix]

@@ -111,17 +111,17 @@ class FakeQuantizedCopy(_Copy["PerExpertGrid"]):
         """Return the values of all experts, [E, R, C] bf16, newly allocated, in either direction.
 
         Weights are contiguous bf16, one tensor [E, R, C] or E of [R, C]. ``keep`` keeps the amaxes
-        of a forward GEMM (rowwise) for its dgrad (columnwise). Without ``amax``, ranks of ``group``
-        hold parts of the same experts, and all of them must call it.
+        of a forward GEMM (rowwise) for its dgrad (columnwise); without it, both find their own.
+        Without ``amax``, ranks of ``group`` hold parts of the same experts, and all of them must
+        call it.
         """
         from moe_optim.calibration.fake_operations import fake_quantized
 
-        if direction == "rowwise" or self._kept is None:
+        found = self._kept if keep and direction == "columnwise" else None
+        if found is None:
             found = live_amax(weights, group) if amax is None else amax.flatten()
-            if keep:
-                self._kept = found
-        else:
-            found = self._kept
+        if keep:
+            self._kept = found
         plain = [weight.detach() for weight in weights]
         values = fake_quantized(plain, found, self.format.bits, False, self.backend)
         return values.view(self.shape)

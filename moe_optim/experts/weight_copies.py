@@ -17,7 +17,7 @@ from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS, PerExpertG
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.experts.copied_gradients import StraightThrough, clip_delayed, share_attributes
-from moe_optim.experts.operands import copies_in, live_amax, make_copy
+from moe_optim.experts.operands import copies_in, make_copy
 from moe_optim.formats import BlockScaledFormat, get_format
 from moe_optim.integration import patches
 from moe_optim.integration.engine import apply_patches, original
@@ -140,14 +140,13 @@ class WeightCopies:
         return copies
 
     def _quantize(self, weights: Sequence[Tensor], calibrated: Tensor | None) -> Tensor:
-        amax = calibrated
-        if isinstance(self.format, PerExpertGrid):
-            if amax is None:
-                amax = live_amax(weights, self.linear._pg_collection.expt_tp)
-        elif self.format.is_row_only:  # one launch, and no bytes beside the copy
-            values = fake_blocks(weights, self.format.name, self.backend)
+        if isinstance(self.format, BlockScaledFormat) and self.format.is_row_only:
+            values = fake_blocks(weights, self.format.name, self.backend)  # no bytes beside it
             return values.view(len(weights), *weights[0].shape)
-        return self._quantizer.dequantize(weights, "rowwise", keep=False, amax=amax)
+        group = self.linear._pg_collection.expt_tp
+        return self._quantizer.dequantize(
+            weights, "rowwise", keep=False, amax=calibrated, group=group
+        )
 
 
 class StepEnd:

@@ -81,12 +81,3 @@ def test_compiled_graphs_give_the_same_bits(format, listed):
         result = call(weights)
         assert_bytes_equal(result, values_of(weights, format))
         assert_bytes_equal(torch.autograd.grad(result, weights, gradient)[0], gradient)
-
-
-def test_the_op_is_registered_as_torch_asks():
-    weights = [normal_weights(2, 4, 32), normal_weights(3, 32)]
-    torch.library.opcheck(
-        torch.ops.moe_optim.fake_blocks.default,
-        (weights, "mxfp4", "reference"),
-        test_utils=("test_schema", "test_faketensor"),
-    )

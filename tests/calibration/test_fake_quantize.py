@@ -190,19 +190,3 @@ def test_compiled_graphs_give_the_same_bits_and_are_compiled_once(compiled, grid
             outcomes.append((out.detach(), *torch.autograd.grad(out.sum(), [tokens, *leaves])))
         for mine, theirs in zip(*outcomes, strict=True):
             assert_bytes_equal(mine, theirs, f"step {step}")
-
-
-def test_the_ops_are_registered_as_torch_asks():
-    values, amax = [one.clone() for one in weights()], amax_of(weights()).flatten()
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(
-        torch.ops.moe_optim.fake_quantize.default,
-        (values, amax, 8, False, "auto"),
-        test_utils=tests,
-    )
-    gradients = [one.clone() for one in values]
-    torch.library.opcheck(
-        torch.ops.moe_optim.clip_gradient.default,
-        (values, amax, gradients, "auto"),
-        test_utils=tests,
-    )

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
@@ -17,7 +16,8 @@ from moe_optim.formats import FORMATS
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
 from tests.support.modules import experts
-from tests.support.modules.amax import amax_of, save_module, saved_amaxes
+from tests.support.modules.amax import amax_of, load_module, save_module, saved_amaxes
+from tests.support.modules.calibrating import local_part
 from tests.support.ranks import run_ranks
 
 GLOBAL_EXPERTS, FFN = 6, 128
@@ -79,11 +79,10 @@ def _record(module: Any, ep: int, tp: int = 1) -> SimpleNamespace:
     expected = SimpleNamespace(whole={}, mine={})
     for name, rows in (("linear_fc1", 2 * FFN), ("linear_fc2", experts.HIDDEN)):
         weights = list(module.get_submodule(name)._parameters.values())
-        count = GLOBAL_EXPERTS // ep
         shape = (GLOBAL_EXPERTS, rows, experts.HIDDEN if name == "linear_fc1" else FFN)
         masters = masters_of(name, shape)
         expected.whole[name] = amax_of(masters)
-        mine = _part(masters, name, tp)[dist.get_rank() % ep * count :][:count].contiguous()
+        mine = local_part(name, masters, ep, tp)
         expected.mine[name] = amax_of(mine)
         parts = [mine] if len(weights) == 1 else mine.split(1)
         for weight, part in zip(weights, parts, strict=True):
@@ -96,22 +95,6 @@ def _record(module: Any, ep: int, tp: int = 1) -> SimpleNamespace:
             record.fill([OwnedMaster(param=w, start=0, master=p.reshape(-1)) for w, p in owned])
             record.finish()
     return expected
-
-
-def _part(masters: torch.Tensor, linear: str, tp: int) -> torch.Tensor:
-    """Return what this rank has of all experts: rows of gate and of up, or columns."""
-    if linear == "linear_fc1":
-        gate_and_up = masters.view(GLOBAL_EXPERTS, 2, FFN, -1).chunk(tp, 2)[dist.get_rank() % tp]
-        return gate_and_up.flatten(1, 2)
-    return masters.chunk(tp, 2)[dist.get_rank() % tp]
-
-
-def _load(module: Any, folder: Path) -> Any:
-    from megatron.core import dist_checkpointing
-
-    state = dist_checkpointing.load(module.sharded_state_dict(prefix=PREFIX), str(folder))
-    module.load_state_dict({name.removeprefix(PREFIX): value for name, value in state.items()})
-    return module
 
 
 def _loaded(module: Any) -> dict[str, torch.Tensor]:
@@ -152,10 +135,10 @@ def _load_on_one(folder: Path) -> dict[tuple[str, str], dict[str, torch.Tensor]]
     found = {}
     for format, single in CASES:
         for way in ("spread", "cut"):
-            module = _load(_make(1, format, not single), folder / f"{format} {way}")
+            module = load_module(_make(1, format, not single), folder / f"{format} {way}", PREFIX)
             found[format, way] = _loaded(module)
         save_module(module, folder / f"{format} whole", PREFIX)
-        _load(module, folder / f"{format} parts")
+        load_module(module, folder / f"{format} parts", PREFIX)
         assert set(_loaded(module).values()) == {None}
         portable = GroupedExperts(
             GLOBAL_EXPERTS,
@@ -163,7 +146,7 @@ def _load_on_one(folder: Path) -> dict[tuple[str, str], dict[str, torch.Tensor]]
             moe_optim_config=MoEOptimConfig(format=format, record_amax=True),
             pg_collection=experts._seeded_groups(),
         )
-        _load(portable, folder / f"{format} spread")
+        load_module(portable, folder / f"{format} spread", PREFIX)
         linears = linears_of(portable)
         found[format, "portable"] = {n: one.whole_amax for n, one in linears.items()}
     _check_unknown(folder)
@@ -176,12 +159,12 @@ def _load_on_two(folder: Path) -> dict[tuple[str, str], dict[str, torch.Tensor]]
     experts.start_ranks(**SPREAD)
     for format, single in CASES:
         module = _make(2, format, single)
-        found[format, "spread"] = _loaded(_load(module, folder / f"{format} whole"))
+        found[format, "spread"] = _loaded(load_module(module, folder / f"{format} whole", PREFIX))
     experts.start_ranks(**CUT)
     for format, single in CASES:
-        module = _load(_make(1, format, single, tp=2), folder / f"{format} whole")
+        module = load_module(_make(1, format, single, tp=2), folder / f"{format} whole", PREFIX)
         save_module(module, folder / f"{format} cut again", PREFIX)
-        again = _load(_make(1, format, not single, tp=2), folder / f"{format} cut")
+        again = load_module(_make(1, format, not single, tp=2), folder / f"{format} cut", PREFIX)
         found[format, "cut"] = _loaded(again)
         assert_all_equal(_loaded(module), found[format, "cut"])
     return found
@@ -231,18 +214,20 @@ def _check_unknown(folder: Path) -> None:
 
     module = _make(1, "mxfp8", False)
     save_module(module, folder / "new", PREFIX)
-    assert set(_loaded(_load(module, folder / "new")).values()) == {None}
+    assert set(_loaded(load_module(module, folder / "new", PREFIX)).values()) == {None}
     _record(module, 1)
     save_module(module, folder / "recorded", PREFIX)
     bf16 = _make(1, "bf16", False, record_amax=False)
     assert not [key for key in bf16.sharded_state_dict() if "weight_amax" in key]
-    _load(bf16, folder / "recorded")  # and stock Megatron, which asks for the same keys
+    load_module(
+        bf16, folder / "recorded", PREFIX
+    )  # and stock Megatron, which asks for the same keys
     installation.uninstall()
     installation.install(MoEOptimConfig(format="mxfp8", record_amax=True))
     state = bf16.sharded_state_dict(prefix=PREFIX)  # a layer that was left in bf16
     assert state[f"{PREFIX}linear_fc1.weight_amax"].data.isnan().all()
-    assert set(_loaded(_load(bf16, folder / "recorded")).values()) == {None}
-    _load(_make(1, "mxfp8", True), folder / "recorded")
+    assert set(_loaded(load_module(bf16, folder / "recorded", PREFIX)).values()) == {None}
+    load_module(_make(1, "mxfp8", True), folder / "recorded", PREFIX)
     dist_checkpointing.save(bf16.sharded_state_dict(prefix=PREFIX), str(_made(folder / "bf16")))
     with pytest.raises(
         ConfigError, match="singleton_local_shards: expected one key for .*got record_amax"

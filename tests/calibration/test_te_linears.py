@@ -15,7 +15,7 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.modules import experts
-from tests.support.modules.amax import save_module
+from tests.support.modules.amax import load_module, save_module
 from tests.support.modules.calibrating import (
     EXPERTS,
     KINDS,
@@ -86,8 +86,6 @@ def _start(ep: int, tp: int) -> None:
 
 def _save_and_load(folder: Path) -> None:
     """Calibrate and save at every size, and load at every size into other weights."""
-    from megatron.core import dist_checkpointing
-
     import moe_optim
 
     for name, (ep, tp) in SIZES.items():
@@ -103,9 +101,7 @@ def _save_and_load(folder: Path) -> None:
         for kind in OF_TE[1::2]:
             for name in SIZES:
                 module = make(kind, ep, tp, seed=1)
-                request = module.sharded_state_dict(prefix="layer.")
-                state = dist_checkpointing.load(request, str(folder / f"{kind} {name}"))
-                module.load_state_dict({k.removeprefix("layer."): v for k, v in state.items()})
+                load_module(module, folder / f"{kind} {name}", "layer.")
                 for linear, amax in amaxes_of(module).items():
                     want = want_amax(kind, whole_weights(linear)).view(-1, 1, 1)
                     assert_bytes_equal(amax, want[first : first + count], what=f"{kind} {name}")

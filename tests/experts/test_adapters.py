@@ -15,8 +15,16 @@ from moe_optim.experts.keys.conversion import convert_state_dict
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.modules import experts
 from tests.support.modules.adapters import AdapterWrapper, Hiding, PlainWrapper, wrap
-from tests.support.modules.amax import save_module, saved_amaxes
-from tests.support.modules.calibrating import EXPERTS, HIDDEN, LINEARS, Kind, amaxes_of, make
+from tests.support.modules.amax import load_module, save_module, saved_amaxes
+from tests.support.modules.calibrating import (
+    EXPERTS,
+    HIDDEN,
+    LINEARS,
+    Kind,
+    amaxes_of,
+    make,
+    values_of,
+)
 from tests.support.ranks import on_ranks, run_ranks
 
 PREFIX = "layer."
@@ -33,13 +41,6 @@ def of_experts(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if ".adapter." not in key}
 
 
-def values_of(module: Any) -> dict[str, torch.Tensor]:
-    """Return the values of every expert, by linear."""
-    from moe_optim.calibration.linears import expert_linears
-
-    return {one.name: torch.stack(list(one.values())) for one in expert_linears(module)}
-
-
 def assert_holds(got: Any, want: Any, what: str) -> None:
     """Compare weights and calibrated amaxes of two modules of experts."""
     assert_same_tensors(values_of(got), values_of(want), what=what)
@@ -50,8 +51,6 @@ def assert_holds(got: Any, want: Any, what: str) -> None:
 
 def _save_and_load(folder: Path, ep: int) -> int:
     """Experts with and without adapters save the same, and load from each other."""
-    from megatron.core import dist_checkpointing
-
     import moe_optim
 
     parallel = {"expert_model_parallel_size": ep} if ep > 1 else {}
@@ -91,10 +90,7 @@ def _save_and_load(folder: Path, ep: int) -> int:
                     other = wrap(other, wrapper) if is_wrapped else other
                     if is_wrapped and (name == "bare" or kind.owner != "portable"):
                         continue
-                    requested = other.sharded_state_dict(prefix=PREFIX)
-                    state = dist_checkpointing.load(requested, str(saved[name]))
-                    state = {key.removeprefix(PREFIX): value for key, value in state.items()}
-                    other.load_state_dict(state, strict=False)
+                    load_module(other, saved[name], PREFIX, strict=False)
                     assert_holds(other, source, f"{what}, {name}, {is_wrapped}")
                     if is_wrapped:
                         for linear in LINEARS:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_optim.calibration.calibrated_amax import calibrated_amax, hold_calibrated_amax
-from moe_optim.errors import LayoutError
+from moe_optim.errors import LayoutError, StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import MXFP8
 from tests.support.bytes import assert_bytes_equal
@@ -38,6 +38,13 @@ def test_copies_and_casts_keep_every_bit(format, layout):
         assert_bytes_equal(calibrated_amax(copied), AMAX, what=layout)
         assert calibrated_amax(copied) is not calibrated_amax(linear)
     assert calibrated_amax(copy.deepcopy(linear).to("meta")).device.type == "meta"
+
+
+def test_a_cast_that_is_refused_leaves_them():
+    linear = make(MXFP8, "grouped")
+    with pytest.raises(StateError, match="weights cannot become torch.float32"):
+        linear.float()
+    assert_bytes_equal(calibrated_amax(linear), AMAX)
 
 
 @kinds

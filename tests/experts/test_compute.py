@@ -20,6 +20,7 @@ from moe_optim.kernels.member_table import MemberTable
 from tests.support.bytes import assert_bytes_equal
 from tests.support.formats import REPRESENTATIVE_FORMATS
 from tests.support.inputs import wide_range_weights
+from tests.support.modules.compiling import make_linear
 
 SHAPE = (3, 64, 32)
 ENDS = torch.tensor([5, 5, 16], dtype=torch.int32)
@@ -37,17 +38,11 @@ def values(seed=0):
 
 
 def make_computing(format=MXFP8, layout="grouped", seed=0, **options):
-    linear = GroupedLinear(
-        *SHAPE, format=None, compute=format, expert_layout=layout, name="fc1", **options
-    )
-    linear.load_values(values(seed))
-    return linear
+    return make_linear(None, layout, compute=format, seed=seed, **options)
 
 
 def make_storing(format=MXFP8, layout="grouped", seed=0):
-    linear = GroupedLinear(*SHAPE, format=format, expert_layout=layout, name="fc1")
-    linear.load_values(values(seed))
-    return linear
+    return make_linear(format, layout, seed=seed)
 
 
 def make_tokens():
@@ -186,6 +181,16 @@ def test_a_backward_pass_reads_what_its_forward_pass_read(format):
         output.float().sum().backward()
         gradients.append(tokens.grad)
     assert_bytes_equal(*gradients)
+
+
+@pytest.mark.parametrize("format", [MXFP8, INT8], ids=lambda format: format.name)
+def test_gradients_of_an_evaluation_are_those_of_its_own_weights(format):
+    """Not of those that training read before; modules whose gradients are wanted may be in eval."""
+    linear, other = make_computing(format), make_computing(format)
+    run(linear)
+    for one in (linear, other):
+        one.load_values(values(1) * 8)
+    assert_same_passes(run(linear.eval()), run(other))
 
 
 def test_a_copy_first_made_in_inference_mode_is_rewritten_in_training():

@@ -4,7 +4,9 @@ The oracle of a merge is plain torch: ``weight + alpha / dim * B @ A`` of each e
 then the reference quantization. Adapters are those of ``tests/support/modules/adapters``.
 """
 
+import itertools
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +22,15 @@ from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.checkpoints.stored_checkpoints import read_with_torch
 from tests.support.modules import experts
 from tests.support.modules.adapters import LORA, Adapter, AdapterWrapper, Matrix, wrap
-from tests.support.modules.calibrating import EXPERTS, LINEARS, Kind, amaxes_of, make
+from tests.support.modules.calibrating import (
+    EXPERTS,
+    LINEARS,
+    Kind,
+    amaxes_of,
+    local_part,
+    make,
+    values_of,
+)
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.training import Record, pretrain, weight_bytes
 
@@ -56,12 +66,6 @@ def merged_by_hand(linear: Any, values: torch.Tensor) -> torch.Tensor:
     )
 
 
-def values_by_linear(module: Any) -> dict[str, torch.Tensor]:
-    from moe_optim.calibration.linears import expert_linears
-
-    return {one.name: torch.stack(list(one.values())) for one in expert_linears(module)}
-
-
 def _merge_all(ep: int) -> int:
     import moe_optim
     from moe_optim.rollout.experts import local_experts
@@ -75,7 +79,7 @@ def _merge_all(ep: int) -> int:
         module = wrap(make(kind, ep), adapter=adapter)
         moe_optim.calibrate([module])
         wrappers = {name: module.get_submodule(name) for name in LINEARS}
-        before = values_by_linear(module)
+        before = values_of(module)
         want = {name: merged_by_hand(wrappers[name], before[name]) for name in LINEARS}
         assert moe_optim.merge_adapters([module]) == list(LINEARS), what
         assert module.sharded_state_dict().keys() == bare.sharded_state_dict().keys(), what
@@ -85,7 +89,7 @@ def _merge_all(ep: int) -> int:
             base = module.get_submodule(name)
             assert base is wrappers[name].to_wrap, what
             if kind.format == "bf16":
-                assert_bytes_equal(values_by_linear(module)[name], want[name], what=what)
+                assert_bytes_equal(values_of(module)[name], want[name], what=what)
                 continue
             quantized = reference.quantize(want[name], FORMATS[kind.format])
             held = [storage_of(one).quantized.buffers() for one in base._parameters.values()]
@@ -93,7 +97,7 @@ def _merge_all(ep: int) -> int:
                 got = torch.cat([one[buffer] for one in held])
                 assert_bytes_equal(got, bytes_, what=f"{what} {name} {buffer}")
             values = reference.dequantize(quantized).bfloat16()
-            assert_bytes_equal(values_by_linear(module)[name], values, what=what)
+            assert_bytes_equal(values_of(module)[name], values, what=what)
     return len(KINDS)
 
 
@@ -116,7 +120,7 @@ def _load_adapters_alone() -> None:
     for kind in kinds:
         source, module = wrap(make(kind, seed=1)), wrap(make(kind))
         moe_optim.calibrate([module])
-        before, amaxes = values_by_linear(module), amaxes_of(module)
+        before, amaxes = values_of(module), amaxes_of(module)
         given = {
             f"{name}.adapter.{key}": value * 2
             for name in LINEARS
@@ -125,7 +129,7 @@ def _load_adapters_alone() -> None:
         module.load_state_dict(given, strict=False)
         own = dict(module.state_dict(keep_vars=True))
         assert_same_tensors({key: own[key].detach() for key in given}, given, what=str(kind))
-        assert_same_tensors(values_by_linear(module), before, what=str(kind))
+        assert_same_tensors(values_of(module), before, what=str(kind))
         assert all(amaxes_of(module)[name] is amax for name, amax in amaxes.items()), str(kind)
 
 
@@ -325,24 +329,19 @@ def _refuse() -> None:
     make(KINDS[0])  # installs bf16
     assert cases.keys() == REFUSALS.keys()
     for name, (error, module) in cases.items():
-        before = values_by_linear(module)
+        before = values_of(module)
         with pytest.raises(error, match=REFUSALS[name]):
             moe_optim.merge_adapters([module])
-        assert_same_tensors(values_by_linear(module), before, what=name)
+        assert_same_tensors(values_of(module), before, what=name)
         assert isinstance(module.linear_fc1, AdapterWrapper)
     with pytest.raises(ConfigError, match="model_chunks: expected a list"):
         moe_optim.merge_adapters(cases["DoRA"][1])
 
 
-def _merge_cut_linears() -> str:
+def _merge_cut_linears() -> None:
     import moe_optim
 
-    parallel = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
-    experts.start_ranks(**parallel)
-    cut = wrap(make(KINDS[0], tp=2))
-    with pytest.raises(ConfigError) as caught:
-        moe_optim.merge_adapters([cut])
-
+    experts.start_ranks(tensor_model_parallel_size=2)
     rank, generator = torch.distributed.get_rank(), torch.Generator().manual_seed(1)
     weight, first, second = (
         torch.randint(-3, 4, shape, generator=generator).bfloat16()
@@ -358,7 +357,6 @@ def _merge_cut_linears() -> str:
     for axis, (name, linear) in enumerate(model.items()):
         assert type(linear) is torch.nn.Linear
         assert_bytes_equal(linear.weight.detach(), merged.chunk(2, axis)[rank], what=name)
-    return str(caught.value)
 
 
 class Dense(LORA[0]):  # type: ignore[misc]
@@ -377,12 +375,66 @@ class Dense(LORA[0]):  # type: ignore[misc]
         return AdapterWrapper(self._linear[0], self)
 
 
-def test_dense_linears_are_merged_where_they_are_cut_and_experts_refused():
-    """Column- and row-parallel ones, of integers, so that no order of sums is seen. Megatron-Bridge
-    multiplies parts of the matrices of linear_fc2, and a merge would not."""
-    for message in run_ranks(2, _merge_cut_linears):
-        assert "linear_fc1: expected whole experts" in message
-        assert "got --expert-tensor-parallel-size 2" in message
+def test_dense_linears_are_merged_where_they_are_cut():
+    """Column- and row-parallel ones, of integers, so that no order of sums is seen."""
+    run_ranks(2, _merge_cut_linears)
+
+
+CUT = [kind for kind in KINDS if kind.format != "nvfp4"]
+"""Kinds whose parts have the values of whole experts: each has its own amax in NVFP4."""
+
+
+def _give_parts(name: str, adapter: Any, tp: int) -> None:
+    """Give an adapter this rank's parts of integers, so that no order of sums is seen."""
+    for matrix, (rows, cols) in (("in", (4, LINEARS[name][1])), ("out", (LINEARS[name][0], 4))):
+        given = getattr(adapter, f"linear_{matrix}")
+        count = EXPERTS if given.weight.dim() == 3 else 1
+        generator = torch.Generator().manual_seed(rows)
+        whole = torch.randint(-3, 4, (count, rows, cols), generator=generator).bfloat16()
+        if (name, matrix) != ("linear_fc1", "out"):  # its rows are cut in gate and up
+            dim = 2 if (name, matrix) == ("linear_fc2", "in") else 1
+            part = whole.chunk(tp, dim)[torch.distributed.get_rank() % tp].contiguous()
+        else:
+            part = local_part(name, whole, tp=tp)
+        given.weight = torch.nn.Parameter(part if given.weight.dim() == 3 else part[0])
+
+
+def _merge_experts(tp: int, whole: dict[str, torch.Tensor] | None = None) -> dict[str, Any]:
+    """Return what GEMMs read after a merge, by kind, adapter, linear and direction."""
+    import moe_optim
+    from moe_optim.weights.managed import storage_of
+
+    experts.start_ranks(tensor_model_parallel_size=tp, expert_tensor_parallel_size=tp)
+    found = {}
+    for kind, adapter in itertools.product(CUT, LORA[:2]):
+        module = wrap(make(kind, tp=tp), adapter=adapter)
+        for name in LINEARS:
+            _give_parts(name, module.get_submodule(name).adapter, tp)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert moe_optim.merge_adapters([module]) == list(LINEARS)
+        warned = [str(one.message) for one in caught if "merge_adapters" in str(one.message)]
+        assert len(warned) == (tp > 1)
+        assert all("linear_fc2: with" in one and "linear_fc1" not in one for one in warned)
+        for name, values in values_of(module).items():
+            key = f"{kind}, {adapter.__name__}, {name}"
+            found[f"{key}, rowwise"] = values
+            weights = module.get_submodule(name)._parameters.values()
+            if kind.format != "bf16" and not FORMATS[kind.format].is_row_only:
+                stored = [storage_of(one).quantized for one in weights]
+                of_dgrad = [reference.dequantize(one, "columnwise") for one in stored]
+                found[f"{key}, columnwise"] = torch.cat(of_dgrad)
+    for key, values in found.items() if whole else ():
+        want = local_part(key.split(", ")[-2], whole[key], tp=tp)
+        assert_bytes_equal(values, want, what=key)
+    return found
+
+
+def test_cut_experts_are_merged_as_whole_ones():
+    """Each rank gets, to the bit, its part of what one rank merges; a warning names linear_fc2, in
+    whose forward pass Megatron-Bridge omits a sum."""
+    (whole,) = run_ranks(1, _merge_experts, 1)
+    run_ranks(2, _merge_experts, 2, whole)
 
 
 @on_ranks(1)

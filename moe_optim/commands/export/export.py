@@ -34,7 +34,7 @@ from moe_optim.commands.conversion.model_sources import (
 from moe_optim.commands.export.engine_config import quantization_config
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.experts.keys.conversion import convert_expert_set, interleave_faults
-from moe_optim.experts.keys.finding import raise_faults
+from moe_optim.experts.keys.finding import refuse_keys
 from moe_optim.experts.keys.layouts import (
     CALIBRATED_INPUT_AMAX,
     LINEARS,
@@ -262,7 +262,7 @@ def _tensors_of(
 def _require_fits(
     stored: Collection[ExpertSet], request: ExportRequest, rows: int, path: Path
 ) -> None:
-    raise_faults([fault for one in stored for fault in interleave_faults(one, rows or None)])
+    refuse_keys([fault for one in stored for fault in interleave_faults(one, rows or None)])
     block_rows, _ = request.convention.scale_block
     for ffn, hidden in {(one.ffn, one.hidden) for one in stored}:
         if ffn % block_rows:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_optim.experts.keys.finding import raise_faults, shape_faults, survey_expert_sets
+from moe_optim.experts.keys.finding import refuse_keys, shape_faults, survey_expert_sets
 from moe_optim.experts.keys.layouts import ExpertSet, KeyLayout, Projection, get_layout
 
 _Piece = tuple[int, Projection, bool]
@@ -47,7 +47,7 @@ def convert_expert_set(
     """
     experts = range(source.num_experts) if experts is None else experts
     target = replace(source, layout=to, num_experts=len(experts))
-    raise_faults(_faults(tensors, source, to, experts, source_interleave, target_interleave))
+    refuse_keys(_faults(tensors, source, to, experts, source_interleave, target_interleave))
     like: Tensor = tensors[source.keys[0]]
     results = {
         key: torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -100,7 +100,7 @@ def convert_state_dict(
     for source in sets:
         experts = range(source.num_experts)
         faults += _faults(state, source, to, experts, source_interleave, target_interleave)
-    raise_faults(faults)
+    refuse_keys(faults)
     set_of = {key: source for source in sets for key in (*source.keys, *source.extra_states)}
     result: dict[str, Any] = {}
     done = set()

@@ -58,7 +58,7 @@ def find_expert_sets(
     sets, faults = survey_expert_sets(
         shapes, layouts=layouts, num_experts=num_experts, prefixes=prefixes
     )
-    raise_faults(faults)
+    refuse_keys(faults)
     return sets
 
 
@@ -125,7 +125,7 @@ def refuse_conversion(
         raise kind(f"{expected}, got {len(faults)} {unit}:\n{lines}Nothing was converted. {remedy}")
 
 
-def raise_faults(faults: Sequence[str]) -> None:
+def refuse_keys(faults: Sequence[str]) -> None:
     """Raise one LayoutError for all faults, if any."""
     refuse_conversion(
         "expert keys: expected complete sets of one layout each",

@@ -1,15 +1,13 @@
 """Plain-torch definition of every format: the oracle of all kernels, and the CPU backend."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from moe_optim import library
 from moe_optim.errors import LayoutError
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight, get_format
 from moe_optim.formats.reference.blocks import derive_into, expand_scale_into, quantize_blocks_into
 from moe_optim.formats.reference.dequantizing import dequantize, dequantize_bf16
+from moe_optim.library import in_graphs
 
 __all__ = [
     "dequantize",
@@ -34,12 +32,8 @@ def quantize(master: Tensor, format: BlockScaledFormat, *, name: str = "weight")
     Raises:
         LayoutError: wrong dtype, or unsupported shape.
     """
-    if torch.compiler.is_compiling():
-        buffers = _reference_quantize(master.detach(), format.name, name)
-        return QuantizedWeight.of_buffers(format, master.shape, buffers)
-    out = QuantizedWeight.empty(format, master.shape, device=master.device, name=name)
-    quantize_into(master, format, out, name=name)
-    return out
+    buffers = _reference_quantize(master.detach(), format.name, name)
+    return QuantizedWeight.of_buffers(format, master.shape, buffers)
 
 
 def _empty_buffers(master: Tensor, format: str, name: str) -> list[Tensor]:
@@ -47,9 +41,12 @@ def _empty_buffers(master: Tensor, format: str, name: str) -> list[Tensor]:
     return list(out.buffers().values())
 
 
-@partial(library.operation, fake=_empty_buffers)
+@in_graphs(fake=_empty_buffers)
 def _reference_quantize(master: Tensor, format: str, name: str) -> list[Tensor]:
-    return list(quantize(master, get_format(format), name=name).buffers().values())
+    buffers = _empty_buffers(master, format, name)
+    out = QuantizedWeight.of_buffers(get_format(format), master.shape, buffers)
+    quantize_into(master, out.format, out, name=name)
+    return buffers
 
 
 @torch.no_grad()

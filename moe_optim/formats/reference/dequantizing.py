@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from moe_optim import library
 from moe_optim.errors import LayoutError
 from moe_optim.formats import (
     BlockScaledFormat,
@@ -19,6 +18,7 @@ from moe_optim.formats import (
 from moe_optim.formats.reference.blocks import CHUNK_NUMEL, transpose_into
 from moe_optim.formats.reference.codes import decode, decode_e4m3, decode_e8m0
 from moe_optim.formats.reference.scales import decoding_amax
+from moe_optim.library import in_graphs, operation
 
 _NVFP4_UNIT = 1.0 / (6.0 * 448.0)
 
@@ -40,26 +40,8 @@ def dequantize(q: QuantizedWeight, direction: Direction = "rowwise") -> Tensor:
     Returns:
         [E, R, C] fp32, contiguous, even if the data buffer is stored transposed.
     """
-    data, format = q.data(direction), q.format
-    if torch.compiler.is_compiling():
-        values: Tensor = _reference_dequantize(
-            data, q.scale(direction), q.global_amax, format.name, direction
-        )
-        return values
-    return _dequantize(data, q.scale(direction), q.global_amax, format, direction)
-
-
-def _dequantize(
-    data: Tensor,
-    scale: Tensor,
-    global_amax: Tensor | None,
-    format: BlockScaledFormat,
-    direction: Direction,
-) -> Tensor:
-    values = decode(format.element, data)
-    factors = _scale_values(scale, format, direction, global_amax).float()
-    values = values * _expand(factors, format, direction, values.shape)
-    return values.transpose(1, 2).contiguous() if format.transposes(direction) else values
+    data, scale = q.data(direction), q.scale(direction)
+    return _reference_dequantize(data, scale, q.global_amax, q.format.name, direction)
 
 
 def dequantize_bf16(
@@ -138,15 +120,18 @@ def empty_values(dtype: torch.dtype) -> Callable[..., Tensor]:
     return empty
 
 
-@partial(library.operation, fake=empty_values(torch.float32))
+@in_graphs(fake=empty_values(torch.float32))
 def _reference_dequantize(
     data: Tensor, scale: Tensor, global_amax: Tensor | None, format: str, direction: str
 ) -> Tensor:
-    way = cast(Direction, direction)
-    return _dequantize(data, scale, global_amax, get_format(format), way)
+    known, way = get_format(format), cast(Direction, direction)
+    values = decode(known.element, data)
+    factors = _scale_values(scale, known, way, global_amax).float()
+    values = values * _expand(factors, known, way, values.shape)
+    return values.transpose(1, 2).contiguous() if known.transposes(way) else values
 
 
-@partial(library.operation, fake=empty_values(torch.bfloat16))
+@partial(operation, fake=empty_values(torch.bfloat16))
 def _dequantize_bf16(
     data: Tensor, scale: Tensor, global_amax: Tensor | None, format: str, direction: str
 ) -> Tensor:

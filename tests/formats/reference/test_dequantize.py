@@ -17,7 +17,7 @@ from moe_optim.formats import (
 )
 from moe_optim.formats.reference import dequantize, dequantize_bf16, quantize
 from tests.formats.reference import scalar_oracle
-from tests.support.bytes import assert_bytes_equal
+from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import wide_range_weights
 
 every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
@@ -29,12 +29,6 @@ ALL_BYTES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
 def fast(q, direction="rowwise", **kwargs):
     data, scale = q.data(direction), q.scale(direction)
     return dequantize_bf16(data, scale, q.format, direction, global_amax=q.global_amax, **kwargs)
-
-
-def assert_values_equal(got, want):
-    """Bitwise, except that any NaN equals any other."""
-    assert torch.equal(got.isnan(), want.isnan())
-    assert_bytes_equal(got.nan_to_num(nan=0.0), want.nan_to_num(nan=0.0))
 
 
 @every_direction

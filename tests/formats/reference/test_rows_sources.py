@@ -24,8 +24,6 @@ from moe_optim.formats import (
 )
 from moe_optim.formats.reference import dequantize, dequantize_bf16, quantize
 from moe_optim.formats.reference.codes import (
-    E2M1_VALUES,
-    decode_e4m3,
     pack_nibbles,
     unpack_nibbles,
 )
@@ -127,80 +125,6 @@ def test_mxfp4_values_are_those_of_gpt_oss_in_transformers():
 
 
 # NVFP4
-
-
-NVFP4_WEIGHTS = {
-    "random": lambda: random_weights(12, experts=4),
-    "most blocks far below their expert": lambda: random_weights(120, experts=4),
-    "every seventh amax": lambda: amax_sweep((1, 16), step=7, experts=16),
-    "every element": lambda: every_element(6.0),
-    "zero": lambda: torch.zeros(2, 32, 48, dtype=torch.bfloat16),
-}
-
-
-@pytest.mark.parametrize("weights", NVFP4_WEIGHTS.values(), ids=NVFP4_WEIGHTS.keys())
-def test_nvfp4_rows_equals_the_reference_of_transformer_engine(weights):
-    """All buffers are those of NVFP4QuantizerRef with 1x16 tiles, for all but NaN and -0.0."""
-    te = te_recipe("reference_nvfp4")
-    quantizer = te.NVFP4QuantizerRef(
-        te.reference_utils.Fp4Formats.E2M1, columnwise=False, quant_tile_shape=(1, 16)
-    )
-    weight = weights()
-    ours = quantize(weight, NVFP4_ROWS)
-    theirs = [quantizer.quantize(expert) for expert in weight]
-    scale = torch.stack([expert.scale.view(torch.uint8) for expert in theirs])
-    assert_bytes_equal(scale, ours.rowwise_scale, what="scale")
-    assert_bytes_equal(torch.stack([one.data for one in theirs]), ours.rowwise_data, what="data")
-    assert_bytes_equal(torch.cat([one.global_amax_row for one in theirs]), ours.global_amax)
-
-
-def torchao_nvfp4(weight):
-    """Return [E, R, C/16] scale codes and [E, R, C] codes."""
-    nvfp4 = import_module("torchao.prototype.mx_formats.nvfp4_tensor")
-    per_expert = nvfp4.per_tensor_amax_to_scale(weight.abs().amax((1, 2), keepdim=True))
-    scale, data = nvfp4.nvfp4_quantize(weight, 16, per_expert)
-    return scale.view(torch.uint8).view(*weight.shape[:2], -1), unpack_nibbles(data)
-
-
-@pytest.mark.parametrize("exponent", [-60, 0, 60])
-def test_nvfp4_rows_equals_torchao_where_the_global_scale_is_a_power_of_two(exponent):
-    """A million values, all scales at least the 2^-6 below which torchao has none."""
-    weight = random_weights(6, experts=4)
-    weight[:, 0, 0] = 2688.0
-    weight *= 2.0**exponent
-    ours = quantize(weight, NVFP4_ROWS)
-    scale, codes = torchao_nvfp4(weight)
-    kept = ours.rowwise_scale >= 0x08
-    assert kept.float().mean() > 0.9
-    assert_bytes_equal(scale[kept], ours.rowwise_scale[kept], what="scale")
-    kept = kept.repeat_interleave(16, 2)
-    assert_bytes_equal(codes[kept], unpack_nibbles(ours.rowwise_data)[kept], what="codes")
-
-
-def test_nvfp4_rows_differs_from_torchao_at_ties_only():
-    """It divides by 6 where Transformer Engine and we multiply by fl(1/6).
-
-    Scales and elements that differ lie exactly halfway between two codes before rounding.
-    """
-    weight = random_weights(12)
-    q = quantize(weight, NVFP4_ROWS)
-    scale, codes = torchao_nvfp4(weight)
-    ours = unpack_nibbles(q.rowwise_data)
-    amax = weight.unflatten(2, (-1, 16)).abs().amax(3).double()
-    global_amax = q.global_amax.double().view(-1, 1, 1)
-    limited = q.rowwise_scale.clamp(min=0x08)
-
-    off = scale != limited
-    middle = (decode_e4m3(scale).double() + decode_e4m3(limited)) / 2
-    assert 0 < off.sum() < 0.005 * off.numel()
-    assert torch.equal((amax * 448)[off], (middle * global_amax)[off])
-
-    off = (codes != ours) & (scale == q.rowwise_scale).repeat_interleave(16, 2)
-    values = torch.tensor(E2M1_VALUES, dtype=torch.float64)
-    middle = (values[codes.int() & 7] + values[ours.int() & 7]) / 2
-    decoded = decode_e4m3(scale).double().repeat_interleave(16, 2)
-    assert 0 < off.sum() < 0.001 * off.numel()
-    assert torch.equal((weight.abs().double() * 2688)[off], (middle * decoded * global_amax)[off])
 
 
 def test_nvfp4_rows_values_are_those_of_compressed_tensors_where_its_global_scale_is_exact():

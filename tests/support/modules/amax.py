@@ -35,6 +35,16 @@ def save_module(module: Any, folder: Path, prefix: str) -> None:
     dist_checkpointing.save(state, str(folder))
 
 
+def load_module(module: Any, folder: Path, prefix: str, *, strict: bool = True) -> Any:
+    """Load the experts of every rank as Megatron does, and return their module."""
+    from megatron.core import dist_checkpointing
+
+    state = dist_checkpointing.load(module.sharded_state_dict(prefix=prefix), str(folder))
+    found = {name.removeprefix(prefix): value for name, value in state.items()}
+    module.load_state_dict(found, strict=strict)
+    return module
+
+
 def saved_amaxes(checkpoint: Path, ends_with: str = ".weight_amax") -> dict[str, torch.Tensor]:
     """Return every amax of a torch_dist checkpoint by its key."""
     tensors = read_with_torch(checkpoint)

@@ -119,6 +119,13 @@ def fill(module: Any, weights: dict[str, torch.Tensor]) -> None:
                 linear._parameters[weight] = linear._stand_in(part)
 
 
+def values_of(module: Any) -> dict[str, torch.Tensor]:
+    """Return the values of every expert as GEMMs read them, by linear."""
+    from moe_optim.calibration.linears import expert_linears
+
+    return {one.name: torch.stack(list(one.values())) for one in expert_linears(module)}
+
+
 def amaxes_of(module: Any) -> dict[str, torch.Tensor | None]:
     """Return what the linears hold, by name."""
     from moe_optim import calibrated_amax
