@@ -8,10 +8,7 @@ import json
 import pytest
 
 from moe_optim.commands.cli import main as cli
-from moe_optim.commands.conversion.model_conversion import (
-    dequantize_checkpoint,
-    plan_dequantization,
-)
+from moe_optim.commands.conversion.model_conversion import plan_dequantization
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.commands.conversion.published_weights import encodings_of
 from moe_optim.commands.export.engine_config import quantization_config
@@ -101,7 +98,7 @@ def test_weights_become_bf16_by_the_published_configuration(model, tmp_path):
     for place in places:
         config = {place: config}
     source = write_hf(tmp_path / "published", stored, {"model_type": "any"} | config)
-    dequantize_checkpoint(plan_dequantization(open_checkpoint(source)), tmp_path / "out")
+    plan_dequantization(open_checkpoint(source)).write(tmp_path / "out")
     got = in_files(tmp_path / "out")
     assert got.keys() == values.keys()
     for name, want in values.items():
