@@ -91,8 +91,7 @@ class ConversionPlan(FilePlan):
         return place, self.view.reader.tensors[place.name].shape[0] if place.index else 0
 
     @property
-    def recorded(self) -> Recorded:
-        """Facts that safetensors record about the result."""
+    def _recorded(self) -> Recorded:
         counts = {one.num_experts for one in self.sets}
         return Recorded(
             layout=self.to.name,
@@ -101,10 +100,9 @@ class ConversionPlan(FilePlan):
             iteration=self.view.recorded.iteration,
         )
 
-    def write_tensors(self, folder: Path, report: BytesDone, workers: int) -> None:
-        """Write all tensors and objects in the file format of the plan."""
+    def _write_tensors(self, folder: Path, report: BytesDone, workers: int) -> None:
         if self.format == "safetensors":
-            super().write_tensors(folder, report, workers)
+            super()._write_tensors(folder, report, workers)
             return
         iteration = self.view.recorded.iteration
         with torch_dist_checkpoint(folder, iteration) as (into, writer):

@@ -200,23 +200,22 @@ class FilePlan:
         files; the bytes written are the same for any number. Raises as :func:`convert_checkpoint`,
         and ConfigError for a tokenizer's folder without a tokenizer.
         """
-        texts = self.texts()
+        texts = self._texts()
         needed = self.disk_bytes + sum(map(len, texts.values()))
         with one_thread(), published(target, needed_bytes=needed) as folder:
-            self.write_tensors(folder, report, workers)
+            self._write_tensors(folder, report, workers)
             for name, content in texts.items():
                 (folder / name).write_bytes(content)
 
-    def texts(self) -> dict[str, bytes]:
+    def _texts(self) -> dict[str, bytes]:
         """Return the files beside the tensors, by name."""
         return {}
 
-    def write_tensors(self, folder: Path, report: BytesDone, workers: int) -> None:
-        """Write all tensors, and what describes them, into ``folder``."""
-        write_safetensors(self, folder, self.recorded, report, workers)
+    def _write_tensors(self, folder: Path, report: BytesDone, workers: int) -> None:
+        write_safetensors(self, folder, self._recorded, report, workers)
 
     @property
-    def recorded(self) -> Recorded:
+    def _recorded(self) -> Recorded:
         """Facts that safetensors record about the result."""
         return self.view.recorded
 

@@ -82,8 +82,7 @@ class ModelPlan(FilePlan):
     request: ModelRequest
 
     @property
-    def recorded(self) -> Recorded:
-        """Facts that safetensors record about the result."""
+    def _recorded(self) -> Recorded:
         return Recorded(
             layout=LAYOUT_OF_EXPERTS,
             glu_interleave=0,
@@ -91,8 +90,7 @@ class ModelPlan(FilePlan):
             iteration=self.view.recorded.iteration,
         )
 
-    def texts(self) -> dict[str, bytes]:
-        """Return ``config.json`` and files of a given tokenizer, of a model for transformers."""
+    def _texts(self) -> dict[str, bytes]:
         if self.request.to == "megatron":
             return {}
         tokenizer = self.request.tokenizer
@@ -101,12 +99,11 @@ class ModelPlan(FilePlan):
         config = {**self.model.config, **special_tokens(tokenizer), "torch_dtype": dtype}
         return files | spell_config(config)
 
-    def write_tensors(self, folder: Path, report: BytesDone, workers: int) -> None:
-        """Write safetensors, or for Megatron's ``--load`` a folder ``release`` and its tracker."""
+    def _write_tensors(self, folder: Path, report: BytesDone, workers: int) -> None:
         if self.request.to == "megatron":
             _write_megatron(self, folder, report, workers)
         else:
-            super().write_tensors(folder, report, workers)
+            super()._write_tensors(folder, report, workers)
 
     def place_of(self, part: Part, name: str) -> tuple[Place, int]:
         """Return where Megatron stores a tensor: in one of all layers, if these are alike."""
@@ -166,8 +163,7 @@ class DequantizationPlan(FilePlan):
 
     tokenizer: Path | None
 
-    def texts(self) -> dict[str, bytes]:
-        """Return ``config.json`` without its quantization, and files of the tokenizer."""
+    def _texts(self) -> dict[str, bytes]:
         folder = folder_of(self.view.reader)
         files = read_tokenizer(self.tokenizer, beside=folder)
         said = {k: one for k, one in special_tokens(self.tokenizer).items() if one is not None}

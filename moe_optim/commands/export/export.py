@@ -72,12 +72,10 @@ class ExportPlan(FilePlan):
     config: Mapping[str, Any]  # config.json of the model, without quantization_config
 
     @property
-    def recorded(self) -> Recorded:
-        """Facts that safetensors record about the result."""
+    def _recorded(self) -> Recorded:
         return Recorded(iteration=self.view.recorded.iteration)
 
-    def texts(self) -> dict[str, bytes]:
-        """Return ``config.json`` with a ``quantization_config``, and files of the tokenizer."""
+    def _texts(self) -> dict[str, bytes]:
         request, tokenizer = self.request, self.request.tokenizer
         files = read_tokenizer(tokenizer, beside=folder_of(self.view.reader))
         tokens = special_tokens(tokenizer)
