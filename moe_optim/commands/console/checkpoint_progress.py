@@ -37,9 +37,10 @@ def say_which_was_taken(path: Path, taken: Path) -> None:
 
 def open_view(path: Path, renames: Sequence[str] = ()) -> "LayerView":
     """Open a checkpoint under state-dict keys; ConfigError for a rename that is not ``FROM=TO``."""
+    reader = open_reader(path)
     from moe_optim.commands.conversion.layer_view import LayerView, parse_renames
 
-    return LayerView(open_reader(path), parse_renames(renames))
+    return LayerView(reader, parse_renames(renames))
 
 
 @contextmanager

@@ -126,6 +126,7 @@ LIGHT = [  # commands, and errors of commands, that need no tensor
     ["plan", "quickstart", "--gpus", "2"],
     ["train", "quikstart"],
     ["inspect", "absent"],
+    ["inspect", "."],
     ["convert", "absent", "there", "--to", "hf"],
     ["convert", ".", "there", "--to", "hf"],
     ["export", "absent", "there", "--format", "mxfp8"],
