@@ -11,6 +11,11 @@ def spell_count(number: int) -> str:
     return f"{millions:.3g}M" if millions < 999.5 else f"{millions:,.0f}M"
 
 
+def spell_number(number: int, what: str) -> str:
+    """Format a number of things, such as ``1 GPU`` or ``1,024 GPUs``."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def spell_bytes(count: float) -> str:
     """Format a byte count with three digits and unit, in at most eight characters."""
     unit = 0

@@ -183,16 +183,18 @@ def _sliced(
     dp_size: int,
 ) -> BufferPlan | None:
     """Return a buffer whose entries are proportional to elements, or None if they are not."""
-    per_element = bytes_per_element / itemsize
-    starts = [slot.start * per_element for slot in slots]
-    are_whole = all(at.denominator == 1 for at in (*starts, bucket_numel // dp_size * per_element))
-    if not are_whole or [slot.numel * per_element for slot in slots] != list(map(prod, shapes)):
+    entries, per_elements = (bytes_per_element / itemsize).as_integer_ratio()
+    starts = [slot.start * entries for slot in slots]
+    shard = bucket_numel // dp_size * entries
+    are_whole = not any(at % per_elements for at in (*starts, shard))
+    numels = [prod(shape) * per_elements for shape in shapes]
+    if not are_whole or [slot.numel * entries for slot in slots] != numels:
         return None
     return BufferPlan(
         name=name,
         itemsize=itemsize,
-        numel=int(bucket_numel * per_element),
-        starts=tuple(map(int, starts)),
+        numel=bucket_numel * entries // per_elements,
+        starts=tuple(at // per_elements for at in starts),
         shapes=tuple(shapes),
         is_sliced=True,
     )

@@ -9,8 +9,6 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from moe_optim.errors import ConfigError, quote, shorten
 
@@ -86,8 +84,17 @@ def merge(where: str, *layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dic
     A layer is {section: {key: plain value or list of them}}. ConfigError for unresolvable or
     circular interpolations.
     """
+    merged: dict[str, dict[str, Any]] = {}
+    for layer in layers:
+        for section, values in layer.items():
+            merged.setdefault(section, {}).update(values)
+    if "${" not in str(merged):
+        return merged
+    from omegaconf import OmegaConf  # slow, and rarely needed
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
-        resolved: Any = OmegaConf.to_container(OmegaConf.merge(*layers), resolve=True)
+        resolved: Any = OmegaConf.to_container(OmegaConf.create(merged), resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
         key = getattr(error, "full_key", None)
         raise ConfigError(

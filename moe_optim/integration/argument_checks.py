@@ -3,9 +3,10 @@
 import ast
 import functools
 import inspect
+import io
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 
@@ -13,8 +14,9 @@ def failed_checks(function: Callable[..., Any], *args: Any) -> list[Exception]:
     """Call a copy of ``function`` that continues past failed checks; return their errors.
 
     Checks are the ``assert`` and ``raise`` statements of the function itself. The world size is the
-    last: other sizes are quotients of it. Another error ends the call, and is returned if no check
-    failed before, of which it may be a consequence. ``args`` may be modified.
+    last: other sizes are quotients of it. So is an ``exit()``, whose error is the line printed
+    before it. Another error ends the call, and is returned if no check failed before, of which it
+    may be a consequence. ``args`` may be modified.
     """
     errors: list[Exception] = []
 
@@ -28,11 +30,20 @@ def failed_checks(function: Callable[..., Any], *args: Any) -> list[Exception]:
     code = compile(ast.fix_missing_locations(_Continue().visit(source)), "<checks>", "exec")
     scope = {**function.__globals__, "_check": check, "_type": _owner(function)}
     exec(code, scope)
+    printed = io.StringIO()
     try:
-        scope[function.__name__](*args)
+        with redirect_stdout(printed):
+            scope[function.__name__](*args)
+    except SystemExit as end:
+        errors.append(ValueError(last_words(end, printed.getvalue()) or "exit()"))
     except Exception as error:
         return errors or [error]
     return errors
+
+
+def last_words(end: SystemExit, printed: str) -> str:
+    """Return what a program says as it exits: its message, else the last line that it printed."""
+    return str(end) if isinstance(end.code, str) else printed.strip().rpartition("\n")[2]
 
 
 def is_of_ranks(error: Exception) -> bool:

@@ -68,7 +68,8 @@ def keep_arguments_after_dashes(parser: argparse.ArgumentParser) -> None:
         if unknown:
             listed = " ".join(unknown)
             parser.error(f"unrecognized arguments: {listed}. Arguments for Megatron go after --")
-        parsed.megatron_args = words[end + 1 :]
+        rest = words[end + 1 :]
+        parsed.megatron_args = rest[:-1] if rest[-1:] == ["--"] else rest  # ends an empty list
         return parsed, unknown
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]

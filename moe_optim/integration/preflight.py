@@ -21,7 +21,12 @@ from typing import Any, NoReturn
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, MoEOptimError
 from moe_optim.integration import script_arguments
-from moe_optim.integration.argument_checks import collecting, failed_checks, is_of_ranks
+from moe_optim.integration.argument_checks import (
+    collecting,
+    failed_checks,
+    is_of_ranks,
+    last_words,
+)
 from moe_optim.integration.arguments import FLAG, config_from_argv, ranks_multiple
 from moe_optim.integration.engine import apply_patches, original, patch_state, revert_patches
 from moe_optim.integration.faulty_flags import FaultyFlags
@@ -37,6 +42,8 @@ Check = Callable[[Any], None]
 
 _HOLDER = "dry run"
 _NEEDS_TE = re.compile(r"\binstall (TE|transformer[-_ ]engine)\b", re.IGNORECASE)
+_OF_LENGTH = re.compile("expected (iteration|sample)-based ")
+_TWO_LENGTHS = "--train-iters and --train-samples exclude each other. Remove one."
 _RANKS = "the number of ranks (--ranks of `moe-optim train`)"
 _BUILDERS = {"pretrain", "DistributedDataParallel", "get_model", "setup_model_and_optimizer"}
 """Calls after which an installation is too late."""
@@ -102,7 +109,7 @@ def _list_faults(
 
 
 def _ended_itself(end: SystemExit, errors: str) -> str:
-    last = str(end) if isinstance(end.code, str) else errors.strip().rpartition("\n")[2]
+    last = last_words(end, errors)
     return (
         f"expected a script that has Megatron parse its arguments, got one that ends before it"
         f"{f': {last}' if last else ''}. If it has a parser of its own, give that what it asks for."
@@ -211,12 +218,14 @@ class DryRun:
             with suppress(Exception):  # of arguments that hold an open file
                 before = copy.deepcopy(args)
             return validate(), True
+        except SystemExit as end:
+            error: Exception = ValueError(last_words(end, "") or "exit()")
         except Exception as first:  # assertions, and errors from unexpected values
             error = first
-            if args.yaml_cfg is not None:  # the sections are not flattened
-                self.faults.append(_of_megatron(error))
-                self._add("Of the rest of the file nothing is known yet.")
-                raise _CheckedError from None
+        if args.yaml_cfg is not None:  # the sections are not flattened
+            self.faults.append(_of_megatron(error))
+            self._add("Of the rest of the file nothing is known yet.")
+            raise _CheckedError
         if before is None:
             self.faults.append(_of_megatron(error))
             return args, False
@@ -226,7 +235,12 @@ class DryRun:
         if is_of_ranks(errors[-1]):
             before.world_size = _fewest_ranks(before)
             further = failed_checks(stock, tried := before, defaults)
-        self.faults += dict.fromkeys(map(_of_megatron, [*errors, *further]))
+        has_two = None not in (args.train_iters, args.train_samples)
+        faults = (
+            _TWO_LENGTHS if has_two and _OF_LENGTH.match(str(error)) else _of_megatron(error)
+            for error in (*errors, *further)
+        )
+        self.faults += dict.fromkeys(faults)
         return tried, not further
 
     def _configure(self, args: Any, *, is_settled: bool) -> tuple[Any, Any, Any]:

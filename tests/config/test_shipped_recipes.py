@@ -87,7 +87,14 @@ def test_a_copy_never_replaces_anything(kind, capsys):
         assert capsys.readouterr().out == f"{said}: quickstart.yaml\n"
     for words, message in (
         (["quikstart"], "quikstart: expected the name of a shipped recipe, got another. Did you"),
-        (["quickstart", "nowhere"], "nowhere/quickstart.yaml: expected a file to write, got no fo"),
+        (
+            ["quickstart", "no where"],
+            "no where: expected an existing folder, got none. Make it: mkdir -p 'no where'.",
+        ),
+        (
+            ["quickstart", "quickstart.yaml"],
+            "quickstart.yaml: expected an existing folder, got another file. Name another.",
+        ),
     ):
         assert cli.main(["recipes", "copy", *words]) == 2
         assert capsys.readouterr().err.startswith(f"error: {message}")

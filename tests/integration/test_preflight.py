@@ -101,6 +101,18 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
             "Megatron: moe_router_group_topk (7) should be smaller than moe_router_num_groups (3)",
         ],
     ),
+    "an exit, and what is wrong before it": (
+        but("--model-parallel-size", "2", "--checkpoint-activations", "--optimizer", "sgd"),
+        [
+            "Megatron: --model-parallel-size is no longer valid",
+            "Megatron: --checkpoint-activations is no longer valid, use --recompute-activations",
+            "refused by moe_optim: --optimizer sgd",
+        ],
+    ),
+    "two lengths": (
+        but("--train-samples", "8", "--lr-decay-samples", "8"),
+        ["--train-iters and --train-samples exclude each other. Remove one."],
+    ),
     "a batch that ranks do not divide": (
         but("--micro-batch-size", "3", "--global-batch-size", "4"),
         [

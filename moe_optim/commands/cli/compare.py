@@ -6,6 +6,8 @@ Prints a table, and writes one HTML page, its plots as PNGs, and the numbers as 
 import argparse
 from pathlib import Path
 
+from moe_optim.commands.train.run_folder import find_events
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -16,6 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare, then print the table and the path of the page."""
+    for path in args.runs:  # before the import of torch, which takes seconds
+        find_events(path)
     from moe_optim.commands.report.comparison import compare
 
     return compare(args.runs, args.out or args.runs[0].resolve().parent / "compare")

@@ -15,13 +15,8 @@ from typing import TYPE_CHECKING
 from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.commands.cli.options import add_naming, add_source_and_target
 from moe_optim.commands.console.checkpoint_paths import find_checkpoint
-from moe_optim.commands.console.checkpoint_progress import open_reader, progress_bar
-from moe_optim.commands.console.workers import (
-    add_workers,
-    number_of_workers,
-    peak_memory,
-    whole_number,
-)
+from moe_optim.commands.console.checkpoint_progress import open_reader, write_plan
+from moe_optim.commands.console.workers import add_workers, peak_memory, whole_number
 from moe_optim.environment import find_package
 from moe_optim.errors import refuse
 from moe_optim.experts.keys.layouts import LAYOUTS
@@ -99,11 +94,7 @@ def _refuse_mixed(args: argparse.Namespace) -> None:
 
 
 def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
-    from moe_optim.commands.conversion.model_conversion import (
-        ModelRequest,
-        convert_model,
-        plan_model,
-    )
+    from moe_optim.commands.conversion.model_conversion import ModelRequest, plan_model
     from moe_optim.commands.hugging_face.models import megatron_flags
 
     side: Implementation = args.transformer_impl or SIDES[0]
@@ -118,9 +109,7 @@ def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
     if args.to == "hf" and reader.format == "safetensors":
         return _dequantize(args, reader, began)
     plan = plan_model(reader, request)
-    workers = number_of_workers(args.workers, plan.total_bytes)
-    with progress_bar("converting", plan.total_bytes) as report:
-        convert_model(plan, args.target, report, workers=workers)
+    write_plan("converting", plan, args)
     layers = len(plan.model.anatomy.moe_layers)
     lines = [
         f"{args.target}: {plan.model.family.architecture}, {plan.model.anatomy.num_layers} layers, "
@@ -134,20 +123,15 @@ def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
 
 
 def _dequantize(args: argparse.Namespace, reader: "CheckpointReader", began: float) -> list[str]:
-    from moe_optim.commands.conversion.model_conversion import (
-        dequantize_checkpoint,
-        plan_dequantization,
-    )
+    from moe_optim.commands.conversion.model_conversion import plan_dequantization
 
     refuse(
         {"--source-glu-interleave": args.source_glu_interleave},
         expected=f"--to hf: expected rows to stay in the order of {args.source}",
         remedy="Remove it.",
     )
-    plan = plan_dequantization(reader)
-    with progress_bar("dequantizing", plan.total_bytes) as report:
-        workers = number_of_workers(args.workers, plan.total_bytes)
-        dequantize_checkpoint(plan, args.target, args.tokenizer, report, workers=workers)
+    plan = plan_dequantization(reader, args.tokenizer)
+    write_plan("dequantizing", plan, args)
     return [
         f"{args.target}: quantized weights in bf16, all other tensors unchanged",
         _speed(plan, began),
@@ -167,11 +151,7 @@ def _absent_layers(side: "Implementation", *, is_latent: bool) -> list[str]:
 
 
 def _convert_layout(args: argparse.Namespace, began: float) -> list[str]:
-    from moe_optim.commands.conversion.conversion import (
-        ConversionRequest,
-        convert_checkpoint,
-        plan_conversion,
-    )
+    from moe_optim.commands.conversion.conversion import ConversionRequest, plan_conversion
     from moe_optim.commands.conversion.layer_view import LayerView, parse_renames
     from moe_optim.experts.keys.layouts import get_layout
 
@@ -186,9 +166,7 @@ def _convert_layout(args: argparse.Namespace, began: float) -> list[str]:
     )
     reader = open_reader(args.source)
     plan = plan_conversion(LayerView(reader, parse_renames(args.rename)), request)
-    workers = number_of_workers(args.workers, plan.total_bytes)
-    with progress_bar("converting", plan.total_bytes) as report:
-        convert_checkpoint(plan, args.target, report, workers=workers)
+    write_plan("converting", plan, args)
     return _summary(plan, args, began)
 
 

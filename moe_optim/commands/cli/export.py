@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.commands.cli.options import add_source_and_target
 from moe_optim.commands.console.checkpoint_paths import find_checkpoint
-from moe_optim.commands.console.checkpoint_progress import open_reader, progress_bar
-from moe_optim.commands.console.workers import add_workers, number_of_workers, peak_memory
+from moe_optim.commands.console.checkpoint_progress import open_reader, write_plan
+from moe_optim.commands.console.workers import add_workers, peak_memory
 from moe_optim.formats import FORMATS
 from moe_optim.screen import results_console
 from moe_optim.spelling import spell_bytes
@@ -54,13 +54,11 @@ def run(args: argparse.Namespace) -> int:
     """Export, and print a summary."""
     find_checkpoint(args.source)  # before the import of torch, which takes seconds
     require_writable(args.target, expected="a new folder")
-    from moe_optim.commands.export.export import export_checkpoint, plan_export
+    from moe_optim.commands.export.export import plan_export
 
     began = time.perf_counter()
     plan = plan_export(open_reader(args.source), _request(args), args.config)
-    with progress_bar("exporting", plan.total_bytes) as report:
-        workers = number_of_workers(args.workers, plan.total_bytes)
-        export_checkpoint(plan, args.target, report, workers=workers)
+    write_plan("exporting", plan, args)
     lines = _summary(plan, args, time.perf_counter() - began)
     results_console().print(*lines, sep="\n")
     return 0

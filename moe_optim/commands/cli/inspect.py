@@ -152,11 +152,11 @@ def _measure_errors(
 ) -> list[Report]:
     from moe_optim.commands.conversion.quantization_error import measure_errors, sources_of
 
-    sets = sources_of(sets)
+    sets, formats = sources_of(sets), [*dict.fromkeys(args.formats)]
     total = view.nbytes(key for one in sets for key in one.keys)
     workers = number_of_workers(args.workers, total)
     with progress_bar("quantizing", total) as report:
-        return measure_errors(view, sets, args.formats, report, workers=workers)
+        return measure_errors(view, sets, formats, report, workers=workers)
 
 
 def _examine_files(args: argparse.Namespace, path: Path, files: list[Path]) -> Report:

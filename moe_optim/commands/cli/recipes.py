@@ -5,7 +5,9 @@
 
 import argparse
 import json
+import os
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,11 @@ def _copy(name: str, folder: Path) -> None:
         raise ConfigError(
             f"{name}: expected the name of a shipped recipe, got another. {suggest_shipped(name)}"
         )
+    if not folder.is_dir():
+        got, remedy = "none", f"Make it: mkdir -p {shlex.quote(str(folder))}"
+        if os.path.lexists(folder):
+            got, remedy = "another file", "Name another"
+        raise ConfigError(f"{folder}: expected an existing folder, got {got}. {remedy}.")
     contents = {folder / file.name: file.read_bytes() for file in load_recipe(shipped[name]).files}
     new = {path: content for path, content in contents.items() if not _holds(path, content)}
     require_writable(*new)

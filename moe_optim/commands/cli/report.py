@@ -7,6 +7,8 @@ as PNGs. The run may still be in progress.
 import argparse
 from pathlib import Path
 
+from moe_optim.commands.train.run_folder import find_events
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -23,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page, and print the verdict and its path."""
+    find_events(args.run)  # before the import of torch, which takes seconds
     from moe_optim.commands.report.run_report import report
 
     return report(args.run, args.out, args.at)

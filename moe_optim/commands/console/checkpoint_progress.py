@@ -1,5 +1,6 @@
 """Opens checkpoints for commands and shows the progress of bytes processed."""
 
+import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,9 +10,11 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from moe_optim.commands.console.checkpoint_paths import find_checkpoint
+from moe_optim.commands.console.workers import number_of_workers
 
 if TYPE_CHECKING:
     from moe_optim.checkpoint.files.reader import CheckpointReader
+    from moe_optim.commands.conversion.file_plan import FilePlan
     from moe_optim.commands.conversion.layer_view import LayerView
 
 
@@ -34,9 +37,10 @@ def say_which_was_taken(path: Path, taken: Path) -> None:
 
 def open_view(path: Path, renames: Sequence[str] = ()) -> "LayerView":
     """Open a checkpoint under state-dict keys; ConfigError for a rename that is not ``FROM=TO``."""
+    reader = open_reader(path)
     from moe_optim.commands.conversion.layer_view import LayerView, parse_renames
 
-    return LayerView(open_reader(path), parse_renames(renames))
+    return LayerView(reader, parse_renames(renames))
 
 
 @contextmanager
@@ -54,3 +58,10 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     ) as progress:
         task = progress.add_task(what, total=total)
         yield lambda done: progress.update(task, advance=done)
+
+
+def write_plan(what: str, plan: "FilePlan", args: argparse.Namespace) -> None:
+    """Execute a plan with the options ``target`` and ``workers``, and show its progress."""
+    workers = number_of_workers(args.workers, plan.total_bytes)
+    with progress_bar(what, plan.total_bytes) as report:
+        plan.write(args.target, report, workers=workers)

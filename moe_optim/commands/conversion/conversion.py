@@ -6,7 +6,6 @@ from pathlib import Path
 
 from moe_optim.checkpoint.files.folders import COMMON_FILE
 from moe_optim.checkpoint.files.metadata import Blob
-from moe_optim.checkpoint.files.publishing import published
 from moe_optim.checkpoint.files.reader import FLAT_STATES, FileFormat, Recorded, is_state
 from moe_optim.checkpoint.files.torch_dist import (
     INTERLEAVE_ARG,
@@ -29,10 +28,8 @@ from moe_optim.commands.conversion.file_plan import (
     by_layer,
     convert_experts,
     kept_parts,
-    one_thread,
     torch_dist_checkpoint,
     write_common_state,
-    write_safetensors,
     write_torch_dist,
 )
 from moe_optim.commands.conversion.layer_view import (
@@ -92,6 +89,30 @@ class ConversionPlan(FilePlan):
         if place is None:
             return Place(name if part.experts is None else stored_key(name)), 0
         return place, self.view.reader.tensors[place.name].shape[0] if place.index else 0
+
+    @property
+    def _recorded(self) -> Recorded:
+        counts = {one.num_experts for one in self.sets}
+        return Recorded(
+            layout=self.to.name,
+            glu_interleave=self.target_interleave,
+            num_experts=counts.pop() if len(counts) == 1 else None,
+            iteration=self.view.recorded.iteration,
+        )
+
+    def _write_tensors(self, folder: Path, report: BytesDone, workers: int) -> None:
+        if self.format == "safetensors":
+            super()._write_tensors(folder, report, workers)
+            return
+        iteration = self.view.recorded.iteration
+        with torch_dist_checkpoint(folder, iteration) as (into, writer):
+            if self.stored is not None:
+                _copy_objects(self, self.stored, into, writer, report)
+            else:
+                own = {INTERLEAVE_ARG: self.target_interleave}
+                write_common_state(writer, iteration or 0, own)
+            write_torch_dist(self, into, writer, report, workers)
+            writer.finish(self.stored.config if self.stored is not None else None)
 
     @property
     def total_bytes(self) -> int:
@@ -262,26 +283,7 @@ def convert_checkpoint(
         StateError: a file of the source is damaged, the disk is full, or a process died.
         LayoutError: the source cannot record a changed GLU interleave.
     """
-    iteration = plan.view.recorded.iteration
-    with one_thread(), published(target, needed_bytes=plan.disk_bytes) as folder:
-        if plan.format == "safetensors":
-            counts = {one.num_experts for one in plan.sets}
-            recorded = Recorded(
-                layout=plan.to.name,
-                glu_interleave=plan.target_interleave,
-                num_experts=counts.pop() if len(counts) == 1 else None,
-                iteration=iteration,
-            )
-            write_safetensors(plan, folder, recorded, report, workers)
-        else:
-            with torch_dist_checkpoint(folder, iteration) as (into, writer):
-                if plan.stored is not None:
-                    _copy_objects(plan, plan.stored, into, writer, report)
-                else:
-                    own = {INTERLEAVE_ARG: plan.target_interleave}
-                    write_common_state(writer, iteration or 0, own)
-                write_torch_dist(plan, into, writer, report, workers)
-                writer.finish(plan.stored.config if plan.stored is not None else None)
+    plan.write(target, report, workers=workers)
 
 
 def _copy_objects(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.checkpoint.files.folders import TRACKER
+from moe_optim.checkpoint.files.publishing import published
 from moe_optim.checkpoint.files.reader import Recorded, TensorInfo
 from moe_optim.checkpoint.files.torch_dist import COMMON_STATE, OWN_STATE, TorchDistReader
 from moe_optim.checkpoint.sealing import record_checksums
@@ -191,6 +192,32 @@ class FilePlan:
         """Reader of a ``torch_dist`` source, from which bytes can be copied; else None."""
         reader = self.view.reader
         return reader if isinstance(reader, TorchDistReader) else None
+
+    def write(self, target: Path, report: BytesDone = lambda _: None, *, workers: int = 1) -> None:
+        """Execute the plan; ``target``, which must not exist, appears when everything is written.
+
+        ``report`` receives the bytes converted since its last call. ``workers`` processes share the
+        files; the bytes written are the same for any number. Raises as :func:`convert_checkpoint`,
+        and ConfigError for a tokenizer's folder without a tokenizer.
+        """
+        texts = self._texts()
+        needed = self.disk_bytes + sum(map(len, texts.values()))
+        with one_thread(), published(target, needed_bytes=needed) as folder:
+            self._write_tensors(folder, report, workers)
+            for name, content in texts.items():
+                (folder / name).write_bytes(content)
+
+    def _texts(self) -> dict[str, bytes]:
+        """Return the files beside the tensors, by name."""
+        return {}
+
+    def _write_tensors(self, folder: Path, report: BytesDone, workers: int) -> None:
+        write_safetensors(self, folder, self._recorded, report, workers)
+
+    @property
+    def _recorded(self) -> Recorded:
+        """Facts that safetensors record about the result."""
+        return self.view.recorded
 
     def place_of(self, part: Part, name: str) -> tuple[Place, int]:
         """Return where ``torch_dist`` stores a tensor of the result.

@@ -4,18 +4,15 @@ Every tensor of one side must map to one of the other; :mod:`moe_optim.rollout.f
 names.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_optim.checkpoint.files.publishing import published
 from moe_optim.checkpoint.files.reader import CheckpointReader, Recorded, is_state
 from moe_optim.checkpoint.files.torch_dist import INTERLEAVE_ARG, OWN_ARGUMENTS
 from moe_optim.commands.conversion.expert_finding import (
@@ -32,16 +29,13 @@ from moe_optim.commands.conversion.file_plan import (
     convert_experts,
     in_files,
     kept_parts,
-    one_thread,
     saved,
     torch_dist_checkpoint,
     write_common_state,
-    write_safetensors,
     write_torch_dist,
 )
 from moe_optim.commands.conversion.layer_view import LayerView, Place, stored_key
 from moe_optim.commands.conversion.model_sources import (
-    CONFIG,
     Target,
     dequantized,
     folder_of,
@@ -51,6 +45,7 @@ from moe_optim.commands.conversion.model_sources import (
     require_format,
     require_promised_layers,
     special_tokens,
+    spell_config,
     unquantized_config,
 )
 from moe_optim.commands.hugging_face.models import Model
@@ -85,6 +80,30 @@ class ModelPlan(FilePlan):
 
     model: Model
     request: ModelRequest
+
+    @property
+    def _recorded(self) -> Recorded:
+        return Recorded(
+            layout=LAYOUT_OF_EXPERTS,
+            glu_interleave=0,
+            num_experts=self.model.num_experts,
+            iteration=self.view.recorded.iteration,
+        )
+
+    def _texts(self) -> dict[str, bytes]:
+        if self.request.to == "megatron":
+            return {}
+        tokenizer = self.request.tokenizer
+        files = {} if tokenizer is None else read_tokenizer(tokenizer, beside=tokenizer)
+        dtype = str(self.view.tensors[self.parts[0].sources[0]].dtype).removeprefix("torch.")
+        config = {**self.model.config, **special_tokens(tokenizer), "torch_dtype": dtype}
+        return files | spell_config(config)
+
+    def _write_tensors(self, folder: Path, report: BytesDone, workers: int) -> None:
+        if self.request.to == "megatron":
+            _write_megatron(self, folder, report, workers)
+        else:
+            super()._write_tensors(folder, report, workers)
 
     def place_of(self, part: Part, name: str) -> tuple[Place, int]:
         """Return where Megatron stores a tensor: in one of all layers, if these are alike."""
@@ -138,7 +157,22 @@ def plan_model(reader: CheckpointReader, request: ModelRequest) -> ModelPlan:
     )
 
 
-def plan_dequantization(reader: CheckpointReader) -> FilePlan:
+@dataclass(frozen=True, kw_only=True)
+class DequantizationPlan(FilePlan):
+    """The same tensors in bf16; ``tokenizer`` None means that of the source, if it has any."""
+
+    tokenizer: Path | None
+
+    def _texts(self) -> dict[str, bytes]:
+        folder = folder_of(self.view.reader)
+        files = read_tokenizer(self.tokenizer, beside=folder)
+        said = {k: one for k, one in special_tokens(self.tokenizer).items() if one is not None}
+        return files | spell_config({**unquantized_config(read_config(folder)), **said})
+
+
+def plan_dequantization(
+    reader: CheckpointReader, tokenizer: Path | None = None
+) -> DequantizationPlan:
     """Return the plan of the same tensors in bf16 without reading their values.
 
     Raises:
@@ -151,7 +185,7 @@ def plan_dequantization(reader: CheckpointReader) -> FilePlan:
     view = LayerView(shown)
     parts = kept_parts(view, view.tensors)
     most = max(_FILE_BYTES, *(part.nbytes for part in parts))
-    return FilePlan(view=view, files=tuple(in_files(parts, most)))
+    return DequantizationPlan(view=view, files=tuple(in_files(parts, most)), tokenizer=tokenizer)
 
 
 def _has_no_meaning(key: str) -> bool:
@@ -288,77 +322,6 @@ def _place(part: Part) -> tuple[int, bool]:
     """Sort key: tensors outside layers first, then by layer, experts last."""
     key = part.sources[0].partition("layers.")[2].partition(".")[0]
     return (int(key) if key.isdigit() else -1), part.experts is not None
-
-
-def convert_model(
-    plan: ModelPlan, target: Path, report: BytesDone = lambda _: None, *, workers: int = 1
-) -> None:
-    """Execute a plan; ``target`` appears when everything is written.
-
-    For transformers, writes safetensors, ``config.json`` and tokenizer files; for Megatron's
-    ``--load``, a folder ``release`` with weights only, and the tracker file.
-
-    Raises:
-        ConfigError: ``target`` exists, or the tokenizer folder contains no tokenizer.
-        StateError: a file of the source or of the tokenizer is damaged, or the disk is full.
-    """
-    if plan.request.to == "megatron":
-        with one_thread(), published(target, needed_bytes=plan.disk_bytes) as folder:
-            _write_megatron(plan, folder, report, workers)
-        return
-    tokenizer = plan.request.tokenizer
-    texts = {} if tokenizer is None else read_tokenizer(tokenizer, beside=tokenizer)
-    recorded = Recorded(
-        layout=LAYOUT_OF_EXPERTS,
-        glu_interleave=0,
-        num_experts=plan.model.num_experts,
-        iteration=plan.view.recorded.iteration,
-    )
-    dtype = str(plan.view.tensors[plan.parts[0].sources[0]].dtype).removeprefix("torch.")
-    config = {**plan.model.config, **special_tokens(tokenizer), "torch_dtype": dtype}
-    write_hf(plan, target, recorded, config, texts, report, workers)
-
-
-def dequantize_checkpoint(
-    plan: FilePlan,
-    target: Path,
-    tokenizer: Path | None = None,
-    report: BytesDone = lambda _: None,
-    *,
-    workers: int = 1,
-) -> None:
-    """Execute a plan; ``target`` appears when everything is written.
-
-    Writes safetensors, ``config.json`` and tokenizer files. ``tokenizer`` None means that of the
-    source, if it has any.
-
-    Raises:
-        ConfigError: ``target`` exists, or the tokenizer folder contains no tokenizer.
-        StateError: a file of the source or of the tokenizer is damaged, or the disk is full.
-    """
-    folder = folder_of(plan.view.reader)
-    texts = read_tokenizer(tokenizer, beside=folder)
-    said = {name: one for name, one in special_tokens(tokenizer).items() if one is not None}
-    config = {**unquantized_config(read_config(folder)), **said}
-    write_hf(plan, target, plan.view.recorded, config, texts, report, workers)
-
-
-def write_hf(
-    plan: FilePlan,
-    target: Path,
-    recorded: Recorded,
-    config: Mapping[str, Any],
-    texts: Mapping[str, bytes],
-    report: BytesDone,
-    workers: int,
-) -> None:
-    """Write safetensors, ``config.json`` and tokenizer files; ``target`` appears at the end."""
-    needed = plan.disk_bytes + sum(map(len, texts.values()))
-    with one_thread(), published(target, needed_bytes=needed) as folder:
-        write_safetensors(plan, folder, recorded, report, workers)
-        for name, content in texts.items():
-            (folder / name).write_bytes(content)
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _write_megatron(plan: ModelPlan, folder: Path, report: BytesDone, workers: int) -> None:

@@ -1,5 +1,6 @@
 """Identifies the model of a checkpoint from the files saved beside its tensors."""
 
+import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -153,6 +154,11 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder / CONFIG}: expected JSON, got: {said}. Fetch or write it again."
         ) from error
     return config
+
+
+def spell_config(config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return name and content of a ``config.json``."""
+    return {CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
 
 
 def configured_experts(reader: CheckpointReader) -> int | None:

@@ -20,9 +20,9 @@ from moe_optim.commands.conversion.expert_finding import (
     require_experts,
     without_experts,
 )
-from moe_optim.commands.conversion.file_plan import BytesDone, FilePlan, Part, by_layer, kept_parts
+from moe_optim.commands.conversion.file_plan import FilePlan, Part, by_layer, kept_parts
 from moe_optim.commands.conversion.layer_view import STATE_KIND, LayerView, state_kind, stored_key
-from moe_optim.commands.conversion.model_conversion import ModelRequest, plan_model, write_hf
+from moe_optim.commands.conversion.model_conversion import ModelRequest, plan_model
 from moe_optim.commands.conversion.model_sources import (
     CONFIG,
     QUANTIZATION,
@@ -30,6 +30,7 @@ from moe_optim.commands.conversion.model_sources import (
     read_config,
     read_tokenizer,
     special_tokens,
+    spell_config,
 )
 from moe_optim.commands.export.engine_config import quantization_config
 from moe_optim.errors import ConfigError, LayoutError, StateError
@@ -69,6 +70,20 @@ class ExportPlan(FilePlan):
 
     request: ExportRequest
     config: Mapping[str, Any]  # config.json of the model, without quantization_config
+
+    @property
+    def _recorded(self) -> Recorded:
+        return Recorded(iteration=self.view.recorded.iteration)
+
+    def _texts(self) -> dict[str, bytes]:
+        request, tokenizer = self.request, self.request.tokenizer
+        files = read_tokenizer(tokenizer, beside=folder_of(self.view.reader))
+        tokens = special_tokens(tokenizer)
+        said = {name: one for name, one in tokens.items() if one is not None}
+        of_engine = quantization_config(
+            request.convention, self.unquantized, has_input_scales=request.has_input_scales
+        )
+        return files | spell_config({**tokens, **self.config, **said, QUANTIZATION: of_engine})
 
     @property
     def reads_masters(self) -> bool:
@@ -291,24 +306,3 @@ def _advise(ffn: int, hidden: int) -> str:
         return "Train with a"
     named = " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))
     return f"Give --format {named}, whose blocks fit, or train with a"
-
-
-def export_checkpoint(
-    plan: ExportPlan, target: Path, report: BytesDone = lambda _: None, *, workers: int = 1
-) -> None:
-    """Execute a plan; ``target`` appears when everything is written, and must not exist before.
-
-    Writes safetensors with an index, ``config.json`` with a ``quantization_config``, and tokenizer
-    files if there are any. ``workers`` processes share the files; each holds an expert at a time.
-    """
-    tokenizer = plan.request.tokenizer
-    texts = read_tokenizer(tokenizer, beside=folder_of(plan.view.reader))
-    tokens = special_tokens(tokenizer)
-    said = {name: one for name, one in tokens.items() if one is not None}
-    request, rest = plan.request, plan.unquantized
-    of_engine = quantization_config(
-        request.convention, rest, has_input_scales=request.has_input_scales
-    )
-    config = {**tokens, **plan.config, **said, QUANTIZATION: of_engine}
-    recorded = Recorded(iteration=plan.view.recorded.iteration)
-    write_hf(plan, target, recorded, config, texts, report, workers)

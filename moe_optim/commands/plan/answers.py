@@ -15,7 +15,7 @@ from moe_optim.formats import FORMATS
 from moe_optim.integration.arguments import FLAG
 from moe_optim.integration.argv import last_value, spell_format
 from moe_optim.rules import native_formats
-from moe_optim.spelling import spell_bytes
+from moe_optim.spelling import spell_bytes, spell_number
 
 GIB = 2**30
 _COMMON = ("mxfp8", "nvfp4", "fp8_block")
@@ -119,11 +119,11 @@ def explain(choice: Choice, best: PlanRow | None, rows: Sequence[PlanRow]) -> st
     if best is None:
         return f"Recommended: none of these formats, as {choice.why}."
     bf16 = next(row for row in rows if row["format"] == STOCK_BF16)
-    name, gpus = best["format"], best["gpus"]
+    name, gpus = best["format"], spell_number(best["gpus"], "GPU")
     gathered = best["gathered_bytes_per_step"] / bf16["gathered_bytes_per_step"]
     among = "the only format" if len(choice.candidates) == 1 else "the least memory of formats"
     said = (
-        f"Recommended: {name}, {among} {choice.why}. At {gpus:,} GPU{'s' * (gpus != 1)} its "
+        f"Recommended: {name}, {among} {choice.why}. At {gpus} its "
         f"experts use {spell_bytes(best['total_bytes_per_rank'])} per rank, "
         f"{_against(best['against_stock_bf16_bytes'], 'stock bf16')}"
     )
@@ -138,8 +138,8 @@ def explain(choice: Choice, best: PlanRow | None, rows: Sequence[PlanRow]) -> st
 
 def explain_fit(row: PlanRow, memory_gib: float, why_unknown: str) -> str:
     """Return whether the whole model fits a GPU, and what is left for activations."""
-    total, gpus = row["model_bytes_per_rank"], row["gpus"]
-    where = f"{row['format']} at {gpus:,} GPU{'s' * (gpus != 1)}"
+    total = row["model_bytes_per_rank"]
+    where = f"{row['format']} at {spell_number(row['gpus'], 'GPU')}"
     if total is None:
         return (
             f"Whether the model fits is unknown: {why_unknown}. Experts alone take "

@@ -166,10 +166,10 @@ def packed_nbytes(slots: Sequence[Slot], elements_per_byte: int, divisor: int) -
 def count_owned(slots: Sequence[Slot], bucket_numel: int, dp_size: int) -> Counts:
     """Return the number of parameter elements in the shard of each rank.
 
-    Shards are equal parts of the bucket; gaps between ``slots`` are padding.
+    Shards are equal parts of the bucket; gaps between ``slots``, which are in order, are padding.
     """
+    starts, numels = np.array([(slot.start, slot.numel) for slot in slots], dtype=np.int64).T
     edges = np.arange(dp_size + 1, dtype=np.int64) * (bucket_numel // dp_size)
-    before = np.zeros_like(edges)
-    for slot in slots:
-        before += np.clip(edges - slot.start, 0, slot.numel)
-    return np.diff(before)
+    last = np.maximum(np.searchsorted(starts, edges, side="right") - 1, 0)  # slot before each edge
+    inside = np.clip(edges - starts[last], 0, numels[last])
+    return np.diff(np.cumsum(numels)[last] - numels[last] + inside)

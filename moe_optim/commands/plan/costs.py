@@ -161,11 +161,13 @@ def _data_bytes(format: BlockScaledFormat, slots: Sequence[Slot]) -> int:
 
 
 def _storage_scale_bytes(format: BlockScaledFormat, slots: Sequence[Slot]) -> dict[str, int]:
+    shapes = Counter(slot.shape for slot in slots)
     return {
         f"{way}_scale": sum(
-            experts * prod(format.storage_scale_shape(rows, cols, way)) * format.scale_itemsize
-            for experts, rows, cols in (slot.shape for slot in slots)
+            count * experts * prod(format.storage_scale_shape(rows, cols, way))
+            for (experts, rows, cols), count in shapes.items()
         )
+        * format.scale_itemsize
         for way in DIRECTIONS
     }
 

@@ -20,7 +20,7 @@ from moe_optim.commands.plan.buckets import (
     lay_layer_wise_buckets,
     lay_matrix_buckets,
 )
-from moe_optim.commands.plan.flags import parse_flags
+from moe_optim.commands.plan.flags import DTYPES, parse_flags, with_torch_dtypes
 from moe_optim.commands.plan.stages import check_divides, count_moe_layers
 from moe_optim.errors import ConfigError, refuse
 from moe_optim.formats import BlockScaledFormat
@@ -28,14 +28,6 @@ from moe_optim.integration.arguments import extend_distributed_optimizer, ranks_
 from moe_optim.rules import OPTIMIZERS
 
 WeightShape = tuple[int, int, int]
-_MOMENTS = {
-    "fp32": ("torch.float32", 4),
-    "bf16": ("torch.bfloat16", 2),
-    "fp16": ("torch.float16", 2),
-    "fp8": ("torch.uint8", 1),
-}
-"""Moment dtype in Megatron's flags -> torch dtype and bytes per element."""
-
 MOST_RANKS = 2**20
 """Limit far above any run; larger plans would take minutes."""
 
@@ -67,9 +59,8 @@ class PlannedExperts:
 
     @property
     def optimizer(self) -> argparse.Namespace:
-        """The flags with torch names of moment dtypes, as in ``OptimizerConfig``."""
-        dtypes = {name: _MOMENTS[getattr(self.args, name)][0] for name in _MOMENT_FLAGS}
-        return argparse.Namespace(**(vars(self.args) | dtypes))
+        """The flags as rules read them, with torch names of dtypes."""
+        return with_torch_dtypes(self.args)
 
     @property
     def has_muon(self) -> bool:
@@ -81,7 +72,8 @@ class PlannedExperts:
         """Bytes per element of both moments, or of Muon's momentum in fp32."""
         if self.has_muon:
             return 4
-        return sum(_MOMENTS[getattr(self.args, name)][1] for name in _MOMENT_FLAGS)
+        kinds = self.args.exp_avg_dtype, self.args.exp_avg_sq_dtype
+        return sum(DTYPES[kind][1] for kind in kinds)
 
     @property
     def grad_bytes(self) -> int:
@@ -149,9 +141,6 @@ class PlannedExperts:
                 for _ in range(1 if self.grouped else shape[0])
             ]
             yield of_layer * layers, full if is_cut else None
-
-
-_MOMENT_FLAGS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def is_native(args: argparse.Namespace) -> bool:

@@ -19,6 +19,13 @@ from moe_optim.errors import ConfigError
 from moe_optim.integration.arguments import FlagsParser, parse_with_megatron
 from moe_optim.screen import quiet
 
+DTYPES = {
+    "fp32": ("torch.float32", 4),
+    "bf16": ("torch.bfloat16", 2),
+    "fp16": ("torch.float16", 2),
+    "fp8": ("torch.uint8", 1),
+}
+"""Dtype in Megatron's flags -> torch dtype and bytes per element."""
 RECORD = Path(__file__).with_name("megatron_flags.json")
 """Written by ``make docs`` from the parser of the installed megatron-core; versions with the same
 flags share a record.
@@ -47,6 +54,13 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
                 raise
     with quiet():  # the import takes seconds and warns of optional packages
         return parse_with_megatron(argv)
+
+
+def with_torch_dtypes(args: argparse.Namespace) -> argparse.Namespace:
+    """Return a copy of the flags with torch names of dtypes, as in ``OptimizerConfig``."""
+    names = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    dtypes = {name: DTYPES[getattr(args, name)][0] for name in names}
+    return argparse.Namespace(**vars(args) | dtypes)
 
 
 def is_recorded(installed: Package) -> bool:

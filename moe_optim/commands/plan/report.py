@@ -33,6 +33,7 @@ from moe_optim.formats import FORMATS
 from moe_optim.integration.arguments import add_moe_optim_arguments
 from moe_optim.rules import Setup, check_setup, config_with_flags, why_stock_step
 from moe_optim.screen import print_table, results_console
+from moe_optim.spelling import spell_number
 
 _MOST_STEPS = 5
 """Most numbers of GPUs by default."""
@@ -165,10 +166,10 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
     shown = [row for row in report["rows"] if args.details or row["format"] in report["shown"]]
     for _, group in groupby(shown, lambda row: row["gpus"]):
         rows: list[dict[str, Any]] = list(group)
-        title = (
-            f"{_count(rows[0]['gpus'], 'GPU')}, expert data parallel "
-            f"{rows[0]['expert_data_parallel_size']:,}, {_count(rows[0]['buckets'], 'bucket')}"
-        )
+        gpus = spell_number(rows[0]["gpus"], "GPU")
+        buckets = spell_number(rows[0]["buckets"], "bucket")
+        ranks = rows[0]["expert_data_parallel_size"]
+        title = f"{gpus}, expert data parallel {ranks:,}, {buckets}"
         for table in build_tables(title, report, rows, console.width, details=args.details):
             print_table(console, table)
     notes = [] if report["step"] == "fused" else [f"step: {report['step']}"]
@@ -221,7 +222,3 @@ def _describe(experts: PlannedExperts, layout: str) -> str:
         f"{stage} {experts.layers} MoE layers, {count} experts per rank of {first} and {second}, "
         f"{layout}{', Muon' * experts.has_muon}"
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")

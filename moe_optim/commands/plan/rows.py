@@ -1,9 +1,11 @@
 """Rows of a plan: memory, gather and step of a rank in every format."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
+from moe_optim.commands.plan.buckets import Bucket
 from moe_optim.commands.plan.costs import (
     BF16,
     MASTER,
@@ -61,10 +63,14 @@ def plan_rows(
     excluded = left_out(experts)
     names = [one for one in (MUON_ROWS if experts.has_muon else ROWS) if one not in excluded]
     for count in gpus:
-        shared = None if experts.has_muon else experts.buckets(count)
+        laid_out: dict[Any, Counter[Bucket]] = {}  # by block, which Muon's layouts depend on
         rows: dict[str, PlanRow] = {}
         for name in names:
-            buckets = shared or experts.buckets(count, FORMATS.get(name))
+            format = FORMATS.get(name) if experts.has_muon else None
+            block = format and format.rowwise_block
+            if block not in laid_out:
+                laid_out[block] = experts.buckets(count, format)
+            buckets = laid_out[block]
             on_host = config.offload_states if name in FORMATS else 0.0
             if name == STOCK_BF16:
                 on_host = offload_fraction(experts.optimizer)

@@ -8,7 +8,7 @@ from moe_optim.checkpoint.boxes import OwnedBox, cut_into_boxes, owned_boxes
 from moe_optim.commands.plan.experts import PlannedExperts
 from moe_optim.commands.plan.stages import count_moe_layers
 from moe_optim.formats import BlockScaledFormat
-from moe_optim.spelling import spell_bytes
+from moe_optim.spelling import spell_bytes, spell_number
 
 _FP32, _BF16 = 4, 2  # bytes
 _METADATA_BYTES = 145
@@ -65,11 +65,10 @@ def _boxes(slot: Slot, stored: list[OwnedBox], shard: int) -> Iterator[OwnedBox]
 
 def explain_save(save: Mapping[str, int]) -> str:
     """Return what a save writes of experts, as a sentence."""
-    gpus = save["gpus"]
     return (
-        f"A save by name at {gpus:,} GPU{'s' * (gpus != 1)} writes "
+        f"A save by name at {spell_number(save['gpus'], 'GPU')} writes "
         f"{spell_bytes(save['state_bytes'])} of experts' masters and moments in "
         f"{save['state_chunks']:,} chunks, {spell_bytes(save['weight_bytes'])} of their weights in "
-        f"{save['weight_chunks']:,}, to {save['files']:,} file{'s' * (save['files'] != 1)}, and "
+        f"{save['weight_chunks']:,}, to {spell_number(save['files'], 'file')}, and "
         f"about {spell_bytes(save['metadata_bytes'])} of metadata."
     )

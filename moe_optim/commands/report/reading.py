@@ -12,8 +12,8 @@ import torch
 
 from moe_optim.checkpoint.files.publishing import require_writable
 from moe_optim.checkpoint.files.untrusted_files import parse_json, read_file
-from moe_optim.commands.train.events import TRAIN_TAG, Events, Point, read_events
-from moe_optim.commands.train.run_folder import RunFolder
+from moe_optim.commands.train.events import Events, Point, read_events
+from moe_optim.commands.train.run_folder import RunFolder, find_events, no_events
 from moe_optim.commands.train.summary import loss_unit
 from moe_optim.errors import ConfigError, LayoutError, quote
 from moe_optim.formats.health_figures import TAGS, THRESHOLDS, warn_of
@@ -125,14 +125,9 @@ def read_run(path: Path) -> Run:
     events with a training loss, or for JSON of another form.
     """
     folder = RunFolder(path)
-    of_events = folder.tensorboard if folder.tensorboard.is_dir() else path
-    events = read_events(of_events, tensors=TAGS)
+    events = read_events(find_events(path), tensors=TAGS)
     if not events.train:
-        raise LayoutError(
-            f"{path}: expected a run folder, with TensorBoard events and the scalar {TRAIN_TAG!r} "
-            "in them, got none. Name a folder that `moe-optim train` has written, or Megatron's "
-            "--tensorboard-dir."
-        )
+        raise no_events(path)
     model, summary = _read(folder.model), _read(folder.summary)
     return Run(name=path.resolve().name, path=path, model=model, summary=summary, events=events)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moe_optim.commands.plan.flags import is_recorded, recorded_parser
+from moe_optim.commands.plan.flags import is_recorded, recorded_parser, with_torch_dtypes
 from moe_optim.config import MoEOptimConfig
 from moe_optim.environment import find_package
 from moe_optim.integration.arguments import (
@@ -13,13 +13,6 @@ from moe_optim.integration.arguments import (
 )
 from moe_optim.integration.faulty_flags import FaultyFlags
 from moe_optim.rules import Setup, refusals
-
-_DTYPES = {
-    "fp32": "torch.float32",
-    "bf16": "torch.bfloat16",
-    "fp16": "torch.float16",
-    "fp8": "torch.uint8",
-}
 
 
 def list_early_faults(argv: Sequence[str]) -> list[str]:
@@ -37,8 +30,7 @@ def list_early_faults(argv: Sequence[str]) -> list[str]:
         return []
     if args is not None:
         extend_distributed_optimizer(args)
-        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-            setattr(args, name, _DTYPES[getattr(args, name)])  # as in OptimizerConfig
+        args = with_torch_dtypes(args)
         setup = Setup(config=MoEOptimConfig(), args=args)
         if FLAG in parsed.argv:  # weights are unknown
             setup = Setup.of_flags(MoEOptimConfig(format="bf16"), args, args, [])

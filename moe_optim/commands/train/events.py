@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 TRAIN_TAG, VALIDATION_TAG = "lm loss", "lm loss validation"
+FILES = "events.out.tfevents.*"
+"""Names of event files."""
 _TEXT = "/text_summary"
 
 
@@ -46,7 +48,7 @@ def read_events(folder: Path, *, tensors: str | None = None) -> Events:
 
     ``tensors`` is a prefix of tags; None reads neither tensors nor texts.
     """
-    launches = [_read(path, tensors) for path in folder.glob("events.out.tfevents.*")]
+    launches = [_read(path, tensors) for path in folder.glob(FILES)]
     launches.sort(
         key=lambda one: min((p.time for ps in one.scalars.values() for p in ps), default=0.0)
     )

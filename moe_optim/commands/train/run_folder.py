@@ -29,7 +29,8 @@ from moe_optim.checkpoint.files.folders import (
 from moe_optim.checkpoint.files.publishing import DISK_FULL, require_writable
 from moe_optim.checkpoint.integrity import checkpoint_defect
 from moe_optim.commands.console.files import write_atomically
-from moe_optim.errors import ConfigError, StateError
+from moe_optim.commands.train.events import FILES, TRAIN_TAG
+from moe_optim.errors import ConfigError, LayoutError, StateError
 
 
 class RunFolder:
@@ -47,6 +48,24 @@ class RunFolder:
         """Whether the folder contains results of a run."""
         left = self.checkpoints, self.tensorboard, self.model, self.summary
         return any(path.exists() for path in left)
+
+
+def find_events(path: Path) -> Path:
+    """Return the folder with event files of a run, or ``path`` itself; LayoutError without any."""
+    own = RunFolder(path).tensorboard
+    found = own if own.is_dir() else path
+    if not any(found.glob(FILES)):
+        raise no_events(path)
+    return found
+
+
+def no_events(path: Path) -> LayoutError:
+    """Return the error for a folder without events of training."""
+    return LayoutError(
+        f"{path}: expected a run folder, with TensorBoard events and the scalar {TRAIN_TAG!r} in "
+        "them, got none. Name a folder that `moe-optim train` has written, or Megatron's "
+        "--tensorboard-dir."
+    )
 
 
 @contextlib.contextmanager

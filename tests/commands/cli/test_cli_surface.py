@@ -109,17 +109,31 @@ def test_a_wrong_command_line_exits_with_2_and_the_usage_of_its_command(capsys):
         assert said in found
 
 
+def test_double_dashes_end_options_and_the_arguments_of_megatron():
+    for words, passed in (
+        (["--"], []),
+        (["--", "--"], []),
+        (["--", "--seed", "2", "--"], ["--seed", "2"]),
+    ):
+        for command in ("train", "plan"):
+            args = cli.build_parser(command).parse_args([command, "quickstart", *words])
+            assert args.megatron_args == passed
+
+
 LIGHT = [  # commands, and errors of commands, that need no tensor
     ["recipes"],
     ["recipes", "show", "quickstart"],
     ["plan", "quickstart", "--gpus", "2"],
     ["train", "quikstart"],
     ["inspect", "absent"],
+    ["inspect", "."],
     ["convert", "absent", "there", "--to", "hf"],
     ["convert", ".", "there", "--to", "hf"],
     ["export", "absent", "there", "--format", "mxfp8"],
     ["verify", "absent", "there"],
     ["patch", "check", "absent"],
+    ["report", "absent"],
+    ["compare", "absent", "there"],
 ]
 LIGHT_RUN = """
 import sys

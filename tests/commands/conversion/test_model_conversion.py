@@ -8,7 +8,7 @@ import torch
 
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.commands.cli import main as cli
-from moe_optim.commands.conversion.model_conversion import ModelRequest, convert_model, plan_model
+from moe_optim.commands.conversion.model_conversion import ModelRequest, plan_model
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.errors import ConfigError, LayoutError
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
@@ -31,7 +31,7 @@ def plan_of(source, to, **request):
 
 
 def convert(source, target, to, **request):
-    convert_model(plan_of(source, to, **request), target)
+    plan_of(source, to, **request).write(target)
     return target
 
 

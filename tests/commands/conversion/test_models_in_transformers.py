@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_optim.commands.conversion.model_conversion import ModelRequest, convert_model, plan_model
+from moe_optim.commands.conversion.model_conversion import ModelRequest, plan_model
 from moe_optim.commands.conversion.opening import open_checkpoint
 from tests.support.bytes import assert_same_tensors
 from tests.support.checkpoints import hf_models
@@ -20,7 +20,7 @@ SAVED = [*MODELS, PREDICTING, AT_ONCE]
 
 
 def convert(source, target, to, **request):
-    convert_model(plan_model(open_checkpoint(source), ModelRequest(to=to, **request)), target)
+    plan_model(open_checkpoint(source), ModelRequest(to=to, **request)).write(target)
     return target
 
 

@@ -8,10 +8,7 @@ import json
 import pytest
 
 from moe_optim.commands.cli import main as cli
-from moe_optim.commands.conversion.model_conversion import (
-    dequantize_checkpoint,
-    plan_dequantization,
-)
+from moe_optim.commands.conversion.model_conversion import plan_dequantization
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.commands.conversion.published_weights import encodings_of
 from moe_optim.commands.export.engine_config import quantization_config
@@ -94,30 +91,21 @@ def test_elements_and_blocks_are_those_of_the_model(model):
 
 
 @pytest.mark.parametrize("model", [name for name, row in PUBLISHED.items() if row[3]])
-def test_weights_become_bf16_by_the_published_configuration(model, tmp_path):
+def test_published_weights_become_bf16_and_their_codes_are_not_exported(model, tmp_path, capsys):
     text, places, _, layout = PUBLISHED[model]
     stored, values, _ = LAYOUTS[layout]()
     config: dict = {"quantization_config": json.loads(text)}
     for place in places:
         config = {place: config}
     source = write_hf(tmp_path / "published", stored, {"model_type": "any"} | config)
-    dequantize_checkpoint(plan_dequantization(open_checkpoint(source)), tmp_path / "out")
+    assert cli.main(["export", str(source), str(tmp_path / "out"), "--format", "mxfp8"]) == 2
+    assert capsys.readouterr().err and not (tmp_path / "out").exists()
+    plan_dequantization(open_checkpoint(source)).write(tmp_path / "out")
     got = in_files(tmp_path / "out")
     assert got.keys() == values.keys()
     for name, want in values.items():
         assert_values_equal(got[name], want, what=name)
     assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
-
-
-@pytest.mark.parametrize("model", [name for name, row in PUBLISHED.items() if row[3]])
-def test_published_codes_are_not_exported_as_values(model, tmp_path, capsys):
-    text, places, _, layout = PUBLISHED[model]
-    config: dict = {"quantization_config": json.loads(text)}
-    for place in places:
-        config = {place: config}
-    source = write_hf(tmp_path / "published", LAYOUTS[layout]()[0], {"model_type": "any"} | config)
-    assert cli.main(["export", str(source), str(tmp_path / "out"), "--format", "mxfp8"]) == 2
-    assert capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

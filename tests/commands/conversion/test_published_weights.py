@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from moe_optim.commands.cli import main as cli
-from moe_optim.commands.conversion.model_conversion import (
-    dequantize_checkpoint,
-    plan_dequantization,
-)
+from moe_optim.commands.conversion.model_conversion import plan_dequantization
 from moe_optim.commands.conversion.model_sources import dequantized
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.commands.conversion.published_weights import encodings_of
@@ -223,7 +220,7 @@ def test_the_configuration_may_lie_in_that_of_the_language_model(tmp_path):
     stored, values, quantization = kimi_int4()
     config = {"text_config": {"hidden_size": 64, "quantization_config": quantization}}
     source = write_hf(tmp_path / "published", stored, config)
-    dequantize_checkpoint(plan_dequantization(open_checkpoint(source)), tmp_path / "out")
+    plan_dequantization(open_checkpoint(source)).write(tmp_path / "out")
     assert_same_tensors(in_files(tmp_path / "out"), values)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written == {"text_config": {"hidden_size": 64}}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_optim.commands.conversion.model_conversion import ModelRequest, convert_model, plan_model
+from moe_optim.commands.conversion.model_conversion import ModelRequest, plan_model
 from moe_optim.commands.conversion.opening import open_checkpoint
 from tests.support.checkpoints.exported_models import stored, write
 
@@ -17,5 +17,5 @@ def source(tmp_path_factory):
 def hf(source, tmp_path_factory):
     """In bf16."""
     folder = tmp_path_factory.mktemp("hf") / "hf"
-    convert_model(plan_model(open_checkpoint(source), ModelRequest(to="hf")), folder)
+    plan_model(open_checkpoint(source), ModelRequest(to="hf")).write(folder)
     return folder

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from moe_optim.commands.cli import main as cli
-from moe_optim.commands.conversion.model_conversion import ModelRequest, convert_model, plan_model
+from moe_optim.commands.conversion.model_conversion import ModelRequest, plan_model
 from moe_optim.commands.conversion.opening import open_checkpoint
-from moe_optim.commands.export.export import export_checkpoint, plan_export
+from moe_optim.commands.export.export import plan_export
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.formats import get_format, reference
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
@@ -63,7 +63,7 @@ def test_without_masters_they_are_made_of_the_weights(tmp_path):
     """As from any model of Hugging Face, here of one in safetensors."""
     tensors = stored(with_masters=False)
     source = write(tmp_path / "source", tensors)
-    convert_model(plan_model(open_checkpoint(source), ModelRequest(to="hf")), tmp_path / "hf")
+    plan_model(open_checkpoint(source), ModelRequest(to="hf")).write(tmp_path / "hf")
     wanted = wanted_experts(tensors, "nvfp4")
     for number, path in enumerate((source, tmp_path / "hf")):
         got = in_files(export(path, tmp_path / f"out{number}", "nvfp4"))
@@ -130,7 +130,7 @@ def test_a_model_without_a_description_is_refused_with_what_to_give(hf, tmp_path
     with pytest.raises(ConfigError, match="config.json: expected the configuration of the model"):
         export(bare, tmp_path / "out", "mxfp8")
     plan = plan_export(open_checkpoint(bare), request_of("mxfp8"), hf / "config.json")
-    export_checkpoint(plan, tmp_path / "out")
+    plan.write(tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["model_type"] == "qwen3_moe"
 
@@ -175,7 +175,7 @@ def test_masters_of_some_experts_are_not_mixed_with_weights_of_others(tmp_path):
     source = write(tmp_path / "source", apart)
     plan = plan_export(open_checkpoint(source), request_of("mxfp8"))
     assert not plan.reads_masters
-    export_checkpoint(plan, tmp_path / "out")
+    plan.write(tmp_path / "out")
     got = in_files(tmp_path / "out")
     for name, want in wanted_experts(tensors, "mxfp8").items():
         assert_bytes_equal(got[name], want, what=name)

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from moe_optim.commands.conversion.opening import open_checkpoint
-from moe_optim.commands.export.export import ExportRequest, export_checkpoint, plan_export
+from moe_optim.commands.export.export import ExportRequest, plan_export
 from moe_optim.formats import get_format
 from moe_optim.rollout.conventions import find_convention
 from tests.support.checkpoints.hf_checkpoints import write_megatron
@@ -63,7 +63,7 @@ def request_of(format, convention=None, **more):
 
 def export(source, target, format, convention=None, **more):
     plan = plan_export(open_checkpoint(source), request_of(format, convention, **more))
-    export_checkpoint(plan, target)
+    plan.write(target)
     return target
 
 
