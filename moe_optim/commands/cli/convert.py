@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--experts", choices=LAYOUTS, metavar="LAYOUT", help=text)
     add = parser.add_argument
     text = (
-        "rows of alternating gate and up blocks in DST, 0 for all gate rows first (default: "
+        "rows per block where gate and up alternate in DST, 0 for all gate rows first (default: "
         "that of SRC for Megatron's layouts, else 0)"
     )
     add("--glu-interleave", type=whole_number, metavar="N", help=text)
@@ -160,7 +160,9 @@ def _absent_layers(side: "Implementation", *, is_latent: bool) -> list[str]:
         return [no_layers] if is_latent else []
     if find_package("transformer-engine") is not None:
         return []
-    remedy = "which is not here: without it convert with --transformer-impl local"
+    remedy = (
+        "which is not installed here. To train without it, convert with --transformer-impl local"
+    )
     if is_latent:
         remedy = "which latent attention needs"
     return [f"These flags start a run with Transformer Engine, {remedy}."]
