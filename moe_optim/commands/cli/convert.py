@@ -1,8 +1,8 @@
 """Convert a torch_dist or safetensors checkpoint, in bounded memory.
 
 --to converts the weights of a whole Qwen3-MoE or DeepSeek-V3 model: names, shapes and
-configuration. Weights published in FP8 blocks, MXFP4 or INT4 become bf16; --to hf dequantizes any
-such model. --experts converts only the layout of experts: every other tensor keeps its name,
+configuration. Weights published in blockwise FP8, MXFP4 or INT4 become bf16; --to hf dequantizes
+any such model. --experts converts only the layout of experts: every other tensor keeps its name,
 and masters and moments saved by name are converted too. Checksums in SRC (torch_dist)
 are verified. DST appears when it is complete. Megatron, transformers and a GPU are not needed.
 """
