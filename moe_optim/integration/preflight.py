@@ -36,16 +36,17 @@ Check = Callable[[Any], None]
 """Function that checks validated arguments; raises ConfigError to refuse them."""
 
 _HOLDER = "dry run"
-_NEEDS_TE = re.compile(r"\b(install|only) (TE|transformer[-_ ]engine)\b", re.IGNORECASE)
+_NEEDS_TE = re.compile(r"\binstall (TE|transformer[-_ ]engine)\b", re.IGNORECASE)
+_RANKS = "the number of ranks (--ranks of `moe-optim train`)"
+_BUILDERS = {"pretrain", "DistributedDataParallel", "get_model", "setup_model_and_optimizer"}
+"""Calls after which an installation is too late."""
+_TE_IS_OLD = re.compile("only transformer-engine>=", re.IGNORECASE)
 _HAS_REMEDY = re.compile(r"\b(install|(give|add|use|remove) -)", re.IGNORECASE)
 _SWITCHES = {  # field of Megatron's messages -> flag that turns it off
     "persist_layer_norm": "--no-persist-layer-norm",
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
     "apply_rope_fusion": "--no-rope-fusion",
 }
-_RANKS = "the number of ranks (--ranks of `moe-optim train`)"
-_BUILDERS = {"pretrain", "DistributedDataParallel", "get_model", "setup_model_and_optimizer"}
-"""Calls after which an installation is too late."""
 
 
 class _CheckedError(BaseException):
@@ -319,7 +320,8 @@ def _of_megatron(error: Exception) -> str:
     for field, flag in _SWITCHES.items():
         if field in said:
             return f"Megatron: {said}. Give {flag}."
-    if _NEEDS_TE.search(said) and script_arguments.has_no_transformer_engine():
+    needs_te = _NEEDS_TE.search(said) or _TE_IS_OLD.match(said)
+    if needs_te and script_arguments.has_no_transformer_engine():
         return (
             f"Megatron: {said}. Transformer Engine is not installed here: do the dry run inside "
             "the training container."
