@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a MoE GPT with Megatron-LM and Transformer Engine: FP8 blocks, weights kept in FP8.
+# Trains an MoE GPT with Megatron-LM and Transformer Engine: blockwise FP8 GEMMs and weights.
 # Start it in a checkout of Megatron-LM, on a machine with 8 Hopper GPUs.
 set -euo pipefail
 

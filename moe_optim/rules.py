@@ -20,7 +20,7 @@ Effect = Literal["refuse", "stock step", "warn", "note"]
 Known = Literal["flags", "model", "optimizer"]
 
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
-"""Environment variable with which Transformer Engine's FP8 blocks have fp32 scales, if 1."""
+"""Environment variable with which Transformer Engine's blockwise FP8 has fp32 scales, if 1."""
 TENSORWISE_RECIPE = "--fp8-recipe tensorwise"
 """Recipe whose weights stay in Megatron's buffers; requires ``format: auto``."""
 OPTIMIZERS = ("adam", "muon")
@@ -476,7 +476,7 @@ RULES: tuple[Rule, ...] = (
          and f"format: auto with weights in {' and '.join(s.stored)}",
          "expected quantized weights of one format", "Build all of them with one recipe", "model"),
         ("quantized weights in no format of this package", lambda s: s.unknown,
-         "expected portable or bf16 weights, or MXFP8, NVFP4, FP8 blocks or FP8 with current "
+         "expected portable or bf16 weights, or MXFP8, NVFP4, blockwise FP8 or FP8 with current "
          "scaling of Transformer Engine",
          "Build with --transformer-impl local, or drop --fp8-param-gather or --fp4-param-gather",
          "model"),

@@ -11,6 +11,7 @@ import os
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from moe_optim.integration.installation import building_with
 from moe_optim.integration.patches import EXPERTS
 
 _HOLDER = "first iteration"
+_SOFTMAX = "scaled_masked_softmax_cuda"
 
 LayerSpec = Callable[..., Any]
 """Returns the spec of a pipeline stage, as ``GPTModelConfig.transformer_layer_spec`` does."""
@@ -60,6 +62,12 @@ def _refused_in_iterations(args: Any, model: Any) -> dict[str, bool]:
     """Return error message -> whether a forward pass with these arguments raises it."""
     from megatron.core.transformer.moe import moe_utils
 
+    heads = args.micro_batch_size * model.num_attention_heads // args.tensor_model_parallel_size
+    fuses_softmax = (  # as FusedScaleMaskSoftmax.is_kernel_available
+        *(args.transformer_impl == "local", args.spec is None, model.masked_softmax_fusion),
+        *(model.bf16 or model.fp16, 16 < args.seq_length <= 4096, args.seq_length % 4 == 0),
+        heads % 4 == 0,
+    )
     balancing = model.moe_router_load_balancing_type
     kinds = balancing if isinstance(balancing, list) else [balancing]
     coefficients = model.moe_aux_loss_coeff
@@ -72,6 +80,10 @@ def _refused_in_iterations(args: Any, model: Any) -> dict[str, bool]:
         f"--num-query-groups: expected a divisor of --num-attention-heads "
         f"{model.num_attention_heads}, got {model.num_query_groups}": (
             model.num_attention_heads % model.num_query_groups != 0
+        ),
+        "--masked-softmax-fusion, Megatron's default, needs its CUDA extension "
+        f"{_SOFTMAX}, which is not installed. Add --no-masked-softmax-fusion": (
+            all(fuses_softmax) and find_spec(_SOFTMAX) is None
         ),
         "--moe-router-fusion takes Transformer Engine 2.6 or newer": (
             model.moe_router_fusion and not can_fuse

@@ -47,6 +47,13 @@ _TWO_LENGTHS = "--train-iters and --train-samples exclude each other. Remove one
 _RANKS = "the number of ranks (--ranks of `moe-optim train`)"
 _BUILDERS = {"pretrain", "DistributedDataParallel", "get_model", "setup_model_and_optimizer"}
 """Calls after which an installation is too late."""
+_TE_IS_OLD = re.compile("only transformer-engine>=", re.IGNORECASE)
+_HAS_REMEDY = re.compile(r"\b(install|(give|add|use|remove) -)", re.IGNORECASE)
+_SWITCHES = {  # field of Megatron's messages -> flag that turns it off
+    "persist_layer_norm": "--no-persist-layer-norm",
+    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
+    "apply_rope_fusion": "--no-rope-fusion",
+}
 
 
 class _CheckedError(BaseException):
@@ -324,7 +331,11 @@ def _of_megatron(error: Exception) -> str:
         return f"refused by moe_optim: {said}."
     if said in ("assert not args.bf16", "assert not args.fp16"):
         return "--fp16 and --bf16 exclude each other. Remove one."
-    if _NEEDS_TE.search(said) and script_arguments.has_no_transformer_engine():
+    for field, flag in _SWITCHES.items():
+        if field in said:
+            return f"Megatron: {said}. Give {flag}."
+    needs_te = _NEEDS_TE.search(said) or _TE_IS_OLD.match(said)
+    if needs_te and script_arguments.has_no_transformer_engine():
         return (
             f"Megatron: {said}. Transformer Engine is not installed here: do the dry run inside "
             "the training container."
@@ -337,7 +348,7 @@ def _remedy_of(said: str) -> str:
         return f"Change {_RANKS}, or the parallel sizes."
     if said.startswith(("global batch size (", "eval_global_batch_size (")):
         return f"Change --global-batch-size, --micro-batch-size or {_RANKS}."
-    return "" if "install" in said.lower() else "Change these flags."
+    return "" if _HAS_REMEDY.search(said) else "Change these flags."
 
 
 def _failed_line(error: Exception) -> str:

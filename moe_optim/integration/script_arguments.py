@@ -188,6 +188,6 @@ def require_transformer_engine(args: Any) -> None:
     if is_needed and (why := import_error()):
         raise ConfigError(
             "--transformer-impl: expected Transformer Engine for transformer_engine, Megatron's "
-            f"default, got {why}. Megatron stops here without it. Do a dry run inside the "
-            "training container; to train here, install it, or give --transformer-impl local."
+            f"default, got {why}. Megatron stops here without it. Do the dry run in the "
+            "training container. To train here, install it or give --transformer-impl local."
         )

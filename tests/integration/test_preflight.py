@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
 
@@ -53,6 +54,10 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
     "Muon's files of ranks without gloo": (
         but("--optimizer", "muon", "--disable-gloo-process-groups", "--ckpt-format", "torch"),
         ["--disable-gloo-process-groups: expected --ckpt-format torch_dist, as others collect sta"],
+    ),
+    "a fusion of other layers": (
+        but(without=("--no-persist-layer-norm",)),
+        ["Megatron: persist_layer_norm not supported by torch LayerNorm. Give --no-persist-layer-"],
     ),
     "misspelt": (
         but("--num-expert", "4", "--use-moe-groped-optim", without=("--num-experts", *PLUGIN)),
@@ -140,6 +145,7 @@ FLEX = ["--moe-token-dispatcher-type", "flex", "--expert-model-parallel-size", "
 HYBRID = [*FLEX, "--moe-flex-dispatcher-backend", "hybridep"]
 TENSOR = ["--tensor-model-parallel-size", "2"]
 WHOLE = ["--expert-tensor-parallel-size", "1"]  # experts
+NO_KERNEL = find_spec("scaled_masked_softmax_cuda") is None
 BALANCING = "--moe-router-load-balancing-type"
 LATER = {  # what Megatron tells while it builds or trains -> a command line, beginnings of faults
     "nothing, every axis": (
@@ -155,6 +161,13 @@ LATER = {  # what Megatron tells while it builds or trains -> a command line, be
     "layers of another number": (
         but("--moe-layer-freq", "[1,0,1]"),
         ["Megatron: Invalid length of moe_layer_pattern: 3, expected 2"],
+    ),
+    "softmax without its kernel": (
+        but("--micro-batch-size", "2", without=("--no-masked-softmax-fusion",)),
+        ["Megatron: --masked-softmax-fusion, Megatron's default, needs its CUDA ext"] * NO_KERNEL,
+    ),
+    "nothing, shapes that its kernel does not take": (
+        but(without=("--no-masked-softmax-fusion",)), [],
     ),
     "sinkhorn": (
         but(BALANCING, "sinkhorn", "--moe-aux-loss-coeff", "1e-2"),

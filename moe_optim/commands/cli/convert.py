@@ -1,8 +1,8 @@
 """Convert a torch_dist or safetensors checkpoint, in bounded memory.
 
 --to converts the weights of a whole Qwen3-MoE or DeepSeek-V3 model: names, shapes and
-configuration. Weights published in FP8 blocks, MXFP4 or INT4 become bf16; --to hf dequantizes any
-such model. --experts converts only the layout of experts: every other tensor keeps its name,
+configuration. Weights published in blockwise FP8, MXFP4 or INT4 become bf16; --to hf dequantizes
+any such model. --experts converts only the layout of experts: every other tensor keeps its name,
 and masters and moments saved by name are converted too. Checksums in SRC (torch_dist)
 are verified. DST appears when it is complete. Megatron, transformers and a GPU are not needed.
 """
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--experts", choices=LAYOUTS, metavar="LAYOUT", help=text)
     add = parser.add_argument
     text = (
-        "rows of alternating gate and up blocks in DST, 0 for all gate rows first (default: "
+        "rows per block where gate and up alternate in DST, 0 for all gate rows first (default: "
         "that of SRC for Megatron's layouts, else 0)"
     )
     add("--glu-interleave", type=whole_number, metavar="N", help=text)
@@ -144,7 +144,9 @@ def _absent_layers(side: "Implementation", *, is_latent: bool) -> list[str]:
         return [no_layers] if is_latent else []
     if find_package("transformer-engine") is not None:
         return []
-    remedy = "which is not here: without it convert with --transformer-impl local"
+    remedy = (
+        "which is not installed here. To train without it, convert with --transformer-impl local"
+    )
     if is_latent:
         remedy = "which latent attention needs"
     return [f"These flags start a run with Transformer Engine, {remedy}."]

@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--convention", choices=CONVENTIONS, metavar="CONVENTION", help=text)
     text = (
-        "write the scale of its inputs with each weight, of their calibrated amaxes, so that "
-        "engines quantize activations to NVFP4"
+        "also write the input scale of each weight, from calibrated amaxes, so that engines "
+        "quantize activations to NVFP4"
     )
     add("--input-scales", action="store_true", help=text)
     text = "config.json of the model (default: that of SRC)"

@@ -21,8 +21,8 @@ def add_source_and_target(parser: argparse.ArgumentParser) -> None:
     text = "expert layout of SRC, if it is not recorded or several match"
     add("--from", choices=LAYOUTS, dest="source_layout", metavar="LAYOUT", help=text)
     text = (
-        "rows of alternating gate and up blocks in SRC, if it is not recorded (default: 0, "
-        "all gate rows first)"
+        "rows per block where gate and up alternate in SRC, if it is not recorded (default: "
+        "0, all gate rows first)"
     )
     add("--source-glu-interleave", type=whole_number, metavar="N", help=text)
     text = (

@@ -1,4 +1,4 @@
-"""Reads weights that are published quantized, such as DeepSeek-V3's in FP8 blocks, as bf16.
+"""Reads weights that are published quantized, such as DeepSeek-V3's in blockwise FP8, as bf16.
 
 Sources of names, dtypes and values: DeepSeek-V3's ``inference/fp8_cast_bf16.py``;
 compressed-tensors 0.20.0 (``compressors/pack_quantized``, ``compressors/mxfp4``); transformers

@@ -180,8 +180,8 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
             f"H100 and H200 runs in blockwise FP8{', not measured on Blackwell' * is_blackwell}"
         )
         notes.append(
-            "iteration: not estimated; a plan counts neither GEMMs nor activations, and those runs "
-            f"reached at most {UTILIZATION:.0%} of the bf16 peak, too little to derive it from. "
+            "iteration: not estimated. The plan models neither GEMMs nor activations, and those "
+            f"runs, at most {UTILIZATION:.0%} of the bf16 peak, do not extrapolate; "
             "`python -m benchmarks step RECIPE` measures it"
         )
     if report["not_counted"]:

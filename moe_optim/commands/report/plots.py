@@ -74,7 +74,7 @@ def _over_iterations(axes: Axes, label: str, marks: Marks) -> None:
         axes.axvline(spike, color="tab:red", linewidth=0.8, linestyle=":", zorder=0)
     axes.set_xlabel("iteration")
     axes.set_title(_plain(label), loc="left", fontsize=10)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.grid(axis="y", color="0.92")
 
 

@@ -62,8 +62,8 @@ class Run:
 
     @property
     def loss_unit(self) -> str:
-        """Unit of losses, see :func:`~moe_optim.commands.train.summary.loss_unit`."""
-        return loss_unit(self.summary)
+        """Unit of losses: nats per byte of the dataset of a run folder, else as in its summary."""
+        return "nats/byte" if RunFolder(self.path).dataset.is_dir() else loss_unit(self.summary)
 
     @property
     def times(self) -> dict[str, float]:

@@ -11,12 +11,16 @@ from moe_optim.formats import BlockScaledFormat
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_config
 
+_MODULES = ("transformer_engine", "transformer_engine.pytorch")
+
 
 def import_error() -> str | None:
     """Return why Transformer Engine cannot be imported, or None if it was imported."""
     try:
-        importlib.import_module("transformer_engine.pytorch")
+        importlib.import_module(_MODULES[-1])
     except Exception as error:  # a broken extension can raise anything
+        if isinstance(error, ModuleNotFoundError) and error.name in _MODULES:
+            return "none installed"
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -74,7 +74,7 @@ SAID = (
     "moe-optim train quickstart --out <runs>",  # escaped
     "2.50 iterations/s",
     "Last sample, at iteration 40.",
-    "Iterations between the last two samples, up to iteration 40.",
+    "Counted between the last two samples, up to iteration 40.",
 )
 
 
