@@ -175,6 +175,8 @@ def _prepare(config: MoEOptimConfig | None, *, cpu: bool) -> None:
 
         apply_patches(DATASETS, "run")
         if config is not None:
+            # Megatron's default, which absl, imported by emerging-optimizers, would raise
+            os.environ.setdefault("MEGATRON_LOGGING_LEVEL", "20")
             apply_patches(SCRIPT, "run")
             installation.install_by_flag(config)
 

@@ -104,7 +104,7 @@ def rank_environment(ranks: int, *, cpu: bool) -> dict[str, str]:
     common = {
         "OMP_NUM_THREADS": str(max(1, (cores or 1) // ranks)),
         "PYTHONUNBUFFERED": "1",
-        # absl, which emerging-optimizers imports, would leave Megatron's log at warnings
+        # Megatron's default, which absl, imported by emerging-optimizers, would raise
         "MEGATRON_LOGGING_LEVEL": os.environ.get("MEGATRON_LOGGING_LEVEL", "20"),
     }
     if cpu:
