@@ -16,7 +16,7 @@ import logging
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -298,7 +298,7 @@ def load_tensors(
     stored, group = _open
     try:
         return together(own_errors()(read))
-    except Exception:  # on every rank
+    except BaseException:  # on every rank
         stored.has_read = reduce_max([stored.has_read], group) != [0]
         raise
 
@@ -447,24 +447,24 @@ def require_same_tensors(
             shapes = f"{list(info.shape)}, expected {list(part.global_shape)}"
             faults[part.key] = f"{part.key} is {shapes}"
     if faults:
-        differing = differing_arguments(stored)
-        raise LayoutError(
-            f"{stored.path}: expected the tensors of this model, got others: "
-            f"{listed(sorted(faults.values()))}. "
-            + (
-                f"Start with the arguments it was saved with ({listed(differing)})."
-                if differing
-                else "Load it into the model that it was saved from."
-            )
-        )
+        raise of_another_model(stored.path, listed(sorted(faults.values())), stored.arguments)
 
 
-def differing_arguments(stored: TorchDistReader) -> list[str]:
-    """Return the model-shaping arguments that differ from those the checkpoint was saved with.
+def of_another_model(where: object, got: str, saved: Mapping[str, Any]) -> LayoutError:
+    """Return the error of a checkpoint with the arguments ``saved``, of another model."""
+    differing = differing_arguments(saved)
+    remedy = f"Start with the arguments it was saved with ({listed(differing)})."
+    return LayoutError(
+        f"{where}: expected the tensors of this model, got others: {got}. "
+        f"{remedy if differing else 'Load it into the model that it was saved from.'}"
+    )
+
+
+def differing_arguments(saved: Mapping[str, Any]) -> list[str]:
+    """Return the model-shaping arguments that differ from those a checkpoint was saved with.
 
     Empty for checkpoints without arguments, or outside of Megatron's own training loop.
     """
-    saved = stored.arguments
     loop = sys.modules.get("megatron.training.global_vars")
     here = vars(getattr(loop, "_GLOBAL_ARGS", None) or argparse.Namespace())
     return [

@@ -18,8 +18,10 @@ a distributed optimizer, whose states are flat beside them. Megatron's distribut
 none of these checkpoints.
 """
 
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,8 +48,10 @@ from moe_optim.checkpoint.flat_states import (
 )
 from moe_optim.checkpoint.integrity import require_intact
 from moe_optim.checkpoint.load_session import (
+    differing_arguments,
     end_session,
     get_filesystem_reader,
+    of_another_model,
     open_alone,
     open_session,
     own_errors,
@@ -55,7 +59,7 @@ from moe_optim.checkpoint.load_session import (
     require_same_tensors,
     together,
 )
-from moe_optim.checkpoint.staging import plan_quickly
+from moe_optim.checkpoint.staging import plan_quickly, replaced
 from moe_optim.checkpoint.state_kinds import (
     BY_NAME,
     BY_NAME_KEY,
@@ -68,7 +72,7 @@ from moe_optim.checkpoint.state_kinds import (
     state_kinds,
 )
 from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest, states_with_manifests
-from moe_optim.errors import LayoutError, listed
+from moe_optim.errors import LayoutError, StateError, listed, shorten
 from moe_optim.integration.agreement import agree
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import (
@@ -77,13 +81,14 @@ from moe_optim.integration.installation import (
     installed_optimizer,
 )
 from moe_optim.weights.grouped_weight import GroupedWeight
-from moe_optim.weights.partial_loads import replacing
+from moe_optim.weights.partial_loads import expect_agreement, replacing
 
 _ACCOUNTED = "moe_optim_accounted"
 _OBJECT_KEY = re.compile(r"[^/]+/shard_[0-9.]+_[0-9.]+")
 _GROUPS = r"chained_{}\.optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*"
 """Key of the parameter groups of an optimizer by number, where they are an object."""
 _CORE = "megatron.core.dist_checkpointing"
+_TRAINING = "megatron.training"
 _TENSORS_METADATA = f"{_CORE}.strategies.torch:TorchDistLoadShardedStrategy.load_tensors_metadata"
 
 
@@ -107,6 +112,8 @@ def load(  # noqa: PLR0913  # Megatron's
             derived; gate and up are interleaved differently; or objects are not plain data.
     """
     stored, handling = None, parse_strict_flag(strict)
+    if process_group is None:
+        expect_agreement()
     requesting = list(states_with_manifests(sharded_state_dict))
     if not is_local(checkpoint_dir):
         for state in requesting:  # Megatron loads manifests; they are compared with the states
@@ -235,12 +242,12 @@ def get_checkpoint_format(checkpoint_name: str, args: Any) -> Any:
     Every rank of an initialized process group must call it: ranks share the reading. StateError
     lists all missing or damaged files.
     """
-    found = original("megatron.training.checkpointing:_get_checkpoint_format")(
-        checkpoint_name, args
-    )
+    found = original(f"{_TRAINING}.checkpointing:_get_checkpoint_format")(checkpoint_name, args)
     if installed_config() is not None and is_local(checkpoint_name):
         folder, is_joined = Path(checkpoint_name), dist.is_initialized()
         if found == "torch":
+            if is_joined:
+                expect_agreement()
             thorough = is_joined and config_or_bf16().check_on_load != "quick"
             rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
             check = partial(require_intact, folder, thorough=thorough, part=rank, parts=ranks)
@@ -248,6 +255,47 @@ def get_checkpoint_format(checkpoint_name: str, args: Any) -> Any:
         elif found == "torch_dist" and is_joined:
             open_session(folder, None)
     return found
+
+
+def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    """Load a checkpoint; arguments and result are Megatron's. Every rank must call it.
+
+    LayoutError for a local or ``--ckpt-format torch`` checkpoint of another model.
+    """
+    return _load_files(original(f"{_TRAINING}.checkpointing:load_checkpoint"), *args, **kwargs)
+
+
+def load_checkpoint_in_loop(*args: Any, **kwargs: Any) -> Any:
+    """Equivalent to :func:`load_checkpoint`, for the name that the training loop imports."""
+    return _load_files(original(f"{_TRAINING}.training:load_checkpoint"), *args, **kwargs)
+
+
+def _load_files(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``stock``; name the arguments that differ if it fails with files of ranks."""
+    from megatron.training import checkpointing
+
+    given = inspect.signature(stock).bind(*args, **kwargs).arguments
+    manager = (given.get("checkpointing_context") or {}).get("local_checkpoint_manager")
+    read: list[tuple[Any, Any]] = []
+
+    def remember(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        state, name, *more = found = stock(*args, **kwargs)
+        if checkpointing.CheckpointType.GLOBAL not in more:
+            read.append((name, getattr(state, "common", state)))
+        return found
+
+    try:
+        with (
+            replaced(checkpointing, "_load_base_checkpoint", remember),
+            replaced(type(manager), "load", remember) if manager else nullcontext(),
+        ):
+            return stock(*args, **kwargs)
+    except (AssertionError, KeyError, LayoutError, RuntimeError) as error:
+        name, state = read[-1] if read else (None, None)
+        saved = vars(state["args"]) if state and "args" in state else {}
+        if isinstance(error, StateError) or not differing_arguments(saved):
+            raise
+        raise of_another_model(name, shorten(str(error)), saved) from error
 
 
 def _fit_entries(state: Any, stored: TorchDistReader | None) -> None:

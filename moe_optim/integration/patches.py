@@ -279,6 +279,15 @@ CHECKPOINTS_OF_RANKS = _patches(
        "--ckpt-format torch writes what it consists of when all of it is there")
       for module, replacement in (("checkpointing", "save_checkpoint"),
                                   ("training", "save_checkpoint_in_loop"))),
+    *((f"load-model-of-ranks:{module}", f"{_TRAINING}.{module}:load_checkpoint",
+       f"moe_optim.checkpoint.loading:{replacement}",
+       "(ddp_model, optimizer, opt_param_scheduler, load_arg, strict, checkpointing_context, "
+       "skip_load_to_model_and_opt, tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group, "
+       "rng_state_key_prefix)",
+       "files of another model end in errors that name tensors, or one argument of many",
+       "--ckpt-format torch compares all arguments that shape a model")
+      for module, replacement in (("checkpointing", "load_checkpoint"),
+                                  ("training", "load_checkpoint_in_loop"))),
     ("load-files-of-ranks", f"{_TRAINING}.checkpointing:_get_checkpoint_format",
      "moe_optim.checkpoint.loading:get_checkpoint_format", "(checkpoint_name, args)",
      "--ckpt-format torch compares no checksums, and exits with 0 where a file is torn",

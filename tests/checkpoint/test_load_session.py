@@ -45,11 +45,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "unfinished": _load_weights_beside_damage,
         "copies": _count_copies,
         "in place": _count_copies_of_load,
+        "one entry": _load_a_list_of_one_entry,
     }
     together = {
         "one reads": _load_what_one_rank_reads,
         "partly": _go_on_after_a_failed_load,
         **{name: partial(_fail_in_the_optimizer, name) for name in FAILING},
+        **{name: partial(_fail_in_the_model, name) for name in MODEL_LOADS},
+        "request": _fail_to_request,
+        "groups apart": _fail_in_a_group_of_one,
         "kept": _fail_to_read_what_is_kept,
         "metadata": _load_beside_foreign_metadata,
         "exchanged": _load_and_exchange,
@@ -158,7 +162,7 @@ def _go_on_after_a_failed_load(folder: Path) -> tuple[list[str], int]:
     Journey(bf16).fill().save(folder / "of another model", RESHARDABLE)
     restored = journey.load(folder / "good").check()
     journey.save(folder / "next", RESHARDABLE)
-    require_loaded(journey.optimizer._tensors())
+    require_loaded(journey.optimizer._tensors)
     return said, restored
 
 
@@ -185,42 +189,70 @@ def _fail_in_the_optimizer(name: str, folder: Path) -> tuple[str, list[str], int
 
     Returns what the load says, what steps and saves say then, and how many elements were restored.
     """
-    rank, target, load = FAILING[name]
+    rank, target, load, error = FAILING[name]
     journey = Journey(GROUPED).fill()
     journey.save(folder, RESHARDABLE)
     journey.optimizer.save_parameter_state(f"{folder}/{torch.distributed.get_rank()}.pt")
     torch.distributed.barrier()
     journey.keep("atomic").scramble()
     fails = torch.distributed.get_rank() == rank
-    error = MemoryError("no memory is left")
     with (
-        mock.patch(target, side_effect=error) if fails else nullcontext(),
-        pytest.raises((MemoryError, StateError)) as raised,
+        mock.patch(target, side_effect=error("it was the last")) if fails else nullcontext(),
+        pytest.raises((error, StateError)) as raised,
     ):
         load(journey, folder)
+    said, restored = _recover(journey, folder)
+    return str(raised.value), said, restored
+
+
+def _recover(journey: Journey, folder: Path) -> tuple[list[str], int]:
+    """Return what is said of steps and saves, also after groups alone; then load, step and save."""
     said = _refusals(journey, folder)
     journey.optimizer.load_state_dict(journey.optimizer.state_dict())  # groups alone
     said += _refusals(journey, folder)
     restored = journey.scramble().load(folder).check()
-    journey.save(folder.with_name("restored"), RESHARDABLE)
-    return str(raised.value), said, restored
+    journey.save(folder.with_name(f"{folder.name} restored"), RESHARDABLE)
+    journey.optimizer.step()
+    return said, restored
 
 
 def _load_files(journey: Journey, folder: Path) -> None:
     journey.optimizer.load_parameter_state(f"{folder}/{torch.distributed.get_rank()}.pt")
 
 
-FAILING: dict[str, tuple[int, str, Callable[[Journey, Path], Any]]] = {
-    # rank that fails, in what, and the load
-    "states by name": (1, "moe_optim.checkpoint.owned_boxes.load_states", Journey.load),
-    "parameter groups": (1, "moe_optim.checkpoint.param_groups.states_by_part", Journey.load),
+FAILING: dict[str, tuple[int, str, Callable[[Journey, Path], Any], type[BaseException]]] = {
+    # rank that fails, in what, the load, and the error
+    "states by name": (
+        1,
+        "moe_optim.checkpoint.owned_boxes.load_states",
+        Journey.load,
+        KeyboardInterrupt,
+    ),
+    "a chunk": (
+        1,
+        "moe_optim.checkpoint.files.archives.Archive.read_tensor",
+        Journey.load,
+        KeyboardInterrupt,
+    ),
+    "parameter groups": (
+        1,
+        "moe_optim.checkpoint.param_groups.states_by_part",
+        Journey.load,
+        MemoryError,
+    ),
     "a local checkpoint": (
         1,
         "moe_optim.checkpoint.flat_states.load_flat_states",
         lambda journey, _: journey.restore("atomic"),
+        MemoryError,
     ),
-    "a file of --ckpt-format torch": (0, "torch.load", _load_files),
-    "its order": (0, "moe_optim.checkpoint.flat_states.rearranged_states", _load_files),
+    "a file of --ckpt-format torch": (0, "torch.load", _load_files, MemoryError),
+    "its order": (
+        0,
+        "moe_optim.checkpoint.flat_states.rearranged_states",
+        _load_files,
+        MemoryError,
+    ),
 }
 
 
@@ -228,10 +260,104 @@ FAILING: dict[str, tuple[int, str, Callable[[Journey, Path], Any]]] = {
 def test_what_one_rank_fails_to_take_over_is_neither_trained_nor_saved_on_any(found, name):
     rank = FAILING[name][0]
     for number, (raised, said, restored) in enumerate(found(2, name)):
-        assert "no memory is left" in raised
-        assert number == rank or f"rank {rank}" in raised
+        assert "it was the last" in raised
+        assert number == rank or name == "a chunk" or f"rank {rank}" in raised
         assert len(said) == 4 and all("that a failed load of" in one for one in said)
         assert restored
+
+
+MODEL_LOADS: dict[str, Callable[[Journey, Path], Any]] = {
+    "weights and states": Journey.load,
+    "weights alone": Journey.load_weights,
+    "weights of a local checkpoint": lambda journey, _: journey.restore("atomic"),
+}
+
+
+def _fail_in_the_model(name: str, folder: Path) -> tuple[list[str], int]:
+    """Fail on one rank in ``load_state_dict`` of the model, once all of a checkpoint is read."""
+    journey = Journey(GROUPED).fill()
+    journey.save(folder, RESHARDABLE)
+    journey.keep("atomic").scramble()
+    target = "moe_optim.experts.grouped_linear.GroupedLinear._load_from_state_dict"
+    if torch.distributed.get_rank() == 1:
+        with mock.patch(target, side_effect=MemoryError), pytest.raises(MemoryError):
+            MODEL_LOADS[name](journey, folder)
+    if torch.distributed.get_rank() == 0:
+        with pytest.raises(StateError) if name != "weights alone" else nullcontext():
+            MODEL_LOADS[name](journey, folder)
+    elif name != "weights alone":  # the step, while the other loads states
+        with pytest.raises(StateError, match="that a failed load of"):
+            journey.optimizer.step()
+    return _recover(journey, folder)
+
+
+@pytest.mark.parametrize("name", MODEL_LOADS)
+def test_what_the_model_of_one_rank_fails_to_take_over_is_refused_on_every_rank(found, name):
+    for said, restored in found(2, name):
+        assert len(said) == 4 and all("that a failed load of" in one for one in said)
+        assert restored
+
+
+def _fail_to_request(folder: Path) -> str:
+    """Return what is said if one rank cannot ask for its states."""
+    journey = Journey(GROUPED).fill()
+    journey.save(folder, RESHARDABLE)
+    fails = torch.distributed.get_rank() == 1
+    target = "moe_optim.checkpoint.owned_boxes.states_to_load"
+    with (
+        mock.patch(target, side_effect=MemoryError("it failed")) if fails else nullcontext(),
+        pytest.raises((MemoryError, StateError)) as raised,
+    ):
+        journey.load(folder)
+    assert journey.load(folder).check()
+    return str(raised.value)
+
+
+def test_an_error_of_one_rank_that_asks_for_states_is_raised_on_all(found):
+    assert found(2, "request") == ["rank 1: it failed", "it failed"]
+
+
+def _fail_in_a_group_of_one(folder: Path) -> str:
+    """Fail in the first optimizer of one rank, whose experts have a group with the other rank."""
+    journey = Journey(GROUPED.but(tp=2)).fill()
+    assert [part.data_parallel_group.size() for part in journey.parts] == [1, 2]
+    states = {
+        number: part.state_dict()
+        | {
+            "param_state": part.get_parameter_state_dp_zero(),
+            "param_state_sharding_type": "dp_zero_gather_scatter",
+        }
+        for number, part in enumerate(journey.parts)
+    }
+    fails = torch.distributed.get_rank() == 1
+    target = "moe_optim.checkpoint.param_groups.with_own_groups"
+    with (
+        mock.patch(target, side_effect=MemoryError("it failed")) if fails else nullcontext(),
+        pytest.raises((MemoryError, StateError)) as raised,
+    ):
+        journey.optimizer.load_state_dict(states)
+    journey.scramble().optimizer.load_state_dict(states)
+    assert journey.check()
+    return str(raised.value)
+
+
+def test_optimizers_that_communicate_in_different_groups_fail_together(found):
+    assert found(2, "groups apart") == ["rank 1: it failed", "it failed"]
+
+
+def _load_a_list_of_one_entry(folder: Path) -> str:
+    journey, path = Journey(GROUPED).fill(), f"{folder}.pt"
+    journey.optimizer.save_parameter_state(path)
+    read = torch.load(path)
+    torch.save(read[:1] if isinstance(read, list) else [read], path)
+    with pytest.raises(LayoutError) as raised:
+        journey.optimizer.load_parameter_state(path)
+    return str(raised.value)
+
+
+def test_a_file_of_torch_with_the_states_of_other_optimizers_is_refused(found):
+    (said,) = found(1, "one entry")
+    assert "expected states of" in said and "got a list of 1" in said
 
 
 def _fail_to_read_what_is_kept(folder: Path) -> bool:
@@ -244,7 +370,7 @@ def _fail_to_read_what_is_kept(folder: Path) -> bool:
     with mock.patch(target, side_effect=MemoryError), pytest.raises(MemoryError):
         journey.restore("atomic")
     after = list(journey.optimizer._tensors())
-    require_loaded(after)
+    require_loaded(lambda: after)
     return len(before) == len(after) > 0 and all(map(torch.equal, before, after))
 
 
