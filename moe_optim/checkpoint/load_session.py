@@ -124,13 +124,13 @@ class VettedReader(TorchDistReader):
         self._compares = config_or_bf16().check_on_load != "quick"
         self.metadata = stored_metadata(vetted.table)
         self._places: dict[str, dict[Any, tuple[Blob, int]]] = {}
-        keys = vetted.table.keys_stored
-        tensors = {name: stored for name, stored in keys.items() if stored.dtype}
-        self._set(
-            path,
-            vetted.table,
-            {name: TensorInfo(one.shape, dtype_named(one.dtype)) for name, one in tensors.items()},
-        )
+        entries = self.metadata.state_dict_metadata
+        tensors = {
+            name: TensorInfo(tuple(entry.size), entry.properties.dtype)
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self._set(path, vetted.table, tensors)
 
     def _archive(self, stream: IO[bytes], blob: Blob) -> Archive:
         archive = Archive(stream, compares=self._compares)
@@ -297,7 +297,7 @@ def load_tensors(
         return read()
     stored, group = _open
     try:
-        return together(own_errors()(read))
+        return agree(own_errors()(read), group)
     except BaseException:  # on every rank
         stored.has_read = reduce_max([stored.has_read], group) != [0]
         raise
@@ -376,7 +376,7 @@ def _plain_bytes(stored: VettedReader, blob: Blob) -> bytes:
     content = stored.read_bytes(blob)
     if config_or_bf16().trust_checkpoint_code:
         return content
-    why = foreign_name(Archive(io.BytesIO(content)).pickled(), _is_passive)
+    why = foreign_name(Archive(io.BytesIO(content), compares=False).pickled(), _is_passive)
     if why is not None:
         raise LayoutError(
             f"{stored.path / blob.file}: {blob.key}: expected plain data, got an object that "
@@ -431,7 +431,6 @@ def require_same_tensors(
         stored: checkpoint to load.
         may_lack: whether what is missing is left to Megatron.
     """
-    faults: dict[str, str] = {}
     weights = [
         stored_tensors(entry)
         for entry in entries
@@ -439,15 +438,22 @@ def require_same_tensors(
         and not isinstance(entry, OptionalShardedTensor | CalibratedEntry)
         and not is_state(entry.key)
     ]
-    for part in nested_values(weights):
-        info = stored.tensors.get(part.key)
+    wanted = [part for part in nested_values(weights) if not may_lack or part.key in stored.tensors]
+    if faults := misfits(wanted, stored):
+        raise of_another_model(stored.path, listed(faults), stored.arguments)
+
+
+def misfits(requests: Iterable[ShardedTensor], stored: TorchDistReader) -> list[str]:
+    """Return which requested tensors ``stored`` lacks, or has in another shape, sorted."""
+    faults = set()
+    for request in requests:
+        info = stored.tensors.get(request.key)
         if info is None:
-            faults |= {} if may_lack else {part.key: f"{part.key} is missing"}
-        elif info.shape != tuple(part.global_shape) and not part.allow_shape_mismatch:
-            shapes = f"{list(info.shape)}, expected {list(part.global_shape)}"
-            faults[part.key] = f"{part.key} is {shapes}"
-    if faults:
-        raise of_another_model(stored.path, listed(sorted(faults.values())), stored.arguments)
+            faults.add(f"{request.key} is missing")
+        elif info.shape != tuple(request.global_shape) and not request.allow_shape_mismatch:
+            shapes = f"{list(info.shape)}, expected {list(request.global_shape)}"
+            faults.add(f"{request.key} is {shapes}")
+    return sorted(faults)
 
 
 def of_another_model(where: object, got: str, saved: Mapping[str, Any]) -> LayoutError:

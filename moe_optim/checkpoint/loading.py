@@ -51,6 +51,7 @@ from moe_optim.checkpoint.load_session import (
     differing_arguments,
     end_session,
     get_filesystem_reader,
+    misfits,
     of_another_model,
     open_alone,
     open_session,
@@ -355,32 +356,25 @@ def fit_by_name(param_state: Any, stored: TorchDistReader) -> None:
     """
     requests = [one for one in nested_values(param_state) if hasattr(one, "global_shape")]
     absent = [request for request in requests if request.key not in stored.tensors]
-    found = {}
+    found: dict[tuple[str, str], str] = {}
+    is_whole = False
     if absent:  # saved whole, or not at all
         found = {_address(key): key for key in stored.tensors if BY_NAME_KEY.fullmatch(key)}
+        is_whole = WHOLE_MASTER in state_kinds(stored.tensors)
     for request in absent:
         kind, name = _address(request.key)
         request.key = found.get((kind, name), request.key)
-        is_master = kind == MASTER and (kind, name) not in found
-        if is_master and WHOLE_MASTER in state_kinds(stored.tensors):
+        if is_whole and kind == MASTER and (kind, name) not in found:
             raise LayoutError(
                 f"{stored.path}: expected optimizer.state.{WHOLE_MASTER}.{name}, got none: "
                 "without --use-distributed-optimizer Megatron saves masters of bf16 and fp16 "
                 "weights alone. Load with --no-load-optim."
             )
-    faults = set()
-    for request in requests:
-        info = stored.tensors.get(request.key)
-        if info is None:
-            faults.add(f"{request.key} is missing")
-        elif info.shape != tuple(request.global_shape) and not request.allow_shape_mismatch:
-            shapes = f"{list(info.shape)}, expected {list(request.global_shape)}"
-            faults.add(f"{request.key} is {shapes}")
-    if faults:
+    if faults := misfits(requests, stored):
         raise LayoutError(
             f"{stored.path}: expected the optimizer states of this model, got others: "
-            f"{listed(sorted(faults))}. Start with the model that the checkpoint was saved from, "
-            "or take the weights alone (--no-load-optim)."
+            f"{listed(faults)}. Start with the model that the checkpoint was saved from, or take "
+            "the weights alone (--no-load-optim)."
         )
 
 

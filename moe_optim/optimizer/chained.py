@@ -359,6 +359,13 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         ):
             expect_agreement()
             states = agree(partial(self._states_by_part, state_dict), None)
+            kinds = {state.get("param_state_sharding_type") for state in states.values()}
+            if "dp_zero_gather_scatter" in kinds:
+                # first what ranks do alone: one that fails must not leave its group waiting
+                groups = {part: {**state} for part, state in states.items()}
+                for state in groups.values():
+                    state.pop("param_state", None)
+                self._load_each(lambda part: part.load_states(groups[part]))
             self._load_each(lambda part: part.load_states(states[part]))
             if len(states) > 1:
                 self._synchronize_steps()

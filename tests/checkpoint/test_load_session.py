@@ -53,7 +53,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         **{name: partial(_fail_in_the_optimizer, name) for name in FAILING},
         **{name: partial(_fail_in_the_model, name) for name in MODEL_LOADS},
         "request": _fail_to_request,
-        "groups apart": _fail_in_a_group_of_one,
+        "scattered": _fail_before_states_are_scattered,
         "kept": _fail_to_read_what_is_kept,
         "metadata": _load_beside_foreign_metadata,
         "exchanged": _load_and_exchange,
@@ -317,32 +317,34 @@ def test_an_error_of_one_rank_that_asks_for_states_is_raised_on_all(found):
     assert found(2, "request") == ["rank 1: it failed", "it failed"]
 
 
-def _fail_in_a_group_of_one(folder: Path) -> str:
-    """Fail in the first optimizer of one rank, whose experts have a group with the other rank."""
-    journey = Journey(GROUPED.but(tp=2)).fill()
-    assert [part.data_parallel_group.size() for part in journey.parts] == [1, 2]
-    states = {
-        number: part.state_dict()
-        | {
-            "param_state": part.get_parameter_state_dp_zero(),
-            "param_state_sharding_type": "dp_zero_gather_scatter",
-        }
-        for number, part in enumerate(journey.parts)
-    }
-    fails = torch.distributed.get_rank() == 1
-    target = "moe_optim.checkpoint.param_groups.with_own_groups"
-    with (
-        mock.patch(target, side_effect=MemoryError("it failed")) if fails else nullcontext(),
-        pytest.raises((MemoryError, StateError)) as raised,
-    ):
-        journey.optimizer.load_state_dict(states)
-    journey.scramble().optimizer.load_state_dict(states)
-    assert journey.check()
-    return str(raised.value)
+def _fail_before_states_are_scattered(folder: Path) -> list[str]:
+    """Fail in the first optimizer of one rank, in a group with the other rank or alone."""
+    said = []
+    for tp, sizes in ((1, [2, 2]), (2, [1, 2])):
+        journey = Journey(GROUPED.but(tp=tp)).fill()
+        assert [part.data_parallel_group.size() for part in journey.parts] in (sizes, sizes[:1])
+        of_parts = [part.state_dict() for part in journey.parts]
+        for part, state in zip(journey.parts, of_parts, strict=True):
+            state["param_state"] = part.get_parameter_state_dp_zero()
+            state["param_state_sharding_type"] = "dp_zero_gather_scatter"
+        states = dict(enumerate(of_parts)) if len(of_parts) > 1 else of_parts[0]
+        fails = torch.distributed.get_rank() == 1
+        target = "moe_optim.checkpoint.param_groups.with_own_groups"
+        with (
+            mock.patch(target, side_effect=MemoryError("it failed")) if fails else nullcontext(),
+            pytest.raises((MemoryError, StateError)) as raised,
+        ):
+            journey.optimizer.load_state_dict(states)
+        journey.scramble().optimizer.load_state_dict(states)
+        assert journey.check()
+        said.append(str(raised.value))
+    return said
 
 
 def test_optimizers_that_communicate_in_different_groups_fail_together(found):
-    assert found(2, "groups apart") == ["rank 1: it failed", "it failed"]
+    first, second = found(2, "scattered")
+    assert first == ["rank 1: it failed"] * 2
+    assert second == ["it failed"] * 2
 
 
 def _load_a_list_of_one_entry(folder: Path) -> str:
