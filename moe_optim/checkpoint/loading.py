@@ -261,20 +261,12 @@ def get_checkpoint_format(checkpoint_name: str, args: Any) -> Any:
 def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
     """Load a checkpoint; arguments and result are Megatron's. Every rank must call it.
 
-    LayoutError for a local or ``--ckpt-format torch`` checkpoint of another model.
+    LayoutError for a local or ``--ckpt-format torch`` checkpoint of another model, once Megatron
+    fails to load it; the message names the arguments that differ.
     """
-    return _load_files(original(f"{_TRAINING}.checkpointing:load_checkpoint"), *args, **kwargs)
-
-
-def load_checkpoint_in_loop(*args: Any, **kwargs: Any) -> Any:
-    """Equivalent to :func:`load_checkpoint`, for the name that the training loop imports."""
-    return _load_files(original(f"{_TRAINING}.training:load_checkpoint"), *args, **kwargs)
-
-
-def _load_files(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``stock``; name the arguments that differ if it fails with files of ranks."""
     from megatron.training import checkpointing
 
+    stock = original(f"{_TRAINING}.checkpointing:load_checkpoint")
     given = inspect.signature(stock).bind(*args, **kwargs).arguments
     manager = (given.get("checkpointing_context") or {}).get("local_checkpoint_manager")
     read: list[tuple[Any, Any]] = []
