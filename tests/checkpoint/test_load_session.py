@@ -26,6 +26,7 @@ from moe_optim.checkpoint.files.untrusted_files import file_range
 from moe_optim.checkpoint.integrity import corrupt_files
 from moe_optim.checkpoint.load_session import CheckedReader
 from moe_optim.errors import LayoutError, StateError
+from moe_optim.optimizer.chained import GraphedStep
 from moe_optim.weights.partial_loads import require_loaded
 from tests.support.checkpoints.checkpoint_journey import Journey, Station, run_once
 from tests.support.hostile.damage import flip
@@ -149,7 +150,7 @@ def _damage_last_moment(folder: Path) -> None:
 def _go_on_after_a_failed_load(folder: Path) -> tuple[list[str], int]:
     """Step, and save, after a load that one rank fails, and after another load.
 
-    Returns what was said of step and save, and how many elements the other load restored.
+    Returns what was said of steps and save, and how many elements the other load restored.
     """
     bf16 = Station(format="bf16")
     for name in ("good", "bad"):
@@ -169,15 +170,16 @@ def _go_on_after_a_failed_load(folder: Path) -> tuple[list[str], int]:
 def test_half_loaded_weights_are_neither_trained_nor_saved(found):
     """On every rank, also on one that has read all of its own; until another load ends."""
     for said, restored in found(2, "partly"):
-        assert len(said) == 2
+        assert len(said) == 3
         assert all("that a failed load of" in one for one in said)
         assert restored
 
 
 def _refusals(journey: Journey, folder: Path) -> list[str]:
-    """Return what is said of a step and of a save."""
-    said = []
-    for act in (journey.optimizer.step, partial(journey.save, folder / "next", RESHARDABLE)):
+    """Return what is said of a step, of one of a graph, and of a save."""
+    said, step = [], journey.optimizer.step
+    save = partial(journey.save, folder / "next", RESHARDABLE)
+    for act in (step, GraphedStep(journey.optimizer), save):
         with pytest.raises(StateError) as refusal:
             act()
         said.append(str(refusal.value))
@@ -262,7 +264,7 @@ def test_what_one_rank_fails_to_take_over_is_neither_trained_nor_saved_on_any(fo
     for number, (raised, said, restored) in enumerate(found(2, name)):
         assert "it was the last" in raised
         assert number == rank or f"rank {rank}" in raised
-        assert len(said) == 4 and all("that a failed load of" in one for one in said)
+        assert len(said) == 6 and all("that a failed load of" in one for one in said)
         assert restored
 
 
@@ -294,7 +296,7 @@ def _fail_in_the_model(name: str, folder: Path) -> tuple[list[str], int]:
 @pytest.mark.parametrize("name", MODEL_LOADS)
 def test_what_the_model_of_one_rank_fails_to_take_over_is_refused_on_every_rank(found, name):
     for said, restored in found(2, name):
-        assert len(said) == 4 and all("that a failed load of" in one for one in said)
+        assert len(said) == 6 and all("that a failed load of" in one for one in said)
         assert restored
 
 
