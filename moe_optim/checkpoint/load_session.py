@@ -376,7 +376,7 @@ def _plain_bytes(stored: VettedReader, blob: Blob) -> bytes:
     content = stored.read_bytes(blob)
     if config_or_bf16().trust_checkpoint_code:
         return content
-    why = foreign_name(Archive(io.BytesIO(content), compares=False).pickled(), _is_passive)
+    why = foreign_name(Archive(io.BytesIO(content)).pickled(), _is_passive)
     if why is not None:
         raise LayoutError(
             f"{stored.path / blob.file}: {blob.key}: expected plain data, got an object that "

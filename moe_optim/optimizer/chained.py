@@ -360,8 +360,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             expect_agreement()
             states = agree(partial(self._states_by_part, state_dict), None)
             kinds = {state.get("param_state_sharding_type") for state in states.values()}
-            if "dp_zero_gather_scatter" in kinds:
-                # first what ranks do alone: one that fails must not leave its group waiting
+            if reduce_max(["dp_zero_gather_scatter" in kinds], None) != [0]:
+                # groups alone first: a rank that fails must not leave others waiting to scatter
                 groups = {part: {**state} for part, state in states.items()}
                 for state in groups.values():
                     state.pop("param_state", None)
