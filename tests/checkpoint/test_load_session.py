@@ -30,6 +30,7 @@ from moe_optim.optimizer.chained import GraphedStep
 from moe_optim.weights.partial_loads import require_loaded
 from tests.support.checkpoints.checkpoint_journey import Journey, Station, run_once
 from tests.support.hostile.damage import flip
+from tests.support.hostile.hostile_pickles import Command
 
 GROUPED = Station()
 RESHARDABLE = "fully_reshardable"
@@ -420,16 +421,6 @@ def test_a_file_of_another_save_is_found_by_who_reads_it(found):
     ((said, beside_old),) = found(1, "another file")
     assert "it is another file" in said and "__0_0.distcp" in said
     assert "it is another file" in beside_old
-
-
-class Command:
-    """Unpickled, it makes a folder."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
 
 
 def _load_beside_foreign_metadata(folder: Path) -> bool:
