@@ -16,7 +16,7 @@ import logging
 import math
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future as FutureOf
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -127,13 +127,13 @@ class VettedReader(TorchDistReader):
         self._compares = config_or_bf16().check_on_load != "quick"
         self.metadata = stored_metadata(vetted.table)
         self._places: dict[str, dict[Any, tuple[Blob, int]]] = {}
-        keys = vetted.table.keys_stored
-        tensors = {name: stored for name, stored in keys.items() if stored.dtype}
-        self._set(
-            path,
-            vetted.table,
-            {name: TensorInfo(one.shape, dtype_named(one.dtype)) for name, one in tensors.items()},
-        )
+        entries = self.metadata.state_dict_metadata
+        tensors = {
+            name: TensorInfo(tuple(entry.size), entry.properties.dtype)
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self._set(path, vetted.table, tensors)
 
     def _archive(self, stream: IO[bytes], blob: Blob) -> Archive:
         archive = Archive(stream, compares=self._compares)
@@ -300,8 +300,8 @@ def load_tensors(
         return read()
     stored, group = _open
     try:
-        return together(own_errors()(read))
-    except Exception:  # on every rank
+        return agree(own_errors()(read), group)
+    except BaseException:  # on every rank
         stored.has_read = reduce_max([stored.has_read], group) != [0]
         raise
 
@@ -478,7 +478,6 @@ def require_same_tensors(
         stored: checkpoint to load.
         may_lack: whether what is missing is left to Megatron.
     """
-    faults: dict[str, str] = {}
     weights = [
         stored_tensors(entry)
         for entry in entries
@@ -486,32 +485,39 @@ def require_same_tensors(
         and not isinstance(entry, OptionalShardedTensor | CalibratedEntry)
         and not is_state(entry.key)
     ]
-    for part in nested_values(weights):
-        info = stored.tensors.get(part.key)
+    wanted = [part for part in nested_values(weights) if not may_lack or part.key in stored.tensors]
+    if faults := misfits(wanted, stored):
+        raise of_another_model(stored.path, listed(faults), stored.arguments)
+
+
+def misfits(requests: Iterable[ShardedTensor], stored: TorchDistReader) -> list[str]:
+    """Return which requested tensors ``stored`` lacks, or has in another shape, sorted."""
+    faults = set()
+    for request in requests:
+        info = stored.tensors.get(request.key)
         if info is None:
-            faults |= {} if may_lack else {part.key: f"{part.key} is missing"}
-        elif info.shape != tuple(part.global_shape) and not part.allow_shape_mismatch:
-            shapes = f"{list(info.shape)}, expected {list(part.global_shape)}"
-            faults[part.key] = f"{part.key} is {shapes}"
-    if faults:
-        differing = differing_arguments(stored)
-        raise LayoutError(
-            f"{stored.path}: expected the tensors of this model, got others: "
-            f"{listed(sorted(faults.values()))}. "
-            + (
-                f"Start with the arguments it was saved with ({listed(differing)})."
-                if differing
-                else "Load it into the model that it was saved from."
-            )
-        )
+            faults.add(f"{request.key} is missing")
+        elif info.shape != tuple(request.global_shape) and not request.allow_shape_mismatch:
+            shapes = f"{list(info.shape)}, expected {list(request.global_shape)}"
+            faults.add(f"{request.key} is {shapes}")
+    return sorted(faults)
 
 
-def differing_arguments(stored: TorchDistReader) -> list[str]:
-    """Return the model-shaping arguments that differ from those the checkpoint was saved with.
+def of_another_model(where: object, got: str, saved: Mapping[str, Any]) -> LayoutError:
+    """Return the error of a checkpoint with the arguments ``saved``, of another model."""
+    differing = differing_arguments(saved)
+    remedy = f"Start with the arguments it was saved with ({listed(differing)})."
+    return LayoutError(
+        f"{where}: expected the tensors of this model, got others: {got}. "
+        f"{remedy if differing else 'Load it into the model that it was saved from.'}"
+    )
+
+
+def differing_arguments(saved: Mapping[str, Any]) -> list[str]:
+    """Return the model-shaping arguments that differ from those a checkpoint was saved with.
 
     Empty for checkpoints without arguments, or outside of Megatron's own training loop.
     """
-    saved = stored.arguments
     loop = sys.modules.get("megatron.training.global_vars")
     here = vars(getattr(loop, "_GLOBAL_ARGS", None) or argparse.Namespace())
     return [

@@ -18,8 +18,10 @@ a distributed optimizer, whose states are flat beside them. Megatron's distribut
 none of these checkpoints.
 """
 
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,8 +48,11 @@ from moe_optim.checkpoint.flat_states import (
 )
 from moe_optim.checkpoint.integrity import require_intact
 from moe_optim.checkpoint.load_session import (
+    differing_arguments,
     end_session,
     get_filesystem_reader,
+    misfits,
+    of_another_model,
     open_alone,
     open_session,
     own_errors,
@@ -55,7 +60,7 @@ from moe_optim.checkpoint.load_session import (
     require_same_tensors,
     together,
 )
-from moe_optim.checkpoint.staging import plan_quickly
+from moe_optim.checkpoint.staging import plan_quickly, replaced
 from moe_optim.checkpoint.state_kinds import (
     BY_NAME,
     BY_NAME_KEY,
@@ -68,7 +73,7 @@ from moe_optim.checkpoint.state_kinds import (
     state_kinds,
 )
 from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest, states_with_manifests
-from moe_optim.errors import LayoutError, listed
+from moe_optim.errors import LayoutError, StateError, listed, shorten
 from moe_optim.integration.agreement import agree
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import (
@@ -77,13 +82,14 @@ from moe_optim.integration.installation import (
     installed_optimizer,
 )
 from moe_optim.weights.grouped_weight import GroupedWeight
-from moe_optim.weights.partial_loads import replacing
+from moe_optim.weights.partial_loads import expect_agreement, replacing
 
 _ACCOUNTED = "moe_optim_accounted"
 _OBJECT_KEY = re.compile(r"[^/]+/shard_[0-9.]+_[0-9.]+")
 _GROUPS = r"chained_{}\.optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*"
 """Key of the parameter groups of an optimizer by number, where they are an object."""
 _CORE = "megatron.core.dist_checkpointing"
+_TRAINING = "megatron.training"
 _TENSORS_METADATA = f"{_CORE}.strategies.torch:TorchDistLoadShardedStrategy.load_tensors_metadata"
 
 
@@ -107,6 +113,8 @@ def load(  # noqa: PLR0913  # Megatron's
             derived; gate and up are interleaved differently; or objects are not plain data.
     """
     stored, handling = None, parse_strict_flag(strict)
+    if process_group is None:
+        expect_agreement()
     requesting = list(states_with_manifests(sharded_state_dict))
     if not is_local(checkpoint_dir):
         for state in requesting:  # Megatron loads manifests; they are compared with the states
@@ -235,12 +243,12 @@ def get_checkpoint_format(checkpoint_name: str, args: Any) -> Any:
     Every rank of an initialized process group must call it: ranks share the reading. StateError
     lists all missing or damaged files.
     """
-    found = original("megatron.training.checkpointing:_get_checkpoint_format")(
-        checkpoint_name, args
-    )
+    found = original(f"{_TRAINING}.checkpointing:_get_checkpoint_format")(checkpoint_name, args)
     if installed_config() is not None and is_local(checkpoint_name):
         folder, is_joined = Path(checkpoint_name), dist.is_initialized()
         if found == "torch":
+            if is_joined:
+                expect_agreement()
             thorough = is_joined and config_or_bf16().check_on_load != "quick"
             rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
             check = partial(require_intact, folder, thorough=thorough, part=rank, parts=ranks)
@@ -248,6 +256,39 @@ def get_checkpoint_format(checkpoint_name: str, args: Any) -> Any:
         elif found == "torch_dist" and is_joined:
             open_session(folder, None)
     return found
+
+
+def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    """Load a checkpoint; arguments and result are Megatron's. Every rank must call it.
+
+    LayoutError for a local or ``--ckpt-format torch`` checkpoint of another model, once Megatron
+    fails to load it; the message names the arguments that differ.
+    """
+    from megatron.training import checkpointing
+
+    stock = original(f"{_TRAINING}.checkpointing:load_checkpoint")
+    given = inspect.signature(stock).bind(*args, **kwargs).arguments
+    manager = (given.get("checkpointing_context") or {}).get("local_checkpoint_manager")
+    read: list[tuple[Any, Any]] = []
+
+    def remember(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        state, name, *more = found = stock(*args, **kwargs)
+        if checkpointing.CheckpointType.GLOBAL not in more:
+            read.append((name, getattr(state, "common", state)))
+        return found
+
+    try:
+        with (
+            replaced(checkpointing, "_load_base_checkpoint", remember),
+            replaced(type(manager), "load", remember) if manager else nullcontext(),
+        ):
+            return stock(*args, **kwargs)
+    except (AssertionError, KeyError, LayoutError, RuntimeError) as error:
+        name, state = read[-1] if read else (None, None)
+        saved = vars(state["args"]) if state and "args" in state else {}
+        if isinstance(error, StateError) or not differing_arguments(saved):
+            raise
+        raise of_another_model(name, shorten(str(error)), saved) from error
 
 
 def _fit_entries(state: Any, stored: TorchDistReader | None) -> None:
@@ -307,32 +348,25 @@ def fit_by_name(param_state: Any, stored: TorchDistReader) -> None:
     """
     requests = [one for one in nested_values(param_state) if hasattr(one, "global_shape")]
     absent = [request for request in requests if request.key not in stored.tensors]
-    found = {}
+    found: dict[tuple[str, str], str] = {}
+    is_whole = False
     if absent:  # saved whole, or not at all
         found = {_address(key): key for key in stored.tensors if BY_NAME_KEY.fullmatch(key)}
+        is_whole = WHOLE_MASTER in state_kinds(stored.tensors)
     for request in absent:
         kind, name = _address(request.key)
         request.key = found.get((kind, name), request.key)
-        is_master = kind == MASTER and (kind, name) not in found
-        if is_master and WHOLE_MASTER in state_kinds(stored.tensors):
+        if is_whole and kind == MASTER and (kind, name) not in found:
             raise LayoutError(
                 f"{stored.path}: expected optimizer.state.{WHOLE_MASTER}.{name}, got none: "
                 "without --use-distributed-optimizer Megatron saves masters of bf16 and fp16 "
                 "weights alone. Load with --no-load-optim."
             )
-    faults = set()
-    for request in requests:
-        info = stored.tensors.get(request.key)
-        if info is None:
-            faults.add(f"{request.key} is missing")
-        elif info.shape != tuple(request.global_shape) and not request.allow_shape_mismatch:
-            shapes = f"{list(info.shape)}, expected {list(request.global_shape)}"
-            faults.add(f"{request.key} is {shapes}")
-    if faults:
+    if faults := misfits(requests, stored):
         raise LayoutError(
             f"{stored.path}: expected the optimizer states of this model, got others: "
-            f"{listed(sorted(faults))}. Start with the model that the checkpoint was saved from, "
-            "or take the weights alone (--no-load-optim)."
+            f"{listed(faults)}. Start with the model that the checkpoint was saved from, or take "
+            "the weights alone (--no-load-optim)."
         )
 
 

@@ -7,7 +7,7 @@ save begins with a checksum manifest that marks the checkpoint unfinished.
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,9 @@ _CHECKPOINTING = "megatron.training.checkpointing"
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 _STRATEGIES = (TorchDistSaveShardedStrategy, FullyParallelSaveStrategyWrapper)
 
+_TOLD_BYTES = 4096
+"""Longest error of a writer of local checkpoints."""
+
 _may_join = False
 """Whether the next collective of all ranks is an agreement: before and after a save is written."""
 
@@ -104,7 +107,7 @@ def save(  # noqa: PLR0913  # Megatron's
     try:
         with plan_quickly(), staging(is_synchronous=not async_sharded_save):
             request = agree(write, None)
-    except Exception:
+    except BaseException:
         _forget_plans(sharded_strategy)
         raise
     collecting = request.finalize_fns[: -2 if verify_integrity else -1]
@@ -135,7 +138,7 @@ def _prepare(sharded_state_dict: Any, folder: Path | None) -> None:
             _save_values(sharded_state_dict)
         kinds = ShardedTensor | ShardedTensorFactory
         entries = (one for one in nested_values(sharded_state_dict) if isinstance(one, kinds))
-        require_loaded(entry.data for entry in entries)
+        require_loaded(lambda: (entry.data for entry in entries))
         apply_factories(sharded_state_dict)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -199,10 +202,9 @@ def _collect(parts: Sequence[Callable[[], None]], checkpoint_dir: str) -> None:
     found = [failures]
     torch.distributed.broadcast_object_list(found, src=0)
     if found[0]:
-        said = listed([f"rank {rank}: {failure}" for rank, failure in found[0].items()], "; ")
         raise StateError(
-            f"{checkpoint_dir}: expected every rank to write its part, got {said}. The checkpoint "
-            "is incomplete; those before it are as they were. Save again, or elsewhere."
+            f"{checkpoint_dir}: {_expected_all(found[0])}. The checkpoint is incomplete; those "
+            "before it are as they were. Save again, or elsewhere."
         )
 
 
@@ -274,17 +276,59 @@ def _save_files(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def writing_together(manager: Any, *, is_synchronous: bool) -> Iterator[None]:
     """Have a manager of local checkpoints raise an error of one rank that writes on all.
 
-    It lets the others wait for that rank. After an asynchronous save it compares what all have.
+    It lets the others wait for that rank, and leaves an error of an asynchronous writer in its log.
     """
-    if not is_synchronous:
-        yield
-        return
 
     def write(stock: Any, *args: Any) -> Any:
         return agree(partial(stock, *args), None)
 
-    with replaced(type(manager), "_save_fn", write):
+    def save(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        request = stock(*args, **kwargs)
+        told = torch.zeros(_TOLD_BYTES, dtype=torch.uint8, device="cpu").share_memory_()
+        return request._replace(
+            async_fn=partial(_write_and_tell, request.async_fn, told),
+            finalize_fns=[partial(_finalize_local, request.finalize_fns, told)],
+        )
+
+    name, quick = ("_save_fn", write) if is_synchronous else ("save", save)
+    with replaced(type(manager), name, quick):
         yield
+
+
+def _write_and_tell(write: Callable[..., None], told: torch.Tensor, *args: Any) -> None:
+    """Call ``write`` in a writer; put an error into ``told``, shared memory of the trainer.
+
+    A writer that raised would not say that it is done, and the trainer would wait for it.
+    """
+    try:
+        write(*args)
+    except Exception as error:
+        text = described(error).encode()[: len(told)]
+        told[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _finalize_local(parts: Sequence[Callable[[], None]], told: torch.Tensor) -> None:
+    """Finalize a local save; StateError on all ranks names errors of their writers."""
+    mine = bytes(told.tolist()).rstrip(b"\0").decode(errors="replace")
+    errors = {rank: text for rank, text in enumerate(gather_objects(mine, None)) if text}
+    failure = None
+    try:
+        for part in parts:
+            part()
+    except Exception as error:  # on every rank
+        failure = error
+    if errors:
+        raise StateError(
+            f"{failure or 'local checkpoint'}: {_expected_all(errors)}. Local checkpoints before "
+            "it are as they were. Save again, or elsewhere."
+        ) from failure
+    if failure is not None:
+        raise failure
+
+
+def _expected_all(errors: Mapping[int, str]) -> str:
+    said = listed([f"rank {rank}: {error}" for rank, error in errors.items()], "; ")
+    return f"expected every rank to write its part, got {said}"
 
 
 def _save_distributed(act: Callable[[], Any]) -> Any:

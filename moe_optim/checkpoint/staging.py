@@ -216,18 +216,14 @@ def _together(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _converted(stock: Any, state_dict: dict[str, list[Any]], *args: Any, **kwargs: Any) -> Any:
-    if not _is_synchronous:
-        _copy(state_dict)
-    return stock(state_dict, *args, **kwargs)
-
-
-def _copy(state_dict: dict[str, list[Any]]) -> None:
-    """Copy what lies in host memory of the entries that this rank writes, by key.
+    """Convert entries, by key; those of an asynchronous save are copies.
 
     The caller's entries stay views of what it trains, which it may save again.
     """
-    for entries in state_dict.values():
-        entries[:] = [_copied(entry) for entry in entries]
+    if not _is_synchronous:
+        for entries in state_dict.values():
+            entries[:] = [_copied(entry) for entry in entries]
+    return stock(state_dict, *args, **kwargs)
 
 
 def _copied(entry: Any) -> Any:

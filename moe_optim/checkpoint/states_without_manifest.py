@@ -177,7 +177,7 @@ def stored_buffers(stored: TorchDistReader, group: str) -> list[StoredBuffer]:
         )
     if found := read_buffers(stored, group):
         return found
-    groups, differing = flat_groups(stored.tensors), differing_arguments(stored)
+    groups, differing = flat_groups(stored.tensors), differing_arguments(stored.arguments)
     raise LayoutError(
         f"{stored.path}: expected flat optimizer states of {group}, got "
         f"{f'those of {listed(groups)}' if groups else 'none'}. Load with the tensor, pipeline "
@@ -308,7 +308,7 @@ def _laid_out_otherwise(chunks: Chunks, stored: Sequence[StoredBuffer]) -> str:
 
 
 def _remedy(stored: TorchDistReader, buffers: Sequence[StoredBuffer]) -> str:
-    if differing := differing_arguments(stored):
+    if differing := differing_arguments(stored.arguments):
         return (
             f"Start with the arguments it was saved with ({listed(differing)}), or "
             f"{_WEIGHTS_ALONE}."

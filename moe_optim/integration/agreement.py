@@ -37,11 +37,11 @@ def agree_on_max(act: Callable[[], Any], values: Sequence[int], group: Any) -> l
 def _agree(act: Callable[[], Any], values: Sequence[int], group: Any) -> tuple[Any, list[int]]:
     if torch.distributed.get_world_size(group) == 1:
         return act(), list(values)
-    error: Exception | None = None
+    error: BaseException | None = None
     result = None
     try:
         result = act()
-    except Exception as raised:  # any error: other ranks must not wait for this one
+    except BaseException as raised:  # any error: other ranks must not wait for this one
         error = raised
     failed, *maxima = reduce_max([error is not None, *values], group)
     if not failed:

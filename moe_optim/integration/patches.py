@@ -267,25 +267,38 @@ CHECKPOINTS = _patches(
 )
 """Patches that check a checkpoint before it is read, and let the optimizer adapt to its layout."""
 
-CHECKPOINTS_OF_RANKS = _patches(
-    *((f"save-files-of-ranks:{module}", f"{_TRAINING}.{module}:save_checkpoint",
-       f"moe_optim.checkpoint.saving:{replacement}",
-       "(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far, "
-       "checkpointing_context, pipeline_rank, expert_rank, tensor_rank, pipeline_parallel, "
-       "expert_parallel, non_persistent_ckpt, train_data_iterator, "
-       "preprocess_common_state_dict_fn, release, tp_group, pp_group, dp_cp_group, dp_group, "
-       "expt_dp_group, rng_state_key_prefix)",
-       "--ckpt-format torch records neither checksums nor that all files are there",
-       "--ckpt-format torch writes what it consists of when all of it is there")
-      for module, replacement in (("checkpointing", "save_checkpoint"),
-                                  ("training", "save_checkpoint_in_loop"))),
-    ("load-files-of-ranks", f"{_TRAINING}.checkpointing:_get_checkpoint_format",
-     "moe_optim.checkpoint.loading:get_checkpoint_format", "(checkpoint_name, args)",
-     "--ckpt-format torch compares no checksums, and exits with 0 where a file is torn",
-     "--ckpt-format torch compares checksums of what it reads"),
-    is_deferred=True,
+CHECKPOINTS_OF_RANKS = (
+    *_patches(
+        *((f"save-files-of-ranks:{module}", f"{_TRAINING}.{module}:save_checkpoint",
+           f"moe_optim.checkpoint.saving:{replacement}",
+           "(iteration, model, optimizer, opt_param_scheduler, "
+           "num_floating_point_operations_so_far, checkpointing_context, pipeline_rank, "
+           "expert_rank, tensor_rank, pipeline_parallel, expert_parallel, non_persistent_ckpt, "
+           "train_data_iterator, preprocess_common_state_dict_fn, release, tp_group, pp_group, "
+           "dp_cp_group, dp_group, expt_dp_group, rng_state_key_prefix)",
+           "--ckpt-format torch records neither checksums nor that all files are there",
+           "--ckpt-format torch writes what it consists of when all of it is there")
+          for module, replacement in (("checkpointing", "save_checkpoint"),
+                                      ("training", "save_checkpoint_in_loop"))),
+        ("load-files-of-ranks", f"{_TRAINING}.checkpointing:_get_checkpoint_format",
+         "moe_optim.checkpoint.loading:get_checkpoint_format", "(checkpoint_name, args)",
+         "--ckpt-format torch compares no checksums, and exits with 0 where a file is torn",
+         "--ckpt-format torch compares checksums of what it reads"),
+        is_deferred=True,
+    ),
+    *_patches(
+        ("load-model-of-ranks", f"{_TRAINING}.checkpointing:load_checkpoint",
+         "moe_optim.checkpoint.loading:load_checkpoint",
+         "(ddp_model, optimizer, opt_param_scheduler, load_arg, strict, checkpointing_context, "
+         "skip_load_to_model_and_opt, tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group, "
+         "rng_state_key_prefix)",
+         "files of another model end in errors that name tensors, or one argument of many",
+         "it compares all arguments that shape a model"),
+        is_deferred=True,
+        is_imported_by_name=True,
+    ),
 )
-"""Patches for checksums of ``--ckpt-format torch`` files, verified before a load."""
+"""Patches for files of ranks: checksums of ``--ckpt-format torch``, and errors of other models."""
 
 CONFIGURATIONS: tuple[Patch, ...] = tuple(
     patch for patch in (*ADAM, *OPTIMIZER) if patch.target.endswith("Config.__post_init__")

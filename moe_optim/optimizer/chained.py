@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,12 @@ from moe_optim.optimizer.nonfinite import check_masters, check_states, name_culp
 from moe_optim.optimizer.step_hooks import has_pre_hooks
 from moe_optim.places import this_device
 from moe_optim.rules import Setup, check_setup, why_stock_step
-from moe_optim.weights.partial_loads import replacing, require_loaded
+from moe_optim.weights.partial_loads import (
+    expect_agreement,
+    replacing,
+    require_loaded_everywhere,
+    watch_loads,
+)
 
 if TYPE_CHECKING:
     from moe_optim.health.monitor import HealthMonitor
@@ -68,6 +73,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             ConfigError: ``step: fused`` is set, but some rank cannot run it.
         """
         super().__init__(chained_optimizers)
+        watch_loads(self.model_chunks)
         config = config_or_bf16()
         self.policy = config.nonfinite
         self.is_fused = self._agree_to_fuse(config)
@@ -95,7 +101,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         Every rank must call it; raises as :meth:`get_grad_norm`. StateError if a load has failed
         after it replaced a part of weights or states.
         """
-        require_loaded(self._tensors())
+        require_loaded_everywhere(self._tensors)
         for observer in self.observers:
             observer.before_step()
         return self._step_fused() if self.is_fused else super().step()
@@ -276,18 +282,18 @@ class GroupedChainedOptimizer(ChainedOptimizer):
                 ``save_nonfinite`` is not set; or the last step of a CUDA graph found non-finite
                 gradients.
         """
-        if kwargs.get("is_loading", len(args) > 1 and args[1]):
-            self._hear_of_last_step()
-            with self._without_stubs():
-                return super().sharded_state_dict(*args, **kwargs)
+        collect = partial(super().sharded_state_dict, *args, **kwargs)
         # the first collective, which a rank joins that cannot save its model
         agree(self._hear_of_last_step, None)
+        if kwargs.get("is_loading", len(args) > 1 and args[1]):
+            expect_agreement()
+            with self._without_stubs():
+                return agree(collect, None)
         kinds, metadata = checkpoint.state_kinds, kwargs.get("metadata") or {}
         is_by_name = metadata.get(kinds.SHARDING_TYPE) == kinds.BY_NAME
         if is_by_name:
             agree(self._require_tilings, None)
         agree(self._check_states, None)  # before collectives that reach beyond a culprit's group
-        collect = partial(super().sharded_state_dict, *args, **kwargs)
         with self._without_stubs():
             state = agree(collect, None)
         return checkpoint.param_groups.as_layer_wise(state) if is_by_name else state
@@ -351,14 +357,25 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             "optimizer states",
             is_whole=lambda: len(loaded) == len(self.stepping),
         ):
-            loaded += agree(partial(self._load_parts, state_dict), None)
+            expect_agreement()
+            states = agree(partial(self._states_by_part, state_dict), None)
+            kinds = {state.get("param_state_sharding_type") for state in states.values()}
+            if reduce_max(["dp_zero_gather_scatter" in kinds], None) != [0]:
+                # groups alone first: a rank that fails must not leave others waiting to scatter
+                groups = {part: {**state} for part, state in states.items()}
+                for state in groups.values():
+                    state.pop("param_state", None)
+                self._load_each(lambda part: part.load_states(groups[part]))
+            self._load_each(lambda part: part.load_states(states[part]))
+            if len(states) > 1:
+                self._synchronize_steps()
+            loaded += [part for part, state in states.items() if "param_state" in state]
             self._gather_loaded(loaded)
         if graphed := self._graphed_step:
             graphed.forget()
 
-    def _load_parts(self, state_dict: Any) -> list[Any]:
-        """Load groups and states; return the optimizers whose masters were among them."""
-        parts, states = self.stepping, state_dict
+    def _states_by_part(self, states: Any) -> dict[Any, Any]:
+        parts = self.stepping
         if isinstance(states, dict):
             is_muon = installed_optimizer() == "muon"
             states = checkpoint.param_groups.states_by_part(states, parts, is_muon=is_muon)
@@ -369,32 +386,52 @@ class GroupedChainedOptimizer(ChainedOptimizer):
                 f"optimizer.load_state_dict: expected states of {len(parts)} optimizers, got "
                 f"{len(states)}. Load with the parallel sizes that they were saved with."
             )
-        for part, state in zip(parts, states, strict=True):
-            part.load_states(state)
-        if len(parts) > 1:
-            self._synchronize_steps()
-        return [part for part, state in zip(parts, states, strict=True) if "param_state" in state]
+        return dict(zip(parts, states, strict=True))
+
+    def _load_each(self, load: Callable[[Any], None]) -> None:
+        """Call ``load`` for every optimizer, one after the other on all ranks.
+
+        They communicate in different groups: a rank that fails must not go on to the next.
+        """
+        parts = self.chained_optimizers
+
+        def load_one(number: int) -> None:
+            if number < len(parts) and not parts[number].is_stub_optimizer:
+                load(parts[number])
+
+        for number in range(reduce_max([len(parts)], None)[0]):
+            agree(partial(load_one, number), None)
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
         """Load masters and moments of ``--ckpt-format torch``; as :meth:`load_state_dict`."""
-        parts = self.chained_optimizers
-
-        def read() -> Any:
-            are_first = [part.data_parallel_group.rank() == 0 for part in self.stepping]
-            return torch.load(filename) if any(are_first) else None
-
-        def load(number: int) -> None:
-            if number < len(parts) and not parts[number].is_stub_optimizer:
-                parts[number].load_parameter_state_from_dp_zero(
-                    states[number] if states and len(parts) > 1 else states,
-                    update_legacy_format=update_legacy_format,
-                )
-
         with replacing(self._tensors, filename):
-            states = agree(read, None)
-            for number in range(reduce_max([len(parts)], None)[0]):
-                agree(partial(load, number), None)  # parts communicate in different groups
+            expect_agreement()
+            states = agree(partial(self._read_parameter_state, filename), None)
+            self._load_each(
+                lambda part: part.load_parameter_state_from_dp_zero(
+                    states.get(part), update_legacy_format=update_legacy_format
+                )
+            )
             self._gather_loaded(self.stepping)
+
+    def _read_parameter_state(self, filename: str) -> dict[Any, Any]:
+        """Return the states of the optimizers in whose groups this rank is the first."""
+        parts = self.chained_optimizers
+        if all(part.data_parallel_group.rank() != 0 for part in self.stepping):
+            return {}
+        read = torch.load(filename)
+        states = read if len(parts) > 1 else [read]
+        are_states = isinstance(states, list) and all(
+            isinstance(one, dict | None) for one in states
+        )
+        if not are_states or len(states) != len(parts):
+            got = f"a list of {len(read)}" if isinstance(read, list) else f"a {type(read).__name__}"
+            raise LayoutError(
+                f"{filename}: expected states of {len(parts)} optimizers, as --ckpt-format torch "
+                f"saves them, got {got}. Load with the parallel sizes that they were saved with, "
+                "or give --no-load-optim."
+            )
+        return dict(zip(parts, states, strict=True))
 
     def _gather_loaded(self, parts: Sequence[Any]) -> None:
         agree(partial(check_masters, parts), None)
@@ -434,9 +471,11 @@ class GraphedStep:
         Raises:
             NonFiniteError: the previous step found non-finite gradients; neither step changed
                 anything.
-            StateError: Adam has step pre-hooks, which require clipped gradients.
+            StateError: Adam has step pre-hooks, which require clipped gradients; or as in
+                :meth:`GroupedChainedOptimizer.step`.
         """
         self.tell()
+        require_loaded_everywhere(self._chain._tensors)
         for observer in self._chain.observers:
             observer.before_step()
         parts = self._chain.stepping

@@ -1,21 +1,41 @@
 """Refuses weights and states that a failed load has partly replaced.
 
-A load reads into the memory of weights, masters and moments, and an optimizer then takes parameter
-groups, and states that were read elsewhere. Where either fails, some of it is the checkpoint's and
-some is not, until another load reads into it to the end.
+A load reads into the memory of weights, masters and moments; modules then take their state, and an
+optimizer parameter groups, and states that were read elsewhere. Where any of it fails, some is the
+checkpoint's and some is not, until another load ends.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from moe_optim.errors import StateError
+from moe_optim.integration.agreement import agree
 
 _replaced: dict[int, tuple[StorageWeakRef, str]] = {}
 """Storages by address, with the checkpoint that was read. The reference keeps the address taken."""
+
+
+@dataclass
+class _ModuleLoad:
+    """The last ``load_state_dict`` of a module."""
+
+    errors: list[str] = field(default_factory=list)
+    """What torch raises at its end, if anything; it adds keys after all hooks."""
+    has_ended: bool = True
+
+
+_module_loads: WeakKeyDictionary[Module, _ModuleLoad] = WeakKeyDictionary()
+
+_is_new = False
+"""Whether ranks have loaded since they last agreed that all of them hold a whole checkpoint."""
 
 
 @contextmanager
@@ -36,7 +56,7 @@ def replacing(
     """
     try:
         yield
-    except Exception:
+    except BaseException:  # an interrupted load has replaced a part, too
         if has_begun():
             for address, tensor in _storages(tensors()):
                 _replaced[address] = StorageWeakRef(tensor.untyped_storage()), checkpoint
@@ -45,18 +65,62 @@ def replacing(
         _replaced.pop(address, None)
 
 
-def require_loaded(tensors: Iterable[Tensor]) -> None:
+def watch_loads(model_chunks: Iterable[Module]) -> None:
+    """Record from now on whether ``load_state_dict`` of model chunks, without wrappers, ends."""
+    for chunk in model_chunks:
+        module = chunk
+        while isinstance(inner := getattr(module, "module", None), Module):
+            module = inner
+        if module not in _module_loads:
+            module.register_load_state_dict_pre_hook(_begin)
+            module.register_load_state_dict_post_hook(_end)
+            _module_loads[module] = _ModuleLoad()
+
+
+def _begin(module: Module, *given: Any) -> None:
+    _module_loads[module] = _ModuleLoad(errors=given[-1], has_ended=False)
+
+
+def _end(module: Module, _: Any) -> None:
+    _module_loads[module].has_ended = True
+
+
+def expect_agreement() -> None:
+    """Have the next :func:`require_loaded_everywhere` agree. Every rank must call it."""
+    global _is_new
+    _is_new = True
+
+
+def require_loaded_everywhere(tensors: Callable[[], Iterable[Tensor]]) -> None:
+    """Raise as :func:`require_loaded`, also for what a load of another rank has partly replaced.
+
+    Every rank must call it; none communicates unless there was a load since the last call.
+    """
+    global _is_new
+    if _is_new:
+        agree(partial(require_loaded, tensors), None)
+        _is_new = False
+    else:
+        require_loaded(tensors)
+
+
+def require_loaded(tensors: Callable[[], Iterable[Tensor]]) -> None:
     """Raise StateError if a failed load has replaced a part of ``tensors``; no rank communicates.
 
-    Costs nothing while there has been no such load; ``tensors`` are not even asked for.
+    Costs nothing while there has been no such load; ``tensors`` is not even called.
     """
     for address in [address for address, (held, _) in _replaced.items() if held.expired()]:
         del _replaced[address]
-    for address, _ in _storages(tensors) if _replaced else ():
-        if address in _replaced:
+    replaced = {address: checkpoint for address, (_, checkpoint) in _replaced.items()}
+    for module, load in _module_loads.items():
+        if load.errors or not load.has_ended:
+            name = f"the state of {type(module).__name__}"
+            replaced |= {address: name for address, _ in _storages(module.parameters())}
+    for address, _ in _storages(tensors()) if replaced else ():
+        if address in replaced:
             raise StateError(
                 "weights and optimizer states: expected those of one checkpoint, got memory that a "
-                f"failed load of {_replaced[address][1]} has partly replaced. Load another "
+                f"failed load of {replaced[address]} has partly replaced. Load another "
                 "checkpoint, or start the run again."
             )
 

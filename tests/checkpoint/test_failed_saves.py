@@ -3,13 +3,14 @@
 import builtins
 import errno
 import io
+import multiprocessing
 import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
-from moe_optim.checkpoint.saving import _collect
+from moe_optim.checkpoint.saving import _collect, writing_together
 from moe_optim.commands.train.run_folder import find_resume_point
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError, StateError
@@ -65,7 +66,7 @@ def raising(target: str, error: Exception) -> Fault:
 MEMORY = MemoryError("no host memory is left")
 REFUSED = LayoutError("these states are refused")
 STAGING = "moe_optim.checkpoint.staging._on_host"
-COPY = "moe_optim.checkpoint.staging._copy"
+COPY = "moe_optim.checkpoint.staging._copied"
 STATES = "moe_optim.checkpoint.{}.flat_states"
 SHARDS = "megatron.core.dist_checkpointing.validation._validate_sharding_for_key"
 FILES = "megatron.core.dist_checkpointing.strategies.filesystem_async._split_by_size_and_type"
@@ -185,12 +186,53 @@ def _fail_on_many_ranks(folder: Path) -> str:
     return str(raised.value)
 
 
+class _Request(NamedTuple):
+    """A request of nvidia-resiliency-ext."""
+
+    async_fn: Callable[..., None]
+    finalize_fns: list[Callable[[], None]]
+
+
+class _LocalManager:
+    """Saves local checkpoints as that of nvidia-resiliency-ext does."""
+
+    def __init__(self, fails: bool) -> None:
+        self._fails = fails
+
+    def write(self, states: str) -> None:
+        if self._fails:
+            raise OSError(errno.ENOSPC, f"{FULL}: {states}")
+
+    def save(self) -> _Request:
+        return _Request(self.write, [self._finalize])
+
+    def _finalize(self) -> None:
+        raise RuntimeError("iteration 7 is not there")
+
+
+def _fail_in_a_local_writer(folder: Path) -> str:
+    """Return the error of a local save whose writer, a process of its own, fails on one rank."""
+    manager = _LocalManager(torch.distributed.get_rank() == 1)
+    with writing_together(manager, is_synchronous=False):
+        request = manager.save()
+    writer = multiprocessing.get_context("fork").Process(
+        target=request.async_fn, args=[str(folder)]
+    )
+    writer.start()
+    writer.join()
+    with pytest.raises(StateError) as raised:
+        for finalize in request.finalize_fns:
+            finalize()
+    return str(raised.value)
+
+
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function of ranks and a name, which gives what these ranks found."""
     jobs: dict[str, Callable[..., Any]] = {name: partial(_fail, name) for name in FAULTS}
     jobs |= {"kept plans": _fail_while_plans_are_kept, "many ranks": _fail_on_many_ranks}
     jobs["a plan of one rank"] = _fail_between_plan_and_cache
+    jobs["a local writer"] = _fail_in_a_local_writer
     found = run_once(tmp_path_factory.mktemp("failed"), {2: jobs}, timeout_s=HANGS_S)
     found(2, next(iter(jobs)))  # all at once; hangs once, not in every test
     return found
@@ -221,6 +263,12 @@ def test_an_error_of_many_ranks_names_eight_of_them_and_counts_the_others(failed
         assert "rank 7: " in said
         assert "rank 8: " not in said
         assert "and 992 more" in said
+
+
+def test_an_error_of_the_writer_of_a_local_checkpoint_is_raised_in_every_trainer(failed):
+    for said in failed(2, "a local writer"):
+        assert "iteration 7 is not there: " in said and f"{FULL}: " in said
+        assert "rank 1: " in said and "rank 0: " not in said
 
 
 def _train(folder: Path) -> dict[str, str]:

@@ -4,18 +4,24 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from moe_optim.checkpoint import loading
 from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
+from moe_optim.checkpoint.sealing import record_checksums
 from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import LayoutError
 from tests.support.hostile.damage import flip_in_archive
 from tests.support.ranks import run_ranks
 from tests.support.training import pretrain
 
 FLAGS = ["--ckpt-format", "torch", "--train-iters", "2", "--eval-interval", "1000"]
+OTHER_MODEL = "another model"
 FOLDERS = ["mp_rank_00_000", "mp_rank_00_001"]
 FILES = [
     f"{folder}/{name}.pt" for folder in FOLDERS for name in ("distrib_optim", "model_optim_rng")
@@ -37,7 +43,10 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 def _save_and_load(root: Path) -> tuple[list[str | None], dict[str, str]]:
-    """Save twice; return what the second folder looked like, and what loads of damaged ones say."""
+    """Save twice; return what the second folder looked like, and what loads say.
+
+    Loads are those of a copy, of damaged ones, and of one of another model.
+    """
     from megatron.training import checkpointing, training
 
     stock, seen = checkpointing.torch.save, []
@@ -53,7 +62,8 @@ def _save_and_load(root: Path) -> tuple[list[str | None], dict[str, str]]:
     def damage_and_load(chunks: list[Any], optimizer: Any) -> dict[str, str]:
         checkpointing.torch.save, args = stock, training.get_args()
         seen.append(checkpoint_defect(root / "iter_0000002"))
-        return {name: _say(root, damage, args) for name, damage in {"": None, **DAMAGES}.items()}
+        said = {name: _say(root, damage, args) for name, damage in {"": None, **DAMAGES}.items()}
+        return {**said, OTHER_MODEL: _load_another_model(root, chunks, optimizer)}
 
     checkpointing.torch.save = look
     flags = [*FLAGS, "--save", str(root), "--save-interval", "1"]
@@ -81,6 +91,27 @@ def _say(root: Path, damage: Callable[[Path], object] | None, args: Any) -> str:
     return " ".join(state)
 
 
+def _load_another_model(root: Path, chunks: list[Any], optimizer: Any) -> str:
+    """Return what Megatron's loading says of the files of a model with twice the experts."""
+    from megatron.training import training
+
+    rank, folder = torch.distributed.get_rank(), root / "iter_0000002"
+    path = folder / FOLDERS[rank] / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    state["args"].num_experts *= 2
+    (name,) = (name for name in state["model"] if name.endswith("layers.0.mlp.router.weight"))
+    state["model"][name] = state["model"][name].repeat(2, 1)
+    torch.save(state, path)
+    torch.distributed.barrier()
+    if rank == 0:
+        record_checksums(folder)
+    torch.distributed.barrier()
+    training.get_args().load = str(root)
+    with pytest.raises(LayoutError) as raised:
+        training.load_checkpoint(chunks, optimizer, None)
+    return str(raised.value)
+
+
 def test_every_file_has_a_checksum_and_damage_is_refused_on_every_rank(tmp_path: Path):
     root = tmp_path / "checkpoints"
     results = run_ranks(2, _save_and_load, root)
@@ -88,6 +119,9 @@ def test_every_file_has_a_checksum_and_damage_is_refused_on_every_rank(tmp_path:
     assert results[0][0] == [*[unfinished] * 4, None], "two files of this rank, twice"
     for _, said in results:
         assert "optimizer" in said.pop("").split()
+        other = said.pop(OTHER_MODEL)
+        assert "model_optim_rng.pt: expected the tensors of this model" in other
+        assert "(--num-experts: " in other
         assert said.keys() == DAMAGES.keys()
         for name, message in said.items():
             assert message.startswith("StateError: "), name
@@ -96,3 +130,26 @@ def test_every_file_has_a_checksum_and_damage_is_refused_on_every_rank(tmp_path:
     recorded = json.loads((root / "iter_0000002" / CHECKSUM_MANIFEST).read_text())
     assert sorted(recorded["archives"]) == FILES
     assert list(corrupt_files(root / "iter_0000002")) == []
+
+
+def test_a_local_checkpoint_of_another_model_names_the_arguments_that_differ(monkeypatch):
+    from megatron.training import global_vars
+
+    class Manager:
+        def load(self) -> tuple[Any, str]:
+            args = SimpleNamespace(num_experts=8, hidden_size=64)
+            return SimpleNamespace(common={"args": args}), "a local checkpoint"
+
+    def stock(ddp_model: Any, optimizer: Any, scheduler: Any, checkpointing_context: Any) -> None:
+        checkpointing_context["local_checkpoint_manager"].load()
+        raise AssertionError("a shard id")
+
+    here = SimpleNamespace(num_experts=4, hidden_size=64)
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", here)
+    monkeypatch.setattr(loading, "original", lambda _: stock)
+    context = {"local_checkpoint_manager": Manager()}
+    with pytest.raises(LayoutError, match=r"a local checkpoint: .* a shard id.*num-experts: 8, he"):
+        loading.load_checkpoint([], None, None, checkpointing_context=context)
+    here.num_experts = 8
+    with pytest.raises(AssertionError, match="a shard id"):
+        loading.load_checkpoint([], None, None, checkpointing_context=context)

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import io
-import os
 import random
 import shutil
 import signal
@@ -32,6 +31,7 @@ from tests.support.checkpoints.checkpoint_journey import (
 from tests.support.checkpoints.stored_checkpoints import stored_tensors, write_torch_dist
 from tests.support.hostile.damage import flip_in
 from tests.support.hostile.hostile_checkpoints import rewrite
+from tests.support.hostile.hostile_pickles import Command
 
 FC2 = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
 GROUPED, INDEXED = Station(), Station(experts="indexed")
@@ -358,16 +358,6 @@ def test_states_of_no_interest_pass_as_they_are(found):
 FIRST_BY_NAME = "a_state"
 
 
-class Code:
-    """Unpickled, it makes a folder."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
-        return os.mkdir, (str(self.path),)
-
-
 @dataclasses.dataclass
 class OfTheUser:
     """What somebody's script may have put among Megatron's arguments."""
@@ -414,7 +404,7 @@ def _load_with(folder: Path, where: str, value: Any, trusted: bool) -> tuple[str
 def _load_code(folder: Path) -> dict[str, str]:
     said = {}
     for where in ("common_state", "rng_state", FIRST_BY_NAME):
-        for name, value in {"code": Code(folder / "ran"), "a type": OfTheUser()}.items():
+        for name, value in {"code": Command(folder / "ran"), "a type": OfTheUser()}.items():
             said[f"{where}, {name}"], _ = _load_with(folder / where / name, where, value, False)
             assert not (folder / "ran").exists()
         _, got = _load_with(folder / where / "trusted", where, OfTheUser(4), True)
@@ -485,7 +475,7 @@ def _read_arguments(folder: Path) -> str:
     import moe_optim
 
     content = io.BytesIO()
-    torch.save([{"args": Code(folder / "ran")}], content)
+    torch.save([{"args": Command(folder / "ran")}], content)
     write_torch_dist(folder, stored_tensors(states=False))
     common = "common_state/shard_0_1"
     rewrite(folder, lambda key, old: content.getvalue() if key == common else old)
@@ -509,7 +499,7 @@ def _read_legacy(folder: Path) -> str:
         source = inspect.getsource(module)
         assert "torch.load(" in source and "weights_only" not in source, module
     folder.mkdir()
-    torch.save({"args": Code(folder / "ran")}, folder / "model_optim_rng.pt")
+    torch.save({"args": Command(folder / "ran")}, folder / "model_optim_rng.pt")
     with pytest.raises(Exception, match="GLOBAL posix.mkdir"):
         torch.load(folder / "model_optim_rng.pt", map_location="cpu")
     return "ran" if (folder / "ran").exists() else "refused"

@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import os
 import pickle
 import shutil
 import signal
@@ -29,7 +28,7 @@ from tests.support.checkpoints.stored_checkpoints import (
     write_torch_dist,
 )
 from tests.support.hostile.hostile_checkpoints import FILES, rewrite
-from tests.support.hostile.hostile_pickles import BOMBS
+from tests.support.hostile.hostile_pickles import BOMBS, Command
 
 COMMON = "common_state/shard_0_1"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -144,14 +143,6 @@ def test_no_command_runs_a_program_in_torchscript(key, checkpoint, refused, tmp_
         with pytest.raises(StateError, match="does not fit|a TorchScript program"):
             open_checkpoint(checkpoint).read(key)
     assert not ran.exists()
-
-
-class Command:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
 
 
 def test_no_command_calls_what_the_pickle_of_an_object_names(checkpoint, refused, tmp_path):

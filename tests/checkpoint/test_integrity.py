@@ -1,7 +1,6 @@
 """What the check of a checkpoint says, how ranks share it, and what it costs."""
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -30,6 +29,7 @@ from tests.support.hostile.damage import (
     save_legacy,
     save_with_megatron,
 )
+from tests.support.hostile.hostile_pickles import Command
 from tests.support.ranks import run_ranks
 
 ITERATIONS = (10, 20)
@@ -48,20 +48,10 @@ def checkpoint(saved, tmp_path):
     return shutil.copytree(saved, tmp_path / "checkpoints") / "iter_0000020"
 
 
-class Command:
-    """Unpickled, it runs a command, as any foreign pickle may."""
-
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self):
-        return os.system, (self.command,)
-
-
 def test_a_foreign_pickle_is_refused_and_runs_no_code(checkpoint, tmp_path):
     ran = tmp_path / "ran"
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(Command(f"touch {ran}")))
-    defect = ".metadata is cut off or foreign: it names posix.system"
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Command(ran)))
+    defect = ".metadata is cut off or foreign: it names posix.mkdir"
     assert checkpoint_defect(checkpoint) == defect
     assert not ran.exists()
 

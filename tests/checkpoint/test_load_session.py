@@ -26,9 +26,11 @@ from moe_optim.checkpoint.files.untrusted_files import file_range
 from moe_optim.checkpoint.integrity import corrupt_files
 from moe_optim.checkpoint.load_session import _READERS, CheckedReader
 from moe_optim.errors import LayoutError, StateError
+from moe_optim.optimizer.chained import GraphedStep
 from moe_optim.weights.partial_loads import require_loaded
 from tests.support.checkpoints.checkpoint_journey import Journey, Station, run_once
 from tests.support.hostile.damage import flip
+from tests.support.hostile.hostile_pickles import Command
 
 GROUPED = Station()
 RESHARDABLE = "fully_reshardable"
@@ -45,11 +47,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "unfinished": _load_weights_beside_damage,
         "copies": _count_copies,
         "in place": _count_copies_of_load,
+        "one entry": _load_a_list_of_one_entry,
     }
     together = {
         "one reads": _load_what_one_rank_reads,
         "partly": _go_on_after_a_failed_load,
         **{name: partial(_fail_in_the_optimizer, name) for name in FAILING},
+        **{name: partial(_fail_in_the_model, name) for name in MODEL_LOADS},
+        "request": _fail_to_request,
+        "scattered": _fail_before_states_are_scattered,
         "kept": _fail_to_read_what_is_kept,
         "metadata": _load_beside_foreign_metadata,
         "exchanged": _load_and_exchange,
@@ -145,7 +151,7 @@ def _damage_last_moment(folder: Path) -> None:
 def _go_on_after_a_failed_load(folder: Path) -> tuple[list[str], int]:
     """Step, and save, after a load that one rank fails, and after another load.
 
-    Returns what was said of step and save, and how many elements the other load restored.
+    Returns what was said of steps and save, and how many elements the other load restored.
     """
     bf16 = Station(format="bf16")
     for name in ("good", "bad"):
@@ -158,22 +164,23 @@ def _go_on_after_a_failed_load(folder: Path) -> tuple[list[str], int]:
     Journey(bf16).fill().save(folder / "of another model", RESHARDABLE)
     restored = journey.load(folder / "good").check()
     journey.save(folder / "next", RESHARDABLE)
-    require_loaded(journey.optimizer._tensors())
+    require_loaded(journey.optimizer._tensors)
     return said, restored
 
 
 def test_half_loaded_weights_are_neither_trained_nor_saved(found):
     """On every rank, also on one that has read all of its own; until another load ends."""
     for said, restored in found(2, "partly"):
-        assert len(said) == 2
+        assert len(said) == 3
         assert all("that a failed load of" in one for one in said)
         assert restored
 
 
 def _refusals(journey: Journey, folder: Path) -> list[str]:
-    """Return what is said of a step and of a save."""
-    said = []
-    for act in (journey.optimizer.step, partial(journey.save, folder / "next", RESHARDABLE)):
+    """Return what is said of a step, of one of a graph, and of a save."""
+    said, step = [], journey.optimizer.step
+    save = partial(journey.save, folder / "next", RESHARDABLE)
+    for act in (step, GraphedStep(journey.optimizer), save):
         with pytest.raises(StateError) as refusal:
             act()
         said.append(str(refusal.value))
@@ -185,42 +192,70 @@ def _fail_in_the_optimizer(name: str, folder: Path) -> tuple[str, list[str], int
 
     Returns what the load says, what steps and saves say then, and how many elements were restored.
     """
-    rank, target, load = FAILING[name]
+    rank, target, load, error = FAILING[name]
     journey = Journey(GROUPED).fill()
     journey.save(folder, RESHARDABLE)
     journey.optimizer.save_parameter_state(f"{folder}/{torch.distributed.get_rank()}.pt")
     torch.distributed.barrier()
     journey.keep("atomic").scramble()
     fails = torch.distributed.get_rank() == rank
-    error = MemoryError("no memory is left")
     with (
-        mock.patch(target, side_effect=error) if fails else nullcontext(),
-        pytest.raises((MemoryError, StateError)) as raised,
+        mock.patch(target, side_effect=error("it was the last")) if fails else nullcontext(),
+        pytest.raises((error, StateError)) as raised,
     ):
         load(journey, folder)
+    said, restored = _recover(journey, folder)
+    return str(raised.value), said, restored
+
+
+def _recover(journey: Journey, folder: Path) -> tuple[list[str], int]:
+    """Return what is said of steps and saves, also after groups alone; then load, step and save."""
     said = _refusals(journey, folder)
     journey.optimizer.load_state_dict(journey.optimizer.state_dict())  # groups alone
     said += _refusals(journey, folder)
     restored = journey.scramble().load(folder).check()
-    journey.save(folder.with_name("restored"), RESHARDABLE)
-    return str(raised.value), said, restored
+    journey.save(folder.with_name(f"{folder.name} restored"), RESHARDABLE)
+    journey.optimizer.step()
+    return said, restored
 
 
 def _load_files(journey: Journey, folder: Path) -> None:
     journey.optimizer.load_parameter_state(f"{folder}/{torch.distributed.get_rank()}.pt")
 
 
-FAILING: dict[str, tuple[int, str, Callable[[Journey, Path], Any]]] = {
-    # rank that fails, in what, and the load
-    "states by name": (1, "moe_optim.checkpoint.owned_boxes.load_states", Journey.load),
-    "parameter groups": (1, "moe_optim.checkpoint.param_groups.states_by_part", Journey.load),
+FAILING: dict[str, tuple[int, str, Callable[[Journey, Path], Any], type[BaseException]]] = {
+    # rank that fails, in what, the load, and the error
+    "states by name": (
+        1,
+        "moe_optim.checkpoint.owned_boxes.load_states",
+        Journey.load,
+        KeyboardInterrupt,
+    ),
+    "a chunk": (
+        1,
+        "moe_optim.checkpoint.files.archives.Archive.read_tensor",
+        Journey.load,
+        KeyboardInterrupt,
+    ),
+    "parameter groups": (
+        1,
+        "moe_optim.checkpoint.param_groups.states_by_part",
+        Journey.load,
+        MemoryError,
+    ),
     "a local checkpoint": (
         1,
         "moe_optim.checkpoint.flat_states.load_flat_states",
         lambda journey, _: journey.restore("atomic"),
+        MemoryError,
     ),
-    "a file of --ckpt-format torch": (0, "torch.load", _load_files),
-    "its order": (0, "moe_optim.checkpoint.flat_states.rearranged_states", _load_files),
+    "a file of --ckpt-format torch": (0, "torch.load", _load_files, MemoryError),
+    "its order": (
+        0,
+        "moe_optim.checkpoint.flat_states.rearranged_states",
+        _load_files,
+        MemoryError,
+    ),
 }
 
 
@@ -228,10 +263,106 @@ FAILING: dict[str, tuple[int, str, Callable[[Journey, Path], Any]]] = {
 def test_what_one_rank_fails_to_take_over_is_neither_trained_nor_saved_on_any(found, name):
     rank = FAILING[name][0]
     for number, (raised, said, restored) in enumerate(found(2, name)):
-        assert "no memory is left" in raised
+        assert "it was the last" in raised
         assert number == rank or f"rank {rank}" in raised
-        assert len(said) == 4 and all("that a failed load of" in one for one in said)
+        assert len(said) == 6 and all("that a failed load of" in one for one in said)
         assert restored
+
+
+MODEL_LOADS: dict[str, Callable[[Journey, Path], Any]] = {
+    "weights and states": Journey.load,
+    "weights alone": Journey.load_weights,
+    "weights of a local checkpoint": lambda journey, _: journey.restore("atomic"),
+}
+
+
+def _fail_in_the_model(name: str, folder: Path) -> tuple[list[str], int]:
+    """Fail on one rank in ``load_state_dict`` of the model, once all of a checkpoint is read."""
+    journey = Journey(GROUPED).fill()
+    journey.save(folder, RESHARDABLE)
+    journey.keep("atomic").scramble()
+    target = "moe_optim.experts.grouped_linear.GroupedLinear._load_from_state_dict"
+    if torch.distributed.get_rank() == 1:
+        with mock.patch(target, side_effect=MemoryError), pytest.raises(MemoryError):
+            MODEL_LOADS[name](journey, folder)
+    if torch.distributed.get_rank() == 0:
+        with pytest.raises(StateError) if name != "weights alone" else nullcontext():
+            MODEL_LOADS[name](journey, folder)
+    elif name != "weights alone":  # the step, while the other loads states
+        with pytest.raises(StateError, match="that a failed load of"):
+            journey.optimizer.step()
+    return _recover(journey, folder)
+
+
+@pytest.mark.parametrize("name", MODEL_LOADS)
+def test_what_the_model_of_one_rank_fails_to_take_over_is_refused_on_every_rank(found, name):
+    for said, restored in found(2, name):
+        assert len(said) == 6 and all("that a failed load of" in one for one in said)
+        assert restored
+
+
+def _fail_to_request(folder: Path) -> str:
+    """Return what is said if one rank cannot ask for its states."""
+    journey = Journey(GROUPED).fill()
+    journey.save(folder, RESHARDABLE)
+    fails = torch.distributed.get_rank() == 1
+    target = "moe_optim.checkpoint.owned_boxes.states_to_load"
+    with (
+        mock.patch(target, side_effect=MemoryError("it failed")) if fails else nullcontext(),
+        pytest.raises((MemoryError, StateError)) as raised,
+    ):
+        journey.load(folder)
+    assert journey.load(folder).check()
+    return str(raised.value)
+
+
+def test_an_error_of_one_rank_that_asks_for_states_is_raised_on_all(found):
+    assert found(2, "request") == ["rank 1: it failed", "it failed"]
+
+
+def _fail_before_states_are_scattered(folder: Path) -> list[str]:
+    """Fail in the first optimizer of one rank, in a group with the other rank or alone."""
+    said = []
+    for tp, sizes in ((1, [2, 2]), (2, [1, 2])):
+        journey = Journey(GROUPED.but(tp=tp)).fill()
+        assert [part.data_parallel_group.size() for part in journey.parts] in (sizes, sizes[:1])
+        of_parts = [part.state_dict() for part in journey.parts]
+        for part, state in zip(journey.parts, of_parts, strict=True):
+            state["param_state"] = part.get_parameter_state_dp_zero()
+            state["param_state_sharding_type"] = "dp_zero_gather_scatter"
+        states = dict(enumerate(of_parts)) if len(of_parts) > 1 else of_parts[0]
+        fails = torch.distributed.get_rank() == 1
+        target = "moe_optim.checkpoint.param_groups.with_own_groups"
+        with (
+            mock.patch(target, side_effect=MemoryError("it failed")) if fails else nullcontext(),
+            pytest.raises((MemoryError, StateError)) as raised,
+        ):
+            journey.optimizer.load_state_dict(states)
+        journey.scramble().optimizer.load_state_dict(states)
+        assert journey.check()
+        said.append(str(raised.value))
+    return said
+
+
+def test_optimizers_that_communicate_in_different_groups_fail_together(found):
+    first, second = found(2, "scattered")
+    assert first == ["rank 1: it failed"] * 2
+    assert second == ["it failed"] * 2
+
+
+def _load_a_list_of_one_entry(folder: Path) -> str:
+    journey, path = Journey(GROUPED).fill(), f"{folder}.pt"
+    journey.optimizer.save_parameter_state(path)
+    read = torch.load(path)
+    torch.save(read[:1] if isinstance(read, list) else [read], path)
+    with pytest.raises(LayoutError) as raised:
+        journey.optimizer.load_parameter_state(path)
+    return str(raised.value)
+
+
+def test_a_file_of_torch_with_the_states_of_other_optimizers_is_refused(found):
+    (said,) = found(1, "one entry")
+    assert "expected states of" in said and "got a list of 1" in said
 
 
 def _fail_to_read_what_is_kept(folder: Path) -> bool:
@@ -244,7 +375,7 @@ def _fail_to_read_what_is_kept(folder: Path) -> bool:
     with mock.patch(target, side_effect=MemoryError), pytest.raises(MemoryError):
         journey.restore("atomic")
     after = list(journey.optimizer._tensors())
-    require_loaded(after)
+    require_loaded(lambda: after)
     return len(before) == len(after) > 0 and all(map(torch.equal, before, after))
 
 
@@ -290,16 +421,6 @@ def test_a_file_of_another_save_is_found_by_who_reads_it(found):
     ((said, beside_old),) = found(1, "another file")
     assert "it is another file" in said and "__0_0.distcp" in said
     assert "it is another file" in beside_old
-
-
-class Command:
-    """Unpickled, it makes a folder."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
 
 
 def _load_beside_foreign_metadata(folder: Path) -> bool:

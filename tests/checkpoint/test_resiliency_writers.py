@@ -152,5 +152,5 @@ def test_a_local_save_that_fails_on_one_rank_is_raised_on_all(found):
 def test_an_asynchronous_local_save_that_fails_on_one_rank_is_raised_on_all(found):
     """When it is finalized; the iteration does not count as saved."""
     for said, newest in found("local, later"):
-        assert "iteration 7" in said
+        assert "iteration 7" in said and f"rank 1: OSError: {FULL}" in said
         assert newest == -1

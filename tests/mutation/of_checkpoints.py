@@ -94,6 +94,15 @@ MUTANTS = (
         "        if False:",
         (f"{SESSION}::test_half_loaded_weights_are_neither_trained_nor_saved",),
     ),
+    Mutant(  # a model that has taken a part of its state is trained
+        "weights/partial_loads.py",
+        "        if load.errors or not load.has_ended:",
+        "        if False:",
+        (
+            f"{SESSION}::"
+            "test_what_the_model_of_one_rank_fails_to_take_over_is_refused_on_every_rank",
+        ),
+    ),
     Mutant(  # the first rank fails where the others wait for it
         "checkpoint/saving.py",
         'replaced_in_writers("finish", finish),',

@@ -1,6 +1,7 @@
 """Pickles and archives of ``torch.save`` that are not what they should be."""
 
 import io
+import os
 import pickle
 import pickletools
 import random
@@ -20,6 +21,16 @@ CODE: dict[str, tuple[str, str]] = {  # what Python's unpickler would call with 
     "partial": ("functools", "partial"),
     "import": ("importlib", "import_module"),
 }
+
+
+class Command:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
+        return os.mkdir, (str(self.path),)
 
 
 def program(canary: Path, rng: random.Random) -> bytes:
