@@ -15,7 +15,7 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.modules import experts
-from tests.support.modules.amax import load_module, save_module
+from tests.support.modules.amax import save_module
 from tests.support.modules.calibrating import (
     EXPERTS,
     KINDS,
@@ -84,24 +84,40 @@ def _start(ep: int, tp: int) -> None:
     )
 
 
+class _Layers:
+    """A module of each kind, saved and loaded in one checkpoint."""
+
+    def __init__(self, ep: int, tp: int, seed: int = 0) -> None:
+        self.modules = {kind: make(kind, ep, tp, seed=seed) for kind in OF_TE[1::2]}
+
+    def sharded_state_dict(self, prefix: str) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for kind, module in self.modules.items():
+            state |= module.sharded_state_dict(prefix=f"{prefix}{kind}.")
+        return state
+
+
 def _save_and_load(folder: Path) -> None:
     """Calibrate and save at every size, and load at every size into other weights."""
+    from megatron.core import dist_checkpointing
+
     import moe_optim
 
     for name, (ep, tp) in SIZES.items():
         _start(ep, tp)
-        for kind in OF_TE[1::2]:
-            module = make(kind, ep, tp)
-            moe_optim.calibrate([module])
-            save_module(module, folder / f"{kind} {name}", "layer.")
+        layers = _Layers(ep, tp)
+        moe_optim.calibrate([*layers.modules.values()])
+        save_module(layers, folder / name, "")
     for ep, tp in SIZES.values():
         _start(ep, tp)
         count = EXPERTS // ep
         first = dist.get_rank() // tp % ep * count
-        for kind in OF_TE[1::2]:
-            for name in SIZES:
-                module = make(kind, ep, tp, seed=1)
-                load_module(module, folder / f"{kind} {name}", "layer.")
+        for name in SIZES:
+            layers = _Layers(ep, tp, seed=1)
+            state = dist_checkpointing.load(layers.sharded_state_dict(""), str(folder / name))
+            for kind, module in layers.modules.items():
+                own = {k: v for k, v in state.items() if k.startswith(f"{kind}.")}
+                module.load_state_dict({k.removeprefix(f"{kind}."): v for k, v in own.items()})
                 for linear, amax in amaxes_of(module).items():
                     want = want_amax(kind, whole_weights(linear)).view(-1, 1, 1)
                     assert_bytes_equal(amax, want[first : first + count], what=f"{kind} {name}")

@@ -15,6 +15,7 @@ from tests.support.training_runs.stock_muon import gather_uneven_parts
 pytestmark = pytest.mark.slow
 
 RUN = ["--optimizer", "muon", "--train-iters", "3", "--eval-interval", "2"]
+UNEVALUATED = ["--eval-interval", "1000"]
 BF16 = MoEOptimConfig(format="bf16", expert_layout="indexed", step="stock")
 """One parameter per expert, as stock's Muon needs."""
 EP2 = ["--expert-model-parallel-size", "2"]
@@ -127,7 +128,7 @@ def test_gate_and_up_are_orthogonalized_apart_on_request():
         run_ranks(
             1,
             _shapes_of_gate_and_up,
-            ["--moe-mlp-glu-interleave-size", "32", "--train-iters", "2"],
+            ["--moe-mlp-glu-interleave-size", "32", "--train-iters", "2", *UNEVALUATED],
             MoEOptimConfig(format="fp8_block", muon_gate_up=choice),
         )[0]
         for choice in ("together", "apart")
@@ -150,7 +151,7 @@ def _workspaces(flags: list[str], config: MoEOptimConfig) -> Any:
         memory = [one.untyped_storage() for chunk in chunks for one in chunk.places.tensors]
         return len(parts), sum({one.data_ptr(): one.nbytes() for one in memory}.values())
 
-    return pretrain([*RUN, *flags, "--train-iters", "2"], config, observe=count).extra
+    return pretrain([*RUN, *flags, "--train-iters", "1", *UNEVALUATED], config, observe=count).extra
 
 
 def test_dense_matrices_and_experts_share_a_workspace():

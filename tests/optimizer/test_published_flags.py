@@ -1,10 +1,9 @@
 """Flags that published recipes set with quantized weights: what they ask for holds here."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,20 +30,6 @@ def trained(config: MoEOptimConfig, *flags: str) -> list[Record]:
     return run_ranks(2, pretrain, [*STEPS, *flags], config)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that has two ranks save after 2 steps and end, once, by what they do."""
-
-    @cache
-    def save(config: MoEOptimConfig, *flags: str) -> Path:
-        folder = tmp_path_factory.mktemp("saved")
-        first = [*STEPS, *flags, "--save", f"{folder}", "--exit-interval", "2"]
-        run_ranks(2, pretrain, first, config)
-        return folder
-
-    return save
-
-
 def assert_same_end(rest: list[Record], whole: list[Record]) -> None:
     """The end of an interrupted run is that of a whole one, on every rank."""
     for rank, (got, want) in enumerate(zip(rest, whole, strict=True)):
@@ -64,11 +49,12 @@ def assert_same_end(rest: list[Record], whole: list[Record]) -> None:
         pytest.param(SHARING, [], id="wire bf16", marks=extended),
     ],
 )
-def test_sharing_gradient_memory_changes_nothing(config, overlap, saved):
+def test_sharing_gradient_memory_changes_nothing(config, overlap, tmp_path):
     """A run with the flag, with evaluations, that was saved and resumed, is one without it."""
-    flags = [*overlap, SHARE]
-    rest = [*STEPS, *flags, "--load", f"{saved(config, *flags)}"]
-    assert_same_end(run_ranks(2, pretrain, rest, config), trained(config, *overlap))
+    flags = [*STEPS, *overlap, SHARE]
+    run_ranks(2, pretrain, [*flags, "--save", f"{tmp_path}", "--exit-interval", "2"], config)
+    rest = run_ranks(2, pretrain, [*flags, "--load", f"{tmp_path}"], config)
+    assert_same_end(rest, trained(config, *overlap))
 
 
 def _train_in_registered_memory(flags: list[str], config: MoEOptimConfig) -> Record:
@@ -134,15 +120,16 @@ def test_bf16_weights_train_in_memory_that_nccl_has_registered():
         ),
     ],
 )
-def test_narrow_moments_train_and_resume_to_the_bit(dtypes, config, flags, saved):
+def test_narrow_moments_train_and_resume_to_the_bit(dtypes, config, flags, tmp_path):
     """Masters stay in fp32, moments are held as asked, and a checkpoint has what they stand for."""
-    flags = [*flags, *NARROW.format(*dtypes).split()]
-    whole = trained(config, *flags)
+    flags = [*STEPS, *flags, *NARROW.format(*dtypes).split()]
+    saving = ["--save", f"{tmp_path}", "--save-interval", "2"]
+    whole = run_ranks(2, pretrain, [*flags, *saving], config)
     for record in whole:
         assert {master.dtype for master in record.masters.values()} == {torch.float32}
         for moments in record.moments.values():
             assert [moments[name].dtype for name in ("exp_avg", "exp_avg_sq")] == [
                 MOMENTS[dtype] for dtype in dtypes
             ]
-    rest = [*STEPS, *flags, "--load", f"{saved(config, *flags)}"]
+    rest = [*flags, "--load", f"{tmp_path}", "--ckpt-step", "2"]
     assert_same_end(run_ranks(2, pretrain, rest, config), whole)

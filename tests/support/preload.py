@@ -6,7 +6,11 @@ import gc
 import importlib
 import os
 import queue
+import sys
 import warnings
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 gc.disable()  # until all is imported, which leaves no garbage
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # no GPU is looked at before a fork, nor after it
@@ -16,13 +20,23 @@ warnings.filterwarnings("ignore")
 
 importlib.import_module("moe_optim.integration.cpu_runtime").hide_gpu_packages()
 for name in (
+    "megatron.core.datasets.blended_megatron_dataset_builder",
     "megatron.core.datasets.gpt_dataset",
+    "megatron.core.datasets.helpers",
     "megatron.core.models.mimo",
     "megatron.core.tokenizers.text.libraries.null_tokenizer",
     "megatron.training.arguments",
+    "megatron.core.tokenizers.text.models.gpt_tokenizer",
     "megatron.training.training",
+    "moe_optim.buckets.buffer",
+    "moe_optim.buckets.offload",
+    "moe_optim.checkpoint.files.untrusted_files",
     "moe_optim.commands.train.describe_run",
+    "moe_optim.commands.train.layer_spec",
     "moe_optim.experts.module",
+    "moe_optim.integration.dataset_helpers",
+    "moe_optim.integration.script_arguments",
+    "moe_optim.integration.script_source",
     "moe_optim.optimizer.distributed",
     "moe_optim.buckets.matrix_layout",
     "moe_optim.optimizer.factory",
@@ -57,7 +71,33 @@ def save_without_servers() -> None:
     filesystem_async._results_queue = queue.Queue()  # enough where nothing is saved asynchronously
 
 
+def look_through_modules_once() -> None:
+    """Spare ranks two walks over all that is imported here, each of which copies its pages.
+
+    The first finds who has Megatron's factory of optimizers; a rank asks those found, and looks
+    through what it imported itself. The second finds nothing: TORCHDYNAMO_DISABLE is set above.
+    """
+    from moe_optim.integration import cpu_runtime, engine
+
+    find, known = engine._find_importers, {id(one): one for one in sys.modules.values()}
+    factory = engine.resolve("megatron.training.training:get_megatron_optimizer")[2]
+    importers = find(factory)
+
+    def find_others(target: Any) -> list[tuple[Any, str]]:
+        if target is not factory:
+            return find(target)
+        others = {name: one for name, one in sys.modules.items() if id(one) not in known}
+        kept = [(one, name) for one, name in importers if vars(one).get(name) is target]
+        with mock.patch.object(engine, "sys", SimpleNamespace(modules=others)):
+            return kept + find(target)
+
+    engine._find_importers = find_others
+    cpu_runtime._require_nothing_compiled()
+    cpu_runtime._require_nothing_compiled = lambda: None
+
+
 remember_help_texts()
 save_without_servers()
+look_through_modules_once()
 gc.freeze()  # a collection in a rank would copy every page it inherits
 gc.enable()
