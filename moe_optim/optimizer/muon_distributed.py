@@ -139,13 +139,14 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
             self._hyper = self._hyper.new_zeros(len(self._rows), HYPER_FIELDS)
         states = [
             MuonState(
-                weight=self.matrices[param],
+                parameter=self.matrices[param].name,
+                matrix=self.matrices[param],
                 master=master,
                 gradient=gradient_of(self, param),
                 momentum=self.optimizer.state[master][MOMENTUM],
                 group=self._rows.index(key),
                 norm=norm_of(master),
-                copy=weight_of(self, param, master),
+                weight=weight_of(self, param, master),
             )
             for (param, master), key in zip(owned, keys, strict=True)
             if master.numel()

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from moe_optim.errors import ConfigError
 from moe_optim.formats.reference.newton_schulz import Precision, matmul_precision
-from moe_optim.kernels.directed_state import DirectedState
-from moe_optim.kernels.directed_updates import DirectedUpdates
+from moe_optim.kernels.adam_state import MasterState
 from moe_optim.kernels.matrices import MatrixShard, Piece
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.momentum import Momentum
 from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
 from moe_optim.kernels.packing import plan_pack, plan_unpack
 from moe_optim.kernels.plan import Call, Plan
+from moe_optim.kernels.update import Updates
 from moe_optim.optimizer.muon import MatrixWeight, MuonSettings
 from moe_optim.places import Places
 
@@ -30,27 +30,19 @@ ALIGNMENT = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MuonState:
-    """Whole weights of one parameter that a rank owns, and every tensor that their step uses."""
+class MuonState(MasterState):
+    """Whole matrices of one parameter that a rank owns, and every tensor that their step uses."""
 
-    weight: MatrixWeight
-    master: Tensor
-    """Master weights, [n] fp32."""
+    matrix: MatrixWeight
     gradient: Tensor
     """Reduced gradient, [n] fp32 or bf16."""
     momentum: Tensor
     """Momentum, [n] fp32."""
-    group: int
-    """Row of the hyperparameters."""
-    norm: int
-    """Index of the clip factor."""
-    copy: Tensor | None
-    """Copy of the new masters, [n] fp32 or bf16, or None."""
 
     @property
     def count(self) -> int:
         """Number of weights."""
-        return self.master.numel() // self.weight.numel
+        return self.master.numel() // self.matrix.numel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +69,7 @@ class MuonTable(Plan):
     momentum: Momentum
     chunks: tuple[Plan, ...]
     """One plan per chunk of weights, with its directions, [count, R, C], as its only place."""
-    updates: DirectedUpdates
+    updates: Updates[MuonState]
     precision: Precision
     """Precision of fp32 GEMMs."""
     num_batches: int
@@ -110,7 +102,7 @@ class MuonTable(Plan):
         members: Sequence[MemberTable] = (),
         backend: Any = "auto",
     ) -> "MuonTable":
-        """Plan the step of ``states``, with arguments as of :meth:`DirectedUpdates.build`.
+        """Plan the step of ``states``, with arguments as of :meth:`Updates.build`.
 
         ``workspace`` is the memory that matrices pass through, [bytes] uint8 on the device of the
         states, of :func:`needed_bytes` or more, after :func:`check_workspace`.
@@ -126,32 +118,22 @@ class MuonTable(Plan):
             calls=tuple(calls),
             momentum=replace(momentum, shards=()),
             chunks=chunks,
-            updates=replace(updates, states=(), shards=()),
+            updates=replace(updates, shards=()),
             precision=settings.orthogonalization.precision,
             num_batches=planner.num_batches,
         )
 
 
 def _shard(state: MuonState) -> MatrixShard:
-    weight = state.weight
+    weight = state.matrix
     return MatrixShard(
-        parameter=weight.name,
+        parameter=state.parameter,
         gradient=state.gradient,
         momentum=state.momentum,
         shape=(state.count, *weight.shape),
         rows=weight.rows,
         group=state.group,
         norm=state.norm,
-    )
-
-
-def _directed(state: MuonState) -> DirectedState:
-    return DirectedState(
-        parameter=state.weight.name,
-        master=state.master,
-        group=state.group,
-        norm=state.norm,
-        weight=state.copy,
     )
 
 
@@ -310,8 +292,8 @@ class _Planner:
         members: Sequence[MemberTable],
         backend: Any,
     ) -> None:
-        groups = list(dict.fromkeys([None, *(one.weight.ranks for one in states)]))
-        self.states = sorted(states, key=lambda one: groups.index(one.weight.ranks))
+        groups = list(dict.fromkeys([None, *(one.matrix.ranks for one in states)]))
+        self.states = sorted(states, key=lambda one: groups.index(one.matrix.ranks))
         self.settings, self.hyper, self.clips = settings, hyper, clips
         self.workspace, self.backend, self.num_batches = workspace, backend, 0
         self.momentum = Momentum.build(
@@ -320,9 +302,10 @@ class _Planner:
             nesterov=settings.nesterov,
             backend=backend,
         )
-        self.updates = DirectedUpdates.build(
-            [_directed(state) for state in self.states],
+        self.updates = Updates.build(
+            self.states,
             *(hyper, clips),
+            rule="direction",
             members=members,
             backend=backend,
         )
@@ -333,8 +316,8 @@ class _Planner:
         States of one group follow one another.
         """
         start = 0
-        for group, members in groupby(self.states, lambda one: one.weight.ranks):
-            end = start + sum(one.count * len(one.weight.rows) for one in members)
+        for group, members in groupby(self.states, lambda one: one.matrix.ranks):
+            end = start + sum(one.count * len(one.matrix.rows) for one in members)
             if group is not None:
                 yield partial(dist.all_reduce, self.momentum.squares[start:end], group=group)
             start = end
@@ -344,9 +327,9 @@ class _Planner:
         by_class: dict[Any, list[int]] = defaultdict(list)
         for index, state in enumerate(self.states):
             if state.count:
-                by_class[_class_of(state.weight)].append(index)
+                by_class[_class_of(state.matrix)].append(index)
         for indices in by_class.values():
-            weight = self.states[indices[0]].weight
+            weight = self.states[indices[0]].matrix
             for parts in self._cut(weight, indices):
                 yield self._plan_chunk(weight, parts)
 
@@ -396,12 +379,12 @@ class _Planner:
                 scaled = space.take(*result.shape, dtype=torch.float32)
                 calls += self._unpack(weight, batch, parts, result, scaled, direction)
         flat, numel, at = direction.reshape(-1), weight.numel, 0
-        pieces = []
+        ranges = []
         for part in parts:
             end = at + part.count * numel
-            pieces.append((part.state, part.first * numel, part.last * numel, flat[at:end]))
+            ranges.append((part.state, part.first * numel, part.last * numel, flat[at:end]))
             at = end
-        calls += self.updates.plan(pieces).calls
+        calls += self.updates.plan_along(ranges).calls
         return Plan(device=self.hyper.device, calls=tuple(calls), places=Places([direction]))
 
     def _unpack(

@@ -80,7 +80,7 @@ MUTANTS = (
     ),
     Mutant(  # of weights that hold several matrices the last norms are not summed
         "optimizer/muon_step.py",
-        "sum(one.count * len(one.weight.rows) for one in members)",
+        "sum(one.count * len(one.matrix.rows) for one in members)",
         "sum(one.count for one in members)",
         SUMS,
     ),
@@ -91,9 +91,9 @@ MUTANTS = (
         RANKS,
     ),
     Mutant(  # masters move at the rate of the group that has the number of the clip factor
-        "optimizer/muon_step.py",
-        "        master=state.master,\n        group=state.group,\n",
-        "        master=state.master,\n        group=state.norm,\n",
+        "kernels/adam_state.py",
+        "            group=self.group,\n",
+        "            group=self.norm,\n",
         STEP,
     ),
     Mutant(  # the third tensor in the workspace lies in the second
