@@ -251,7 +251,7 @@ class Updates[State: MasterState]:
                     **self._constants(gradient, moments),
                 )
 
-    def _encode_last(self, members: _Members, ranges: _Ranges) -> Iterator[BoundKernel]:
+    def _encode_last(self, members: _Members, ranges: _Ranges) -> Iterator[Call]:
         """Add experts to ``ranges``, which computes their amax, and yield the encoding launches."""
         for state, (entry, exchange, _) in members:
             for expert, part in zip(entry.owned_experts, entry.owned_parts(), strict=True):
@@ -264,7 +264,7 @@ class Updates[State: MasterState]:
         is_all = {id(entry) for entry, _ in planned} == {id(entry) for entry, _ in launch.planned}
         if not is_all or launch.amax is not self.amax:
             launch = LaunchTable(planned, self.amax)
-        yield from launch.bind_encoding()
+        yield from (*launch.encode_whole, *launch.encode_cut)
 
     def _constants(self, gradient: torch.dtype, moments: torch.dtype | None) -> dict[str, Any]:
         return {"RULE": self.rule, "GRADIENT": _DTYPES[gradient], "MOMENTS": _DTYPES[moments]}
