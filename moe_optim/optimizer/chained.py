@@ -95,10 +95,14 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         Every rank must call it; raises as :meth:`get_grad_norm`. StateError if a load has failed
         after it replaced a part of weights or states.
         """
+        self.begin_step()
+        return self._step_fused() if self.is_fused else super().step()
+
+    def begin_step(self) -> None:
+        """Refuse what a failed load has left, and call the observers. Every rank must call it."""
         require_loaded(self._tensors())
         for observer in self.observers:
             observer.before_step()
-        return self._step_fused() if self.is_fused else super().step()
 
     def _tensors(self) -> Iterator[Tensor]:
         """Yield weights, masters and moments."""
@@ -434,11 +438,11 @@ class GraphedStep:
         Raises:
             NonFiniteError: the previous step found non-finite gradients; neither step changed
                 anything.
-            StateError: Adam has step pre-hooks, which require clipped gradients.
+            StateError: Adam has step pre-hooks, which require clipped gradients, or a load has
+                failed after it replaced a part of weights or states.
         """
         self.tell()
-        for observer in self._chain.observers:
-            observer.before_step()
+        self._chain.begin_step()
         parts = self._chain.stepping
         for part in parts:
             if has_pre_hooks(part.optimizer):
