@@ -14,7 +14,7 @@ from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.plan import Backend, Call, Plan
 from moe_optim.kernels.staging import Copies, Stage, StagedRange
 from moe_optim.kernels.tuning import RANGE_PART
-from moe_optim.kernels.update import Shard, Updates
+from moe_optim.kernels.update import MatchedState, Updates
 from moe_optim.places import Places
 
 
@@ -143,7 +143,7 @@ def _is_staged(state: AdamState) -> bool:
     return state.on_host is not None and state.master.numel() >= staging.SMALLEST
 
 
-def _ends_of(shard: Shard[AdamState]) -> list[int]:
+def _ends_of(shard: MatchedState[AdamState]) -> list[int]:
     """Return the elements at which chunks may end, at whole blocks or experts, and its end."""
     numel = shard.state.master.numel()
     length = staging.CHUNK_BYTES // shard.state.element_bytes
@@ -164,7 +164,7 @@ def _ends_of(shard: Shard[AdamState]) -> list[int]:
 
 
 def _cut_chunks(
-    through: Sequence[Shard[AdamState]], updates: Updates[AdamState]
+    through: Sequence[MatchedState[AdamState]], updates: Updates[AdamState]
 ) -> tuple[Stage | None, tuple[Chunk, ...]]:
     """Return the stage and the chunks of staged shards."""
     if not through:

@@ -44,7 +44,7 @@ class Member(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Shard[State: MasterState]:
+class MatchedState[State: MasterState]:
     """State, and the member that its master is the source of if kernels encode it."""
 
     state: State
@@ -52,13 +52,13 @@ class Shard[State: MasterState]:
     has_kernels: bool = True
     """Whether kernels update the shard rather than plain torch."""
 
-    def piece[Part: MasterState](self, first: int, state: Part) -> "Shard[Part]":
+    def piece[Part: MasterState](self, first: int, state: Part) -> "MatchedState[Part]":
         """Return the elements from ``first`` on whose state is ``state``."""
         member = self.member
         if member is not None:
             start = member.entry.start + first
             member = member._replace(entry=replace(member.entry, source=state.master, start=start))
-        return Shard(state=state, member=member, has_kernels=self.has_kernels)
+        return MatchedState(state=state, member=member, has_kernels=self.has_kernels)
 
 
 _Members = list[tuple[MasterState, Member]]
@@ -78,7 +78,7 @@ class Updates[State: MasterState]:
     rule: Rule
     hyper: Tensor
     clips: Tensor
-    shards: tuple[Shard[State], ...]
+    shards: tuple[MatchedState[State], ...]
     """States in the order given to :meth:`build`."""
     amax: Tensor | None
     """Slots that the exchanges of all members name, fp32, or None without members."""
@@ -121,7 +121,7 @@ class Updates[State: MasterState]:
             hyper=hyper,
             clips=clips,
             shards=tuple(
-                Shard(
+                MatchedState(
                     state=state,
                     member=matched.get(state.master.data_ptr()),
                     has_kernels=runs[state.master.device],
@@ -149,7 +149,7 @@ class Updates[State: MasterState]:
             shards.append(shard.piece(first, shard.state.along(first, last, direction)))
         return self.plan(shards)
 
-    def plan[Part: MasterState](self, shards: "Sequence[Shard[Part]]") -> Plan:
+    def plan[Part: MasterState](self, shards: "Sequence[MatchedState[Part]]") -> Plan:
         """Plan the update of shards in place, and the encoding that needs no other rank."""
         shards = [shard for shard in shards if shard.state.master.numel()]
         ranges: _Ranges = defaultdict(list)
