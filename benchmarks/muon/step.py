@@ -224,9 +224,9 @@ def _entry(
 @contextmanager
 def recorded_plans() -> Iterator[Recorded]:
     """Record the plans of each part of all :class:`MuonTable` built in the block."""
+    from moe_optim.kernels.momentum import Momentum
     from moe_optim.kernels.newton_schulz import NewtonSchulz
     from moe_optim.kernels.update import Updates
-    from moe_optim.optimizer import muon_step
 
     recorded: Recorded = []
 
@@ -239,13 +239,15 @@ def recorded_plans() -> Iterator[Recorded]:
         return build_and_record
 
     with ExitStack() as stack:
-        for part, name in ((PACK, "plan_pack"), (UNPACK, "plan_unpack")):
-            wrapped = recording(part, getattr(muon_step, name))
-            stack.enter_context(patch.object(muon_step, name, wrapped))
+        for part, planner, name in (
+            (PACK, Momentum, "plan_pack"),
+            (UNPACK, Momentum, "plan_unpack"),
+            (UPDATE, Updates, "plan_along"),
+        ):
+            wrapped = recording(part, getattr(planner, name))
+            stack.enter_context(patch.object(planner, name, wrapped))
         iterating = staticmethod(recording(ITERATION, NewtonSchulz.build))
         stack.enter_context(patch.object(NewtonSchulz, "build", iterating))
-        wrapped_plan = recording(UPDATE, Updates.plan_along)
-        stack.enter_context(patch.object(Updates, "plan_along", wrapped_plan))
         yield recorded
 
 

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
-from math import prod
 from typing import Any
 
 import torch
@@ -15,11 +14,11 @@ from torch import Tensor
 from moe_optim.errors import ConfigError
 from moe_optim.formats.reference.newton_schulz import Precision, matmul_precision
 from moe_optim.kernels.adam_state import MasterState
+from moe_optim.kernels.cutting import Carver
 from moe_optim.kernels.matrices import MatrixShard, Piece
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.momentum import Momentum
 from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
-from moe_optim.kernels.packing import plan_pack, plan_unpack
 from moe_optim.kernels.plan import Call, Plan
 from moe_optim.kernels.update import Updates
 from moe_optim.optimizer.muon import MatrixWeight, MuonSettings
@@ -252,35 +251,6 @@ def _transpose(weight: MatrixWeight, settings: MuonSettings) -> bool | None:
     return weight.partition_dim == 0 if _is_reduced(weight, settings) else None
 
 
-class _Space:
-    """Allocator of tensors in the workspace."""
-
-    def __init__(self, workspace: Tensor, dtype: torch.dtype) -> None:
-        usable = workspace.numel() // dtype.itemsize * dtype.itemsize
-        self._memory = workspace[:usable].view(dtype)
-        self._end = 0
-
-    def take(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the next tensor of a shape, in the iteration's dtype by default."""
-        width = 1 if dtype is None else dtype.itemsize // self._memory.dtype.itemsize
-        start, numel = self._end, prod(shape) * width
-        self._end = -(-(start + numel) // ALIGNMENT) * ALIGNMENT
-        return self._memory[start : start + numel].view(dtype or self._memory.dtype).view(shape)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Part:
-    """Weights ``first`` to ``last`` of a state."""
-
-    state: int
-    first: int
-    last: int
-
-    @property
-    def count(self) -> int:
-        return self.last - self.first
-
-
 class _Planner:
     def __init__(
         self,
@@ -330,24 +300,24 @@ class _Planner:
                 by_class[_class_of(state.matrix)].append(index)
         for indices in by_class.values():
             weight = self.states[indices[0]].matrix
-            for parts in self._cut(weight, indices):
-                yield self._plan_chunk(weight, parts)
+            for pieces in self._cut(weight, indices):
+                yield self._plan_chunk(weight, pieces)
 
-    def _cut(self, weight: MatrixWeight, indices: Sequence[int]) -> Iterator[list[_Part]]:
-        """Yield the parts of each chunk of weights of one class, of about equal sizes."""
+    def _cut(self, weight: MatrixWeight, indices: Sequence[int]) -> Iterator[list[Piece]]:
+        """Yield the pieces of each chunk of weights of one class, of about equal sizes."""
         total = sum(self.states[index].count for index in indices)
         most = self._most(weight, total)
         chunks = -(-total // most)
         ends = [total * number // chunks for number in range(chunks + 1)]
         for first, last in pairwise(ends):
-            parts, at = [], 0
+            pieces, at = [], 0
             for index in indices:
                 count = self.states[index].count
                 low, high = max(first, at), min(last, at + count)
                 if low < high:
-                    parts.append(_Part(state=index, first=low - at, last=high - at))
+                    pieces.append(self.momentum.piece(index, low - at, high - at))
                 at += count
-            yield parts
+            yield pieces
 
     def _most(self, weight: MatrixWeight, total: int) -> int:
         """Return the number of weights that fit into the workspace at once."""
@@ -361,28 +331,28 @@ class _Planner:
                 high = middle - 1
         return low
 
-    def _plan_chunk(self, weight: MatrixWeight, parts: Sequence[_Part]) -> Plan:
-        space = _Space(self.workspace, self.settings.dtype)
-        count = sum(part.count for part in parts)
+    def _plan_chunk(self, weight: MatrixWeight, pieces: Sequence[Piece]) -> Plan:
+        space = Carver(self.workspace, ALIGNMENT * self.settings.dtype.itemsize)
+        count = sum(piece.count for piece in pieces)
         batches = batches_of(weight)
         calls: list[Call] = []
         results: list[tuple[Batch, Tensor]] = []
         for batch in batches:
-            made, result = self._plan_batch(weight, batch, parts, space)
+            made, result = self._plan_batch(weight, batch, pieces, space)
             calls += made
             results.append((batch, result))
         if is_in_order(weight):
             ((_, direction),) = results
         else:
-            direction = space.take(count, *weight.shape, dtype=torch.float32)
+            direction = space.take((count, *weight.shape), torch.float32)
             for batch, result in results:
-                scaled = space.take(*result.shape, dtype=torch.float32)
-                calls += self._unpack(weight, batch, parts, result, scaled, direction)
+                scaled = space.take(result.shape, torch.float32)
+                calls += self._unpack(weight, batch, pieces, result, scaled, direction)
         flat, numel, at = direction.reshape(-1), weight.numel, 0
         ranges = []
-        for part in parts:
-            end = at + part.count * numel
-            ranges.append((part.state, part.first * numel, part.last * numel, flat[at:end]))
+        for piece in pieces:
+            end = at + piece.numel
+            ranges.append((piece.index, piece.first * numel, piece.last * numel, flat[at:end]))
             at = end
         calls += self.updates.plan_along(ranges).calls
         return Plan(device=self.hyper.device, calls=tuple(calls), places=Places([direction]))
@@ -391,47 +361,34 @@ class _Planner:
         self,
         weight: MatrixWeight,
         batch: Batch,
-        parts: Sequence[_Part],
+        pieces: Sequence[Piece],
         result: Tensor,
         scaled: Tensor,
         direction: Tensor,
     ) -> Iterator[Call]:
         """Yield the calls that write a scaled batch to the rows of its weights."""
-        pieces = [self._piece(part, batch) for part in parts]
+        pieces = [replace(piece, rows=batch.rows) for piece in pieces]
         yield partial(scaled.copy_, result)
         yield partial(scaled.mul_, scale_of(weight, batch.rows or 0, self.settings))
-        unpack = plan_unpack(scaled, pieces, direction.view(-1), backend=self.backend)
-        yield from unpack.calls
-
-    def _piece(self, part: _Part, batch: Batch) -> Piece:
-        return self.momentum.piece(part.state, part.first, part.last, batch.rows)
+        yield from self.momentum.plan_unpack(scaled, pieces, direction.view(-1)).calls
 
     def _plan_batch(
-        self, weight: MatrixWeight, batch: Batch, parts: Sequence[_Part], space: _Space
+        self, weight: MatrixWeight, batch: Batch, pieces: Sequence[Piece], space: Carver
     ) -> tuple[list[Call], Tensor]:
         """Return the calls that orthogonalize a batch, and its result on this rank, [B, M, N]."""
         settings, how = self.settings, self.settings.orthogonalization
         self.num_batches += 1
-        number = sum(part.count for part in parts) * batch.number
-        packed = space.take(number, *batch.shape)
-        pack = plan_pack(
-            [self._piece(part, batch) for part in parts],
-            self.momentum.squares,
-            packed,
-            self.hyper,
-            self.clips,
-            nesterov=settings.nesterov,
-            backend=self.backend,
-        )
-        calls: list[Call] = [*pack.calls]
+        number = sum(piece.count for piece in pieces) * batch.number
+        packed = space.take((number, *batch.shape), settings.dtype)
+        taken = [replace(piece, rows=batch.rows) for piece in pieces]
+        calls: list[Call] = [*self.momentum.plan_pack(taken, packed).calls]
         whole = packed
         if _is_duplicated(weight, settings):
             made, whole = _gather(weight, packed, space)
             calls += made
         form, transpose = _form(weight, settings), _transpose(weight, settings)
-        scratch = space.take(
-            scratch_numel(number, *whole.shape[1:], form=form, transpose=transpose)
-        )
+        numel = scratch_numel(number, *whole.shape[1:], form=form, transpose=transpose)
+        scratch = space.take([numel], settings.dtype)
         iteration = NewtonSchulz.build(
             whole,
             scratch,
@@ -454,14 +411,14 @@ class _Planner:
         return calls, result
 
 
-def _gather(weight: MatrixWeight, packed: Tensor, space: _Space) -> tuple[list[Call], Tensor]:
+def _gather(weight: MatrixWeight, packed: Tensor, space: Carver) -> tuple[list[Call], Tensor]:
     """Return the calls that put tensor-parallel parts of matrices together, and the result."""
     assert weight.partition_dim is not None and weight.group is not None
     ranks = weight.group.size()
-    parts = space.take(ranks, *packed.shape)
+    parts = space.take((ranks, *packed.shape), packed.dtype)
     shape = list(packed.shape)
     shape[weight.partition_dim + 1] *= ranks
-    whole = space.take(*shape)
+    whole = space.take(shape, packed.dtype)
     targets = whole.unflatten(weight.partition_dim + 1, (ranks, -1))
     return [
         partial(dist.all_gather_into_tensor, parts.view(-1), packed.view(-1), group=weight.group),

@@ -27,7 +27,6 @@ from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.momentum import Momentum
 from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
 from moe_optim.kernels.norm import NormInput, NormTable
-from moe_optim.kernels.packing import plan_pack, plan_unpack
 from moe_optim.kernels.plan import BoundKernel
 from moe_optim.kernels.step_table import StepTable
 from moe_optim.kernels.table_entry import TableEntry
@@ -190,8 +189,8 @@ def around_muon(gradients, packed, nesterov):
         plan = Momentum.build([shard], hyper, clips, nesterov=nesterov)
         pieces = [plan.piece(0)]
         batch = torch.zeros(plan.squares.numel(), matrices[0].rows, cols, dtype=packed)
-        pack = plan_pack(pieces, plan.squares, batch, hyper, clips, nesterov=nesterov)
-        unpack = plan_unpack(batch, pieces, torch.zeros(NUMEL, dtype=packed))
+        pack = plan.plan_pack(pieces, batch)
+        unpack = plan.plan_unpack(batch, pieces, torch.zeros(NUMEL, dtype=packed))
         yield from (*plan.kernels, *pack.kernels, *unpack.kernels)
 
 
