@@ -1,5 +1,6 @@
 """The step of matrices that Muon updates: momentum, iteration in batches, update and encoding."""
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -306,8 +307,10 @@ class _Planner:
     def _cut(self, weight: MatrixWeight, indices: Sequence[int]) -> Iterator[list[Piece]]:
         """Yield the pieces of each chunk of weights of one class, of about equal sizes."""
         total = sum(self.states[index].count for index in indices)
-        most = self._most(weight, total)
-        chunks = -(-total // most)
+        room = self.workspace.numel() // self.settings.dtype.itemsize
+        needed = partial(chunk_numel, weight, settings=self.settings)
+        most = bisect_right(range(1, total + 1), room, key=needed)  # that fit at once
+        chunks = -(-total // max(most, 1))
         ends = [total * number // chunks for number in range(chunks + 1)]
         for first, last in pairwise(ends):
             pieces, at = [], 0
@@ -319,35 +322,25 @@ class _Planner:
                 at += count
             yield pieces
 
-    def _most(self, weight: MatrixWeight, total: int) -> int:
-        """Return the number of weights that fit into the workspace at once."""
-        room = self.workspace.numel() // self.settings.dtype.itemsize
-        low, high = 1, total
-        while low < high:
-            middle = (low + high + 1) // 2
-            if chunk_numel(weight, middle, self.settings) <= room:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
     def _plan_chunk(self, weight: MatrixWeight, pieces: Sequence[Piece]) -> Plan:
         space = Carver(self.workspace, ALIGNMENT * self.settings.dtype.itemsize)
         count = sum(piece.count for piece in pieces)
-        batches = batches_of(weight)
         calls: list[Call] = []
-        results: list[tuple[Batch, Tensor]] = []
-        for batch in batches:
-            made, result = self._plan_batch(weight, batch, pieces, space)
+        results: list[tuple[Batch, list[Piece], Tensor]] = []
+        for batch in batches_of(weight):
+            taken = [replace(piece, rows=batch.rows) for piece in pieces]
+            made, result = self._plan_batch(weight, batch, taken, space)
             calls += made
-            results.append((batch, result))
+            results.append((batch, taken, result))
         if is_in_order(weight):
-            ((_, direction),) = results
+            ((_, _, direction),) = results
         else:
             direction = space.take((count, *weight.shape), torch.float32)
-            for batch, result in results:
+            for batch, taken, result in results:
                 scaled = space.take(result.shape, torch.float32)
-                calls += self._unpack(weight, batch, pieces, result, scaled, direction)
+                scale = scale_of(weight, batch.rows or 0, self.settings)
+                calls += [partial(scaled.copy_, result), partial(scaled.mul_, scale)]
+                calls += self.momentum.plan_unpack(scaled, taken, direction.view(-1)).calls
         flat, numel, at = direction.reshape(-1), weight.numel, 0
         ranges = []
         for piece in pieces:
@@ -357,31 +350,15 @@ class _Planner:
         calls += self.updates.plan_along(ranges).calls
         return Plan(device=self.hyper.device, calls=tuple(calls), places=Places([direction]))
 
-    def _unpack(
-        self,
-        weight: MatrixWeight,
-        batch: Batch,
-        pieces: Sequence[Piece],
-        result: Tensor,
-        scaled: Tensor,
-        direction: Tensor,
-    ) -> Iterator[Call]:
-        """Yield the calls that write a scaled batch to the rows of its weights."""
-        pieces = [replace(piece, rows=batch.rows) for piece in pieces]
-        yield partial(scaled.copy_, result)
-        yield partial(scaled.mul_, scale_of(weight, batch.rows or 0, self.settings))
-        yield from self.momentum.plan_unpack(scaled, pieces, direction.view(-1)).calls
-
     def _plan_batch(
         self, weight: MatrixWeight, batch: Batch, pieces: Sequence[Piece], space: Carver
     ) -> tuple[list[Call], Tensor]:
         """Return the calls that orthogonalize a batch, and its result on this rank, [B, M, N]."""
         settings, how = self.settings, self.settings.orthogonalization
         self.num_batches += 1
-        number = sum(piece.count for piece in pieces) * batch.number
+        number = sum(piece.num_matrices for piece in pieces)
         packed = space.take((number, *batch.shape), settings.dtype)
-        taken = [replace(piece, rows=batch.rows) for piece in pieces]
-        calls: list[Call] = [*self.momentum.plan_pack(taken, packed).calls]
+        calls: list[Call] = [*self.momentum.plan_pack(pieces, packed).calls]
         whole = packed
         if _is_duplicated(weight, settings):
             made, whole = _gather(weight, packed, space)
