@@ -50,14 +50,14 @@ def planned_bytes(experts: Experts, format: "BlockScaledFormat | None", dp_size:
     ``format`` is None for bf16. Weights of one shape share a buffer, as in training.
     """
     from moe_optim.buckets.layout import START, Slot, plan_buffers
-    from moe_optim.buckets.matrix_layout import MatrixWeight, iteration_cost, lay_out_matrices
+    from moe_optim.buckets.matrix_layout import MatrixStack, iteration_cost, lay_out_matrices
     from moe_optim.commands.plan.buckets import bucket_divisor
 
     total = 0
     block = 1 if format is None else prod(format.rowwise_block)
     for rows, cols in experts.shapes:
         cost = iteration_cost(rows, cols)
-        weight = MatrixWeight(name="experts", count=experts.count, rows=rows, cols=cols, cost=cost)
+        weight = MatrixStack(name="experts", count=experts.count, rows=rows, cols=cols, cost=cost)
         layout = lay_out_matrices(
             [weight] * LAYERS,
             dp_size=dp_size,

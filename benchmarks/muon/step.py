@@ -224,9 +224,9 @@ def _entry(
 @contextmanager
 def recorded_plans() -> Iterator[Recorded]:
     """Record the plans of each part of all :class:`MuonTable` built in the block."""
-    from moe_optim.kernels.directed_updates import DirectedUpdates
+    from moe_optim.kernels.momentum import Momentum
     from moe_optim.kernels.newton_schulz import NewtonSchulz
-    from moe_optim.optimizer import muon_step
+    from moe_optim.kernels.update import Updates
 
     recorded: Recorded = []
 
@@ -239,13 +239,15 @@ def recorded_plans() -> Iterator[Recorded]:
         return build_and_record
 
     with ExitStack() as stack:
-        for part, name in ((PACK, "plan_pack"), (UNPACK, "plan_unpack")):
-            wrapped = recording(part, getattr(muon_step, name))
-            stack.enter_context(patch.object(muon_step, name, wrapped))
+        for part, planner, name in (
+            (PACK, Momentum, "plan_pack"),
+            (UNPACK, Momentum, "plan_unpack"),
+            (UPDATE, Updates, "plan_along"),
+        ):
+            wrapped = recording(part, getattr(planner, name))
+            stack.enter_context(patch.object(planner, name, wrapped))
         iterating = staticmethod(recording(ITERATION, NewtonSchulz.build))
         stack.enter_context(patch.object(NewtonSchulz, "build", iterating))
-        wrapped_plan = recording(UPDATE, DirectedUpdates.plan)
-        stack.enter_context(patch.object(DirectedUpdates, "plan", wrapped_plan))
         yield recorded
 
 
@@ -295,10 +297,10 @@ class FusedStep:
         members = []
         if format is not None:
             entries = [
-                _entry(format, one.master, (one.count, *one.weight.shape)) for one in of_table
+                _entry(format, one.master, (one.count, *one.matrix.shape)) for one in of_table
             ]
             members.append(MemberTable.build(entries))
-        nbytes = needed_bytes([(one.weight, one.count) for one in of_table], settings)
+        nbytes = needed_bytes([(one.matrix, one.count) for one in of_table], settings)
         with recorded_plans() as recorded:
             table = MuonTable.build(
                 of_table,
@@ -327,13 +329,14 @@ def _muon_states(
         weights, groups, states.masters, states.gradients, states.momenta, strict=True
     ):
         yield MuonState(
-            weight=weight,
+            parameter=weight.name,
+            matrix=weight,
             master=master,
             gradient=gradient,
             momentum=momentum,
             group=group,
             norm=0,
-            copy=torch.empty_like(master, dtype=torch.bfloat16) if copied else None,
+            weight=torch.empty_like(master, dtype=torch.bfloat16) if copied else None,
         )
 
 

@@ -53,6 +53,7 @@ class ManagedBucket:
         staging: flat bf16 view of the first bytes of ``grads``, one entry per gradient.
         owner: ``GroupedDistributedOptimizer`` last built for the weights; None before.
         generation: generation of the owner's masters and weights in the current plan.
+        step_table: table that a step encodes masters with; None if only a gather reads them.
         reduced: buffers that a MAX all-reduce completes in a gather.
         version: version of the gathered bytes, see ``WeightStorage.version``.
 
@@ -89,7 +90,7 @@ class ManagedBucket:
         self._masters: list[OwnedMaster] | None = None
         self._plans = 0
         self.generation = 0
-        self._planned_step: MemberTable | None = None
+        self.step_table: MemberTable | None = None
         self._planned_writes = 0  # into masters, as of the step's plan
         self._master_writes = 0  # into masters, as of the last encoding step
         self.version = next(VERSIONS)
@@ -199,7 +200,7 @@ class ManagedBucket:
 
     def forget_masters(self) -> None:
         """Drop plans, since masters, weights or gradient memory may have moved."""
-        self._masters = self._planned_step = None
+        self._masters = self.step_table = None
         self._record_places()
         self._has_initial = True  # weights may have been replaced
         self._plans += 1
@@ -219,8 +220,8 @@ class ManagedBucket:
             self.require_held()
             masters = self.plan(generation)
             self._planned_writes = self._count_master_writes()
-            self._planned_step = self.gather.plan_step(masters)
-        return self._planned_step
+            self.step_table = self.gather.plan_step(masters)
+        return self.step_table
 
     def settle(self, *, encoded: bool) -> None:
         """Record that the masters have stepped, and whether the planned table has encoded them."""

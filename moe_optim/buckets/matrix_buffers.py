@@ -14,7 +14,7 @@ from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_optimizer
 
 if TYPE_CHECKING:
-    from moe_optim.buckets.matrix_layout import MatrixLayout, MatrixWeight
+    from moe_optim.buckets.matrix_layout import MatrixLayout, MatrixStack
 
 logger = logging.getLogger(__name__)
 _NEITHER = ("is_embedding_or_output_parameter", "holds_biases")
@@ -83,7 +83,7 @@ def matrix_param_layout(
 
     backward = params[::-1]
     layout = lay_out_matrices(
-        [_matrix_weight(param, len(params) - 1 - index) for index, param in enumerate(backward)],
+        [_matrix_stack(param, len(params) - 1 - index) for index, param in enumerate(backward)],
         dp_size=dp_size,
         bucket_numel=bucket_size,
         unit=lcm(START, divisor // dp_size),
@@ -111,12 +111,12 @@ def describe_layout(layout: "MatrixLayout") -> str:
     )
 
 
-def _matrix_weight(param: torch.nn.Parameter, index: int) -> "MatrixWeight":
-    from moe_optim.buckets.matrix_layout import MatrixWeight, iteration_cost
+def _matrix_stack(param: torch.nn.Parameter, index: int) -> "MatrixStack":
+    from moe_optim.buckets.matrix_layout import MatrixStack, iteration_cost
 
     storage = getattr(param, "quantized_storage", None)
     count, rows, cols = (1, *param.shape) if param.dim() == 2 else param.shape
-    return MatrixWeight(
+    return MatrixStack(
         name=f"parameter {index}" if storage is None else storage.name,
         count=count,
         rows=rows,

@@ -49,7 +49,7 @@ def iteration_cost(rows: int, cols: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MatrixWeight:
+class MatrixStack:
     """Parameter of one matrix [R, C], or of several of one shape [E, R, C]."""
 
     name: str
@@ -78,7 +78,7 @@ class MatrixWeight:
 class MatrixLayout:
     """Places of weights in the buckets of a buffer."""
 
-    weights: tuple[MatrixWeight, ...]
+    weights: tuple[MatrixStack, ...]
     dp_size: int
     places: tuple[tuple[int, int, int], ...]
     """Start and end within the buffer, and bucket, of each weight."""
@@ -111,7 +111,7 @@ class MatrixLayout:
 
 
 def lay_out_matrices(
-    weights: Sequence[MatrixWeight], *, dp_size: int, bucket_numel: int | None, unit: int = START
+    weights: Sequence[MatrixStack], *, dp_size: int, bucket_numel: int | None, unit: int = START
 ) -> MatrixLayout:
     """Return a layout in which every matrix lies inside one shard.
 
@@ -183,7 +183,7 @@ class PackedBucket:
         """Length of the bucket."""
         return self.dp_size * self.shard_numel
 
-    def costs(self, chunk: Sequence[MatrixWeight]) -> list[float]:
+    def costs(self, chunk: Sequence[MatrixStack]) -> list[float]:
         """Return the cost of each rank."""
         costs = [0.0] * self.dp_size
         for weight, start in zip(chunk, self.starts, strict=True):
@@ -195,7 +195,7 @@ class PackedBucket:
 
 
 def owned_matrices(
-    weight: MatrixWeight, start: int, shard_numel: int, dp_size: int
+    weight: MatrixStack, start: int, shard_numel: int, dp_size: int
 ) -> tuple[range, ...]:
     """Return the matrices of each rank, for a weight that starts at ``start`` of its bucket."""
     cuts = [
@@ -206,15 +206,15 @@ def owned_matrices(
 
 
 def pack_chunks(
-    weights: Sequence[MatrixWeight], shards: Shards, bucket_numel: int | None
-) -> list[tuple[list[MatrixWeight], PackedBucket]]:
+    weights: Sequence[MatrixStack], shards: Shards, bucket_numel: int | None
+) -> list[tuple[list[MatrixStack], PackedBucket]]:
     """Return consecutive weights and their buckets, each as short as its padding permits.
 
     What is left at the end joins the last bucket if it has more padding than others may have, and
     takes less memory there.
     """
-    packed: list[tuple[list[MatrixWeight], PackedBucket]] = []
-    chunk: list[MatrixWeight] = []
+    packed: list[tuple[list[MatrixStack], PackedBucket]] = []
+    chunk: list[MatrixStack] = []
     numel = 0
     for weight in weights:
         chunk.append(weight)
@@ -241,21 +241,21 @@ def pack_chunks(
     return [*packed, (chunk, alone)]
 
 
-def _most_numel(chunk: Sequence[MatrixWeight], shards: Shards) -> int:
+def _most_numel(chunk: Sequence[MatrixStack], shards: Shards) -> int:
     """Return the maximum length of a bucket but the last."""
     numel = sum(weight.numel for weight in chunk)
     part = GROUPED_PADDING if all(weight.count > 1 for weight in chunk) else SINGLE_PADDING
     return int(numel * (1 + part)) + shards.count * shards.unit
 
 
-def _pack(chunk: Sequence[MatrixWeight], shards: Shards) -> PackedBucket | None:
+def _pack(chunk: Sequence[MatrixStack], shards: Shards) -> PackedBucket | None:
     """Return the bucket of a chunk, None if its shards would be too long."""
     if all(weight.count == 1 for weight in chunk):
         return _pack_singles(chunk, shards)
     return _pack_grouped(chunk, shards)
 
 
-def _least_shard(chunk: Sequence[MatrixWeight], shards: Shards) -> int:
+def _least_shard(chunk: Sequence[MatrixStack], shards: Shards) -> int:
     """Return a lower bound of the length of a shard.
 
     It holds its part of the elements, and of n * dp_size + 1 matrices some rank owns n + 1.
@@ -270,7 +270,7 @@ def _least_shard(chunk: Sequence[MatrixWeight], shards: Shards) -> int:
     return round_up(max(-(-total // shards.count), pigeonhole), shards.unit)
 
 
-def _cannot_own_whole(chunk: Sequence[MatrixWeight], shards: Shards) -> LayoutError:
+def _cannot_own_whole(chunk: Sequence[MatrixStack], shards: Shards) -> LayoutError:
     grouped = [weight for weight in chunk if weight.count > 1]
     worst = max(grouped, key=lambda weight: lcm(shards.unit, weight.matrix_numel))
     return LayoutError(
@@ -284,7 +284,7 @@ def _cannot_own_whole(chunk: Sequence[MatrixWeight], shards: Shards) -> LayoutEr
 # Single matrices
 
 
-def _pack_singles(chunk: Sequence[MatrixWeight], shards: Shards) -> PackedBucket:
+def _pack_singles(chunk: Sequence[MatrixStack], shards: Shards) -> PackedBucket:
     """Return the bucket with the shortest tried shards on which costs balance.
 
     Costs balance if the highest cost of a rank is within ``TOLERANCE`` of that without a bound of
@@ -323,7 +323,7 @@ def _lengths(sizes: Sequence[int], least: int, shards: Shards) -> Iterable[int]:
 
 
 def _costs(
-    chunk: Sequence[MatrixWeight], places: Sequence[tuple[int, int]], shards: Shards
+    chunk: Sequence[MatrixStack], places: Sequence[tuple[int, int]], shards: Shards
 ) -> list[float]:
     costs = [0.0] * shards.count
     for weight, (rank, _) in zip(chunk, places, strict=True):
@@ -332,7 +332,7 @@ def _costs(
 
 
 def _fill(
-    singles: Sequence[MatrixWeight], shard_numel: int, filled: Iterable[tuple[float, int, int]]
+    singles: Sequence[MatrixStack], shard_numel: int, filled: Iterable[tuple[float, int, int]]
 ) -> list[tuple[int, int]] | None:
     """Return the rank and the start within its shard of each matrix, None if there is no room.
 
@@ -367,7 +367,7 @@ def _fill(
 # Weights of several matrices
 
 
-def _pack_grouped(chunk: Sequence[MatrixWeight], shards: Shards) -> PackedBucket | None:
+def _pack_grouped(chunk: Sequence[MatrixStack], shards: Shards) -> PackedBucket | None:
     """Return the bucket with the shortest shards of whole matrices, None if they are too long."""
     grouped = [index for index, weight in enumerate(chunk) if weight.count > 1]
     singles = [index for index, weight in enumerate(chunk) if weight.count == 1]
@@ -392,7 +392,7 @@ def _pack_grouped(chunk: Sequence[MatrixWeight], shards: Shards) -> PackedBucket
     return None
 
 
-def _shards_of_whole(grouped: Sequence[MatrixWeight], least: int, shards: Shards) -> Iterator[int]:
+def _shards_of_whole(grouped: Sequence[MatrixStack], least: int, shards: Shards) -> Iterator[int]:
     """Yield lengths of a shard that may hold whole matrices, ascending."""
     most = MOST_GROWTH * least
     # A weight longer than two shards has two boundaries inside.
@@ -407,7 +407,7 @@ def _shards_of_whole(grouped: Sequence[MatrixWeight], least: int, shards: Shards
 
 
 def _lay_side_by_side(
-    grouped: Sequence[MatrixWeight], shard_numel: int, dp_size: int
+    grouped: Sequence[MatrixStack], shard_numel: int, dp_size: int
 ) -> list[int] | None:
     """Return the starts of weights one after another, None if a matrix or the bucket is cut."""
     starts: list[int] = []
@@ -421,7 +421,7 @@ def _lay_side_by_side(
     return starts if end <= dp_size * shard_numel else None
 
 
-def _next_start(weight: MatrixWeight, start: int, shard_numel: int) -> int | None:
+def _next_start(weight: MatrixStack, start: int, shard_numel: int) -> int | None:
     """Return the first start, from ``start`` on, with shard boundaries between matrices only."""
     boundary = round_up(start, shard_numel)
     if boundary > start and start + weight.numel <= boundary:
@@ -436,7 +436,7 @@ def _next_start(weight: MatrixWeight, start: int, shard_numel: int) -> int | Non
 
 
 def balance_bucket(
-    chunk: Sequence[MatrixWeight], bucket: PackedBucket, costs: Sequence[float]
+    chunk: Sequence[MatrixStack], bucket: PackedBucket, costs: Sequence[float]
 ) -> PackedBucket:
     """Return the bucket that balances best with the costs of the buckets before it.
 

@@ -1,9 +1,12 @@
-"""Helpers that cut flat ranges into parts and rectangles into tiles, one per program."""
+"""Helpers that cut ranges into parts, rectangles into tiles, and memory into tensors."""
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
+
+from moe_optim.formats import round_up
 
 
 def cut_ranges(numels: Tensor, length: Tensor | int) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,3 +34,17 @@ def grid(*axes: range) -> Tensor:
 def int64(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
     """Return integers as an int64 tensor on the CPU."""
     return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
+class Carver:
+    """Allocator of contiguous tensors in flat uint8 memory, at multiples of ``alignment`` bytes."""
+
+    def __init__(self, memory: Tensor, alignment: int) -> None:
+        self._memory, self._alignment = memory, alignment
+        self._end = 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the next tensor, with undefined values."""
+        start, nbytes = self._end, prod(shape) * dtype.itemsize
+        self._end = round_up(start + nbytes, self._alignment)
+        return self._memory[start : start + nbytes].view(dtype).view(tuple(shape))

@@ -1,6 +1,7 @@
 """Requantization of experts of many weights of one format: descriptors, tiles, and kernels."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from moe_optim.formats import DIRECTIONS, BlockScaledFormat
 from moe_optim.kernels import fields
 from moe_optim.kernels.cutting import cut_ranges, grid, int64
 from moe_optim.kernels.exchange import AMAX_SLOTS, Exchange
-from moe_optim.kernels.plan import ALIGNMENT, BoundKernel
+from moe_optim.kernels.plan import ALIGNMENT, BoundKernel, Call
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tuning import AMAX_TILE, EXPERT_AMAX, GAP_TILE, ROW_TILE_ROWS, TILES, Tile
 
@@ -94,41 +95,45 @@ class LaunchTable:
             for table in (torch.cat(tiles), torch.cat(cut_tiles), parts)
         )
 
-    def bind_maxima(self, *, cut_only: bool = False) -> Iterator[BoundKernel]:
-        """Yield the kernels that fill the amax slots of experts and of cut block rows.
+    @cached_property
+    def expert_maxima(self) -> list[Call]:
+        """Kernel that fills the amax slots of experts; none for formats without a global amax."""
+        if not len(self.amax_parts):
+            return []
+        arguments = self.descriptors, self.amax_parts, self.amax
+        return [bind_expert_amax(*arguments, self.source_dtype, self.aligned)]
 
-        ``cut_only`` omits experts.
-        """
-        if len(self.amax_parts) and not cut_only:
-            yield bind_expert_amax(
-                self.descriptors, self.amax_parts, self.amax, self.source_dtype, self.aligned
-            )
-        if len(self.cut_tiles):
-            from moe_optim.kernels.amax_kernel import cut_block_row_amax_kernel
+    @cached_property
+    def cut_maxima(self) -> list[Call]:
+        """Kernel that fills the amax slots of cut block rows; none without any."""
+        if not len(self.cut_tiles):
+            return []
+        from moe_optim.kernels.amax_kernel import cut_block_row_amax_kernel
 
-            yield BoundKernel(
-                cut_block_row_amax_kernel,
-                len(self.cut_tiles),
-                self.descriptors,
-                self.cut_tiles,
-                self.amax,
-                BLOCK_ROW=self.format.block_row_height,
-                BLOCK=self.format.rowwise_block[1],
-                ONE_WAY=len(self.format.gathered_directions) == 1,
-                TILE_COLS=self.tile.cols,
-                FROM_FP32=self.source_dtype == torch.float32,
-                num_warps=self.tile.num_warps,
-            )
+        kernel = BoundKernel(
+            cut_block_row_amax_kernel,
+            len(self.cut_tiles),
+            self.descriptors,
+            self.cut_tiles,
+            self.amax,
+            BLOCK_ROW=self.format.block_row_height,
+            BLOCK=self.format.rowwise_block[1],
+            ONE_WAY=len(self.format.gathered_directions) == 1,
+            TILE_COLS=self.tile.cols,
+            FROM_FP32=self.source_dtype == torch.float32,
+            num_warps=self.tile.num_warps,
+        )
+        return [kernel]
 
-    def bind_encoding(self, *, cut_only: bool = False) -> Iterator[BoundKernel]:
-        """Yield the kernels that write the gathered buffers, and zero sources and gaps.
+    @cached_property
+    def encode_whole(self) -> list[Call]:
+        """Kernel that encodes whole block rows, and zeroes sources and gaps; none without any."""
+        return [self.bind()] if len(self.tiles) else []
 
-        ``cut_only`` omits whole block rows and gaps.
-        """
-        if len(self.tiles) and not cut_only:
-            yield self.bind()
-        if len(self.cut_tiles):
-            yield self.bind(cut=True)
+    @cached_property
+    def encode_cut(self) -> list[Call]:
+        """Kernel that encodes cut block rows; none without any."""
+        return [self.bind(cut=True)] if len(self.cut_tiles) else []
 
     def bind(
         self, *states: Tensor, cut: bool = False, aligned: bool = True, **of_update: str

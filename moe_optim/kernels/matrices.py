@@ -113,6 +113,8 @@ class Piece:
     """Consecutive weights of a shard, and the matrices of each to take."""
 
     shard: MatrixShard
+    index: int
+    """Index of the shard among all."""
     first: int
     """First weight."""
     last: int
@@ -130,14 +132,19 @@ class Piece:
         return range(self.rows, self.rows + 1)
 
     @property
+    def count(self) -> int:
+        """Number of weights."""
+        return self.last - self.first
+
+    @property
     def num_matrices(self) -> int:
         """Matrices of the piece."""
-        return (self.last - self.first) * len(self.taken)
+        return self.count * len(self.taken)
 
     @property
     def numel(self) -> int:
         """Elements of all its weights, those of other matrices included."""
-        return (self.last - self.first) * self.shard.shape[1] * self.shard.shape[2]
+        return self.count * self.shard.shape[1] * self.shard.shape[2]
 
     def view(self, values: Tensor, rows: int) -> Tensor:
         """Return matrix ``rows`` of each weight as a view, [count, groups, span, C].
@@ -146,5 +153,5 @@ class Piece:
             values: elements of the weights, [numel], contiguous.
             rows: index into ``shard.rows``.
         """
-        shape = (self.last - self.first, *self.shard.shape[1:])
+        shape = (self.count, *self.shard.shape[1:])
         return self.shard.rows[rows].view(values.view(shape))

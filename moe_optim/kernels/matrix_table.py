@@ -105,7 +105,7 @@ def _describe(piece: Piece, values: Tensor, first: int, gradient: Tensor | None)
     piece's first weight in them, and in ``gradient``.
     """
     shard, (_, rows, cols) = piece.shard, piece.shard.shape
-    weight, taken = grid(range(piece.last - piece.first), piece.taken).unbind(1)
+    weight, taken = grid(range(piece.count), piece.taken).unbind(1)
     of_rows = int64([[one.first, one.span, one.stride, one.groups] for one in shard.rows])
     begin, span, stride, groups = of_rows[taken].unbind(1)
     offset = ((first + weight) * rows + begin) * cols

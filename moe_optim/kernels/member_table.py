@@ -1,6 +1,6 @@
 """Requantization of parameters, whole or sharded."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -186,8 +186,6 @@ def _plan_calls(
     """
     alone = [planned for planned in remainder if not planned[1].size]
     shared = [planned for planned in remainder if planned[1].size]
-    with_amax = [one for one in launches if one.format.has_global_amax]
-    others = [one for one in launches if not one.format.has_global_amax]
 
     def encoded(entries: Iterable[Planned]) -> list[Call]:
         return [partial(encode, *planned, exchange) for planned in entries]
@@ -197,23 +195,17 @@ def _plan_calls(
     clear: list[Call] = []
     if consumed is not None and not any(one.zeroes for one in launches):
         clear.append(consumed.zero_)
-    encode_shared = [
-        *_kernels(LaunchTable.bind_encoding, with_amax),
-        *_kernels(LaunchTable.bind_encoding, others, cut_only=True),
-        *encoded(shared),
-    ]
+    experts = [call for one in launches for call in one.expert_maxima]
+    cut = [call for one in launches for call in one.cut_maxima]
+    whole = [call for one in launches for call in one.encode_whole]
+    pieces = [call for one in launches for call in one.encode_cut]
+    late = [call for one in launches if one.format.has_global_amax for call in one.encode_whole]
     return (
-        (*zero, *find, *_kernels(LaunchTable.bind_maxima, launches)),
-        (*encoded(remainder), *_kernels(LaunchTable.bind_encoding, launches), *clear),
-        (*_kernels(LaunchTable.bind_maxima, launches, cut_only=True), *find, *encoded(alone)),
-        tuple(encode_shared) if exchange.numel() else (),
+        (*zero, *find, *experts, *cut),
+        (*encoded(remainder), *whole, *pieces, *clear),
+        (*cut, *find, *encoded(alone)),
+        (*late, *pieces, *encoded(shared)) if exchange.numel() else (),
     )
-
-
-def _kernels(
-    bind: Callable[..., Iterator[Call]], launches: Iterable[LaunchTable], *, cut_only: bool = False
-) -> list[Call]:
-    return [kernel for launch in launches for kernel in bind(launch, cut_only=cut_only)]
 
 
 def _refuse_shared(count: int) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moe_optim.kernels.cutting import Carver
 from moe_optim.kernels.plan import ALIGNMENT, Backend, Call, Plan
 from moe_optim.kernels.products import evaluate, multiply, serves_products
 
@@ -177,8 +178,7 @@ def _pad(numel: int) -> int:
 
 def _carve(scratch: Tensor, shape: torch.Size, form: Form, is_tall: bool) -> Iterator[Tensor]:
     """Cut scratch into another batch of the matrices, and the batches of squares."""
+    carver = Carver(scratch.view(torch.uint8), ALIGNMENT * scratch.itemsize)
     batch, side = shape[0], shape[2] if is_tall else shape[1]
-    start = 0
     for part in [shape] + [torch.Size((batch, side, side))] * _NUM_SQUARES[form]:
-        yield scratch[start : start + part.numel()].view(part)
-        start += _pad(part.numel())
+        yield carver.take(part, scratch.dtype)

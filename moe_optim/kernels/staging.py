@@ -7,13 +7,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle, pairwise
+from itertools import cycle
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from moe_optim.formats import round_up
+from moe_optim.kernels.cutting import Carver
 
 SLOTS = 3
 CHUNK_BYTES = 48 << 20
@@ -148,11 +149,5 @@ def slot_bytes(tensors: Iterable[tuple[int, torch.dtype]]) -> int:
 
 def take_from(slot: Tensor, tensors: Iterable[tuple[int, torch.dtype]]) -> list[Tensor]:
     """Return consecutive flat tensors in a slot, of the given sizes and dtypes."""
-    sizes = [(numel * dtype.itemsize, dtype) for numel, dtype in tensors]
-    starts = [0]
-    for nbytes, _ in sizes:
-        starts.append(starts[-1] + round_up(nbytes, _ALIGNMENT))
-    return [
-        slot[start : start + nbytes].view(dtype)
-        for (start, _), (nbytes, dtype) in zip(pairwise(starts), sizes, strict=True)
-    ]
+    carver = Carver(slot, _ALIGNMENT)
+    return [carver.take([numel], dtype) for numel, dtype in tensors]

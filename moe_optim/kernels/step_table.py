@@ -14,7 +14,7 @@ from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.plan import Backend, Call, Plan
 from moe_optim.kernels.staging import Copies, Stage, StagedRange
 from moe_optim.kernels.tuning import RANGE_PART
-from moe_optim.kernels.update import Shard, Updates, match_members
+from moe_optim.kernels.update import MatchedState, Updates
 from moe_optim.places import Places
 
 
@@ -94,56 +94,48 @@ class StepTable(Plan):
         Raises:
             LayoutError: states with inconsistent tensors, or masters of members without a state.
         """
-        for state in states:
-            state.check()
-        owned = [state for state in states if state.master.numel()]
-        tables = [] if members is None else [members]
-        shards = list(match_members(owned, tables, backend))
-        written: set[bool] = set()
-        updates = Updates(
+        updates = Updates.build(
+            states,
+            hyper,
+            clips,
             rule="adamw" if decoupled else "adam",
-            hyper=hyper,
-            clips=clips,
-            amax=next((one.amax for table in tables for one in table.launches), None),
-            encodes_amaxes=members is None or not members.exchange.numel(),
-            written=written,
+            members=() if members is None else [members],
+            backend=backend,
         )
-        update = updates.plan([shard for shard in shards if not _is_staged(shard.state)])
-        stage, chunks = _cut_chunks([one for one in shards if _is_staged(one.state)], updates)
+        staged = [one for one in updates.shards if _is_staged(one.state)]
+        update = updates.plan([one for one in updates.shards if not _is_staged(one.state)])
+        stage, chunks = _cut_chunks(staged, updates)
         calls: list[Call] = []
-        unshared = Plan(device=hyper.device, calls=())
-        if members is not None:
-            unshared = members.encode_unshared
-            if members.exchange.numel():  # still holds the reduced maxima of the last step
-                calls.append(members.exchange.zero_)
+        if members is not None and members.exchange.numel():
+            calls.append(members.exchange.zero_)  # still holds the reduced maxima of the last step
         if stage is None:
-            calls += [*update.calls, *unshared.calls]
+            calls += [*update.calls, *updates.finish.calls]
         else:
-            calls.append(partial(_step_in_chunks, stage, update, chunks, unshared))
+            calls.append(partial(_step_in_chunks, stage, update, chunks, updates.finish))
         return cls(
             device=hyper.device,
             calls=tuple(calls),
-            places=Places(tensor for state in owned for tensor in state.tensors()),
+            places=Places(tensor for state in states for tensor in state.tensors()),
             states=tuple(states),
             members=members,
             hyper=hyper,
             clips=clips,
             update=update,
-            remainder=tuple(shard.state for shard in shards if not shard.has_kernels),
+            remainder=tuple(one.state for one in updates.shards if not one.has_kernels),
             chunks=chunks,
             stage=stage,
-            written=written,
+            written=updates.written,
         )
 
 
-def _step_in_chunks(stage: Stage, update: Plan, chunks: Sequence[Chunk], unshared: Plan) -> None:
+def _step_in_chunks(stage: Stage, update: Plan, chunks: Sequence[Chunk], finish: Plan) -> None:
     with stage.opened():
         update.launch()
         for chunk in chunks:
             stage.run(chunk.copies, chunk.slot, chunk.update.launch)
-        if unshared.calls:
+        if finish.calls:
             stage.wait_for_all()  # encoding reads masters on the host
-            unshared.launch()
+            finish.launch()
 
 
 def _is_staged(state: AdamState) -> bool:
@@ -151,7 +143,7 @@ def _is_staged(state: AdamState) -> bool:
     return state.on_host is not None and state.master.numel() >= staging.SMALLEST
 
 
-def _ends_of(shard: Shard[AdamState]) -> list[int]:
+def _ends_of(shard: MatchedState[AdamState]) -> list[int]:
     """Return the elements at which chunks may end, at whole blocks or experts, and its end."""
     numel = shard.state.master.numel()
     length = staging.CHUNK_BYTES // shard.state.element_bytes
@@ -172,7 +164,7 @@ def _ends_of(shard: Shard[AdamState]) -> list[int]:
 
 
 def _cut_chunks(
-    through: Sequence[Shard[AdamState]], updates: Updates
+    through: Sequence[MatchedState[AdamState]], updates: Updates[AdamState]
 ) -> tuple[Stage | None, tuple[Chunk, ...]]:
     """Return the stage and the chunks of staged shards."""
     if not through:

@@ -101,10 +101,14 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         Every rank must call it; raises as :meth:`get_grad_norm`. StateError if a load has failed
         after it replaced a part of weights or states.
         """
+        self.begin_step()
+        return self._step_fused() if self.is_fused else super().step()
+
+    def begin_step(self) -> None:
+        """Refuse what a failed load has left, and call the observers. Every rank must call it."""
         require_loaded_everywhere(self._tensors)
         for observer in self.observers:
             observer.before_step()
-        return self._step_fused() if self.is_fused else super().step()
 
     def _tensors(self) -> Iterator[Tensor]:
         """Yield weights, masters and moments."""
@@ -453,7 +457,6 @@ class GraphedStep:
         device = this_device()
         self._captures = device.type == "cuda"
         self._norms = torch.zeros(len(NORMS), dtype=torch.float32, device=device)
-        self._zeros = torch.zeros(1, dtype=torch.float64, device=device)
         self._total = torch.zeros(len(NORMS) + 1, dtype=torch.float64, device=device)
         self._on_host = torch.zeros(
             len(NORMS), dtype=torch.float32, device="cpu", pin_memory=self._captures
@@ -471,13 +474,11 @@ class GraphedStep:
         Raises:
             NonFiniteError: the previous step found non-finite gradients; neither step changed
                 anything.
-            StateError: Adam has step pre-hooks, which require clipped gradients; or as in
-                :meth:`GroupedChainedOptimizer.step`.
+            StateError: Adam has step pre-hooks, which require clipped gradients, or a load has
+                failed after it replaced a part of weights or states.
         """
         self.tell()
-        require_loaded_everywhere(self._chain._tensors)
-        for observer in self._chain.observers:
-            observer.before_step()
+        self._chain.begin_step()
         parts = self._chain.stepping
         for part in parts:
             if has_pre_hooks(part.optimizer):
@@ -508,7 +509,7 @@ class GraphedStep:
         for part in parts:
             part.start_gathers(after_update=True)
         counts = self._chain.config.log_num_zeros_in_grad
-        return True, as_megatron_returns(self._norms[:1]), self._zeros if counts else None
+        return True, as_megatron_returns(self._norms[:1]), self._total[-1:] if counts else None
 
     def tell(self) -> None:
         """Report the outcome of the last step, once. Every rank must call it.
@@ -561,14 +562,12 @@ class GraphedStep:
         self._graph.replay()
 
     def _run_kernels(self) -> None:
-        total = self._total
-        norms = norms_of(total[:-1], self._chain.config)
+        norms = norms_of(self._total[:-1], self._chain.config)
         moves = norms.isfinite().all() & (norms[0] <= self._largest_norm)
         for part in self._chain.stepping:
             factors = clip_factors(norms, part.config.clip_grad, self._clipped)
             part.launch(torch.where(moves, factors, -1.0))
         self._norms.copy_(norms)
-        self._zeros.copy_(total[-1:])
         self._on_host.copy_(norms, non_blocking=True)
 
 

@@ -7,7 +7,7 @@ them, so fused and stock steps share checkpoints.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,6 @@ from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats.reference.adam import Hyper
 from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.fields import HYPER_FIELDS
-from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.norm import NormInput, NormTable
 from moe_optim.kernels.step_table import StepTable
 from moe_optim.optimizer.adam import moments_of
@@ -125,8 +124,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         self._norm: NormTable | None = None
         self._norm_generation = 0
         self._tables: dict[ManagedBucket | None, StepTable] = {}
-        self._tables_generation = 0
-        self._planned: dict[ManagedBucket, tuple[tuple[int, int, int], MemberTable | None]] = {}
+        self._inputs: list[object] = []  # that the tables were built for
         self._cast: TensorwiseCast | None = None
         self._plans = 0
         if not self.is_stub_optimizer and not self.ddp_config.use_megatron_fsdp:
@@ -313,26 +311,26 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
                 "optimizer step: expected no loss scale, as when the optimizer was built, got a "
                 f"{type(self.grad_scaler).__name__}. Set step: stock."
             )
-        if self.book.check_states() != self._tables_generation or any(
-            [self._plan_bucket(bucket) != self._planned[bucket] for bucket in self.managed_buckets]
-        ):
-            self._tables, self._tables_generation = {}, 0  # in case the new plan is refused
+        if self._find_inputs() != self._inputs:
+            self._tables, self._inputs = {}, []  # in case the new plan is refused
             self._tables = self._plan_tables()
-            self.encoded = [bucket for bucket in self.managed_buckets if self._planned[bucket][1]]
+            self.encoded = [bucket for bucket in self.managed_buckets if bucket.step_table]
             self._cast = self._plan_cast()
             self.book.tensorwise = None if self._cast is None else self._cast.fields
-            self._tables_generation = self.book.check_states()  # planning creates moments
+            self._inputs = self._find_inputs()  # planning creates moments
             self._plans += 1
         self._is_planned = True
         return self._plans
 
-    def _plan_bucket(
-        self, bucket: ManagedBucket
-    ) -> tuple[tuple[int, int, int], MemberTable | None]:
+    def _find_inputs(self) -> list[object]:
+        """Return the generations of everything that an update depends on."""
+        return [self.book.check_states(), *map(self._plan_bucket, self.managed_buckets)]
+
+    def _plan_bucket(self, bucket: ManagedBucket) -> tuple[object, ...]:
         generation = self.book.check_bucket(bucket)
         members = bucket.plan_step(generation)
         # a bucket that has forgotten its masters does not tell whether they moved since
-        return (generation, *bucket.plan_number), members
+        return generation, bucket.plan_number, members
 
     def _plan_tables(self) -> dict[ManagedBucket | None, StepTable]:
         """Return one table per managed bucket, and one for all other parameters under None."""
@@ -362,13 +360,14 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
                 )
             )
         decoupled = is_decoupled(inner)
-        self._planned = {bucket: self._plan_bucket(bucket) for bucket in self.managed_buckets}
+        for bucket in self.managed_buckets:
+            self._plan_bucket(bucket)
         tables = {
             bucket: StepTable.build(
                 of_bucket,
                 self._hyper,
                 self._clips,
-                members=None if bucket is None else self._planned[bucket][1],
+                members=None if bucket is None else bucket.step_table,
                 decoupled=decoupled,
             )
             for bucket, of_bucket in states.items()
@@ -444,28 +443,19 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             StateError: gradients were not reduced, weights are offloaded, or another optimizer was
                 built for the model since.
         """
+        encoded: Collection[ManagedBucket] = ()  # of a step that ends
         self._is_hooked = False
-        try:
-            with self._moving_masters():
-                yield
-                # hooks may have written masters without a version counter
-                encoded = () if self._is_hooked else self.encoded
-                for bucket in self.managed_buckets:
-                    bucket.settle(encoded=bucket in encoded)
-        finally:
-            for group in self._groups:  # weights may have been written in part
-                group.param_gather_dispatched = False
-
-    @contextmanager
-    def _moving_masters(self) -> Iterator[None]:
-        """Mark all managed buckets MOVING; on exit mark the remaining ones STALE."""
+        for group in self._groups:  # weights may be written in part
+            group.param_gather_dispatched = False
         try:
             self._record(Event.STEP)
             yield
+            # hooks may have written masters without a version counter
+            encoded = () if self._is_hooked else self.encoded
         finally:
             for bucket in self.managed_buckets:
                 if bucket.state.weights is Weights.MOVING:
-                    bucket.settle(encoded=False)  # masters are partly stepped
+                    bucket.settle(encoded=bucket in encoded)
 
     def _record(self, event: Event) -> None:
         for bucket in self.managed_buckets:
@@ -561,7 +551,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
 
     def step_with_ready_grads(self) -> bool:
         """Step as Megatron does; see :meth:`updating`, but managed buckets end STALE."""
-        with self._moving_masters():
+        with self.updating():
             return super().step_with_ready_grads()
 
     def _copy_main_params_to_model_params(self) -> None:

@@ -123,7 +123,7 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
 
     def offload_to_cpu(self) -> None:
         """Move masters and momenta to the host, and free the workspace."""
-        self._tables, self._tables_generation = {}, 0
+        self._tables, self._inputs = {}, []
         self._workspace.free()
         super().offload_to_cpu()
 
@@ -139,26 +139,28 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
             self._hyper = self._hyper.new_zeros(len(self._rows), HYPER_FIELDS)
         states = [
             MuonState(
-                weight=self.matrices[param],
+                parameter=self.matrices[param].name,
+                matrix=self.matrices[param],
                 master=master,
                 gradient=gradient_of(self, param),
                 momentum=self.optimizer.state[master][MOMENTUM],
                 group=self._rows.index(key),
                 norm=norm_of(master),
-                copy=weight_of(self, param, master),
+                weight=weight_of(self, param, master),
             )
             for (param, master), key in zip(owned, keys, strict=True)
             if master.numel()
         ]
-        self._planned = {bucket: self._plan_bucket(bucket) for bucket in self.managed_buckets}
-        members = [table for _, table in self._planned.values() if table is not None]
+        for bucket in self.managed_buckets:
+            self._plan_bucket(bucket)
+        tables = [bucket.step_table for bucket in self.managed_buckets]
         table = MuonTable.build(
             states,
             self.settings,
             self._hyper,
             self._clips,
             self._workspace.allocated(self._clips.device),
-            members=members,
+            members=[table for table in tables if table is not None],
             backend=self.moe_optim_config.backend,
         )
         return {None: table}

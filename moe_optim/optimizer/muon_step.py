@@ -1,11 +1,11 @@
 """The step of matrices that Muon updates: momentum, iteration in batches, update and encoding."""
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
-from math import prod
 from typing import Any
 
 import torch
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from moe_optim.errors import ConfigError
 from moe_optim.formats.reference.newton_schulz import Precision, matmul_precision
-from moe_optim.kernels.directed_state import DirectedState
-from moe_optim.kernels.directed_updates import DirectedUpdates
+from moe_optim.kernels.adam_state import MasterState
+from moe_optim.kernels.cutting import Carver
 from moe_optim.kernels.matrices import MatrixShard, Piece
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.momentum import Momentum
 from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
-from moe_optim.kernels.packing import plan_pack, plan_unpack
 from moe_optim.kernels.plan import Call, Plan
+from moe_optim.kernels.update import Updates
 from moe_optim.optimizer.muon import MatrixWeight, MuonSettings
 from moe_optim.places import Places
 
@@ -30,27 +30,19 @@ ALIGNMENT = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MuonState:
-    """Whole weights of one parameter that a rank owns, and every tensor that their step uses."""
+class MuonState(MasterState):
+    """Whole matrices of one parameter that a rank owns, and every tensor that their step uses."""
 
-    weight: MatrixWeight
-    master: Tensor
-    """Master weights, [n] fp32."""
+    matrix: MatrixWeight
     gradient: Tensor
     """Reduced gradient, [n] fp32 or bf16."""
     momentum: Tensor
     """Momentum, [n] fp32."""
-    group: int
-    """Row of the hyperparameters."""
-    norm: int
-    """Index of the clip factor."""
-    copy: Tensor | None
-    """Copy of the new masters, [n] fp32 or bf16, or None."""
 
     @property
     def count(self) -> int:
         """Number of weights."""
-        return self.master.numel() // self.weight.numel
+        return self.master.numel() // self.matrix.numel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +69,7 @@ class MuonTable(Plan):
     momentum: Momentum
     chunks: tuple[Plan, ...]
     """One plan per chunk of weights, with its directions, [count, R, C], as its only place."""
-    updates: DirectedUpdates
+    updates: Updates[MuonState]
     precision: Precision
     """Precision of fp32 GEMMs."""
     num_batches: int
@@ -110,7 +102,7 @@ class MuonTable(Plan):
         members: Sequence[MemberTable] = (),
         backend: Any = "auto",
     ) -> "MuonTable":
-        """Plan the step of ``states``, with arguments as of :meth:`DirectedUpdates.build`.
+        """Plan the step of ``states``, with arguments as of :meth:`Updates.build`.
 
         ``workspace`` is the memory that matrices pass through, [bytes] uint8 on the device of the
         states, of :func:`needed_bytes` or more, after :func:`check_workspace`.
@@ -126,32 +118,22 @@ class MuonTable(Plan):
             calls=tuple(calls),
             momentum=replace(momentum, shards=()),
             chunks=chunks,
-            updates=replace(updates, states=(), shards=()),
+            updates=replace(updates, shards=()),
             precision=settings.orthogonalization.precision,
             num_batches=planner.num_batches,
         )
 
 
 def _shard(state: MuonState) -> MatrixShard:
-    weight = state.weight
+    weight = state.matrix
     return MatrixShard(
-        parameter=weight.name,
+        parameter=state.parameter,
         gradient=state.gradient,
         momentum=state.momentum,
         shape=(state.count, *weight.shape),
         rows=weight.rows,
         group=state.group,
         norm=state.norm,
-    )
-
-
-def _directed(state: MuonState) -> DirectedState:
-    return DirectedState(
-        parameter=state.weight.name,
-        master=state.master,
-        group=state.group,
-        norm=state.norm,
-        weight=state.copy,
     )
 
 
@@ -270,35 +252,6 @@ def _transpose(weight: MatrixWeight, settings: MuonSettings) -> bool | None:
     return weight.partition_dim == 0 if _is_reduced(weight, settings) else None
 
 
-class _Space:
-    """Allocator of tensors in the workspace."""
-
-    def __init__(self, workspace: Tensor, dtype: torch.dtype) -> None:
-        usable = workspace.numel() // dtype.itemsize * dtype.itemsize
-        self._memory = workspace[:usable].view(dtype)
-        self._end = 0
-
-    def take(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the next tensor of a shape, in the iteration's dtype by default."""
-        width = 1 if dtype is None else dtype.itemsize // self._memory.dtype.itemsize
-        start, numel = self._end, prod(shape) * width
-        self._end = -(-(start + numel) // ALIGNMENT) * ALIGNMENT
-        return self._memory[start : start + numel].view(dtype or self._memory.dtype).view(shape)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Part:
-    """Weights ``first`` to ``last`` of a state."""
-
-    state: int
-    first: int
-    last: int
-
-    @property
-    def count(self) -> int:
-        return self.last - self.first
-
-
 class _Planner:
     def __init__(
         self,
@@ -310,8 +263,8 @@ class _Planner:
         members: Sequence[MemberTable],
         backend: Any,
     ) -> None:
-        groups = list(dict.fromkeys([None, *(one.weight.ranks for one in states)]))
-        self.states = sorted(states, key=lambda one: groups.index(one.weight.ranks))
+        groups = list(dict.fromkeys([None, *(one.matrix.ranks for one in states)]))
+        self.states = sorted(states, key=lambda one: groups.index(one.matrix.ranks))
         self.settings, self.hyper, self.clips = settings, hyper, clips
         self.workspace, self.backend, self.num_batches = workspace, backend, 0
         self.momentum = Momentum.build(
@@ -320,9 +273,10 @@ class _Planner:
             nesterov=settings.nesterov,
             backend=backend,
         )
-        self.updates = DirectedUpdates.build(
-            [_directed(state) for state in self.states],
+        self.updates = Updates.build(
+            self.states,
             *(hyper, clips),
+            rule="direction",
             members=members,
             backend=backend,
         )
@@ -333,8 +287,8 @@ class _Planner:
         States of one group follow one another.
         """
         start = 0
-        for group, members in groupby(self.states, lambda one: one.weight.ranks):
-            end = start + sum(one.count * len(one.weight.rows) for one in members)
+        for group, members in groupby(self.states, lambda one: one.matrix.ranks):
+            end = start + sum(one.count * len(one.matrix.rows) for one in members)
             if group is not None:
                 yield partial(dist.all_reduce, self.momentum.squares[start:end], group=group)
             start = end
@@ -344,111 +298,74 @@ class _Planner:
         by_class: dict[Any, list[int]] = defaultdict(list)
         for index, state in enumerate(self.states):
             if state.count:
-                by_class[_class_of(state.weight)].append(index)
+                by_class[_class_of(state.matrix)].append(index)
         for indices in by_class.values():
-            weight = self.states[indices[0]].weight
-            for parts in self._cut(weight, indices):
-                yield self._plan_chunk(weight, parts)
+            weight = self.states[indices[0]].matrix
+            for pieces in self._cut(weight, indices):
+                yield self._plan_chunk(weight, pieces)
 
-    def _cut(self, weight: MatrixWeight, indices: Sequence[int]) -> Iterator[list[_Part]]:
-        """Yield the parts of each chunk of weights of one class, of about equal sizes."""
+    def _cut(self, weight: MatrixWeight, indices: Sequence[int]) -> Iterator[list[Piece]]:
+        """Yield the pieces of each chunk of weights of one class, of about equal sizes."""
         total = sum(self.states[index].count for index in indices)
-        most = self._most(weight, total)
-        chunks = -(-total // most)
+        room = self.workspace.numel() // self.settings.dtype.itemsize
+        needed = partial(chunk_numel, weight, settings=self.settings)
+        most = bisect_right(range(1, total + 1), room, key=needed)  # that fit at once
+        chunks = -(-total // max(most, 1))
         ends = [total * number // chunks for number in range(chunks + 1)]
         for first, last in pairwise(ends):
-            parts, at = [], 0
+            pieces, at = [], 0
             for index in indices:
                 count = self.states[index].count
                 low, high = max(first, at), min(last, at + count)
                 if low < high:
-                    parts.append(_Part(state=index, first=low - at, last=high - at))
+                    pieces.append(self.momentum.piece(index, low - at, high - at))
                 at += count
-            yield parts
+            yield pieces
 
-    def _most(self, weight: MatrixWeight, total: int) -> int:
-        """Return the number of weights that fit into the workspace at once."""
-        room = self.workspace.numel() // self.settings.dtype.itemsize
-        low, high = 1, total
-        while low < high:
-            middle = (low + high + 1) // 2
-            if chunk_numel(weight, middle, self.settings) <= room:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def _plan_chunk(self, weight: MatrixWeight, parts: Sequence[_Part]) -> Plan:
-        space = _Space(self.workspace, self.settings.dtype)
-        count = sum(part.count for part in parts)
-        batches = batches_of(weight)
+    def _plan_chunk(self, weight: MatrixWeight, pieces: Sequence[Piece]) -> Plan:
+        space = Carver(self.workspace, ALIGNMENT * self.settings.dtype.itemsize)
+        count = sum(piece.count for piece in pieces)
         calls: list[Call] = []
-        results: list[tuple[Batch, Tensor]] = []
-        for batch in batches:
-            made, result = self._plan_batch(weight, batch, parts, space)
+        results: list[tuple[Batch, list[Piece], Tensor]] = []
+        for batch in batches_of(weight):
+            taken = [replace(piece, rows=batch.rows) for piece in pieces]
+            made, result = self._plan_batch(weight, batch, taken, space)
             calls += made
-            results.append((batch, result))
+            results.append((batch, taken, result))
         if is_in_order(weight):
-            ((_, direction),) = results
+            ((_, _, direction),) = results
         else:
-            direction = space.take(count, *weight.shape, dtype=torch.float32)
-            for batch, result in results:
-                scaled = space.take(*result.shape, dtype=torch.float32)
-                calls += self._unpack(weight, batch, parts, result, scaled, direction)
+            direction = space.take((count, *weight.shape), torch.float32)
+            for batch, taken, result in results:
+                scaled = space.take(result.shape, torch.float32)
+                scale = scale_of(weight, batch.rows or 0, self.settings)
+                calls += [partial(scaled.copy_, result), partial(scaled.mul_, scale)]
+                calls += self.momentum.plan_unpack(scaled, taken, direction.view(-1)).calls
         flat, numel, at = direction.reshape(-1), weight.numel, 0
-        pieces = []
-        for part in parts:
-            end = at + part.count * numel
-            pieces.append((part.state, part.first * numel, part.last * numel, flat[at:end]))
+        ranges = []
+        for piece in pieces:
+            end = at + piece.numel
+            ranges.append((piece.index, piece.first * numel, piece.last * numel, flat[at:end]))
             at = end
-        calls += self.updates.plan(pieces).calls
+        calls += self.updates.plan_along(ranges).calls
         return Plan(device=self.hyper.device, calls=tuple(calls), places=Places([direction]))
 
-    def _unpack(
-        self,
-        weight: MatrixWeight,
-        batch: Batch,
-        parts: Sequence[_Part],
-        result: Tensor,
-        scaled: Tensor,
-        direction: Tensor,
-    ) -> Iterator[Call]:
-        """Yield the calls that write a scaled batch to the rows of its weights."""
-        pieces = [self._piece(part, batch) for part in parts]
-        yield partial(scaled.copy_, result)
-        yield partial(scaled.mul_, scale_of(weight, batch.rows or 0, self.settings))
-        unpack = plan_unpack(scaled, pieces, direction.view(-1), backend=self.backend)
-        yield from unpack.calls
-
-    def _piece(self, part: _Part, batch: Batch) -> Piece:
-        return self.momentum.piece(part.state, part.first, part.last, batch.rows)
-
     def _plan_batch(
-        self, weight: MatrixWeight, batch: Batch, parts: Sequence[_Part], space: _Space
+        self, weight: MatrixWeight, batch: Batch, pieces: Sequence[Piece], space: Carver
     ) -> tuple[list[Call], Tensor]:
         """Return the calls that orthogonalize a batch, and its result on this rank, [B, M, N]."""
         settings, how = self.settings, self.settings.orthogonalization
         self.num_batches += 1
-        number = sum(part.count for part in parts) * batch.number
-        packed = space.take(number, *batch.shape)
-        pack = plan_pack(
-            [self._piece(part, batch) for part in parts],
-            self.momentum.squares,
-            packed,
-            self.hyper,
-            self.clips,
-            nesterov=settings.nesterov,
-            backend=self.backend,
-        )
-        calls: list[Call] = [*pack.calls]
+        number = sum(piece.num_matrices for piece in pieces)
+        packed = space.take((number, *batch.shape), settings.dtype)
+        calls: list[Call] = [*self.momentum.plan_pack(pieces, packed).calls]
         whole = packed
         if _is_duplicated(weight, settings):
             made, whole = _gather(weight, packed, space)
             calls += made
         form, transpose = _form(weight, settings), _transpose(weight, settings)
-        scratch = space.take(
-            scratch_numel(number, *whole.shape[1:], form=form, transpose=transpose)
-        )
+        numel = scratch_numel(number, *whole.shape[1:], form=form, transpose=transpose)
+        scratch = space.take([numel], settings.dtype)
         iteration = NewtonSchulz.build(
             whole,
             scratch,
@@ -471,14 +388,14 @@ class _Planner:
         return calls, result
 
 
-def _gather(weight: MatrixWeight, packed: Tensor, space: _Space) -> tuple[list[Call], Tensor]:
+def _gather(weight: MatrixWeight, packed: Tensor, space: Carver) -> tuple[list[Call], Tensor]:
     """Return the calls that put tensor-parallel parts of matrices together, and the result."""
     assert weight.partition_dim is not None and weight.group is not None
     ranks = weight.group.size()
-    parts = space.take(ranks, *packed.shape)
+    parts = space.take((ranks, *packed.shape), packed.dtype)
     shape = list(packed.shape)
     shape[weight.partition_dim + 1] *= ranks
-    whole = space.take(*shape)
+    whole = space.take(shape, packed.dtype)
     targets = whole.unflatten(weight.partition_dim + 1, (ranks, -1))
     return [
         partial(dist.all_gather_into_tensor, parts.view(-1), packed.view(-1), group=weight.group),

@@ -14,7 +14,7 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from moe_optim.buckets.matrix_layout import (
     SINGLE_PADDING,
     MatrixLayout,
-    MatrixWeight,
+    MatrixStack,
     iteration_cost,
     lay_out_matrices,
 )
@@ -28,7 +28,7 @@ MODELS = {  # matrices [R, C] of a layer that are not experts'
 
 def weight(count, rows, cols, cost=None, name="weight"):
     cost = iteration_cost(rows, cols) if cost is None else cost
-    return MatrixWeight(name=name, count=count, rows=rows, cols=cols, cost=cost)
+    return MatrixStack(name=name, count=count, rows=rows, cols=cols, cost=cost)
 
 
 def up(value, multiple):

@@ -8,7 +8,6 @@ import torch
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.matrices import MatrixShard, split_rows
 from moe_optim.kernels.momentum import Momentum
-from moe_optim.kernels.packing import plan_pack, plan_unpack
 from tests.support.bytes import assert_values_equal
 from tests.support.inputs import normal_weights, wide_range_weights, with_specials
 from tests.support.matrix_rows import gate_and_up, whole_rows
@@ -61,7 +60,7 @@ def tables_on(device, clips=(0.7, 1.0, 1.5)):
     return hyper.to(device), torch.tensor(clips, device=device)
 
 
-def batches_of(plan, tables, nesterov):
+def batches_of(plan):
     """Yield all matrices of one shape, packed, and unpacked into weights."""
     for index, shard in enumerate(plan.shards):
         for rows in range(len(shard.rows)):
@@ -70,8 +69,8 @@ def batches_of(plan, tables, nesterov):
                 shape = (piece.num_matrices, shard.rows[rows].rows, shard.shape[2])
                 packed = torch.full(shape, math.nan, dtype=dtype, device=plan.device)
                 weights = torch.full((piece.numel,), -1.0, dtype=dtype, device=plan.device)
-                plan_pack([piece], plan.squares, packed, *tables, nesterov=nesterov).launch()
-                plan_unpack(packed, [piece], weights).launch()
+                plan.plan_pack([piece], packed).launch()
+                plan.plan_unpack(packed, [piece], weights).launch()
                 yield packed
                 yield weights
 
@@ -91,12 +90,7 @@ def test_a_launch_gives_the_bits_of_a_cpu(draw, clips, nesterov):
     for one, other in zip(got.shards, want.shards, strict=True):
         assert_values_equal(one.momentum.cpu(), other.momentum, what=one.parameter)
     assert_values_equal(got.squares.cpu(), want.squares, what="squares")
-    pairs = zip(
-        batches_of(got, tables_on("cuda", clips), nesterov),
-        batches_of(want, tables_on("cpu", clips), nesterov),
-        strict=True,
-    )
-    for number, (one, other) in enumerate(pairs):
+    for number, (one, other) in enumerate(zip(batches_of(got), batches_of(want), strict=True)):
         assert_values_equal(one.cpu(), other, what=f"batch {number}")
 
 
@@ -123,6 +117,6 @@ def test_weights_of_more_than_two_to_the_31_elements_together():
     assert plan.squares.tolist() == [1.5**2 * (1 << 29)] * 6
     packed = torch.empty(2, shape[1] // 2, shape[2], dtype=BF16, device="cuda")
     pieces = [plan.piece(0, first=2)]
-    plan_pack(pieces, plan.squares, packed, hyper, clips, nesterov=False).launch()
+    plan.plan_pack(pieces, packed).launch()
     norm = torch.tensor(1.5 * math.sqrt(1 << 29))
     assert (packed == (1.5 / norm).bfloat16().cuda()).all()

@@ -58,13 +58,13 @@ def test_batches_and_owners_do_not_change_bits(split: tuple[int, ...], form: str
     step([whole], FORMS[form])
     for number in range(7):
         owned = slice(number * weight.numel, (number + 1) * weight.numel)
-        assert apart.copy is not None
+        assert apart.weight is not None
         piece = {name: getattr(apart, name)[owned] for name in ("master", "gradient", "momentum")}
-        step([replace(apart, copy=apart.copy[owned], **piece)], FORMS[form])
+        step([replace(apart, weight=apart.weight[owned], **piece)], FORMS[form])
     table = step([small], replace(FORMS[form], workspace_bytes=3 << 20))
     assert len(table.chunks) > 1
     for other in (apart, small):
-        for name in ("master", "momentum", "copy"):
+        for name in ("master", "momentum", "weight"):
             assert_bytes_equal(getattr(other, name), getattr(whole, name), what=name)
 
 
@@ -75,7 +75,7 @@ def test_quantized_weights_come_from_the_stepped_masters(name: str):
     (state,) = make_states([(weight_of(*shape[1:]), 3)], device="cuda")
     target = QuantizedWeight.empty(format, shape, device="cuda")
     members = MemberTable.build([TableEntry(parameter="w", source=state.master, target=target)])
-    step([replace(state, copy=None)], members=[members])
+    step([replace(state, weight=None)], members=[members])
     expected = reference.quantize(state.master.view(shape).cpu(), format)
     for buffer, tensor in expected.gathered_buffers().items():
         assert_bytes_equal(target.gathered_buffers()[buffer].cpu(), tensor, what=buffer)
@@ -127,5 +127,5 @@ def test_a_replayed_step_is_an_eager_one(form: str):
     clips.fill_(-1.0)
     graph.replay()  # moves nothing
     for got, want in zip(captured, eager, strict=True):
-        for name in ("master", "momentum", "copy"):
+        for name in ("master", "momentum", "weight"):
             assert_bytes_equal(getattr(got, name), getattr(want, name), what=name)

@@ -18,9 +18,7 @@ from triton import JITFunction
 from moe_optim import kernels, ops
 from moe_optim.formats import DIRECTIONS, FORMATS, QuantizedWeight
 from moe_optim.kernels import products
-from moe_optim.kernels.adam_state import AdamState
-from moe_optim.kernels.directed_state import DirectedState
-from moe_optim.kernels.directed_updates import DirectedUpdates
+from moe_optim.kernels.adam_state import AdamState, MasterState
 from moe_optim.kernels.fake import find_table
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.health import HealthEntry, HealthTable
@@ -29,12 +27,12 @@ from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.momentum import Momentum
 from moe_optim.kernels.newton_schulz import NewtonSchulz, scratch_numel
 from moe_optim.kernels.norm import NormInput, NormTable
-from moe_optim.kernels.packing import plan_pack, plan_unpack
 from moe_optim.kernels.plan import BoundKernel
 from moe_optim.kernels.step_table import StepTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.kernels.tuning import NORM
+from moe_optim.kernels.update import Updates
 from tests.kernels.conftest import GPUS, MORE_DTYPES
 from tests.support.matrix_rows import gate_and_up, whole_rows
 from tests.support.ptx.launches import compile_kernel, plan_kernels
@@ -95,21 +93,24 @@ def step_along(format, directions):
     """Quantized and dense weights."""
     weights = (None, torch.zeros(96, dtype=torch.bfloat16), torch.zeros(96))
     states = [
-        DirectedState(
+        MasterState(
             parameter="fc", master=torch.zeros(NUMEL if weight is None else 96), weight=weight
         )
         for weight in weights
     ]
     target = QuantizedWeight.empty(format, SHAPE)
     entry = TableEntry(parameter="fc", source=states[0].master, target=target)
-    updates = DirectedUpdates.build(
-        states, torch.zeros(1, HYPER_FIELDS), torch.ones(1), members=[MemberTable.build([entry])]
+    updates = Updates.build(
+        states,
+        *(torch.zeros(1, HYPER_FIELDS), torch.ones(1)),
+        rule="direction",
+        members=[MemberTable.build([entry])],
     )
     pieces = [
         (index, 0, one.master.numel(), torch.zeros(one.master.numel(), dtype=directions))
         for index, one in enumerate(states)
     ]
-    return updates.plan(pieces).kernels
+    return updates.plan_along(pieces).kernels
 
 
 def norm(count_zeros):
@@ -188,8 +189,8 @@ def around_muon(gradients, packed, nesterov):
         plan = Momentum.build([shard], hyper, clips, nesterov=nesterov)
         pieces = [plan.piece(0)]
         batch = torch.zeros(plan.squares.numel(), matrices[0].rows, cols, dtype=packed)
-        pack = plan_pack(pieces, plan.squares, batch, hyper, clips, nesterov=nesterov)
-        unpack = plan_unpack(batch, pieces, torch.zeros(NUMEL, dtype=packed))
+        pack = plan.plan_pack(pieces, batch)
+        unpack = plan.plan_unpack(batch, pieces, torch.zeros(NUMEL, dtype=packed))
         yield from (*plan.kernels, *pack.kernels, *unpack.kernels)
 
 

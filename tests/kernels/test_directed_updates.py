@@ -7,12 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_optim.errors import LayoutError
 from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, NVFP4, QuantizedWeight, reference
-from moe_optim.kernels.directed_state import DirectedState
-from moe_optim.kernels.directed_updates import DirectedUpdates
+from moe_optim.kernels.adam_state import MasterState
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.member_table import MemberTable, TableEntry
+from moe_optim.kernels.update import Updates
 from tests.kernels.conftest import BLACKWELL, MORE_DTYPES, ONE_OF_EACH_KERNEL, STEPS_ALONG
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import poisoned
@@ -51,7 +50,7 @@ def test_kernels_leave_experts_outside_of_the_pieces_alone(format, launches):
     (state,), (target,), (before,) = run.states, run.targets, run.masters
     numel = state.master.numel() // 3
     (direction,) = run.directions(0)
-    run.updates.plan([(0, numel, 2 * numel, direction[numel : 2 * numel])]).launch()
+    run.updates.plan_along([(0, numel, 2 * numel, direction[numel : 2 * numel])]).launch()
     whole = Directing(weights_of(format)[:1])
     whole.step([direction], seed=0)
     for expert, ours in enumerate((False, True, False)):
@@ -120,7 +119,7 @@ def test_a_negative_clip_moves_nothing_and_encodes_again(format, backend):
 def test_a_plan_reads_hyper_parameters_and_clip_factors_anew(backend):
     run = Directing([((1, 128, 128), FP8_BLOCK)])
     (direction,) = run.directions(0)
-    plan = run.updates.plan([(0, 0, 128 * 128, direction)])
+    plan = run.updates.plan_along([(0, 0, 128 * 128, direction)])
     want = run.masters[0]
     assert not run.updates.written
     for row, clip in ((ROWS[0], 1.0), (ROWS[1], 0.0), (ROWS[0], -1.0), (ROWS[0], 0.5)):
@@ -140,7 +139,7 @@ def test_what_no_kernel_can_encode_is_encoded_after_all_pieces(launches):
     master = torch.linspace(-1, 1, 2 * 128 * 128)
     table = MemberTable.build([TableEntry(parameter="fc1", source=master, target=target)])
     updates = build(state_of(master=master), members=[table])
-    updates.plan([(0, 0, master.numel(), torch.ones(master.numel()))]).launch()
+    updates.plan_along([(0, 0, master.numel(), torch.ones(master.numel()))]).launch()
     updates.finish.launch()
     assert launches == ["update_ranges_kernel"] and updates.finish.calls
     want = reference.quantize(master.view(2, 128, 128), FP8_BLOCK)
@@ -154,33 +153,13 @@ def with_kernels(monkeypatch):
     plan_kernels(monkeypatch)
 
 
-# What is refused
-
-
 def build(*states, members=()):
-    return DirectedUpdates.build(
-        states, torch.zeros(1, HYPER_FIELDS), torch.ones(1), members=members
-    )
+    tables = torch.zeros(1, HYPER_FIELDS), torch.ones(1)
+    return Updates.build(states, *tables, rule="direction", members=members)
 
 
 def state_of(numel=64, **others):
-    return DirectedState(**{"parameter": "fc1", "master": torch.zeros(numel)} | others)
-
-
-OFFLOADED = torch.zeros(64)
-OFFLOADED.untyped_storage().resize_(0)
-BAD_STATES = {
-    "a master in bf16": {"master": torch.zeros(64).bfloat16()},
-    "an offloaded master": {"master": OFFLOADED},
-    "a weight in fp16": {"weight": torch.zeros(64).half()},
-}
-
-
-@pytest.mark.parametrize("others", BAD_STATES.values(), ids=BAD_STATES)
-def test_states_that_do_not_fit_are_refused_by_name(others):
-    build(state_of())
-    with pytest.raises(LayoutError, match=r"^fc1: .*expected .* got "):
-        build(state_of(**others))
+    return MasterState(**{"parameter": "fc1", "master": torch.zeros(numel)} | others)
 
 
 def members_of(format, *, end, start=0, cuts=()):
@@ -204,7 +183,7 @@ def test_a_range_of_experts_is_stepped_where_it_lies(backend):
     for buffer in target.buffers().values():
         buffer.view(torch.uint8).fill_(0xA5)
     updates = build(state_of(master=master), members=[table])
-    updates.plan([(0, 0, 4096, torch.zeros(4096))]).launch()
+    updates.plan_along([(0, 0, 4096, torch.zeros(4096))]).launch()
     updates.finish.launch()
     for buffer in target.gathered_buffers().values():
         first, second = buffer.view(torch.uint8)

@@ -7,11 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_optim.kernels import momentum, packing
+from moe_optim.kernels import momentum
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.matrices import MatrixShard, split_rows
 from moe_optim.kernels.momentum import Momentum
-from moe_optim.kernels.packing import plan_pack, plan_unpack
 from moe_optim.kernels.tuning import FlatTile
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import normal_weights, placed, wide_range_weights, with_specials
@@ -36,7 +35,7 @@ SMALL = {
 def small_tiles(monkeypatch):
     """Matrices of several parts and tiles at sizes that are soon run."""
     for name, value in SMALL.items():
-        monkeypatch.setattr(packing if name.startswith("PACK") else momentum, name, value)
+        monkeypatch.setattr(momentum, name, value)
 
 
 BOTH = pytest.mark.parametrize("nesterov", [True, False], ids=["nesterov", "plain"])
@@ -125,14 +124,14 @@ def add(values, lanes):
     return totals[0]
 
 
-def packed_of(plan, shard, rows, dtype, hyper, clips, nesterov, **options):
+def packed_of(plan, shard, rows, dtype):
     """Pack all weights of a shard, and unpack them again into weights that are full of -1."""
     piece = plan.piece(shard, rows=rows)
     height = piece.shard.rows[rows or 0].rows
     packed = torch.full((piece.num_matrices, height, piece.shard.shape[2]), math.nan, dtype=dtype)
-    plan_pack([piece], plan.squares, packed, hyper, clips, nesterov=nesterov, **options).launch()
+    plan.plan_pack([piece], packed).launch()
     weights = torch.full((piece.numel,), -1.0, dtype=dtype)
-    plan_unpack(packed, [piece], weights, **options).launch()
+    plan.plan_unpack(packed, [piece], weights).launch()
     return packed, weights
 
 
@@ -167,7 +166,7 @@ def test_a_batch_holds_directions_divided_by_their_norms(dtype, nesterov):
         for number, rows in enumerate(copy.rows):
             squares = plan.squares[plan.starts[index] + number :: len(copy.rows)]
             norms = squares[: copy.shape[0]].sqrt().float()
-            got, weights = packed_of(plan, index, number, dtype, hyper, clips, nesterov)
+            got, weights = packed_of(plan, index, number, dtype)
             weight_order = torch.full(copy.shape, -1.0, dtype=dtype)
             for place, norm in enumerate(norms):
                 matrix = direction.view(copy.shape)[place, indices_of(rows)]
@@ -192,9 +191,7 @@ def check_launches(draw, hyper, clips, nesterov):
         dtype = (BF16, FP32)[index % 2]
         is_one_shape = len({one.rows for one in shard.rows}) == 1
         for rows in [None] if is_one_shape else range(len(shard.rows)):
-            given = (index, rows, dtype, hyper, clips, nesterov)
-            got = packed_of(launched, *given)
-            want = packed_of(wanted, *given, backend="reference")
+            got, want = (packed_of(plan, index, rows, dtype) for plan in (launched, wanted))
             for one, other in zip(got, want, strict=True):
                 assert_values_equal(one, other, what=f"{dtype} {index} {rows}")
 
@@ -298,9 +295,9 @@ def test_batches_that_are_unpacked_are_the_weights_again(cuts, taken, half, cols
         plan.piece(index, first, first + count, taken) for index, (first, count) in enumerate(cuts)
     ]
     packed = torch.full((sum(one.num_matrices for one in pieces), half, cols), math.nan)
-    plan_pack(pieces, plan.squares, packed, hyper, clips, nesterov=False).launch()
+    plan.plan_pack(pieces, packed).launch()
     got = torch.full((sum(one.numel for one in pieces),), math.nan)
-    plan_unpack(packed, pieces, got).launch()
+    plan.plan_unpack(packed, pieces, got).launch()
     owned = [one.shard.momentum.view(one.shard.shape)[one.first :] for one in pieces]
     want = torch.cat([one.reshape(-1, half, 2, cols) for one in owned])
     if taken is not None:

@@ -185,6 +185,7 @@ BAD_STATES = {
     "a gradient with strides": {"gradient": torch.zeros(128)[::2]},
     "moments of two dtypes": {"exp_avg": BF16},
     "moments in bytes": {"exp_avg": HALF.byte(), "exp_avg_sq": HALF.byte()},
+    "an offloaded master": {"master": OFFLOADED},
     "an offloaded moment": {"exp_avg": OFFLOADED},
     "a weight in fp16": {"weight": HALF},
 }

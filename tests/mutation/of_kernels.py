@@ -120,9 +120,9 @@ MUTANTS = (
         STEP,
     ),
     Mutant(  # weights find their amaxes in each other's slots
-        "kernels/directed_updates.py",
-        "slots = range(num_slots, num_slots + AMAX_SLOTS * len(experts), AMAX_SLOTS)",
-        "slots = range(0, AMAX_SLOTS * len(experts), AMAX_SLOTS)",
+        "kernels/update.py",
+        "named = dict(zip(experts, range(first, num_slots, AMAX_SLOTS), strict=True))",
+        "named = dict(zip(experts, range(0, num_slots, AMAX_SLOTS)))",
         DIRECTED,
     ),
     Mutant(  # a table that watches some tensors looks at all

@@ -33,8 +33,8 @@ MUTANTS = (
         "kernels/momentum.py",
         "    if not clip < 0:\n"
         "        shard.momentum.lerp_(shard.gradient.float() * clip, row[1])\n"
-        "    direction = direction_of(shard, slice(None), row, clip, nesterov)\n",
-        "    direction = direction_of(shard, slice(None), row, clip, nesterov)\n"
+        "    direction = _direction_of(shard, slice(None), row, clip, nesterov)\n",
+        "    direction = _direction_of(shard, slice(None), row, clip, nesterov)\n"
         "    if not clip < 0:\n"
         "        shard.momentum.lerp_(shard.gradient.float() * clip, row[1])\n",
         MOMENTUM,
@@ -46,7 +46,7 @@ MUTANTS = (
         ("tests/optimizer/test_muon_step.py::test_a_negative_clip_factor_changes_nothing",),
     ),
     Mutant(  # all matrices of a weight are divided by the norm of its first one
-        "kernels/packing.py",
+        "kernels/momentum.py",
         "norms = per_weight[:, index].sqrt()",
         "norms = per_weight[:, 0].sqrt()",
         PACKING,
@@ -80,7 +80,7 @@ MUTANTS = (
     ),
     Mutant(  # of weights that hold several matrices the last norms are not summed
         "optimizer/muon_step.py",
-        "sum(one.count * len(one.weight.rows) for one in members)",
+        "sum(one.count * len(one.matrix.rows) for one in members)",
         "sum(one.count for one in members)",
         SUMS,
     ),
@@ -91,15 +91,15 @@ MUTANTS = (
         RANKS,
     ),
     Mutant(  # masters move at the rate of the group that has the number of the clip factor
-        "optimizer/muon_step.py",
-        "        master=state.master,\n        group=state.group,\n",
-        "        master=state.master,\n        group=state.norm,\n",
+        "kernels/adam_state.py",
+        "            group=self.group,\n",
+        "            group=self.norm,\n",
         STEP,
     ),
     Mutant(  # the third tensor in the workspace lies in the second
-        "optimizer/muon_step.py",
-        "self._end = -(-(start + numel) // ALIGNMENT) * ALIGNMENT",
-        "self._end = -(-numel // ALIGNMENT) * ALIGNMENT",
+        "kernels/cutting.py",
+        "self._end = round_up(start + nbytes, self._alignment)",
+        "self._end = round_up(nbytes, self._alignment)",
         STEP,
     ),
     Mutant(  # masters are encoded before they are stepped

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from moe_optim.config import MoEOptimConfig
-from moe_optim.errors import ConfigError, NonFiniteError
+from moe_optim.errors import ConfigError, LayoutError, NonFiniteError, StateError
 from moe_optim.optimizer import chained, factory
 from moe_optim.optimizer.chained import GraphedStep
 from tests.optimizer.test_nonfinite import NAME, _snapshot
 from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
+from tests.support.states import life_cycle
 from tests.support.states.masters import assert_weights_come_from_masters
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
 
@@ -84,6 +85,16 @@ def _train_on_nan(policy: str, first_after: str, *more: str) -> dict[str, Any]:
 
     _note(found, lambda: pretrain(flags, FUSED, after_setup=watch, observe=count))
     return found
+
+
+@life_cycle.on_a_rank
+def test_a_step_over_what_a_failed_load_has_left_is_refused():
+    cycle = life_cycle.LifeCycle(step="fused")
+    cycle.optimizer.step = GraphedStep(cycle.optimizer)
+    with pytest.raises(LayoutError):
+        cycle.optimizer.load_state_dict([])
+    with pytest.raises(StateError, match="partly replaced"):
+        cycle.optimizer.step()
 
 
 def _note(found: dict[str, Any], act: Any) -> None:
@@ -213,8 +224,7 @@ def test_sums_over_ranks_are_not_captured(step, monkeypatch):
         config=SimpleNamespace(log_num_zeros_in_grad=False),
         largest_norm=math.inf,
         clipped_norms=lambda: [True, False],
-        observers=[],
-        _tensors=list,
+        begin_step=lambda: None,
         sum_squares=lambda: done.append("summed") or torch.zeros_like(made._total),
     )
     for kernels in (["run"], ["captured", "run", "replayed"], ["replayed"]):

@@ -31,11 +31,11 @@ def _own_part(state: MuonState, dim: int) -> MuonState:
     rows, cols = (ROWS // 2, COLS) if dim == 0 else (ROWS, COLS // 2)
     return replace(
         state,
-        weight=replace(state.weight, shape=(rows, cols), partition_dim=dim, group=dist.group.WORLD),
+        matrix=replace(state.matrix, shape=(rows, cols), partition_dim=dim, group=dist.group.WORLD),
         master=_own(state.master, dim),
         gradient=_own(state.gradient, dim),
         momentum=_own(state.momentum, dim),
-        copy=None,
+        weight=None,
     )
 
 

@@ -56,8 +56,8 @@ def test_a_step_is_that_of_emerging_optimizers(
         assert_bytes_equal(state.momentum, momentum, what="momentum")
         moved = (master - old).norm()
         assert (state.master - master).norm() <= 0.02 * moved
-        assert state.copy is not None
-        assert_bytes_equal(state.copy, state.master.bfloat16(), what="copy")
+        assert state.weight is not None
+        assert_bytes_equal(state.weight, state.master.bfloat16(), what="copy")
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -78,14 +78,14 @@ def test_batches_and_owners_do_not_change_bits(split: tuple[int, ...]):
                     master=of_all.master[owned],
                     gradient=of_all.gradient[owned],
                     momentum=of_all.momentum[owned],
-                    copy=None if of_all.copy is None else of_all.copy[owned],
+                    weight=None if of_all.weight is None else of_all.weight[owned],
                 )
             ]
         )
     tight = replace(DEFAULTS, workspace_bytes=200_000)
     assert len(step(small, tight).chunks) > 1
     for others in (parts, small):
-        for name in ("master", "momentum", "copy"):
+        for name in ("master", "momentum", "weight"):
             got, want = getattr(others[0], name), getattr(whole[0], name)
             assert_bytes_equal(got, want, what=name)
 
@@ -99,7 +99,7 @@ def test_quantized_weights_come_from_the_stepped_masters(name: str):
     target = QuantizedWeight.empty(format, (3, 128, 256), device="cpu")
     entry = TableEntry(parameter="w", source=state.master, target=target)
     members = MemberTable.build([entry])
-    step([replace(state, copy=None)], members=[members])
+    step([replace(state, weight=None)], members=[members])
     expected = reference.quantize(state.master.view(3, 128, 256), format)
     members.finish.launch()
     for buffer, tensor in expected.gathered_buffers().items():

@@ -141,7 +141,7 @@ def test_one_tensor_parallel_rank_cuts_nothing(mode: Any):
     assert chunk_numel(alone, 3, settings) == chunk_numel(whole, 3, settings)
     expected = make_states([(whole, 3)])
     step(expected, settings)
-    states = [replace(state, weight=alone) for state in make_states([(whole, 3)])]
+    states = [replace(state, matrix=alone) for state in make_states([(whole, 3)])]
     step(states, settings)
     assert_bytes_equal(states[0].master, expected[0].master, what="master")
 

@@ -86,6 +86,7 @@ API: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "moe_optim.kernels.member_table.MemberTable",
             "moe_optim.kernels.table_entry.TableEntry",
             "moe_optim.kernels.step_table.StepTable",
+            "moe_optim.kernels.adam_state.MasterState",
             "moe_optim.kernels.adam_state.AdamState",
             "moe_optim.formats.reference.adam.Hyper",
             "moe_optim.kernels.norm.NormTable",

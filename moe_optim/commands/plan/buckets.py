@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_optim.buckets.layout import START, Slot, aligned_end
-from moe_optim.buckets.matrix_layout import MatrixWeight, iteration_cost, lay_out_matrices
+from moe_optim.buckets.matrix_layout import MatrixStack, iteration_cost, lay_out_matrices
 from moe_optim.formats import BlockScaledFormat, round_up
 
 Counts = NDArray[np.int64]
@@ -86,10 +86,10 @@ def lay_matrix_buckets(
     Weights of several matrices have a buffer for each of their shapes. LayoutError if no rank can
     own some matrix whole.
     """
-    buffers: dict[tuple[int, ...], list[MatrixWeight]] = {}
+    buffers: dict[tuple[int, ...], list[MatrixStack]] = {}
     for name, (count, rows, cols) in reversed(params):
         cost = iteration_cost(rows, cols)
-        weight = MatrixWeight(name=name, count=count, rows=rows, cols=cols, cost=cost)
+        weight = MatrixStack(name=name, count=count, rows=rows, cols=cols, cost=cost)
         buffers.setdefault((rows, cols) if count > 1 else (), []).append(weight)
     row, col = format.rowwise_block
     for weights in buffers.values():

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight, reference
-from moe_optim.kernels.directed_state import DirectedState
-from moe_optim.kernels.directed_updates import DirectedUpdates, Piece
+from moe_optim.kernels.adam_state import MasterState
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.member_table import MemberTable, TableEntry
+from moe_optim.kernels.update import DirectedRange, Updates
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import poisoned, wide_range_weights, with_specials
 from tests.support.ptx import numbers
@@ -63,7 +63,7 @@ class Directing:
         self.clips = torch.tensor([1.0, 0.25], device=device)
         self.directions_dtype = directions
         self.targets: list[Tensor | QuantizedWeight] = []
-        self.states: list[DirectedState] = []
+        self.states: list[MasterState] = []
         entries: list[TableEntry] = []
         for index, (shape, format) in enumerate(weights):
             values = with_specials(wide_range_weights(*shape, seed=index))
@@ -76,7 +76,7 @@ class Directing:
                 entries.append(TableEntry(parameter=f"fc{index}", source=master, target=target))
             self.targets.append(target)
             self.states.append(
-                DirectedState(
+                MasterState(
                     parameter=f"fc{index}",
                     master=master,
                     group=index % 2,
@@ -86,8 +86,8 @@ class Directing:
             )
         parts = [entries[number::num_tables] for number in range(num_tables)]
         self.tables = [MemberTable.build(part) for part in parts if part]
-        self.updates = DirectedUpdates.build(
-            self.states, self.hyper, self.clips, members=self.tables
+        self.updates = Updates.build(
+            self.states, self.hyper, self.clips, rule="direction", members=self.tables
         )
         self.masters = [state.master.clone() for state in self.states]
 
@@ -100,10 +100,10 @@ class Directing:
         ]
         return [with_specials(one, every=61).flatten().to(device, dtype) for one in values]
 
-    def cut(self, directions: Sequence[Tensor], seed: int) -> list[Piece]:
+    def cut(self, directions: Sequence[Tensor], seed: int) -> list[DirectedRange]:
         """Return pieces of some experts each that cover all weights, in no order."""
         random = Random(seed)
-        pieces: list[Piece] = []
+        pieces: list[DirectedRange] = []
         for index, (shape, direction) in enumerate(zip(self.shapes, directions, strict=True)):
             inside = range(1, shape[0])
             bounds = random.sample(inside, random.randint(0, len(inside)))
@@ -120,7 +120,7 @@ class Directing:
         pieces = self.cut(directions, seed)
         size = Random(seed).randint(1, len(pieces))
         for first in range(0, len(pieces), size):
-            self.updates.plan(pieces[first : first + size]).launch()
+            self.updates.plan_along(pieces[first : first + size]).launch()
         self.updates.finish.launch()
         for index, (state, direction) in enumerate(zip(self.states, directions, strict=True)):
             if self.clips[state.norm] >= 0:

@@ -62,13 +62,14 @@ def make_states(
         )
         states.append(
             MuonState(
-                weight=weight,
+                parameter=weight.name,
+                matrix=weight,
                 master=master,
                 gradient=gradient,
                 momentum=momentum,
                 group=index,
                 norm=(index + 1) % 2,
-                copy=master.bfloat16(),
+                weight=master.bfloat16(),
             )
         )
     return states
@@ -85,10 +86,10 @@ def step(
     device = states[0].master.device if states else torch.device("cpu")
     hyper = torch.zeros(max(len(states), 1), HYPER_FIELDS, device=device)
     for state in states:
-        scale = common_scale_of(state.weight, settings)
+        scale = common_scale_of(state.matrix, settings)
         row = hyper_of(_rates_of(state), scale, how.extra_scale_factor).row()
         hyper[state.group, : len(row)] = torch.tensor(row)
-    nbytes = needed_bytes([(state.weight, state.count) for state in states], settings)
+    nbytes = needed_bytes([(state.matrix, state.count) for state in states], settings)
     workspace = torch.empty(nbytes, dtype=torch.uint8, device=device)
     clips = torch.tensor([clip * factor for factor in OF_NORMS], device=device)
     table = MuonTable.build(states, settings, hyper, clips, workspace, members=members)
@@ -102,12 +103,12 @@ def _rates_of(state: MuonState) -> dict[str, Any]:
 
 def expected_step(state: MuonState, settings: MuonSettings, clip: float) -> tuple[Tensor, Tensor]:
     """Step every matrix apart with emerging-optimizers; return masters and momenta."""
-    how, (rows, cols) = settings.orthogonalization, state.weight.shape
+    how, (rows, cols) = settings.orthogonalization, state.matrix.shape
     masters, gradients, momenta = (
         one.clone().view(-1, rows, cols) for one in (state.master, state.gradient, state.momentum)
     )
     for number in range(state.count):
-        for of_matrix in state.weight.rows:
+        for of_matrix in state.matrix.rows:
             taken = indices_of(of_matrix)
             matrix = torch.nn.Parameter(masters[number, taken])
             matrix.grad = gradients[number, taken] * (clip * OF_NORMS[state.norm])
