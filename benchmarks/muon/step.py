@@ -274,6 +274,8 @@ class FusedStep:
 
     table: "MuonTable"
     parts: list[tuple[str, "Plan"]]
+    held: tuple[object, ...]
+    """States and members, of whose tensors the table has the addresses alone."""
 
     @classmethod
     def build(
@@ -310,7 +312,7 @@ class FusedStep:
                 torch.empty(nbytes, dtype=torch.uint8, device=device),
                 members=members,
             )
-        return cls(table=table, parts=parts_of(table, recorded))
+        return cls(table=table, parts=parts_of(table, recorded), held=(*of_table, *members))
 
     @property
     def num_launches(self) -> int:

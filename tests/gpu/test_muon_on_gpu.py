@@ -98,7 +98,7 @@ def test_the_update_follows_the_direction_to_the_bit():
     table = step([state])
     (chunk,) = table.chunks
     (direction,) = chunk.places.tensors
-    hyper = table.updates.updates.hyper[0, :6].cpu()
+    hyper = table.updates.hyper[0, :6].cpu()
     expected = before.cpu()
     apply_into(expected, direction.cpu().view(-1), hyper=hyper, clip=torch.tensor(1.0))
     assert_bytes_equal(state.master.cpu(), expected, what="master")
@@ -123,7 +123,7 @@ def test_a_replayed_step_is_an_eager_one(form: str):
         state.gradient.mul_(2)
     for _ in range(2):
         graph.replay()
-    clips = table.updates.updates.clips
+    clips = table.updates.clips
     clips.fill_(-1.0)
     graph.replay()  # moves nothing
     for got, want in zip(captured, eager, strict=True):
