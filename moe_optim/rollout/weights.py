@@ -97,8 +97,8 @@ def export_weights(
             ``input_scales`` with other formats, or without calibrated amaxes of inputs.
         LayoutError: gate and up, or expert shards of two ranks, share a scale block; or no rank has
             grouped experts.
-        StateError: weights are on the host, their gather would overwrite unused gradients, or a
-            step was taken during the iteration.
+        StateError: on all ranks: weights are on the host, their gather would overwrite unused
+            gradients, or a step was taken during the iteration.
     """
     exporter = agree(
         lambda: _Exporter.of(
