@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not (CHECKOUT and find_bridge()), reason="NEMO_RL_PATH is not set"),
     pytest.mark.skipif(
         pytest.importorskip("megatron.core").__version__ >= "0.20",
-        reason="recipes of Megatron-Bridge's main inherit from classes that are stood in for",
+        reason="needs releases of megatron-core and Megatron-Bridge",
     ),
 ]
 SETUP = "nemo_rl.models.megatron.setup"
