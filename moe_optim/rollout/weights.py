@@ -12,11 +12,12 @@ from torch import Tensor
 
 from moe_optim.buckets.bucket_group import gather_weights
 from moe_optim.calibration.linears import require_chunks
-from moe_optim.errors import ConfigError
+from moe_optim.errors import ConfigError, StateError
 from moe_optim.integration.agreement import agree
 from moe_optim.rollout.dense import LocalPart, Wholes, local_parts
 from moe_optim.rollout.expert_buffers import (
     Arriving,
+    buffers_of_part,
     gather_buffers,
     join_parts,
 )
@@ -96,8 +97,8 @@ def export_weights(
             ``input_scales`` with other formats, or without calibrated amaxes of inputs.
         LayoutError: gate and up, or expert shards of two ranks, share a scale block; or no rank has
             grouped experts.
-        StateError: weights are on the host, their gather would overwrite unused gradients, or a
-            step was taken during the iteration.
+        StateError: on all ranks: weights are on the host, their gather would overwrite unused
+            gradients, or a step was taken during the iteration.
     """
     exporter = agree(
         lambda: _Exporter.of(
@@ -129,9 +130,13 @@ def export_weights(
 _ORDERS = KeptOrders()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Exporter:
-    """This rank's part of an export."""
+    """This rank's part of an export.
+
+    A rank whose weights have changed still takes part in all exchanges, for which others wait; its
+    error is raised on all ranks at the end.
+    """
 
     chunks: list[Any]
     exported: ExportedAs
@@ -140,6 +145,8 @@ class _Exporter:
     wholes: Wholes = field(default_factory=Wholes)
     versions: dict[tuple[str, str], int] = field(default_factory=dict)
     """Versions of experts as of the beginning."""
+    error: StateError | None = None
+    """Why this rank reads and yields nothing more."""
 
     @classmethod
     def of(cls, model_chunks: Any, exported: ExportedAs) -> "_Exporter":
@@ -178,11 +185,31 @@ class _Exporter:
         """Yield all weights; exchange those that not all ranks hold, experts ahead."""
         for batch, arriving in self._started(order):
             if isinstance(batch, tuple):
-                yield from self._experts(batch, arriving, device)
+                yield from self._experts(batch, arriving.wait(), device)
             else:
                 for name, tensor in self._parts(order, batch):
                     yield name, tensor if device is None else tensor.to(device)
+        agree(self._conclude, None)
+
+    def _conclude(self) -> None:
+        """Raise the error of this rank, or StateError if parts of a tensor are missing."""
+        if self.error is not None:
+            raise self.error
         self.wholes.check_complete()
+
+    def _is_unchanged(self, key: tuple[str, str] | None = None) -> bool:
+        """Return whether this rank may read its weights; keep the error if not.
+
+        A rank without experts of ``key`` looks at others, so that all ranks notice a step at once.
+        """
+        witness = self.experts.get(key) if key else None
+        witness = witness or next(iter(self.experts.values()), None)
+        if self.error is None and witness is not None:
+            try:
+                witness.require_unchanged(self.versions[witness.held.key])
+            except StateError as error:
+                self.error = error
+        return self.error is None
 
     def _started(self, order: ExportOrder) -> Iterator[tuple[Batch, Arriving]]:
         """Yield batches with the exchange of their experts, started while others are yielded.
@@ -206,15 +233,14 @@ class _Exporter:
     def _experts(
         self,
         units: Sequence[ExpertUnit],
-        arriving: Arriving,
+        arrived: Iterable[Tensor],
         device: torch.device | str | None,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the experts of a batch, as views of its bucket where it has one."""
-        arrived = iter(arriving.wait())
+        arrived = iter(arrived)
         for unit in units:
-            local = self.experts.get(unit.held.key)
-            if local is not None:
-                local.require_unchanged(self.versions[unit.held.key])
+            if not self._is_unchanged(unit.held.key):
+                return
             buffers = list(islice(arrived, len(unit.infos)))
             if unit.held.cuts > 1:
                 buffers = join_parts(unit.held, buffers, unit.stop - unit.start)
@@ -228,13 +254,7 @@ class _Exporter:
         first, found = units[0], Arriving()
         local = self.experts.get(first.held.key)
         if local is not None:
-            found = Arriving(
-                [
-                    buffer
-                    for unit in units
-                    for buffer in self.experts[unit.held.key].buffers(unit.start, unit.stop)
-                ]
-            )
+            found = Arriving([buffer for unit in units for buffer in self._buffers(unit)])
             groups = local.linear.groups
             if first.held.cuts > 1:
                 found = gather_buffers(found.wait(), groups.expt_tp)
@@ -251,9 +271,24 @@ class _Exporter:
         work = dist.broadcast(bucket, src=first.sender, async_op=True)
         return Arriving(buffers or cut_bucket(bucket, infos), bucket, [work])
 
+    def _buffers(self, unit: ExpertUnit) -> list[Tensor]:
+        """Return buffers of local experts, or after an error memory of their sizes."""
+        local = self.experts[unit.held.key]
+        if self._is_unchanged(unit.held.key):
+            return local.buffers(unit.start, unit.stop)
+        device = self._device
+        return [
+            torch.empty(one.shape, dtype=one.dtype, device=device)
+            for one in buffers_of_part(local.held, unit.stop - unit.start)
+        ]
+
     def _parts(self, order: ExportOrder, units: Sequence[PartUnit]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that a batch completes."""
-        for unit, values in zip(units, self._values(units), strict=True):
+        is_unchanged = self._is_unchanged()
+        exchanged = self._values(units)
+        if not is_unchanged:
+            return
+        for unit, values in zip(units, exchanged, strict=True):
             whole = self.wholes.add(unit.held, values)
             if whole is not None:
                 yield from order.named(unit.held.name, whole)
@@ -262,15 +297,21 @@ class _Exporter:
         """Return the values of a batch, as views of its bucket on ranks that do not hold them."""
         if not units[0].is_sent:
             return (self.parts[one.held].read() for one in units)
-        rank, sender = dist.get_rank(), units[0].sender
-        own = [self.parts[one.held].read() if rank in one.ranks else None for one in units]
+        rank, sender, reads = dist.get_rank(), units[0].sender, self.error is None
+        own = [
+            self.parts[one.held].read() if reads and rank in one.ranks else None for one in units
+        ]
         bucket = self._bucket(sum(unit.nbytes for unit in units))
-        if rank == sender:
+        if reads and rank == sender:
             fill_bucket(bucket, [one for one in own if one is not None])
         dist.broadcast(bucket, src=sender)
         come = cut_bucket(bucket, [unit.held.part for unit in units])
         return [theirs if mine is None else mine for mine, theirs in zip(own, come, strict=True)]
 
     def _bucket(self, nbytes: int) -> Tensor:
-        device = next(self.chunks[0].parameters()).device
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self.chunks[0].parameters()).device
+        return device

@@ -423,6 +423,47 @@ def test_an_export_sends_no_more_than_asked_copies_nothing_and_refuses_what_it_c
         assert "expected one of compressed_tensors" in errors["a convention"]
 
 
+def _change_while_exported(change):
+    """Return what each rank is told, where each layer lies on one, and export again."""
+    import moe_optim
+
+    initialize()
+    setup = SETUPS["virtual pipeline, NVFP4"]
+    chunks, optimizer = build(setup)
+    step(chunks, optimizer)
+    given = moe_optim.export_weights(chunks, **setup.export)
+    while ".experts." not in next(given)[0]:
+        pass
+    if change == "a step":
+        step(chunks, optimizer)
+    elif change == "a step and its gather":
+        step(chunks, optimizer)
+        exported(chunks)
+    elif dist.get_rank() == 1:
+        managed_buffers(chunks)[0].offload_to_cpu(move_grads=False)
+    told = refusal(lambda: list(given))
+    if change == "offloaded on one rank":
+        dist.barrier()
+        if dist.get_rank() == 1:
+            managed_buffers(chunks)[0].reload_from_cpu(move_grads=False)
+    assert_same_tensors(exported(chunks), expected(chunks, optimizer))
+    return told
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("a step", "expected the weights of the current masters"),
+        ("a step and its gather", "got those of a later step"),
+        ("offloaded on one rank", "they are offloaded"),
+    ],
+)
+def test_a_rank_whose_weights_change_leaves_no_other_waiting(change, message):
+    """Over stages of a pipeline, each of which sends its layers to the other."""
+    for told in run_ranks(2, _change_while_exported, change, timeout_s=60):
+        assert message in told
+
+
 QUANTIZED = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight")
 OUTPUTS = ("self_attention.linear_proj", "self_attn.o_proj")
 

@@ -56,8 +56,11 @@ def _commit(folder, content):
 
 def test_its_tests_are_given_the_newest_commit_of_a_repository(tmp_path, monkeypatch):
     """With one command, that tells where the code is, and of what it imports."""
+    for name in ("megatron", "src", "packages"):
+        (tmp_path / name / "core/datasets").mkdir(parents=True)
+        for part in ("part.py", "Makefile"):
+            (tmp_path / name / "core/datasets" / part).touch()
     _commit(tmp_path, "code = 1\n")
-    (tmp_path / "packages").mkdir()
     started, run = [], subprocess.run
 
     def watch(command, **options):
@@ -65,14 +68,22 @@ def test_its_tests_are_given_the_newest_commit_of_a_repository(tmp_path, monkeyp
             return run(command, **options)
         variables = options["env"]
         code = Path(variables["VERL_PATH"], "code.py").read_text()
-        started.append((command[-2:], code, variables["MEGATRON_BRIDGE_PATH"]))
+        bridge, *packages = variables["MEGATRON_BRIDGE_PATH"].split(":")
+        parts = [Path(bridge), Path(variables["PYTHONPATH"].split(":")[0], "megatron")]
+        assert all((part / "core/datasets/part.py").is_file() for part in parts)
+        names = sorted(path.stem.split(".")[0] for path in parts[1].glob("core/datasets/*"))
+        assert names == ["helpers_cpp", "part"]  # the installed one, and nothing to compile
+        assert not (parts[1].parent / "code.py").exists()
+        started.append((command[-2:], code, packages))
         return SimpleNamespace(returncode=3)
 
     monkeypatch.setattr(subprocess, "run", watch)
-    words = ["verl", "--source", str(tmp_path / ".git"), "--install", str(tmp_path / "packages")]
+    words = ["verl", "--install", str(tmp_path / "packages")]
+    for option in ("--source", "--megatron", "--bridge"):
+        words += [option, str(tmp_path / ".git")]
     assert main(words) == 3
     tests = ["tests/upstream/test_verl.py", "tests/upstream/test_verl_engine.py"]
-    assert started == [(tests, "code = 1\n", str(tmp_path / "packages"))]
+    assert started == [(tests, "code = 1\n", [str(tmp_path / "packages")])]
 
 
 def test_a_stack_without_its_code_is_refused(capsys):

@@ -3,11 +3,13 @@
     python -m tools.stacks bridge [--path FOLDERS] [--recipes NAMES] [--formats NAMES]
         [--ranks NUMBERS] [--gpus] [--at-once CASES] [--logs FOLDER] [--json FILE]
     python -m tools.stacks slime|miles|verl|nemo_rl --source FOLDER [--path FOLDERS]
-        [--install FOLDER]
+        [--install FOLDER] [--megatron FOLDER] [--bridge FOLDER]
 
-The second form runs the tests that call the stack's own code, on CPU ranks. The source is a work
-tree, or a repository without one. verl and NeMo-RL import Megatron-Bridge and other packages:
---install has pip put them into a folder, unless it exists, and --path names folders that hold them.
+The second form runs the tests that call the stack's own code, on CPU ranks. verl and NeMo-RL import
+Megatron-Bridge and other packages: --install has pip put them into a folder, unless it exists, and
+--path names folders that hold them. --megatron and --bridge name code of Megatron-LM and
+Megatron-Bridge to run in place of releases: NeMo-RL's worker needs the main branches. The source of
+each is a work tree, or a repository without one.
 
 Run the first form with the Python of an environment that holds the stack, or name folders with it
 and all that it imports, separated by colons. The record keeps other cases of the same commit, so
@@ -28,7 +30,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tools.stacks.environment import TESTS, install_packages, run_tests, unpack
+from tools.stacks.environment import (
+    TESTS,
+    install_packages,
+    run_tests,
+    unpack,
+    unpack_megatron,
+)
 
 
 def main(words: Sequence[str]) -> int:
@@ -74,6 +82,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--path", help="folders with packages of the stack, separated by colons")
     parser.add_argument("--source", type=Path, help="folder with the stack's code; not for bridge")
     parser.add_argument("--install", type=Path, metavar="FOLDER", help="for what --path names")
+    parser.add_argument("--megatron", type=Path, help="folder with Megatron-LM's code")
+    parser.add_argument("--bridge", type=Path, help="folder with Megatron-Bridge's code")
     parser.add_argument("--recipes", nargs="+")
     parser.add_argument("--formats", nargs="+")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
@@ -88,12 +98,18 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _run_tests(args: argparse.Namespace) -> int:
-    packages = args.path
     if args.install:
         install_packages(args.install)
-        packages = ":".join(filter(None, [packages, str(args.install)]))
-    with tempfile.TemporaryDirectory(prefix=f"{args.stack}-") as folder:
-        return run_tests(args.stack, unpack(args.source.resolve(), Path(folder)), packages)
+    with tempfile.TemporaryDirectory(prefix=f"{args.stack}-") as name:
+        folder = Path(name)
+        megatron, bridge = args.megatron, args.bridge
+        if megatron:
+            megatron = unpack_megatron(megatron.resolve(), folder / "megatron")
+        if bridge:
+            bridge = unpack(bridge.resolve(), folder / "bridge", "src") / "src"
+        packages = ":".join(str(one) for one in (bridge, args.path, args.install) if one)
+        source = unpack(args.source.resolve(), folder / args.stack)
+        return run_tests(args.stack, source, packages, megatron)
 
 
 def _stopped_alone(cases: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

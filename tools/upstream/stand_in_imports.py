@@ -8,6 +8,7 @@ instantiate them.
 import importlib
 import os
 import sys
+from abc import ABCMeta
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
@@ -24,7 +25,7 @@ def find_bridge() -> Path | None:
     return next((folder for folder in folders if (folder / "megatron/bridge").is_dir()), None)
 
 
-class _AnyCall(type):
+class _AnyCall(ABCMeta):  # of which classes with abstract methods are, too
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
