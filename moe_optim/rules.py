@@ -634,10 +634,11 @@ RULES: tuple[Rule, ...] = (
     ),
     *_rules("moe-optim train", "refuse",
         ("--context-parallel-size with --transformer-impl local",
-         lambda s: s.args.context_parallel_size > 1 and s.args.transformer_impl == "local",
+         lambda s: getattr(s.args, "context_parallel_size", 1) > 1
+         and s.args.transformer_impl == "local",
          "Megatron's own attention reads whole sequences",
          "Give --transformer-impl transformer_engine, or 1"),
-        *((f"--{name.replace('_', '-')}", lambda s, name=name: getattr(s.args, name),
+        *((f"--{name.replace('_', '-')}", lambda s, name=name: getattr(s.args, name, False),
            "only whole sequences of plain text are read",
            "Remove it, or start pretrain_gpt.py of Megatron-LM")
           for name in ("hybrid_context_parallel", "sft", "fim_data",

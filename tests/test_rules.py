@@ -484,17 +484,22 @@ def test_megatrons_layout_flag_is_remarked_on_with_muon(optimizer):
     assert remarks(without, "note") == []
 
 
-@pytest.mark.parametrize(
-    "name", ["context_parallel_size", "hybrid_context_parallel", "sft", "fim_data"]
-)
+@pytest.mark.parametrize("name", ["hybrid_context_parallel", "sft", "fim_data"])
 def test_moe_optim_train_refuses_what_it_would_do_otherwise(name):
-    flags = {"context_parallel_size": 1, "sft": False, "fim_data": False, "optimizer": "adam"}
-    flags["dataloader_inter_document_masking"] = False
+    flags = {"sft": False, "fim_data": False, "optimizer": "adam"}
     setup = Setup(config=MoEOptimConfig(), args=SimpleNamespace(**flags))
     assert refusals(setup) == []
-    vars(setup.args)[name] = 2
+    vars(setup.args)[name] = True
     (line,) = refusals(setup)
     assert line.startswith(f"--{name.replace('_', '-')}: only whole sequences of plain text")
+
+
+def test_moe_optim_train_refuses_parts_of_sequences_for_megatrons_own_attention():
+    args = SimpleNamespace(optimizer="adam", context_parallel_size=2, transformer_impl="local")
+    (line,) = refusals(Setup(config=MoEOptimConfig(), args=args))
+    assert line.startswith("--context-parallel-size with --transformer-impl local: Megatron's own")
+    args.transformer_impl = "transformer_engine"
+    assert refusals(Setup(config=MoEOptimConfig(), args=args)) == []
 
 
 def test_the_table_is_well_formed():

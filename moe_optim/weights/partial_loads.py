@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -32,7 +32,10 @@ class _ModuleLoad:
     has_ended: bool = True
 
 
+_watched: WeakSet[Module] = WeakSet()
+
 _module_loads: WeakKeyDictionary[Module, _ModuleLoad] = WeakKeyDictionary()
+"""Loads of watched modules that are not known to have succeeded."""
 
 _is_new = False
 """Whether ranks have loaded since they last agreed that all of them hold a whole checkpoint."""
@@ -71,10 +74,10 @@ def watch_loads(model_chunks: Iterable[Module]) -> None:
         module = chunk
         while isinstance(inner := getattr(module, "module", None), Module):
             module = inner
-        if module not in _module_loads:
+        if module not in _watched:
             module.register_load_state_dict_pre_hook(_begin)
             module.register_load_state_dict_post_hook(_end)
-            _module_loads[module] = _ModuleLoad()
+            _watched.add(module)
 
 
 def _begin(module: Module, *given: Any) -> None:
@@ -112,10 +115,12 @@ def require_loaded(tensors: Callable[[], Iterable[Tensor]]) -> None:
     for address in [address for address, (held, _) in _replaced.items() if held.expired()]:
         del _replaced[address]
     replaced = {address: checkpoint for address, (_, checkpoint) in _replaced.items()}
-    for module, load in _module_loads.items():
-        if load.errors or not load.has_ended:
-            name = f"the state of {type(module).__name__}"
-            replaced |= {address: name for address, _ in _storages(module.parameters())}
+    for module, load in list(_module_loads.items()):
+        if load.has_ended and not load.errors:
+            del _module_loads[module]
+            continue
+        name = f"the state of {type(module).__name__}"
+        replaced |= {address: name for address, _ in _storages(module.parameters())}
     for address, _ in _storages(tensors()) if replaced else ():
         if address in replaced:
             raise StateError(

@@ -58,7 +58,9 @@ def test_a_captured_graph_takes_further_steps(format):
     are read anew by every replay."""
     eager, captured = run_of(format), run_of(format)
     pieces = [run.cut(run.directions(0), seed=3) for run in (eager, captured)]
-    plans = [run.updates.plan_along(own) for run, own in zip((eager, captured), pieces, strict=True)]
+    plans = [
+        run.updates.plan_along(own) for run, own in zip((eager, captured), pieces, strict=True)
+    ]
     for plan in plans:  # launches it twice
         assert plan.kernels
         assert_neither_allocates_nor_waits(plan.launch)
