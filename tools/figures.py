@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -95,11 +96,12 @@ def _functions() -> Iterator[tuple[int, str]]:
 
 
 class CallCounter:
-    """Counts the calls of moe_optim functions in one thread."""
+    """Counts the calls of moe_optim functions, those of threads that begin meanwhile included."""
 
     def __init__(self) -> None:
         self.functions: set[tuple[str, str, int]] = set()
-        self.calls = self.depth = self._now = 0
+        self.calls = self.depth = 0
+        self._now: Counter[int] = Counter()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         """Handle an event of ``sys.setprofile``."""
@@ -108,19 +110,22 @@ class CallCounter:
             return
         if not code.co_flags & inspect.CO_OPTIMIZED:  # a module or a class that is imported
             return
-        self._now += 1 if event == "call" else -1
+        thread = threading.get_ident()
+        self._now[thread] += 1 if event == "call" else -1
         if event == "call":
             self.calls += 1
             self.functions.add((code.co_filename, code.co_qualname, code.co_firstlineno))
-            self.depth = max(self.depth, self._now)
+            self.depth = max(self.depth, self._now[thread])
 
     def count(self, function: Callable[[], Any]) -> Any:
         """Call a function and count the calls it makes."""
+        threading.setprofile(self)
         sys.setprofile(self)
         try:
             return function()
         finally:
             sys.setprofile(None)
+            threading.setprofile(None)
 
     def figures(self) -> dict[str, int]:
         """Return the counts to print."""
