@@ -308,12 +308,15 @@ def load_tensors(
 
 _READERS = 4
 """Archives that a rank reads at a time."""
+_AHEAD_BYTES = 2**28
+"""Bytes of these archives from which on no further one is begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
     """An archive that a thread reads into a target, or into other memory."""
 
+    blob: Blob
     items: list[ReadItem]
     targets: list[torch.Tensor]
     is_in_place: bool
@@ -368,7 +371,9 @@ class CheckedReader(FileSystemReader):
                         continue
                     targets = [planner.resolve_tensor(item).detach() for item in items]
                     reads.append(self._start(blob, items, targets, readers))
-                    if len(reads) == _READERS:
+                    ahead = sum(read.blob.length for read in reads)
+                    while len(reads) == _READERS or (reads and ahead > _AHEAD_BYTES):
+                        ahead -= reads[0].blob.length
                         reads.popleft().finish(planner)
                 for read in reads:
                     read.finish(planner)
@@ -391,10 +396,12 @@ class CheckedReader(FileSystemReader):
         is_whole = tuple(items[0].lengths) == blob.shape == tuple(target.shape)
         is_in_place = is_alone and is_memory and is_alike and is_whole
         into = target if is_in_place else self._memory_of(blob)
-        return _Read(items, targets, is_in_place, readers.submit(self._read, blob, into))
+        mode = torch.is_inference_mode_enabled()  # each thread has its own
+        values = readers.submit(self._read, blob, into, mode)
+        return _Read(blob, items, targets, is_in_place, values)
 
-    def _read(self, blob: Blob, into: torch.Tensor | None) -> torch.Tensor:
-        with self._stored.opened(blob) as archive:
+    def _read(self, blob: Blob, into: torch.Tensor | None, mode: bool) -> torch.Tensor:
+        with torch.inference_mode(mode), self._stored.opened(blob) as archive:
             return archive.read_tensor(blob.dtype, blob.shape, into=into)
 
     def _memory_of(self, blob: Blob) -> torch.Tensor | None:

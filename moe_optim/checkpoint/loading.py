@@ -285,8 +285,9 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
             return stock(*args, **kwargs)
     except (AssertionError, KeyError, LayoutError, RuntimeError) as error:
         name, state = read[-1] if read else (None, None)
-        saved = vars(state["args"]) if state and "args" in state else {}
-        if isinstance(error, StateError) or not differing_arguments(saved):
+        saved = getattr((state or {}).get("args"), "__dict__", {})
+        is_other = isinstance(error, StateError | torch.OutOfMemoryError | dist.DistError)
+        if is_other or not differing_arguments(saved):
             raise
         raise of_another_model(name, shorten(str(error)), saved) from error
 

@@ -120,8 +120,7 @@ class FakeQuantizedCopy(_Copy["PerExpertGrid"]):
         found = self._kept if keep and direction == "columnwise" else None
         if found is None:
             found = live_amax(weights, group) if amax is None else amax.flatten()
-        if keep:
-            self._kept = found
+        self._kept = found if keep else None
         plain = [weight.detach() for weight in weights]
         values = fake_quantized(plain, found, self.format.bits, False, self.backend)
         return values.view(self.shape)

@@ -6,6 +6,7 @@ a dry run, :func:`check_script`. In scripts run by plain Python, ``moe_optim.imp
 """
 
 import importlib.metadata
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -93,7 +94,10 @@ def run_script(script: Path, argv: Sequence[str], *, cpu: bool) -> None:
     ConfigError for invalid flags of the plug-in, or another megatron-core.
     """
     sys.argv = [str(script), *argv]
-    _prepare(config_from_argv(argv), cpu=cpu)
+    config = config_from_argv(argv)
+    _prepare(config, cpu=cpu)
+    if config is not None:  # Megatron's default, which absl of emerging-optimizers would raise
+        logging.getLogger().setLevel(logging.INFO)
     _run_as_main(script)
 
 
@@ -175,8 +179,6 @@ def _prepare(config: MoEOptimConfig | None, *, cpu: bool) -> None:
 
         apply_patches(DATASETS, "run")
         if config is not None:
-            # Megatron's default, which absl, imported by emerging-optimizers, would raise
-            os.environ.setdefault("MEGATRON_LOGGING_LEVEL", "20")
             apply_patches(SCRIPT, "run")
             installation.install_by_flag(config)
 

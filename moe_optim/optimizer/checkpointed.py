@@ -123,9 +123,10 @@ class CheckpointedOptimizer(DistributedOptimizer):
                 "fully_sharded_model_space; give one of the two, or --no-load-optim where it is a "
                 "checkpoint that names none."
             )
-        is_gathered = chosen != "fully_reshardable"  # else Megatron collects garbage of no gather
+        # Megatron collects garbage of a gather, which is not made here, and of earlier saves
+        spares = chosen == "fully_reshardable" and gc.isenabled()
         uncollected = checkpoint.staging.replaced(gc, "collect", lambda *_: 0)
-        with nullcontext() if is_gathered else uncollected:
+        with uncollected if spares else nullcontext():
             state = super().sharded_state_dict(
                 model_sharded_state_dict, is_loading, sharding_type, metadata
             )

@@ -49,10 +49,11 @@ def make_tokens():
     return torch.randn(16, SHAPE[2], generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
-def run(linear):
+def run(linear, before_backward=lambda: None):
     """Return output, dgrad and wgrads of a forward and a backward pass."""
     tokens = make_tokens().requires_grad_()
     output = linear(tokens, ENDS)
+    before_backward()
     output.backward(output.detach())
     linear.backward_dw()
     wgrads = [weight.grad.clone() for weight in linear.weights()]
@@ -191,6 +192,10 @@ def test_gradients_of_an_evaluation_are_those_of_its_own_weights(format):
     for one in (linear, other):
         one.load_values(values(1) * 8)
     assert_same_passes(run(linear.eval()), run(other))
+    run(linear.train())
+    for one in (linear, other):
+        one.load_values(values(2) / 8)
+    assert_same_passes(run(linear.eval(), before_backward=linear.train), run(other))
 
 
 def test_a_copy_first_made_in_inference_mode_is_rewritten_in_training():
