@@ -295,13 +295,15 @@ def writing_together(manager: Any, *, is_synchronous: bool) -> Iterator[None]:
         yield
 
 
-def _write_and_tell(write: Callable[..., None], told: torch.Tensor, *args: Any) -> None:
+def _write_and_tell(
+    write: Callable[..., None], told: torch.Tensor, *args: Any, **kwargs: Any
+) -> None:
     """Call ``write`` in a writer; put an error into ``told``, shared memory of the trainer.
 
     A writer that raised would not say that it is done, and the trainer would wait for it.
     """
     try:
-        write(*args)
+        write(*args, **kwargs)
     except Exception as error:
         text = described(error).encode()[: len(told)]
         told[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -74,6 +74,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         """
         super().__init__(chained_optimizers)
         watch_loads(self.model_chunks)
+        self._agreed_loads = 0
         config = config_or_bf16()
         self.policy = config.nonfinite
         self.is_fused = self._agree_to_fuse(config)
@@ -106,7 +107,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
     def begin_step(self) -> None:
         """Refuse what a failed load has left, and call the observers. Every rank must call it."""
-        require_loaded_everywhere(self._tensors)
+        self._agreed_loads = require_loaded_everywhere(self._tensors, self._agreed_loads)
         for observer in self.observers:
             observer.before_step()
 
@@ -362,23 +363,22 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             is_whole=lambda: len(loaded) == len(self.stepping),
         ):
             expect_agreement()
-            states = agree(partial(self._states_by_part, state_dict), None)
-            kinds = {state.get("param_state_sharding_type") for state in states.values()}
-            if reduce_max(["dp_zero_gather_scatter" in kinds], None) != [0]:
+            states, are_scattered = agree(partial(self._states_by_part, state_dict), None)
+            if reduce_max([are_scattered], None) != [0]:
                 # groups alone first: a rank that fails must not leave others waiting to scatter
                 groups = {part: {**state} for part, state in states.items()}
                 for state in groups.values():
                     state.pop("param_state", None)
                 self._load_each(lambda part: part.load_states(groups[part]))
             self._load_each(lambda part: part.load_states(states[part]))
-            if len(states) > 1:
-                self._synchronize_steps()
+            agree(self._synchronize_steps if len(states) > 1 else lambda: None, None)
             loaded += [part for part, state in states.items() if "param_state" in state]
             self._gather_loaded(loaded)
         if graphed := self._graphed_step:
             graphed.forget()
 
-    def _states_by_part(self, states: Any) -> dict[Any, Any]:
+    def _states_by_part(self, states: Any) -> tuple[dict[Any, Any], bool]:
+        """Return the states of each optimizer, and whether ranks scatter any."""
         parts = self.stepping
         if isinstance(states, dict):
             is_muon = installed_optimizer() == "muon"
@@ -390,7 +390,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
                 f"optimizer.load_state_dict: expected states of {len(parts)} optimizers, got "
                 f"{len(states)}. Load with the parallel sizes that they were saved with."
             )
-        return dict(zip(parts, states, strict=True))
+        kinds = {state.get("param_state_sharding_type") for state in states}
+        return dict(zip(parts, states, strict=True)), "dp_zero_gather_scatter" in kinds
 
     def _load_each(self, load: Callable[[Any], None]) -> None:
         """Call ``load`` for every optimizer, one after the other on all ranks.

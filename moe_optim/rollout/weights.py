@@ -1,8 +1,9 @@
 """Exports a live model's weights to inference engines, as pairs of name and tensor."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -37,6 +38,8 @@ from moe_optim.rollout.units import (
 )
 
 BUCKET_BYTES = 2**29
+_NAN = 0xFF
+"""Byte that makes NaN of bf16, fp32 and E4M3, and of the scales of all formats."""
 
 
 @torch.inference_mode(False)
@@ -68,7 +71,8 @@ def export_weights(
     before the next step, and do not write to any.
 
     Every rank must call it with all of its chunks and exhaust the iterator, which exchanges buckets
-    between ranks.
+    between ranks. If it raises, load all weights again: those that a failed rank should have sent
+    were NaN.
 
     Args:
         model_chunks: model chunks of this rank's pipeline stage.
@@ -134,8 +138,8 @@ _ORDERS = KeptOrders()
 class _Exporter:
     """This rank's part of an export.
 
-    A rank whose weights have changed still takes part in all exchanges, for which others wait; its
-    error is raised on all ranks at the end.
+    A rank that cannot read its weights still takes part in all exchanges, for which others wait,
+    and sends NaN. Its error is raised on all ranks at the end.
     """
 
     chunks: list[Any]
@@ -145,7 +149,7 @@ class _Exporter:
     wholes: Wholes = field(default_factory=Wholes)
     versions: dict[tuple[str, str], int] = field(default_factory=dict)
     """Versions of experts as of the beginning."""
-    error: StateError | None = None
+    error: Exception | None = None
     """Why this rank reads and yields nothing more."""
 
     @classmethod
@@ -271,39 +275,46 @@ class _Exporter:
         work = dist.broadcast(bucket, src=first.sender, async_op=True)
         return Arriving(buffers or cut_bucket(bucket, infos), bucket, [work])
 
+    def _try[T](self, read: Callable[[], T]) -> T | None:
+        """Return what ``read`` returns; None if it fails, and after any error."""
+        if self.error is None:
+            try:
+                return read()
+            except Exception as error:  # other ranks must not wait for this one
+                self.error = error
+        return None
+
     def _buffers(self, unit: ExpertUnit) -> list[Tensor]:
-        """Return buffers of local experts, or after an error memory of their sizes."""
+        """Return buffers of local experts, or after an error NaN in their place."""
         local = self.experts[unit.held.key]
-        if self._is_unchanged(unit.held.key):
-            return local.buffers(unit.start, unit.stop)
-        device = self._device
-        return [
-            torch.empty(one.shape, dtype=one.dtype, device=device)
-            for one in buffers_of_part(local.held, unit.stop - unit.start)
-        ]
+        self._is_unchanged(unit.held.key)
+        found = self._try(partial(local.buffers, unit.start, unit.stop))
+        if found is not None:
+            return found
+        infos = buffers_of_part(local.held, unit.stop - unit.start)
+        return cut_bucket(self._bucket(bucket_nbytes(infos)).fill_(_NAN), infos)
 
     def _parts(self, order: ExportOrder, units: Sequence[PartUnit]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that a batch completes."""
-        is_unchanged = self._is_unchanged()
-        exchanged = self._values(units)
-        if not is_unchanged:
-            return
-        for unit, values in zip(units, exchanged, strict=True):
+        self._is_unchanged()
+        for unit, values in zip(units, self._values(units), strict=True):
+            if values is None or self.error is not None:
+                return
             whole = self.wholes.add(unit.held, values)
             if whole is not None:
                 yield from order.named(unit.held.name, whole)
 
-    def _values(self, units: Sequence[PartUnit]) -> Iterable[Tensor]:
+    def _values(self, units: Sequence[PartUnit]) -> Iterable[Tensor | None]:
         """Return the values of a batch, as views of its bucket on ranks that do not hold them."""
         if not units[0].is_sent:
-            return (self.parts[one.held].read() for one in units)
-        rank, sender, reads = dist.get_rank(), units[0].sender, self.error is None
-        own = [
-            self.parts[one.held].read() if reads and rank in one.ranks else None for one in units
-        ]
+            return (self._try(self.parts[one.held].read) for one in units)
+        rank, sender = dist.get_rank(), units[0].sender
+        own = [self._try(self.parts[one.held].read) if rank in one.ranks else None for one in units]
         bucket = self._bucket(sum(unit.nbytes for unit in units))
-        if reads and rank == sender:
+        if rank == sender and self.error is None:
             fill_bucket(bucket, [one for one in own if one is not None])
+        elif rank == sender:
+            bucket.fill_(_NAN)
         dist.broadcast(bucket, src=sender)
         come = cut_bucket(bucket, [unit.held.part for unit in units])
         return [theirs if mine is None else mine for mine, theirs in zip(own, come, strict=True)]

@@ -37,8 +37,8 @@ _watched: WeakSet[Module] = WeakSet()
 _module_loads: WeakKeyDictionary[Module, _ModuleLoad] = WeakKeyDictionary()
 """Loads of watched modules that are not known to have succeeded."""
 
-_is_new = False
-"""Whether ranks have loaded since they last agreed that all of them hold a whole checkpoint."""
+_loads = 0
+"""Number of loads that all ranks have begun together."""
 
 
 @contextmanager
@@ -89,22 +89,28 @@ def _end(module: Module, _: Any) -> None:
 
 
 def expect_agreement() -> None:
-    """Have the next :func:`require_loaded_everywhere` agree. Every rank must call it."""
-    global _is_new
-    _is_new = True
+    """Have :func:`require_loaded_everywhere` agree again. Every rank must call it."""
+    global _loads
+    _loads += 1
 
 
-def require_loaded_everywhere(tensors: Callable[[], Iterable[Tensor]]) -> None:
+def require_loaded_everywhere(tensors: Callable[[], Iterable[Tensor]], agreed: int) -> int:
     """Raise as :func:`require_loaded`, also for what a load of another rank has partly replaced.
 
     Every rank must call it; none communicates unless there was a load since the last call.
+
+    Args:
+        tensors: function that returns what is loaded into.
+        agreed: result of the last call for these tensors, 0 before the first.
+
+    Returns:
+        Number of loads so far.
     """
-    global _is_new
-    if _is_new:
-        agree(partial(require_loaded, tensors), None)
-        _is_new = False
-    else:
+    if agreed == _loads:
         require_loaded(tensors)
+    else:
+        agree(partial(require_loaded, tensors), None)
+    return _loads
 
 
 def require_loaded(tensors: Callable[[], Iterable[Tensor]]) -> None:

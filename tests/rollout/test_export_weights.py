@@ -6,6 +6,7 @@ export begins. The oracle quantizes whole masters, names and cuts by itself.
 
 import re
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 import pytest
@@ -423,45 +424,71 @@ def test_an_export_sends_no_more_than_asked_copies_nothing_and_refuses_what_it_c
         assert "expected one of compressed_tensors" in errors["a convention"]
 
 
-def _change_while_exported(change):
-    """Return what each rank is told, where each layer lies on one, and export again."""
+def _buffers_of(chunks):
+    return [buffer for one in chunks for buffer in (*one.buffers, *one.expert_parallel_buffers)]
+
+
+def _bytes(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _change_while_exported(name, change):
+    """Return what each rank is told, and whether it was given other weights than its own or NaN."""
     import moe_optim
 
     initialize()
-    setup = SETUPS["virtual pipeline, NVFP4"]
+    setup = SETUPS[name]
     chunks, optimizer = build(setup)
     step(chunks, optimizer)
-    given = moe_optim.export_weights(chunks, **setup.export)
-    while ".experts." not in next(given)[0]:
-        pass
+    want = exported(chunks)
+    given = moe_optim.export_weights(chunks, **setup.export | {"bucket_bytes": 1})
+    seen: dict[str, torch.Tensor] = {}
+
+    def take(most=10**6):
+        for name, tensor in islice(given, most):
+            seen[name] = tensor.clone()
+
+    while not any(".experts." in name for name in seen):
+        take(1)
     if change == "a step":
         step(chunks, optimizer)
     elif change == "a step and its gather":
         step(chunks, optimizer)
         exported(chunks)
     elif dist.get_rank() == 1:
-        managed_buffers(chunks)[0].offload_to_cpu(move_grads=False)
-    told = refusal(lambda: list(given))
+        for buffer in _buffers_of(chunks):
+            buffer.offload_to_cpu(move_grads=False)
+    told = refusal(take)
     if change == "offloaded on one rank":
         dist.barrier()
         if dist.get_rank() == 1:
-            managed_buffers(chunks)[0].reload_from_cpu(move_grads=False)
+            for buffer in _buffers_of(chunks):
+                buffer.reload_from_cpu(move_grads=False)
     assert_same_tensors(exported(chunks), expected(chunks, optimizer))
-    return told
+    others = [
+        name
+        for name, tensor in seen.items()
+        if not torch.equal(_bytes(tensor), _bytes(want[name]))
+        and not (_bytes(tensor) == 0xFF).all()
+        and not (tensor.is_floating_point() and tensor.float().isnan().all())
+    ]
+    return told, others
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "change", "message"),
     [
-        ("a step", "expected the weights of the current masters"),
-        ("a step and its gather", "got those of a later step"),
-        ("offloaded on one rank", "they are offloaded"),
+        ("virtual pipeline, NVFP4", "a step", "expected the weights of the current masters"),
+        ("virtual pipeline, NVFP4", "a step and its gather", "got those of a later step"),
+        ("virtual pipeline, NVFP4", "offloaded on one rank", "they are offloaded"),
+        ("bf16 experts", "offloaded on one rank", "they are offloaded"),
     ],
 )
-def test_a_rank_whose_weights_change_leaves_no_other_waiting(change, message):
-    """Over stages of a pipeline, each of which sends its layers to the other."""
-    for told in run_ranks(2, _change_while_exported, change, timeout_s=60):
+def test_a_rank_whose_weights_change_leaves_no_other_waiting(name, change, message):
+    """It sends NaN to the others, which get no weight of a later step or of no step."""
+    for told, others in run_ranks(2, _change_while_exported, name, change, timeout_s=60):
         assert message in told
+        assert change != "offloaded on one rank" or not others
 
 
 QUANTIZED = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight")
