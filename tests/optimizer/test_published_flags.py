@@ -122,14 +122,15 @@ def test_bf16_weights_train_in_memory_that_nccl_has_registered():
 )
 def test_narrow_moments_train_and_resume_to_the_bit(dtypes, config, flags, tmp_path):
     """Masters stay in fp32, moments are held as asked, and a checkpoint has what they stand for."""
-    flags = [*STEPS, *flags, *NARROW.format(*dtypes).split()]
-    saving = ["--save", f"{tmp_path}", "--save-interval", "2"]
-    whole = run_ranks(2, pretrain, [*flags, *saving], config)
+    flags = [*flags, *NARROW.format(*dtypes).split()]
+    whole = trained(config, *flags)
     for record in whole:
         assert {master.dtype for master in record.masters.values()} == {torch.float32}
         for moments in record.moments.values():
             assert [moments[name].dtype for name in ("exp_avg", "exp_avg_sq")] == [
                 MOMENTS[dtype] for dtype in dtypes
             ]
-    rest = [*flags, "--load", f"{tmp_path}", "--ckpt-step", "2"]
-    assert_same_end(run_ranks(2, pretrain, rest, config), whole)
+    flags = [*STEPS, *flags]
+    run_ranks(2, pretrain, [*flags, "--save", f"{tmp_path}", "--exit-interval", "2"], config)
+    rest = run_ranks(2, pretrain, [*flags, "--load", f"{tmp_path}"], config)
+    assert_same_end(rest, whole)
