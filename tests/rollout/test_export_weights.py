@@ -5,9 +5,11 @@ export begins. The oracle quantizes whole masters, names and cuts by itself.
 """
 
 import re
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.formats import FP8_BLOCK, FP8_BLOCK_FP32, reference
+from moe_optim.rollout.experts import ExportedLinear
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.modules import serving
 from tests.support.ranks import on_ranks, run_ranks
@@ -424,6 +427,9 @@ def test_an_export_sends_no_more_than_asked_copies_nothing_and_refuses_what_it_c
         assert "expected one of compressed_tensors" in errors["a convention"]
 
 
+OFFLOADED, UNREADABLE = "offloaded on one rank", "unreadable on one rank"
+
+
 def _buffers_of(chunks):
     return [buffer for one in chunks for buffer in (*one.buffers, *one.expert_parallel_buffers)]
 
@@ -455,15 +461,17 @@ def _change_while_exported(name, change):
     elif change == "a step and its gather":
         step(chunks, optimizer)
         exported(chunks)
-    elif dist.get_rank() == 1:
-        for buffer in _buffers_of(chunks):
-            buffer.offload_to_cpu(move_grads=False)
-    told = refusal(take)
-    if change == "offloaded on one rank":
-        dist.barrier()
-        if dist.get_rank() == 1:
-            for buffer in _buffers_of(chunks):
-                buffer.reload_from_cpu(move_grads=False)
+    moved = _buffers_of(chunks) if change == OFFLOADED and dist.get_rank() == 1 else []
+    for buffer in moved:
+        buffer.offload_to_cpu(move_grads=False)
+    with ExitStack() as stack:
+        if change == UNREADABLE and dist.get_rank() == 1:
+            failing = mock.Mock(side_effect=StateError("they cannot be read"))
+            stack.enter_context(mock.patch.object(ExportedLinear, "buffers", failing))
+        told = refusal(take)
+    dist.barrier()
+    for buffer in moved:
+        buffer.reload_from_cpu(move_grads=False)
     assert_same_tensors(exported(chunks), expected(chunks, optimizer))
     others = [
         name
@@ -480,15 +488,15 @@ def _change_while_exported(name, change):
     [
         ("virtual pipeline, NVFP4", "a step", "expected the weights of the current masters"),
         ("virtual pipeline, NVFP4", "a step and its gather", "got those of a later step"),
-        ("virtual pipeline, NVFP4", "offloaded on one rank", "they are offloaded"),
-        ("bf16 experts", "offloaded on one rank", "they are offloaded"),
+        ("virtual pipeline, NVFP4", OFFLOADED, "they are offloaded"),
+        ("bf16 experts", UNREADABLE, "they cannot be read"),
     ],
 )
 def test_a_rank_whose_weights_change_leaves_no_other_waiting(name, change, message):
     """It sends NaN to the others, which get no weight of a later step or of no step."""
     for told, others in run_ranks(2, _change_while_exported, name, change, timeout_s=60):
         assert message in told
-        assert change != "offloaded on one rank" or not others
+        assert change not in (OFFLOADED, UNREADABLE) or not others
 
 
 QUANTIZED = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight")
