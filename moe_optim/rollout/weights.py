@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_optim.buckets.bucket_group import gather_weights
 from moe_optim.calibration.linears import require_chunks
-from moe_optim.errors import ConfigError, StateError
+from moe_optim.errors import ConfigError
 from moe_optim.integration.agreement import agree
 from moe_optim.rollout.dense import LocalPart, Wholes, local_parts
 from moe_optim.rollout.expert_buffers import (
@@ -208,11 +208,8 @@ class _Exporter:
         """
         witness = self.experts.get(key) if key else None
         witness = witness or next(iter(self.experts.values()), None)
-        if self.error is None and witness is not None:
-            try:
-                witness.require_unchanged(self.versions[witness.held.key])
-            except StateError as error:
-                self.error = error
+        if witness is not None:
+            self._try(partial(witness.require_unchanged, self.versions[witness.held.key]))
         return self.error is None
 
     def _started(self, order: ExportOrder) -> Iterator[tuple[Batch, Arriving]]:

@@ -7,7 +7,7 @@ checkpoint's and some is not, until another load ends.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -27,9 +27,9 @@ _replaced: dict[int, tuple[StorageWeakRef, str]] = {}
 class _ModuleLoad:
     """The last ``load_state_dict`` of a module."""
 
-    errors: list[str] = field(default_factory=list)
+    errors: list[str]
     """What torch raises at its end, if anything; it adds keys after all hooks."""
-    has_ended: bool = True
+    has_ended: bool = False
 
 
 _watched: WeakSet[Module] = WeakSet()
@@ -81,7 +81,7 @@ def watch_loads(model_chunks: Iterable[Module]) -> None:
 
 
 def _begin(module: Module, *given: Any) -> None:
-    _module_loads[module] = _ModuleLoad(errors=given[-1], has_ended=False)
+    _module_loads[module] = _ModuleLoad(errors=given[-1])
 
 
 def _end(module: Module, _: Any) -> None:
