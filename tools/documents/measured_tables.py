@@ -66,7 +66,7 @@ HEALTH_STEPS = (FUSED, "step-health-1-h200.json")
 """The same training without health samples, and with one per iteration."""
 OFFLOAD = "offload-h200.json"
 EXPORT = "export-2x-h200.json"
-EXPORT_ALONE = "export-h100.json"
+EXPORT_ALONE = "export-h200.json"
 CHANGED = "changed-cpu.json"
 OFFLOAD_STEPS = {
     "0": FUSED,
@@ -568,8 +568,8 @@ def export_cost() -> str:
         f"([figures](../recipes/results/{EXPORT})):\n\n{table(header, lines)}\n\n"
         f"With one tensor per expert the ratio is {each[0]:.1f} to {each[-1]:.1f}: the engine "
         f"copies data and scales of each expert separately.\nStacked, on [one "
-        f"H100](../recipes/results/{EXPORT_ALONE}) without communication, it is {alone[0]:.2f} to "
-        f"{alone[-1]:.2f}."
+        f"H200](../recipes/results/{EXPORT_ALONE}) without communication, it is {alone[0]:.3f} to "
+        f"{alone[-1]:.3f}."
     )
 
 
