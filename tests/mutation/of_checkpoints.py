@@ -137,7 +137,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "checkpoint/files/checksum_manifest.py",
+        "checkpoint/files/folders.py",
         "if content == {_UNFINISHED: True}:",
         "if False:",
         (
