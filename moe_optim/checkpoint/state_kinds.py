@@ -3,9 +3,10 @@
 import re
 from collections.abc import Collection, Iterable
 
-from moe_optim.checkpoint.files.reader import FLAT_STATES
 from moe_optim.errors import LayoutError
 
+FLAT_STATES = ".gbuf_idx_"
+"""Key part of states stored bucket by bucket."""
 MOMENTUM = "momentum_buffer"
 """Name of Muon's state, as in emerging-optimizers."""
 MASTER, WHOLE_MASTER = MASTERS = ("param", "fp32_param")
@@ -15,6 +16,11 @@ SHARDING_TYPE, BY_NAME = "distrib_optim_sharding_type", "fully_reshardable"
 BY_NAME_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[^.]+)\.(?P<name>.+)")
 """Form of the keys of states by parameter name, of one optimizer or of a chain."""
 _FLAT = re.compile(rf".*{re.escape(FLAT_STATES)}\d+\..*\.bucket_idx_\d+\.(?P<kind>[^.]+)")
+
+
+def is_state(key: str) -> bool:
+    """Return whether ``key`` belongs to the optimizer."""
+    return key.startswith(("optimizer.", "chained_"))
 
 
 def state_kinds(keys: Iterable[str]) -> set[str]:
