@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
-from moe_optim.checkpoint.state_kinds import FLAT_STATES
 from moe_optim.checkpoint.state_manifest import (
+    FLAT_STATES,
     BucketPlaces,
     BufferPlaces,
     ParameterPlace,

@@ -66,7 +66,7 @@ from moe_optim.checkpoint.integrity import (
     vet,
 )
 from moe_optim.checkpoint.staging import replaced, with_views
-from moe_optim.checkpoint.state_kinds import is_state
+from moe_optim.checkpoint.state_manifest import is_state
 from moe_optim.errors import LayoutError, listed
 from moe_optim.integration.agreement import agree, from_first, gather_objects, reduce_max
 from moe_optim.integration.engine import original

@@ -294,8 +294,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             expect_agreement()
             with self._without_stubs():
                 return agree(collect, None)
-        kinds, metadata = checkpoint.state_kinds, kwargs.get("metadata") or {}
-        is_by_name = metadata.get(kinds.SHARDING_TYPE) == kinds.BY_NAME
+        keys, metadata = checkpoint.state_manifest, kwargs.get("metadata") or {}
+        is_by_name = metadata.get(keys.SHARDING_TYPE) == keys.BY_NAME
         if is_by_name:
             agree(self._require_tilings, None)
         agree(self._check_states, None)  # before collectives that reach beyond a culprit's group

@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _examine(args: argparse.Namespace, view: "LayerView") -> Report:
     from moe_optim.checkpoint.files.torch_dist import TorchDistReader
-    from moe_optim.checkpoint.state_kinds import is_state
+    from moe_optim.checkpoint.state_manifest import is_state
     from moe_optim.commands.conversion.expert_finding import survey_experts
     from moe_optim.commands.export.stored import find_quantized
 
@@ -173,7 +173,7 @@ def _examine_files(args: argparse.Namespace, path: Path, files: list[Path]) -> R
 
 
 def _dtypes_of_states(view: "LayerView", states: list[str]) -> dict[str, list[str]]:
-    from moe_optim.checkpoint.state_kinds import MASTERS
+    from moe_optim.checkpoint.state_manifest import MASTERS
     from moe_optim.commands.conversion.layer_view import state_kind
 
     found: dict[str, set[str]] = {}

@@ -12,8 +12,13 @@ from moe_optim.checkpoint.files.torch_dist import (
     MANIFEST_INTERLEAVE,
     TorchDistReader,
 )
-from moe_optim.checkpoint.state_kinds import FLAT_STATES, MOMENTUM, WHOLE_MASTER, is_state
-from moe_optim.checkpoint.state_manifest import MANIFEST
+from moe_optim.checkpoint.state_manifest import (
+    FLAT_STATES,
+    MANIFEST,
+    MOMENTUM,
+    WHOLE_MASTER,
+    is_state,
+)
 from moe_optim.commands.conversion.expert_finding import (
     check_row_order,
     find_experts,
