@@ -682,4 +682,4 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             group.forget_masters()
         self._record(Event.SETTLE)
         for group in self._managed_groups:
-            group.start_param_sync(force_sync=True)
+            group.gather(force_sync=True)

@@ -9,8 +9,8 @@ _CHUNK = 1 << 16  # elements; their fp64 copies fit a cache
 def fma(factor: Tensor, values: Tensor, addend: Tensor) -> Tensor:
     """Return ``factor * values + addend`` of fp32 tensors, rounded once, subnormals kept.
 
-    GPUs and vectorised CPU kernels contract both operations so. The product of two fp32 numbers is exact in fp64. The sum is rounded to odd, to avoid double
-    rounding.
+    GPUs and vectorised CPU kernels contract both operations so. The product of two fp32 numbers is
+    exact in fp64. The sum is rounded to odd, to avoid double rounding.
     """
     product, addend = factor.double() * values.double(), addend.double()
     total = product + addend
