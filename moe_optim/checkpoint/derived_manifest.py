@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from moe_optim.checkpoint.files.reader import FLAT_STATES
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.state_manifest import (
-    FLAT_STATES,
     BucketPlaces,
     BufferPlaces,
     ParameterPlace,

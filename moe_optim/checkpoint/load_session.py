@@ -54,7 +54,7 @@ from moe_optim.checkpoint.files.folders import (
 )
 from moe_optim.checkpoint.files.metadata import METADATA, Blob, BlobTable, read_blobs
 from moe_optim.checkpoint.files.pickles import MEGATRONS_PACKAGES, Named, foreign_name
-from moe_optim.checkpoint.files.reader import TensorInfo
+from moe_optim.checkpoint.files.reader import TensorInfo, is_state
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader, dtype_named
 from moe_optim.checkpoint.integrity import (
     OTHER_FILE,
@@ -66,7 +66,6 @@ from moe_optim.checkpoint.integrity import (
     vet,
 )
 from moe_optim.checkpoint.staging import replaced, with_views
-from moe_optim.checkpoint.state_manifest import is_state
 from moe_optim.errors import LayoutError, listed
 from moe_optim.integration.agreement import agree, from_first, gather_objects, reduce_max
 from moe_optim.integration.engine import original

@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
+from moe_optim.checkpoint.files.reader import FLAT_STATES
 from moe_optim.errors import LayoutError, listed
 
-FLAT_STATES = ".gbuf_idx_"
-"""Key part of states stored bucket by bucket."""
 MOMENTUM = "momentum_buffer"
 """Name of Muon's state, as in emerging-optimizers."""
 MASTER, WHOLE_MASTER = MASTERS = ("param", "fp32_param")
@@ -38,11 +37,6 @@ _EXPERTS = re.compile(
     r"(?P<linear>linear_fc[12]\.)(?P<kind>weight|bias)(?P<index>[0-9]{1,9})?"
 )
 _DIMENSIONS = {"weight": 2, "bias": 1}  # of one expert
-
-
-def is_state(key: str) -> bool:
-    """Return whether ``key`` belongs to the optimizer."""
-    return key.startswith(("optimizer.", "chained_"))
 
 
 def state_kinds(keys: Iterable[str]) -> set[str]:

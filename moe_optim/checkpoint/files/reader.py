@@ -12,6 +12,11 @@ from torch import Tensor
 FileFormat = Literal["torch_dist", "safetensors"]
 """Torch's distributed format as Megatron uses it, or Hugging Face's."""
 
+STATE_PREFIX = "optimizer."
+"""Key prefix of masters, moments and other optimizer state."""
+FLAT_STATES = ".gbuf_idx_"
+"""Key part of states stored bucket by bucket."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
@@ -93,3 +98,8 @@ class CheckpointReader(Protocol):
             name: key in :attr:`tensors`.
             index: numbers on the axes before; the tensor has more.
         """
+
+
+def is_state(key: str) -> bool:
+    """Return whether ``key`` belongs to the optimizer."""
+    return key.startswith(STATE_PREFIX) or key.startswith("chained_")

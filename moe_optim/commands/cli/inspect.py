@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _examine(args: argparse.Namespace, view: "LayerView") -> Report:
+    from moe_optim.checkpoint.files.reader import is_state
     from moe_optim.checkpoint.files.torch_dist import TorchDistReader
-    from moe_optim.checkpoint.state_manifest import is_state
     from moe_optim.commands.conversion.expert_finding import survey_experts
     from moe_optim.commands.export.stored import find_quantized
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_optim.checkpoint.state_manifest import FLAT_STATES, is_state
+from moe_optim.checkpoint.files.reader import FLAT_STATES, is_state
 from moe_optim.commands.console.workers import run_in_workers
 from moe_optim.commands.conversion.expert_finding import (
     check_row_order,

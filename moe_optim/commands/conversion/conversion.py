@@ -6,19 +6,13 @@ from pathlib import Path
 
 from moe_optim.checkpoint.files.folders import COMMON_FILE
 from moe_optim.checkpoint.files.metadata import Blob
-from moe_optim.checkpoint.files.reader import FileFormat, Recorded
+from moe_optim.checkpoint.files.reader import FLAT_STATES, FileFormat, Recorded, is_state
 from moe_optim.checkpoint.files.torch_dist import (
     INTERLEAVE_ARG,
     MANIFEST_INTERLEAVE,
     TorchDistReader,
 )
-from moe_optim.checkpoint.state_manifest import (
-    FLAT_STATES,
-    MANIFEST,
-    MOMENTUM,
-    WHOLE_MASTER,
-    is_state,
-)
+from moe_optim.checkpoint.state_manifest import MANIFEST, MOMENTUM, WHOLE_MASTER
 from moe_optim.commands.conversion.expert_finding import (
     check_row_order,
     find_experts,

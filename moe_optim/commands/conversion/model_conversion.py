@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_optim.checkpoint.files.reader import CheckpointReader, Recorded
+from moe_optim.checkpoint.files.reader import CheckpointReader, Recorded, is_state
 from moe_optim.checkpoint.files.torch_dist import INTERLEAVE_ARG, OWN_ARGUMENTS
-from moe_optim.checkpoint.state_manifest import is_state
 from moe_optim.commands.conversion.expert_finding import (
     STORED,
     check_row_order,

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from moe_optim import ops
-from moe_optim.checkpoint.files.reader import CheckpointReader, Recorded
-from moe_optim.checkpoint.state_manifest import MASTERS, is_state
+from moe_optim.checkpoint.files.reader import CheckpointReader, Recorded, is_state
+from moe_optim.checkpoint.state_manifest import MASTERS
 from moe_optim.commands.conversion.expert_finding import (
     check_row_order,
     find_experts,
