@@ -236,24 +236,9 @@ class GroupedExperts(MegatronModule):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        grouped_linear_of(self, LINEARS[0])  # refuses a wrapper that hides it
-        extra = {
-            f"{prefix}{linear}._extra_state{index}"
-            for linear in LINEARS
-            for index in range(self.num_local_experts)
-        }
-        given = {
-            key: value.shape if isinstance(value, Tensor) else None
-            for key, value in state_dict.items()
-            if key.startswith(prefix) and key not in extra
-        }
-        if given == {prefix + name: param.shape for name, param in self.named_parameters()}:
-            for key in extra:
-                state_dict.pop(key, None)
-        else:  # other names, experts of all ranks, or amaxes
-            from moe_optim.experts.loading import load_local_experts
+        from moe_optim.experts.loading import load_local_experts
 
-            load_local_experts(self, state_dict, prefix)
+        load_local_experts(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def place_of(self, local_expert: int | None) -> tuple[int, int]:
