@@ -398,13 +398,9 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         They communicate in different groups: a rank that fails must not go on to the next.
         """
         parts = self.chained_optimizers
-
-        def load_one(number: int) -> None:
-            if number < len(parts) and not parts[number].is_stub_optimizer:
-                load(parts[number])
-
         for number in range(reduce_max([len(parts)], None)[0]):
-            agree(partial(load_one, number), None)
+            has_states = number < len(parts) and not parts[number].is_stub_optimizer
+            agree(partial(load, parts[number]) if has_states else lambda: None, None)
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
         """Load masters and moments of ``--ckpt-format torch``; as :meth:`load_state_dict`."""
