@@ -71,7 +71,7 @@ def _transposes(case: OneScaleCase, group: "ProcessGroup | None") -> Job:
     """Transpose whole weights, as Hopper's GEMMs require."""
     import torch
 
-    from moe_optim.kernels.finish_table import plan_transposes
+    from moe_optim.kernels.member_table import plan_transposes
 
     codes = torch.randint(0, 256, (sum(case.owned),), dtype=torch.uint8, device=case.device)
     sources = [

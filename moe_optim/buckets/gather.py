@@ -101,6 +101,7 @@ class QuantizedGather(Gather):
             )
         (format,) = formats
         device, numel = bucket.storages[0].device, self._staging.numel()
+        self._cuts = [slot.cuts(bucket.shard_numel) for slot in bucket.slots]
         self._buffers: list[tuple[BufferPlan, Tensor]] = [
             (plan, torch.zeros(plan.numel, dtype=_DTYPES[plan.itemsize], device=device))
             for plan in plan_buffers(format, bucket.slots, numel, bucket.dp_size)
@@ -131,8 +132,7 @@ class QuantizedGather(Gather):
     def plan_step(self, masters: Sequence[OwnedMaster]) -> MemberTable:
         """Return the table of masters and buffers, which steps and gathers share."""
         if self._table is None:
-            cuts = [slot.cuts(self._bucket.shard_numel) for slot in self._bucket.slots]
-            entries = _entries(self._bucket.params, masters, cuts)
+            entries = _entries(self._bucket.params, masters, self._cuts)
             self._table = MemberTable.build(entries, backend=self._backend)
         return self._table
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         owned_boxes,
         param_groups,
         staging,
-        state_kinds,
         state_manifest,
         states_without_manifest,
     )
@@ -26,7 +25,6 @@ __all__ = [
     "owned_boxes",
     "param_groups",
     "staging",
-    "state_kinds",
     "state_manifest",
     "states_without_manifest",
 ]

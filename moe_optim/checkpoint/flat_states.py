@@ -18,15 +18,16 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.optimizer.param_layout import pad_param_start
 from torch import Tensor
 
-from moe_optim.checkpoint.state_kinds import MOMENTUM, bucket_key
 from moe_optim.checkpoint.state_manifest import (
     MANIFEST,
+    MOMENTUM,
     BucketPlaces,
     BucketSpan,
     BufferPlaces,
     LayoutMap,
     ParameterPlace,
     StateManifest,
+    bucket_key,
 )
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.version import VERSION

@@ -17,19 +17,17 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 
 from moe_optim.checkpoint.files.archives import Archive, reason_of
-from moe_optim.checkpoint.files.checksum_manifest import (
-    Checksums,
-    CorruptFile,
-    DamageError,
-    read_checksums,
-    sha256_of,
-)
 from moe_optim.checkpoint.files.folders import (
     COMMON_FILE,
     CONFIG_FILE,
+    Checksums,
+    CorruptFile,
+    DamageError,
     files_of_ranks,
     iteration_folders,
     iteration_of,
+    read_checksums,
+    sha256_of,
 )
 from moe_optim.checkpoint.files.metadata import METADATA, Blob, BlobTable, read_blobs, read_metadata
 from moe_optim.checkpoint.files.pickles import no_collections

@@ -46,8 +46,12 @@ from torch.futures import Future
 
 from moe_optim.calibration.state_entries import CalibratedEntry, OptionalShardedTensor
 from moe_optim.checkpoint.files.archives import Archive
-from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
-from moe_optim.checkpoint.files.folders import COMMON_FILE, CONFIG_FILE, iteration_folders
+from moe_optim.checkpoint.files.folders import (
+    CHECKSUM_MANIFEST,
+    COMMON_FILE,
+    CONFIG_FILE,
+    iteration_folders,
+)
 from moe_optim.checkpoint.files.metadata import METADATA, Blob, BlobTable, read_blobs
 from moe_optim.checkpoint.files.pickles import MEGATRONS_PACKAGES, Named, foreign_name
 from moe_optim.checkpoint.files.reader import TensorInfo, is_state

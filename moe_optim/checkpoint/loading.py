@@ -61,18 +61,20 @@ from moe_optim.checkpoint.load_session import (
     together,
 )
 from moe_optim.checkpoint.staging import plan_quickly, replaced
-from moe_optim.checkpoint.state_kinds import (
+from moe_optim.checkpoint.state_manifest import (
     BY_NAME,
     BY_NAME_KEY,
+    MANIFEST,
     MASTER,
     MOMENTUM,
     SHARDING_TYPE,
     WHOLE_MASTER,
+    StateManifest,
     flat_groups,
     require_same_optimizer,
     state_kinds,
+    states_with_manifests,
 )
-from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest, states_with_manifests
 from moe_optim.errors import LayoutError, StateError, listed, shorten
 from moe_optim.integration.agreement import agree
 from moe_optim.integration.engine import original

@@ -11,8 +11,7 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-from moe_optim.checkpoint.state_kinds import MOMENTUM, require_same_optimizer
-from moe_optim.checkpoint.state_manifest import MANIFEST
+from moe_optim.checkpoint.state_manifest import MANIFEST, MOMENTUM, require_same_optimizer
 from moe_optim.errors import LayoutError
 
 Group = dict[str, Any]

@@ -44,8 +44,7 @@ from moe_optim.checkpoint.staging import (
     replaced_in_writers,
     staging,
 )
-from moe_optim.checkpoint.state_kinds import BY_NAME, SHARDING_TYPE
-from moe_optim.checkpoint.state_manifest import states_with_manifests
+from moe_optim.checkpoint.state_manifest import BY_NAME, SHARDING_TYPE, states_with_manifests
 from moe_optim.errors import StateError, listed
 from moe_optim.integration.agreement import agree, count_failures, from_first, gather_objects, join
 from moe_optim.integration.engine import original

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moe_optim.checkpoint.files.checksum_manifest import (
+from moe_optim.checkpoint.files.folders import (
     CHECKSUM_MANIFEST,
+    COMMON_FILE,
+    CONFIG_FILE,
     MEGATRONS_MANIFEST,
     Checksums,
     read_checksums,
@@ -20,7 +22,6 @@ from moe_optim.checkpoint.files.checksum_manifest import (
     sha256_of,
     write_checksums,
 )
-from moe_optim.checkpoint.files.folders import COMMON_FILE, CONFIG_FILE
 from moe_optim.checkpoint.integrity import archives_of, table_checksums
 from moe_optim.integration.agreement import agree, from_first, gather_objects
 

@@ -39,12 +39,12 @@ from moe_optim.checkpoint.load_session import (
     stored_tensors,
 )
 from moe_optim.checkpoint.owned_boxes import entries_of
-from moe_optim.checkpoint.state_kinds import flat_groups
 from moe_optim.checkpoint.state_manifest import (
     MANIFEST,
     BucketSpan,
     LayoutMap,
     StateManifest,
+    flat_groups,
 )
 from moe_optim.errors import LayoutError, listed
 from moe_optim.weights.managed import is_managed, storage_of

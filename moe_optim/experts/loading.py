@@ -146,6 +146,17 @@ def load_local_experts(experts: torch.nn.Module, state_dict: dict[str, Any], pre
     may omit ``to_wrap``, as in checkpoints. No rank communicates. After a LayoutError, also of a
     wrapper that hides a linear, the dict is unchanged.
     """
+    numbers = range(grouped_linear_of(experts, LINEARS[0]).shape[0])
+    extra = {f"{prefix}{linear}._extra_state{number}" for linear in LINEARS for number in numbers}
+    given = {
+        key: value.shape if isinstance(value, Tensor) else None
+        for key, value in state_dict.items()
+        if key.startswith(prefix) and key not in extra
+    }
+    if given == {prefix + name: one.shape for name, one in experts.named_parameters()}:
+        for key in extra & state_dict.keys():
+            del state_dict[key]
+        return  # nothing to find, convert or cut
     here = LocalExperts.of(experts, prefix)
     wrapped = [name for name in LINEARS if is_wrapper(experts.get_submodule(name))]
     state = dict(state_dict)

@@ -93,7 +93,7 @@ def from_first(act: Callable[[], Any], group: Any) -> Any:
     Every rank must call it. The result is pickled for the others.
     """
     is_first = torch.distributed.get_rank(group) == 0
-    found = [agree(lambda: act() if is_first else None, group)]
+    found = [agree(act if is_first else lambda: None, group)]
     if torch.distributed.get_world_size(group) > 1:
         torch.distributed.broadcast_object_list(found, group=group, group_src=0)
     return found[0]

@@ -18,24 +18,29 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.machinery import ModuleSpec, PathFinder
 from operator import attrgetter
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
-from typing import Any
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_optim.errors import ConfigError, PatchError, StateError
-from moe_optim.integration import patches, te_stand_in
+from moe_optim.integration import patches
 from moe_optim.integration.engine import apply_patches, original, revert_patches
 
 CPU = torch.device("cpu")
 GPU_PACKAGES = ("transformer_engine", "apex")
 LEGACY_TYPE = torch.Tensor.type
 PATCHES = (*patches.ADAM, *patches.CPU, *patches.DATASETS)
+TE_IMPORTERS = ("megatron.bridge.peft.lora_layers",)
+"""Modules that import Transformer Engine without a guard."""
+_TE_NAMES = ("transformer_engine", "transformer_engine.pytorch")
 
 
 class _Event(torch.cpu.Event):
@@ -279,7 +284,7 @@ def use_cpu() -> None:
     _require_nothing_compiled()
     _hidden = hide_gpu_packages()
     if "transformer_engine" in _hidden:
-        te_stand_in.install()
+        sys.meta_path.insert(0, _TE_FINDER)
     # jit_fuser compiles with dynamo, which takes minutes on a CPU without benefit
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # required by Megatron with tensor parallelism; without effect on a CPU
@@ -336,10 +341,59 @@ def uninstall() -> None:
     _mode.__exit__(None, None, None)
     _mode = None
     _RNG_LOGGER.setLevel(_saved_log_level)
-    te_stand_in.uninstall()
+    if _TE_FINDER in sys.meta_path:
+        sys.meta_path.remove(_TE_FINDER)
     for name in _hidden:
         del sys.modules[name]
     while _saved:
         name, original = _saved.popitem()
         owner, last = _owner(name)
         setattr(owner, last, original)
+
+
+# Stand-in for Transformer Engine in Megatron-Bridge, which guards its imports of it except in one
+# module, which is imported with the package
+
+
+class _MissingPackage(type):
+    """Class of classes without instances, whose attributes are further ones."""
+
+    def __getattr__(cls, name: str) -> "_MissingPackage":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _MissingPackage(f"{cls.__name__}.{name}", (), {})
+
+    def __call__(cls, *_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(
+            f"{cls.__name__}: expected Transformer Engine, got a run on the CPU, which hides it. "
+            "Turn off the feature that needs it (use_transformer_engine_op_fuser for LoRA), or "
+            "train on a GPU."
+        )
+
+
+class _TeFinder:
+    """A meta path finder that lets :data:`TE_IMPORTERS`, and no other module, find the stand-in."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: Any = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name in TE_IMPORTERS else None
+        if spec is not None and spec.loader is not None:
+            execute = partial(_execute_with_stand_in, spec.loader.exec_module)
+            spec.loader.exec_module = execute  # type: ignore[method-assign]
+        return spec
+
+
+_TE_FINDER = _TeFinder()
+
+
+def _execute_with_stand_in(run: Callable[[ModuleType], None], module: ModuleType) -> None:
+    before = {name: sys.modules.pop(name) for name in _TE_NAMES if name in sys.modules}
+    package: Any = _MissingPackage(_TE_NAMES[0], (), {})
+    sys.modules |= {_TE_NAMES[0]: package, _TE_NAMES[1]: package.pytorch}
+    try:
+        run(module)
+    finally:
+        for name in _TE_NAMES:
+            del sys.modules[name]
+        sys.modules |= before

@@ -102,11 +102,11 @@ def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
 def _replacement(patch: Patch, original: Any) -> Any:
     if not patch.is_deferred:
         return resolve(patch.replacement)[2]
-    ours = cache(lambda: resolve(patch.replacement)[2])
+    find = cache(resolve)
 
     @wraps(original)
     def import_and_call(*args: Any, **kwargs: Any) -> Any:
-        return ours()(*args, **kwargs)
+        return find(patch.replacement)[2](*args, **kwargs)
 
     return import_and_call
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
-from moe_optim.formats.reference.norm import count_zeros as count_zeros_of
-from moe_optim.formats.reference.norm import sum_squares
+from moe_optim.formats.reference.arithmetic import count_zeros as count_zeros_of
+from moe_optim.formats.reference.arithmetic import sum_squares
 from moe_optim.kernels.cutting import cut_ranges, int64
 from moe_optim.kernels.plan import Backend, BoundKernel, Call, Plan, require_flat, takes_kernels
 from moe_optim.kernels.tuning import NORM, NORM_LANES

@@ -25,10 +25,9 @@ from moe_optim.integration.agreement import agree, reduce_max
 from moe_optim.integration.installation import config_or_bf16, installed_optimizer
 from moe_optim.kernels.plan import has_kernels
 from moe_optim.optimizer.adam import GroupStepAdam
-from moe_optim.optimizer.address_book import NORMS, owned_masters
+from moe_optim.optimizer.address_book import NORMS, has_pre_hooks, owned_masters
 from moe_optim.optimizer.checkpointed import NOT_SAVED, CheckpointedOptimizer
 from moe_optim.optimizer.nonfinite import check_masters, check_states, name_culprits
-from moe_optim.optimizer.step_hooks import has_pre_hooks
 from moe_optim.places import this_device
 from moe_optim.rules import Setup, check_setup, why_stock_step
 from moe_optim.weights.partial_loads import (
@@ -294,8 +293,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             expect_agreement()
             with self._without_stubs():
                 return agree(collect, None)
-        kinds, metadata = checkpoint.state_kinds, kwargs.get("metadata") or {}
-        is_by_name = metadata.get(kinds.SHARDING_TYPE) == kinds.BY_NAME
+        keys, metadata = checkpoint.state_manifest, kwargs.get("metadata") or {}
+        is_by_name = metadata.get(keys.SHARDING_TYPE) == keys.BY_NAME
         if is_by_name:
             agree(self._require_tilings, None)
         agree(self._check_states, None)  # before collectives that reach beyond a culprit's group
@@ -399,13 +398,9 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         They communicate in different groups: a rank that fails must not go on to the next.
         """
         parts = self.chained_optimizers
-
-        def load_one(number: int) -> None:
-            if number < len(parts) and not parts[number].is_stub_optimizer:
-                load(parts[number])
-
         for number in range(reduce_max([len(parts)], None)[0]):
-            agree(partial(load_one, number), None)
+            has_states = number < len(parts) and not parts[number].is_stub_optimizer
+            agree(partial(load, parts[number]) if has_states else lambda: None, None)
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
         """Load masters and moments of ``--ckpt-format torch``; as :meth:`load_state_dict`."""

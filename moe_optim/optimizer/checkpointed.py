@@ -90,7 +90,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
     def copied_states(self) -> set[str]:
         """Kinds of states that Megatron's getter copies."""
         if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-            return {checkpoint.state_kinds.MASTER, *self.optimizer_state_keys}
+            return {checkpoint.state_manifest.MASTER, *self.optimizer_state_keys}
         return self._scaled_moments
 
     def sharded_state_dict(

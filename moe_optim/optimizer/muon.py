@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_optim.checkpoint.state_kinds import MOMENTUM
+from moe_optim.checkpoint.state_manifest import MOMENTUM
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.formats.reference.muon import MuonHyper

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.buckets.matrix_buffers import holds_matrices, is_muon_matrix
-from moe_optim.checkpoint.state_kinds import MASTER, MOMENTUM, WHOLE_MASTER
+from moe_optim.checkpoint.state_manifest import MASTER, MOMENTUM, WHOLE_MASTER
 from moe_optim.errors import LayoutError
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.optimizer.address_book import (

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
-from moe_optim.checkpoint.files.folders import COMMON_FILE
+from moe_optim.checkpoint.files.folders import CHECKSUM_MANIFEST, COMMON_FILE
 from moe_optim.checkpoint.sealing import invalidate, record_checksums
 from moe_optim.errors import StateError
 from tests.support.checkpoints.checkpoint_journey import Journey, Station, run_once

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_optim.checkpoint import loading
-from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
+from moe_optim.checkpoint.files.folders import CHECKSUM_MANIFEST
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.checkpoint.sealing import record_checksums
 from moe_optim.config import MoEOptimConfig

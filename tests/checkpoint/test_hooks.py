@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST, read_checksums
+from moe_optim.checkpoint.files.folders import CHECKSUM_MANIFEST, read_checksums
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError, StateError

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moe_optim.checkpoint.files import metadata as metadata_file
 from moe_optim.checkpoint.files import untrusted_files
 from moe_optim.checkpoint.files.archives import BLOCK_BYTES
-from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST, DamageError
+from moe_optim.checkpoint.files.folders import CHECKSUM_MANIFEST, DamageError
 from moe_optim.checkpoint.integrity import (
     checkpoint_defect,
     corrupt_files,

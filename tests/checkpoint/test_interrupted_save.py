@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_optim.checkpoint.files.checksum_manifest import read_checksums
-from moe_optim.checkpoint.files.folders import TRACKER
+from moe_optim.checkpoint.files.folders import TRACKER, read_checksums
 from moe_optim.checkpoint.files.metadata import read_blobs
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.commands.train.run_folder import find_resume_point

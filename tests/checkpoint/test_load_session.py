@@ -20,7 +20,7 @@ import torch
 
 from moe_optim.checkpoint.files import untrusted_files
 from moe_optim.checkpoint.files.archives import Archive
-from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
+from moe_optim.checkpoint.files.folders import CHECKSUM_MANIFEST
 from moe_optim.checkpoint.files.metadata import Blob, read_blobs
 from moe_optim.checkpoint.files.untrusted_files import file_range
 from moe_optim.checkpoint.integrity import corrupt_files

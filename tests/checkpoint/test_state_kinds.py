@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_optim.checkpoint.state_kinds import require_same_optimizer, state_kinds
+from moe_optim.checkpoint.state_manifest import require_same_optimizer, state_kinds
 from moe_optim.errors import LayoutError
 
 ADAM = {"exp_avg", "exp_avg_sq", "param"}

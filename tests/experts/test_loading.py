@@ -141,6 +141,18 @@ def test_load_state_dict_takes_any_layout_and_leaves_the_callers_dict_alone(sour
         assert all(state[key] is value for key, value in before.items())
 
 
+@every_target
+def test_a_state_of_the_same_experts_is_taken_as_it_is(target, monkeypatch):
+    """With its extra states, which are dropped, and without a search for layouts."""
+    experts = make_experts(LOCAL, FFN, HIDDEN, bias=True, dtype=torch.bfloat16)
+    own = make_state(experts, target, prefix="")
+    extra = {f"{fc}._extra_state{n}": None for fc in ("linear_fc1", "linear_fc2") for n in (0, 1)}
+    module = Experts(target, bias=True)
+    monkeypatch.delattr(LocalExperts, "of")
+    module.load_state_dict(own | extra)
+    assert_same(values_of(module), own)
+
+
 def test_torch_reports_what_is_missing_and_unexpected_as_for_any_module():
     """Keys of no layout, biases that the model does not have, and experts missing altogether."""
     experts = make_experts(LOCAL, FFN, HIDDEN, bias=True, dtype=torch.bfloat16)

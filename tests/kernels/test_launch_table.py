@@ -18,9 +18,8 @@ from moe_optim.formats import (
 )
 from moe_optim.kernels import launch_table
 from moe_optim.kernels.exchange import AMAX_SLOTS, plan_exchange
-from moe_optim.kernels.finish_table import plan_transposes
 from moe_optim.kernels.launch_table import LaunchTable, can_launch, find_gaps, own_slots
-from moe_optim.kernels.member_table import MemberTable, TableEntry
+from moe_optim.kernels.member_table import MemberTable, TableEntry, plan_transposes
 from moe_optim.kernels.tuning import (
     AMAX_TILE,
     GAP_TILE,

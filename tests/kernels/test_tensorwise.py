@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_optim.kernels import tensorwise
-from moe_optim.kernels.finish_table import plan_transposes
+from moe_optim.kernels.member_table import plan_transposes
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.kernels.tuning import FlatTile
 from tests.support.bytes import assert_bytes_equal

@@ -137,7 +137,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "checkpoint/files/checksum_manifest.py",
+        "checkpoint/files/folders.py",
         "if content == {_UNFINISHED: True}:",
         "if False:",
         (
@@ -177,7 +177,7 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint/files/pickles.py",
-        "            if not self._allows(named):",
+        "            if self._allows is not None and not self._allows(named):",
         "            if False:",
         (
             f"{FILES}/test_hostile_files.py::test_objects_that_may_run_code_are_named_where_they_are_copied",

@@ -156,13 +156,13 @@ MUTANTS = (
         ("tests/kernels/test_norm.py",),
     ),
     Mutant(  # rows that begin at no word are moved as words
-        "kernels/finish_table.py",
+        "kernels/member_table.py",
         "if any(word % 4 for word in words) or any(size % pack for size in sizes):",
         "if any(size % pack for size in sizes):",
         LAUNCH,
     ),
     Mutant(  # padded scales of the second expert lie in those of the first
-        "kernels/finish_table.py",
+        "kernels/member_table.py",
         "copy.data_ptr() + expert * copy.stride(0) * width,",
         "copy.data_ptr() + expert * copy.stride(0),",
         REQUANTIZE,

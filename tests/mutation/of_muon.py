@@ -147,7 +147,7 @@ MUTANTS = (
         ),
     ),
     Mutant(  # Muon goes on from states of Adam
-        "checkpoint/state_kinds.py",
+        "checkpoint/state_manifest.py",
         "or (is_muon and not has_matrices):",
         "or is_muon:",
         ("tests/checkpoint/test_state_kinds.py::test_states_of_the_other_optimizer_are_refused",),

@@ -19,7 +19,7 @@ from operator import add, gt, itemgetter
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from moe_optim.checkpoint.files.checksum_manifest import DamageError
+from moe_optim.checkpoint.files.folders import DamageError
 from moe_optim.checkpoint.files.pickles import (
     ITEM_BYTES,
     Made,

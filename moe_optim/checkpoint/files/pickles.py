@@ -169,7 +169,7 @@ class ForeignNameError(ValueError):
 
 def read_pickle(
     content: bytes,
-    allows: Callable[[Named], bool] = lambda _: True,
+    allows: Callable[[Named], bool] | None = None,
     records: Container[tuple[str, str]] = (),
 ) -> Any:
     """Return the content of a pickle: plain values, ``Named``, ``Made``, ``Record``, ``Stored``.
@@ -178,7 +178,7 @@ def read_pickle(
 
     Args:
         content: pickle of protocol 2 or later.
-        allows: predicate of allowed names.
+        allows: predicate of allowed names; None allows all.
         records: module and name of classes whose objects become ``Record``.
 
     Raises:
@@ -241,7 +241,7 @@ class _Unpickler(pickle.Unpickler):
         self,
         content: bytes,
         protocol: int,
-        allows: Callable[[Named], bool],
+        allows: Callable[[Named], bool] | None,
         records: Container[tuple[str, str]],
     ) -> None:
         super().__init__(io.BytesIO(content))
@@ -257,7 +257,7 @@ class _Unpickler(pickle.Unpickler):
                 raise ValueError(f"it names more than {_MOST_NAMES:,} classes")
             base = Record if (module, name) in self._records else Made
             named = Named("Made", (base,), {"__slots__": (), "module": module, "name": name})
-            if not self._allows(named):
+            if self._allows is not None and not self._allows(named):
                 raise ForeignNameError(named)
             make = _FUNCTIONS.get((module, name))
             made = _Function(make, named) if make else named

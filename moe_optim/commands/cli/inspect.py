@@ -173,7 +173,7 @@ def _examine_files(args: argparse.Namespace, path: Path, files: list[Path]) -> R
 
 
 def _dtypes_of_states(view: "LayerView", states: list[str]) -> dict[str, list[str]]:
-    from moe_optim.checkpoint.state_kinds import MASTERS
+    from moe_optim.checkpoint.state_manifest import MASTERS
     from moe_optim.commands.conversion.layer_view import state_kind
 
     found: dict[str, set[str]] = {}

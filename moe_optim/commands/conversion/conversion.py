@@ -12,8 +12,7 @@ from moe_optim.checkpoint.files.torch_dist import (
     MANIFEST_INTERLEAVE,
     TorchDistReader,
 )
-from moe_optim.checkpoint.state_kinds import MOMENTUM, WHOLE_MASTER
-from moe_optim.checkpoint.state_manifest import MANIFEST
+from moe_optim.checkpoint.state_manifest import MANIFEST, MOMENTUM, WHOLE_MASTER
 from moe_optim.commands.conversion.expert_finding import (
     check_row_order,
     find_experts,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moe_optim.checkpoint.files.reader import CheckpointReader, Recorded, TensorInfo
-from moe_optim.checkpoint.state_kinds import state_kinds
+from moe_optim.checkpoint.state_manifest import state_kinds
 from moe_optim.errors import ConfigError, LayoutError
 
 STORED_ALIKE = ("grouped", "indexed", "sequential")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from moe_optim import ops
-from moe_optim.checkpoint.state_kinds import MASTERS
+from moe_optim.checkpoint.state_manifest import MASTERS
 from moe_optim.commands.console.workers import run_in_workers
 from moe_optim.commands.conversion.expert_finding import (
     check_row_order,

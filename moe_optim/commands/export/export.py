@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_optim import ops
 from moe_optim.checkpoint.files.reader import CheckpointReader, Recorded, is_state
-from moe_optim.checkpoint.state_kinds import MASTERS
+from moe_optim.checkpoint.state_manifest import MASTERS
 from moe_optim.commands.conversion.expert_finding import (
     check_row_order,
     find_experts,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_optim.formats.reference.fma import fma
+from moe_optim.formats.reference.arithmetic import fma
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_optim.formats.reference.fma import fma
+from moe_optim.formats.reference.arithmetic import fma
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -61,6 +61,7 @@ SWIZZLED = "_with_gemm_swizzled_scales"
 TENSORWISE = "tensorwise"
 """Megatron's name of FP8 with per-tensor scaling, which is not a block-scaled format."""
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _FORMATS: Mapping[str, tuple[BlockScaledFormat, ...]] = MappingProxyType(
     {
         "Float8BlockwiseQTensor": (FP8_BLOCK, FP8_BLOCK_FP32),
@@ -79,6 +80,8 @@ def te_formats_of(param: Any) -> tuple[BlockScaledFormat, ...]:
 
     The quantizer of the weight decides on the scales of FP8 blocks.
     """
+    if type(param) in _PLAIN:
+        return ()
     deciding = quantizer_of(param) if is_grouped(param) else param
     names = [cls.__name__ for cls in type(deciding).__mro__]
     formats = next((_FORMATS[name] for name in names if name in _FORMATS), ())
@@ -100,7 +103,7 @@ def is_tensorwise(param: Any) -> bool:
 
 def is_quantized(param: Any) -> bool:
     """Return whether a tensor is a quantized weight, to be read with :func:`read_values`."""
-    return bool(te_formats_of(param)) or is_tensorwise(param)
+    return type(param) not in _PLAIN and (bool(te_formats_of(param)) or is_tensorwise(param))
 
 
 def is_grouped(param: Any) -> bool:
@@ -129,7 +132,7 @@ def data_of(param: Any) -> list[Tensor]:
 
 def require_memory(where: str, weight: Any) -> None:
     """Raise StateError, starting with ``where``, if a weight is offloaded, without reading it."""
-    if type(weight) in (Tensor, torch.nn.Parameter):
+    if type(weight) in _PLAIN:
         found = [weight]
     elif is_tensorwise(weight):
         found = data_of(weight)

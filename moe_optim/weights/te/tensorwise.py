@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_optim.kernels.finish_table import plan_transposes
+from moe_optim.kernels.member_table import plan_transposes
 from moe_optim.kernels.plan import Plan, is_capturing, runs_triton
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.places import Attributes

@@ -5,7 +5,7 @@ from multiprocessing import active_children
 
 import pytest
 
-from moe_optim.checkpoint.files.checksum_manifest import DamageError
+from moe_optim.checkpoint.files.folders import DamageError
 from moe_optim.commands.console.workers import run_in_workers
 from moe_optim.errors import StateError
 
