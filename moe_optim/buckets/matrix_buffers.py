@@ -51,7 +51,9 @@ def tag_matrices(params: Iterable[torch.nn.Parameter]) -> None:
 
 
 def group_params_for_buffers(
-    params: list[torch.nn.Parameter], grad_reduce_in_fp32: bool
+    params: list[torch.nn.Parameter],
+    grad_reduce_in_fp32: bool,
+    merge_layerwise_fp8_grads: bool = False,  # noqa: ARG001  # of an optimizer that is not built
 ) -> dict[Any, tuple[list[torch.nn.Parameter], list[int]]]:
     """Group parameters by buffer as Megatron does, with Muon's matrices apart from the others."""
     if installed_optimizer() == "muon":

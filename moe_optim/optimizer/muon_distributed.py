@@ -64,6 +64,7 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
         matrices: description of every parameter that this rank owns a part of.
     """
 
+    optimizer_state_keys = (MOMENTUM,)
     saved_names = MappingProxyType({MASTER: WHOLE_MASTER})  # as in Megatron's layer-wise Muon
 
     def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -99,11 +100,6 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
         self.optimizer.weights = weights
         counted = [(weight, master.numel() // weight.numel) for master, weight in weights.items()]
         self._workspace.reserve(needed_bytes(counted, self.settings))
-
-    @property
-    def optimizer_state_keys(self) -> tuple[str, ...]:
-        """Names of the states of a master besides itself."""
-        return (MOMENTUM,)
 
     def _check_owned(self, param: torch.nn.Parameter, master: Tensor) -> None:
         weight, start = self.matrices[param], self._get_model_param_range_map(param)["param"].start
@@ -266,7 +262,7 @@ def _ranks_of(of_ranks: dict[str, Any], is_expert: bool, use_gloo: bool) -> dict
     return {
         "data_parallel_group": of_ranks["intra_expt_dp_group"],
         "data_parallel_group_gloo": of_ranks["intra_expt_dp_group_gloo"] if use_gloo else None,
-        "data_parallel_group_idx": of_ranks["expt_tp_pp_with_egtp_remat_group"].rank(),
+        "data_parallel_group_idx": of_ranks["expt_tp_pp_group"].rank(),
     }
 
 
