@@ -123,9 +123,6 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         **kwargs: Any,
     ) -> None:
         self.groups: list[Any] = []
-        if installed_optimizer() == "muon" and hasattr(ddp_config, "use_layer_wise_param_layout"):
-            ddp_config = copy.copy(ddp_config)  # a layout without shards is not Muon's here
-            ddp_config.use_layer_wise_param_layout = True
         kinds = {is_managed(param) for param, _ in params_with_names}
         self.managed = kinds == {True}
         if len(kinds) > 1:

@@ -91,14 +91,13 @@ def matrix_param_layout(
         unit=lcm(START, divisor // dp_size),
     )
     log_single_rank(logger, logging.INFO, describe_layout(layout))
-    found = PerBufferParamLayout(
+    return PerBufferParamLayout(
         param_index_map=dict(zip(backward, layout.places, strict=True)),
         bucket_indices=list(layout.buckets),
         per_bucket_numel_unpadded=list(layout.numel_unpadded),
         param_indices=param_indices if param_indices is not None else [],
+        num_optimizer_shards=dp_size,
     )
-    found.num_optimizer_shards = dp_size  # no field of the dev branch's class
-    return found
 
 
 def describe_layout(layout: "MatrixLayout") -> str:

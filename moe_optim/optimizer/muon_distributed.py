@@ -262,7 +262,7 @@ def _ranks_of(of_ranks: dict[str, Any], is_expert: bool, use_gloo: bool) -> dict
     return {
         "data_parallel_group": of_ranks["intra_expt_dp_group"],
         "data_parallel_group_gloo": of_ranks["intra_expt_dp_group_gloo"] if use_gloo else None,
-        "data_parallel_group_idx": of_ranks["expt_tp_pp_group"].rank(),
+        "data_parallel_group_idx": of_ranks["expt_tp_pp_with_egtp_remat_group"].rank(),
     }
 
 
