@@ -409,7 +409,7 @@ RULES: tuple[Rule, ...] = (
          "{step}; or leave states on the device"),
     ),
     *_rules("Muon", "refuse",
-        ("Muon with Megatron's dev branch",
+        ("Megatron's dev branch with Muon",
          lambda s: hasattr(s.ddp, "use_layer_wise_param_layout"),
          "its distributed optimizer takes states of Adam alone, and does not shard matrices",
          "Check out a release, or main"),

@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
     "--optimizer soap: no step here": ({"optimizer": "soap"}, BF16),
     "--optimizer lion: no step here": ({"optimizer": "lion"}, BF16),
     "--optimizer dist_muon: only Adam and Muon": ({"optimizer": "dist_muon"}, BF16),
-    "Muon with Megatron's dev branch:": (MUON | {"use_layer_wise_param_layout": False}, BF16),
+    "Megatron's dev branch with Muon:": (MUON | {"use_layer_wise_param_layout": False}, BF16),
     "use_layer_wise_distributed_optimizer:": (
         MUON | {"use_layer_wise_distributed_optimizer": True}, BF16),
     "--muon-scalar-optimizer lion:": (MUON | {"muon_scalar_optimizer": "lion"}, BF16),
