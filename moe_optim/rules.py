@@ -278,6 +278,18 @@ def native_formats(recipe: str | None) -> tuple[str, ...]:
     return native.get(recipe or "", ())
 
 
+def weight_shards(sizes: Any) -> tuple[int, int]:
+    """Return the shards of a weight, and of an expert's, beside tensor parallelism.
+
+    Args:
+        sizes: Megatron's arguments, or its TransformerConfig; dev's have no such shards.
+    """
+    return (
+        getattr(sizes, "gtp_weight_remat_size", 1),
+        getattr(sizes, "expert_gtp_weight_remat_size", 1),
+    )
+
+
 def _any_model(test: Callable[[Any], object]) -> Callable[[Setup], bool]:
     return lambda setup: any(map(test, setup.models))
 
@@ -388,12 +400,19 @@ RULES: tuple[Rule, ...] = (
          lambda s: s.optimizer.optimizer_cuda_graph and not s.can_capture,
          "a step in plain torch synchronizes with the device; kernels require Triton and "
          "compute capability 8.9 or newer", "Drop the flag", "optimizer"),
+        ("--chunked-optimizer-state-offload",
+         lambda s: getattr(s.optimizer, "chunked_optimizer_state_offload", False),
+         "Megatron moves masters between steps", "Set offload_states"),
         ("offload_states, or --optimizer-cpu-offload, without a fused step",
          lambda s: s.offload_states and _without_fusing(s, _offload(s)),
          "Megatron's step requires states on the device",
          "{step}; or leave states on the device"),
     ),
     *_rules("Muon", "refuse",
+        ("Megatron's dev branch with Muon",
+         lambda s: hasattr(s.ddp, "use_layer_wise_param_layout"),
+         "its distributed optimizer takes states of Adam alone, and does not shard matrices",
+         "Check out a release, or main"),
         ("use_layer_wise_distributed_optimizer",
          lambda s: s.optimizer.use_layer_wise_distributed_optimizer,
          "Megatron's layer-wise optimizer has its own buffers, shards and checkpoints",
@@ -511,19 +530,22 @@ RULES: tuple[Rule, ...] = (
         ("--params-dtype other than bf16", lambda m: str(m.params_dtype) != "torch.bfloat16",
          "copies are bf16", "Give --bf16"),
         ("--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size",
-         lambda m: m.expert_gtp_weight_remat_size > 1, _SHARDS, "Remove it"),
+         lambda m: weight_shards(m)[1] > 1, _SHARDS, "Remove it"),
     ),
     *_rules("quantized weights", "refuse",
         ("--fp16", lambda s: s.optimizer.fp16, "masters are rounded to bf16 before they are "
          "quantized", "Give --bf16"),
         ("--use-nccl-ub with quantized weights", lambda s: s.ddp.nccl_ub,
          "their gather buffers are not registered with NCCL", "Remove it"),
+        ("--disable-grad-buffers-cpu-backup with quantized weights",
+         lambda s: getattr(s.ddp, "disable_grad_buffers_cpu_backup", False),
+         "their gathers keep bytes in that memory between steps", "Remove it"),
         ("--main-params-dtype other than fp32", lambda s: _narrow_masters(s.optimizer),
          "weights are quantized from fp32 masters", "Give fp32"),
         ("--tensor-parallel-num-weight-shards above --tensor-model-parallel-size",
-         _any_model(lambda m: m.gtp_weight_remat_size > 1), _SHARDS, "Remove it"),
+         _any_model(lambda m: weight_shards(m)[0] > 1), _SHARDS, "Remove it"),
         ("--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size",
-         _any_model(lambda m: m.expert_gtp_weight_remat_size > 1), _SHARDS, "Remove it"),
+         _any_model(lambda m: weight_shards(m)[1] > 1), _SHARDS, "Remove it"),
     ),
     *_rules("tensorwise weights", "refuse",
         ("--optimizer-cuda-graph with tensorwise weights",
@@ -576,7 +598,7 @@ RULES: tuple[Rule, ...] = (
         ("--use-transformer-engine-op-fuser", lambda m: m.use_transformer_engine_op_fuser,
          "Remove it"),
         ("--expert-tensor-parallel-num-weight-shards with portable experts",
-         lambda m: m.expert_gtp_weight_remat_size > 1, "Remove it"),
+         lambda m: weight_shards(m)[1] > 1, "Remove it"),
     ),
     *_rules("portable experts", "refuse",
         ("--moe-apply-probs-on-input with --moe-router-topk above 1",
@@ -735,11 +757,9 @@ def _changed_muon(config: Any, *names: str) -> str | None:
 
 
 def _weight_shards(model: Any) -> str | None:
-    sizes = {
-        "--tensor-parallel-num-weight-shards": model.gtp_weight_remat_size,
-        "--expert-tensor-parallel-num-weight-shards": model.expert_gtp_weight_remat_size,
-    }
-    return next((f"{flag} with Muon" for flag, size in sizes.items() if size > 1), None)
+    flags = ("--tensor-parallel-num-weight-shards", "--expert-tensor-parallel-num-weight-shards")
+    sizes = zip(flags, weight_shards(model), strict=True)
+    return next((f"{flag} with Muon" for flag, size in sizes if size > 1), None)
 
 
 def _offload(setup: Setup) -> str:

@@ -103,6 +103,7 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
     "--optimizer soap: no step here": ({"optimizer": "soap"}, BF16),
     "--optimizer lion: no step here": ({"optimizer": "lion"}, BF16),
     "--optimizer dist_muon: only Adam and Muon": ({"optimizer": "dist_muon"}, BF16),
+    "Megatron's dev branch with Muon:": (MUON | {"use_layer_wise_param_layout": False}, BF16),
     "use_layer_wise_distributed_optimizer:": (
         MUON | {"use_layer_wise_distributed_optimizer": True}, BF16),
     "--muon-scalar-optimizer lion:": (MUON | {"muon_scalar_optimizer": "lion"}, BF16),
@@ -140,8 +141,11 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
         MUON, BF16 | {"muon_gate_up": "apart", "backend": "reference"}),
     "--overlap-param-gather-with-optimizer-step:": (
         {"overlap_param_gather_with_optimizer_step": True}, BF16),
+    "--chunked-optimizer-state-offload:": ({"chunked_optimizer_state_offload": True}, BF16),
     "--qk-clip:": ({"qk_clip": True}, BF16),
     "--use-nccl-ub with quantized weights:": (NATIVE | {"nccl_ub": True}, MXFP8),
+    "--disable-grad-buffers-cpu-backup with quantized weights:": (
+        NATIVE | {"disable_grad_buffers_cpu_backup": True}, MXFP8),
     "--fp16:": (NATIVE | {"fp16": True}, MXFP8),
     "--main-params-dtype fp16:": (NATIVE | AWARE | FP16_MASTERS, MXFP8),
     "--tensor-parallel-num-weight-shards above": (NATIVE | {"gtp_weight_remat_size": 2}, MXFP8),
@@ -256,6 +260,14 @@ VARIABLES = {  # of Transformer Engine: what changes bytes of weights, with whic
 }
 
 
+BRANCHES = {
+    "gtp_weight_remat_size", "expert_gtp_weight_remat_size",
+    "chunked_optimizer_state_offload", "disable_grad_buffers_cpu_backup",
+    "use_layer_wise_param_layout",
+}  # fmt: skip
+"""Fields that either Megatron's dev branch or all else lack."""
+
+
 def setup_of(settings: Settings, config: Settings) -> Setup:
     """Return what Megatron's own configurations tell with some fields changed."""
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -269,8 +281,8 @@ def setup_of(settings: Settings, config: Settings) -> Setup:
     model.bias_activation_fusion = False
     for name, value in settings.items():
         having = [one for one in (flags, ddp, model) if hasattr(one, name)]
-        assert having, name
-        for one in having:
+        assert having or name in BRANCHES, name
+        for one in having or (flags, ddp, model):
             setattr(one, name, value)
     return Setup.of_flags(MoEOptimConfig(**config), flags, ddp, [model, model])
 

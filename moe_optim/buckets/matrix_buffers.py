@@ -10,6 +10,7 @@ from megatron.core.optimizer.param_layout import PerBufferParamLayout
 from megatron.core.utils import log_single_rank
 
 from moe_optim.buckets.layout import START
+from moe_optim.errors import ConfigError
 from moe_optim.integration.engine import original
 from moe_optim.integration.installation import installed_optimizer
 
@@ -51,7 +52,9 @@ def tag_matrices(params: Iterable[torch.nn.Parameter]) -> None:
 
 
 def group_params_for_buffers(
-    params: list[torch.nn.Parameter], grad_reduce_in_fp32: bool
+    params: list[torch.nn.Parameter],
+    grad_reduce_in_fp32: bool,
+    merge_layerwise_fp8_grads: bool = False,  # noqa: ARG001  # of an optimizer that is not built
 ) -> dict[Any, tuple[list[torch.nn.Parameter], list[int]]]:
     """Group parameters by buffer as Megatron does, with Muon's matrices apart from the others."""
     if installed_optimizer() == "muon":
@@ -77,10 +80,16 @@ def matrix_param_layout(
     """Return the layout of a buffer in which every matrix lies inside one shard, and log it.
 
     ``params`` are in the order of the forward pass; ``divisor`` divides the length of a bucket and
-    is a multiple of ``dp_size``. LayoutError if no rank can own some matrix whole.
+    is a multiple of ``dp_size``. LayoutError if no rank can own some matrix whole; ConfigError with
+    Megatron's dev branch, which does not shard such buffers.
     """
     from moe_optim.buckets.matrix_layout import lay_out_matrices
 
+    if not hasattr(PerBufferParamLayout, "num_optimizer_shards"):
+        raise ConfigError(
+            "moe_optim: --optimizer muon: expected a release of Megatron or its main branch, got "
+            "its dev branch, which does not shard matrices. Check out a release, or main."
+        )
     backward = params[::-1]
     layout = lay_out_matrices(
         [_matrix_stack(param, len(params) - 1 - index) for index, param in enumerate(backward)],

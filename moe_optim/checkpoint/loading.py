@@ -156,7 +156,7 @@ def load(  # noqa: PLR0913  # Megatron's
                 validate_access_integrity,
                 strict,
                 verify_integrity,
-                process_group,
+                **({} if process_group is None else {"process_group": process_group}),
             )
     finally:
         end_session()

@@ -29,12 +29,13 @@ class Patch:
     target: str
     replacement: str
     form: str
-    """Form of the target in all supported versions; any other is refused. ``(names, of,
+    """Form of the target in supported versions; any other is refused. ``(names, of,
     parameters)``, prefixed by ``static`` for a static method; ``class``; or the type name of a
     constant."""
     because: str
     remove_when: str  # upstream change that makes the patch obsolete
     _: KW_ONLY
+    other_forms: tuple[str, ...] = ()  # forms of the target on branches of Megatron
     not_needed_with: tuple[str, ...] = ()  # modules whose presence makes the patch unnecessary
     only_if_there: bool = False  # whether to skip the patch if Megatron lacks the target
     is_deferred: bool = False
@@ -195,13 +196,15 @@ def _core_version() -> str:
 def _misfit(patch: Patch, version: str, *, loads: bool) -> str | None:
     """Return why a patch cannot be applied; ``loads`` imports the replacement to compare it."""
     needed = NEEDED["megatron-core"]
-    name, expected = f"megatron-core {version}", f"expected {patch.form} of megatron-core {needed}"
+    forms = (patch.form, *patch.other_forms)
+    name = f"megatron-core {version}"
+    expected = f"expected {' or '.join(forms)} of megatron-core {needed}"
     try:
         original = resolve(patch.target)[2]
     except (ImportError, AttributeError) as error:
         return f"{expected}, got none in {name} ({error})"
     form = form_of(original)
-    if form != patch.form or not satisfies(version, needed):
+    if form not in forms or not satisfies(version, needed):
         return f"{expected}, got {form} in {name}"
     if not loads:
         return None
@@ -241,8 +244,9 @@ def overridden(original: type, replacement: type) -> Iterator[tuple[str, Any, An
 def _takes_calls_of(mine: Any, theirs: Any) -> bool:
     """Return whether ``mine`` names the same parameters as ``theirs``, or forwards the others.
 
-    Forwarded parameters (``*args, **kwargs``) may change between versions. A ``theirs`` that only
-    forwards, such as a wrapper, always fits.
+    Forwarded parameters (``*args, **kwargs``) may change between versions, and parameters with a
+    default after those of ``theirs`` exist in some. A ``theirs`` that only forwards, such as a
+    wrapper, always fits.
     """
     if isinstance(mine, staticmethod) != isinstance(theirs, staticmethod):
         return False
@@ -260,7 +264,9 @@ def _takes_calls_of(mine: Any, theirs: Any) -> bool:
     if any(one.kind is one.VAR_KEYWORD for one in ours):
         positional = [one.name for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD]
         return positional == names[: len(positional)]
-    return [one.name for one in ours] == names
+    later = list(ours)[len(names) :]
+    is_called_without = all(one.default is not one.empty for one in later)
+    return [one.name for one in ours][: len(names)] == names and is_called_without
 
 
 def form_of(found: Any) -> str:

@@ -23,6 +23,7 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.integration.engine import apply_patches, revert_patches
 from moe_optim.integration.installation import building_with
 from moe_optim.integration.patches import EXPERTS
+from moe_optim.rules import weight_shards
 
 _HOLDER = "first iteration"
 _SOFTMAX = "scaled_masked_softmax_cuda"
@@ -194,6 +195,8 @@ def _alone(args: Any, rank: int) -> Iterator[None]:
     from megatron.core.tensor_parallel import random
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    names, sizes = ("gtp_remat_size", "expert_gtp_remat_size"), weight_shards(args)
+    shards = dict(zip(names, sizes, strict=True)) if max(sizes) > 1 else {}
     environment = dict(os.environ)
     tracker = random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED
     dist.init_process_group("fake", rank=rank, world_size=args.world_size, store=FakeStore())
@@ -207,8 +210,7 @@ def _alone(args: Any, rank: int) -> Iterator[None]:
             expert_model_parallel_size=args.expert_model_parallel_size,
             expert_tensor_parallel_size=args.expert_tensor_parallel_size,
             num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
-            gtp_remat_size=args.gtp_weight_remat_size,
-            expert_gtp_remat_size=args.expert_gtp_weight_remat_size,
+            **shards,
             order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
             create_gloo_process_groups=False,
         )

@@ -181,6 +181,9 @@ OPTIMIZER = (
            "Muon's matrices share buffers with other parameters unless they are tagged",
            "an optimizer chooses which parameters share a buffer")
           for module in (_DDP, _OF_DISTRIBUTED)),
+        other_forms=("(params, grad_reduce_in_fp32, merge_layerwise_fp8_grads)",),
+    ),
+    *_patches(
         ("optimizer-buckets", f"{_OF_DISTRIBUTED}:partition_buckets",
          "moe_optim.buckets.bucket_group:partition_buckets_of_optimizer",
          "(buffers, force_single_bucket_group, reduce_scatter_with_fp32_accumulation)",
@@ -227,6 +230,10 @@ CHECKPOINTS = _patches(
      "verify_integrity, process_group)",
      "nothing tells an optimizer what a checkpoint holds before it asks for it",
      "sharded_state_dict is given the checkpoint that will be loaded"),
+    other_forms=("(sharded_state_dict, checkpoint_dir, sharded_strategy, "
+                 "validate_access_integrity, strict, verify_integrity)",),
+    is_deferred=True,
+) + _patches(
     *((f"common-state:{module}", f"{_CORE}.{module}:load_common_state_dict",
        "moe_optim.checkpoint.loading:load_common_state_dict", "(checkpoint_dir)",
        "it reads a checkpoint first, runs code named there, and errors name no file",

@@ -15,7 +15,7 @@ from moe_optim.integration import patches
 from moe_optim.integration.agreement import agree
 from moe_optim.integration.engine import apply_patches, patch_state
 from moe_optim.integration.installation import OPTIMIZERS, config_or_bf16
-from moe_optim.optimizer.adam import keeping_moments
+from moe_optim.optimizer.adam import MOMENTS, keeping_moments
 from moe_optim.optimizer.nonfinite import check_states
 
 NOT_SAVED = (
@@ -32,11 +32,13 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
     Attributes:
         moe_optim_config: plug-in configuration at construction.
+        optimizer_state_keys: names of the states of a master besides itself.
         requester: owner of the pending manifest request, while a checkpoint is loaded.
         saved_names: kinds of states that are saved by name under another one.
     """
 
     saved_names: Mapping[str, str] = MappingProxyType({})
+    optimizer_state_keys: tuple[str, ...] = MOMENTS  # as Megatron's property, which some lack
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -13,11 +13,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.tensor_parallel import (
-    param_is_not_gtp_duplicate,
-    param_is_not_tensor_parallel_duplicate,
-)
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
@@ -66,6 +63,9 @@ from moe_optim.weights.te.fields import is_tensorwise
 if TYPE_CHECKING:
     from moe_optim.optimizer.host_states import HostStates
     from moe_optim.weights.te.tensorwise import TensorwiseCast
+
+
+_is_first_shard = getattr(tensor_parallel, "param_is_not_gtp_duplicate", lambda _: True)
 
 
 class GroupedDistributedOptimizer(CheckpointedOptimizer):
@@ -279,8 +279,8 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             NormInput(gradient_of(self, param), norm_of(master))
             for param, master in owned_masters(self)
             if param_is_not_shared(master)
-            and param_is_not_tensor_parallel_duplicate(master, **sharing)
-            and param_is_not_gtp_duplicate(master)
+            and tensor_parallel.param_is_not_tensor_parallel_duplicate(master, **sharing)
+            and _is_first_shard(master)
         ]
         return NormTable.build(
             counted,
@@ -562,12 +562,12 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             group.param_gather_dispatched = False  # even after a gather
         self._record(Event.SETTLE)
 
-    def start_param_sync_for_bucket_group_subset(self) -> None:
+    def start_param_sync_for_bucket_group_subset(self, force_sync: bool = False) -> None:
         """Start the gathers of this optimizer's groups. Every rank must call it.
 
         Megatron starts those of all groups of a chunk, once per optimizer that has stepped.
         """
-        self.start_gathers()
+        self.start_gathers(force_sync=force_sync)
 
     def start_gathers(self, *, force_sync: bool = False, after_update: bool = False) -> None:
         """Gather stale weights. Every rank must call it.

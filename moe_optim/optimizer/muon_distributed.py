@@ -64,6 +64,7 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
         matrices: description of every parameter that this rank owns a part of.
     """
 
+    optimizer_state_keys = (MOMENTUM,)
     saved_names = MappingProxyType({MASTER: WHOLE_MASTER})  # as in Megatron's layer-wise Muon
 
     def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -99,11 +100,6 @@ class MuonDistributedOptimizer(GroupedDistributedOptimizer):
         self.optimizer.weights = weights
         counted = [(weight, master.numel() // weight.numel) for master, weight in weights.items()]
         self._workspace.reserve(needed_bytes(counted, self.settings))
-
-    @property
-    def optimizer_state_keys(self) -> tuple[str, ...]:
-        """Names of the states of a master besides itself."""
-        return (MOMENTUM,)
 
     def _check_owned(self, param: torch.nn.Parameter, master: Tensor) -> None:
         weight, start = self.matrices[param], self._get_model_param_range_map(param)["param"].start

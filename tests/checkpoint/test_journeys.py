@@ -434,8 +434,12 @@ def _mixed_groups(folder: Path) -> list[str]:
 
 def test_groups_of_fp32_and_bf16_parameters_keep_their_states_apart(found):
     """F7, B8: in a group of both, Megatron takes one parameter's states for another's."""
+    from megatron.core.optimizer import OptimizerConfig
+
     ((stock, ours),) = found(1, "mixed groups")
-    assert stock and not ours
+    is_repaired = hasattr(OptimizerConfig, "chunked_optimizer_state_offload")  # on its dev branch
+    assert bool(stock) != is_repaired
+    assert not ours
 
 
 def _members(journey: Journey) -> None:

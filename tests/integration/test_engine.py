@@ -45,6 +45,14 @@ def our_gather(group, wait=False):
     return "ours"
 
 
+def gather_on_a_branch(group, wait=True, stream=None):
+    return "branch"
+
+
+def our_gather_of_both(group, wait=False, stream=None):
+    return "ours"
+
+
 def our_size(self, start, end):
     return 0
 
@@ -72,6 +80,7 @@ OURS = {
     "OtherPrefixBuffer": buffer_with(size=lambda self, begin, *args, **kwargs: 0),
     "Unrelated": type("Unrelated", (), {}),
     "gather": our_gather,
+    "gather_of_both": our_gather_of_both,
     "gather_any": lambda group, *args, **kwargs: None,
     "gather_more": lambda group, wait, stream: None,
     "gather_renamed": lambda bucket, wait: None,
@@ -159,6 +168,24 @@ def test_a_deferred_replacement_is_imported_at_its_first_call(applied, monkeypat
     assert engine.original(patch.target)("group") == "stock"
     revert_patches([patch])
     assert current("gather") is gather
+
+
+BRANCH = "(group, wait, stream)"
+
+
+@pytest.mark.parametrize("upstream", [gather, gather_on_a_branch])
+def test_a_target_may_have_the_form_of_a_branch(applied, monkeypatch, upstream):
+    """The replacement takes the calls of both: what one of them lacks has a default."""
+    monkeypatch.setattr(sys.modules["stub_upstream"], "gather", upstream)
+    applied(make_patch("gather", "gather_of_both", other_forms=(BRANCH,)))
+    assert current("gather") is our_gather_of_both
+
+
+def test_a_form_of_no_branch_is_refused_by_all_that_are_known(applied, monkeypatch):
+    monkeypatch.setattr(sys.modules["stub_upstream"], "gather", lambda bucket: None)
+    said = r"expected \(group, wait\) or \(group, wait, stream\) of .*, got \(bucket\) in"
+    with pytest.raises(PatchError, match=said):
+        applied(make_patch("gather", "gather_of_both", other_forms=(BRANCH,)))
 
 
 # Refusing
@@ -259,6 +286,18 @@ def test_ids_and_targets_are_unique_and_every_patch_says_why_and_until_when():
         assert patch.target.startswith("megatron."), patch
         assert patch.replacement.startswith("moe_optim."), patch
         assert min(len(patch.because.split()), len(patch.remove_when.split())) > 3, patch
+
+
+@on_ranks(1)
+def test_replacements_take_the_calls_of_every_form():
+    """Also of those that this Megatron's names do not have."""
+    for patch in PATCHES:
+        for form in patch.other_forms:
+            scope: dict = {}
+            exec(f"def found{form}: ...", scope)  # noqa: S102
+            owner, name, _ = engine.resolve(patch.target)
+            setattr(owner, name, scope["found"])
+            assert patch_state(patch) == "off", patch.id
 
 
 def resolve(path):

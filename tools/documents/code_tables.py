@@ -142,7 +142,8 @@ def patch_rows() -> str:
         rows.append([f"**{who}**", "", "", "", ""])
         for patch in group:
             target = patch.target.removeprefix("megatron.")
-            columns = [f"`{patch.id}`", f"`{target}`", f"`{patch.form}`"]
+            forms = "<br>".join(f"`{form}`" for form in (patch.form, *patch.other_forms))
+            columns = [f"`{patch.id}`", f"`{target}`", forms]
             rows.append([*columns, patch.because, patch.remove_when])
     return table(["id", "target", "which is", "because", "can go when"], rows)
 
