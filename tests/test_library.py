@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own spelling
 
-import moe_optim.experts.module  # noqa: F401  # the last to register operations
+import moe_optim.calibration.fake_operations  # noqa: F401  # register operations
+import moe_optim.experts.module  # noqa: F401
 from moe_optim.formats import FORMATS, MXFP8, reference
 from moe_optim.library import as_written
 from tests.support.bytes import assert_same_tensors

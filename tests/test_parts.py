@@ -11,13 +11,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import moe_optim
 from moe_optim.errors import LayoutError
 from moe_optim.formats import (
     FORMATS,
     MXFP8,
     NVFP4,
-    QuantizedWeight,
     reference,
 )
 from moe_optim.formats.partition import infer_partition
@@ -127,9 +125,6 @@ def test_the_amax_of_every_expert_is_a_maximum_over_the_axes_it_names(partition,
 
 CUTS = {  # shape, axes; of the last the blocks of no format are whole
     "experts": ((4, 128, 128), {"experts": {"ep": 2}}),
-    "rows": ((2, 256, 128), {"rows": {"tp": 2}}),
-    "columns": ((2, 128, 256), {"columns": {"tp": 2}}),
-    "rows and columns": ((2, 256, 256), {"rows": {"tp": 2}, "columns": {"fsdp": 2}}),
     "rows twice, inside of blocks": ((2, 192, 128), {"rows": {"tp": 2, "fsdp": 12}}),
     "both, inside of blocks": ((2, 64, 128), {"rows": {"tp": 8}, "columns": {"fsdp": 16}}),
 }
@@ -144,39 +139,15 @@ def test_special_values_on_all_sides_of_cuts(shape, axes):
         assert_parts_are_slices(weight, partition, quantize_on_ranks(weight, partition))
 
 
-def _whole_blocks(format):
-    shape = (2, 2 * format.block_row_height, 4 * format.block_length)
-    axes = {"experts": {"ep": 2}, "rows": {"tp": 2}, "columns": {"fsdp": 2}}
-    return shape, infer_partition(format, axes, shape=shape)
-
-
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-def test_parts_of_whole_blocks_are_weights(format):
-    """Their buffers are those of a ``QuantizedWeight``, and dequantize to their values."""
-    shape, partition = _whole_blocks(format)
-    assert partition.has_whole_blocks
-    weight = wide_range_weights(*shape)
-    values = reference.dequantize_bf16(
-        *(quantized_whole(weight, format.name)[name] for name in ("rowwise_data", "rowwise_scale")),
-        format,
-        "rowwise",
-        global_amax=quantized_whole(weight, format.name).get("global_amax"),
-    )
-    results = quantize_on_ranks(weight, partition)
-    for coordinate, buffers in zip(coordinates(partition), results, strict=True):
-        own = (buffers[name] for name in format.buffer_names)
-        part = QuantizedWeight.of_buffers(format, partition.part_shape, own)
-        expected = part_of(values, partition, coordinate)
-        assert_bytes_equal(moe_optim.dequantize(part), expected)
-
-
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_whole_blocks_are_left_to_kernels_where_these_run(format, monkeypatch):
     """Also those whose experts go on elsewhere: a launch finds their amaxes."""
     launched = []
     plan_kernels(monkeypatch)
     monkeypatch.setattr(Plan, "launch", lambda plan: launched.append(plan))
-    _, partition = _whole_blocks(format)
+    shape = (2, 2 * format.block_row_height, 4 * format.block_length)
+    axes = {"experts": {"ep": 2}, "rows": {"tp": 2}, "columns": {"fsdp": 2}}
+    partition = infer_partition(format, axes, shape=shape)
     coordinate = dict.fromkeys(("ep", "tp", "fsdp"), 0)
     quantize_part(torch.zeros(partition.part_shape), partition, coordinate, lambda *_: None)
     find_maxima, encode, finish = launched

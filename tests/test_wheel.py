@@ -111,6 +111,7 @@ def test_an_installation_leaves_the_torch_of_a_container_alone(environment):
     assert torch == CONTAINERS_TORCH
 
 
+@pytest.mark.extended
 def test_the_installed_command_trains_the_quickstart_anywhere(environment, tmp_path):
     command, text = environment / "bin" / "moe-optim", tmp_path / "text"
     shutil.copytree(ROOT / "moe_optim" / "commands" / "train", text)

@@ -1,4 +1,4 @@
-"""Parts of a step: time goes to the innermost, whatever clock is read, and no clock is waited for.
+"""Parts of a step: time goes to the innermost, whatever clock is read.
 
 How real optimizers are cut into parts is seen in ``tests/benchmarks/test_step.py``.
 """
@@ -6,12 +6,8 @@ How real optimizers are cut into parts is seen in ``tests/benchmarks/test_step.p
 from types import SimpleNamespace
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from benchmarks import step_rank as counted_steps
 from benchmarks.step_parts import Parts, instrument
-from benchmarks.step_rank import CountedSteps, kind_of
 
 
 class FakeClock:
@@ -145,70 +141,3 @@ def test_all_optimizers_of_a_chain_and_all_bucket_groups_are_seen(clock):
         "post_processing": 14,
         "forward_backward": 0.5,
     }
-
-
-@pytest.fixture
-def collectives(monkeypatch):
-    """Collectives that do nothing; what is rebound is put back."""
-    from megatron.core.distributed import param_and_grad_buffer as upstream
-
-    monkeypatch.setattr(upstream, "dist_all_gather_func", lambda *_, **__: None)
-    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda *_, **__: None)
-    monkeypatch.setattr(dist, "all_gather", lambda *_, **__: None)
-    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
-    return upstream
-
-
-def test_bytes_are_those_that_make_weights(collectives):
-    """Ours and Megatron's name of the same collective; activations and gradients do not count."""
-    parts = Parts()
-    counts = counted_steps.count_bytes(parts)
-    weights, maxima = torch.zeros(10, dtype=torch.bfloat16), torch.zeros(3)
-    with parts.part("forward_backward"):
-        dist.all_reduce(maxima)
-        dist.all_gather_into_tensor(output_tensor=weights, input_tensor=weights)
-        with parts.part("gather"):
-            collectives.dist_all_gather_func(weights, weights, group=None)
-            dist.all_gather_into_tensor(weights.view(torch.uint8), weights.view(torch.uint8))
-            dist.all_gather([weights[:7], weights[7:]], weights[:7])  # stock Muon's
-        with parts.part("requantize"):
-            dist.all_reduce(maxima, dist.ReduceOp.MAX)
-    assert counts == {"gathered": 3 * 20, "reduced": 12}
-
-
-@pytest.mark.usefixtures("collectives")
-def test_a_step_is_drained_on_the_host_iterations_alone(clock, monkeypatch):
-    """Ranks meet and the device is idle just before ``optimizer.step()``, and never otherwise."""
-    waits = []
-    monkeypatch.setattr(dist, "barrier", lambda: waits.append("ranks"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append("device"))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
-    chain = chain_of(clock)
-
-    def train_step(forward_step, data, model, optimizer, scheduler, config, forward_backward):
-        forward_backward()
-        optimizer.step()
-        return {"lm loss": torch.tensor(0.1)}, 0
-
-    steps = CountedSteps(train_step, {"parts": clock.mark, "host": clock.mark})
-    arguments = (None, None, [chunk_of([Group(clock)])], chain, None, None, work(clock, 20))
-    drained = []
-    for _ in range(7):
-        waits.clear()
-        steps(*arguments)
-        drained.append(list(waits))
-    assert drained == [*[[]] * 5, ["ranks", "device"], []]
-    report = steps.report()
-    assert [one["kind"] for one in report] == [kind_of(n) for n in range(1, 8)]
-    assert [set(one["ms"]) for one in report[3:]] == [
-        {"iteration"},
-        {
-            *("forward_backward", "grad_copy", "grad_norm", "inner_step", "requantize"),
-            *("optimizer", "optimizer_rest", "main_to_model_and_gather"),
-        },
-        {"optimizer_host"},
-        set(),
-    ]
-    assert report[4]["ms"]["forward_backward"] == 20
-    assert report[0]["loss"] == "0.100000001"
-    assert report[0]["bytes"] == {"gathered": 0, "reduced": 0, "peak": 7}

@@ -176,6 +176,7 @@ def _go_on(folder: Path) -> Record:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_amaxes_train_are_saved_and_go_on_at_other_parallel_sizes(tmp_path: Path):
     """Tensor parallel 2, expert parallel 2, expert tensor parallel 1 and sequence parallel, then
     expert parallel 4."""

@@ -62,52 +62,40 @@ def assert_same_buffers(got: QuantizedWeight, want: QuantizedWeight):
     assert (got.columnwise_data is got.rowwise_data) is not is_own
 
 
-QUANTIZERS = {
-    **{
-        name: (one, lambda m, format: moe_optim.quantize(m, format))
-        for name, one in FORMATS.items()
-    },
-    "by name": (NVFP4, lambda m, format: moe_optim.quantize(m, format.name, backend="reference")),
-}
+def quantize_to_all(master):
+    """In every format, and by the name of one."""
+    by_name = moe_optim.quantize(master, NVFP4.name, backend="reference")
+    return [*(moe_optim.quantize(master, format) for format in FORMATS.values()), by_name]
 
 
-@pytest.mark.parametrize(("format", "quantize"), QUANTIZERS.values(), ids=QUANTIZERS)
-def test_quantizing_gives_the_same_buffers(format, quantize, no_recompilation):
+def test_quantizing_gives_the_same_buffers(no_recompilation):
     """Also of other values, by the same graph; and no buffer wants a gradient."""
-    compiled = Compiled(lambda master: quantize(master, format))
+    compiled = Compiled(quantize_to_all)
     with no_recompilation:
         for seed in range(2):
             master = make_master(seed).requires_grad_()
-            got = compiled(master)
-            assert_same_buffers(got, quantize(master, format))
-            assert not any(buffer.requires_grad for buffer in got.buffers().values())
+            for got, want in zip(compiled(master), quantize_to_all(master), strict=True):
+                assert_same_buffers(got, want)
+                assert not any(buffer.requires_grad for buffer in got.buffers().values())
     assert compiled.graphs == 1
 
 
-DEQUANTIZERS = {
-    **{name: (one, moe_optim.dequantize) for name, one in FORMATS.items()},
-    "into memory": (
-        NVFP4,
-        lambda q, direction: reference.dequantize_bf16(
-            q.data(direction),
-            q.scale(direction),
-            q.format,
-            direction,
-            global_amax=q.global_amax,
-            out=torch.zeros(q.shape, dtype=torch.bfloat16),
-        ),
-    ),
-}
+def dequantize_all(quantized):
+    """In both directions, and one into memory."""
+    values = [moe_optim.dequantize(q, way) for q in quantized for way in DIRECTIONS]
+    q = next(one for one in quantized if one.format is NVFP4)
+    out = torch.zeros(q.shape, dtype=torch.bfloat16)
+    given = q.rowwise_data, q.rowwise_scale, q.format, "rowwise"
+    return [*values, reference.dequantize_bf16(*given, global_amax=q.global_amax, out=out)]
 
 
-@pytest.mark.parametrize(("format", "dequantize"), DEQUANTIZERS.values(), ids=DEQUANTIZERS)
-def test_dequantizing_gives_the_same_values(format, dequantize, no_recompilation):
-    compiled = Compiled(lambda q: [dequantize(q, direction) for direction in DIRECTIONS])
+def test_dequantizing_gives_the_same_values(no_recompilation):
+    compiled = Compiled(dequantize_all)
     with no_recompilation:
         for seed in range(2):
-            quantized = reference.quantize(make_master(seed), format)
-            for direction, got in zip(DIRECTIONS, compiled(quantized), strict=True):
-                assert_bytes_equal(got, dequantize(quantized, direction), what=direction)
+            quantized = [reference.quantize(make_master(seed), one) for one in FORMATS.values()]
+            for got, want in zip(compiled(quantized), dequantize_all(quantized), strict=True):
+                assert_bytes_equal(got, want)
     assert compiled.graphs == 1
 
 

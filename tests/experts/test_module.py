@@ -84,7 +84,7 @@ def assert_same_training(got: list[Record], want: list[Record]) -> None:
 SAME_AS_STOCK = {
     "grouped": (GROUPED, ()),
     "indexed": pytest.param((INDEXED, ()), marks=pytest.mark.extended),
-    "indexed, expert parallel": (INDEXED, EP2),
+    "indexed, expert parallel": pytest.param((INDEXED, EP2), marks=pytest.mark.extended),
 }
 
 

@@ -137,6 +137,7 @@ def _train(compiling: bool) -> Record:
     )
 
 
+@pytest.mark.extended
 def test_compiled_experts_train_as_without_compiling():
     """Losses, masters, moments and weights of two ranks, with biases, gathers and reductions
     overlapped, evaluations included."""

@@ -4,9 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_optim.kernels.cutting import cut_ranges, grid, int64
+from moe_optim.kernels.cutting import cut_ranges, int64
 from moe_optim.kernels.plan import Plan
-from moe_optim.places import Places
 
 
 def test_a_launch_makes_all_calls_in_order_and_records_nothing_for_autograd():
@@ -14,15 +13,6 @@ def test_a_launch_makes_all_calls_in_order_and_records_nothing_for_autograd():
     calls = [lambda n=n: seen.append((n, (weight * 2).requires_grad)) for n in range(3)]
     Plan(device=torch.device("cpu"), calls=tuple(calls)).launch()
     assert seen == [(0, False), (1, False), (2, False)]
-
-
-def test_a_plan_notices_when_one_of_its_places_has_moved():
-    tensors = [torch.zeros(3) for _ in range(3)]
-    plan = Plan(device=torch.device("cpu"), calls=(), places=Places(tensors))
-    tensors[1].fill_(7)
-    assert not plan.has_moved
-    tensors[1].data = torch.zeros(3)
-    assert plan.has_moved
 
 
 @given(
@@ -41,11 +31,3 @@ def test_parts_cover_every_range_once_and_in_order(sizes, one_length):
     ]
     assert covered == [(which, element) for which, n in enumerate(numels) for element in range(n)]
     assert bounds.diff().tolist() == ranges.bincount(minlength=len(numels)).tolist()
-
-
-def test_a_grid_has_every_combination():
-    assert grid(range(2), range(0, 9, 4)).tolist() == [
-        *([0, 0], [0, 4], [0, 8]),
-        *([1, 0], [1, 4], [1, 8]),
-    ]
-    assert grid(range(2), range(0), range(3)).shape == (0, 3)

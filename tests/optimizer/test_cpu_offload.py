@@ -112,6 +112,7 @@ def test_megatrons_flag_puts_states_on_the_host_and_leaves_no_trace(config, flag
         assert_same_run(got, want, what="with the flag")
 
 
+@extended
 def test_a_precision_aware_step_of_bf16_weights_is_fused_where_that_is_asked_for():
     """Megatron keeps the masters then, not Adam; with fp32 moments it is the run without."""
     runs = run_ranks(2, _train, [*FLAGS, *ONLY, *AWARE], fused("bf16"))
@@ -120,6 +121,7 @@ def test_a_precision_aware_step_of_bf16_weights_is_fused_where_that_is_asked_for
         assert_same_run(got, want, what="precision-aware")
 
 
+@extended
 def test_bf16_moments_of_bf16_weights_resume_to_the_bit(tmp_path: Path):
     """Saved with all states on the host, loaded onto the device."""
     flags = [*FLAGS, *ONLY, *NARROW]

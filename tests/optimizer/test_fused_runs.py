@@ -230,6 +230,7 @@ def test_checkpoints_of_either_step_load_in_the_other(
         before = after
 
 
+@pytest.mark.extended
 def test_resuming_goes_on_to_the_bit(tmp_path: Path):
     """A run that loads what another saved after 2 of 4 steps ends as the other."""
     config, flags = fused("nvfp4"), [*FLAGS, *ONLY, *OVERLAP]

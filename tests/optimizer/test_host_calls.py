@@ -95,7 +95,7 @@ class Apart:
             self.ddp.start_param_sync(force_sync=True)
 
 
-FEW, MANY = 8, 64
+FEW, MANY = 4, 16
 LOOKS = {"portable": 5, "transformer_engine": 9}
 """Calls into torch for a weight: where its gradient, master, moments and fields lie, and what was
 written into the master."""

@@ -36,7 +36,7 @@ def _train(flags: list[str], config: MoEOptimConfig) -> Record:
     ("format", "fraction", "flags"),
     [
         pytest.param("nvfp4", 1, OVERLAP, id="all"),
-        pytest.param("mxfp8", 0.5, (), id="half"),
+        pytest.param("mxfp8", 0.5, (), id="half", marks=pytest.mark.extended),
         pytest.param("bf16", 1, (), id="bf16", marks=pytest.mark.extended),
         pytest.param("fp8_block", 0.25, (), id="a quarter", marks=pytest.mark.extended),
     ],

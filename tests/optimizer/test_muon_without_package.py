@@ -12,6 +12,7 @@ from moe_optim.config import MoEOptimConfig
 from tests.support.ranks import run_ranks
 from tests.support.training import Record, assert_same_run, pretrain
 
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
 FLAGS = ["--optimizer", "muon", "--train-iters", "3", "--eval-interval", "2"]
 REFUSAL = (
     "ConfigError: moe_optim: --optimizer muon with step: stock: Megatron's own step calls "
@@ -67,7 +68,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Record]:
     return torch.load(folder / "said.pt"), torch.load(folder / "record.pt", weights_only=False)
 
 
-@pytest.mark.slow
 def test_a_fused_step_does_not_need_it(found: tuple[str, Record]):
     """Losses, masters, momenta and weights are those of a run with it, to the bit."""
     _, got = found

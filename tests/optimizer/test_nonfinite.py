@@ -73,7 +73,9 @@ def test_skip_leaves_masters_moments_and_weights_alone():
         assert all(buffer.float().isfinite().all() for buffer in later.values())
 
 
-@pytest.mark.parametrize("expert_layout", ["grouped", "indexed"])
+@pytest.mark.parametrize(
+    "expert_layout", ["grouped", pytest.param("indexed", marks=pytest.mark.extended)]
+)
 def test_raise_names_parameter_layer_expert_and_owner_on_every_rank(expert_layout: str):
     """Every rank stops with one message that says where to look, before the step."""
     for seen in run_ranks(2, _train, float("nan"), "raise", expert_layout):
@@ -159,10 +161,10 @@ def _train_on_nan(flags: list[str], culprit: str, policy: str) -> tuple[str, boo
 @pytest.mark.parametrize(
     ("way", "policy"),
     [
-        ("a norm of its own", "raise"),
+        pytest.param("a norm of its own", "raise", marks=pytest.mark.extended),
         ("a norm of its own, clipped", "skip"),
         ("a constant loss scale", "raise"),
-        ("a constant loss scale", "skip"),
+        pytest.param("a constant loss scale", "skip", marks=pytest.mark.extended),
     ],
 )
 def test_no_way_through_a_step_misses_a_nan(way: str, policy: str):

@@ -1,6 +1,7 @@
 """Tensor, sequence and pipeline parallelism, accumulation and several optimizer instances."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,11 +112,16 @@ def _train_mxfp8(flags: list[str], config: MoEOptimConfig = MXFP8) -> Record:
         *("tp2", "tp2 etp2", "pp2 tp2 ep2", "pp2, 2 chunks", "2 instances"),
     ),
 )
-def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, parallel: list[str]):
+def test_overlap_and_resuming_change_nothing_and_weights_come_from_masters(
+    ranks: int, parallel: list[str], tmp_path: Path
+):
     """In every model chunk of every rank, overlapped gathers give what gathers in the step give,
-    which is the oracle's bytes of the masters."""
+    which is the oracle's bytes of the masters. A run that loads what the overlapped one saved in
+    the middle ends as it did."""
     plain = run_ranks(ranks, _train_mxfp8, [*RUN, *parallel])
-    overlapped = run_ranks(ranks, _train_mxfp8, [*RUN, *parallel, *OVERLAP])
+    flags, folder = [*RUN, *parallel, *OVERLAP], str(tmp_path / "checkpoints")
+    overlapped = run_ranks(ranks, _train_mxfp8, [*flags, "--save", folder, "--save-interval", "2"])
+    rest = run_ranks(ranks, _train_mxfp8, [*flags, "--load", folder, "--ckpt-step", "2"])
     for rank in range(ranks):
         assert plain[rank].classes == {"GroupedDistributedOptimizer"}
         assert plain[rank].extra == len(
@@ -123,8 +129,15 @@ def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, paral
         )
         assert plain[rank].extra in {2, 4}  # fc1 and fc2 of one layer or two
         assert_same_run(overlapped[rank], plain[rank], what=f"rank {rank}")
+        end = replace(
+            plain[rank],
+            losses={step: loss for step, loss in plain[rank].losses.items() if step > 2},
+            validation_losses=rest[rank].validation_losses,
+        )
+        assert_same_run(rest[rank], end, what=f"rank {rank}, resumed")
     losses = plain[-1].losses
     assert losses[3] < losses[1]
+    assert set(rest[-1].losses) == {3}
 
 
 # What is copied is the same
@@ -138,20 +151,3 @@ def test_instances_keep_equal_copies():
         assert_same_tensors(records[rank].masters, records[twin].masters, what="master")
     for record in records[1:]:
         assert_same_tensors(record.weights, records[0].weights, what="weight")
-
-
-# Checkpoints, and what a run says about itself
-
-
-@topologies("tp2 ep2", extended=("pp2, 2 chunks",))
-def test_resume_continues_to_the_bit(ranks: int, parallel: list[str], tmp_path: Path):
-    """A run that loads what another saved in the middle ends as the other did."""
-    flags = [*RUN, *parallel, *OVERLAP]
-    folder = str(tmp_path / "checkpoints")
-    whole = run_ranks(ranks, _train_mxfp8, [*flags, "--save", folder, "--save-interval", "2"])
-    rest = run_ranks(ranks, _train_mxfp8, [*flags, "--load", folder, "--ckpt-step", "2"])
-    for rank in range(ranks):
-        whole[rank].losses = {step: loss for step, loss in whole[rank].losses.items() if step > 2}
-        rest[rank].validation_losses = whole[rank].validation_losses
-        assert_same_run(rest[rank], whole[rank], what=f"rank {rank}")
-    assert set(rest[-1].losses) == {3}

@@ -131,7 +131,9 @@ def _train_with_megatrons_experts(config: MoEOptimConfig) -> str:
     ("config", "outcome"),
     [
         (MoEOptimConfig(format="mxfp8"), r"format: mxfp8 without weights .* or set format: bf16\."),
-        (MoEOptimConfig(format="bf16", compute="bf16"), "trained"),
+        pytest.param(
+            MoEOptimConfig(format="bf16", compute="bf16"), "trained", marks=pytest.mark.extended
+        ),
     ],
     ids=["format", "bf16"],
 )
