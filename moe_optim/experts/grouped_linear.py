@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_optim.calibration.calibrated_amax import (
     calibrated_amax,
     held_amaxes,
-    hold_calibrated_amax,
+    move_amaxes,
     take_calibrated_amaxes,
 )
 from moe_optim.errors import StateError
@@ -198,8 +198,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             super()._apply(fn, recurse)
             if before != [weight.data_ptr() for weight in self.weights()]:
                 self._lay_together()
-        for buffer, amax in amaxes.items():
-            hold_calibrated_amax(self, amax.to(fn(amax).device), buffer)
+        move_amaxes(self, amaxes, fn)
         return self
 
     @torch.no_grad()
