@@ -4,6 +4,7 @@ They are buffers of the module that holds the weights, so they move, copy and sa
 Recorded amaxes of requantizations are separate: see :mod:`moe_optim.weights.recorded_amax`.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -63,6 +64,14 @@ def hold_calibrated_amax(
 def held_amaxes(linear: Module) -> dict[str, Tensor]:
     """Return the calibrated amaxes of a linear by buffer."""
     return {buffer: amax for buffer in BUFFERS if (amax := _held(linear, buffer)) is not None}
+
+
+def move_amaxes(
+    linear: Module, amaxes: Mapping[str, Tensor], fn: Callable[[Tensor], Tensor]
+) -> None:
+    """Move the amaxes that a linear had before ``_apply(fn)``, without a cast to another dtype."""
+    for buffer, amax in amaxes.items():
+        hold_calibrated_amax(linear, amax.to(fn(amax).device), buffer)
 
 
 def take_calibrated_amaxes(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -16,7 +17,9 @@ from moe_optim.calibration.calibrated_amax import (
     BUFFERS,
     calibrated_amax,
     calibrated_input_amax,
+    held_amaxes,
     local_amaxes,
+    move_amaxes,
     take_calibrated_amaxes,
 )
 from moe_optim.calibration.linears import (
@@ -274,8 +277,13 @@ def sharded_state_dict(
 
 
 def listen(module: Module) -> None:
-    """Hook a module's grouped linears to load amaxes with their weights, through adapters too."""
+    """Hook a module's grouped linears to load amaxes with their weights, through adapters too.
+
+    Casts of the linears then leave calibrated amaxes fp32.
+    """
     linears = [linear for _, linear in grouped_linears(module)]
+    for linear in linears:
+        linear._apply = partial(_apply, linear)
     wrappers = [one for one in module.modules() if is_wrapper(one)]
     hooks: list[tuple[Module, Callable[..., None]]] = [
         (wrapper, _pass_on)
@@ -287,6 +295,13 @@ def listen(module: Module) -> None:
         if one not in _LISTENING:
             one.register_load_state_dict_pre_hook(hook)
             _LISTENING.add(one)
+
+
+def _apply(linear: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    amaxes = held_amaxes(linear)
+    type(linear)._apply(linear, fn, recurse)
+    move_amaxes(linear, amaxes, fn)
+    return linear
 
 
 def _are_recorded(model: Any) -> bool:

@@ -11,11 +11,12 @@ from torch import Tensor
 from moe_optim.calibration.calibrated_amax import (
     calibrated_amax,
     held_amaxes,
-    hold_calibrated_amax,
+    move_amaxes,
     take_calibrated_amaxes,
 )
 from moe_optim.errors import StateError
 from moe_optim.experts import compiled_gemm
+from moe_optim.experts.fused_gradients import FusedNote
 from moe_optim.experts.grouped_gemm import (
     GradientEnd,
     Version,
@@ -198,8 +199,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             super()._apply(fn, recurse)
             if before != [weight.data_ptr() for weight in self.weights()]:
                 self._lay_together()
-        for buffer, amax in amaxes.items():
-            hold_calibrated_amax(self, amax.to(fn(amax).device), buffer)
+        move_amaxes(self, amaxes, fn)
         return self
 
     @torch.no_grad()
@@ -423,9 +423,8 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
 
         Returns:
             One bf16 gradient per parameter for autograd, of its shape, or None. After accumulation
-            into ``main_grad`` it is an uninitialized tensor, which DDP's hooks require and free
-            unread. Weights with other hooks return theirs through autograd, since such hooks may
-            read or change it.
+            into ``main_grad`` it is zeros, see :class:`FusedNote`. Weights with other hooks return
+            theirs through autograd, since such hooks may read or change it.
 
         Raises:
             StateError: weights to be read, or gradient memory, are offloaded.
@@ -441,7 +440,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
                     weight.quantized_storage.before_gradient()
                 main_grad.add_(part)
                 weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-                gradients.append(torch.empty_like(part))
+                gradients.append(FusedNote.of(weight, part).zeros)
             else:
                 if getattr(weight, "grad_added_to_main_grad", False):  # set by an earlier pass
                     weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]

@@ -71,20 +71,22 @@ class LocalExperts:
         """Return the local experts, or this rank's shard of them, under its own names.
 
         ``entries`` are weights and biases of one container in any layout, with local or all
-        experts, sharded or whole, and interleaved as in the model; those in the rank's layout are
-        returned unchanged. LayoutError without one complete set, or for another number or size of
-        experts.
+        experts, sharded or whole: interleaved as in the model, or with gate rows first under names
+        of Hugging Face's models. Those in the rank's layout are returned unchanged. LayoutError
+        without one complete set, or for another number or size of experts.
         """
         shapes = {k: tuple(v.shape) if isinstance(v, Tensor) else None for k, v in entries.items()}
         if shapes == self.own.shapes():
             return dict(entries)
         source = self._find_source(shapes)
         first = self.ep[0] * self.own.num_experts if source.num_experts == self.counts[1] else 0
+        # in Hugging Face's models gate rows come first, as export_weights has them
+        is_megatrons = not source.layout.name.startswith("hf")
         values = convert_expert_set(
             {key: plain_values(value) for key, value in entries.items()},
             source,
             self.own.layout,
-            source_interleave=self.interleave if source.layout.can_interleave else None,
+            source_interleave=self.interleave if is_megatrons else None,
             target_interleave=self.interleave,
             experts=range(first, first + self.own.num_experts),
         )

@@ -12,7 +12,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from moe_optim.checkpoint.files.reader import TensorInfo
-from moe_optim.errors import ConfigError, StateError, listed
+from moe_optim.errors import ConfigError, StateError, listed, refuse
 from moe_optim.rollout.families import FAMILIES, Anatomy, NamePair, Trait
 from moe_optim.rollout.units import HeldPart
 from moe_optim.weights.grouped_weight import GroupedWeight
@@ -27,6 +27,15 @@ _TRAITS: Mapping[Trait, str] = {
     "shared_experts": r".*\.shared_experts\..*",
 }
 """Patterns of names that only models with the trait have."""
+_UNNAMED = (
+    "layernorm_zero_centered_gamma",
+    "rotary_interleaved",
+    "attention_output_gate",
+    "moe_apply_probs_on_input",
+    "moe_shared_expert_glu_interleave_size",
+)
+"""Settings of a ``TransformerConfig`` that change what engines would have to compute with weights
+of the same names."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,6 +116,15 @@ class Wholes:
                 f"export_weights: expected all parts of {', '.join(sorted(self._open))}, got some. "
                 "Every rank of the model must call it, with all of its chunks."
             )
+
+
+def require_plain_model(config: Any) -> None:
+    """Raise ConfigError for settings with which engines of every family read other weights."""
+    refuse(
+        {name: getattr(config, name, None) for name in _UNNAMED},
+        expected="export_weights: expected weights as engines of Hugging Face's models read them",
+        remedy="Export in layout sequential or grouped, and convert them, or train without.",
+    )
 
 
 def find_pairs(names: Collection[str]) -> Mapping[str, NamePair]:

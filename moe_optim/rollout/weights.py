@@ -15,7 +15,7 @@ from moe_optim.buckets.bucket_group import gather_weights
 from moe_optim.calibration.linears import require_chunks
 from moe_optim.errors import ConfigError
 from moe_optim.integration.agreement import agree
-from moe_optim.rollout.dense import LocalPart, Wholes, local_parts
+from moe_optim.rollout.dense import LocalPart, Wholes, local_parts, require_plain_model
 from moe_optim.rollout.expert_buffers import (
     Arriving,
     buffers_of_part,
@@ -155,6 +155,8 @@ class _Exporter:
     @classmethod
     def of(cls, model_chunks: Any, exported: ExportedAs) -> "_Exporter":
         chunks = require_chunks(model_chunks, "export_weights")
+        for chunk in chunks if exported.is_renamed else ():
+            require_plain_model(chunk.config)
         return cls(
             chunks=chunks,
             exported=exported,

@@ -310,8 +310,12 @@ def _refuse_views(func: Any, args: tuple[Any, ...]) -> None:
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    is_collective = func.namespace == "c10d"  # whose schemas name no alias
     for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+        is_write = argument.alias_info is not None and argument.alias_info.is_write
+        if is_collective:
+            is_write = position == 0 and func._schema.name.endswith("_")
+        if not is_write:
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         for weight in pytree.tree_leaves(value):

@@ -151,6 +151,45 @@ def test_fused_accumulation_equals_adding_what_autograd_gives(format, layout, dt
         assert not hasattr(want, "grad_added_to_main_grad")
 
 
+def hook_as_ddp(weight):
+    """Add to ``main_grad`` what GEMMs have not added, as Megatron's DDP does after each pass."""
+
+    def add(*_):
+        assert weight.grad is not None
+        if not weight.grad_added_to_main_grad:
+            weight.main_grad.add_(weight.grad)
+        weight.grad = None
+
+    weight.grad_added_to_main_grad = False
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    node.register_hook(add)
+    return node  # which the weight does not keep
+
+
+@stored
+@every_layout
+@pytest.mark.parametrize("passes", [1, 2], ids=["in one pass", "in a pass of its own"])
+@pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
+def test_gradients_of_other_uses_of_a_weight_count(format, layout, passes, delay):
+    """As of a penalty in the loss, beside or behind fused accumulation, in each micro-batch."""
+    linear = make_linear(format, layout, delay_wgrad=delay)
+    give_main_grads(linear, torch.float32)
+    nodes = [hook_as_ddp(weight) for weight in linear.weights()]
+    for count in (1, 2):
+        output = linear(*make_tokens(linear, COUNTS)).sum()
+        penalty = sum((weight * 8).sum() for weight in linear.weights())
+        for loss in [output + penalty] if passes == 1 else [output, penalty]:
+            loss.backward()
+        if delay:
+            linear.backward_dw()
+        oracle = make_linear(format, layout, fuse=False)
+        oracle(*make_tokens(oracle, COUNTS)).sum().backward()
+        for got, want in zip(linear.weights(), oracle.weights(), strict=True):
+            whole = 0.5 + count * (want.grad.float() + 8)
+            torch.testing.assert_close(got.main_grad, whole, rtol=1e-6, atol=1e-6)
+    assert len(nodes) == len(linear.weights())
+
+
 # Weights at the wrong time
 
 

@@ -73,6 +73,18 @@ def test_whole_experts_are_cut_for_tensor_parallel_ranks(source):
             assert_same(local.take_from(make_state(given, source)), want)
 
 
+@every_source
+def test_rows_alternate_as_in_the_model_unless_hugging_face_names_them(source):
+    """Its models have all gate rows first, as exports under those names do."""
+    bias = source != "legacy"
+    experts = make_experts(LOCAL, FFN, HIDDEN, bias=bias)
+    rows = None if source.startswith("hf") else 2
+    for target in TARGETS:
+        local = place(target, interleave=2, bias=bias)
+        taken = local.take_from(make_state(experts, source, interleave=rows))
+        assert_same(taken, make_state(experts, target, interleave=2))
+
+
 WRONG = {  # number, width and hidden size of what is given -> what the error calls it
     "fewer experts": ((1, FFN, HIDDEN), r"got 1 of \[3, 4\] in {layout} layout"),
     "neither its own nor all": ((3, FFN, HIDDEN), r"got 3 of \[3, 4\] in {layout} layout"),

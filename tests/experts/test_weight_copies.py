@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from moe_optim.calibration import calibrate as calibration
 from moe_optim.calibration.calibrate import set_calibrated_amax
 from moe_optim.calibration.calibrated_amax import calibrated_amax
 from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
@@ -310,6 +311,20 @@ def test_ranks_that_share_an_expert_take_its_whole_amax():
     want = fake_quantize(whole, whole.abs().amax((1, 2), keepdim=True), 8)
     for parts in zip(*run_ranks(2, _copy_parts, "int8_per_expert"), strict=True):
         assert_bytes_equal(torch.cat(parts, dim=1), want)
+
+
+@pytest.mark.parametrize("way", [lambda one: one, copy.deepcopy], ids=["itself", "a copy"])
+@pytest.mark.parametrize("cast", [torch.nn.Module.bfloat16, torch.nn.Module.double])
+def test_casts_leave_amaxes_in_fp32(cast, way):
+    """Of weights and of inputs, also in a copy of the linear."""
+    experts, amaxes = Experts(), {"amax": torch.tensor([1.001, 2.002, 3.003])}
+    amaxes["input_amax"] = torch.tensor([4.004])
+    for name, amax in amaxes.items():
+        getattr(calibration, f"set_calibrated_{name}")(experts.linear, amax)
+    cast_one = cast(way(experts))
+    for name, amax in amaxes.items():
+        got = getattr(cast_one.linear, f"calibrated_{name}")
+        assert_bytes_equal(got, amax.view(-1, 1, 1), what=name)
 
 
 def test_copies_are_neither_parameters_nor_state():

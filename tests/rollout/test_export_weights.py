@@ -401,6 +401,9 @@ def _errors(chunks, optimizer):
     assert_same_tensors(exported(chunks), expected(chunks, optimizer))
     refused["a layout"] = refusal(lambda: exported(chunks, layout="legacy"))
     refused["a convention"] = refusal(lambda: exported(chunks, convention="gguf"))
+    with mock.patch.object(chunks[0].config, "layernorm_zero_centered_gamma", new=True):
+        refused["weights from zero"] = refusal(lambda: exported(chunks))
+        exported(chunks, layout="sequential")
     return refused
 
 
@@ -425,6 +428,7 @@ def test_an_export_sends_no_more_than_asked_copies_nothing_and_refuses_what_it_c
         assert "they are offloaded. Call reload_from_cpu()" in errors["on the host"]
         assert "expected one of hf_per_expert, sequential, hf, grouped" in errors["a layout"]
         assert "expected one of compressed_tensors" in errors["a convention"]
+        assert "got layernorm_zero_centered_gamma. Export in" in errors["weights from zero"]
 
 
 OFFLOADED, UNREADABLE = "offloaded on one rank", "unreadable on one rank"

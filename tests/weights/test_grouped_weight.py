@@ -431,6 +431,31 @@ def test_broadcast_sends_the_buffers():
             assert_bytes_equal(initial, drawn)
 
 
+LOST_RESULTS = {
+    "all_reduce": dist.all_reduce,
+    "reduce": lambda w: dist.reduce(w, 0),
+    "recv": lambda w: dist.recv(w, tag=1),
+    "scatter": lambda w: dist.scatter(w, [torch.ones(SHAPE).bfloat16()], 0),
+    "all_gather_into_tensor": lambda w: dist.all_gather_into_tensor(w, w.dequantize()),
+    "all_to_all_single": lambda w: dist.all_to_all_single(w, w.dequantize()),
+}
+
+
+def _write_by_collectives():
+    dist.init_process_group("gloo")
+    for name, write in LOST_RESULTS.items():
+        weight = make_weight()
+        with pytest.raises(StateError, match=r"c10d\..* be lost\. .* copy_\(\)"):
+            write(weight.data)
+        parts = [torch.zeros(SHAPE).bfloat16()]
+        dist.all_gather(parts, weight.data)
+        assert_bytes_equal(parts[0], weight.dequantize(), what=name)
+
+
+def test_collectives_read_a_weight_and_raise_where_they_would_write_into_it():
+    run_ranks(1, _write_by_collectives)
+
+
 def _broadcast_a_parameter():
     dist.init_process_group("gloo")
     weight = torch.nn.Parameter(make_weight(seed=0), requires_grad=False)
