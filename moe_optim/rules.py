@@ -429,6 +429,10 @@ RULES: tuple[Rule, ...] = (
           for name, known in MUON_VALUES.items()),
         ("--muon-num-ns-steps below 1", lambda s: s.optimizer.muon_num_ns_steps < 1,
          "an update without an iteration is not orthogonal", "Give 1 or more"),
+        ("--muon-use-syrk with a fused step",  # a flag of 0.20
+         lambda s: getattr(s.optimizer, "muon_use_syrk", False)
+         and not _without_fusing(s, "--muon-use-syrk"),
+         "the step's own products would ignore it", "Remove it, or set step: stock"),
         ("--use-precision-aware-optimizer with Muon",
          lambda s: s.optimizer.use_precision_aware_optimizer,
          "it sets dtypes of Adam's moments, and Megatron takes it with Adam alone", "Remove it"),

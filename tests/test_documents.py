@@ -6,8 +6,11 @@ import shlex
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from moe_optim.commands.cli.main import build_parser
 from tests.support.ranks import run_ranks
+from tools.documents import measured_tables
 from tools.documents.blocks import BLOCKS, ROOT, blocks_in, documents, regenerated
 from tools.documents.pictures import PICTURES, is_current
 from tools.documents.upstream_threads import PLACES, VERDICTS, threads
@@ -103,3 +106,10 @@ def test_the_code_of_the_readme_runs():
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", README, re.M | re.S))
     code += "\nassert (values - weights).abs().max() < 0.5\n"
     run_ranks(1, exec, code, {})
+
+
+def test_published_recipes_in_a_format_without_a_column_are_not_left_out(monkeypatch):
+    total = {"source": "Megatron-Bridge", "kept": "another", "recipes": 1, "settings": {}}
+    monkeypatch.setattr(measured_tables, "read_result", lambda _: {"totals": [total]})
+    with pytest.raises(ValueError, match="expected formats of KEPT_IN, got {'another'}"):
+        measured_tables.published()

@@ -75,6 +75,7 @@ TRAINS: dict[str, tuple[Settings, Settings]] = {  # Megatron's settings, the plu
     "fused, precision-aware": (AWARE, BF16 | {"step": "fused"}),
     "Muon": (MUON, BF16),
     "Muon, stock": (MUON, BF16 | {"step": "stock"}),
+    "Muon, stock, by another kernel": (MUON | {"muon_use_syrk": True}, BF16 | {"step": "stock"}),
     "Muon, every value of its own": (
         MUON
         | {"muon_coefficient_type": "deepseekv4", "muon_scale_mode": "unit_rms_norm"}
@@ -114,6 +115,7 @@ REFUSED: dict[str, tuple[Settings, Settings]] = {  # beginning of what is told -
     "--muon-scale-mode none:": (MUON | {"muon_scale_mode": "none"}, BF16),
     "--muon-tp-mode gathered:": (MUON | {"muon_tp_mode": "gathered"}, BF16),
     "--muon-num-ns-steps below 1:": (MUON | {"muon_num_ns_steps": 0}, BF16),
+    "--muon-use-syrk with a fused step:": (MUON | {"muon_use_syrk": True}, BF16),
     "--use-precision-aware-optimizer with Muon:": (MUON | AWARE, BF16 | {"step": "fused"}),
     "offload_states: 0.5 with Muon:": (MUON, BF16 | {"offload_states": 0.5}),
     "--optimizer-cpu-offload with Muon:": (
@@ -275,6 +277,7 @@ def setup_of(settings: Settings, config: Settings) -> Setup:
     from megatron.core.transformer import TransformerConfig
 
     flags = OptimizerConfig(use_distributed_optimizer=True)
+    flags.muon_use_syrk = False  # of 0.20
     ddp = DistributedDataParallelConfig()
     model = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=1)
     model.ffn_hidden_size = model.moe_ffn_hidden_size = 64

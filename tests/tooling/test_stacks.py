@@ -1,6 +1,8 @@
 """Ranks of training stacks, forked from one process, and what is told of one that stops."""
 
 import os
+import re
+import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
+from tools.stacks import __main__ as command_line
 from tools.stacks.__main__ import main
-from tools.stacks.environment import ROOT, TESTS
+from tools.stacks.environment import PACKAGES, ROOT, TESTS, install_packages
 from tools.stacks.ranks import STOPPED
 from tools.stacks.ranks import run_ranks as fork_ranks
 from tools.stacks.stand_ins import STAND_INS
@@ -78,6 +81,7 @@ def test_its_tests_are_given_the_newest_commit_of_a_repository(tmp_path, monkeyp
         return SimpleNamespace(returncode=3)
 
     monkeypatch.setattr(subprocess, "run", watch)
+    monkeypatch.setattr(command_line, "install_packages", lambda _: None)
     words = ["verl", "--install", str(tmp_path / "packages")]
     for option in ("--source", "--megatron", "--bridge"):
         words += [option, str(tmp_path / ".git")]
@@ -90,3 +94,35 @@ def test_a_stack_without_its_code_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["slime"])
     assert "slime: expected --source" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--source", "--install", "--megatron", "--bridge"])
+def test_code_that_bridge_would_not_run_is_refused(option, capsys):
+    with pytest.raises(SystemExit):
+        main(["bridge", option, "nowhere"])
+    assert "bridge: expected --path" in capsys.readouterr().err
+
+
+def test_packages_are_installed_once_and_folders_with_others_refused(tmp_path, monkeypatch):
+    """Also into an empty folder; one that lacks a package would change what the tests run."""
+    commands = []
+
+    def install(command, **_):
+        commands.append(command)
+        for package in (word for word in command if "==" in word):
+            info = tmp_path / f"{package.replace('==', '-')}.dist-info"
+            info.mkdir()
+            name, _, version = package.partition("==")
+            (info / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            )
+
+    monkeypatch.setattr(subprocess, "run", install)
+    for _ in range(2):
+        install_packages(tmp_path)
+        assert len(commands) == 2
+    missing = PACKAGES[0]
+    shutil.rmtree(tmp_path / f"{missing.replace('==', '-')}.dist-info")
+    with pytest.raises(ValueError, match=re.escape(f"expected {missing}, got a folder without")):
+        install_packages(tmp_path)
+    assert len(commands) == 2

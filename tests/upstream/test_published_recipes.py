@@ -55,3 +55,17 @@ def test_all_recipes_of_megatron_lm_pass():
     answers = run_ranks(1, _read_megatron_lm)[0]
     assert answers
     assert not any(one.refused or one.unread for one in answers)
+
+
+def _ask_nothing(folder: str) -> int:
+    from tools.upstream.published_recipes import main
+
+    try:
+        return main(["--bridge", folder])
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+def test_a_folder_without_recipes_is_refused(tmp_path):
+    """It would count as one whose recipes all pass."""
+    assert run_ranks(1, _ask_nothing, str(tmp_path)) == [2]

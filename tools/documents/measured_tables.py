@@ -815,7 +815,9 @@ KEPT_IN = {
     "nvfp4": "NVFP4",
     "blockwise": "blockwise FP8",
     "tensorwise": "per-tensor FP8",
+    "delayed": "delayed FP8",
     "bf16": "bf16",
+    "unknown": "unread",
 }
 """Format of published recipes -> label in the table, in order."""
 
@@ -826,7 +828,10 @@ OF_NVIDIA = ("Megatron-Bridge", "Megatron-LM", "Megatron-LM's functional tests")
 def published() -> str:
     """Return the numbers of recipes by source and storage, with what is refused in parentheses."""
     found = {(one["source"], one["kept"]): one for one in read_result(PUBLISHED)["totals"]}
-    kept = [name for name in KEPT_IN if any((source, name) in found for source in OF_NVIDIA)]
+    seen = {name for source, name in found if source in OF_NVIDIA}
+    if not seen <= KEPT_IN.keys():
+        raise ValueError(f"{PUBLISHED}: expected formats of KEPT_IN, got {seen - KEPT_IN.keys()}")
+    kept = [name for name in KEPT_IN if name in seen]
     rows = []
     for source in OF_NVIDIA:
         totals = (found.get((source, name)) for name in kept)

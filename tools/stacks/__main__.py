@@ -6,7 +6,7 @@
         [--install FOLDER] [--megatron FOLDER] [--bridge FOLDER]
 
 The second form runs the tests that call the stack's own code, on CPU ranks. verl and NeMo-RL import
-Megatron-Bridge and other packages: --install has pip put them into a folder, unless it exists, and
+Megatron-Bridge and other packages: --install has pip put them into a folder without any, and
 --path names folders that hold them. --megatron and --bridge name code of Megatron-LM and
 Megatron-Bridge to run in place of releases: NeMo-RL's worker needs the main branches. The source of
 each is a work tree, or a repository without one.
@@ -37,6 +37,9 @@ from tools.stacks.environment import (
     unpack,
     unpack_megatron,
 )
+
+CODE = ("source", "install", "megatron", "bridge")
+"""Options that name code for tests of a stack."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -94,12 +97,18 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(words)
     if args.stack != "bridge" and args.source is None:
         parser.error(f"{args.stack}: expected --source with the folder of its code")
+    if args.stack == "bridge" and any(map(vars(args).get, CODE)):
+        parser.error(f"bridge: expected --path, got one of {', '.join(f'--{x}' for x in CODE)}")
     return args
 
 
 def _run_tests(args: argparse.Namespace) -> int:
     if args.install:
-        install_packages(args.install)
+        try:
+            install_packages(args.install)
+        except ValueError as error:
+            print(f"--install {error}")
+            return 1
     with tempfile.TemporaryDirectory(prefix=f"{args.stack}-") as name:
         folder = Path(name)
         megatron, bridge = args.megatron, args.bridge

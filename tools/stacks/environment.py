@@ -1,6 +1,5 @@
 """Runs a stack's opt-in tests: unpacks its source, installs what it imports, sets variables."""
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -8,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from importlib.metadata import distributions, files
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -59,16 +59,27 @@ def unpack_megatron(source: Path, folder: Path) -> Path:
     tree = unpack(source, folder, "megatron")
     if tree != source:
         (tree / "megatron/core/datasets/Makefile").unlink()
-        for file in importlib.metadata.files("megatron-core") or ():
+        for file in files("megatron-core") or ():
             if file.name.startswith("helpers_cpp."):
                 shutil.copy(file.locate(), tree / file)
     return tree
 
 
 def install_packages(folder: Path) -> None:
-    """Install :data:`PACKAGES` without their dependencies, unless the folder exists."""
-    if folder.is_dir():
+    """Install :data:`PACKAGES` without their dependencies, unless the folder has them.
+
+    Raises:
+        ValueError: the folder has other files, such as packages of other versions.
+    """
+    found = distributions(path=[str(folder)])
+    names = {f"{one.name.lower().replace('_', '-')}=={one.version}" for one in found}
+    missing = sorted({*PACKAGES, RESILIENCY} - names)
+    if not missing:
         return
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(
+            f"{folder}: expected {', '.join(missing)}, got a folder without. Name another folder."
+        )
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(folder)]
     subprocess.run([*pip, *PACKAGES], check=True)
     system = ["--platform", f"manylinux_2_39_{platform.machine()}", "--only-binary", ":all:"]

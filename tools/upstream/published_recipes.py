@@ -408,16 +408,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--totals", type=Path, help="as --json, without the recipes")
     words = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(words)
-    answers: list[Answer] = []
+    found: dict[Path, list[Answer]] = {}
     if args.megatron_lm:
-        answers += megatron_lm_answers(args.megatron_lm)
-        answers += functional_test_answers(args.megatron_lm)
+        of_examples = megatron_lm_answers(args.megatron_lm)
+        found[args.megatron_lm] = of_examples + functional_test_answers(args.megatron_lm)
     if args.bridge:
-        answers += bridge_answers(args.bridge, args.families)
-    for checkout in args.launches:
-        answers += launch_answers(checkout)
-    if not answers:
-        parser.error("expected recipes below --bridge, --megatron-lm or --launches, got none")
+        found[args.bridge] = bridge_answers(args.bridge, args.families)
+    found |= {checkout: launch_answers(checkout) for checkout in args.launches}
+    empty = [str(folder) for folder, its in found.items() if not its]
+    if empty or not found:
+        names = ", ".join(empty) or "--bridge, --megatron-lm or --launches"
+        parser.error(f"expected recipes below {names}, got none")
+    answers = [answer for its in found.values() for answer in its]
     checkouts = {"Megatron-LM": args.megatron_lm} if args.megatron_lm else {}
     checkouts |= {checkout.name: checkout for checkout in args.launches}
     show(answers, Console(width=140, soft_wrap=True))
