@@ -93,7 +93,8 @@ def read_plan(path: Path | None, overrides: Sequence[str], words: Sequence[str])
             stores_in_te=config.storage == "transformer_engine",
         )
     except ConfigError as error:
-        raise ConfigError(f"{recipe.path}: {error}") from error
+        where = f"{recipe.path} and flags after --" if path and words else recipe.path
+        raise ConfigError(f"{where}: {error}") from error
     if path is None and not is_given and not experts.is_portable:
         is_single = experts.args.moe_single_grouped_weight
         layout = "grouped" if is_single else "indexed"
@@ -192,15 +193,15 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
             f"H100 and H200 runs in blockwise FP8{', not measured on Blackwell' * is_blackwell}"
         )
         notes.append(
-            "iteration: not estimated. The plan models neither GEMMs nor activations, and those "
-            f"runs, at most {UTILIZATION:.0%} of the bf16 peak, do not extrapolate; "
+            "iteration: not estimated. The plan models neither GEMMs nor activations, and our "
+            f"runs reach at most {UTILIZATION:.0%} of peak bf16 FLOPS, too little to extrapolate; "
             "`python -m benchmarks step RECIPE` measures it"
         )
     if report["not_counted"]:
         notes.append(f"model: dense weights are not counted: {report['not_counted']}")
     for reason in dict.fromkeys(report["left_out"].values()):
         names = [name for name, one in report["left_out"].items() if one == reason]
-        notes += [f"without {', '.join(names)}: {reason}"] * args.details
+        notes += [f"not shown: {', '.join(names)}: {reason}"] * args.details
     console.print()
     for note in notes:
         console.print(f"{note}.", style="dim", soft_wrap=False)
