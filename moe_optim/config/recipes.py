@@ -83,7 +83,11 @@ def suggest_shipped(wrong: str | Path) -> str:
     """Return a question after the recipe that ``wrong`` is close to, else all names."""
     shipped = shipped_recipes()
     meant = closest(Path(wrong).stem, shipped)
-    return f"Did you mean {meant}?" if meant else f"Shipped recipes: {', '.join(shipped)}."
+    if meant:
+        return f"Did you mean {meant}?"
+    if Path(wrong).suffix or Path(wrong).name != str(wrong):
+        return "Correct the path, or name a recipe that `moe-optim recipes` lists."
+    return f"Shipped recipes: {', '.join(shipped)}."
 
 
 def load_recipe(path: str | Path | None, overrides: Iterable[str] = ()) -> Recipe:
@@ -164,6 +168,8 @@ def _read_layers(path: Path) -> dict[Path, dict[str, dict[str, Any]]]:
         chain.append(step)
         layers.append(layer)
         remedy = f"Correct `base` in {step}."
+        if base in shipped_recipes():
+            remedy = f"Write {base}.yaml in {step}, and run `moe-optim recipes copy {base}` there."
         step = step.parent / base if base else None
     return dict(zip(chain[::-1], layers[::-1], strict=True))
 

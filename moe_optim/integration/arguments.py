@@ -4,7 +4,7 @@ The plug-in's flags are read from the command line rather than Megatron's ``args
 ``--yaml-cfg`` replaces and ``--use-checkpoint-args`` partly overwrites.
 """
 
-from argparse import Action, ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, HelpFormatter, Namespace
 from collections.abc import Sequence
 from math import lcm
 from typing import Any, NoReturn
@@ -90,6 +90,9 @@ def config_from_argv(argv: Sequence[str]) -> MoEOptimConfig | None:
 
 class FlagsParser(ArgumentParser):
     """Raises errors instead of exiting."""
+
+    def _get_formatter(self) -> HelpFormatter:
+        return HelpFormatter(self.prog, width=80)  # every add_argument would ask for the terminal's
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError."""

@@ -62,7 +62,9 @@ class FaultyFlags:
             try:
                 return ArgumentParser.parse_known_args(parser, self.argv)
             except ArgumentError as error:
-                self.faults.append(f"{error}. Change the value.".replace("argument ", "", 1))
+                is_bare = error.message.startswith("expected ")  # one argument, or more
+                remedy = "Give the value" if is_bare else "Change the value"
+                self.faults.append(f"{error}. {remedy}.".replace("argument ", "", 1))
                 flags = set((error.argument_name or "").split("/"))
                 shorter = without_options(self.argv, flags)
                 if len(shorter) == len(self.argv):  # not caused by a flag: stop here

@@ -48,6 +48,15 @@ _RANKS = "the number of ranks (--ranks of `moe-optim train`)"
 _BUILDERS = {"pretrain", "DistributedDataParallel", "get_model", "setup_model_and_optimizer"}
 """Calls after which an installation is too late."""
 _TE_IS_OLD = re.compile("only transformer-engine>=", re.IGNORECASE)
+_LOCAL: dict[str, tuple[str, bool]] = {  # fusions that local layers lack without apex
+    "--no-persist-layer-norm": ("no_persist_layer_norm", True),
+    "--no-rope-fusion": ("apply_rope_fusion", False),
+    "--no-masked-softmax-fusion": ("masked_softmax_fusion", False),
+    "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", False),
+}
+"""Flag -> field of the arguments and its value with the flag."""
+_NOT_INSTALLED = "Transformer Engine is not installed here"
+_NO_LATENT_ATTENTION = "--transformer-impl local has no attention for it"
 _HAS_REMEDY = re.compile(r"\b(install|(give|add|use|remove) -)", re.IGNORECASE)
 _SWITCHES = {  # field of Megatron's messages -> flag that turns it off
     "persist_layer_norm": "--no-persist-layer-norm",
@@ -90,7 +99,7 @@ def _list_faults(
     if broken := [f"{name}: {state}" for name, state in states.items() if "broken" in state]:
         return [f"patch {fault}. Run `moe-optim doctor`." for fault in broken]
     of_script = script_arguments.require_evaluation_of_script
-    checks = (script_arguments.require_transformer_engine, of_script, *checks)
+    checks = (of_script, *checks)
     dry_run = DryRun(argv, checks, layer_spec)
     apply_patches(SCRIPT, _HOLDER)
     script_arguments.set_observer(dry_run)
@@ -103,7 +112,7 @@ def _list_faults(
     except SystemExit as error:
         return [*dry_run.faults, _ended_itself(error, errors.getvalue())]
     except Exception as error:
-        said = f"{type(error).__name__}: {error}, before arguments were settled."
+        said = f"{type(error).__name__}: {error}, before Megatron validated its arguments."
         return [*dry_run.faults, _missing_in_yaml(error) or said]
     finally:
         script_arguments.set_observer(None)
@@ -182,8 +191,33 @@ class DryRun:
             if name not in defaults:
                 flag = f"--{name.replace('_', '-')}"
                 if flag not in self._dropped:
-                    self.faults.append(f"{flag}: expected a value, got none. Give the flag.")
+                    self.faults.append(_missing_value(flag, getattr(args, name)))
                 setattr(args, name, value)  # to check the rest
+        local, at = _with_local_layers(args), len(self.faults)
+        lacks_te = () if local else (script_arguments.require_transformer_engine,)
+        self._check(args, defaults, validate, (*lacks_te, *self._checks))
+        if local is not None:
+            missing = script_arguments.missing_transformer_engine(args)
+            self.faults.insert(at, f"{missing} {self._explain_local(args, local, defaults)}")
+        raise _CheckedError
+
+    def _explain_local(self, args: Any, local: Any, defaults: Mapping[str, Any]) -> str:
+        """Return the remedy of missing Transformer Engine, with all that local layers need."""
+        flags = [flag for flag, (name, off) in _LOCAL.items() if getattr(args, name) != off]
+        trial = DryRun(self._argv, (), self._layer_spec)
+        trial._config = self._config
+        stock = original("megatron.training.arguments:validate_args")
+        with suppress(_CheckedError):
+            trial.settle(local, defaults, lambda: stock(local, defaults))
+        return _remedy_of_layers(flags, [one for one in trial.faults if one not in self.faults])
+
+    def _check(
+        self,
+        args: Any,
+        defaults: Mapping[str, Any],
+        validate: Callable[[], Any],
+        checks: Sequence[Check],
+    ) -> None:
         is_given = not self.faults
         args, is_settled = self._validate(args, defaults, validate)
         config = self._config or installed_config()
@@ -191,7 +225,7 @@ class DryRun:
             script_arguments.make_muon_distributed,
             script_arguments.require_megatron_checkpoint,
         ] * (config is not None)
-        for check in (*own, *self._checks):
+        for check in (*own, *checks):
             try:
                 check(args)
             except ConfigError as error:
@@ -209,7 +243,6 @@ class DryRun:
             errors += schedule_refusals(args) if is_given else []  # else rates may be made up
             foreseen = (error for error in errors if not isinstance(error, ConfigError))
             self.faults += [_of_megatron(error) for error in foreseen]
-        raise _CheckedError
 
     def _validate(
         self, args: Any, defaults: Mapping[str, Any], validate: Callable[[], Any]
@@ -246,9 +279,10 @@ class DryRun:
         faults = (
             _TWO_LENGTHS if has_two and _OF_LENGTH.match(str(error)) else _of_megatron(error)
             for error in (*errors, *further)
+            if not (_lacks_te(error) and script_arguments.missing_transformer_engine(args))
         )
         self.faults += dict.fromkeys(faults)
-        return tried, not further
+        return tried, all(map(_lacks_te, further))
 
     def _configure(self, args: Any, *, is_settled: bool) -> tuple[Any, Any, Any]:
         """Return the configurations of optimizer, DDP and model; None if Megatron refuses them."""
@@ -261,15 +295,20 @@ class DryRun:
         from megatron.training.yaml_arguments import core_transformer_config_from_yaml
 
         def make(config: Callable[[Any], Any]) -> Any:
+            made = None
             try:
                 return config(args)
             except Exception as error:  # an assertion
-                if is_settled:  # else a consequence of the faults before
-                    checks = collecting(TransformerConfig, "__post_init__")
-                    with checks as errors, suppress(Exception):
-                        config(args)
-                    self.faults += dict.fromkeys(map(_of_megatron, errors or [error]))
-                return None
+                if not is_settled:  # a consequence of the faults before
+                    return None
+                checks = collecting(TransformerConfig, "__post_init__")
+                with checks as errors, suppress(Exception):
+                    made = config(args)
+                errors = errors or [error]
+            others = [error for error in errors if not _lacks_te(error)]
+            is_told = script_arguments.missing_transformer_engine(args) is not None
+            self.faults += dict.fromkeys(map(_of_megatron, others if is_told else errors))
+            return None if others else made
 
         optimizer = make(lambda args: get_megatron_optimizer_config(args)[0])
         is_yaml = args.yaml_cfg is not None  # read as gpt_config_from_args() does
@@ -323,7 +362,7 @@ def _of_megatron(error: Exception) -> str:
     text, *_ = str(error).split(" when instantiating ")  # drop the enclosing classes
     if "unexpected keyword argument 'k_channels'" in text:
         text = (
-            "--multi-latent-attention: --transformer-impl local has no attention for it. Give "
+            f"--multi-latent-attention: {_NO_LATENT_ATTENTION}. Give "
             "--transformer-impl transformer_engine"
         )
     said = " ".join(text.split()).rstrip(".") or _failed_line(error)
@@ -334,13 +373,48 @@ def _of_megatron(error: Exception) -> str:
     for field, flag in _SWITCHES.items():
         if field in said:
             return f"Megatron: {said}. Give {flag}."
-    needs_te = _NEEDS_TE.search(said) or _TE_IS_OLD.match(said)
-    if needs_te and script_arguments.has_no_transformer_engine():
-        return (
-            f"Megatron: {said}. Transformer Engine is not installed here: do the dry run inside "
-            "the training container."
-        )
+    if _lacks_te(error):
+        return f"Megatron: {said}. {_NOT_INSTALLED}: do the dry run in the training container."
     return f"Megatron: {said}. {_remedy_of(said)}".rstrip()
+
+
+def _lacks_te(error: Exception) -> bool:
+    """Return whether Megatron refuses arguments because Transformer Engine is not installed."""
+    needs_te = _NEEDS_TE.search(str(error)) or _TE_IS_OLD.match(str(error))
+    return needs_te is not None and script_arguments.has_no_transformer_engine()
+
+
+def _with_local_layers(args: Any) -> Any:
+    """Return a copy of ``args`` with local layers if Transformer Engine is missing, else None.
+
+    Fusions that these layers lack are off.
+    """
+    if args.yaml_cfg is not None or not script_arguments.missing_transformer_engine(args):
+        return None
+    with suppress(Exception):  # of arguments that hold an open file
+        local = copy.deepcopy(args)
+        vars(local).update({"transformer_impl": "local", **dict(_LOCAL.values())})
+        return local
+    return None
+
+
+def _remedy_of_layers(flags: Sequence[str], faults: Sequence[str]) -> str:
+    """Return the remedy of missing Transformer Engine.
+
+    Args:
+        flags: flags that local layers need.
+        faults: further faults of the same command line with local layers and these flags.
+    """
+    said = "Do the dry run in the training container. To train here, install it"
+    if any(_NO_LATENT_ATTENTION in fault for fault in faults):
+        return f"{said}: --transformer-impl local has no multi-latent attention."
+    without, others = "", list(dict.fromkeys(faults))
+    if any(_NOT_INSTALLED in fault for fault in faults):
+        without = ", without FP8 and FP4 flags"
+        of_flags = re.compile(f"{_NOT_INSTALLED}|--fp[48]-")
+        others = [fault for fault in others if not of_flags.search(fault)]
+    said += f", or give {' '.join(('--transformer-impl local', *flags))}{without}."
+    return " ".join([said, *(f"With these: {fault}" for fault in others)])
 
 
 def _remedy_of(said: str) -> str:
@@ -357,15 +431,24 @@ def _failed_line(error: Exception) -> str:
     return last.line if last and last.line else type(error).__name__
 
 
+def _missing_value(flag: str, value: int | None) -> str:
+    if value is None:
+        return f"{flag}: expected a value, got none. Give the flag."
+    return f"{flag}: expected 1 or more, got {value}. Change the value."
+
+
 def _missing(args: argparse.Namespace) -> dict[str, int]:
-    """Return required attributes that were not given, with valid values.
+    """Return required attributes that were not given or are not positive, with valid values.
 
     Megatron itself reports only one at a time.
     """
     if args.yaml_cfg is not None or args.use_checkpoint_args or args.hybrid_layer_pattern:
         return {}  # given there
+    pattern = args.moe_layer_freq
     needed = {
-        "num_layers": args.pipeline_model_parallel_size,
+        "num_layers": len(pattern)
+        if isinstance(pattern, list)
+        else args.pipeline_model_parallel_size,
         "hidden_size": 128 * args.tensor_model_parallel_size,
         "num_attention_heads": args.tensor_model_parallel_size,
         "seq_length": args.max_position_embeddings or 128,
@@ -376,4 +459,4 @@ def _missing(args: argparse.Namespace) -> dict[str, int]:
         del needed["num_layers"]
     if args.encoder_seq_length is not None:
         del needed["seq_length"]
-    return {name: value for name, value in needed.items() if getattr(args, name) is None}
+    return {name: value for name, value in needed.items() if (getattr(args, name) or 0) < 1}

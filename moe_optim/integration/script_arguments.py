@@ -150,9 +150,9 @@ def require_evaluation(args: Any) -> None:
     interval = getattr(args, "eval_interval", None)
     if not interval and not any(getattr(args, name, False) for name in needs_none):
         raise ConfigError(
-            f"--eval-interval: expected a number of iterations above 0, got {interval}, "
-            "by which Megatron divides once the model is built. Give --eval-interval N; with "
-            "--eval-iters 0, too, which evaluates nothing."
+            f"--eval-interval: expected a number of iterations above 0, got {interval}: Megatron "
+            "divides by it after building the model. Give --eval-interval N, even with "
+            "--eval-iters 0."
         )
 
 
@@ -177,17 +177,26 @@ def has_no_transformer_engine() -> bool:
     return import_error() is not None
 
 
-def require_transformer_engine(args: Any) -> None:
-    """Raise ConfigError if ``args`` select Transformer Engine's layers but it is not importable.
+def missing_transformer_engine(args: Any) -> str | None:
+    """Return the fault, without a remedy, if ``args`` select layers that no package provides.
 
-    Megatron would call None. Layers given by ``--spec`` are exempt. ``args`` are validated; those
-    from a YAML file may lack the fields read here.
+    Megatron would call None in place of Transformer Engine's. Layers given by ``--spec`` are
+    exempt. ``args`` from a YAML file may lack the fields read here.
     """
     impl = getattr(args, "transformer_impl", "transformer_engine")
     is_needed = impl == "transformer_engine" and getattr(args, "spec", None) is None
-    if is_needed and (why := import_error()):
+    if not is_needed or (why := import_error()) is None:
+        return None
+    return (
+        "--transformer-impl: expected Transformer Engine for transformer_engine, Megatron's "
+        f"default, got {why}."
+    )
+
+
+def require_transformer_engine(args: Any) -> None:
+    """Raise ConfigError for what :func:`missing_transformer_engine` finds in validated ``args``."""
+    if fault := missing_transformer_engine(args):
         raise ConfigError(
-            "--transformer-impl: expected Transformer Engine for transformer_engine, Megatron's "
-            f"default, got {why}. Megatron stops here without it. Do the dry run in the "
-            "training container. To train here, install it or give --transformer-impl local."
+            f"{fault} Train in a container that has it, install it, or give --transformer-impl "
+            "local and the flags that `moe-optim run --dry-run` lists."
         )

@@ -159,7 +159,7 @@ def _describe(package: Package | None) -> str:
         installed = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         return f"{text}, a source tree"
-    return f"{text}, a source tree that wins over the installed {installed}"
+    return f"{text}, a source tree that overrides the installed {installed}"
 
 
 def _prepare(config: MoEOptimConfig | None, *, cpu: bool) -> None:

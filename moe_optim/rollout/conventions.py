@@ -179,8 +179,8 @@ def find_convention(format: BlockScaledFormat | None, name: str | None = None) -
     found = next((one for one in of_format if name in (None, one.name)), None)
     if found is None:
         raise ConfigError(
-            f"convention: expected one of {', '.join(one.name for one in of_format)} for "
-            f"{'per-tensor scaling' if format is None else format.name}, got {name!r}. Name one of "
-            "them, or none."
+            f"convention: expected {' or '.join(one.name for one in of_format)} for "
+            f"{'per-tensor scaling' if format is None else format.name}, got {name!r}. Omit it for "
+            "the default."
         )
     return found

@@ -114,7 +114,7 @@ def require_input_scale(where: str, convention: Convention | None) -> None:
         got = "bf16" if convention is None else f"{convention.format} in {convention.name}"
         raise ConfigError(
             f"{where}: expected experts in nvfp4, whose inputs engines scale by a calibrated amax, "
-            f"got {got}. Export without scales of inputs."
+            f"got {got}. Export without input scales."
         )
 
 
@@ -123,5 +123,5 @@ def require_input_amax(where: str, amax: float | None) -> None:
     if amax is None or not 0 < amax < math.inf:
         raise ConfigError(
             f"{where}: expected a calibrated amax of inputs above zero, got {amax}. Call "
-            "moe_optim.calibrate(..., forward_loop=...), or export without scales of inputs."
+            "moe_optim.calibrate(..., forward_loop=...), or export without input scales."
         )

@@ -41,7 +41,8 @@ def test_what_is_neither_file_nor_name_is_an_error_with_the_closest_name_or_all(
     for word, remedy in (
         ("quikstart", " Did you mean quickstart?"),
         ("recipes/quickstart.yaml", " Did you mean quickstart?"),
-        ("mine.yaml", every),
+        ("mine", every),
+        ("mine.yaml", " or name a recipe that `moe-optim recipes` lists."),
     ):
         with pytest.raises(ConfigError) as error:
             load_recipe(word)

@@ -33,6 +33,12 @@ def but(*changes: str, without: tuple[str, ...] = ()) -> list[str]:
 
 
 LOCAL = "--transformer-impl"
+OF_TE = [LOCAL, "transformer_engine"]
+MISSING = (
+    "--transformer-impl: expected Transformer Engine for transformer_engine, Megatron's default, "
+    "got ModuleNotFoundError: it is hidden. Do the dry run in the training container. To train "
+    "here, install it"
+)
 CASES = {  # what is wrong -> a command line, and the beginnings of all faults
     "nothing": (but(), []),
     "nothing, stock": (RUN, []),
@@ -124,6 +130,30 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
             "Megatron: eval_global_batch_size (4) must be divisible by eval_micro_batch_size (3) * "
             "data_parallel_size (1). Change --global-batch-size, --micro-batch-size or the number "
             "of ranks (--ranks of `moe-optim train`).",
+        ],
+    ),
+    "sizes below 1": (
+        but("--num-layers", "-4", "--moe-layer-freq", "[0,1]", "--micro-batch-size", "0"),
+        [
+            "--num-layers: expected 1 or more, got -4. Change the value.",
+            "--micro-batch-size: expected 1 or more, got 0. Change the value.",
+        ],
+    ),
+    "layers of a missing package": (
+        but(*OF_TE, "--multi-latent-attention", "--optimizer", "sgd", "--moe-router-topk", "8"),
+        [
+            f"{MISSING}: --transformer-impl local has no multi-latent attention.",
+            "refused by moe_optim: --optimizer sgd",
+            "Megatron: --moe-router-topk: expected at most --num-experts 4, got 8",
+        ],
+    ),
+    "layers and formats of a missing package": (
+        but(*OF_TE, "--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--fp8-param-gather",
+            "--optimizer", "sgd", without=("--no-persist-layer-norm", "--no-rope-fusion")),
+        [
+            f"{MISSING}, or give --transformer-impl local --no-persist-layer-norm "
+            "--no-rope-fusion, without FP8 and FP4 flags.",
+            "refused by moe_optim: --optimizer sgd",
         ],
     ),
     "everything at once": (

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--format", choices=FORMATS, metavar="FORMAT", help=text)
     text = "omit masters, moments and all other optimizer state (--experts)"
     add("--weights-only", action="store_true", help=text)
-    add_naming(parser)
+    add_naming(parser, "SRC")
     add_workers(parser)
 
 
@@ -119,7 +119,7 @@ def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
     if args.to == "megatron":
         lines.append(f"Megatron's flags: {shlex.join(megatron_flags(plan.model, side))}")
         lines += _absent_layers(side, is_latent=plan.model.family.name == "deepseek_v3")
-    return lines + _left_out(plan, "--to takes weights alone")
+    return lines + _left_out(plan, "--to converts weights only")
 
 
 def _dequantize(args: argparse.Namespace, reader: "CheckpointReader", began: float) -> list[str]:

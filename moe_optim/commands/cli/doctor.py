@@ -136,9 +136,9 @@ def _note(name: str, package: Package | None) -> str:
     if name != "megatron-core":
         return ""
     if not package.checkout:
-        return "the installed wheel wins"
+        return "the installed wheel"
     try:
-        return f"a source checkout wins over the wheel {importlib.metadata.version(name)}"
+        return f"a source checkout, overrides the wheel {importlib.metadata.version(name)}"
     except importlib.metadata.PackageNotFoundError:
         return "a source checkout, no wheel"
 

@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from moe_optim.commands.console.workers import number_above_zero, whole_number
 from moe_optim.experts.keys.layouts import LAYOUTS
@@ -32,10 +33,18 @@ def add_source_and_target(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", type=Path, metavar="DIR", help=text)
 
 
-def add_naming(parser: argparse.ArgumentParser) -> None:
-    """Add the options for facts that a checkpoint does not record."""
+def add_naming(parser: argparse.ArgumentParser, source: str) -> None:
+    """Add the options for facts that a checkpoint does not record; ``source`` is its metavar."""
     add = parser.add_argument
-    text = "replace the key prefix FROM of the first checkpoint by TO; may be repeated"
-    add("--rename", action="append", default=[], metavar="FROM=TO", help=text)
+    text = f"replace the key prefix FROM of {source} by TO; may be repeated"
+    words: Any = {"action": "append", "default": [], "metavar": "FROM=TO"}
+    add("--rename", type=_renaming, help=text, **words)
     text = "experts per layer, if the checkpoint does not record it (layout legacy)"
     add("--num-experts", type=number_above_zero, metavar="N", help=text)
+
+
+def _renaming(text: str) -> str:
+    """Check ``FROM=TO`` before a checkpoint is opened; an argparse ``type``."""
+    if not text.partition("=")[0] or "=" not in text:
+        raise argparse.ArgumentTypeError(f"expected FROM=TO, prefixes of keys, got '{text}'")
+    return text

@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            meant = closest(str(value), map(str, action.choices or ()))
+            meant = closest(str(value), map(str, action.choices or ()), likeness=0.8)
             remedy = f". Did you mean {meant}?" if meant else ""
             raise argparse.ArgumentError(action, f"{error.message}{remedy}") from error
 

@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpus", type=int, nargs="+", metavar="N", help=text)
     text = (
         "kind of GPU: memory as cards report it; by its data sheet memory bandwidth, and the link "
-        "that the all-gather uses (NVLink, or one network port per GPU)"
+        "that the all-gather uses (NVLink, or one network port per GPU). For others give the "
+        "three options below"
     )
     add("--gpu", choices=GPUS, help=text)
     text = "memory of a GPU, in place of --gpu's: show whether the model fits, and the rest"

@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the script's own arguments, and --use-moe-grouped-optim, --moe-optim-recipe PATH, "
         "--moe-optim-set KEY=VALUE"
     )
-    add("script_args", nargs=argparse.REMAINDER, metavar="ARGS", help=text)
+    rest = add("script_args", nargs=argparse.REMAINDER, metavar="ARGS", help=text)
+    rest.required = False  # which an error about a missing SCRIPT would name
 
 
 def run(args: argparse.Namespace) -> int:

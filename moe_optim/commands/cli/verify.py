@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", action="store_true", help="print all results as JSON")
     add("--weights-only", action="store_true", help="ignore optimizer states")
-    add_naming(parser)
+    add_naming(parser, "A")
     add_workers(parser)
 
 

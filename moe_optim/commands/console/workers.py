@@ -104,12 +104,12 @@ def _run(item: Any) -> Any:
 def whole_number(text: str) -> int:
     """Parse a nonnegative integer option; an argparse ``type``."""
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"expected a whole number, got '{text}'")
+        raise argparse.ArgumentTypeError(f"expected 0 or a positive integer, got '{text}'")
     return int(text)
 
 
 def number_above_zero(text: str) -> int:
     """Parse a positive integer option; an argparse ``type``."""
     if not whole_number(text):
-        raise argparse.ArgumentTypeError("expected a number above 0, got 0")
+        raise argparse.ArgumentTypeError("expected a positive integer, got 0")
     return int(text)

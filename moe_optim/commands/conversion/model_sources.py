@@ -188,7 +188,7 @@ def read_tokenizer(given: Path | None, *, beside: Path) -> dict[str, bytes]:
     if given and not names:
         raise ConfigError(
             f"{folder}: expected files of a tokenizer, such as {_TOKENIZER_FILES[0]}, got none. "
-            "Give the folder of a model of Hugging Face."
+            "Give the folder of a Hugging Face model."
         )
     found = {}
     for name in names:

@@ -113,8 +113,8 @@ def explain(choice: Choice, best: PlanRow | None, rows: Sequence[PlanRow]) -> st
     """Return the recommended format, the reason, and what its experts save, as a sentence."""
     if choice.has_bf16:
         return (
-            "Its flags keep bf16 weights; those below quantize them, on Hopper in blocks "
-            "(--fp8-recipe blockwise), on Blackwell, which --gpu names, in MXFP8."
+            "The given flags keep weights in bf16. Those below quantize them: in blockwise FP8 "
+            "for Hopper, or in MXFP8 if --gpu names a Blackwell GPU."
         )
     if best is None:
         return f"Recommended: none of these formats, as {choice.why}."

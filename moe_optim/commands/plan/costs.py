@@ -11,8 +11,6 @@ from fractions import Fraction
 from math import prod
 from typing import NamedTuple
 
-import numpy as np
-
 from moe_optim.buckets.layout import Slot, plan_buffers
 from moe_optim.commands.plan.buckets import Bucket, Counts, count_owned, packed_nbytes
 from moe_optim.commands.plan.experts import PlannedExperts, WeightShape
@@ -101,8 +99,8 @@ def count_costs(name: str, experts: PlannedExperts, buckets: Counter[Bucket]) ->
         used = sum(slot.numel for slot in bucket.slots)
         for what, count in {**costs.sums, "used": used}.items():
             sums[what] += count * number
-        owned.append(costs.owned * number)
-    return Costs(sums, np.sum(owned, axis=0))
+        owned.append([count * number for count in costs.owned])
+    return Costs(sums, [sum(counts) for counts in zip(*owned, strict=True)])
 
 
 def _quantized_costs(format: BlockScaledFormat, bucket: Bucket, experts: PlannedExperts) -> Costs:

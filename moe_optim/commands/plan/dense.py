@@ -64,7 +64,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.num_attention_heads is None:
         raise ConfigError("--num-attention-heads is not given")
     if args.padded_vocab_size is None and args.vocab_size is None:
-        raise ConfigError("the vocabulary is unknown: give --padded-vocab-size")
+        raise ConfigError("neither --vocab-size nor --padded-vocab-size is given")
 
 
 def _norm(args: argparse.Namespace, size: int) -> int:

@@ -2,7 +2,7 @@
 
 The import would dominate the time of a plan. ``megatron_flags.json`` records the flags of the
 megatron-core versions that it names: nargs, types, choices and defaults. Megatron's own parser is
-used if another version is installed, or if the flags have errors.
+used if another version is installed, or for layer patterns that only Megatron evaluates.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from typing import Any
 from moe_optim.environment import Package, find_package
 from moe_optim.errors import ConfigError
 from moe_optim.integration.arguments import FlagsParser, parse_with_megatron
+from moe_optim.integration.faulty_flags import FaultyFlags
 from moe_optim.screen import quiet
 
 DTYPES = {
@@ -49,9 +50,12 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     if installed is None or is_recorded(installed):
         try:
             return recorded_parser().parse_args(list(argv))
-        except ConfigError:
+        except ConfigError as error:
             if installed is None:
                 raise
+            if faults := FaultyFlags(recorded_parser(all_patterns=True), argv).faults:
+                said = " ".join(faults)
+                raise ConfigError(f"megatron_args: {said}") from error
     with quiet():  # the import takes seconds and warns of optional packages
         return parse_with_megatron(argv)
 

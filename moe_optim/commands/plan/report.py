@@ -3,7 +3,7 @@
 import argparse
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -93,7 +93,8 @@ def read_plan(path: Path | None, overrides: Sequence[str], words: Sequence[str])
             stores_in_te=config.storage == "transformer_engine",
         )
     except ConfigError as error:
-        raise ConfigError(f"{recipe.path}: {error}") from error
+        where = f"{recipe.path} and flags after --" if path and words else recipe.path
+        raise ConfigError(f"{where}: {error}") from error
     if path is None and not is_given and not experts.is_portable:
         is_single = experts.args.moe_single_grouped_weight
         layout = "grouped" if is_single else "indexed"
@@ -101,8 +102,16 @@ def read_plan(path: Path | None, overrides: Sequence[str], words: Sequence[str])
     return Planned(recipe, argv, experts, layout)
 
 
-def estimated_rows(planned: Planned, gpus: Sequence[int], hardware: Hardware) -> dict[str, Any]:
-    """Return ``rows``, ``step`` and ``not_counted`` of a report, see :func:`make_report`."""
+def estimated_rows(
+    planned: Planned,
+    gpus: Sequence[int],
+    hardware: Hardware,
+    formats: Collection[str] | None = None,
+) -> dict[str, Any]:
+    """Return ``rows``, ``step`` and ``not_counted`` of a report, see :func:`make_report`.
+
+    ``formats`` names the rows; None for all.
+    """
     recipe, experts = planned.recipe, planned.experts
     config = config_with_flags(recipe.moe_optim, experts.optimizer)
     # Adam may hold masters if no weight is quantized; such rows are stock's
@@ -120,7 +129,9 @@ def estimated_rows(planned: Planned, gpus: Sequence[int], hardware: Hardware) ->
         dense = count_dense(experts.args)
     except ConfigError as error:
         not_counted = str(error)
-    rows = plan_rows(experts, gpus, config, hardware, dense, is_fused=reason is None)
+    rows = plan_rows(
+        experts, gpus, config, hardware, dense, is_fused=reason is None, formats=formats
+    )
     step = "fused" if reason is None else f"stock, not estimated: {reason}"
     if experts.has_muon and reason is None:
         step += ", not estimated: Muon's iteration takes time for arithmetic, not for bytes"
@@ -131,16 +142,18 @@ def make_report(args: argparse.Namespace, planned: Planned) -> dict[str, Any]:
     """Return the content of the JSON file."""
     recipe, experts, hardware = planned.recipe, planned.experts, Hardware.of_options(args)
     gpus = sorted(set(args.gpus or default_gpus(experts, recipe.ranks)))
-    counted = estimated_rows(planned, gpus, hardware)
     choice = find_choice(recipe, planned.argv, experts, args.gpu)
+    shown = choice.rows_to_show()
+    has_all = args.details or args.json is not None
+    counted = estimated_rows(planned, gpus, hardware, None if has_all else shown)
     advised = recipe.ranks if recipe.ranks in gpus else gpus[0]
     rows = [row for row in counted["rows"] if row["gpus"] == advised]
     best = recommend(choice, rows)
     format = FORMATS.get(best["format"] if best else choice.own)
     fit = None
     if hardware.memory_gib is not None:
-        shown = best or next(row for row in rows if row["format"] == STOCK_BF16)
-        fit = explain_fit(shown, hardware.memory_gib, counted["not_counted"] or "")
+        row = best or next(row for row in rows if row["format"] == STOCK_BF16)
+        fit = explain_fit(row, hardware.memory_gib, counted["not_counted"] or "")
     return {
         "command": shlex.join(["moe-optim", *args.argv]),
         "commit": commit(),
@@ -150,7 +163,7 @@ def make_report(args: argparse.Namespace, planned: Planned) -> dict[str, Any]:
         "missing_gemms": choice.missing_gemms,
         "fits": fit,
         "flags": flags_to_add(choice, best, recipe.moe_optim, hardware.gpu),
-        "shown": choice.rows_to_show(),
+        "shown": shown,
         "left_out": left_out(experts),
         "gpu": args.gpu,
         "gpu_memory_gib": hardware.memory_gib,
@@ -180,15 +193,15 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
             f"H100 and H200 runs in blockwise FP8{', not measured on Blackwell' * is_blackwell}"
         )
         notes.append(
-            "iteration: not estimated. The plan models neither GEMMs nor activations, and those "
-            f"runs, at most {UTILIZATION:.0%} of the bf16 peak, do not extrapolate; "
+            "iteration: not estimated. The plan models neither GEMMs nor activations, and our "
+            f"runs reach at most {UTILIZATION:.0%} of peak bf16 FLOPS, too little to extrapolate; "
             "`python -m benchmarks step RECIPE` measures it"
         )
     if report["not_counted"]:
         notes.append(f"model: dense weights are not counted: {report['not_counted']}")
     for reason in dict.fromkeys(report["left_out"].values()):
         names = [name for name, one in report["left_out"].items() if one == reason]
-        notes += [f"without {', '.join(names)}: {reason}"] * args.details
+        notes += [f"not shown: {', '.join(names)}: {reason}"] * args.details
     console.print()
     for note in notes:
         console.print(f"{note}.", style="dim", soft_wrap=False)

@@ -1,7 +1,7 @@
 """Rows of a plan: memory, gather and step of a rank in every format."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -41,6 +41,7 @@ def plan_rows(
     dense: Sequence[int] | None = None,
     *,
     is_fused: bool = True,
+    formats: Collection[str] | None = None,
 ) -> Iterator[PlanRow]:
     """Yield a row for every format, managed and stock, at each number of GPUs.
 
@@ -58,10 +59,15 @@ def plan_rows(
         hardware: memory and bandwidths; None omits times.
         dense: parameters outside of experts of each stage; None if they cannot be counted.
         is_fused: whether steps of quantized weights are fused.
+        formats: formats of the rows, with stock bf16 among them; None for all.
     """
     config, hardware = config or MoEOptimConfig(), hardware or Hardware()
     excluded = left_out(experts)
-    names = [one for one in (MUON_ROWS if experts.has_muon else ROWS) if one not in excluded]
+    names = [
+        one
+        for one in (MUON_ROWS if experts.has_muon else ROWS)
+        if one not in excluded and (formats is None or one in formats)
+    ]
     for count in gpus:
         laid_out: dict[Any, Counter[Bucket]] = {}  # by block, which Muon's layouts depend on
         rows: dict[str, PlanRow] = {}
@@ -106,7 +112,7 @@ def _memory(
     (``_copy_model_grads_to_main_grads``). Quantized weights have fp32 masters, and
     ``--optimizer-cpu-offload`` uses another Adam.
     """
-    most = int(total.owned.max())
+    most = max(total.owned)
     here = most - int(on_host * most)
     reads_bf16 = is_fused if name in FORMATS else _is_aware(name, experts)
     copies = experts.grad_bytes < 4 and not reads_bf16
@@ -153,7 +159,7 @@ def _traffic(total: Costs, experts: PlannedExperts, gpus: int, hardware: Hardwar
         "gather_ms": None if link is None else transferred / (link * 1e6),
         "link_gb_per_s": link,
         "padding_fraction": (sums["numel"] - sums["used"]) / sums["numel"],
-        "shard_imbalance": int(total.owned.max()) * dp_size / sums["used"],
+        "shard_imbalance": max(total.owned) * dp_size / sums["used"],
         "expert_data_parallel_size": dp_size,
     }
 

@@ -66,9 +66,9 @@ def _boxes(slot: Slot, stored: list[OwnedBox], shard: int) -> Iterator[OwnedBox]
 def explain_save(save: Mapping[str, int]) -> str:
     """Return what a save writes of experts, as a sentence."""
     return (
-        f"A save by name at {spell_number(save['gpus'], 'GPU')} writes "
-        f"{spell_bytes(save['state_bytes'])} of experts' masters and moments in "
-        f"{save['state_chunks']:,} chunks, {spell_bytes(save['weight_bytes'])} of their weights in "
-        f"{save['weight_chunks']:,}, to {spell_number(save['files'], 'file')}, and "
+        f"With --dist-ckpt-optim-fully-reshardable, a save on {spell_number(save['gpus'], 'GPU')} "
+        f"writes {spell_bytes(save['state_bytes'])} of experts' masters and moments "
+        f"({save['state_chunks']:,} chunks) and {spell_bytes(save['weight_bytes'])} of their "
+        f"weights ({save['weight_chunks']:,} chunks) to {spell_number(save['files'], 'file')}, and "
         f"about {spell_bytes(save['metadata_bytes'])} of metadata."
     )

@@ -79,7 +79,9 @@ def _bytes(header: str, key: str, width: int = 8) -> Column:
 
 
 def _spell_ms(time: float) -> str:
-    return f"{time:,.3f} ms" if time else "none"
+    if not time:
+        return "none"
+    return f"{time:,.0f} ms" if time >= 100 else f"{time:.3g} ms"
 
 
 def _spell_range(step: tuple[float, float]) -> str:

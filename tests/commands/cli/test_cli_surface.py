@@ -88,6 +88,9 @@ WRONG = (  # words -> command whose usage is shown, what is said
     (["doctor", "--js"], "doctor", "unrecognized arguments: --js. The closest: --json"),
     (["recipes", "--zzz"], "recipes", "unrecognized arguments: --zzz\n"),
     (["train"], "train RECIPE", "RECIPE"),
+    (["run", "--dry-run"], "run", "the following arguments are required: SCRIPT\n"),
+    (["verify", "a", "b", "--rename", "x"], "verify", "--rename: expected FROM=TO, prefixes of"),
+    (["plan", "--gpu", "a100"], "plan", "'gb200', 'gb300')\n"),
     *(
         (
             [command, "run.yaml", "--lr", "1", "--", "--seed", "2"],

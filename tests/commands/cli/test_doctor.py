@@ -76,7 +76,7 @@ def test_a_working_environment_is_healthy_and_the_keys_are_frozen(report):
     assert report["problems"] == []
     assert (report["ok"], report["exit code"]) == (True, 0)
     assert report["packages"]["torch"]["state"] == "ok"
-    assert report["packages"]["megatron-core"]["note"] == "the installed wheel wins"
+    assert report["packages"]["megatron-core"]["note"] == "the installed wheel"
     assert report["packages"]["transformer-engine"]["state"] in ("ok", "absent")
     assert report["patches"] and all(set(patch) == PATCH_KEYS for patch in report["patches"])
     assert {patch["state"] for patch in report["patches"]} <= {"off", "not needed"}
@@ -102,7 +102,7 @@ def test_a_checkout_of_another_version_wins_and_is_an_error(light, tmp_path):
     megatron = report["packages"]["megatron-core"]
     assert (megatron["state"], megatron["path"], megatron["checkout"]) == ("unfit", str(core), True)
     installed = importlib.metadata.version("megatron-core")
-    assert megatron["note"] == f"a source checkout wins over the wheel {installed}"
+    assert megatron["note"] == f"a source checkout, overrides the wheel {installed}"
     assert f"got {version} from the source checkout {core}." in report["problems"][0]
 
 

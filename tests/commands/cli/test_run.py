@@ -117,7 +117,7 @@ def test_the_line_says_which_megatron_wins(tmp_path, imports, capsys, monkeypatc
     line = capsys.readouterr().err
     assert line.startswith(f"moe-optim run: megatron-core 0.19.1 from {tree}/megatron/core, a ")
     installed = importlib.metadata.version("megatron-core")
-    assert f"wins over the installed {installed}" in line
+    assert f"overrides the installed {installed}" in line
     monkeypatch.setenv("RANK", "1")
     assert cli.main(["run", "--megatron-lm", str(tree), "mine.py"]) == 0
     assert capsys.readouterr().err == ""

@@ -67,7 +67,7 @@ def test_a_plan_fits_its_terminal_and_cuts_no_number(columns, tables, tmp_path):
         text = " ".join(shown)
         for key in ("weight", "gradient", "optimizer", "step_memory", "total", "model"):
             assert spell_bytes(row[f"{key}_bytes_per_rank"]) in text
-        assert f" {row['gather_ms']:.3f} ms" in text
+        assert f" {row['gather_ms']:.3g} ms" in text
 
 
 def run_without_reader(*words):

@@ -66,6 +66,19 @@ def test_without_megatron_wrong_flags_are_named_all_the_same(monkeypatch):
             parse_flags(argv)
 
 
+def test_wrong_flags_are_named_with_remedies_without_importing_megatron(monkeypatch):
+    monkeypatch.setattr(plan_flags, "parse_with_megatron", None)  # not called
+    wrong = ["--num-layres", "4", "--lr", "fast", "--hidden-size"]
+    with pytest.raises(ConfigError) as raised:
+        parse_flags(wrong)
+    for fault in (
+        "--num-layres: no such flag. Write --num-layers, the closest one.",
+        "--lr: invalid float value: 'fast'. Change the value.",
+        "--hidden-size: expected one argument. Give the value.",
+    ):
+        assert fault in str(raised.value)
+
+
 # Stages
 
 
