@@ -25,9 +25,10 @@ from moe_optim.integration.agreement import agree, reduce_max
 from moe_optim.integration.installation import config_or_bf16, installed_optimizer
 from moe_optim.kernels.plan import has_kernels
 from moe_optim.optimizer.adam import GroupStepAdam
-from moe_optim.optimizer.address_book import NORMS, has_pre_hooks, owned_masters
+from moe_optim.optimizer.address_book import NORMS, owned_masters
 from moe_optim.optimizer.checkpointed import NOT_SAVED, CheckpointedOptimizer
 from moe_optim.optimizer.nonfinite import check_masters, check_states, name_culprits
+from moe_optim.optimizer.step_hooks import has_pre_hooks
 from moe_optim.places import this_device
 from moe_optim.rules import Setup, check_setup, why_stock_step
 from moe_optim.weights.partial_loads import (

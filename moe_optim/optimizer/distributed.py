@@ -36,19 +36,21 @@ from moe_optim.optimizer.address_book import (
     AddressBook,
     flat_masters,
     gradient_of,
-    has_hooks,
-    hooked,
     is_decoupled,
     norm_of,
     owned_masters,
-    require_own_step,
-    require_shown,
-    showing_gradients,
     weight_of,
 )
 from moe_optim.optimizer.checkpointed import CheckpointedOptimizer
 from moe_optim.optimizer.description import describe
 from moe_optim.optimizer.nonfinite import check_masters
+from moe_optim.optimizer.step_hooks import (
+    has_hooks,
+    hooked,
+    require_own_step,
+    require_shown,
+    showing_gradients,
+)
 from moe_optim.places import this_device
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.managed import (
