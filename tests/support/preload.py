@@ -72,22 +72,26 @@ def save_without_servers() -> None:
 
 
 def look_through_modules_once() -> None:
-    """Spare ranks two walks over all that is imported here, each of which copies its pages.
+    """Spare ranks walks over all that is imported here, each of which copies its pages.
 
-    The first finds who has Megatron's factory of optimizers; a rank asks those found, and looks
-    through what it imported itself. The second finds nothing: TORCHDYNAMO_DISABLE is set above.
+    Some find who has a function of Megatron's under its name; a rank asks those found, and looks
+    through what it imported itself. One finds nothing: TORCHDYNAMO_DISABLE is set above.
     """
-    from moe_optim.integration import cpu_runtime, engine
+    from moe_optim.integration import cpu_runtime, engine, patches
 
     find, known = engine._find_importers, {id(one): one for one in sys.modules.values()}
-    factory = engine.resolve("megatron.training.training:get_megatron_optimizer")[2]
-    importers = find(factory)
+    by_name = [
+        engine.resolve(patch.target)[2]
+        for patch in (*patches.OPTIMIZER, *patches.CHECKPOINTS_OF_RANKS)
+        if patch.is_imported_by_name
+    ]
+    importers = {target: find(target) for target in by_name}
 
     def find_others(target: Any) -> list[tuple[Any, str]]:
-        if target is not factory:
+        if target not in importers:
             return find(target)
         others = {name: one for name, one in sys.modules.items() if id(one) not in known}
-        kept = [(one, name) for one, name in importers if vars(one).get(name) is target]
+        kept = [(one, name) for one, name in importers[target] if vars(one).get(name) is target]
         with mock.patch.object(engine, "sys", SimpleNamespace(modules=others)):
             return kept + find(target)
 
