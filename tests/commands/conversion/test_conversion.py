@@ -36,7 +36,6 @@ from tests.support.checkpoints.stored_checkpoints import (
     FC1,
     FC2,
     FFN,
-    FLAT,
     LAYERS,
     STATES,
     common_state,
@@ -206,16 +205,6 @@ def test_what_experts_have_besides_weights_comes_along(stored_as, layout, tmp_pa
     convert(tmp_path / "there", tmp_path / "back", "grouped", format="torch_dist")
     back = read_with_torch(tmp_path / "back" / "iter_0000007")
     assert_same_tensors({key: back[key] for key in more}, more)
-
-
-def test_flat_states_are_refused_with_the_flag_to_save_with(tmp_path):
-    flat = {FLAT: torch.zeros(64)}
-    source = write_torch_dist(tmp_path / "source", stored_tensors(states=False) | flat)
-    with pytest.raises(
-        LayoutError, match="--dist-ckpt-optim-fully-reshardable, or .*--weights-only"
-    ):
-        plan_of(source, "hf", format="safetensors")
-    assert FLAT in plan_of(source, "hf", format="safetensors", weights_only=True).left_out
 
 
 def test_states_that_some_experts_lack_are_refused(tmp_path):

@@ -218,12 +218,3 @@ def test_a_link_that_leads_out_of_the_tokenizers_folder_is_bad_input(
     said = capsys.readouterr().err
     assert f"{words / name}: expected" in said and "leads out" in said
     assert not (tmp_path / "out").exists()
-
-
-def test_a_checkpoint_without_arguments_is_refused_with_a_reason(tmp_path):
-    from tests.support.checkpoints.stored_checkpoints import write_torch_dist
-
-    common = {"checkpoint_version": 3.0, "iteration": 7}
-    source = write_torch_dist(tmp_path / "c", stored_model("qwen3_moe"), common)
-    with pytest.raises(ConfigError, match="expected Megatron's arguments"):
-        plan_of(source, "hf")

@@ -7,17 +7,10 @@ import json
 
 import pytest
 
-from moe_optim.commands.cli import main as cli
-from moe_optim.commands.conversion.model_conversion import plan_dequantization
-from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.commands.conversion.published_weights import encodings_of
 from moe_optim.commands.export.engine_config import quantization_config
 from moe_optim.formats import get_format
 from moe_optim.rollout.conventions import find_convention
-from tests.commands.conversion.test_published_weights import LAYOUTS
-from tests.support.bytes import assert_values_equal
-from tests.support.checkpoints.exported_models import in_files
-from tests.support.checkpoints.hf_checkpoints import write_hf
 
 DEEPSEEK_V3 = """{
     "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
@@ -31,18 +24,6 @@ GPT_OSS = """{
     "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router",
                                "model.embed_tokens", "lm_head"],
     "quant_method": "mxfp4"
-}"""
-KIMI_K2_THINKING = r"""{
-    "config_groups": {"group_0": {
-        "input_activations": null, "output_activations": null, "targets": ["Linear"],
-        "weights": {"actorder": null, "block_structure": null, "dynamic": false, "group_size": 32,
-                    "num_bits": 4, "observer": "minmax", "observer_kwargs": {},
-                    "strategy": "group", "symmetric": true, "type": "int"}}},
-    "format": "pack-quantized",
-    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*",
-               "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
-    "kv_cache_scheme": null, "quant_method": "compressed-tensors",
-    "quantization_status": "compressed"
 }"""
 KIMI_K2_5 = r"""{
     "quant_method": "compressed-tensors", "format": "pack-quantized",
@@ -76,7 +57,6 @@ PUBLISHED = {  # text, where it lies, elements and blocks, weights as they are p
     "DeepSeek-V3": (DEEPSEEK_V3, (), {FP8, MXFP4}, None),
     "DeepSeek-V4": (DEEPSEEK_V4, (), {FP8, MXFP4}, "DeepSeek-V4"),
     "gpt-oss": (GPT_OSS, (), {MXFP4}, "gpt-oss"),
-    "Kimi K2 Thinking": (KIMI_K2_THINKING, (), {INT4}, "Kimi, INT4"),
     "Kimi K2.5": (KIMI_K2_5, ("text_config",), {INT4}, "Kimi, INT4"),
     "Kimi K3": (KIMI_K3, ("text_config",), {MXFP4}, "Kimi, MXFP4"),
 }
@@ -88,24 +68,6 @@ def test_elements_and_blocks_are_those_of_the_model(model):
     text, _, wanted, _ = PUBLISHED[model]
     found = encodings_of(json.loads(text), model)
     assert {(one.format.name, block) for one, block in found.items()} == wanted
-
-
-@pytest.mark.parametrize("model", [name for name, row in PUBLISHED.items() if row[3]])
-def test_published_weights_become_bf16_and_their_codes_are_not_exported(model, tmp_path, capsys):
-    text, places, _, layout = PUBLISHED[model]
-    stored, values, _ = LAYOUTS[layout]()
-    config: dict = {"quantization_config": json.loads(text)}
-    for place in places:
-        config = {place: config}
-    source = write_hf(tmp_path / "published", stored, {"model_type": "any"} | config)
-    assert cli.main(["export", str(source), str(tmp_path / "out"), "--format", "mxfp8"]) == 2
-    assert capsys.readouterr().err and not (tmp_path / "out").exists()
-    plan_dequantization(open_checkpoint(source)).write(tmp_path / "out")
-    got = in_files(tmp_path / "out")
-    assert got.keys() == values.keys()
-    for name, want in values.items():
-        assert_values_equal(got[name], want, what=name)
-    assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
 
 
 @pytest.mark.parametrize(

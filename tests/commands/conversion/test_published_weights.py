@@ -330,10 +330,3 @@ def test_another_quantization_is_refused_with_those_that_are_read():
     for other in OTHERS.values():
         with pytest.raises(ConfigError, match="pack-quantized with symmetric groups of 4-bit"):
             encodings_of(other, "config.json")
-
-
-def test_a_model_in_bf16_is_refused(tmp_path, capsys):
-    source = write_hf(tmp_path / "s", DENSE, {"model_type": "any"})
-    assert cli.main(["convert", str(source), str(tmp_path / "out"), "--to", "hf"]) == 2
-    assert "or safetensors whose config.json has a quantization_config" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ from moe_optim.commands.cli import main as cli
 from moe_optim.commands.conversion.model_conversion import ModelRequest, plan_model
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.commands.export.export import plan_export
-from moe_optim.errors import ConfigError, StateError
+from moe_optim.errors import StateError
 from moe_optim.formats import get_format, reference
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.checkpoints.exported_models import (
@@ -90,20 +90,6 @@ def test_interleaved_rows_of_training_come_apart(rows, tmp_path):
     assert_same_tensors(of_experts, wanted_experts(masters(), "mxfp8"))
 
 
-def test_tokenizers_come_along_and_special_tokens_of_the_model_stay(hf, tmp_path):
-    """Of the model's folder, or of a given one, which may have no config.json that names them."""
-    config = json.loads((hf / "config.json").read_text()) | {"eos_token_id": 7}
-    source = write_hf(tmp_path / "source", in_files(hf), config)
-    words = tmp_path / "words"
-    words.mkdir()
-    for folder, text in ((source, "{}"), (words, "[]")):
-        (folder / "tokenizer.json").write_text(text)
-    for tokenizer, text in ((None, "{}"), (words, "[]")):
-        folder = export(source, tmp_path / f"out {text}", "mxfp8", tokenizer=tokenizer)
-        assert (folder / "tokenizer.json").read_text() == text
-        assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 7
-
-
 # What is refused, with nothing written
 
 
@@ -121,18 +107,6 @@ def test_gate_and_up_that_share_a_block_are_refused_with_formats_that_hold_them(
     reader = open_checkpoint(source)
     for name in re.split(", | or ", advised):
         assert plan_export(reader, request_of(name)).files
-
-
-def test_a_model_without_a_description_is_refused_with_what_to_give(hf, tmp_path):
-    tensors, config = in_files(hf), json.loads((hf / "config.json").read_text())
-    bare = write_hf(tmp_path / "bare", tensors, config)
-    (bare / "config.json").unlink()
-    with pytest.raises(ConfigError, match="config.json: expected the configuration of the model"):
-        export(bare, tmp_path / "out", "mxfp8")
-    plan = plan_export(open_checkpoint(bare), request_of("mxfp8"), hf / "config.json")
-    plan.write(tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written["model_type"] == "qwen3_moe"
 
 
 COMMANDS = (

@@ -1,8 +1,6 @@
 """Which models are the same in both programs, and what stands in the way of others."""
 
 import json
-import shlex
-import sys
 
 import pytest
 
@@ -13,7 +11,6 @@ from moe_optim.commands.hugging_face.models import (
 )
 from moe_optim.errors import ConfigError
 from tests.support.checkpoints.hf_checkpoints import DEEPSEEK, QWEN
-from tests.support.ranks import run_ranks
 
 QWEN_ARGS, DEEPSEEK_ARGS = vars(QWEN), vars(DEEPSEEK)
 
@@ -45,47 +42,6 @@ def test_a_published_configuration_is_what_megatron_is_started_with():
     assert {**PUBLISHED, **model.config} == {**model.config, **PUBLISHED}
 
 
-TRAIN = shlex.split("""
---micro-batch-size 1 --global-batch-size 2 --seq-length 32 --train-iters 2 --lr 1e-3 --bf16
---mock-data --tokenizer-type NullTokenizer --use-distributed-optimizer
-""")
-
-
-def _list_faults(command_lines: list[list[str]]) -> list[list[str]]:
-    from megatron.training.arguments import parse_and_validate_args
-
-    from moe_optim.integration import cpu_runtime, script_arguments
-    from moe_optim.integration.preflight import list_faults
-
-    cpu_runtime.install()
-    script_arguments.import_error = lambda: None  # as if Transformer Engine were here
-    found = []
-    for flags in command_lines:
-        sys.argv = ["script", *flags, *TRAIN]
-        found.append(list_faults(parse_and_validate_args, sys.argv[1:]))
-    return found
-
-
-STARTED = {  # what the only faults tell of, where there is neither Transformer Engine nor a GPU
-    ("qwen3_moe", "local"): [],
-    ("qwen3_moe", "transformer_engine"): ["apply_rope_fusion is not available. Please install TE"],
-    ("deepseek_v3", "local"): ["--transformer-impl local has no attention for it"],
-    ("deepseek_v3", "transformer_engine"): [],
-}
-
-
-def test_flags_start_a_run_on_the_layers_that_they_name():
-    """By Megatron's own checks of arguments and while it builds; what stays is what is not here."""
-    pytest.importorskip("megatron.core")
-    given = {"qwen3_moe": QWEN_ARGS, "deepseek_v3": DEEPSEEK_ARGS}
-    models = {family: model_from_arguments(one, "") for family, one in given.items()}
-    command_lines = [megatron_flags(models[family], impl) for family, impl in STARTED]
-    (found,) = run_ranks(1, _list_faults, command_lines)
-    for faults, expected in zip(found, STARTED.values(), strict=True):
-        assert len(faults) == len(expected), faults
-        assert all(words in fault for fault, words in zip(faults, expected, strict=True))
-
-
 @pytest.mark.parametrize("given", [QWEN_ARGS, DEEPSEEK_ARGS], ids=["qwen3_moe", "deepseek_v3"])
 def test_arguments_give_a_configuration_that_gives_them_back(given):
     model = model_from_arguments(given, "here")
@@ -105,14 +61,6 @@ def test_a_layer_with_experts_is_known_however_megatron_is_told():
     assert not model.is_stacked
     sparse = PUBLISHED | {"num_hidden_layers": 4, "decoder_sparse_step": 2}
     assert model_from_config(sparse, "here").anatomy.moe_layers == {1, 3}
-
-
-def test_tied_embeddings_have_no_output_layer():
-    untied = "untie_embeddings_and_output_weights"
-    tied = model_from_arguments(QWEN_ARGS | {untied: False}, "here")
-    assert tied.config["tie_word_embeddings"] is True
-    names = [name for pair in tied.family.pairs(tied.anatomy) for name in pair.hf]
-    assert "lm_head.weight" not in names
 
 
 YARN = {

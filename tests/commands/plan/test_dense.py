@@ -13,20 +13,17 @@ LATENT = "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-
 LATENT += " --qk-pos-emb-head-dim 4 --v-head-dim 8 --qk-layernorm"
 TWO_STAGES = "--pipeline-model-parallel-size 2 --num-layers 4"
 MODELS = {  # flags added to MODEL -> number of ranks, words of MODEL to leave out
-    "queries in groups, biases": (
-        "--group-query-attention --num-query-groups 1 --qk-layernorm --add-qkv-bias "
-        "--kv-channels 16",
-        1,
-        ("--disable-bias-linear",),
-    ),
     "latent attention, a dense layer": (
         f"{LATENT} --moe-shared-expert-intermediate-size 48 --moe-layer-freq [0,1]",
         1,
         (),
     ),
     "cut in two": ("--tensor-model-parallel-size 2 --sequence-parallel", 2, ()),
-    "tied, in stages": (TWO_STAGES, 2, ("--untie-embeddings-and-output-weights",)),
-    "MTP, in stages": (f"{TWO_STAGES} --mtp-num-layers 1", 2, ()),
+    "tied, MTP, in stages": (
+        f"{TWO_STAGES} --mtp-num-layers 1",
+        2,
+        ("--untie-embeddings-and-output-weights",),
+    ),
 }
 
 

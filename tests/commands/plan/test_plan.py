@@ -16,7 +16,6 @@ from moe_optim.buckets.layout import Slot
 from moe_optim.buckets.states import Event
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.plan.answers import (
-    explain,
     find_choice,
     flags_to_add,
     recommend,
@@ -29,20 +28,17 @@ from moe_optim.commands.plan.costs import (
     STOCK_FP8_BLOCK,
     STOCK_MXFP8,
     STOCK_NVFP4,
-    copy_bytes,
     left_out,
 )
 from moe_optim.commands.plan.experts import plan_experts
 from moe_optim.commands.plan.gpus import GPUS, Hardware
 from moe_optim.commands.plan.rows import plan_rows
 from moe_optim.config import MoEOptimConfig
-from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.experts.grouped_linear import GroupedLinear
-from moe_optim.formats import DIRECTIONS, FORMATS
+from moe_optim.formats import FORMATS
 from moe_optim.integration.arguments import config_from_argv
 from moe_optim.integration.argv import spell_format
 from moe_optim.rules import config_with_flags
-from moe_optim.weights.storage import PortableStorage
 from tests.support.formats import REPRESENTATIVE_FORMATS
 from tests.support.states.buckets import make_bucket, own_masters
 
@@ -69,7 +65,6 @@ LARGE = SMALL | {
     "--expert-model-parallel-size": 8,
 }
 AWARE = {"use_precision_aware_optimizer": True}
-LOCAL = {"transformer_impl": "local"}
 LOCAL_FLAGS = {"--transformer-impl": "local", "--moe-grouped-gemm": True}
 NATIVE = {"fp8_recipe": "mxfp8", "fp8_param_gather": True}
 DDP_CONFIG = SimpleNamespace(pad_buckets_for_high_nccl_busbw=False)
@@ -243,32 +238,6 @@ def test_stock_rows_are_megatrons_own_layout(busbw):
             assert row["parts"]["rowwise_data"] == 0
 
 
-def test_stock_mxfp8_quantizes_expert_by_expert_into_padded_storage():
-    """Rows of scales are padded to 128 and columns to 4: [192, 4] and [8, 128], [128, 4] twice."""
-    row, experts = row_of(experts_of(), 1, STOCK_MXFP8), LAYERS * EXPERTS
-    data, rowwise, columnwise = 3 * HIDDEN * FFN, 256 * 4 + 128 * 4, 8 * 128 + 4 * 128
-    sizes = [row["parts"][buffer] / experts for buffer in PARTS[:4]]
-    assert sizes == [data, rowwise, data, columnwise]
-
-
-def test_weights_of_transformer_engine_have_padded_scales_besides_the_buffers():
-    """And columnwise scales of 2-D blocks are a view of rowwise ones."""
-    planned = [rows_of(experts_of(**flags), 1) for flags in (LOCAL, NATIVE)]
-    for name, format in FORMATS.items():
-        if format.is_row_only:
-            continue
-        portable, native = (rows[name]["parts"] for rows in planned)
-        padded = sum(
-            LAYERS * EXPERTS * prod(format.storage_scale_shape(rows, cols, way))
-            for rows, cols in ((2 * FFN, HIDDEN), (HIDDEN, FFN))
-            for way in DIRECTIONS
-        )
-        assert native["storage_scales"] == padded * format.scale_dtype.itemsize
-        assert (portable["storage_scales"], native["columnwise_scale"] == 0) == (0, format.is_2d)
-        same = set(PARTS) - {"storage_scales", "columnwise_scale"}
-        assert {part: portable[part] for part in same} == {part: native[part] for part in same}
-
-
 def test_states_on_the_host_take_no_memory_of_the_device():
     """Of our rows by the knob, of bf16 weights by Megatron's flag; no time of a step is known."""
     without = list(plan_rows(experts_of(), [2]))
@@ -314,10 +283,6 @@ def choice_of(argv, *, gpus=2, gpu=None, **knobs):
     return choice, recommend(choice, rows), rows
 
 
-def advice(argv, **knobs):
-    return explain(*choice_of(argv, **knobs))
-
-
 @pytest.mark.parametrize(
     ("flags", "knobs", "gpu", "added"),
     [
@@ -351,26 +316,6 @@ def test_flags_to_add_give_the_recommended_format(flags, knobs, gpu, added):
         assert getattr(again, knob) == knobs[knob]
 
 
-@pytest.mark.parametrize("compute", ["int4", "mxfp8", "int8_per_expert"])
-def test_copies_of_compute_are_what_its_modules_hold(compute):
-    """Portable experts keep quantized bytes of every linear, and one linear's values for a GEMM."""
-    config = MoEOptimConfig(format="bf16", compute=compute)
-    rows = rows_of(experts_of(**LOCAL), 2, config=config)
-    copies = rows["bf16"]["parts"]["compute_copies"]
-    totals = [rows[name]["total_bytes_per_rank"] for name in ("bf16", STOCK_BF16)]
-    assert totals[0] - totals[1] == copies
-    shapes = [(EXPERTS, 2 * FFN, HIDDEN), (EXPERTS, HIDDEN, FFN)]
-    held = 0
-    if compute in FORMATS:
-        storages = [PortableStorage(FORMATS[compute], shape, name="weight") for shape in shapes]
-        buffers = [b for one in storages for b in one.quantized.buffers().values()]
-        held = LAYERS * sum(buffer.nbytes for buffer in buffers)
-    assert copies == held + 2 * max(map(prod, shapes))
-    # Those of Transformer Engine keep values of all layers while a step runs
-    values, of_te = 2 * LAYERS * sum(map(prod, shapes)), copy_bytes(experts_of(), compute)
-    assert of_te > values if compute == "mxfp8" else of_te == values
-
-
 # Ranks, stages and buckets
 
 
@@ -384,67 +329,6 @@ def test_buckets_are_as_large_as_megatrons_training_makes_them(monkeypatch):
             ((_, found),) = experts_of(**parallel, **flags)._chunks(2 * dp_size)
             config = SimpleNamespace(num_buckets=None, bucket_size=size)
             assert found == training.resolve_ddp_bucket_size(config, dp_size, bool(overlap), 0)
-
-
-def test_the_stage_with_most_experts_is_planned():
-    """Only the first chunk of the first stage has several buckets."""
-    two = {"pipeline_model_parallel_size": 2}
-    for flags, stage, chunks, buckets in (
-        ({}, 0, (8,), 8),
-        (two, 0, (4,), 4),
-        (two | {"moe_layer_freq": "([0]*1+[1]*7)"}, 1, (4,), 1),
-        (two | {"num_virtual_stages_per_pipeline_rank": 2}, 0, (2, 2), 2 + 1),
-        (two | {"num_layers_per_virtual_pipeline_stage": 1}, 0, (1, 1, 1, 1), 1 + 3),
-        (two | {"mtp_num_layers": 1}, 1, (5,), 1),
-    ):
-        experts = experts_of(num_layers=8, **flags)
-        assert (experts.stage, experts.chunks) == (stage, chunks)
-        assert experts.buckets(2).total() == buckets
-
-
-HUGE = 999_999_999_999_999_999_999
-REFUSED = [  # changes -> message
-    ({"num_experts": None}, "expected --num-experts, got none"),
-    (
-        {"tensor_model_parallel_size": 2, "sequence_parallel": None},
-        "expected --sequence-parallel with --tensor-model-parallel-size above 1, got none",
-    ),
-    (
-        {"pipeline_model_parallel_size": 2},
-        "--pipeline-model-parallel-size 2: expected stages .* --num-layers 3",
-    ),
-    (
-        {"pipeline_model_parallel_layout": "Ett|L", "pipeline_model_parallel_size": 2},
-        r"-layout Ett.L: expected one that Megatron takes, got t \(decoder layer\) 2 times, not 3",
-    ),
-    (
-        {"moe_layer_freq": "[[1],1,0]"},
-        r"moe_layer_freq: expected a number or 3 zeros and ones, got \[\[1\], 1, 0\]",
-    ),
-    ({"pipeline_model_parallel_layout": f"E(t|)*{HUGE}L"}, "expected repetitions up to 999"),
-]
-
-
-def test_what_cannot_be_planned_is_named():
-    for changes, message in REFUSED:
-        with pytest.raises(ConfigError, match=message):
-            list(plan_rows(experts_of(**changes), [1]))
-
-
-def test_shapes_and_gpus_that_do_not_fit_are_refused():
-    local = argv(SMALL | {"--transformer-impl": "local", "--moe-grouped-gemm": True})
-    for format, ffn, message in (
-        ("mxfp8", 100, r"a recipe: experts.linear_fc1.weight: mxfp8 needs rows .* by 32"),
-        ("int4_g128", 96, r"a recipe: experts.linear_fc2.weight: int4_g128 needs columns .* 128"),
-    ):
-        with pytest.raises(LayoutError, match=message):
-            advice([*local, "--moe-ffn-hidden-size", str(ffn)], format=format)
-    experts = experts_of(
-        tensor_model_parallel_size=2, expert_model_parallel_size=4, context_parallel_size=2
-    )
-    for gpus in (0, -8, 4, 12):
-        with pytest.raises(ConfigError, match=rf"--gpus: expected multiples of 8, .* got {gpus}\."):
-            experts.buckets(gpus)
 
 
 # The command
@@ -469,17 +353,3 @@ def test_json_holds_every_row_with_the_same_keys(recipe, capsys):
     assert report["rows"] == json.loads(json.dumps(list(rows)))
     assert "8 experts per rank of [192, 128] and [128, 96], indexed" in report["planned"]
     assert len({tuple(row) for row in report["rows"]}) == 1
-
-
-def test_flags_alone_are_planned_like_a_recipe_of_them(recipe, capsys):
-    """The plug-in's own flags among them, as of a script; experts of Transformer Engine apart."""
-    words = ["--gpus", "2", "--json", "--set", "moe_optim.format=mxfp8"]
-    assert cli.main(["plan", str(recipe), *words]) == 0
-    from_recipe = json.loads(capsys.readouterr().out)["rows"]
-    own = ["--use-moe-grouped-optim", "--moe-optim-set", "expert_layout=grouped"]
-    assert cli.main(["plan", *words, "--", *argv(SMALL), *own]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == from_recipe
-    assert cli.main(["plan", "--gpus", "2", "--json", "--", *argv(SMALL)]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["planned"].endswith("indexed")
-    assert report["flags"][-1] == "--use-moe-grouped-optim"

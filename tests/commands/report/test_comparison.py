@@ -64,9 +64,3 @@ def test_figures_are_those_of_the_runs(runs, tmp_path, capsys):
     assert len(list((tmp_path / "out").glob("*.png"))) == len(page.alts) == 6
     # A run with an entropy of bytes has bytes for tokens; one without a summary has not
     assert "Losses in nats/byte or nats/token;" in page.text
-
-
-def test_one_run_alone_or_twice_is_refused(runs, tmp_path, capsys):
-    for given in ([runs[0]], [runs[0], runs[0]]):
-        assert cli.main(["compare", *map(str, given), "--out", str(tmp_path)]) == 2
-        assert "compare: expected two or more different runs" in capsys.readouterr().err

@@ -7,7 +7,6 @@ import pytest
 
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.report.reading import read_run
-from moe_optim.commands.report.run_report import build_page
 from moe_optim.commands.report.verdict import find_largest, find_spikes, judge
 from moe_optim.commands.train.events import Point
 from moe_optim.formats.health_figures import Sum
@@ -64,28 +63,6 @@ def test_the_page_loads_nothing_and_runs_nothing(page):
     assert not {"script", "link", "iframe", "object", "base"} & set(page.tags)
 
 
-SAID = (
-    "training loss 4.0000 → 0.1000 nats/byte",
-    "held-out loss 0.2500 → 0.1250 nats/byte",
-    "recipe quickstart.yaml",
-    "torch 2.11.0, megatron-core 0.19.2",
-    "commit abc1234",
-    "device NVIDIA H100",
-    "moe-optim train quickstart --out <runs>",  # escaped
-    "2.50 iterations/s",
-    "Last sample, at iteration 40.",
-    "Counted between the last two samples, up to iteration 40.",
-)
-
-
-def test_the_page_says_what_the_run_recorded_and_draws_every_part(page):
-    for text in SAID:
-        assert text in " ".join(page.text.split())
-    names = " ".join(page.alts)
-    for what in ("loss", "Gradient norm", "largest magnitude", "relative error", "tokens", "time"):
-        assert what in names
-
-
 def spiking(at, *, of=40):
     """Return training losses with a jump at one iteration."""
     return {"lm loss": [(i, 3.0 if i == at else 1.0 + 0.01 * (i % 3)) for i in range(1, of + 1)]}
@@ -133,21 +110,3 @@ def test_the_verdict_is_the_largest_figure_of_all_looks_beside_its_threshold(tmp
         "Unknown: the health of quantized experts was not sampled. The loss jumped at iteration 15."
     )
     assert "--set moe_optim.health_interval=100" in said  # the remedy
-
-
-def test_a_run_that_is_going_on_is_reported_with_what_there_is(tmp_path):
-    losses = {"lm loss": LOSSES["lm loss"][:3]}
-    run = read_run(write_run(tmp_path / "run", losses, model=None, summary=None))
-    text = " ".join(Reader(build_page(run).html).text.split())
-    assert "iteration 3, not finished" in text
-    assert "Not sampled. Train with --set moe_optim.health_interval=1 and" in text
-    assert "Not logged by this run: grad-norm." in text
-    assert "Not counted: health_interval counts them. This run has no load-balancing loss" in text
-    assert "not recorded command" in text
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
-    for path in (tmp_path, tmp_path / "absent"):
-        assert cli.main(["report", str(path)]) == 2
-        error = capsys.readouterr().err
-        assert f"{path}: expected a run folder, with TensorBoard events" in error

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from moe_optim.commands.train.dataset import SPLITS, find_text, split_text
+from moe_optim.commands.train.dataset import find_text
 from moe_optim.errors import ConfigError
 
 
@@ -34,16 +34,3 @@ def test_a_path_without_text_is_refused_by_name(tmp_path):
     for path in (tmp_path / "missing", empty, empty.parent, pipe):
         with pytest.raises(ConfigError, match=f"--text {path}: expected "):
             find_text([path])
-
-
-@pytest.mark.parametrize("number", [1, 3])
-def test_few_files_are_cut_and_no_byte_is_lost_or_used_twice(tmp_path, number):
-    for index in range(number):
-        write(tmp_path / f"{index}.txt", "x" * 1000 * (index + 1))
-    spans = split_text(files := find_text([tmp_path]))
-    for file in files:
-        parts = [
-            (span.start, span.end) for split in SPLITS for span in spans[split] if span.file == file
-        ]
-        cuts = [0, int(file.size * 0.96), int(file.size * 0.98), file.size]
-        assert parts == list(zip(cuts, cuts[1:], strict=False))

@@ -9,8 +9,6 @@ import pytest
 
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.train import run as train
-from moe_optim.commands.train.early_check import list_early_faults
-from moe_optim.config.recipes import load_recipe, shipped_recipes
 from tests.support.training_runs.runs import FAKE_RANK, REPOSITORY, write_checkpoint
 from tools.documents.megatron_flags import recorded
 
@@ -130,14 +128,10 @@ def test_a_resume_skips_a_broken_checkpoint_and_takes_over_what_the_run_was_star
     assert summary["validation_iterations"] == [2, 4, 6, 8]
 
 
-@pytest.mark.parametrize("began", ["text", "mock"])
-def test_a_resume_goes_on_with_its_data_and_no_other(command, run, text, began):
-    mock = (*SHORT, "--mock-data")
-    first = {"text": {}, "mock": {"on": (), "megatron": mock}}[began]
-    assert command(**first)[0] == 0
+def test_a_resume_goes_on_with_its_data_and_no_other(command, run, text):
+    assert command()[0] == 0
     write_checkpoint(run / "checkpoints", 4)
-    others = [{"on": (str(text),)}] + [{"on": (), "megatron": mock}] * (began == "text")
-    for change in others:
+    for change in ({"on": (str(text),)}, {"on": (), "megatron": (*SHORT, "--mock-data")}):
         code, _, errors = command("--resume", **change)
         assert code == 2 and errors.startswith("error: --")
     assert command("--resume", on=())[0] == 0
@@ -194,23 +188,6 @@ sys.exit(99 if "torch" in sys.modules else code)
     assert "  --train-iter: no such flag. Write --train-iters, the closest one." in faults
     assert "  --lr: invalid float value: 'fast'. Change the value." in faults
     assert faults[-1].startswith("  refused by moe_optim: --context-parallel-size with ")
-
-
-@recorded
-def test_layer_patterns_that_only_megatron_evaluates_are_no_early_fault():
-    patterns = ",".join(["1"] * 126), "1 if i % 2 else 0 for i in range(61)"
-    for pattern in patterns:
-        assert list_early_faults(["--moe-layer-freq", f"[{pattern}]"]) == []
-
-
-@recorded
-def test_of_recipes_a_wrong_name_is_the_only_early_fault():
-    """Refusals are those of validated flags, although Megatron has not validated them yet."""
-    for path in shipped_recipes().values():
-        argv = [*load_recipe(path).megatron_argv(), "--use-moe-grouped-optim"]
-        assert list_early_faults(argv) == []
-        (fault,) = list_early_faults([*argv, "--zzz"])
-        assert fault.startswith("--zzz: no such flag. Remove it.")
 
 
 REFUSED = {  # message -> options of the command, flags of Megatron
