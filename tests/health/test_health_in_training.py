@@ -24,20 +24,13 @@ FLAGS = ["--train-iters", str(LAST), "--eval-interval", "1000", *OVERLAP]
 EXPERT_PARALLEL = ("--expert-model-parallel-size", "2")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 INSTANCES = ("--num-distributed-optimizer-instances", "2")
-GRAPH = ("--optimizer-cuda-graph",)
 INDEXED = {"expert_layout": "indexed", "step": "fused"}
-MUON = ("--optimizer", "muon")
 RUNS = {  # format, ranks, knobs that differ, flags
     "cut over data and expert ranks": ("nvfp4", 4, INDEXED, EXPERT_PARALLEL),
     "layers on two stages, weights gathered in bf16": ("mxfp8", 2, {"wire": "bf16"}, PIPELINE),
     "copies of the optimizer, of which one counts": ("mxfp8_2d", 2, {}, INSTANCES),
-    "whole matrices that Muon steps": ("mxfp8", 2, {"step": "fused"}, MUON),
-    "a step that a graph replays": ("fp8_block", 1, {"step": "fused"}, GRAPH),
 }
-EXTENDED = ("whole matrices that Muon steps", "a step that a graph replays")
-EVERY_RUN = pytest.mark.parametrize(
-    "run", [pytest.param(run, marks=[pytest.mark.extended] * (run in EXTENDED)) for run in RUNS]
-)
+EVERY_RUN = pytest.mark.parametrize("run", RUNS)
 
 
 def train(format: str, knobs: dict[str, Any], flags: list[str]) -> dict[str, Any]:

@@ -35,22 +35,7 @@ def but(*changes: str, without: tuple[str, ...] = ()) -> list[str]:
 LOCAL = "--transformer-impl"
 CASES = {  # what is wrong -> a command line, and the beginnings of all faults
     "nothing": (but(), []),
-    "nothing, stock": (RUN, []),
-    "sharing gradient memory": (but("--reuse-grad-buf-for-mxfp8-param-ag"), []),
     "nothing, Muon": (but("--optimizer", "muon", "--muon-nesterov"), []),
-    "nothing, Muon with overlap": (
-        but("--optimizer", "muon", "--overlap-grad-reduce", "--overlap-param-gather",
-            "--no-use-layer-wise-param-layout", "--dist-ckpt-optim-fully-reshardable"),
-        [],
-    ),
-    "settings of Muon": (
-        but("--optimizer", "muon", "--muon-scalar-optimizer", "lion",
-            "--muon-coefficient-type", "newton"),
-        [
-            "refused by moe_optim: --muon-scalar-optimizer lion",
-            "refused by moe_optim: --muon-coefficient-type newton: expected simple, quintic, p",
-        ],
-    ),
     "Muon's files of ranks without gloo": (
         but("--optimizer", "muon", "--disable-gloo-process-groups", "--ckpt-format", "torch"),
         ["--disable-gloo-process-groups: expected --ckpt-format torch_dist, as others collect sta"],
@@ -64,20 +49,6 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
         [
             "--num-expert: no such flag. Write --num-experts, the closest one.",
             "--use-moe-groped-optim: no such flag. Write --use-moe-grouped-optim, the",
-        ],
-    ),
-    "refused by the plug-in": (
-        but("--optimizer", "sgd", "--use-cpu-initialization"),
-        [
-            "refused by moe_optim: --optimizer sgd: only Adam and Muon are supported. Giv",
-            "refused by moe_optim: --use-cpu-initialization",
-        ],
-    ),
-    "knobs": (
-        but("--moe-optim-set", "fromat=mxfp8", "--optimizer", "sgd"),
-        [
-            "--moe-optim-set: 'fromat=mxfp8': expected a key among",
-            "refused by moe_optim: --optimizer sgd",
         ],
     ),
     "Megatron's own": (
@@ -97,15 +68,6 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
             "refused by moe_optim: --optimizer sgd",
         ],
     ),
-    "several of the model": (
-        but("--recompute-granularity", "selective", "--recompute-modules", "all",
-            "--moe-router-num-groups", "3", "--moe-router-group-topk", "7"),
-        [
-            "Megatron: Invalid choices for recompute_modules: {'all'}",
-            "Megatron: num_moe_experts (4) should be divisible by moe_router_num_groups (3)",
-            "Megatron: moe_router_group_topk (7) should be smaller than moe_router_num_groups (3)",
-        ],
-    ),
     "an exit, and what is wrong before it": (
         but("--model-parallel-size", "2", "--checkpoint-activations", "--optimizer", "sgd"),
         [
@@ -113,10 +75,6 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
             "Megatron: --checkpoint-activations is no longer valid, use --recompute-activations",
             "refused by moe_optim: --optimizer sgd",
         ],
-    ),
-    "two lengths": (
-        but("--train-samples", "8", "--lr-decay-samples", "8"),
-        ["--train-iters and --train-samples exclude each other. Remove one."],
     ),
     "a batch that ranks do not divide": (
         but("--micro-batch-size", "3", "--global-batch-size", "4"),
@@ -146,21 +104,15 @@ HYBRID = [*FLEX, "--moe-flex-dispatcher-backend", "hybridep"]
 TENSOR = ["--tensor-model-parallel-size", "2"]
 WHOLE = ["--expert-tensor-parallel-size", "1"]  # experts
 NO_KERNEL = find_spec("scaled_masked_softmax_cuda") is None
-BALANCING = "--moe-router-load-balancing-type"
 LATER = {  # what Megatron tells while it builds or trains -> a command line, beginnings of faults
     "nothing, every axis": (
         but(*PIPELINE, *TENSOR, "--sequence-parallel", "--expert-model-parallel-size", "2", *WHOLE,
             "--moe-shared-expert-intermediate-size", "64", "--qk-layernorm"),
         [],
     ),
-    "nothing, another token predicted": (but("--mtp-num-layers", "1"), []),
     "cut experts that do not fit a format": (
         but(*TENSOR, "--sequence-parallel", "--moe-optim-set", "format=mxfp8"),
         ["refused by moe_optim: linear_fc2 [64, 48] in mxfp8, whose blocks have 32 elements"],
-    ),
-    "layers of another number": (
-        but("--moe-layer-freq", "[1,0,1]"),
-        ["Megatron: Invalid length of moe_layer_pattern: 3, expected 2"],
     ),
     "softmax without its kernel": (
         but("--micro-batch-size", "2", without=("--no-masked-softmax-fusion",)),
@@ -168,10 +120,6 @@ LATER = {  # what Megatron tells while it builds or trains -> a command line, be
     ),
     "nothing, shapes that its kernel does not take": (
         but(without=("--no-masked-softmax-fusion",)), [],
-    ),
-    "sinkhorn": (
-        but(BALANCING, "sinkhorn", "--moe-aux-loss-coeff", "1e-2"),
-        ["Megatron: --moe-router-load-balancing-type sinkhorn takes no --moe-aux-loss-coeff"],
     ),
     "a schedule with too few micro-batches": (
         but(*PIPELINE, "--global-batch-size", "1"),

@@ -112,10 +112,6 @@ def test_a_file_trains_as_the_command_line_that_it_stands_for(file, tmp_path):
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {  # change -> beginnings of all faults
     "nothing": ({}, []),
     "Muon": ({"optimizer": "muon"}, []),
-    "settings of Muon": (
-        {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
-        ["refused by moe_optim: --muon-scalar-optimizer lion: "],
-    ),
     "no Transformer Engine": (
         {"language_model__transformer_impl": "transformer_engine"},
         ["--transformer-impl: expected Transformer Engine", "refused by moe_optim: format: "],
